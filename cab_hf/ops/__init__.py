@@ -1,4 +1,4 @@
-"""Ops: one file per op with its kernels and the function that launches them.
+"""Ops on tensors. Each module contains the kernels of one op and the function that launches them.
 
 `reference` defines every op in plain PyTorch.
 """
@@ -11,13 +11,17 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-# looked up at import: torch.compile cannot trace a search for packages
+# a constant, because torch.compile cannot trace `find_spec`
 HAS_TRITON = find_spec("triton") is not None
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Return True if the Triton kernels for selecting blocks run on x [B, H, N, D]."""
-    # models on the CPU never need Triton
+    """Return True if the Triton kernels that select blocks support ``x``.
+
+    Args:
+        x: [B, H, N, D], q or k.
+    """
+    # the import comes after this check, so that models on a CPU do not need Triton
     if not x.is_cuda or not HAS_TRITON:
         return False
     from cab_hf.ops import launch
@@ -27,18 +31,19 @@ def has_kernels(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requirements that a call of attention makes of a kernel.
+    """Properties of an attention call that decide which engines support the call.
 
     Attributes:
         device: Torch device type, e.g. ``"cuda"``.
         head_dim: Channels of q and k.
         dtype: Dtype of q.
-        training: True if gradients flow through attention.
+        training: True if q, k or v requires a gradient.
         query_block: Tokens per query block of the plan.
         key_block: Tokens per key block of the plan.
-        sinks: True if heads have sinks, which need the log-sum-exp.
-        softcap: True if logits are soft-capped.
-        value_dim: Channels of v; None if they equal ``head_dim``.
+        sinks: True if the softmax of each head has one more logit (GPT-OSS). The engine must then
+            return the log-sum-exp.
+        softcap: True if logits are soft-capped (Gemma2).
+        value_dim: Channels of v; None if v has ``head_dim`` channels.
     """
 
     device: str
@@ -55,11 +60,14 @@ class Workload:
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[int, int], **features: bool
     ) -> Workload:
-        """Return the workload of these tensors under a plan.
+        """Build the workload of an attention call.
 
         Args:
-            blocks: Tokens per query block and per key block.
-            features: ``sinks`` and ``softcap``.
+            q: [B, H, N_q, D].
+            k: [B, H_kv, N_k, D].
+            v: [B, H_kv, N_k, D_v].
+            blocks: Tokens per query block and per key block of the plan.
+            features: The fields ``sinks`` and ``softcap``; both are False by default.
         """
         training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         value_dim = None if v.shape[-1] == q.shape[-1] else v.shape[-1]

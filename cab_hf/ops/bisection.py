@@ -1,11 +1,11 @@
-"""Thresholds of a row of scores, found by bisection: no sort, and no memory except the row.
+"""Top-k thresholds of a row of scores, found by bisection instead of a sort.
 
-A bracket of scores contains the threshold. Each round cuts the bracket in two. It reads the row,
-which stays in the cache, and counts the scores above the cut. The half that contains the threshold
-becomes the new bracket.
+A bracket (low, high] of scores contains the threshold. Each round reads the row from the cache,
+counts the scores above the middle of the bracket, and keeps the half that contains the threshold.
 
-The first `EVEN_ROUNDS` cuts bisect the value. Later cuts bisect the order of float32, which has
-2^32 numbers, so that bisection ends after 32 more rounds. Ties go to the lower index.
+The first `EVEN_ROUNDS` rounds halve the bracket by value. Later rounds halve the number of float32
+numbers in the bracket. There are 2^32 float32 numbers, so at most 32 more rounds follow. Among
+equal scores, the lower index comes first.
 """
 
 from __future__ import annotations
@@ -13,32 +13,38 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# halvings of a bracket by value, before halving by representation, which always ends
+# rounds that halve a bracket by value; evenly spread scores need about log2(row length) rounds
 EVEN_ROUNDS = tl.constexpr(20)
 
 
 @triton.jit
 def _ordered(x):
-    """Return int32 numbers that compare as the float32 numbers do."""
+    """Return int32 numbers with the same order as the float32 numbers ``x``."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _unordered(order):
-    """Return the float32 number whose `_ordered` is ``order``."""
+    """Return the float32 numbers that `_ordered` maps to ``order``."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def just_below(x):
-    """Return a float32 number below ``x``: two steps, because one step below 0 is -0."""
+    """Return a float32 number that is less than ``x``.
+
+    The result is two representations below ``x``, because one representation below 0 is -0.
+    """
     return _unordered(_ordered(x) - 2)
 
 
 @triton.jit
 def _between(low, high):
-    """Return the middle of [low, high) in the order of float32; ``low`` if nothing is between."""
+    """Return the float32 number halfway from ``low`` to ``high`` in the order of representations.
+
+    Returns ``low`` if no number lies between ``low`` and ``high``.
+    """
     low = _ordered(low)
     high = _ordered(high)
     return _unordered((low & high) + ((low ^ high) >> 1))
@@ -46,10 +52,9 @@ def _between(low, high):
 
 @triton.jit
 def _next_middle(low, high, rounds):
-    """Return the next cut of a bracket of scores, or ``low`` if nothing is inside.
+    """Return the middle of the bracket (low, high], or ``low`` if no number is between.
 
-    The cut bisects values first, which suits evenly spread scores. After `EVEN_ROUNDS` it bisects
-    representations, which always ends.
+    The middle is by value in the first `EVEN_ROUNDS` rounds, then by representation.
     """
     half_way = low + (high - low) * 0.5
     even = (rounds < EVEN_ROUNDS) & (half_way > low) & (half_way < high)
@@ -58,7 +63,10 @@ def _next_middle(low, high, rounds):
 
 @triton.jit
 def _count_above(values, level, begin, end, CHUNK: tl.constexpr):
-    """Return the number of entries above ``level``, as float32: faster sums, exact up to 2^24."""
+    """Return the number of entries above ``level`` in columns [begin, end) of ``values``.
+
+    The count is float32, which is faster to sum than int32, and exact up to 2^24.
+    """
     total = tl.zeros([CHUNK], tl.float32)
     for start in range(begin, end, CHUNK):
         x = tl.load(values + start + tl.arange(0, CHUNK))
@@ -67,8 +75,8 @@ def _count_above(values, level, begin, end, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _cut(values, level, count, begin, end, CHUNK: tl.constexpr):
-    """Return the column of the ``count``-th entry that equals ``level``."""
+def _column_of_tie(values, level, count, begin, end, CHUNK: tl.constexpr):
+    """Return the column in [begin, end) of the ``count``-th entry that equals ``level``."""
     low = begin - 1
     high = end
     while low + 1 < high:
@@ -86,34 +94,49 @@ def _cut(values, level, count, begin, end, CHUNK: tl.constexpr):
 
 @triton.jit
 def threshold_by_count(values, low, high, total, count, begin, end, CHUNK: tl.constexpr):
-    """Return (low, high, cut) of the ``count`` largest entries; see `reference.top_blocks`.
+    """Return (low, high, last_column), with which `is_kept` selects the ``count`` largest entries.
 
-    `is_kept` selects these entries. ``total`` is the number of entries. On entry, ``low`` is below
-    all entries and ``high`` is the largest entry.
+    The definition of the selection is `reference.top_blocks`.
+
+    Args:
+        values: Pointer to a row of float32 scores. Columns [begin, end) are read in whole chunks,
+            and columns that are no candidates contain -inf.
+        low: A number below all candidates.
+        high: The largest candidate.
+        total: Number of candidates.
+        count: Number of entries to select. Nothing is selected if ``count`` is at most 0.
     """
     wanted = tl.minimum(count, total).to(tl.float32)
-    # at least `wanted` entries are > low, fewer are > high
-    at_low = total.to(tl.float32)
-    at_high = 0.0
+    # invariant: at least `wanted` entries are above `low`, and fewer are above `high`
+    num_above_low = total.to(tl.float32)
+    num_above_high = 0.0
     rounds = 0
     middle = _next_middle(low, high, rounds)
-    while (count > 0) & (at_low > wanted) & (middle > low):
-        here = _count_above(values, middle, begin, end, CHUNK)
-        enough = here >= wanted
+    while (count > 0) & (num_above_low > wanted) & (middle > low):
+        num_above = _count_above(values, middle, begin, end, CHUNK=CHUNK)
+        enough = num_above >= wanted
         low = tl.where(enough, middle, low)
-        at_low = tl.where(enough, here, at_low)
+        num_above_low = tl.where(enough, num_above, num_above_low)
         high = tl.where(enough, high, middle)
-        at_high = tl.where(enough, at_high, here)
+        num_above_high = tl.where(enough, num_above_high, num_above)
         rounds += 1
         middle = _next_middle(low, high, rounds)
-    cut = end
-    if (count > 0) & (at_low > wanted):
-        cut = _cut(values, high, wanted - at_high, begin, end, CHUNK)
+    last_column = end
+    if (count > 0) & (num_above_low > wanted):
+        # several entries equal `high`: the first ones complete the count
+        last_column = _column_of_tie(
+            values, high, wanted - num_above_high, begin=begin, end=end, CHUNK=CHUNK
+        )
     nothing = float("inf")
-    return tl.where(count > 0, low, nothing), tl.where(count > 0, high, nothing), cut
+    return tl.where(count > 0, low, nothing), tl.where(count > 0, high, nothing), last_column
 
 
 @triton.jit
-def is_kept(x, column, low, high, cut):
-    """Return True above the bracket, and for entries of the bracket up to column ``cut``."""
-    return (x > high) | ((x > low) & (column <= cut))
+def is_kept(x, column, low, high, last_column):
+    """Return True for scores above ``high``, and for scores in (low, high] up to ``last_column``.
+
+    Args:
+        x: Scores of the columns ``column``.
+        low, high, last_column: Results of `threshold_by_count`.
+    """
+    return (x > high) | ((x > low) & (column <= last_column))

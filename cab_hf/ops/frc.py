@@ -1,4 +1,7 @@
-"""FRC on the GPU: the token with the largest norm in every block; see `cab_hf.predictors.frc`."""
+"""Kernel of the FRC predictor: the token with the largest norm in every block.
+
+The definition is `cab_hf.predictors.frc.largest_tokens`.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ def largest_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False) -> 
 
     Args:
         x: [B, H, N, D]. Strided views are read in place if D is contiguous.
-        valid: bool [B, N], see `cab_hf.predictors.frc.largest_tokens`.
-        mark: See `cab_hf.predictors.frc.largest_tokens`.
+        valid: bool [B, N], False for padding. Padding tokens and tokens with NaN are returned only
+            if a block has no other token.
+        block: Tokens per block.
+        mark: True to return NaN for blocks that contain a token whose squared norm is not finite.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, length, dim = x.shape
@@ -28,11 +33,11 @@ def largest_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False) -> 
     target = x.new_empty(batch, heads, blocks, dim, dtype=torch.float32)
     with on_device_of(x):
         _largest_kernel[(batch * heads * blocks,)](
-            vectors(x),
-            valid.contiguous(),
-            target,
-            heads,
-            length,
+            x=vectors(x),
+            valid=valid.contiguous(),
+            target=target,
+            heads=heads,
+            length=length,
             BLOCK=block,
             D=dim,
             MARK=mark,
@@ -53,38 +58,40 @@ def _largest_kernel(
     D: tl.constexpr,
     MARK: tl.constexpr,
 ):
+    """Write the token with the largest norm of one block, [D]."""
     # heads vary fastest: neighbouring programs read neighbouring memory of a [B, N, H, D] tensor
     pid = tl.program_id(0).to(tl.int64)
     head = pid % heads
     blocks = tl.cdiv(length, BLOCK)
     block = pid // heads % blocks
-    b = pid // (heads * blocks)
-    data = x.data + (b * x.batch + head * x.head)
-    valid += b * length
+    batch = pid // (heads * blocks)
+    x_head = x.data + (batch * x.batch + head * x.head)
+    valid += batch * length
     channel = tl.arange(0, max(16, triton.next_power_of_2(D)))
-    best = -1.0
-    where = block * BLOCK
-    marked = tl.zeros([ROWS], tl.int32)
+    max_norm = -1.0
+    max_token = block * BLOCK
+    has_infinite = tl.zeros([ROWS], tl.int32)
     for start in tl.static_range(0, BLOCK, ROWS):
         token = block * BLOCK + start + tl.arange(0, ROWS)
-        there = token < length
+        exists = token < length
         # [ROWS, channels]
         rows = tl.load(
-            data + token[:, None] * x.token + channel[None, :],
-            mask=there[:, None] & (channel[None, :] < D),
+            x_head + token[:, None] * x.token + channel[None, :],
+            mask=exists[:, None] & (channel[None, :] < D),
             other=0.0,
         ).to(tl.float32)
-        real = tl.load(valid + token, mask=there, other=0) != 0
+        is_valid = tl.load(valid + token, mask=exists, other=0) != 0
         norm = tl.sum(rows * rows, 1)
         if MARK:
-            marked |= (real & ~(norm < float("inf"))).to(tl.int32)
-        norm = tl.where(real & (norm == norm), norm, -1.0)
-        largest = tl.max(norm, 0)
-        here = tl.argmax(norm, 0, tie_break_left=True)
-        where = tl.where(largest > best, block * BLOCK + start + here, where)
-        best = tl.maximum(best, largest)
-    found = tl.load(data + where * x.token + channel, mask=channel < D, other=0.0)
+            has_infinite |= (is_valid & ~(norm < float("inf"))).to(tl.int32)
+        # padding and NaN lose against every finite norm
+        norm = tl.where(is_valid & (norm == norm), norm, -1.0)
+        max_of_rows = tl.max(norm, 0)
+        index = tl.argmax(norm, 0, tie_break_left=True)
+        max_token = tl.where(max_of_rows > max_norm, block * BLOCK + start + index, max_token)
+        max_norm = tl.maximum(max_norm, max_of_rows)
+    row = tl.load(x_head + max_token * x.token + channel, mask=channel < D, other=0.0)
     if MARK:
-        found = tl.where(tl.max(marked, 0) != 0, float("nan"), found.to(tl.float32))
-    target += ((b * heads + head) * blocks + block) * D + channel
-    tl.store(target, found.to(tl.float32), mask=channel < D)
+        row = tl.where(tl.max(has_infinite, 0) != 0, float("nan"), row.to(tl.float32))
+    target += ((batch * heads + head) * blocks + block) * D + channel
+    tl.store(target, row.to(tl.float32), mask=channel < D)

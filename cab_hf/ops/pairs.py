@@ -1,4 +1,4 @@
-"""Count of the (query, key) pairs of a plan on the GPU, in one launch instead of some fifty.
+"""Kernel that counts the (query, key) pairs of a plan, in one launch instead of about fifty.
 
 The definition is `BlockPlan.pairs`.
 """
@@ -18,31 +18,40 @@ HEADS_AT_A_TIME = 16
 
 
 def add_pairs(plan: BlockPlan, before: Tensor | None = None) -> Tensor:
-    """Return `BlockPlan.pairs` plus ``before``: attended and causal pairs, int64 [2]."""
-    counts = plan.full.counts
+    """Return ``before`` plus the attended and the causal pairs of ``plan``, int64 [2].
+
+    Args:
+        plan: The plan whose pairs are counted over all heads.
+        before: int64 [2], counts of earlier plans, which do not change; None for zeros.
+    """
+    full, partial, sampled = plan.full, plan.partial, plan.sampled
+    ranges, dense_rows = plan.ranges, plan.dense_rows
     if before is None:
-        sums = counts.new_zeros(2, dtype=torch.int64)
+        sums = full.counts.new_zeros(2, dtype=torch.int64)
     else:
-        sums = before.to(counts.device, copy=True)
-    batch, heads, rows = counts.shape
-    ranges, partial, sampled, named = plan.ranges, plan.partial, plan.sampled, plan.dense_rows
-    with on_device_of(counts):
+        sums = before.to(full.counts.device, copy=True)
+    batch, heads, rows = full.counts.shape
+    start_batch, start_token = ranges.start.stride()
+    end_batch, end_token = ranges.end.stride()
+    with on_device_of(full.counts):
         _pairs_kernel[(rows, batch)](
-            sums,
-            counts,
-            None if sampled is None else sampled.counts,
-            partial.counts,
-            partial.indices,
-            ranges.start,
-            *ranges.start.stride(),
-            ranges.end,
-            *ranges.end.stride(),
-            named,
-            0 if named is None else named.shape[1],
-            heads,
-            ranges.q_length,
-            rows,
-            partial.width,
+            sums=sums,
+            full_counts=full.counts,
+            sampled_counts=None if sampled is None else sampled.counts,
+            partial_counts=partial.counts,
+            partial_indices=partial.indices,
+            start=ranges.start,
+            start_batch=start_batch,
+            start_token=start_token,
+            end=ranges.end,
+            end_batch=end_batch,
+            end_token=end_token,
+            dense_rows=dense_rows,
+            num_dense_rows=0 if dense_rows is None else dense_rows.shape[1],
+            heads=heads,
+            q_length=ranges.q_length,
+            rows=rows,
+            width=partial.width,
             QUERY_BLOCK=plan.query_block,
             KEY_BLOCK=plan.key_block,
             HEADS=min(HEADS_AT_A_TIME, triton.next_power_of_2(heads)),
@@ -53,7 +62,7 @@ def add_pairs(plan: BlockPlan, before: Tensor | None = None) -> Tensor:
 
 # numbers that depend on the sequence length must not cause another compilation
 @triton.jit(
-    do_not_specialize=["first_batch", "last_batch", "named_count", "q_length", "rows", "width"]
+    do_not_specialize=["start_batch", "end_batch", "num_dense_rows", "q_length", "rows", "width"]
 )
 def _pairs_kernel(
     sums,
@@ -61,14 +70,14 @@ def _pairs_kernel(
     sampled_counts,
     partial_counts,
     partial_indices,
-    first,
-    first_batch,
-    first_token,
-    last,
-    last_batch,
-    last_token,
-    named,
-    named_count,
+    start,
+    start_batch,
+    start_token,
+    end,
+    end_batch,
+    end_token,
+    dense_rows,
+    num_dense_rows,
     heads,
     q_length,
     rows,
@@ -78,39 +87,44 @@ def _pairs_kernel(
     HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """Add the pairs of one row of the plan, over all heads."""
+    """Add the pairs of one query block, over all heads, to ``sums``."""
     row = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    place = tl.arange(0, QUERIES)
-    query = row * QUERY_BLOCK + place
-    exists = (place < QUERY_BLOCK) & (query < q_length)
-    begin = tl.load(first + batch * first_batch + query * first_token, mask=exists, other=0)
-    end = tl.load(last + batch * last_batch + query * last_token, mask=exists, other=-1)
-    queries = tl.sum((end >= 0).to(tl.int64), 0)
-    causal = tl.sum(tl.maximum(end - begin + 1, 0).to(tl.int64), 0)
 
-    # rows of ``dense_rows`` attend to everything and list nothing
-    everything = tl.zeros([], tl.int64)
-    if named is not None:
-        for at in range(named_count):
-            here = tl.load(named + batch * named_count + at) == row
-            everything = tl.where(here, heads, everything)
-    attended = causal * everything
-    for head_begin in range(0, heads, HEADS):
-        head = head_begin + tl.arange(0, HEADS)
+    # ranges of visible keys, [QUERIES] each; a padding query has an empty range
+    index = tl.arange(0, QUERIES)
+    query = row * QUERY_BLOCK + index
+    exists = (index < QUERY_BLOCK) & (query < q_length)
+    first_key = tl.load(start + batch * start_batch + query * start_token, mask=exists, other=0)
+    last_key = tl.load(end + batch * end_batch + query * end_token, mask=exists, other=-1)
+    queries = tl.sum((last_key >= 0).to(tl.int64), 0)
+    causal = tl.sum(tl.maximum(last_key - first_key + 1, 0).to(tl.int64), 0)
+
+    # rows of ``dense_rows`` attend to all visible keys in every head, and their lists are empty
+    num_dense_heads = tl.zeros([], tl.int64)
+    if dense_rows is not None:
+        for i in range(num_dense_rows):
+            is_dense = tl.load(dense_rows + batch * num_dense_rows + i) == row
+            num_dense_heads = tl.where(is_dense, heads, num_dense_heads)
+    attended = causal * num_dense_heads
+
+    for first_head in range(0, heads, HEADS):
+        # full and sampled blocks, [HEADS]: every query that is not padding attends to all keys
+        head = first_head + tl.arange(0, HEADS)
         inside = head < heads
-        line = (batch * heads + head) * rows + row
-        blocks = tl.load(full_counts + line, mask=inside, other=0).to(tl.int64)
+        list_row = (batch * heads + head) * rows + row
+        blocks = tl.load(full_counts + list_row, mask=inside, other=0).to(tl.int64)
         if sampled_counts is not None:
-            blocks += tl.load(sampled_counts + line, mask=inside, other=0)
+            blocks += tl.load(sampled_counts + list_row, mask=inside, other=0)
         attended += tl.sum(blocks, 0) * queries * KEY_BLOCK
-        count = tl.load(partial_counts + line, mask=inside, other=0)
+        # partial blocks: the part of each block inside the range of each query
+        count = tl.load(partial_counts + list_row, mask=inside, other=0)
         for slot in range(tl.max(count, 0)):
-            block = tl.load(partial_indices + line * width + slot, mask=slot < count, other=0)
-            start = block[:, None] * KEY_BLOCK
+            block = tl.load(partial_indices + list_row * width + slot, mask=slot < count, other=0)
+            block_start = block[:, None] * KEY_BLOCK
             # [HEADS, QUERIES]
-            low = tl.maximum(start, begin[None, :])
-            high = tl.minimum(start + (KEY_BLOCK - 1), end[None, :])
+            low = tl.maximum(block_start, first_key[None, :])
+            high = tl.minimum(block_start + (KEY_BLOCK - 1), last_key[None, :])
             seen = tl.where((slot < count)[:, None], tl.maximum(high - low + 1, 0), 0)
             attended += tl.sum(tl.sum(seen, 1).to(tl.int64), 0)
     tl.atomic_add(sums, attended)

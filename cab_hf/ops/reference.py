@@ -1,7 +1,8 @@
-"""Definition of every op in plain PyTorch; kernels are tested against it.
+"""Definition of every op in plain PyTorch. Kernels are tested against these functions.
 
-Shapes: q [B, H, N_q, D], k and v [B, H_kv, N_k, D], g = H / H_kv. M_q is the number of query
-blocks, M_k the number of key blocks. Everything between the scores and the selection is float32.
+Shapes: q is [B, H, N_q, D], k is [B, H_kv, N_k, D], v is [B, H_kv, N_k, D_v]. A group has
+g = H / H_kv query heads. M_q is the number of query blocks, M_k the number of key blocks. Scores
+are float32.
 """
 
 from __future__ import annotations
@@ -17,32 +18,39 @@ from torch.nn import functional as F
 from cab_hf.config import CabConfig, tail_of
 from cab_hf.plan import BlockPlan, KeyRanges, cached_per_ranges
 
-# queries per chunk of attention: bounds the size of the token mask, not the result
+# queries per chunk of attention; limits the memory of the token mask and does not affect the result
 QUERY_CHUNK = 256
-# far below any share that matters, and its logarithm is finite
+# lower bound of probabilities before a logarithm, which would be -inf at 0
 LEAST = 1e-30
 
 
 class Masks(NamedTuple):
-    """Tokens that a chunk of queries attends to.
+    """Token mask of one chunk of queries.
 
     Attributes:
-        rows: Slice of the queries.
-        keys: Slice of the keys that are visible to any of these queries.
+        rows: The queries of the chunk, a slice of N_q.
+        keys: The keys that the mask covers, a slice of N_k. No query of the chunk attends to other
+            keys.
         seen: bool [B or 1, H or 1, rows, keys], True where a query attends to a key.
-        raised: Terms that are added to the logits, same shape as ``seen``; None for no terms.
-        sound: False if keys or values that are invisible to these queries may not be finite.
+        logit_bias: Added to the scaled logits, float with the shape of ``seen``; None for zeros.
+        is_finite: False if k or v contains NaN or an infinity. The keys and values that no query
+            of the chunk attends to must then be replaced by zeros.
     """
 
     rows: slice
     keys: slice
     seen: Tensor
-    raised: Tensor | None = None
-    sound: bool = True
+    logit_bias: Tensor | None = None
+    is_finite: bool = True
 
 
 def standardise(x: Tensor, visible: Tensor) -> Tensor:
-    """Scale the visible part of each row to zero mean and unit variance; the rest is 0."""
+    """Scale the visible entries of each row to zero mean and unit variance.
+
+    Args:
+        x: float [..., M_k].
+        visible: bool, same shape. Invisible entries do not count; the result is 0 for them.
+    """
     count = visible.sum(-1, keepdim=True).clamp(min=1)
     x = x.masked_fill(~visible, 0.0)
     centred = (x - x.sum(-1, keepdim=True) / count).masked_fill(~visible, 0.0)
@@ -51,127 +59,174 @@ def standardise(x: Tensor, visible: Tensor) -> Tensor:
 
 
 def forced_blocks(visible: Tensor, ranges: KeyRanges, config: CabConfig) -> Tensor:
-    """Return the blocks that rows attend regardless of scores, bool [B, M_q, M_k].
+    """Return the blocks that rows attend to regardless of scores, bool [B, M_q, M_k].
 
-    Sinks, local blocks and blocks of the row's own positions are forced. Rows of the tail
-    (``config.dense_tail_blocks``, see `KeyRanges.tail`) attend to all visible blocks.
+    The forced blocks of a row are the first ``sink_blocks``, the last ``local_blocks``, and the
+    blocks that contain positions of the row itself. In rows of the tail
+    (``config.dense_tail_blocks``, see `KeyRanges.tail`), all visible blocks are forced.
+
+    Args:
+        visible: bool [B, M_q, M_k], blocks with a key that is visible to a query of the row.
+        ranges: The visible keys of each query.
+        config: Block sizes and numbers of forced blocks.
     """
     rows = ranges.rows(config.query_block)
     block = torch.arange(visible.shape[-1], device=visible.device)
-    first = (rows.min_first // config.key_block).unsqueeze(-1)
-    last = (rows.max_last // config.key_block).unsqueeze(-1)
+    first_block = (rows.min_first // config.key_block).unsqueeze(-1)
+    last_block = (rows.max_last // config.key_block).unsqueeze(-1)
     diagonal = (rows.min_last // config.key_block).unsqueeze(-1)
-    sink = block < first + config.sink_blocks
-    local = (block > last - config.local_blocks) | (block >= diagonal)
-    return visible & (sink | local | ranges.tail(*tail_of(config)).unsqueeze(-1))
+    is_sink = block < first_block + config.sink_blocks
+    is_local = (block > last_block - config.local_blocks) | (block >= diagonal)
+    is_tail = ranges.tail(*tail_of(config)).unsqueeze(-1)
+    return visible & (is_sink | is_local | is_tail)
 
 
 def share_of_row(visible: Tensor, share: float | Tensor) -> Tensor:
-    """Return ceil(share * number of visible blocks) of each row."""
+    """Return ceil(share * number of visible blocks) for each row, int64 [..., 1].
+
+    Args:
+        visible: bool [..., M_k].
+        share: Fraction from 0 to 1; a tensor must broadcast with [..., 1].
+    """
     blocks = visible.sum(-1, keepdim=True).to(torch.float64)
-    # 0.05 * 20 must not round up to 2
+    # 0.07 * 100 is above 7 in floating point, and must not round up to 8
     return (blocks * share - 1e-9).ceil().to(torch.int64)
 
 
 def top_blocks(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
-    """Return the ``count`` best candidates of each row, bool; ties go to the lower index."""
+    """Return the ``count`` candidates of each row with the highest scores, bool [..., M_k].
+
+    Among equal scores, the lower index comes first.
+
+    Args:
+        score: float [..., M_k].
+        candidates: bool, same shape.
+        count: int [..., 1].
+    """
     order = score.masked_fill(~candidates, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     rank = order.argsort(-1)
     return candidates & (rank < count)
 
 
 def not_finite(k: Tensor, valid: Tensor) -> Tensor:
-    """Return which keys hold NaN or an infinity, bool [B, H_kv, N_k].
+    """Return True for keys that contain NaN or an infinity, bool [B, H_kv, N_k].
 
     Args:
         k: [B, H_kv, N_k, D].
-        valid: bool [B, N_k], False for padding, which is never marked.
+        valid: bool [B, N_k], False for padding keys, whose result is always False.
     """
-    # a maximum is NaN if any entry is; faster than isfinite().all()
+    # a maximum is NaN if any entry is NaN; this is faster than isfinite().all()
     return ~(k.abs().amax(-1) < torch.inf) & valid.unsqueeze(1)
 
 
 def marked_blocks(marked: Tensor, key_block: int) -> Tensor:
-    """Return which key blocks contain a key of `not_finite`, bool [B, H_kv, M_k].
+    """Return True for key blocks that contain a key with NaN or an infinity, bool [B, H_kv, M_k].
 
-    Predictors select these blocks, because their scores are NaN or infinite.
+    Predictors select these marked blocks, because the logits of such keys are NaN or infinite.
+
+    Args:
+        marked: bool [B, H_kv, N_k], `not_finite`.
+        key_block: Tokens per key block.
     """
     return F.pad(marked, (0, -marked.shape[2] % key_block)).unflatten(2, (-1, key_block)).any(-1)
 
 
 def has_visible_marked(marked: Tensor, bounds: Tensor) -> Tensor:
-    """Return whether a marked block that is not forced is visible to a row, bool [B, H_kv, M_q].
+    """Return True for rows that see a marked block that is not forced, bool [B, H_kv, M_q].
 
     Args:
-        marked: [B, H_kv, M_k], `marked_blocks`.
-        bounds: `row_bounds`.
+        marked: bool [B, H_kv, M_k], `marked_blocks`.
+        bounds: int32 [6, B, M_q], `row_bounds`.
     """
-    before = F.pad(marked.cumsum(-1, dtype=torch.int32), (1, 0))
-    sinks, local = (x.long().unsqueeze(1).expand(-1, marked.shape[1], -1) for x in bounds[2:4])
-    return before.gather(2, local) > before.gather(2, sinks)
+    # number of marked blocks before each block
+    num_before = F.pad(marked.cumsum(-1, dtype=torch.int32), (1, 0))
+    sink_end, local_start = (
+        x.long().unsqueeze(1).expand(-1, marked.shape[1], -1) for x in bounds[2:4]
+    )
+    return num_before.gather(2, local_start) > num_before.gather(2, sink_end)
 
 
 def most_of_rows(bounds: Tensor, max_density: float, marked: Tensor | None = None) -> Tensor:
-    """Return the largest number of blocks that a row may select, int32 [B, 1 or H_kv, M_q].
+    """Return the largest number of blocks that each row may select, int32 [B, 1 or H_kv, M_q].
 
-    The number is max(ceil(max_density * visible), forced). ``forced`` counts one more block if the
-    row has a visible marked block that is not forced.
+        max(ceil(max_density * visible blocks), forced blocks + m)
+
+    m is 1 if the row sees a marked block that is not forced, and 0 otherwise.
 
     Args:
-        bounds: `row_bounds`.
+        bounds: int32 [6, B, M_q], `row_bounds`.
+        max_density: Largest fraction of the visible blocks that a row selects.
         marked: bool [B, H_kv, M_k], `marked_blocks`; None if no block is marked.
     """
-    first, last, sinks, local = bounds[:4].unsqueeze(2)
+    first, last, sink_end, local_start = bounds[:4].unsqueeze(2)
     blocks = last - first + 1
-    forced = blocks - (local - sinks).clamp(min=0)
+    forced = blocks - (local_start - sink_end).clamp(min=0)
     if marked is not None:
         forced = forced + has_visible_marked(marked, bounds).int()
-    # 0.05 * 20 must not round up to 2
+    # 0.07 * 100 is above 7 in floating point, and must not round up to 8
     return (blocks.double() * max_density - 1e-9).ceil().int().maximum(forced)
 
 
 def best_of_rows(score: Tensor, visible: Tensor, forced: Tensor, wanted: Tensor) -> Tensor:
-    """Return the best ``wanted`` [B, H, M_q] blocks of each row, bool [B, H, M_q, M_k].
+    """Return the ``wanted`` best blocks of each row, bool [B, H, M_q, M_k].
 
-    Forced blocks come first, then the highest scores; ties go to the lower index. NaN counts as
-    infinity.
+    Forced blocks come first, then the blocks with the highest scores. Among equal scores, the lower
+    index comes first. NaN counts as infinity.
+
+    Args:
+        score: float [B, H, M_q, M_k].
+        visible: bool, broadcasts with ``score``; other blocks are never returned.
+        forced: bool, broadcasts with ``score``. Rows that want any block return all forced blocks.
+        wanted: int [B, H, M_q], number of blocks per row.
     """
     wanted, score = wanted.unsqueeze(-1), score.masked_fill(score.isnan(), torch.inf)
-    spare = wanted - forced.sum(-1, keepdim=True)
-    return (forced & (wanted > 0)) | top_blocks(score, visible & ~forced, spare)
+    num_by_score = wanted - forced.sum(-1, keepdim=True)
+    return (forced & (wanted > 0)) | top_blocks(score, visible & ~forced, num_by_score)
 
 
 @cached_per_ranges
 def row_bounds(
     ranges: KeyRanges, query_block: int, key_block: int, sink_blocks: int, local_blocks: int
 ) -> Tensor:
-    """Return the ranges of key blocks of each row, int32 [6, B, M_q].
+    """Return six key block indices per row, int32 [6, B, M_q].
 
-    The six numbers of a row are:
+    The indices of a row are:
 
     0. the first visible block,
     1. the last visible block,
-    2. the first block after the sinks,
+    2. the first block after the sink blocks,
     3. the first local block,
     4. the first block that is completely visible to all queries of the row,
     5. the last block that is completely visible to all queries of the row.
 
-    Blocks that contain positions of the row itself are local. Rows of padding have blocks 0 to -1.
+    Blocks that contain positions of the row itself are local. A row that contains only padding has
+    first block 0 and last block -1.
+
+    Args:
+        ranges: The visible keys of each query.
+        query_block, key_block: Block sizes in tokens.
+        sink_blocks, local_blocks: Numbers of forced blocks at the start and at the end of the
+            visible blocks.
     """
     rows = ranges.rows(query_block)
-    real = rows.queries > 0
-    first = rows.min_first.where(real, 0) // key_block
+    has_queries = rows.queries > 0
+    first = rows.min_first.where(has_queries, 0) // key_block
     last = rows.max_last // key_block
-    own = rows.min_last.where(real, -1) // key_block
-    sinks = (first + sink_blocks).minimum(last + 1)
-    local = own.minimum(last + 1 - local_blocks).maximum(first)
-    begin = -(-rows.max_first // key_block)
-    end = (rows.min_last.where(real, -1) + 1) // key_block - 1
-    return torch.stack((first, last, sinks, local, begin, end)).int()
+    diagonal = rows.min_last.where(has_queries, -1) // key_block
+    sink_end = (first + sink_blocks).minimum(last + 1)
+    local_start = diagonal.minimum(last + 1 - local_blocks).maximum(first)
+    full_first = -(-rows.max_first // key_block)
+    full_last = (rows.min_last.where(has_queries, -1) + 1) // key_block - 1
+    return torch.stack((first, last, sink_end, local_start, full_first, full_last)).int()
 
 
 def refuse_infinite(name: str, x: Tensor) -> None:
-    """Raise ValueError if ``x``, called ``name``, contains infinities or NaN."""
+    """Raise ValueError if ``x`` contains infinities or NaN. This is a device sync.
+
+    Args:
+        name: Name of the tensor in the error message.
+        x: The tensor to check.
+    """
     if not bool(torch.isfinite(x).all()):
         raise ValueError(
             f"{name} must be finite, got infinite or NaN values (shape {tuple(x.shape)}). "
@@ -180,7 +235,7 @@ def refuse_infinite(name: str, x: Tensor) -> None:
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return softcap * tanh(logits / softcap); None returns the logits unchanged."""
+    """Return softcap * tanh(logits / softcap), or the logits unchanged if ``softcap`` is None."""
     return logits if softcap is None else softcap * (logits / softcap).tanh()
 
 
@@ -195,94 +250,161 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention under a plan, [B, H, N_q, D_v].
 
-    The softmax of a query runs over the keys that the plan lists. Sampled blocks have
-    log(``plan.sample_period``) added to their logits. The output is 0 for queries without keys
-    (padding, or no listed block). A plan may have fewer heads than q, see `BlockPlan.shared_by`.
+    The softmax of a query runs over the keys that the plan lists. The logits of keys in sampled
+    blocks are increased by log(``plan.sample_period``). The output is 0 for queries without keys
+    (padding queries, and queries whose list is empty).
 
     The op is differentiable. Token masks are built for `QUERY_CHUNK` queries at a time. A token
-    with NaN or an infinity does not affect query blocks that do not attend to it. torch.compile
+    with NaN or an infinity affects only query blocks that attend to this token. torch.compile
     runs this function as one op, see `cab_hf.ops.attention.traced`.
 
     Args:
-        return_lse: Also return the log-sum-exp of the scaled logits of each query.
-        softcap: See `capped`; applies to scaled logits.
+        q: [B, H, N_q, D].
+        k: [B, H_kv, N_k, D].
+        v: [B, H_kv, N_k, D_v].
+        plan: The key blocks that each query block attends to. H is a multiple of the plan's heads,
+            see `BlockPlan.shared_by`.
+        scale: Factor of the products q · k.
+        return_lse: True to return the log-sum-exp of the logits of each query, too.
+        softcap: Soft cap of the scaled logits, see `capped`; None for no cap.
 
     Returns:
-        The output. With ``return_lse`` also the log-sum-exp (natural logarithm) [B, H, N_q]. It is
-        float32, or float64 for float64 inputs, and -inf for a query without keys.
+        out: [B, H, N_q, D_v].
+        lse: Only with ``return_lse``. The log-sum-exp (natural logarithm), [B, H, N_q], float32, or
+            float64 for float64 inputs. It is -inf for queries without keys.
     """
     chunks = masks(q, k, v, plan)
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
-    outs, sums = [], []
-    for rows, reach, mask, raised, sound in chunks:
-        queries, keys, values = q[:, :, rows], k[:, :, reach], v[:, :, reach]
-        if not sound:
-            # neither an additive mask nor a weight of 0 removes a NaN
-            unseen = ~mask.any(dim=-2).unsqueeze(-1)
-            keys, values = (x.masked_fill(unseen, 0.0) for x in (keys, values))
-        # softmax over no keys is NaN: a query without keys attends to all, and its output is
-        # dropped
-        blind = ~mask.any(dim=-1, keepdim=True)
-        safe_mask = mask | blind
-        if return_lse or softcap is not None:
-            logits = _logits(queries, keys, raised, scale, softcap)
-        if softcap is not None:
-            p = logits.masked_fill(~safe_mask, -torch.inf).softmax(-1)
-            out = p @ values.to(p.dtype)
-        else:
-            if raised is not None:
-                safe_mask = raised.masked_fill(~safe_mask, -torch.inf)
-                queries, keys, values = (x.to(raised.dtype) for x in (queries, keys, values))
-            out = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=safe_mask, scale=scale
-            )
-        outs.append(out.to(q.dtype).masked_fill(blind, 0.0))
-        if return_lse:
-            sums.append(logits.masked_fill(~mask, -torch.inf).logsumexp(-1))
-    out = torch.cat(outs, dim=2)
-    return (out, torch.cat(sums, dim=2)) if return_lse else out
+    out_chunks, lse_chunks = [], []
+    for chunk in chunks:
+        out, lse = _attend_chunk(
+            q[:, :, chunk.rows],
+            k[:, :, chunk.keys],
+            v[:, :, chunk.keys],
+            chunk,
+            scale=scale,
+            return_lse=return_lse,
+            softcap=softcap,
+        )
+        out_chunks.append(out)
+        lse_chunks.append(lse)
+    out = torch.cat(out_chunks, dim=2)
+    return (out, torch.cat(lse_chunks, dim=2)) if return_lse else out
+
+
+def _attend_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chunk: Masks,
+    *,
+    scale: float,
+    return_lse: bool,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute attention of one chunk of n queries over m keys.
+
+    Args:
+        q: [B, H, n, D].
+        k: [B, H, m, D], repeated to the heads of q.
+        v: [B, H, m, D_v], repeated to the heads of q.
+        chunk: The mask of the chunk.
+        scale: Factor of the products q · k.
+        return_lse: True to return the log-sum-exp.
+        softcap: Soft cap of the scaled logits; None for no cap.
+
+    Returns:
+        out: [B, H, n, D_v].
+        lse: [B, H, n], the log-sum-exp; None without ``return_lse``.
+    """
+    dtype, logits, lse = q.dtype, None, None
+    if not chunk.is_finite:
+        # neither a bias of -inf nor a weight of 0 removes a NaN
+        is_unseen = ~chunk.seen.any(dim=-2).unsqueeze(-1)
+        k, v = (x.masked_fill(is_unseen, 0.0) for x in (k, v))
+    # the softmax over no keys is NaN: let a query without keys attend to all keys, and set the
+    # output of the query to zeros afterwards
+    has_no_keys = ~chunk.seen.any(dim=-1, keepdim=True)
+    mask = chunk.seen | has_no_keys
+    if return_lse or softcap is not None:
+        logits = _logits(q, k, logit_bias=chunk.logit_bias, scale=scale, softcap=softcap)
+    if softcap is not None:
+        p = logits.masked_fill(~mask, -torch.inf).softmax(-1)
+        out = p @ v.to(p.dtype)
+    else:
+        if chunk.logit_bias is not None:
+            mask = chunk.logit_bias.masked_fill(~mask, -torch.inf)
+            q, k, v = (x.to(mask.dtype) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    if return_lse:
+        lse = logits.masked_fill(~chunk.seen, -torch.inf).logsumexp(-1)
+    return out.to(dtype).masked_fill(has_no_keys, 0.0), lse
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Rescale attention as if the softmax had one more logit per head, without a value.
+    """Rescale attention as if the softmax of each head had one more logit, which has no value.
 
         out * exp(lse) / (exp(lse) + exp(sink))
 
     Args:
         out: [B, H, N_q, D_v], attention without sinks.
-        lse: [B, H, N_q], its log-sum-exp, -inf for a query without keys.
-        sinks: [H], the additional logits, not multiplied by the scale.
+        lse: [B, H, N_q], the log-sum-exp of the logits; -inf for queries without keys.
+        sinks: [H], the additional logits, which are not multiplied by the scale.
     """
     share = (lse - sinks.to(lse.dtype).unsqueeze(-1)).sigmoid()
     return out * share.to(out.dtype).unsqueeze(-1)
 
 
 def masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[Masks]:
-    """Yield the masks of ``plan``, one chunk of queries at a time.
+    """Yield the token masks of ``plan`` for all queries, one chunk of queries at a time.
 
-    If k or v is not finite, the queries of a chunk belong to one query block.
+    A chunk has at most `QUERY_CHUNK` queries. If k or v is not finite, a chunk has queries of only
+    one query block, so that invisible keys are replaced by zeros for each query block separately.
+
+    Args:
+        q: [B, H, N_q, D].
+        k: [B, H_kv, N_k, D].
+        v: [B, H_kv, N_k, D_v].
+        plan: The key blocks that each query block attends to.
     """
-    sound = all(bool(x.isfinite().all()) for x in (k, v))
-    sharing = plan.shared_by(q.shape[1])
+    is_finite = all(bool(x.isfinite().all()) for x in (k, v))
+    heads_per_list = plan.shared_by(q.shape[1])
     sample = None if plan.sampled is None else plan.of_sampled()
-    chunk = QUERY_CHUNK if sound else math.gcd(QUERY_CHUNK, plan.query_block)
+    chunk = QUERY_CHUNK if is_finite else math.gcd(QUERY_CHUNK, plan.query_block)
     for start in range(0, plan.q_length, chunk):
         stop = min(start + chunk, plan.q_length)
-        reach = max(1, int(plan.ranges.end[:, start:stop].max()) + 1)
-        mask = plan.token_mask(start, stop, reach).repeat_interleave(sharing, dim=1)
-        raised = None
+        keys_end = max(1, int(plan.ranges.end[:, start:stop].max()) + 1)
+        seen = plan.token_mask(start, stop, keys_end).repeat_interleave(heads_per_list, dim=1)
+        logit_bias = None
         if sample is not None:
-            sampled = sample.token_mask(start, stop, reach).repeat_interleave(sharing, dim=1)
-            # in float32, where log(sample_period) is not rounded to the dtype of q
-            wide = torch.promote_types(q.dtype, torch.float32)
-            mask, raised = mask | sampled, sampled.to(wide) * math.log(plan.sample_period)
-        yield Masks(slice(start, stop), slice(0, reach), mask, raised, sound)
+            sampled = sample.token_mask(start, stop, keys_end)
+            sampled = sampled.repeat_interleave(heads_per_list, dim=1)
+            # in float32, because the dtype of q would round log(sample_period)
+            bias_dtype = torch.promote_types(q.dtype, torch.float32)
+            seen = seen | sampled
+            logit_bias = sampled.to(bias_dtype) * math.log(plan.sample_period)
+        yield Masks(
+            rows=slice(start, stop),
+            keys=slice(0, keys_end),
+            seen=seen,
+            logit_bias=logit_bias,
+            is_finite=is_finite,
+        )
 
 
 def _logits(
-    q: Tensor, k: Tensor, raised: Tensor | None, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, logit_bias: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
+    """Return the logits of q [B, H, n, D] and k [B, H, m, D] in at least float32, [B, H, n, m].
+
+    Args:
+        q: Queries.
+        k: Keys, repeated to the heads of q.
+        logit_bias: [B or 1, H or 1, n, m], added after the soft cap; None for zeros.
+        scale: Factor of the products.
+        softcap: Soft cap of the scaled products; None for no cap.
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     logits = capped(q.to(dtype) @ k.to(dtype).transpose(-1, -2) * scale, softcap)
-    return logits if raised is None else logits + raised
+    return logits if logit_bias is None else logits + logit_bias

@@ -1,4 +1,4 @@
-"""Lists of the best blocks of every row on the GPU, by bisection instead of a sort.
+"""Kernel that lists the best blocks of every row, by bisection instead of a sort.
 
 The definition is `reference.best_of_rows`.
 """
@@ -19,30 +19,46 @@ CHUNK = 128
 def select(
     score: Tensor, bounds: Tensor, wanted: Tensor, start: int, lists: tuple[Tensor, ...]
 ) -> None:
-    """Write the block lists of some heads; see `reference.best_of_rows`.
+    """Write the lists of the best blocks of some heads; see `reference.best_of_rows`.
 
     Args:
-        score: float32 [B, heads of this call, M_q, M_k].
+        score: float32 [B, h, M_q, M_k], scores of the ``h`` heads from ``start`` on.
         bounds: int32 [6, B, M_q], `reference.row_bounds`.
         wanted: int32 [B, H, M_q], the number of blocks that each row lists.
-        start: The first head of this call.
-        lists: Counts and indices of full blocks, then of partial blocks, for all heads.
+        start: The first head whose lists are written.
+        lists: Counts [B, H, M_q] and indices [B, H, M_q, W] of full blocks, then of partial blocks,
+            for all heads.
     """
     batch, count, q_blocks, kv_blocks = score.shape
-    room = score.new_empty(batch, count, q_blocks, CHUNK * triton.cdiv(kv_blocks, CHUNK))
-    sizes = start, count, wanted.shape[1], q_blocks, kv_blocks, *(x.shape[-1] for x in lists[1::2])
-    given = score.contiguous(), room, bounds, wanted, lists, *sizes
+    _, full_indices, _, partial_indices = lists
+    # a copy of the scores in whole chunks, which the kernel writes and reads
+    workspace = score.new_empty(batch, count, q_blocks, CHUNK * triton.cdiv(kv_blocks, CHUNK))
     with on_device_of(score):
-        _select_kernel[(batch * count * q_blocks,)](*given, CHUNK=CHUNK, num_warps=1)
+        _select_kernel[(batch * count * q_blocks,)](
+            score=score.contiguous(),
+            workspace=workspace,
+            bounds=bounds,
+            wanted=wanted,
+            lists=lists,
+            start=start,
+            count=count,
+            heads=wanted.shape[1],
+            q_blocks=q_blocks,
+            kv_blocks=kv_blocks,
+            full_width=full_indices.shape[-1],
+            partial_width=partial_indices.shape[-1],
+            CHUNK=CHUNK,
+            num_warps=1,
+        )
 
 
-SIZES = ["start", "count", "heads", "q_blocks", "kv_blocks", "full_room", "partial_room"]
+SIZES = ["start", "count", "heads", "q_blocks", "kv_blocks", "full_width", "partial_width"]
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _select_kernel(
     score,
-    room,
+    workspace,
     bounds,
     wanted,
     lists,
@@ -51,72 +67,94 @@ def _select_kernel(
     heads,
     q_blocks,
     kv_blocks,
-    full_room,
-    partial_room,
+    full_width,
+    partial_width,
     CHUNK: tl.constexpr,
 ):
-    """Write the lists of one row of one head, selected by a threshold found by bisection."""
+    """Write the lists of one row of one head: forced blocks, and the blocks with the best scores.
+
+    Args:
+        count: Number of heads of ``score``.
+        heads: Number of heads of ``lists``.
+        full_width, partial_width: Allocated indices per row of the full and of the partial lists.
+    """
     planes = tl.num_programs(0) // q_blocks
     # the longest rows start first
     i = q_blocks - 1 - tl.program_id(0) // planes
     plane = (tl.program_id(0) % planes).to(tl.int64)
-    b = plane // count
-    row = plane * q_blocks + i
-    lists_row = (b * heads + start + plane % count) * q_blocks + i
-    full, full_indices, partial, partial_indices = lists
-    number = tl.load(wanted + lists_row)
-    if number == 0:
-        tl.store(full + lists_row, 0)
-        tl.store(partial + lists_row, 0)
+    batch = plane // count
+    score_row = plane * q_blocks + i
+    list_row = (batch * heads + start + plane % count) * q_blocks + i
+    full_counts, full_indices, partial_counts, partial_indices = lists
+    num_wanted = tl.load(wanted + list_row)
+    if num_wanted == 0:
+        tl.store(full_counts + list_row, 0)
+        tl.store(partial_counts + list_row, 0)
         return
-    bounds += b * q_blocks + i
-    bound = planes // count * q_blocks
-    low = tl.load(bounds)
-    high = tl.load(bounds + bound)
-    sinks = tl.load(bounds + 2 * bound)
-    # a row that lists all blocks ignores scores, because some may be NaN
-    local = tl.where(number > high - low, low, tl.load(bounds + 3 * bound))
-    whole_low = tl.load(bounds + 4 * bound)
-    whole_high = tl.load(bounds + 5 * bound)
-    begin = low // CHUNK * CHUNK
 
-    # the row in whole chunks; -inf for forced and invisible blocks
-    score += row * kv_blocks
-    room += row * (tl.cdiv(kv_blocks, CHUNK) * CHUNK)
+    # the six numbers of `reference.row_bounds`: visible blocks are first..last, forced blocks are
+    # before sink_end and from local_start on, and full blocks are full_first..full_last
+    bounds += batch * q_blocks + i
+    bounds_stride = planes // count * q_blocks
+    first = tl.load(bounds)
+    last = tl.load(bounds + bounds_stride)
+    sink_end = tl.load(bounds + 2 * bounds_stride)
+    # a row that lists all blocks ignores scores, because some scores may be NaN
+    lists_all = num_wanted > last - first
+    local_start = tl.where(lists_all, first, tl.load(bounds + 3 * bounds_stride))
+    full_first = tl.load(bounds + 4 * bounds_stride)
+    full_last = tl.load(bounds + 5 * bounds_stride)
+    begin = first // CHUNK * CHUNK
+
+    # copy the scores of candidates, [CHUNK] at a time; -inf for forced and for invisible blocks
+    score += score_row * kv_blocks
+    workspace += score_row * (tl.cdiv(kv_blocks, CHUNK) * CHUNK)
     lowest = tl.full([CHUNK], float("inf"), tl.float32)
     highest = tl.full([CHUNK], float("-inf"), tl.float32)
-    for first in range(begin, high + 1, CHUNK):
-        column = first + tl.arange(0, CHUNK)
-        left = (column >= sinks) & (column < local)
-        value = tl.load(score + column, mask=left, other=float("-inf"))
+    for chunk in range(begin, last + 1, CHUNK):
+        column = chunk + tl.arange(0, CHUNK)
+        is_candidate = (column >= sink_end) & (column < local_start)
+        value = tl.load(score + column, mask=is_candidate, other=float("-inf"))
         value = tl.where(value == value, value, float("inf"))
-        tl.store(room + column, value)
-        lowest = tl.minimum(lowest, tl.where(left, value, float("inf")))
+        tl.store(workspace + column, value)
+        lowest = tl.minimum(lowest, tl.where(is_candidate, value, float("inf")))
         highest = tl.maximum(highest, value)
     tl.debug_barrier()
 
-    candidates = tl.maximum(local - sinks, 0)
-    spare = number - (high - low + 1 - candidates)
-    under, top = just_below(tl.min(lowest, 0)), tl.max(highest, 0)
-    score_low, score_high, cut = threshold_by_count(
-        room, under, top, candidates, spare, begin, high + 1, CHUNK
+    # find the threshold of the blocks that are listed in addition to the forced blocks
+    num_candidates = tl.maximum(local_start - sink_end, 0)
+    num_by_score = num_wanted - (last - first + 1 - num_candidates)
+    score_low, score_high, last_column = threshold_by_count(
+        values=workspace,
+        low=just_below(tl.min(lowest, 0)),
+        high=tl.max(highest, 0),
+        total=num_candidates,
+        count=num_by_score,
+        begin=begin,
+        end=last + 1,
+        CHUNK=CHUNK,
     )
-    full_indices += lists_row * full_room
-    partial_indices += lists_row * partial_room
-    full_count = 0
-    partial_count = 0
-    for first in range(begin, high + 1, CHUNK):
-        column = first + tl.arange(0, CHUNK)
-        kept = is_kept(tl.load(room + column), column, score_low, score_high, cut)
-        kept = kept | (column < sinks) | (column >= local)
-        kept = kept & (column >= low) & (column <= high)
-        whole = kept & (column >= whole_low) & (column <= whole_high)
-        cut_off = kept & (whole == 0)
-        full_rank = full_count - 1 + tl.cumsum(whole.to(tl.int32), 0)
-        partial_rank = partial_count - 1 + tl.cumsum(cut_off.to(tl.int32), 0)
-        tl.store(full_indices + full_rank, column, mask=whole)
-        tl.store(partial_indices + partial_rank, column, mask=cut_off)
-        full_count += tl.sum(whole.to(tl.int32), 0)
-        partial_count += tl.sum(cut_off.to(tl.int32), 0)
-    tl.store(full + lists_row, full_count)
-    tl.store(partial + lists_row, partial_count)
+
+    # write the listed columns in ascending order, [CHUNK] at a time
+    full_indices += list_row * full_width
+    partial_indices += list_row * partial_width
+    num_full = 0
+    num_partial = 0
+    for chunk in range(begin, last + 1, CHUNK):
+        column = chunk + tl.arange(0, CHUNK)
+        value = tl.load(workspace + column)
+        is_listed = is_kept(
+            x=value, column=column, low=score_low, high=score_high, last_column=last_column
+        )
+        is_listed = is_listed | (column < sink_end) | (column >= local_start)
+        is_listed = is_listed & (column >= first) & (column <= last)
+        is_full = is_listed & (column >= full_first) & (column <= full_last)
+        is_partial = is_listed & (is_full == 0)
+        full_slot = num_full - 1 + tl.cumsum(is_full.to(tl.int32), 0)
+        partial_slot = num_partial - 1 + tl.cumsum(is_partial.to(tl.int32), 0)
+        tl.store(full_indices + full_slot, column, mask=is_full)
+        tl.store(partial_indices + partial_slot, column, mask=is_partial)
+        num_full += tl.sum(is_full.to(tl.int32), 0)
+        num_partial += tl.sum(is_partial.to(tl.int32), 0)
+    tl.store(full_counts + list_row, num_full)
+    tl.store(partial_counts + list_row, num_partial)

@@ -35,7 +35,7 @@ from cab_hf.ops.attention.tiles import (
     LOG2_E,
     Tiles,
     described,
-    descriptors,
+    descriptor,
     precision,
     tanh,
     vectors_at,
@@ -135,7 +135,7 @@ def interleaved_keys(
     first = tiles.first
     if not launch.reads_by_descriptor(keys.device):
         parts = [keys[..., :first], keys[..., first:]] if tiles.others else [keys]
-        return [descriptors(tiles.tile_keys, part)[0] for part in parts]
+        return [descriptor(part, tokens=tiles.tile_keys) for part in parts]
     interleave = tiles.interleave
     # without several blocks per step, a block is one tile or several tiles
     block = tiles.key_block if tiles.tile_keys > tiles.key_block else tiles.tile_keys

@@ -176,7 +176,7 @@ def test_plan_without_dense_rows_is_passed_unchanged():
     q, k, v = qkv(q_length=70)
     plan = random_plan(q, k, (32, 16))
     calls = []
-    complete.attention(lambda *a: calls.append(a) or a[0], q, k, v, plan, 0.2)
+    complete.attention(lambda *a, **options: calls.append(a) or a[0], q, k, v, plan, 0.2)
     assert len(calls) == 1 and calls[0][0] is q and calls[0][3] is plan
 
 

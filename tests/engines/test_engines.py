@@ -134,10 +134,16 @@ def test_traced_op_passes_opcheck():
     plan = random_plan(q, k, (32, 16))
     calls = []
     op = traced._attention_op
+
+    def record(*args, **options):
+        calls.append((args, options))
+        return op(*args, **options)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(traced, "_attention_op", lambda *known: calls.append(known) or op(*known))
+        patch.setattr(traced, "_attention_op", record)
         traced.attention(q, k, v, plan, 0.3, return_lse=True)
-    torch.library.opcheck(op, calls[0])
+    ((args, options),) = calls
+    torch.library.opcheck(op, args, options)
 
 
 @pytest.mark.parametrize("heads", slow_but([None, 1, 2, 3], 0))

@@ -140,7 +140,7 @@ def test_transpose_matches_reference(gpu):
     lists = BlockIndices.from_dense(chosen)
     expected = chosen.transpose(2, 3)
     assert torch.equal(transpose.transpose(lists, 2000).to_dense(1000), expected)
-    packed = transpose.pack_columns(lists, 2000, placed=True)
+    packed = transpose.pack_columns(lists, 2000, with_slots=True)
     assert torch.equal(packed.counts, expected.sum(-1, dtype=torch.int32))
     plane, row = 3, int(packed.rows[int(packed.starts[0, 3, 77])])
     slot = int(packed.slots[int(packed.starts[0, 3, 77])])

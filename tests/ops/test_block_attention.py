@@ -140,7 +140,8 @@ def test_registered_op_passes_opcheck():
     plan = random_plan(q.detach(), k.detach(), (32, 16))
     torch.library.opcheck(
         block.forward_op,
-        (q, k, v, *block.flattened(plan, 0.2)),
+        (q, k, v),
+        block.op_arguments(plan, 0.2),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 
@@ -167,7 +168,7 @@ def test_transposed_lists_equal_reference(rows, columns, monkeypatch):
         actual = transpose.transpose(lists, columns)
         assert torch.equal(actual.to_dense(rows), expected.to_dense(rows))
         assert actual.width == (rows if widest else int(expected.counts.max()))
-    packed = transpose.pack_columns(lists, columns, placed=True)
+    packed = transpose.pack_columns(lists, columns, with_slots=True)
     assert torch.equal(packed.counts, expected.counts)
     for b, p, c in expected.counts.nonzero().tolist():
         start, count = int(packed.starts[b, p, c]), int(packed.counts[b, p, c])

@@ -98,9 +98,18 @@ def attend(config, dtype, dim, softcap=None):
     """Launch attention under a plan, its backward pass, and the kernels around an engine."""
     q, k, ranges = drawn(dtype, dim)
     plan = BlockPlan.causal(ranges, HEADS, config.query_block, config.key_block)
-    given = block.flattened(plan, 1.0, softcap)
-    out, lse = block.forward_op(q, k, k, *given)
-    block.backward_op(torch.zeros_like(q), lse, q, k, k, out, lse, *given)
+    plan_arguments = block.op_arguments(plan, 1.0, softcap)
+    out, lse = block.forward_op(q, k, k, **plan_arguments)
+    block.backward_op(
+        grad=torch.zeros_like(q),
+        grad_lse=lse,
+        q=q,
+        k=k,
+        v=k,
+        out=out,
+        lse=lse,
+        **plan_arguments,
+    )
     some = torch.arange(128)[None]
     merge.write_merged(q, lse, q[:, :, :256], lse[:, :, :256], some, some >= 0)
     merge.share_with_sinks(out, lse, torch.zeros(HEADS))

@@ -3,13 +3,14 @@
 The definition is `reference.attention`. The kernels read the plan's lists directly; no mask, bitmap
 or BlockMask is built. Tiles are copied by tensor descriptors: TMA on Hopper and later, plain loads
 on older GPUs. Up to `FUSED_HEAD_DIM` channels, one kernel keeps the output in registers
-(`fused.py`). Above that, both products are split over D (`split.py`).
+(`fused.py`). Above that, both matrix products are split over D (`split.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,28 +18,71 @@ from torch.library import CustomOpDef
 
 from cab_hf.ops import launch
 from cab_hf.ops.attention import fused, split
-from cab_hf.ops.attention.tiles import PlanTensors, backward_stats, described, like
+from cab_hf.ops.attention.tiles import PlanTensors, backward_stats, described, empty_transposed
 from cab_hf.plan import BlockIndices, BlockPlan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# smallest and largest head dim
 HEAD_DIMS = (16, 1024)
+# largest head dim of `fused`
 FUSED_HEAD_DIM = 256
-# with larger head dims, tiles do not fit the shared memory of GPUs whose kernels read by pointers
+# largest head dim in float32 on GPUs whose kernels read by pointers, because shared memory does not
+# fit larger tiles
 POINTER_HEAD_DIM_FLOAT32 = 128
-# arguments and results of the registered ops
+# schema of the arguments that pass a plan to a registered op, see `PlanArguments`
 PLAN = (
     "Tensor full_counts, Tensor full_indices, Tensor partial_counts, Tensor partial_indices,"
     " Tensor first, Tensor last, int query_block, int key_block, float scale, float softcap"
 )
+# schema of an op that returns the output and the log-sum-exp
 FORWARD = f"(Tensor q, Tensor k, Tensor v, {PLAN}) -> (Tensor, Tensor)"
+# schema of an op that returns the gradients of q, k and v
 BACKWARD = (
     "(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
     f" {PLAN}) -> (Tensor, Tensor, Tensor)"
 )
 
 
+class PlanArguments(NamedTuple):
+    """Arguments `PLAN` of a registered op, in the order of the schema.
+
+    Attributes:
+        full_counts, full_indices: `BlockPlan.full`, int32 [B, P, M_q] and [B, P, M_q, W].
+        partial_counts, partial_indices: `BlockPlan.partial`, int32 [B, P, M_q] and [B, P, M_q, W].
+        first, last: int32 [B, N_q], the first and the last visible key of each query.
+        query_block, key_block: Block sizes in tokens.
+        scale: Factor of the products q · k.
+        softcap: Soft cap of the scaled logits; 0 for no cap.
+    """
+
+    full_counts: Tensor
+    full_indices: Tensor
+    partial_counts: Tensor
+    partial_indices: Tensor
+    first: Tensor
+    last: Tensor
+    query_block: int
+    key_block: int
+    scale: float
+    softcap: float
+
+    def plan(self) -> PlanTensors:
+        """Return the plan without scale and soft cap."""
+        return PlanTensors(
+            full=BlockIndices(self.full_counts, self.full_indices),
+            partial=BlockIndices(self.partial_counts, self.partial_indices),
+            first=self.first,
+            last=self.last,
+            query_block=self.query_block,
+            key_block=self.key_block,
+        )
+
+
 def unavailable(device: str, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Return why this engine cannot run here, as half a sentence; None if it can."""
+    """Return why this engine does not support a workload; None if the workload is supported.
+
+    The reason is a predicate without a subject, e.g. "runs on cuda, not on cpu".
+    """
     if device != "cuda":
         return f"runs on cuda, not on {device}"
     if dtype not in DTYPES:
@@ -60,85 +104,160 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention under ``plan``, [B, H, N_q, D]; `reference.attention` is the definition.
+    """Compute attention under the lists of ``plan``, as `reference.attention` defines it.
 
-    With ``return_lse`` also return the log-sum-exp of the logits of each query. It is float32 [B,
-    H, N_q], and -inf for a query without keys.
+    Args:
+        q: [B, H, N_q, D].
+        k, v: [B, H_kv, N_k, D].
+        plan: The key blocks that each query block attends to.
+        scale: Factor of the products q · k.
+        return_lse: True to return the log-sum-exp of the logits of each query, too.
+        softcap: Soft cap of the scaled logits; None for no cap.
+
+    Returns:
+        out: [B, H, N_q, D].
+        lse: Only with ``return_lse``, float32 [B, H, N_q]. It is -inf for queries without keys.
     """
-    out, lse = forward_op(q, k, v, *flattened(plan, scale, softcap))
+    out, lse = forward_op(q, k, v, **op_arguments(plan, scale, softcap))
     return (out, lse) if return_lse else out
 
 
-def flattened(plan: BlockPlan, scale: float, softcap: float | None = None) -> tuple:
-    """Return the arguments `PLAN` of a registered op; see `rows_of`. No soft cap is passed as 0."""
-    lists = (tensor for part in (plan.full, plan.partial) for tensor in (part.counts, part.indices))
-    return *lists, plan.ranges.start, plan.ranges.end, *plan.blocks, scale, softcap or 0.0
-
-
-def rows_of(arguments: tuple) -> tuple[PlanTensors, float, float]:
-    """Return the plan, the scale and the soft cap from the arguments `PLAN`."""
-    full, partial = BlockIndices(*arguments[:2]), BlockIndices(*arguments[2:4])
-    return PlanTensors(full, partial, *arguments[4:-2]), *arguments[-2:]
-
-
-def shapes(q, k, v, *_):
-    """Return empty outputs of an op with these first arguments: output and log-sum-exp."""
-    return like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-def gradient_shapes(grad, grad_lse, q, k, v, *_):
-    """Return empty outputs of the backward op: gradients of q, k and v."""
-    return tuple(map(like, (q, k, v)))
-
-
-def register_gradients(forward_op: CustomOpDef, backward_for: Callable[..., CustomOpDef]) -> None:
-    """Register the shapes and gradients of an op of the schema `FORWARD`.
+def op_arguments(
+    plan: BlockPlan, scale: float, softcap: float | None = None
+) -> dict[str, Tensor | int | float]:
+    """Return the fields of `PlanArguments` for ``plan``, as keyword arguments of a registered op.
 
     Args:
-        backward_for: Returns the op of the schema `BACKWARD` for a head dim, query block and key
-            block. It is used if the loss does not depend on the log-sum-exp.
+        plan: The plan, of which only the full and the partial lists are passed.
+        scale: Factor of the products q · k.
+        softcap: Soft cap of the scaled logits; None for no cap.
+    """
+    return {
+        "full_counts": plan.full.counts,
+        "full_indices": plan.full.indices,
+        "partial_counts": plan.partial.counts,
+        "partial_indices": plan.partial.indices,
+        "first": plan.ranges.start,
+        "last": plan.ranges.end,
+        "query_block": plan.query_block,
+        "key_block": plan.key_block,
+        "scale": scale,
+        "softcap": softcap or 0.0,
+    }
+
+
+def fake_outputs(q, k, v, *_):
+    """Return empty results of an op with the schema `FORWARD`: output and log-sum-exp."""
+    return empty_transposed(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def fake_gradients(grad, grad_lse, q, k, v, *_):
+    """Return empty results of an op with the schema `BACKWARD`: gradients of q, k and v."""
+    return empty_transposed(q), empty_transposed(k), empty_transposed(v)
+
+
+def register_gradients(
+    forward_op: CustomOpDef, backward_without_lse: Callable[[int, int, int], CustomOpDef]
+) -> None:
+    """Register the shapes and the gradients of an op with the schema `FORWARD`.
+
+    Args:
+        forward_op: The op.
+        backward_without_lse: Maps (head dim, query block, key block) to an op with the schema
+            `BACKWARD`, for losses that do not depend on the log-sum-exp. Other losses use
+            `backward_op`.
     """
 
     def save(ctx, inputs, output):
-        tensors, ctx.settings = inputs[:-4], inputs[-4:]
+        q, k, v, *values = inputs
+        out, lse = output
+        plan = PlanArguments._make(values)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+        ctx.query_block, ctx.key_block = plan.query_block, plan.key_block
+        ctx.scale, ctx.softcap = plan.scale, plan.softcap
+        ctx.save_for_backward(
+            *(q, k, v, out, lse),
+            *(plan.full_counts, plan.full_indices, plan.partial_counts, plan.partial_indices),
+            *(plan.first, plan.last),
+        )
 
-    def differentiate(ctx, *grads):
-        q, *others = ctx.saved_tensors
-        work = q.shape[3], *ctx.settings[:2]
-        backward = backward_for(*work) if grads[1] is None else backward_op
-        gradients = backward(*filled_gradients(grads, others[2]), q, *others, *ctx.settings)
+    def differentiate(ctx, grad, grad_lse):
+        q, k, v, out, lse, *plan_tensors = ctx.saved_tensors
+        full_counts, full_indices, partial_counts, partial_indices, first, last = plan_tensors
+        if grad_lse is None:
+            backward = backward_without_lse(q.shape[3], ctx.query_block, ctx.key_block)
+        else:
+            backward = backward_op
+        gradients = backward(
+            grad=zeros_if_none(grad, out),
+            grad_lse=grad_lse,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            lse=lse,
+            full_counts=full_counts,
+            full_indices=full_indices,
+            partial_counts=partial_counts,
+            partial_indices=partial_indices,
+            first=first,
+            last=last,
+            query_block=ctx.query_block,
+            key_block=ctx.key_block,
+            scale=ctx.scale,
+            softcap=ctx.softcap,
+        )
         return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
 
-    forward_op.register_fake(shapes)
+    forward_op.register_fake(fake_outputs)
     forward_op.register_autograd(differentiate, setup_context=save)
 
 
-def filled_gradients(grads: tuple[Tensor | None, ...], out: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of output and log-sum-exp; a missing gradient of the output is zeros."""
-    grad, grad_lse = grads
-    return torch.zeros_like(out) if grad is None else grad, grad_lse
+def zeros_if_none(grad: Tensor | None, out: Tensor) -> Tensor:
+    """Return the gradient of ``out``, which is zeros if autograd passes None."""
+    return torch.zeros_like(out) if grad is None else grad
 
 
 @torch.library.custom_op("cab_hf::block_attention", mutates_args=(), schema=FORWARD)
-def forward_op(q, k, v, *plan):
+def forward_op(q, k, v, *values):
+    """Compute attention by `fused` or `split`. ``values`` are the fields of `PlanArguments`."""
+    arguments = PlanArguments._make(values)
     q, k, v = map(described, (q, k, v))
-    out, lse = like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    _way(q).forward(q, k, v, out, lse, *rows_of(plan))
+    out, lse = empty_transposed(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    _kernels(q).forward(
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        plan=arguments.plan(),
+        scale=arguments.scale,
+        softcap=arguments.softcap,
+    )
     return out, lse
 
 
 @torch.library.custom_op("cab_hf::block_attention_backward", mutates_args=(), schema=BACKWARD)
-def backward_op(grad, grad_lse, q, k, v, out, lse, *plan):
+def backward_op(grad, grad_lse, q, k, v, out, lse, *values):
+    """Compute the gradients of q, k and v. ``values`` are the fields of `PlanArguments`."""
+    arguments = PlanArguments._make(values)
     grad, q, k, v = map(described, (grad, q, k, v))
-    terms = backward_stats(grad, grad_lse, out, lse)
-    return _way(q).backward(grad, q, k, v, terms, *rows_of(plan))
+    return _kernels(q).backward(
+        grad=grad,
+        q=q,
+        k=k,
+        v=v,
+        stats=backward_stats(grad=grad, grad_lse=grad_lse, out=out, lse=lse),
+        plan=arguments.plan(),
+        scale=arguments.scale,
+        softcap=arguments.softcap,
+    )
 
 
-backward_op.register_fake(gradient_shapes)
+backward_op.register_fake(fake_gradients)
 register_gradients(forward_op, lambda *_: backward_op)
 
 
-def _way(q: Tensor) -> ModuleType:
+def _kernels(q: Tensor) -> ModuleType:
+    """Return the module whose kernels support the head dim of q."""
     return fused if q.shape[3] <= FUSED_HEAD_DIM else split

@@ -1,8 +1,8 @@
-"""Attention under a complete plan, by kernels that read only its lists.
+"""Attention under plans with dense rows and sampled blocks, by engines that read only lists.
 
-Values with another head dim are padded. The plan's sample is attended separately and merged. Rows
-that attend to everything run separately, under a one-head plan of all blocks. The definition is
-`reference.attention`.
+This module pads v if its head dim differs from that of q. Sampled blocks are a separate call whose
+result is merged. Dense rows, which attend to all visible keys, are a separate call under a one-head
+plan of all blocks. The definition is `reference.attention`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch.nn import functional as F
 from cab_hf.ops import HAS_TRITON, reference
 from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges
 
-# devices where kernels merge parts that were attended separately
+# device types on which the kernels of `merge` run
 JOINED_ON = ("cuda",)
-# the fewest keys in a part of a row, and the most parts
+# the keys of dense rows are split into parts of at least this many keys
 SPLIT_KEYS = 4096
+# largest number of parts into which the keys of dense rows are split
 MOST_SPLITS = 16
 
 Attend = Callable[..., Tensor | tuple[Tensor, Tensor]]
@@ -37,65 +38,108 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `reference.attention` under ``plan``.
+    """Compute attention under ``plan``, as `reference.attention` defines it.
 
     Args:
-        attend: Attention under the lists of a plan, for v with the head dim of q. Its arguments are
-            those of `reference.attention`.
+        attend: An engine for the lists of a plan, for v with the head dim of q. It has the
+            arguments and the results of `reference.attention`.
+        q: [B, H, N_q, D].
+        k: [B, H_kv, N_k, D].
+        v: [B, H_kv, N_k, D_v].
+        plan: The key blocks that each query block attends to, with dense rows and sampled blocks.
+        scale: Factor of the products q · k.
+        return_lse: True to return the log-sum-exp of each query, float32 [B, H, N_q], too.
+        softcap: Soft cap of the scaled logits; None for no cap.
+
+    Returns:
+        out: [B, H, N_q, D_v].
+        lse: Only with ``return_lse``.
     """
-    capped = {} if softcap is None else {"softcap": softcap}
-    attend = partial(attend, **capped)
+    cap = {} if softcap is None else {"softcap": softcap}
+    attend = partial(attend, **cap)
     value_dim = v.shape[-1]
     if value_dim != q.shape[-1]:
         # kernels support one head dim; channels of zeros change neither logits nor values
         widest = max(value_dim, q.shape[-1])
         q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
-    lists = attend
+    attend_lists = attend
     if plan.sampled is not None:
         from cab_hf.ops.attention import sampled
 
-        lists = partial(sampled.attention, attend, **capped)
+        attend_lists = partial(sampled.attention, attend, **cap)
     if plan.dense_rows is None:
-        result = lists(q, k, v, plan, scale, return_lse)
+        result = attend_lists(q, k, v, plan, scale=scale, return_lse=return_lse)
+        out, lse = result if return_lse else (result, None)
     else:
-        result = lists(q, k, v, replace(plan, dense_rows=None), scale, return_lse)
-        result = _with_rows(attend, result if return_lse else (result,), q, k, v, plan, scale)
-        result = tuple(result) if return_lse else result[0]
-    if value_dim == v.shape[-1]:
-        return result
-    return (result[0][..., :value_dim], result[1]) if return_lse else result[..., :value_dim]
+        lists = replace(plan, dense_rows=None)
+        result = attend_lists(q, k, v, lists, scale=scale, return_lse=return_lse)
+        out, lse = result if return_lse else (result, None)
+        out, lse = _with_dense_rows(attend, q, k, v, plan=plan, scale=scale, out=out, lse=lse)
+    if value_dim != v.shape[-1]:
+        out = out[..., :value_dim]
+    return (out, lse) if return_lse else out
 
 
-def _with_rows(attend, result, q, k, v, plan, scale) -> list[Tensor]:
-    """Add the rows that attend to everything to ``result``: output, or output and log-sum-exp."""
-    # the backward pass reads the engine's output, which may change in place only without gradients
-    trained = result[0].requires_grad
-    splits = 1 if trained or not _joined_by_kernels(q) else _splits(plan.kv_length)
-    query, taken, real, rows = _gathered(plan.ranges, plan.dense_rows, plan.blocks, splits)
-    index = taken[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
-    dense_part = attend(q.gather(2, index), k, v, rows, scale, splits > 1 or len(result) > 1)
+def _with_dense_rows(
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    plan: BlockPlan,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``out`` and ``lse`` with the results of the dense rows.
+
+    Args:
+        attend: An engine for the lists of a plan.
+        q: [B, H, N_q, D].
+        k, v: [B, H_kv, N_k, D].
+        plan: A plan with ``dense_rows``.
+        scale: Factor of the products q · k.
+        out: [B, H, N_q, D], attention under the lists, which are empty for dense rows. Without
+            gradients, ``out`` may change in place.
+        lse: float32 [B, H, N_q], the log-sum-exp of ``out``, which may also change in place; None
+            if the log-sum-exp is not needed.
+    """
+    # the backward pass of the engine reads ``out``, so ``out`` must not change if it has gradients
+    has_gradients = out.requires_grad
+    splits = 1 if has_gradients or not _joined_by_kernels(q) else _splits(plan.kv_length)
+    query, repeated, real, dense_plan = _gathered(plan.ranges, plan.dense_rows, plan.blocks, splits)
+    index = repeated[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
+    needs_lse = splits > 1 or lse is not None
+    result = attend(q.gather(2, index), k, v, dense_plan, scale=scale, return_lse=needs_lse)
+    dense_out, dense_lse = result if needs_lse else (result, None)
     if splits > 1:
         from cab_hf.ops.attention.merge import write_merged
 
-        write_merged(result[0], result[1] if len(result) > 1 else None, *dense_part, query, real)
-        return list(result)
-    dense_part = dense_part if len(result) > 1 else (dense_part,)
-    # these rows list nothing, so their output is 0 and their log-sum-exp is -inf. Rows named -1 are
-    # mapped to query 0, where adding zeros changes nothing
-    target, source = result[0], dense_part[0].masked_fill(~real[:, None, :, None], 0.0)
-    add = target.scatter_add if trained else target.scatter_add_
-    together = [add(2, query[:, None, :, None].expand_as(source), source)]
-    for target, source in zip(result[1:], dense_part[1:], strict=False):
-        source = source.masked_fill(~real[:, None], -torch.inf)
-        raised = target.scatter_reduce if trained else target.scatter_reduce_
-        together.append(raised(2, query[:, None].expand_as(source), source, "amax"))
-    return together
+        write_merged(out=out, lse=lse, parts=dense_out, sums=dense_lse, query=query, real=real)
+        return out, lse
+    # the lists of dense rows are empty, so ``out`` is 0 and ``lse`` is -inf in dense rows. Unused
+    # entries of ``dense_rows`` are mapped to query 0, to which zeros are added
+    dense_out = dense_out.masked_fill(~real[:, None, :, None], 0.0)
+    add = out.scatter_add if has_gradients else out.scatter_add_
+    out = add(2, query[:, None, :, None].expand_as(dense_out), dense_out)
+    if lse is not None:
+        dense_lse = dense_lse.masked_fill(~real[:, None], -torch.inf)
+        reduce = lse.scatter_reduce if has_gradients else lse.scatter_reduce_
+        lse = reduce(2, query[:, None].expand_as(dense_lse), dense_lse, "amax")
+    return out, lse
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Compute `reference.with_sinks`; without gradients, ``out`` may change in place."""
-    trained = torch.is_grad_enabled() and (out.requires_grad or sinks.requires_grad)
-    if trained or not _joined_by_kernels(out):
+    """Return attention with sinks, as `reference.with_sinks` defines it.
+
+    Args:
+        out: [B, H, N_q, D], attention without sinks, which may change in place if no input has
+            gradients.
+        lse: float32 [B, H, N_q], the log-sum-exp of ``out``.
+        sinks: [H], one additional logit per head.
+    """
+    has_gradients = torch.is_grad_enabled() and (out.requires_grad or sinks.requires_grad)
+    if has_gradients or not _joined_by_kernels(out):
         return reference.with_sinks(out, lse, sinks)
     from cab_hf.ops.attention.merge import share_with_sinks
 
@@ -104,9 +148,9 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def _joined_by_kernels(x: Tensor) -> bool:
-    """Return True if kernels merge parts.
+    """Return True if the kernels of `merge` support the device of ``x``.
 
-    The kernels weight parts by their log-sum-exps, and have no gradients through these.
+    torch.compile does not trace these kernels, and these kernels have no gradients.
     """
     return x.device.type in JOINED_ON and HAS_TRITON and not torch.compiler.is_compiling()
 
@@ -114,7 +158,7 @@ def _joined_by_kernels(x: Tensor) -> bool:
 def _splits(kv_length: int) -> int:
     """Return the number of parts into which the keys of dense rows are split.
 
-    A few rows that read all keys would leave most of the GPU idle.
+    Without a split, a few rows that read all keys would leave most of the GPU idle.
     """
     return max(1, min(MOST_SPLITS, kv_length // SPLIT_KEYS))
 
@@ -123,31 +167,39 @@ def _splits(kv_length: int) -> int:
 def _gathered(
     ranges: KeyRanges, rows: Tensor, blocks: tuple[int, int], splits: int
 ) -> tuple[Tensor, Tensor, Tensor, BlockPlan]:
-    """Return the queries of the rows that attend to everything, and a one-head plan for them.
+    """Return the queries of dense rows, and a one-head plan with which they attend to all keys.
+
+    Args:
+        ranges: The visible keys of each query.
+        rows: int64 [B, R], the dense rows; -1 for unused entries.
+        blocks: Tokens per query block and per key block.
+        splits: Number of parts of the keys.
 
     Returns:
         query: int64 [B, R * query_block], the queries.
-        taken: int64 [B, splits * R * query_block], the queries repeated ``splits`` times.
-        real: bool [B, R * query_block], False for queries that do not exist.
-        plan: The plan of ``taken``. Each repetition attends to another part of the keys.
+        repeated: int64 [B, splits * R * query_block], the queries, repeated for each part.
+        real: bool [B, R * query_block], False for queries of unused entries and after the last
+            query, where ``query`` contains an arbitrary query.
+        plan: The plan of ``repeated``. Each repetition attends to another part of the keys.
     """
-    size, key_block = blocks
+    query_block, key_block = blocks
     key_block = max(key_block, DENSE_BLOCK_SIZE)
-    inside = torch.arange(size, device=ranges.end.device)
-    query = (rows.unsqueeze(-1) * size + inside).flatten(1)
+    offset = torch.arange(query_block, device=ranges.end.device)
+    query = (rows.unsqueeze(-1) * query_block + offset).flatten(1)
     real = (query >= 0) & (query < ranges.q_length)
     query = query.clamp(0, ranges.q_length - 1)
     first = ranges.start.gather(1, query)
     last = ranges.end.gather(1, query).masked_fill(~real, -1)
     if splits > 1:
-        # parts are whole blocks, so that no block is cut at the end of a part
+        # a part contains complete key blocks, so that the plan has no block cut at the border
         part = -(-ranges.kv_length // (splits * key_block)) * key_block
-        begins = part * torch.arange(splits, device=first.device, dtype=first.dtype)[:, None]
-        first = torch.maximum(first.unsqueeze(1), begins).flatten(1)
-        last = torch.minimum(last.unsqueeze(1), begins + (part - 1)).flatten(1)
+        part_start = part * torch.arange(splits, device=first.device, dtype=first.dtype)[:, None]
+        first = torch.maximum(first.unsqueeze(1), part_start).flatten(1)
+        last = torch.minimum(last.unsqueeze(1), part_start + (part - 1)).flatten(1)
         last = last.masked_fill(last < first, -1)
-    some = replace(ranges, start=first, end=last, consecutive=False)
-    if ranges.documents != 1 and any(max(blocks) % x for x in (size, key_block)):
+    dense_ranges = replace(ranges, start=first, end=last, consecutive=False)
+    if ranges.documents != 1 and any(max(blocks) % size for size in (query_block, key_block)):
         # documents that start at borders of ``blocks`` need not start at borders of larger blocks
-        some = replace(some, aligned=False)
-    return query, query.repeat(1, splits), real, BlockPlan.causal(some, 1, size, key_block)
+        dense_ranges = replace(dense_ranges, aligned=False)
+    plan = BlockPlan.causal(dense_ranges, 1, query_block, key_block)
+    return query, query.repeat(1, splits), real, plan

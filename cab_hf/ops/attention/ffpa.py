@@ -1,4 +1,4 @@
-"""Exact attention for large heads by ffpa-attn's CuTe kernels, if they are the fastest."""
+"""Exact attention for large head dims by the CuTe kernels of ffpa-attn, where these are fastest."""
 
 from __future__ import annotations
 
@@ -14,14 +14,24 @@ DTYPES = (torch.float16, torch.bfloat16)
 # head dims where ffpa-attn is faster than block attention under a plan of all blocks, measured in
 # eval/results/speed-attention-wide, on Hopper, forward
 FASTER_AT = (512,)
-# ffpa-attn passes shorter inputs to SDPA
+# tokens; ffpa-attn passes shorter inputs to SDPA
 LEAST_LENGTH = 512
 
 
 def unavailable(
     device: str, head_dim: int, dtype: torch.dtype, training: bool, length: int
 ) -> str | None:
-    """Return why this kernel should not run, as half a sentence; None if it should."""
+    """Return why ffpa-attn should not compute a workload; None if ffpa-attn should.
+
+    The reason is a predicate without a subject, e.g. "was only measured on Hopper GPUs".
+
+    Args:
+        device: Torch device type.
+        head_dim: Channels of q, k and v.
+        dtype: Dtype of q.
+        training: True if q, k or v requires a gradient.
+        length: Number of queries and of keys.
+    """
     if device != "cuda" or capability()[0] != HOPPER:
         return "was only measured on Hopper GPUs"
     if training or head_dim not in FASTER_AT or dtype not in DTYPES:
@@ -33,13 +43,20 @@ def unavailable(
 
 @cache
 def _missing() -> str | None:
+    """Return which packages are missing, as `unavailable` does; None if all are installed."""
     if any(find_spec(name) is None for name in ("ffpa_attn", "cutlass")):
         return "needs the packages ffpa-attn and nvidia-cutlass-dsl, which are not installed"
     return None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention [B, H, N, D] for q [B, H, N, D], k and v [B, H_kv, N, D]."""
+    """Compute causal attention, [B, H, N, D].
+
+    Args:
+        q: [B, H, N, D].
+        k, v: [B, H_kv, N, D].
+        scale: Factor of the products q · k.
+    """
     from ffpa_attn import ffpa_attn_func
 
     return ffpa_attn_func(q, k, v, is_causal=True, scale=scale, enable_gqa=True, backend="cutedsl")

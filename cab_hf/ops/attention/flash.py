@@ -1,11 +1,12 @@
 """Attention under a plan by flash-attn-4's kernels: the FLASH backend of the flex engine.
 
-This module calls directly what FlexAttention's FLASH backend would generate. Thus no graph is
-compiled per shape, and the plan's compact lists need no conversion. flash-attn-4 reads key blocks
-of one tile and query blocks of whole tiles. Lists of wider key blocks are split into its tiles.
+This module calls flash-attn-4 directly, as code that FlexAttention's FLASH backend generates would.
+Thus no graph is compiled per shape, and the plan's compact lists need no conversion. flash-attn-4
+needs key blocks of one key tile, and query blocks that are multiples of the query tile. Lists of
+wider key blocks are split into lists of tiles.
 
-The backward pass of flash-attn-4 supports only blocks that match its tiles (`own_backward`). For
-other blocks, `block.backward_op` computes the gradients from its output and log-sum-exp.
+The backward pass of flash-attn-4 supports only multiples of fixed tiles (`own_backward`). For
+other blocks, `block.backward_op` computes the gradients from the output and the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 from packaging.version import Version
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from cab_hf.capability import HOPPER, capability
 from cab_hf.ops.attention import block
@@ -27,25 +29,30 @@ from cab_hf.ops.attention.transpose import transpose
 from cab_hf.plan import BlockIndices, BlockPlan
 
 PACKAGE = "flash-attn-4"
-# the private interface of a beta may change with every version: the first version that works, and
-# the first that was not tried
+# the first version that works, and the first version that was not tried; the private interface of a
+# beta may change with every version
 LEAST_VERSION, UNTRIED_VERSION = "4.0.0b36", "4.0.0b37"
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
-# head dim -> (query, key) tile of the backward pass with lists, on Hopper
+# head dim -> (queries, keys) per tile of the backward pass with lists, on Hopper
 BACKWARD_TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128), 256: (64, 64)}
+# major compute capabilities of Blackwell GPUs that flash-attn-4 supports
 BLACKWELL = (10, 11)
-# multiples of (query, key) blocks that the Blackwell kernel supports with block sparsity
+# query and key blocks must be multiples of these sizes for the Blackwell kernel with lists
 BLACKWELL_BLOCKS = (256, 128)
-# tiles are multiples of the 64 rows of a Hopper matrix instruction
+# rows of a Hopper matrix instruction, of which tiles are multiples
 TILE = 64
-# above this head dim, a tile of 128 keys does not fit next to the kernel's pipeline
+# largest head dim for which a tile of 128 keys fits into shared memory
 WIDE_HEAD_DIM = 128
+# queries per program of `_blank_kernel`
 BLANK_ROWS = 32
 
 
 def unavailable(head_dim: int, dtype: torch.dtype, query_block: int, key_block: int) -> str | None:
-    """Return why FLASH cannot run on this GPU, as half a sentence; None if it can."""
+    """Return why FLASH does not support a workload on this GPU; None if the workload is supported.
+
+    The reason is a predicate without a subject, e.g. "supports float16, not float32".
+    """
     major, minor = capability()
     blackwell = major in BLACKWELL
     if major != HOPPER and not blackwell:
@@ -64,7 +71,7 @@ def unavailable(head_dim: int, dtype: torch.dtype, query_block: int, key_block: 
 
 
 def own_backward(head_dim: int, query_block: int, key_block: int) -> bool:
-    """Return True if flash-attn-4 computes the gradients itself."""
+    """Return True if the backward pass of flash-attn-4 supports the blocks on this GPU."""
     if head_dim not in BACKWARD_TILES or capability()[0] != HOPPER:
         return False
     rows, columns = BACKWARD_TILES[head_dim]
@@ -73,115 +80,179 @@ def own_backward(head_dim: int, query_block: int, key_block: int) -> bool:
 
 @cache
 def _missing() -> str | None:
+    """Return why the installed flash-attn-4 cannot be used, as `unavailable` does; else None."""
     try:
-        result = version(PACKAGE)
+        installed = version(PACKAGE)
     except PackageNotFoundError:
         return f"needs the package {PACKAGE}, which is not installed"
-    if not Version(LEAST_VERSION) <= Version(result) < Version(UNTRIED_VERSION):
-        return f"needs {PACKAGE} {LEAST_VERSION} or later, below {UNTRIED_VERSION}, not {result}"
+    if not Version(LEAST_VERSION) <= Version(installed) < Version(UNTRIED_VERSION):
+        return f"needs {PACKAGE} {LEAST_VERSION} or later, below {UNTRIED_VERSION}, not {installed}"
     return None
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `reference.attention` under a plan's lists."""
-    out, lse = _forward_op(q, k, v, *block.flattened(plan, scale))
+    """Compute attention under the lists of ``plan``, as `reference.attention` defines it.
+
+    Args:
+        q: [B, H, N_q, D].
+        k, v: [B, H_kv, N_k, D].
+        plan: The key blocks that each query block attends to.
+        scale: Factor of the products q · k.
+        return_lse: True to return the log-sum-exp of each query, float32 [B, H, N_q], too.
+    """
+    out, lse = _forward_op(q, k, v, **block.op_arguments(plan, scale))
     return (out, lse) if return_lse else out
 
 
 @torch.library.custom_op("cab_hf::flash_attention", mutates_args=(), schema=block.FORWARD)
-def _forward_op(q, k, v, *plan):
-    rows, scale, _ = block.rows_of(plan)
-    flash = _flash()
+def _forward_op(q, k, v, *values):
+    """Compute attention by flash-attn-4. ``values`` are the fields of `block.PlanArguments`."""
+    arguments = block.PlanArguments._make(values)
+    plan = arguments.plan()
     batch, heads, length, dim = q.shape
     kv_heads, kv_length = k.shape[1:3]
-    tile = key_tile(dim, rows.key_block)
-    lists = [
-        finer_columns(part, rows.key_block // tile, -(-kv_length // tile))
-        for part in (rows.partial, rows.full)
-    ]
+    tile = key_tile(dim, plan.key_block)
+    parts, tiles = plan.key_block // tile, -(-kv_length // tile)
+    partial = finer_columns(plan.partial, parts, tiles)
+    full = finer_columns(plan.full, parts, tiles)
+    first, last = plan.first, plan.last
     out = q.new_empty(batch, length, heads, v.shape[3])
-    tensors = [*(x.transpose(1, 2) for x in (q, k, v)), out]
-    ranges = [rows.first, rows.last]
-    # a tile of all heads of a group reads keys once; with narrow tiles this gains nothing
-    packed = tile > TILE and kv_heads < heads
-    if packed and lists[0].counts.shape[1] == kv_heads and (batch == 1 or kv_heads == 1):
-        tensors = [_heads_as_batch(x, kv_heads) for x in tensors]
-        lists = [part.map_tensors(lambda x: x.flatten(0, 1).unsqueeze(1)) for part in lists]
-        ranges = [x.repeat_interleave(kv_heads, dim=0) for x in ranges]
+    # flash-attn-4 reads and writes [B, N, H, D]
+    flash_q, flash_k, flash_v, flash_out = (*(x.transpose(1, 2) for x in (q, k, v)), out)
+    # a tile with all heads of a group reads keys once; with narrow tiles this is not faster
+    can_pack = tile > TILE and kv_heads < heads
+    if can_pack and partial.counts.shape[1] == kv_heads and (batch == 1 or kv_heads == 1):
+        flash_q, flash_k, flash_v, flash_out = (
+            _heads_as_batch(x, kv_heads) for x in (flash_q, flash_k, flash_v, flash_out)
+        )
+        partial, full = (
+            lists.map_tensors(lambda x: x.flatten(0, 1).unsqueeze(1)) for lists in (partial, full)
+        )
+        first, last = (x.repeat_interleave(kv_heads, dim=0) for x in (first, last))
     else:
-        lists = [part.for_heads(heads) for part in lists]
-    *inputs, result = tensors
+        partial, full = partial.for_heads(heads), full.for_heads(heads)
+    flash = _flash()
     _, lse, *_ = flash.forward(
-        *inputs,
-        out=result,
-        softmax_scale=scale,
+        flash_q,
+        flash_k,
+        flash_v,
+        out=flash_out,
+        softmax_scale=arguments.scale,
         return_lse=True,
-        pack_gqa=packed and lists[0].counts.shape[1] == 1,
-        **_sparsity(flash, *lists, (rows.query_block, tile), *ranges),
+        pack_gqa=can_pack and partial.counts.shape[1] == 1,
+        **_sparsity(
+            flash,
+            partial=partial,
+            full=full,
+            blocks=(plan.query_block, tile),
+            first=first,
+            last=last,
+        ),
     )
     out, lse = out.transpose(1, 2), lse.view(batch, heads, length)
-    _blank(out, lse, rows.last)
+    _blank(out, lse, plan.last)
     return out, lse
 
 
 @torch.library.custom_op("cab_hf::flash_attention_backward", mutates_args=(), schema=block.BACKWARD)
-def _backward_op(grad, grad_lse, q, k, v, out, lse, *plan):
+def _backward_op(grad, grad_lse, q, k, v, out, lse, *values):
+    """Compute the gradients of q, k and v. ``values`` are the fields of `block.PlanArguments`.
+
+    ``grad_lse`` must be None, because flash-attn-4 has no gradient of the log-sum-exp.
+    """
     assert grad_lse is None
-    rows, scale, _ = block.rows_of(plan)
-    flash = _flash()
+    arguments = block.PlanArguments._make(values)
+    plan = arguments.plan()
     heads, kv_length = q.shape[1], k.shape[2]
     _, tile = BACKWARD_TILES[q.shape[3]]
-    # an infinite log-sum-exp gives padding queries no weight, because full blocks are not masked
-    lse = lse.masked_fill((rows.last < 0).unsqueeze(1), torch.inf)
-    lists = (
-        by_tile(part, rows.key_block, tile, kv_length).for_heads(heads)
-        for part in (rows.partial, rows.full)
+    # full blocks are not masked, so +inf sets the weights of padding queries to 0
+    lse = lse.masked_fill((plan.last < 0).unsqueeze(1), torch.inf)
+    partial, full = (
+        by_tile(lists, plan.key_block, tile=tile, kv_length=kv_length).for_heads(heads)
+        for lists in (plan.partial, plan.full)
     )
-    tensors = (x.transpose(1, 2) for x in (q, k, v, out, grad))
-    plan = _sparsity(flash, *lists, (rows.query_block, tile), rows.first, rows.last)
-    result = flash.backward(*tensors, lse, scale, **plan)
-    return tuple(x.transpose(1, 2) for x in result)
+    # flash-attn-4 reads and writes [B, N, H, D]
+    flash_q, flash_k, flash_v, flash_out, flash_grad = (
+        x.transpose(1, 2) for x in (q, k, v, out, grad)
+    )
+    flash = _flash()
+    gradients = flash.backward(
+        q=flash_q,
+        k=flash_k,
+        v=flash_v,
+        out=flash_out,
+        dout=flash_grad,
+        lse=lse,
+        softmax_scale=arguments.scale,
+        **_sparsity(
+            flash,
+            partial=partial,
+            full=full,
+            blocks=(plan.query_block, tile),
+            first=plan.first,
+            last=plan.last,
+        ),
+    )
+    return tuple(x.transpose(1, 2) for x in gradients)
 
 
 @_backward_op.register_fake
 def _(grad, grad_lse, q, k, v, *_):
+    """Return empty gradients with the strides of flash-attn-4."""
     return tuple(torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
 
 
-block.register_gradients(
-    _forward_op, lambda *work: _backward_op if own_backward(*work) else block.backward_op
-)
+def _backward_for(head_dim: int, query_block: int, key_block: int) -> CustomOpDef:
+    """Return the op that computes the gradients if the loss does not depend on the log-sum-exp."""
+    is_supported = own_backward(head_dim, query_block, key_block)
+    return _backward_op if is_supported else block.backward_op
+
+
+block.register_gradients(_forward_op, _backward_for)
 
 
 def key_tile(head_dim: int, key_block: int) -> int:
-    """Return the keys per tile of the kernels, a divisor of the key block."""
-    wide = key_block % (2 * TILE) == 0 and head_dim <= WIDE_HEAD_DIM
-    return 2 * TILE if wide else TILE
+    """Return the number of keys per tile of the forward pass, a divisor of the key block."""
+    is_wide = key_block % (2 * TILE) == 0 and head_dim <= WIDE_HEAD_DIM
+    return 2 * TILE if is_wide else TILE
 
 
 def finer_columns(lists: BlockIndices, parts: int, columns: int) -> BlockIndices:
-    """Split every listed block into ``parts`` blocks, of which ``columns`` exist."""
+    """Split every listed block into ``parts`` smaller blocks.
+
+    Args:
+        lists: Lists of key blocks per row.
+        parts: Smaller blocks per block.
+        columns: Number of smaller blocks that exist. The last block may have fewer than ``parts``.
+    """
     if parts == 1:
         return lists
     part = torch.arange(parts, device=lists.indices.device, dtype=torch.int32)
     indices = (lists.indices.unsqueeze(-1) * parts + part).flatten(-2)
     indices = indices.narrow(-1, 0, min(columns, indices.shape[-1]))
-    # only the last block may extend past the end, and it is the last entry of a list
-    at = (lists.counts - 1).clamp(min=0).unsqueeze(-1).to(torch.int64)
-    largest = lists.indices.gather(-1, at).squeeze(-1) * parts + (parts - 1)
-    missing = (largest - (columns - 1)).clamp(min=0).where(lists.counts > 0, 0)
-    return BlockIndices(lists.counts * parts - missing, indices.contiguous())
+    # only the last block of the sequence may be cut, which is always the last entry of a list
+    last_slot = (lists.counts - 1).clamp(min=0).unsqueeze(-1).to(torch.int64)
+    last_part = lists.indices.gather(-1, last_slot).squeeze(-1) * parts + (parts - 1)
+    num_missing = (last_part - (columns - 1)).clamp(min=0).where(lists.counts > 0, 0)
+    return BlockIndices(lists.counts * parts - num_missing, indices.contiguous())
 
 
 def by_tile(lists: BlockIndices, key_block: int, tile: int, kv_length: int) -> BlockIndices:
-    """Return for every tile of keys the query blocks that attend to it."""
-    turned = transpose(lists, -(-kv_length // key_block))
+    """Return for every tile of keys the query blocks that attend to the tile.
+
+    Args:
+        lists: Lists of key blocks per query block.
+        key_block: Keys per key block.
+        tile: Keys per tile, a divisor of ``key_block``.
+        kv_length: Number of keys.
+    """
+    by_block = transpose(lists, -(-kv_length // key_block))
     parts, tiles = key_block // tile, -(-kv_length // tile)
     if parts == 1:
-        return turned
-    return turned.map_tensors(
+        return by_block
+    return by_block.map_tensors(
         lambda x: x.repeat_interleave(parts, dim=2).narrow(2, 0, tiles).contiguous()
     )
 
@@ -192,22 +263,32 @@ def _heads_as_batch(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def _blank(out: Tensor, lse: Tensor, last: Tensor) -> None:
-    """Write zeros and -inf for padding queries, whose results are arbitrary in full blocks."""
+    """Write zeros to ``out`` and -inf to ``lse`` for padding queries.
+
+    flash-attn-4 does not mask full blocks, so that results of padding queries are arbitrary.
+
+    Args:
+        out: [B, H, N_q, D], changed in place.
+        lse: float32 [B, H, N_q], changed in place.
+        last: int32 [B, N_q], the last visible key of each query; -1 for padding queries.
+    """
     batch, heads, length, dim = out.shape
+    last_batch, last_token = last.stride()
     _blank_kernel[(triton.cdiv(length, BLANK_ROWS), batch)](
-        last,
-        *last.stride(),
-        vectors(out),
-        lse,
-        heads,
-        length,
-        dim,
+        last=last,
+        last_batch=last_batch,
+        last_token=last_token,
+        out=vectors(out),
+        lse=lse,
+        heads=heads,
+        length=length,
+        dim=dim,
         BLOCK_M=BLANK_ROWS,
         D=triton.next_power_of_2(dim),
     )
 
 
-# the length must not cause another compilation
+# numbers that depend on the sequence length must not cause another compilation
 @triton.jit(do_not_specialize=["last_batch", "length"])
 def _blank_kernel(
     last,
@@ -221,25 +302,29 @@ def _blank_kernel(
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
 ):
+    """Write zeros [BLOCK_M, D] and -inf [BLOCK_M] for the padding queries of a tile."""
     batch = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = row < length
-    seen = tl.load(last + batch * last_batch + row * last_token, mask=inside, other=0)
-    blind = inside & (seen < 0)
-    if tl.max(blind.to(tl.int32), 0) > 0:
+    query = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = query < length
+    last_key = tl.load(last + batch * last_batch + query * last_token, mask=inside, other=0)
+    is_padding = inside & (last_key < 0)
+    if tl.max(is_padding.to(tl.int32), 0) > 0:
         channel = tl.arange(0, D)[None, :]
-        # [BLOCK_M, D]
         zeros = tl.zeros((BLOCK_M, D), out.data.dtype.element_ty)
         for head in range(heads):
-            at = vectors_at(out, batch, head, row) + channel
-            tl.store(at, zeros, mask=blind[:, None] & (channel < dim))
-            sums = lse + (batch * heads + head) * length + row
-            tl.store(sums, tl.full((BLOCK_M,), float("-inf"), tl.float32), mask=blind)
+            out_pointers = vectors_at(out, batch, head, query) + channel
+            tl.store(out_pointers, zeros, mask=is_padding[:, None] & (channel < dim))
+            lse_pointers = lse + (batch * heads + head) * length + query
+            minus_infinity = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            tl.store(lse_pointers, minus_infinity, mask=is_padding)
 
 
 @cache
 def _flash() -> SimpleNamespace:
-    """Import the parts of flash-attn-4 that run a plan; the first call takes seconds."""
+    """Import the functions of flash-attn-4 that compute attention under lists.
+
+    The first call takes seconds.
+    """
     from cutlass import cute
     from flash_attn.cute import interface
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
@@ -260,20 +345,34 @@ def _flash() -> SimpleNamespace:
 
 def _sparsity(
     flash: SimpleNamespace,
+    *,
     partial: BlockIndices,
     full: BlockIndices,
     blocks: tuple[int, int],
     first: Tensor,
     last: Tensor,
 ) -> dict[str, object]:
-    """Return the plan for flash-attn-4: lists for its grid, and a mask for partial blocks."""
+    """Return the arguments of flash-attn-4 that describe a plan.
+
+    Args:
+        flash: The functions of flash-attn-4.
+        partial, full: Lists per query block, or per key tile for the backward pass.
+        blocks: Queries and keys per block of the lists.
+        first, last: int32 [B, N_q], the first and the last visible key of each query, which mask
+            partial blocks.
+    """
     ranges = [first.contiguous(), last.contiguous()]
-    for span in ranges:
-        # flash-attn-4 reads the dimension of stride 1, which is ambiguous if a dimension has size 1
-        span.__leading_dim__ = 1
+    for bound in ranges:
+        # flash-attn-4 finds the contiguous dimension by stride 1, which both dimensions have if one
+        # has size 1
+        bound.__leading_dim__ = 1
     return {
         "block_sparse_tensors": flash.lists(
-            partial.counts, partial.indices, full.counts, full.indices, block_size=blocks
+            mask_block_cnt=partial.counts,
+            mask_block_idx=partial.indices,
+            full_block_cnt=full.counts,
+            full_block_idx=full.indices,
+            block_size=blocks,
         ),
         "mask_mod": flash.in_span,
         "aux_tensors": ranges,

@@ -1,6 +1,7 @@
 """Exact causal attention by the kernels of flash-attn-3 or flash-attn-4, if one is installed.
 
-PyTorch has no kernel that is as fast on a Hopper GPU, and none for the last queries of a sequence.
+On a Hopper GPU, these kernels are faster than PyTorch's. Unlike PyTorch's fast kernels, these
+kernels also support queries that are only the last tokens of the keys.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from cab_hf.capability import HOPPER, capability
 from cab_hf.ops import Workload
 
 DTYPES = (torch.float16, torch.bfloat16)
-# the fastest first, by eval/results/speed-attention; the wheel of flash-attn-3 without a backward
-# pass has a module of its own
+# modules with `flash_attn_func`, the fastest first, by eval/results/speed-attention: flash-attn-3,
+# flash-attn-3 without a backward pass (a separate wheel), and flash-attn-4
 MODULES = ("flash_attn_interface", "fa3_fwd_interface", "flash_attn.cute")
 MAX_HEAD_DIM = 256
 # with fewer queries, SDPA and sparse decode kernels are as fast
@@ -27,11 +28,13 @@ LEAST_QUERIES = 128
 
 
 def unavailable(work: Workload, q_length: int) -> str | None:
-    """Return why these kernels should not run, as half a sentence; None if they should.
+    """Return why flash-attn should not compute a workload; None if flash-attn should.
+
+    The reason is a predicate without a subject, e.g. "were only measured on Hopper GPUs".
 
     Args:
-        work: the call, without sinks and soft caps.
-        q_length: number of queries.
+        work: The workload, which has neither sinks nor soft caps.
+        q_length: Number of queries.
     """
     if work.training or torch.compiler.is_compiling():
         return "are only used in forward passes that are not compiled"
@@ -43,31 +46,31 @@ def unavailable(work: Workload, q_length: int) -> str | None:
         return "need values with the head dim of the queries"
     if q_length < LEAST_QUERIES:
         return f"are only used from {LEAST_QUERIES} queries on"
-    return (
-        "need flash-attn-3 or flash-attn-4, which are not installed" if _kernel() is None else None
-    )
+    if _kernel() is None:
+        return "need flash-attn-3 or flash-attn-4, which are not installed"
+    return None
 
 
 @cache
 def _kernel() -> Callable[..., Any] | None:
-    """Return the function of the first module that can be imported; None if there is none."""
+    """Return `flash_attn_func` of the first of `MODULES` that can be imported, else None."""
     for name in MODULES:
-        # flash-attn-2 contains flash_attn.cute without the packages that it imports
+        # flash-attn-2 contains flash_attn.cute, but not the packages that it imports
         with suppress(ImportError, AttributeError, OSError):
             return import_module(name).flash_attn_func
     return None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Return causal attention [B, H, N_q, D] of the last N_q positions.
+    """Compute causal attention, [B, H, N_q, D], of the last N_q of N_k positions.
 
     Args:
         q: [B, H, N_q, D].
         k, v: [B, H_kv, N_k, D] with N_k >= N_q.
-        scale: factor of the logits.
+        scale: Factor of the products q · k.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = _kernel()(q, k, v, softmax_scale=scale, causal=True)
-    # some versions return the log-sum-exp too
+    # some versions also return the log-sum-exp
     out = out[0] if isinstance(out, tuple) else out
     return out.transpose(1, 2)

@@ -1,14 +1,14 @@
-"""Attention under a plan with FlexAttention: its TRITON backend and its CPU backend.
+"""Attention under a plan by FlexAttention, with the TRITON backend or the CPU backend.
 
-The plan's lists become a `BlockMask` directly. This module works around silent errors of
-FlexAttention:
+The plan's lists become a `BlockMask` directly. This module works around these limits and silent
+errors of FlexAttention:
 
-* Uncompiled, it computes dense attention and ignores the lists. It also does so after the
-  recompilation limit.
-* On CUDA (torch 2.11), it reads the full lists with the strides of the partial lists.
-* On CPU, it rejects compact lists, and the lists alone do not mask inside the kernel's tiles.
-* On CUDA, it misreads lists of fewer heads than q has.
-* TRITON has no backward kernel for key blocks of 64.
+* Uncompiled, FlexAttention ignores the lists and computes dense attention. After the recompilation
+  limit, FlexAttention runs uncompiled.
+* On CUDA (torch 2.11), FlexAttention reads the full lists with the strides of the partial lists.
+* On CUDA, FlexAttention misreads lists with fewer heads than q, except lists with one head.
+* On CPU, FlexAttention rejects compact lists, and lists alone do not mask inside kernel tiles.
+* The TRITON backend has no backward kernel for key blocks of 64.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ from cab_hf.plan import BlockIndices, BlockPlan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-# FlexAttention has a backward kernel on Hopper for blocks that are multiples of this
+# tokens; FlexAttention has a backward kernel on Hopper for blocks that are multiples of this size
 TRAINED = 128
-# distinct shapes that a process may compile for; on CPU every new length is one
+# compilations per process; on CPU every new length is compiled
 RECOMPILE_LIMIT = 64
 
 
 def unavailable(
     device: str, head_dim: int, dtype: torch.dtype, training: bool, query_block: int, key_block: int
 ) -> str | None:
-    """Return why this engine cannot run here, as half a sentence; None if it can."""
+    """Return why this engine does not support a workload; None if the workload is supported.
+
+    The reason is a predicate without a subject, e.g. "has no backward on CPU".
+    """
     if device not in ("cuda", "cpu"):
         return f"runs on cuda and cpu, not on {device}"
     if dtype not in DTYPES:
@@ -55,9 +58,10 @@ def unavailable(
     return None
 
 
-# a constant of a compiled model: torch.compile cannot trace a search for files
+# a constant in compiled graphs, because torch.compile cannot trace a search for files
 @torch.compiler.assume_constant_result
 def _has_compiler() -> bool:
+    """Return True if a C++ compiler is installed."""
     return any(map(shutil.which, ("c++", "g++", "clang++")))
 
 
@@ -70,7 +74,15 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention under ``plan``, [B, H, N_q, D]; `reference.attention` is the definition.
+    """Compute attention under the lists of ``plan``, as `reference.attention` defines it.
+
+    Args:
+        q: [B, H, N_q, D].
+        k, v: [B, H_kv, N_k, D].
+        plan: The key blocks that each query block attends to.
+        scale: Factor of the products q · k.
+        return_lse: True to return the log-sum-exp of each query, float32 [B, H, N_q], too.
+        softcap: Soft cap of the scaled logits; None for no cap.
 
     Raises:
         NotImplementedError: If ``return_lse`` is set on CPU.
@@ -81,26 +93,31 @@ def attention(
             "True. Use engine='reference'."
         )
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    # raises if the heads of the plan do not divide those of q
     plan.shared_by(q.shape[1])
-    tables = block_tables(plan, q.shape[1], q.device, training)
+    tables = block_tables(plan, heads=q.shape[1], device=q.device, training=training)
     options = kernel_options(plan, q)
     if torch.compiler.is_compiling():
-        return _attend(q, k, v, tables, scale, options, return_lse, softcap)
-    # after the limit, dynamo would run flex uncompiled, which ignores the lists: fail instead. With
-    # symbolic block sizes, inductor's cache returns kernels for other sizes (torch 2.11). Flex does
-    # not support a symbolic cap
+        return _attend(
+            q, k, v, tables, scale=scale, options=options, return_lse=return_lse, softcap=softcap
+        )
+    # the recompilation limit must raise, because an uncompiled call would ignore the lists. With
+    # symbolic block sizes, inductor's cache returns kernels for other sizes (torch 2.11).
+    # FlexAttention does not support a symbolic soft cap
     with torch._dynamo.config.patch(
         fail_on_recompile_limit_hit=True,
         recompile_limit=RECOMPILE_LIMIT,
         specialize_int=True,
         specialize_float=True,
     ):
-        how = scale, options, return_lse, softcap
-        return _compiled(q.device.type)(q, k, v, tables, *how)
+        return _compiled(q.device.type)(
+            q, k, v, tables, scale=scale, options=options, return_lse=return_lse, softcap=softcap
+        )
 
 
 @cache
 def _compiled(device: str) -> Callable[..., Tensor]:
+    """Return the compiled `_attend` for a device type."""
     # the C++ template does not compile with a dynamic shape inside mask_mod (torch 2.13)
     return torch.compile(_attend, dynamic=device != "cpu")
 
@@ -115,35 +132,63 @@ def _attend(
     return_lse: bool,
     softcap: float | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    # the mask is built inside, so that lengths come from tensors and only block sizes are plain
-    # ints
-    mask = block_mask(tables, q.shape[2], k.shape[2])
-    gqa = q.shape[1] != k.shape[1]
-    how = {"block_mask": mask, "scale": scale, "enable_gqa": gqa, "kernel_options": options}
+    """Call FlexAttention; return the output, with ``return_lse`` also the log-sum-exp.
+
+    Args:
+        q: [B, H, N_q, D].
+        k, v: [B, H_kv, N_k, D].
+        tables: The plan, see `block_tables`.
+        scale: Factor of the products q · k.
+        options: Tile sizes, see `kernel_options`; None for FlexAttention's choice.
+        return_lse: True to return the log-sum-exp, too.
+        softcap: Soft cap of the scaled logits; None for no cap.
+    """
+    # the mask is built here, inside the compiled function, so that lengths come from tensors and
+    # only block sizes are constants
+    arguments = {
+        "block_mask": block_mask(tables, q.shape[2], k.shape[2]),
+        "scale": scale,
+        "enable_gqa": q.shape[1] != k.shape[1],
+        "kernel_options": options,
+    }
     if softcap is not None:
-        how["score_mod"] = lambda score, *place: capped(score, softcap)
+        arguments["score_mod"] = lambda score, *indices: capped(score, softcap)
     if not return_lse:
-        return flex_attention(q, k, v, **how)
-    out, aux = flex_attention(q, k, v, **how, return_aux=AuxRequest(lse=True))
+        return flex_attention(q, k, v, **arguments)
+    out, aux = flex_attention(q, k, v, **arguments, return_aux=AuxRequest(lse=True))
     return out, aux.lse
 
 
-class BlockTables(NamedTuple):
-    """Plan for FlexAttention: lists on the kernel's grid, and the data that masks inside blocks.
+class ListPair(NamedTuple):
+    """Partial and full lists for a `BlockMask`, all with the same width W.
 
     Attributes:
-        lists: Counts and indices of the partial and of the full key blocks of each query block. All
-            lists have the same width.
-        transposed: The same for the query blocks of each key block, which the backward pass reads;
-            else empty.
-        blocks: Tokens per query block and per key block of these lists.
-        first, last: KeyRanges of the plan, int32 [B, N_q].
-        bitmap: bool [B, H, M_q, M_k], the blocks of the plan; None if the lists alone suffice.
+        partial_counts, full_counts: int32 [B, 1 or H, M], number of listed blocks per row.
+        partial_indices, full_indices: int32 [B, 1 or H, M, W].
+    """
+
+    partial_counts: Tensor
+    partial_indices: Tensor
+    full_counts: Tensor
+    full_indices: Tensor
+
+
+class BlockTables(NamedTuple):
+    """Plan for FlexAttention: lists of blocks, and the data that masks tokens inside blocks.
+
+    Attributes:
+        lists: The key blocks of each query block.
+        transposed: The query blocks of each key block, for the backward pass; None without
+            gradients.
+        blocks: Tokens per query block and per key block of the lists.
+        first, last: int32 [B, N_q], the first and the last visible key of each query.
+        bitmap: bool [B, H, M_q, M_k], the blocks of the plan, which mask inside the blocks of the
+            lists; None if the lists are exact.
         bitmap_blocks: Tokens per query block and per key block of the bitmap.
     """
 
-    lists: tuple[Tensor, ...]
-    transposed: tuple[Tensor, ...]
+    lists: ListPair
+    transposed: ListPair | None
     blocks: tuple[int, int]
     first: Tensor
     last: Tensor
@@ -152,23 +197,43 @@ class BlockTables(NamedTuple):
 
 
 def block_tables(plan: BlockPlan, heads: int, device: torch.device, training: bool) -> BlockTables:
-    """Return the plan's lists for ``heads`` of q, merged to trainable blocks and transposed."""
-    lists, blocks = (plan.partial, plan.full), plan.blocks
-    merged = training and merged_blocks(*blocks) != blocks
-    if merged:
-        lists, blocks = _merged(plan)
-    transposed = ()
+    """Return the plan for FlexAttention.
+
+    Args:
+        plan: The plan.
+        heads: Heads of q.
+        device: Device of q.
+        training: True to return transposed lists, and to merge blocks if TRITON has no backward
+            kernel for the blocks of the plan.
+    """
+    partial, full, blocks = plan.partial, plan.full, plan.blocks
+    is_merged = training and merged_blocks(plan.query_block, plan.key_block) != blocks
+    if is_merged:
+        partial, full, blocks = _merged(plan)
+    transposed = None
     if training:
         key_blocks = -(-plan.kv_length // blocks[1])
-        transposed = _tables(heads, *(_transposed(part, key_blocks) for part in lists))
+        transposed = _list_pair(
+            partial=_transposed(partial, key_blocks),
+            full=_transposed(full, key_blocks),
+            heads=heads,
+        )
     bitmap = None
-    if merged or device.type == "cpu":
+    if is_merged or device.type == "cpu":
         bitmap = plan.to_dense().repeat_interleave(plan.shared_by(heads), dim=1)
-    ranges = plan.ranges.start, plan.ranges.end
-    return BlockTables(_tables(heads, *lists), transposed, blocks, *ranges, bitmap, plan.blocks)
+    return BlockTables(
+        lists=_list_pair(partial=partial, full=full, heads=heads),
+        transposed=transposed,
+        blocks=blocks,
+        first=plan.ranges.start,
+        last=plan.ranges.end,
+        bitmap=bitmap,
+        bitmap_blocks=plan.blocks,
+    )
 
 
 def _transposed(lists: BlockIndices, columns: int) -> BlockIndices:
+    """Return the rows that list each of ``columns`` columns, by a kernel if possible."""
     if lists.counts.device.type == "cpu" or torch.compiler.is_compiling():
         return lists.transpose(columns)
     from cab_hf.ops.attention.transpose import transpose
@@ -177,7 +242,7 @@ def _transposed(lists: BlockIndices, columns: int) -> BlockIndices:
 
 
 def block_mask(tables: BlockTables, q_length: int, kv_length: int) -> BlockMask:
-    """Build a BlockMask from the tables, for q and k of these lengths."""
+    """Build a BlockMask from the tables, for ``q_length`` queries and ``kv_length`` keys."""
     first, last, bitmap = tables.first, tables.last, tables.bitmap
     rows, columns = tables.bitmap_blocks
 
@@ -188,60 +253,78 @@ def block_mask(tables: BlockTables, q_length: int, kv_length: int) -> BlockMask:
         listed = bitmap[batch, head, query // rows, key // columns]
         return listed & in_span(batch, head, query, key)
 
+    lists, transposed = tables.lists, tables.transposed
     return BlockMask(
-        (q_length, kv_length),
-        *tables.lists,
-        *(tables.transposed or (None,) * 4),
+        seq_lengths=(q_length, kv_length),
+        kv_num_blocks=lists.partial_counts,
+        kv_indices=lists.partial_indices,
+        full_kv_num_blocks=lists.full_counts,
+        full_kv_indices=lists.full_indices,
+        q_num_blocks=None if transposed is None else transposed.partial_counts,
+        q_indices=None if transposed is None else transposed.partial_indices,
+        full_q_num_blocks=None if transposed is None else transposed.full_counts,
+        full_q_indices=None if transposed is None else transposed.full_indices,
         BLOCK_SIZE=tables.blocks,
         mask_mod=in_span if bitmap is None else listed_and_in_span,
     )
 
 
 def merged_blocks(query_block: int, key_block: int) -> tuple[int, int]:
-    """Return the (query, key) block sizes with which TRITON trains instead of these."""
+    """Return the smallest multiples of the block sizes for which TRITON has a backward kernel."""
     rows, columns = (block * max(1, TRAINED // block) for block in (query_block, key_block))
     return rows, columns
 
 
-def _merged(plan: BlockPlan) -> tuple[tuple[BlockIndices, BlockIndices], tuple[int, int]]:
-    """Merge the plan's lists to a grid of blocks of at least `TRAINED` tokens.
+def _merged(plan: BlockPlan) -> tuple[BlockIndices, BlockIndices, tuple[int, int]]:
+    """Return the plan's lists for larger blocks of at least `TRAINED` tokens.
 
-    A merged block is full if all its parts are full. It is partial if some of its tokens are
-    attended; the bitmap then masks inside.
+    A larger block is full if all blocks inside are full. A larger block is partial if the plan
+    attends to some blocks inside, and the bitmap then masks the others.
 
     Returns:
-        The partial and the full lists, and their block sizes.
+        partial: Lists of partial blocks.
+        full: Lists of full blocks.
+        blocks: Tokens per larger query block and key block.
     """
-    blocks = merged_blocks(*plan.blocks)
+    blocks = merged_blocks(plan.query_block, plan.key_block)
     rows, columns = blocks[0] // plan.query_block, blocks[1] // plan.key_block
 
     def tiles(lists: BlockIndices) -> Tensor:
+        """Return bool [B, H, larger rows, rows, larger columns, columns]."""
         dense = lists.to_dense(plan.kv_blocks)
         padding = (0, -dense.shape[3] % columns, 0, -dense.shape[2] % rows)
         return F.pad(dense, padding).unflatten(3, (-1, columns)).unflatten(2, (-1, rows))
 
     full, partial = tiles(plan.full), tiles(plan.partial)
-    complete = full.all(dim=5).all(dim=3)
-    some = (full | partial).any(dim=5).any(dim=3) & ~complete
-    return (BlockIndices.from_dense(some), BlockIndices.from_dense(complete)), blocks
+    is_full = full.all(dim=5).all(dim=3)
+    is_partial = (full | partial).any(dim=5).any(dim=3) & ~is_full
+    return BlockIndices.from_dense(is_partial), BlockIndices.from_dense(is_full), blocks
 
 
-def _tables(heads: int, *lists: BlockIndices) -> tuple[Tensor, ...]:
-    """Return counts and indices of the lists, widened to one width and expanded to ``heads``."""
-    width = max(part.width for part in lists)
-    lists = tuple(part.for_heads(heads).widened(width) for part in lists)
-    return tuple(tensor for part in lists for tensor in (part.counts, part.indices))
+def _list_pair(*, partial: BlockIndices, full: BlockIndices, heads: int) -> ListPair:
+    """Return the lists expanded to ``heads`` heads and widened to the same width."""
+    width = max(partial.width, full.width)
+    partial, full = (lists.for_heads(heads).widened(width) for lists in (partial, full))
+    return ListPair(
+        partial_counts=partial.counts,
+        partial_indices=partial.indices,
+        full_counts=full.counts,
+        full_indices=full.indices,
+    )
 
 
 def kernel_options(plan: BlockPlan, q: Tensor) -> dict[str, int | str] | None:
-    """Return kernel tiles that divide the plan's blocks; FlexAttention's own choice may not."""
+    """Return kernel options with tiles that divide the plan's blocks; None on CPU.
+
+    FlexAttention's default tiles need not divide the blocks.
+    """
     if q.device.type == "cpu":
         return None
-    # large tiles fit for 256 bytes per token (D 128 in bf16); shared memory limits larger heads
-    wide = q.shape[-1] * q.element_size() > 256
-    rows, columns, stages = (64, 32, 2) if wide else (128, 64, 3)
-    # for short queries AUTO selects the decoding kernel, which reads masks of other shapes
+    # shared memory fits large tiles up to 256 bytes per token (D 128 in bf16)
+    is_wide = q.shape[-1] * q.element_size() > 256
+    rows, columns, stages = (64, 32, 2) if is_wide else (128, 64, 3)
     return {
+        # for short queries, AUTO selects the decoding kernel, which needs masks of other shapes
         "BACKEND": "TRITON",
         # the largest power of two that divides the block
         "fwd_BLOCK_M": min(rows, plan.query_block & -plan.query_block),

@@ -1,9 +1,9 @@
-"""Block attention for head dims up to 256: one kernel holds a tile of the output in registers.
+"""Block attention for head dims up to 256: a program keeps one tile of the output in registers.
 
 The forward pass is FlashAttention-2's loop (Dao, 2023) over the key blocks that a row lists. It
 reads full blocks without a mask, then partial blocks with a mask, merged by the online softmax. The
-backward pass makes two passes, by query tile and by key tile. Thus no sum uses atomics, and
-gradients are the same in every run.
+backward pass has two kernels: one per tile of queries, for dq, and one per tile of keys, for dk and
+dv. Thus no kernel uses atomics, and gradients are bit-identical in every run.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from cab_hf.ops.attention.tiles import (
     LN_2,
     BackwardStats,
     PlanTensors,
-    arguments,
-    by_column,
-    descriptors,
-    like,
-    load_spans,
+    descriptor,
+    empty_transposed,
+    has_future_keys,
+    is_visible,
+    kernel_arguments,
+    load_key_ranges,
     load_tile,
     locate,
     logit_scales,
     online_softmax_update,
-    only_seen,
     plan_plane,
     precision,
-    seen_between,
-    sticks_out,
     store_tile,
     tanh,
     tile_of,
     tile_start,
+    transposed_plan,
+    zero_unseen,
 )
 
 
 class Tile(NamedTuple):
-    """Size of the tiles of a program, and its schedule.
+    """Tile sizes and schedule of a kernel.
 
     Attributes:
         block_m: Queries per tile.
@@ -57,16 +57,17 @@ class Tile(NamedTuple):
     stages: int
 
 
-# key tiles at the start of the sequence (sinks) whose gradients are summed one head at a time
-LEAD = 4
-# largest head dim -> tiles, from `speed attention` on an H200
+# number of sink tiles: the first key tiles of a sequence, to which every query attends. One program
+# per query head computes the gradients of a sink tile, and the heads are summed afterwards
+SINK_TILES = 4
+# kernel -> largest head dim -> tiles, from `speed attention` on an H200
 TILES = {
     "forward": {64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 4, 2), 256: Tile(128, 64, 8, 2)},
     "query gradient": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 2)},
     "key gradient": {64: Tile(128, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)},
 }
-# for kernels that read by pointers: tiles that fit 99 KiB of shared memory, and AMD's 64 KiB, with
-# the fewest spills, see `tests/ops/test_kernels_compile.py`; their speed was not measured
+# the same for kernels that read by pointers: tiles that fit 99 KiB of shared memory, and AMD's
+# 64 KiB, with the fewest spills, see `tests/ops/test_kernels_compile.py`; speed was not measured
 POINTER_TILES = {
     "forward": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
     "query gradient": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 4, 2)},
@@ -80,24 +81,35 @@ def forward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    rows: PlanTensors,
+    plan: PlanTensors,
     scale: float,
     softcap: float,
 ) -> None:
-    """Write ``out`` [B, H, N_q, D] and its log-sum-exp ``lse``, float32 [B, H, N_q]."""
-    plan, sizes = arguments(q, k, rows)
-    tile = _tile("forward", q, rows)
+    """Compute attention under ``plan``, and write ``out`` and ``lse``.
+
+    Args:
+        q: [B, H, N_q, D].
+        k, v: [B, H_kv, N_k, D].
+        out: [B, H, N_q, D], receives the output.
+        lse: float32 [B, H, N_q], receives the log-sum-exp (natural logarithm).
+        plan: The key blocks that each query block attends to.
+        scale: Factor of the products q · k.
+        softcap: Soft cap of the scaled logits; 0 for no cap.
+    """
+    kernel_plan, sizes = kernel_arguments(q, k, plan)
+    tile = _tile("forward", q, plan)
     tiles = triton.cdiv(q.shape[2], tile.block_m)
     _block_attention_fwd_kernel[(tiles, q.shape[0] * q.shape[1])](
-        *descriptors(tile.block_m, q),
-        *descriptors(tile.block_n, k, v),
-        *descriptors(tile.block_m, out),
-        lse,
-        plan,
+        desc_q=descriptor(q, tile.block_m),
+        desc_k=descriptor(k, tile.block_n),
+        desc_v=descriptor(v, tile.block_n),
+        desc_out=descriptor(out, tile.block_m),
+        lse=lse,
+        plan=kernel_plan,
         sizes=sizes,
         **logit_scales(scale, softcap),
-        **_constants(tile, q, rows),
-        STICKS_OUT=sticks_out(rows, q.shape[2], k.shape[2]),
+        **_constants(tile, q, plan),
+        HAS_FUTURE_KEYS=has_future_keys(plan, q_length=q.shape[2], kv_length=k.shape[2]),
     )
 
 
@@ -106,59 +118,124 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    terms: BackwardStats,
-    rows: PlanTensors,
+    stats: BackwardStats,
+    plan: PlanTensors,
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, given that of the output; deterministic."""
-    dq, dk, dv = map(like, (q, k, v))
-    plan, sizes = arguments(q, k, rows)
-    batch, heads, kv_heads = q.shape[0], sizes.heads, sizes.kv_heads
+    """Return the gradients of q, k and v, bit-identical in every run.
 
-    tile = _tile("query gradient", q, rows)
-    tiles = triton.cdiv(q.shape[2], tile.block_m)
-    _block_attention_bwd_query_kernel[(tiles, batch * heads)](
-        *descriptors(tile.block_m, q, grad),
-        *descriptors(tile.block_n, k, v),
-        *descriptors(tile.block_m, dq),
-        terms,
-        plan,
-        scale,
-        sizes=sizes,
-        **logit_scales(scale, softcap),
-        **_constants(tile, q, rows),
+    Args:
+        grad: [B, H, N_q, D], the gradient of the output.
+        q: [B, H, N_q, D].
+        k, v: [B, H_kv, N_k, D].
+        stats: Statistics of every query from the forward pass.
+        plan: The plan of the forward pass.
+        scale: Factor of the products q · k.
+        softcap: Soft cap of the scaled logits; 0 for no cap.
+    """
+    dq = empty_transposed(q)
+    _write_query_gradient(
+        dq, grad=grad, q=q, k=k, v=v, stats=stats, plan=plan, scale=scale, softcap=softcap
     )
-
-    tile = _tile("key gradient", q, rows)
-    tiles = triton.cdiv(k.shape[2], tile.block_n)
-    lead = min(LEAD, tiles)
-    sinks = [
-        x.new_empty(batch, heads, lead * tile.block_n, x.shape[3], dtype=torch.float32)
-        for x in (k, v)
-    ]
-    kv_blocks = triton.cdiv(k.shape[2], rows.key_block)
-    _block_attention_bwd_key_kernel[(batch * (lead * heads + (tiles - lead) * kv_heads),)](
-        *descriptors(tile.block_m, q, grad),
-        *descriptors(tile.block_n, k, v, dk, dv, *sinks),
-        terms,
-        by_column(plan, kv_blocks),
-        scale,
-        kv_blocks,
-        lead,
-        batch,
-        sizes=sizes,
-        **logit_scales(scale, softcap),
-        **_constants(tile, q, rows),
+    dk, dv = empty_transposed(k), empty_transposed(v)
+    _write_key_gradients(
+        dk, dv, grad=grad, q=q, k=k, v=v, stats=stats, plan=plan, scale=scale, softcap=softcap
     )
-    for target, parts in zip((dk, dv), sinks, strict=True):
-        first = target[:, :, : parts.shape[2]]
-        first.copy_(parts.unflatten(1, (kv_heads, -1)).sum(2)[:, :, : first.shape[2]])
     return dq, dk, dv
 
 
-def _tile(kernel: str, q: Tensor, rows: PlanTensors) -> Tile:
-    """Return the tile for this head dim, reduced to divide the plan's blocks."""
+def _write_query_gradient(
+    dq: Tensor,
+    *,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stats: BackwardStats,
+    plan: PlanTensors,
+    scale: float,
+    softcap: float,
+) -> None:
+    """Write the gradient of q to ``dq`` [B, H, N_q, D]. The arguments are those of `backward`."""
+    kernel_plan, sizes = kernel_arguments(q, k, plan)
+    tile = _tile("query gradient", q, plan)
+    tiles = triton.cdiv(q.shape[2], tile.block_m)
+    _block_attention_bwd_query_kernel[(tiles, q.shape[0] * q.shape[1])](
+        desc_q=descriptor(q, tile.block_m),
+        desc_do=descriptor(grad, tile.block_m),
+        desc_k=descriptor(k, tile.block_n),
+        desc_v=descriptor(v, tile.block_n),
+        desc_dq=descriptor(dq, tile.block_m),
+        stats=stats,
+        plan=kernel_plan,
+        softmax_scale=scale,
+        sizes=sizes,
+        **logit_scales(scale, softcap),
+        **_constants(tile, q, plan),
+    )
+
+
+def _write_key_gradients(
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stats: BackwardStats,
+    plan: PlanTensors,
+    scale: float,
+    softcap: float,
+) -> None:
+    """Write the gradients of k and v to ``dk`` and ``dv``, [B, H_kv, N_k, D] each.
+
+    The other arguments are those of `backward`.
+    """
+    kernel_plan, sizes = kernel_arguments(q, k, plan)
+    batch, heads, kv_heads = q.shape[0], sizes.heads, sizes.kv_heads
+    tile = _tile("key gradient", q, plan)
+    tiles = triton.cdiv(k.shape[2], tile.block_n)
+    sink_tiles = min(SINK_TILES, tiles)
+    sink_shape = (batch, heads, sink_tiles * tile.block_n, k.shape[3])
+    sink_dk = k.new_empty(sink_shape, dtype=torch.float32)
+    sink_dv = v.new_empty(sink_shape, dtype=torch.float32)
+    kv_blocks = triton.cdiv(k.shape[2], plan.key_block)
+    programs = batch * (sink_tiles * heads + (tiles - sink_tiles) * kv_heads)
+    _block_attention_bwd_key_kernel[(programs,)](
+        desc_q=descriptor(q, tile.block_m),
+        desc_do=descriptor(grad, tile.block_m),
+        desc_k=descriptor(k, tile.block_n),
+        desc_v=descriptor(v, tile.block_n),
+        desc_dk=descriptor(dk, tile.block_n),
+        desc_dv=descriptor(dv, tile.block_n),
+        desc_sink_dk=descriptor(sink_dk, tile.block_n),
+        desc_sink_dv=descriptor(sink_dv, tile.block_n),
+        stats=stats,
+        plan=transposed_plan(kernel_plan, kv_blocks),
+        softmax_scale=scale,
+        kv_blocks=kv_blocks,
+        sink_tiles=sink_tiles,
+        batches=batch,
+        sizes=sizes,
+        **logit_scales(scale, softcap),
+        **_constants(tile, q, plan),
+    )
+    for target, per_head in ((dk, sink_dk), (dv, sink_dv)):
+        first_keys = target[:, :, : per_head.shape[2]]
+        sums = per_head.unflatten(1, (kv_heads, -1)).sum(2)
+        first_keys.copy_(sums[:, :, : first_keys.shape[2]])
+
+
+def _tile(kernel: str, q: Tensor, plan: PlanTensors) -> Tile:
+    """Return the tile sizes for the head dim and the dtype of q, as divisors of the block sizes.
+
+    Args:
+        kernel: A key of `TILES`.
+        q: [B, H, N_q, D].
+        plan: The plan whose block sizes the tiles divide.
+    """
     if launch.reads_by_descriptor(q.device):
         tile = next(tile for dim, tile in TILES[kernel].items() if q.shape[3] <= dim)
     else:
@@ -171,15 +248,16 @@ def _tile(kernel: str, q: Tensor, rows: PlanTensors) -> Tile:
     if q.element_size() > 2:
         tile = tile._replace(block_m=min(tile.block_m, 64), block_n=32, stages=1)
     return tile._replace(
-        block_m=tile_of(rows.query_block, tile.block_m),
-        block_n=tile_of(rows.key_block, tile.block_n),
+        block_m=tile_of(plan.query_block, tile.block_m),
+        block_n=tile_of(plan.key_block, tile.block_n),
     )
 
 
-def _constants(tile: Tile, q: Tensor, rows: PlanTensors) -> dict[str, int | str]:
+def _constants(tile: Tile, q: Tensor, plan: PlanTensors) -> dict[str, int | str]:
+    """Return the constant arguments and the launch options that all kernels of this module have."""
     return {
-        "QUERY_BLOCK": rows.query_block,
-        "KEY_BLOCK": rows.key_block,
+        "QUERY_BLOCK": plan.query_block,
+        "KEY_BLOCK": plan.key_block,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "D": triton.next_power_of_2(q.shape[3]),
@@ -208,16 +286,18 @@ def _block_attention_fwd_kernel(
     PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
-    STICKS_OUT: tl.constexpr,
+    HAS_FUTURE_KEYS: tl.constexpr,
 ):
-    # the longest rows start first, so that none is left for the end
+    """Write the output [BLOCK_M, D] and the log-sum-exp [BLOCK_M] of one tile of queries."""
+    # the longest rows start first, so that all programs end at about the same time
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     batch, head, kv_head, plan_row = locate(tl.program_id(1), start, sizes, QUERY_BLOCK)
-    # [BLOCK_M, D]
-    q = load_tile(desc_q, batch, head, start, 0, BLOCK_M, D)
+    q = load_tile(desc_q, batch, head, token=start, channel=0, TOKENS=BLOCK_M, CHANNELS=D)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
+
+    # full blocks without a mask, then partial blocks with a mask
     for MASKED in tl.static_range(2):
         lists = plan[MASKED]
         indices = lists.indices + plan_row * lists.width
@@ -225,32 +305,38 @@ def _block_attention_fwd_kernel(
         if MASKED:
             # loaded late: registers are scarce in the loop over full blocks
             query = start + tl.arange(0, BLOCK_M)
-            first, last = load_spans(plan, batch, query, sizes.q_length)
+            first, last = load_key_ranges(plan, batch, query, sizes.q_length)
         for i in tl.range(0, tiles, num_stages=STAGES):
-            # [BLOCK_N, D], then [BLOCK_M, BLOCK_N]
+            # k, v: [BLOCK_N, D]; qk, p: [BLOCK_M, BLOCK_N]
             column = tile_start(indices, i, KEY_BLOCK, BLOCK_N)
-            k = load_tile(desc_k, batch, kv_head, column, 0, BLOCK_N, D)
+            k = load_tile(
+                desc_k, batch, kv_head, token=column, channel=0, TOKENS=BLOCK_N, CHANNELS=D
+            )
             qk = tl.dot(q, k.T, input_precision=PRECISION)
             if CAPPED:
                 qk = tanh(qk * cap_scale)
             if MASKED:
                 key = column + tl.arange(0, BLOCK_N)[None, :]
-                qk = tl.where(seen_between(key, first[:, None], last[:, None]), qk, float("-inf"))
-            m_i, l_i, p, alpha = online_softmax_update(m_i, l_i, qk, qk_scale, MASKED)
+                qk = tl.where(is_visible(key, first[:, None], last[:, None]), qk, float("-inf"))
+            m_i, l_i, p, alpha = online_softmax_update(
+                m_i=m_i, l_i=l_i, qk=qk, qk_scale=qk_scale, MASKED=MASKED
+            )
             acc = acc * alpha[:, None]
-            v = load_tile(desc_v, batch, kv_head, column, 0, BLOCK_N, D)
-            if MASKED and STICKS_OUT:
-                v = only_seen(v, column + tl.arange(0, BLOCK_N), first, last)
+            v = load_tile(
+                desc_v, batch, kv_head, token=column, channel=0, TOKENS=BLOCK_N, CHANNELS=D
+            )
+            if MASKED and HAS_FUTURE_KEYS:
+                v = zero_unseen(v, column + tl.arange(0, BLOCK_N), first, last)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
-    # full blocks are not masked, not even for padding queries
-    blind = (last < 0) | (l_i == 0)
-    l_i = tl.where(blind, 1.0, l_i)
-    acc = tl.where(blind[:, None], 0.0, acc / l_i[:, None])
-    store_tile(desc_out, batch, head, start, 0, acc, BLOCK_M, D)
-    sums = tl.where(blind, float("-inf"), (m_i + tl.log2(l_i)) * LN_2)
+    # zeros and -inf for queries without keys; full blocks are not masked for padding queries either
+    has_no_keys = (last < 0) | (l_i == 0)
+    l_i = tl.where(has_no_keys, 1.0, l_i)
+    acc = tl.where(has_no_keys[:, None], 0.0, acc / l_i[:, None])
+    store_tile(desc_out, batch, head, token=start, channel=0, tile=acc, TOKENS=BLOCK_M, CHANNELS=D)
+    query_lse = tl.where(has_no_keys, float("-inf"), (m_i + tl.log2(l_i)) * LN_2)
     plane = tl.program_id(1).to(tl.int64)
-    tl.store(lse + plane * sizes.q_length + query, sums, mask=query < sizes.q_length)
+    tl.store(lse + plane * sizes.q_length + query, query_lse, mask=query < sizes.q_length)
 
 
 @triton.jit
@@ -260,7 +346,7 @@ def _block_attention_bwd_query_kernel(
     desc_k,
     desc_v,
     desc_dq,
-    terms,
+    stats,
     plan,
     softmax_scale,
     qk_scale,
@@ -275,57 +361,80 @@ def _block_attention_bwd_query_kernel(
     CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Write the gradient [BLOCK_M, D] of one tile of queries."""
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     batch, head, kv_head, plan_row = locate(tl.program_id(1), start, sizes, QUERY_BLOCK)
+
+    # first, last, lse, delta: [BLOCK_M]; q, do, dq: [BLOCK_M, D]
     query = start + tl.arange(0, BLOCK_M)
-    first, last = load_spans(plan, batch, query, sizes.q_length)
-    place = tl.program_id(1).to(tl.int64) * terms.room + query
-    lse = tl.load(terms.lse + place)
-    delta = tl.load(terms.delta + place)
-    # [BLOCK_M, D]
-    q = load_tile(desc_q, batch, head, start, 0, BLOCK_M, D)
-    do = load_tile(desc_do, batch, head, start, 0, BLOCK_M, D)
+    first, last = load_key_ranges(plan, batch, query, sizes.q_length)
+    offset = tl.program_id(1).to(tl.int64) * stats.padded_length + query
+    lse = tl.load(stats.lse + offset)
+    delta = tl.load(stats.delta + offset)
+    q = load_tile(desc_q, batch, head, token=start, channel=0, TOKENS=BLOCK_M, CHANNELS=D)
+    do = load_tile(desc_do, batch, head, token=start, channel=0, TOKENS=BLOCK_M, CHANNELS=D)
     dq = tl.zeros((BLOCK_M, D), tl.float32)
+
+    # full blocks without a mask, then partial blocks with a mask
     for MASKED in tl.static_range(2):
         lists = plan[MASKED]
         indices = lists.indices + plan_row * lists.width
         tiles = tl.load(lists.counts + plan_row) * (KEY_BLOCK // BLOCK_N)
         for i in tl.range(0, tiles, num_stages=STAGES):
-            # [BLOCK_N, D], then [BLOCK_M, BLOCK_N]
+            # k, v: [BLOCK_N, D]; qk, p, dp, ds: [BLOCK_M, BLOCK_N]
             column = tile_start(indices, i, KEY_BLOCK, BLOCK_N)
-            k = load_tile(desc_k, batch, kv_head, column, 0, BLOCK_N, D)
-            v = load_tile(desc_v, batch, kv_head, column, 0, BLOCK_N, D)
+            k = load_tile(
+                desc_k, batch, kv_head, token=column, channel=0, TOKENS=BLOCK_N, CHANNELS=D
+            )
+            v = load_tile(
+                desc_v, batch, kv_head, token=column, channel=0, TOKENS=BLOCK_N, CHANNELS=D
+            )
             qk = tl.dot(q, k.T, input_precision=PRECISION)
             if CAPPED:
                 qk = tanh(qk * cap_scale)
             p = tl.exp2(qk * qk_scale - lse[:, None])
             if MASKED:
                 key = column + tl.arange(0, BLOCK_N)[None, :]
-                p = tl.where(seen_between(key, first[:, None], last[:, None]), p, 0.0)
+                p = tl.where(is_visible(key, first[:, None], last[:, None]), p, 0.0)
             dp = tl.dot(do, v.T, input_precision=PRECISION)
             ds = p * (dp - delta[:, None])
             if CAPPED:
+                # derivative of tanh
                 ds *= 1 - qk * qk
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    store_tile(desc_dq, batch, head, start, 0, dq * softmax_scale, BLOCK_M, D)
+    dq = dq * softmax_scale
+    store_tile(desc_dq, batch, head, token=start, channel=0, tile=dq, TOKENS=BLOCK_M, CHANNELS=D)
 
 
 @triton.jit
-def _sinks_first(program, lead, batch, heads, kv_heads, tiles):
-    """Return (key tile, batch row, first head, heads) of a program.
+def _key_tile_of_program(program, sink_tiles, batches, heads, kv_heads, tiles):
+    """Return the work of a program of the key gradient kernel: (tile, batch, first_head, group).
 
-    Every query attends to the first ``lead`` key tiles, so these take longest. Their programs start
-    first, and each head of a group has a separate program.
+    Every query attends to the first ``sink_tiles`` key tiles, so these tiles take longest. Their
+    programs start first, and each query head has a separate program. A program of another tile
+    computes all query heads of one KV head.
+
+    Args:
+        program: Number of the program.
+        batches: Batch size.
+        heads, kv_heads: Heads of q, and of k and v.
+        tiles: Number of key tiles of the sequence.
+
+    Returns:
+        tile: The key tile.
+        batch: The batch row.
+        first_head: The first query head.
+        group: Number of consecutive query heads.
     """
-    alone = lead * batch * heads
-    ahead = program < alone
-    other = tl.maximum(program - alone, 0)
-    rest = tl.maximum(tiles - lead, 1)
-    plane = tl.where(ahead, program % (batch * heads), other // rest)
-    group = tl.where(ahead, 1, heads // kv_heads)
-    per_row = tl.where(ahead, heads, kv_heads)
-    tile = tl.where(ahead, program // (batch * heads), lead + other % rest)
-    return tile, plane // per_row, plane % per_row * group, group
+    sink_programs = sink_tiles * batches * heads
+    is_sink = program < sink_programs
+    index = tl.maximum(program - sink_programs, 0)
+    other_tiles = tl.maximum(tiles - sink_tiles, 1)
+    plane = tl.where(is_sink, program % (batches * heads), index // other_tiles)
+    group = tl.where(is_sink, 1, heads // kv_heads)
+    planes_per_batch = tl.where(is_sink, heads, kv_heads)
+    tile = tl.where(is_sink, program // (batches * heads), sink_tiles + index % other_tiles)
+    return tile, plane // planes_per_batch, plane % planes_per_batch * group, group
 
 
 @triton.jit
@@ -338,11 +447,11 @@ def _block_attention_bwd_key_kernel(
     desc_dv,
     desc_sink_dk,
     desc_sink_dv,
-    terms,
+    stats,
     plan,
     softmax_scale,
     kv_blocks,
-    lead,
+    sink_tiles,
     batches,
     qk_scale,
     cap_scale,
@@ -356,52 +465,90 @@ def _block_attention_bwd_key_kernel(
     CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Write the gradients [BLOCK_N, D] of one tile of keys and values.
+
+    ``plan`` has `ColumnLists`. Gradients of sink tiles are written per query head.
+    """
     heads, kv_heads = sizes.heads, sizes.kv_heads
-    tiles = (tl.num_programs(0) // batches - lead * heads) // kv_heads + lead
-    tile, batch, first_head, group = _sinks_first(
-        tl.program_id(0), lead, batches, heads, kv_heads, tiles
+    tiles = (tl.num_programs(0) // batches - sink_tiles * heads) // kv_heads + sink_tiles
+    tile, batch, first_head, group = _key_tile_of_program(
+        program=tl.program_id(0),
+        sink_tiles=sink_tiles,
+        batches=batches,
+        heads=heads,
+        kv_heads=kv_heads,
+        tiles=tiles,
     )
+
+    # k, v, dk, dv: [BLOCK_N, D]
     start = tile * BLOCK_N
     kv_head = first_head // (heads // kv_heads)
     key = start + tl.arange(0, BLOCK_N)
-    # [BLOCK_N, D]
-    k = load_tile(desc_k, batch, kv_head, start, 0, BLOCK_N, D)
-    v = load_tile(desc_v, batch, kv_head, start, 0, BLOCK_N, D)
+    k = load_tile(desc_k, batch, kv_head, token=start, channel=0, TOKENS=BLOCK_N, CHANNELS=D)
+    v = load_tile(desc_v, batch, kv_head, token=start, channel=0, TOKENS=BLOCK_N, CHANNELS=D)
     dk = tl.zeros((BLOCK_N, D), tl.float32)
     dv = tl.zeros((BLOCK_N, D), tl.float32)
+
     for head in range(first_head, first_head + group):
         plan_column = plan_plane(batch, head, sizes) * kv_blocks + start // KEY_BLOCK
-        plane = (batch * heads + head).to(tl.int64) * terms.room
+        plane = (batch * heads + head).to(tl.int64) * stats.padded_length
+        # query blocks that see the tile completely, then query blocks with a mask
         for MASKED in tl.static_range(2):
             lists = plan[MASKED]
             rows = lists.rows + tl.load(lists.starts + plan_column)
             tiles = tl.load(lists.counts + plan_column) * (QUERY_BLOCK // BLOCK_M)
             for i in tl.range(0, tiles, num_stages=STAGES):
-                # [BLOCK_M, D], then [BLOCK_N, BLOCK_M]
+                # q, do: [BLOCK_M, D]; qk, p, dp, ds: [BLOCK_N, BLOCK_M]
                 row = tile_start(rows, i, QUERY_BLOCK, BLOCK_M)
                 query = row + tl.arange(0, BLOCK_M)
-                q = load_tile(desc_q, batch, head, row, 0, BLOCK_M, D)
-                do = load_tile(desc_do, batch, head, row, 0, BLOCK_M, D)
-                lse = tl.load(terms.lse + plane + query)
+                q = load_tile(desc_q, batch, head, token=row, channel=0, TOKENS=BLOCK_M, CHANNELS=D)
+                do = load_tile(
+                    desc_do, batch, head, token=row, channel=0, TOKENS=BLOCK_M, CHANNELS=D
+                )
+                lse = tl.load(stats.lse + plane + query)
                 qk = tl.dot(k, q.T, input_precision=PRECISION)
                 if CAPPED:
                     qk = tanh(qk * cap_scale)
                 p = tl.exp2(qk * qk_scale - lse[None, :])
                 if MASKED:
-                    first, last = load_spans(plan, batch, query, sizes.q_length)
-                    p = tl.where(seen_between(key[:, None], first[None, :], last[None, :]), p, 0.0)
+                    first, last = load_key_ranges(plan, batch, query, sizes.q_length)
+                    p = tl.where(is_visible(key[:, None], first[None, :], last[None, :]), p, 0.0)
                 dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
                 dp = tl.dot(v, do.T, input_precision=PRECISION)
                 # loaded late: registers are scarce
-                delta = tl.load(terms.delta + plane + query)
+                delta = tl.load(stats.delta + plane + query)
                 ds = p * (dp - delta[None, :])
                 if CAPPED:
+                    # derivative of tanh
                     ds *= 1 - qk * qk
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+
     dk = dk * softmax_scale
-    if tile < lead:
-        store_tile(desc_sink_dk, batch, first_head, start, 0, dk, BLOCK_N, D)
-        store_tile(desc_sink_dv, batch, first_head, start, 0, dv, BLOCK_N, D)
+    if tile < sink_tiles:
+        store_tile(
+            desc_sink_dk,
+            batch,
+            first_head,
+            token=start,
+            channel=0,
+            tile=dk,
+            TOKENS=BLOCK_N,
+            CHANNELS=D,
+        )
+        store_tile(
+            desc_sink_dv,
+            batch,
+            first_head,
+            token=start,
+            channel=0,
+            tile=dv,
+            TOKENS=BLOCK_N,
+            CHANNELS=D,
+        )
     else:
-        store_tile(desc_dk, batch, kv_head, start, 0, dk, BLOCK_N, D)
-        store_tile(desc_dv, batch, kv_head, start, 0, dv, BLOCK_N, D)
+        store_tile(
+            desc_dk, batch, kv_head, token=start, channel=0, tile=dk, TOKENS=BLOCK_N, CHANNELS=D
+        )
+        store_tile(
+            desc_dv, batch, kv_head, token=start, channel=0, tile=dv, TOKENS=BLOCK_N, CHANNELS=D
+        )

@@ -1,11 +1,11 @@
-"""Attention under a plan in plain PyTorch, over the listed keys only; fast on a CPU.
+"""Attention under a plan on a CPU, in plain PyTorch, over the listed keys only.
 
-The fused kernel of PyTorch attends to the full blocks that a row lists, gathered and without a
-mask. It attends to partial blocks with a mask, and the two results are merged by their
-log-sum-exps. Rows with few keys are attended together, under one mask.
+The full blocks that a row lists are gathered, and PyTorch's fused CPU kernel attends to them
+without a mask. Another call attends to the partial blocks with a mask. The two results are merged
+by their log-sum-exps. One call of the kernel computes several rows that list few keys.
 
-The kernel supports neither soft caps nor tensors that are not finite. `_by_products` computes
-these.
+The fused kernel supports neither soft caps nor tensors that are not finite. For such inputs,
+`_by_products` computes attention by matrix products.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from cab_hf.ops.reference import capped
 from cab_hf.plan import BlockIndices, BlockPlan
 
-# logits that are computed at a time: 1 MiB in float32, which fits caches
+# logits per call of a kernel: 1 MiB in float32, which fits caches
 LOGITS_AT_A_TIME = 2**18
 
 
@@ -34,105 +34,126 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention under the lists of ``plan``, [B, H, N_q, D_v], without gradients.
+    """Compute attention under the lists of ``plan``, as `reference.attention` defines it.
 
-    `reference.attention` is the definition.
+    The function has no gradients.
+
+    Args:
+        q: [B, H, N_q, D].
+        k: [B, H_kv, N_k, D].
+        v: [B, H_kv, N_k, D_v].
+        plan: The key blocks that each query block attends to.
+        scale: Factor of the products q · k.
+        return_lse: True to return the log-sum-exp of each query, float32 [B, H, N_q], too.
+        softcap: Soft cap of the scaled logits; None for no cap.
     """
     # a sum is faster than isfinite; a sum that overflows only selects the slower function
     is_finite = all(math.isfinite(float(x.sum(dtype=torch.float32))) for x in (q, k, v))
     if softcap is None and is_finite and q.shape[3] == v.shape[3]:
-        out, lse = _fused_attention(q, k, v, plan, scale)
+        out, lse = _fused_attention(q, k, v, plan, scale=scale)
     else:
-        out, lse = _by_products(q, k, v, plan, scale, softcap)
+        out, lse = _by_products(q, k, v, plan, scale=scale, softcap=softcap)
     out, lse = (x.flatten(2, 3)[:, :, : q.shape[2]] for x in (out, lse))
     return (out, lse) if return_lse else out
 
 
 def _fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float
+    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, H, M_q, query_block, D] and the log-sum-exp by PyTorch's kernel."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    # the last block is padded: no query attends to padding
-    queries = F.pad(q, (0, 0, 0, -q.shape[2] % plan.query_block)).to(wide)
+    """Compute attention by PyTorch's fused CPU kernel.
+
+    Returns:
+        out: [B, H, M_q, query_block, D].
+        lse: float32 [B, H, M_q, query_block], or float64 for float64 inputs.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    # the last query block and the last key block are padded; no query attends to padding keys
+    queries = F.pad(q, (0, 0, 0, -q.shape[2] % plan.query_block)).to(dtype)
     queries = queries.unflatten(2, (-1, plan.query_block)).transpose(1, 2).contiguous()
     keys, values = (
-        F.pad(x, (0, 0, 0, -x.shape[2] % plan.key_block)).to(wide).contiguous() for x in (k, v)
+        F.pad(x, (0, 0, 0, -x.shape[2] % plan.key_block)).to(dtype).contiguous() for x in (k, v)
     )
     keys, values = (x.view(-1, plan.key_block * x.shape[3]) for x in (keys, values))
-    # [B, M_q, H, query_block, D] and [B, M_q, H, query_block]
     out, lse = torch.zeros_like(queries), queries.new_full(queries.shape[:4], -torch.inf)
-    _attend_full(queries, keys, values, plan, scale, kv_heads=k.shape[1], out=out, lse=lse)
-    _add_partial(queries, keys, values, plan, scale, kv_heads=k.shape[1], out=out, lse=lse)
+    inputs = {"q": queries, "k": keys, "v": values, "kv_heads": k.shape[1]}
+    _attend_full(plan, **inputs, scale=scale, out=out, lse=lse)
+    _add_partial(plan, **inputs, scale=scale, out=out, lse=lse)
     first, last = plan.ranges.blocked(plan.query_block)
-    blind = (first > last).unsqueeze(2)
-    if bool(blind.any()):
-        out.masked_fill_(blind.unsqueeze(4), 0.0)
-        lse.masked_fill_(blind, -torch.inf)
+    has_no_keys = (first > last).unsqueeze(2)
+    if bool(has_no_keys.any()):
+        out.masked_fill_(has_no_keys.unsqueeze(4), 0.0)
+        lse.masked_fill_(has_no_keys, -torch.inf)
     return out.to(q.dtype).transpose(1, 2), lse.transpose(1, 2)
 
 
 def _attend_full(
+    plan: BlockPlan,
+    *,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: BlockPlan,
-    scale: float,
-    *,
     kv_heads: int,
+    scale: float,
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Write attention over the full blocks to ``out`` and ``lse``; other rows do not change.
+    """Write attention over the full blocks. Rows without full blocks do not change.
 
-    Rows that list equally many blocks are attended together and need no mask.
+    One call of the kernel computes units (see `_units`) that list the same number of blocks, which
+    needs no mask.
 
     Args:
+        plan: The plan.
         q: [B, M_q, H, query_block, D].
         k, v: [B * H_kv * M_k, key_block * D].
-        out, lse: [B, M_q, H, query_block, D] and [B, M_q, H, query_block].
+        kv_heads: H_kv.
+        scale: Factor of the products q · k.
+        out: [B, M_q, H, query_block, D], changed in place.
+        lse: [B, M_q, H, query_block], the log-sum-exp, changed in place.
     """
-    together, lists, base = _units(plan, q.shape[2], kv_heads)
-    counts = plan.full.counts.flatten()[lists]
+    heads_per_unit, list_rows, first_blocks = _units(plan, q.shape[2], kv_heads)
+    counts = plan.full.counts.flatten()[list_rows]
     indices = plan.full.indices.flatten(0, 2)
-    q, out, lse = (x.unflatten(2, (-1, together)).flatten(0, 2) for x in (q, out, lse))
+    q, out, lse = (x.unflatten(2, (-1, heads_per_unit)).flatten(0, 2) for x in (q, out, lse))
     counts, order = counts.sort(stable=True)
-    per_block = together * plan.query_block * plan.key_block
-    for unit_slice, count in _alike(counts.tolist(), per_block):
+    logits_per_block = heads_per_unit * plan.query_block * plan.key_block
+    for unit_slice, count in _units_per_call(counts.tolist(), logits_per_block):
         unit = order[unit_slice]
-        blocks = indices.index_select(0, lists[unit])[:, :count] + base[unit].unsqueeze(1)
-        listed_k, listed_v = (_taken_blocks(x, blocks, q.shape[3]) for x in (k, v))
-        unit_queries = q.index_select(0, unit)
-        part, sums = _fused(unit_queries, listed_k.unsqueeze(1), listed_v.unsqueeze(1), scale)
-        out.index_copy_(0, unit, part)
-        lse.index_copy_(0, unit, sums)
+        blocks = indices.index_select(0, list_rows[unit])[:, :count]
+        blocks = blocks + first_blocks[unit].unsqueeze(1)
+        unit_k, unit_v = (_gather_blocks(x, blocks, q.shape[3]).unsqueeze(1) for x in (k, v))
+        unit_out, unit_lse = _fused(q.index_select(0, unit), unit_k, unit_v, scale)
+        out.index_copy_(0, unit, unit_out)
+        lse.index_copy_(0, unit, unit_lse)
 
 
 def _add_partial(
+    plan: BlockPlan,
+    *,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: BlockPlan,
-    scale: float,
-    *,
     kv_heads: int,
+    scale: float,
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Merge attention over the partial blocks into ``out`` and ``lse``; see `_attend_full`.
+    """Merge attention over the partial blocks into ``out`` and ``lse``.
 
-    All heads of a few rows are attended together.
+    One call of the kernel computes all heads of a few rows. The arguments are those of
+    `_attend_full`.
     """
     batch, rows, heads = q.shape[:3]
-    together, lists, base = _units(plan, heads, kv_heads)
-    counts = plan.partial.counts.flatten()[lists].view(batch * rows, -1)
-    indices = plan.partial.indices.flatten(0, 2)[lists].unflatten(0, counts.shape)
-    base = base.view(*counts.shape, 1)
-    # the lists of all heads are usually those of the diagonal
-    shared = bool((counts == counts[:, :1]).all() and (indices == indices[:, :1]).all())
+    heads_per_unit, list_rows, first_blocks = _units(plan, heads, kv_heads)
+    # [rows of all batches, units of a row]
+    counts = plan.partial.counts.flatten()[list_rows].view(batch * rows, -1)
+    indices = plan.partial.indices.flatten(0, 2)[list_rows].unflatten(0, counts.shape)
+    first_blocks = first_blocks.view_as(counts).unsqueeze(2)
+    # True if all heads list the same blocks, usually those of the diagonal
+    is_shared = bool((counts == counts[:, :1]).all() and (indices == indices[:, :1]).all())
+    mask_indices, mask_counts = (x[:, :1] if is_shared else x for x in (indices, counts))
     first, last = (x.flatten(0, 1)[:, None, :, None] for x in plan.ranges.blocked(plan.query_block))
     q, out, lse = (x.flatten(0, 1) for x in (q, out, lse))
-    within = torch.arange(plan.key_block, dtype=torch.int32, device=q.device)
     width = max(1, int(counts.max()))
     step = max(1, LOGITS_AT_A_TIME // (heads * plan.query_block * plan.key_block * width))
     for start in range(0, batch * rows, step):
@@ -140,182 +161,278 @@ def _add_partial(
         width = int(counts[row_slice].max())
         if not width:
             continue
-        blocks = indices[row_slice, :, :width]
-        listed_k, listed_v = (
-            _taken_blocks(x, blocks + base[row_slice], q.shape[3]) for x in (k, v)
+        blocks = indices[row_slice, :, :width] + first_blocks[row_slice]
+        row_k, row_v = (_gather_blocks(x, blocks, q.shape[3]) for x in (k, v))
+
+        unseen = _unseen_keys(
+            mask_indices[row_slice, :, :width],
+            mask_counts[row_slice],
+            first=first[row_slice],
+            last=last[row_slice],
+            key_block=plan.key_block,
         )
-        mine, listed = (x[row_slice, :1] if shared else x[row_slice] for x in (indices, counts))
-        # [rows, 1 or units, 1, keys]
-        key = (mine[..., :width, None] * plan.key_block + within).flatten(2).unsqueeze(2)
-        absent = torch.arange(width, device=q.device) >= listed.unsqueeze(2)
-        absent = absent.repeat_interleave(plan.key_block, 2).unsqueeze(2)
-        unseen = (key < first[row_slice]) | (key > last[row_slice]) | absent
         mask = q.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
-        blind = unseen.all(-1)
-        if not shared:
-            listed_k, listed_v, mask, blind = (
-                x.repeat_interleave(together, 1) for x in (listed_k, listed_v, mask, blind)
+        has_no_keys = unseen.all(-1)
+        if not is_shared:
+            row_k, row_v, mask, has_no_keys = (
+                x.repeat_interleave(heads_per_unit, 1) for x in (row_k, row_v, mask, has_no_keys)
             )
-        elif together > 1:
-            listed_k, listed_v = (x.repeat_interleave(together, 1) for x in (listed_k, listed_v))
-        part, sums = _fused(q[row_slice], listed_k, listed_v, scale, mask)
-        if bool(blind.any()):
-            part = part.masked_fill(blind.unsqueeze(-1), 0.0)
-            sums = sums.masked_fill(blind, -torch.inf)
-        # both log-sum-exps are -inf for a query without keys
-        weight = (sums - lse[row_slice]).sigmoid().nan_to_num_(nan=0.0).unsqueeze(-1)
-        torch.lerp(out[row_slice], part, weight, out=out[row_slice])
-        torch.logaddexp(lse[row_slice], sums, out=lse[row_slice])
+        elif heads_per_unit > 1:
+            row_k, row_v = (x.repeat_interleave(heads_per_unit, 1) for x in (row_k, row_v))
+        row_out, row_lse = _fused(q[row_slice], row_k, row_v, scale, mask=mask)
+        if bool(has_no_keys.any()):
+            row_out = row_out.masked_fill(has_no_keys.unsqueeze(-1), 0.0)
+            row_lse = row_lse.masked_fill(has_no_keys, -torch.inf)
+        # both log-sum-exps are -inf for a query without keys, whose weight would be NaN
+        weight = (row_lse - lse[row_slice]).sigmoid().nan_to_num_(nan=0.0).unsqueeze(-1)
+        torch.lerp(out[row_slice], row_out, weight, out=out[row_slice])
+        torch.logaddexp(lse[row_slice], row_lse, out=lse[row_slice])
+
+
+def _unseen_keys(
+    indices: Tensor, counts: Tensor, *, first: Tensor, last: Tensor, key_block: int
+) -> Tensor:
+    """Return True for the keys of partial blocks that a query does not attend to.
+
+    Args:
+        indices: int32 [rows, units, W], the listed blocks.
+        counts: int32 [rows, units], number of listed blocks.
+        first, last: int32 [rows, 1, query_block, 1], the first and the last visible key.
+        key_block: Tokens per key block.
+
+    Returns:
+        bool [rows, units, query_block, W * key_block].
+    """
+    key_offset = torch.arange(key_block, dtype=torch.int32, device=indices.device)
+    key = (indices.unsqueeze(3) * key_block + key_offset).flatten(2).unsqueeze(2)
+    is_unused = torch.arange(indices.shape[2], device=indices.device) >= counts.unsqueeze(2)
+    is_unused = is_unused.repeat_interleave(key_block, 2).unsqueeze(2)
+    return (key < first) | (key > last) | is_unused
 
 
 def _units(plan: BlockPlan, heads: int, kv_heads: int) -> tuple[int, Tensor, Tensor]:
-    """Return the units of attention: a row of the query heads that share lists and keys.
+    """Return the units of the fused kernel.
 
-    Returns:
-        heads: Number of query heads per unit.
-        lists: int64 [B * M_q * U], the row of each unit in the flattened lists [B * H_p * M_q].
-        base: int64 [B * M_q * U], the first block of each unit's keys in [B * H_kv * M_k].
-    """
-    sharing, group = plan.shared_by(heads), heads // kv_heads
-    together = math.gcd(sharing, group)
-    device = plan.full.counts.device
-    head = torch.arange(0, heads, together, device=device)
-    batch = torch.arange(plan.batch, device=device)[:, None, None]
-    row = torch.arange(plan.q_blocks, device=device)[:, None]
-    lists = (batch * plan.heads + head // sharing) * plan.q_blocks + row
-    base = (batch * kv_heads + head // group) * plan.kv_blocks
-    return together, lists.flatten(), base.expand_as(lists).flatten()
-
-
-def _alike(counts: list[int], logits_per_block: int) -> Iterator[tuple[slice, int]]:
-    """Yield (units, count) with one count above 0 and at most `LOGITS_AT_A_TIME` logits.
+    A unit is one query block of the query heads that share both the lists and the KV head. A query
+    block has U units.
 
     Args:
-        counts: Number of blocks of each unit, ascending.
+        plan: The plan.
+        heads: H, heads of q.
+        kv_heads: H_kv.
+
+    Returns:
+        heads_per_unit: Number of query heads per unit.
+        list_rows: int64 [B * M_q * U], the index of each unit's lists in [B * P * M_q].
+        first_blocks: int64 [B * M_q * U], the index of the first block of each unit's KV head in
+            [B * H_kv * M_k].
+    """
+    heads_per_list, group = plan.shared_by(heads), heads // kv_heads
+    heads_per_unit = math.gcd(heads_per_list, group)
+    device = plan.full.counts.device
+    head = torch.arange(0, heads, heads_per_unit, device=device)
+    batch = torch.arange(plan.batch, device=device)[:, None, None]
+    row = torch.arange(plan.q_blocks, device=device)[:, None]
+    list_rows = (batch * plan.heads + head // heads_per_list) * plan.q_blocks + row
+    first_blocks = (batch * kv_heads + head // group) * plan.kv_blocks
+    return heads_per_unit, list_rows.flatten(), first_blocks.expand_as(list_rows).flatten()
+
+
+def _units_per_call(counts: list[int], logits_per_block: int) -> Iterator[tuple[slice, int]]:
+    """Yield the units of each call of the kernel, and the number of blocks that each unit lists.
+
+    Units of a call list the same number of blocks, at least 1. A call has at most
+    `LOGITS_AT_A_TIME` logits, or one unit.
+
+    Args:
+        counts: Number of blocks that each unit lists, ascending.
         logits_per_block: Logits of a unit per block.
     """
     start = bisect_right(counts, 0)
     while start < len(counts):
         count = counts[start]
-        most = max(1, LOGITS_AT_A_TIME // (count * logits_per_block))
-        stop = min(bisect_right(counts, count), start + most)
+        max_units = max(1, LOGITS_AT_A_TIME // (count * logits_per_block))
+        stop = min(bisect_right(counts, count), start + max_units)
         yield slice(start, stop), count
         start = stop
 
 
-def _taken_blocks(x: Tensor, blocks: Tensor, dim: int) -> Tensor:
-    """Gather blocks [..., W] of x [blocks, key_block * D]: [..., W * key_block, D]."""
-    return x.index_select(0, blocks.flatten()).view(*blocks.shape[:-1], -1, dim)
+def _gather_blocks(x: Tensor, blocks: Tensor, dim: int) -> Tensor:
+    """Return some blocks of keys or values, token by token.
+
+    Args:
+        x: [all blocks, key_block * dim].
+        blocks: int [..., W], indices of blocks.
+        dim: Channels of a token.
+
+    Returns:
+        [..., W * key_block, dim].
+    """
+    return x.index_select(0, blocks.flatten()).view((*blocks.shape[:-1], -1, dim))
 
 
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [R, H, N, D] and the log-sum-exp [R, H, N] of PyTorch's CPU kernel."""
+    """Call PyTorch's fused CPU kernel.
+
+    Args:
+        q: [R, H, N, D].
+        k, v: [R, 1 or H, K, D].
+        scale: Factor of the products q · k.
+        mask: [R, 1 or H, N, K], added to the logits; None for zeros.
+
+    Returns:
+        out: [R, H, N, D].
+        lse: [R, H, N], the log-sum-exp.
+    """
     k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return attend(q, k, v, attn_mask=mask, scale=scale)
 
 
 def _by_products(
-    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, H, M_q, query_block, D] and the log-sum-exp by matrix products."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    sharing, group = plan.shared_by(q.shape[1]), q.shape[1] // k.shape[1]
-    sound = all(bool(x.isfinite().all()) for x in (k, v))
-    # the last block is padded with queries without keys
+    """Compute attention by matrix products, for soft caps, for NaN, and for v of another head dim.
+
+    Returns:
+        out: [B, H, M_q, query_block, D_v].
+        lse: float32 [B, H, M_q, query_block], or float64 for float64 inputs.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    heads_per_list, group = plan.shared_by(q.shape[1]), q.shape[1] // k.shape[1]
+    is_finite = all(bool(x.isfinite().all()) for x in (k, v))
+    # the last query block is padded with queries without keys
     blocks = F.pad(q, (0, 0, 0, -q.shape[2] % plan.query_block)) * scale
     blocks = blocks.unflatten(2, (-1, plan.query_block))
     first, last = plan.ranges.blocked(plan.query_block)
-    out = q.new_empty(*blocks.shape[:4], v.shape[3])
-    lse = q.new_empty(blocks.shape[:4], dtype=wide)
-    lengths = ((plan.full.counts + plan.partial.counts) * plan.key_block).tolist()
+    out = q.new_empty((*blocks.shape[:4], v.shape[3]))
+    lse = q.new_empty(blocks.shape[:4], dtype=dtype)
+    num_keys = ((plan.full.counts + plan.partial.counts) * plan.key_block).tolist()
+    queries_per_row = plan.query_block * min(heads_per_list, group)
     for batch in range(q.shape[0]):
-        for head in range(plan.heads):
-            for rows in _chunks(lengths[batch][head], plan.query_block * min(sharing, group)):
-                place = batch, head, rows
-                keys, unseen = _listed(plan, place, first[batch, rows], last[batch, rows])
-                for heads, kv_head in _heads_under(head, sharing, group):
-                    listed_k, listed_v = (_taken(x[batch, kv_head], keys) for x in (k, v))
-                    if not sound:
+        for plan_head in range(plan.heads):
+            for rows in _rows_per_product(num_keys[batch][plan_head], queries_per_row):
+                keys, unseen = _listed_keys(
+                    plan,
+                    batch,
+                    plan_head,
+                    rows=rows,
+                    first=first[batch, rows],
+                    last=last[batch, rows],
+                )
+                for heads, kv_head in _heads_of_list(plan_head, heads_per_list, group):
+                    row_k, row_v = (_gather_tokens(x[batch, kv_head], keys) for x in (k, v))
+                    if not is_finite:
                         # a weight of 0 does not remove a NaN
-                        unused = unseen.all(1).unsqueeze(-1)
-                        listed_k, listed_v = (
-                            x.masked_fill(unused, 0.0) for x in (listed_k, listed_v)
-                        )
-                    part = blocks[batch, heads, rows].to(wide).transpose(0, 1)
-                    listed = listed_k.to(wide), listed_v.to(wide)
-                    part, sums = _attend(part, *listed, unseen, softcap)
-                    out[batch, heads, rows] = part.transpose(0, 1).to(q.dtype)
-                    lse[batch, heads, rows] = sums.transpose(0, 1)
+                        is_unused = unseen.all(1).unsqueeze(-1)
+                        row_k, row_v = (x.masked_fill(is_unused, 0.0) for x in (row_k, row_v))
+                    row_out, row_lse = _attend(
+                        q=blocks[batch, heads, rows].to(dtype).transpose(0, 1),
+                        k=row_k.to(dtype),
+                        v=row_v.to(dtype),
+                        unseen=unseen,
+                        softcap=softcap,
+                    )
+                    out[batch, heads, rows] = row_out.transpose(0, 1).to(q.dtype)
+                    lse[batch, heads, rows] = row_lse.transpose(0, 1)
     return out, lse
 
 
-def _heads_under(head: int, sharing: int, group: int) -> Iterator[tuple[slice, int]]:
-    """Yield (heads of q, their KV head) for the ``sharing`` heads under one head of the plan."""
-    first, end = head * sharing, (head + 1) * sharing
+def _heads_of_list(plan_head: int, heads_per_list: int, group: int) -> Iterator[tuple[slice, int]]:
+    """Yield (query heads, KV head) for the query heads that share the lists of one plan head.
+
+    Args:
+        plan_head: Head of the plan.
+        heads_per_list: Query heads per head of the plan.
+        group: Query heads per KV head.
+    """
+    first, end = plan_head * heads_per_list, (plan_head + 1) * heads_per_list
     for kv_head in range(first // group, (end - 1) // group + 1):
         yield slice(max(first, kv_head * group), min(end, (kv_head + 1) * group)), kv_head
 
 
-def _chunks(lengths: list[int], queries: int) -> Iterator[slice]:
-    """Yield the rows that are attended together, given the number of keys that each row lists."""
+def _rows_per_product(num_keys: list[int], queries: int) -> Iterator[slice]:
+    """Yield consecutive rows that one matrix product computes, padded to the longest row.
+
+    A product has at most `LOGITS_AT_A_TIME` logits, or one row.
+
+    Args:
+        num_keys: Number of keys that each row lists.
+        queries: Queries per row, over all heads of a product.
+    """
     begin, longest = 0, 0
-    for end, length in enumerate(lengths):
-        together = (end + 1 - begin) * max(longest, length) * queries
-        if end > begin and together > LOGITS_AT_A_TIME:
+    for end, length in enumerate(num_keys):
+        logits = (end + 1 - begin) * max(longest, length) * queries
+        if end > begin and logits > LOGITS_AT_A_TIME:
             yield slice(begin, end)
             begin, longest = end, 0
         longest = max(longest, length)
-    yield slice(begin, len(lengths))
+    yield slice(begin, len(num_keys))
 
 
-def _listed(
-    plan: BlockPlan, place: tuple[int, int, slice], first: Tensor, last: Tensor
+def _listed_keys(
+    plan: BlockPlan, batch: int, plan_head: int, *, rows: slice, first: Tensor, last: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys that R rows list, and a mask of unseen keys.
+    """Return the keys that R rows list, padded to K keys, and a mask of unseen keys.
+
+    Args:
+        plan: The plan.
+        batch: Batch row.
+        plan_head: Head of the plan.
+        rows: The R query blocks.
+        first, last: int32 [R, query_block], the first and the last visible key of each query.
 
     Returns:
-        int64 [R, K], and bool [R, query_block, K].
+        keys: int64 [R, K].
+        unseen: bool [R, query_block, K], True for keys that a query does not attend to.
     """
-    within = torch.arange(plan.key_block, device=first.device)
+    key_offset = torch.arange(plan.key_block, device=first.device)
 
-    def tokens(part: BlockIndices) -> tuple[Tensor, Tensor]:
-        counts = part.counts[place]
-        indices = part.indices[place][:, : int(counts.max())]
-        real = torch.arange(indices.shape[1], device=counts.device) < counts.unsqueeze(1)
-        keys = indices.long().unsqueeze(2) * plan.key_block + within
-        return keys.flatten(1), ~real.repeat_interleave(plan.key_block, dim=1)
+    def tokens(lists: BlockIndices) -> tuple[Tensor, Tensor]:
+        """Return the keys of the listed blocks [R, W * key_block], and True for padding."""
+        counts = lists.counts[batch, plan_head, rows]
+        indices = lists.indices[batch, plan_head, rows, : int(counts.max())]
+        is_listed = torch.arange(indices.shape[1], device=counts.device) < counts.unsqueeze(1)
+        keys = indices.long().unsqueeze(2) * plan.key_block + key_offset
+        return keys.flatten(1), ~is_listed.repeat_interleave(plan.key_block, dim=1)
 
-    (full, absent), (partial, lacking) = tokens(plan.full), tokens(plan.partial)
-    # all keys of full blocks are visible to every query that has keys
-    blind = (first > last).unsqueeze(2)
-    cut = partial.unsqueeze(1)
-    cut = (cut < first.unsqueeze(2)) | (cut > last.unsqueeze(2)) | lacking.unsqueeze(1)
+    full, is_full_padding = tokens(plan.full)
+    partial, is_partial_padding = tokens(plan.partial)
+    # every query that has keys sees all keys of full blocks
+    unseen_full = is_full_padding.unsqueeze(1) | (first > last).unsqueeze(2)
+    key = partial.unsqueeze(1)
+    is_outside = (key < first.unsqueeze(2)) | (key > last.unsqueeze(2))
+    unseen_partial = is_outside | is_partial_padding.unsqueeze(1)
     # the last block may extend past the last key
     keys = torch.cat([full, partial], dim=1).clamp(max=plan.kv_length - 1)
-    return keys, torch.cat([absent.unsqueeze(1) | blind, cut], dim=2)
+    return keys, torch.cat([unseen_full, unseen_partial], dim=2)
 
 
-def _taken(x: Tensor, keys: Tensor) -> Tensor:
-    """Gather x [N, D] at keys [R, K]: [R, K, D]."""
+def _gather_tokens(x: Tensor, keys: Tensor) -> Tensor:
+    """Gather x [N, D] at ``keys``, int64 [R, K]: [R, K, D]."""
     return x.index_select(0, keys.flatten()).unflatten(0, keys.shape)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, unseen: Tensor, softcap: float | None
+    *, q: Tensor, k: Tensor, v: Tensor, unseen: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [R, H, N, D_v] and the log-sum-exp [R, H, N].
+    """Compute attention of R rows by two matrix products.
 
     Args:
         q: [R, H, N, D], scaled.
         k: [R, K, D].
         v: [R, K, D_v].
-        unseen: bool [R, N, K].
+        unseen: bool [R, N, K], True for keys that a query does not attend to.
+        softcap: Soft cap of the logits; None for no cap.
+
+    Returns:
+        out: [R, H, N, D_v].
+        lse: [R, H, N], the log-sum-exp.
     """
     if not k.shape[1]:
-        return q.new_zeros(*q.shape[:3], v.shape[2]), q.new_full(q.shape[:3], -torch.inf)
+        return q.new_zeros((*q.shape[:3], v.shape[2])), q.new_full(q.shape[:3], -torch.inf)
     p = capped(q.flatten(1, 2) @ k.transpose(1, 2), softcap).unflatten(1, q.shape[1:3])
     p.masked_fill_(unseen.unsqueeze(1), -torch.inf)
     lse = p.logsumexp(-1, keepdim=True)

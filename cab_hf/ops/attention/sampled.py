@@ -1,8 +1,9 @@
-"""Attention with a plan's sample in training: random blocks that represent unlisted blocks.
+"""Attention under a plan with sampled blocks: random blocks that represent blocks not listed.
 
-An engine attends to the listed blocks, `block` to the sampled blocks, and both are merged by their
-log-sum-exps. The backward pass needs no merge: given the log-sum-exp of everything, attention under
-one part alone finds the right weights of that part. The definition is `reference.attention`.
+An engine attends to the listed blocks, and `block` attends to the sampled blocks. Both results are
+merged by their log-sum-exps. The backward pass needs no merge: with the log-sum-exp of the merged
+result, the gradients of each part have the weights of the merged softmax. The definition is
+`reference.attention`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor
 
 from cab_hf.ops.attention import block
-from cab_hf.ops.attention.tiles import like
+from cab_hf.ops.attention.block import PlanArguments
+from cab_hf.ops.attention.tiles import empty_transposed
 from cab_hf.plan import BlockPlan
 
+# schemas of the ops: the sampled lists and the sample period, then a plan as `PlanArguments`
 SAMPLED = f"Tensor counts, Tensor indices, int sample_period, {block.PLAN}"
 FORWARD = (
     "(Tensor q, Tensor k, Tensor v, Tensor listed_out, Tensor listed_lse,"
@@ -38,63 +41,119 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `reference.attention` under a plan's lists and its sample, on CUDA devices.
+    """Compute `reference.attention` under a plan with sampled blocks, on CUDA devices.
 
     Args:
-        attend: Attention under the lists of a plan, with the arguments of `reference.attention`.
+        attend: An engine for the lists of a plan, with the arguments of `reference.attention`
+            except ``softcap``.
+        q: [B, H, N_q, D].
+        k, v: [B, H_kv, N_k, D].
+        plan: A plan with ``sampled``.
+        scale: Factor of the products q · k.
+        return_lse: True to return the log-sum-exp, float32 [B, H, N_q], too.
+        softcap: Soft cap of the scaled logits, which ``attend`` applies as well; None for no cap.
     """
     assert plan.sampled is not None
-    # the op below defines the gradients
+    # no gradients here, because the op below defines the gradients of both parts
     with torch.no_grad():
-        listed = attend(q, k, v, plan, scale, True)
-    sampled = plan.sampled.counts, plan.sampled.indices, plan.sample_period
-    result = _forward_op(q, k, v, *listed, *sampled, *block.flattened(plan, scale, softcap))
+        listed_out, listed_lse = attend(q, k, v, plan, scale=scale, return_lse=True)
+    result = _forward_op(
+        q=q,
+        k=k,
+        v=v,
+        listed_out=listed_out,
+        listed_lse=listed_lse,
+        counts=plan.sampled.counts,
+        indices=plan.sampled.indices,
+        sample_period=plan.sample_period,
+        **block.op_arguments(plan, scale, softcap),
+    )
     return result if return_lse else result[0]
 
 
 @torch.library.custom_op("cab_hf::sampled_attention", mutates_args=(), schema=FORWARD)
-def _forward_op(q, k, v, listed_out, listed_lse, counts, indices, sample_period, *plan):
-    sampled_out, sums = block.forward_op(q, k, v, *_sampled_plan(counts, indices, plan))
-    sums = sums + math.log(sample_period)
+def _forward_op(q, k, v, listed_out, listed_lse, counts, indices, sample_period, *values):
+    """Attend to the sampled blocks, and merge the result with that of the listed blocks."""
+    plan = _sampled_plan(counts, indices, PlanArguments._make(values))
+    sampled_out, sampled_lse = block.forward_op(q, k, v, **plan._asdict())
+    sampled_lse = sampled_lse + math.log(sample_period)
     # the weight of the sampled part; 0 if nothing is sampled, also for padding queries
-    share = (sums - listed_lse).sigmoid().masked_fill(sums == -torch.inf, 0.0)
-    out = like(q, v.shape[3])
+    share = (sampled_lse - listed_lse).sigmoid().masked_fill(sampled_lse == -torch.inf, 0.0)
+    out = empty_transposed(q, v.shape[3])
     # one pass over both parts, without a concatenated copy
     torch.lerp(listed_out, sampled_out, share.unsqueeze(-1).to(sampled_out.dtype), out=out)
-    return out, torch.logaddexp(listed_lse, sums)
+    return out, torch.logaddexp(listed_lse, sampled_lse)
 
 
 @torch.library.custom_op("cab_hf::sampled_attention_backward", mutates_args=(), schema=BACKWARD)
-def _backward_op(grad, grad_lse, q, k, v, out, lse, counts, indices, sample_period, *plan):
-    given = grad, grad_lse, q, k, v, out
-    gradients = block.backward_op(*given, lse, *plan)
-    lse = lse - math.log(sample_period)
-    more = block.backward_op(*given, lse, *_sampled_plan(counts, indices, plan))
-    return tuple(x.add_(y) for x, y in zip(gradients, more, strict=True))
+def _backward_op(grad, grad_lse, q, k, v, out, lse, counts, indices, sample_period, *values):
+    """Return the sums of the gradients of both parts; ``lse`` is that of the merged result."""
+    listed_plan = PlanArguments._make(values)
+    tensors = {"grad": grad, "grad_lse": grad_lse, "q": q, "k": k, "v": v, "out": out}
+    gradients = block.backward_op(**tensors, lse=lse, **listed_plan._asdict())
+    # a logit of the sample is increased by log(sample_period)
+    sampled_gradients = block.backward_op(
+        **tensors,
+        lse=lse - math.log(sample_period),
+        **_sampled_plan(counts, indices, listed_plan)._asdict(),
+    )
+    return tuple(x.add_(y) for x, y in zip(gradients, sampled_gradients, strict=True))
 
 
 def _save(ctx, inputs, output):
-    q, k, v, _, _, counts, indices, sample_period, *lists = inputs
-    lists, ctx.settings = lists[:-4], (sample_period, *lists[-4:])
+    q, k, v, _, _, counts, indices, sample_period, *values = inputs
+    out, lse = output
+    plan = PlanArguments._make(values)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, counts, indices, *lists)
+    ctx.sample_period = sample_period
+    ctx.query_block, ctx.key_block = plan.query_block, plan.key_block
+    ctx.scale, ctx.softcap = plan.scale, plan.softcap
+    ctx.save_for_backward(
+        *(q, k, v, out, lse, counts, indices),
+        *(plan.full_counts, plan.full_indices, plan.partial_counts, plan.partial_indices),
+        *(plan.first, plan.last),
+    )
 
 
-def _differentiate(ctx, *grads):
-    q, k, v, out, lse, counts, indices, *lists = ctx.saved_tensors
-    sample_period, *settings = ctx.settings
-    sampled = counts, indices, sample_period
-    grads = block.filled_gradients(grads, out)
-    gradients = _backward_op(*grads, q, k, v, out, lse, *sampled, *lists, *settings)
+def _differentiate(ctx, grad, grad_lse):
+    q, k, v, out, lse, counts, indices, *plan_tensors = ctx.saved_tensors
+    full_counts, full_indices, partial_counts, partial_indices, first, last = plan_tensors
+    gradients = _backward_op(
+        grad=block.zeros_if_none(grad, out),
+        grad_lse=grad_lse,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        counts=counts,
+        indices=indices,
+        sample_period=ctx.sample_period,
+        full_counts=full_counts,
+        full_indices=full_indices,
+        partial_counts=partial_counts,
+        partial_indices=partial_indices,
+        first=first,
+        last=last,
+        query_block=ctx.query_block,
+        key_block=ctx.key_block,
+        scale=ctx.scale,
+        softcap=ctx.softcap,
+    )
     return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
 
 
-_forward_op.register_fake(block.shapes)
+_forward_op.register_fake(block.fake_outputs)
 _forward_op.register_autograd(_differentiate, setup_context=_save)
-_backward_op.register_fake(block.gradient_shapes)
+_backward_op.register_fake(block.fake_gradients)
 
 
-def _sampled_plan(counts: Tensor, indices: Tensor, plan: tuple) -> tuple:
-    """Return `block.PLAN` with the sampled blocks as its lists, as `BlockPlan.of_sampled` does."""
-    none = torch.zeros_like(counts)
-    return counts, indices, none, none.unsqueeze(-1), *plan[4:]
+def _sampled_plan(counts: Tensor, indices: Tensor, plan: PlanArguments) -> PlanArguments:
+    """Return ``plan`` with only the sampled blocks as full lists; see `BlockPlan.of_sampled`."""
+    no_counts = torch.zeros_like(counts)
+    return plan._replace(
+        full_counts=counts,
+        full_indices=indices,
+        partial_counts=no_counts,
+        partial_indices=no_counts.unsqueeze(-1),
+    )

@@ -1,18 +1,19 @@
-"""Block attention for large head dims: both products are split over D.
+"""Block attention for large head dims: both matrix products are split over D.
 
-A tile of the output and its weights no longer fit in registers together. Recomputing the weights
-for every slice of D would cost as much as the products. Therefore the weights are stored:
+For large D, a tile of the output [queries, D] does not fit in registers next to the weights
+[queries, keys]. Recomputing the weights for every slice of D would cost as much as the products.
+Therefore one kernel writes the weights to memory, and another kernel reads the weights:
 
 * The first kernel multiplies queries and keys, `DEPTH` channels at a time. It writes the weights of
   a stretch of listed keys.
 * The second kernel multiplies the weights with one slice of the values' channels.
 
 Neither shared memory nor registers grow with D. A weight has two bytes per 4 D operations, so that
-writing it costs little. `WORKSPACE` limits the memory of weights: query blocks are processed in
-pieces.
+writing a weight costs little. `WORKSPACE` limits the memory of weights: the query blocks are
+processed in pieces.
 
-Weights are relative to the largest logit of their stretch. The log-sum-exp of the query corrects
-them when they are read.
+The forward pass stores weights relative to a maximum per stretch. The second kernel rescales the
+weights by the log-sum-exp of the query.
 """
 
 from __future__ import annotations
@@ -30,28 +31,30 @@ from cab_hf.ops.attention.tiles import (
     Plan,
     PlanTensors,
     Sizes,
-    arguments,
-    by_column,
-    descriptors,
-    like,
+    descriptor,
+    empty_transposed,
+    has_future_keys,
+    kernel_arguments,
     logit_scales,
     precision,
-    sticks_out,
     tile_of,
+    transposed_plan,
     vectors,
 )
 from cab_hf.plan import BlockIndices
 
-# bytes of weights in memory at a time; a single query block is processed whatever its size
+# bytes of weights in memory at a time; a piece has at least one query block, which may need more
 WORKSPACE = 2 << 30
-# listed keys whose weights one program computes
+# listed keys whose weights one program computes, for 16-bit numbers
 STRETCH = 128
-# channels of the output per program: by row, and by column
+# channels of the output per program in products with the weights
 ROW_SLICE = 128
+# channels of the output per program in products with the transposed weights; the size that pads D
+# least is used
 COLUMN_SLICES = (256, 128)
-# channels of queries and keys that are multiplied at a time
+# channels of queries and keys that a program multiplies at a time
 DEPTH = 64
-# stretches whose sums are added at a time
+# stretches whose statistics a program reads at a time
 STRETCHES = 16
 
 
@@ -59,30 +62,46 @@ class Piece(NamedTuple):
     """Query blocks whose weights are in memory at the same time.
 
     Attributes:
-        rows: Their part of the plan.
-        plan: The same part as an argument of kernels.
-        sizes: Sizes of the complete problem; ``tokens`` counts the tokens of whole blocks.
-        keys: Allocated keys per query, in whole stretches.
+        plan: The lists of these query blocks, and the key ranges of all queries.
+        kernel_plan: ``plan`` as an argument of kernels.
+        sizes: Sizes of the complete problem, with ``begin`` and ``tokens`` of this piece.
+        keys: Allocated weights per query, in whole stretches.
         stretch: Listed keys whose weights one program computes.
     """
 
-    rows: PlanTensors
-    plan: Plan
+    plan: PlanTensors
+    kernel_plan: Plan
     sizes: Sizes
     keys: int
     stretch: int
 
 
-class Sums(NamedTuple):
-    """Statistics of a query's weights in each stretch, float32 [B H, stretches, tokens].
+class StretchStats(NamedTuple):
+    """Softmax statistics of every query per stretch, float32 [B * H, stretches, tokens].
 
     Attributes:
-        m_i: The reference of the weights, as an exponent of two.
+        m_i: The maximum logit, rounded up, to base two; the weights are relative to exp2(m_i).
         l_i: The sum of the weights.
     """
 
     m_i: Tensor
     l_i: Tensor
+
+
+class Gradients(NamedTuple):
+    """Tensors from which the backward pass computes the gradients of the logits.
+
+    Attributes:
+        grad: [B, H, N_q, D], the gradient of the output.
+        v: [B, H_kv, N_k, D].
+        stats: Statistics of every query from the forward pass.
+        ds: [B, H, tokens, keys], receives the gradients of the logits.
+    """
+
+    grad: Tensor
+    v: Tensor
+    stats: BackwardStats
+    ds: Tensor
 
 
 def forward(
@@ -91,34 +110,47 @@ def forward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    rows: PlanTensors,
+    plan: PlanTensors,
     scale: float,
     softcap: float,
 ) -> None:
-    """Write ``out`` [B, H, N_q, D] and its log-sum-exp ``lse``, float32 [B, H, N_q]."""
-    for piece in _pieces(q, k, rows, matrices=1):
-        part, plan, sizes, keys, stretch = piece
-        planes, stretches, tile = q.shape[0] * q.shape[1], keys // stretch, _row_tile(rows)
-        p = _matrix(q, piece)
-        shape = (planes, stretches, sizes.tokens)
-        sums = Sums(*(q.new_empty(shape, dtype=torch.float32) for _ in range(2)))
-        _weigh(q, k, p, piece, scale, softcap, sums)
-        kernels.block_attention_split_lse_kernel[(sizes.tokens // tile, planes)](
-            sums,
-            lse,
-            plan,
-            stretches,
-            sizes,
-            QUERY_BLOCK=part.query_block,
-            KEY_BLOCK=part.key_block,
+    """Compute attention under ``plan``, and write ``out`` and ``lse``.
+
+    Args:
+        q: [B, H, N_q, D].
+        k, v: [B, H_kv, N_k, D].
+        out: [B, H, N_q, D], receives the output.
+        lse: float32 [B, H, N_q], receives the log-sum-exp (natural logarithm).
+        plan: The key blocks that each query block attends to.
+        scale: Factor of the products q · k.
+        softcap: Soft cap of the scaled logits; 0 for no cap.
+    """
+    for piece in _pieces(q, k, plan, matrices=1):
+        planes, stretches = q.shape[0] * q.shape[1], piece.keys // piece.stretch
+        tokens, tile = piece.sizes.tokens, _row_tile(plan)
+        p = _empty_weights(q, piece)
+        shape = (planes, stretches, tokens)
+        stats = StretchStats(
+            m_i=q.new_empty(shape, dtype=torch.float32),
+            l_i=q.new_empty(shape, dtype=torch.float32),
+        )
+        _write_weights(q, k, p, piece, scale=scale, softcap=softcap, stats=stats)
+        kernels.block_attention_split_lse_kernel[(tokens // tile, planes)](
+            stats=stats,
+            lse=lse,
+            plan=piece.kernel_plan,
+            stretches=stretches,
+            sizes=piece.sizes,
+            QUERY_BLOCK=plan.query_block,
+            KEY_BLOCK=plan.key_block,
             BLOCK_M=tile,
-            STRETCH=stretch,
+            STRETCH=piece.stretch,
             STRETCHES=STRETCHES,
             num_warps=4,
         )
-        _multiply_rows(p, v, out, piece, 1.0, sums.m_i, lse)
-        # the next piece reuses this memory
-        del p, sums
+        _multiply_rows(p, x=v, out=out, piece=piece, scale=1.0, m_i=stats.m_i, lse=lse)
+        # free the memory before the next piece allocates it
+        del p, stats
 
 
 def backward(
@@ -126,105 +158,145 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    terms: BackwardStats,
-    rows: PlanTensors,
+    stats: BackwardStats,
+    plan: PlanTensors,
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, given that of the output; deterministic."""
-    dq = like(q)
-    # accumulated over pieces, in float32
-    dk, dv = (torch.zeros_like(like(x), dtype=torch.float32) for x in (k, v))
-    for piece in _pieces(q, k, rows, matrices=2):
-        p, ds = (_matrix(q, piece) for _ in range(2))
-        _weigh(q, k, p, piece, scale, softcap, terms=terms, gradients=(grad, v, ds))
-        _multiply_rows(ds, k, dq, piece, scale)
-        columns = by_column(piece.plan, triton.cdiv(k.shape[2], rows.key_block), placed=True)
-        _multiply_columns(p, grad, dv, piece, columns, 1.0)
-        _multiply_columns(ds, q, dk, piece, columns, scale)
-        # the next piece reuses this memory
-        del p, ds, columns
+    """Return the gradients of q, k and v, bit-identical in every run.
+
+    Args:
+        grad: [B, H, N_q, D], the gradient of the output.
+        q: [B, H, N_q, D].
+        k, v: [B, H_kv, N_k, D].
+        stats: Statistics of every query from the forward pass.
+        plan: The plan of the forward pass.
+        scale: Factor of the products q · k.
+        softcap: Soft cap of the scaled logits; 0 for no cap.
+    """
+    dq = empty_transposed(q)
+    # sums over pieces, in float32
+    dk, dv = (torch.zeros_like(empty_transposed(x), dtype=torch.float32) for x in (k, v))
+    kv_blocks = triton.cdiv(k.shape[2], plan.key_block)
+    for piece in _pieces(q, k, plan, matrices=2):
+        p, ds = _empty_weights(q, piece), _empty_weights(q, piece)
+        gradients = Gradients(grad=grad, v=v, stats=stats, ds=ds)
+        _write_weights(q, k, p, piece, scale=scale, softcap=softcap, gradients=gradients)
+        _multiply_rows(ds, x=k, out=dq, piece=piece, scale=scale)
+        columns = transposed_plan(piece.kernel_plan, kv_blocks, with_slots=True)
+        _multiply_columns(p, x=grad, out=dv, piece=piece, columns=columns, scale=1.0)
+        _multiply_columns(ds, x=q, out=dk, piece=piece, columns=columns, scale=scale)
+        # free the memory before the next piece allocates it
+        del p, ds, gradients, columns
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _pieces(q: Tensor, k: Tensor, rows: PlanTensors, matrices: int) -> Iterator[Piece]:
-    """Yield the plan in pieces whose ``matrices`` of weights fit in `WORKSPACE`."""
-    block = rows.query_block
-    num_rows = WORKSPACE // (matrices * q.shape[0] * q.shape[1] * block * q.element_size())
+def _pieces(q: Tensor, k: Tensor, plan: PlanTensors, matrices: int) -> Iterator[Piece]:
+    """Yield pieces of consecutive query blocks whose weights fit in `WORKSPACE` bytes.
+
+    Args:
+        q: [B, H, N_q, D].
+        k: [B, H_kv, N_k, D].
+        plan: The plan of all query blocks.
+        matrices: Number of weights per query and listed key.
+    """
+    block = plan.query_block
+    bytes_per_key = matrices * q.shape[0] * q.shape[1] * block * q.element_size()
+    max_keys = WORKSPACE // bytes_per_key
     # with twice the bytes per element, half the elements
     stretch = STRETCH * 2 // max(2, q.element_size())
-    longest = [_padded(max(1, keys), stretch) for keys in _longest(rows)]
+    longest = [_round_up(max(1, keys), stretch) for keys in _longest_lists(plan)]
     begin = 0
     while begin < len(longest):
         end, keys = begin + 1, longest[begin]
-        while end < len(longest) and (end + 1 - begin) * max(keys, longest[end]) <= num_rows:
+        while end < len(longest) and (end + 1 - begin) * max(keys, longest[end]) <= max_keys:
             keys = max(keys, longest[end])
             end += 1
-        # contiguous() copies nothing if there is only one piece
-        full, partial = (
-            BlockIndices(*(x[:, :, begin:end].contiguous() for x in (part.counts, part.indices)))
-            for part in (rows.full, rows.partial)
+        piece_plan = plan._replace(
+            full=_query_blocks(plan.full, begin, end),
+            partial=_query_blocks(plan.partial, begin, end),
         )
-        part = rows._replace(full=full, partial=partial)
-        plan, sizes = arguments(q, k, part)
-        sizes = sizes._replace(begin=begin * block, tokens=(end - begin) * block)
-        yield Piece(part, plan, sizes, keys, stretch)
+        kernel_plan, sizes = kernel_arguments(q, k, piece_plan)
+        yield Piece(
+            plan=piece_plan,
+            kernel_plan=kernel_plan,
+            sizes=sizes._replace(begin=begin * block, tokens=(end - begin) * block),
+            keys=keys,
+            stretch=stretch,
+        )
         begin = end
 
 
-def _longest(rows: PlanTensors) -> list[int]:
-    """Return the most keys that any list of each query block contains.
+def _query_blocks(lists: BlockIndices, begin: int, end: int) -> BlockIndices:
+    """Return the lists of the query blocks [begin, end). The whole range is not copied."""
+    return lists.map_tensors(lambda x: x[:, :, begin:end].contiguous())
 
-    The function synchronises with the device, except while a CUDA graph is captured.
+
+def _longest_lists(plan: PlanTensors) -> list[int]:
+    """Return for every query block the number of keys in the longest list of any head.
+
+    This is a device sync. While a CUDA graph is captured, the function returns the allocated width
+    of the lists instead.
     """
-    counts = rows.full.counts + rows.partial.counts
+    counts = plan.full.counts + plan.partial.counts
     if counts.is_cuda and torch.cuda.is_current_stream_capturing():
-        return [(rows.full.width + rows.partial.width) * rows.key_block] * counts.shape[2]
-    return (counts.amax((0, 1)) * rows.key_block).tolist()
+        return [(plan.full.width + plan.partial.width) * plan.key_block] * counts.shape[2]
+    return (counts.amax((0, 1)) * plan.key_block).tolist()
 
 
-def _matrix(q: Tensor, piece: Piece) -> Tensor:
+def _empty_weights(q: Tensor, piece: Piece) -> Tensor:
     """Allocate one weight per query of a piece and listed key, [B, H, tokens, keys]."""
-    return q.new_empty(*q.shape[:2], piece.sizes.tokens, piece.keys)
+    return q.new_empty(q.shape[0], q.shape[1], piece.sizes.tokens, piece.keys)
 
 
-def _weigh(
+def _write_weights(
     q: Tensor,
     k: Tensor,
     p: Tensor,
     piece: Piece,
+    *,
     scale: float,
     softcap: float,
-    sums: Sums | None = None,
-    terms: BackwardStats | None = None,
-    gradients: tuple[Tensor, Tensor, Tensor] | None = None,
+    stats: StretchStats | None = None,
+    gradients: Gradients | None = None,
 ) -> None:
-    """Write the weights of a piece.
+    """Write the weights of a piece, and in the backward pass the gradients of the logits.
 
     Args:
-        p: Receives the weights.
-        sums: Receives the sums of the weights in the forward pass; None in the backward pass.
-        terms: Statistics of the queries for the backward pass; None in the forward pass.
-        gradients: (grad, v, ds) of the backward pass; ds receives the gradients of the logits.
+        q: [B, H, N_q, D].
+        k: [B, H_kv, N_k, D].
+        p: [B, H, tokens, keys], receives the weights.
+        piece: The query blocks.
+        scale: Factor of the products q · k.
+        softcap: Soft cap of the scaled logits; 0 for no cap.
+        stats: Receives the statistics of the weights in the forward pass; None in the backward
+            pass.
+        gradients: Tensors of the backward pass; None in the forward pass.
     """
-    rows, plan, sizes, keys, stretch = piece
-    tile = _row_tile(rows)
-
-    def product(x: Tensor, y: Tensor, target: Tensor) -> tuple:
-        of_x, of_y = descriptors(tile, x, channels=DEPTH), descriptors(stretch, y, channels=DEPTH)
-        return *of_x, *of_y, vectors(y), *descriptors(tile, target, channels=stretch)
-
-    grid = (keys // stretch, sizes.tokens // tile, q.shape[0] * q.shape[1])
+    plan, stretch = piece.plan, piece.stretch
+    tile = _row_tile(plan)
+    backward_arguments = dict.fromkeys(("desc_do", "desc_v", "v", "desc_ds", "backward_stats"))
+    if gradients is not None:
+        backward_arguments = {
+            "desc_do": descriptor(gradients.grad, tile, channels=DEPTH),
+            "desc_v": descriptor(gradients.v, stretch, channels=DEPTH),
+            "v": vectors(gradients.v),
+            "desc_ds": descriptor(gradients.ds, tile, channels=stretch),
+            "backward_stats": gradients.stats,
+        }
+    grid = (piece.keys // stretch, piece.sizes.tokens // tile, q.shape[0] * q.shape[1])
     kernels.block_attention_split_p_kernel[grid](
-        *product(q, k, p),
-        *(product(*gradients) if gradients else (None,) * 4),
-        sums,
-        terms,
-        plan,
+        desc_q=descriptor(q, tile, channels=DEPTH),
+        desc_k=descriptor(k, stretch, channels=DEPTH),
+        k=vectors(k),
+        desc_p=descriptor(p, tile, channels=stretch),
+        **backward_arguments,
+        stats=stats,
+        plan=piece.kernel_plan,
         kv_length=k.shape[2],
-        sizes=sizes,
+        sizes=piece.sizes,
         **logit_scales(scale, softcap),
-        **_constants(q, rows),
+        **_constants(q, plan),
         BLOCK_M=tile,
         STRETCH=stretch,
         D=q.shape[3],
@@ -234,6 +306,7 @@ def _weigh(
 
 def _multiply_rows(
     p: Tensor,
+    *,
     x: Tensor,
     out: Tensor,
     piece: Piece,
@@ -241,75 +314,95 @@ def _multiply_rows(
     m_i: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> None:
-    """Compute out[i] = scale * sum_j p[i, j] x[j] over the listed keys j.
+    """Write out[i] = scale * sum_j p[i, j] x[j] over the listed keys j, for queries i of a piece.
 
-    With ``m_i`` and ``lse``, the weights come from the forward pass, relative to their stretch.
+    Args:
+        p: [B, H, tokens, keys], weights of the forward pass, or gradients of the logits.
+        x: [B, H_kv, N_k, D], v or k.
+        out: [B, H, N_q, D], receives the product.
+        piece: The query blocks.
+        scale: Factor of the product.
+        m_i: `StretchStats.m_i`, for weights of the forward pass; None if p needs no rescaling.
+        lse: float32 [B, H, N_q], the log-sum-exp, for weights of the forward pass; else None.
     """
-    rows, plan, sizes, keys, stretch = piece
-    tile, columns = _row_tile(rows), _column_tile(rows)
+    plan, sizes, stretch = piece.plan, piece.sizes, piece.stretch
+    tile, key_tile = _row_tile(plan), _column_tile(plan)
+    is_forward = lse is not None
     grid = (triton.cdiv(x.shape[3], ROW_SLICE), sizes.tokens // tile, out.shape[0] * out.shape[1])
     kernels.block_attention_split_query_kernel[grid](
-        *descriptors(tile, p, channels=columns),
-        *descriptors(columns, x, channels=ROW_SLICE),
-        *descriptors(tile, out, channels=ROW_SLICE),
-        m_i,
-        lse,
-        plan,
-        scale,
-        keys // stretch,
-        sizes,
-        **_constants(x, rows),
+        desc_p=descriptor(p, tile, channels=key_tile),
+        desc_x=descriptor(x, key_tile, channels=ROW_SLICE),
+        desc_out=descriptor(out, tile, channels=ROW_SLICE),
+        m_i=m_i,
+        lse=lse,
+        plan=piece.kernel_plan,
+        scale=scale,
+        stretches=piece.keys // stretch,
+        sizes=sizes,
+        **_constants(x, plan),
         BLOCK_M=tile,
-        BLOCK_N=columns,
+        BLOCK_N=key_tile,
         STRETCH=stretch,
         BLOCK_D=ROW_SLICE,
-        STICKS_OUT=lse is not None and sticks_out(rows, sizes.q_length, x.shape[2]),
+        HAS_FUTURE_KEYS=is_forward and has_future_keys(plan, sizes.q_length, x.shape[2]),
     )
 
 
 def _multiply_columns(
-    p: Tensor, x: Tensor, out: Tensor, piece: Piece, columns: Plan, scale: float
+    p: Tensor, *, x: Tensor, out: Tensor, piece: Piece, columns: Plan, scale: float
 ) -> None:
-    """Add scale * sum_i p[i, j] x[i] to out[j], over the queries i of a piece that list key j."""
-    rows, plan, sizes, *_ = piece
-    tile, keys = min(64, _row_tile(rows)), _column_tile(rows)
-    batch, kv_heads, length, dim = out.shape
-    width = min(COLUMN_SLICES, key=lambda width: _padded(dim, width))
-    grid = (triton.cdiv(dim, width), triton.cdiv(length, keys), batch * kv_heads)
+    """Add scale * sum_i p[i, j] x[i] to out[j], over the queries i of a piece that list key j.
+
+    Args:
+        p: [B, H, tokens, keys], weights, or gradients of the logits.
+        x: [B, H, N_q, D], the gradient of the output, or q.
+        out: float32 [B, H_kv, N_k, D], changed in place.
+        piece: The query blocks.
+        columns: The plan of the piece with `ColumnLists` that have slots.
+        scale: Factor of the product.
+    """
+    plan = piece.plan
+    tile, key_tile = min(64, _row_tile(plan)), _column_tile(plan)
+    batch, kv_heads, kv_length, dim = out.shape
+    width = min(COLUMN_SLICES, key=lambda width: _round_up(dim, width))
+    grid = (triton.cdiv(dim, width), triton.cdiv(kv_length, key_tile), batch * kv_heads)
     kernels.block_attention_split_bwd_key_kernel[grid](
-        *descriptors(tile, p, channels=keys),
-        *descriptors(tile, x, channels=width),
-        vectors(out),
-        plan.full.counts,
-        columns,
-        scale,
-        length,
-        triton.cdiv(length, rows.key_block),
-        sizes,
-        **_constants(x, rows),
+        desc_p=descriptor(p, tile, channels=key_tile),
+        desc_x=descriptor(x, tile, channels=width),
+        out=vectors(out),
+        full_counts=piece.kernel_plan.full.counts,
+        plan=columns,
+        scale=scale,
+        kv_length=kv_length,
+        kv_blocks=triton.cdiv(kv_length, plan.key_block),
+        sizes=piece.sizes,
+        **_constants(x, plan),
         BLOCK_M=tile,
-        BLOCK_N=keys,
+        BLOCK_N=key_tile,
         BLOCK_D=width,
         D=dim,
     )
 
 
-def _row_tile(rows: PlanTensors) -> int:
-    return tile_of(rows.query_block, 128)
+def _row_tile(plan: PlanTensors) -> int:
+    """Return the queries per tile."""
+    return tile_of(plan.query_block, 128)
 
 
-def _column_tile(rows: PlanTensors) -> int:
-    return tile_of(rows.key_block, 64)
+def _column_tile(plan: PlanTensors) -> int:
+    """Return the keys per tile."""
+    return tile_of(plan.key_block, 64)
 
 
-def _padded(dim: int, width: int) -> int:
-    return triton.cdiv(dim, width) * width
+def _round_up(number: int, multiple: int) -> int:
+    return triton.cdiv(number, multiple) * multiple
 
 
-def _constants(x: Tensor, rows: PlanTensors) -> dict[str, int | str]:
+def _constants(x: Tensor, plan: PlanTensors) -> dict[str, int | str]:
+    """Return the constant arguments and the launch options that the product kernels share."""
     return {
-        "QUERY_BLOCK": rows.query_block,
-        "KEY_BLOCK": rows.key_block,
+        "QUERY_BLOCK": plan.query_block,
+        "KEY_BLOCK": plan.key_block,
         "PRECISION": precision(x),
         "num_warps": 8,
         "num_stages": 3,

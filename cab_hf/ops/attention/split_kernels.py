@@ -1,4 +1,9 @@
-"""Kernels of `split`: weights of a stretch of listed keys, and one slice of their products."""
+"""Kernels of `split`: weights of a stretch of listed keys, and products with one slice of D.
+
+A stretch is a number of consecutive entries of a row's key list: the full blocks of the row, then
+its partial blocks, token by token. Weights p and gradients ds are [B, H, tokens, keys], where
+column c belongs to the c-th listed key of the query.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +16,30 @@ from cab_hf.ops.attention.tiles import (
     LN_2,
     LOG2_E,
     finite,
-    load_spans,
+    is_visible,
+    load_key_ranges,
     load_tile,
     locate,
-    only_seen,
     plan_plane,
-    seen_between,
     store_tile,
     tanh,
     tile_start,
     vectors_at,
+    zero_unseen,
 )
 
 
-class Cell(NamedTuple):
-    """A tile of queries and a stretch of its listed keys: the work of one program."""
+class StretchTile(NamedTuple):
+    """Tile of queries and one stretch of the listed keys: the work of one program.
+
+    Attributes:
+        batch: Batch row.
+        head: Query head.
+        kv_head: KV head of the query head.
+        start: The first query of the tile.
+        key: [STRETCH], the listed keys, at most the last key of the sequence.
+        first_key: The first listed key.
+    """
 
     batch: tl.tensor
     head: tl.tensor
@@ -36,18 +50,30 @@ class Cell(NamedTuple):
 
 
 @triton.jit
-def _listed_keys(plan, plan_row, place, KEY_BLOCK: tl.constexpr):
-    """Return the keys at places of a row's lists, full blocks first, and which places are used."""
-    slot = place // KEY_BLOCK
-    full = tl.load(plan.full.counts + plan_row)
-    total = full + tl.load(plan.partial.counts + plan_row)
-    complete = slot < full
-    taken = slot < total
+def _listed_keys(plan, plan_row, column, KEY_BLOCK: tl.constexpr):
+    """Return (keys, is_listed) for some columns of the weights of a query block.
+
+    Args:
+        plan: Lists of key blocks per query block.
+        plan_row: Index of the query block's lists.
+        column: Columns of the weights; full blocks come first.
+
+    Returns:
+        keys: The key of each column.
+        is_listed: False for columns after the last listed block, whose key is undefined.
+    """
+    slot = column // KEY_BLOCK
+    num_full = tl.load(plan.full.counts + plan_row)
+    num_listed = num_full + tl.load(plan.partial.counts + plan_row)
+    is_full = slot < num_full
+    is_listed = slot < num_listed
     full_indices = plan.full.indices + plan_row * plan.full.width
-    partial_indices = plan.partial.indices + plan_row * plan.partial.width - full
-    block = tl.load(full_indices + slot, mask=complete, other=0)
-    cut = tl.load(partial_indices + slot, mask=taken & (slot >= full), other=0)
-    return tl.where(complete, block, cut) * KEY_BLOCK + place % KEY_BLOCK, taken
+    partial_indices = plan.partial.indices + plan_row * plan.partial.width - num_full
+    full_block = tl.load(full_indices + slot, mask=is_full, other=0)
+    is_partial = is_listed & (slot >= num_full)
+    partial_block = tl.load(partial_indices + slot, mask=is_partial, other=0)
+    block = tl.where(is_full, full_block, partial_block)
+    return block * KEY_BLOCK + column % KEY_BLOCK, is_listed
 
 
 @triton.jit
@@ -55,7 +81,7 @@ def _products(
     desc_x,
     desc_y,
     y,
-    cell,
+    tile,
     BLOCK_M: tl.constexpr,
     STRETCH: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
@@ -63,16 +89,38 @@ def _products(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return x @ y.T [BLOCK_M, STRETCH] for the queries and keys of a cell, in steps of DEPTH."""
+    """Return x @ y.T [BLOCK_M, STRETCH], accumulated over DEPTH channels at a time.
+
+    Args:
+        desc_x: Descriptor of a tensor per query, q or the gradient of the output.
+        desc_y: Descriptor of a tensor per key, k or v; read if a stretch is in one key block.
+        y: The same tensor as `Vectors`; read if a stretch contains several key blocks.
+        tile: The `StretchTile`.
+    """
     acc = tl.zeros((BLOCK_M, STRETCH), tl.float32)
     channel = tl.arange(0, DEPTH)[None, :]
-    y_rows = vectors_at(y, cell.batch, cell.kv_head, cell.key) + channel
+    y_rows = vectors_at(y, tile.batch, tile.kv_head, tile.key) + channel
     for depth in range(0, D, DEPTH):
-        # [BLOCK_M, DEPTH] and [STRETCH, DEPTH]
-        a = load_tile(desc_x, cell.batch, cell.head, cell.start, depth, BLOCK_M, DEPTH)
+        # a: [BLOCK_M, DEPTH]; b: [STRETCH, DEPTH]
+        a = load_tile(
+            desc_x,
+            tile.batch,
+            tile.head,
+            token=tile.start,
+            channel=depth,
+            TOKENS=BLOCK_M,
+            CHANNELS=DEPTH,
+        )
         if KEY_BLOCK % STRETCH == 0:
-            key = cell.first_key
-            b = load_tile(desc_y, cell.batch, cell.kv_head, key, depth, STRETCH, DEPTH)
+            b = load_tile(
+                desc_y,
+                tile.batch,
+                tile.kv_head,
+                token=tile.first_key,
+                channel=depth,
+                TOKENS=STRETCH,
+                CHANNELS=DEPTH,
+            )
         elif D % DEPTH == 0:
             b = tl.load(y_rows + depth)
         else:
@@ -91,8 +139,8 @@ def block_attention_split_p_kernel(
     desc_v,
     v,
     desc_ds,
-    sums,
-    terms,
+    stats,
+    backward_stats,
     plan,
     qk_scale,
     cap_scale,
@@ -107,56 +155,119 @@ def block_attention_split_p_kernel(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Write the weights of one stretch, p [BLOCK_M, STRETCH].
+
+    The forward pass (``backward_stats`` is None) also writes ``stats`` of the stretch. The backward
+    pass also writes the gradients of the logits, ds [BLOCK_M, STRETCH].
+    """
     plane = tl.program_id(2)
     row = tl.program_id(1) * BLOCK_M
     column = tl.program_id(0) * STRETCH
     batch, head, kv_head, plan_row = locate(plane, row, sizes, QUERY_BLOCK)
-    full = tl.load(plan.full.counts + plan_row) * KEY_BLOCK
-    listed = full + tl.load(plan.partial.counts + plan_row) * KEY_BLOCK
-    if column < listed:
-        key, taken = _listed_keys(plan, plan_row, column + tl.arange(0, STRETCH), KEY_BLOCK)
+    full_keys = tl.load(plan.full.counts + plan_row) * KEY_BLOCK
+    listed_keys = full_keys + tl.load(plan.partial.counts + plan_row) * KEY_BLOCK
+    if column < listed_keys:
+        # qk: [BLOCK_M, STRETCH], from q [BLOCK_M, D] and the listed keys [STRETCH, D]
+        key, is_listed = _listed_keys(plan, plan_row, column + tl.arange(0, STRETCH), KEY_BLOCK)
         first_key, _ = _listed_keys(plan, plan_row, column, KEY_BLOCK)
         start = sizes.begin + row
-        # keys past the last one are masked, because no query attends to them
-        cell = Cell(batch, head, kv_head, start, tl.minimum(key, kv_length - 1), first_key)
-        # [BLOCK_M, STRETCH]
-        qk = _products(desc_q, desc_k, k, cell, BLOCK_M, STRETCH, KEY_BLOCK, D, DEPTH, PRECISION)
+        tile = StretchTile(
+            batch=batch,
+            head=head,
+            kv_head=kv_head,
+            start=start,
+            # the last block may extend past the last key; such keys are masked below
+            key=tl.minimum(key, kv_length - 1),
+            first_key=first_key,
+        )
+        qk = _products(
+            desc_x=desc_q,
+            desc_y=desc_k,
+            y=k,
+            tile=tile,
+            BLOCK_M=BLOCK_M,
+            STRETCH=STRETCH,
+            KEY_BLOCK=KEY_BLOCK,
+            D=D,
+            DEPTH=DEPTH,
+            PRECISION=PRECISION,
+        )
         if CAPPED:
             qk = tanh(qk * cap_scale)
             slope = 1 - qk * qk
+
+        # mask stretches that contain keys of partial blocks
         query = start + tl.arange(0, BLOCK_M)
-        if column + STRETCH > full:
-            first, last = load_spans(plan, batch, query, sizes.q_length)
-            seen = taken[None, :] & seen_between(key[None, :], first[:, None], last[:, None])
+        if column + STRETCH > full_keys:
+            first, last = load_key_ranges(plan, batch, query, sizes.q_length)
+            seen = is_listed[None, :] & is_visible(key[None, :], first[:, None], last[:, None])
             qk = tl.where(seen, qk, float("-inf"))
-        if terms is None:
-            # a whole power of two, so that correcting the weights later does not round
+
+        if backward_stats is None:
+            # an integer power of two, so that rescaling the weights later does not round
             m_i = tl.ceil(tl.max(qk, 1) * qk_scale)
             p = tl.exp2(qk * qk_scale - finite(m_i)[:, None])
-            at = (plane.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * sizes.tokens
-            at += row + tl.arange(0, BLOCK_M)
-            tl.store(sums.m_i + at, m_i)
-            tl.store(sums.l_i + at, tl.sum(p, 1))
-            store_tile(desc_p, batch, head, row, column, p, BLOCK_M, STRETCH)
+            offset = (plane.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * sizes.tokens
+            offset += row + tl.arange(0, BLOCK_M)
+            tl.store(stats.m_i + offset, m_i)
+            tl.store(stats.l_i + offset, tl.sum(p, 1))
+            store_tile(
+                desc_p,
+                batch,
+                head,
+                token=row,
+                channel=column,
+                tile=p,
+                TOKENS=BLOCK_M,
+                CHANNELS=STRETCH,
+            )
         else:
-            at = plane.to(tl.int64) * terms.room + query
+            # lse, delta: [BLOCK_M]; dp, ds: [BLOCK_M, STRETCH]
+            offset = plane.to(tl.int64) * backward_stats.padded_length + query
             inside = query < sizes.q_length
-            lse = tl.load(terms.lse + at, mask=inside, other=float("inf"))
-            delta = tl.load(terms.delta + at, mask=inside, other=0.0)
+            lse = tl.load(backward_stats.lse + offset, mask=inside, other=float("inf"))
+            delta = tl.load(backward_stats.delta + offset, mask=inside, other=0.0)
             p = tl.exp2(qk * qk_scale - lse[:, None])
-            store_tile(desc_p, batch, head, row, column, p, BLOCK_M, STRETCH)
+            store_tile(
+                desc_p,
+                batch,
+                head,
+                token=row,
+                channel=column,
+                tile=p,
+                TOKENS=BLOCK_M,
+                CHANNELS=STRETCH,
+            )
             dp = _products(
-                desc_do, desc_v, v, cell, BLOCK_M, STRETCH, KEY_BLOCK, D, DEPTH, PRECISION
+                desc_x=desc_do,
+                desc_y=desc_v,
+                y=v,
+                tile=tile,
+                BLOCK_M=BLOCK_M,
+                STRETCH=STRETCH,
+                KEY_BLOCK=KEY_BLOCK,
+                D=D,
+                DEPTH=DEPTH,
+                PRECISION=PRECISION,
             )
             ds = p * (dp - delta[:, None])
             if CAPPED:
                 ds *= slope
-            store_tile(desc_ds, batch, head, row, column, ds, BLOCK_M, STRETCH)
+            store_tile(
+                desc_ds,
+                batch,
+                head,
+                token=row,
+                channel=column,
+                tile=ds,
+                TOKENS=BLOCK_M,
+                CHANNELS=STRETCH,
+            )
 
 
 @triton.jit
 def block_attention_split_lse_kernel(
-    sums,
+    stats,
     lse,
     plan,
     stretches,
@@ -167,32 +278,36 @@ def block_attention_split_lse_kernel(
     STRETCH: tl.constexpr,
     STRETCHES: tl.constexpr,
 ):
+    """Write the log-sum-exp of BLOCK_M queries, from the statistics of all stretches."""
     plane = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M
     batch, _, _, plan_row = locate(tl.program_id(1), row, sizes, QUERY_BLOCK)
-    blocks = tl.load(plan.full.counts + plan_row) + tl.load(plan.partial.counts + plan_row)
-    used = (blocks * KEY_BLOCK + STRETCH - 1) // STRETCH
+    num_blocks = tl.load(plan.full.counts + plan_row) + tl.load(plan.partial.counts + plan_row)
+    num_stretches = (num_blocks * KEY_BLOCK + STRETCH - 1) // STRETCH
+
+    # online softmax over the stretches
     token = row + tl.arange(0, BLOCK_M)
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
-    for start in range(0, used, STRETCHES):
+    for start in range(0, num_stretches, STRETCHES):
         # [STRETCHES, BLOCK_M]
         stretch = start + tl.arange(0, STRETCHES)
-        at = (plane * stretches + stretch)[:, None] * sizes.tokens + token[None, :]
-        inside = stretch[:, None] < used
-        m = tl.load(sums.m_i + at, mask=inside, other=float("-inf"))
+        offset = (plane * stretches + stretch)[:, None] * sizes.tokens + token[None, :]
+        inside = stretch[:, None] < num_stretches
+        m = tl.load(stats.m_i + offset, mask=inside, other=float("-inf"))
         m_new = tl.maximum(m_i, tl.max(m, 0))
         m_safe = finite(m_new)
-        each = tl.load(sums.l_i + at, mask=inside, other=0.0) * tl.exp2(m - m_safe[None, :])
-        l_i = l_i * tl.exp2(m_i - m_safe) + tl.sum(each, 0)
+        l_part = tl.load(stats.l_i + offset, mask=inside, other=0.0) * tl.exp2(m - m_safe[None, :])
+        l_i = l_i * tl.exp2(m_i - m_safe) + tl.sum(l_part, 0)
         m_i = m_new
+
+    # -inf for queries without keys; full blocks are not masked, not even for padding queries
     query = sizes.begin + token
-    _, last = load_spans(plan, batch, query, sizes.q_length)
-    # full blocks are not masked, not even for padding queries
-    blind = (m_i == float("-inf")) | (last < 0)
-    total = tl.where(blind, 0.0, m_i) + tl.log2(tl.where(blind, 1.0, l_i))
-    total = tl.where(blind, float("-inf"), total * LN_2)
-    tl.store(lse + plane * sizes.q_length + query, total, mask=query < sizes.q_length)
+    _, last = load_key_ranges(plan, batch, query, sizes.q_length)
+    has_no_keys = (m_i == float("-inf")) | (last < 0)
+    query_lse = tl.where(has_no_keys, 0.0, m_i) + tl.log2(tl.where(has_no_keys, 1.0, l_i))
+    query_lse = tl.where(has_no_keys, float("-inf"), query_lse * LN_2)
+    tl.store(lse + plane * sizes.q_length + query, query_lse, mask=query < sizes.q_length)
 
 
 @triton.jit
@@ -212,48 +327,76 @@ def block_attention_split_query_kernel(
     BLOCK_N: tl.constexpr,
     STRETCH: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    STICKS_OUT: tl.constexpr,
+    HAS_FUTURE_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Write scale * p @ x [BLOCK_M, BLOCK_D] over the listed keys of a tile of queries.
+
+    In the forward pass (``lse`` is not None), x is v and the weights p are rescaled to ``lse``. In
+    the backward pass, x is k and p are the gradients of the logits.
+    """
     plane = tl.program_id(2)
     row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     channel = tl.program_id(0) * BLOCK_D
     batch, head, kv_head, plan_row = locate(plane, row, sizes, QUERY_BLOCK)
-    full = tl.load(plan.full.counts + plan_row)
-    listed = full + tl.load(plan.partial.counts + plan_row)
+    num_full = tl.load(plan.full.counts + plan_row)
+    num_listed = num_full + tl.load(plan.partial.counts + plan_row)
     full_indices = plan.full.indices + plan_row * plan.full.width
-    partial_indices = plan.partial.indices + plan_row * plan.partial.width - full
+    partial_indices = plan.partial.indices + plan_row * plan.partial.width - num_full
     token = row + tl.arange(0, BLOCK_M)
+
+    # log-sum-exp to base two, [BLOCK_M], and the integer above, to which weights are rescaled first
     if lse is not None:
         query = sizes.begin + token
-        at = plane.to(tl.int64) * sizes.q_length + query
-        level = tl.load(lse + at, mask=query < sizes.q_length, other=float("-inf"))
-        blind = level == float("-inf")
-        level = tl.where(blind, 0.0, level * LOG2_E)
-        complete = tl.ceil(level)
+        lse_offset = plane.to(tl.int64) * sizes.q_length + query
+        lse_2 = tl.load(lse + lse_offset, mask=query < sizes.q_length, other=float("-inf"))
+        has_no_keys = lse_2 == float("-inf")
+        lse_2 = tl.where(has_no_keys, 0.0, lse_2 * LOG2_E)
+        lse_ceil = tl.ceil(lse_2)
         m_i += plane.to(tl.int64) * stretches * sizes.tokens + token
-        if STICKS_OUT:
-            first, last = load_spans(plan, batch, query, sizes.q_length)
+        if HAS_FUTURE_KEYS:
+            first, last = load_key_ranges(plan, batch, query, sizes.q_length)
 
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     TILES: tl.constexpr = KEY_BLOCK // BLOCK_N
-    for i in range(0, listed * TILES):
+    for i in range(0, num_listed * TILES):
+        # p: [BLOCK_M, BLOCK_N]; x: [BLOCK_N, BLOCK_D]
         slot = i // TILES
-        block = tl.load((full_indices if slot < full else partial_indices) + slot)
-        # [BLOCK_M, BLOCK_N] and [BLOCK_N, BLOCK_D]
-        p = load_tile(desc_p, batch, head, row, i * BLOCK_N, BLOCK_M, BLOCK_N)
+        block = tl.load((full_indices if slot < num_full else partial_indices) + slot)
+        p = load_tile(
+            desc_p, batch, head, token=row, channel=i * BLOCK_N, TOKENS=BLOCK_M, CHANNELS=BLOCK_N
+        )
         if lse is not None:
+            # a factor that is a power of two does not round the weights
             m = tl.load(m_i + i * BLOCK_N // STRETCH * sizes.tokens)
-            p = p * tl.exp2(m - complete).to(p.dtype)[:, None]
+            p = p * tl.exp2(m - lse_ceil).to(p.dtype)[:, None]
         column = block * KEY_BLOCK + i % TILES * BLOCK_N
-        x = load_tile(desc_x, batch, kv_head, column, channel, BLOCK_N, BLOCK_D)
-        if STICKS_OUT:
-            x = only_seen(x, column + tl.arange(0, BLOCK_N), first, last)
+        x = load_tile(
+            desc_x,
+            batch,
+            kv_head,
+            token=column,
+            channel=channel,
+            TOKENS=BLOCK_N,
+            CHANNELS=BLOCK_D,
+        )
+        if HAS_FUTURE_KEYS:
+            x = zero_unseen(x, column + tl.arange(0, BLOCK_N), first, last)
         acc = tl.dot(p, x, acc, input_precision=PRECISION)
+
     acc = acc * scale
     if lse is not None:
-        acc = acc * tl.where(blind, 0.0, tl.exp2(complete - level))[:, None]
-    store_tile(desc_out, batch, head, sizes.begin + row, channel, acc, BLOCK_M, BLOCK_D)
+        acc = acc * tl.where(has_no_keys, 0.0, tl.exp2(lse_ceil - lse_2))[:, None]
+    store_tile(
+        desc_out,
+        batch,
+        head,
+        token=sizes.begin + row,
+        channel=channel,
+        tile=acc,
+        TOKENS=BLOCK_M,
+        CHANNELS=BLOCK_D,
+    )
 
 
 @triton.jit
@@ -275,6 +418,10 @@ def block_attention_split_bwd_key_kernel(
     D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Add scale * p.T @ x [BLOCK_N, BLOCK_D] to ``out``, over the queries that list a tile of keys.
+
+    ``plan`` has `ColumnLists` with slots. ``full_counts`` are the counts of the full lists per row.
+    """
     batch = tl.program_id(2) // sizes.kv_heads
     kv_head = tl.program_id(2) % sizes.kv_heads
     start = tl.program_id(1) * BLOCK_N
@@ -283,26 +430,43 @@ def block_attention_split_bwd_key_kernel(
     TILES: tl.constexpr = QUERY_BLOCK // BLOCK_M
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for head in range(kv_head * group, kv_head * group + group):
-        of_plan = plan_plane(batch, head, sizes)
-        column = of_plan * kv_blocks + start // KEY_BLOCK
+        plan_head = plan_plane(batch, head, sizes)
+        column = plan_head * kv_blocks + start // KEY_BLOCK
         for PARTIAL in tl.static_range(2):
             lists = plan[PARTIAL]
             offset = tl.load(lists.starts + column)
             rows = lists.rows + offset
             slots = lists.slots + offset
             for i in range(0, tl.load(lists.counts + column) * TILES):
+                # p: [BLOCK_M, BLOCK_N]; x: [BLOCK_M, BLOCK_D]
                 row = tile_start(rows, i, QUERY_BLOCK, BLOCK_M)
                 slot = tl.load(slots + i // TILES)
                 if PARTIAL:
-                    slot += tl.load(full_counts + of_plan * sizes.q_blocks + row // QUERY_BLOCK)
-                # [BLOCK_M, BLOCK_N] and [BLOCK_M, BLOCK_D]
-                place = slot * KEY_BLOCK + start % KEY_BLOCK
-                p = load_tile(desc_p, batch, head, row, place, BLOCK_M, BLOCK_N)
-                token = sizes.begin + row
-                x = load_tile(desc_x, batch, head, token, channel, BLOCK_M, BLOCK_D)
+                    # the columns of partial blocks follow those of the full blocks
+                    slot += tl.load(full_counts + plan_head * sizes.q_blocks + row // QUERY_BLOCK)
+                p = load_tile(
+                    desc_p,
+                    batch,
+                    head,
+                    token=row,
+                    channel=slot * KEY_BLOCK + start % KEY_BLOCK,
+                    TOKENS=BLOCK_M,
+                    CHANNELS=BLOCK_N,
+                )
+                x = load_tile(
+                    desc_x,
+                    batch,
+                    head,
+                    token=sizes.begin + row,
+                    channel=channel,
+                    TOKENS=BLOCK_M,
+                    CHANNELS=BLOCK_D,
+                )
                 acc = tl.dot(p.T, x, acc, input_precision=PRECISION)
+
+    # add to the sums of earlier pieces
     key = start + tl.arange(0, BLOCK_N)
-    lane = channel + tl.arange(0, BLOCK_D)[None, :]
-    inside = (key[:, None] < kv_length) & (lane < D)
-    at = vectors_at(out, batch, kv_head, key) + lane
-    tl.store(at, tl.load(at, mask=inside, other=0.0) + acc * scale, mask=inside)
+    out_channel = channel + tl.arange(0, BLOCK_D)[None, :]
+    inside = (key[:, None] < kv_length) & (out_channel < D)
+    pointers = vectors_at(out, batch, kv_head, key) + out_channel
+    tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + acc * scale, mask=inside)

@@ -1,4 +1,4 @@
-"""Shared parts of the block attention kernels: the plan as an argument, tiles, the softmax.
+"""Parts that the block attention kernels share: plan arguments, tiles, masks and the softmax.
 
 Exponentials are to base two. A plan is passed to kernels as NamedTuples. Descriptors of tiles stay
 separate arguments, because Triton 3.6 cannot launch a kernel with a descriptor inside a tuple.
@@ -18,20 +18,29 @@ from cab_hf.ops import launch
 from cab_hf.ops.attention.transpose import ColumnLists, pack_columns
 from cab_hf.plan import BlockIndices
 
-# a row of a descriptor and its start must be multiples of this many bytes
+# bytes that the start and the strides of a descriptor must be multiples of
 ALIGNMENT = 16
-# a number of queries that is divisible by every tile
+# queries; every tile of queries divides this number
 WHOLE_TILE = 128
 # queries whose `BackwardStats` one program computes
-TERM_TILE = 32
+STATS_TILE = 32
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# `magnitude` returns at least this for infinities and NaN
+# `magnitude` returns at least this number for infinities and NaN
 INFINITE_BITS = tl.constexpr(0x7F800000)
 
 
 class PlanTensors(NamedTuple):
-    """Plan as the kernels read it; ``first`` and ``last`` are its ranges, int32 [B, N_q]."""
+    """Fields of a `BlockPlan` that the kernels need.
+
+    Attributes:
+        full: Lists of key blocks that all queries of a query block see completely.
+        partial: Lists of the other key blocks that a query block attends to.
+        first: int32 [B, N_q], the first visible key of each query.
+        last: int32 [B, N_q], the last visible key of each query; -1 for padding queries.
+        query_block: Tokens per query block.
+        key_block: Tokens per key block.
+    """
 
     full: BlockIndices
     partial: BlockIndices
@@ -42,7 +51,13 @@ class PlanTensors(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """`BlockIndices` as an argument of kernels."""
+    """`BlockIndices` as an argument of kernels.
+
+    Attributes:
+        counts: int32 [B, P, M_q], number of listed blocks per row, for P heads of the plan.
+        indices: int32 [B, P, M_q, width].
+        width: Allocated indices per row.
+    """
 
     counts: Tensor
     indices: Tensor
@@ -50,15 +65,24 @@ class Lists(NamedTuple):
 
     @classmethod
     def of(cls, lists: BlockIndices) -> Lists:
+        """Convert ``lists``. Lists of width 1 get a second, unused entry per row."""
         # Triton 3.6 turns a 1 into a constant, and loses the constant in a tuple inside a tuple
         lists = lists.widened(2) if lists.width < 2 else lists
         return cls(lists.counts, lists.indices, lists.width)
 
 
 class Plan(NamedTuple):
-    """`PlanTensors` as an argument of kernels; kernels receive block sizes as constants.
+    """`PlanTensors` as an argument of kernels. Block sizes are separate, constant arguments.
 
-    The lists come first: ``plan[MASKED]`` are the full lists for 0, and the partial lists for 1.
+    Kernels read ``plan[0]`` for the full lists and ``plan[1]`` for the partial lists.
+
+    Attributes:
+        full: Full blocks of each row, or of each column in the backward pass for k and v.
+        partial: Partial blocks, in the same form.
+        first: int32 [B, N_q], the first visible key of each query.
+        last: int32 [B, N_q], the last visible key of each query; -1 for padding queries.
+        first_stride: Elements between two batch rows of ``first``.
+        last_stride: Elements between two batch rows of ``last``.
     """
 
     full: Lists | ColumnLists
@@ -70,9 +94,16 @@ class Plan(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers of heads of q, k and the plan, of queries, and of query blocks in the plan.
+    """Sizes of the problem as an argument of kernels.
 
-    If the plan is a piece, its blocks are those of ``tokens`` queries from ``begin`` on.
+    Attributes:
+        heads: Heads of q.
+        kv_heads: Heads of k and v.
+        plan_heads: Heads of the plan.
+        q_length: Queries of the complete problem.
+        q_blocks: Query blocks in the lists.
+        begin: The first query of the lists, which may contain only a piece of the plan.
+        tokens: Queries of the piece, in whole query blocks; 0 if the lists contain the whole plan.
     """
 
     heads: int
@@ -85,7 +116,12 @@ class Sizes(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """Tensor [B, H, N, D] as an argument of kernels, with the strides of the first three dims."""
+    """Tensor [B, H, N, D] as an argument of kernels, with contiguous D.
+
+    Attributes:
+        data: The tensor.
+        batch, head, token: Strides of the first three dimensions, in elements.
+    """
 
     data: Tensor
     batch: int
@@ -94,7 +130,14 @@ class Vectors(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tensor [B, H, N, D] as an argument of kernels that access tiles by pointers."""
+    """Tensor [B, H, N, D] as an argument of kernels that access tiles by pointers.
+
+    Attributes:
+        data: The tensor.
+        batch, head, token: Strides of the first three dimensions, in elements.
+        tokens: N.
+        channels: D.
+    """
 
     data: Tensor
     batch: int
@@ -105,100 +148,147 @@ class Tiles(NamedTuple):
 
 
 class BackwardStats(NamedTuple):
-    """Statistics of every query that the backward pass needs, float32 [B, H, room] each.
+    """Statistics of every query that the backward pass needs.
 
     Attributes:
-        lse: Log-sum-exp to base two. It is +inf if a query has no keys or does not exist, so that
-            its weights vanish.
-        delta: sum_d grad * out - grad_lse.
-        room: N_q rounded up to `WHOLE_TILE`.
+        lse: float32 [B, H, padded_length], the log-sum-exp to base two. It is +inf for queries
+            without keys and after the last query, so that all weights of such queries are 0.
+        delta: float32 [B, H, padded_length], sum_d grad * out - grad_lse.
+        padded_length: N_q rounded up to `WHOLE_TILE`.
     """
 
     lse: Tensor
     delta: Tensor
-    room: int
+    padded_length: int
 
 
-def arguments(q: Tensor, k: Tensor, rows: PlanTensors) -> tuple[Plan, Sizes]:
-    """Return the kernel arguments for a plan, q [B, H, N_q, D] and k [B, H_kv, N_k, D]."""
-    full, partial = map(Lists.of, (rows.full, rows.partial))
-    first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (rows.first, rows.last))
-    plan = Plan(full, partial, first, last, first.stride(0), last.stride(0))
-    _, plan_heads, q_blocks = full.counts.shape
-    return plan, Sizes(q.shape[1], k.shape[1], plan_heads, q.shape[2], q_blocks)
-
-
-def by_column(plan: Plan, kv_blocks: int, placed: bool = False) -> Plan:
-    """Return the plan with transposed lists, for each of ``kv_blocks`` key blocks.
+def kernel_arguments(q: Tensor, k: Tensor, plan: PlanTensors) -> tuple[Plan, Sizes]:
+    """Return the arguments ``plan`` and ``sizes`` of the kernels.
 
     Args:
-        placed: See `pack_columns`.
+        q: [B, H, N_q, D].
+        k: [B, H_kv, N_k, D].
+        plan: The plan, or a piece of consecutive query blocks.
     """
-    full, partial = (pack_columns(lists, kv_blocks, placed) for lists in plan[:2])
+    full, partial = Lists.of(plan.full), Lists.of(plan.partial)
+    first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (plan.first, plan.last))
+    _, plan_heads, q_blocks = full.counts.shape
+    kernel_plan = Plan(
+        full=full,
+        partial=partial,
+        first=first,
+        last=last,
+        first_stride=first.stride(0),
+        last_stride=last.stride(0),
+    )
+    sizes = Sizes(
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        plan_heads=plan_heads,
+        q_length=q.shape[2],
+        q_blocks=q_blocks,
+    )
+    return kernel_plan, sizes
+
+
+def transposed_plan(plan: Plan, kv_blocks: int, with_slots: bool = False) -> Plan:
+    """Return the plan with `ColumnLists`: the query blocks that list each key block.
+
+    Args:
+        plan: The plan with lists per query block.
+        kv_blocks: Number of key blocks.
+        with_slots: True to compute `ColumnLists.slots`.
+    """
+    full, partial = (
+        pack_columns(lists, kv_blocks, with_slots) for lists in (plan.full, plan.partial)
+    )
     return plan._replace(full=full, partial=partial)
 
 
 def backward_stats(
     grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
 ) -> BackwardStats:
-    """Compute the `BackwardStats` of an output.
+    """Compute the statistics of every query for the backward pass.
 
     Args:
-        grad: [B, H, N_q, D], gradient of the output.
-        grad_lse: [B, H, N_q], gradient of the log-sum-exp; None if it has none.
-        out: [B, H, N_q, D].
-        lse: [B, H, N_q], the log-sum-exp.
+        grad: [B, H, N_q, D], the gradient of the output.
+        grad_lse: [B, H, N_q], the gradient of the log-sum-exp; None for zeros.
+        out: [B, H, N_q, D], the output.
+        lse: float32 [B, H, N_q], the log-sum-exp (natural logarithm).
     """
     batch, heads, length, dim = grad.shape
-    room = triton.cdiv(length, WHOLE_TILE) * WHOLE_TILE
-    terms = BackwardStats(*(lse.new_empty(batch, heads, room) for _ in range(2)), room)
-    _row_terms_kernel[(room // TERM_TILE, batch * heads)](
-        vectors(grad),
-        vectors(out),
-        lse,
-        terms,
-        heads,
-        length,
-        BLOCK_M=TERM_TILE,
+    padded_length = triton.cdiv(length, WHOLE_TILE) * WHOLE_TILE
+    stats = BackwardStats(
+        lse=lse.new_empty(batch, heads, padded_length),
+        delta=lse.new_empty(batch, heads, padded_length),
+        padded_length=padded_length,
+    )
+    _backward_stats_kernel[(padded_length // STATS_TILE, batch * heads)](
+        grad=vectors(grad),
+        out=vectors(out),
+        lse=lse,
+        stats=stats,
+        heads=heads,
+        length=length,
+        BLOCK_M=STATS_TILE,
         D=dim,
         BLOCK_D=triton.next_power_of_2(min(dim, 128)),
         num_warps=4,
     )
     if grad_lse is not None:
-        terms.delta[:, :, :length] -= grad_lse
-    return terms
+        stats.delta[:, :, :length] -= grad_lse
+    return stats
 
 
 def described(x: Tensor) -> Tensor:
-    """Return ``x``, or a copy if a descriptor does not support its strides or its start."""
-    complete = all(stride * x.element_size() % ALIGNMENT == 0 for stride in x.stride()[:3])
-    if complete and x.stride(3) == 1 and x.data_ptr() % ALIGNMENT == 0:
+    """Return ``x`` if a tensor descriptor supports the strides and the address, else a copy.
+
+    Args:
+        x: [B, H, N, D].
+    """
+    is_aligned = all(stride * x.element_size() % ALIGNMENT == 0 for stride in x.stride()[:3])
+    if is_aligned and x.stride(3) == 1 and x.data_ptr() % ALIGNMENT == 0:
         return x
     return x.contiguous().clone() if x.data_ptr() % ALIGNMENT else x.contiguous()
 
 
-def like(x: Tensor, dim: int | None = None) -> Tensor:
-    """Allocate [B, H, N, D] with the memory layout [B, N, H, D], which models use afterwards."""
+def empty_transposed(x: Tensor, dim: int | None = None) -> Tensor:
+    """Allocate [B, H, N, D] with the memory layout [B, N, H, D], which models use after attention.
+
+    Args:
+        x: [B, H, N, D], the tensor whose shape, dtype and device the result has.
+        dim: Channels of the result; None for the channels of ``x``.
+    """
     batch, heads, length, _ = x.shape
     return x.new_empty(batch, length, heads, dim or x.shape[3]).transpose(1, 2)
 
 
 def vectors(x: Tensor) -> Vectors:
-    return Vectors(x, *x.stride()[:3])
+    """Return x [B, H, N, D] as an argument of kernels. D must be contiguous."""
+    batch, head, token = x.stride()[:3]
+    return Vectors(data=x, batch=batch, head=head, token=token)
 
 
-def descriptors(
-    tokens: int, *tensors: Tensor, channels: int | None = None
-) -> list[TensorDescriptor | Tiles]:
-    """Return [B, H, N, D] for `load_tile`, in tiles of ``tokens`` and ``channels``, default all."""
-    if not launch.reads_by_descriptor(tensors[0].device):
-        return [Tiles(*vectors(x), *x.shape[2:]) for x in tensors]
-    return [
-        TensorDescriptor.from_tensor(
-            x, [1, 1, tokens, channels or triton.next_power_of_2(x.shape[3])]
+def descriptor(x: Tensor, tokens: int, channels: int | None = None) -> TensorDescriptor | Tiles:
+    """Return x [B, H, N, D] as an argument of kernels that use `load_tile` or `store_tile`.
+
+    Args:
+        x: A tensor that `described` returned, or a new tensor.
+        tokens: Tokens per tile.
+        channels: Channels per tile; None for D, rounded up to a power of two.
+    """
+    if not launch.reads_by_descriptor(x.device):
+        batch, head, token = x.stride()[:3]
+        return Tiles(
+            data=x,
+            batch=batch,
+            head=head,
+            token=token,
+            tokens=x.shape[2],
+            channels=x.shape[3],
         )
-        for x in tensors
-    ]
+    block_shape = [1, 1, tokens, channels or triton.next_power_of_2(x.shape[3])]
+    return TensorDescriptor.from_tensor(x, block_shape)
 
 
 def tile_of(block: int, most: int) -> int:
@@ -206,23 +296,33 @@ def tile_of(block: int, most: int) -> int:
     return min(most, block & -block)
 
 
-def sticks_out(rows: PlanTensors, q_length: int, kv_length: int) -> bool:
-    """Return True if listed blocks may contain keys after all queries of their row.
+def has_future_keys(plan: PlanTensors, q_length: int, kv_length: int) -> bool:
+    """Return True if listed blocks may contain keys after the last query of their row.
 
-    They do not if q and k are the whole sequence and key blocks divide query blocks.
+    The values of such keys may be NaN, which a weight of 0 does not remove. No such keys exist if
+    q and k have the same length and key blocks are not larger than query blocks.
     """
-    return q_length != kv_length or rows.key_block > rows.query_block
+    return q_length != kv_length or plan.key_block > plan.query_block
 
 
 def precision(x: Tensor) -> str:
-    """Return the precision of float32 products; 16 bits have only one, and gfx950 has no tf32."""
+    """Return the precision of matrix products in kernels, an argument of `tl.dot`.
+
+    float32 products use tf32 on NVIDIA's GPUs and float32 elsewhere (gfx950 has no tf32). Products
+    of 16-bit numbers have only one precision.
+    """
     return "tf32" if x.dtype != torch.float32 and launch.packed(x) else "ieee"
 
 
 def logit_scales(scale: float, softcap: float) -> dict[str, float | bool]:
-    """Return the factors that turn products into logits to base two, inside and outside of a tanh.
+    """Return the kernel arguments that turn products q · k into logits to base two.
 
-    Without a soft cap (0) there is no tanh; see `reference.capped`.
+        without soft cap: logit = qk_scale * (q · k)
+        with soft cap:    logit = qk_scale * tanh(cap_scale * (q · k))
+
+    Args:
+        scale: Factor of the products.
+        softcap: Soft cap of the logits to base e, see `reference.capped`; 0 for no cap.
     """
     outer = softcap or scale
     inner = scale / softcap if softcap else 0.0
@@ -231,7 +331,15 @@ def logit_scales(scale: float, softcap: float) -> dict[str, float | bool]:
 
 @triton.jit
 def locate(plane, start, sizes, QUERY_BLOCK: tl.constexpr):
-    """Return (batch, head, kv_head, row of the plan's lists) of the query ``start`` of a plane."""
+    """Return (batch, head, kv_head, plan_row) of a tile of queries.
+
+    Args:
+        plane: batch * heads + head.
+        start: The first query of the tile, counted from ``sizes.begin``.
+
+    Returns:
+        ``plan_row`` is the index of the query block's lists, with P heads per batch row.
+    """
     batch = plane // sizes.heads
     head = plane % sizes.heads
     kv_head = head // (sizes.heads // sizes.kv_heads)
@@ -241,50 +349,74 @@ def locate(plane, start, sizes, QUERY_BLOCK: tl.constexpr):
 
 @triton.jit
 def plan_plane(batch, head, sizes):
+    """Return batch * plan_heads + the head of the plan for ``head``, int64."""
     plan_head = head // (sizes.heads // sizes.plan_heads)
     return (batch * sizes.plan_heads + plan_head).to(tl.int64)
 
 
 @triton.jit
 def tile_start(indices, i, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Return the first token of the i-th tile of the listed blocks."""
+    """Return the first token of the i-th tile of a list of blocks.
+
+    Args:
+        indices: Pointer to the list. Every block has BLOCK // TILE tiles.
+        i: Number of the tile over all listed blocks.
+    """
     TILES: tl.constexpr = BLOCK // TILE
     return tl.load(indices + i // TILES) * BLOCK + i % TILES * TILE
 
 
 @triton.jit
 def vectors_at(x, batch, head, token):
-    """Return pointers [N, 1] to the first channel of each token."""
+    """Return pointers [N, 1] to the first channel of the tokens ``token`` [N] of `Vectors`."""
     plane = x.data + batch.to(tl.int64) * x.batch + head.to(tl.int64) * x.head
     return plane + token.to(tl.int64)[:, None] * x.token
 
 
 @triton.jit
 def load_tile(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Load a tile [TOKENS, CHANNELS] of one of `descriptors`, with zeros past the ends."""
+    """Load the tile [TOKENS, CHANNELS] of a `descriptor` from a token and a channel on.
+
+    Entries after the last token or the last channel are 0.
+    """
     if isinstance(x, tl.tensor_descriptor):
         tile = x.load([batch, head, token, channel]).reshape(TOKENS, CHANNELS)
     else:
-        at, inside = _tile_at(x, batch, head, token, channel, TOKENS, CHANNELS)
-        tile = tl.load(at, mask=inside, other=0.0)
+        pointers, inside = _tile_pointers(
+            x, batch, head, token=token, channel=channel, TOKENS=TOKENS, CHANNELS=CHANNELS
+        )
+        tile = tl.load(pointers, mask=inside, other=0.0)
     return tile
 
 
 @triton.jit
 def store_tile(
-    x, batch, head, token, channel, tile, TOKENS: tl.constexpr, CHANNELS: tl.constexpr
-):  # fmt: skip
-    """Write a tile [TOKENS, CHANNELS], in the dtype of ``x``."""
+    x,
+    batch,
+    head,
+    token,
+    channel,
+    tile,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Write ``tile`` [TOKENS, CHANNELS] to the tensor of a `descriptor`, in the tensor's dtype.
+
+    Entries after the last token or the last channel are not written.
+    """
     if isinstance(x, tl.tensor_descriptor):
         tile = tile.to(x.dtype).reshape(1, 1, TOKENS, CHANNELS)
         x.store([batch, head, token, channel], tile)
     else:
-        at, inside = _tile_at(x, batch, head, token, channel, TOKENS, CHANNELS)
-        tl.store(at, tile.to(x.data.dtype.element_ty), mask=inside)
+        pointers, inside = _tile_pointers(
+            x, batch, head, token=token, channel=channel, TOKENS=TOKENS, CHANNELS=CHANNELS
+        )
+        tl.store(pointers, tile.to(x.data.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _tile_at(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
+def _tile_pointers(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Return pointers to a tile of `Tiles`, and a mask of existing entries, [TOKENS, CHANNELS]."""
     tokens = token + tl.arange(0, TOKENS)
     channels = channel + tl.arange(0, CHANNELS)[None, :]
     inside = (tokens < x.tokens)[:, None] & (channels < x.channels)
@@ -294,8 +426,8 @@ def _tile_at(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl.
 
 
 @triton.jit
-def load_spans(plan, batch, query, q_length):
-    """Return the (first, last) visible key of each query; an empty range past the last query."""
+def load_key_ranges(plan, batch, query, q_length):
+    """Return the first and the last visible key of each query; 0 and -1 after the last query."""
     inside = query < q_length
     batch = batch.to(tl.int64)
     first = tl.load(plan.first + batch * plan.first_stride + query, mask=inside, other=0)
@@ -304,15 +436,22 @@ def load_spans(plan, batch, query, q_length):
 
 
 @triton.jit
-def seen_between(key, first, last):
+def is_visible(key, first, last):
+    """Return True where ``key`` is in the range of visible keys, first <= key <= last."""
     return (key >= first) & (key <= last)
 
 
 @triton.jit
-def only_seen(x, key, first, last):
-    """Return the rows of ``x`` whose key is visible to the queries, zeros elsewhere.
+def zero_unseen(x, key, first, last):
+    """Return ``x`` with zeros in the rows of keys before or after the keys that queries see.
 
-    A weight of 0 does not remove a NaN.
+    A NaN in the value of an unseen key would reach the output, because a weight of 0 does not
+    remove NaN.
+
+    Args:
+        x: [BLOCK_N, D], values.
+        key: [BLOCK_N], keys of the rows of ``x``.
+        first, last: [BLOCK_M], the first and the last visible key of each query.
     """
     lowest = tl.min(tl.where(last < 0, 2147483647, first), 0)
     seen = (key >= lowest) & (key <= tl.max(last, 0))
@@ -321,15 +460,16 @@ def only_seen(x, key, first, last):
 
 @triton.jit
 def finite(m):
-    """Return the maximum, or 0 for a row without keys, which has no finite maximum."""
+    """Return the maxima ``m`` with 0 in place of -inf, which is the maximum over no keys."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
 def magnitude(x):
-    """Return the bits of float32 without the sign, int32.
+    """Return the bits of float32 ``x`` without the sign, int32.
 
-    They compare as the magnitudes do, and a maximum of integers drops no NaN.
+    The results have the same order as the absolute values. A maximum of integers, unlike a maximum
+    of floats, does not drop NaN.
     """
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
@@ -338,7 +478,7 @@ def magnitude(x):
 def tanh(x):
     """Compute the hyperbolic tangent with an absolute error below one float32 step of 1.
 
-    The numerator is exact for small x, which it is not in 2 * sigmoid(2 * x) - 1.
+    The numerator 1 - exp(-2 |x|) is exact for small x. The formula 2 * sigmoid(2 x) - 1 is not.
     """
     e = tl.exp(-2 * tl.abs(x))
     y = (1 - e) / (1 + e)
@@ -347,9 +487,19 @@ def tanh(x):
 
 @triton.jit
 def online_softmax_update(m_i, l_i, qk, qk_scale, MASKED: tl.constexpr):
-    """Return (m_i, l_i, p, alpha); previous sums must be multiplied by alpha.
+    """Update the online softmax by one tile of logits; return (m_i, l_i, p, alpha).
 
-    Without ``MASKED``, every row of ``qk`` must have a finite logit.
+    Args:
+        m_i: [BLOCK_M], the largest logit of each query so far, scaled, to base two.
+        l_i: [BLOCK_M], the sum of exp2(logit - m_i) so far.
+        qk: [BLOCK_M, BLOCK_N], products that are not scaled; -inf where masked.
+        qk_scale: Factor of the products.
+        MASKED: False if every query has a finite logit in ``qk``.
+
+    Returns:
+        m_i, l_i: The updated statistics.
+        p: [BLOCK_M, BLOCK_N], weights relative to the new m_i.
+        alpha: [BLOCK_M], factor that rescales an accumulator to the new m_i.
     """
     m_new = tl.maximum(m_i, tl.max(qk, 1) * qk_scale)
     m_safe = finite(m_new) if MASKED else m_new
@@ -359,17 +509,18 @@ def online_softmax_update(m_i, l_i, qk, qk_scale, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _row_terms_kernel(
+def _backward_stats_kernel(
     grad,
     out,
     lse,
-    terms,
+    stats,
     heads,
     length,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    """Write `BackwardStats` of BLOCK_M queries of one head, without the gradient of the lse."""
     plane = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -385,7 +536,7 @@ def _row_terms_kernel(
         do = tl.load(grad_row + channel, mask=mask, other=0.0).to(tl.float32)
         o = tl.load(out_row + channel, mask=mask, other=0.0).to(tl.float32)
         delta += tl.sum(do * o, 1)
-    tl.store(terms.delta + plane * terms.room + query, delta)
-    x = tl.load(lse + plane * length + query, mask=inside, other=float("-inf"))
-    x = tl.where(x == float("-inf"), float("inf"), x * LOG2_E)
-    tl.store(terms.lse + plane * terms.room + query, x)
+    tl.store(stats.delta + plane * stats.padded_length + query, delta)
+    query_lse = tl.load(lse + plane * length + query, mask=inside, other=float("-inf"))
+    query_lse = tl.where(query_lse == float("-inf"), float("inf"), query_lse * LOG2_E)
+    tl.store(stats.lse + plane * stats.padded_length + query, query_lse)

@@ -1,26 +1,77 @@
 """Attention in plain PyTorch as registered ops, for torch.compile.
 
-The implementation loops over chunks of rows. Traced, each chunk would be a part of the graph, and
-each sequence length would need another graph. The definition is `reference.attention`.
+The implementation is a loop over chunks of rows. If torch.compile traced the loop, each chunk would
+add nodes to the graph, and each sequence length would need another graph. The definition is
+`reference.attention`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from cab_hf.ops import reference
 from cab_hf.ops.reference import Masks, capped
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges
 
+# schema of the arguments that pass a plan to the op, see `PlanArguments`
 PLAN = (
     "Tensor full_counts, Tensor full_indices, Tensor partial_counts, Tensor partial_indices,"
     " Tensor? sampled_counts, Tensor? sampled_indices, int sample_period, Tensor? dense_rows,"
     " Tensor first, Tensor last, Tensor key_valid, int query_block, int key_block, bool return_lse"
 )
+
+
+class PlanArguments(NamedTuple):
+    """Arguments `PLAN` of the op, in the order of the schema.
+
+    Attributes:
+        full_counts, full_indices: `BlockPlan.full`, int32 [B, P, M_q] and [B, P, M_q, W].
+        partial_counts, partial_indices: `BlockPlan.partial`, same shapes.
+        sampled_counts, sampled_indices: `BlockPlan.sampled`, same shapes; None without sampling.
+        sample_period: Number of blocks that each sampled block represents.
+        dense_rows: int64 [B, R], query blocks that attend to all visible keys; None if no block
+            does.
+        first, last: int32 [B, N_q], the first and the last visible key of each query.
+        key_valid: bool [B, N_k], False for padding keys.
+        query_block, key_block: Block sizes in tokens.
+        return_lse: True if the op returns the log-sum-exp.
+    """
+
+    full_counts: Tensor
+    full_indices: Tensor
+    partial_counts: Tensor
+    partial_indices: Tensor
+    sampled_counts: Tensor | None
+    sampled_indices: Tensor | None
+    sample_period: int
+    dense_rows: Tensor | None
+    first: Tensor
+    last: Tensor
+    key_valid: Tensor
+    query_block: int
+    key_block: int
+    return_lse: bool
+
+    def plan(self) -> BlockPlan:
+        """Return the plan. The static hints of `KeyRanges` have default values."""
+        sampled = None
+        if self.sampled_counts is not None:
+            sampled = BlockIndices(self.sampled_counts, self.sampled_indices)
+        return BlockPlan(
+            full=BlockIndices(self.full_counts, self.full_indices),
+            partial=BlockIndices(self.partial_counts, self.partial_indices),
+            ranges=KeyRanges(start=self.first, end=self.last, key_valid=self.key_valid),
+            query_block=self.query_block,
+            key_block=self.key_block,
+            dense_rows=self.dense_rows,
+            sampled=sampled,
+            sample_period=self.sample_period,
+        )
 
 
 def attention(
@@ -32,14 +83,28 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `reference.attention` as one node of a graph."""
+    """Compute `reference.attention`, with the same arguments, as one node of a graph."""
     sampled, ranges = plan.sampled, plan.ranges
     out, lse = _attention_op(
-        *(q, k, v, scale, softcap),
-        *(plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices),
-        *((None, None) if sampled is None else (sampled.counts, sampled.indices)),
-        *(plan.sample_period, plan.dense_rows),
-        *(ranges.start, ranges.end, ranges.key_valid, *plan.blocks, return_lse),
+        q,
+        k,
+        v,
+        scale=scale,
+        softcap=softcap,
+        full_counts=plan.full.counts,
+        full_indices=plan.full.indices,
+        partial_counts=plan.partial.counts,
+        partial_indices=plan.partial.indices,
+        sampled_counts=None if sampled is None else sampled.counts,
+        sampled_indices=None if sampled is None else sampled.indices,
+        sample_period=plan.sample_period,
+        dense_rows=plan.dense_rows,
+        first=ranges.start,
+        last=ranges.end,
+        key_valid=ranges.key_valid,
+        query_block=plan.query_block,
+        key_block=plan.key_block,
+        return_lse=return_lse,
     )
     return (out, lse) if return_lse else out
 
@@ -50,57 +115,81 @@ def register(
     attend: Callable[..., tuple[Tensor, Tensor]],
     masks: Callable[..., Iterable[Masks]],
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Register the op ``cab_hf::name`` of (q, k, v, scale, softcap, others), with gradients.
+    """Register the op ``cab_hf::name`` of (q, k, v, scale, softcap, *values), with gradients.
 
     Args:
-        schema: Schema of the others. The last argument is True if the log-sum-exp is returned.
-        attend: Computes the output [B, H, N_q, D_v] and the log-sum-exp, empty if not requested.
-        masks: Maps (q, k, v, others) to the masks of the queries.
+        name: Name of the op.
+        schema: Schema of ``values``, which describe the mask. The last value is a bool, True if the
+            op returns the log-sum-exp.
+        attend: Maps (q, k, v, scale, softcap, *values) to the output [B, H, N_q, D_v] and to the
+            log-sum-exp [B, H, N_q], which is empty if the op does not return it.
+        masks: Maps (q, k, v, *values) to the masks of all queries, in chunks.
     """
-    given = f"Tensor q, Tensor k, Tensor v, float scale, float? softcap, {schema}"
+    parameters = f"Tensor q, Tensor k, Tensor v, float scale, float? softcap, {schema}"
 
-    def forward(q, *others):
-        return tuple(x.contiguous() for x in attend(q, *others))
+    def forward(*inputs):
+        return tuple(x.contiguous() for x in attend(*inputs))
 
-    def forward_shapes(q, k, v, *others):
-        lse = q.shape[:3] if others[-1] else (0,)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(lse, dtype=wide)
+    def forward_shapes(q, k, v, scale, softcap, *values):
+        lse_shape = q.shape[:3] if values[-1] else (0,)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        return out, q.new_empty(lse_shape, dtype=dtype)
 
-    def backward(grad, grad_lse, q, k, v, scale, softcap, *others):
-        return gradients(grad, grad_lse, q, k, v, scale, softcap, masks(q, k, v, *others))
+    def backward(grad, grad_lse, q, k, v, scale, softcap, *values):
+        return gradients(
+            grad=grad,
+            grad_lse=grad_lse,
+            q=q,
+            k=k,
+            v=v,
+            scale=scale,
+            softcap=softcap,
+            masks=masks(q, k, v, *values),
+        )
+
+    def backward_shapes(grad, grad_lse, q, k, v, *_):
+        return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
     def save(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.set_materialize_grads(False)
-        ctx.shape = output[0].shape
+        ctx.out_shape = output[0].shape
         ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
-        # values that are not tensors, and None in the places of tensors
-        ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
+        # (value,) for values that are not tensors, and None for tensors
+        ctx.values = [None if isinstance(x, Tensor) else (x,) for x in inputs]
 
     def differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple:
         tensors = iter(ctx.saved_tensors)
-        inputs = [next(tensors) if x is None else x[0] for x in ctx.others]
-        grad = inputs[0].new_zeros(ctx.shape) if grad is None else grad
+        inputs = [next(tensors) if value is None else value[0] for value in ctx.values]
+        grad = inputs[0].new_zeros(ctx.out_shape) if grad is None else grad
         return *backward_op(grad, grad_lse, *inputs), *(None,) * (len(inputs) - 3)
 
-    def op(name: str, function: Callable[..., Any], given: str, given_back: str):
-        schema = f"({given}) -> ({given_back})"
-        # the search for NaN and infinities synchronises with the device
-        known = {"mutates_args": (), "schema": schema, "tags": (torch.Tag.cudagraph_unsafe,)}
-        return torch.library.custom_op(f"cab_hf::{name}", function, **known)
-
-    forward_op = op(name, forward, given, "Tensor, Tensor")
-    backward_op = op(
-        *(f"{name}_backward", backward),
-        *(f"Tensor grad, Tensor? grad_lse, {given}", "Tensor, Tensor, Tensor"),
+    forward_op = _custom_op(name, forward, f"({parameters}) -> (Tensor, Tensor)")
+    backward_op = _custom_op(
+        f"{name}_backward",
+        backward,
+        f"(Tensor grad, Tensor? grad_lse, {parameters}) -> (Tensor, Tensor, Tensor)",
     )
     forward_op.register_fake(forward_shapes)
     forward_op.register_autograd(differentiate, setup_context=save)
-    backward_op.register_fake(lambda *x: tuple(each.new_empty(each.shape) for each in x[2:5]))
+    backward_op.register_fake(backward_shapes)
     return forward_op
 
 
+def _custom_op(name: str, function: Callable[..., Any], signature: str) -> CustomOpDef:
+    """Register ``function`` as the op ``cab_hf::name`` with the schema ``signature``."""
+    return torch.library.custom_op(
+        f"cab_hf::{name}",
+        function,
+        mutates_args=(),
+        schema=signature,
+        # the search for NaN and infinities synchronises with the device
+        tags=(torch.Tag.cudagraph_unsafe,),
+    )
+
+
 def gradients(
+    *,
     grad: Tensor,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -115,23 +204,32 @@ def gradients(
     Args:
         grad: [B, H, N_q, D_v], gradient of the output.
         grad_lse: [B, H, N_q], gradient of the log-sum-exp; None for zeros.
+        q: [B, H, N_q, D].
+        k: [B, H_kv, N_k, D].
+        v: [B, H_kv, N_k, D_v].
+        scale: Factor of the products q · k.
+        softcap: Soft cap of the scaled logits; None for no cap.
+        masks: The masks of all queries, in chunks.
     """
-    wide, groups = torch.promote_types(q.dtype, torch.float32), (k.shape[1], -1)
-    dq, dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (q, k, v))
-    for rows, keys, seen, raised, sound in masks:
-        # [B, H_kv, g, rows, D] and [B, H_kv, 1, keys, D]
-        query, out_grad = (x[:, :, rows].to(wide).unflatten(1, groups) for x in (q, grad))
-        key, value = (x[:, :, keys].to(wide).unsqueeze(2) for x in (k, v))
-        heads = query.shape[0], q.shape[1], -1, -1
-        unseen = ~seen.expand(heads).unflatten(1, groups)
-        if not sound:
+    dtype, groups = torch.promote_types(q.dtype, torch.float32), (k.shape[1], -1)
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
+    for chunk in masks:
+        rows, keys = chunk.rows, chunk.keys
+        # query, out_grad: [B, H_kv, g, rows, D]; key, value: [B, H_kv, 1, keys, D]
+        query, out_grad = (x[:, :, rows].to(dtype).unflatten(1, groups) for x in (q, grad))
+        key, value = (x[:, :, keys].to(dtype).unsqueeze(2) for x in (k, v))
+        mask_shape = query.shape[0], q.shape[1], -1, -1
+        unseen = ~chunk.seen.expand(mask_shape).unflatten(1, groups)
+        if not chunk.is_finite:
             # as in the forward pass: a weight of 0 does not remove a NaN
-            nowhere = unseen.all(dim=-2).unsqueeze(-1)
-            key, value = (torch.where(nowhere, 0.0, x) for x in (key, value))
+            is_unused = unseen.all(dim=-2).unsqueeze(-1)
+            key, value = (torch.where(is_unused, 0.0, x) for x in (key, value))
+
+        # logits, p, dp, ds: [B, H_kv, g, rows, keys]
         logits = capped(query @ key.transpose(-1, -2) * scale, softcap)
         slope = None if softcap is None else 1 - (logits / softcap).square()
-        if raised is not None:
-            logits = logits + raised.expand(heads).unflatten(1, groups)
+        if chunk.logit_bias is not None:
+            logits = logits + chunk.logit_bias.expand(mask_shape).unflatten(1, groups)
         p = logits.masked_fill(unseen, -torch.inf).softmax(-1).masked_fill(unseen, 0.0)
         dp = out_grad @ value.transpose(-1, -2)
         delta = (p * dp).sum(-1, keepdim=True)
@@ -145,28 +243,24 @@ def gradients(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _plan_of(values: tuple) -> BlockPlan:
-    """Build the plan from the values that `attention` passes."""
-    lists, (sampled, indices, sample_period, dense_rows) = values[:4], values[4:8]
-    return BlockPlan(
-        BlockIndices(*lists[:2]),
-        BlockIndices(*lists[2:]),
-        KeyRanges(*values[8:11]),
-        *values[11:13],
-        dense_rows,
-        None if sampled is None else BlockIndices(sampled, indices),
-        sample_period,
-    )
-
-
 def _attend(q, k, v, scale, softcap, *values):
-    plan, return_lse = _plan_of(values), values[-1]
-    result = reference.attention(q, k, v, plan, scale, return_lse, softcap)
-    return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
+    """Compute `reference.attention` as the body of the op; an empty log-sum-exp if not returned."""
+    arguments = PlanArguments._make(values)
+    result = reference.attention(
+        q,
+        k,
+        v,
+        arguments.plan(),
+        scale=scale,
+        return_lse=arguments.return_lse,
+        softcap=softcap,
+    )
+    return result if arguments.return_lse else (result, q.new_empty(0, dtype=torch.float32))
 
 
 def _masks(q, k, v, *values):
-    return reference.masks(q, k, v, _plan_of(values))
+    """Return the masks of the op's plan, for the backward pass."""
+    return reference.masks(q, k, v, PlanArguments._make(values).plan())
 
 
 _attention_op = register("reference_attention", PLAN, _attend, _masks)

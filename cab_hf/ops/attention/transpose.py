@@ -1,7 +1,8 @@
-"""Transposed lists for the backward pass: for every key block, the rows that attend to it.
+"""Transposed lists for the backward pass: the rows that attend to each key block.
 
-The definition is `BlockIndices.transpose`. The intermediate form has one bit per (row, key block),
-which avoids integers of size rows * key blocks.
+The definition is `BlockIndices.transpose`. The intermediate form is a bitmap with one bit per
+(row, key block), which is smaller than integers per pair. Below, P is the number of heads of the
+plan, M the number of rows (query blocks) and C the number of columns (key blocks).
 """
 
 from __future__ import annotations
@@ -15,22 +16,25 @@ from torch import Tensor
 
 from cab_hf.plan import BlockIndices
 
+# bits per word of the bitmap
 WORD = 32
+# entries of a list, or rows of the bitmap, that a program reads at a time
 CHUNK = 256
-# bytes up to which transposed lists get their largest possible width; computing the width
-# synchronises with the device
+# bytes up to which transposed lists have the largest possible width; finding the smallest width is
+# a device sync
 WIDE_LISTS = 64 << 20
 
 
 class ColumnLists(NamedTuple):
-    """Rows that list each key block, ascending, packed one after the other.
+    """Rows that list each key block, packed without gaps. An argument of kernels.
 
     Attributes:
         counts: int32 [B, P, C], the number of rows that list each key block.
-        starts: int64 [B, P, C], the start of each key block's rows in ``rows``.
-        rows: int32, as long as the allocated lists; entries after the last one are undefined.
-        slots: int32, same shape: the place of the key block in the list of that row. It is ``rows``
-            again if not requested, because Triton 3.6 loses a None in a tuple inside a tuple.
+        starts: int64 [B, P, C], the index of each key block's first row in ``rows``.
+        rows: int32, flat, the rows of all key blocks, ascending per key block. Its length is that
+            of the allocated lists, and entries after the last one are undefined.
+        slots: int32, same shape as ``rows``: the index of the key block in the list of that row. It
+            is ``rows`` if not requested, because Triton 3.6 loses a None in a tuple inside a tuple.
     """
 
     counts: Tensor
@@ -39,43 +43,52 @@ class ColumnLists(NamedTuple):
     slots: Tensor
 
 
-def pack_columns(lists: BlockIndices, columns: int, placed: bool = False) -> ColumnLists:
-    """Return the transpose of ``lists`` over ``columns`` key blocks, without synchronisation.
+def pack_columns(lists: BlockIndices, columns: int, with_slots: bool = False) -> ColumnLists:
+    """Return the transpose of ``lists`` without a device sync.
 
     Args:
-        placed: True to write ``slots``.
+        lists: Lists of key blocks per row: `BlockIndices`, or `Lists` of `tiles`.
+        columns: C, the number of key blocks.
+        with_slots: True to compute `ColumnLists.slots`.
     """
-    bits, counts = _bits_by_column(lists, columns)
+    bits, counts = _bitmap(lists, columns)
     starts = counts.flatten().cumsum(0, dtype=torch.int64) - counts.flatten()
     starts = starts.view_as(counts)
     rows = lists.indices.new_empty(max(1, lists.indices.numel()))
-    slots = torch.empty_like(rows) if placed else None
-    _fill(bits, starts, rows, lists, slots)
-    return ColumnLists(counts, starts, rows, slots if placed else rows)
+    slots = torch.empty_like(rows) if with_slots else None
+    _write_rows(bits, starts=starts, rows=rows, lists=lists, slots=slots)
+    return ColumnLists(
+        counts=counts, starts=starts, rows=rows, slots=rows if slots is None else slots
+    )
 
 
 def transpose(lists: BlockIndices, columns: int) -> BlockIndices:
     """Compute `BlockIndices.transpose` on the GPU.
 
-    For large lists, the function synchronises to find the width, except during capture.
+    Results that would need more than `WIDE_LISTS` bytes get the smallest possible width, which is a
+    device sync. While a CUDA graph is captured, lists always have the largest possible width.
+
+    Args:
+        lists: Lists of key blocks per row.
+        columns: C, the number of key blocks.
     """
     batch, heads, rows = lists.counts.shape
-    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    wide = captured or 4 * batch * heads * columns * rows <= WIDE_LISTS
-    bits, counts = _bits_by_column(lists, columns)
-    width = rows if wide else max(1, int(counts.max()))
+    is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    is_wide = is_captured or 4 * batch * heads * columns * rows <= WIDE_LISTS
+    bits, counts = _bitmap(lists, columns)
+    width = rows if is_wide else max(1, int(counts.max()))
     starts = torch.arange(counts.numel(), device=counts.device, dtype=torch.int64) * width
-    indices = lists.indices.new_zeros(*counts.shape, width)
-    _fill(bits, starts.view_as(counts), indices, lists)
+    indices = lists.indices.new_zeros((*counts.shape, width))
+    _write_rows(bits, starts=starts.view_as(counts), rows=indices, lists=lists, slots=None)
     return BlockIndices(counts, indices)
 
 
-def _bits_by_column(lists: BlockIndices, columns: int) -> tuple[Tensor, Tensor]:
-    """Return one bit per row and key block, and the number of rows that list each key block.
+def _bitmap(lists: BlockIndices, columns: int) -> tuple[Tensor, Tensor]:
+    """Return the bitmap of ``lists``, and the number of rows that list each key block.
 
     Returns:
-        int32 [B, P, C, words], where bit r % 32 of word r // 32 is set if row r lists the block;
-        and int32 [B, P, C].
+        bits: int32 [B, P, C, words]. Bit r % 32 of word r // 32 is set if row r lists the block.
+        counts: int32 [B, P, C].
     """
     batch, heads, rows = lists.counts.shape
     words = triton.cdiv(rows, WORD)
@@ -83,37 +96,52 @@ def _bits_by_column(lists: BlockIndices, columns: int) -> tuple[Tensor, Tensor]:
     counts = lists.counts.new_empty(batch, heads, columns)
     if lists.width:
         _mark_kernel[(rows, batch * heads)](
-            lists.counts,
-            lists.indices,
-            bits,
-            rows,
-            lists.width,
-            columns,
-            words,
+            counts=lists.counts,
+            indices=lists.indices,
+            bits=bits,
+            rows=rows,
+            width=lists.width,
+            columns=columns,
+            words=words,
             CHUNK=CHUNK,
             num_warps=1,
         )
     _count_kernel[(columns, batch * heads)](
-        bits, counts, columns, words, WORDS=triton.next_power_of_2(words), num_warps=1
+        bits=bits,
+        counts=counts,
+        columns=columns,
+        words=words,
+        WORDS=triton.next_power_of_2(words),
+        num_warps=1,
     )
     return bits, counts
 
 
-def _fill(
-    bits: Tensor, starts: Tensor, rows: Tensor, lists: BlockIndices, slots: Tensor | None = None
+def _write_rows(
+    bits: Tensor, *, starts: Tensor, rows: Tensor, lists: BlockIndices, slots: Tensor | None
 ) -> None:
+    """Write the rows of every key block, ascending, to ``rows``.
+
+    Args:
+        bits: int32 [B, P, C, words], the bitmap of ``lists``.
+        starts: int64 [B, P, C], index of each key block's first row in the flat ``rows``.
+        rows: int32, receives the rows.
+        lists: Lists of key blocks per row.
+        slots: int32, shape of ``rows``, receives the index of the key block in the list of each
+            row; None if not needed.
+    """
     batch, heads, columns, words = bits.shape
     _unpack_kernel[(columns, batch * heads)](
-        bits,
-        starts,
-        rows,
-        slots,
-        lists.counts,
-        lists.indices,
-        columns,
-        words,
-        lists.counts.shape[2],
-        lists.width,
+        bits=bits,
+        starts=starts,
+        rows=rows,
+        slots=slots,
+        list_counts=lists.counts,
+        list_indices=lists.indices,
+        columns=columns,
+        words=words,
+        num_rows=lists.counts.shape[2],
+        width=lists.width,
         CHUNK=CHUNK,
         num_warps=1,
     )
@@ -121,11 +149,12 @@ def _fill(
 
 @triton.jit
 def _mark_kernel(counts, indices, bits, rows, width, columns, words, CHUNK: tl.constexpr):
+    """Set the bits of the key blocks that one row lists."""
     row = tl.program_id(0)
     plane = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + plane * rows + row)
     indices += (plane * rows + row) * width
-    # a word is only its bits: the highest bit is the sign
+    # bit 31 makes a word negative; all words are read as bits, never as numbers
     bit = 1 << (row % 32)
     bits += plane * columns * words + row // 32
     for start in range(0, count, CHUNK):
@@ -137,14 +166,15 @@ def _mark_kernel(counts, indices, bits, rows, width, columns, words, CHUNK: tl.c
 
 @triton.jit
 def _count_kernel(bits, counts, columns, words, WORDS: tl.constexpr):
+    """Count the set bits of one key block."""
     column = tl.program_id(0)
     plane = tl.program_id(1).to(tl.int64)
-    word = tl.arange(0, WORDS)
+    word_index = tl.arange(0, WORDS)
     bits += (plane * columns + column) * words
-    x = tl.load(bits + word, mask=word < words, other=0)
+    word = tl.load(bits + word_index, mask=word_index < words, other=0)
     total = tl.zeros((WORDS,), tl.int32)
-    for place in tl.static_range(32):
-        total += (x >> place) & 1
+    for bit in tl.static_range(32):
+        total += (word >> bit) & 1
     tl.store(counts + plane * columns + column, tl.sum(total, 0))
 
 
@@ -158,32 +188,53 @@ def _unpack_kernel(
     list_indices,
     columns,
     words,
-    row_count,
+    num_rows,
     width,
     CHUNK: tl.constexpr,
 ):
+    """Write the rows of one key block, and the block's index in the list of each row to ``slots``.
+
+    Nothing is written to ``slots`` if it is None.
+    """
     column = tl.program_id(0)
     plane = tl.program_id(1).to(tl.int64)
     bits += (plane * columns + column) * words
     start = tl.load(starts + plane * columns + column)
-    list_counts += plane * row_count
-    list_indices += plane * row_count * width
-    written = 0
+    list_counts += plane * num_rows
+    list_indices += plane * num_rows * width
+    num_written = 0
     for begin in range(0, words * 32, CHUNK):
+        # [CHUNK]
         row = begin + tl.arange(0, CHUNK)
         word = tl.load(bits + row // 32, mask=row < words * 32, other=0)
         listed = (word >> (row % 32)) & 1
-        place = start + written + tl.cumsum(listed, 0) - 1
-        tl.store(rows + place, row, mask=listed != 0)
+        target = start + num_written + tl.cumsum(listed, 0) - 1
+        tl.store(rows + target, row, mask=listed != 0)
         if slots is not None:
-            slot = _find(column, list_counts, list_indices, row, width, listed != 0, CHUNK)
-            tl.store(slots + place, slot, mask=listed != 0)
-        written += tl.sum(listed, 0)
+            slot = _slot_of(
+                column,
+                list_counts,
+                list_indices,
+                row=row,
+                width=width,
+                listed=listed != 0,
+                CHUNK=CHUNK,
+            )
+            tl.store(slots + target, slot, mask=listed != 0)
+        num_written += tl.sum(listed, 0)
 
 
 @triton.jit
-def _find(column, counts, indices, row, width, listed, CHUNK: tl.constexpr):
-    """Return the index of ``column`` in the ascending list of every ``row`` that lists it."""
+def _slot_of(column, counts, indices, row, width, listed, CHUNK: tl.constexpr):
+    """Return the index of ``column`` in the list of every row, found by binary search.
+
+    Args:
+        column: A key block.
+        counts, indices: Pointers to the lists of one head; lists are ascending.
+        row: [CHUNK], the rows to search.
+        width: Allocated indices per row.
+        listed: bool [CHUNK], False for rows that do not list the column, whose result is undefined.
+    """
     low = tl.zeros((CHUNK,), tl.int32)
     high = tl.load(counts + row, mask=listed, other=1) - 1
     indices += row.to(tl.int64) * width
