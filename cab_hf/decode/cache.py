@@ -108,7 +108,7 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
         else:
             num_unused = 0 if torch.is_grad_enabled() else (stop // ROOM + 1) * ROOM - stop
             old = (self.keys, self.values, *self.index) if start else len(new) * (None,)
-            with decode.as_they_are(keys):
+            with decode.without_autocast(keys):
                 self._buffers = tuple(
                     _grown(before, after, num_unused)
                     for before, after in zip(old, new, strict=True)

@@ -93,7 +93,7 @@ def _choice_of_anchor(
     if mapped == tuple(range(heads[1])):
         mapped = None
     # the layers of a model may be on different devices
-    return shared.choice.elsewhere(device, mapped)
+    return shared.choice.for_layer(device, mapped)
 
 
 def why_dense(

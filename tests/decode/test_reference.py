@@ -8,7 +8,13 @@ from tiny import qkv
 from torch.nn import functional as F
 
 from cab_hf.ops.decode import attend, choose, index_keys, reference
-from cab_hf.ops.decode.reference import LOCAL, SINKS, STEPS_AN_OCTAVE, UNREAD_SHARE, picked
+from cab_hf.ops.decode.reference import (
+    LEVELS_PER_OCTAVE,
+    LOCAL_TOKENS,
+    SINK_TOKENS,
+    UNREAD_WEIGHT,
+    scored_channels,
+)
 
 SCALE = 0.25
 
@@ -20,7 +26,7 @@ def choice_of(q, k, length, wanted, **kwargs):
 
 
 def chosen(*args, **kwargs):
-    return choice_of(*args, **kwargs).kept()
+    return choice_of(*args, **kwargs).to_mask()
 
 
 def in_bits(x, largest):
@@ -44,13 +50,13 @@ def test_step_reads_keys_with_largest_attention_share(heads, kv_heads, wanted):
     q, k, _ = qkv(2, heads, kv_heads, q_length=1, kv_length=500)
     kept = chosen(q, k, 450, wanted)
     assert not kept[..., 450:].any()
-    assert kept[..., :SINKS].all() and kept[..., 450 - LOCAL : 450].all()
+    assert kept[..., :SINK_TOKENS].all() and kept[..., 450 - LOCAL_TOKENS : 450].all()
     share = shares(q, k, 450)
-    middle = slice(SINKS, 450 - LOCAL)
+    middle = slice(SINK_TOKENS, 450 - LOCAL_TOKENS)
     least = share[..., middle].masked_fill(~kept[..., middle], 2).amin(-1)
     most = share[..., middle].masked_fill(kept[..., middle], 0).amax(-1)
     # equal within a step
-    assert (least * 2 ** (1.5 / STEPS_AN_OCTAVE) >= most).all()
+    assert (least * 2 ** (1.5 / LEVELS_PER_OCTAVE) >= most).all()
     count = kept.sum(-1)
     assert (count <= wanted).all() and (count > wanted - 20).all()
 
@@ -60,7 +66,7 @@ def test_index_rounds_keys_within_half_a_unit(channels):
     _, k, _ = qkv(2, q_length=1, kv_length=50)
     k[0, 0, 0] = 0
     index = index_keys(k, channels)
-    x = picked(k, channels)
+    x = scored_channels(k, channels)
     assert index.codes.shape == (*k.shape[:3], x.shape[-1] // 2)
     held = (
         torch.cat((index.codes & 15, index.codes >> 4), -1).float() - 8
@@ -74,8 +80,8 @@ def test_index_rounds_keys_within_half_a_unit(channels):
 @pytest.mark.parametrize("channels", [(), (0, 3, 5, 6, 9, 15)])
 def test_sparse_step_equals_attention_masked_to_selected_keys(channels):
     q, k, v = qkv(2, q_length=1, kv_length=500)
-    choice = choice_of(q, k, 450, 150, channels=channels).elsewhere(q.device)
-    mask = choice.kept().repeat_interleave(3, dim=1).unsqueeze(2)
+    choice = choice_of(q, k, 450, 150, channels=channels).for_layer(q.device)
+    mask = choice.to_mask().repeat_interleave(3, dim=1).unsqueeze(2)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
     actual = attend(q, k, v, choice, SCALE, torch.tensor([450]))
     torch.testing.assert_close(actual, expected)
@@ -85,11 +91,11 @@ def test_unread_keys_contribute_as_one_key_with_mean_value():
     q, k, v = qkv(2, 6, 2, q_length=1, kv_length=500)
     length = torch.tensor([450])
     choice = choice_of(q, k, 450, 150)
-    unread, gone = choice.unread, ~choice.kept()[:, :, :450]
+    unread, gone = choice.unread, ~choice.to_mask()[:, :, :450]
     q4, k4 = in_bits(q, 127), in_bits(k, 7)[:, :, :450].repeat_interleave(3, dim=1)
     weights = (q4 @ k4.mT * SCALE).exp().squeeze(2) * gone.repeat_interleave(3, dim=1)
     # logits are rounded to steps
-    expected = weights.sum(-1) * UNREAD_SHARE
+    expected = weights.sum(-1) * UNREAD_WEIGHT
     torch.testing.assert_close(unread.exp2(), expected, rtol=2e-2, atol=0)
     mean = v[:, :, torch.arange(256) * 450 // 256].mean(2, keepdim=True)
     key = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2)
@@ -103,7 +109,7 @@ def test_unread_keys_contribute_as_one_key_with_mean_value():
     # and is nearer to dense attention than without it
     seen = k[:, :, :450], v[:, :, :450]
     dense = F.scaled_dot_product_attention(q, *seen, scale=SCALE, enable_gqa=True)
-    without = attend(q, k, v, choice.elsewhere(q.device), SCALE, length)
+    without = attend(q, k, v, choice.for_layer(q.device), SCALE, length)
     assert (actual - dense).norm() < 0.8 * (without - dense).norm()
 
 
@@ -119,7 +125,7 @@ def test_padding_is_not_selected_and_sinks_follow_it():
     valid = torch.ones(1, 500, dtype=torch.bool)
     valid[:, :100] = False
     kept = chosen(q, k, 500, 128, valid=valid)
-    assert not kept[..., :100].any() and kept[..., 100 : 100 + SINKS].all()
+    assert not kept[..., :100].any() and kept[..., 100 : 100 + SINK_TOKENS].all()
     alone = chosen(q, k[:, :, 100:], 400, 128)
     assert torch.equal(kept[..., 100:], alone)
 
@@ -135,7 +141,7 @@ def test_keys_with_equal_shares_are_selected_together():
 def test_sequence_within_budget_is_read_completely(wanted):
     q, k, v = qkv(q_length=1, kv_length=500)
     choice = choice_of(q, k, 300, wanted)
-    kept = choice.kept()
+    kept = choice.to_mask()
     assert kept[..., :300].all() and not kept[..., 300:].any()
     seen = k[:, :, :300], v[:, :, :300]
     expected = F.scaled_dot_product_attention(q, *seen, scale=SCALE, enable_gqa=True)
@@ -146,7 +152,7 @@ def test_sequence_within_budget_is_read_completely(wanted):
 @pytest.mark.parametrize("kv_heads", [6, 2])
 def test_long_cache_threshold_comes_from_a_sample(kv_heads):
     q, k, _ = qkv(1, 6, kv_heads, q_length=1, kv_length=40_000)
-    assert reference.spread_of(40_000) == 8 and reference.spread_of(8192) == 1
+    assert reference.sample_stride(40_000) == 8 and reference.sample_stride(8192) == 1
     kept = chosen(3 * q, k, 39_000, 4000)
     assert not kept[..., 39_000:].any()
     count = kept.sum(-1)
@@ -154,11 +160,11 @@ def test_long_cache_threshold_comes_from_a_sample(kv_heads):
     share = shares(3 * q, k, 39_000)
     best = share.topk(4000, dim=-1).values.sum(-1)
     ends = torch.zeros_like(kept)
-    ends[..., :SINKS] = ends[..., 39_000 - LOCAL : 39_000] = True
+    ends[..., :SINK_TOKENS] = ends[..., 39_000 - LOCAL_TOKENS : 39_000] = True
     assert (((kept & ~ends)[..., :39_000] * share).sum(-1) > 0.95 * best).all()
     if kv_heads == 6:
         # heads choose for themselves: no key that is read has a smaller share than one that is not
-        middle = slice(SINKS, 39_000 - LOCAL)
+        middle = slice(SINK_TOKENS, 39_000 - LOCAL_TOKENS)
         least = share[..., middle].masked_fill(~kept[..., middle], 2).amin(-1)
         most = share[..., middle].masked_fill(kept[..., middle], 0).amax(-1)
-        assert (least * 2 ** (1.5 / STEPS_AN_OCTAVE) >= most).all()
+        assert (least * 2 ** (1.5 / LEVELS_PER_OCTAVE) >= most).all()

@@ -57,7 +57,7 @@ def test_cascade_layer_reads_keys_selected_by_its_anchor(head_map, mapped):
     text = MaskInfo(1, 1, LENGTH, LENGTH - 1)
     q, k, v = qkv(q_length=1, kv_length=LENGTH)
     step(text, config, 0, q, k, v)
-    choice = text.state.shared[SHARED_CHOICE].choice.elsewhere(q.device, tuple(mapped))
+    choice = text.state.shared[SHARED_CHOICE].choice.for_layer(q.device, tuple(mapped))
     q, k, v = qkv(q_length=1, kv_length=LENGTH, seed=1)
     actual = step(text, config, 1, q, k, v)
     torch.testing.assert_close(actual, decode.attend(q, k, v, choice, 0.25, torch.tensor([LENGTH])))

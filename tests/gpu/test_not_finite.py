@@ -101,14 +101,14 @@ def test_decode_step_reads_nan_key(gpu, channel, dtype, value):
     case = (8, 2, 16384, 16000, 128, 128, 256, {})
     q, k, v, told = step_of(case, dtype, gpu)
     assert (channel in told[3]) == (channel == 40)
-    meant = kernels.choose(q, kernels.index_keys(k, told[3]), *told).kept()
+    meant = kernels.choose(q, kernels.index_keys(k, told[3]), *told).to_mask()
     slot = int((~meant[1, 0, :16000]).nonzero()[0])
     k[1, 0, slot, channel] = value
     index = kernels.index_keys(k, told[3])
     for actual, expected in zip(index, reference.index_keys(k, told[3]), strict=True):
         assert torch.equal(actual, expected)
     choice = kernels.choose(q, index, *told)
-    kept = choice.kept()
+    kept = choice.to_mask()
     assert kept[1, 0, slot] and kept[1, 0].sum() <= meant[1, 0].sum() + 64
     assert torch.equal(kept[0], meant[0]) and torch.equal(kept[1, 1], meant[1, 1])
     out = kernels.attend(q, k, v, choice, *told[:2])
