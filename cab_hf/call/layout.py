@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from cab_hf.call.packing import Length, begins, document_lengths, whole_documents
 from cab_hf.ops.attention.complete import with_sinks
-from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges, named_rows
+from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges, row_indices
 from cab_hf.predictors import LayerContext, Predictor
 
 
@@ -268,7 +268,7 @@ def _short_rows(
     """Return the query blocks of `BlockLayout.rows_below_min_length`, int64 [B, room]."""
     short = ((of_queries < queries) | (of_tokens < tokens)) & (ranges.end >= 0)
     short = F.pad(short, (0, -short.shape[1] % query_block))
-    return named_rows(short.unflatten(1, (-1, query_block)).any(-1), room)
+    return row_indices(short.unflatten(1, (-1, query_block)).any(-1), room)
 
 
 class _Places(NamedTuple):
