@@ -138,7 +138,7 @@ def test_index_added_later_equals_index_from_start(kind, length):
 
 @torch.no_grad()
 def test_step_writes_one_token_in_place(monkeypatch):
-    monkeypatch.setattr(cache, "ROOM", 8)
+    monkeypatch.setattr(cache, "SPARE_TOKENS", 8)
     layer, places = filled(length=15, channels=CHANNELS), []
     for seed in range(12):
         layer.update(*key_value(1, seed))

@@ -388,7 +388,7 @@ def test_nan_row_does_not_change_other_rows(kind, value, steps):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_dynamic_cache_equals_static_cache(dtype, steps, monkeypatch):
     # the dynamic cache also grows in decode steps
-    monkeypatch.setattr(cache_layers, "ROOM", 2)
+    monkeypatch.setattr(cache_layers, "SPARE_TOKENS", 2)
     model, ids = tiny_model(), tokens(2, 300)
     cab_hf.apply_cab(model, DENSELY, **FEW)
     options = {"output_logits": True, "return_dict_in_generate": True, "disable_compile": True}
