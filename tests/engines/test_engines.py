@@ -67,7 +67,7 @@ def test_reference_equals_loop_over_queries(shape, blocks, heads):
     q, k, v = qkv(**shape)
     plan = random_plan(q, k, blocks, heads=heads)
     require_valid(plan)
-    actual = engines.REFERENCE.attention(q, k, v, plan, 0.3, return_lse=True)
+    actual = engines.REFERENCE.attention(q, k, v, plan, scale=0.3, return_lse=True)
     expected = by_definition(q, k, v, plan, 0.3)
     for part, exact in zip(actual, expected, strict=True):
         torch.testing.assert_close(part.double(), exact, atol=1e-5, rtol=1e-4)
@@ -77,7 +77,7 @@ def test_plan_heads_that_do_not_divide_query_heads_raise():
     q, k, v = qkv(q_length=63)
     plan = random_plan(q, k, (32, 16), heads=4)
     with pytest.raises(ValueError, match="divides the 6 heads of q, got 4"):
-        reference.attention(q, k, v, plan, 0.3)
+        reference.attention(q, k, v, plan, scale=0.3)
 
 
 def test_queries_without_keys_have_zero_output_and_empty_log_sum_exp():
@@ -89,7 +89,7 @@ def test_queries_without_keys_have_zero_output_and_empty_log_sum_exp():
     keep = plan.to_dense()
     keep[:, 1, 2] = False
     plan = BlockPlan.from_dense(keep, ranges, query_block=32, key_block=32)
-    out, lse = reference.attention(q, k, v, plan, 0.3, return_lse=True)
+    out, lse = reference.attention(q, k, v, plan, scale=0.3, return_lse=True)
     is_empty = torch.zeros(q.shape[:3], dtype=torch.bool)
     is_empty[:, :, :5] = True
     is_empty[:, 1, 64:] = True
@@ -136,7 +136,7 @@ def test_traced_op_passes_opcheck():
     op = traced._attention_op
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(traced, "_attention_op", lambda *known: calls.append(known) or op(*known))
-        traced.attention(q, k, v, plan, 0.3, return_lse=True)
+        traced.attention(q, k, v, plan, scale=0.3, return_lse=True)
     torch.library.opcheck(op, calls[0])
 
 
@@ -150,8 +150,8 @@ def test_flex_computes_what_the_reference_defines(shape, blocks, heads):
         pytest.skip("heads of a plan divide those of q")
     plan = random_plan(q, k, blocks, heads=heads)
     with torch.no_grad():
-        actual = flex.attention(q, k, v, plan, 0.3)
-    assert_within_budget(actual, lambda *x: reference.attention(*x, plan, 0.3), q, k, v)
+        actual = flex.attention(q, k, v, plan, scale=0.3)
+    assert_within_budget(actual, lambda *x: reference.attention(*x, plan=plan, scale=0.3), q, k, v)
 
 
 @pytest.mark.parametrize("name", ["gather", "reference", "flex"])
@@ -166,7 +166,7 @@ def test_soft_capped_logits_by_hand(name):
 
     engine = {"gather": engines.GATHER, "reference": engines.REFERENCE, "flex": engines.FLEX}[name]
     with torch.no_grad():
-        out = engine.attention(q, k, v, plan, 0.3, softcap=2.0)
+        out = engine.attention(q, k, v, plan, scale=0.3, softcap=2.0)
     assert_within_budget(out, by_hand, q, k, v)
 
 
@@ -181,9 +181,9 @@ def test_flex_with_padding_and_documents():
     plan = random_plan(q, k, (64, 32), ranges=layout.ranges)
     require_valid(plan)
     with torch.no_grad():
-        actual = flex.attention(q, k, v, plan, 0.3)
+        actual = flex.attention(q, k, v, plan, scale=0.3)
     has_keys = (layout.ranges.end >= 0)[:, None, :, None]
-    expected = reference.attention(q, k, v, plan, 0.3)
+    expected = reference.attention(q, k, v, plan, scale=0.3)
     torch.testing.assert_close(actual.where(has_keys, 0), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -194,10 +194,10 @@ def test_uncompiled_flex_attention_ignores_block_lists():
     plain = block_mask(plan, torch.device("meta"))
     with torch.no_grad():
         dense = flex_attention(q, k, v, block_mask=plain, scale=0.3, enable_gqa=True)
-        sparse = flex.attention(q, k, v, plan, 0.3)
+        sparse = flex.attention(q, k, v, plan, scale=0.3)
     complete = BlockPlan.causal(plan.ranges, q.shape[1], 64, 32)
     torch.testing.assert_close(
-        dense, reference.attention(q, k, v, complete, 0.3), atol=1e-5, rtol=1e-4
+        dense, reference.attention(q, k, v, complete, scale=0.3), atol=1e-5, rtol=1e-4
     )
     assert not torch.allclose(dense, sparse, atol=1e-2)
 
@@ -209,7 +209,7 @@ def test_flex_raises_at_recompile_limit(monkeypatch):
     with torch.no_grad(), pytest.raises(Exception, match="(?i)recompile"):
         for length in (64, 96, 160):
             q, k, v = qkv(q_length=length)
-            flex.attention(q, k, v, random_plan(q, k, (32, 32)), 0.3)
+            flex.attention(q, k, v, random_plan(q, k, (32, 32)), scale=0.3)
     torch._dynamo.reset()
 
 
@@ -455,7 +455,14 @@ def test_flex_without_compiler_is_unavailable_on_cpu(monkeypatch):
 
 
 def test_unknown_engine_raises():
-    work = engines.Workload("cpu", 64, torch.float32, False, 128, 64)
+    work = engines.Workload(
+        device="cpu",
+        head_dim=64,
+        dtype=torch.float32,
+        training=False,
+        query_block=128,
+        key_block=64,
+    )
     with pytest.raises(ValueError, match="'reference', 'gather', 'flex', 'triton', got 'fastest'"):
         engines.choose("fastest", work)
 
@@ -469,8 +476,8 @@ def test_flex_with_soft_cap_compiles_for_dynamic_lengths(monkeypatch):
         plan = random_plan(q, k, (32, 16))
         has_keys = (plan.ranges.end >= 0)[:, None, :, None]
         with torch.no_grad():
-            out = flex.attention(q, k, v, plan, 0.3, softcap=3.0)
-        expected = reference.attention(q, k, v, plan, 0.3, softcap=3.0)
+            out = flex.attention(q, k, v, plan, scale=0.3, softcap=3.0)
+        expected = reference.attention(q, k, v, plan, scale=0.3, softcap=3.0)
         torch.testing.assert_close(
             out.where(has_keys, 0), expected.where(has_keys, 0), atol=1e-5, rtol=1e-4
         )

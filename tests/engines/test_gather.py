@@ -30,20 +30,20 @@ CASES = [
 def test_output_and_log_sum_exp_equal_reference(monkeypatch, shape, blocks, at_a_time):
     monkeypatch.setattr(gather, "LOGITS_AT_A_TIME", at_a_time)
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
-    expected = reference.attention(q, k, v, plan, 0.2, return_lse=True)
-    actual = engines.GATHER.attention(q, k, v, plan, 0.2, return_lse=True)
+    expected = reference.attention(q, k, v, plan, scale=0.2, return_lse=True)
+    actual = engines.GATHER.attention(q, k, v, plan, scale=0.2, return_lse=True)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-    assert torch.equal(engines.GATHER.attention(q, k, v, plan, 0.2), actual[0])
+    assert torch.equal(engines.GATHER.attention(q, k, v, plan, scale=0.2), actual[0])
 
 
 def test_bfloat16_products_accumulate_in_float32():
     q, k, v, _, plan = case("cpu", torch.bfloat16, BLOCKS, **FOUR, q_length=205)
-    exact = reference.attention(*(x.double() for x in (q, k, v)), plan, 0.2)
-    actual = gather.attention(q, k, v, plan, 0.2)
+    exact = reference.attention(*(x.double() for x in (q, k, v)), plan=plan, scale=0.2)
+    actual = gather.attention(q, k, v, plan, scale=0.2)
     assert actual.dtype == torch.bfloat16
     error = (actual.double() - exact).abs().max()
-    assert error <= 2 * (reference.attention(q, k, v, plan, 0.2).double() - exact).abs().max()
+    assert error <= 2 * (reference.attention(q, k, v, plan, scale=0.2).double() - exact).abs().max()
 
 
 def test_empty_rows_have_zero_output():
@@ -51,8 +51,8 @@ def test_empty_rows_have_zero_output():
     keep = plan.to_dense()
     keep[:, 1, 2] = False
     plan = type(plan).from_dense(keep, plan.ranges, query_block=BLOCKS[0], key_block=BLOCKS[1])
-    expected = reference.attention(q, k, v, plan, 0.2, return_lse=True)
-    actual = gather.attention(q, k, v, plan, 0.2, return_lse=True)
+    expected = reference.attention(q, k, v, plan, scale=0.2, return_lse=True)
+    actual = gather.attention(q, k, v, plan, scale=0.2, return_lse=True)
     assert (actual[0][:, 1, 64:96] == 0).all() and (actual[1][:, 1, 64:96] == -torch.inf).all()
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)

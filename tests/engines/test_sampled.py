@@ -41,7 +41,14 @@ def sampled_case(shape, blocks, sample_period):
 
 def test_sampled_one_in_without_triton_kernel_raises(monkeypatch):
     monkeypatch.setattr(capability, "NAMED", (8, 0))
-    work = engines.Workload("cuda", 256, torch.float32, True, 128, 64)
+    work = engines.Workload(
+        device="cuda",
+        head_dim=256,
+        dtype=torch.float32,
+        training=True,
+        query_block=128,
+        key_block=64,
+    )
     with pytest.raises(
         ValueError, match="sampled_one_in must be 0 .* supports head dims .* not 256"
     ):
@@ -54,12 +61,14 @@ def test_sampled_one_in_without_triton_kernel_raises(monkeypatch):
 def test_kernels_compute_what_the_reference_defines(shape, blocks):
     q, k, v, grad, plan = sampled_case(shape, blocks, sample_period=3)
     assert plan.sampled.counts.sum() > 0
-    assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, 0.2)
+    assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad=grad, plan=plan, scale=0.2)
 
 
 def test_soft_cap_applies_to_listed_and_sampled_blocks():
     q, k, v, grad, plan = sampled_case(FOUR | {"q_length": 150, "dense_rows": "tail"}, (32, 16), 3)
-    assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, 0.2, softcap=3.0)
+    assert_engine_within_budget(
+        engines.TRITON.attention, q, k, v, grad=grad, plan=plan, scale=0.2, softcap=3.0
+    )
 
 
 @pytest.mark.parametrize(("shape", "blocks"), CASES)
@@ -67,8 +76,8 @@ def test_sample_period_1_equals_dense_attention(shape, blocks):
     """Partial blocks are cut by the diagonal or a document border; lists contain them."""
     q, k, v, grad, plan = sampled_case(shape, blocks, sample_period=1)
     dense = BlockPlan.causal(plan.ranges, 1, *blocks)
-    expected = with_gradients(reference.attention, (q, k, v), grad, dense, 0.2)
-    actual = with_gradients(reference.attention, (q, k, v), grad, plan, 0.2)
+    expected = with_gradients(reference.attention, (q, k, v), grad=grad, plan=dense, scale=0.2)
+    actual = with_gradients(reference.attention, (q, k, v), grad=grad, plan=plan, scale=0.2)
     has_keys = (plan.ranges.end >= 0)[:, None, :, None]
     for name, meant in expected.items():
         result = actual[name]
@@ -97,9 +106,9 @@ def test_unlisted_blocks_are_sampled_with_equal_probability():
 def test_sampled_estimate_of_softmax_sum_is_unbiased():
     q, k, v, _, plan = sampled_case(FOUR | {"q_length": 200}, (32, 16), sample_period=4)
     dense = BlockPlan.causal(plan.ranges, 1, 32, 16)
-    expected = reference.attention(q, k, v, dense, 0.2, return_lse=True)[1].exp()
+    expected = reference.attention(q, k, v, dense, scale=0.2, return_lse=True)[1].exp()
     draws = (plan.with_sample(4, seed) for seed in seeds(300))
-    sums = [reference.attention(q, k, v, x, 0.2, return_lse=True)[1].exp() for x in draws]
+    sums = [reference.attention(q, k, v, x, scale=0.2, return_lse=True)[1].exp() for x in draws]
     assert (sum(sums) / len(sums) / expected).mean() == pytest.approx(1.0, abs=0.01)
 
 

@@ -56,7 +56,7 @@ BLOCKS = [
 def test_kernels_match_reference(gpu, shape, blocks, dtype):
     q, k, v, grad, plan = case(gpu, dtype, blocks, **shape)
     scale = q.shape[-1] ** -0.5
-    assert_engine_within_budget(block.attention, q, k, v, grad, plan, scale)
+    assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=scale)
 
 
 @pytest.mark.parametrize("layout", ["causal", "padded", "packed"])
@@ -65,7 +65,9 @@ def test_complete_rows_match_reference(gpu, dim, layout):
     shape = {"q_length": 777, "heads": 4, "kv_heads": 2, "dim": dim, "batch": 2, "layout": layout}
     named = {"dense_rows": "tail"}
     q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape, **named)
-    assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, dim**-0.5)
+    assert_engine_within_budget(
+        engines.TRITON.attention, q, k, v, grad=grad, plan=plan, scale=dim**-0.5
+    )
 
 
 @pytest.mark.parametrize("layout", ["causal", "padded", "packed"])
@@ -78,7 +80,7 @@ def test_sampled_blocks_match_reference(gpu, layout, blocks, name):
     plan = plan.with_sample(3, torch.tensor(5, device=gpu))
     require_valid(plan)
     engine = engines.choose(name, engines.Workload("cuda", 64, q.dtype, True, *blocks))
-    assert_engine_within_budget(engine.attention, q, k, v, grad, plan, 64**-0.5)
+    assert_engine_within_budget(engine.attention, q, k, v, grad=grad, plan=plan, scale=64**-0.5)
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
@@ -86,17 +88,27 @@ def test_sampled_blocks_match_reference(gpu, layout, blocks, name):
 def test_softcap_matches_reference(gpu, name, dim):
     shape = {"q_length": 777, "heads": 4, "kv_heads": 2, "dim": dim, "batch": 2}
     q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape, layout="packed")
-    work = engines.Workload("cuda", dim, q.dtype, True, 128, 64, softcap=True)
+    work = engines.Workload(
+        device="cuda",
+        head_dim=dim,
+        dtype=q.dtype,
+        training=True,
+        query_block=128,
+        key_block=64,
+        softcap=True,
+    )
     attend = engines.choose(name, work).attention
     # this scale makes logits reach the cap
-    assert_engine_within_budget(attend, q, k, v, grad, plan, 4 * dim**-0.5, softcap=3.0)
+    assert_engine_within_budget(
+        attend, q, k, v, grad=grad, plan=plan, scale=4 * dim**-0.5, softcap=3.0
+    )
 
 
 @pytest.mark.parametrize("dim", [64, 320])
 def test_float32_matches_reference(gpu, dim):
     shape = {"q_length": 333, "heads": 4, "kv_heads": 2, "dim": dim}
     q, k, v, grad, plan = case(gpu, torch.float32, (128, 64), **shape)
-    assert_engine_within_budget(block.attention, q, k, v, grad, plan, dim**-0.5)
+    assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=dim**-0.5)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 320])
@@ -104,7 +116,8 @@ def test_gradients_are_deterministic(gpu, dim):
     shape = {"q_length": 1000, "heads": 8, "kv_heads": 2, "dim": dim}
     q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape)
     once, again = (
-        with_gradients(block.attention, (q, k, v), grad, plan, dim**-0.5) for _ in range(2)
+        with_gradients(block.attention, (q, k, v), grad=grad, plan=plan, scale=dim**-0.5)
+        for _ in range(2)
     )
     for name, value in once.items():
         assert torch.equal(value, again[name]), name
@@ -113,13 +126,13 @@ def test_gradients_are_deterministic(gpu, dim):
 @pytest.mark.parametrize("dim", [128, 512])
 def test_attention_runs_in_cuda_graph(gpu, dim):
     q, k, v, _, plan = case(gpu, torch.bfloat16, (128, 64), q_length=1000, dim=dim)
-    block.attention(q, k, v, plan, 0.1)
+    block.attention(q, k, v, plan, scale=0.1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = block.attention(q, k, v, plan, 0.1)
+        captured = block.attention(q, k, v, plan, scale=0.1)
     q.copy_(q.roll(128, dims=2))
     graph.replay()
-    assert torch.equal(captured, block.attention(q, k, v, plan, 0.1))
+    assert torch.equal(captured, block.attention(q, k, v, plan, scale=0.1))
 
 
 def test_attention_compiles_without_graph_break(gpu):
@@ -127,7 +140,7 @@ def test_attention_compiles_without_graph_break(gpu):
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def attend(q, k, v):
-        return block.attention(q, k, v, plan, 0.125)
+        return block.attention(q, k, v, plan, scale=0.125)
 
     actual = torch.compile(attend, fullgraph=True)(*leaves)
     assert torch.equal(actual, attend(*leaves))
@@ -155,7 +168,14 @@ def test_cab_dense_of_large_heads_matches_sdpa(gpu, head_dim):
     ids = tokens(2, 300).to(gpu)
     mask = torch.ones_like(ids)
     mask[0, :33] = 0
-    work = engines.Workload("cuda", head_dim, torch.float32, False, 128, 128)
+    work = engines.Workload(
+        device="cuda",
+        head_dim=head_dim,
+        dtype=torch.float32,
+        training=False,
+        query_block=128,
+        key_block=128,
+    )
     # tiles of such heads in float32 are too large where they are read by pointers
     assert (engines.exact(work, None) is engines.TRITON) == reads_by_descriptor(gpu)
     with torch.no_grad():
@@ -201,7 +221,7 @@ def test_dense_attention_of_131072_tokens_and_512_channels_fits_memory(gpu):
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = block.attention(q, k, v, plan, 512**-0.5)
+    out = block.attention(q, k, v, plan, scale=512**-0.5)
     assert (torch.cuda.max_memory_allocated() - before) / 2**30 < 4
     rows = slice(length - 64, length)
     logits = (q[:, :, rows].float() @ k.float().transpose(-1, -2)) * 512**-0.5

@@ -54,7 +54,7 @@ def hopper(gpu):
 def hold(shape, blocks, device, dtype=torch.bfloat16, engine=FLASH):
     q, k, v, grad, plan = case(device, dtype, blocks, **shape)
     scale = q.shape[-1] ** -0.5
-    assert_engine_within_budget(engine.attention, q, k, v, grad, plan, scale)
+    assert_engine_within_budget(engine.attention, q, k, v, grad=grad, plan=plan, scale=scale)
 
 
 def is_flash(blocks, dim=128):
@@ -129,8 +129,8 @@ def test_expanded_output_gradient_is_supported(hopper):
 def test_flash_compiles_without_graph_break(hopper, shape):
     q, k, v, grad, plan = case(hopper, torch.bfloat16, WIDE, **shape)
     compiled = torch.compile(FLASH.attention, fullgraph=True)
-    actual = with_gradients(compiled, (q, k, v), grad, plan, 0.1)
-    expected = with_gradients(FLASH.attention, (q, k, v), grad, plan, 0.1)
+    actual = with_gradients(compiled, (q, k, v), grad=grad, plan=plan, scale=0.1)
+    expected = with_gradients(FLASH.attention, (q, k, v), grad=grad, plan=plan, scale=0.1)
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, atol=0.02, rtol=0.02)
 
@@ -138,10 +138,10 @@ def test_flash_compiles_without_graph_break(hopper, shape):
 def test_flash_forward_does_not_synchronise(hopper):
     q, k, v, _, plan = case(hopper, torch.bfloat16, NARROW, **model())
     with torch.no_grad():
-        FLASH.attention(q, k, v, plan, 0.1)
+        FLASH.attention(q, k, v, plan, scale=0.1)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            FLASH.attention(q, k, v, plan, 0.1)
+            FLASH.attention(q, k, v, plan, scale=0.1)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -152,7 +152,7 @@ def test_flash_runs_in_cuda_graph(hopper, blocks):
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def step():
-        out = FLASH.attention(*leaves, plan, 0.1)
+        out = FLASH.attention(*leaves, plan=plan, scale=0.1)
         return out, *torch.autograd.grad(out, leaves, grad)
 
     side = torch.cuda.Stream()

@@ -48,7 +48,7 @@ def test_kernels_select_same_blocks_as_pytorch(gpu, config, shape, monkeypatch):
 def test_kernels_select_same_blocks_in_every_layout(gpu, layout, monkeypatch):
     length = 1111 if layout == "chunk" else 2000
     q, k = heads_on(gpu, length=2000, q_length=length, batch=2)
-    laid = laid_out(layout, 2, length, 2000, 64, gpu)
+    laid = laid_out(layout, batch=2, length=length, kv_length=2000, align=64, device=gpu)
     call = LayerContext(laid.ranges, 0.1, 0)
     parts = laid.queries(q), laid.keys(k), call
     actual, expected = both(monkeypatch, CabConfig.published(0.8), *parts)

@@ -50,7 +50,7 @@ def test_layer_attends_one_million_tokens(gpu, q_length, gib):
     with torch.inference_mode():
         ranges = KeyRanges.causal(1, q_length, TOKENS, gpu)
         plan = RowsPredictor(CONFIG)(q, k, LayerContext(ranges, SCALE, channels=SLOW))
-        out = engines.TRITON.attention(q, k, v, plan, SCALE)
+        out = engines.TRITON.attention(q, k, v, plan, scale=SCALE)
     torch.cuda.synchronize()
     room = gib + (scored_dtype(k) != FP8)
     assert (torch.cuda.max_memory_allocated() - inputs) / 2**30 < room

@@ -51,9 +51,11 @@ def test_flex_forward(gpu, shape, blocks):
     plan = random_plan(q, k, blocks)
     require_valid(plan)
     with torch.no_grad():
-        actual = flex.attention(q, k, v, plan, q.shape[-1] ** -0.5)
+        actual = flex.attention(q, k, v, plan, scale=q.shape[-1] ** -0.5)
     scale = q.shape[-1] ** -0.5
-    assert_within_budget(actual, lambda *x: reference.attention(*x, plan, scale), q, k, v)
+    assert_within_budget(
+        actual, lambda *x: reference.attention(*x, plan=plan, scale=scale), q, k, v
+    )
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
@@ -108,8 +110,10 @@ def test_many_lengths_stay_sparse_past_recompile_limit(gpu):
         q, k, v = on(gpu, qkv(q_length=length, heads=4, kv_heads=2, dim=64), torch.bfloat16)
         plan = random_plan(q, k, (128, 64), share=0.1)
         with torch.no_grad():
-            actual = flex.attention(q, k, v, plan, 0.125)
-        assert_within_budget(actual, lambda *x, p=plan: reference.attention(*x, p, 0.125), q, k, v)
+            actual = flex.attention(q, k, v, plan, scale=0.125)
+        assert_within_budget(
+            actual, lambda *x, p=plan: reference.attention(*x, plan=p, scale=0.125), q, k, v
+        )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +168,7 @@ def test_memory_at_131072_tokens_is_below_12_gib(gpu):
         call = LayerContext(KeyRanges.causal(1, length, length, gpu), 128**-0.5)
         plan = RowsPredictor(CabConfig())(q, k, call)
         work = engines.Workload.of(q, k, v, plan.blocks)
-        out = engines.choose("flex", work).attention(q, k, v, plan, 128**-0.5)
+        out = engines.choose("flex", work).attention(q, k, v, plan, scale=128**-0.5)
     assert torch.isfinite(out).all()
     assert (torch.cuda.max_memory_allocated() - inputs) / 2**30 < 12
 

@@ -93,7 +93,7 @@ def test_scores_include_sinks_and_softcap(gpu, logits, dtype):
 def test_kernels_select_same_blocks_in_every_layout(gpu, layout, dtype):
     length = 1111 if layout == "chunk" else 2000
     q, k = heads_on(gpu, length=2000, q_length=length, batch=2, dtype=dtype)
-    laid = laid_out(layout, 2, length, 2000, 128, gpu)
+    laid = laid_out(layout, batch=2, length=length, kv_length=2000, align=128, device=gpu)
     q, k = laid.queries(q), laid.keys(k)
     actual, expected = compared(ROWS, q, k, call_of(q, k, laid.ranges))
     assert (actual != expected).sum() <= (

@@ -53,13 +53,13 @@ CASES = [
 @pytest.mark.parametrize(("shape", "blocks"), CASES)
 def test_kernels_compute_what_the_reference_defines(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
-    assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2)
+    assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=0.2)
 
 
 @pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 1, 11))
 def test_pointer_kernels_compute_what_the_reference_defines(shape, blocks, by_pointers):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
-    assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2)
+    assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=0.2)
 
 
 def test_large_float32_head_dim_is_unavailable(by_pointers):
@@ -71,20 +71,24 @@ def test_large_float32_head_dim_is_unavailable(by_pointers):
 @pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 1, 10))
 def test_gradients_flow_through_log_sum_exp(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
-    assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2, through_lse=True)
+    assert_engine_within_budget(
+        block.attention, q, k, v, grad=grad, plan=plan, scale=0.2, through_lse=True
+    )
 
 
 @pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 1, 10))
 def test_soft_cap_equals_reference(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
-    assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2, softcap=3.0)
+    assert_engine_within_budget(
+        block.attention, q, k, v, grad=grad, plan=plan, scale=0.2, softcap=3.0
+    )
 
 
 @pytest.mark.parametrize("dim", [16, 264], ids=["fused", "split"])
 def test_float16_is_within_error_budget(dim):
     shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": dim}
     q, k, v, grad, plan = case("cpu", torch.float16, (32, 16), **shape)
-    assert_engine_within_budget(block.attention, q, k, v, grad, plan, dim**-0.5)
+    assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=dim**-0.5)
 
 
 @pytest.mark.slow
@@ -92,9 +96,9 @@ def test_small_workspace_equals_one_pass(monkeypatch):
     """Above 256 channels, the kernels process groups of query blocks and add up dk and dv."""
     shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": 264}
     q, k, v, grad, plan = case("cpu", torch.float32, (16, 16), **shape)
-    complete = with_gradients(block.attention, (q, k, v), grad, plan, 0.1)
+    complete = with_gradients(block.attention, (q, k, v), grad=grad, plan=plan, scale=0.1)
     monkeypatch.setattr(split, "WORKSPACE", 1)
-    pieces = with_gradients(block.attention, (q, k, v), grad, plan, 0.1)
+    pieces = with_gradients(block.attention, (q, k, v), grad=grad, plan=plan, scale=0.1)
     for name, value in complete.items():
         torch.testing.assert_close(pieces[name], value, atol=1e-5, rtol=1e-5)
 
@@ -105,10 +109,10 @@ def test_nan_in_unlisted_blocks_does_not_reach_output(dim):
     q, k, v = qkv(q_length=96, heads=2, kv_heads=1, dim=dim)
     plan = random_plan(q, k, (32, 16), share=0.0)
     lists = plan.to_dense()[0].any(0).any(0).repeat_interleave(16)[:96]
-    expected = reference.attention(q, k, v, plan, 0.2)
+    expected = reference.attention(q, k, v, plan, scale=0.2)
     is_nan = plan.to_dense()[0, :, -1].any(0).repeat_interleave(16)[:96]
     k, v = (x.masked_fill(~is_nan[:, None], torch.nan) for x in (k, v))
-    actual = block.attention(q, k, v, plan, 0.2)
+    actual = block.attention(q, k, v, plan, scale=0.2)
     assert lists.all() and not is_nan.all()
     torch.testing.assert_close(actual[:, :, 64:], expected[:, :, 64:], atol=1e-5, rtol=1e-4)
 
@@ -117,10 +121,10 @@ def test_unaligned_and_strided_tensors_are_accepted():
     """One view starts at an unaligned address; the channels of another are not contiguous."""
     q, k, v = qkv(q_length=40, dim=16)
     plan = random_plan(q, k, (32, 16))
-    expected = reference.attention(q, k, v, plan, 0.2)
+    expected = reference.attention(q, k, v, plan, scale=0.2)
     odd = torch.empty(k.numel() + 1)[1:].view(k.shape).copy_(k)
     turned = v.transpose(2, 3).contiguous().transpose(2, 3)
-    actual = block.attention(q, odd, turned, plan, 0.2)
+    actual = block.attention(q, odd, turned, plan, scale=0.2)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -129,8 +133,8 @@ def test_value_head_dim_may_differ(dims):
     q, k, _ = qkv(q_length=40, dim=dims[0])
     v = qkv(q_length=40, dim=dims[1])[2]
     plan = random_plan(q, k, (32, 16), dense_rows=torch.tensor([[1]]))
-    expected = engines.REFERENCE.attention(q, k, v, plan, 0.2, return_lse=True)
-    actual = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse=True)
+    expected = engines.REFERENCE.attention(q, k, v, plan, scale=0.2, return_lse=True)
+    actual = engines.TRITON.attention(q, k, v, plan, scale=0.2, return_lse=True)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
@@ -150,7 +154,7 @@ def test_empty_plan_has_zero_output_and_gradients():
     ranges = KeyRanges.causal(1, 40, 40, "cpu")
     keep = torch.zeros(1, 6, 2, 3, dtype=torch.bool)
     plan = BlockPlan.from_dense(keep, ranges, query_block=32, key_block=16)
-    out, lse = block.attention(q, k, v, plan, 0.2, return_lse=True)
+    out, lse = block.attention(q, k, v, plan, scale=0.2, return_lse=True)
     assert (out == 0).all() and (lse == -torch.inf).all()
     assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
 

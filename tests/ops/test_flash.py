@@ -36,6 +36,6 @@ def test_fake_op_returns_strides_of_transformers():
     q, k, v = qkv(q_length=40)
     plan = random_plan(q, k, (128, 64))
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        out, lse = flash.attention(q, k, v, plan, 0.2, return_lse=True)
+        out, lse = flash.attention(q, k, v, plan, scale=0.2, return_lse=True)
     assert out.shape == q.shape and out.transpose(1, 2).is_contiguous()
     assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
