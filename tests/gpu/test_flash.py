@@ -134,8 +134,8 @@ def test_expanded_output_gradient_is_supported(hopper):
     q, k, v, _, plan = case(hopper, torch.bfloat16, NARROW, **shape_of())
 
     def gradients(attend):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = attend(*leaves, plan=plan, scale=0.1)
+        leaf_q, leaf_k, leaf_v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attend(leaf_q, leaf_k, leaf_v, plan, scale=0.1)
         return torch.autograd.grad(out.sum(), leaves)
 
     for actual, expected in zip(
@@ -168,10 +168,10 @@ def test_flash_forward_does_not_synchronise(hopper):
 @pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
 def test_flash_runs_in_cuda_graph(hopper, blocks):
     q, k, v, grad, plan = case(hopper, torch.bfloat16, blocks, **shape_of())
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def step():
-        out = FLASH.attention(*leaves, plan=plan, scale=0.1)
+        out = FLASH.attention(q, k, v, plan, scale=0.1)
         return out, *torch.autograd.grad(out, leaves, grad)
 
     side_stream = torch.cuda.Stream()
