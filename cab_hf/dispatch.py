@@ -242,7 +242,7 @@ def _visible_keys(mask: MaskInfo, k: Tensor) -> Choice:
     batch, kv_heads, slots = k.shape[:3]
     visible: Choice = mask.state.cached(
         ("visible keys of a decode step", slots, k.device),
-        lambda: Choice.of(
+        lambda: Choice.from_mask(
             mask.dense_rows(start=0, stop=1, low=0, high=slots, device=k.device)[:, 0]
         ),
     )

@@ -212,9 +212,9 @@ def _update_then_index(
 def _index(model: Any, cache: Any) -> None:
     """Add an index to the layers of a cache if the model needs an index; None is ignored."""
     if cache is not None:
-        from cab_hf.decode.generation import index_made
+        from cab_hf.decode.generation import index_cache_of_generate
 
-        index_made(model, cache)
+        index_cache_of_generate(model, cache)
 
 
 def wrap_early_exit() -> None:

@@ -16,7 +16,7 @@ from cab_hf.call.mask import MaskInfo
 from cab_hf.call.validate import unsupported_reason
 from cab_hf.checks import is_whole, require
 from cab_hf.config import CAB, FRC, NAMES, SPARSE, CabConfig, num_typical_queries
-from cab_hf.decode.generation import has_index, index_cache, why_none
+from cab_hf.decode.generation import has_index, index_cache, why_no_selection
 from cab_hf.decode.step import decode_from
 from cab_hf.dispatch import attended
 from cab_hf.engines import SDPA, Workload
@@ -150,7 +150,7 @@ def _decode(model: PreTrainedModel, config: CabConfig) -> str:
         # only the shape matters: nothing is computed
         key = torch.empty(1, 1, 1, dim, dtype=model.dtype, device="meta")
         cache += (dim + getattr(module, "v_head_dim", dim)) * key.element_size()
-        why = why_none(module, config)
+        why = why_no_selection(module, config)
         if why is None and not has_index(indexed_cache, layer):
             why = "their cache layers cannot have an index"
         if why is None:

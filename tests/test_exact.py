@@ -33,7 +33,7 @@ def test_dense_step_matches_rowwise_attention(monkeypatch, name):
 
 
 def test_dense_step_with_gradients_uses_no_kernel(monkeypatch):
-    monkeypatch.setattr(decode, "_ops", lambda x: None)
+    monkeypatch.setattr(decode, "_implementation", lambda x: None)
     x = torch.zeros(1, requires_grad=True)
     assert decode.has_kernels(x.detach()) and not decode.has_kernels(x.detach(), x)
     with torch.no_grad():

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from cab_hf.call.packing import Length, document_lengths, first_tokens, read_document_lengths
 from cab_hf.ops.attention.complete import with_sinks
-from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges, named_rows
+from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges, row_indices
 from cab_hf.predictors import LayerContext, Predictor
 
 
@@ -353,7 +353,7 @@ def _short_documents(
     is_short = (document_queries < min_queries) | (document_tokens < min_tokens)
     is_short = is_short & (ranges.end >= 0)
     is_short = F.pad(is_short, (0, -is_short.shape[1] % query_block))
-    return named_rows(is_short.unflatten(1, (-1, query_block)).any(-1), max_blocks)
+    return row_indices(is_short.unflatten(1, (-1, query_block)).any(-1), max_blocks)
 
 
 class _Positions(NamedTuple):

@@ -1,1 +1,1 @@
-"""Sparse decode steps of a model: the cache that keeps a key index, and the step that reads it."""
+"""Sparse decode steps of a model: the key index of a KV cache, and the steps that read it."""

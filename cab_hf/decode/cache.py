@@ -1,7 +1,7 @@
-"""Layers of a KV cache that keep an index of the keys in addition to keys and values.
+"""Layers of a KV cache with an index of the keys in addition to keys and values.
 
-The layers replace those of transformers' `DynamicCache` and `StaticCache`. `index_keys` computes
-the index once per key, when the key is written.
+These layers replace the layers of transformers' `DynamicCache` and `StaticCache`. `index_keys`
+computes the index once per key, when the key is written.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from transformers.cache_utils import (
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Index
 
-# tokens by which the buffers of a dynamic layer grow: a decode step rarely allocates memory
-ROOM = 1024
+# tokens by which the buffers of a dynamic layer grow, so that few decode steps allocate memory
+SPARE_TOKENS = 1024
 
 
 class KeyIndex(NamedTuple):
-    """The index of the keys that a layer's `update` returns, in their attribute ``cab_index``.
+    """Index of the keys that `IndexedLayer.update` returns, in their attribute ``cab_index``.
 
-    Keys that are computed from these, such as a cast or a repetition, have no ``cab_index``.
+    A tensor that is computed from the returned keys, such as a cast, has no ``cab_index``.
 
     Attributes:
-        index: index of the keys, on their device.
+        index: index of the keys, on the device of the keys.
         channels: channels in the index; () for all channels.
     """
 
@@ -47,9 +47,9 @@ class IndexedLayer(CacheLayerMixin):
 
     Subclasses define three methods:
 
-    * `_append` writes new tokens and their index.
-    * `_hold` sets the tensors of a plain layer.
-    * `_change` applies a function to keys, values and index.
+    * `_append` writes new tokens and the index of their keys.
+    * `_take_over` sets the keys and values of a layer without an index.
+    * `_change` applies a function to the tensors of keys, values and index.
 
     Attributes:
         index: index of the keys; None before the first key.
@@ -62,9 +62,16 @@ class IndexedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of new tokens, [B, H_kv, n, D].
+        """Write the keys and values of new tokens, and return those of all tokens.
 
-        Returns the keys and values of all tokens; a static layer returns all slots.
+        Args:
+            key_states: [B, H_kv, n, D], keys of the new tokens.
+            value_states: [B, H_kv, n, D_v], values of the new tokens.
+            args, kwargs: arguments of transformers' own layers, not read.
+
+        Returns:
+            Keys [B, H_kv, N, D] and values [B, H_kv, N, D_v], where N is the number of written
+            tokens, and the number of slots of a static layer.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -73,49 +80,57 @@ class IndexedLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace batch row i by batch row ``beam_idx[i]``, int64 [B]."""
         self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def offload(self) -> None:
+        """Move keys, values and index to the CPU."""
         self._change(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
+        """Move keys, values and index back to the device of the layer."""
         self._change(lambda x: x.to(self.device, non_blocking=True))
 
 
 class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
-    """A growing layer with spare capacity, so that a decode step copies only its own token.
+    """A growing layer with spare capacity, so that a decode step copies only the new token.
 
-    ``keys``, ``values`` and the tensors of ``index`` are views of the written part,
-    [B, H_kv, N, ...]. The layer concatenates tensors instead if gradients are recorded, because
-    tensors that autograd saves must not be overwritten.
+    ``keys``, ``values`` and the tensors of ``index`` are views [B, H_kv, N, ...] of buffers. If
+    gradients are recorded, the layer concatenates tensors instead, because tensors that autograd
+    saves must not be overwritten.
     """
 
-    # buffers of keys, values and index tensors, with spare capacity after the written tokens
+    # keys, values and index tensors, with spare capacity after the written tokens
     _buffers: tuple[Tensor, ...] | None = None
     _length = 0
 
-    def _hold(self, keys: Tensor, values: Tensor) -> None:
+    def _take_over(self, keys: Tensor, values: Tensor) -> None:
         self.lazy_initialization(keys, values)
         self._append(keys, values)
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
-        new = keys, values, *decode.index_keys(keys.detach(), self.channels)
+        new_tensors = keys, values, *decode.index_keys(keys.detach(), self.channels)
         start = self.get_seq_length()
         stop = start + keys.shape[2]
-        if not torch.is_grad_enabled() and self._has_room(stop):
-            for buffer, x in zip(self._buffers, new, strict=True):
-                buffer[:, :, start:stop] = x
+        if not torch.is_grad_enabled() and self._can_write_in_place(stop):
+            for buffer, new in zip(self._buffers, new_tensors, strict=True):
+                buffer[:, :, start:stop] = new
         else:
-            num_unused = 0 if torch.is_grad_enabled() else (stop // ROOM + 1) * ROOM - stop
-            old = (self.keys, self.values, *self.index) if start else len(new) * (None,)
-            with decode.as_they_are(keys):
+            num_spare = 0
+            if not torch.is_grad_enabled():
+                num_spare = (stop // SPARE_TOKENS + 1) * SPARE_TOKENS - stop
+            old_tensors = (None,) * len(new_tensors)
+            if start:
+                old_tensors = self.keys, self.values, *self.index
+            with decode.without_autocast(keys):
                 self._buffers = tuple(
-                    _grown(before, after, num_unused)
-                    for before, after in zip(old, new, strict=True)
+                    _concatenated(old, new, num_spare)
+                    for old, new in zip(old_tensors, new_tensors, strict=True)
                 )
-        self._show(stop)
+        self._set_views(stop)
 
-    def _has_room(self, stop: int) -> bool:
+    def _can_write_in_place(self, stop: int) -> bool:
+        """Return True if the buffers can be written up to token ``stop``."""
         if self._buffers is None or stop > self._buffers[0].shape[2]:
             return False
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
@@ -123,7 +138,8 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
         # an inference tensor must not be written outside of inference mode
         return not self._buffers[0].is_inference()
 
-    def _show(self, length: int) -> None:
+    def _set_views(self, length: int) -> None:
+        """Set keys, values and index to the first ``length`` tokens of the buffers."""
         self._length = length
         self.keys, self.values, *index = (x[:, :, :length] for x in self._buffers)
         self.index = Index._make(index)
@@ -131,67 +147,73 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         if self._buffers is not None:
             self._buffers = tuple(map(change, self._buffers))
-            self._show(self._length)
+            self._set_views(self._length)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch row ``repeats`` times, next to each other."""
         self._change(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the batch rows ``indices``, an index of the batch dimension."""
         self._change(lambda x: x[indices, ...])
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Remove tokens from the end; the arguments are those of transformers' own layer."""
+        """Remove tokens from the end; see `DynamicLayer.crop` of transformers for the arguments."""
         if self._buffers is not None:
             super().crop(*args, **kwargs)
-            self._show(self.keys.shape[2])
+            self._set_views(self.keys.shape[2])
 
     def reset(self) -> None:
+        """Remove all tokens and the buffers."""
         self.keys = self.values = self.index = self._buffers = None
         self.is_initialized = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # views that are copied one by one are no longer views of the buffers
+        # copies of views would be separate tensors; `__setstate__` makes new views
         return vars(self) | {"keys": None, "values": None, "index": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if self._buffers is not None:
-            self._show(self._length)
+            self._set_views(self._length)
 
 
 class IndexedStaticLayer(IndexedLayer, StaticLayer):
-    """A layer with a fixed number of slots, for compiled models: a step changes only its tensors.
+    """A layer with a fixed number of slots, for compiled models.
 
-    ``index`` covers all slots. The index of a key is written in the slot of the key.
+    A decode step changes only the contents of tensors. ``index`` covers all slots: the index of a
+    key is written to the slot of the key.
     """
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate keys, values and index of all slots, all zero."""
         super().lazy_initialization(key_states, value_states)
-        parts = (
+        empty_slots = (
             x.repeat_interleave(self.max_cache_len, dim=2) for x in self._index_of_empty_slot()
         )
-        self._point_to(Index._make(parts))
+        self._set_index(Index._make(empty_slots))
 
     def _index_of_empty_slot(self) -> Index:
-        """Return the index of an empty slot, [B, H_kv, 1, ...]."""
+        """Return the index of a key of zeros, tensors [B, H_kv, 1, ...]."""
         return decode.index_keys(torch.zeros_like(self.keys[:, :, :1]), self.channels)
 
-    def _point_to(self, index: Index) -> None:
+    def _set_index(self, index: Index) -> None:
         self.index = index
         if not torch.compiler.is_compiling():
-            # as transformers does for keys and values
+            # CUDA graphs then copy no tensor; transformers does so for keys and values
             for x in index:
                 torch._dynamo.mark_static_address(x)
 
-    def _hold(self, keys: Tensor, values: Tensor) -> None:
+    def _take_over(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
-        self._point_to(decode.index_keys(keys, self.channels))
+        self._set_index(decode.index_keys(keys, self.channels))
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         decode.write_index(self.index, keys.detach(), self.channels, self.cumulative_length)
         StaticLayer.update(self, keys, values)
 
     def reset(self) -> None:
+        """Set keys, values and index of all slots to zero."""
         super().reset()
         if self.index is not None:
             for x, empty in zip(self.index, self._index_of_empty_slot(), strict=True):
@@ -204,7 +226,7 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
 
 
 def _for_states_and_keys(name: str) -> Callable[..., None]:
-    """Return a method that applies ``name`` to the linear-attention states and to the keys."""
+    """Return a method that calls the method ``name`` for linear-attention states and for keys."""
 
     def method(self: LinearAttentionLayer, *args: Any) -> None:
         getattr(LinearAttentionLayer, name)(self, *args)
@@ -213,27 +235,36 @@ def _for_states_and_keys(name: str) -> Callable[..., None]:
     return method
 
 
-BOTH = ("offload", "prefetch", "reset", "reorder_cache", "crop")
-
-
 class IndexedHybridLayer(LinearAttentionAndFullAttentionLayer, IndexedDynamicLayer):
     """An `IndexedDynamicLayer` that also holds states of linear attention."""
 
-    offload, prefetch, reset, reorder_cache, crop = map(_for_states_and_keys, BOTH)
+    offload = _for_states_and_keys("offload")
+    prefetch = _for_states_and_keys("prefetch")
+    reset = _for_states_and_keys("reset")
+    reorder_cache = _for_states_and_keys("reorder_cache")
+    crop = _for_states_and_keys("crop")
 
 
 class IndexedStaticHybridLayer(LinearAttentionAndStaticFullAttentionLayer, IndexedStaticLayer):
     """An `IndexedStaticLayer` that also holds states of linear attention."""
 
-    offload, prefetch, reset, reorder_cache, crop = map(_for_states_and_keys, BOTH)
+    offload = _for_states_and_keys("offload")
+    prefetch = _for_states_and_keys("prefetch")
+    reset = _for_states_and_keys("reset")
+    reorder_cache = _for_states_and_keys("reorder_cache")
+    crop = _for_states_and_keys("crop")
 
-    def lazy_initialization(self, *key_value: Tensor, **states: Any) -> None:
-        # transformers' layer distinguishes keys and states in the same way
-        kind = IndexedStaticLayer if key_value else LinearAttentionLayer
-        kind.lazy_initialization(self, *key_value, **states)
+    def lazy_initialization(self, *args: Tensor, **kwargs: Any) -> None:
+        """Allocate keys and values for positional arguments, otherwise linear-attention states.
+
+        transformers' own layer distinguishes the two calls in the same way.
+        """
+        layer_class = IndexedStaticLayer if args else LinearAttentionLayer
+        layer_class.lazy_initialization(self, *args, **kwargs)
 
 
-KINDS = {
+# layers with an index by the transformers' layer that they replace
+INDEXED_CLASSES = {
     DynamicLayer: IndexedDynamicLayer,
     StaticLayer: IndexedStaticLayer,
     LinearAttentionAndFullAttentionLayer: IndexedHybridLayer,
@@ -242,26 +273,29 @@ KINDS = {
 
 
 def indexed(layer: CacheLayerMixin, channels: tuple[int, ...]) -> CacheLayerMixin:
-    """Return a plain layer with an index of its keys; return any other layer unchanged.
+    """Return a cache layer with the tokens of ``layer`` and an index of their keys.
 
-    A static layer keeps its key and value tensors.
+    Args:
+        layer: layer of a cache. A layer that is not a key of `INDEXED_CLASSES` is returned
+            unchanged. The new static layer uses the key and value tensors of ``layer``.
+        channels: channels in the index; () for all channels.
     """
-    kind = KINDS.get(type(layer))
-    if kind is None:
+    layer_class = INDEXED_CLASSES.get(type(layer))
+    if layer_class is None:
         return layer
-    indexed = kind.__new__(kind)
-    vars(indexed).update(vars(layer), channels=tuple(channels))
+    indexed_layer = layer_class.__new__(layer_class)
+    vars(indexed_layer).update(vars(layer), channels=tuple(channels))
     if layer.is_initialized and layer.keys.numel():
         # the tensors of an offloaded layer are on the CPU
-        indexed._hold(layer.keys.to(layer.device), layer.values.to(layer.device))
+        indexed_layer._take_over(layer.keys.to(layer.device), layer.values.to(layer.device))
         if layer.keys.device != layer.device:
-            indexed.offload()
-    return indexed
+            indexed_layer.offload()
+    return indexed_layer
 
 
-def _grown(old: Tensor | None, new: Tensor, room: int) -> Tensor:
-    """Return ``old``, then ``new``, then ``room`` uninitialised tokens, along dimension 2."""
-    parts = [new] if old is None else [old, new]
-    if room:
-        parts.append(new.new_empty(*new.shape[:2], room, *new.shape[3:]))
-    return torch.cat(parts, dim=2)
+def _concatenated(old: Tensor | None, new: Tensor, num_spare: int) -> Tensor:
+    """Return ``old``, then ``new``, then ``num_spare`` uninitialised tokens, along dimension 2."""
+    tensors = [new] if old is None else [old, new]
+    if num_spare:
+        tensors.append(new.new_empty((*new.shape[:2], num_spare, *new.shape[3:])))
+    return torch.cat(tensors, dim=2)

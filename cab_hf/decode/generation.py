@@ -1,4 +1,4 @@
-"""`index_cache` adds a key index to the cache layers that sparse decode steps of a model read."""
+"""`index_cache`, which adds a key index to the cache layers that sparse decode steps read."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def index_cache(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
     """Return ``cache`` with an index in every layer that selects keys, for sparse decode steps.
 
     Cache layers are replaced in place and keep their keys and values. Layers that need no index
-    stay unchanged: layers with a sliding window, layers in ``dense_layers``, and layers that take
-    their selection from an anchor of a cascade.
+    stay unchanged: layers with a sliding window, layers in ``dense_layers``, and layers that reuse
+    the selection of an anchor of a cascade.
 
     Args:
         model: a model with ``attn_implementation`` "cab" and ``sparse_decode``.
@@ -36,76 +36,82 @@ def index_cache(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
         ValueError: the model reads no index, or the cache has another type.
     """
     model = transformers_model(model)
-    text = model.config.get_text_config()
-    why = _no_index(model, DynamicCache() if cache is None else cache)
-    if why is not None:
-        raise ValueError(why)
-    config = cab_config_of(text)
-    cache = DynamicCache(config=text) if cache is None else cache
+    text_config = model.config.get_text_config()
+    reason = _refusal(model, DynamicCache() if cache is None else cache)
+    if reason is not None:
+        raise ValueError(reason)
+    config = cab_config_of(text_config)
+    cache = DynamicCache(config=text_config) if cache is None else cache
     for layer, module in attention_layers(model):
-        if why_none(module, config) is not None:
+        if why_no_selection(module, config) is not None:
             continue
-        kind = cache.layer_class_to_replicate
-        while kind is not None and layer is not None and len(cache.layers) <= layer:
-            cache.layers.append(kind())
+        layer_class = cache.layer_class_to_replicate
+        while layer_class is not None and layer is not None and len(cache.layers) <= layer:
+            cache.layers.append(layer_class())
         channels = slow_channels(module, head_dim(module))
-        for place in _places(layer, cache):
-            cache.layers[place] = indexed(cache.layers[place], channels)
+        for i in _cache_layer_indices(layer, cache):
+            cache.layers[i] = indexed(cache.layers[i], channels)
     return cache
 
 
 def has_index(cache: Cache, layer: int | None) -> bool:
-    """Return whether the cache layer of an attention layer has an index."""
-    cache_layers = [cache.layers[place] for place in _places(layer, cache)]
-    return any(isinstance(each, (IndexedDynamicLayer, IndexedStaticLayer)) for each in cache_layers)
+    """Return True if the cache layer of an attention layer has an index.
+
+    Args:
+        cache: a cache of transformers.
+        layer: index of the attention layer; None for a layer that is called several times.
+    """
+    cache_layers = [cache.layers[i] for i in _cache_layer_indices(layer, cache)]
+    return any(isinstance(x, (IndexedDynamicLayer, IndexedStaticLayer)) for x in cache_layers)
 
 
-def index_made(model: PreTrainedModel, cache: object) -> None:
-    """Call `index_cache` on the cache that `generate` made, if the model reads an index.
+def index_cache_of_generate(model: PreTrainedModel, cache: object) -> None:
+    """Call `index_cache` on the cache that `generate` creates, if the model reads an index.
 
     Warns once if the cache cannot have an index.
     """
-    if _no_index(model, DynamicCache()) is not None:
+    if _refusal(model, DynamicCache()) is not None:
         return
-    why = _no_index(model, cache)
-    if why is None:
+    reason = _refusal(model, cache)
+    if reason is None:
         index_cache(model, cache)
     else:
-        key = "no index", type(cache).__name__
-        warn_once(key, f"sparse_decode is True, but decode steps are dense. {why}")
+        warning_key = "no index", type(cache).__name__
+        warn_once(warning_key, f"sparse_decode is True, but decode steps are dense. {reason}")
 
 
-def _no_index(model: PreTrainedModel, cache: object) -> str | None:
-    """Return why `index_cache` refuses a model and its cache; None if it accepts both."""
-    text = model.config.get_text_config()
-    how = "Call cab_hf.apply_cab(model, sparse_decode=True) first."
-    if text._attn_implementation not in SPARSE:
-        name = repr(text._attn_implementation)
-        return f"attn_implementation must be 'cab' or 'cab_frc', got {name}. {how}"
+def _refusal(model: PreTrainedModel, cache: object) -> str | None:
+    """Return the error message with which `index_cache` refuses a model and its cache, or None."""
+    text_config = model.config.get_text_config()
+    remedy = "Call cab_hf.apply_cab(model, sparse_decode=True) first."
+    if text_config._attn_implementation not in SPARSE:
+        name = repr(text_config._attn_implementation)
+        return f"attn_implementation must be 'cab' or 'cab_frc', got {name}. {remedy}"
     if not isinstance(cache, (DynamicCache, StaticCache)):
         return (
             f"cache must be a DynamicCache or a StaticCache, got a {type(cache).__name__}, whose "
             "layers cannot have an index. Pass None for a new DynamicCache."
         )
-    if not cab_config_of(text).sparse_decode:
-        return f"CabConfig.sparse_decode must be True, got False: no layer reads an index. {how}"
+    if not cab_config_of(text_config).sparse_decode:
+        return f"CabConfig.sparse_decode must be True, got False: no layer reads an index. {remedy}"
     return None
 
 
-def _places(layer: int | None, cache: Cache) -> range:
+def _cache_layer_indices(layer: int | None, cache: Cache) -> range:
     """Return the indices of the cache layers that may hold the keys of an attention layer.
 
-    None for ``layer`` means an attention layer that is called several times: any cache layer may
-    hold its keys. Cache layers without keys never have an index.
+    An attention layer that is called several times has None for ``layer``: any cache layer may hold
+    its keys. Cache layers without keys never have an index.
     """
-    count = len(cache.layers)
-    return range(count) if layer is None else range(layer, min(layer + 1, count))
+    num_layers = len(cache.layers)
+    return range(num_layers) if layer is None else range(layer, min(layer + 1, num_layers))
 
 
-def why_none(module: nn.Module, config: CabConfig) -> str | None:
-    """Return why an attention layer selects no keys in a decode step; None if it selects keys.
+def why_no_selection(module: nn.Module, config: CabConfig) -> str | None:
+    """Return why an attention layer never selects keys in a decode step, as a clause.
 
-    The reason is a clause, and comes from what the layer shows before its first call.
+    Returns None if the layer selects keys. The result depends on the module and its configuration,
+    and on no call.
     """
     layer = layer_index(module)
     if unsupported_reason(module) is not None:
@@ -118,25 +124,28 @@ def why_none(module: nn.Module, config: CabConfig) -> str | None:
         return "in dense_layers"
     if anchor_of(config, layer) not in (None, layer):
         return "keys selected by its anchor"
-    return "keys computed from the cache" if _makes_keys(type(module)) else None
+    return "keys computed from the cache" if _changes_cached_keys(type(module)) else None
 
 
 @lru_cache
-def _makes_keys(kind: type[nn.Module]) -> bool:
-    """Return whether the code of a layer attends to other keys than its cache returns.
+def _changes_cached_keys(layer_class: type[nn.Module]) -> bool:
+    """Return True if ``forward`` attends to other keys than the cache returns.
 
     Latent attention computes keys from a cached vector that all heads share, and some layers
-    repeat their keys. Returns False if the code cannot be read, or updates the cache elsewhere.
+    repeat their keys. Returns False if the source of ``forward`` cannot be read, or if another
+    method updates the cache.
     """
     try:
-        code = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
+        source = inspect.getsource(inspect.unwrap(layer_class.forward))
+        tree = ast.parse(textwrap.dedent(source))
     except (OSError, SyntaxError, TypeError):
         return False
-    nodes = list(ast.walk(code))
+    nodes = list(ast.walk(tree))
     assigned = [x for x in nodes if isinstance(x, ast.Assign) and isinstance(x.value, ast.Call)]
     updates = [x for x in assigned if ast.unparse(x.value.func).endswith(".update")]
     if not updates:
         return False
+    # keys_name, values_name = past_key_values.update(...)
     update = updates[-1]
     target = update.targets[0]
     keys_name = ast.unparse(target.elts[0] if isinstance(target, ast.Tuple) else target)
@@ -148,5 +157,5 @@ def _makes_keys(kind: type[nn.Module]) -> bool:
         return False
     call = min(calls, key=lambda x: x.lineno)
     names = [x for x in later_nodes if isinstance(x, ast.Name) and x.lineno < call.lineno]
-    changed = any(x.id == keys_name and isinstance(x.ctx, ast.Store) for x in names)
-    return changed or ast.unparse(call.args[2]) != keys_name
+    is_reassigned = any(x.id == keys_name and isinstance(x.ctx, ast.Store) for x in names)
+    return is_reassigned or ast.unparse(call.args[2]) != keys_name

@@ -1,4 +1,4 @@
-"""Decode steps over selected keys: when a step is sparse, and which keys it reads."""
+"""Sparse decode steps: the conditions for a sparse step, and the keys that a step reads."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice
 from cab_hf.predictors.cascade import anchor_of, require_heads_of
 
-# smallest ratio of cached keys to selected keys in a sparse step: below, scoring costs more than
-# dense attention
+# smallest ratio of cached keys to selected keys in a sparse step: at smaller ratios, scoring costs
+# more than dense attention
 DECODE_FROM = 4
-SHARED_CHOICE = "cascade decode"  # key of an anchor's selection in the shared state
+# key of a `SharedChoice` in the state that the layers of a forward pass share
+SHARED_CHOICE = "cascade decode"
 
 
 class SharedChoice(NamedTuple):
-    """The selection that an anchor shares with later layers in a decode step.
+    """Selection that an anchor shares with later layers in a decode step.
 
     Attributes:
         layer: layer index of the anchor.
-        heads: (query heads, KV heads) of the anchor.
+        heads: numbers of query heads and of KV heads of the anchor.
         choice: selected keys of each KV head of the anchor.
     """
 
@@ -49,7 +50,10 @@ def select_keys(
     sinks: Tensor | None,
     shared: dict[Any, Any],
 ) -> Choice:
-    """Return the keys that each KV head reads, by its index or from the anchor of the layer.
+    """Return the keys that each KV head of a layer reads in a decode step.
+
+    A layer after an anchor of a cascade reuses the selection of the anchor. Any other layer selects
+    keys by ``index``.
 
     Args:
         q: [B, H, 1, D].
@@ -68,14 +72,13 @@ def select_keys(
         return _choice_of_anchor(
             shared[SHARED_CHOICE], config=config, layer=layer, heads=heads, device=q.device
         )
-    keys, channels = index
     choice = decode.choose(
         q,
-        keys,
-        scale,
-        length,
-        num_keys,
-        channels=channels,
+        index=index.index,
+        scale=scale,
+        length=length,
+        wanted=num_keys,
+        channels=index.channels,
         valid=padding_mask,
         sinks=sinks,
     )
@@ -87,72 +90,92 @@ def select_keys(
 def _choice_of_anchor(
     shared: SharedChoice, *, config: CabConfig, layer: int, heads: tuple[int, int], device: Any
 ) -> Choice:
-    """Return the anchor's selection, mapped to the KV heads of a layer by `mapped_kv_heads`."""
+    """Return the selection of the anchor for the KV heads of a later layer.
+
+    Args:
+        shared: selection of the anchor.
+        config: settings of the layer.
+        layer: index of the later layer.
+        heads: numbers of query heads and of KV heads of the later layer.
+        device: device of the later layer, which may differ from the device of the anchor.
+    """
     require_heads_of(shared.layer, shared.heads, layer, heads)
-    mapped = mapped_kv_heads(config.head_map[layer], heads[1]) if config.head_map else None
-    if mapped == tuple(range(heads[1])):
-        mapped = None
-    # the layers of a model may be on different devices
-    return shared.choice.elsewhere(device, mapped)
+    kv_heads = heads[1]
+    anchor_heads = mapped_kv_heads(config.head_map[layer], kv_heads) if config.head_map else None
+    if anchor_heads == tuple(range(kv_heads)):
+        anchor_heads = None
+    return shared.choice.for_layer(device, anchor_heads)
 
 
 def why_dense(
     mask: Any, config: CabConfig, layer: nn.Module | None, index: KeyIndex | None
 ) -> str | None:
-    """Return why a call with few queries is no sparse step, as a clause; None if it is one."""
+    """Return why a call with few queries is no sparse decode step, as a clause.
+
+    Returns None if the call is a sparse decode step. Warns once if the keys have no index.
+
+    Args:
+        mask: `MaskInfo` of the call.
+        config: settings of the layer.
+        layer: the attention layer.
+        index: index of the keys; None if the keys have no index.
+    """
     if softcap(layer) is not None:
         return "soft-capped logits (decode)"
     if not config.sparse_decode or mask.q_length != 1 or mask.doc_ids is not None:
         return f"fewer than query_block={config.query_block} queries (decode)"
-    # static caches: the host has the number of slots, and the device the number of written slots
-    slots = mask.details.cache_length if mask.kv_length is None else mask.kv_length
-    if slots is None or not decodes_sparsely(config, slots):
-        short = slots is not None and slots < config.min_length
-        name = "min_length" if short else "decode_tokens"
+    # the number of written slots of a static cache is on the device: take the number of all slots
+    num_slots = mask.details.cache_length if mask.kv_length is None else mask.kv_length
+    if num_slots is None or not decodes_sparsely(config, num_slots):
+        is_short = num_slots is not None and num_slots < config.min_length
+        name = "min_length" if is_short else "decode_tokens"
         return f"too short for {name}={getattr(config, name)} (decode)"
     anchor = anchor_of(config, getattr(layer, "layer_idx", None))
     if anchor is not None and anchor < layer.layer_idx:
         shared = mask.state.shared.get(SHARED_CHOICE)
-        ready = shared is not None and shared.layer == anchor
+        can_select = shared is not None and shared.layer == anchor
     else:
-        ready = index is not None
-        if not ready and not torch.compiler.is_compiling():
+        can_select = index is not None
+        if not can_select and not torch.compiler.is_compiling():
             warn_once(
                 ("sparse_decode", "no index"),
                 "sparse_decode is True, but the keys of a step have no index: the step is dense. "
                 "Let generate make the cache or call cab_hf.index_cache, and pass the keys that "
                 "the cache returns to the attention function unchanged.",
             )
-    return None if ready else "a cache without an index (decode)"
+    return None if can_select else "a cache without an index (decode)"
 
 
 def decodes_sparsely(config: CabConfig, tokens: int) -> bool:
-    """Return whether a decode step over ``tokens`` cached tokens is sparse."""
-    least = decode_from(config)
-    return config.sparse_decode and least is not None and tokens >= least
+    """Return True if a decode step over ``tokens`` cached tokens is sparse."""
+    min_tokens = decode_from(config)
+    return config.sparse_decode and min_tokens is not None and tokens >= min_tokens
 
 
 def decode_from(config: CabConfig) -> int | None:
-    """Return the smallest number of cached tokens for a sparse step; None if steps are dense."""
-    tokens = config.decode_tokens
-    if isinstance(tokens, int):
-        return max(config.min_length, DECODE_FROM * tokens)
-    return config.min_length if DECODE_FROM * tokens <= 1 else None
+    """Return the smallest number of cached tokens for a sparse step; None if never sparse."""
+    budget = config.decode_tokens
+    if isinstance(budget, int):
+        return max(config.min_length, DECODE_FROM * budget)
+    # a share of the cached tokens
+    return config.min_length if DECODE_FROM * budget <= 1 else None
 
 
 def mapped_kv_heads(row: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
     """Return the KV head of the anchor for each KV head of a layer.
 
-    It is the KV head to which most query heads of the group are mapped. The first one wins a tie.
+    A KV head is mapped to the KV head of the anchor to which most query heads of its group are
+    mapped. If several have equally many, the first of the group is taken.
 
     Args:
-        row: row of ``head_map``: the query head of the anchor for each query head.
+        row: row of ``head_map``: the query head of the anchor for each query head of the layer.
         kv_heads: number of KV heads of the layer.
     """
     group = len(row) // kv_heads
-    result = []
+    mapped = []
     for first in range(0, len(row), group):
-        targets = [head // group for head in row[first : first + group]]
-        most = max([targets.count(target) for target in targets])
-        result.append([target for target in targets if targets.count(target) == most][0])
-    return tuple(result)
+        anchor_heads = [head // group for head in row[first : first + group]]
+        largest_count = max([anchor_heads.count(head) for head in anchor_heads])
+        candidates = [head for head in anchor_heads if anchor_heads.count(head) == largest_count]
+        mapped.append(candidates[0])
+    return tuple(mapped)

@@ -20,7 +20,7 @@ from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slice
 from cab_hf.distributed.sharding import Shard, Sharding, ShardMap
 from cab_hf.engines import Engine
 from cab_hf.ops.attention.complete import with_sinks
-from cab_hf.plan import BlockPlan, cached_per_ranges, named_rows, rows_grid
+from cab_hf.plan import BlockPlan, cached_per_ranges, row_indices, rows_mask
 from cab_hf.predictors import LayerContext, Predictor
 
 if TYPE_CHECKING:
@@ -210,5 +210,5 @@ class ShardedMask(MaskInfo):
 @cached_per_ranges
 def _short_rows(ranges: Shard, short: Tensor, query_block: int) -> Tensor:
     """Return this rank's rows among the rows ``short`` of the whole sequence, int64 [B, R]."""
-    rows = ranges.rank_rows(rows_grid(ranges.text, short, query_block)[:, 0], query_block)
-    return named_rows(rows, rows.shape[1]).expand(ranges.start.shape[0], -1)
+    rows = ranges.rank_rows(rows_mask(ranges.text, short, query_block)[:, 0], query_block)
+    return row_indices(rows, rows.shape[1]).expand(ranges.start.shape[0], -1)

@@ -249,7 +249,7 @@ class Shard(KeyRanges):
         Blocks of padding have -1.
         """
         rows = self.rows(query_block)
-        return rows.places(query_block).masked_fill(rows.queries == 0, -1)[0]
+        return rows.block_positions(query_block).masked_fill(rows.queries == 0, -1)[0]
 
     def own(self, plan: BlockPlan) -> BlockPlan:
         """Return this rank's rows of a plan of the whole sequence."""

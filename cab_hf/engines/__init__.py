@@ -14,10 +14,9 @@ from cab_hf.capability import HOPPER, NONE, capability
 from cab_hf.ops import HAS_TRITON, Workload, reference
 from cab_hf.ops.attention import complete, ffpa, flash_dense, gather, traced
 
-# head dims above this have no fast kernel in SDPA, only memory-efficient attention
+# largest head dim with a fast kernel in SDPA; larger ones have memory-efficient attention only
 SDPA_HEAD_DIM = 256
-# a CPU gathers the listed keys from this many (query, key) pairs per block on; smaller blocks need
-# too many calls
+# fewest (query, key) pairs per block for `GATHER` on a CPU; smaller blocks need too many calls
 GATHERED_FROM = 64 * 64
 
 
@@ -25,12 +24,12 @@ class Engine(NamedTuple):
     """Implementation of attention under a plan.
 
     Attributes:
-        name: Value of `CabConfig.engine`. Engines of the same name are its backends.
+        name: Value of `CabConfig.engine`. Several engines may have the same name, as its backends.
         load: Imports the implementation and returns it, see `attention`. Models that never use the
             engine do not import it.
-        unavailable: Returns why the engine cannot run a workload, as half a sentence; None if it
+        unavailable: Returns why the engine cannot run a workload, as a clause; None if the engine
             can.
-        label: Returns a readable name; it includes the kernels if the name alone leaves them open.
+        label: Returns a readable name for a workload, with the backend if the name has several.
     """
 
     name: str
@@ -40,11 +39,11 @@ class Engine(NamedTuple):
 
     @property
     def attention(self) -> Callable[..., Any]:
-        """Attention under a plan, as `reference.attention` defines it.
+        """Function that computes attention under a plan, defined by `reference.attention`.
 
-        The arguments are q [B, H, N_q, D], k [B, H_kv, N_k, D], v [B, H_kv, N_k, D_v], plan, scale,
-        return_lse and softcap. Returns [B, H, N_q, D_v]; with ``return_lse`` also the log-sum-exp,
-        float32 [B, H, N_q].
+        The function receives q [B, H, N_q, D], k [B, H_kv, N_k, D], v [B, H_kv, N_k, D_v], plan,
+        scale, return_lse and softcap. It returns [B, H, N_q, D_v]; with ``return_lse`` also the
+        log-sum-exp, float32 [B, H, N_q].
         """
         return self.load()
 
@@ -62,6 +61,7 @@ def _gather_unavailable(work: Workload) -> str | None:
 
 
 def _triton() -> Callable[..., Any]:
+    # imported late, because Triton may not be installed
     from cab_hf.ops.attention import block
 
     return partial(complete.attention, block.attention)
@@ -72,7 +72,7 @@ def _triton_unavailable(work: Workload) -> str | None:
         return "needs the package triton, which is not installed"
     from cab_hf.ops.attention import block
 
-    return block.unavailable(work.device, work.head_dim, work.dtype)
+    return block.unavailable(device=work.device, head_dim=work.head_dim, dtype=work.dtype)
 
 
 def _flex() -> Callable[..., Any]:
@@ -87,7 +87,14 @@ def _flex_unavailable(work: Workload) -> str | None:
 
     if work.sinks and work.device == "cpu":
         return "returns no log-sum-exp on CPU, which sinks need"
-    return flex.unavailable(work.device, work.head_dim, work.dtype, work.training, *work.blocks)
+    return flex.unavailable(
+        device=work.device,
+        head_dim=work.head_dim,
+        dtype=work.dtype,
+        training=work.training,
+        query_block=work.query_block,
+        key_block=work.key_block,
+    )
 
 
 def _flex_label(work: Workload) -> str:
@@ -95,10 +102,10 @@ def _flex_label(work: Workload) -> str:
 
     if work.device == "cpu":
         return "flex (CPU)"
-    trained = flex.merged_blocks(*work.blocks)
-    if not work.training or trained == work.blocks:
+    query_block, key_block = flex.merged_blocks(work.query_block, work.key_block)
+    if not work.training or (query_block, key_block) == work.blocks:
         return "flex (TRITON)"
-    return "flex (TRITON, blocks merged to {} x {})".format(*trained)
+    return f"flex (TRITON, blocks merged to {query_block} x {key_block})"
 
 
 def _flash() -> Callable[..., Any]:
@@ -111,35 +118,51 @@ def _flash_unavailable(work: Workload) -> str | None:
     if work.softcap:
         return "does not support soft caps"
     return _flex_unavailable(work) or _flash_unavailable_here(
-        work.device, work.head_dim, work.dtype, *work.blocks
+        device=work.device,
+        head_dim=work.head_dim,
+        dtype=work.dtype,
+        query_block=work.query_block,
+        key_block=work.key_block,
     )
 
 
 def _flash_label(work: Workload) -> str:
     from cab_hf.ops.attention import flash
 
-    if not work.training or flash.own_backward(work.head_dim, *work.blocks):
+    if not work.training or flash.own_backward(work.head_dim, work.query_block, work.key_block):
         return "flex (FLASH)"
     return "flex (FLASH, gradients by triton)"
 
 
-# plain PyTorch: the reference runs everywhere; gather reads only the listed keys, on a CPU
-REFERENCE = Engine("reference", _reference, lambda _: None, lambda _: "reference")
+# plain PyTorch on any device
+REFERENCE = Engine(
+    name="reference",
+    load=_reference,
+    unavailable=lambda work: None,
+    label=lambda work: "reference",
+)
+# plain PyTorch on a CPU, which reads only the listed keys
 GATHER = Engine(
-    "gather",
-    lambda: partial(complete.attention, gather.attention),
-    _gather_unavailable,
-    lambda _: "gather",
+    name="gather",
+    load=lambda: partial(complete.attention, gather.attention),
+    unavailable=_gather_unavailable,
+    label=lambda work: "gather",
 )
 # Triton kernels of this package
-TRITON = Engine("triton", _triton, _triton_unavailable, lambda _: "triton")
-# FlexAttention with its TRITON or CPU backend, and the kernels of flash-attn-4
-FLEX = Engine("flex", _flex, _flex_unavailable, _flex_label)
-FLASH = Engine("flex", _flash, _flash_unavailable, _flash_label)
+TRITON = Engine(
+    name="triton",
+    load=_triton,
+    unavailable=_triton_unavailable,
+    label=lambda work: "triton",
+)
+# FlexAttention with its TRITON or CPU backend
+FLEX = Engine(name="flex", load=_flex, unavailable=_flex_unavailable, label=_flex_label)
+# FlexAttention with the kernels of flash-attn-4
+FLASH = Engine(name="flex", load=_flash, unavailable=_flash_unavailable, label=_flash_label)
 
 
 class DenseKernel(NamedTuple):
-    """Implementation of exact causal attention for a whole sequence, or for its last queries.
+    """Implementation of exact causal attention for all queries of a sequence, or the last ones.
 
     Attributes:
         name: Readable name.
@@ -151,41 +174,47 @@ class DenseKernel(NamedTuple):
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    causal, grouped = q.shape[2] > 1, q.shape[1] != k.shape[1]
+    is_causal, is_grouped = q.shape[2] > 1, q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
-        q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped
+        q, k, v, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
     )
 
 
-# PyTorch's own kernels; and those of ffpa-attn for large heads, without a cache
-SDPA, FFPA = DenseKernel("sdpa", _sdpa), DenseKernel("ffpa", ffpa.attention)
-# flash-attn-3 or flash-attn-4
+# kernels of PyTorch
+SDPA = DenseKernel("sdpa", _sdpa)
+# kernels of ffpa-attn for large head dims, without a cache
+FFPA = DenseKernel("ffpa", ffpa.attention)
+# kernels of flash-attn-3 or flash-attn-4
 FLASH_ATTN = DenseKernel("flash-attn", flash_dense.attention)
-# engines by name, the preferred backend first
+# backends of each engine name, the preferred backend first
 ENGINES: dict[str, tuple[Engine, ...]] = {
     "reference": (REFERENCE,),
     "gather": (GATHER,),
     "flex": (FLASH, FLEX),
     "triton": (TRITON,),
 }
-# fastest first; tests compare the order with the measurements in eval/results/speed-attention and
-# eval/results/speed-attention-without-flash
+# engines of "auto", fastest first; tests compare the order with the measurements in
+# eval/results/speed-attention and eval/results/speed-attention-without-flash
 FASTEST = (FLASH, TRITON, FLEX, REFERENCE)
-# order on GPUs before Hopper, where nothing was measured
+# engines of "auto" on GPUs before Hopper, where no engine was measured
 UNMEASURED = (FLASH, FLEX, TRITON, REFERENCE)
 
 
 def choose(name: str, work: Workload) -> Engine:
-    """Return the engine for ``work``: a backend of that name, or for ``"auto"`` the fastest one.
+    """Return the engine that computes a workload.
+
+    Args:
+        name: Value of `CabConfig.engine`; "auto" for the fastest engine that can run ``work``.
+        work: Requirements of the call.
 
     Raises:
         ValueError: If the name is unknown, or if no backend of that name can run ``work``.
     """
     if name == "auto":
-        # no compiled kernel: on CPU it would be compiled for every new length
+        # on a CPU, flex would be compiled for every new length
         if work.device == "cpu":
-            large = work.query_block * work.key_block >= GATHERED_FROM
-            return GATHER if large and GATHER.unavailable(work) is None else REFERENCE
+            is_large = work.query_block * work.key_block >= GATHERED_FROM
+            return GATHER if is_large and GATHER.unavailable(work) is None else REFERENCE
         candidates = FASTEST if _measured_here() else UNMEASURED
     elif name in ENGINES:
         candidates = ENGINES[name]
@@ -204,14 +233,17 @@ def choose(name: str, work: Workload) -> Engine:
 def exact(
     work: Workload, length: int | None, last_queries: int | None = None
 ) -> Engine | DenseKernel:
-    """Return the dense kernel, or the engine under a plan of all blocks, for exact attention.
+    """Return the dense kernel or the engine that computes exact attention.
 
-    SDPA's fast kernels support neither masks nor head dims above `SDPA_HEAD_DIM`.
+    An engine computes exact attention under a plan of all blocks. The fast kernels of SDPA support
+    neither masks nor head dims above `SDPA_HEAD_DIM`.
 
     Args:
-        length: Number of queries and of keys if causality is the only mask, else None.
-        last_queries: Number of queries, the last tokens of the keys, if causality is the only
-            mask; else None.
+        work: Requirements of the call.
+        length: Number of queries and of keys; None unless both numbers are equal and causality is
+            the only mask.
+        last_queries: Number of queries; None unless the queries are the last tokens of the keys and
+            causality is the only mask.
     """
     if last_queries is not None and flash_dense.unavailable(work, last_queries) is None:
         return FLASH_ATTN
@@ -220,15 +252,21 @@ def exact(
     if TRITON.unavailable(work) or not _measured_here():
         return SDPA
     if length is not None and not ffpa.unavailable(
-        work.device, work.head_dim, work.dtype, work.training, length
+        device=work.device,
+        head_dim=work.head_dim,
+        dtype=work.dtype,
+        training=work.training,
+        length=length,
     ):
         return FFPA
     return TRITON
 
 
-# constants in a compiled graph: torch.compile cannot trace lookups of packages and devices
+# results are constants in a compiled graph: torch.compile cannot trace lookups of packages and
+# devices
 @torch.compiler.assume_constant_result
 def _measured_here() -> bool:
+    """Return True on GPUs from Hopper on, where the engines were measured."""
     return torch.cuda.is_available() and capability()[0] >= HOPPER
 
 
@@ -236,8 +274,11 @@ def _measured_here() -> bool:
 def _flash_unavailable_here(
     device: str, head_dim: int, dtype: torch.dtype, query_block: int, key_block: int
 ) -> str | None:
+    """Return why flash-attn-4 cannot run on this machine, as a clause; None if it can."""
     if device == "cpu" or not torch.cuda.is_available() or capability() == NONE:
         return "runs on NVIDIA GPUs only"
     from cab_hf.ops.attention import flash
 
-    return flash.unavailable(head_dim, dtype, query_block, key_block)
+    return flash.unavailable(
+        head_dim=head_dim, dtype=dtype, query_block=query_block, key_block=key_block
+    )

@@ -21,7 +21,7 @@ from cab_hf.plan.ranges import (
     block_visibility,
     cached_per_ranges,
     crossed_blocks,
-    named_rows,
+    row_indices,
     visibility,
 )
 
@@ -34,12 +34,12 @@ __all__ = [
     "block_visibility",
     "cached_per_ranges",
     "crossed_blocks",
-    "named_rows",
-    "rows_grid",
+    "row_indices",
+    "rows_mask",
     "visibility",
 ]
 
-# classes by the names that they had
+# old names of classes, which import with a warning
 OLD_NAMES = {"Spans": KeyRanges, "RowSpans": BlockRanges, "BlockLists": BlockIndices}
 
 
@@ -51,7 +51,7 @@ def __getattr__(name: str) -> type:
     return renamed
 
 
-# query and key blocks of a plan that keeps everything; larger blocks stay
+# smallest block size, in tokens, of a plan that attends to all visible blocks
 DENSE_BLOCK_SIZE = 128
 
 
@@ -59,11 +59,13 @@ DENSE_BLOCK_SIZE = 128
 class BlockPlan:
     """The key blocks that each query block of each head and batch row attends to.
 
-    Query block i contains queries [i * query_block, (i + 1) * query_block), and key block j
-    likewise. A query attends to a key if the query block lists the key's block and the key is
-    inside the span of the query. All lists have the width of the longest list, so a row that
-    attends to everything would make all lists wide. ``dense_rows`` names such rows instead, and
-    their lists are empty.
+    Query block i contains queries [i * query_block, (i + 1) * query_block). Key block j contains
+    keys [j * key_block, (j + 1) * key_block). A query attends to a key if the query block lists the
+    block of the key and the key is in the range of the query.
+
+    All lists have the width of the longest list. A query block that attends to all visible blocks
+    would make all lists wide. Therefore ``dense_rows`` contains the index of such a query block,
+    and its lists are empty.
 
     A plan may also sample blocks that it does not list. Each sampled block represents
     ``sample_period`` blocks: log(sample_period) is added to the logits of its keys.
@@ -73,8 +75,8 @@ class BlockPlan:
         partial: blocks cut by the diagonal, a document border or padding.
         ranges: the interval of keys that each query may attend to (token level).
         query_block, key_block: block sizes in tokens.
-        dense_rows: int64 [B, R], query blocks that attend to everything, each named once; -1 for
-            unused entries. None if there are none.
+        dense_rows: int64 [B, R], distinct query blocks that attend to all visible blocks; -1 for
+            unused entries. None if no query block does.
         sampled: sampled blocks, completely visible to every query of the row; None without
             sampling.
         sample_period: number of blocks that each sampled block represents.
@@ -91,7 +93,7 @@ class BlockPlan:
 
     @property
     def spans(self) -> KeyRanges:
-        """Return ``ranges``, whose old name this is."""
+        """Return ``ranges``, with a warning: ``spans`` is the old name."""
         warn_renamed("BlockPlan.spans", "BlockPlan.ranges")
         return self.ranges
 
@@ -105,14 +107,14 @@ class BlockPlan:
         key_block: int,
         dense_rows: Tensor | None = None,
     ) -> BlockPlan:
-        """Build the plan that attends to the blocks ``keep`` inside the ranges.
+        """Build the plan that attends to the blocks where ``keep`` is True, inside the ranges.
 
         Args:
             keep: bool [B, H, M_q, M_k].
             ranges: the interval of keys that each query may attend to.
             query_block, key_block: block sizes in tokens.
-            dense_rows: int64 [B, R], query blocks that attend to everything, independent of
-                ``keep``.
+            dense_rows: int64 [B, R], query blocks that attend to all visible blocks, independent of
+                ``keep``; -1 for unused entries. None if no query block does.
 
         Raises:
             ValueError: ``keep`` has another shape or dtype.
@@ -126,12 +128,12 @@ class BlockPlan:
             )
         keep = keep & visible.unsqueeze(1)
         if dense_rows is not None:
-            keep = keep & ~rows_grid(ranges, dense_rows, query_block).unsqueeze(-1)
+            keep = keep & ~rows_mask(ranges, dense_rows, query_block).unsqueeze(-1)
         complete = complete.unsqueeze(1)
-        crossed = crossed_blocks(query_block, key_block) if ranges.aligned else None
+        max_partial = crossed_blocks(query_block, key_block) if ranges.aligned else None
         return cls(
             full=BlockIndices.from_dense(keep & complete),
-            partial=BlockIndices.from_dense(keep & ~complete, crossed),
+            partial=BlockIndices.from_dense(keep & ~complete, max_partial),
             ranges=ranges,
             query_block=query_block,
             key_block=key_block,
@@ -148,9 +150,9 @@ class BlockPlan:
     def of_sampled(self) -> BlockPlan:
         """Return a plan that lists only the sampled blocks of this plan."""
         assert self.sampled is not None
-        counts = torch.zeros_like(self.sampled.counts)
-        nothing = BlockIndices(counts, counts.unsqueeze(-1))
-        return replace(self, full=self.sampled, partial=nothing, dense_rows=None, sampled=None)
+        zeros = torch.zeros_like(self.sampled.counts)
+        empty = BlockIndices(counts=zeros, indices=zeros.unsqueeze(-1))
+        return replace(self, full=self.sampled, partial=empty, dense_rows=None, sampled=None)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -205,54 +207,62 @@ class BlockPlan:
         return named if self.sampled is None else named | {"sampled": self.sampled}
 
     def map_lists(self, change: Callable[[BlockIndices], BlockIndices], **other: Any) -> BlockPlan:
-        """Return the plan with ``change`` applied to every list and ``other`` fields replaced."""
-        return replace(self, **{name: change(x) for name, x in self.lists.items()}, **other)
+        """Return the plan with ``change`` applied to all lists.
+
+        Args:
+            change: maps `BlockIndices` to `BlockIndices`.
+            other: new values of other fields of the plan.
+        """
+        changed_lists = {name: change(lists) for name, lists in self.lists.items()}
+        return replace(self, **changed_lists, **other)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> BlockPlan:
         """Return the plan with ``change`` applied to all counts and indices."""
-        return self.map_lists(lambda part: part.map_tensors(change))
+        return self.map_lists(lambda lists: lists.map_tensors(change))
 
     def with_dense_rows(self, rows: Tensor) -> BlockPlan:
         """Return the plan with ``rows``, int64 [B, R], added to ``dense_rows``."""
-        grid = rows_grid(self.ranges, rows, self.query_block)
+        is_added = rows_mask(self.ranges, rows, self.query_block)
         if self.dense_rows is not None:
-            rows = _both(self.ranges, rows, self.dense_rows, self.query_block)
+            rows = _union(self.ranges, rows, self.dense_rows, self.query_block)
         return self.map_lists(
-            lambda part: BlockIndices(part.counts.masked_fill(grid, 0), part.indices),
+            lambda lists: BlockIndices(lists.counts.masked_fill(is_added, 0), lists.indices),
             dense_rows=rows,
         )
 
     def with_sample(self, sample_period: int, seed: Tensor) -> BlockPlan:
         """Return the plan with a sample of the blocks that it does not list.
 
-        Each row of each head draws one of every ``sample_period`` neighbouring blocks. The drawn
-        block is kept if it is unlisted and visible to all queries of the row. An unlisted
-        block is therefore kept with probability 1 / ``sample_period``, and its weight is multiplied
-        by ``sample_period``.
-        In expectation, the sum of exp(logit) equals the sum over all blocks. The plan must list all
-        blocks that are partly visible to a row. Predictors do so if documents start at block
-        borders.
+        Each row of each head draws one of every ``sample_period`` adjacent blocks. The drawn block
+        enters the sample if it is unlisted and visible to all queries of the row. An unlisted block
+        is therefore sampled with probability 1 / ``sample_period``, and its weight is multiplied by
+        ``sample_period``. In expectation, the sum of exp(logit) equals the sum over all blocks.
+
+        The plan must list all blocks that are partly visible to a row. Predictors list them if
+        documents start at block borders.
 
         Args:
             sample_period: number of blocks that each sampled block represents.
-            seed: int64 scalar on the device; the same plan and seed draw the same sample.
+            seed: int64 scalar on the device of the plan. The same plan and seed draw the same
+                sample.
         """
         rows, device = self.ranges.rows(self.query_block), seed.device
+        # one drawn block per row and run of adjacent blocks, [B, H, M_q, runs]
         runs = torch.arange(-(-self.kv_blocks // sample_period), device=device)
         shape = (*self.full.counts.shape, len(runs))
-        place = torch.arange(math.prod(shape), device=device).view(shape)
-        drawn_blocks = runs * sample_period + _scattered(place + seed) % sample_period
-        first, last, queries = (
+        draw_index = torch.arange(math.prod(shape), device=device).view(shape)
+        drawn_blocks = runs * sample_period + _random_integers(draw_index + seed) % sample_period
+        first, last, num_queries = (
             x[:, None, :, None] for x in (rows.max_first, rows.min_last, rows.queries)
         )
-        begins = drawn_blocks * self.key_block
-        is_full = (begins >= first) & (begins + (self.key_block - 1) <= last) & (queries > 0)
-        inside = drawn_blocks.clamp(max=self.kv_blocks - 1)
-        is_full &= ~self.full.to_dense(self.kv_blocks).gather(-1, inside)
-        dense = self.is_dense()
-        if dense is not None:
-            is_full &= ~dense.unsqueeze(-1)
-        sampled = BlockIndices.of(drawn_blocks.to(torch.int32), is_full, len(runs))
+        starts = drawn_blocks * self.key_block
+        is_sampled = (starts >= first) & (starts + (self.key_block - 1) <= last) & (num_queries > 0)
+        existing_blocks = drawn_blocks.clamp(max=self.kv_blocks - 1)
+        is_sampled &= ~self.full.to_dense(self.kv_blocks).gather(-1, existing_blocks)
+        is_dense_row = self.is_dense()
+        if is_dense_row is not None:
+            is_sampled &= ~is_dense_row.unsqueeze(-1)
+        sampled = BlockIndices.of(drawn_blocks.to(torch.int32), is_sampled, len(runs))
         return replace(self, sampled=sampled, sample_period=sample_period)
 
     def on(self, ranges: KeyRanges) -> BlockPlan:
@@ -268,111 +278,124 @@ class BlockPlan:
 
     def slice_heads(self, start: int, stop: int, heads: int) -> BlockPlan:
         """Return the plan of query heads ``start`` to ``stop`` of ``heads``; see `shared_by`."""
-        sharing, plan = self.shared_by(heads), self
+        group, plan = self.shared_by(heads), self
         if plan.heads == 1:
             return plan
-        if start % sharing or stop % sharing:
-            # the slice cuts a head of the plan: repeat it for each query head
-            plan = plan.map_lists(lambda part: part.for_heads(heads))
-            sharing = 1
-        start, stop = start // sharing, stop // sharing
-        return plan.map_tensors(lambda x: x[:, start:stop].contiguous())
+        if start % group or stop % group:
+            # the slice splits the query heads of a plan head: repeat the lists for each query head
+            plan = plan.map_lists(lambda lists: lists.for_heads(heads))
+            group = 1
+        plan_heads = slice(start // group, stop // group)
+        return plan.map_tensors(lambda x: x[:, plan_heads].contiguous())
 
     def take_rows(self, rows: Tensor, ranges: KeyRanges) -> BlockPlan:
         """Return the plan of some query blocks.
 
         Args:
-            rows: int64 [m], the query blocks; -1 for a block with empty lists.
-            ranges: the ranges of the queries of these blocks.
+            rows: int64 [m], the query blocks; -1 for a query block with empty lists.
+            ranges: the ranges of the queries of these query blocks.
         """
-        missing, index = rows < 0, rows.clamp(min=0)
+        is_empty, index = rows < 0, rows.clamp(min=0)
 
-        def taken(part: BlockIndices) -> BlockIndices:
-            counts = part.counts[:, :, index].masked_fill(missing, 0)
-            return BlockIndices(counts, part.indices[:, :, index])
+        def taken(lists: BlockIndices) -> BlockIndices:
+            counts = lists.counts[:, :, index].masked_fill(is_empty, 0)
+            return BlockIndices(counts, lists.indices[:, :, index])
 
-        dense = self.dense_rows
-        if dense is not None:
-            # all layers of a forward pass have the same dense rows
-            dense = _taken(ranges, dense, rows, self.q_blocks)
-        return self.map_lists(taken, ranges=ranges, dense_rows=dense)
+        dense_rows = self.dense_rows
+        if dense_rows is not None:
+            dense_rows = _dense_rows_among(ranges, dense_rows, rows, self.q_blocks)
+        return self.map_lists(taken, ranges=ranges, dense_rows=dense_rows)
 
     def is_dense(self) -> Tensor | None:
-        """Return bool [B, 1, M_q], True for rows that attend to everything, or None."""
+        """Return bool [B, 1, M_q], True for ``dense_rows``; None if the plan has no dense rows."""
         if self.dense_rows is None:
             return None
-        return rows_grid(self.ranges, self.dense_rows, self.query_block)
+        return rows_mask(self.ranges, self.dense_rows, self.query_block)
 
     def to_dense(self) -> Tensor:
         """Return the attended blocks as bool [B, H, M_q, M_k], without sampled blocks."""
-        chosen, dense = self._chosen(slice(None)), self.is_dense()
-        if dense is None:
-            return chosen
-        return chosen & block_visibility(self.ranges, *self.blocks).unsqueeze(1)
+        selected = self._selected_blocks(slice(None))
+        if self.dense_rows is None:
+            return selected
+        visible = block_visibility(self.ranges, self.query_block, self.key_block)
+        return selected & visible.unsqueeze(1)
 
-    def _chosen(self, rows: slice) -> Tensor:
-        """Return bool [B, H, rows, M_k]: listed blocks, and every block of dense rows."""
-        lists = (part.map_tensors(lambda x: x[:, :, rows]) for part in (self.full, self.partial))
-        full, partial = (part.to_dense(self.kv_blocks) for part in lists)
-        dense = self.is_dense()
-        listed = full | partial
-        return listed if dense is None else listed | dense[:, :, rows].unsqueeze(-1)
+    def _selected_blocks(self, rows: slice) -> Tensor:
+        """Return bool [B, H, rows, M_k], True for listed blocks and every block of dense rows."""
+        full, partial = (
+            lists.map_tensors(lambda x: x[:, :, rows]).to_dense(self.kv_blocks)
+            for lists in (self.full, self.partial)
+        )
+        is_dense_row = self.is_dense()
+        is_listed = full | partial
+        if is_dense_row is None:
+            return is_listed
+        return is_listed | is_dense_row[:, :, rows].unsqueeze(-1)
 
     def token_mask(
         self, start: int = 0, stop: int | None = None, kv_stop: int | None = None
     ) -> Tensor:
-        """Return the attended keys of queries ``start`` to ``stop``.
+        """Return the attended keys of some queries as bool [B, H, stop - start, kv_stop].
 
-        The mask is bool [B, H, stop - start, kv_stop]. Sampled blocks are left out. The mask is
-        quadratic in the sequence length; use it in tests and in the reference.
+        The mask is quadratic in the sequence length, for tests and the reference. The mask is False
+        for keys of sampled blocks.
+
+        Args:
+            start, stop: first query, and the end of the queries; None for all queries from
+                ``start`` on.
+            kv_stop: number of keys; None for all keys.
         """
         stop = self.q_length if stop is None else min(stop, self.q_length)
         kv_stop = self.kv_length if kv_stop is None else kv_stop
         rows = slice(start // self.query_block, -(-stop // self.query_block))
         row = torch.arange(start, stop, device=self.ranges.start.device) // self.query_block
         key = torch.arange(kv_stop, device=row.device)
-        tokens = self._chosen(rows)[:, :, row - rows.start][..., key // self.key_block]
+        selected = self._selected_blocks(rows)[:, :, row - rows.start][..., key // self.key_block]
         first, last = (x[:, start:stop, None] for x in (self.ranges.start, self.ranges.end))
-        return tokens & ((key >= first) & (key <= last)).unsqueeze(1)
+        return selected & ((key >= first) & (key <= last)).unsqueeze(1)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Count (attended, causal) pairs of a query and a key over all heads, int64 scalars."""
+        """Count (query, key) pairs over all heads: attended pairs, and all causal pairs.
+
+        Returns:
+            Two int64 scalars. Sampled blocks count once.
+        """
         rows = self.ranges.rows(self.query_block)
-        queries = rows.queries.unsqueeze(1).to(torch.int64)
-        attended = (self.full.counts * queries).sum() * self.key_block
+        num_queries = rows.queries.unsqueeze(1).to(torch.int64)
+        attended = (self.full.counts * num_queries).sum() * self.key_block
         if self.sampled is not None:
-            attended = attended + (self.sampled.counts * queries).sum() * self.key_block
+            attended = attended + (self.sampled.counts * num_queries).sum() * self.key_block
         first, last = self.ranges.blocked(self.query_block)
-        listed = self.partial.listed()
-        for slot in range(self.partial.width):
-            start = self.partial.indices[..., slot, None] * self.key_block
+        is_listed = self.partial.listed()
+        for entry in range(self.partial.width):
+            start = self.partial.indices[..., entry, None] * self.key_block
             low = torch.maximum(start, first.unsqueeze(1))
             high = torch.minimum(start + (self.key_block - 1), last.unsqueeze(1))
-            seen = (high - low + 1).clamp(min=0).sum(-1, dtype=torch.int64)
-            attended = attended + torch.where(listed[..., slot], seen, 0).sum()
-        dense = self.is_dense()
-        if dense is not None:
-            seen = (last - first + 1).clamp(min=0).sum(-1, dtype=torch.int64)
-            attended = attended + (dense * seen.unsqueeze(1)).sum() * self.heads
+            row_pairs = (high - low + 1).clamp(min=0).sum(-1, dtype=torch.int64)
+            attended = attended + torch.where(is_listed[..., entry], row_pairs, 0).sum()
+        is_dense_row = self.is_dense()
+        if is_dense_row is not None:
+            row_pairs = (last - first + 1).clamp(min=0).sum(-1, dtype=torch.int64)
+            attended = attended + (is_dense_row * row_pairs.unsqueeze(1)).sum() * self.heads
         return attended, self.ranges.pairs() * self.heads
 
     def density(self) -> float:
-        """Return attended (query, key) pairs divided by causal pairs. This is a device sync."""
+        """Return attended (query, key) pairs divided by causal pairs; synchronises the device."""
         attended, causal = self.pairs()
         return int(attended) / max(1, int(causal))
 
 
-def _grid(rows: Tensor, blocks: int) -> Tensor:
-    """Return bool [B, M_q] with ``blocks`` columns, True for ``rows``, int64 [B, R].
+def _mask_of_rows(rows: Tensor, num_blocks: int) -> Tensor:
+    """Return bool [B, num_blocks], True for the query blocks ``rows``, int64 [B, R].
 
     Rows of -1 are ignored.
     """
-    grid = torch.zeros(rows.shape[0], blocks + 1, device=rows.device, dtype=torch.bool)
-    # -1 goes to one spare column
-    return grid.scatter_(1, rows.masked_fill(rows < 0, blocks), True)[:, :blocks]
+    mask = torch.zeros(rows.shape[0], num_blocks + 1, device=rows.device, dtype=torch.bool)
+    # -1 is written to one spare column
+    return mask.scatter_(1, rows.masked_fill(rows < 0, num_blocks), True)[:, :num_blocks]
 
 
-def _scattered(x: Tensor) -> Tensor:
+def _random_integers(x: Tensor) -> Tensor:
     """Hash int64 x to pseudo-random integers >= 0 by the finaliser of SplitMix64.
 
     Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators (2014).
@@ -384,24 +407,36 @@ def _scattered(x: Tensor) -> Tensor:
 
 
 @cached_per_ranges
-def rows_grid(ranges: KeyRanges, rows: Tensor, query_block: int) -> Tensor:
-    """Return bool [B, 1, M_q], True for ``rows`` [B, R]."""
-    return _grid(rows, -(-ranges.q_length // query_block)).unsqueeze(1)
+def rows_mask(ranges: KeyRanges, rows: Tensor, query_block: int) -> Tensor:
+    """Return bool [B, 1, M_q], True for the query blocks ``rows``, int64 [B, R].
 
-
-@cached_per_ranges
-def _taken(ranges: KeyRanges, complete: Tensor, rows: Tensor, q_blocks: int) -> Tensor:
-    """Return the positions of query blocks in ``rows``, int64 [m].
-
-    ``complete``, int64 [B, R], contains the query blocks.
+    Rows of -1 are ignored. The result is cached for all layers of a forward pass.
     """
-    named = _grid(complete, q_blocks)[:, rows.clamp(min=0)] & (rows >= 0)
-    return named_rows(named, min(complete.shape[1], rows.shape[0]))
+    return _mask_of_rows(rows, -(-ranges.q_length // query_block)).unsqueeze(1)
 
 
 @cached_per_ranges
-def _both(ranges: KeyRanges, rows: Tensor, others: Tensor, query_block: int) -> Tensor:
-    """Return the union of ``rows``, int64 [B, R], and ``others``, int64 [B, S]: [B, R + S]."""
-    grid = rows_grid(ranges, rows, query_block)[:, 0]
-    named = (others >= 0) & grid.gather(1, others.clamp(min=0))
-    return torch.cat((rows, others.masked_fill(named, -1)), dim=1)
+def _dense_rows_among(ranges: KeyRanges, dense_rows: Tensor, rows: Tensor, q_blocks: int) -> Tensor:
+    """Return the positions in ``rows`` of dense rows, int64 [B, min(R, m)], filled with -1.
+
+    The result is cached: all layers of a forward pass have the same dense rows.
+
+    Args:
+        ranges: owner of the cache.
+        dense_rows: int64 [B, R], dense query blocks; -1 for unused entries.
+        rows: int64 [m], some query blocks; -1 for unused entries.
+        q_blocks: number of query blocks.
+    """
+    is_dense = _mask_of_rows(dense_rows, q_blocks)[:, rows.clamp(min=0)] & (rows >= 0)
+    return row_indices(is_dense, min(dense_rows.shape[1], rows.shape[0]))
+
+
+@cached_per_ranges
+def _union(ranges: KeyRanges, rows: Tensor, others: Tensor, query_block: int) -> Tensor:
+    """Return the distinct query blocks of ``rows``, int64 [B, R], and ``others``, int64 [B, S].
+
+    The result is int64 [B, R + S], -1 for unused entries.
+    """
+    is_in_rows = rows_mask(ranges, rows, query_block)[:, 0]
+    is_repeated = (others >= 0) & is_in_rows.gather(1, others.clamp(min=0))
+    return torch.cat((rows, others.masked_fill(is_repeated, -1)), dim=1)

@@ -1,4 +1,4 @@
-"""`KeyRanges`, the visible keys of each query, and `BlockIndices`, lists of visible blocks."""
+"""`KeyRanges`, the visible keys of each query, and `BlockIndices`, lists of key blocks."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ from cab_hf.checks import warn_renamed
 
 
 def cached_per_ranges(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache ``function(ranges, *args)`` for all layers of a forward pass, which share ranges.
+    """Return ``function`` with a cache in its first argument, a `KeyRanges`.
 
-    The cache is part of the ranges. Tensor arguments are compared by identity. Integer arguments
-    must not be lengths, because torch.compile treats each integer as a constant.
+    All layers of a forward pass share their ranges and the cache. Tensor arguments are compared by
+    identity. Integer arguments must not be lengths: torch.compile treats them as constants.
+
+    Args:
+        function: receives `KeyRanges` and other positional arguments, which must be hashable.
     """
 
     @functools.wraps(function)
-    def shared(ranges: KeyRanges, *args: Any) -> Any:
+    def cached(ranges: KeyRanges, *args: Any) -> Any:
         key = function, *args
         if key not in ranges._cache:
             ranges._cache[key] = function(ranges, *args)
         return ranges._cache[key]
 
-    return shared
+    return cached
 
 
 @dataclass(frozen=True, eq=False)
 class KeyRanges:
     """The keys that each query may attend to, as one interval per query.
 
-    KeyRanges express causality, packed documents and padding without an N x N mask.
+    These ranges express causality, packed documents and padding without an N x N mask.
 
     Attributes:
         start: int32 [B, N_q], the first visible key slot of a query: the start of its document.
@@ -43,14 +46,15 @@ class KeyRanges:
             padding query.
         key_valid: bool [B, N_k], False for padding keys.
         aligned: True if documents start at block borders and the queries of a block are consecutive
-            tokens of one document. A static hint that avoids a device sync.
-        consecutive: True if every query block starts where the block before it ends, as in a
-            sequence or a chunk of a sequence. Joined pieces of a sequence are not consecutive. A
-            static hint that avoids a device sync.
+            tokens of one document. This static hint avoids a device sync.
+        consecutive: True if each query block starts where the previous block ends, as in a sequence
+            or a chunk of a sequence. The blocks of concatenated pieces of a sequence are not
+            consecutive. This static hint avoids a device sync.
         documents: the largest number of documents in a batch row, if the queries of each document
-            are contiguous; None if unknown. A static hint that avoids a device sync.
-        sequence_end: number of tokens of each row's whole sequence, int or int32 [B, 1], if the
-            sequence ends before or after the end of the call. None if documents end with the call.
+            are contiguous; None if unknown. This static hint avoids a device sync.
+        sequence_end: number of tokens of the complete sequence of each row, int or int32 [B, 1], if
+            the sequence ends before or after the end of the call. None if documents end with the
+            call.
     """
 
     start: Tensor
@@ -75,10 +79,10 @@ class KeyRanges:
         """Build causal ranges of ``q_length`` queries over ``kv_length`` keys.
 
         Args:
-            batch: batch rows.
-            q_length, kv_length: tokens of q and of k.
+            batch: number of batch rows.
+            q_length, kv_length: number of queries and of keys.
             device: device of the tensors.
-            q_slot: key slot of the first query; by default the queries are the last tokens.
+            q_slot: key slot of the first query; None if the queries are the last tokens.
         """
         q_slot = kv_length - q_length if q_slot is None else q_slot
         last = torch.arange(q_length, device=device, dtype=torch.int32) + q_slot
@@ -93,13 +97,13 @@ class KeyRanges:
 
     @property
     def first(self) -> Tensor:
-        """Return ``start``, whose old name this is."""
+        """Return ``start``, with a warning: ``first`` is the old name."""
         warn_renamed("KeyRanges.first", "KeyRanges.start")
         return self.start
 
     @property
     def last(self) -> Tensor:
-        """Return ``end``, whose old name this is."""
+        """Return ``end``, with a warning: ``last`` is the old name."""
         warn_renamed("KeyRanges.last", "KeyRanges.end")
         return self.end
 
@@ -118,9 +122,9 @@ class KeyRanges:
 
     @cached_per_ranges
     def blocked(self, query_block: int) -> tuple[Tensor, Tensor]:
-        """Return (first, last) per query block, int32 [B, M_q, query_block].
+        """Return ``start`` and ``end`` by query block, each int32 [B, M_q, query_block].
 
-        Entries after the last query have no keys.
+        Entries after the last query contain 0 and -1, a range without keys.
         """
         padding = -self.q_length % query_block
         first = F.pad(self.start, (0, padding)).unflatten(1, (-1, query_block))
@@ -131,58 +135,69 @@ class KeyRanges:
     def tail(self, tokens: int, query_block: int) -> Tensor:
         """Return bool [B, M_q], True for query blocks that contain a tail token.
 
-        Tail tokens are the last ``tokens`` tokens of a document, without padding. Without
-        ``sequence_end``, documents end with the call, and a call with fewer queries than a block
-        has no tail.
+        Tail tokens are the last ``tokens`` tokens of a document, without padding. If
+        ``sequence_end`` is None, documents end with the call. Then a call with fewer queries than
+        ``query_block`` has no tail.
+
+        Args:
+            tokens: number of tail tokens per document.
+            query_block: block size in tokens.
         """
         padding = -self.q_length % query_block
         if not self.has_tail(tokens, query_block):
-            ends = torch.zeros_like(self.end, dtype=torch.bool)
+            is_tail = torch.zeros_like(self.end, dtype=torch.bool)
         elif self.sequence_end is not None:
-            ends = (self.end >= 0) & (self.end >= self.sequence_end - tokens)
+            is_tail = (self.end >= 0) & (self.end >= self.sequence_end - tokens)
         else:
-            # the query this number of places later, if it is a token of the same document
-            beyond = min(tokens, self.q_length)
-            later_first = F.pad(self.start[:, tokens:], (0, beyond))
-            later_last = F.pad(self.end[:, tokens:], (0, beyond), value=-1)
-            ends = (self.end >= 0) & ((later_last < 0) | (later_first != self.start))
-        return F.pad(ends, (0, padding)).unflatten(1, (-1, query_block)).any(-1)
+            # a query is a tail token unless the query ``tokens`` later is in the same document
+            num_missing = min(tokens, self.q_length)
+            later_start = F.pad(self.start[:, tokens:], (0, num_missing))
+            later_end = F.pad(self.end[:, tokens:], (0, num_missing), value=-1)
+            is_tail = (self.end >= 0) & ((later_end < 0) | (later_start != self.start))
+        return F.pad(is_tail, (0, padding)).unflatten(1, (-1, query_block)).any(-1)
 
     @cached_per_ranges
     def tail_rows(self, tokens: int, query_block: int) -> Tensor | None:
-        """Return the indices of `tail` as int64 [B, R], ascending, filled with -1.
+        """Return the query blocks of `tail` as int64 [B, R], ascending, filled with -1.
 
-        Returns None if there is no tail, or if only the device knows the number of rows.
+        Returns None if there is no tail, or if ``documents`` is None, so that R has no upper bound
+        without a device sync.
         """
         if not self.has_tail(tokens, query_block) or self.documents is None:
             return None
-        room = self.documents * (-(-tokens // query_block) + 1)
-        return named_rows(self.tail(tokens, query_block), room)
+        max_rows = self.documents * (-(-tokens // query_block) + 1)
+        return row_indices(self.tail(tokens, query_block), max_rows)
 
     def has_tail(self, tokens: int, query_block: int) -> bool:
-        """Return True if a query block can be in a `tail`."""
+        """Return True if `tail` may contain a query block."""
         return tokens > 0 and (self.sequence_end is not None or self.q_length >= query_block)
 
     @cached_per_ranges
     def rows(self, query_block: int) -> BlockRanges:
-        """Return the ranges of every query block, without padding queries."""
-        no_query = torch.iinfo(torch.int32).max
+        """Return the bounds of every query block, without padding queries."""
+        largest = torch.iinfo(torch.int32).max
         first, last = self.blocked(query_block)
-        real = last >= 0
+        is_real = last >= 0
         return BlockRanges(
-            min_first=first.masked_fill(~real, no_query).amin(-1),
-            max_first=first.masked_fill(~real, -1).amax(-1),
-            min_last=last.masked_fill(~real, no_query).amin(-1),
+            min_first=first.masked_fill(~is_real, largest).amin(-1),
+            max_first=first.masked_fill(~is_real, -1).amax(-1),
+            min_last=last.masked_fill(~is_real, largest).amin(-1),
             max_last=last.amax(-1),
-            queries=real.sum(-1, dtype=torch.int32),
+            queries=is_real.sum(-1, dtype=torch.int32),
         )
 
 
 @dataclass(frozen=True, eq=False)
 class BlockRanges:
-    """Bounds over the queries of each query block, all int32 [B, M_q].
+    """Bounds of the key ranges over the queries of each query block, all int32 [B, M_q].
 
-    ``queries`` counts the queries of a block without padding.
+    Padding queries have no range. A block of padding queries has the minima 2^31 - 1 and the
+    maxima -1.
+
+    Attributes:
+        min_first, max_first: smallest and largest first visible key of a query.
+        min_last, max_last: smallest and largest last visible key of a query, inclusive.
+        queries: number of queries without padding.
     """
 
     min_first: Tensor
@@ -191,8 +206,11 @@ class BlockRanges:
     max_last: Tensor
     queries: Tensor
 
-    def places(self, query_block: int) -> Tensor:
-        """Return int64 [B, M_q], the index of each row on the query grid of the whole sequence."""
+    def block_positions(self, query_block: int) -> Tensor:
+        """Return int64 [B, M_q], the index of each query block in its complete sequence.
+
+        The index of a block without queries is 0.
+        """
         return self.min_last.where(self.queries > 0, 0).to(torch.int64) // query_block
 
 
@@ -202,101 +220,118 @@ def crossed_blocks(query_block: int, key_block: int) -> int:
 
 
 def block_visibility(ranges: KeyRanges, query_block: int, key_block: int) -> Tensor:
-    """Return bool [B, M_q, M_k], True if any key of a block is visible to any query of a block."""
+    """Return bool [B, M_q, M_k], True if any query of query block i sees any key of key block j."""
     return visibility(ranges.rows(query_block), key_block, ranges.kv_length)[0]
 
 
 def visibility(rows: BlockRanges, key_block: int, kv_length: int) -> tuple[Tensor, Tensor]:
-    """Return two masks, both bool [B, M_q, M_k].
+    """Return which key blocks each query block may attend to, partly and completely.
 
-    The first is True if any key of the block is visible to any query of the row. The second is
-    True if all keys of the block are visible to all queries of the row.
+    Args:
+        rows: bounds of the query blocks.
+        key_block: block size in tokens.
+        kv_length: number of keys.
+
+    Returns:
+        visible: bool [B, M_q, M_k], True if any query of the query block sees any key of the block.
+        complete: bool [B, M_q, M_k], True if all queries of the query block see all keys of the
+            block.
     """
     start = torch.arange(0, kv_length, key_block, device=rows.max_last.device, dtype=torch.int32)
     end = start + (key_block - 1)
-    inhabited = rows.queries.unsqueeze(-1) > 0
+    has_queries = rows.queries.unsqueeze(-1) > 0
     visible = (start <= rows.max_last.unsqueeze(-1)) & (end >= rows.min_first.unsqueeze(-1))
     complete = (start >= rows.max_first.unsqueeze(-1)) & (end <= rows.min_last.unsqueeze(-1))
-    return visible & inhabited, complete & inhabited
+    return visible & has_queries, complete & has_queries
 
 
 @dataclass(frozen=True, eq=False)
 class BlockIndices:
-    """Lists of block indices, one per row: ascending, compact and padded after the row's count.
+    """Lists of block indices in ascending order, one list per row.
+
+    A row is a query block of a head and batch row, or a key block in transposed lists.
 
     Attributes:
         counts: int32 [B, H, M], number of listed blocks per row.
-        indices: int32 [B, H, M, W]; entries from the row's count on are 0 and unused.
+        indices: int32 [B, H, M, W]; the first ``counts`` entries of a row are its list, and the
+            other entries are unused.
     """
 
     counts: Tensor
     indices: Tensor
 
     @classmethod
-    def from_dense(cls, chosen: Tensor, width: int | None = None) -> BlockIndices:
-        """List the True columns of ``chosen``, bool [B, H, M, C].
+    def from_dense(cls, selected: Tensor, width: int | None = None) -> BlockIndices:
+        """List the True columns of each row of ``selected``.
 
         Args:
-            chosen: bool [B, H, M, C].
-            width: a known upper bound of the counts. By default the lists have C columns, which
-                costs memory but no device sync.
+            selected: bool [B, H, M, C].
+            width: an upper bound of the counts, the width of the lists. None means C, which needs
+                more memory, but no device sync.
         """
-        columns = chosen.shape[-1]
+        columns = selected.shape[-1]
         width = columns if width is None else min(width, columns)
-        column = torch.arange(columns, device=chosen.device, dtype=torch.int32)
-        return cls.of(column.expand_as(chosen), chosen, width)
+        column = torch.arange(columns, device=selected.device, dtype=torch.int32)
+        return cls.of(column.expand_as(selected), selected, width)
 
     @classmethod
-    def of(cls, values: Tensor, kept: Tensor, width: int) -> BlockIndices:
-        """List the entries of ``values`` where ``kept`` is True, int32 and bool [B, H, M, C]."""
-        slot = kept.cumsum(-1, dtype=torch.int32) - 1
-        # entries that are not kept go to one spare column, which is cut off afterwards
-        slot = torch.where(kept, slot, width).to(torch.int64)
-        indices = values.new_zeros(*kept.shape[:-1], width + 1)
-        indices.scatter_(-1, slot, values)
-        return cls(kept.sum(-1, dtype=torch.int32), indices[..., :width].contiguous())
+    def of(cls, values: Tensor, selected: Tensor, width: int) -> BlockIndices:
+        """List the entries of ``values`` where ``selected`` is True.
+
+        Args:
+            values: int32 [B, H, M, C], block indices.
+            selected: bool [B, H, M, C].
+            width: an upper bound of the counts, the width of the lists.
+        """
+        entry = selected.cumsum(-1, dtype=torch.int32) - 1
+        # unselected values are written to one spare column, which is removed afterwards
+        entry = torch.where(selected, entry, width).to(torch.int64)
+        indices = values.new_zeros(*selected.shape[:-1], width + 1)
+        indices.scatter_(-1, entry, values)
+        return cls(selected.sum(-1, dtype=torch.int32), indices[..., :width].contiguous())
 
     @property
     def width(self) -> int:
         return self.indices.shape[-1]
 
     def listed(self) -> Tensor:
-        """Return bool [B, H, M, W], True for entries of ``indices`` before the row's count."""
-        slots = torch.arange(self.width, device=self.counts.device)
-        return slots < self.counts.unsqueeze(-1)
+        """Return bool [B, H, M, W], True for the used entries of ``indices``."""
+        entry = torch.arange(self.width, device=self.counts.device)
+        return entry < self.counts.unsqueeze(-1)
 
     def to_dense(self, columns: int) -> Tensor:
-        """Return bool [B, H, M, columns], the inverse of `from_dense`."""
-        target = torch.where(self.listed(), self.indices, columns).to(torch.int64)
-        dense = target.new_zeros(*self.counts.shape, columns + 1, dtype=torch.bool)
-        return dense.scatter_(-1, target, True)[..., :columns]
+        """Return bool [B, H, M, columns], True for listed blocks; the inverse of `from_dense`."""
+        # unused entries are written to one spare column
+        column = torch.where(self.listed(), self.indices, columns).to(torch.int64)
+        dense = column.new_zeros((*self.counts.shape, columns + 1), dtype=torch.bool)
+        return dense.scatter_(-1, column, True)[..., :columns]
 
     def transpose(self, columns: int) -> BlockIndices:
         """Return lists per column: the rows that list each of the ``columns`` columns."""
         return BlockIndices.from_dense(self.to_dense(columns).transpose(2, 3))
 
     def for_heads(self, heads: int) -> BlockIndices:
-        """Return the lists repeated to ``heads`` heads. Lists of one head stay as they are."""
-        own = self.counts.shape[1]
-        if own in (1, heads):
+        """Return the lists repeated to ``heads`` heads; lists of one head stay unchanged."""
+        plan_heads = self.counts.shape[1]
+        if plan_heads in (1, heads):
             return self
-        return self.map_tensors(lambda x: x.repeat_interleave(heads // own, dim=1))
+        return self.map_tensors(lambda x: x.repeat_interleave(heads // plan_heads, dim=1))
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> BlockIndices:
         """Return the lists with ``change`` applied to counts and indices."""
         return BlockIndices(change(self.counts), change(self.indices))
 
     def widened(self, width: int) -> BlockIndices:
-        """Return the lists padded to ``width`` entries per row."""
+        """Return the lists padded to at least ``width`` entries per row."""
         return BlockIndices(self.counts, F.pad(self.indices, (0, max(0, width - self.width))))
 
 
-def named_rows(chosen: Tensor, room: int) -> Tensor:
-    """Return the True columns of bool [B, M] as int64 [B, R], ascending, filled with -1.
+def row_indices(selected: Tensor, max_rows: int) -> Tensor:
+    """Return the True columns of ``selected`` as int64 [B, R], ascending, filled with -1.
 
     Args:
-        chosen: bool [B, M].
-        room: upper bound of the number of True columns.
+        selected: bool [B, M].
+        max_rows: upper bound of the number of True columns per batch row.
     """
-    lists = BlockIndices.from_dense(chosen[:, None, None], room)
+    lists = BlockIndices.from_dense(selected[:, None, None], max_rows)
     return torch.where(lists.listed(), lists.indices, -1)[:, 0, 0].to(torch.int64)

@@ -79,7 +79,10 @@ class FrcPredictor(Predictor):
         bounds = reference.row_bounds(ranges, *blocks, config.sink_blocks, config.local_blocks)
         marked = keys[..., 0].isnan().repeat_interleave(heads // keys.shape[1], dim=1)
         wanted = wanted_blocks(bounds, rows, listed, sparsity, config.max_density, marked)
-        given = wanted.expand(-1, heads, -1).contiguous(), ranges.rows(blocks[0]).places(blocks[0])
+        given = (
+            wanted.expand(-1, heads, -1).contiguous(),
+            ranges.rows(blocks[0]).block_positions(blocks[0]),
+        )
         by = config.curvature, config.redundancy
         # one more than the share, because it is rounded up, and here in floating point
         share = 1.0 if listed else min(1 - min(sparsity), config.max_density)

@@ -397,8 +397,8 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
 
     everything, choice = attend(choose(so_far)), choose()
     close(everything, expected, "with all keys selected")
-    kept_weights = weights * choice.kept().unsqueeze(2)
-    alone = attend(choice.elsewhere(q.device))
+    kept_weights = weights * choice.to_mask().unsqueeze(2)
+    alone = attend(choice.for_layer(q.device))
     close(
         alone,
         weighted(kept_weights / kept_weights.sum(-1, keepdim=True), v),

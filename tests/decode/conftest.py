@@ -6,22 +6,22 @@ def steps(monkeypatch):
     """Record the layer index of every sparse decode step in a list."""
     from cab_hf import dispatch
 
-    made, before = [], dispatch.route
+    layers, route = [], dispatch.route
 
-    def counted(*args, **kwargs):
-        way = before(*args, **kwargs)
-        if way.method == "sparse_decode":
-            made.append(kwargs["layer"].layer_idx)
-        return way
+    def recording_route(*args, **kwargs):
+        chosen_route = route(*args, **kwargs)
+        if chosen_route.method == "sparse_decode":
+            layers.append(kwargs["layer"].layer_idx)
+        return chosen_route
 
-    monkeypatch.setattr(dispatch, "route", counted)
-    return made
+    monkeypatch.setattr(dispatch, "route", recording_route)
+    return layers
 
 
 @pytest.fixture
 def from_anywhere(monkeypatch):
     """Make decode steps sparse at every length, also if the prompt is too short."""
-    # import modules that copy the name before it is patched
+    # modules that import `decode_from` must be imported before it is patched
     import cab_hf.patches  # noqa: F401
     from cab_hf.decode import step
 

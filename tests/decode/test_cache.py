@@ -29,49 +29,56 @@ CHANNELS = (1, 3, 4, 7)
 
 
 def key_value(length, seed=0, batch=3):
+    """Return random keys and values [batch, 2, length, 8]."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, batch, 2, length, 8, generator=generator).unbind(0)
+    return torch.randn((2, batch, 2, length, 8), generator=generator).unbind(0)
 
 
-def in_step(layer):
+def index_equals_rebuilt_index(layer):
     """Return True if the index is bit-identical to one built from all keys."""
-    scratch = decode.index_keys(layer.keys, layer.channels)
-    return all(torch.equal(*each) for each in zip(layer.index, scratch, strict=True))
+    rebuilt = decode.index_keys(layer.keys, layer.channels)
+    return all(map(torch.equal, layer.index, rebuilt))
 
 
-def made(kind=IndexedDynamicLayer, channels=(), **kwargs):
-    layer = kind(**kwargs)
+def empty_layer(layer_class=IndexedDynamicLayer, channels=(), **options):
+    layer = layer_class(**options)
     layer.channels = channels
     return layer
 
 
-def filled(kind=IndexedDynamicLayer, length=20, **kwargs):
-    layer = made(kind, **kwargs)
+def filled_layer(layer_class=IndexedDynamicLayer, length=20, **options):
+    layer = empty_layer(layer_class, **options)
+    keys, values = key_value(length)
     with torch.no_grad():
-        layer.update(*key_value(length))
+        layer.update(keys, values)
     return layer
 
 
-def select(layer, way):
-    way(layer)
-    return layer
+def in_place(operation):
+    """Return a function that applies ``operation`` to a layer and returns the layer."""
+
+    def apply(layer):
+        operation(layer)
+        return layer
+
+    return apply
 
 
 OPERATIONS = {
     "nothing": lambda layer: layer,
-    "reorder": lambda layer: select(layer, lambda x: x.reorder_cache(torch.tensor([2, 2, 0]))),
-    "crop": lambda layer: select(layer, lambda x: x.crop(-7)),
-    "crop-nothing": lambda layer: select(layer, lambda x: x.crop(0)),
-    "repeat": lambda layer: select(layer, lambda x: x.batch_repeat_interleave(2)),
-    "select": lambda layer: select(layer, lambda x: x.batch_select_indices(torch.tensor([2, 0]))),
-    "offload": lambda layer: select(layer, lambda x: (x.offload(), x.prefetch())),
-    "reset": lambda layer: select(layer, lambda x: x.reset()),
+    "reorder": in_place(lambda layer: layer.reorder_cache(torch.tensor([2, 2, 0]))),
+    "crop": in_place(lambda layer: layer.crop(-7)),
+    "crop-nothing": in_place(lambda layer: layer.crop(0)),
+    "repeat": in_place(lambda layer: layer.batch_repeat_interleave(2)),
+    "select": in_place(lambda layer: layer.batch_select_indices(torch.tensor([2, 0]))),
+    "offload": in_place(lambda layer: (layer.offload(), layer.prefetch())),
+    "reset": in_place(lambda layer: layer.reset()),
     "deepcopy": copy.deepcopy,
     "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
 }
 
 
-# a layer with an index, transformers' own, and options
+# class with an index, class of transformers, and options of both
 KINDS = {
     "dynamic": (IndexedDynamicLayer, DynamicLayer, {}),
     "static": (IndexedStaticLayer, StaticLayer, {"max_cache_len": 32}),
@@ -82,9 +89,10 @@ KINDS = {
         {"max_cache_len": 32},
     ),
 }
-OF_ALL = ("nothing", "reorder", "offload", "reset", "deepcopy", "pickle")
-DONE = [("dynamic", name) for name in OPERATIONS]
-DONE += [(kind, name) for kind in KINDS if kind != "dynamic" for name in OF_ALL]
+# operations that every class supports
+COMMON = ("nothing", "reorder", "offload", "reset", "deepcopy", "pickle")
+CASES = [("dynamic", name) for name in OPERATIONS]
+CASES += [(kind, name) for kind in KINDS if kind != "dynamic" for name in COMMON]
 
 
 def with_states(layer):
@@ -104,24 +112,25 @@ def require_same(layer, plain):
         assert torch.equal(layer.recurrent_states[0], plain.recurrent_states[0])
     batch = 3 if plain.keys is None else plain.keys.shape[0]
     for seed in (1, 2):
-        new = key_value(1, seed, batch)
-        for mine, theirs in zip(layer.update(*new), plain.update(*new), strict=True):
-            assert torch.equal(mine, theirs)
-        assert in_step(layer)
+        keys, values = key_value(1, seed, batch)
+        actual, expected = layer.update(keys, values), plain.update(keys, values)
+        assert all(map(torch.equal, actual, expected))
+        assert index_equals_rebuilt_index(layer)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "name"), DONE)
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_cache_operation_matches_transformers_and_updates_index(kind, name):
-    own, plain_kind, options = KINDS[kind]
-    layer = OPERATIONS[name](with_states(filled(own, channels=CHANNELS, **options)))
-    plain = OPERATIONS[name](with_states(filled(plain_kind, **options)))
+    indexed_class, plain_class, options = KINDS[kind]
+    layer = filled_layer(indexed_class, channels=CHANNELS, **options)
+    layer = OPERATIONS[name](with_states(layer))
+    plain = OPERATIONS[name](with_states(filled_layer(plain_class, **options)))
     if (kind, name) == ("dynamic-hybrid", "reset") and plain.get_seq_length():
-        pytest.skip("this version of transformers resets such a layer in part")
+        pytest.skip("this version of transformers resets only the states of a hybrid layer")
     if (kind, name) == ("dynamic", "reset"):
-        # some versions keep zeros in a plain layer
+        # some versions of transformers keep zeros in a plain layer
         plain = DynamicLayer()
-    assert type(layer) is own
+    assert type(layer) is indexed_class
     require_same(layer, plain)
 
 
@@ -129,74 +138,81 @@ def test_cache_operation_matches_transformers_and_updates_index(kind, name):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [0, 20])
 def test_index_added_later_equals_index_from_start(kind, length):
-    own, plain_kind, options = KINDS[kind]
-    plain = with_states(filled(plain_kind, length, **options) if length else plain_kind(**options))
+    indexed_class, plain_class, options = KINDS[kind]
+    plain = filled_layer(plain_class, length, **options) if length else plain_class(**options)
+    plain = with_states(plain)
     layer = indexed(copy.deepcopy(plain), CHANNELS)
-    assert type(layer) is own and indexed(layer, CHANNELS) is layer
+    assert type(layer) is indexed_class and indexed(layer, CHANNELS) is layer
     require_same(layer, plain)
 
 
 @torch.no_grad()
 def test_step_writes_one_token_in_place(monkeypatch):
-    monkeypatch.setattr(cache, "ROOM", 8)
-    layer, places = filled(length=15, channels=CHANNELS), []
+    monkeypatch.setattr(cache, "SPARE_TOKENS", 8)
+    layer, addresses = filled_layer(length=15, channels=CHANNELS), []
     for seed in range(12):
-        layer.update(*key_value(1, seed))
-        places.append([x.data_ptr() for x in (layer.keys, layer.values, *layer.index)])
+        keys, values = key_value(1, seed)
+        layer.update(keys, values)
+        addresses.append([x.data_ptr() for x in (layer.keys, layer.values, *layer.index)])
     # 15 tokens are written; the buffer has 16 slots, and then 24
-    assert [places.index(place) for place in places] == [0] + 8 * [1] + 3 * [9]
+    first_steps = [addresses.index(address) for address in addresses]
+    assert first_steps == [0] + 8 * [1] + 3 * [9]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("how", [copy.deepcopy, OPERATIONS["pickle"]], ids=["deepcopy", "pickle"])
-def test_copy_does_not_share_buffers(how):
-    layer = filled(channels=CHANNELS)
-    before = layer.keys.clone()
-    twin = how(layer)
-    place = twin.keys.data_ptr()
-    twin.update(*key_value(1))
-    layer.update(*key_value(1, seed=9))
-    assert twin.keys.data_ptr() == place != layer.keys.data_ptr()
-    assert torch.equal(twin.keys[:, :, :20], before) and in_step(twin) and in_step(layer)
+@pytest.mark.parametrize("name", ["deepcopy", "pickle"])
+def test_copy_does_not_share_buffers(name):
+    layer = filled_layer(channels=CHANNELS)
+    keys_before = layer.keys.clone()
+    layer_copy = OPERATIONS[name](layer)
+    address = layer_copy.keys.data_ptr()
+    for changed, seed in ((layer_copy, 0), (layer, 9)):
+        keys, values = key_value(1, seed=seed)
+        changed.update(keys, values)
+    assert layer_copy.keys.data_ptr() == address != layer.keys.data_ptr()
+    assert torch.equal(layer_copy.keys[:, :, :20], keys_before)
+    assert index_equals_rebuilt_index(layer_copy) and index_equals_rebuilt_index(layer)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_offloading_moves_the_index(kind):
-    own, _, options = KINDS[kind]
-    layer = filled(own, channels=CHANNELS, **options)
+    indexed_class, _, options = KINDS[kind]
+    layer = filled_layer(indexed_class, channels=CHANNELS, **options)
     layer.device = torch.device("meta")
     layer.prefetch()
     assert {x.device.type for x in (layer.keys, layer.values, *layer.index)} == {"meta"}
 
 
 def test_gradients_flow_through_a_cache():
-    layer, pieces = made(channels=CHANNELS), []
+    layer, leaves = empty_layer(channels=CHANNELS), []
     for seed, length in enumerate((20, 1, 1)):
-        new = [x.requires_grad_() for x in key_value(length, seed)]
-        pieces += new
-        keys, values = layer.update(*new)
+        new_keys, new_values = (x.requires_grad_() for x in key_value(length, seed))
+        leaves += [new_keys, new_values]
+        keys, values = layer.update(new_keys, new_values)
         (keys.square().sum() + values.square().sum()).backward(retain_graph=True)
-    assert in_step(layer) and not any(x.requires_grad for x in layer.index)
-    # a token counts in its call and in all that follow
-    for piece, calls in zip(pieces, (3, 3, 2, 2, 1, 1), strict=True):
-        torch.testing.assert_close(piece.grad, 2 * calls * piece)
+    assert index_equals_rebuilt_index(layer) and not any(x.requires_grad for x in layer.index)
+    # a token is in the loss of its call and of all later calls
+    for leaf, num_calls in zip(leaves, (3, 3, 2, 2, 1, 1), strict=True):
+        torch.testing.assert_close(leaf.grad, 2 * num_calls * leaf)
 
 
 def test_cache_of_inference_mode_continues_outside_of_it():
     with torch.inference_mode():
-        layer = filled(channels=CHANNELS)
+        layer = filled_layer(channels=CHANNELS)
+    keys, values = key_value(1)
     with torch.no_grad():
-        layer.update(*key_value(1))
-    assert layer.get_seq_length() == 21 and in_step(layer)
+        layer.update(keys, values)
+    assert layer.get_seq_length() == 21 and index_equals_rebuilt_index(layer)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 def test_returned_keys_carry_the_index(kind):
-    own, _, options = KINDS[kind]
-    layer = made(own, CHANNELS, **options)
-    for tokens_at_once in (20, 1):
-        keys, values = layer.update(*key_value(tokens_at_once))
+    indexed_class, _, options = KINDS[kind]
+    layer = empty_layer(indexed_class, CHANNELS, **options)
+    for num_tokens in (20, 1):
+        new_keys, new_values = key_value(num_tokens)
+        keys, values = layer.update(new_keys, new_values)
         assert keys.cab_index.index is layer.index and keys.cab_index.channels == CHANNELS
         assert not any(hasattr(x, "cab_index") for x in (keys.clone(), values))
 
@@ -208,14 +224,15 @@ def test_dense_layer_has_no_index():
         dense_layers=(1,),
         sparse_decode=True,
     )
-    kinds = [type(layer).__name__ for layer in cab_hf.index_cache(model).layers]
+    class_names = [type(layer).__name__ for layer in cab_hf.index_cache(model).layers]
     sliding = "DynamicSlidingWindowLayer"
-    assert kinds == ["IndexedDynamicLayer", "DynamicLayer", sliding, sliding]
+    assert class_names == ["IndexedDynamicLayer", "DynamicLayer", sliding, sliding]
 
 
 @torch.no_grad()
 def test_cache_with_lazy_layers_is_indexed():
     model = cab_hf.apply_cab(tiny_model(), min_length=0, sparse_decode=True)
-    own = cab_hf.index_cache(model, DynamicCache())
-    model(tokens(1, 30), past_key_values=own)
-    assert len(own.layers) == 3 and all(in_step(layer) for layer in own.layers)
+    indexed_cache = cab_hf.index_cache(model, DynamicCache())
+    model(tokens(1, 30), past_key_values=indexed_cache)
+    assert len(indexed_cache.layers) == 3
+    assert all(map(index_equals_rebuilt_index, indexed_cache.layers))

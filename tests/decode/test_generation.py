@@ -28,10 +28,11 @@ from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer
 from cab_hf.decode.step import decode_from
 from cab_hf.ops import decode
 
-# prompts below min_length use dense attention
-DENSELY = CabConfig(min_length=2000)
-# rounded up, this share of a short sequence is every token
+# prompts shorter than min_length use dense attention
+DENSE_PROMPTS = CabConfig(min_length=2000)
+# decode steps read all keys: this share of a short sequence is rounded up
 ALL = {"sparse_decode": True, "decode_tokens": 0.9999}
+# decode steps read few keys
 FEW = {"sparse_decode": True, "decode_tokens": 128}
 pytestmark = pytest.mark.usefixtures("from_anywhere")
 
@@ -41,17 +42,20 @@ def generate(model, ids, **options):
     return model.generate(ids, **{"max_new_tokens": 5, "do_sample": False, **options})
 
 
-def own_cache(model, kind, slots):
-    """Create a cache as a user would, without cab_hf."""
-    config = model.config
-    return (
-        StaticCache(config, max_cache_len=slots)
-        if kind == "static"
-        else DynamicCache(config=config)
-    )
+def cache_without_index(model, kind, num_slots):
+    """Create a cache as a user would, without cab_hf.
+
+    Args:
+        kind: "static" or "dynamic".
+        num_slots: slots of a static cache.
+    """
+    if kind == "static":
+        return StaticCache(model.config, max_cache_len=num_slots)
+    return DynamicCache(config=model.config)
 
 
 def index_equals_rebuilt_index(cache):
+    """Return True if the index of every layer is bit-identical to one built from all keys."""
     return all(
         all(map(torch.equal, layer.index, decode.index_keys(layer.keys, layer.channels)))
         for layer in cache.layers
@@ -59,6 +63,7 @@ def index_equals_rebuilt_index(cache):
 
 
 STATIC = {"cache_implementation": "static"}
+# options of `generate`
 PATHS = {
     "greedy": {},
     "sampling": {"do_sample": True},
@@ -70,74 +75,96 @@ PATHS = {
     "static-beams": STATIC | {"num_beams": 3},
     "static-chunked": STATIC | {"prefill_chunk_size": 50},
 }
+# config fields of the model
 SHAPES = {
     "groups-of-3": {},
     "groups-of-1": {"num_key_value_heads": 6},
     "groups-of-4": {"num_attention_heads": 8},
     "half-of-the-channels": {"head_dim": 64},
 }
+# fields of CabConfig with which layers reuse the selection of an anchor
 SHARED = {
     "cascade": {"predictor": "cascade", "anchors": (0, 2)},
     "mapped": {"predictor": "cascade", "anchors": (0,), "head_map": ((5, 4, 3, 2, 1, 0),) * 3},
 }
-UNENDING = {"eos_token_id": None, "pad_token_id": 0}
+WITHOUT_EOS = {"eos_token_id": None, "pad_token_id": 0}
 
 
-def opt(dim):
-    """Create a model with an odd head dim."""
+def opt_model(dim):
+    """Create a model with any head dim."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
     return OPTForCausalLM(OPTConfig(**sizes, hidden_size=4 * dim)).eval()
 
 
 def cases_reading_all_keys():
-    """Yield (model factory, generate options, config fields, padding, layers with sparse steps).
+    """Yield cases of `test_reading_all_keys_generates_dense_tokens`."""
 
-    The layers are None if any layers are allowed.
-    """
-    layers, slow = (0, 1, 2), pytest.mark.slow
+    def case(
+        name,
+        make_model=tiny_model,
+        *,
+        options=None,
+        fields=None,
+        padding=0,
+        layers=None,
+        slow=False,
+    ):
+        marks = pytest.mark.slow if slow else ()
+        values = (make_model, options or {}, fields or {}, padding, layers)
+        return pytest.param(*values, id=name, marks=marks)
+
+    all_layers = (0, 1, 2)
     for path, options in PATHS.items():
-        yield pytest.param(tiny_model, options, {}, 21, layers, id=f"{path}-padded")
-        yield pytest.param(tiny_model, options, {}, 0, layers, id=path, marks=slow)
+        yield case(f"{path}-padded", options=options, padding=21, layers=all_layers)
+        yield case(path, options=options, layers=all_layers, slow=True)
     for cache, options in {"dynamic": {}, "static": STATIC}.items():
         for name, shape in SHAPES.items():
-            make = partial(tiny_model, **shape)
-            yield pytest.param(make, options, {}, 0, layers, id=f"{name}-{cache}")
+            make_model = partial(tiny_model, **shape)
+            yield case(f"{name}-{cache}", make_model, options=options, layers=all_layers)
         for name, fields in SHARED.items():
-            yield pytest.param(tiny_model, options, fields, 0, layers, id=f"{name}-{cache}")
+            yield case(f"{name}-{cache}", options=options, fields=fields, layers=all_layers)
         for dim in (33, 17):
-            yield pytest.param(partial(opt, dim), options, {}, 0, (0, 1), id=f"odd-{dim}-{cache}")
+            make_model = partial(opt_model, dim)
+            yield case(f"odd-{dim}-{cache}", make_model, options=options, layers=(0, 1))
         # hybrid models with linear attention, without an index; a model that creates its own cache
-        for kind in ("falcon_h1", "zamba", "zamba2", "minimax"):
+        for model_type in ("falcon_h1", "zamba", "zamba2", "minimax"):
             # minimax accepts its own cache only
-            if kind != "minimax" or not options:
-                more = UNENDING | options | ({"disable_compile": True} if options else {})
-                marks = () if kind in ("zamba", "minimax") else slow
-                make = partial(tiny_type, kind)
-                yield pytest.param(make, more, {}, 0, None, id=f"{kind}-{cache}", marks=marks)
+            if model_type != "minimax" or not options:
+                is_slow = model_type not in ("zamba", "minimax")
+                without_compile = {"disable_compile": True} if options else {}
+                yield case(
+                    f"{model_type}-{cache}",
+                    partial(tiny_type, model_type),
+                    options=WITHOUT_EOS | options | without_compile,
+                    slow=is_slow,
+                )
     for family in ("qwen3", "mistral", "mixtral", "smollm3"):
-        marks = () if family == "qwen3" else slow
-        yield pytest.param(partial(tiny_model, family), {}, {}, 0, None, id=family, marks=marks)
-    make = partial(tiny_model, "qwen3-some-sliding")
-    yield pytest.param(make, {}, {}, 0, (0,), id="sliding-window-layers-stay-dense")
+        yield case(family, partial(tiny_model, family), slow=family != "qwen3")
+    make_model = partial(tiny_model, "qwen3-some-sliding")
+    yield case("sliding-window-layers-stay-dense", make_model, layers=(0,))
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "fields", "padding", "layers"), cases_reading_all_keys()
+    ("make_model", "options", "fields", "padding", "layers"), cases_reading_all_keys()
 )
-def test_reading_all_keys_generates_dense_tokens(make, options, fields, padding, layers, steps):
-    model, ids = make(), tokens(2, 130)
+def test_reading_all_keys_generates_dense_tokens(
+    make_model, options, fields, padding, layers, steps
+):
+    """``layers`` are the layers with sparse steps; None accepts any layers."""
+    model, ids = make_model(), tokens(2, 130)
     if padding:
         mask = torch.ones_like(ids)
         mask[0, :padding] = 0
         options = options | {"attention_mask": mask}
     expected = generate(model, ids, **options)
-    cab_hf.apply_cab(model, DENSELY, **ALL, **fields)
+    cab_hf.apply_cab(model, DENSE_PROMPTS, **ALL, **fields)
     assert torch.equal(generate(model, ids, **options), expected)
     assert steps == 4 * list(layers) if layers else steps
 
 
-OWN = [
+# settings under which the shorter row has dense steps, and the longer row sparse steps
+MIXED = [
     pytest.param({"min_length": 500, "decode_tokens": 128}, id="min_length"),
     pytest.param({"min_length": 0, "decode_tokens": 128}, id="decode_tokens"),
     pytest.param({"min_length": 500, "decode_tokens": 0.2}, id="share"),
@@ -145,7 +172,7 @@ OWN = [
 
 
 @pytest.mark.parametrize("path", ["greedy", "static", "chunked"])
-@pytest.mark.parametrize("fields", OWN)
+@pytest.mark.parametrize("fields", MIXED)
 def test_padded_row_equals_single_row(fields, path, monkeypatch):
     monkeypatch.setattr("cab_hf.decode.step.decode_from", decode_from)
     model = cab_hf.apply_cab(tiny_model(), sparse_decode=True, mass_threshold=0.0, **fields)
@@ -154,67 +181,69 @@ def test_padded_row_equals_single_row(fields, path, monkeypatch):
     options = {"output_logits": True, "return_dict_in_generate": True, "min_new_tokens": 5}
     options |= {"disable_compile": True, **PATHS[path]}
     together = generate(model, ids, attention_mask=(ids != 0).long(), **options)
-    for row, text in enumerate((short, long)):
-        alone = generate(model, text, attention_mask=torch.ones_like(text), **options)
-        found, expected = (torch.stack(x.logits) for x in (together, alone))
-        torch.testing.assert_close(found[:, row], expected[:, 0], atol=1e-4, rtol=1e-4)
+    for row, prompt in enumerate((short, long)):
+        alone = generate(model, prompt, attention_mask=torch.ones_like(prompt), **options)
+        actual, expected = (torch.stack(x.logits) for x in (together, alone))
+        torch.testing.assert_close(actual[:, row], expected[:, 0], atol=1e-4, rtol=1e-4)
 
 
-@since("5.24", "phi3 makes it where no index is made")
+@since("5.24", "phi3 creates the second cache outside of the code that adds an index")
 @pytest.mark.parametrize("length", [130, 98])
 def test_recreated_cache_is_indexed_again(length, steps):
     # the model creates a new cache when the sequence exceeds these positions
     model, ids = tiny_type("phi3", original_max_position_embeddings=100), tokens(1, length)
-    options = UNENDING | {"max_new_tokens": 8}
+    options = WITHOUT_EOS | {"max_new_tokens": 8}
     expected = generate(model, ids, **options)
-    cab_hf.apply_cab(model, DENSELY, **ALL)
+    cab_hf.apply_cab(model, DENSE_PROMPTS, **ALL)
     assert torch.equal(generate(model, ids, **options), expected)
     # the call that creates the cache is not a decode step
     assert len(steps) == (7 if length == 130 else 6) * 4
 
 
-NAMED = ["llama", "deepseek_v3", "jetmoe", "zaya", "moshi", "exaone4", "recurrent_gemma"]
-OTHERS = [name for name in causal_types() if name not in NAMED]
+# model types of `make test`
+FAST = ["llama", "deepseek_v3", "jetmoe", "zaya", "moshi", "exaone4", "recurrent_gemma"]
+OTHERS = [name for name in causal_types() if name not in FAST]
 
 
-@pytest.mark.parametrize("model_type", slow_but(NAMED + OTHERS, *range(len(NAMED))))
+@pytest.mark.parametrize("model_type", slow_but(FAST + OTHERS, *range(len(FAST))))
 def test_describe_reports_sparse_decode_support(model_type, steps):
     try:
-        model = cab_hf.apply_cab(tiny_type(model_type), DENSELY, **FEW)
-        said = re.search(r"decode: (\w+)", cab_hf.describe(model))
-        generate(model, tokens(1, 200), **UNENDING)
-    except Exception as refused:  # noqa: BLE001 - of what transformers cannot run either as well
-        pytest.skip(str(refused)[:80])
-    assert said[1] == ("sparse" if steps else "dense")
+        model = cab_hf.apply_cab(tiny_type(model_type), DENSE_PROMPTS, **FEW)
+        description = re.search(r"decode: (\w+)", cab_hf.describe(model))
+        generate(model, tokens(1, 200), **WITHOUT_EOS)
+    except Exception as error:  # noqa: BLE001 - transformers cannot run some types either
+        pytest.skip(str(error)[:80])
+    assert description[1] == ("sparse" if steps else "dense")
 
 
 def test_keys_changed_before_attention_warn_and_are_dense(monkeypatch, steps):
     model, ids = tiny_model(), tokens(1, 130)
     expected = generate(model, ids)
-    cab_hf.apply_cab(model, DENSELY, **FEW)
+    cab_hf.apply_cab(model, DENSE_PROMPTS, **FEW)
     attend = AttentionInterface()["cab"]
 
-    def changed(module, q, k, v, *args, **kwargs):
+    def attend_to_copied_keys(module, q, k, v, *args, **kwargs):
         return attend(module, q, k.clone(), v, *args, **kwargs)
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "cab", changed)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "cab", attend_to_copied_keys)
     monkeypatch.setattr(checks, "_warned", set())
     with pytest.warns(UserWarning) as warned:
         assert torch.equal(generate(model, ids), expected)
-    assert sum("keys of a step have no index" in str(each.message) for each in warned) == 1
+    messages = [str(warning.message) for warning in warned]
+    assert sum("keys of a step have no index" in message for message in messages) == 1
     assert not steps
 
 
-@pytest.mark.parametrize("way", ["assistant", "prompt-lookup"])
-def test_assisted_decoding_crops_index_and_generates_dense_tokens(way):
+@pytest.mark.parametrize("drafts", ["assistant", "prompt-lookup"])
+def test_assisted_decoding_crops_index_and_generates_dense_tokens(drafts):
     model, ids = tiny_model(), tokens(1, 40).repeat(1, 3)
     options = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 20}
-    if way == "assistant":
+    if drafts == "assistant":
         # a draft model with other weights: some drafted tokens are rejected
         assistant = tiny_model(num_hidden_layers=1)
         options = {"assistant_model": assistant, "max_new_tokens": 20}
     expected = generate(model, ids, **options)
-    cab_hf.apply_cab(model, DENSELY, **ALL)
+    cab_hf.apply_cab(model, DENSE_PROMPTS, **ALL)
     cache = cab_hf.index_cache(model)
     actual = generate(model, ids, past_key_values=cache, **options)
     assert torch.equal(actual, expected) and index_equals_rebuilt_index(cache)
@@ -226,8 +255,8 @@ def test_cached_prompt_serves_several_questions(kind, steps):
     model, prompt = tiny_model(), tokens(1, 130)
     questions = [torch.cat([prompt, tokens(1, 5, seed)], dim=1) for seed in (7, 8)]
     expected = [generate(model, ids) for ids in questions]
-    cab_hf.apply_cab(model, DENSELY, **ALL)
-    cache = cab_hf.index_cache(model, own_cache(model, kind, 150))
+    cab_hf.apply_cab(model, DENSE_PROMPTS, **ALL)
+    cache = cab_hf.index_cache(model, cache_without_index(model, kind, 150))
     model(prompt, past_key_values=cache)
     for ids, result in zip(questions, expected, strict=True):
         assert torch.equal(generate(model, ids, past_key_values=copy.deepcopy(cache)), result)
@@ -239,8 +268,8 @@ def test_cached_prompt_serves_several_questions(kind, steps):
 def test_filled_cache_gets_index_of_its_keys(kind, steps):
     model, ids = tiny_model(head_dim=64), tokens(1, 135)
     expected = generate(model, ids)
-    cache = own_cache(model, kind, 150)
-    cab_hf.apply_cab(model, DENSELY, **ALL)
+    cache = cache_without_index(model, kind, 150)
+    cab_hf.apply_cab(model, DENSE_PROMPTS, **ALL)
     model(ids[:, :130], past_key_values=cache)
     assert cab_hf.index_cache(model, cache) is cache and index_equals_rebuilt_index(cache)
     assert torch.equal(generate(model, ids, past_key_values=cache), expected)
@@ -251,18 +280,18 @@ def test_filled_cache_gets_index_of_its_keys(kind, steps):
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_reset_cache_equals_new_cache(kind):
     model, ids = tiny_model(), tokens(1, 130)
-    cab_hf.apply_cab(model, DENSELY, **FEW)
-    cache = cab_hf.index_cache(model, own_cache(model, kind, 200))
-    fresh = generate(model, ids, past_key_values=cache)
+    cab_hf.apply_cab(model, DENSE_PROMPTS, **FEW)
+    cache = cab_hf.index_cache(model, cache_without_index(model, kind, 200))
+    expected = generate(model, ids, past_key_values=cache)
     cache.reset()
-    assert torch.equal(generate(model, ids, past_key_values=cache), fresh)
+    assert torch.equal(generate(model, ids, past_key_values=cache), expected)
     assert index_equals_rebuilt_index(cache)
 
 
 def test_user_cache_without_index_is_dense(steps):
     model, ids = tiny_model(), tokens(1, 300)
     expected = generate(model, ids)
-    cab_hf.apply_cab(model, DENSELY, **FEW)
+    cab_hf.apply_cab(model, DENSE_PROMPTS, **FEW)
     cache = DynamicCache(config=model.config)
     assert torch.equal(generate(model, ids, past_key_values=cache), expected)
     assert not steps and not any(isinstance(x, IndexedDynamicLayer) for x in cache.layers)
@@ -274,14 +303,14 @@ def test_user_cache_without_index_is_dense(steps):
 def test_dense_decode_creates_plain_caches(static, steps):
     model, ids = tiny_model(), tokens(1, 130)
     options = STATIC if static else {}
-    cab_hf.apply_cab(model, DENSELY, **ALL)
+    cab_hf.apply_cab(model, DENSE_PROMPTS, **ALL)
     expected = generate(model, ids, **options)
     steps.clear()
-    # switched off between two calls
-    cab_hf.apply_cab(model, DENSELY)
+    # switch sparse decode off between two calls
+    cab_hf.apply_cab(model, DENSE_PROMPTS)
     result = generate(model, ids, return_dict_in_generate=True, **options)
-    kinds = (IndexedDynamicLayer, IndexedStaticLayer)
-    assert not any(isinstance(layer, kinds) for layer in result.past_key_values.layers)
+    indexed_classes = (IndexedDynamicLayer, IndexedStaticLayer)
+    assert not any(isinstance(layer, indexed_classes) for layer in result.past_key_values.layers)
     assert torch.equal(result.sequences, expected) and not steps
 
 
@@ -290,7 +319,7 @@ def test_dense_decode_creates_plain_caches(static, steps):
 def test_index_after_generate_equals_rebuilt_index(kind, count, steps):
     model = tiny_model(num_hidden_layers=2, head_dim=64, max_position_embeddings=4096)
     ids = tokens(1, 140)
-    cab_hf.apply_cab(model, DENSELY, **FEW)
+    cab_hf.apply_cab(model, DENSE_PROMPTS, **FEW)
     options = (STATIC if kind == "static" else {}) | {
         "max_new_tokens": count,
         "min_new_tokens": count,
@@ -303,24 +332,26 @@ def test_index_after_generate_equals_rebuilt_index(kind, count, steps):
 def graphs_of(graphs, backend):
     """Return a backend for torch.compile that appends its graphs to ``graphs``."""
 
-    def compile_then_keep(graph, inputs):
+    def record_then_compile(graph, inputs):
         graphs.append(graph)
         return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
-    return compile_then_keep
+    return record_then_compile
 
 
 def test_generate_compiles_a_static_cache():
     model, ids = tiny_model(head_dim=64), tokens(2, 260)
     options = STATIC | {"output_logits": True, "return_dict_in_generate": True}
     dense = generate(model, ids, disable_compile=True, **options)
-    cab_hf.apply_cab(model, DENSELY, **FEW)
+    cab_hf.apply_cab(model, DENSE_PROMPTS, **FEW)
     eager = generate(model, ids, disable_compile=True, **options)
     torch._dynamo.reset()
     graphs = []
-    how = CompileConfig(backend=graphs_of(graphs, "aot_eager"), mode=None, fullgraph=True)
-    how._compile_all_devices = True
-    compiled = generate(model, ids, compile_config=how, **options)
+    compile_config = CompileConfig(
+        backend=graphs_of(graphs, "aot_eager"), mode=None, fullgraph=True
+    )
+    compile_config._compile_all_devices = True
+    compiled = generate(model, ids, compile_config=compile_config, **options)
     assert len(graphs) == 1
     torch.testing.assert_close(compiled.logits, eager.logits, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(dense.logits[1], eager.logits[1], atol=1e-2)
@@ -332,19 +363,19 @@ def test_generate_compiles_a_static_cache():
 def test_compiled_step_is_one_graph_and_equals_eager_step(backend, fields):
     model, ids = tiny_model(head_dim=64), tokens(2, 304)
     dense = model(ids).logits[:, 300:]
-    cab_hf.apply_cab(model, DENSELY, **FEW, **fields)
+    cab_hf.apply_cab(model, DENSE_PROMPTS, **FEW, **fields)
 
-    def logits(step):
+    def logits_of_steps(step):
         cache = cab_hf.index_cache(model, StaticCache(model.config, max_cache_len=320))
         model(ids[:, :300], past_key_values=cache)
-        parts = [step(ids[:, i : i + 1], past_key_values=cache).logits for i in range(300, 304)]
-        return torch.cat(parts, dim=1), cache.layers[0].index
+        logits = [step(ids[:, i : i + 1], past_key_values=cache).logits for i in range(300, 304)]
+        return torch.cat(logits, dim=1), cache.layers[0].index
 
-    expected, index = logits(model)
+    expected, index = logits_of_steps(model)
     torch._dynamo.reset()
     graphs = []
     compiled = torch.compile(model, fullgraph=True, backend=graphs_of(graphs, backend))
-    actual, compiled_index = logits(compiled)
+    actual, compiled_index = logits_of_steps(compiled)
     assert len(graphs) == 1
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(compiled_index, index)
@@ -354,15 +385,18 @@ def test_compiled_step_is_one_graph_and_equals_eager_step(backend, fields):
 @torch.no_grad()
 def test_sparse_steps_differ_from_dense_and_match_static_cache():
     model, ids = tiny_model(head_dim=64), tokens(2, 301)
-    cab_hf.apply_cab(model, DENSELY, **FEW)
-    outputs = []
-    for cache in (None, StaticCache(model.config, max_cache_len=400)):
+    cab_hf.apply_cab(model, DENSE_PROMPTS, **FEW)
+
+    def sparse_logits(cache):
         cache = cab_hf.index_cache(model, cache)
         model(ids[:, :300], past_key_values=cache)
-        outputs.append(model(ids[:, 300:], past_key_values=cache).logits)
-    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
+        return model(ids[:, 300:], past_key_values=cache).logits
+
+    with_dynamic_cache = sparse_logits(None)
+    with_static_cache = sparse_logits(StaticCache(model.config, max_cache_len=400))
+    torch.testing.assert_close(with_dynamic_cache, with_static_cache, atol=1e-5, rtol=1e-5)
     dense = model(ids, use_cache=False).logits[:, -1:]
-    assert not torch.allclose(outputs[0], dense, atol=1e-3)
+    assert not torch.allclose(with_dynamic_cache, dense, atol=1e-3)
 
 
 @torch.no_grad()
@@ -370,52 +404,54 @@ def test_sparse_steps_differ_from_dense_and_match_static_cache():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_row_does_not_change_other_rows(kind, value, steps):
     model, ids = tiny_model(), tokens(2, 300)
-    cab_hf.apply_cab(model, DENSELY, **FEW)
+    cab_hf.apply_cab(model, DENSE_PROMPTS, **FEW)
     outputs = []
     for factor in (1.0, value):
-        cache = cab_hf.index_cache(model, own_cache(model, kind, 400))
+        cache = cab_hf.index_cache(model, cache_without_index(model, kind, 400))
         model(ids, past_key_values=cache)
-        rows = model.get_input_embeddings()(ids[:, :1])
-        rows[0] *= factor
+        embeddings = model.get_input_embeddings()(ids[:, :1])
+        embeddings[0] *= factor
         # the NaN is in the cache from the second step on
-        outputs.append([model(inputs_embeds=rows, past_key_values=cache).logits for _ in range(2)])
-    for expected, actual in zip(*outputs, strict=True):
+        outputs.append(
+            [model(inputs_embeds=embeddings, past_key_values=cache).logits for _ in range(2)]
+        )
+    for expected, actual in zip(outputs[0], outputs[1], strict=True):
         assert torch.equal(actual[1], expected[1]) and actual[0].isnan().all()
     assert len(steps) == 2 * 2 * 3
 
 
-@since("5.24", "a static cache is of the model's dtype under autocast")
+@since("5.24", "older static caches have the dtype of the model under autocast")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_dynamic_cache_equals_static_cache(dtype, steps, monkeypatch):
     # the dynamic cache also grows in decode steps
-    monkeypatch.setattr(cache_layers, "ROOM", 2)
+    monkeypatch.setattr(cache_layers, "SPARE_TOKENS", 2)
     model, ids = tiny_model(), tokens(2, 300)
-    cab_hf.apply_cab(model, DENSELY, **FEW)
+    cab_hf.apply_cab(model, DENSE_PROMPTS, **FEW)
     options = {"output_logits": True, "return_dict_in_generate": True, "disable_compile": True}
     with torch.autocast("cpu", dtype):
-        grown = generate(model, ids, **options)
+        dynamic = generate(model, ids, **options)
         static = generate(model, ids, cache_implementation="static", **options)
-    assert index_equals_rebuilt_index(grown.past_key_values) and len(steps) == 2 * 4 * 3
-    torch.testing.assert_close(grown.logits, static.logits, atol=0.1, rtol=0.1)
+    assert index_equals_rebuilt_index(dynamic.past_key_values) and len(steps) == 2 * 4 * 3
+    torch.testing.assert_close(dynamic.logits, static.logits, atol=0.1, rtol=0.1)
 
 
 @torch.no_grad()
 def test_unused_static_cache_slots_do_not_change_logits():
     model, ids = tiny_model(head_dim=64), tokens(2, 301)
-    cab_hf.apply_cab(model, DENSELY, **FEW)
+    cab_hf.apply_cab(model, DENSE_PROMPTS, **FEW)
     outputs = []
-    for rubbish in (0.0, 50.0):
+    for unused_value in (0.0, 50.0):
         cache = cab_hf.index_cache(model, StaticCache(model.config, max_cache_len=400))
         model(ids[:, :300], past_key_values=cache)
         for layer in cache.layers:
-            for part in (layer.keys, layer.values, *layer.index):
-                part[:, :, 300:] = rubbish
+            for tensor in (layer.keys, layer.values, *layer.index):
+                tensor[:, :, 300:] = unused_value
         outputs.append(model(ids[:, 300:], past_key_values=cache).logits)
-    assert torch.equal(*outputs)
+    assert torch.equal(outputs[0], outputs[1])
 
 
 @pytest.mark.parametrize(
-    ("settings", "make", "sentence"),
+    ("settings", "make_cache", "message"),
     [
         pytest.param(None, None, "attn_implementation must be .*, got 'sdpa'", id="not-on"),
         pytest.param({}, None, "sparse_decode must be True, got False", id="off"),
@@ -428,9 +464,9 @@ def test_unused_static_cache_slots_do_not_change_logits():
         pytest.param(ALL, lambda config: (), "cache must be .*, got a tuple", id="no-cache"),
     ],
 )
-def test_index_cache_with_unsupported_cache_raises(settings, make, sentence):
+def test_index_cache_with_unsupported_cache_raises(settings, make_cache, message):
     model = tiny_model()
     if settings is not None:
-        cab_hf.apply_cab(model, DENSELY, **settings)
-    with pytest.raises(ValueError, match=sentence):
-        cab_hf.index_cache(model, None if make is None else make(model.config))
+        cab_hf.apply_cab(model, DENSE_PROMPTS, **settings)
+    with pytest.raises(ValueError, match=message):
+        cab_hf.index_cache(model, None if make_cache is None else make_cache(model.config))

@@ -1,4 +1,4 @@
-"""The reference of a sparse decode step, against plain softmax and sort."""
+"""The reference of a sparse decode step, compared with plain softmax and sort."""
 
 import math
 
@@ -8,51 +8,79 @@ from tiny import qkv
 from torch.nn import functional as F
 
 from cab_hf.ops.decode import attend, choose, index_keys, reference
-from cab_hf.ops.decode.reference import LOCAL, SINKS, STEPS_AN_OCTAVE, UNREAD_SHARE, picked
+from cab_hf.ops.decode.reference import (
+    LEVELS_PER_OCTAVE,
+    LOCAL_TOKENS,
+    SINK_TOKENS,
+    UNREAD_WEIGHT,
+    scored_channels,
+)
 
 SCALE = 0.25
 
 
-def choice_of(q, k, length, wanted, **kwargs):
-    numbers = torch.tensor([length]), torch.tensor([wanted], dtype=torch.int32)
-    channels = kwargs.get("channels", ())
-    return choose(q, index_keys(k, channels), SCALE, *numbers, **kwargs)
+def choice_of(q, k, length, num_keys, channels=(), valid=None):
+    """Return the choice of about ``num_keys`` of the first ``length`` keys."""
+    return choose(
+        q,
+        index_keys(k, channels),
+        scale=SCALE,
+        length=torch.tensor([length]),
+        wanted=torch.tensor([num_keys], dtype=torch.int32),
+        channels=channels,
+        valid=valid,
+    )
 
 
-def chosen(*args, **kwargs):
-    return choice_of(*args, **kwargs).kept()
+def selected_keys(q, k, length, num_keys, channels=(), valid=None):
+    """Return bool [B, H_kv, N], True for the keys of `choice_of`."""
+    return choice_of(q, k, length, num_keys, channels=channels, valid=valid).to_mask()
 
 
-def in_bits(x, largest):
-    """Quantise vectors to whole multiples of a unit per vector, as scoring does."""
-    unit = x.abs().amax(-1, keepdim=True) / largest
-    unit = unit.half().float() if largest == 7 else unit
-    return (x / unit + 0.5).floor().clamp(-8 if largest == 7 else -128, largest) * unit
+def quantised(x, max_code):
+    """Round vectors to whole multiples of one scale per vector, as scoring does.
+
+    Args:
+        max_code: 7 for 4-bit keys, 127 for 8-bit queries.
+    """
+    is_key = max_code == 7
+    scale = x.abs().amax(-1, keepdim=True) / max_code
+    scale = scale.half().float() if is_key else scale
+    return (x / scale + 0.5).floor().clamp(-8 if is_key else -128, max_code) * scale
 
 
 def shares(q, k, length):
     """Return the maximum attention share of each key over the heads of its group, [B, H_kv, N]."""
-    groups = q.shape[1] // k.shape[1]
-    q, k = in_bits(q, 127), in_bits(k, 7)
-    logits = q @ k[:, :, :length].repeat_interleave(groups, dim=1).mT * SCALE
-    return logits.softmax(-1).squeeze(2).unflatten(1, (k.shape[1], groups)).amax(2)
+    group = q.shape[1] // k.shape[1]
+    q, k = quantised(q, 127), quantised(k, 7)
+    logits = q @ k[:, :, :length].repeat_interleave(group, dim=1).mT * SCALE
+    return logits.softmax(-1).squeeze(2).unflatten(1, (k.shape[1], group)).amax(2)
+
+
+def require_largest_shares_selected(share, selected):
+    """Assert that no unselected key has a larger share than a selected key of its head.
+
+    Args:
+        share: float [B, H_kv, N].
+        selected: bool [B, H_kv, N], without the keys that are always read.
+    """
+    smallest_selected = share.masked_fill(~selected, 2).amin(-1)
+    largest_unselected = share.masked_fill(selected, 0).amax(-1)
+    # shares are compared in whole levels
+    assert (smallest_selected * 2 ** (1.5 / LEVELS_PER_OCTAVE) >= largest_unselected).all()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 2), (8, 2)])
-@pytest.mark.parametrize("wanted", [128, 200])
-def test_step_reads_keys_with_largest_attention_share(heads, kv_heads, wanted):
+@pytest.mark.parametrize("num_keys", [128, 200])
+def test_step_reads_keys_with_largest_attention_share(heads, kv_heads, num_keys):
     q, k, _ = qkv(2, heads, kv_heads, q_length=1, kv_length=500)
-    kept = chosen(q, k, 450, wanted)
-    assert not kept[..., 450:].any()
-    assert kept[..., :SINKS].all() and kept[..., 450 - LOCAL : 450].all()
-    share = shares(q, k, 450)
-    middle = slice(SINKS, 450 - LOCAL)
-    least = share[..., middle].masked_fill(~kept[..., middle], 2).amin(-1)
-    most = share[..., middle].masked_fill(kept[..., middle], 0).amax(-1)
-    # equal within a step
-    assert (least * 2 ** (1.5 / STEPS_AN_OCTAVE) >= most).all()
-    count = kept.sum(-1)
-    assert (count <= wanted).all() and (count > wanted - 20).all()
+    selected = selected_keys(q, k, 450, num_keys)
+    assert not selected[..., 450:].any()
+    assert selected[..., :SINK_TOKENS].all() and selected[..., 450 - LOCAL_TOKENS : 450].all()
+    middle = slice(SINK_TOKENS, 450 - LOCAL_TOKENS)
+    require_largest_shares_selected(shares(q, k, 450)[..., middle], selected[..., middle])
+    count = selected.sum(-1)
+    assert (count <= num_keys).all() and (count > num_keys - 20).all()
 
 
 @pytest.mark.parametrize("channels", [(), (2, 3, 4, 10, 11, 12)])
@@ -60,24 +88,23 @@ def test_index_rounds_keys_within_half_a_unit(channels):
     _, k, _ = qkv(2, q_length=1, kv_length=50)
     k[0, 0, 0] = 0
     index = index_keys(k, channels)
-    x = picked(k, channels)
+    x = scored_channels(k, channels)
     assert index.codes.shape == (*k.shape[:3], x.shape[-1] // 2)
-    held = (
-        torch.cat((index.codes & 15, index.codes >> 4), -1).float() - 8
-    ) * index.scales.float().unsqueeze(-1)
+    codes = torch.cat((index.codes & 15, index.codes >> 4), -1).float() - 8
+    decoded = codes * index.scales.float().unsqueeze(-1)
     unit = x.abs().amax(-1, keepdim=True) / 7
-    # the scale itself has eleven bits
-    assert ((held - x).abs() <= unit * 0.505).all()
-    torch.testing.assert_close(held, in_bits(x, 7).nan_to_num())
+    # half a unit, and the error of the scale, a float16 of eleven bits
+    assert ((decoded - x).abs() <= unit * 0.505).all()
+    torch.testing.assert_close(decoded, quantised(x, 7).nan_to_num())
 
 
 @pytest.mark.parametrize("channels", [(), (0, 3, 5, 6, 9, 15)])
 def test_sparse_step_equals_attention_masked_to_selected_keys(channels):
     q, k, v = qkv(2, q_length=1, kv_length=500)
-    choice = choice_of(q, k, 450, 150, channels=channels).elsewhere(q.device)
-    mask = choice.kept().repeat_interleave(3, dim=1).unsqueeze(2)
+    choice = choice_of(q, k, 450, 150, channels=channels).for_layer(q.device)
+    mask = choice.to_mask().repeat_interleave(3, dim=1).unsqueeze(2)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
-    actual = attend(q, k, v, choice, SCALE, torch.tensor([450]))
+    actual = attend(q, k, v, choice, scale=SCALE, length=torch.tensor([450]))
     torch.testing.assert_close(actual, expected)
 
 
@@ -85,80 +112,83 @@ def test_unread_keys_contribute_as_one_key_with_mean_value():
     q, k, v = qkv(2, 6, 2, q_length=1, kv_length=500)
     length = torch.tensor([450])
     choice = choice_of(q, k, 450, 150)
-    unread, gone = choice.unread, ~choice.kept()[:, :, :450]
-    q4, k4 = in_bits(q, 127), in_bits(k, 7)[:, :, :450].repeat_interleave(3, dim=1)
-    weights = (q4 @ k4.mT * SCALE).exp().squeeze(2) * gone.repeat_interleave(3, dim=1)
-    # logits are rounded to steps
-    expected = weights.sum(-1) * UNREAD_SHARE
-    torch.testing.assert_close(unread.exp2(), expected, rtol=2e-2, atol=0)
+    is_unread = ~choice.to_mask()[:, :, :450].repeat_interleave(3, dim=1)
+    q_8_bits = quantised(q, 127)
+    k_4_bits = quantised(k, 7)[:, :, :450].repeat_interleave(3, dim=1)
+    weights = (q_8_bits @ k_4_bits.mT * SCALE).exp().squeeze(2) * is_unread
+    # logits are rounded to levels
+    expected = weights.sum(-1) * UNREAD_WEIGHT
+    torch.testing.assert_close(choice.unread.exp2(), expected, rtol=2e-2, atol=0)
+    # one more key: its logit is ``unread``, its value the mean of 256 equidistant values
     mean = v[:, :, torch.arange(256) * 450 // 256].mean(2, keepdim=True)
-    key = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2)
-    value = torch.cat([v, mean], dim=2).repeat_interleave(3, dim=1)
-    logits = q @ key.repeat_interleave(3, dim=1).mT * SCALE
+    keys = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2).repeat_interleave(3, dim=1)
+    values = torch.cat([v, mean], dim=2).repeat_interleave(3, dim=1)
+    logits = q @ keys.mT * SCALE
     logits[..., 450:500] = float("-inf")
-    logits[..., :450].masked_fill_(gone.repeat_interleave(3, dim=1).unsqueeze(2), float("-inf"))
-    logits[..., -1] = unread.unsqueeze(-1) * math.log(2)
-    actual = attend(q, k, v, choice, SCALE, length)
-    torch.testing.assert_close(actual, logits.softmax(-1) @ value)
-    # and is nearer to dense attention than without it
-    seen = k[:, :, :450], v[:, :, :450]
-    dense = F.scaled_dot_product_attention(q, *seen, scale=SCALE, enable_gqa=True)
-    without = attend(q, k, v, choice.elsewhere(q.device), SCALE, length)
+    logits[..., :450].masked_fill_(is_unread.unsqueeze(2), float("-inf"))
+    logits[..., -1] = choice.unread.unsqueeze(-1) * math.log(2)
+    actual = attend(q, k, v, choice, scale=SCALE, length=length)
+    torch.testing.assert_close(actual, logits.softmax(-1) @ values)
+    # the additional key makes the output closer to dense attention
+    dense = F.scaled_dot_product_attention(
+        q, k[:, :, :450], v[:, :, :450], scale=SCALE, enable_gqa=True
+    )
+    without = attend(q, k, v, choice.for_layer(q.device), scale=SCALE, length=length)
     assert (actual - dense).norm() < 0.8 * (without - dense).norm()
 
 
 def test_scores_use_index_channels_only():
     q, k, _ = qkv(q_length=1, kv_length=500)
-    other = torch.cat([k[..., :8], torch.randn_like(k[..., 8:])], dim=-1)
-    kept = [chosen(q, x, 500, 128, channels=tuple(range(8))) for x in (k, other)]
-    assert torch.equal(*kept)
+    changed = torch.cat([k[..., :8], torch.randn_like(k[..., 8:])], dim=-1)
+    channels = tuple(range(8))
+    expected = selected_keys(q, k, 500, 128, channels=channels)
+    assert torch.equal(selected_keys(q, changed, 500, 128, channels=channels), expected)
 
 
 def test_padding_is_not_selected_and_sinks_follow_it():
     q, k, _ = qkv(q_length=1, kv_length=500)
     valid = torch.ones(1, 500, dtype=torch.bool)
     valid[:, :100] = False
-    kept = chosen(q, k, 500, 128, valid=valid)
-    assert not kept[..., :100].any() and kept[..., 100 : 100 + SINKS].all()
-    alone = chosen(q, k[:, :, 100:], 400, 128)
-    assert torch.equal(kept[..., 100:], alone)
+    selected = selected_keys(q, k, 500, 128, valid=valid)
+    assert not selected[..., :100].any() and selected[..., 100 : 100 + SINK_TOKENS].all()
+    without_padding = selected_keys(q, k[:, :, 100:], 400, 128)
+    assert torch.equal(selected[..., 100:], without_padding)
 
 
 def test_keys_with_equal_shares_are_selected_together():
     q, k, _ = qkv(q_length=1, kv_length=500)
     k[:, :, 100:150] = k[:, :, 100:101]
-    kept = chosen(q, k, 500, 140)[..., 100:150]
-    assert ((kept.sum(-1) == 0) | (kept.sum(-1) == 50)).all()
+    num_selected = selected_keys(q, k, 500, 140)[..., 100:150].sum(-1)
+    assert ((num_selected == 0) | (num_selected == 50)).all()
 
 
-@pytest.mark.parametrize("wanted", [300, 450, 1000])
-def test_sequence_within_budget_is_read_completely(wanted):
+@pytest.mark.parametrize("num_keys", [300, 450, 1000])
+def test_sequence_within_budget_is_read_completely(num_keys):
     q, k, v = qkv(q_length=1, kv_length=500)
-    choice = choice_of(q, k, 300, wanted)
-    kept = choice.kept()
-    assert kept[..., :300].all() and not kept[..., 300:].any()
-    seen = k[:, :, :300], v[:, :, :300]
-    expected = F.scaled_dot_product_attention(q, *seen, scale=SCALE, enable_gqa=True)
-    actual = attend(q, k, v, choice, SCALE, torch.tensor([300]))
+    choice = choice_of(q, k, 300, num_keys)
+    selected = choice.to_mask()
+    assert selected[..., :300].all() and not selected[..., 300:].any()
+    expected = F.scaled_dot_product_attention(
+        q, k[:, :, :300], v[:, :, :300], scale=SCALE, enable_gqa=True
+    )
+    actual = attend(q, k, v, choice, scale=SCALE, length=torch.tensor([300]))
     torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2])
 def test_long_cache_threshold_comes_from_a_sample(kv_heads):
     q, k, _ = qkv(1, 6, kv_heads, q_length=1, kv_length=40_000)
-    assert reference.spread_of(40_000) == 8 and reference.spread_of(8192) == 1
-    kept = chosen(3 * q, k, 39_000, 4000)
-    assert not kept[..., 39_000:].any()
-    count = kept.sum(-1)
+    assert reference.sample_stride(40_000) == 8 and reference.sample_stride(8192) == 1
+    selected = selected_keys(3 * q, k, 39_000, 4000)
+    assert not selected[..., 39_000:].any()
+    count = selected.sum(-1)
     assert ((count - 4000).abs() < 400).all() and (count != 4000).any()
     share = shares(3 * q, k, 39_000)
-    best = share.topk(4000, dim=-1).values.sum(-1)
-    ends = torch.zeros_like(kept)
-    ends[..., :SINKS] = ends[..., 39_000 - LOCAL : 39_000] = True
-    assert (((kept & ~ends)[..., :39_000] * share).sum(-1) > 0.95 * best).all()
+    largest_sum = share.topk(4000, dim=-1).values.sum(-1)
+    # without the keys that are always read
+    middle = slice(SINK_TOKENS, 39_000 - LOCAL_TOKENS)
+    selected_sum = (selected[..., middle] * share[..., middle]).sum(-1)
+    assert (selected_sum > 0.95 * largest_sum).all()
     if kv_heads == 6:
-        # heads choose for themselves: no key that is read has a smaller share than one that is not
-        middle = slice(SINKS, 39_000 - LOCAL)
-        least = share[..., middle].masked_fill(~kept[..., middle], 2).amin(-1)
-        most = share[..., middle].masked_fill(kept[..., middle], 0).amax(-1)
-        assert (least * 2 ** (1.5 / STEPS_AN_OCTAVE) >= most).all()
+        # each KV head selects for one query head
+        require_largest_shares_selected(share[..., middle], selected[..., middle])

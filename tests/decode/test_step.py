@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny import qkv, tiny_model
-from torch.nn import functional as F
 
 import cab_hf
 from cab_hf import CabConfig
@@ -21,27 +20,30 @@ LENGTH = 600
 FEW = {"sparse_decode": True, "decode_tokens": 128}
 
 
-def step(text, config, layer, q, k, v):
-    index = KeyIndex(decode.index_keys(k, ()), ())
-    layer = SimpleNamespace(layer_idx=layer)
-    work = Workload.of(q, k, v, blocks_of(config))
+SCALE = 0.25
+
+
+def step(mask, config, layer, qkv):
+    """Return the output of a sparse decode step of the layer with index ``layer``."""
+    q, k, v = qkv
     call = Call(
         q=q,
         k=k,
         v=v,
-        scale=0.25,
-        layer=layer,
+        scale=SCALE,
+        layer=SimpleNamespace(layer_idx=layer),
         config=config,
         sparse=True,
-        work=work,
-        mask=text,
-        index=index,
+        work=Workload.of(q, k, v, blocks_of(config)),
+        mask=mask,
+        index=KeyIndex(decode.index_keys(k, ()), ()),
     )
     return sparse_decode(call)
 
 
-def dense(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, scale=0.25, enable_gqa=True)
+def mask_of_last_token():
+    """Return the mask of one query after LENGTH - 1 cached tokens."""
+    return MaskInfo(batch=1, q_length=1, kv_length=LENGTH, q_offset=LENGTH - 1)
 
 
 @pytest.mark.parametrize(
@@ -54,22 +56,21 @@ def dense(q, k, v):
 def test_cascade_layer_reads_keys_selected_by_its_anchor(head_map, mapped):
     rows = [row or tuple(range(6)) for row in head_map]
     config = CabConfig(predictor="cascade", anchors=(0,), head_map=tuple(rows), min_length=0, **FEW)
-    text = MaskInfo(1, 1, LENGTH, LENGTH - 1)
-    q, k, v = qkv(q_length=1, kv_length=LENGTH)
-    step(text, config, 0, q, k, v)
-    choice = text.state.shared[SHARED_CHOICE].choice.elsewhere(q.device, tuple(mapped))
+    mask = mask_of_last_token()
+    step(mask, config, 0, qkv(q_length=1, kv_length=LENGTH))
     q, k, v = qkv(q_length=1, kv_length=LENGTH, seed=1)
-    actual = step(text, config, 1, q, k, v)
-    torch.testing.assert_close(actual, decode.attend(q, k, v, choice, 0.25, torch.tensor([LENGTH])))
+    choice = mask.state.shared[SHARED_CHOICE].choice.for_layer(q.device, tuple(mapped))
+    actual = step(mask, config, 1, (q, k, v))
+    expected = decode.attend(q, k, v, choice, scale=SCALE, length=torch.tensor([LENGTH]))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_anchor_with_other_head_count_raises():
     config = CabConfig(predictor="cascade", anchors=(0,), min_length=0, **FEW)
-    text = MaskInfo(1, 1, LENGTH, LENGTH - 1)
-    q, k, v = qkv(q_length=1, kv_length=LENGTH)
-    step(text, config, 0, q, k, v)
+    mask = mask_of_last_token()
+    step(mask, config, 0, qkv(q_length=1, kv_length=LENGTH))
     with pytest.raises(ValueError, match="layer 1 has 6 query heads and 3 KV heads"):
-        step(text, config, 1, *qkv(q_length=1, kv_length=LENGTH, kv_heads=3))
+        step(mask, config, 1, qkv(q_length=1, kv_length=LENGTH, kv_heads=3))
 
 
 @pytest.mark.parametrize(
@@ -86,38 +87,44 @@ def test_kv_head_follows_majority_of_its_query_heads(row, kv_heads, mapped):
 
 
 @pytest.mark.parametrize(
-    ("given", "length", "wanted"),
+    ("decode_tokens", "q_offset", "num_keys"),
     [
         pytest.param(128, 599, 128, id="number"),
         pytest.param(0.25, 598, 150, id="share-rounded-up"),
         pytest.param(0.25, torch.tensor(598), 150, id="share-of-a-static-cache"),
     ],
 )
-def test_budget_is_computed_once_per_forward_pass(given, length, wanted):
-    text = MaskInfo(1, 1, None, length)
-    made = text.decode_budget(given, 0, torch.device("cpu"))
-    assert [(x.tolist(), x.dtype) for x in made] == [
-        ([int(length) + 1], torch.int64),
-        ([wanted], torch.int32),
+def test_budget_is_computed_once_per_forward_pass(decode_tokens, q_offset, num_keys):
+    mask = MaskInfo(batch=1, q_length=1, kv_length=None, q_offset=q_offset)
+    budget = mask.decode_budget(decode_tokens, 0, torch.device("cpu"))
+    assert [(x.tolist(), x.dtype) for x in budget] == [
+        ([int(q_offset) + 1], torch.int64),
+        ([num_keys], torch.int32),
     ]
-    assert text.decode_budget(given, 0, torch.device("cpu")) is made
+    assert mask.decode_budget(decode_tokens, 0, torch.device("cpu")) is budget
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("decode_tokens", "num_keys"),
     [
         pytest.param(128, [2**31 - 1, 128], id="number"),
-        pytest.param(0.25, [2**31 - 1, 125], id="share-of-its-own"),
+        pytest.param(0.25, [2**31 - 1, 125], id="share-of-the-row"),
     ],
 )
 @pytest.mark.parametrize("slots", [600, 900], ids=["growing", "static"])
-def test_budget_depends_on_tokens_of_the_row(given, wanted, slots):
-    # the mask of a static cache may mark all slots after the sequence as real
-    valid = torch.ones(2, slots, dtype=torch.bool)
-    valid[0, :201], valid[1, :100] = False, False
-    text = MaskInfo(2, 1, None, torch.tensor(599), valid)
-    length, read = text.decode_budget(given, 400, torch.device("cpu"))
-    assert (length.tolist(), read.tolist()) == ([600], wanted)
+def test_budget_depends_on_tokens_of_the_row(decode_tokens, num_keys, slots):
+    # the mask of a static cache may be True for all slots after the sequence
+    padding_mask = torch.ones(2, slots, dtype=torch.bool)
+    padding_mask[0, :201], padding_mask[1, :100] = False, False
+    mask = MaskInfo(
+        batch=2,
+        q_length=1,
+        kv_length=None,
+        q_offset=torch.tensor(599),
+        padding_mask=padding_mask,
+    )
+    length, budget = mask.decode_budget(decode_tokens, 400, torch.device("cpu"))
+    assert (length.tolist(), budget.tolist()) == ([600], num_keys)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +135,7 @@ def test_budget_depends_on_tokens_of_the_row(given, wanted, slots):
         pytest.param(FEW | {"min_length": 700}, "from 700 tokens on", id="min_length"),
         pytest.param(FEW | {"decode_tokens": 0.1}, "0.1 of the keys per KV head", id="share"),
         pytest.param(FEW | {"decode_tokens": 0.5}, "dense, decode_tokens 0.5", id="too-much"),
-        # 32 of 64 channels in half a byte and a scale of two, of keys and values in four
+        # per key: 32 of 64 channels in 4 bits and a scale of 2 bytes, of keys and values in float32
         pytest.param(FEW, "an index of 0.035 of its bytes", id="index"),
         pytest.param(
             FEW | {"dense_layers": (1, 2)}, "an index of 0.012 of its bytes", id="one-layer-of-3"

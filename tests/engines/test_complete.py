@@ -54,10 +54,10 @@ CASES = [
     ),
     pytest.param(TWO | TAIL | {"q_length": 50, "dim": 264}, (32, 16), id="split"),
 ]
-cases = pytest.mark.parametrize(("shape", "blocks"), CASES)
+parametrize_cases = pytest.mark.parametrize(("shape", "blocks"), CASES)
 
 
-def listed(plan):
+def with_all_blocks_listed(plan):
     """Return a plan of the same attention whose lists contain every block."""
     return BlockPlan.from_dense(
         plan.to_dense(), plan.ranges, query_block=plan.query_block, key_block=plan.key_block
@@ -82,29 +82,29 @@ def test_dense_rows_are_attended_without_lists(plan):
     assert tuple(map(int, plan.pairs())) == (17 + 17, 42)
 
 
-@cases
+@parametrize_cases
 def test_dense_rows_equal_listed_blocks(shape, blocks):
     *_, plan = case("cpu", torch.float32, blocks, **shape)
-    plain = listed(plan)
-    assert torch.equal(plan.token_mask(), plain.token_mask())
-    assert torch.equal(plan.token_mask(5, 41, 30), plain.token_mask(5, 41, 30))
-    assert tuple(map(int, plan.pairs())) == tuple(map(int, plain.pairs()))
+    listed = with_all_blocks_listed(plan)
+    assert torch.equal(plan.token_mask(), listed.token_mask())
+    assert torch.equal(plan.token_mask(5, 41, 30), listed.token_mask(5, 41, 30))
+    assert tuple(map(int, plan.pairs())) == tuple(map(int, listed.pairs()))
 
 
 def test_split_keys_end_at_key_block_borders():
-    """The chunk starts inside of a block, and key blocks are larger than those of a full plan."""
+    """The chunk starts inside of a block, and key blocks are larger than `DENSE_BLOCK_SIZE`."""
     ranges = KeyRanges.causal(1, 128, 9788, "cpu")
     rows = ranges.tail_rows(128, 128)
     *_, plan = complete._gathered(ranges, rows, (128, 256), 2)
     require_valid(plan)
 
 
-@cases
+@parametrize_cases
 def test_reference_computes_dense_rows(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
-    actual = with_gradients(engines.REFERENCE.attention, (q, k, v), grad, plan, 0.2)
+    actual = with_gradients(engines.REFERENCE.attention, (q, k, v), grad=grad, plan=plan, scale=0.2)
     for name, expected in with_gradients(
-        reference.attention, (q, k, v), grad, listed(plan), 0.2
+        reference.attention, (q, k, v), grad=grad, plan=with_all_blocks_listed(plan), scale=0.2
     ).items():
         assert torch.equal(actual[name], expected), name
 
@@ -112,16 +112,18 @@ def test_reference_computes_dense_rows(shape, blocks):
 @pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 0, 1, 3, 6, 8))
 def test_kernels_compute_dense_rows(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
-    assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, 0.2)
+    assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad=grad, plan=plan, scale=0.2)
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize(("shape", "blocks"), [CASES[0], CASES[4], CASES[5]])
 def test_inference_output_equals_training_output(shape, blocks, return_lse):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
-    trained = engines.TRITON.attention(q.requires_grad_(), k, v, plan, 0.2, return_lse)
+    trained = engines.TRITON.attention(
+        q.requires_grad_(), k, v, plan, scale=0.2, return_lse=return_lse
+    )
     with torch.inference_mode():
-        actual = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse)
+        actual = engines.TRITON.attention(q, k, v, plan, scale=0.2, return_lse=return_lse)
     for a, b in zip(*((x if return_lse else (x,)) for x in (actual, trained)), strict=True):
         assert torch.equal(a, b)
 
@@ -138,12 +140,16 @@ def test_split_keys_of_dense_rows_equal_reference(shape, blocks, return_lse, mon
     monkeypatch.setattr(complete, "DENSE_BLOCK_SIZE", max(blocks))
     splits = []
     gathered = complete._gathered
-    monkeypatch.setattr(complete, "_gathered", lambda *a: splits.append(a[3]) or gathered(*a))
-    actual = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse)
-    expected = reference.attention(q, k, v, listed(plan), 0.2, return_lse)
+    monkeypatch.setattr(
+        complete, "_gathered", lambda *args: splits.append(args[3]) or gathered(*args)
+    )
+    actual = engines.TRITON.attention(q, k, v, plan, scale=0.2, return_lse=return_lse)
+    expected = reference.attention(
+        q, k, v, with_all_blocks_listed(plan), scale=0.2, return_lse=return_lse
+    )
     for a, b in zip(*((x if return_lse else (x,)) for x in (actual, expected)), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-    assert all(number > 1 for number in splits)
+    assert all(num_splits > 1 for num_splits in splits)
     assert bool(splits) == (plan.dense_rows is not None)
 
 
@@ -152,9 +158,9 @@ def test_split_keys_of_dense_rows_equal_reference(shape, blocks, return_lse, mon
 def test_flex_computes_dense_rows(shape, blocks):
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
     with torch.no_grad():
-        actual = engines.FLEX.attention(q, k, v, plan, 0.2)
+        actual = engines.FLEX.attention(q, k, v, plan, scale=0.2)
     has_keys = (plan.ranges.end >= 0)[:, None, :, None]
-    expected = reference.attention(q, k, v, plan, 0.2)
+    expected = reference.attention(q, k, v, plan, scale=0.2)
     torch.testing.assert_close(actual.where(has_keys, 0), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -163,12 +169,14 @@ def test_layers_share_the_plan_of_dense_rows(monkeypatch):
     ranges = KeyRanges.causal(1, 60, 60, "cpu")
     built_plans = []
     causal = BlockPlan.causal
-    monkeypatch.setattr(BlockPlan, "causal", lambda *a: built_plans.append(a) or causal(*a))
+    monkeypatch.setattr(
+        BlockPlan, "causal", lambda *args: built_plans.append(args) or causal(*args)
+    )
     keep = torch.zeros(1, 4, 2, 4, dtype=torch.bool)
     for _ in range(3):
         rows = ranges.tail_rows(32, 32)
         plan = BlockPlan.from_dense(keep, ranges, query_block=32, key_block=16, dense_rows=rows)
-        engines.TRITON.attention(q, k, v, plan, 0.2)
+        engines.TRITON.attention(q, k, v, plan, scale=0.2)
     assert len(built_plans) == 1
 
 
@@ -176,7 +184,14 @@ def test_plan_without_dense_rows_is_passed_unchanged():
     q, k, v = qkv(q_length=70)
     plan = random_plan(q, k, (32, 16))
     calls = []
-    complete.attention(lambda *a, **options: calls.append(a) or a[0], q, k, v, plan, 0.2)
+    complete.attention(
+        lambda *args, **options: calls.append(args) or args[0],
+        q=q,
+        k=k,
+        v=v,
+        plan=plan,
+        scale=0.2,
+    )
     assert len(calls) == 1 and calls[0][0] is q and calls[0][3] is plan
 
 
@@ -185,9 +200,9 @@ def test_tail_rows_follow_from_lengths():
     assert KeyRanges.causal(1, 96, 96, "cpu").tail_rows(32, 32).tolist() == [[2, -1]]
     assert KeyRanges.causal(1, 31, 96, "cpu").tail_rows(32, 32) is None
     assert KeyRanges.causal(1, 96, 96, "cpu").tail_rows(0, 32) is None
-    padded = laid_out("padded", 2, 100, 100, 32, "cpu").ranges
+    padded = laid_out("padded", batch=2, length=100, kv_length=100, align=32, device="cpu").ranges
     assert padded.tail_rows(32, 32).tolist() == [[1, 2], [2, 3]]
-    packed = laid_out("packed", 1, 100, 100, 32, "cpu").ranges
+    packed = laid_out("packed", batch=1, length=100, kv_length=100, align=32, device="cpu").ranges
     # documents of 33 and 67 tokens: the tail rows of each document
     assert packed.tail_rows(32, 32).tolist() == [[0, 1, 3, 4]]
     assert replace(packed, documents=None).tail_rows(32, 32) is None

@@ -1,4 +1,4 @@
-"""Engines compared with the reference, and the reference compared with a loop."""
+"""Engines compared with the reference, and the reference compared with a loop over queries."""
 
 import json
 from dataclasses import replace
@@ -33,24 +33,25 @@ BLOCKS = [
 
 
 def block_mask(plan, device, training=False):
+    """Return the `BlockMask` of FlexAttention for a plan."""
     tables = flex.block_tables(plan, plan.heads, device, training)
     return flex.block_mask(tables, plan.q_length, plan.kv_length)
 
 
-def by_definition(q, k, v, plan, scale):
+def by_definition(q, k, v, *, plan, scale):
     """Return (output, log-sum-exp) by a loop over heads and queries, in float64."""
     q, k, v = (x.double() for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
-    sharing = q.shape[1] // plan.heads
+    heads_per_plan_head = q.shape[1] // plan.heads
     mask = plan.token_mask()
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float64)
     for b, h, i in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
-        seen = mask[b, h // sharing, i]
-        if seen.any():
-            logits = k[b, h // group, seen] @ q[b, h, i] * scale
+        visible = mask[b, h // heads_per_plan_head, i]
+        if visible.any():
+            logits = k[b, h // group, visible] @ q[b, h, i] * scale
             lse[b, h, i] = logits.logsumexp(0)
-            out[b, h, i] = logits.softmax(0) @ v[b, h // group, seen]
+            out[b, h, i] = logits.softmax(0) @ v[b, h // group, visible]
     return out, lse
 
 
@@ -67,17 +68,17 @@ def test_reference_equals_loop_over_queries(shape, blocks, heads):
     q, k, v = qkv(**shape)
     plan = random_plan(q, k, blocks, heads=heads)
     require_valid(plan)
-    actual = engines.REFERENCE.attention(q, k, v, plan, 0.3, return_lse=True)
-    expected = by_definition(q, k, v, plan, 0.3)
-    for part, exact in zip(actual, expected, strict=True):
-        torch.testing.assert_close(part.double(), exact, atol=1e-5, rtol=1e-4)
+    actual = engines.REFERENCE.attention(q, k, v, plan, scale=0.3, return_lse=True)
+    expected = by_definition(q, k, v, plan=plan, scale=0.3)
+    for result, exact in zip(actual, expected, strict=True):
+        torch.testing.assert_close(result.double(), exact, atol=1e-5, rtol=1e-4)
 
 
 def test_plan_heads_that_do_not_divide_query_heads_raise():
     q, k, v = qkv(q_length=63)
     plan = random_plan(q, k, (32, 16), heads=4)
     with pytest.raises(ValueError, match="divides the 6 heads of q, got 4"):
-        reference.attention(q, k, v, plan, 0.3)
+        reference.attention(q, k, v, plan, scale=0.3)
 
 
 def test_queries_without_keys_have_zero_output_and_empty_log_sum_exp():
@@ -89,7 +90,7 @@ def test_queries_without_keys_have_zero_output_and_empty_log_sum_exp():
     keep = plan.to_dense()
     keep[:, 1, 2] = False
     plan = BlockPlan.from_dense(keep, ranges, query_block=32, key_block=32)
-    out, lse = reference.attention(q, k, v, plan, 0.3, return_lse=True)
+    out, lse = reference.attention(q, k, v, plan, scale=0.3, return_lse=True)
     is_empty = torch.zeros(q.shape[:3], dtype=torch.bool)
     is_empty[:, :, :5] = True
     is_empty[:, 1, 64:] = True
@@ -98,7 +99,7 @@ def test_queries_without_keys_have_zero_output_and_empty_log_sum_exp():
     assert out.isfinite().all()
 
 
-KINDS = ["plain", "named", "sampled", "of-groups", "not-finite", "softcap"]
+KINDS = ["plain", "dense-rows", "sampled", "plan-of-groups", "not-finite", "softcap"]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -106,25 +107,28 @@ KINDS = ["plain", "named", "sampled", "of-groups", "not-finite", "softcap"]
 def test_traced_op_equals_reference(kind, shape):
     """The traced op replaces the reference under torch.compile, forward and backward."""
     q, k, v = qkv(**shape)
-    named = {"dense_rows": torch.tensor([[0, -1]] * len(q))}
-    heads = k.shape[1] if kind == "of-groups" else None
-    plan = random_plan(q, k, (32, 16), heads=heads, **(named if kind == "named" else {}))
+    dense_rows = torch.tensor([[0, -1]] * len(q)) if kind == "dense-rows" else None
+    plan_heads = k.shape[1] if kind == "plan-of-groups" else None
+    plan = random_plan(q, k, (32, 16), heads=plan_heads, dense_rows=dense_rows)
     if kind == "sampled":
         plan = plan.with_sample(3, torch.tensor(5))
     if kind == "not-finite":
         # the NaN key is in a block that some heads list for some rows
         k[:, :, 20] = torch.nan
-    found = []
-    for attend in (traced.attention, reference.attention):
+
+    def results(attend):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         softcap = 3.0 if kind == "softcap" else None
-        out, lse = attend(*leaves, plan, 0.3, return_lse=True, softcap=softcap)
+        out, lse = attend(*leaves, plan=plan, scale=0.3, return_lse=True, softcap=softcap)
         gradients = torch.autograd.grad(out, leaves, qkv(**shape, seed=9)[0])
         if kind == "not-finite":
             # gradients of k and v are undefined for rows that attend to the NaN key
             gradients = [gradients[0].where(out.isfinite(), 0.0)]
-        found.append((out.detach(), lse.detach(), *gradients))
-    for actual, expected in zip(*found, strict=True):
+        return out.detach(), lse.detach(), *gradients
+
+    for actual, expected in zip(
+        results(traced.attention), results(reference.attention), strict=True
+    ):
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4, equal_nan=True)
 
 
@@ -141,7 +145,7 @@ def test_traced_op_passes_opcheck():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(traced, "_attention_op", record)
-        traced.attention(q, k, v, plan, 0.3, return_lse=True)
+        traced.attention(q, k, v, plan, scale=0.3, return_lse=True)
     ((args, options),) = calls
     torch.library.opcheck(op, args, options)
 
@@ -153,11 +157,15 @@ def test_flex_computes_what_the_reference_defines(shape, blocks, heads):
     """Detect ignored lists: uncompiled FlexAttention computes dense attention."""
     q, k, v = qkv(**shape)
     if heads is not None and q.shape[1] % heads:
-        pytest.skip("heads of a plan divide those of q")
+        pytest.skip("the number of plan heads must divide the number of query heads")
     plan = random_plan(q, k, blocks, heads=heads)
     with torch.no_grad():
-        actual = flex.attention(q, k, v, plan, 0.3)
-    assert_within_budget(actual, lambda *x: reference.attention(*x, plan, 0.3), q, k, v)
+        actual = flex.attention(q, k, v, plan, scale=0.3)
+
+    def expected(q, k, v):
+        return reference.attention(q, k, v, plan, scale=0.3)
+
+    assert_within_budget(actual, expected, q, k, v)
 
 
 @pytest.mark.parametrize("name", ["gather", "reference", "flex"])
@@ -172,7 +180,7 @@ def test_soft_capped_logits_by_hand(name):
 
     engine = {"gather": engines.GATHER, "reference": engines.REFERENCE, "flex": engines.FLEX}[name]
     with torch.no_grad():
-        out = engine.attention(q, k, v, plan, 0.3, softcap=2.0)
+        out = engine.attention(q, k, v, plan, scale=0.3, softcap=2.0)
     assert_within_budget(out, by_hand, q, k, v)
 
 
@@ -182,14 +190,23 @@ def test_flex_with_padding_and_documents():
     valid = torch.ones(2, 180, dtype=torch.bool)
     valid[0, :25] = False
     document = torch.tensor([[0] * 70 + [1] * 110] * 2)
-    layout = BlockLayout.build(2, 180, 180, 0, valid, document, align=64, device=q.device)
+    layout = BlockLayout.build(
+        batch=2,
+        q_length=180,
+        kv_length=180,
+        q_offset=0,
+        padding_mask=valid,
+        doc_ids=document,
+        align=64,
+        device=q.device,
+    )
     q, k, v = layout.queries(q), layout.keys(k), layout.keys(v)
     plan = random_plan(q, k, (64, 32), ranges=layout.ranges)
     require_valid(plan)
     with torch.no_grad():
-        actual = flex.attention(q, k, v, plan, 0.3)
+        actual = flex.attention(q, k, v, plan, scale=0.3)
     has_keys = (layout.ranges.end >= 0)[:, None, :, None]
-    expected = reference.attention(q, k, v, plan, 0.3)
+    expected = reference.attention(q, k, v, plan, scale=0.3)
     torch.testing.assert_close(actual.where(has_keys, 0), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -197,14 +214,13 @@ def test_uncompiled_flex_attention_ignores_block_lists():
     """The engine therefore always compiles. Remove this test when PyTorch fixes the error."""
     q, k, v = qkv(q_length=256)
     plan = random_plan(q, k, (64, 32), share=0.0)
-    plain = block_mask(plan, torch.device("meta"))
+    lists_only = block_mask(plan, torch.device("meta"))
     with torch.no_grad():
-        dense = flex_attention(q, k, v, block_mask=plain, scale=0.3, enable_gqa=True)
-        sparse = flex.attention(q, k, v, plan, 0.3)
-    complete = BlockPlan.causal(plan.ranges, q.shape[1], 64, 32)
-    torch.testing.assert_close(
-        dense, reference.attention(q, k, v, complete, 0.3), atol=1e-5, rtol=1e-4
-    )
+        dense = flex_attention(q, k, v, block_mask=lists_only, scale=0.3, enable_gqa=True)
+        sparse = flex.attention(q, k, v, plan, scale=0.3)
+    all_blocks = BlockPlan.causal(plan.ranges, q.shape[1], 64, 32)
+    expected = reference.attention(q, k, v, all_blocks, scale=0.3)
+    torch.testing.assert_close(dense, expected, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(dense, sparse, atol=1e-2)
 
 
@@ -215,7 +231,7 @@ def test_flex_raises_at_recompile_limit(monkeypatch):
     with torch.no_grad(), pytest.raises(Exception, match="(?i)recompile"):
         for length in (64, 96, 160):
             q, k, v = qkv(q_length=length)
-            flex.attention(q, k, v, random_plan(q, k, (32, 32)), 0.3)
+            flex.attention(q, k, v, random_plan(q, k, (32, 32)), scale=0.3)
     torch._dynamo.reset()
 
 
@@ -248,13 +264,14 @@ def test_blocks_merged_for_training_attend_the_same_tokens():
     plan = random_plan(q, k, (64, 32), share=0.9)
     mask = block_mask(plan, q.device, training=True)
     assert mask.BLOCK_SIZE == (128, 128)
-    lists = [(mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)]
+    lists = (
+        BlockIndices(mask.kv_num_blocks, mask.kv_indices),
+        BlockIndices(mask.full_kv_num_blocks, mask.full_kv_indices),
+    )
+    # block masks [B, H, 3, 3] as token masks
     partial, full = (
-        BlockIndices(*part)
-        .to_dense(3)
-        .repeat_interleave(128, 2)
-        .repeat_interleave(128, 3)[..., :300, :300]
-        for part in lists
+        x.to_dense(3).repeat_interleave(128, 2).repeat_interleave(128, 3)[..., :300, :300]
+        for x in lists
     )
     batch, head, query, key = torch.meshgrid(*map(torch.arange, partial.shape), indexing="ij")
     attended = full | (partial & mask.mask_mod(batch, head, query, key))
@@ -265,29 +282,30 @@ def test_blocks_merged_for_training_attend_the_same_tokens():
 def test_incomplete_last_block_is_partial():
     q, k, _ = qkv(q_length=205)
     plan = random_plan(q, k, (64, 32), share=1.0)
-    last = plan.kv_blocks - 1
-    assert not plan.full.to_dense(plan.kv_blocks)[..., last].any()
-    assert plan.partial.to_dense(plan.kv_blocks)[..., -1, last].all()
+    last_block = plan.kv_blocks - 1
+    assert not plan.full.to_dense(plan.kv_blocks)[..., last_block].any()
+    assert plan.partial.to_dense(plan.kv_blocks)[..., -1, last_block].all()
 
 
 @pytest.mark.parametrize(
-    "work, reason, instead",
+    "work, reason, fallback",
     [
         pytest.param({"training": True}, "no backward on CPU", "reference", id="training"),
         pytest.param({"dtype": torch.float64}, "float64", "gather", id="dtype"),
         pytest.param(
             {"device": "cuda", "head_dim": 320, "dtype": torch.bfloat16},
-            *("head dims", "triton"),
+            "head dims",
+            "triton",
             id="head-dim",
         ),
         pytest.param({"device": "mps"}, "not on mps", "reference", id="device"),
     ],
 )
-def test_unavailable_engine_by_name_raises_and_auto_falls_back(work, reason, instead):
+def test_unavailable_engine_by_name_raises_and_auto_falls_back(work, reason, fallback):
     work = workload(**{"device": "cpu", "head_dim": 64, "dtype": torch.float32, **work})
     with pytest.raises(ValueError, match=reason):
         engines.choose("flex", work)
-    assert engines.choose("auto", work).name == instead
+    assert engines.choose("auto", work).name == fallback
 
 
 USUAL = {
@@ -324,18 +342,18 @@ HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
     ],
 )
 def test_flex_selects_flash_backend_by_capability(monkeypatch, capability, work, expected):
-    pretend(monkeypatch, capability)
+    pretend_gpu(monkeypatch, capability)
     work = workload(**work)
     assert f"({expected}" in engines.choose("flex", work).label(work)
 
 
-@pytest.mark.parametrize("other", ["4.0.0b1", "4.0.0b37", "4.0.0"])
-def test_untested_flash_attn_version_is_unavailable(monkeypatch, other):
-    missing = flash._missing.__wrapped__
-    pretend(monkeypatch, HOPPER)
-    monkeypatch.setattr(flash, "version", lambda name: other)
-    monkeypatch.setattr(flash, "_missing", missing)
-    message = f"4.0.0b36 or later, below 4.0.0b37, not {other}"
+@pytest.mark.parametrize("installed_version", ["4.0.0b1", "4.0.0b37", "4.0.0"])
+def test_untested_flash_attn_version_is_unavailable(monkeypatch, installed_version):
+    uncached_missing = flash._missing.__wrapped__
+    pretend_gpu(monkeypatch, HOPPER)
+    monkeypatch.setattr(flash, "version", lambda name: installed_version)
+    monkeypatch.setattr(flash, "_missing", uncached_missing)
+    message = f"4.0.0b36 or later, below 4.0.0b37, not {installed_version}"
     assert message in flash.unavailable(128, torch.bfloat16, 128, 64)
 
 
@@ -357,7 +375,7 @@ def test_flash_extra_pins_the_tested_version():
             "flex",
             {"training": True},
             "flex (FLASH, gradients by triton)",
-            id="routed",
+            id="gradients-by-triton",
         ),
         pytest.param("flex", {"training": True, "head_dim": 256}, "flex (FLASH)", id="d256"),
         pytest.param(
@@ -369,7 +387,7 @@ def test_flash_extra_pins_the_tested_version():
     ],
 )
 def test_label_names_engine_and_backend(monkeypatch, name, work, expected):
-    pretend(monkeypatch, HOPPER)
+    pretend_gpu(monkeypatch, HOPPER)
     work = workload(**work)
     assert engines.choose(name, work).label(work) == expected
 
@@ -388,13 +406,13 @@ def test_label_names_engine_and_backend(monkeypatch, name, work, expected):
     ],
 )
 def test_exact_engine_by_head_dim_and_length(monkeypatch, work, length, expected):
-    pretend(monkeypatch, HOPPER)
+    pretend_gpu(monkeypatch, HOPPER)
     monkeypatch.setattr(ffpa, "_missing", lambda: None)
     assert engines.exact(workload(**work), length).name == expected
 
 
 def test_unmeasured_gpu_uses_pytorch_engines(monkeypatch):
-    pretend(monkeypatch, AMPERE)
+    pretend_gpu(monkeypatch, AMPERE)
     assert engines.choose("auto", workload()) is engines.FLEX
     assert engines.exact(workload(), None) is engines.SDPA
     assert engines.exact(workload(head_dim=512), 4096) is engines.SDPA
@@ -402,17 +420,18 @@ def test_unmeasured_gpu_uses_pytorch_engines(monkeypatch):
 
 
 def test_missing_ffpa_is_not_selected(monkeypatch):
-    pretend(monkeypatch, HOPPER)
+    pretend_gpu(monkeypatch, HOPPER)
     monkeypatch.setattr(ffpa, "find_spec", lambda name: None)
     monkeypatch.setattr(ffpa, "_missing", ffpa._missing.__wrapped__)
     assert engines.exact(workload(head_dim=512), 4096) is engines.TRITON
 
 
-# at 8,192 tokens engines are within 0.14 ms of each other, and launches decide between them
+# fewest tokens at which times are compared: at 8,192 tokens, launch overhead decides between the
+# engines, whose times differ by at most 0.14 ms
 LONG = 16384
 
 
-def measured(folder):
+def committed_rows(folder):
     """Return the rows of a committed speed run with at least `LONG` tokens."""
     path = Path(__file__).parents[2] / "eval" / "results" / folder / "results.json"
     rows = json.loads(read_file(path))["rows"]
@@ -426,10 +445,10 @@ def measured(folder):
     [("FLASH", "speed-attention"), ("TRITON", "speed-attention-without-flash")],
 )
 def test_auto_order_matches_committed_times(backend, folder):
-    lacking = engines.FLASH if backend == "TRITON" else None
-    order = [e.name for e in engines.FASTEST if e not in (lacking, engines.REFERENCE)]
+    missing_engine = engines.FLASH if backend == "TRITON" else None
+    order = [x.name for x in engines.FASTEST if x not in (missing_engine, engines.REFERENCE)]
     first, *others = dict.fromkeys(order)
-    for row in measured(folder):
+    for row in committed_rows(folder):
         times = row["attend_ms"]
         assert backend in row["labels"]["flex"]
         # two engines may run the same kernel, and runs of one kernel differ by up to 2%
@@ -437,17 +456,18 @@ def test_auto_order_matches_committed_times(backend, folder):
 
 
 def test_ffpa_head_dims_match_committed_times():
-    for row in measured("speed-attention-wide"):
+    for row in committed_rows("speed-attention-wide"):
         if row["direction"] == "forward" and row["budget"] == 1:
-            faster = row["baselines"]["ffpa CuTe"] < 0.98 * row["attend_ms"]["triton"]
-            assert faster == (row["head_dim"] in ffpa.FASTER_AT)
+            is_faster = row["baselines"]["ffpa CuTe"] < 0.98 * row["attend_ms"]["triton"]
+            assert is_faster == (row["head_dim"] in ffpa.FASTER_AT)
 
 
 def workload(**changes):
+    """Return `USUAL` as a workload, with other values of some fields."""
     return engines.Workload(**{**USUAL, **changes})
 
 
-def pretend(monkeypatch, capability):
+def pretend_gpu(monkeypatch, capability):
     """Patch torch to report a CUDA device of this capability, with flash-attn-4 installed."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -457,11 +477,26 @@ def pretend(monkeypatch, capability):
 
 def test_flex_without_compiler_is_unavailable_on_cpu(monkeypatch):
     monkeypatch.setattr(flex.shutil, "which", lambda name: None)
-    assert "C++ compiler" in flex.unavailable("cpu", 64, torch.float32, False, 128, 64)
+    reason = flex.unavailable(
+        device="cpu",
+        head_dim=64,
+        dtype=torch.float32,
+        training=False,
+        query_block=128,
+        key_block=64,
+    )
+    assert "C++ compiler" in reason
 
 
 def test_unknown_engine_raises():
-    work = engines.Workload("cpu", 64, torch.float32, False, 128, 64)
+    work = engines.Workload(
+        device="cpu",
+        head_dim=64,
+        dtype=torch.float32,
+        training=False,
+        query_block=128,
+        key_block=64,
+    )
     with pytest.raises(ValueError, match="'reference', 'gather', 'flex', 'triton', got 'fastest'"):
         engines.choose("fastest", work)
 
@@ -475,8 +510,8 @@ def test_flex_with_soft_cap_compiles_for_dynamic_lengths(monkeypatch):
         plan = random_plan(q, k, (32, 16))
         has_keys = (plan.ranges.end >= 0)[:, None, :, None]
         with torch.no_grad():
-            out = flex.attention(q, k, v, plan, 0.3, softcap=3.0)
-        expected = reference.attention(q, k, v, plan, 0.3, softcap=3.0)
+            out = flex.attention(q, k, v, plan, scale=0.3, softcap=3.0)
+        expected = reference.attention(q, k, v, plan, scale=0.3, softcap=3.0)
         torch.testing.assert_close(
             out.where(has_keys, 0), expected.where(has_keys, 0), atol=1e-5, rtol=1e-4
         )

@@ -6,7 +6,7 @@ from attention_cases import case
 from tiny import SPARSE, tiny_model, tokens
 
 import cab_hf
-from cab_hf import CabConfig, engines
+from cab_hf import BlockPlan, CabConfig, engines
 from cab_hf.ops import reference
 from cab_hf.ops.attention import gather
 
@@ -21,7 +21,7 @@ CASES = [
     pytest.param(FOUR | {"q_length": 130, "plan_heads": 1}, BLOCKS, id="one-plan"),
     pytest.param(FOUR | {"q_length": 75, "layout": "padded", "batch": 2}, BLOCKS, id="padded"),
     pytest.param(FOUR | {"q_length": 130, "layout": "packed"}, BLOCKS, id="packed"),
-    pytest.param(FOUR | {"q_length": 130, "dense_rows": "tail"}, BLOCKS, id="named"),
+    pytest.param(FOUR | {"q_length": 130, "dense_rows": "tail"}, BLOCKS, id="dense-rows"),
 ]
 
 
@@ -30,38 +30,39 @@ CASES = [
 def test_output_and_log_sum_exp_equal_reference(monkeypatch, shape, blocks, at_a_time):
     monkeypatch.setattr(gather, "LOGITS_AT_A_TIME", at_a_time)
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
-    expected = reference.attention(q, k, v, plan, 0.2, return_lse=True)
-    actual = engines.GATHER.attention(q, k, v, plan, 0.2, return_lse=True)
+    expected = reference.attention(q, k, v, plan, scale=0.2, return_lse=True)
+    actual = engines.GATHER.attention(q, k, v, plan, scale=0.2, return_lse=True)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-    assert torch.equal(engines.GATHER.attention(q, k, v, plan, 0.2), actual[0])
+    assert torch.equal(engines.GATHER.attention(q, k, v, plan, scale=0.2), actual[0])
 
 
 def test_bfloat16_products_accumulate_in_float32():
     q, k, v, _, plan = case("cpu", torch.bfloat16, BLOCKS, **FOUR, q_length=205)
-    exact = reference.attention(*(x.double() for x in (q, k, v)), plan, 0.2)
-    actual = gather.attention(q, k, v, plan, 0.2)
+    exact = reference.attention(*(x.double() for x in (q, k, v)), plan=plan, scale=0.2)
+    actual = gather.attention(q, k, v, plan, scale=0.2)
     assert actual.dtype == torch.bfloat16
     error = (actual.double() - exact).abs().max()
-    assert error <= 2 * (reference.attention(q, k, v, plan, 0.2).double() - exact).abs().max()
+    assert error <= 2 * (reference.attention(q, k, v, plan, scale=0.2).double() - exact).abs().max()
 
 
 def test_empty_rows_have_zero_output():
     q, k, v, _, plan = case("cpu", torch.float32, BLOCKS, **FOUR, q_length=130)
     keep = plan.to_dense()
     keep[:, 1, 2] = False
-    plan = type(plan).from_dense(keep, plan.ranges, query_block=BLOCKS[0], key_block=BLOCKS[1])
-    expected = reference.attention(q, k, v, plan, 0.2, return_lse=True)
-    actual = gather.attention(q, k, v, plan, 0.2, return_lse=True)
+    plan = BlockPlan.from_dense(keep, plan.ranges, query_block=BLOCKS[0], key_block=BLOCKS[1])
+    expected = reference.attention(q, k, v, plan, scale=0.2, return_lse=True)
+    actual = gather.attention(q, k, v, plan, scale=0.2, return_lse=True)
     assert (actual[0][:, 1, 64:96] == 0).all() and (actual[1][:, 1, 64:96] == -torch.inf).all()
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
 def workload(**changes):
-    usual = {"device": "cpu", "head_dim": 64, "dtype": torch.float32, "training": False}
+    """Return a workload of inference on a CPU with default blocks, with other values of fields."""
+    fields = {"device": "cpu", "head_dim": 64, "dtype": torch.float32, "training": False}
     blocks = {"query_block": CabConfig().query_block, "key_block": CabConfig().key_block}
-    return engines.Workload(**{**usual, **blocks, **changes})
+    return engines.Workload(**{**fields, **blocks, **changes})
 
 
 @pytest.mark.parametrize(
@@ -87,10 +88,10 @@ def test_unavailable_gather_raises_with_reason(changes, reason):
 
 def test_model_logits_equal_reference_engine():
     model, ids = tiny_model(), tokens(1, 300)
-    logits = []
+    logits = {}
     for engine in ("reference", "gather"):
         cab_hf.apply_cab(model, SPARSE, engine=engine)
         assert f"engine {engine}" in cab_hf.describe(model)
         with torch.no_grad():
-            logits.append(model(ids).logits)
-    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+            logits[engine] = model(ids).logits
+    torch.testing.assert_close(logits["gather"], logits["reference"], atol=1e-4, rtol=1e-4)

@@ -19,7 +19,7 @@ CASES = [
     pytest.param(FOUR | {"q_length": 200}, (32, 16), id="causal"),
     pytest.param(FOUR | {"q_length": 70, "kv_length": 201}, (32, 16), id="chunk"),
     pytest.param(FOUR | {"q_length": 200, "plan_heads": 2}, (32, 16), id="plan-of-groups"),
-    pytest.param(FOUR | {"q_length": 150, "dense_rows": "tail"}, (32, 16), id="named"),
+    pytest.param(FOUR | {"q_length": 150, "dense_rows": "tail"}, (32, 16), id="dense-rows"),
     pytest.param(
         {"heads": 2, "kv_heads": 1, "q_length": 130, "layout": "packed", "batch": 2},
         (16, 32),
@@ -36,12 +36,20 @@ SAMPLING = replace(SPARSE, sampled_one_in=3)
 
 
 def sampled_case(shape, blocks, sample_period):
+    """Return (q, k, v, gradient, plan) with a sample of the unlisted blocks."""
     return case("cpu", torch.float32, blocks, share=0.2, sample_period=sample_period, **shape)
 
 
 def test_sampled_one_in_without_triton_kernel_raises(monkeypatch):
     monkeypatch.setattr(capability, "NAMED", (8, 0))
-    work = engines.Workload("cuda", 256, torch.float32, True, 128, 64)
+    work = engines.Workload(
+        device="cuda",
+        head_dim=256,
+        dtype=torch.float32,
+        training=True,
+        query_block=128,
+        key_block=64,
+    )
     with pytest.raises(
         ValueError, match="sampled_one_in must be 0 .* supports head dims .* not 256"
     ):
@@ -54,27 +62,30 @@ def test_sampled_one_in_without_triton_kernel_raises(monkeypatch):
 def test_kernels_compute_what_the_reference_defines(shape, blocks):
     q, k, v, grad, plan = sampled_case(shape, blocks, sample_period=3)
     assert plan.sampled.counts.sum() > 0
-    assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, 0.2)
+    assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad=grad, plan=plan, scale=0.2)
 
 
 def test_soft_cap_applies_to_listed_and_sampled_blocks():
     q, k, v, grad, plan = sampled_case(FOUR | {"q_length": 150, "dense_rows": "tail"}, (32, 16), 3)
-    assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, 0.2, softcap=3.0)
+    assert_engine_within_budget(
+        engines.TRITON.attention, q, k, v, grad=grad, plan=plan, scale=0.2, softcap=3.0
+    )
 
 
 @pytest.mark.parametrize(("shape", "blocks"), CASES)
 def test_sample_period_1_equals_dense_attention(shape, blocks):
-    """Partial blocks are cut by the diagonal or a document border; lists contain them."""
+    """The lists contain all blocks that the diagonal or a document border cuts."""
     q, k, v, grad, plan = sampled_case(shape, blocks, sample_period=1)
-    dense = BlockPlan.causal(plan.ranges, 1, *blocks)
-    expected = with_gradients(reference.attention, (q, k, v), grad, dense, 0.2)
-    actual = with_gradients(reference.attention, (q, k, v), grad, plan, 0.2)
+    query_block, key_block = blocks
+    dense = BlockPlan.causal(plan.ranges, 1, query_block, key_block)
+    expected = with_gradients(reference.attention, (q, k, v), grad=grad, plan=dense, scale=0.2)
+    actual = with_gradients(reference.attention, (q, k, v), grad=grad, plan=plan, scale=0.2)
     has_keys = (plan.ranges.end >= 0)[:, None, :, None]
-    for name, meant in expected.items():
-        result = actual[name]
+    for name in expected:
+        result, exact = actual[name], expected[name]
         if name in ("out", "dq"):
-            result, meant = result * has_keys, meant * has_keys
-        torch.testing.assert_close(result, meant, atol=1e-5, rtol=1e-5)
+            result, exact = result * has_keys, exact * has_keys
+        torch.testing.assert_close(result, exact, atol=1e-5, rtol=1e-5)
     assert plan.density() == dense.density()
 
 
@@ -83,42 +94,50 @@ def test_unlisted_blocks_are_sampled_with_equal_probability():
     draws = [plan.with_sample(4, seed) for seed in seeds(300)]
     frequency = sum(x.of_sampled().to_dense().float() for x in draws) / len(draws)
     visible = BlockPlan.causal(plan.ranges, 1, 32, 16).to_dense()
-    free = visible & ~plan.to_dense()
+    is_unlisted = visible & ~plan.to_dense()
     # mean frequency per column, per row and per head, over 300 draws
-    assert (frequency[~free] == 0).all()
+    assert (frequency[~is_unlisted] == 0).all()
     for dims in ((0, 1, 2), (0, 1, 3), (0, 2, 3)):
-        mean = (frequency * free).sum(dims) / free.sum(dims).clamp(min=1)
-        assert (mean[free.sum(dims) > 20] - 0.25).abs().max() < 0.03
+        count = is_unlisted.sum(dims)
+        mean = (frequency * is_unlisted).sum(dims) / count.clamp(min=1)
+        assert (mean[count > 20] - 0.25).abs().max() < 0.03
     sampled = torch.stack([x.of_sampled().to_dense() for x in draws]).float()
-    pair = sampled[:, 0, :, 19, 4]
-    assert pair[:, 0].mul(pair[:, 1]).mean() < 0.12, "samples of heads are not independent"
+    # one block of two heads, in all draws
+    one_block = sampled[:, 0, :, 19, 4]
+    both_heads = one_block[:, 0].mul(one_block[:, 1]).mean()
+    assert both_heads < 0.12, "samples of heads are not independent"
 
 
 def test_sampled_estimate_of_softmax_sum_is_unbiased():
     q, k, v, _, plan = sampled_case(FOUR | {"q_length": 200}, (32, 16), sample_period=4)
     dense = BlockPlan.causal(plan.ranges, 1, 32, 16)
-    expected = reference.attention(q, k, v, dense, 0.2, return_lse=True)[1].exp()
+    expected = reference.attention(q, k, v, dense, scale=0.2, return_lse=True)[1].exp()
     draws = (plan.with_sample(4, seed) for seed in seeds(300))
-    sums = [reference.attention(q, k, v, x, 0.2, return_lse=True)[1].exp() for x in draws]
+    sums = [reference.attention(q, k, v, x, scale=0.2, return_lse=True)[1].exp() for x in draws]
     assert (sum(sums) / len(sums) / expected).mean() == pytest.approx(1.0, abs=0.01)
 
 
 def test_sampled_blocks_survive_plan_changes():
     *_, plan = sampled_case(FOUR | {"q_length": 200}, (32, 16), sample_period=3)
-    drawn = plan.of_sampled().to_dense()
+    sampled = plan.of_sampled().to_dense()
     for changed, expected in (
-        (plan.slice_heads(1, 2, 4), drawn[:, 1:2]),
-        (plan.select_heads([3, 0]), drawn[:, [3, 0]]),
+        (plan.slice_heads(1, 2, 4), sampled[:, 1:2]),
+        (plan.select_heads([3, 0]), sampled[:, [3, 0]]),
     ):
         require_valid(changed)
         assert torch.equal(changed.of_sampled().to_dense(), expected)
-    named = plan.with_dense_rows(torch.tensor([[6]]))
-    require_valid(named)
-    assert torch.equal(named.of_sampled().to_dense()[:, :, :6], drawn[:, :, :6])
+    with_dense_row = plan.with_dense_rows(torch.tensor([[6]]))
+    require_valid(with_dense_row)
+    assert torch.equal(with_dense_row.of_sampled().to_dense()[:, :, :6], sampled[:, :, :6])
     assert plan.density() > replace(plan, sampled=None).density()
 
 
 def gradients(model, ids, **checkpointing):
+    """Return the gradients of one training step.
+
+    Args:
+        checkpointing: arguments of gradient checkpointing; empty for no checkpointing.
+    """
     model.train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False, **checkpointing})
@@ -130,6 +149,7 @@ def gradients(model, ids, **checkpointing):
 
 
 def density(model, ids):
+    """Return the density that one training step records."""
     attended.clear()
     gradients(model, ids)
     num_attended, num_causal = sum(attended.values()).tolist()
@@ -142,8 +162,8 @@ def test_gradients_with_sample_period_1_equal_dense_gradients():
     assert density(model, ids) == 1.0
     model.zero_grad()
     expected, actual = gradients(tiny_model(), ids), gradients(model, ids)
-    for result, meant in zip(actual, expected, strict=True):
-        torch.testing.assert_close(result, meant, atol=1e-5, rtol=1e-3)
+    for result, exact in zip(actual, expected, strict=True):
+        torch.testing.assert_close(result, exact, atol=1e-5, rtol=1e-3)
 
 
 def test_recompute_attends_to_the_same_sample():
@@ -153,19 +173,20 @@ def test_recompute_attends_to_the_same_sample():
     sampling.zero_grad()
     expected = gradients(sampling, ids)
     actual = gradients(cab_hf.apply_cab(tiny_model(), SAMPLING), ids, preserve_rng_state=True)
-    for result, meant in zip(actual, expected, strict=True):
-        torch.testing.assert_close(result, meant)
+    for result, exact in zip(actual, expected, strict=True):
+        torch.testing.assert_close(result, exact)
 
 
 def test_recompute_reuses_plan_if_only_values_have_gradients():
-    ids, found = tokens(2, 200), []
+    ids, results = tokens(2, 200), []
     for checkpointing in ({}, {"preserve_rng_state": False}):
         model = cab_hf.apply_cab(tiny_model(), SAMPLING)
         for name, weight in model.named_parameters():
             weight.requires_grad_("v_proj" in name)
-        found.append(gradients(model, ids, **checkpointing))
-    for again, first in zip(*found, strict=True):
-        torch.testing.assert_close(again, first)
+        results.append(gradients(model, ids, **checkpointing))
+    plain, recomputed = results
+    for actual, expected in zip(recomputed, plain, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_sampling_config_compiles_for_inference():

@@ -1,5 +1,7 @@
 """Attention sinks: one logit per head in the softmax, without a key and with value 0."""
 
+from functools import partial
+
 import pytest
 import torch
 from attention_cases import case
@@ -26,17 +28,18 @@ ENGINES = {
 }
 
 
-def by_hand(q, k, v, sinks, plan, scale):
-    """Return the softmax over the keys of the plan and one sink column with value 0."""
+def softmax_with_sink_column(q, k, v, sinks, *, plan, scale):
+    """Return attention over the keys of the plan and one sink per head, whose value is 0."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     logits = q @ k.mT * scale
     mask = plan.token_mask().expand(logits.shape)
     if plan.sampled is not None:
-        more = plan.of_sampled().token_mask().expand(logits.shape)
-        logits, mask = logits + more * torch.log(torch.tensor(plan.sample_period)), mask | more
+        is_sampled = plan.of_sampled().token_mask().expand(logits.shape)
+        logits = logits + is_sampled * torch.log(torch.tensor(plan.sample_period))
+        mask = mask | is_sampled
     logits = logits.masked_fill(~mask, -torch.inf)
-    column = sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-    return torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1] @ v
+    sink_column = sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    return torch.cat([logits, sink_column], dim=-1).softmax(-1)[..., :-1] @ v
 
 
 @pytest.mark.parametrize("shape", slow_but(CASES, 0, 1))
@@ -49,18 +52,21 @@ def test_output_and_gradients_equal_softmax_with_sink_column(engine, shape):
     class Attention:
         attention = staticmethod(ENGINES[engine])
 
-    def results(attend, tensors):
-        leaves = [x.detach().requires_grad_() for x in tensors]
+    def with_gradients(attend, tensors):
+        """Return the output and the gradients of q, k, v and sinks."""
+        q, k, v, sinks = leaves = [x.detach().requires_grad_() for x in tensors]
         has_keys = (plan.ranges.end >= 0)[:, None, :, None]
-        out = attend(*leaves) * has_keys
+        out = attend(q, k, v, sinks) * has_keys
         return out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))
 
-    def expected(*tensors):
-        return results(lambda *x: by_hand(*x, plan, 0.1), tensors)
+    def by_engine(q, k, v, sinks):
+        return layout.attend(Attention, q, k, v, plan, scale=0.1, sinks=sinks)
 
-    actual = results(lambda q, k, v, s: layout.attend(Attention, q, k, v, plan, 0.1, s), inputs)
-    for part, result in enumerate(actual):
-        assert_within_budget(result, lambda *x, part=part: expected(*x)[part], *inputs)
+    def expected(*tensors):
+        return with_gradients(partial(softmax_with_sink_column, plan=plan, scale=0.1), tensors)
+
+    for i, result in enumerate(with_gradients(by_engine, inputs)):
+        assert_within_budget(result, lambda *tensors, i=i: expected(*tensors)[i], *inputs)
 
 
 @pytest.mark.parametrize("order", ["heads first", "tokens first"])
@@ -71,7 +77,7 @@ def test_inference_kernel_applies_sinks(dtype, order, monkeypatch):
     out = torch.randn(shape).to(dtype)
     out = out if order == "heads first" else out.transpose(1, 2)
     lse = 4 * torch.randn(2, 4, 150)
-    # a query without keys
+    # one query has no keys
     lse[0, 1, 7], out[0, 1, 7] = -torch.inf, 0.0
     sinks = torch.tensor(SINKS, dtype=dtype)
     expected = reference.with_sinks(out.double(), lse.double(), sinks)
@@ -86,6 +92,6 @@ def test_training_does_not_change_output_in_place(monkeypatch):
     monkeypatch.setattr(complete, "JOINED_ON", ("cpu",))
     out, lse = torch.randn(1, 4, 30, 16), torch.randn(1, 4, 30)
     sinks = torch.tensor(SINKS, requires_grad=True)
-    before = out.clone()
+    expected = out.clone()
     complete.with_sinks(out, lse, sinks).sum().backward()
-    assert torch.equal(out, before) and sinks.grad.abs().sum() > 0
+    assert torch.equal(out, expected) and sinks.grad.abs().sum() > 0

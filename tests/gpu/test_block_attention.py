@@ -1,4 +1,4 @@
-"""Our attention kernels on a CUDA device: every head dim, group, layout and block."""
+"""Triton attention kernels on a CUDA device: head dims, groups, layouts and block sizes."""
 
 import pytest
 import torch
@@ -56,16 +56,17 @@ BLOCKS = [
 def test_kernels_match_reference(gpu, shape, blocks, dtype):
     q, k, v, grad, plan = case(gpu, dtype, blocks, **shape)
     scale = q.shape[-1] ** -0.5
-    assert_engine_within_budget(block.attention, q, k, v, grad, plan, scale)
+    assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=scale)
 
 
 @pytest.mark.parametrize("layout", ["causal", "padded", "packed"])
 @pytest.mark.parametrize("dim", [128, 320])
-def test_complete_rows_match_reference(gpu, dim, layout):
+def test_dense_rows_match_reference(gpu, dim, layout):
     shape = {"q_length": 777, "heads": 4, "kv_heads": 2, "dim": dim, "batch": 2, "layout": layout}
-    named = {"dense_rows": "tail"}
-    q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape, **named)
-    assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, dim**-0.5)
+    q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape, dense_rows="tail")
+    assert_engine_within_budget(
+        engines.TRITON.attention, q, k, v, grad=grad, plan=plan, scale=dim**-0.5
+    )
 
 
 @pytest.mark.parametrize("layout", ["causal", "padded", "packed"])
@@ -73,12 +74,20 @@ def test_complete_rows_match_reference(gpu, dim, layout):
 @pytest.mark.parametrize("name", ["triton", "flex"])
 def test_sampled_blocks_match_reference(gpu, layout, blocks, name):
     shape = {"q_length": 1777, "heads": 4, "kv_heads": 2, "dim": 64, "batch": 2, "layout": layout}
-    named = {"dense_rows": "tail", "share": 0.2}
-    q, k, v, grad, plan = case(gpu, torch.bfloat16, blocks, **shape, **named)
+    q, k, v, grad, plan = case(gpu, torch.bfloat16, blocks, **shape, dense_rows="tail", share=0.2)
     plan = plan.with_sample(3, torch.tensor(5, device=gpu))
     require_valid(plan)
-    engine = engines.choose(name, engines.Workload("cuda", 64, q.dtype, True, *blocks))
-    assert_engine_within_budget(engine.attention, q, k, v, grad, plan, 64**-0.5)
+    query_block, key_block = blocks
+    work = engines.Workload(
+        device="cuda",
+        head_dim=64,
+        dtype=q.dtype,
+        training=True,
+        query_block=query_block,
+        key_block=key_block,
+    )
+    engine = engines.choose(name, work)
+    assert_engine_within_budget(engine.attention, q, k, v, grad=grad, plan=plan, scale=64**-0.5)
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
@@ -86,17 +95,27 @@ def test_sampled_blocks_match_reference(gpu, layout, blocks, name):
 def test_softcap_matches_reference(gpu, name, dim):
     shape = {"q_length": 777, "heads": 4, "kv_heads": 2, "dim": dim, "batch": 2}
     q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape, layout="packed")
-    work = engines.Workload("cuda", dim, q.dtype, True, 128, 64, softcap=True)
+    work = engines.Workload(
+        device="cuda",
+        head_dim=dim,
+        dtype=q.dtype,
+        training=True,
+        query_block=128,
+        key_block=64,
+        softcap=True,
+    )
     attend = engines.choose(name, work).attention
     # this scale makes logits reach the cap
-    assert_engine_within_budget(attend, q, k, v, grad, plan, 4 * dim**-0.5, softcap=3.0)
+    assert_engine_within_budget(
+        attend, q, k, v, grad=grad, plan=plan, scale=4 * dim**-0.5, softcap=3.0
+    )
 
 
 @pytest.mark.parametrize("dim", [64, 320])
 def test_float32_matches_reference(gpu, dim):
     shape = {"q_length": 333, "heads": 4, "kv_heads": 2, "dim": dim}
     q, k, v, grad, plan = case(gpu, torch.float32, (128, 64), **shape)
-    assert_engine_within_budget(block.attention, q, k, v, grad, plan, dim**-0.5)
+    assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=dim**-0.5)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 320])
@@ -104,7 +123,8 @@ def test_gradients_are_deterministic(gpu, dim):
     shape = {"q_length": 1000, "heads": 8, "kv_heads": 2, "dim": dim}
     q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape)
     once, again = (
-        with_gradients(block.attention, (q, k, v), grad, plan, dim**-0.5) for _ in range(2)
+        with_gradients(block.attention, (q, k, v), grad=grad, plan=plan, scale=dim**-0.5)
+        for _ in range(2)
     )
     for name, value in once.items():
         assert torch.equal(value, again[name]), name
@@ -113,60 +133,72 @@ def test_gradients_are_deterministic(gpu, dim):
 @pytest.mark.parametrize("dim", [128, 512])
 def test_attention_runs_in_cuda_graph(gpu, dim):
     q, k, v, _, plan = case(gpu, torch.bfloat16, (128, 64), q_length=1000, dim=dim)
-    block.attention(q, k, v, plan, 0.1)
+    block.attention(q, k, v, plan, scale=0.1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = block.attention(q, k, v, plan, 0.1)
+        captured = block.attention(q, k, v, plan, scale=0.1)
     q.copy_(q.roll(128, dims=2))
     graph.replay()
-    assert torch.equal(captured, block.attention(q, k, v, plan, 0.1))
+    assert torch.equal(captured, block.attention(q, k, v, plan, scale=0.1))
 
 
 def test_attention_compiles_without_graph_break(gpu):
     q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), q_length=500, dim=64)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    q, k, v = leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def attend(q, k, v):
-        return block.attention(q, k, v, plan, 0.125)
+        return block.attention(q, k, v, plan, scale=0.125)
 
-    actual = torch.compile(attend, fullgraph=True)(*leaves)
-    assert torch.equal(actual, attend(*leaves))
-    compiled = torch.autograd.grad(actual, leaves, grad)
-    assert all(map(torch.equal, compiled, torch.autograd.grad(attend(*leaves), leaves, grad)))
+    actual = torch.compile(attend, fullgraph=True)(q, k, v)
+    expected = attend(q, k, v)
+    assert torch.equal(actual, expected)
+    actual_grads = torch.autograd.grad(actual, leaves, grad)
+    expected_grads = torch.autograd.grad(expected, leaves, grad)
+    assert all(map(torch.equal, actual_grads, expected_grads))
 
 
 def test_transpose_matches_reference(gpu):
-    chosen = torch.rand(2, 8, 1000, 2000, device=gpu) < 0.05
-    lists = BlockIndices.from_dense(chosen)
-    expected = chosen.transpose(2, 3)
+    selected = torch.rand(2, 8, 1000, 2000, device=gpu) < 0.05
+    lists = BlockIndices.from_dense(selected)
+    expected = selected.transpose(2, 3)
     assert torch.equal(transpose.transpose(lists, 2000).to_dense(1000), expected)
     packed = transpose.pack_columns(lists, 2000, with_slots=True)
     assert torch.equal(packed.counts, expected.sum(-1, dtype=torch.int32))
-    plane, row = 3, int(packed.rows[int(packed.starts[0, 3, 77])])
-    slot = int(packed.slots[int(packed.starts[0, 3, 77])])
-    assert int(lists.indices[0, plane, row, slot]) == 77
+    # the first row that lists column 77 of head 3
+    head, column = 3, 77
+    start = int(packed.starts[0, head, column])
+    row, slot = int(packed.rows[start]), int(packed.slots[start])
+    assert int(lists.indices[0, head, row, slot]) == column
 
 
 @pytest.mark.parametrize("head_dim", [320, 512])
 def test_cab_dense_of_large_heads_matches_sdpa(gpu, head_dim):
-    """The reference is SDPA in float32, padded rows included."""
+    """The reference is SDPA in float32; one row is padded."""
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": head_dim}
     model = tiny_model(**sizes).to(gpu)
     ids = tokens(2, 300).to(gpu)
     mask = torch.ones_like(ids)
     mask[0, :33] = 0
-    work = engines.Workload("cuda", head_dim, torch.float32, False, 128, 128)
-    # tiles of such heads in float32 are too large where they are read by pointers
+    work = engines.Workload(
+        device="cuda",
+        head_dim=head_dim,
+        dtype=torch.float32,
+        training=False,
+        query_block=128,
+        key_block=128,
+    )
+    # float32 tiles of these head dims are too large for kernels that read by pointers
     assert (engines.exact(work, None) is engines.TRITON) == reads_by_descriptor(gpu)
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits
         model.set_attn_implementation("cab_dense")
         actual = model(input_ids=ids, attention_mask=mask).logits
-    kept = mask.bool()
-    assert (actual - expected)[kept].abs().max() <= 2e-3 * expected.abs().max()
+    is_real = mask.bool()
+    assert (actual - expected)[is_real].abs().max() <= 2e-3 * expected.abs().max()
 
 
-def twenty_steps(model, ids):
+def twenty_losses(model, ids):
+    """Return the losses of 20 training steps on one batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(20):
@@ -182,11 +214,11 @@ def twenty_steps(model, ids):
 @pytest.mark.parametrize("blocks", BLOCKS[:2])
 def test_full_budget_training_losses_match_dense(gpu, blocks, name):
     ids = tokens(2, 400).to(gpu)
-    dense = twenty_steps(tiny_model(head_dim=64).to(gpu, torch.bfloat16).train(), ids)
+    dense = twenty_losses(tiny_model(head_dim=64).to(gpu, torch.bfloat16).train(), ids)
     model = tiny_model(head_dim=64).to(gpu, torch.bfloat16).train()
     query_block, key_block = blocks
     with cab_hf.cab(model, FULL, query_block=query_block, key_block=key_block, engine=name):
-        sparse = twenty_steps(model, ids)
+        sparse = twenty_losses(model, ids)
     assert dense[-1] < 0.9 * dense[0]
     torch.testing.assert_close(sparse, dense, rtol=2e-2, atol=0)
 
@@ -194,18 +226,18 @@ def test_full_budget_training_losses_match_dense(gpu, blocks, name):
 def test_dense_attention_of_131072_tokens_and_512_channels_fits_memory(gpu):
     """Attention weights exist one tile at a time, so memory is not quadratic in the length."""
     length = 131_072
-    q = torch.randn(1, 2, length, 512, device=gpu, dtype=torch.bfloat16)
-    k, v = torch.randn(2, 1, 1, length, 512, device=gpu, dtype=torch.bfloat16)
+    q = torch.randn((1, 2, length, 512), device=gpu, dtype=torch.bfloat16)
+    k, v = torch.randn((2, 1, 1, length, 512), device=gpu, dtype=torch.bfloat16)
     ranges = KeyRanges.causal(1, length, length, gpu)
     plan = BlockPlan.causal(ranges, 1, 128, 128)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    out = block.attention(q, k, v, plan, 512**-0.5)
-    assert (torch.cuda.max_memory_allocated() - before) / 2**30 < 4
+    memory_of_inputs = torch.cuda.memory_allocated()
+    out = block.attention(q, k, v, plan, scale=512**-0.5)
+    assert (torch.cuda.max_memory_allocated() - memory_of_inputs) / 2**30 < 4
     rows = slice(length - 64, length)
     logits = (q[:, :, rows].float() @ k.float().transpose(-1, -2)) * 512**-0.5
-    place = torch.arange(length, device=gpu)
-    logits = logits.masked_fill(place > place[rows, None], -torch.inf)
+    position = torch.arange(length, device=gpu)
+    logits = logits.masked_fill(position > position[rows, None], -torch.inf)
     expected = logits.softmax(-1) @ v.float()
     torch.testing.assert_close(out[:, :, rows].float(), expected, atol=2e-3, rtol=2e-2)

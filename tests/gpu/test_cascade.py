@@ -14,15 +14,15 @@ SCALE = 128**-0.5
 
 
 def test_cascade_layers_attend_blocks_of_mapped_heads(gpu):
-    row = (3, 3, 0, 1, 7, 6, 5, 4)
-    config = CabConfig(predictor="cascade", anchors=(0,), head_map=((0,) * 8, row))
+    mapped_heads = (3, 3, 0, 1, 7, 6, 5, 4)
+    config = CabConfig(predictor="cascade", anchors=(0,), head_map=((0,) * 8, mapped_heads))
     q, k = heads_on(gpu, 2000)
     ranges, shared_state = KeyRanges.causal(1, 2000, 2000, gpu), {}
     by_rows = make_predictor(CabConfig())(q, k, LayerContext(ranges, SCALE))
-    anchor, behind = (
+    anchor, later = (
         make_predictor(config)(q, k, LayerContext(ranges, SCALE, layer, shared_state))
         for layer in range(2)
     )
     assert torch.equal(anchor.to_dense(), by_rows.to_dense())
-    require_valid(behind)
-    assert torch.equal(behind.to_dense(), anchor.to_dense()[:, list(row)])
+    require_valid(later)
+    assert torch.equal(later.to_dense(), anchor.to_dense()[:, list(mapped_heads)])

@@ -1,4 +1,4 @@
-"""Continuous batching on a CUDA device: steps read pages by a kernel, and are captured."""
+"""Continuous batching on a CUDA device: paged decode kernels and CUDA graphs."""
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ pytestmark = [
 ]
 GREEDY = GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=2)
 PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (20, 900, 300, 77, 1)]
-WAYS = {
+# options of `ContinuousBatchingConfig`
+BATCHINGS = {
     "at-once": {},
     "chunks": {"max_batch_tokens": 256},
     "without-pages": {"max_blocks_per_request": 0},
@@ -25,8 +26,8 @@ WAYS = {
 
 
 @pytest.fixture
-def served(gpu):
-    """Return (model on "cab" at full budget, answers of dense attention)."""
+def model_and_answers(gpu):
+    """Return a model on "cab" at full budget, and the answers of dense attention."""
     model = tiny_model(head_dim=64).to(gpu)
     expected = [
         model.generate(torch.tensor([prompt], device=gpu), generation_config=GREEDY)[
@@ -38,26 +39,27 @@ def served(gpu):
 
 
 def answers(model, **changes):
+    """Return the generated tokens of all prompts, with other values of some settings."""
     settings = {"num_blocks": 400, "page_size": 16, "max_batch_tokens": 4096, **changes}
     result = model.generate_batch(PROMPTS, GREEDY, ContinuousBatchingConfig(**settings))
     return [answer.generated_tokens for answer in result.values()]
 
 
-@pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
-def test_full_budget_equals_dense_attention(served, changes):
-    model, expected = served
+@pytest.mark.parametrize("changes", BATCHINGS.values(), ids=BATCHINGS)
+def test_full_budget_equals_dense_attention(model_and_answers, changes):
+    model, expected = model_and_answers
     assert answers(model, **changes) == expected
 
 
-def test_buffers_are_reset_before_first_batch(served, monkeypatch):
+def test_buffers_are_reset_before_first_batch(model_and_answers, monkeypatch):
     """transformers zeroes buffers on one stream and fills them on another."""
-    model, expected = served
+    model, expected = model_and_answers
     reset = ContinuousBatchingIOs.reset
 
-    def late(self):
+    def delayed_reset(self):
         if self.device.type == "cuda":
             torch.cuda._sleep(1_000_000_000)  # cycles, about half a second
         reset(self)
 
-    monkeypatch.setattr(ContinuousBatchingIOs, "reset", late)
+    monkeypatch.setattr(ContinuousBatchingIOs, "reset", delayed_reset)
     assert answers(model, use_async_batching=True) == expected

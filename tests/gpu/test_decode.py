@@ -1,4 +1,4 @@
-"""Sparse decode on a CUDA device: kernels against the reference, graphs, whole models."""
+"""Sparse decode on a CUDA device: kernels, CUDA graphs and models, compared with references."""
 
 import pytest
 import torch
@@ -18,15 +18,16 @@ from cab_hf.ops import decode
 from cab_hf.ops.decode import kernels, reference
 
 pytestmark = pytest.mark.gpu
+# see `decode_cases.CASES`
 LONG = {
     "long": (32, 8, 16384, 16000, 128, 128, 1024, {}),
     "longer-of-3": (9, 3, 33000, 32800, 64, 64, 4096, {"padding": 3000}),
 }
-LARGE = CASES | LONG
+ALL_CASES = CASES | LONG
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize("case", ALL_CASES.values(), ids=ALL_CASES)
 def test_step_matches_reference(gpu, case, dtype):
     require_step_equals_reference(case, dtype, gpu)
 
@@ -40,33 +41,48 @@ def test_captured_step_follows_growing_cache(gpu):
     def compute():
         # a copy precedes the first launch: programmatic dependent launch must not skip the copy
         static_q.copy_(q)
-        choice = decode.choose(static_q, index, scale, length, wanted, channels)
-        return decode.attend(static_q, k, v, choice, scale, length)
+        choice = decode.choose(
+            static_q, index, scale=scale, length=length, wanted=wanted, channels=channels
+        )
+        return decode.attend(static_q, k, v, choice, scale=scale, length=length)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    side_stream = torch.cuda.Stream()
+    with torch.cuda.stream(side_stream):
         compute()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = compute()
-    for written in (16000, 500, 9000, 16384):
-        length.fill_(written)
+    for num_written in (16000, 500, 9000, 16384):
+        length.fill_(num_written)
         graph.replay()
         assert torch.equal(out, compute())
-        choice = reference.choose(q, index, scale, length, wanted, channels)
-        expected = reference.attend(q, k, v, choice, scale, length)
+        choice = reference.choose(
+            q, index, scale=scale, length=length, wanted=wanted, channels=channels
+        )
+        expected = reference.attend(q, k, v, choice, scale=scale, length=length)
         assert (out - expected).float().norm() < 0.05 * expected.float().norm()
 
 
 def test_steps_are_deterministic(gpu):
     q, k, v, choose_args = step_of(LONG["longer-of-3"], torch.bfloat16, gpu)
-    index = kernels.index_keys(k, choose_args[3])
-    valid = choose_args[4]
-    outs = [
-        kernels.attend(q, k, v, kernels.choose(q, index, *choose_args), *choose_args[:2], valid)
-        for _ in range(3)
-    ]
+    scale, length, wanted, channels, valid, sinks = choose_args
+    index = kernels.index_keys(k, channels)
+
+    def compute():
+        choice = kernels.choose(
+            q,
+            index,
+            scale=scale,
+            length=length,
+            wanted=wanted,
+            channels=channels,
+            valid=valid,
+            sinks=sinks,
+        )
+        return kernels.attend(q, k, v, choice, scale=scale, length=length, valid=valid)
+
+    outs = [compute() for _ in range(3)]
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
@@ -95,10 +111,10 @@ def test_compiled_step_is_one_graph_and_equals_eager_step(gpu):
     @torch.no_grad()
     def logits(forward):
         cache = cab_hf.index_cache(model, StaticCache(model.config, max_cache_len=1024))
-        parts = [model(ids[:, :660], past_key_values=cache).logits[:, -1:]]
-        for at in range(660, 690):
-            parts.append(forward(ids[:, at : at + 1], past_key_values=cache).logits.clone())
-        return torch.cat(parts, dim=1)
+        outputs = [model(ids[:, :660], past_key_values=cache).logits[:, -1:]]
+        for i in range(660, 690):
+            outputs.append(forward(ids[:, i : i + 1], past_key_values=cache).logits.clone())
+        return torch.cat(outputs, dim=1)
 
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
     eager = logits(model)

@@ -49,6 +49,6 @@ def test_fidelity_records_attention_time_and_density(gpu, model_folder, tmp_path
         assert row["dense_ms"] > 0 and row["attend_ms"] > 0
     assert rows["dense"]["over_dense"] == 1
     assert rows["streaming"]["attend_ms"] < rows["full"]["attend_ms"]
-    behind = {name: row["continuation"]["kl"] for name, row in rows.items()}
-    assert behind["dense"] == 0
-    assert behind["full"] < behind["streaming"]
+    divergence = {name: row["continuation"]["kl"] for name, row in rows.items()}
+    assert divergence["dense"] == 0
+    assert divergence["full"] < divergence["streaming"]

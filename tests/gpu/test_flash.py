@@ -1,4 +1,4 @@
-"""The flex engine's two backends on a CUDA device, forward and backward, against the reference."""
+"""The two backends of engine "flex" on a CUDA device, compared with the reference."""
 
 import inspect
 
@@ -11,113 +11,132 @@ from cab_hf.ops import reference
 from cab_hf.ops.attention import flash
 
 pytestmark = pytest.mark.gpu
+# (query block, key block)
 WIDE, NARROW = (128, 128), (128, 64)
 
 
-def model(q_length=1000, heads=8, kv_heads=2, dim=128, **more):
-    return {"q_length": q_length, "heads": heads, "kv_heads": kv_heads, "dim": dim, **more}
+def shape_of(q_length=1000, heads=8, kv_heads=2, dim=128, **options):
+    """Return arguments of `attention_cases.case`."""
+    return {"q_length": q_length, "heads": heads, "kv_heads": kv_heads, "dim": dim, **options}
 
 
 CASES = [
-    pytest.param(model(), id="group-4"),
-    pytest.param(model(q_length=333, heads=4, kv_heads=4), id="group-1"),
-    pytest.param(model(q_length=333, heads=9, kv_heads=3, dim=64), id="d64-group-3"),
-    pytest.param(model(q_length=300, kv_length=1111, kv_heads=1), id="chunk-group-8"),
-    pytest.param(model(q_length=300, kv_length=1111, heads=2, dim=64), id="d64-chunk-group-1"),
-    pytest.param(model(dim=96, heads=4), id="d96"),
-    pytest.param(model(q_length=300, dim=192, heads=4), id="d192"),
-    pytest.param(model(q_length=300, dim=256, heads=4), id="d256"),
-    pytest.param(model(q_length=63), id="below-one-block"),
-    pytest.param(model(batch=2, layout="padded"), id="padded"),
-    pytest.param(model(batch=2, layout="packed"), id="packed"),
-    pytest.param(model(plan_heads=2), id="shared-by-group"),
-    pytest.param(model(heads=9, kv_heads=3, plan_heads=3), id="shared-by-group-of-3"),
-    pytest.param(model(kv_heads=1, plan_heads=1, batch=2), id="shared-by-group-of-8"),
-    pytest.param(model(plan_heads=2, batch=2, layout="padded"), id="shared-padded"),
-    pytest.param(model(plan_heads=4), id="shared-by-half-a-group"),
-    pytest.param(model(plan_heads=1, batch=2), id="shared-by-all"),
-    pytest.param(model(dense_rows="tail"), id="named"),
-    pytest.param(model(batch=2, layout="padded", dense_rows="tail"), id="named-padded"),
-    pytest.param(model(batch=2, layout="packed", dense_rows="tail"), id="named-packed"),
+    pytest.param(shape_of(), id="group-4"),
+    pytest.param(shape_of(q_length=333, heads=4, kv_heads=4), id="group-1"),
+    pytest.param(shape_of(q_length=333, heads=9, kv_heads=3, dim=64), id="d64-group-3"),
+    pytest.param(shape_of(q_length=300, kv_length=1111, kv_heads=1), id="chunk-group-8"),
+    pytest.param(shape_of(q_length=300, kv_length=1111, heads=2, dim=64), id="d64-chunk-group-1"),
+    pytest.param(shape_of(dim=96, heads=4), id="d96"),
+    pytest.param(shape_of(q_length=300, dim=192, heads=4), id="d192"),
+    pytest.param(shape_of(q_length=300, dim=256, heads=4), id="d256"),
+    pytest.param(shape_of(q_length=63), id="below-one-block"),
+    pytest.param(shape_of(batch=2, layout="padded"), id="padded"),
+    pytest.param(shape_of(batch=2, layout="packed"), id="packed"),
+    pytest.param(shape_of(plan_heads=2), id="shared-by-group"),
+    pytest.param(shape_of(heads=9, kv_heads=3, plan_heads=3), id="shared-by-group-of-3"),
+    pytest.param(shape_of(kv_heads=1, plan_heads=1, batch=2), id="shared-by-group-of-8"),
+    pytest.param(shape_of(plan_heads=2, batch=2, layout="padded"), id="shared-padded"),
+    pytest.param(shape_of(plan_heads=4), id="shared-by-half-a-group"),
+    pytest.param(shape_of(plan_heads=1, batch=2), id="shared-by-all"),
+    pytest.param(shape_of(dense_rows="tail"), id="dense-rows"),
+    pytest.param(shape_of(batch=2, layout="padded", dense_rows="tail"), id="dense-rows-padded"),
+    pytest.param(shape_of(batch=2, layout="packed", dense_rows="tail"), id="dense-rows-packed"),
 ]
 
 
 @pytest.fixture
 def hopper(gpu):
     """Return the device if FLASH can run a backward pass."""
-    reason = flash.unavailable(128, torch.bfloat16, *WIDE)
+    query_block, key_block = WIDE
+    reason = flash.unavailable(
+        head_dim=128, dtype=torch.bfloat16, query_block=query_block, key_block=key_block
+    )
     if reason:
         pytest.skip(f"FLASH {reason}")
     return gpu
 
 
-def hold(shape, blocks, device, dtype=torch.bfloat16, engine=FLASH):
+def assert_matches_reference(shape, blocks, device, dtype=torch.bfloat16, engine=FLASH):
+    """Assert that output, log-sum-exp and gradients of an engine are within the error budget."""
     q, k, v, grad, plan = case(device, dtype, blocks, **shape)
     scale = q.shape[-1] ** -0.5
-    assert_engine_within_budget(engine.attention, q, k, v, grad, plan, scale)
+    assert_engine_within_budget(engine.attention, q, k, v, grad=grad, plan=plan, scale=scale)
 
 
 def is_flash(blocks, dim=128):
-    """Return True if engine "flex" trains these heads and blocks with FLASH."""
-    return choose("flex", Workload("cuda", dim, torch.bfloat16, True, *blocks)) is FLASH
+    """Return True if engine "flex" trains this head dim and these blocks with FLASH."""
+    query_block, key_block = blocks
+    work = Workload(
+        device="cuda",
+        head_dim=dim,
+        dtype=torch.bfloat16,
+        training=True,
+        query_block=query_block,
+        key_block=key_block,
+    )
+    return choose("flex", work) is FLASH
 
 
 @pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
 @pytest.mark.parametrize("shape", CASES)
 def test_flash_matches_reference(hopper, shape, blocks):
     assert is_flash(blocks, shape["dim"])
-    hold(shape, blocks, hopper)
+    assert_matches_reference(shape, blocks, hopper)
 
 
 @pytest.mark.parametrize("blocks", [(64, 64), (64, 128), (256, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_flash_with_other_block_sizes_matches_reference(hopper, blocks, dim):
     assert is_flash(blocks, dim)
-    hold(model(dim=dim), blocks, hopper)
+    assert_matches_reference(shape_of(dim=dim), blocks, hopper)
 
 
 @pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
-@pytest.mark.parametrize("shape", [model(plan_heads=2), model(dim=64, batch=2, layout="padded")])
+@pytest.mark.parametrize(
+    "shape", [shape_of(plan_heads=2), shape_of(dim=64, batch=2, layout="padded")]
+)
 def test_flash_in_float16_matches_reference(hopper, shape, blocks):
-    hold(shape, blocks, hopper, torch.float16)
+    assert_matches_reference(shape, blocks, hopper, torch.float16)
 
 
 @pytest.mark.parametrize(
-    ("dim", "blocks", "own"),
+    ("dim", "blocks", "is_supported"),
     [(128, WIDE, True), (128, NARROW, False), (256, NARROW, True), (192, WIDE, False)],
 )
-def test_flash_backward_supports_block_sizes(hopper, dim, blocks, own):
-    assert flash.own_backward(dim, *blocks) == own
+def test_flash_backward_supports_block_sizes(hopper, dim, blocks, is_supported):
+    query_block, key_block = blocks
+    assert flash.own_backward(dim, query_block, key_block) == is_supported
 
 
 @pytest.mark.parametrize("dim", [16, 40, 80, 160, 224])
-def test_flash_with_routed_gradients_matches_reference(hopper, dim):
+def test_flash_with_gradients_by_triton_matches_reference(hopper, dim):
     assert is_flash(NARROW, dim)
-    hold(model(dim=dim), NARROW, hopper)
+    assert_matches_reference(shape_of(dim=dim), NARROW, hopper)
 
 
 @pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(model(plan_heads=2), id="shared-by-group"),
-        pytest.param(model(plan_heads=1, dim=64, batch=2), id="shared-by-all"),
+        pytest.param(shape_of(plan_heads=2), id="shared-by-group"),
+        pytest.param(shape_of(plan_heads=1, dim=64, batch=2), id="shared-by-all"),
         pytest.param(
-            model(q_length=333, heads=9, kv_heads=3, plan_heads=3, dim=64, batch=2), id="group-3"
+            shape_of(q_length=333, heads=9, kv_heads=3, plan_heads=3, dim=64, batch=2), id="group-3"
         ),
     ],
 )
 def test_triton_accepts_plans_shared_by_heads(gpu, shape, blocks):
-    hold(shape, blocks, gpu, engine=FLEX)
+    assert_matches_reference(shape, blocks, gpu, engine=FLEX)
 
 
 def test_expanded_output_gradient_is_supported(hopper):
     """`out.sum()` passes a gradient with strides of 0."""
-    q, k, v, _, plan = case(hopper, torch.bfloat16, NARROW, **model())
+    q, k, v, _, plan = case(hopper, torch.bfloat16, NARROW, **shape_of())
 
     def gradients(attend):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        return torch.autograd.grad(attend(*leaves, plan, 0.1).sum(), leaves)
+        leaf_q, leaf_k, leaf_v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attend(leaf_q, leaf_k, leaf_v, plan, scale=0.1)
+        return torch.autograd.grad(out.sum(), leaves)
 
     for actual, expected in zip(
         gradients(FLASH.attention), gradients(reference.attention), strict=True
@@ -125,57 +144,58 @@ def test_expanded_output_gradient_is_supported(hopper):
         torch.testing.assert_close(actual, expected, atol=0.05, rtol=0.05)
 
 
-@pytest.mark.parametrize("shape", [model(), model(plan_heads=2)], ids=["per-head", "shared"])
+@pytest.mark.parametrize("shape", [shape_of(), shape_of(plan_heads=2)], ids=["per-head", "shared"])
 def test_flash_compiles_without_graph_break(hopper, shape):
     q, k, v, grad, plan = case(hopper, torch.bfloat16, WIDE, **shape)
     compiled = torch.compile(FLASH.attention, fullgraph=True)
-    actual = with_gradients(compiled, (q, k, v), grad, plan, 0.1)
-    expected = with_gradients(FLASH.attention, (q, k, v), grad, plan, 0.1)
+    actual = with_gradients(compiled, (q, k, v), grad=grad, plan=plan, scale=0.1)
+    expected = with_gradients(FLASH.attention, (q, k, v), grad=grad, plan=plan, scale=0.1)
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, atol=0.02, rtol=0.02)
 
 
 def test_flash_forward_does_not_synchronise(hopper):
-    q, k, v, _, plan = case(hopper, torch.bfloat16, NARROW, **model())
+    q, k, v, _, plan = case(hopper, torch.bfloat16, NARROW, **shape_of())
     with torch.no_grad():
-        FLASH.attention(q, k, v, plan, 0.1)
+        FLASH.attention(q, k, v, plan, scale=0.1)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            FLASH.attention(q, k, v, plan, 0.1)
+            FLASH.attention(q, k, v, plan, scale=0.1)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
 def test_flash_runs_in_cuda_graph(hopper, blocks):
-    q, k, v, grad, plan = case(hopper, torch.bfloat16, blocks, **model())
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    q, k, v, grad, plan = case(hopper, torch.bfloat16, blocks, **shape_of())
+    q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def step():
-        out = FLASH.attention(*leaves, plan, 0.1)
+        out = FLASH.attention(q, k, v, plan, scale=0.1)
         return out, *torch.autograd.grad(out, leaves, grad)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
         expected = [x.clone() for x in step()]
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         actual = step()
     graph.replay()
-    for captured, usual in zip(actual, expected, strict=True):
-        torch.testing.assert_close(captured, usual, atol=0.02, rtol=0.02)
+    for captured, eager in zip(actual, expected, strict=True):
+        torch.testing.assert_close(captured, eager, atol=0.02, rtol=0.02)
 
 
 def test_private_flash_interface_has_expected_signature(hopper):
-    """flash-attn-4 is a beta; this checks the names and order of the arguments."""
-    parts = flash._flash()
+    """flash-attn-4 is a beta: names and order of the arguments may change."""
+    interface = flash._flash()
     forward, backward = (
-        list(inspect.signature(function).parameters) for function in (parts.forward, parts.backward)
+        list(inspect.signature(function).parameters)
+        for function in (interface.forward, interface.backward)
     )
     assert forward[:3] == ["q", "k", "v"]
     assert {"out", "softmax_scale", "return_lse", "pack_gqa"} <= set(forward)
     assert backward[:7] == ["q", "k", "v", "out", "dout", "lse", "softmax_scale"]
-    for named in (forward, backward):
-        assert {"block_sparse_tensors", "mask_mod", "aux_tensors"} <= set(named)
+    for parameters in (forward, backward):
+        assert {"block_sparse_tensors", "mask_mod", "aux_tensors"} <= set(parameters)

@@ -1,4 +1,4 @@
-"""The kernels of predictor "frc", on a GPU, against the same steps in PyTorch."""
+"""Kernels of predictor "frc" on a GPU, compared with the same computation in PyTorch."""
 
 import pytest
 import torch
@@ -17,30 +17,34 @@ CASES = [
     pytest.param(CabConfig.published(curvature="additive"), {}, id="additive"),
     pytest.param(CabConfig.published(curvature="none"), {"dtype": torch.float16}, id="magnitude"),
     pytest.param(CabConfig.published(), {"dtype": torch.float32, "dim": 256}, id="float32-256"),
-    pytest.param(CabConfig.published(0.8, query_block=128), {"dim": 80}, id="two-to-one"),
+    pytest.param(
+        CabConfig.published(0.8, query_block=128), {"dim": 80}, id="query-block-of-2-key-blocks"
+    ),
     pytest.param(CabConfig.published(key_block=128), {"q_length": 3000}, id="wide-keys-chunk"),
     pytest.param(CabConfig.published(((0.5, 0.9) * 4,)), {"length": 40}, id="below-one-block"),
-    pytest.param(CabConfig.published(0.0), {"batch": 2}, id="everything"),
+    pytest.param(CabConfig.published(0.0), {"batch": 2}, id="all-blocks"),
     pytest.param(CabConfig.published(0.5, max_density=0.2), {"batch": 3}, id="capped"),
     pytest.param(CabConfig.published(dense_tail_blocks=2), {}, id="tail"),
 ]
 
 
-def both(monkeypatch, config, q, k, call):
-    """Return the plans of the kernels and of PyTorch on the device."""
-    plan = FrcPredictor(config)(q, k, call)
+def plans_of_kernels_and_pytorch(monkeypatch, config, q, k, *, context):
+    """Return the blocks that the kernels and PyTorch select on the device."""
+    plan = FrcPredictor(config)(q, k, context)
     require_valid(plan)
-    assert torch.equal(plan.to_dense(), FrcPredictor(config)(q, k, call).to_dense())
+    assert torch.equal(plan.to_dense(), FrcPredictor(config)(q, k, context).to_dense())
     monkeypatch.setattr(frc, "has_kernels", lambda x: False)
-    return plan.to_dense(), FrcPredictor(config)(q, k, call).to_dense()
+    return plan.to_dense(), FrcPredictor(config)(q, k, context).to_dense()
 
 
 @pytest.mark.parametrize(("config", "shape"), CASES)
 def test_kernels_select_same_blocks_as_pytorch(gpu, config, shape, monkeypatch):
     q, k = heads_on(gpu, **shape)
-    call = LayerContext(KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], gpu), 0.1, 0)
-    actual, expected = both(monkeypatch, config, q, k, call)
-    # two tokens may be of norms that differ by rounding
+    ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], gpu)
+    actual, expected = plans_of_kernels_and_pytorch(
+        monkeypatch, config, q, k, context=LayerContext(ranges, 0.1, 0)
+    )
+    # rounding may change which of two tokens has the larger norm
     assert (actual != expected).sum() <= 0.001 * expected.sum()
 
 
@@ -48,10 +52,14 @@ def test_kernels_select_same_blocks_as_pytorch(gpu, config, shape, monkeypatch):
 def test_kernels_select_same_blocks_in_every_layout(gpu, layout, monkeypatch):
     length = 1111 if layout == "chunk" else 2000
     q, k = heads_on(gpu, length=2000, q_length=length, batch=2)
-    laid = laid_out(layout, 2, length, 2000, 64, gpu)
-    call = LayerContext(laid.ranges, 0.1, 0)
-    parts = laid.queries(q), laid.keys(k), call
-    actual, expected = both(monkeypatch, CabConfig.published(0.8), *parts)
+    layout_of_case = laid_out(layout, batch=2, length=length, kv_length=2000, align=64, device=gpu)
+    actual, expected = plans_of_kernels_and_pytorch(
+        monkeypatch,
+        CabConfig.published(0.8),
+        layout_of_case.queries(q),
+        layout_of_case.keys(k),
+        context=LayerContext(layout_of_case.ranges, 0.1, 0),
+    )
     assert (actual != expected).sum() <= 0.001 * expected.sum()
 
 
@@ -71,10 +79,10 @@ def test_compiled_layers_select_same_blocks(gpu):
 
 
 def test_long_sequence_memory_is_bounded(gpu):
-    length, shape = 131_072, {"device": gpu, "dtype": torch.bfloat16}
-    q, k = (torch.randn(1, heads, length, 128, **shape) for heads in (32, 8))
+    length, options = 131_072, {"device": gpu, "dtype": torch.bfloat16}
+    q, k = (torch.randn(1, heads, length, 128, **options) for heads in (32, 8))
     torch.cuda.reset_peak_memory_stats()
-    inputs = torch.cuda.memory_allocated()
-    call = LayerContext(KeyRanges.causal(1, length, length, gpu), 128**-0.5)
-    FrcPredictor(CabConfig.published())(q, k, call)
-    assert (torch.cuda.max_memory_allocated() - inputs) / 2**30 < 4
+    memory_of_inputs = torch.cuda.memory_allocated()
+    context = LayerContext(KeyRanges.causal(1, length, length, gpu), 128**-0.5)
+    FrcPredictor(CabConfig.published())(q, k, context)
+    assert (torch.cuda.max_memory_allocated() - memory_of_inputs) / 2**30 < 4

@@ -1,4 +1,4 @@
-"""Whole models on a CUDA device. Run with `make gpu-test`."""
+"""Models and engine "flex" on a CUDA device. Run with `make gpu-test`."""
 
 from dataclasses import replace
 
@@ -39,42 +39,49 @@ SHAPES = [
 ]
 
 
-def on(device, tensors, dtype):
-    # keep the strides of a model: q is a transposed view
+def moved(device, tensors, dtype):
+    """Return tensors [B, H, N, D] on a device, with the strides of a model: transposed views."""
     return [x.transpose(1, 2).to(device, dtype).transpose(1, 2) for x in tensors]
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_flex_forward(gpu, shape, blocks):
-    q, k, v = on(gpu, qkv(**shape), torch.bfloat16)
+    q, k, v = moved(gpu, qkv(**shape), torch.bfloat16)
     plan = random_plan(q, k, blocks)
     require_valid(plan)
-    with torch.no_grad():
-        actual = flex.attention(q, k, v, plan, q.shape[-1] ** -0.5)
     scale = q.shape[-1] ** -0.5
-    assert_within_budget(actual, lambda *x: reference.attention(*x, plan, scale), q, k, v)
+    with torch.no_grad():
+        actual = flex.attention(q, k, v, plan, scale=scale)
+
+    def expected(q, k, v):
+        return reference.attention(q, k, v, plan, scale=scale)
+
+    assert_within_budget(actual, expected, q, k, v)
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_flex_backward(gpu, shape, blocks):
-    inputs = on(gpu, qkv(**shape), torch.bfloat16)
-    plan = random_plan(inputs[0], inputs[1], blocks)
-    scale = inputs[0].shape[-1] ** -0.5
-    weight = torch.randn(inputs[0].shape, device=gpu, generator=torch.Generator(gpu).manual_seed(1))
+    q, k, v = moved(gpu, qkv(**shape), torch.bfloat16)
+    plan = random_plan(q, k, blocks)
+    scale = q.shape[-1] ** -0.5
+    weight = torch.randn(q.shape, device=gpu, generator=torch.Generator(gpu).manual_seed(1))
 
-    def gradient(which, attend):
-        def compute(*tensors):
-            leaves = [x.detach().requires_grad_() for x in tensors]
-            (attend(*leaves, plan, scale) * weight.to(leaves[0].dtype)).sum().backward()
-            return leaves[which].grad
+    def gradient_of(i, attend):
+        """Return a function that maps q, k and v to the gradient of tensor ``i``."""
+
+        def compute(q, k, v):
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = attend(leaves[0], leaves[1], leaves[2], plan, scale=scale)
+            (out * weight.to(leaves[0].dtype)).sum().backward()
+            return leaves[i].grad
 
         return compute
 
-    for which in range(3):
-        actual = gradient(which, flex.attention)(*inputs)
-        assert_within_budget(actual, gradient(which, reference.attention), *inputs)
+    for i in range(3):
+        actual = gradient_of(i, flex.attention)(q, k, v)
+        assert_within_budget(actual, gradient_of(i, reference.attention), q, k, v)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -87,9 +94,9 @@ def test_full_budget_equals_sdpa(gpu, dtype):
         expected = model(input_ids=ids, attention_mask=mask).logits
         with cab_hf.cab(model, FULL, query_block=128, key_block=64, engine="flex"):
             actual = model(input_ids=ids, attention_mask=mask).logits
-    kept = mask.bool()
-    limit = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
-    assert (actual - expected)[kept].abs().max() <= limit * expected.abs().max()
+    is_real = mask.bool()
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    assert (actual - expected)[is_real].abs().max() <= tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize("family", ["granite-swa", "gemma2", "llama4"])
@@ -98,18 +105,22 @@ def test_full_budget_has_the_gradients_of_dense_attention(gpu, family):
     model, ids = tiny_model(family).to(gpu), tokens(2, 400).to(gpu)
     expected = gradients(model, ids)
     actual = gradients(cab_hf.apply_cab(model, FULL, query_block=128, key_block=64), ids)
-    for result, meant in zip(actual, expected, strict=True):
-        assert (result - meant).abs().max() <= 2e-3 * meant.abs().max()
+    for result, exact in zip(actual, expected, strict=True):
+        assert (result - exact).abs().max() <= 2e-3 * exact.abs().max()
 
 
 def test_many_lengths_stay_sparse_past_recompile_limit(gpu):
-    """After dynamo's recompile limit, flex would silently become dense."""
+    """After the recompile limit of dynamo, FlexAttention would ignore the lists."""
     for length in range(130, 1800, 110):
-        q, k, v = on(gpu, qkv(q_length=length, heads=4, kv_heads=2, dim=64), torch.bfloat16)
+        q, k, v = moved(gpu, qkv(q_length=length, heads=4, kv_heads=2, dim=64), torch.bfloat16)
         plan = random_plan(q, k, (128, 64), share=0.1)
         with torch.no_grad():
-            actual = flex.attention(q, k, v, plan, 0.125)
-        assert_within_budget(actual, lambda *x, p=plan: reference.attention(*x, p, 0.125), q, k, v)
+            actual = flex.attention(q, k, v, plan, scale=0.125)
+
+        def expected(q, k, v, plan=plan):
+            return reference.attention(q, k, v, plan, scale=0.125)
+
+        assert_within_budget(actual, expected, q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -120,18 +131,17 @@ def test_many_lengths_stay_sparse_past_recompile_limit(gpu):
         CabConfig(outlier_queries=0),
         CabConfig.published(0.8),
     ],
-    ids=["cab", "few", "typical-alone", "published"],
+    ids=["cab", "few-blocks", "typical-queries-only", "published"],
 )
 def test_gpu_selects_same_blocks_as_cpu(gpu, config):
     q, k, _ = qkv(q_length=2000, heads=8, kv_heads=2, dim=64)
-    predict = make_predictor(config)
-    here = predict(q, k, LayerContext(KeyRanges.causal(1, 2000, 2000, "cpu"), 0.125)).to_dense()
-    there = (
-        predict(q.to(gpu), k.to(gpu), LayerContext(KeyRanges.causal(1, 2000, 2000, gpu), 0.125))
-        .to_dense()
-        .cpu()
-    )
-    assert (here != there).float().mean() <= 1e-3
+    predictor = make_predictor(config)
+
+    def blocks_on(device):
+        context = LayerContext(KeyRanges.causal(1, 2000, 2000, device), 0.125)
+        return predictor(q.to(device), k.to(device), context).to_dense().cpu()
+
+    assert (blocks_on("cpu") != blocks_on(gpu)).float().mean() <= 1e-3
 
 
 def test_static_cache_generation_compiles_and_agrees(gpu):
@@ -155,64 +165,64 @@ def test_compiled_model_equals_eager_model(gpu):
 def test_memory_at_131072_tokens_is_below_12_gib(gpu):
     """One LLaMA-3-8B layer with selection needs less than 12 GiB in addition to its inputs."""
     length = 131_072
-    shape = {"device": gpu, "dtype": torch.bfloat16}
-    q = torch.randn(1, 32, length, 128, **shape)
-    k, v = torch.randn(2, 1, 8, length, 128, **shape)
+    options = {"device": gpu, "dtype": torch.bfloat16}
+    q = torch.randn((1, 32, length, 128), **options)
+    k, v = torch.randn((2, 1, 8, length, 128), **options)
     torch.cuda.reset_peak_memory_stats()
-    inputs = torch.cuda.memory_allocated()
+    memory_of_inputs = torch.cuda.memory_allocated()
     with torch.no_grad():
-        call = LayerContext(KeyRanges.causal(1, length, length, gpu), 128**-0.5)
-        plan = RowsPredictor(CabConfig())(q, k, call)
+        context = LayerContext(KeyRanges.causal(1, length, length, gpu), 128**-0.5)
+        plan = RowsPredictor(CabConfig())(q, k, context)
         work = engines.Workload.of(q, k, v, plan.blocks)
-        out = engines.choose("flex", work).attention(q, k, v, plan, 128**-0.5)
+        out = engines.choose("flex", work).attention(q, k, v, plan, scale=128**-0.5)
     assert torch.isfinite(out).all()
-    assert (torch.cuda.max_memory_allocated() - inputs) / 2**30 < 12
+    assert (torch.cuda.max_memory_allocated() - memory_of_inputs) / 2**30 < 12
 
 
-# --- 8-bit scores
-
+# channels with the lowest RoPE frequencies
 SLOW = (*range(32, 64), *range(96, 128))
 
 
-@pytest.mark.parametrize("loudness", [1e-4, 0.25, 1.0, 110.0, 1500.0, 1e4], ids=str)
-def test_fp8_score_sums_are_finite_at_any_norm(gpu, loudness):
-    """Rows have norm 8 and key channels are below 2^8, so that float16 holds a sum of 256 products.
+@pytest.mark.parametrize("magnitude", [1e-4, 0.25, 1.0, 110.0, 1500.0, 1e4], ids=str)
+def test_fp8_score_sums_are_finite_at_any_norm(gpu, magnitude):
+    """A float16 sum of 256 products must not overflow.
 
-    All products have the same sign here, which gives the largest possible sum.
+    Scaled queries have norm 8, and channels of scaled keys are below 2^8. All products have the
+    same sign here, which gives the largest possible sum.
     """
-    q = torch.full((1, 2, 512, 128), loudness, device=gpu, dtype=torch.bfloat16)
+    q = torch.full((1, 2, 512, 128), magnitude, device=gpu, dtype=torch.bfloat16)
     k = q[:, :1].clone()
-    # keys of one block have twice the norm
+    # keys of one block have a larger norm
     k[:, :, 128:192] *= 1.15
     ranges = KeyRanges.causal(1, 512, 512, gpu)
     config = CabConfig(dense_tail_blocks=0, sink_blocks=0, local_blocks=1, mass_threshold=0.08)
-    plan = RowsPredictor(config)(q, k, LayerContext(ranges, 1 / (loudness**2), 0))
+    plan = RowsPredictor(config)(q, k, LayerContext(ranges, 1 / (magnitude**2), 0))
     require_valid(plan)
-    kept = plan.to_dense()
-    assert kept[:, :, 3, 2].all()
-    # all logits are equal except those of this block; two blocks are forced
-    assert kept[:, :, 3].sum(-1).max() <= 2 + 1
+    selected = plan.to_dense()
+    assert selected[:, :, 3, 2].all()
+    # the logits of all other blocks are equal; two blocks are always selected
+    assert selected[:, :, 3].sum(-1).max() <= 2 + 1
 
 
 NEEDLES = 64
 
 
 def needles_on(device, length=16384):
-    """Return (q, k, head, row and key of `NEEDLES`): one query per block matches one key."""
+    """Return q, k, and (head, query, key) of `NEEDLES` queries that match one key each."""
     q, k = heads_on(device, length=length, dtype=torch.float32)
-    # float16 holds these times 1e4
+    # small enough for float16 after a multiplication by 1e4
     q, k = q.clamp(-6, 6), k.clamp(-6, 6)
     generator = torch.Generator(device).manual_seed(1)
-    one = torch.zeros(NEEDLES, 128, device=device)
-    one[:, SLOW] = 3 * torch.randn(NEEDLES, 64, device=device, generator=generator).sign()
+    needle = torch.zeros(NEEDLES, 128, device=device)
+    needle[:, SLOW] = 3 * torch.randn(NEEDLES, 64, device=device, generator=generator).sign()
     index = torch.arange(NEEDLES, device=device)
     heads = index % q.shape[1]
-    # query blocks with one topic, so that the needle query is the only outlier
+    # query blocks whose other queries are similar, so that the needle query is the only outlier
     starts = torch.arange(length // 2, length - 256, 128, device=device)
     starts = starts[starts // 300 == (starts + 127) // 300]
     rows = starts[index // 2 % len(starts)] + index
     keys = 200 + index * (length // 2 - 500) // NEEDLES
-    q[0, heads, rows], k[0, heads // 4, keys] = one, one
+    q[0, heads, rows], k[0, heads // 4, keys] = needle, needle
     return q, k, (heads, rows, keys)
 
 
@@ -220,35 +230,34 @@ def needles_on(device, length=16384):
 def test_keys_of_any_magnitude_are_selected_at_equal_density(gpu, dtype):
     q, k, (heads, rows, keys) = needles_on(gpu)
     ranges, config = KeyRanges.causal(1, k.shape[2], k.shape[2], gpu), CabConfig()
-    call = LayerContext(ranges, 128**-0.5, 0, channels=SLOW)
-    cells = heads, rows // config.query_block, keys // config.key_block
+    context = LayerContext(ranges, 128**-0.5, 0, channels=SLOW)
+    needle_blocks = heads, rows // config.query_block, keys // config.key_block
 
-    def chosen(factor):
-        plan = RowsPredictor(config)((q / factor).to(dtype), (k * factor).to(dtype), call)
+    def selected_blocks(factor):
+        plan = RowsPredictor(config)((q / factor).to(dtype), (k * factor).to(dtype), context)
         return plan.to_dense()[0]
 
-    expected = chosen(1.0)
-    assert expected[cells].all()
+    expected = selected_blocks(1.0)
+    assert expected[needle_blocks].all()
     for factor in (1e-4, 1e-3, 1e3, 1e4):
-        actual = chosen(factor)
-        assert actual[cells].all(), factor
+        actual = selected_blocks(factor)
+        assert actual[needle_blocks].all(), factor
         assert int(actual.sum()) == pytest.approx(int(expected.sum()), rel=0.03)
-    # by powers of two not a bit is another
+    # multiplication by a power of two is exact
     for factor in (2.0**-13, 2.0**13) if dtype == torch.bfloat16 else ():
-        assert torch.equal(chosen(factor), expected)
+        assert torch.equal(selected_blocks(factor), expected)
 
 
-# --- whole models
-
-# query blocks are 128 on a GPU
+# sparse settings with the block sizes of a GPU
 LARGE = replace(SPARSE, query_block=128, key_block=64, outlier_queries=16)
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def first_logits(model, ids, **options):
-    told = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 2}
-    seen = (ids != 0).long()
-    result = model.generate(ids, attention_mask=seen, **GREEDY, **told, **options)
+    """Return the logits of the first two generated tokens, [B, 2, vocabulary]."""
+    outputs = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 2}
+    mask = (ids != 0).long()
+    result = model.generate(ids, attention_mask=mask, **GREEDY, **outputs, **options)
     return torch.stack(result.logits, dim=1)
 
 
@@ -257,8 +266,8 @@ def first_logits(model, ids, **options):
 def test_chunks_of_whole_query_blocks_equal_one_call(gpu, length, tail):
     model = cab_hf.apply_cab(tiny_model().to(gpu), replace(LARGE, dense_tail_blocks=tail))
     ids = tokens(1, length).to(gpu)
-    found = first_logits(model, ids, prefill_chunk_size=256)
-    torch.testing.assert_close(found, first_logits(model, ids), rtol=2e-3, atol=2e-3)
+    actual = first_logits(model, ids, prefill_chunk_size=256)
+    torch.testing.assert_close(actual, first_logits(model, ids), rtol=2e-3, atol=2e-3)
 
 
 def test_query_blocks_start_at_first_token_of_sequence(gpu):
@@ -268,42 +277,48 @@ def test_query_blocks_start_at_first_token_of_sequence(gpu):
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits[:, 256:]
         model(ids[:, :200], past_key_values=cache, use_cache=True)
-        found = model(ids[:, 200:], past_key_values=cache, use_cache=True).logits[:, 56:]
-    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+        actual = model(ids[:, 200:], past_key_values=cache, use_cache=True).logits[:, 56:]
+    torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("steps", [{}, {"sparse_decode": True, "decode_tokens": 0.05}])
-def test_drafts_do_not_change_tokens(gpu, steps):
-    model = cab_hf.apply_cab(tiny_model().to(gpu), replace(LARGE, **steps))
+@pytest.mark.parametrize("fields", [{}, {"sparse_decode": True, "decode_tokens": 0.05}])
+def test_drafts_do_not_change_tokens(gpu, fields):
+    model = cab_hf.apply_cab(tiny_model().to(gpu), replace(LARGE, **fields))
     for seed in range(8):
         ids = tokens(1, 200, seed=seed).repeat(1, 5)[:, : 700 + 31 * seed].to(gpu)
-        told = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, **GREEDY}
-        expected = model.generate(ids, **told)
-        assert torch.equal(model.generate(ids, **told, prompt_lookup_num_tokens=5), expected)
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, **GREEDY}
+        expected = model.generate(ids, **options)
+        assert torch.equal(model.generate(ids, **options, prompt_lookup_num_tokens=5), expected)
 
 
-@pytest.mark.parametrize("kind", [{}, {"cache_implementation": "static", "disable_compile": True}])
-def test_padded_row_equals_single_row(gpu, kind):
+CACHES = [
+    pytest.param({}, id="dynamic"),
+    pytest.param({"cache_implementation": "static", "disable_compile": True}, id="static"),
+]
+
+
+@pytest.mark.parametrize("options", CACHES)
+def test_padded_row_equals_single_row(gpu, options):
     fields = {"min_length": 900, "sparse_decode": True, "decode_tokens": 128, "mass_threshold": 0.0}
     model = cab_hf.apply_cab(tiny_model().to(gpu), fields)
-    texts = tokens(1, 500).to(gpu), tokens(1, 1300, seed=2).to(gpu)
-    ids = torch.cat([torch.nn.functional.pad(texts[0], (800, 0)), texts[1]])
-    together = first_logits(model, ids, **kind)
-    for row, text in enumerate(texts):
-        alone = first_logits(model, text, **kind)
+    prompts = tokens(1, 500).to(gpu), tokens(1, 1300, seed=2).to(gpu)
+    ids = torch.cat([torch.nn.functional.pad(prompts[0], (800, 0)), prompts[1]])
+    together = first_logits(model, ids, **options)
+    for row, prompt in enumerate(prompts):
+        alone = first_logits(model, prompt, **options)
         torch.testing.assert_close(together[row], alone[0], rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("kind", [{}, {"cache_implementation": "static", "disable_compile": True}])
-def test_row_below_min_length_is_dense_in_chunks_before_its_right_padding(gpu, kind):
+@pytest.mark.parametrize("options", CACHES)
+def test_row_below_min_length_is_dense_in_chunks_before_its_right_padding(gpu, options):
     fields = {"min_length": 900, "mass_threshold": 0.6, "share_threshold": 1.0}
     model = cab_hf.apply_cab(tiny_model().to(gpu), replace(LARGE, **fields))
-    short, found = tokens(1, 800).to(gpu), []
+    short, logits = tokens(1, 800).to(gpu), []
     ids = torch.cat([torch.nn.functional.pad(short, (0, 800)), tokens(1, 1600, seed=2).to(gpu)])
     with torch.no_grad():
-        alone = model(short).logits
-    handle = model.lm_head.register_forward_hook(lambda *call: found.append(call[-1]))
-    first_logits(model, ids, prefill_chunk_size=256, logits_to_keep=0, **kind)
-    handle.remove()
-    padded = torch.cat(found, 1)[:1, :800]
-    torch.testing.assert_close(padded, alone, rtol=2e-3, atol=2e-3)
+        expected = model(short).logits
+    hook = model.lm_head.register_forward_hook(lambda module, args, out: logits.append(out))
+    first_logits(model, ids, prefill_chunk_size=256, logits_to_keep=0, **options)
+    hook.remove()
+    actual = torch.cat(logits, 1)[:1, :800]
+    torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)

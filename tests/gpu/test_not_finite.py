@@ -1,4 +1,4 @@
-"""NaN and infinities on a GPU: they reach the queries that attend to their key."""
+"""NaN and infinities on a GPU: keys that are not finite are always selected."""
 
 from dataclasses import replace
 
@@ -28,11 +28,27 @@ CONFIGS = {
 }
 
 
-def plan_of(config, q, k):
+def selected_blocks(config, q, k):
+    """Return the selected blocks, bool [B, H, M_q, M_k]."""
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     dim = q.shape[3]
-    call = LayerContext(ranges, dim**-0.5, 0, channels=llama_channels(dim))
-    return make_predictor(config)(q, k, call).to_dense()
+    context = LayerContext(ranges, dim**-0.5, 0, channels=llama_channels(dim))
+    return make_predictor(config)(q, k, context).to_dense()
+
+
+def choose(q, index, choose_args):
+    """Return the choice of the kernels; ``choose_args`` are those of `step_of`."""
+    scale, length, wanted, channels, valid, sinks = choose_args
+    return kernels.choose(
+        q,
+        index,
+        scale=scale,
+        length=length,
+        wanted=wanted,
+        channels=channels,
+        valid=valid,
+        sinks=sinks,
+    )
 
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
@@ -40,13 +56,13 @@ def plan_of(config, q, k):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_blocks_with_nan_key_are_selected(gpu, config, dtype, value):
     q, k = heads_on(gpu, length=4000, dtype=dtype)
-    at = 1000
-    expected = plan_of(config, q, k)
-    k[:, 1, at, 5] = value
-    actual = plan_of(config, q, k)
-    row, column = at // config.query_block, at // config.key_block
+    slot = 1000
+    expected = selected_blocks(config, q, k)
+    k[:, 1, slot, 5] = value
+    actual = selected_blocks(config, q, k)
+    row, column = slot // config.query_block, slot // config.key_block
     assert actual[:, 4:, row:, column].all()
-    # no other KV head, and no query block before it
+    # the other KV head and earlier query blocks are unchanged
     assert torch.equal(actual[:, :4], expected[:, :4])
     assert torch.equal(actual[:, :, :row], expected[:, :, :row])
     if config is not CONFIGS["published"]:
@@ -58,39 +74,39 @@ def test_blocks_with_nan_key_are_selected(gpu, config, dtype, value):
 def test_nan_scored_query_selects_all_blocks(gpu, dtype, value):
     q, k = heads_on(gpu, length=4000, dtype=dtype)
     config = replace(ROWS, outlier_queries=0)
-    expected = plan_of(config, q, k)
-    apart = config.query_block // config.typical_queries
+    expected = selected_blocks(config, q, k)
+    stride = config.query_block // config.typical_queries
     row = 2000 // config.query_block
-    q[:, 3, row * config.query_block + apart // 2, 9] = value
-    actual = plan_of(config, q, k)
+    q[:, 3, row * config.query_block + stride // 2, 9] = value
+    actual = selected_blocks(config, q, k)
     assert actual[:, 3, row, : row * config.query_block // config.key_block].all()
     expected[:, 3, row] = actual[:, 3, row]
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("spoil", ["q", "k", "v"])
+@pytest.mark.parametrize("projection", ["q", "k", "v"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("config", ["full", "rows", "capped", "published"])
-def test_nan_token_reaches_all_later_logits(gpu, config, dtype, spoil):
-    """One projection of the first layer yields NaN; in later layers the whole token is NaN."""
+def test_nan_token_reaches_all_later_logits(gpu, config, dtype, projection):
+    """A projection of the first layer yields NaN for one token, which is NaN in later layers."""
     settings = replace(CONFIGS[config], min_length=0)
     model, ids = tiny_model(max_position_embeddings=4096).to(gpu, dtype), tokens(1, 2000).to(gpu)
     apply_cab(model, settings)
 
-    def spoilt(module, args, output):
+    def set_nan(module, args, output):
         output[:, 600] = torch.nan
         return output
 
     layer = model.model.layers[0].self_attn
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
-        getattr(layer, f"{spoil}_proj").register_forward_hook(spoilt)
+        getattr(layer, f"{projection}_proj").register_forward_hook(set_nan)
         actual = model(ids, use_cache=False).logits
     begin = 600 // settings.query_block * settings.query_block
     torch.testing.assert_close(actual[:, :begin], expected[:, :begin])
     assert actual[:, 600].isnan().all()
-    # the query makes a NaN of the hidden state, which the second layer has as a key
-    if spoil != "v" or config == "full":
+    # the hidden state of the token becomes NaN, and is a key of the second layer
+    if projection != "v" or config == "full":
         assert actual[:, begin + settings.query_block :].isnan().all()
 
 
@@ -99,19 +115,20 @@ def test_nan_token_reaches_all_later_logits(gpu, config, dtype, spoil):
 @pytest.mark.parametrize("channel", [40, 3], ids=["scored", "other-channel"])
 def test_decode_step_reads_nan_key(gpu, channel, dtype, value):
     case = (8, 2, 16384, 16000, 128, 128, 256, {})
-    q, k, v, told = step_of(case, dtype, gpu)
-    assert (channel in told[3]) == (channel == 40)
-    meant = kernels.choose(q, kernels.index_keys(k, told[3]), *told).kept()
-    slot = int((~meant[1, 0, :16000]).nonzero()[0])
+    q, k, v, choose_args = step_of(case, dtype, gpu)
+    scale, length, _, channels, *_ = choose_args
+    assert (channel in channels) == (channel == 40)
+    expected = choose(q, kernels.index_keys(k, channels), choose_args).to_mask()
+    slot = int((~expected[1, 0, :16000]).nonzero()[0])
     k[1, 0, slot, channel] = value
-    index = kernels.index_keys(k, told[3])
-    for actual, expected in zip(index, reference.index_keys(k, told[3]), strict=True):
-        assert torch.equal(actual, expected)
-    choice = kernels.choose(q, index, *told)
-    kept = choice.kept()
-    assert kept[1, 0, slot] and kept[1, 0].sum() <= meant[1, 0].sum() + 64
-    assert torch.equal(kept[0], meant[0]) and torch.equal(kept[1, 1], meant[1, 1])
-    out = kernels.attend(q, k, v, choice, *told[:2])
+    index = kernels.index_keys(k, channels)
+    assert all(map(torch.equal, index, reference.index_keys(k, channels)))
+    choice = choose(q, index, choose_args)
+    selected = choice.to_mask()
+    assert selected[1, 0, slot] and selected[1, 0].sum() <= expected[1, 0].sum() + 64
+    assert torch.equal(selected[0], expected[0])
+    assert torch.equal(selected[1, 1], expected[1, 1])
+    out = kernels.attend(q, k, v, choice, scale=scale, length=length)
     is_finite = out[1, :4, 0].isfinite().all(-1)
     assert torch.equal(is_finite, q[1, :4, 0, channel] * value == -torch.inf)
     assert out[1, 4:].isfinite().all() and out[0].isfinite().all()
@@ -119,11 +136,13 @@ def test_decode_step_reads_nan_key(gpu, channel, dtype, value):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
 def test_nan_query_of_step_leaves_selection_to_other_queries(gpu, value):
-    q, k, v, told = step_of((8, 2, 16384, 16000, 128, 128, 1024, {}), torch.bfloat16, gpu)
-    q[1, 1, 0, told[3][0]] = value
-    choice = kernels.choose(q, kernels.index_keys(k, told[3]), *told)
+    case = (8, 2, 16384, 16000, 128, 128, 1024, {})
+    q, k, v, choose_args = step_of(case, torch.bfloat16, gpu)
+    scale, length, _, channels, *_ = choose_args
+    q[1, 1, 0, channels[0]] = value
+    choice = choose(q, kernels.index_keys(k, channels), choose_args)
     assert (choice.counts > 800).all() and (choice.counts < 1400).all()
-    out = kernels.attend(q, k, v, choice, *told[:2])
+    out = kernels.attend(q, k, v, choice, scale=scale, length=length)
     assert not out[1, 1].isfinite().any() and out[1, [0, 2, 3]].isfinite().all()
 
 

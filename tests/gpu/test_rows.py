@@ -1,4 +1,4 @@
-"""The kernels of predictor "rows", on a GPU, against the reference."""
+"""Kernels of predictor "rows" on a GPU, compared with the reference."""
 
 from dataclasses import replace
 
@@ -23,13 +23,13 @@ CASES = [
     pytest.param({}, {}, id="8-bits"),
     pytest.param({}, {"dtype": torch.float16}, id="float16"),
     pytest.param({}, FLOAT32, id="float32"),
-    pytest.param({}, {"length": 129, "batch": 2, **FLOAT32}, id="block-and-one"),
+    pytest.param({}, {"length": 129, "batch": 2, **FLOAT32}, id="one-block-and-one-query"),
     pytest.param({}, {"length": 40, **FLOAT32}, id="below-one-block"),
     pytest.param({}, {"q_length": 3000, **FLOAT32}, id="chunk"),
     pytest.param({"key_block": 128}, {}, id="128-keys"),
     pytest.param({"key_block": 256, "query_block": 256}, {"dim": 256}, id="256-256-256"),
     pytest.param({"query_block": 64, "key_block": 32}, {"dim": 64}, id="64-32-64"),
-    pytest.param({"outlier_queries": 0}, {}, id="typical-alone"),
+    pytest.param({"outlier_queries": 0}, {}, id="typical-queries-only"),
     pytest.param({"outlier_queries": 32, "typical_queries": 16}, {}, id="32-and-16"),
     pytest.param({"max_density": 0.1}, {"batch": 2}, id="capped"),
     pytest.param({}, {"dim": 256, "length": 3000, **FLOAT32}, id="d256-float32"),
@@ -38,41 +38,56 @@ CASES = [
 LAYOUTS = ["padded", "packed", "chunk"]
 
 
-def call_of(q, k, ranges=None, **logits):
+def context_of(q, k, ranges=None, **logits):
+    """Return the `LayerContext` of causal queries.
+
+    Args:
+        ranges: other key ranges; None for causal ones.
+        logits: ``sinks`` or ``softcap``.
+    """
     ranges = ranges or KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     dim = q.shape[3]
     return LayerContext(ranges, dim**-0.5, 0, channels=llama_channels(dim), **logits)
 
 
-def compared(config, q, k, call):
+def blocks_of_kernels_and_reference(config, q, k, context):
     """Return the blocks selected by the kernels and by the reference in float32."""
-    plan = RowsPredictor(config)(q, k, call)
+    plan = RowsPredictor(config)(q, k, context)
     require_valid(plan)
     keep = selected_blocks(
         q.float(),
         k.float(),
-        call.ranges,
+        context.ranges,
         config,
-        scale=call.scale,
-        channels=call.channels,
-        sinks=call.sinks,
-        softcap=call.softcap,
+        scale=context.scale,
+        channels=context.channels,
+        sinks=context.sinks,
+        softcap=context.softcap,
     )
-    sizes = {"query_block": config.query_block, "key_block": config.key_block}
-    tail = config.dense_tail_blocks * config.query_block, config.query_block
+    tail_tokens = config.dense_tail_blocks * config.query_block
     expected = BlockPlan.from_dense(
-        keep, call.ranges, dense_rows=call.ranges.tail_rows(*tail), **sizes
+        keep,
+        context.ranges,
+        query_block=config.query_block,
+        key_block=config.key_block,
+        dense_rows=context.ranges.tail_rows(tail_tokens, config.query_block),
     )
     return plan.to_dense(), expected.to_dense()
+
+
+def assert_few_differences(actual, expected, dtype):
+    """Assert that the selected blocks agree, up to the precision of the scores."""
+    # 16-bit inputs are scored in 8 bits where the device supports FP8
+    allowed = 0.001 if dtype == torch.float32 else 0.03
+    assert (actual != expected).sum() <= allowed * expected.sum()
 
 
 @pytest.mark.parametrize(("fields", "shape"), CASES)
 def test_kernels_select_same_blocks_as_reference(gpu, fields, shape):
     q, k = heads_on(gpu, **shape)
-    actual, expected = compared(replace(ROWS, **fields), q, k, call_of(q, k))
-    # 16 bits are scored in 8 where the device has them
-    allowed = 0.001 if q.dtype == torch.float32 else 0.03
-    assert (actual != expected).sum() <= allowed * expected.sum()
+    config = replace(ROWS, **fields)
+    actual, expected = blocks_of_kernels_and_reference(config, q, k, context_of(q, k))
+    assert_few_differences(actual, expected, q.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -80,11 +95,10 @@ def test_kernels_select_same_blocks_as_reference(gpu, fields, shape):
 def test_scores_include_sinks_and_softcap(gpu, logits, dtype):
     q, k = heads_on(gpu, dtype=dtype)
     sinks = torch.linspace(0.0, 24.0, q.shape[1], device=gpu)
-    call = call_of(q, k, **{logits: sinks if logits == "sinks" else 4.0})
-    actual, expected = compared(ROWS, q, k, call)
-    allowed = 0.001 if dtype == torch.float32 else 0.03
-    assert (actual != expected).sum() <= allowed * expected.sum()
-    _, plain = compared(ROWS, q, k, call_of(q, k))
+    context = context_of(q, k, **{logits: sinks if logits == "sinks" else 4.0})
+    actual, expected = blocks_of_kernels_and_reference(ROWS, q, k, context)
+    assert_few_differences(actual, expected, dtype)
+    _, plain = blocks_of_kernels_and_reference(ROWS, q, k, context_of(q, k))
     assert (plain != expected).sum() > 0.05 * expected.sum()
 
 
@@ -93,69 +107,70 @@ def test_scores_include_sinks_and_softcap(gpu, logits, dtype):
 def test_kernels_select_same_blocks_in_every_layout(gpu, layout, dtype):
     length = 1111 if layout == "chunk" else 2000
     q, k = heads_on(gpu, length=2000, q_length=length, batch=2, dtype=dtype)
-    laid = laid_out(layout, 2, length, 2000, 128, gpu)
-    q, k = laid.queries(q), laid.keys(k)
-    actual, expected = compared(ROWS, q, k, call_of(q, k, laid.ranges))
-    assert (actual != expected).sum() <= (
-        0.001 if dtype == torch.float32 else 0.03
-    ) * expected.sum()
+    block_layout = laid_out(layout, batch=2, length=length, kv_length=2000, align=128, device=gpu)
+    q, k = block_layout.queries(q), block_layout.keys(k)
+    context = context_of(q, k, block_layout.ranges)
+    actual, expected = blocks_of_kernels_and_reference(ROWS, q, k, context)
+    assert_few_differences(actual, expected, dtype)
 
 
 @pytest.mark.parametrize("factor", [1e-4, 1e-3, 1e3, 1e4])
 def test_key_magnitude_does_not_change_density(gpu, factor):
     q, k = heads_on(gpu)
-    expected = RowsPredictor(ROWS)(q, k, call_of(q, k)).to_dense()
-    scaled = (q.float() / factor).bfloat16(), (k.float() * factor).bfloat16()
-    actual = RowsPredictor(ROWS)(*scaled, call_of(q, k)).to_dense()
+    expected = RowsPredictor(ROWS)(q, k, context_of(q, k)).to_dense()
+    scaled_q, scaled_k = (q.float() / factor).bfloat16(), (k.float() * factor).bfloat16()
+    actual = RowsPredictor(ROWS)(scaled_q, scaled_k, context_of(q, k)).to_dense()
     assert int(actual.sum()) == pytest.approx(int(expected.sum()), rel=0.03)
 
 
 def test_chunked_scratch_and_lists_give_same_plan(gpu, monkeypatch):
     q, k = heads_on(gpu)
-    wide = RowsPredictor(ROWS)(q, k, call_of(q, k))
+    expected = RowsPredictor(ROWS)(q, k, context_of(q, k))
     monkeypatch.setattr(tiles, "SCRATCH_BYTES", 8 << 20)
     monkeypatch.setattr(compact, "LIST_BYTES", 0)
-    measured = RowsPredictor(ROWS)(q, k, call_of(q, k))
-    assert measured.full.width < wide.full.width
-    assert torch.equal(measured.to_dense(), wide.to_dense())
+    actual = RowsPredictor(ROWS)(q, k, context_of(q, k))
+    assert actual.full.width < expected.full.width
+    assert torch.equal(actual.to_dense(), expected.to_dense())
 
 
-@pytest.mark.parametrize("cap", [1.0, 0.1])
-def test_selection_runs_in_cuda_graph(gpu, cap):
+@pytest.mark.parametrize("max_density", [1.0, 0.1])
+def test_selection_runs_in_cuda_graph(gpu, max_density):
     q, k = heads_on(gpu)
-    call, predictor = call_of(q, k), RowsPredictor(replace(ROWS, max_density=cap))
-    predictor(q, k, call)
+    context, predictor = context_of(q, k), RowsPredictor(replace(ROWS, max_density=max_density))
+    predictor(q, k, context)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = predictor(q, k, call)
+        captured = predictor(q, k, context)
     q.copy_(q.roll(512, dims=2))
     graph.replay()
-    assert torch.equal(captured.to_dense(), predictor(q, k, call).to_dense())
+    assert torch.equal(captured.to_dense(), predictor(q, k, context).to_dense())
 
 
 def test_selection_compiles_without_graph_break(gpu):
     q, k = heads_on(gpu, length=2000)
-    call, predictor = call_of(q, k), RowsPredictor(ROWS)
+    context, predictor = context_of(q, k), RowsPredictor(ROWS)
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True)
     def compiled(q, k):
-        plan = predictor(q, k, call)
+        plan = predictor(q, k, context)
         return plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices
 
-    counts, indices, *partial = compiled(q, k)
-    plan = predictor(q, k, call)
-    assert torch.equal(BlockIndices(counts, indices).to_dense(32), plan.full.to_dense(32))
-    assert torch.equal(BlockIndices(*partial).to_dense(32), plan.partial.to_dense(32))
+    full_counts, full_indices, partial_counts, partial_indices = compiled(q, k)
+    plan = predictor(q, k, context)
+    full = BlockIndices(full_counts, full_indices)
+    partial = BlockIndices(partial_counts, partial_indices)
+    assert torch.equal(full.to_dense(32), plan.full.to_dense(32))
+    assert torch.equal(partial.to_dense(32), plan.partial.to_dense(32))
 
 
 def test_selection_does_not_synchronise(gpu):
     q, k = heads_on(gpu)
-    call = call_of(q, k)
-    RowsPredictor(ROWS)(q, k, call)
+    context = context_of(q, k)
+    RowsPredictor(ROWS)(q, k, context)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        RowsPredictor(ROWS)(q, k, call)
+        RowsPredictor(ROWS)(q, k, context)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -166,10 +181,10 @@ def test_selection_does_not_synchronise(gpu):
 )
 def test_selection_memory_is_bounded(gpu, length, mib):
     q, k = heads_on(gpu, length=length, heads=32, kv_heads=8)
-    call = call_of(q, k)
+    context = context_of(q, k)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    plan = RowsPredictor(ROWS)(q, k, call)
-    assert (torch.cuda.max_memory_allocated() - before) / 2**20 <= mib
+    memory_of_inputs = torch.cuda.memory_allocated()
+    plan = RowsPredictor(ROWS)(q, k, context)
+    assert (torch.cuda.max_memory_allocated() - memory_of_inputs) / 2**20 <= mib
     assert plan.full.counts.min() >= 0

@@ -16,7 +16,11 @@ CASES = [
     pytest.param({"q_length": 96}, (32, 16), id="even", marks=pytest.mark.slow),
     pytest.param({"q_length": 63, "kv_length": 111}, (32, 16), id="chunk"),
     pytest.param({"q_length": 70, "heads": 3, "kv_heads": 1, "batch": 2}, (16, 32), id="wide-keys"),
-    pytest.param({"q_length": 61, "heads": 2, "kv_heads": 2, "dim": 24}, (48, 16), id="three-to-1"),
+    pytest.param(
+        {"q_length": 61, "heads": 2, "kv_heads": 2, "dim": 24},
+        (48, 16),
+        id="query-block-of-3-key-blocks",
+    ),
     pytest.param({"q_length": 7, "heads": 4, "kv_heads": 1}, (32, 16), id="below-one-block"),
     pytest.param(
         {"q_length": 90, "layout": "padded", "batch": 2},
@@ -33,7 +37,7 @@ CASES = [
     ),
     pytest.param({"q_length": 64, "plan_heads": 1}, (32, 16), id="plan-shared-by-all"),
     pytest.param(
-        {"q_length": 64, "share": 0.0}, (32, 16), id="diagonal-alone", marks=pytest.mark.slow
+        {"q_length": 64, "share": 0.0}, (32, 16), id="diagonal-blocks-only", marks=pytest.mark.slow
     ),
     pytest.param({"q_length": 50, "heads": 2, "kv_heads": 1, "dim": 272}, (32, 16), id="split"),
     pytest.param(
@@ -53,13 +57,13 @@ CASES = [
 @pytest.mark.parametrize(("shape", "blocks"), CASES)
 def test_kernels_compute_what_the_reference_defines(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
-    assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2)
+    assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=0.2)
 
 
 @pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 1, 11))
 def test_pointer_kernels_compute_what_the_reference_defines(shape, blocks, by_pointers):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
-    assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2)
+    assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=0.2)
 
 
 def test_large_float32_head_dim_is_unavailable(by_pointers):
@@ -71,20 +75,24 @@ def test_large_float32_head_dim_is_unavailable(by_pointers):
 @pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 1, 10))
 def test_gradients_flow_through_log_sum_exp(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
-    assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2, through_lse=True)
+    assert_engine_within_budget(
+        block.attention, q, k, v, grad=grad, plan=plan, scale=0.2, through_lse=True
+    )
 
 
 @pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 1, 10))
 def test_soft_cap_equals_reference(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
-    assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2, softcap=3.0)
+    assert_engine_within_budget(
+        block.attention, q, k, v, grad=grad, plan=plan, scale=0.2, softcap=3.0
+    )
 
 
 @pytest.mark.parametrize("dim", [16, 264], ids=["fused", "split"])
 def test_float16_is_within_error_budget(dim):
     shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": dim}
     q, k, v, grad, plan = case("cpu", torch.float16, (32, 16), **shape)
-    assert_engine_within_budget(block.attention, q, k, v, grad, plan, dim**-0.5)
+    assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=dim**-0.5)
 
 
 @pytest.mark.slow
@@ -92,24 +100,26 @@ def test_small_workspace_equals_one_pass(monkeypatch):
     """Above 256 channels, the kernels process groups of query blocks and add up dk and dv."""
     shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": 264}
     q, k, v, grad, plan = case("cpu", torch.float32, (16, 16), **shape)
-    complete = with_gradients(block.attention, (q, k, v), grad, plan, 0.1)
+    expected = with_gradients(block.attention, (q, k, v), grad=grad, plan=plan, scale=0.1)
     monkeypatch.setattr(split, "WORKSPACE", 1)
-    pieces = with_gradients(block.attention, (q, k, v), grad, plan, 0.1)
-    for name, value in complete.items():
-        torch.testing.assert_close(pieces[name], value, atol=1e-5, rtol=1e-5)
+    actual = with_gradients(block.attention, (q, k, v), grad=grad, plan=plan, scale=0.1)
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dim", [16, 264], ids=["fused", "split"])
 def test_nan_in_unlisted_blocks_does_not_reach_output(dim):
-    """Keys and values outside of the lists are NaN."""
+    """Keys and values that the last query block does not list are NaN."""
     q, k, v = qkv(q_length=96, heads=2, kv_heads=1, dim=dim)
     plan = random_plan(q, k, (32, 16), share=0.0)
-    lists = plan.to_dense()[0].any(0).any(0).repeat_interleave(16)[:96]
-    expected = reference.attention(q, k, v, plan, 0.2)
-    is_nan = plan.to_dense()[0, :, -1].any(0).repeat_interleave(16)[:96]
-    k, v = (x.masked_fill(~is_nan[:, None], torch.nan) for x in (k, v))
-    actual = block.attention(q, k, v, plan, 0.2)
-    assert lists.all() and not is_nan.all()
+    selected = plan.to_dense()[0]
+    expected = reference.attention(q, k, v, plan, scale=0.2)
+    # keys that any query block lists, and keys that the last query block lists
+    is_listed = selected.any(0).any(0).repeat_interleave(16)[:96]
+    is_listed_last = selected[:, -1].any(0).repeat_interleave(16)[:96]
+    k, v = (x.masked_fill(~is_listed_last[:, None], torch.nan) for x in (k, v))
+    actual = block.attention(q, k, v, plan, scale=0.2)
+    assert is_listed.all() and not is_listed_last.all()
     torch.testing.assert_close(actual[:, :, 64:], expected[:, :, 64:], atol=1e-5, rtol=1e-4)
 
 
@@ -117,22 +127,24 @@ def test_unaligned_and_strided_tensors_are_accepted():
     """One view starts at an unaligned address; the channels of another are not contiguous."""
     q, k, v = qkv(q_length=40, dim=16)
     plan = random_plan(q, k, (32, 16))
-    expected = reference.attention(q, k, v, plan, 0.2)
-    odd = torch.empty(k.numel() + 1)[1:].view(k.shape).copy_(k)
-    turned = v.transpose(2, 3).contiguous().transpose(2, 3)
-    actual = block.attention(q, odd, turned, plan, 0.2)
+    expected = reference.attention(q, k, v, plan, scale=0.2)
+    unaligned_k = torch.empty(k.numel() + 1)[1:].view(k.shape).copy_(k)
+    strided_v = v.transpose(2, 3).contiguous().transpose(2, 3)
+    actual = block.attention(q, unaligned_k, strided_v, plan, scale=0.2)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dims", [(24, 16), (16, 24)], ids=["narrow-values", "wide-values"])
-def test_value_head_dim_may_differ(dims):
-    q, k, _ = qkv(q_length=40, dim=dims[0])
-    v = qkv(q_length=40, dim=dims[1])[2]
+@pytest.mark.parametrize(
+    ("dim", "value_dim"), [(24, 16), (16, 24)], ids=["narrow-values", "wide-values"]
+)
+def test_value_head_dim_may_differ(dim, value_dim):
+    q, k, _ = qkv(q_length=40, dim=dim)
+    v = qkv(q_length=40, dim=value_dim)[2]
     plan = random_plan(q, k, (32, 16), dense_rows=torch.tensor([[1]]))
-    expected = engines.REFERENCE.attention(q, k, v, plan, 0.2, return_lse=True)
-    actual = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse=True)
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    expected = engines.REFERENCE.attention(q, k, v, plan, scale=0.2, return_lse=True)
+    actual = engines.TRITON.attention(q, k, v, plan, scale=0.2, return_lse=True)
+    for result, exact in zip(actual, expected, strict=True):
+        torch.testing.assert_close(result, exact, atol=1e-5, rtol=1e-4)
 
 
 def test_registered_op_passes_opcheck():
@@ -151,7 +163,7 @@ def test_empty_plan_has_zero_output_and_gradients():
     ranges = KeyRanges.causal(1, 40, 40, "cpu")
     keep = torch.zeros(1, 6, 2, 3, dtype=torch.bool)
     plan = BlockPlan.from_dense(keep, ranges, query_block=32, key_block=16)
-    out, lse = block.attention(q, k, v, plan, 0.2, return_lse=True)
+    out, lse = block.attention(q, k, v, plan, scale=0.2, return_lse=True)
     assert (out == 0).all() and (lse == -torch.inf).all()
     assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
@@ -159,26 +171,26 @@ def test_empty_plan_has_zero_output_and_gradients():
 @pytest.mark.parametrize(("rows", "columns"), [(5, 7), (33, 16), (270, 3)])
 def test_transposed_lists_equal_reference(rows, columns, monkeypatch):
     generator = torch.Generator().manual_seed(rows)
-    chosen = torch.rand(1, 2, rows, columns, generator=generator) < 0.3
-    chosen[0, 0] = False
-    lists = BlockIndices.from_dense(chosen)
+    selected = torch.rand(1, 2, rows, columns, generator=generator) < 0.3
+    selected[0, 0] = False
+    lists = BlockIndices.from_dense(selected)
     expected = lists.transpose(columns)
-    for widest in (transpose.WIDE_LISTS, 0):
-        monkeypatch.setattr(transpose, "WIDE_LISTS", widest)
+    for wide_lists in (transpose.WIDE_LISTS, 0):
+        monkeypatch.setattr(transpose, "WIDE_LISTS", wide_lists)
         actual = transpose.transpose(lists, columns)
         assert torch.equal(actual.to_dense(rows), expected.to_dense(rows))
-        assert actual.width == (rows if widest else int(expected.counts.max()))
+        assert actual.width == (rows if wide_lists else int(expected.counts.max()))
     packed = transpose.pack_columns(lists, columns, with_slots=True)
     assert torch.equal(packed.counts, expected.counts)
     for b, p, c in expected.counts.nonzero().tolist():
         start, count = int(packed.starts[b, p, c]), int(packed.counts[b, p, c])
-        listing = packed.rows[start : start + count]
-        assert listing.tolist() == chosen[b, p, :, c].nonzero().flatten().tolist()
+        column_rows = packed.rows[start : start + count]
+        assert column_rows.tolist() == selected[b, p, :, c].nonzero().flatten().tolist()
         slots = packed.slots[start : start + count].long()
-        assert (lists.indices[b, p, listing.long(), slots] == c).all()
-    plain, there = transpose.pack_columns(lists, columns), int(expected.counts.sum())
-    assert torch.equal(plain.rows[:there], packed.rows[:there])
-    assert all(map(torch.equal, plain[:2], packed[:2]))
+        assert (lists.indices[b, p, column_rows.long(), slots] == c).all()
+    without_slots, num_listed = transpose.pack_columns(lists, columns), int(expected.counts.sum())
+    assert torch.equal(without_slots.rows[:num_listed], packed.rows[:num_listed])
+    assert all(map(torch.equal, without_slots[:2], packed[:2]))
 
 
 def test_lists_of_width_1_are_widened():

@@ -7,16 +7,17 @@ from marks import slow_but
 
 from cab_hf.ops.decode import attend_kernels, kernels, reference
 
-# keys of a sample, an eighth of the number on a GPU: the interpreter needs a second for a few
-# thousand keys
-SAMPLED = 1024
+# maximum size of the sample, an eighth of the number on a GPU: the interpreter needs a second for a
+# few thousand keys
+MAX_SAMPLED_KEYS = 1024
+# cases whose sample does not contain all keys
 SAMPLES = {
     "a-sample": (8, 2, 4400, 4313, 64, 64, 250, {}),
     "a-sample-of-padding": (3, 3, 4400, 4313, 64, 64, 250, {"padding": 1130}),
     "little-of-a-sample": (6, 2, 8800, 900, 64, 64, 200, {}),
 }
 # cases of `make test`: head groups, padding, odd head dim, a sample, few slots, sinks
-OFTEN = ("group-of-3", "padding", "odd-heads", "a-sample", "few-slots", "sinks")
+FAST = ("group-of-3", "padding", "odd-heads", "a-sample", "few-slots", "sinks")
 
 
 @pytest.fixture(autouse=True)
@@ -33,20 +34,46 @@ def _few_programs(monkeypatch):
     monkeypatch.setattr(attend_kernels, "READING_PROGRAMS", 24)
 
 
-def require_same(choice, expected):
-    assert torch.equal(choice.kept(), expected.kept())
+def choose(ops, q, index, choose_args):
+    """Return the choice of `kernels` or `reference`.
+
+    Args:
+        choose_args: scale, length, wanted, channels, valid and sinks of `step_of`.
+    """
+    scale, length, wanted, channels, valid, sinks = choose_args
+    return ops.choose(
+        q,
+        index,
+        scale=scale,
+        length=length,
+        wanted=wanted,
+        channels=channels,
+        valid=valid,
+        sinks=sinks,
+    )
+
+
+def attend(ops, qkv, choice, choose_args):
+    """Return attention of `kernels` or `reference` over the selected keys."""
+    q, k, v = qkv
+    scale, length, *_ = choose_args
+    return ops.attend(q, k, v, choice, scale=scale, length=length)
+
+
+def require_same_choice(choice, expected):
+    assert torch.equal(choice.to_mask(), expected.to_mask())
     assert torch.equal(choice.unread, expected.unread)
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, *map(list(CASES).index, OFTEN)))
+@pytest.mark.parametrize("name", slow_but(CASES, *map(list(CASES).index, FAST)))
 def test_decode_step_equals_reference(name, monkeypatch):
     if name in SAMPLES:
-        monkeypatch.setattr(reference, "SAMPLED", SAMPLED)
+        monkeypatch.setattr(reference, "MAX_SAMPLED_KEYS", MAX_SAMPLED_KEYS)
     require_step_equals_reference(SAMPLES.get(name, CASES[name]))
 
 
 def test_decode_step_of_many_programs_equals_reference(monkeypatch):
-    # more programs than one merge step combines
+    # more programs than the merge kernel combines at a time
     monkeypatch.setattr(attend_kernels, "READING_PROGRAMS", 280)
     assert attend_kernels.MERGED_AT_A_TIME < 280 // 4
     require_step_equals_reference(CASES["few-slots"])
@@ -55,57 +82,62 @@ def test_decode_step_of_many_programs_equals_reference(monkeypatch):
 def test_unused_cache_slots_do_not_change_strided_step():
     q, k, v, choose_args = step_of(CASES["group-of-3"])
     index = kernels.index_keys(k, choose_args[3])
-    choice = kernels.choose(q, index, *choose_args)
-    larger_buffers = [torch.cat((x, x[:, :, :300]), dim=2)[:, :, :1500] for x in (k, v, *index)]
-    assert not larger_buffers[0].is_contiguous()
-    other = kernels.choose(q, reference.Index(*larger_buffers[2:]), *choose_args)
-    require_same(other, choice)
-    expected = kernels.attend(q, k, v, choice, *choose_args[:2])
-    assert torch.equal(kernels.attend(q, *larger_buffers[:2], other, *choose_args[:2]), expected)
+    choice = choose(kernels, q, index, choose_args)
+    # views of buffers with 300 additional slots
+    strided_k, strided_v, codes, scales = (
+        torch.cat((x, x[:, :, :300]), dim=2)[:, :, :1500] for x in (k, v, *index)
+    )
+    assert not strided_k.is_contiguous()
+    actual = choose(kernels, q, reference.Index(codes, scales), choose_args)
+    require_same_choice(actual, choice)
+    expected = attend(kernels, (q, k, v), choice, choose_args)
+    out = attend(kernels, (q, strided_k, strided_v), actual, choose_args)
+    assert torch.equal(out, expected)
 
 
 def test_sequences_in_a_shared_cache_read_their_own_slots():
     """Continuous batching has one cache and a list of slots for each sequence."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, 6, 1, 64, generator=generator)
-    tokens = torch.randn(2, 400, 2, 64, generator=generator)
-    k, v = (x.transpose(0, 1).unsqueeze(0).expand(3, -1, -1, -1) for x in tokens)
+    cache = torch.randn(2, 400, 2, 64, generator=generator)
+    k, v = (x.transpose(0, 1).unsqueeze(0).expand(3, -1, -1, -1) for x in cache)
     slots = torch.stack([torch.randperm(400, generator=generator)[:90] for _ in range(3)])
     slots = slots.to(torch.int32).unsqueeze(1).expand(-1, 2, -1)
     counts = torch.tensor([90, 1, 33], dtype=torch.int32).unsqueeze(1).expand(-1, 2)
     choice = reference.Choice(slots, counts, None)
-    expected = reference.attend(q, k, v, choice, 0.125)
-    torch.testing.assert_close(kernels.attend(q, k, v, choice, 0.125), expected)
-    own = slots[2, 0, :33].long()
-    group = (q[2].view(2, 3, 64) @ k[2, :, own].mT * 0.125).softmax(-1) @ v[2, :, own]
-    torch.testing.assert_close(expected[2, :, 0], group.flatten(0, 1))
+    expected = reference.attend(q, k, v, choice, scale=0.125)
+    torch.testing.assert_close(kernels.attend(q, k, v, choice, scale=0.125), expected)
+    last_slots = slots[2, 0, :33].long()
+    weights = (q[2].view(2, 3, 64) @ k[2, :, last_slots].mT * 0.125).softmax(-1)
+    last_out = weights @ v[2, :, last_slots]
+    torch.testing.assert_close(expected[2, :, 0], last_out.flatten(0, 1))
 
 
 def test_nan_in_unwritten_slots_does_not_change_step():
     q, k, v, choose_args = step_of(CASES["group-of-3"])
     index = kernels.index_keys(k, choose_args[3])
-    choice = kernels.choose(q, index, *choose_args)
-    out = kernels.attend(q, k, v, choice, *choose_args[:2])
+    choice = choose(kernels, q, index, choose_args)
+    out = attend(kernels, (q, k, v), choice, choose_args)
     for x in (k, v):
         x[:, :, 1300:] = float("nan")
     index.codes[:, :, 1300:], index.scales[:, :, 1300:] = 255, float("inf")
-    other = kernels.choose(q, index, *choose_args)
-    require_same(other, choice)
-    assert torch.equal(kernels.attend(q, k, v, other, *choose_args[:2]), out)
+    actual = choose(kernels, q, index, choose_args)
+    require_same_choice(actual, choice)
+    assert torch.equal(attend(kernels, (q, k, v), actual, choose_args), out)
 
 
 @pytest.mark.parametrize("ops", [kernels, reference])
-@pytest.mark.parametrize("what", slow_but(["query", "key"], 0))
-def test_nan_row_does_not_change_other_rows(ops, what):
+@pytest.mark.parametrize("tensor", slow_but(["query", "key"], 0))
+def test_nan_row_does_not_change_other_rows(ops, tensor):
     outputs = []
     for factor in (1.0, float("nan")):
         q, k, v, choose_args = step_of(CASES["few-slots"])
-        (q if what == "query" else k[:, :, 50])[0] *= factor
-        choice = ops.choose(q, ops.index_keys(k, choose_args[3]), *choose_args)
-        outputs.append((choice.kept()[1], ops.attend(q, k, v, choice, *choose_args[:2])))
-    (kept, expected), (other_kept, actual) = outputs
-    assert torch.equal(other_kept, kept) and torch.equal(actual[1], expected[1])
-    assert actual[0].isnan().all() or what == "key"
+        (q if tensor == "query" else k[:, :, 50])[0] *= factor
+        choice = choose(ops, q, ops.index_keys(k, choose_args[3]), choose_args)
+        outputs.append((choice.to_mask()[1], attend(ops, (q, k, v), choice, choose_args)))
+    (expected_mask, expected), (actual_mask, actual) = outputs
+    assert torch.equal(actual_mask, expected_mask) and torch.equal(actual[1], expected[1])
+    assert actual[0].isnan().all() or tensor == "key"
 
 
 @pytest.mark.parametrize("ops", [kernels, reference])
@@ -114,15 +146,15 @@ def test_nan_row_does_not_change_other_rows(ops, what):
 def test_nonfinite_key_is_always_selected(ops, value, channel):
     q, k, v, choose_args = step_of(CASES["few-written"][:3] + (300, *CASES["few-written"][4:]))
     assert (3 in choose_args[3]) != (20 in choose_args[3])
-    expected = ops.choose(q, ops.index_keys(k, choose_args[3]), *choose_args)
-    slot = int((~expected.kept()[1, 0, :300]).nonzero()[0])
+    expected = choose(ops, q, ops.index_keys(k, choose_args[3]), choose_args)
+    slot = int((~expected.to_mask()[1, 0, :300]).nonzero()[0])
     k[1, 0, slot, channel] = value
-    choice = ops.choose(q, ops.index_keys(k, choose_args[3]), *choose_args)
-    assert choice.kept()[1, 0, slot] and not choice.kept()[..., 300:].any()
-    assert torch.equal(choice.kept()[0], expected.kept()[0])
-    assert torch.equal(choice.kept()[1, 1], expected.kept()[1, 1])
-    assert choice.kept()[1, 0].sum() <= expected.counts[1, 0] + 8
-    out = ops.attend(q, k, v, choice, *choose_args[:2])
+    choice = choose(ops, q, ops.index_keys(k, choose_args[3]), choose_args)
+    assert choice.to_mask()[1, 0, slot] and not choice.to_mask()[..., 300:].any()
+    assert torch.equal(choice.to_mask()[0], expected.to_mask()[0])
+    assert torch.equal(choice.to_mask()[1, 1], expected.to_mask()[1, 1])
+    assert choice.to_mask()[1, 0].sum() <= expected.counts[1, 0] + 8
+    out = attend(ops, (q, k, v), choice, choose_args)
     assert out[1, 3:].isfinite().all()
     logits = q[1, :3, 0, channel] * value
     assert torch.equal(out[1, :3, 0].isfinite().all(-1), logits == -torch.inf)
@@ -133,39 +165,45 @@ def test_nonfinite_query_does_not_change_selection_of_its_group(value):
     q, k, v, choose_args = step_of(CASES["few-written"][:3] + (300, *CASES["few-written"][4:]))
     q[1, 1, 0, choose_args[3][0]] = value
     index = kernels.index_keys(k, choose_args[3])
-    choice, expected = (ops.choose(q, index, *choose_args) for ops in (kernels, reference))
-    assert torch.equal(choice.kept(), expected.kept())
+    choice, expected = (choose(ops, q, index, choose_args) for ops in (kernels, reference))
+    assert torch.equal(choice.to_mask(), expected.to_mask())
     assert choice.counts[1, 0] > 150
-    out = kernels.attend(q, k, v, choice, *choose_args[:2])
+    out = attend(kernels, (q, k, v), choice, choose_args)
     assert not out[1, 1].isfinite().any() and out[1, [0, 2, 3, 4, 5]].isfinite().all()
 
 
 def test_mask_may_cover_unwritten_slots():
     q, k, v, (scale, length, wanted, channels, valid, _) = step_of(CASES["padding"])
     index = kernels.index_keys(k, channels)
-    choice = kernels.choose(q, index, scale, length, wanted, channels, valid)
-    out = kernels.attend(q, k, v, choice, scale, length, valid)
+
+    def results(valid):
+        choice = choose(kernels, q, index, (scale, length, wanted, channels, valid, None))
+        return choice, kernels.attend(q, k, v, choice, scale=scale, length=length, valid=valid)
+
+    expected_choice, expected = results(valid)
     wide = torch.nn.functional.pad(valid, (0, k.shape[2] - valid.shape[1]), value=True)
-    other = kernels.choose(q, index, scale, length, wanted, channels, wide)
-    require_same(other, choice)
-    assert torch.equal(kernels.attend(q, k, v, other, scale, length, wide), out)
+    choice, out = results(wide)
+    require_same_choice(choice, expected_choice)
+    assert torch.equal(out, expected)
 
 
 def test_registered_ops_pass_opcheck():
     q, k, v, (scale, length, wanted, channels, valid, _) = step_of(CASES["padding"])
     ops, channels = torch.ops.cab_hf, list(channels)
     index = kernels.index_keys(k, channels)
-    choice = ops.decode_choose(q, *index, scale, length, wanted, channels, valid)
-    given = {
+    choose_inputs = (q, *index, scale, length, wanted, channels, valid)
+    slots, counts, unread = ops.decode_choose(*choose_inputs)
+    attend_inputs = (q, k, v, slots, counts, unread, scale, length, valid)
+    inputs = {
         ops.decode_write_index: (*index, k[:, :, :3], channels, torch.tensor([5])),
-        ops.decode_choose: (q, *index, scale, length, wanted, channels, valid),
-        ops.decode_attend: (q, k, v, *choice, scale, length, valid),
+        ops.decode_choose: choose_inputs,
+        ops.decode_attend: attend_inputs,
     }
-    for op, arguments in given.items():
+    for op, op_inputs in inputs.items():
         checks = "test_schema", "test_faketensor"
-        done = torch.library.opcheck(op.default, arguments, test_utils=checks)
-        assert set(done.values()) == {"SUCCESS"}
-    expected = kernels.choose(q, index, scale, length, wanted, tuple(channels), valid)
-    require_same(reference.Choice(*choice), expected)
-    out = kernels.attend(q, k, v, expected, scale, length, valid)
-    assert torch.equal(ops.decode_attend(q, k, v, *choice, scale, length, valid), out)
+        result = torch.library.opcheck(op.default, op_inputs, test_utils=checks)
+        assert set(result.values()) == {"SUCCESS"}
+    expected = choose(kernels, q, index, (scale, length, wanted, tuple(channels), valid, None))
+    require_same_choice(reference.Choice(slots, counts, unread), expected)
+    out = kernels.attend(q, k, v, expected, scale=scale, length=length, valid=valid)
+    assert torch.equal(ops.decode_attend(*attend_inputs), out)

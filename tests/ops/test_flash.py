@@ -12,14 +12,14 @@ from cab_hf.ops.attention import flash
 def test_wide_blocks_are_split_into_existing_tiles(length):
     q, k, _ = qkv(q_length=length)
     plan = random_plan(q, k, (128, 128), share=0.6, heads=1)
-    tiles = -(-length // 64)
-    for part in (plan.partial, plan.full):
-        expected = part.to_dense(plan.kv_blocks).repeat_interleave(2, -1)[..., :tiles]
-        actual = flash.finer_columns(part, 2, tiles)
-        assert actual.width <= tiles
+    num_tiles = -(-length // 64)
+    for lists in (plan.partial, plan.full):
+        expected = lists.to_dense(plan.kv_blocks).repeat_interleave(2, -1)[..., :num_tiles]
+        actual = flash.finer_columns(lists, 2, num_tiles)
+        assert actual.width <= num_tiles
         assert torch.equal(actual.counts, expected.sum(-1))
-        assert torch.equal(actual.to_dense(tiles), expected)
-        by_tile = flash.by_tile(part, 128, 64, length)
+        assert torch.equal(actual.to_dense(num_tiles), expected)
+        by_tile = flash.by_tile(lists, 128, 64, length)
         assert torch.equal(by_tile.to_dense(plan.q_blocks), expected.transpose(2, 3))
 
 
@@ -36,6 +36,6 @@ def test_fake_op_returns_strides_of_transformers():
     q, k, v = qkv(q_length=40)
     plan = random_plan(q, k, (128, 64))
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        out, lse = flash.attention(q, k, v, plan, 0.2, return_lse=True)
+        out, lse = flash.attention(q, k, v, plan, scale=0.2, return_lse=True)
     assert out.shape == q.shape and out.transpose(1, 2).is_contiguous()
     assert lse.shape == q.shape[:3] and lse.dtype == torch.float32

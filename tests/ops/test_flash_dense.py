@@ -1,4 +1,4 @@
-"""When flash-attn computes exact attention, and how it is called."""
+"""Exact attention by flash-attn: supported calls, and the arguments of flash-attn."""
 
 import sys
 from types import ModuleType
@@ -15,12 +15,14 @@ from cab_hf.ops.attention import flash_dense
 
 
 def workload(**fields):
+    """Return a workload that flash-attn supports, with other values of some fields."""
     values = {"device": "cuda", "head_dim": 128, "dtype": torch.bfloat16, "training": False}
     return Workload(**values | {"query_block": 128, "key_block": 64} | fields)
 
 
 @pytest.fixture
 def installed(monkeypatch):
+    """Pretend that flash-attn is installed on a Hopper GPU; return monkeypatch."""
     monkeypatch.setattr(flash_dense, "capability", lambda: (HOPPER, 0))
     monkeypatch.setattr(flash_dense, "_kernel", lambda: object)
     return monkeypatch
@@ -32,7 +34,7 @@ def test_installed_flash_attn_computes_causal_calls_and_last_queries(installed):
 
 
 @pytest.mark.parametrize(
-    ("fields", "queries"),
+    ("fields", "num_queries"),
     [
         pytest.param({"device": "cpu"}, 512, id="cpu"),
         pytest.param({"training": True}, 512, id="training"),
@@ -43,8 +45,8 @@ def test_installed_flash_attn_computes_causal_calls_and_last_queries(installed):
         pytest.param({}, 64, id="few-queries"),
     ],
 )
-def test_unsupported_calls_are_unavailable(installed, fields, queries):
-    assert flash_dense.unavailable(workload(**fields), queries) is not None
+def test_unsupported_calls_are_unavailable(installed, fields, num_queries):
+    assert flash_dense.unavailable(workload(**fields), num_queries) is not None
 
 
 def test_masked_calls_do_not_use_flash_attn(installed):

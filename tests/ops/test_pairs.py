@@ -9,13 +9,13 @@ from cab_hf.ops.pairs import add_pairs
 SHAPES = [
     pytest.param({"q_length": 200}, (32, 16), id="plain"),
     pytest.param({"q_length": 70, "kv_length": 261, "heads": 18, "batch": 2}, (16, 32), id="chunk"),
-    # 48 queries are no power of two
+    # blocks of 48 queries, which is no power of two
     pytest.param({"q_length": 150, "layout": "padded", "batch": 2}, (48, 16), id="padded"),
     pytest.param({"q_length": 200, "layout": "packed"}, (16, 16), id="packed"),
     pytest.param(
         {"q_length": 130, "dense_rows": "tail", "batch": 2},
         (32, 16),
-        id="named",
+        id="dense-rows",
     ),
     pytest.param({"q_length": 130, "plan_heads": 1}, (32, 16), id="one-head"),
 ]
@@ -29,12 +29,12 @@ def pairs(plan):
 def test_counted_pairs_equal_plan_pairs(shape, blocks):
     *_, plan = case("cpu", torch.float32, blocks, **shape)
     expected = pairs(plan)
-    once = add_pairs(plan)
-    assert once.dtype == torch.int64
-    assert torch.equal(once, expected)
-    # earlier counts are added, and their tensor is not changed
-    assert torch.equal(add_pairs(plan, once), 2 * expected)
-    assert torch.equal(once, expected)
+    counts = add_pairs(plan)
+    assert counts.dtype == torch.int64
+    assert torch.equal(counts, expected)
+    # the second call returns a sum, and does not change its argument
+    assert torch.equal(add_pairs(plan, counts), 2 * expected)
+    assert torch.equal(counts, expected)
 
 
 def test_counted_pairs_include_sampled_blocks():

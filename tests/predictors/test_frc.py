@@ -321,7 +321,7 @@ def test_registered_ops_pass_opcheck():
     torch.library.opcheck(tokens, (q, ranges.end >= 0, 16, True), **checks)
     bounds = reference.row_bounds(ranges, 16, 16, 0, 1)
     wanted = frc.wanted_blocks(bounds, None, False, (0.5,), 1.0).expand(-1, 6, -1).contiguous()
-    places = ranges.rows(16).places(16)
+    places = ranges.rows(16).block_positions(16)
     vectors = (frc.largest_tokens(x, ranges.end >= 0, 16) for x in (q, k))
     given = *vectors, bounds, wanted, places, 0.25, 16, 16, "forman", 1.0, 4, 2
     torch.library.opcheck(torch.ops.cab_hf.frc.default, given, **checks)

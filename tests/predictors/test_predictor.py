@@ -35,9 +35,9 @@ def changed(config, **fields):
 
 def test_row_places_follow_first_query():
     ranges = KeyRanges.causal(2, 40, 72, "cpu")
-    assert ranges.rows(16).places(16).tolist() == [[2, 3, 4]] * 2
+    assert ranges.rows(16).block_positions(16).tolist() == [[2, 3, 4]] * 2
     padded = replace(ranges, end=ranges.end.masked_fill(torch.arange(40) >= 32, -1))
-    assert padded.rows(16).places(16).tolist() == [[2, 3, 0]] * 2
+    assert padded.rows(16).block_positions(16).tolist() == [[2, 3, 0]] * 2
 
 
 # --- selection, by hand

@@ -88,10 +88,10 @@ def decode(config, dtype, dim):
     numbers = torch.tensor([LENGTH]), torch.tensor([128], dtype=torch.int32)
     choice = kernels.choose(q, index, 1.0, *numbers, channels, ranges.key_valid)
     kernels.attend(q, k, k, choice, 1.0, numbers[0], ranges.key_valid)
-    kernels.attend(q, k, k, choice.elsewhere(k.device), 1.0)
+    kernels.attend(q, k, k, choice.for_layer(k.device), 1.0)
     sinks = torch.zeros(HEADS)
     kernels.choose(q, index, 1.0, *numbers, channels, sinks=sinks)
-    kernels.attend(q, k, k, choice.elsewhere(k.device), 1.0, sinks=sinks)
+    kernels.attend(q, k, k, choice.for_layer(k.device), 1.0, sinks=sinks)
 
 
 def attend(config, dtype, dim, softcap=None):

@@ -71,16 +71,16 @@ def require_step_equals_reference(case, dtype=torch.float32, device="cpu"):
         assert torch.equal(actual, expected)
     scale, length, wanted, channels, valid, sinks = choose_args
     choice, expected = (ops.choose(q, index, *choose_args) for ops in (kernels, reference))
-    _, *ranks = reference.ranked(q, index, scale, length, channels, valid, sinks)
-    steps, limit = ranks[0], reference.limit_of(*ranks, length, wanted)
-    kept = choice.kept()
+    _, *ranks = reference.score_keys(q, index, scale, length, channels, valid, sinks)
+    steps, limit = ranks[0], reference.last_read_level(*ranks, length, wanted)
+    kept = choice.to_mask()
     assert torch.equal(kept.sum(-1), choice.counts)
     # kernels add sums in another order, which may shift the rounded shares of a head by one step
     assert ((kept == (steps <= limit)) | ((steps - limit).abs() <= 2)).all()
-    assert (kept == expected.kept()).float().mean() > 0.999
+    assert (kept == expected.to_mask()).float().mean() > 0.999
     torch.testing.assert_close(choice.unread, expected.unread, rtol=1e-2, atol=0.1)
     close = 1e-4 if dtype == torch.float32 else 2e-2
-    for selected in (choice, choice.elsewhere(q.device)):
+    for selected in (choice, choice.for_layer(q.device)):
         out, meant = (
             ops.attend(q, k, v, selected, scale, length, valid, sinks)
             for ops in (kernels, reference)

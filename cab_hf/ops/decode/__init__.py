@@ -18,18 +18,18 @@ from cab_hf.ops.decode.reference import Choice, Index
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
     """Build the index of keys; see `reference.index_keys`."""
-    return _ops(k).index_keys(k, channels)
+    return _implementation(k).index_keys(k, channels)
 
 
 def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor) -> None:
-    """Write the index of new keys into that of a cache; see `reference.write_index`."""
-    _ops(k).write_index(index, k, channels, start)
+    """Write the index of new keys into the index of a cache; see `reference.write_index`."""
+    _implementation(k).write_index(index, k, channels, start)
 
 
 def choose(q: Tensor, *args: Any, **kwargs: Any) -> Choice:
     """Select the keys that a decode step reads; see `reference.choose`."""
-    with as_they_are(q):
-        return _ops(q).choose(q, *args, **kwargs)
+    with without_autocast(q):
+        return _implementation(q).choose(q, *args, **kwargs)
 
 
 def attend(
@@ -37,16 +37,16 @@ def attend(
 ) -> Tensor:
     """Compute attention over the selected keys; see `reference.attend`.
 
-    Kernels have neither gradients nor soft caps, so that these calls run the reference.
+    The kernels support neither gradients nor soft caps; the reference computes these calls.
     """
-    with as_they_are(q):
+    with without_autocast(q):
         if softcap is not None or not has_kernels(q, k, v):
             return reference.attend(q, k, v, *args, softcap=softcap, **kwargs)
-        return _ops(q).attend(q, k, v, *args, **kwargs)
+        return _implementation(q).attend(q, k, v, *args, **kwargs)
 
 
-def as_they_are(x: Tensor) -> torch.autocast:
-    """Return a context without autocast.
+def without_autocast(x: Tensor) -> torch.autocast:
+    """Return a context that disables autocast on the device of ``x``.
 
     Autocast would round exact products, and it cannot concatenate tensors of different dtypes.
     """
@@ -55,11 +55,12 @@ def as_they_are(x: Tensor) -> torch.autocast:
 
 def has_kernels(*tensors: Tensor) -> bool:
     """Return True if `attend` of these tensors runs a kernel, which has no gradients."""
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return not trained and _ops(tensors[0]) is not reference
+    records_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return not records_gradients and _implementation(tensors[0]) is not reference
 
 
-def _ops(x: Tensor) -> ModuleType:
+def _implementation(x: Tensor) -> ModuleType:
+    """Return the module whose functions run on ``x``: `kernels` or `reference`."""
     if not x.is_cuda or not HAS_TRITON:
         return reference
     # imported late, because models on the CPU never need Triton

@@ -17,14 +17,23 @@ from cab_hf.ops.decode import reference
 from cab_hf.ops.decode.reference import Choice
 from cab_hf.ops.launch import LOWEST, on_device_of
 
-SPREAD_VALUES = tl.constexpr(reference.SPREAD_VALUES)
+NUM_MEAN_VALUES = tl.constexpr(reference.NUM_MEAN_VALUES)
 
-# rows of the smallest product on tensor cores
-LEAST_ROWS = 16
-# sizes of launches, the fastest on an H200: the fewest and the most programs that share the keys of
-# a row; the number of programs to aim for; keys per step of a program, its stages and warps; and
-# values per program that estimate the mean
-READERS, READING_PROGRAMS, READ, READ_STAGES, READ_WARPS, VALUES = (16, 120), 960, 16, 3, 2, 32
+# smallest number of rows (queries) of a product on tensor cores
+MIN_ROWS = 16
+# sizes of launches, the fastest on an H200
+# fewest programs that share the selected keys of a row
+MIN_SPLITS = 16
+# most programs that share the selected keys of a row
+MAX_SPLITS = 120
+# number of programs of a launch between these two limits
+READING_PROGRAMS = 960
+# keys per loop iteration of a program
+TILE_KEYS = 16
+READ_STAGES = 3
+READ_WARPS = 2
+# values per program that estimate the mean value
+MEAN_VALUES_PER_PROGRAM = 32
 # partial results of a row that are merged at a time
 MERGED_AT_A_TIME = 64
 
@@ -40,16 +49,26 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention over the selected keys; see `reference.attend`."""
-    if torch.compiler.is_compiling():
-        return torch.ops.cab_hf.decode_attend(q, k, v, *choice, scale, length, valid, sinks)
-    return _attend(q, k, v, *choice, scale, length, valid, sinks)
+    compute = torch.ops.cab_hf.decode_attend if torch.compiler.is_compiling() else _attend
+    return compute(
+        q=q,
+        k=k,
+        v=v,
+        slots=choice.slots,
+        counts=choice.counts,
+        unread=choice.unread,
+        scale=scale,
+        length=length,
+        valid=valid,
+        sinks=sinks,
+    )
 
 
 def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    chosen: Tensor,
+    slots: Tensor,
     counts: Tensor,
     unread: Tensor | None,
     scale: float,
@@ -57,62 +76,68 @@ def _attend(
     valid: Tensor | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    batch, kv_heads, slots, dim = k.shape
-    heads, values = q.shape[1], v.shape[3]
+    """Return the output of `attend`, without a `Choice` among the arguments."""
+    batch, kv_heads, num_slots, dim = k.shape
+    heads, value_dim = q.shape[1], v.shape[3]
     group, rows = heads // kv_heads, batch * kv_heads
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    chosen = chosen if chosen.stride(-1) == 1 else chosen.contiguous()
-    fewest, most = READERS
-    readers = max(fewest, min(most, READING_PROGRAMS // rows))
+    slots = slots if slots.stride(-1) == 1 else slots.contiguous()
+    valid, valid_stride, first_token = launch.padding(valid)
+    key_splits = max(MIN_SPLITS, min(MAX_SPLITS, READING_PROGRAMS // rows))
     # additional programs process the unread keys
-    splits = readers if unread is None else readers + SPREAD_VALUES.value // VALUES
-    largest = q.new_empty(rows, splits, group, dtype=torch.float32)
-    sums = torch.empty_like(largest)
-    weighted = q.new_empty(rows, splits, group, values, dtype=torch.float32)
-    out = q.new_empty(batch, heads, 1, values)
+    mean_splits = NUM_MEAN_VALUES.value // MEAN_VALUES_PER_PROGRAM
+    num_splits = key_splits if unread is None else key_splits + mean_splits
+    max_logits = q.new_empty(rows, num_splits, group, dtype=torch.float32)
+    sums = torch.empty_like(max_logits)
+    partial_out = q.new_empty(rows, num_splits, group, value_dim, dtype=torch.float32)
+    out = q.new_empty(batch, heads, 1, value_dim)
     with on_device_of(q):
-        _attend_kernel[(splits, rows)](
-            vectors(q),
-            vectors(k),
-            vectors(v),
-            chosen,
-            *chosen.stride()[:2],
-            counts,
-            *counts.stride(),
-            unread,
-            length,
-            *launch.padding(valid),
-            largest,
-            sums,
-            weighted,
-            scale * LOG2_E.value,
-            kv_heads,
-            readers,
+        _attend_kernel[(num_splits, rows)](
+            q=vectors(q),
+            k=vectors(k),
+            v=vectors(v),
+            slots_ptr=slots,
+            slots_batch=slots.stride(0),
+            slots_head=slots.stride(1),
+            counts_ptr=counts,
+            counts_batch=counts.stride(0),
+            counts_head=counts.stride(1),
+            unread_ptr=unread,
+            length_ptr=length,
+            valid_ptr=valid,
+            valid_stride=valid_stride,
+            first_token_ptr=first_token,
+            max_ptr=max_logits,
+            sum_ptr=sums,
+            partial_out_ptr=partial_out,
+            qk_scale=scale * LOG2_E.value,
+            kv_heads=kv_heads,
+            key_splits=key_splits,
             GROUP=group,
-            ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)),
-            BLOCK_N=READ,
+            BLOCK_G=max(MIN_ROWS, triton.next_power_of_2(group)),
+            BLOCK_N=TILE_KEYS,
             D=dim,
-            D_V=values,
+            D_V=value_dim,
             BLOCK_D=max(16, triton.next_power_of_2(dim)),
-            BLOCK_V=max(16, triton.next_power_of_2(values)),
-            FAR=slots * max(k.stride(2), v.stride(2)) >= 1 << 31,
-            VALUES=VALUES,
+            BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
+            IS_FAR=num_slots * max(k.stride(2), v.stride(2)) >= 1 << 31,
+            MEAN_VALUES=MEAN_VALUES_PER_PROGRAM,
             PRECISION=precision(q),
             num_warps=READ_WARPS,
             num_stages=READ_STAGES,
             **launch.early(q),
         )
         _merge_kernel[(rows, group)](
-            largest,
-            sums,
-            weighted,
-            sinks,
-            out,
-            splits,
-            kv_heads,
-            D_V=values,
+            max_ptr=max_logits,
+            sum_ptr=sums,
+            partial_out_ptr=partial_out,
+            sinks_ptr=sinks,
+            out_ptr=out,
+            num_splits=num_splits,
+            kv_heads=kv_heads,
+            D_V=value_dim,
             BLOCK_S=MERGED_AT_A_TIME,
-            BLOCK_V=triton.next_power_of_2(values),
+            BLOCK_V=triton.next_power_of_2(value_dim),
             num_warps=4,
             **launch.early(q),
         )
@@ -120,171 +145,183 @@ def _attend(
 
 
 # numbers that depend on the batch must not cause another compilation
-@triton.jit(do_not_specialize=["chosen_batch", "chosen_head", "readers"])
+@triton.jit(do_not_specialize=["slots_batch", "slots_head", "key_splits"])
 def _attend_kernel(
     q,
     k,
     v,
-    chosen,
-    chosen_batch,
-    chosen_head,
-    counts,
+    slots_ptr,
+    slots_batch,
+    slots_head,
+    counts_ptr,
     counts_batch,
     counts_head,
-    unread,
-    length,
-    valid,
+    unread_ptr,
+    length_ptr,
+    valid_ptr,
     valid_stride,
-    first,
-    largest,
-    sums,
-    weighted,
+    first_token_ptr,
+    max_ptr,
+    sum_ptr,
+    partial_out_ptr,
     qk_scale,
     kv_heads,
-    readers,
+    key_splits,
     GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    FAR: tl.constexpr,
-    VALUES: tl.constexpr,
+    IS_FAR: tl.constexpr,
+    MEAN_VALUES: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Attend to a part of the selected keys.
+    """Attend to one of ``key_splits`` equal parts of the selected keys of a row.
 
-    Write the weighted values, and the maximum and the sum of the weights. Additional programs
-    process the unread keys, which count as one key with the mean value. Each of these programs
-    computes a part of the mean.
+    Write the maximum logit of each head, the sum of exp2(logit - maximum), and the sum of the
+    weighted values. Programs after ``key_splits`` process the unread keys, which count as one key
+    with the mean value. Each of these programs adds up ``MEAN_VALUES`` values of the mean.
     """
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    batch, head = row // kv_heads, row % kv_heads
+    batch, kv_head = row // kv_heads, row % kv_heads
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    member = tl.arange(0, ROWS)
-    there = member < GROUP
-    channel, value = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    values = v.data + batch * v.batch + head * v.head
-    part = (row * tl.num_programs(0) + split) * GROUP + member
-    target = weighted + part[:, None] * D_V + value[None, :]
-    if unread is not None:  # noqa: SIM102 - only this is known when the kernel is compiled
-        if split >= readers:
-            begin, end = 0, tl.load(length).to(tl.int64)
-            if valid is not None:
-                begin = tl.load(first + batch)
-            mean, share = tl.zeros([BLOCK_V], tl.float32), 0.0
-            for start in range(0, VALUES, BLOCK_N):
-                at = (split - readers) * VALUES + start + tl.arange(0, BLOCK_N)
-                slot = begin + at * (end - begin) // SPREAD_VALUES
-                seen = slot < end
-                if valid is not None:
-                    seen = tl.load(valid + batch * valid_stride + slot, mask=seen, other=0) != 0
-                mask = seen[:, None] & (value < D_V)[None, :]
-                z = tl.load(values + slot[:, None] * v.token + value[None, :], mask=mask, other=0.0)
-                mean += tl.sum(z.to(tl.float32), 0) / SPREAD_VALUES
-                share += tl.sum(seen.to(tl.float32), 0) / SPREAD_VALUES
-            weight = tl.load(unread + row * GROUP + member, mask=there, other=0.0)
-            some = weight > LOWEST
-            tl.store(largest + part, tl.where(some, weight, LOWEST), mask=there)
-            tl.store(sums + part, tl.where(some, share, 0.0), mask=there)
-            mean = tl.where(some[:, None], mean[None, :], 0.0)
-            tl.store(target, mean, mask=there[:, None] & (value < D_V)[None, :])
+    member = tl.arange(0, BLOCK_G)
+    is_head = member < GROUP
+    channel, value_channel = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    values = v.data + batch * v.batch + kv_head * v.head
+    partial = (row * tl.num_programs(0) + split) * GROUP + member
+    target = partial_out_ptr + partial[:, None] * D_V + value_channel[None, :]
+
+    # unread keys: one logit per head and a part of the mean value [BLOCK_V]
+    if unread_ptr is not None:  # noqa: SIM102 - the compiler evaluates this condition only
+        if split >= key_splits:
+            begin, end = 0, tl.load(length_ptr).to(tl.int64)
+            if valid_ptr is not None:
+                begin = tl.load(first_token_ptr + batch)
+            mean, real_share = tl.zeros([BLOCK_V], tl.float32), 0.0
+            for start in range(0, MEAN_VALUES, BLOCK_N):
+                i = (split - key_splits) * MEAN_VALUES + start + tl.arange(0, BLOCK_N)
+                slot = begin + i * (end - begin) // NUM_MEAN_VALUES
+                is_real = slot < end
+                if valid_ptr is not None:
+                    valid_at = valid_ptr + batch * valid_stride + slot
+                    is_real = tl.load(valid_at, mask=is_real, other=0) != 0
+                v_tile = tl.load(
+                    values + slot[:, None] * v.token + value_channel[None, :],
+                    mask=is_real[:, None] & (value_channel < D_V)[None, :],
+                    other=0.0,
+                )
+                mean += tl.sum(v_tile.to(tl.float32), 0) / NUM_MEAN_VALUES
+                real_share += tl.sum(is_real.to(tl.float32), 0) / NUM_MEAN_VALUES
+            logit = tl.load(unread_ptr + row * GROUP + member, mask=is_head, other=0.0)
+            has_unread = logit > LOWEST
+            tl.store(max_ptr + partial, tl.where(has_unread, logit, LOWEST), mask=is_head)
+            tl.store(sum_ptr + partial, tl.where(has_unread, real_share, 0.0), mask=is_head)
+            mean = tl.where(has_unread[:, None], mean[None, :], 0.0)
+            tl.store(target, mean, mask=is_head[:, None] & (value_channel < D_V)[None, :])
             return
 
-    vector = q.data + batch * q.batch + (head * GROUP + member)[:, None] * q.head
-    x = tl.load(vector + channel[None, :], mask=there[:, None] & (channel < D)[None, :], other=0.0)
-    keys = k.data + batch * k.batch + head * k.head
-    listed = chosen + batch * chosen_batch + head * chosen_head
-    count = tl.load(counts + batch * counts_batch + head * counts_head)
-    share = tl.cdiv(count, readers)
-    stop = tl.minimum((split + 1) * share, count)
-    most = tl.full([ROWS], LOWEST, tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    for start in range(split * share, stop, BLOCK_N):
-        at = start + tl.arange(0, BLOCK_N)
-        inside = at < stop
-        slot = tl.load(listed + at, mask=inside, other=0)
-        if FAR:
+    # queries of the group, [BLOCK_G, BLOCK_D]
+    q_at = q.data + batch * q.batch + (kv_head * GROUP + member)[:, None] * q.head
+    q_tile = tl.load(
+        q_at + channel[None, :], mask=is_head[:, None] & (channel < D)[None, :], other=0.0
+    )
+    keys = k.data + batch * k.batch + kv_head * k.head
+    listed_slots = slots_ptr + batch * slots_batch + kv_head * slots_head
+    count = tl.load(counts_ptr + batch * counts_batch + kv_head * counts_head)
+    split_keys = tl.cdiv(count, key_splits)
+    stop = tl.minimum((split + 1) * split_keys, count)
+    m_i = tl.full([BLOCK_G], LOWEST, tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
+    l_i = tl.zeros([BLOCK_G], tl.float32)
+    for start in range(split * split_keys, stop, BLOCK_N):
+        # gather k [BLOCK_N, BLOCK_D] and v [BLOCK_N, BLOCK_V]
+        i = start + tl.arange(0, BLOCK_N)
+        inside = i < stop
+        slot = tl.load(listed_slots + i, mask=inside, other=0)
+        if IS_FAR:
             slot = slot.to(tl.int64)
-        y = tl.load(
+        k_tile = tl.load(
             keys + slot[:, None] * k.token + channel[None, :],
             mask=inside[:, None] & (channel < D)[None, :],
             other=0.0,
         )
-        z = tl.load(
-            values + slot[:, None] * v.token + value[None, :],
-            mask=inside[:, None] & (value < D_V)[None, :],
+        v_tile = tl.load(
+            values + slot[:, None] * v.token + value_channel[None, :],
+            mask=inside[:, None] & (value_channel < D_V)[None, :],
             other=0.0,
         )
-        s = tl.dot(x, tl.trans(y), input_precision=PRECISION) * qk_scale
+        # online softmax of logits [BLOCK_G, BLOCK_N]
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * qk_scale
         s = tl.where(inside[None, :], s, float("-inf"))
-        more = tl.maximum(most, tl.max(s, 1))
-        p = tl.exp2(s - more[:, None])
-        old = tl.exp2(most - more)
-        total = total * old + tl.sum(p, 1)
-        acc = tl.dot(p.to(z.dtype), z, acc * old[:, None], input_precision=PRECISION)
-        most = more
-    tl.store(largest + part, most, mask=there)
-    tl.store(sums + part, total, mask=there)
-    tl.store(target, acc, mask=there[:, None] & (value < D_V)[None, :])
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        p = tl.exp2(s - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+        m_i = m_new
+    tl.store(max_ptr + partial, m_i, mask=is_head)
+    tl.store(sum_ptr + partial, l_i, mask=is_head)
+    tl.store(target, acc, mask=is_head[:, None] & (value_channel < D_V)[None, :])
 
 
-@triton.jit(do_not_specialize=["splits", "kv_heads"])
+@triton.jit(do_not_specialize=["num_splits", "kv_heads"])
 def _merge_kernel(
-    largest,
-    sums,
-    weighted,
-    sinks,
-    out,
-    splits,
+    max_ptr,
+    sum_ptr,
+    partial_out_ptr,
+    sinks_ptr,
+    out_ptr,
+    num_splits,
     kv_heads,
     D_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_V: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Merge the ``splits`` parts of one row of the output."""
+    """Merge the ``num_splits`` partial results of one head of a row."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
     row, member, group = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    value = tl.arange(0, BLOCK_V)
+    value_channel = tl.arange(0, BLOCK_V)
     acc = tl.zeros([BLOCK_V], tl.float32)
-    total = tl.zeros([1], tl.float32)
-    most = tl.full([1], LOWEST, tl.float32)
-    if sinks is not None:
+    l_i = tl.zeros([1], tl.float32)
+    m_i = tl.full([1], LOWEST, tl.float32)
+    if sinks_ptr is not None:
         # the sink acts as a first key, whose value is 0
-        sink = tl.load(sinks + row % kv_heads * group + member).to(tl.float32)
-        most = tl.zeros([1], tl.float32) + sink * LOG2_E
-        total += 1.0
-    for start in range(0, splits, BLOCK_S):
+        sink = tl.load(sinks_ptr + row % kv_heads * group + member).to(tl.float32)
+        m_i = tl.zeros([1], tl.float32) + sink * LOG2_E
+        l_i += 1.0
+    for start in range(0, num_splits, BLOCK_S):
+        # maxima and sums [BLOCK_S], outputs [BLOCK_S, BLOCK_V]
         split = start + tl.arange(0, BLOCK_S)
-        at = (row * splits + split) * group + member
-        part = tl.load(largest + at, mask=split < splits, other=LOWEST)
-        more = tl.maximum(most, tl.max(part, 0))
+        partial = (row * num_splits + split) * group + member
+        split_max = tl.load(max_ptr + partial, mask=split < num_splits, other=LOWEST)
+        m_new = tl.maximum(m_i, tl.max(split_max, 0))
         # programs without a key have written sums of 0
-        weight = tl.exp2(part - more)
-        own = tl.load(sums + at, mask=split < splits, other=0.0)
-        x = tl.load(
-            weighted + at[:, None] * D_V + value[None, :],
-            mask=(split < splits)[:, None] & (value < D_V)[None, :],
+        weight = tl.exp2(split_max - m_new)
+        split_sum = tl.load(sum_ptr + partial, mask=split < num_splits, other=0.0)
+        split_out = tl.load(
+            partial_out_ptr + partial[:, None] * D_V + value_channel[None, :],
+            mask=(split < num_splits)[:, None] & (value_channel < D_V)[None, :],
             other=0.0,
         )
-        old = tl.exp2(most - more)
-        acc = acc * old + tl.sum(x * weight[:, None], 0)
-        total = total * old + tl.sum(own * weight, 0)
-        most = more
-    place = out + (row * group + member) * D_V + value
-    tl.store(place, (acc / total).to(out.dtype.element_ty), mask=value < D_V)
+        alpha = tl.exp2(m_i - m_new)
+        acc = acc * alpha + tl.sum(split_out * weight[:, None], 0)
+        l_i = l_i * alpha + tl.sum(split_sum * weight, 0)
+        m_i = m_new
+    out_at = out_ptr + (row * group + member) * D_V + value_channel
+    tl.store(out_at, (acc / l_i).to(out_ptr.dtype.element_ty), mask=value_channel < D_V)
 
 
 _attend_op = torch.library.custom_op("cab_hf::decode_attend", _attend, mutates_args=())
 
 
 @_attend_op.register_fake
-def _(q, k, v, chosen, counts, unread, scale, length, valid, sinks=None):
+def _(q, k, v, slots, counts, unread, scale, length, valid, sinks=None):
     return q.new_empty(*q.shape[:3], v.shape[3])

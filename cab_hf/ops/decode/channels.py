@@ -11,37 +11,45 @@ class Halves(NamedTuple):
 
     Attributes:
         first: First channel of the first run.
-        step: Distance from the start of the first run to the start of the second.
+        distance: Channels from the start of the first run to the start of the second.
         size: Channels per run.
     """
 
     first: int
-    step: int
+    distance: int
     size: int
 
     @classmethod
     @lru_cache
     def of(cls, channels: tuple[int, ...], dim: int) -> Halves:
-        """Return the runs for `LayerContext.channels`, () for all ``dim``; cached for all layers.
+        """Return the two runs of the scored channels; cached for all layers.
 
         A single run is cut into halves. The last channel of an odd count is dropped.
+
+        Args:
+            channels: `LayerContext.channels`; () for all.
+            dim: Channels per head.
 
         Raises:
             ValueError: If channels are neither one run nor two runs of one size.
         """
         channels = channels or tuple(range(dim))
         first, size = channels[0], len(channels) // 2
-        halves = cls(first, channels[size] - first, size)
-        runs = (*range(first, first + size), *range(channels[size], channels[size] + size))
+        second = channels[size]
+        two_runs = (*range(first, first + size), *range(second, second + size))
         one_run = tuple(range(first, first + len(channels)))
-        if channels not in (runs, one_run) or channels[-1] >= dim:
+        if channels not in (two_runs, one_run) or channels[-1] >= dim:
             raise ValueError(
                 f"channels must be one run of adjacent channels below {dim}, or two runs of one "
                 f"size, got {channels}. Use () for all channels."
             )
-        return halves
+        return cls(first=first, distance=second - first, size=size)
 
     @property
     def constants(self) -> dict[str, int]:
-        """Runs as arguments of kernels."""
-        return {"FIRST": self.first, "STEP": self.step, "SIZE": self.size}
+        """The runs as constant arguments of kernels."""
+        return {
+            "FIRST_CHANNEL": self.first,
+            "HALF_DISTANCE": self.distance,
+            "HALF_SIZE": self.size,
+        }

@@ -1,16 +1,17 @@
 """Kernels that select the keys of a decode step: from a query and the index to a list of slots.
 
-* Sample: scores the sample of a long cache and the keys that are always read. Programs write logits
-  in whole steps, and their part of each head's log-sum-exp.
-* Limit: one program per row finds the last step that fits, by bisection. It writes the least score
-  of a read key for each head, and the weight of all smaller scores.
-* Choose: reads the index once, and writes one bit per key: read or not.
-* List: converts bits to slots, one after the other.
+* Sample: score the sample of a long cache and the keys that are always read. Each program writes
+  logits as levels, and the log-sum-exp of its keys for each head.
+* Limit: one program per KV head and sequence finds the last level that is read, by bisection. It
+  writes a threshold for each query head: the least score of a read key. It also writes the weight
+  of all smaller scores.
+* Choose: read the index once, and write one bit per key: read or not.
+* List: convert bits to a compact list of slots.
 
 The index has 4 bits, although that needs packing and PTX. An 8-bit index with plain products needs
 half the lines. On an H100, with 131,072 keys and batch 4, it took 21 % more time per step.
 Selection and attention took 0.167 ms instead of 0.139 ms with 32 heads, 8 KV heads and head dim
-128. With 32 heads, 32 KV heads and head dim 64 it was 0.322 ms instead of 0.264 ms. The share of
+128. With 32 heads, 32 KV heads and head dim 64 they took 0.322 ms instead of 0.264 ms. The share of
 attention of the selected keys was the same within .006.
 """
 
@@ -22,23 +23,35 @@ import triton.language as tl
 from torch import Tensor
 
 from cab_hf.ops import launch
-from cab_hf.ops.attention.tiles import LOG2_E, Vectors, vectors
+from cab_hf.ops.attention.tiles import LOG2_E, vectors
 from cab_hf.ops.decode.channels import Halves
-from cab_hf.ops.decode.limit_kernels import LOCAL, NEIGHBOURS, SINKS, limit_kernel, sample_kernel
-from cab_hf.ops.decode.packed import LEAST_COLUMNS, packing, queries_of, scores_of
-from cab_hf.ops.decode.reference import Choice, Index, spread_of
+from cab_hf.ops.decode.index_kernel import token_scalars
+from cab_hf.ops.decode.limit_kernels import (
+    LOCAL_TOKENS,
+    RUN_KEYS,
+    SINK_TOKENS,
+    limit_kernel,
+    sample_kernel,
+)
+from cab_hf.ops.decode.packed import MIN_COLUMNS, key_products, load_queries, packing
+from cab_hf.ops.decode.reference import Choice, Index, sample_stride
 from cab_hf.ops.launch import on_device_of
 
-# sizes of launches, the fastest on an H200: the fewest and the most keys that a program selects
-# from, and the number of programs to aim for
-CHOSEN, CHOOSING_PROGRAMS = (2048, 8192), 512
-SCORE_WARPS, SCORE_STAGES = 4, 3
+# sizes of launches, the fastest on an H200
+# fewest keys that a program selects from
+MIN_PROGRAM_KEYS = 2048
+# most keys that a program selects from
+MAX_PROGRAM_KEYS = 8192
+# number of programs between these two limits
+NUM_PROGRAMS = 512
+SCORE_WARPS = 4
+SCORE_STAGES = 3
 # stages that fit 64 KiB of shared memory
 AMD_STAGES = 2
-# warps that find the limit of a row
+# warps that find the last level of a row
 LIMIT_WARPS = 16
 # keys whose bits are converted to slots at a time
-LISTED = 2048
+LISTED_KEYS = 2048
 
 
 def choose(
@@ -52,10 +65,19 @@ def choose(
     sinks: Tensor | None = None,
 ) -> Choice:
     """Select the keys that a decode step reads; see `reference.choose`."""
-    given = q, *index, scale, length, wanted, list(channels), valid, sinks
-    if torch.compiler.is_compiling():
-        return Choice(*torch.ops.cab_hf.decode_choose(*given))
-    return Choice(*_choose(*given))
+    select = torch.ops.cab_hf.decode_choose if torch.compiler.is_compiling() else _choose
+    slots, counts, unread = select(
+        q=q,
+        codes=index.codes,
+        scales=index.scales,
+        scale=scale,
+        length=length,
+        wanted=wanted,
+        channels=list(channels),
+        valid=valid,
+        sinks=sinks,
+    )
+    return Choice(slots, counts, unread)
 
 
 def _choose(
@@ -70,110 +92,154 @@ def _choose(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (slots, counts, unread) of a `Choice`."""
-    batch, kv_heads, slots, width = codes.shape
-    group = q.shape[1] // kv_heads
-    halves, rows = Halves.of(tuple(channels), q.shape[3]), batch * kv_heads
+    key_bytes = codes.shape[3]
+    halves = Halves.of(tuple(channels), q.shape[3])
     q = q if q.stride(-1) == 1 else q.contiguous()
-    codes = codes if codes.stride()[2:] == (width, 1) else codes.contiguous()
+    codes = codes if codes.stride()[2:] == (key_bytes, 1) else codes.contiguous()
     scales = scales if scales.stride(2) == 1 else scales.contiguous()
-    seen, wanted = launch.padding(valid), wanted.expand(batch).contiguous()
-    chosen = q.new_empty(batch, kv_heads, slots, dtype=torch.int32)
-    counts = q.new_empty(batch, kv_heads, dtype=torch.int32)
-    unread = q.new_empty(batch, q.shape[1], dtype=torch.float32)
-    words = triton.cdiv(slots, 32)
-    bits = q.new_empty(rows, words, dtype=torch.int32)
-    spread = spread_of(slots)
-
-    given = vectors(q), vectors(codes), Vectors(scales, *scales.stride()), length, *seen
-    given = *given, scale * LOG2_E.value, kv_heads, slots
-    shape = {"GROUP": group, "PACKED": launch.packed(q), **launch.early(q)}
-    spreads = {"SPREAD": spread, "LOG_SPREAD": spread.bit_length() - 1}
-    pack, room, columns, at_a_time = packing(group, width, NEIGHBOURS.value)
-    sampled = triton.cdiv(slots, NEIGHBOURS.value * spread) * NEIGHBOURS.value
-    splits = triton.cdiv(sampled, at_a_time)
-    logits = q.new_empty(rows, splits * at_a_time, room, dtype=torch.int16)
-    lse = q.new_empty(rows, splits + 1, room, dtype=torch.float32)
-    always = q.new_empty(rows, dtype=torch.int32)
-    units, least = (q.new_empty(rows, room, dtype=torch.float32) for _ in range(2))
+    wanted = wanted.expand(len(q)).contiguous()
+    valid, valid_stride, first_token = launch.padding(valid)
+    # arguments of both kernels that score keys
+    scoring = {
+        "q": vectors(q),
+        "codes": vectors(codes),
+        "scales": token_scalars(scales),
+        "length_ptr": length,
+        "valid_ptr": valid,
+        "valid_stride": valid_stride,
+        "first_token_ptr": first_token,
+        "qk_scale": scale * LOG2_E.value,
+        "kv_heads": codes.shape[1],
+        "GROUP": q.shape[1] // codes.shape[1],
+        "HAS_PTX": launch.packed(q),
+        **halves.constants,
+        **launch.early(q),
+    }
     with on_device_of(q):
-        sample_kernel[(splits + 1, rows)](
-            *given,
-            logits,
-            lse,
-            units,
-            always,
-            ROOM=room,
-            PACK=pack,
-            BLOCK_N=at_a_time,
-            BLOCK_C=columns,
-            num_warps=SCORE_WARPS,
-            **spreads,
-            **shape,
-            **halves.constants,
-        )
-        limit_kernel[(rows,)](
-            logits,
-            lse,
-            units,
-            always,
-            sinks,
-            least,
-            unread,
-            length,
-            wanted,
-            kv_heads,
-            splits * at_a_time,
-            splits,
-            GROUP=group,
-            ROOM=room,
-            SPLITS=triton.next_power_of_2(splits + 1),
-            PACKED=launch.packed(q),
-            BLOCK_N=triton.next_power_of_2(sampled),
-            num_warps=LIMIT_WARPS,
-            **spreads,
-            **launch.early(q),
-        )
-        # neighbouring keys fill the columns, see `queries_of`
-        pack, own_room, columns, at_a_time = packing(group, width, LEAST_COLUMNS)
-        fewest, most = CHOSEN
-        a_program = triton.next_power_of_2(triton.cdiv(slots * rows, CHOOSING_PROGRAMS))
-        a_program = max(at_a_time, fewest, min(most, a_program))
-        splits = triton.cdiv(slots, a_program)
-        read = q.new_empty(rows, splits, dtype=torch.int32)
-        _choose_kernel[(splits, rows)](
-            *given,
-            least,
-            bits,
-            read,
-            words,
-            LEASTS=room,
-            ROOM=own_room,
-            PACK=pack,
-            KEYS=a_program,
-            BLOCK_N=at_a_time,
-            BLOCK_C=columns,
-            PADDED=columns != width,
-            num_warps=SCORE_WARPS,
-            num_stages=SCORE_STAGES if launch.packed(q) else AMD_STAGES,
-            **shape,
-            **halves.constants,
-        )
-        _list_kernel[(splits, rows)](
-            bits,
-            read,
-            chosen,
-            counts,
-            length,
-            words,
-            slots,
-            splits,
-            KEYS=a_program,
-            SPLITS=triton.next_power_of_2(splits),
-            BLOCK_N=min(LISTED, a_program),
-            num_warps=4,
-            **launch.early(q),
-        )
-    return chosen, counts, unread
+        thresholds, unread = _find_thresholds(q, codes, scoring, wanted=wanted, sinks=sinks)
+        slots, counts = _list_keys(q, codes, scoring, thresholds=thresholds)
+    return slots, counts, unread
+
+
+def _find_thresholds(
+    q: Tensor, codes: Tensor, scoring: dict, *, wanted: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernels that find the least score of a read key.
+
+    Args:
+        q: [B, H, 1, D].
+        codes: uint8 [B, H_kv, N, C / 2].
+        scoring: Arguments of `_choose` for both kernels that score keys.
+        wanted: int32 [B], the number of keys to read.
+        sinks: [H], one logit per head; None without.
+
+    Returns:
+        thresholds: float32 [B * H_kv, BLOCK_G], for each query head of a group.
+        unread: float32 [B, H], see `Choice`.
+    """
+    batch, kv_heads, num_slots, key_bytes = codes.shape
+    group, rows = q.shape[1] // kv_heads, batch * kv_heads
+    stride = sample_stride(num_slots)
+    layout = packing(group, key_bytes, RUN_KEYS.value)
+    sample_keys = triton.cdiv(num_slots, RUN_KEYS.value * stride) * RUN_KEYS.value
+    num_splits = triton.cdiv(sample_keys, layout.keys_per_tile)
+    max_samples = num_splits * layout.keys_per_tile
+    padded_group = layout.padded_group
+    logits = q.new_empty(rows, max_samples, padded_group, dtype=torch.int16)
+    # the last split has the keys that are always read
+    lse = q.new_empty(rows, num_splits + 1, padded_group, dtype=torch.float32)
+    num_always = q.new_empty(rows, dtype=torch.int32)
+    query_scales = q.new_empty(rows, padded_group, dtype=torch.float32)
+    thresholds = torch.empty_like(query_scales)
+    unread = q.new_empty(batch, q.shape[1], dtype=torch.float32)
+    log2_stride = stride.bit_length() - 1
+    sample_kernel[(num_splits + 1, rows)](
+        logits_ptr=logits,
+        lse_ptr=lse,
+        query_scales_ptr=query_scales,
+        num_always_ptr=num_always,
+        SAMPLE_STRIDE=stride,
+        LOG2_SAMPLE_STRIDE=log2_stride,
+        num_warps=SCORE_WARPS,
+        **layout.constants,
+        **scoring,
+    )
+    limit_kernel[(rows,)](
+        logits_ptr=logits,
+        lse_ptr=lse,
+        query_scales_ptr=query_scales,
+        num_always_ptr=num_always,
+        sinks_ptr=sinks,
+        thresholds_ptr=thresholds,
+        unread_ptr=unread,
+        length_ptr=scoring["length_ptr"],
+        wanted_ptr=wanted,
+        kv_heads=kv_heads,
+        max_samples=max_samples,
+        num_splits=num_splits,
+        SAMPLE_STRIDE=stride,
+        LOG2_SAMPLE_STRIDE=log2_stride,
+        GROUP=group,
+        BLOCK_G=padded_group,
+        BLOCK_SPLITS=triton.next_power_of_2(num_splits + 1),
+        HAS_PTX=launch.packed(q),
+        BLOCK_N=triton.next_power_of_2(sample_keys),
+        num_warps=LIMIT_WARPS,
+        **launch.early(q),
+    )
+    return thresholds, unread
+
+
+def _list_keys(
+    q: Tensor, codes: Tensor, scoring: dict, *, thresholds: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernels that list the keys whose score reaches the threshold of a head.
+
+    See `_find_thresholds` for the arguments. Returns ``slots`` and ``counts`` of a `Choice`.
+    """
+    batch, kv_heads, num_slots, key_bytes = codes.shape
+    rows = batch * kv_heads
+    # adjacent keys fill the columns, see `load_queries`
+    layout = packing(q.shape[1] // kv_heads, key_bytes, MIN_COLUMNS)
+    program_keys = triton.next_power_of_2(triton.cdiv(num_slots * rows, NUM_PROGRAMS))
+    program_keys = max(MIN_PROGRAM_KEYS, min(MAX_PROGRAM_KEYS, program_keys))
+    program_keys = max(layout.keys_per_tile, program_keys)
+    num_splits = triton.cdiv(num_slots, program_keys)
+    num_words = triton.cdiv(num_slots, 32)
+    bits = q.new_empty(rows, num_words, dtype=torch.int32)
+    num_read = q.new_empty(rows, num_splits, dtype=torch.int32)
+    slots = q.new_empty(batch, kv_heads, num_slots, dtype=torch.int32)
+    counts = q.new_empty(batch, kv_heads, dtype=torch.int32)
+    _choose_kernel[(num_splits, rows)](
+        num_slots=num_slots,
+        thresholds_ptr=thresholds,
+        bits_ptr=bits,
+        num_read_ptr=num_read,
+        num_words=num_words,
+        THRESHOLDS_G=thresholds.shape[1],
+        PROGRAM_KEYS=program_keys,
+        IS_PADDED=layout.padded_bytes != key_bytes,
+        num_warps=SCORE_WARPS,
+        num_stages=SCORE_STAGES if launch.packed(q) else AMD_STAGES,
+        **layout.constants,
+        **scoring,
+    )
+    _list_kernel[(num_splits, rows)](
+        bits_ptr=bits,
+        num_read_ptr=num_read,
+        slots_ptr=slots,
+        counts_ptr=counts,
+        length_ptr=scoring["length_ptr"],
+        num_words=num_words,
+        num_slots=num_slots,
+        num_splits=num_splits,
+        PROGRAM_KEYS=program_keys,
+        BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+        BLOCK_N=min(LISTED_KEYS, program_keys),
+        num_warps=4,
+        **launch.early(q),
+    )
+    return slots, counts
 
 
 @triton.jit
@@ -181,132 +247,209 @@ def _choose_kernel(
     q,
     codes,
     scales,
-    length,
-    valid,
+    length_ptr,
+    valid_ptr,
     valid_stride,
-    first,
+    first_token_ptr,
     qk_scale,
     kv_heads,
-    slots,
-    least,
-    bits,
-    read,
-    words,
-    LEASTS: tl.constexpr,
+    num_slots,
+    thresholds_ptr,
+    bits_ptr,
+    num_read_ptr,
+    num_words,
+    THRESHOLDS_G: tl.constexpr,
     GROUP: tl.constexpr,
-    ROOM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     PACK: tl.constexpr,
-    KEYS: tl.constexpr,
+    PROGRAM_KEYS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    FIRST: tl.constexpr,
-    STEP: tl.constexpr,
-    SIZE: tl.constexpr,
+    FIRST_CHANNEL: tl.constexpr,
+    HALF_DISTANCE: tl.constexpr,
+    HALF_SIZE: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    PADDED: tl.constexpr,
-    PACKED: tl.constexpr,
+    IS_PADDED: tl.constexpr,
+    HAS_PTX: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write which of ``KEYS`` keys are read, one bit per key, and how many."""
+    """Write which of ``PROGRAM_KEYS`` keys are read, one bit per key, and how many."""
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    batch, head = row // kv_heads, row % kv_heads
+    batch, kv_head = row // kv_heads, row % kv_heads
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    columns: tl.constexpr = PACK * ROOM
-    tile: tl.constexpr = BLOCK_N // PACK
-    low, high, offset, _ = queries_of(
-        q, batch, head, qk_scale, GROUP, ROOM, PACK, FIRST, STEP, SIZE, BLOCK_C
+    COLUMNS: tl.constexpr = PACK * BLOCK_G
+    ROWS: tl.constexpr = BLOCK_N // PACK
+    low, high, offset, _ = load_queries(
+        q=q,
+        batch=batch,
+        kv_head=kv_head,
+        qk_scale=qk_scale,
+        GROUP=GROUP,
+        BLOCK_G=BLOCK_G,
+        PACK=PACK,
+        FIRST_CHANNEL=FIRST_CHANNEL,
+        HALF_DISTANCE=HALF_DISTANCE,
+        HALF_SIZE=HALF_SIZE,
+        BLOCK_C=BLOCK_C,
     )
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    end = tl.load(length).to(tl.int32)
-    begin = split * KEYS
-    stop = tl.minimum(begin + KEYS, slots)
-    written = tl.minimum(stop, end)
-    column, behind = tl.arange(0, columns)[None, :], tl.arange(0, PACK)[None, :]
-    line = tl.arange(0, tile)[:, None] * PACK
-    begin_of_text, valid_at = 0, valid
-    if valid is not None:
-        begin_of_text, valid_at = tl.load(first + batch), valid + batch * valid_stride
-    own = column % ROOM
-    own = tl.load(least + row * LEASTS + own, mask=own < LEASTS, other=float("inf"))
+    end = tl.load(length_ptr).to(tl.int32)
+    program_begin = split * PROGRAM_KEYS
+    program_end = tl.minimum(program_begin + PROGRAM_KEYS, num_slots)
+    written_end = tl.minimum(program_end, end)
+    column, key_in_row = tl.arange(0, COLUMNS)[None, :], tl.arange(0, PACK)[None, :]
+    row_begin = tl.arange(0, ROWS)[:, None] * PACK
+    first_token, valid_row = 0, valid_ptr
+    if valid_ptr is not None:
+        first_token = tl.load(first_token_ptr + batch)
+        valid_row = valid_ptr + batch * valid_stride
 
-    place = tl.arange(0, PACK * BLOCK_C)[None, :]
-    ahead_of, inner = place // BLOCK_C, place % BLOCK_C
-    keys = codes.data + batch * codes.batch + head * codes.head
-    keys += (line + ahead_of) * SIZE + inner
-    key_size = tl.full([], SIZE, tl.int64)
-    scales_at = scales.data + batch * scales.batch + head * scales.head + line + behind
+    # threshold of each column, [1, COLUMNS]
+    member = column % BLOCK_G
+    threshold = tl.load(
+        thresholds_ptr + row * THRESHOLDS_G + member,
+        mask=member < THRESHOLDS_G,
+        other=float("inf"),
+    )
+
+    # addresses of codes [ROWS, PACK * BLOCK_C], scales [ROWS, PACK], bits [BLOCK_N // 32]
+    packed_byte = tl.arange(0, PACK * BLOCK_C)[None, :]
+    packed_key, byte = packed_byte // BLOCK_C, packed_byte % BLOCK_C
+    codes_at = codes.data + batch * codes.batch + kv_head * codes.head
+    codes_at += (row_begin + packed_key) * HALF_SIZE + byte
+    key_bytes = tl.full([], HALF_SIZE, tl.int64)
+    scales_at = scales.data + batch * scales.batch + kv_head * scales.head + row_begin + key_in_row
     word = tl.arange(0, BLOCK_N // 32)
-    target = bits + row * words + word
+    bits_at = bits_ptr + row * num_words + word
     count = tl.zeros([BLOCK_N // 32], tl.int32)
-    # whole tiles need no mask: unwritten keys among them are never listed
-    whole = begin
-    if not PADDED:
-        whole = tl.maximum(begin, tl.minimum(written, slots // BLOCK_N * BLOCK_N))
+
+    # full tiles need no mask: unwritten keys in a full tile are never listed
+    full_end = program_begin
+    if not IS_PADDED:
+        full_end = tl.maximum(
+            program_begin, tl.minimum(written_end, num_slots // BLOCK_N * BLOCK_N)
+        )
     # the scales of the next tile are loaded while a tile is computed
-    ahead = tl.load(scales_at + begin, mask=begin + line + behind < slots, other=0.0)
-    for start in range(begin, whole, BLOCK_N):
-        y = tl.load(keys + start * key_size)
-        scale, next_start = ahead, tl.minimum(start + BLOCK_N, tl.maximum(slots - BLOCK_N, 0))
-        ahead = tl.load(scales_at + next_start)
-        tile_bits, many = _bits(
-            y, scale, low, high, offset, own, start, begin_of_text, end, valid_at,
-            PACK, ROOM, BLOCK_N, PACKED,
-        )  # fmt: skip
-        tl.store(target + start // 32, tile_bits)
-        count += many
-    for start in tl.range(whole, written, BLOCK_N, num_stages=1):
-        there = (start + line + ahead_of < slots) & (inner < SIZE)
-        y = tl.load(keys + start * key_size, mask=there, other=0)
-        scale = tl.load(scales_at + start, mask=start + line + behind < slots, other=0.0)
-        tile_bits, many = _bits(
-            y, scale, low, high, offset, own, start, begin_of_text, end, valid_at,
-            PACK, ROOM, BLOCK_N, PACKED,
-        )  # fmt: skip
-        tl.store(target + start // 32, tile_bits, mask=start // 32 + word < words)
-        count += many
-    tl.store(read + row * tl.num_programs(0) + split, tl.sum(count, 0))
+    next_scale = tl.load(
+        scales_at + program_begin,
+        mask=program_begin + row_begin + key_in_row < num_slots,
+        other=0.0,
+    )
+    for start in range(program_begin, full_end, BLOCK_N):
+        key_codes = tl.load(codes_at + start * key_bytes)
+        key_scale = next_scale
+        next_start = tl.minimum(start + BLOCK_N, tl.maximum(num_slots - BLOCK_N, 0))
+        next_scale = tl.load(scales_at + next_start)
+        tile_bits, word_counts = _tile_bits(
+            codes=key_codes,
+            key_scale=key_scale,
+            low=low,
+            high=high,
+            offset=offset,
+            threshold=threshold,
+            start=start,
+            first_token=first_token,
+            end=end,
+            valid_row=valid_row,
+            PACK=PACK,
+            BLOCK_G=BLOCK_G,
+            BLOCK_N=BLOCK_N,
+            HAS_PTX=HAS_PTX,
+        )
+        tl.store(bits_at + start // 32, tile_bits)
+        count += word_counts
+    for start in tl.range(full_end, written_end, BLOCK_N, num_stages=1):
+        inside = (start + row_begin + packed_key < num_slots) & (byte < HALF_SIZE)
+        key_codes = tl.load(codes_at + start * key_bytes, mask=inside, other=0)
+        key_scale = tl.load(
+            scales_at + start, mask=start + row_begin + key_in_row < num_slots, other=0.0
+        )
+        tile_bits, word_counts = _tile_bits(
+            codes=key_codes,
+            key_scale=key_scale,
+            low=low,
+            high=high,
+            offset=offset,
+            threshold=threshold,
+            start=start,
+            first_token=first_token,
+            end=end,
+            valid_row=valid_row,
+            PACK=PACK,
+            BLOCK_G=BLOCK_G,
+            BLOCK_N=BLOCK_N,
+            HAS_PTX=HAS_PTX,
+        )
+        tl.store(bits_at + start // 32, tile_bits, mask=start // 32 + word < num_words)
+        count += word_counts
+    tl.store(num_read_ptr + row * tl.num_programs(0) + split, tl.sum(count, 0))
 
 
 @triton.jit
-def _bits(
+def _tile_bits(
     codes,
-    scale,
+    key_scale,
     low,
     high,
     offset,
-    least,
+    threshold,
     start,
-    begin,
+    first_token,
     end,
-    valid,
+    valid_row,
     PACK: tl.constexpr,
-    ROOM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PACKED: tl.constexpr,
+    HAS_PTX: tl.constexpr,
 ):
-    """Return one bit per key for ``BLOCK_N`` keys from ``start`` on, and the count of each word."""
-    tile: tl.constexpr = BLOCK_N // PACK
-    scale = tl.broadcast_to(scale[:, :, None], (tile, PACK, ROOM))
-    s = scores_of(codes, tl.reshape(scale, (tile, PACK * ROOM)), low, high, offset, PACKED) - least
+    """Return one bit per key for ``BLOCK_N`` keys from ``start`` on, and the count of each word.
+
+    Args:
+        codes: uint8 [ROWS, PACK * BLOCK_C], rows of the index.
+        key_scale: float16 [ROWS, PACK].
+        low, high, offset: From `load_queries`.
+        threshold: float32 [1, PACK * BLOCK_G], the least product of a read key.
+        start: Slot of the first key.
+        first_token, end: Slots of the first token of the sequence, and after its last token.
+        valid_row: Pointer to the padding mask of the sequence; None without padding.
+
+    Returns:
+        Two tensors int32 [BLOCK_N // 32].
+    """
+    ROWS: tl.constexpr = BLOCK_N // PACK
+    key_scale = tl.broadcast_to(key_scale[:, :, None], (ROWS, PACK, BLOCK_G))
+    key_scale = tl.reshape(key_scale, (ROWS, PACK * BLOCK_G))
+    s = key_products(
+        codes=codes, key_scale=key_scale, low=low, high=high, offset=offset, HAS_PTX=HAS_PTX
+    )
+    s = s - threshold
     # NaN, the product of a key that is not finite, is read
-    read = ~(tl.max(tl.reshape(s, (tile, PACK, ROOM)), 2) < 0)
-    token = start + tl.arange(0, tile)[:, None] * PACK + tl.arange(0, PACK)[None, :]
-    if (start < begin + SINKS) | (start + BLOCK_N > end - LOCAL):
-        read = (read | (token < begin + SINKS) | (token >= end - LOCAL)) & (token < end)
-    if valid is not None:
-        shown = tl.load(valid + token, mask=token < end, other=0)
-        read = read & (shown != 0)
-    bits = tl.where(read, 1 << (token % 32), 0)
+    is_read = ~(tl.max(tl.reshape(s, (ROWS, PACK, BLOCK_G)), 2) < 0)
+    token = start + tl.arange(0, ROWS)[:, None] * PACK + tl.arange(0, PACK)[None, :]
+    if (start < first_token + SINK_TOKENS) | (start + BLOCK_N > end - LOCAL_TOKENS):
+        is_always_read = (token < first_token + SINK_TOKENS) | (token >= end - LOCAL_TOKENS)
+        is_read = (is_read | is_always_read) & (token < end)
+    if valid_row is not None:
+        valid = tl.load(valid_row + token, mask=token < end, other=0)
+        is_read = is_read & (valid != 0)
+    bits = tl.where(is_read, 1 << (token % 32), 0)
     bits = tl.sum(tl.reshape(bits, (BLOCK_N // 32, 32)), 1)
-    return bits, _count(bits, PACKED)
+    return bits, _count_bits(bits, HAS_PTX)
 
 
 @triton.jit
-def _count(bits, PACKED: tl.constexpr):
+def _count_bits(bits, HAS_PTX: tl.constexpr):
     """Return the number of set bits of each int32."""
-    if PACKED:
-        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [bits], tl.int32, True, 1)
+    if HAS_PTX:
+        return tl.inline_asm_elementwise(
+            asm="popc.b32 $0, $1;",
+            constraints="=r,r",
+            args=[bits],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
     x = bits.to(tl.uint32, bitcast=True)
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -316,41 +459,48 @@ def _count(bits, PACKED: tl.constexpr):
 
 @triton.jit
 def _list_kernel(
-    bits,
-    read,
-    chosen,
-    counts,
-    length,
-    words,
-    slots,
-    splits,
-    KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    bits_ptr,
+    num_read_ptr,
+    slots_ptr,
+    counts_ptr,
+    length_ptr,
+    num_words,
+    num_slots,
+    num_splits,
+    PROGRAM_KEYS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write the slots of the read keys among ``KEYS`` keys, at their places in the whole list."""
+    """Write the slots of the read keys among ``PROGRAM_KEYS`` keys to the list of the row.
+
+    The first slot follows the slots of the programs before this program. The first program also
+    writes the number of read keys of the row.
+    """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    part = tl.arange(0, SPLITS)
-    many = tl.load(read + row * splits + part, mask=part < splits, other=0)
+    splits = tl.arange(0, BLOCK_SPLITS)
+    split_counts = tl.load(
+        num_read_ptr + row * num_splits + splits, mask=splits < num_splits, other=0
+    )
     if split == 0:
-        tl.store(counts + row, tl.sum(many, 0))
-    place = tl.sum(tl.where(part < split, many, 0), 0)
-    begin = split * KEYS
-    stop = tl.minimum(tl.minimum(begin + KEYS, slots), tl.load(length).to(tl.int32))
-    target = chosen + row * slots
-    for start in range(begin, stop, BLOCK_N):
+        tl.store(counts_ptr + row, tl.sum(split_counts, 0))
+    num_listed = tl.sum(tl.where(splits < split, split_counts, 0), 0)
+    begin = split * PROGRAM_KEYS
+    end = tl.minimum(begin + PROGRAM_KEYS, num_slots)
+    end = tl.minimum(end, tl.load(length_ptr).to(tl.int32))
+    row_slots = slots_ptr + row * num_slots
+    for start in range(begin, end, BLOCK_N):
+        # bits of the keys, [BLOCK_N]; bits past the end of the sequence were not written
         word = start // 32 + tl.arange(0, BLOCK_N // 32)
-        # bits past the end of the sequence were not written
-        each = tl.load(bits + row * words + word, mask=word * 32 < stop, other=0)
-        each = (each[:, None] >> tl.arange(0, 32)[None, :]) & 1
-        each = tl.reshape(each, (BLOCK_N,))
-        behind = place + tl.cumsum(each, 0)
-        tl.store(target + behind - 1, start + tl.arange(0, BLOCK_N), mask=each != 0)
-        place += tl.sum(each, 0)
+        words = tl.load(bits_ptr + row * num_words + word, mask=word * 32 < end, other=0)
+        bits = (words[:, None] >> tl.arange(0, 32)[None, :]) & 1
+        bits = tl.reshape(bits, (BLOCK_N,))
+        listed_until = num_listed + tl.cumsum(bits, 0)
+        tl.store(row_slots + listed_until - 1, start + tl.arange(0, BLOCK_N), mask=bits != 0)
+        num_listed += tl.sum(bits, 0)
 
 
 _choose_op = torch.library.custom_op("cab_hf::decode_choose", _choose, mutates_args=())
@@ -358,6 +508,6 @@ _choose_op = torch.library.custom_op("cab_hf::decode_choose", _choose, mutates_a
 
 @_choose_op.register_fake
 def _(q, codes, scales, scale, length, wanted, channels, valid, sinks=None):
-    chosen = q.new_empty(scales.shape, dtype=torch.int32)
+    slots = q.new_empty(scales.shape, dtype=torch.int32)
     counts = q.new_empty(scales.shape[:2], dtype=torch.int32)
-    return chosen, counts, q.new_empty(q.shape[:2], dtype=torch.float32)
+    return slots, counts, q.new_empty(q.shape[:2], dtype=torch.float32)

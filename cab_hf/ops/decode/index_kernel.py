@@ -14,29 +14,29 @@ from cab_hf.ops.decode.channels import Halves
 from cab_hf.ops.decode.reference import Index
 from cab_hf.ops.launch import on_device_of
 
-LARGEST_CODE = tl.constexpr(float(reference.LARGEST_CODE))
-A_CODE = tl.constexpr(1 / reference.LARGEST_CODE)
-LARGEST_SCALE = tl.constexpr(reference.LARGEST_SCALE)
-LEAST_SCALE = tl.constexpr(reference.LEAST_SCALE)
+MAX_KEY_CODE = tl.constexpr(float(reference.MAX_KEY_CODE))
+INVERSE_MAX_KEY_CODE = tl.constexpr(1 / reference.MAX_KEY_CODE)
+MAX_KEY_SCALE = tl.constexpr(reference.MAX_KEY_SCALE)
+MIN_SCALE = tl.constexpr(reference.MIN_SCALE)
 # keys per program, the fastest on an H200
-INDEXED = 128
-# channels of these keys that are checked for NaN and infinities at a time
-CHANNELS_AT_A_TIME = 16
+KEYS_PER_PROGRAM = 128
+# channels that a program checks for NaN and infinities at a time; more would not fit the registers
+CHECKED_CHANNELS = 16
 
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
     """Build the index of keys; see `reference.index_keys`."""
-    width = (len(channels) or k.shape[3]) // 2
-    codes = k.new_empty(*k.shape[:3], width, dtype=torch.uint8)
+    key_bytes = (len(channels) or k.shape[3]) // 2
+    codes = k.new_empty(*k.shape[:3], key_bytes, dtype=torch.uint8)
     index = Index(codes, k.new_empty(k.shape[:3], dtype=torch.float16))
-    write_index(index, k, channels, None)
+    write_index(index, k, channels, start=None)
     return index
 
 
 def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor | None) -> None:
     """Write the index of keys; see `reference.write_index`. None starts at the first slot."""
     write = torch.ops.cab_hf.decode_write_index if torch.compiler.is_compiling() else _write
-    write(*index, k, list(channels), start)
+    write(codes=index.codes, scales=index.scales, k=k, channels=list(channels), start=start)
 
 
 def _write(
@@ -45,23 +45,29 @@ def _write(
     batch, heads, length, dim = k.shape
     halves = Halves.of(tuple(channels), dim)
     k = k if k.stride(-1) == 1 else k.contiguous()
-    tokens = min(INDEXED, triton.next_power_of_2(length))
+    block_n = min(KEYS_PER_PROGRAM, triton.next_power_of_2(length))
     with on_device_of(k):
-        _index_kernel[(triton.cdiv(length, tokens), batch * heads)](
-            vectors(k),
-            vectors(codes),
-            Vectors(scales, *scales.stride()),
-            start,
-            heads,
-            length,
+        _index_kernel[(triton.cdiv(length, block_n), batch * heads)](
+            k=vectors(k),
+            codes=vectors(codes),
+            scales=token_scalars(scales),
+            start_ptr=start,
+            heads=heads,
+            length=length,
             **halves.constants,
-            BLOCK_N=tokens,
+            BLOCK_N=block_n,
             BLOCK_C=triton.next_power_of_2(halves.size),
             D=dim,
-            ROOM=min(CHANNELS_AT_A_TIME, triton.next_power_of_2(dim)),
+            CHUNK_D=min(CHECKED_CHANNELS, triton.next_power_of_2(dim)),
             EARLY=launch.early(k)["EARLY"],
             num_warps=4,
         )
+
+
+def token_scalars(x: Tensor) -> Vectors:
+    """Return x [B, H, N], one number per token, as an argument of kernels."""
+    batch_stride, head_stride, token_stride = x.stride()
+    return Vectors(x, batch=batch_stride, head=head_stride, token=token_stride)
 
 
 @triton.jit
@@ -69,69 +75,78 @@ def _index_kernel(
     k,
     codes,
     scales,
-    start,
+    start_ptr,
     heads,
     length,
-    FIRST: tl.constexpr,
-    STEP: tl.constexpr,
-    SIZE: tl.constexpr,
+    FIRST_CHANNEL: tl.constexpr,
+    HALF_DISTANCE: tl.constexpr,
+    HALF_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     D: tl.constexpr,
-    ROOM: tl.constexpr,
+    CHUNK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write `reference.index_keys` of some keys, from slot ``start`` on."""
+    """Write the index of ``BLOCK_N`` of ``length`` new keys; see `reference.index_keys`.
+
+    The first new key is written to the slot at ``start_ptr``, None for slot 0.
+    """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     plane = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inner = tl.arange(0, BLOCK_C)
-    there = (token < length)[:, None] & (inner < SIZE)[None, :]
-    at = vectors_at(k, plane // heads, plane % heads, token) + (FIRST + inner)[None, :]
-    low = tl.load(at, mask=there, other=0.0).to(tl.float32)
-    high = tl.load(at + STEP, mask=there, other=0.0).to(tl.float32)
-    bits = tl.maximum(tl.max(magnitude(low), 1), tl.max(magnitude(high), 1))
-    if 2 * SIZE < D:
-        # check the channels outside of the index, a few at a time: more would not fit the registers
-        key = vectors_at(k, plane // heads, plane % heads, token)
-        for begin in tl.static_range(0, D, ROOM):
-            channel = begin + tl.arange(0, ROOM)
-            inside = (token < length)[:, None] & (channel < D)[None, :]
-            some = tl.load(key + channel[None, :], mask=inside, other=0.0).to(tl.float32)
-            bits = tl.maximum(bits, tl.max(magnitude(some), 1))
-    finite = bits < INFINITE_BITS
-    low, high = tl.where(finite[:, None], low, 0.0), tl.where(finite[:, None], high, 0.0)
-    largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
-    scale = tl.minimum(largest * A_CODE, LARGEST_SCALE).to(tl.float16)
-    unit = tl.maximum(scale.to(tl.float32), LEAST_SCALE)
-    inverse = tl.div_rn(tl.full([BLOCK_N], 1.0, tl.float32), unit)[:, None]
-    scale = tl.where(finite, scale, float("inf")).to(tl.float16)
-    code = _code(low * inverse) | (_code(high * inverse) << 4)
-    slot = token.to(tl.int64)
-    if start is not None:
-        slot += tl.load(start)
     batch, head = plane // heads, plane % heads
-    place = scales.data + batch * scales.batch + head * scales.head + slot * scales.token
-    tl.store(place, scale, mask=token < length)
-    place = vectors_at(codes, batch, head, slot) + inner[None, :]
-    tl.store(place, code.to(tl.uint8), mask=there)
+    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+
+    # both halves of the scored channels, [BLOCK_N, BLOCK_C]
+    channel = tl.arange(0, BLOCK_C)
+    inside = (token < length)[:, None] & (channel < HALF_SIZE)[None, :]
+    key = vectors_at(k, batch, head, token)
+    scored = key + (FIRST_CHANNEL + channel)[None, :]
+    low = tl.load(scored, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(scored + HALF_DISTANCE, mask=inside, other=0.0).to(tl.float32)
+
+    # largest magnitude of all channels, as bits, [BLOCK_N]
+    max_bits = tl.maximum(tl.max(magnitude(low), 1), tl.max(magnitude(high), 1))
+    if 2 * HALF_SIZE < D:
+        for first_channel in tl.static_range(0, D, CHUNK_D):
+            chunk = first_channel + tl.arange(0, CHUNK_D)
+            mask = (token < length)[:, None] & (chunk < D)[None, :]
+            values = tl.load(key + chunk[None, :], mask=mask, other=0.0).to(tl.float32)
+            max_bits = tl.maximum(max_bits, tl.max(magnitude(values), 1))
+    is_finite = max_bits < INFINITE_BITS
+
+    # quantise with one scale per key
+    low, high = tl.where(is_finite[:, None], low, 0.0), tl.where(is_finite[:, None], high, 0.0)
+    largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+    scale = tl.minimum(largest * INVERSE_MAX_KEY_CODE, MAX_KEY_SCALE).to(tl.float16)
+    divisor = tl.maximum(scale.to(tl.float32), MIN_SCALE)
+    inverse = tl.div_rn(tl.full([BLOCK_N], 1.0, tl.float32), divisor)[:, None]
+    scale = tl.where(is_finite, scale, float("inf")).to(tl.float16)
+    code = _key_code(low * inverse) | (_key_code(high * inverse) << 4)
+
+    slot = token.to(tl.int64)
+    if start_ptr is not None:
+        slot += tl.load(start_ptr)
+    scale_target = scales.data + batch * scales.batch + head * scales.head + slot * scales.token
+    tl.store(scale_target, scale, mask=token < length)
+    code_target = vectors_at(codes, batch, head, slot) + channel[None, :]
+    tl.store(code_target, code.to(tl.uint8), mask=inside)
 
 
 @triton.jit
-def _code(x):
-    """Return the nearest integers as codes, 0 to 15 for -8 to 7."""
-    return (nearest(x, LARGEST_CODE) + 8.0).to(tl.int32)
+def _key_code(x):
+    """Round to integers and return codes, 0 to 15 for -8 to 7."""
+    return (round_to_integer(x, MAX_KEY_CODE) + 8.0).to(tl.int32)
 
 
 @triton.jit
-def nearest(x, LARGEST: tl.constexpr):
-    """Return the nearest integers from -LARGEST - 1 to LARGEST.
+def round_to_integer(x, MAX: tl.constexpr):
+    """Return the nearest integers from -MAX - 1 to MAX.
 
-    Clamping comes before the sum, so that the sum is not fused with a product, which would round
-    only once.
+    The clamp precedes the addition of 0.5. Otherwise the compiler would fuse the addition with the
+    product that computes x, and round only once.
     """
-    return tl.floor(tl.minimum(tl.maximum(x, -LARGEST - 1.0), LARGEST) + 0.5)
+    return tl.floor(tl.minimum(tl.maximum(x, -MAX - 1.0), MAX) + 0.5)
 
 
 _write_op = torch.library.custom_op(

@@ -1,8 +1,8 @@
 """Kernels of a sparse decode step; `reference` of this package is their definition.
 
-Indexing a new key is one launch, and a step is six: four select keys, one attends, one merges. No
-launch synchronises with the device, and no shape depends on the sequence length. Therefore a CUDA
-graph can capture a step.
+Indexing a new key takes one launch. A decode step takes six launches: four select keys, one
+attends, one merges. No launch synchronises with the device, and no shape depends on the sequence
+length. Therefore a CUDA graph can capture a step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["attend", "choose", "index_keys", "unavailable", "write_index"]
 
 
 def unavailable(x: Tensor) -> str | None:
-    """Return why the kernels cannot run on ``x``, as half a sentence; None if they can."""
+    """Return why decode kernels cannot run on ``x``, as a clause; None if the kernels can."""
     if NONE < capability(x.device) < (8, 0):
         return "runs on GPUs of compute capability 8.0 and newer"
     return launch.unavailable(x)

@@ -9,27 +9,34 @@ import triton.language as tl
 
 from cab_hf.ops.attention.tiles import LOG2_E
 from cab_hf.ops.decode import reference
-from cab_hf.ops.decode.packed import a_column, queries_of, scores_of
+from cab_hf.ops.decode.packed import key_products, load_queries, repeat_per_key
 from cab_hf.ops.launch import LOWEST
 
-STEPS_AN_OCTAVE = tl.constexpr(reference.STEPS_AN_OCTAVE)
-A_STEP = tl.constexpr(1 / reference.STEPS_AN_OCTAVE)
-LEAST, HIDDEN = tl.constexpr(reference.LEAST), tl.constexpr(reference.HIDDEN)
-NEIGHBOURS = tl.constexpr(reference.NEIGHBOURS)
-SINKS, LOCAL = tl.constexpr(reference.SINKS), tl.constexpr(reference.LOCAL)
-LOG_UNREAD_SHARE = tl.constexpr(math.log2(reference.UNREAD_SHARE))
-STEP_BITS = tl.constexpr(reference.LEAST.bit_length())
-# logit of a key that is not counted
+LEVELS_PER_OCTAVE = tl.constexpr(reference.LEVELS_PER_OCTAVE)
+OCTAVES_PER_LEVEL = tl.constexpr(1 / reference.LEVELS_PER_OCTAVE)
+LAST_LEVEL = tl.constexpr(reference.LAST_LEVEL)
+HIDDEN_LEVEL = tl.constexpr(reference.HIDDEN_LEVEL)
+RUN_KEYS = tl.constexpr(reference.RUN_KEYS)
+SINK_TOKENS = tl.constexpr(reference.SINK_TOKENS)
+LOCAL_TOKENS = tl.constexpr(reference.LOCAL_TOKENS)
+LOG2_UNREAD_WEIGHT = tl.constexpr(math.log2(reference.UNREAD_WEIGHT))
+LEVEL_BITS = tl.constexpr(reference.LAST_LEVEL.bit_length())
+# logit of a key that is not counted: the smallest int16
 UNCOUNTED = tl.constexpr(-32768)
 
 
 @triton.jit
-def _in_steps(x, PACKED: tl.constexpr):
-    """Return `reference.in_steps` as int16."""
-    x = x * STEPS_AN_OCTAVE
-    if PACKED:
+def _round_to_levels(x, HAS_PTX: tl.constexpr):
+    """Return `reference.round_to_levels` as int16."""
+    x = x * LEVELS_PER_OCTAVE
+    if HAS_PTX:
         return tl.inline_asm_elementwise(
-            "cvt.rni.sat.s16.f32 $0, $1;", "=h,f", [x], tl.int16, True, 1
+            asm="cvt.rni.sat.s16.f32 $0, $1;",
+            constraints="=h,f",
+            args=[x],
+            dtype=tl.int16,
+            is_pure=True,
+            pack=1,
         )
     return tl.floor(tl.minimum(tl.maximum(x, -32768.0), 32767.0) + 0.5).to(tl.int16)
 
@@ -39,121 +46,147 @@ def sample_kernel(
     q,
     codes,
     scales,
-    length,
-    valid,
+    length_ptr,
+    valid_ptr,
     valid_stride,
-    first,
+    first_token_ptr,
     qk_scale,
     kv_heads,
-    slots,
-    logits,
-    lse,
-    units,
-    always,
-    SPREAD: tl.constexpr,
-    LOG_SPREAD: tl.constexpr,
+    logits_ptr,
+    lse_ptr,
+    query_scales_ptr,
+    num_always_ptr,
+    SAMPLE_STRIDE: tl.constexpr,
+    LOG2_SAMPLE_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
-    ROOM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     PACK: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    FIRST: tl.constexpr,
-    STEP: tl.constexpr,
-    SIZE: tl.constexpr,
+    FIRST_CHANNEL: tl.constexpr,
+    HALF_DISTANCE: tl.constexpr,
+    HALF_SIZE: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    PACKED: tl.constexpr,
+    HAS_PTX: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write logits of some sampled keys in whole steps, and their part of each head's log-sum-exp.
+    """Write logits of ``BLOCK_N`` sampled keys as levels, and their log-sum-exp for each head.
 
-    The last program of a row processes the keys that are always read, and counts them.
+    A row of programs is one KV head of one sequence. The last program of a row processes the keys
+    that are always read instead of sampled keys, and counts them.
     """
     if EARLY:
         # in this order: the choosing kernel reads the query before it waits
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    batch, head = row // kv_heads, row % kv_heads
-    splits = tl.num_programs(0)
-    end = tl.load(length).to(tl.int32)
+    batch, kv_head = row // kv_heads, row % kv_heads
+    num_splits = tl.num_programs(0)
+    end = tl.load(length_ptr).to(tl.int32)
     begin = 0
-    if valid is not None:
-        begin = tl.load(first + batch)
-    columns: tl.constexpr = PACK * ROOM
-    tile: tl.constexpr = BLOCK_N // PACK
-    column, line = tl.arange(0, columns), tl.arange(0, tile)
-    part = (row * splits + split) * ROOM + tl.arange(0, ROOM)
-    sampling = split < splits - 1
-    if sampling & (split * BLOCK_N * SPREAD >= end):
-        tl.store(lse + part, tl.full([ROOM], LOWEST, tl.float32))
+    if valid_ptr is not None:
+        begin = tl.load(first_token_ptr + batch)
+    COLUMNS: tl.constexpr = PACK * BLOCK_G
+    ROWS: tl.constexpr = BLOCK_N // PACK
+    column, key_row = tl.arange(0, COLUMNS), tl.arange(0, ROWS)
+    # [BLOCK_G]
+    lse_offset = (row * num_splits + split) * BLOCK_G + tl.arange(0, BLOCK_G)
+    is_sample = split < num_splits - 1
+    if is_sample & (split * BLOCK_N * SAMPLE_STRIDE >= end):
+        tl.store(lse_ptr + lse_offset, tl.full([BLOCK_G], LOWEST, tl.float32))
         return
 
-    place = split * BLOCK_N + line * PACK
-    slot = place // NEIGHBOURS * (NEIGHBOURS * SPREAD) + place % NEIGHBOURS
-    local = end - LOCAL + line * PACK - SINKS
-    around = tl.where(line * PACK < SINKS, begin + line * PACK, local)
-    around = tl.where(line * PACK < SINKS + LOCAL, around, end)
-    slot = tl.where(sampling, slot, around)[:, None]
-    token = slot + (column // ROOM)[None, :]
-    seen = (token >= 0) & (token < end)
-    if valid is not None:
-        shown = tl.load(valid + batch * valid_stride + token, mask=seen, other=0)
-        seen = seen & (shown != 0)
-    ends = (token < begin + SINKS) | (token >= end - LOCAL)
-    # in a short sequence, the last tokens are also among the first: count them once
-    sink = (line * PACK < SINKS)[:, None]
-    counted = seen & tl.where(sampling, ~ends, sink == (token < begin + SINKS))
+    # slots of the first key of each row: of the sample, or of sinks and local tokens, [ROWS, 1]
+    sample_index = split * BLOCK_N + key_row * PACK
+    sample_slot = sample_index // RUN_KEYS * (RUN_KEYS * SAMPLE_STRIDE) + sample_index % RUN_KEYS
+    local_slot = end - LOCAL_TOKENS + key_row * PACK - SINK_TOKENS
+    always_slot = tl.where(key_row * PACK < SINK_TOKENS, begin + key_row * PACK, local_slot)
+    always_slot = tl.where(key_row * PACK < SINK_TOKENS + LOCAL_TOKENS, always_slot, end)
+    slot = tl.where(is_sample, sample_slot, always_slot)[:, None]
 
-    place = tl.arange(0, PACK * BLOCK_C)[None, :]
-    behind, inner = place // BLOCK_C, place % BLOCK_C
-    there = (slot + behind >= 0) & (slot + behind < end) & (inner < SIZE)
-    y = codes.data + batch * codes.batch + head * codes.head
-    y = tl.load(y + slot.to(tl.int64) * SIZE + (behind * SIZE + inner), mask=there, other=0)
-    key_scale = scales.data + batch * scales.batch + head * scales.head
-    key_scale = tl.load(key_scale + token, mask=counted, other=0.0)
-    # keys that are not finite are always read
-    counted = counted & (key_scale < float("inf"))
-    low, high, offset, unit = queries_of(
-        q, batch, head, qk_scale, GROUP, ROOM, PACK, FIRST, STEP, SIZE, BLOCK_C
+    # keys that are counted, [ROWS, COLUMNS]
+    token = slot + (column // BLOCK_G)[None, :]
+    is_visible = (token >= 0) & (token < end)
+    if valid_ptr is not None:
+        valid = tl.load(valid_ptr + batch * valid_stride + token, mask=is_visible, other=0)
+        is_visible = is_visible & (valid != 0)
+    is_always_read = (token < begin + SINK_TOKENS) | (token >= end - LOCAL_TOKENS)
+    # in a short sequence, local tokens are also sinks: count them once
+    is_sink_row = (key_row * PACK < SINK_TOKENS)[:, None]
+    is_counted = is_visible & tl.where(
+        is_sample, ~is_always_read, is_sink_row == (token < begin + SINK_TOKENS)
     )
-    s = scores_of(y, key_scale, low, high, offset, PACKED) * a_column(unit, PACK, ROOM)
-    if sampling:
-        steps = tl.maximum(_in_steps(s, PACKED), UNCOUNTED + 1)
-        steps = tl.where(counted, steps, UNCOUNTED).to(tl.int16)
-        target = logits + (row * (splits - 1) + split) * (BLOCK_N * ROOM)
-        tl.store(target + line[:, None] * columns + column[None, :], steps)
-        # a sampled key represents SPREAD keys
-        s += LOG_SPREAD
+
+    # index of the keys: codes [ROWS, PACK * BLOCK_C], scales [ROWS, COLUMNS]
+    packed_byte = tl.arange(0, PACK * BLOCK_C)[None, :]
+    packed_key, byte = packed_byte // BLOCK_C, packed_byte % BLOCK_C
+    packed_slot = slot + packed_key
+    inside = (packed_slot >= 0) & (packed_slot < end) & (byte < HALF_SIZE)
+    codes_at = codes.data + batch * codes.batch + kv_head * codes.head
+    codes_at = codes_at + slot.to(tl.int64) * HALF_SIZE + (packed_key * HALF_SIZE + byte)
+    key_codes = tl.load(codes_at, mask=inside, other=0)
+    scales_at = scales.data + batch * scales.batch + kv_head * scales.head
+    key_scale = tl.load(scales_at + token, mask=is_counted, other=0.0)
+    # keys that are not finite are always read
+    is_counted = is_counted & (key_scale < float("inf"))
+
+    # logits to base two, [ROWS, COLUMNS]
+    low, high, offset, query_scale = load_queries(
+        q=q,
+        batch=batch,
+        kv_head=kv_head,
+        qk_scale=qk_scale,
+        GROUP=GROUP,
+        BLOCK_G=BLOCK_G,
+        PACK=PACK,
+        FIRST_CHANNEL=FIRST_CHANNEL,
+        HALF_DISTANCE=HALF_DISTANCE,
+        HALF_SIZE=HALF_SIZE,
+        BLOCK_C=BLOCK_C,
+    )
+    s = key_products(
+        codes=key_codes, key_scale=key_scale, low=low, high=high, offset=offset, HAS_PTX=HAS_PTX
+    )
+    s = s * repeat_per_key(query_scale, PACK, BLOCK_G)
+    if is_sample:
+        levels = tl.maximum(_round_to_levels(s, HAS_PTX), UNCOUNTED + 1)
+        levels = tl.where(is_counted, levels, UNCOUNTED).to(tl.int16)
+        target = logits_ptr + (row * (num_splits - 1) + split) * (BLOCK_N * BLOCK_G)
+        tl.store(target + key_row[:, None] * COLUMNS + column[None, :], levels)
+        # a sampled key represents SAMPLE_STRIDE keys
+        s += LOG2_SAMPLE_STRIDE
     else:
-        count = counted & (column % ROOM == 0)[None, :]
-        tl.store(always + row, tl.sum(tl.sum(count.to(tl.int32), 1), 0))
-        tl.store(units + row * ROOM + tl.arange(0, ROOM), unit)
-    s = tl.reshape(tl.where(counted, s, LOWEST), (tile * PACK, ROOM))
+        counted_keys = is_counted & (column % BLOCK_G == 0)[None, :]
+        tl.store(num_always_ptr + row, tl.sum(tl.sum(counted_keys.to(tl.int32), 1), 0))
+        tl.store(query_scales_ptr + row * BLOCK_G + tl.arange(0, BLOCK_G), query_scale)
+
+    # log-sum-exp of the counted keys, [BLOCK_G]
+    s = tl.reshape(tl.where(is_counted, s, LOWEST), (ROWS * PACK, BLOCK_G))
     # if no key is counted, the maximum is LOWEST and the sum is meaningless
-    largest = tl.max(s, 0)
-    total = largest + tl.log2(tl.sum(tl.exp2(s - largest[None, :]), 0))
-    tl.store(lse + part, tl.where(largest > LOWEST, total, LOWEST))
+    m_i = tl.max(s, 0)
+    lse = m_i + tl.log2(tl.sum(tl.exp2(s - m_i[None, :]), 0))
+    tl.store(lse_ptr + lse_offset, tl.where(m_i > LOWEST, lse, LOWEST))
 
 
 @triton.jit
 def limit_kernel(
-    logits,
-    lse,
-    units,
-    always,
-    sinks,
-    least,
-    unread,
-    length,
-    wanted,
+    logits_ptr,
+    lse_ptr,
+    query_scales_ptr,
+    num_always_ptr,
+    sinks_ptr,
+    thresholds_ptr,
+    unread_ptr,
+    length_ptr,
+    wanted_ptr,
     kv_heads,
-    samples,
-    splits,
-    SPREAD: tl.constexpr,
-    LOG_SPREAD: tl.constexpr,
+    max_samples,
+    num_splits,
+    SAMPLE_STRIDE: tl.constexpr,
+    LOG2_SAMPLE_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
-    ROOM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PACKED: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    HAS_PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -165,53 +198,65 @@ def limit_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    end, own = tl.load(length).to(tl.int32), tl.load(always + row)
-    many = tl.load(wanted + row // kv_heads)
-    member, at = tl.arange(0, ROOM), tl.arange(0, BLOCK_N)
+    end, num_always = tl.load(length_ptr).to(tl.int32), tl.load(num_always_ptr + row)
+    wanted = tl.load(wanted_ptr + row // kv_heads)
+    member, sample = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
+
+    # logits of the sample as levels, [BLOCK_N, BLOCK_G]
     # programs past the end of the sequence have written nothing
-    count = tl.minimum(tl.cdiv(end, NEIGHBOURS * SPREAD) * NEIGHBOURS, samples)
-    place = logits + (row * samples + at)[:, None] * ROOM + member[None, :]
+    num_samples = tl.minimum(tl.cdiv(end, RUN_KEYS * SAMPLE_STRIDE) * RUN_KEYS, max_samples)
+    logits_at = logits_ptr + (row * max_samples + sample)[:, None] * BLOCK_G + member[None, :]
     # a separate select: with `other`, Triton 3.6 returns wrong values for every second 16-bit
     # number
-    logit = tl.load(place, mask=(at < count)[:, None]).to(tl.int32)
-    logit = tl.where((at < count)[:, None], logit, UNCOUNTED)
-    split = tl.arange(0, SPLITS)
-    part = (row * (splits + 1) + split)[:, None] * ROOM + member[None, :]
-    parts = tl.load(lse + part, mask=(split <= splits)[:, None], other=LOWEST)
-    most = tl.max(parts, 0)
-    if sinks is not None:
-        own_sink = sinks + row % kv_heads * GROUP + member
-        sink = tl.load(own_sink, mask=member < GROUP, other=0.0).to(tl.float32) * LOG2_E
-        most = tl.maximum(most, sink)
-    total = tl.sum(tl.exp2(parts - most[None, :]), 0)
-    if sinks is not None:
-        total += tl.exp2(sink - most)
-    total = most + tl.log2(total)
-    total = _in_steps(total, PACKED).to(tl.int32)
-    unit = tl.load(units + row * ROOM + member)
+    logit = tl.load(logits_at, mask=(sample < num_samples)[:, None]).to(tl.int32)
+    logit = tl.where((sample < num_samples)[:, None], logit, UNCOUNTED)
+
+    # log-sum-exp of each head over all programs and the sink, as a level, [BLOCK_G]
+    split = tl.arange(0, BLOCK_SPLITS)
+    lse_offset = (row * (num_splits + 1) + split)[:, None] * BLOCK_G + member[None, :]
+    split_lse = tl.load(lse_ptr + lse_offset, mask=(split <= num_splits)[:, None], other=LOWEST)
+    m_i = tl.max(split_lse, 0)
+    if sinks_ptr is not None:
+        sinks_at = sinks_ptr + row % kv_heads * GROUP + member
+        sink = tl.load(sinks_at, mask=member < GROUP, other=0.0).to(tl.float32) * LOG2_E
+        m_i = tl.maximum(m_i, sink)
+    l_i = tl.sum(tl.exp2(split_lse - m_i[None, :]), 0)
+    if sinks_ptr is not None:
+        l_i += tl.exp2(sink - m_i)
+    lse = m_i + tl.log2(l_i)
+    lse = _round_to_levels(lse, HAS_PTX).to(tl.int32)
+
+    # level of each sampled key, the smallest over the heads, [BLOCK_N]
+    query_scale = tl.load(query_scales_ptr + row * BLOCK_G + member)
     # queries that are not finite do not affect the selection
-    choosing = (member < GROUP) & (unit == unit)
-    below = tl.where(choosing[None, :], total[None, :] - logit, LEAST)
-    step = tl.minimum(tl.maximum(tl.min(below, 1), 1), LEAST)
-    step = tl.where(tl.max(logit, 1) > UNCOUNTED, step, HIDDEN)
-    # the largest step that fits, bit by bit; keys of step 0 are always read
-    last, taken = 0, own
-    for bit in tl.static_range(STEP_BITS):
-        other = last + ((LEAST + 1) >> (bit + 1))
-        with_it = own + SPREAD * tl.sum((step <= other).to(tl.int32), 0)
-        fits = (with_it <= many) & (other < LEAST)
-        last, taken = tl.where(fits, other, last), tl.where(fits, with_it, taken)
-    last += ((2 * taken < many) & (last + 1 < LEAST)).to(tl.int32)
-    everything = own + SPREAD * tl.sum((step < HIDDEN).to(tl.int32), 0) <= many
-    everything = everything | (end <= many)
-    gone = (step > last) & (step < HIDDEN) & ~everything
-    weight = tl.exp2(below.to(tl.float32) * -A_STEP)
-    weight = tl.sum(tl.where(gone[:, None], weight, 0.0), 0)
-    weight = tl.log2(weight) + total.to(tl.float32) * A_STEP + (LOG_SPREAD + LOG_UNREAD_SHARE)
-    tl.store(unread + row * GROUP + member, weight, mask=member < GROUP)
-    # half a step less, because products are not rounded
-    product = (total - last).to(tl.float32) - 0.5
-    product = product * A_STEP / unit
-    product = tl.where(everything, float("-inf"), product)
-    product = tl.where(choosing, product, float("inf"))
-    tl.store(least + row * ROOM + member, product)
+    is_choosing = (member < GROUP) & (query_scale == query_scale)
+    head_level = tl.where(is_choosing[None, :], lse[None, :] - logit, LAST_LEVEL)
+    level = tl.minimum(tl.maximum(tl.min(head_level, 1), 1), LAST_LEVEL)
+    level = tl.where(tl.max(logit, 1) > UNCOUNTED, level, HIDDEN_LEVEL)
+
+    # bisect the last level with at most ``wanted`` keys, by bits; keys of level 0 are always read
+    last, num_read = 0, num_always
+    for bit in tl.static_range(LEVEL_BITS):
+        candidate = last + ((LAST_LEVEL + 1) >> (bit + 1))
+        num_keys = num_always + SAMPLE_STRIDE * tl.sum((level <= candidate).to(tl.int32), 0)
+        is_within = (num_keys <= wanted) & (candidate < LAST_LEVEL)
+        last = tl.where(is_within, candidate, last)
+        num_read = tl.where(is_within, num_keys, num_read)
+    last += ((2 * num_read < wanted) & (last + 1 < LAST_LEVEL)).to(tl.int32)
+    num_visible = num_always + SAMPLE_STRIDE * tl.sum((level < HIDDEN_LEVEL).to(tl.int32), 0)
+    reads_all = (num_visible <= wanted) | (end <= wanted)
+
+    # logarithm of the weight of the unread keys, [BLOCK_G]
+    is_unread = (level > last) & (level < HIDDEN_LEVEL) & ~reads_all
+    weight = tl.exp2(head_level.to(tl.float32) * -OCTAVES_PER_LEVEL)
+    weight = tl.sum(tl.where(is_unread[:, None], weight, 0.0), 0)
+    unread = tl.log2(weight) + lse.to(tl.float32) * OCTAVES_PER_LEVEL
+    unread = unread + (LOG2_SAMPLE_STRIDE + LOG2_UNREAD_WEIGHT)
+    tl.store(unread_ptr + row * GROUP + member, unread, mask=member < GROUP)
+
+    # least product of a read key, [BLOCK_G]; half a level less, because products are not rounded
+    threshold = (lse - last).to(tl.float32) - 0.5
+    threshold = threshold * OCTAVES_PER_LEVEL / query_scale
+    threshold = tl.where(reads_all, float("-inf"), threshold)
+    threshold = tl.where(is_choosing, threshold, float("inf"))
+    tl.store(thresholds_ptr + row * BLOCK_G + member, threshold)

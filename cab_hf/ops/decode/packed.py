@@ -1,131 +1,186 @@
-"""Products of 8-bit queries and a 4-bit index on tensor cores, several keys at a time."""
+"""Products of 8-bit queries and a 4-bit index on tensor cores, with several keys per row."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from cab_hf.ops.attention.tiles import INFINITE_BITS, magnitude
 from cab_hf.ops.decode import reference
-from cab_hf.ops.decode.index_kernel import LEAST_SCALE, nearest
+from cab_hf.ops.decode.index_kernel import MIN_SCALE, round_to_integer
 
-LARGEST_QUERY = tl.constexpr(float(reference.LARGEST_QUERY))
-A_QUERY = tl.constexpr(1 / reference.LARGEST_QUERY)
-# the smallest product on tensor cores: rows of keys, columns of queries, and summed bytes
-LEAST_ROWS, LEAST_COLUMNS, LEAST_BYTES = 64, 16, 32
+MAX_QUERY_CODE = tl.constexpr(float(reference.MAX_QUERY_CODE))
+INVERSE_MAX_QUERY_CODE = tl.constexpr(1 / reference.MAX_QUERY_CODE)
+# smallest number of rows (keys) of a product on tensor cores
+MIN_ROWS = 64
+# smallest number of columns (queries) of a product on tensor cores
+MIN_COLUMNS = 16
+# smallest number of summed bytes of a product on tensor cores
+MIN_BYTES = 32
 # bytes of the index per product, the fastest on an H200
-SCORED_BYTES = 8 << 10
+TILE_BYTES = 8 << 10
 
 
-def packing(group: int, width: int, most: int) -> tuple[int, int, int, int]:
+class Packing(NamedTuple):
+    """Layout of a product of keys and the queries of a group; see `load_queries`.
+
+    Attributes:
+        keys_per_row: Adjacent keys in one row of the product (``PACK``).
+        padded_group: Columns per key: the queries of a group with padding (``BLOCK_G``).
+        padded_bytes: Bytes per key of the index with padding (``BLOCK_C``).
+        keys_per_tile: Keys of a product (``BLOCK_N``).
+    """
+
+    keys_per_row: int
+    padded_group: int
+    padded_bytes: int
+    keys_per_tile: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The layout as constant arguments of kernels."""
+        return {
+            "PACK": self.keys_per_row,
+            "BLOCK_G": self.padded_group,
+            "BLOCK_C": self.padded_bytes,
+            "BLOCK_N": self.keys_per_tile,
+        }
+
+
+def packing(group: int, key_bytes: int, max_keys_per_row: int) -> Packing:
     """Return the layout of a product.
 
-    Keys whose width is not a power of two are not packed.
+    Keys are not packed if their number of bytes is not a power of two.
 
     Args:
         group: Query heads per KV head.
-        width: Bytes per key of the index.
-        most: The most neighbouring keys in a row.
-
-    Returns:
-        The neighbouring keys in a row, the columns per key, the bytes per key with padding, and the
-        keys of a product.
+        key_bytes: Bytes per key of the index.
+        max_keys_per_row: Maximum number of adjacent keys in a row.
     """
-    padded_group, alone = triton.next_power_of_2(group), triton.next_power_of_2(width)
-    pack = max(LEAST_COLUMNS // padded_group, LEAST_BYTES // width, 1)
-    if alone != width or pack > most and most * width < LEAST_BYTES:
+    padded_group = triton.next_power_of_2(group)
+    padded_bytes = triton.next_power_of_2(key_bytes)
+    pack = max(MIN_COLUMNS // padded_group, MIN_BYTES // key_bytes, 1)
+    row_is_too_short = pack > max_keys_per_row and max_keys_per_row * key_bytes < MIN_BYTES
+    if padded_bytes != key_bytes or row_is_too_short:
         pack = 1
-    pack = min(pack, most)
-    columns = max(alone, LEAST_BYTES // pack)
-    at_a_time = pack * max(LEAST_ROWS, SCORED_BYTES // (pack * columns))
-    return pack, max(padded_group, LEAST_COLUMNS // pack), columns, at_a_time
+    pack = min(pack, max_keys_per_row)
+    padded_bytes = max(padded_bytes, MIN_BYTES // pack)
+    return Packing(
+        keys_per_row=pack,
+        padded_group=max(padded_group, MIN_COLUMNS // pack),
+        padded_bytes=padded_bytes,
+        keys_per_tile=pack * max(MIN_ROWS, TILE_BYTES // (pack * padded_bytes)),
+    )
 
 
 @triton.jit
-def _spread(x, PACK: tl.constexpr, ROOM: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Return x [ROOM, BLOCK_C] in every block of a diagonal, int8 [PACK * BLOCK_C, PACK * ROOM]."""
-    one, other = tl.arange(0, PACK)[:, None, None, None], tl.arange(0, PACK)[None, None, :, None]
-    x = tl.where(one == other, x[None, :, None, :], 0.0).to(tl.int8)
-    return tl.trans(tl.reshape(x, (PACK * ROOM, PACK * BLOCK_C)))
+def _block_diagonal(x, PACK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Return a block diagonal matrix with ``PACK`` copies of x [BLOCK_G, BLOCK_C], transposed.
+
+    The result is int8 [PACK * BLOCK_C, PACK * BLOCK_G].
+    """
+    row_key = tl.arange(0, PACK)[:, None, None, None]
+    column_key = tl.arange(0, PACK)[None, None, :, None]
+    x = tl.where(row_key == column_key, x[None, :, None, :], 0.0).to(tl.int8)
+    return tl.trans(tl.reshape(x, (PACK * BLOCK_G, PACK * BLOCK_C)))
 
 
 @triton.jit
-def _half_bytes(x, UPPER: tl.constexpr, PACKED: tl.constexpr):
-    """Return the lower or upper halves of bytes, int8."""
-    if PACKED:
-        # four at a time: Triton would extract them one at a time
+def _half_bytes(x, UPPER: tl.constexpr, HAS_PTX: tl.constexpr):
+    """Return the lower or upper four bits of each byte, int8."""
+    if HAS_PTX:
+        # four bytes per instruction: Triton would extract single bytes
         if UPPER:
             return tl.inline_asm_elementwise(
-                "{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0f0f0f0f; }",
-                "=r,r",
-                [x],
-                tl.int8,
-                True,
-                4,
+                asm="{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0f0f0f0f; }",
+                constraints="=r,r",
+                args=[x],
+                dtype=tl.int8,
+                is_pure=True,
+                pack=4,
             )
         return tl.inline_asm_elementwise(
-            "and.b32 $0, $1, 0x0f0f0f0f;", "=r,r", [x], tl.int8, True, 4
+            asm="and.b32 $0, $1, 0x0f0f0f0f;",
+            constraints="=r,r",
+            args=[x],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
         )
     return ((x >> 4) if UPPER else (x & 15)).to(tl.int8)
 
 
 @triton.jit
-def queries_of(
+def load_queries(
     q,
     batch,
-    head,
+    kv_head,
     qk_scale,
     GROUP: tl.constexpr,
-    ROOM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     PACK: tl.constexpr,
-    FIRST: tl.constexpr,
-    STEP: tl.constexpr,
-    SIZE: tl.constexpr,
+    FIRST_CHANNEL: tl.constexpr,
+    HALF_DISTANCE: tl.constexpr,
+    HALF_SIZE: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Load the queries of a group and quantise them to the 8-bit operand of a product.
 
-    A product has 16 columns, and a group has fewer queries. `PACK` neighbouring keys, adjacent in
-    memory, count as one key with `PACK` times the channels. Column j * ROOM + g is the product of
-    query g and the j-th of these keys. The query of this column is 0 in the channels of the other
-    keys. Thus no column is wasted.
+    A product has 16 columns, and a group has fewer queries. Therefore a row of the product contains
+    `PACK` adjacent keys, as one key with `PACK` times the channels. Column j * BLOCK_G + g is the
+    product of query g and key j of the row: in this column, the channels of other keys are 0.
 
     Returns:
-        low, high: int8 [PACK * BLOCK_C, PACK * ROOM], the two halves of the channels.
-        offset: int32 [1, PACK * ROOM], to be subtracted from the products of each column.
-        unit: float32 [ROOM], the unit of the difference; NaN for a query that is not finite.
+        low, high: int8 [PACK * BLOCK_C, PACK * BLOCK_G], the two halves of the channels.
+        offset: int32 [1, PACK * BLOCK_G], to be subtracted from the products of each column.
+        query_scale: float32 [BLOCK_G], the factor of the differences; NaN for a query that is not
+            finite.
     """
-    member, inner = tl.arange(0, ROOM), tl.arange(0, BLOCK_C)
-    real = (member < GROUP)[:, None] & (inner < SIZE)[None, :]
-    at = q.data + batch * q.batch + (head * GROUP + member)[:, None] * q.head + FIRST
-    low = tl.load(at + inner[None, :], mask=real, other=0.0).to(tl.float32)
-    high = tl.load(at + STEP + inner[None, :], mask=real, other=0.0).to(tl.float32)
-    bits = tl.maximum(tl.max(magnitude(low), 1), tl.max(magnitude(high), 1))
-    finite = bits < INFINITE_BITS
-    low, high = tl.where(finite[:, None], low, 0.0), tl.where(finite[:, None], high, 0.0)
-    unit = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
-    unit = tl.maximum(unit * A_QUERY, LEAST_SCALE)
-    inverse = tl.div_rn(tl.full([ROOM], 1.0, tl.float32), unit)[:, None]
-    low, high = nearest(low * inverse, LARGEST_QUERY), nearest(high * inverse, LARGEST_QUERY)
-    # codes are 8 more than their values
+    # [BLOCK_G, BLOCK_C]
+    member, channel = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_C)
+    inside = (member < GROUP)[:, None] & (channel < HALF_SIZE)[None, :]
+    query = q.data + batch * q.batch + (kv_head * GROUP + member)[:, None] * q.head + FIRST_CHANNEL
+    low = tl.load(query + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(query + HALF_DISTANCE + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+
+    # quantise with one scale per query
+    max_bits = tl.maximum(tl.max(magnitude(low), 1), tl.max(magnitude(high), 1))
+    is_finite = max_bits < INFINITE_BITS
+    low, high = tl.where(is_finite[:, None], low, 0.0), tl.where(is_finite[:, None], high, 0.0)
+    query_scale = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+    query_scale = tl.maximum(query_scale * INVERSE_MAX_QUERY_CODE, MIN_SCALE)
+    inverse = tl.div_rn(tl.full([BLOCK_G], 1.0, tl.float32), query_scale)[:, None]
+    low = round_to_integer(low * inverse, MAX_QUERY_CODE)
+    high = round_to_integer(high * inverse, MAX_QUERY_CODE)
+
+    # codes of keys are 8 more than their values
     offset = (8.0 * (tl.sum(low, 1) + tl.sum(high, 1))).to(tl.int32)
-    low, high = _spread(low, PACK, ROOM, BLOCK_C), _spread(high, PACK, ROOM, BLOCK_C)
-    unit = tl.where(finite, unit * qk_scale, float("nan"))
-    return low, high, a_column(offset, PACK, ROOM), unit
+    low = _block_diagonal(low, PACK, BLOCK_G, BLOCK_C)
+    high = _block_diagonal(high, PACK, BLOCK_G, BLOCK_C)
+    query_scale = tl.where(is_finite, query_scale * qk_scale, float("nan"))
+    return low, high, repeat_per_key(offset, PACK, BLOCK_G), query_scale
 
 
 @triton.jit
-def a_column(x, PACK: tl.constexpr, ROOM: tl.constexpr):
-    """Return x [ROOM] repeated for each packed key, [1, PACK * ROOM]."""
-    return tl.reshape(tl.broadcast_to(x[None, :], (PACK, ROOM)), (1, PACK * ROOM))
+def repeat_per_key(x, PACK: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Return x [BLOCK_G] repeated for each key of a row, [1, PACK * BLOCK_G]."""
+    return tl.reshape(tl.broadcast_to(x[None, :], (PACK, BLOCK_G)), (1, PACK * BLOCK_G))
 
 
 @triton.jit
-def scores_of(codes, scale, low, high, offset, PACKED: tl.constexpr):
-    """Return products of rows of codes and queries, in their units.
+def key_products(codes, key_scale, low, high, offset, HAS_PTX: tl.constexpr):
+    """Return the products of keys and queries without the scales of the queries.
 
-    The result is float32 [keys / PACK, PACK * ROOM].
+    Args:
+        codes: uint8 [keys / PACK, PACK * BLOCK_C], rows of the index.
+        key_scale: [keys / PACK, PACK * BLOCK_G].
+        low, high, offset: From `load_queries`.
+
+    Returns:
+        float32 [keys / PACK, PACK * BLOCK_G].
     """
-    s = tl.dot(_half_bytes(codes, False, PACKED), low, out_dtype=tl.int32)
-    s = tl.dot(_half_bytes(codes, True, PACKED), high, s, out_dtype=tl.int32)
-    return (s - offset).to(tl.float32) * scale.to(tl.float32)
+    s = tl.dot(_half_bytes(codes, False, HAS_PTX), low, out_dtype=tl.int32)
+    s = tl.dot(_half_bytes(codes, True, HAS_PTX), high, s, out_dtype=tl.int32)
+    return (s - offset).to(tl.float32) * key_scale.to(tl.float32)

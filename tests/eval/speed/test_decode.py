@@ -102,7 +102,7 @@ def test_wrong_cab_step_is_not_timed(monkeypatch):
 
     def wrong(q, k, v, choice, *told):
         # correct only if all keys are selected
-        everything = choice.kept().all()
+        everything = choice.to_mask().all()
         return attend(q, k, v if everything else v.roll(1, dims=2), choice, *told)
 
     monkeypatch.setattr(ops, "attend", wrong)
