@@ -20,7 +20,7 @@ from cab_hf.config import CabConfig
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext
 from cab_hf.predictors.attention_mass import attention_rows, block_mass, block_sums
-from cab_hf.selection.reference import capped_ranks, ranks
+from cab_hf.selection.reference import ScoreOptions, block_scores, capped_scores
 
 # mass thresholds at which layers are measured, descending
 THRESHOLDS = (0.064, 0.032, 0.016, 0.011, 0.008, 0.0055, 0.004, 0.0028, 0.002, 0.0014)
@@ -82,17 +82,9 @@ def viewed(
         q: queries of one sequence, [1, H, N, D].
         k: keys of the sequence, [1, H_kv, N, D].
     """
-    rank = ranks(
-        q,
-        k,
-        call.ranges,
-        config,
-        scale=call.scale,
-        channels=call.channels,
-        sinks=call.sinks,
-        softcap=call.softcap,
-    )
-    rank = capped_ranks(rank, call.ranges, config)[0]
+    options = ScoreOptions(call.scale, call.channels, call.sinks, call.softcap)
+    rank = block_scores(q, k, ranges=call.ranges, config=config, options=options)
+    rank = capped_scores(rank, call.ranges, config)[0]
     keep = torch.stack([rank >= threshold for threshold in THRESHOLDS]).cpu()
     pairs = block_pairs(call.ranges, config).cpu().flatten()
     density = torch.stack([each.flatten(1).double() @ pairs for each in keep]) / pairs.sum()

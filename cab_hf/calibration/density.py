@@ -19,7 +19,7 @@ from cab_hf.ops import reference
 from cab_hf.plan import KeyRanges, block_visibility
 from cab_hf.predictors import LayerContext
 from cab_hf.predictors.cascade import anchor_of
-from cab_hf.selection.reference import capped_ranks, ranks
+from cab_hf.selection.reference import ScoreOptions, block_scores, capped_scores
 
 # descending, in equal ratios of 2 ** (1 / 4), from 0.5 to about 1e-6
 THRESHOLDS = tuple(2 ** (-step / 4) for step in range(4, 80))
@@ -39,17 +39,9 @@ def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Te
     pairs = block_pairs(call.ranges, config)
     rising = torch.tensor(THRESHOLDS[::-1], device=q.device)
     pairs_by_threshold = torch.zeros(len(THRESHOLDS) + 2, dtype=torch.float64, device=q.device)
-    rank_of_heads = ranks(
-        q,
-        k,
-        call.ranges,
-        config,
-        scale=call.scale,
-        channels=call.channels,
-        sinks=call.sinks,
-        softcap=call.softcap,
-    )
-    for rank in capped_ranks(rank_of_heads, call.ranges, config)[0]:
+    options = ScoreOptions(call.scale, call.channels, call.sinks, call.softcap)
+    rank_of_heads = block_scores(q, k, ranges=call.ranges, config=config, options=options)
+    for rank in capped_scores(rank_of_heads, call.ranges, config)[0]:
         # number of thresholds that a block reaches, plus one if it is kept at threshold 1
         num_reached = torch.bucketize(rank, rising, right=True) + (rank >= 1)
         is_visible = rank >= 0
@@ -84,7 +76,7 @@ def most_density(config: CabConfig, length: int) -> float:
     forced = reference.forced_blocks(visible, ranges, config)
     # blocks that are not forced have the same pairs, whatever their order
     rank = torch.zeros(visible.shape).masked_fill(forced, torch.inf).masked_fill(~visible, -1.0)
-    can_be_kept = capped_ranks(rank[:, None], ranges, config)[0, 0] >= 0
+    can_be_kept = capped_scores(rank[:, None], ranges, config)[0, 0] >= 0
     pairs = block_pairs(ranges, config)
     return float((pairs * can_be_kept).sum() / pairs.sum())
 

@@ -13,7 +13,7 @@ from cab_hf.hf.rotary import llama_channels
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges
 from cab_hf.predictors import LayerContext, RowsPredictor
 from cab_hf.selection import compact, tiles
-from cab_hf.selection.reference import selected_blocks
+from cab_hf.selection.reference import ScoreOptions, selected_blocks
 
 pytestmark = pytest.mark.gpu
 
@@ -48,16 +48,8 @@ def compared(config, q, k, call):
     """Return the blocks selected by the kernels and by the reference in float32."""
     plan = RowsPredictor(config)(q, k, call)
     require_valid(plan)
-    keep = selected_blocks(
-        q.float(),
-        k.float(),
-        call.ranges,
-        config,
-        scale=call.scale,
-        channels=call.channels,
-        sinks=call.sinks,
-        softcap=call.softcap,
-    )
+    options = ScoreOptions(call.scale, call.channels, call.sinks, call.softcap)
+    keep = selected_blocks(q.float(), k.float(), ranges=call.ranges, config=config, options=options)
     sizes = {"query_block": config.query_block, "key_block": config.key_block}
     tail = config.dense_tail_blocks * config.query_block, config.query_block
     expected = BlockPlan.from_dense(

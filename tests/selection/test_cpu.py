@@ -9,6 +9,7 @@ from selecting import heads_on, laid_in, loud
 from cab_hf import CabConfig
 from cab_hf.plan import KeyRanges
 from cab_hf.selection import cpu, reference
+from cab_hf.selection.reference import ScoreOptions
 
 CONFIG = CabConfig(
     query_block=32,
@@ -23,10 +24,12 @@ TIES = 1e-3
 
 
 def both(q, k, ranges, config, **logits):
-    logits["scale"] = q.shape[-1] ** -0.5
+    options = ScoreOptions(q.shape[-1] ** -0.5, **logits)
     return [
-        reference.selected_blocks(q, k, ranges, config, score=score, **logits)
-        for score in (None, cpu.scores)
+        reference.selected_blocks(
+            q, k, ranges=ranges, config=config, options=options, sampled_scores_fn=function
+        )
+        for function in (None, cpu.sampled_scores)
     ]
 
 

@@ -16,16 +16,18 @@ SMALL = CabConfig(32, 16, predictor="rows", outlier_queries=4, typical_queries=4
     typical_key_stride=1)  # fmt: skip
 SHAPE = {"q_length": 300, "heads": 4, "kv_heads": 2, "dim": 32}
 HALF = tuple(range(16, 32))
+# both batch rows of four heads
+HEADS = HeadRange(first=0, count=8, per_row=4)
 CPU = torch.device("cpu")
 
 
 def test_channels_are_padded_to_powers_of_two():
     order = Channels.of((2, 3, 5), 8, CPU)
-    assert (order.first, order.others) == (32, 32) == channel_widths((2, 3, 5), 8)
+    assert (order.first_width, order.other_width) == (32, 32) == channel_widths((2, 3, 5), 8)
     assert order.table[:4].tolist() == [2, 3, 5, -1]
     assert order.table[32:38].tolist() == [0, 1, 4, 6, 7, -1]
     everything = Channels.of((), 80, CPU)
-    assert (everything.first, everything.others) == (128, 0) == channel_widths((), 80)
+    assert (everything.first_width, everything.other_width) == (128, 0) == channel_widths((), 80)
     assert everything.table[:80].tolist() == list(range(80))
 
 
@@ -42,7 +44,7 @@ def test_padded_rows_give_outliers_of_the_reference():
     layout = laid_out("padded", 2, 300, 300, 32, "cpu")
     q, ranges = layout.queries(q), layout.ranges
     for count in (1, 8, 32):
-        actual = outlier_positions(q, ranges, HeadRange(0, 8, 4), 32, count)
+        actual = outlier_positions(q, ranges, heads=HEADS, query_block=32, count=count)
         expected = reference.outlier_queries(q, ranges, 32, count)
         assert torch.equal(actual, expected.int().flatten(2).flatten(0, 1))
 
@@ -53,7 +55,7 @@ def test_padded_rows_give_typical_queries_of_the_reference():
     q, ranges = layout.queries(q), layout.ranges
     config = replace(SMALL, outlier_queries=0)
     (sample,) = sample_queries(
-        q, ranges, config, HeadRange(0, 8, 4), scale=1.0, channels=(), dtype=q.dtype
+        q, ranges=ranges, config=config, heads=HEADS, scale=1.0, channels=(), dtype=q.dtype
     )
     at = reference.typical_queries(ranges, 32, 4).flatten(1)
     there = at >= 0

@@ -13,6 +13,7 @@ from cab_hf import CabConfig
 from cab_hf.ops import reference as definitions
 from cab_hf.plan import KeyRanges, block_visibility
 from cab_hf.selection import reference
+from cab_hf.selection.reference import ScoreOptions
 
 SMALL = CabConfig(
     32, 16, predictor="rows", outlier_queries=4, typical_queries=4,
@@ -23,7 +24,7 @@ SMALL = CabConfig(
 def shares_of(q, k, config, channels=()):
     """Return (mean_share, max_share) of the only head, [M_q, M_k] each."""
     ranges = KeyRanges.causal(1, q.shape[2], q.shape[2], "cpu")
-    both = reference.block_shares(q, k, ranges, config, scale=1.0, channels=channels)
+    both = reference.block_shares(q, k, ranges, config, ScoreOptions(1.0, channels))
     return [x[0, 0] for x in both]
 
 
@@ -81,7 +82,7 @@ def test_sample_without_visible_sampled_key_has_no_weight():
     first = (last >= 19).int() * 19
     ranges = KeyRanges(first, last, torch.ones(1, 32, dtype=torch.bool))
     config = replace(SMALL, outlier_queries=0, typical_queries=32, typical_key_stride=8)
-    mean_share, _ = reference.block_shares(q, k, ranges, config, scale=1.0)
+    mean_share, _ = reference.block_shares(q, k, ranges, config, ScoreOptions(1.0))
     # keys 4, 12, 20, 28 are scored: queries 0 to 3 and 19 see none of them
     torch.testing.assert_close(mean_share.sum(), torch.tensor(1.0))
 
@@ -99,9 +100,9 @@ def test_sink_takes_share_from_every_block():
     q, k = loud(q_length=96, heads=2, kv_heads=1)
     every = replace(SMALL, outlier_queries=0, typical_queries=32)
     ranges = KeyRanges.causal(1, 96, 96, "cpu")
-    without, _ = reference.block_shares(q, k, ranges, every, scale=1.0)
+    without, _ = reference.block_shares(q, k, ranges, every, ScoreOptions(1.0))
     sinks = torch.tensor([2.0, -torch.inf])
-    actual, _ = reference.block_shares(q, k, ranges, every, scale=1.0, sinks=sinks)
+    actual, _ = reference.block_shares(q, k, ranges, every, ScoreOptions(1.0, sinks=sinks))
     torch.testing.assert_close(actual[:, 1], without[:, 1])
     logits = (q @ k.transpose(-1, -2))[0, 0].masked_fill(torch.ones(96, 96).triu(1).bool(), -1e9)
     largest = F.pad(logits.unflatten(-1, (6, 16)).amax(-1), (0, 1), value=2.0 - math.log(16))
@@ -125,7 +126,7 @@ def test_selection_compares_shares_with_both_thresholds():
     q, k = loud(q_length=640)
     ranges = KeyRanges.causal(1, 640, 640, "cpu")
     config = replace(SMALL, dense_tail_blocks=0)
-    mean_share, max_share = reference.block_shares(q, k, ranges, config, scale=0.25)
+    mean_share, max_share = reference.block_shares(q, k, ranges, config, ScoreOptions(0.25))
     visible = block_visibility(ranges, 32, 16)
     forced = definitions.forced_blocks(visible, ranges, config)
     expected = visible & (forced | (mean_share >= 0.08) | (max_share >= 0.3))
@@ -160,11 +161,12 @@ def test_max_density_caps_rows_to_best_blocks(cap):
     cap_of_rows = definitions.share_of_row(visible, cap).squeeze(-1).maximum(forced.sum(-1))
     assert torch.equal(capped.sum(-1), whole.sum(-1).minimum(cap_of_rows))
     assert (whole | ~capped).all()
-    # every unselected block has a lower rank than every selected block
-    mean_share, max_share = reference.block_shares(q, k, ranges, config, scale=0.25)
-    rank = torch.where(max_share >= 0.3, 1 + max_share, mean_share).masked_fill(forced, torch.inf)
-    least = rank.masked_fill(~capped, torch.inf).amin(-1)
-    assert (rank.masked_fill(capped | ~whole, -1).amax(-1) <= least).all()
+    # every unselected block has a lower score than every selected block
+    mean_share, max_share = reference.block_shares(q, k, ranges, config, ScoreOptions(0.25))
+    score = torch.where(max_share >= 0.3, 1 + max_share, mean_share)
+    score = score.masked_fill(forced, torch.inf)
+    least = score.masked_fill(~capped, torch.inf).amin(-1)
+    assert (score.masked_fill(capped | ~whole, -1).amax(-1) <= least).all()
 
 
 def test_zero_threshold_with_max_density_fills_every_row():
@@ -225,8 +227,8 @@ def test_packed_documents_give_the_plans_of_single_documents():
 def test_heads_of_a_group_score_the_keys_of_their_kv_head():
     q, k = loud(q_length=160, heads=4, kv_heads=2)
     ranges = KeyRanges.causal(1, 160, 160, "cpu")
-    all_heads = reference.selected_blocks(q, k, ranges, SMALL, scale=1.0)
+    all_heads = reference.selected_blocks(q, k, ranges, SMALL, ScoreOptions(1.0))
     for head in range(4):
         own_q, own_k = q[:, [head]], k[:, [head // 2]]
-        own = reference.selected_blocks(own_q, own_k, ranges, SMALL, scale=1.0)
+        own = reference.selected_blocks(own_q, own_k, ranges, SMALL, ScoreOptions(1.0))
         assert torch.equal(all_heads[:, [head]], own)
