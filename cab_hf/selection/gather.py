@@ -602,11 +602,10 @@ def _quantize_keys_kernel(
         # 16-bit or float32 values of the same shapes; their exponent is 0
         stored_exponent = tl.where(is_finite, 0, NOT_FINITE_EXPONENT)
         tl.store(exponents + row, stored_exponent.to(tl.int8), mask=is_inside)
-        x = x.to(values.dtype.element_ty)
-        tl.store(target + x_stored[None, :], x, mask=is_inside[:, None])
+        dtype: tl.constexpr = values.dtype.element_ty
+        tl.store(target + x_stored[None, :], x.to(dtype), mask=is_inside[:, None])
         if OTHER_WIDTH > 0:
-            y = y.to(values.dtype.element_ty)
-            tl.store(target + y_stored[None, :], y, mask=is_inside[:, None])
+            tl.store(target + y_stored[None, :], y.to(dtype), mask=is_inside[:, None])
 
 
 @triton.jit
@@ -662,10 +661,10 @@ def _similarities_kernel(
     # queries of the block: position and is_real [BLOCK_Q]
     block = first_block + tl.program_id(1)
     launch_head = tl.program_id(0).to(tl.int64)
-    batch = (first_head + launch_head) // heads
     index = tl.arange(0, BLOCK_Q)
     position = block * QUERY_BLOCK + index
     is_inside = (index < QUERY_BLOCK) & (position < length)
+    batch = (first_head + launch_head) // heads
     is_real = tl.load(end + batch * end_stride + position, mask=is_inside, other=-1) >= 0
     source = vectors_at(q, batch, (first_head + launch_head) % heads, position)
     # products of all pairs of queries [BLOCK_Q, BLOCK_Q], and of each query with the sum of all
@@ -690,17 +689,18 @@ def _similarities_kernel(
             sum_square += tl.sum(total * total, 0)
     # similarities to the mean query [BLOCK_Q]
     own_inverse = tl.rsqrt(tl.maximum(square, LEAST_SQUARE))
-    row = (tl.program_id(1) * tl.num_programs(0) + launch_head) * BLOCK_Q + index
+    first_row = (tl.program_id(1) * tl.num_programs(0) + launch_head) * BLOCK_Q
     sum_inverse = tl.rsqrt(tl.maximum(sum_square, LEAST_SQUARE))
     similarity = _cosine_steps(products, own_inverse, sum_inverse).to(tl.int32)
-    tl.store(to_mean + row, tl.where(is_real, similarity, PADDING_STEPS))
-    tl.store(inverse_norm + row, own_inverse)
+    tl.store(to_mean + first_row + index, tl.where(is_real, similarity, PADDING_STEPS))
+    tl.store(inverse_norm + first_row + index, own_inverse)
     if gram is not None:
         # similarities of all pairs [BLOCK_Q, BLOCK_Q]. Vectors along rows and along columns have
         # different register layouts: the second one is read from memory again
         tl.debug_barrier()
-        other_inverse = tl.load(inverse_norm + row)
+        other_inverse = tl.load(inverse_norm + first_row + index)
         steps = _cosine_steps(matrix, own_inverse[:, None], other_inverse[None, :]).to(tl.int8)
+        row = first_row + index
         tl.store(gram + row[:, None] * BLOCK_Q + index[None, :], steps)
 
 
@@ -883,14 +883,13 @@ def _marked_kernel(
     ``BLOCK_N`` is KEY_BLOCK rounded up to a power of two.
     """
     flat_head = tl.program_id(0).to(tl.int64)
-    batch = flat_head // heads
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     index = tl.arange(0, BLOCK_N)
     # keys of the blocks [BLOCKS, BLOCK_N]
     token = block[:, None] * KEY_BLOCK + index[None, :]
     is_inside = (token < length) & (index < KEY_BLOCK)[None, :]
     exponent = tl.load(exponents + flat_head * length + token, mask=is_inside, other=0)
-    is_valid = valid + batch * valid_batch_stride + token * valid_token_stride
+    is_valid = valid + flat_head // heads * valid_batch_stride + token * valid_token_stride
     is_valid = tl.load(is_valid, mask=is_inside, other=0) != 0
     # marks of the blocks [BLOCKS]
     is_marked = tl.max(((exponent == NOT_FINITE_EXPONENT) & is_valid).to(tl.int32), 1)
