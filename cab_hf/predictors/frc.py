@@ -194,7 +194,7 @@ def affinity_of(queries: Tensor, keys: Tensor, scale: float, visible: Tensor) ->
     return logits.where(visible & (logits > 0), 0.0)
 
 
-def two_hop(affinity: Tensor, places: Tensor, query_block: int, key_block: int) -> Tensor:
+def two_hop(affinity: Tensor, block_positions: Tensor, query_block: int, key_block: int) -> Tensor:
     """Return the total weight of paths row i -> row t -> key block j, [B, H, M_q, M_k].
 
     If query blocks and key blocks have the same size, the result is the matrix product A A.
@@ -206,7 +206,7 @@ def two_hop(affinity: Tensor, places: Tensor, query_block: int, key_block: int) 
 
     Args:
         affinity: edge weights A, [B, H, M_q, M_k].
-        places: int64 [B, M_q], index of each query block in the sequence, see `BlockRanges.places`.
+        block_positions: int64 [B, M_q], index of each query block in the sequence.
         query_block: tokens per query block.
         key_block: tokens per key block; a multiple or a divisor of ``query_block``.
     """
@@ -218,7 +218,7 @@ def two_hop(affinity: Tensor, places: Tensor, query_block: int, key_block: int) 
         coarse = F.pad(coarse, (0, -kv_blocks % ratio)).unflatten(-1, (-1, ratio)).sum(-1)
     elif spread > 1:
         coarse = (coarse / spread).repeat_interleave(spread, dim=-1)
-    to_rows = coarse.gather(-1, places[:, None, None].expand(*coarse.shape[:3], -1))
+    to_rows = coarse.gather(-1, block_positions[:, None, None].expand(*coarse.shape[:3], -1))
     hops = to_rows @ coarse
     if spread > 1:
         return hops.unflatten(-1, (kv_blocks, spread)).sum(-1)
@@ -351,7 +351,7 @@ def _lists(
     keys: Tensor,
     bounds: Tensor,
     wanted: Tensor,
-    places: Tensor,
+    block_positions: Tensor,
     scale: float,
     query_block: int,
     key_block: int,
@@ -367,7 +367,7 @@ def _lists(
         keys: float32 [B, H_kv, M_k, D], representatives of the key blocks; NaN for marked blocks.
         bounds: int32 [6, B, M_q], the result of `reference.row_bounds`.
         wanted: int32 [B, H, M_q], the number of blocks that each row lists.
-        places: see `two_hop`.
+        block_positions: int64 [B, M_q], see `two_hop`.
         scale: factor of the products.
         query_block: tokens per query block.
         key_block: tokens per key block.
@@ -393,7 +393,11 @@ def _lists(
         for first_head in range(0, heads, heads_per_group):
             group = slice(first_head, first_head + heads_per_group)
             affinity = affinity_of(queries[:, group], keys[:, group], scale, visible)
-            hops = two_hop(affinity, places, query_block, key_block) if has_curvature else None
+            hops = (
+                two_hop(affinity, block_positions, query_block, key_block)
+                if has_curvature
+                else None
+            )
             group_score = score(
                 affinity, hops, visible=visible, curvature=curvature, redundancy=redundancy
             )
@@ -422,7 +426,7 @@ def _(
     keys,
     bounds,
     wanted,
-    places,
+    block_positions,
     scale,
     query_block,
     key_block,

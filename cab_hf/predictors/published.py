@@ -124,8 +124,8 @@ def compute_block_frc(
     keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
     visible = _visible_blocks(queries.new_empty(1, 1, blocks, blocks), causal)
     affinity = affinity_of(queries, keys, queries.shape[-1] ** -0.5, visible)
-    places = torch.arange(blocks, device=queries.device).expand(len(queries), -1)
-    triangles = two_hop(affinity, places, query_block=1, key_block=1)
+    block_positions = torch.arange(blocks, device=queries.device).expand(len(queries), -1)
+    triangles = two_hop(affinity, block_positions, query_block=1, key_block=1)
     if formula == "additive":
         frc = min_max(affinity, visible) - redundancy * triangles / blocks
     else:

@@ -21,11 +21,18 @@ AFFINITY = torch.tensor([[1.0, 0, 0], [2, 3, 0], [0, 1, 2]])[None, None]
 LOWER = torch.ones(3, 3, dtype=torch.bool).tril()
 
 
-def of_blocks(logits):
-    """Return q and k with one nonzero token per block, whose logits at scale 1/4 are ``logits``."""
+def tokens_with_logits(logits):
+    """Return q and k with one nonzero token per block and these block logits at scale 1/4.
+
+    Args:
+        logits: rows of numbers, [blocks, blocks].
+
+    Returns:
+        q and k, [1, 1, 16 * blocks, 16].
+    """
     logits = torch.tensor(logits, dtype=torch.float32)
     blocks = len(logits)
-    q, k = torch.zeros(2, 1, 1, blocks, 16, 16)
+    q, k = torch.zeros((2, 1, 1, blocks, 16, 16))
     q[:, :, torch.arange(blocks), 5, :blocks] = logits
     k[:, :, torch.arange(blocks), 7, :blocks] = 4 * torch.eye(blocks)
     return q.flatten(2, 3), k.flatten(2, 3)
@@ -116,7 +123,7 @@ def test_forman_selects_lowest_curvature_by_hand(curvature, kept):
     affinity = torch.tensor(logits).tril()
     assert (affinity @ affinity)[3].tolist() == [27, 27, 30, 16]
     config = CabConfig.published(0.5, curvature, **GRID)
-    q, k = of_blocks(logits)
+    q, k = tokens_with_logits(logits)
     for select in (plan_by_reference, plan_by_kernels):
         plan = select(config, q, k, KeyRanges.causal(1, 64, 64, "cpu"))
         assert plan.to_dense()[0, 0, 3].nonzero().flatten().tolist() == kept
@@ -206,21 +213,21 @@ def test_autocast_does_not_change_selection():
 
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_check_finite_error_names_the_tensor(name):
-    given = dict(zip("qk", qkv(q_length=64), strict=False))
-    given[name][0, 0, 5, 3] = math.nan
+    tensors = dict(zip("qk", qkv(q_length=64), strict=False))
+    tensors[name][0, 0, 5, 3] = math.nan
     with pytest.raises(ValueError, match=f"^{name} must be finite, got infinite or NaN"):
-        plan_by_reference(CabConfig.published(check_finite=True), given["q"], given["k"])
+        plan_by_reference(CabConfig.published(check_finite=True), tensors["q"], tensors["k"])
 
 
 def test_subclass_of_frc_requires_queries_and_keys():
     predictor = make_predictor(CabConfig.published())
     assert type(predictor) is FrcPredictor
     call = LayerContext(KeyRanges.causal(1, 64, 64, "cpu"), 0.25)
-    for config, needed in (
+    for config, expected in (
         (predictor.config, ("summaries", "vectors")),
         (CabConfig.published(curvature="none"), ("summaries",)),
     ):
-        assert FrcPredictor(config).required_inputs(call, (4, 2)) == needed
+        assert FrcPredictor(config).required_inputs(call, (4, 2)) == expected
 
     class Own(FrcPredictor):
         pass
@@ -276,10 +283,8 @@ def test_blocks_with_nonfinite_key_are_marked():
 def test_kernels_select_blocks_of_reference(config, change, uninitialised_is_nan):
     q, k = change(*loud(**SHAPE))
     ranges = KeyRanges.causal(1, 136, 136, "cpu")
-    actual, expected = (
-        plan_by_kernels(config, q, k, ranges),
-        plan_by_reference(config, q, k, ranges),
-    )
+    actual = plan_by_kernels(config, q, k, ranges)
+    expected = plan_by_reference(config, q, k, ranges)
     assert torch.equal(actual.full.counts, expected.full.counts)
     assert torch.equal(actual.to_dense(), expected.to_dense())
 
@@ -289,7 +294,8 @@ def test_kernels_select_blocks_of_reference_for_every_shape(shape):
     q, k = loud(**SHAPE | shape)
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
     actual, expected = (
-        f(CONFIGS[0].values[0], q, k, ranges) for f in (plan_by_kernels, plan_by_reference)
+        plan_of(CONFIGS[0].values[0], q, k, ranges)
+        for plan_of in (plan_by_kernels, plan_by_reference)
     )
     assert torch.equal(actual.to_dense(), expected.to_dense())
 
@@ -300,7 +306,9 @@ def test_kernels_select_blocks_of_reference_in_every_layout(layout):
     kv_length = {"kv_length": 200} if layout == "chunk" else {}
     q, k = loud(**SHAPE, batch=2, **kv_length)
     q, k, ranges = laid_in(layout, q, k, 16)
-    actual, expected = (f(config, q, k, ranges) for f in (plan_by_kernels, plan_by_reference))
+    actual, expected = (
+        plan_of(config, q, k, ranges) for plan_of in (plan_by_kernels, plan_by_reference)
+    )
     assert torch.equal(actual.to_dense(), expected.to_dense())
 
 
