@@ -334,42 +334,77 @@ def shares_of_samples(
         maximum, total: float32 [B, H, M_q, M_k], maximum and sum of the shares over the samples.
         num_samples: float32 [B, H, M_q], the number of samples with a visible sampled key.
     """
-    heads, num_samples_per_block = queries.shape[1], queries.shape[3]
+    heads, samples_per_block = queries.shape[1], queries.shape[3]
     kv_blocks = -(-keys.shape[2] // key_block)
     maximum, total = (queries.new_zeros(*queries.shape[:3], kv_blocks).float() for _ in range(2))
     num_samples = queries.new_zeros(queries.shape[:3]).float()
     key_positions = torch.arange(keys.shape[2], device=keys.device)
     key_positions = key_positions[key_offset(key_stride) :: key_stride]
     keys = keys[:, :, key_positions]
-    num_padding_keys = kv_blocks * (key_block // key_stride) - len(key_positions)
-    group, q_blocks_per_chunk = heads // keys.shape[1], max(1, QUERY_CHUNK // num_samples_per_block)
+    group, q_blocks_per_chunk = heads // keys.shape[1], max(1, QUERY_CHUNK // samples_per_block)
     for head, start in product(range(heads), range(0, queries.shape[2], q_blocks_per_chunk)):
-        # shapes: samples [B, Q, C], keys [B, K, C], logits [B, Q, K]
+        # the samples of a chunk of query blocks: [B, Q, C] with Q = query blocks * S
         chunk = slice(start, start + q_blocks_per_chunk)
-        q_positions = positions[:, head, chunk].flatten(1)
-        start_key, end_key = (
-            x.gather(1, q_positions.clamp(min=0)) for x in (ranges.start, ranges.end)
+        block_max, has_visible_key = _max_logits(
+            queries[:, head, chunk].flatten(1, 2),
+            positions=positions[:, head, chunk].flatten(1),
+            keys=keys[:, head // group],
+            key_positions=key_positions,
+            keys_per_block=key_block // key_stride,
+            kv_blocks=kv_blocks,
+            ranges=ranges,
+            options=options,
         )
-        end_key = end_key.masked_fill(q_positions < 0, -1)
-        samples = queries[:, head, chunk].flatten(1, 2).float()
-        products = samples @ keys[:, head // group].float().transpose(-1, -2)
-        logits = ops_reference.capped(products * options.scale, options.softcap)
-        is_masked = key_positions < start_key.unsqueeze(-1)
-        is_masked |= key_positions > end_key.unsqueeze(-1)
-        logits = logits.masked_fill(is_masked, -torch.inf)
-        logits = F.pad(logits, (0, num_padding_keys), value=-torch.inf)
-        block_max = logits.unflatten(-1, (kv_blocks, -1)).amax(-1)
         softmax_input = block_max
         if options.sinks is not None:
             softmax_input = F.pad(block_max, (0, 1))
             softmax_input[..., -1] = options.sinks[head] - math.log(key_block)
         # softmax over no keys is NaN: a query without visible sampled keys adds no share
         share = softmax_input.softmax(-1)[..., :kv_blocks].masked_fill(block_max == -torch.inf, 0.0)
-        share = share.unflatten(1, (-1, num_samples_per_block))
-        has_visible_key = (~is_masked).any(-1).unflatten(1, (-1, num_samples_per_block))
+        share = share.unflatten(1, (-1, samples_per_block))
         maximum[:, head, chunk], total[:, head, chunk] = share.amax(2), share.sum(2)
+        has_visible_key = has_visible_key.unflatten(1, (-1, samples_per_block))
         num_samples[:, head, chunk] = has_visible_key.sum(-1).float()
     return maximum, total, num_samples
+
+
+def _max_logits(
+    queries: Tensor,
+    *,
+    positions: Tensor,
+    keys: Tensor,
+    key_positions: Tensor,
+    keys_per_block: int,
+    kv_blocks: int,
+    ranges: KeyRanges,
+    options: ScoreOptions,
+) -> tuple[Tensor, Tensor]:
+    """Return the maximum logit of each query and key block of one head.
+
+    Args:
+        queries: [B, Q, C], sampled queries.
+        positions: int64 [B, Q], positions of the queries; -1 for none.
+        keys: [B, K, C], sampled keys.
+        key_positions: int64 [K], positions of the keys, ascending.
+        keys_per_block: Sampled keys per key block; the last block may have fewer.
+        kv_blocks: M_k, the number of key blocks.
+        ranges: Keys that each query may attend to.
+        options: Parameters of the logits.
+
+    Returns:
+        block_max: float32 [B, Q, M_k], -inf for invisible blocks.
+        has_visible_key: bool [B, Q], False for queries without visible sampled keys.
+    """
+    start_key, end_key = (x.gather(1, positions.clamp(min=0)) for x in (ranges.start, ranges.end))
+    end_key = end_key.masked_fill(positions < 0, -1)
+    products = queries.float() @ keys.float().transpose(-1, -2)
+    logits = ops_reference.capped(products * options.scale, options.softcap)
+    is_masked = key_positions < start_key.unsqueeze(-1)
+    is_masked |= key_positions > end_key.unsqueeze(-1)
+    logits = logits.masked_fill(is_masked, -torch.inf)
+    num_padding_keys = kv_blocks * keys_per_block - len(key_positions)
+    logits = F.pad(logits, (0, num_padding_keys), value=-torch.inf)
+    return logits.unflatten(-1, (kv_blocks, -1)).amax(-1), (~is_masked).any(-1)
 
 
 def outlier_queries(q: Tensor, ranges: KeyRanges, query_block: int, count: int) -> Tensor:

@@ -85,7 +85,9 @@ def test_sample_without_visible_sampled_key_has_no_weight():
     first = (last >= 19).int() * 19
     ranges = KeyRanges(first, last, torch.ones(1, 32, dtype=torch.bool))
     config = replace(SMALL, outlier_queries=0, typical_queries=32, typical_key_stride=8)
-    mean_share, _ = reference.block_shares(q, k, ranges, config, ScoreOptions(1.0))
+    mean_share, _ = reference.block_shares(
+        q, k, ranges=ranges, config=config, options=ScoreOptions(1.0)
+    )
     # keys 4, 12, 20, 28 are scored: queries 0 to 3 and 19 see none of them
     torch.testing.assert_close(mean_share.sum(), torch.tensor(1.0))
 
@@ -103,9 +105,13 @@ def test_sink_takes_share_from_every_block():
     q, k = loud(q_length=96, heads=2, kv_heads=1)
     every = replace(SMALL, outlier_queries=0, typical_queries=32)
     ranges = KeyRanges.causal(1, 96, 96, "cpu")
-    without, _ = reference.block_shares(q, k, ranges, every, ScoreOptions(1.0))
+    without, _ = reference.block_shares(
+        q, k, ranges=ranges, config=every, options=ScoreOptions(1.0)
+    )
     sinks = torch.tensor([2.0, -torch.inf])
-    actual, _ = reference.block_shares(q, k, ranges, every, ScoreOptions(1.0, sinks=sinks))
+    actual, _ = reference.block_shares(
+        q, k, ranges=ranges, config=every, options=ScoreOptions(1.0, sinks=sinks)
+    )
     torch.testing.assert_close(actual[:, 1], without[:, 1])
     logits = (q @ k.transpose(-1, -2))[0, 0].masked_fill(torch.ones(96, 96).triu(1).bool(), -1e9)
     largest = F.pad(logits.unflatten(-1, (6, 16)).amax(-1), (0, 1), value=2.0 - math.log(16))
@@ -131,7 +137,9 @@ def test_selection_compares_shares_with_both_thresholds():
     q, k = loud(q_length=640)
     ranges = KeyRanges.causal(1, 640, 640, "cpu")
     config = replace(SMALL, dense_tail_blocks=0)
-    mean_share, max_share = reference.block_shares(q, k, ranges, config, ScoreOptions(0.25))
+    mean_share, max_share = reference.block_shares(
+        q, k, ranges=ranges, config=config, options=ScoreOptions(0.25)
+    )
     visible = block_visibility(ranges, 32, 16)
     forced = ops_reference.forced_blocks(visible, ranges, config)
     expected = visible & (forced | (mean_share >= 0.08) | (max_share >= 0.3))
@@ -167,7 +175,9 @@ def test_max_density_caps_rows_to_best_blocks(cap):
     assert torch.equal(capped.sum(-1), uncapped.sum(-1).minimum(cap_of_rows))
     assert (uncapped | ~capped).all()
     # every unselected block has a lower score than every selected block
-    mean_share, max_share = reference.block_shares(q, k, ranges, config, ScoreOptions(0.25))
+    mean_share, max_share = reference.block_shares(
+        q, k, ranges=ranges, config=config, options=ScoreOptions(0.25)
+    )
     score = torch.where(max_share >= 0.3, 1 + max_share, mean_share)
     score = score.masked_fill(forced, torch.inf)
     least = score.masked_fill(~capped, torch.inf).amin(-1)
@@ -232,8 +242,12 @@ def test_packed_documents_give_the_plans_of_single_documents():
 def test_heads_of_a_group_score_the_keys_of_their_kv_head():
     q, k = loud(q_length=160, heads=4, kv_heads=2)
     ranges = KeyRanges.causal(1, 160, 160, "cpu")
-    all_heads = reference.selected_blocks(q, k, ranges, SMALL, ScoreOptions(1.0))
+    all_heads = reference.selected_blocks(
+        q, k, ranges=ranges, config=SMALL, options=ScoreOptions(1.0)
+    )
     for head in range(4):
         own_q, own_k = q[:, [head]], k[:, [head // 2]]
-        own = reference.selected_blocks(own_q, own_k, ranges, SMALL, ScoreOptions(1.0))
+        own = reference.selected_blocks(
+            own_q, own_k, ranges=ranges, config=SMALL, options=ScoreOptions(1.0)
+        )
         assert torch.equal(all_heads[:, [head]], own)
