@@ -110,8 +110,8 @@ class Predictor(ABC):
 
         * ``"queries"`` and ``"keys"``, always together: q and k of every token.
         * ``"summaries"``: every rank calls `encode_keys`, and `merge` joins the results. The
-          summary of a block must not depend on the rank. Padding tokens are known from ``valid``
-          only.
+          summary of a block must not depend on the rank. `encode_keys` must detect padding by
+          ``valid`` only.
         * ``"vectors"``: every rank calls ``vectors(q, ranges)``, a method of the predictor that
           returns [B, H, M_q, D]. `choose` receives the gathered result as its argument ``vectors``.
 

@@ -49,18 +49,21 @@ class CascadePredictor(Predictor):
         self.anchor = RowsPredictor(config)
 
     def encode_keys(self, k: Tensor, valid: Tensor | None = None) -> QuantizedKeys:
+        """Return the quantised keys, as `RowsPredictor.encode_keys` does."""
         return self.anchor.encode_keys(k, valid)
 
     def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> QuantizedKeys | Tensor:
-        # layers that reuse a plan need the number of KV heads only
+        """Return the quantised keys for an anchor, and k itself for other layers."""
         return self.anchor.summary_of(k, valid, call) if self._is_anchor(call) else k
 
     def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
+        """Return "summaries" for an anchor. Other layers need no tensors of other ranks."""
         return self.anchor.required_inputs(call, heads) if self._is_anchor(call) else ()
 
     def merge(
         self, summary: QuantizedKeys, call: LayerContext, heads: tuple[int, int], layout: Any
     ) -> QuantizedKeys:
+        """Return the quantised keys of all ranks."""
         return self.anchor.merge(summary, call, heads, layout)
 
     def _is_anchor(self, call: LayerContext) -> bool:

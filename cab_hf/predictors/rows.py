@@ -47,9 +47,11 @@ class RowsPredictor(Predictor):
         return quantize_keys(k, channels, check_finite=self.config.check_finite)
 
     def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> QuantizedKeys:
+        """Return the quantised keys, whose order of channels depends on the layer."""
         return self.encode_keys(k, valid, call.channels)
 
     def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
+        """Return "summaries": every rank quantises its keys, and `merge` joins the keys."""
         return ("summaries",)
 
     def merge(
@@ -61,6 +63,7 @@ class RowsPredictor(Predictor):
         return QuantizedKeys(values, None if exponents is None else layout.tokens(exponents))
 
     def choose(self, q: Tensor, summary: QuantizedKeys, call: LayerContext) -> BlockPlan:
+        """Return the plan for q over the quantised keys ``summary``; see `select_blocks`."""
         config, ranges = self.config, call.ranges
         full, partial = select_blocks(
             q,

@@ -51,6 +51,7 @@ class QuantizedKeys:
 
     @property
     def kv_heads(self) -> int:
+        """Return H_kv."""
         return self.values.shape[1]
 
 
@@ -266,10 +267,10 @@ def _select_as_op(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> tuple[BlockIndices, BlockIndices]:
-    """Call `select_blocks` as one registered op.
+    """Call `select_blocks` as one registered op, which torch.compile does not trace.
 
-    torch.compile does not look into the op. It would unroll the loops of the selection, and compile
-    one graph per sequence length.
+    If torch.compile traced the selection, torch.compile would unroll loops and compile one graph
+    per sequence length.
     """
     sequence_end = ranges.sequence_end
     if sequence_end is not None and not isinstance(sequence_end, Tensor):
@@ -304,6 +305,11 @@ def _select_as_op(
     + ") -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _select_op(q, values, exponents, sinks, start, end, key_valid, sequence_end, **options):
+    """Call `select_blocks` with the tensors and settings of the op.
+
+    Returns:
+        Counts and indices of full blocks, then counts and indices of partial blocks.
+    """
     ranges = KeyRanges(
         start,
         end,
@@ -357,6 +363,7 @@ def _quantize(k: Tensor, channels: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("cab_hf::quantize_keys", mutates_args=())
 def _quantize_op(k: Tensor, channels: list[int]) -> list[Tensor]:
+    """Call `_quantize` as a registered op: values, then exponents."""
     return list(_quantize(k, tuple(channels)))
 
 

@@ -48,6 +48,7 @@ class CappedLists(NamedTuple):
 
     @property
     def lists(self) -> tuple[BlockIndices, BlockIndices]:
+        """Return the lists of full blocks and the lists of partial blocks."""
         return self.full, self.partial
 
     @classmethod
@@ -195,7 +196,7 @@ def _is_capturing(x: Tensor) -> bool:
 
 
 def fill_lists(bits: Tensor, *, bounds: Tensor, full: BlockIndices, partial: BlockIndices) -> None:
-    """Write the blocks whose bits are set to the lists of their row, in ascending order.
+    """Write the selected blocks of every row to the lists of the row, in ascending order.
 
     A block is full if all queries of the row see all keys of the block, and partial otherwise.
 
@@ -223,7 +224,7 @@ def fill_lists(bits: Tensor, *, bounds: Tensor, full: BlockIndices, partial: Blo
     )
 
 
-# no compilation per value of these arguments
+# these arguments change from call to call: without specialisation, Triton compiles once
 @triton.jit(do_not_specialize=["full_width", "partial_width", "heads", "q_blocks", "words"])
 def _compact_kernel(
     bits,

@@ -20,8 +20,8 @@ from cab_hf.plan import KeyRanges
 from cab_hf.selection import reference
 from cab_hf.selection.reference import ScoreOptions
 
-# logits of one product: 2 MiB in float32, which stay in the cache of a core until their maxima are
-# computed
+# logits of one product: 2 MiB in float32, which stay in the cache of a core until the maxima per
+# key block are computed
 LOGITS_AT_A_TIME = 2**19
 # a product has a multiple of this many key blocks: `amax` over keys is vectorised over key blocks
 BLOCKS_OF_A_VECTOR = 32

@@ -126,7 +126,10 @@ def _contiguous(table: list[int]) -> int:
 
 
 def _is_run(channels: list[int]) -> bool:
-    """Return True if a run is padding, or adjacent channels from a multiple of its length on."""
+    """Return True if one load instruction can read these entries of `Channels.table`.
+
+    The entries are all padding, or n adjacent channels whose first channel is a multiple of n.
+    """
     length, first = len(channels), channels[0]
     if first == -1:
         return channels == [-1] * length
@@ -541,7 +544,7 @@ def _rounded(x, exponent, exponent_shift, values):
     return (x * power_of_two(exponent_shift)[:, None]).to(values.dtype.element_ty)
 
 
-# no compilation per value of `length`
+# the length changes from call to call: without specialisation, Triton compiles once
 @triton.jit(do_not_specialize=["length"])
 def _quantize_keys_kernel(
     k,
@@ -630,7 +633,7 @@ def _load_queries(source, is_real, first_channel, D: tl.constexpr, BLOCK_D: tl.c
     return tl.load(source + channel[None, :], mask=mask, other=0.0)
 
 
-# no compilation per value of these arguments
+# these arguments change from call to call: without specialisation, Triton compiles once
 @triton.jit(do_not_specialize=["end_stride", "first_block", "first_head", "length"])
 def _similarities_kernel(
     q,
@@ -722,7 +725,7 @@ def _products_with(source, vector, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK
     return products
 
 
-# no compilation per value of these arguments
+# these arguments change from call to call: without specialisation, Triton compiles once
 @triton.jit(do_not_specialize=["first_block", "first_head", "q_blocks"])
 def _farthest_points_kernel(
     q,
@@ -782,7 +785,7 @@ def _farthest_points_kernel(
     tl.store(positions + (launch_head * q_blocks + block) * COUNT + number, samples)
 
 
-# no compilation per value of these arguments
+# these arguments change from call to call: without specialisation, Triton compiles once
 @triton.jit(do_not_specialize=["start_stride", "end_stride", "first_head", "length", "total"])
 def _gather_queries_kernel(
     q,
@@ -863,7 +866,7 @@ def _gather_queries_kernel(
     tl.store(sample.end + row, end, mask=is_inside)
 
 
-# no compilation per value of these arguments
+# these arguments change from call to call: without specialisation, Triton compiles once
 @triton.jit(do_not_specialize=["valid_batch_stride", "length", "kv_blocks"])
 def _marked_kernel(
     exponents,

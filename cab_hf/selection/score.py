@@ -51,7 +51,7 @@ WARPS = 4
 REGISTERS = 168
 # `reduce_max` reduces at most 2 ** HALVINGS numbers
 HALVINGS = tl.constexpr(7)
-# arguments of kernels that differ between chunks: Triton must not compile once per value
+# arguments of kernels that change from launch to launch, see `do_not_specialize`
 POSITIONS = ["columns", "all_columns", "begin", "first_head", "heads", "q_blocks"]
 
 
@@ -411,7 +411,7 @@ def _visible_steps(start, end, STEP: tl.constexpr):
     return first_step, end_step, full_first, full_end
 
 
-# no compilation per value of these arguments
+# these arguments change from call to call: without specialisation, Triton compiles once
 @triton.jit(do_not_specialize=[*POSITIONS, "kv_heads", "kv_length"])
 def _score_kernel(
     sample,

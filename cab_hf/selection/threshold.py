@@ -37,7 +37,7 @@ COLUMNS = 64
 WARPS = 1
 # bytes that a thread loads with one instruction
 LOAD_BYTES = tl.constexpr(16)
-# arguments in addition to POSITIONS for which Triton must not compile once per value
+# further arguments of kernels that change from launch to launch
 NUMBERS = ["mean_threshold", "max_threshold", "kv_heads", "kv_blocks", "words", "bounds_plane"]
 NUMBERS += ["typical_columns", "outlier_columns", "all_typical_columns", "all_outlier_columns"]
 
@@ -261,7 +261,7 @@ def _shares(
     row = flat_block * COUNT + tl.arange(0, COUNT)
     qk_scale = tl.load(sample.scale + row)
     lse = tl.load(sample.lse + row)
-    # a logit has two bytes: a thread loads adjacent key blocks if a step has enough of them
+    # logits of 8-bit products have two bytes: their bytes per row of a step decide the fast order
     if BLOCKS * 2 >= LOAD_BYTES:
         # [COUNT, COLUMNS]: a thread holds adjacent key blocks of several samples
         column = first_column + tl.arange(0, COLUMNS)
@@ -298,7 +298,7 @@ def _visible_keys(sample, flat_block, COUNT: tl.constexpr):
     return tl.min(first, 0), tl.max(last, 0), tl.sum((last >= 0).to(tl.float32), 0)
 
 
-# no compilation per value of these arguments
+# these arguments change from call to call: without specialisation, Triton compiles once
 @triton.jit(do_not_specialize=[*POSITIONS[2:], *NUMBERS])
 def _threshold_kernel(
     typical,

@@ -41,8 +41,8 @@ MAX_STAGES = 3
 TILE_BYTES = 32 << 10
 # largest size of all tiles of keys that a program has in flight, in bytes
 IN_FLIGHT_BYTES = 96 << 10
-# keys in bytes that fit the L2 cache of a GPU. For more keys, programs that run at the same time
-# process the same few heads
+# size of the keys, in bytes, that fits into the L2 cache of a GPU. If the keys are larger, programs
+# that run at the same time process the same few heads
 CACHED_KEY_BYTES = 32 << 20
 # largest scratch of a chunk, in bytes
 SCRATCH_BYTES = 1152 << 20
@@ -154,8 +154,8 @@ class SampleTiles:
 class TilePlan:
     """Sizes of all launches that score the samples of some heads and fill their bitmap.
 
-    The scratch of a long sequence can exceed the memory. Therefore the tiles are cut into chunks.
-    Each chunk fills the scratch again and reads the scratch before the next chunk starts.
+    The scratch of a long sequence can exceed the memory. Therefore the tiles are cut into chunks,
+    which use the same scratch one after another.
 
     Attributes:
         kinds: Sizes for typical queries, then for outliers if there are any.
@@ -179,10 +179,12 @@ class TilePlan:
 
     @property
     def typical(self) -> SampleTiles:
+        """Return the sizes for typical queries."""
         return self.kinds[0]
 
     @property
     def outliers(self) -> SampleTiles | None:
+        """Return the sizes for outliers; None if no outliers are sampled."""
         return self.kinds[1] if len(self.kinds) > 1 else None
 
     def tiles_of(self, kind: SampleTiles, chunk: TileRange) -> TileRange:
@@ -236,7 +238,7 @@ def plan_tiles(
     )
     q_blocks = triton.cdiv(q_length, config.query_block)
     q_blocks_per_chunk_tile = max(kind.q_blocks_per_tile for kind in kinds)
-    # float16 is exact enough for logits of 8-bit products, and one instruction compares two of them
+    # logits of 8-bit products do not need more than float16, and one instruction compares two float16
     scratch_dtype = torch.float16 if dtype == FP8 else torch.float32
     chunks, scratch_logits = _chunks(
         kinds,
@@ -309,7 +311,7 @@ def _sample_tiles(
 
 
 def _interleave(blocks_per_step: int, key_block: int, tile_keys: int) -> int:
-    """Return `SampleTiles.interleave`."""
+    """Return the number of keys of a block that are adjacent in a tile of keys."""
     if blocks_per_step == 1:
         # all keys of a tile belong to one block
         return tile_keys
