@@ -238,7 +238,7 @@ def plan_tiles(
     )
     q_blocks = triton.cdiv(q_length, config.query_block)
     q_blocks_per_chunk_tile = max(kind.q_blocks_per_tile for kind in kinds)
-    # logits of 8-bit products do not need more than float16, and one instruction compares two float16
+    # float16 suffices for logits of 8-bit products, and packs two comparisons in one instruction
     scratch_dtype = torch.float16 if dtype == FP8 else torch.float32
     chunks, scratch_logits = _chunks(
         kinds,
