@@ -20,7 +20,7 @@ from cab_hf.config import CabConfig
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext
 from cab_hf.predictors.attention_mass import attention_rows, block_mass, block_sums
-from cab_hf.selection.reference import capped_ranks, ranks
+from cab_hf.selection.reference import ScoreOptions, block_scores, capped_scores
 
 # values of `CabConfig.mass_threshold` at which layers are measured, descending
 THRESHOLDS = (0.064, 0.032, 0.016, 0.011, 0.008, 0.0055, 0.004, 0.0028, 0.002, 0.0014)
@@ -110,17 +110,9 @@ def measure_layer(
         config: settings of the layer.
         needles: needle queries of the sequence.
     """
-    rank = ranks(
-        q,
-        k,
-        call.ranges,
-        config,
-        scale=call.scale,
-        channels=call.channels,
-        sinks=call.sinks,
-        softcap=call.softcap,
-    )
-    rank = capped_ranks(rank, call.ranges, config)[0]
+    options = ScoreOptions(call.scale, call.channels, call.sinks, call.softcap)
+    rank = block_scores(q, k, ranges=call.ranges, config=config, options=options)
+    rank = capped_scores(rank, call.ranges, config)[0]
     selected = torch.stack([rank >= threshold for threshold in THRESHOLDS]).cpu()
     pairs = block_pairs(call.ranges, config).cpu().flatten()
     densities = torch.stack([blocks.flatten(1).double() @ pairs for blocks in selected])

@@ -19,7 +19,7 @@ from cab_hf.ops import reference
 from cab_hf.plan import KeyRanges, block_visibility
 from cab_hf.predictors import LayerContext
 from cab_hf.predictors.cascade import anchor_of
-from cab_hf.selection.reference import capped_ranks, ranks
+from cab_hf.selection.reference import ScoreOptions, block_scores, capped_scores
 
 # values of `CabConfig.mass_threshold` at which layers are measured, descending from 0.5 to about
 # 1e-6 in equal ratios of 2 ** (1 / 4)
@@ -42,17 +42,9 @@ def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Te
     pairs = block_pairs(call.ranges, config)
     ascending = torch.tensor(THRESHOLDS[::-1], device=q.device)
     pairs_by_threshold = torch.zeros(len(THRESHOLDS) + 2, dtype=torch.float64, device=q.device)
-    rank_of_heads = ranks(
-        q,
-        k,
-        call.ranges,
-        config,
-        scale=call.scale,
-        channels=call.channels,
-        sinks=call.sinks,
-        softcap=call.softcap,
-    )
-    for rank in capped_ranks(rank_of_heads, call.ranges, config)[0]:
+    options = ScoreOptions(call.scale, call.channels, call.sinks, call.softcap)
+    rank_of_heads = block_scores(q, k, ranges=call.ranges, config=config, options=options)
+    for rank in capped_scores(rank_of_heads, call.ranges, config)[0]:
         # number of thresholds up to 1 at which a row selects each block
         num_reached = torch.bucketize(rank, ascending, right=True) + (rank >= 1)
         is_visible = rank >= 0
@@ -90,7 +82,7 @@ def most_density(config: CabConfig, length: int) -> float:
     is_forced = reference.forced_blocks(visible, ranges, config)
     # equal ranks, because all blocks that are not forced contain the same number of pairs
     rank = torch.zeros(visible.shape).masked_fill(is_forced, torch.inf).masked_fill(~visible, -1.0)
-    can_be_selected = capped_ranks(rank[:, None], ranges, config)[0, 0] >= 0
+    can_be_selected = capped_scores(rank[:, None], ranges, config)[0, 0] >= 0
     pairs = block_pairs(ranges, config)
     return float((pairs * can_be_selected).sum() / pairs.sum())
 

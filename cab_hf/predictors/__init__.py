@@ -1,8 +1,8 @@
 """Predictors: classes that take q and k and return a `BlockPlan`.
 
-A predictor summarises keys and then selects key blocks for every query block. `register_predictor`
-registers a class under a name. ``CabConfig(predictor=name)`` then selects it in every model and
-every evaluation.
+A predictor encodes the keys and then selects key blocks for every query block. After
+``register_predictor(name, Class)``, every model and every evaluation uses the class if its config
+is ``CabConfig(predictor=name)``.
 """
 
 from cab_hf.predictors.base import LayerContext, Predictor, make_predictor, register_predictor

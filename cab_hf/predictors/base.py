@@ -21,15 +21,15 @@ class LayerContext:
 
     Attributes:
         ranges: the interval of keys that each query may attend to.
-        scale: factor of the logits.
+        scale: factor of the dot products, usually 1 / sqrt(D).
         layer: index of the layer; None if the layer has no index.
-        shared_state: one mapping for all layers of the forward pass. A layer stores values for
-            later layers in it, such as its plan. Gradient checkpointing recomputes a layer with the
-            same mapping.
-        channels: ascending indices of the channels of q and k that cheap scores use; () means all
-            channels.
+        shared_state: one mapping for all layers of the forward pass. A layer can store values in
+            the mapping for later layers, such as its plan. Gradient checkpointing recomputes a
+            layer with the same mapping.
+        channels: ascending channels of q and k that predictors use for approximate scores; () for
+            all channels.
         sinks: [H], one attention-sink logit per head; None if the layer has no sinks.
-        softcap: soft cap of the logits, as in `reference.capped`; None means no cap.
+        softcap: soft cap of the logits, see `capped` of `cab_hf.ops.reference`; None for no cap.
     """
 
     ranges: KeyRanges
@@ -47,38 +47,43 @@ class LayerContext:
         return self.ranges
 
 
-# methods of `Predictor` by the names that they had, which subclasses of users may still override
+# old and new names of methods of `Predictor`. Subclasses of users may still override the old names
 OLD_METHODS = {"summarise": "encode_keys", "gathers": "required_inputs", "join": "merge"}
 
 
 class Predictor(ABC):
     """The base class of predictors, which select the key blocks that every query block attends to.
 
-    Each layer makes its own instance, so a predictor has no state between calls. `encode_keys` uses
-    k only, so a KV cache can store its result and ranks can exchange it. `choose` uses q and the
-    summary.
+    A predictor has two stages. `encode_keys` computes a summary of k, and `choose` selects blocks
+    for q with this summary. A summary does not depend on q. Thus a KV cache can store the summary,
+    and ranks can exchange their summaries.
+
+    Every call of a layer creates a new instance, so a predictor has no state between calls.
 
     Context parallelism (`cab_hf.context_parallel`) needs no changes to a predictor. By default
-    every rank gathers q and k of all ranks, selects blocks for the whole sequence and keeps the
-    rows of its own queries. The result is exact, but each rank repeats the work of one process.
-    Override `required_inputs` to exchange less.
+    every rank gathers q and k of all ranks, selects blocks for the whole sequence and returns the
+    rows of its own queries. The result is exact, but each rank repeats the work of one process. An
+    override of `required_inputs` reduces the exchanged data.
     """
 
     def __init__(self, config: CabConfig) -> None:
         self.config = config
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let old and new names of methods refer to the same method, with one warning per class."""
+        """Make an override of an old method name override the new name as well, and vice versa.
+
+        Overrides of old names cause one warning per class.
+        """
         super().__init_subclass__(**options)
         overridden = [old for old, new in OLD_METHODS.items() if _share_override(cls, old, new)]
         if overridden:
             old_names = ", ".join(f"{cls.__name__}.{old}" for old in overridden)
             new_names = ", ".join(OLD_METHODS[old] for old in overridden)
-            # the caller of the class statement, after this method and ABCMeta
+            # the warning names the class statement: skip this method, ABCMeta and `warn_renamed`
             warn_renamed(old_names, new_names, stacklevel=4)
 
     def encode_keys(self, k: Tensor, valid: Tensor | None = None) -> Any:
-        """Return the summary of k that `choose` needs; by default k itself.
+        """Return the summary of k that `choose` receives; by default k itself.
 
         Args:
             k: [B, H_kv, N_k, D], after RoPE.
@@ -87,28 +92,35 @@ class Predictor(ABC):
         return k
 
     def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> Any:
-        """Return `encode_keys(k, valid)`. Override it if the summary depends on the layer."""
+        """Return the summary of k for one layer; by default ``encode_keys(k, valid)``.
+
+        Predictors whose summary depends on the layer override this method.
+
+        Args:
+            k: [B, H_kv, N_k, D], after RoPE.
+            valid: bool [B, N_k], False for padding keys.
+            call: the context of the layer.
+        """
         return self.encode_keys(k, valid)
 
     def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
-        """Return the tensors that ranks must gather to select blocks for a layer.
+        """Return the names of the tensors that ranks must gather to select blocks for a layer.
 
-        Return a collection of these names:
+        The names are:
 
         * ``"queries"`` and ``"keys"``, always together: q and k of every token.
         * ``"summaries"``: every rank calls `encode_keys`, and `merge` joins the results. The
-          summary of a block must not depend on the rank. Only ``valid`` shows which tokens are
-          padding.
+          summary of a block must not depend on the rank. `encode_keys` must detect padding by
+          ``valid`` only.
         * ``"vectors"``: every rank calls ``vectors(q, ranges)``, a method of the predictor that
-          returns [B, H, M_q, D]. `choose` receives the vectors of the whole sequence as
-          ``vectors``.
+          returns [B, H, M_q, D]. `choose` receives the gathered result as its argument ``vectors``.
 
-        If the collection is empty, the summary is the k of this rank.
+        If no name is returned, the summary is the k of this rank.
 
         Without ``"queries"``, `choose` receives the q of this rank. ``call.ranges`` then contains
-        the ranges of this rank's queries over the whole sequence, and ``call.ranges.text`` the
-        ranges of all queries. ``call.ranges.own(plan)`` selects the rows of this rank from a plan
-        of the whole sequence.
+        the ranges of this rank's queries over the keys of the whole sequence, and
+        ``call.ranges.text`` contains the ranges of all queries. ``call.ranges.own(plan)`` selects
+        the rows of this rank from a plan of the whole sequence.
 
         Args:
             call: the context of the layer.
@@ -119,27 +131,28 @@ class Predictor(ABC):
     def merge(self, summary: Any, call: LayerContext, heads: tuple[int, int], layout: Any) -> Any:
         """Return the summary of the whole sequence from the summaries of all ranks.
 
-        The default joins summaries per key block, [B, H_kv, M_k, ...].
+        The default implementation joins summaries with one entry per key block.
 
         Args:
-            summary: the summary of this rank.
+            summary: the summary of this rank; [B, H_kv, M_k, ...] for the default implementation.
             call: the context of the layer.
             heads: (number of query heads, number of KV heads) of the layer.
-            layout: a `cab_hf.distributed.sharded.ShardedLayout`. Its ``blocks(x, dim, tokens of a
-                block)`` joins tensors with one entry per block, and ``tokens(x)`` joins tensors
-                with one entry per token.
+            layout: a `cab_hf.distributed.sharded.ShardedLayout`. Its method ``blocks(x, dim,
+                tokens_per_block)`` joins tensors with one entry per block. Its method ``tokens(x)``
+                joins tensors with one entry per token.
         """
         return layout.blocks(summary, 2, self.config.key_block)
 
-    # an alias, because a method that calls ``merge`` would call the override of a subclass again
+    # aliases and not methods that call the new names: an override of ``merge`` may call
+    # ``super().join``, which must not call the override again
     summarise, gathers, join = encode_keys, required_inputs, merge
 
     @abstractmethod
     def choose(self, q: Tensor, summary: Any, call: LayerContext) -> BlockPlan:
         """Return the plan for q over the keys of ``summary``.
 
-        The same inputs must return the same plan, because gradient checkpointing computes a layer
-        twice.
+        The plan must be a function of the inputs, because gradient checkpointing computes a layer
+        twice and needs the same plan.
 
         Args:
             q: [B, H, N_q, D], after RoPE.
@@ -148,11 +161,13 @@ class Predictor(ABC):
         """
 
     def refuse_packed(self, ranges: KeyRanges) -> None:
-        """Raise an error for packed documents, for predictors that select blocks for a whole row.
+        """Raise an error if a batch row contains several packed documents.
+
+        Predictors call this method if they cannot select blocks separately for each document.
 
         Raises:
-            NotImplementedError: the call contains several documents. The message names the
-                predictor.
+            NotImplementedError: a batch row contains several documents, or their number is unknown.
+                The message names the predictor.
         """
         if ranges.documents != 1:
             raise NotImplementedError(
@@ -162,36 +177,54 @@ class Predictor(ABC):
             )
 
     def __call__(self, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
-        """Return the plan for q over k, without gradients."""
+        """Return the plan for q over k, without gradients.
+
+        Args:
+            q: [B, H, N_q, D], after RoPE.
+            k: [B, H_kv, N_k, D], after RoPE.
+            call: the context of the layer.
+        """
         with torch.no_grad():
             return self.choose(q, self.summary_of(k, call.ranges.key_valid, call), call)
 
 
 def _share_override(cls: type[Predictor], old: str, new: str) -> bool:
-    """Set ``cls.old`` and ``cls.new`` to the first override of either of them.
+    """Make both names of a method refer to the override that is first in the MRO.
 
-    Returns True if only the old name is overridden.
+    Args:
+        cls: a subclass of `Predictor`.
+        old: old name of the method.
+        new: new name of the method.
+
+    Returns:
+        True if the class with the first override defines the old name only.
     """
-    for each in cls.__mro__:
-        has_old, has_new = old in vars(each), new in vars(each)
+    for base in cls.__mro__:
+        has_old, has_new = old in vars(base), new in vars(base)
         if has_old or has_new:
             break
     if has_old and not has_new:
-        setattr(cls, new, vars(each)[old])
+        setattr(cls, new, vars(base)[old])
     elif has_new and not has_old:
-        setattr(cls, old, vars(each)[new])
+        setattr(cls, old, vars(base)[new])
     return has_old and not has_new
 
 
-# a function, because torch.compile cannot trace methods of constants
+# a function and not a method of `CabConfig`: torch.compile cannot trace methods of constants
 def sparsity_of(config: CabConfig, layer: int | None, heads: int) -> tuple[float, ...]:
-    """Return the sparsity of each head of a layer, or one value if all are equal.
+    """Return the sparsity of each head of a layer, or one number if all heads have the same.
 
-    The sparsity of a head is the share of a row's blocks that the head drops.
+    The sparsity of a head is the share of its visible blocks that a query block drops.
+
+    Args:
+        config: settings. ``config.sparsity`` is one number, or a table with one row per layer and
+            one column per head.
+        layer: index of the layer; None if the layer has no index.
+        heads: query heads of the layer.
 
     Raises:
-        ValueError: ``config.sparsity`` is a table without this layer or with another number of
-            heads, or it is a table and the layer has no index.
+        ValueError: ``config.sparsity`` is a table, and the layer has no index, the table has no row
+            for the layer, or the table has another number of heads.
     """
     table = config.sparsity
     if not isinstance(table, tuple):
@@ -219,7 +252,7 @@ def register_predictor(name: str, factory: Factory) -> None:
     """Register ``factory`` as the predictor of ``CabConfig(predictor=name)``.
 
     Args:
-        name: the value of ``CabConfig.predictor`` that selects it.
+        name: the value of ``CabConfig.predictor`` that selects the predictor.
         factory: a `Predictor` class, or a function that takes a `CabConfig` and returns a
             predictor.
 
@@ -248,15 +281,15 @@ def register_predictor(name: str, factory: Factory) -> None:
 
 
 def make_predictor(config: CabConfig) -> Predictor:
-    """Return the predictor that ``config`` names.
+    """Build the predictor with the name ``config.predictor``.
 
     Raises:
         ValueError: the name is not registered.
     """
     if config.predictor not in _FACTORIES:
-        known = ", ".join(sorted(_FACTORIES))
+        names = ", ".join(sorted(_FACTORIES))
         raise ValueError(
-            f"CabConfig.predictor must be one of {known}, got {config.predictor!r}. Use one of "
+            f"CabConfig.predictor must be one of {names}, got {config.predictor!r}. Use one of "
             "these, or add a predictor with cab_hf.register_predictor."
         )
     return _FACTORIES[config.predictor](config)

@@ -1,9 +1,9 @@
-"""Cascade: a few anchor layers select blocks, and the layers after each anchor reuse its blocks.
+"""Cascade: a few anchor layers select blocks, and the layers after an anchor reuse its blocks.
 
 The important keys change slowly from layer to layer (Kascade). An anchor selects blocks like the
-default predictor, `RowsPredictor`. The layers after the anchor read its plan from
-`LayerContext.shared_state`. ``config.head_map`` maps the heads of these layers to heads of the
-anchor.
+default predictor, `RowsPredictor`, and stores its plan in `LayerContext.shared_state`. The layers
+up to the next anchor read the plan. ``config.head_map`` assigns a head of the anchor to every head
+of these layers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,18 @@ from cab_hf.predictors.base import LayerContext, Predictor
 from cab_hf.predictors.rows import RowsPredictor
 from cab_hf.selection import QuantizedKeys
 
-SHARED_PLAN = "cascade"  # key of the shared plan
+# key of the plan in `LayerContext.shared_state`
+SHARED_PLAN = "cascade"
 
 
 class SharedPlan(NamedTuple):
-    """The plan of an anchor, with the anchor's index and its numbers of query and KV heads."""
+    """The plan of an anchor in `LayerContext.shared_state`.
+
+    Attributes:
+        layer: index of the anchor.
+        heads: (number of query heads, number of KV heads) of the anchor.
+        plan: the plan.
+    """
 
     layer: int
     heads: tuple[int, int]
@@ -33,7 +40,8 @@ class SharedPlan(NamedTuple):
 class CascadePredictor(Predictor):
     """The predictor "cascade": anchors select blocks like `RowsPredictor`, other layers reuse them.
 
-    The anchor of a layer is the last anchor before the layer, so only the latest plan is stored.
+    The anchor of a layer is the last anchor before the layer. Therefore only the plan of the latest
+    anchor is stored.
     """
 
     def __init__(self, config: CabConfig) -> None:
@@ -41,46 +49,51 @@ class CascadePredictor(Predictor):
         self.anchor = RowsPredictor(config)
 
     def encode_keys(self, k: Tensor, valid: Tensor | None = None) -> QuantizedKeys:
+        """Return the quantised keys, as `RowsPredictor.encode_keys` does."""
         return self.anchor.encode_keys(k, valid)
 
     def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> QuantizedKeys | Tensor:
-        # a layer that is no anchor needs no summary
-        return self.anchor.summary_of(k, valid, call) if self._decides(call) else k
+        """Return the quantised keys for an anchor, and k itself for other layers."""
+        return self.anchor.summary_of(k, valid, call) if self._is_anchor(call) else k
 
     def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
-        return self.anchor.required_inputs(call, heads) if self._decides(call) else ()
+        """Return "summaries" for an anchor. Other layers need no tensors of other ranks."""
+        return self.anchor.required_inputs(call, heads) if self._is_anchor(call) else ()
 
     def merge(
         self, summary: QuantizedKeys, call: LayerContext, heads: tuple[int, int], layout: Any
     ) -> QuantizedKeys:
+        """Return the quantised keys of all ranks."""
         return self.anchor.merge(summary, call, heads, layout)
 
-    def _decides(self, call: LayerContext) -> bool:
+    def _is_anchor(self, call: LayerContext) -> bool:
+        """Return True if the layer is an anchor."""
         return call.layer in self.config.anchors
 
     def choose(self, q: Tensor, summary: QuantizedKeys | Tensor, call: LayerContext) -> BlockPlan:
-        """Return the plan of this layer if it is an anchor, else the plan of the anchor before it.
+        """Select blocks if the layer is an anchor, and return the plan of its anchor otherwise.
 
         Args:
             q: [B, H, N_q, D], after RoPE.
-            summary: the summary of k, or k itself if the layer is no anchor.
+            summary: the summary of k for an anchor, and k itself for other layers.
             call: the context of the layer.
 
         Raises:
-            ValueError: the layer has no index, no anchor precedes it, or its number of heads
-                differs from its anchor's.
+            ValueError: the layer has no index, no anchor precedes the layer, the anchor stored no
+                plan, or the layer and its anchor have different numbers of heads.
         """
         kv_heads = summary.shape[1] if isinstance(summary, Tensor) else summary.kv_heads
         heads = q.shape[1], kv_heads
-        if self._decides(call):
+        if self._is_anchor(call):
             plan = self.anchor.choose(q, summary, call)
             call.shared_state[SHARED_PLAN] = SharedPlan(call.layer, heads, plan)
             return plan
-        shared = self._from_anchor(heads, call)
-        # the layers of a model may be on several devices
-        return self._mapped(shared.plan, call.layer).on(call.ranges)
+        shared = self._shared_plan(heads, call)
+        # the anchor may be on another device than this layer
+        return self._with_mapped_heads(shared.plan, call.layer).on(call.ranges)
 
-    def _from_anchor(self, heads: tuple[int, int], call: LayerContext) -> SharedPlan:
+    def _shared_plan(self, heads: tuple[int, int], call: LayerContext) -> SharedPlan:
+        """Return the plan of the anchor of a layer with these numbers of query and KV heads."""
         layer = call.layer
         if layer is None:
             raise ValueError(
@@ -104,8 +117,8 @@ class CascadePredictor(Predictor):
         require_heads_of(shared.layer, shared.heads, layer, heads)
         return shared
 
-    def _mapped(self, plan: BlockPlan, layer: int) -> BlockPlan:
-        """Return the plan with the anchor's heads replaced as ``config.head_map`` assigns them."""
+    def _with_mapped_heads(self, plan: BlockPlan, layer: int) -> BlockPlan:
+        """Return the plan with heads of the anchor in the order of ``config.head_map[layer]``."""
         table = self.config.head_map
         if not table:
             return plan
@@ -119,30 +132,34 @@ class CascadePredictor(Predictor):
 
 
 def anchor_of(config: CabConfig, layer: int | None) -> int | None:
-    """Return the anchor of a layer, the layer itself or the last anchor before it, or None."""
+    """Return the index of the last anchor up to and including ``layer``.
+
+    Returns None if no anchor precedes the layer, the layer has no index, or the predictor is not
+    "cascade".
+    """
     if config.predictor != "cascade" or layer is None:
         return None
-    before = [anchor for anchor in config.anchors if anchor <= layer]
-    return before[-1] if before else None
+    candidates = [anchor for anchor in config.anchors if anchor <= layer]
+    return candidates[-1] if candidates else None
 
 
 def require_heads_of(
-    anchor: int, of_anchor: tuple[int, int], layer: int, heads: tuple[int, int]
+    anchor: int, anchor_heads: tuple[int, int], layer: int, heads: tuple[int, int]
 ) -> None:
     """Raise an error if a layer and its anchor differ in their numbers of heads.
 
     Args:
         anchor: index of the anchor.
-        of_anchor: (query heads, KV heads) of the anchor.
+        anchor_heads: (query heads, KV heads) of the anchor.
         layer: index of the layer.
         heads: (query heads, KV heads) of the layer.
 
     Raises:
         ValueError: the numbers differ. The message contains both.
     """
-    if of_anchor != heads:
+    if anchor_heads != heads:
         raise ValueError(
             "predictor must not be 'cascade' for layers that differ in their heads: layer "
             f"{layer} has {heads[0]} query heads and {heads[1]} KV heads, its anchor, layer "
-            f"{anchor}, has {of_anchor[0]} and {of_anchor[1]}. Use 'rows'."
+            f"{anchor}, has {anchor_heads[0]} and {anchor_heads[1]}. Use 'rows'."
         )

@@ -1,4 +1,8 @@
-"""FRC: the published CAB method, which keeps the edges of lowest Forman-Ricci curvature."""
+"""The published CAB method: select the edges of the block graph with the lowest curvature.
+
+An edge connects a query block and a key block. Its weight is the similarity of one representative
+token of each block. Its curvature is the Forman-Ricci curvature (FRC).
+"""
 
 from __future__ import annotations
 
@@ -15,145 +19,206 @@ from cab_hf.ops import has_kernels, reference
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, crossed_blocks
 from cab_hf.predictors.base import LayerContext, Predictor, sparsity_of
 
-# bytes of live scores; heads are computed in groups of this size
+# largest size of the scores in memory, in bytes; more heads are processed in several groups
 SCORE_BYTES_AT_A_TIME = 1 << 30
-SCORES_OF_A_HEAD = 8  # live float32 [M_q, M_k] tensors
+# float32 [M_q, M_k] tensors that are in memory together per head
+SCORES_OF_A_HEAD = 8
 
 
 class FrcPredictor(Predictor):
     """The published CAB method (`CabConfig.published`): row-wise top-k by curvature.
 
-    The summary of a block is its token of largest norm. The edges of the block graph have the
-    weights A = ReLU(Q K^T scale), and 0 where a row may not attend. Every row keeps a share of 1 -
-    ``config.sparsity`` of its blocks: sink blocks, local blocks, and the blocks of highest `score`.
-    With ``config.curvature="forman"`` and ``config.redundancy=1`` the highest score is the lowest
-    Forman-Ricci curvature.
+    The token of largest norm represents a block. With the representatives Q of query blocks and K
+    of key blocks, the edges of the block graph have the weights A = ReLU(Q K^T scale), or 0 for
+    invisible key blocks. A row is a query block. Every row selects a share of 1 -
+    ``config.sparsity`` of its visible blocks: sink blocks, local blocks, and the blocks with the
+    highest `score`. With ``config.curvature="forman"`` and ``config.redundancy=1``, the highest
+    score is the lowest Forman-Ricci curvature.
 
-    On CUDA devices, kernels (`cab_hf.ops.frc`) find the tokens and select the blocks without a
-    device sync. The products and sums between these kernels are PyTorch operations in float32. The
-    products use TF32 if ``torch.set_float32_matmul_precision`` allows it.
+    On a GPU, the kernels of `cab_hf.ops.frc` and `cab_hf.ops.top_k` find the representatives and
+    select the blocks without a device sync. The operations between these kernels are PyTorch
+    operations in float32. Matrix products use TF32 if ``torch.set_float32_matmul_precision`` allows
+    TF32.
     """
 
     def encode_keys(self, k: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return the key of largest norm of every key block, float32 [B, H_kv, M_k, D].
 
-        The result is NaN for blocks with a key that is not finite. Such blocks are always kept.
+        The representative of a block is NaN if a key of the block contains NaN or an infinity. Rows
+        always select such blocks.
+
+        Args:
+            k: [B, H_kv, N_k, D], after RoPE.
+            valid: bool [B, N_k], False for padding keys; None if no key is padding.
         """
         if valid is None:
             valid = torch.ones(k.shape[0], k.shape[2], device=k.device, dtype=torch.bool)
-        return self._largest("k", k, valid, self.config.key_block, mark=True)
+        if self.config.check_finite:
+            reference.refuse_infinite("k", k)
+        return _tokens(k, valid, block=self.config.key_block, mark=True)
 
     def vectors(self, q: Tensor, ranges: KeyRanges) -> Tensor:
         """Return the query of largest norm of every query block, float32 [B, H, M_q, D]."""
-        return self._largest("q", q, ranges.end >= 0, self.config.query_block, mark=False)
-
-    def _largest(self, name: str, x: Tensor, valid: Tensor, block: int, mark: bool) -> Tensor:
         if self.config.check_finite:
-            reference.refuse_infinite(name, x)
-        return _tokens(x, valid, block, mark)
+            reference.refuse_infinite("q", q)
+        return _tokens(q, ranges.end >= 0, block=self.config.query_block, mark=False)
 
     def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
-        """Return "summaries", and "vectors" if the score depends on the rows of other ranks."""
+        """Return "summaries", and "vectors" if the score depends on query blocks of other ranks."""
         if type(self) is not FrcPredictor:
-            # a subclass may select by something else
+            # the override of ``choose`` in a subclass may need q and k of all ranks
             return super().required_inputs(call, heads)
-        curved = is_curved(self.config.curvature, self.config.redundancy)
-        return ("summaries", "vectors") if curved else ("summaries",)
+        if is_curved(self.config.curvature, self.config.redundancy):
+            return ("summaries", "vectors")
+        return ("summaries",)
 
     def choose(
         self, q: Tensor, summary: Tensor, call: LayerContext, vectors: Tensor | None = None
     ) -> BlockPlan:
-        """Return the plan for q; `Predictor.required_inputs` describes ``vectors``."""
+        """Return the plan for q.
+
+        Args:
+            q: [B, H, N_q, D], after RoPE.
+            summary: the result of `encode_keys`, [B, H_kv, M_k, D].
+            call: the context of the layer.
+            vectors: representatives of the query blocks of all ranks, [B, H, M_q, D], under context
+                parallelism; None for the query blocks of q.
+        """
         if vectors is None:
             return self._plan(self.vectors(q, call.ranges), summary, call)
-        return call.ranges.own(self._plan(vectors, summary, replace(call, ranges=call.ranges.text)))
+        plan_of_all_ranks = self._plan(vectors, summary, replace(call, ranges=call.ranges.text))
+        return call.ranges.own(plan_of_all_ranks)
 
     def _plan(self, queries: Tensor, keys: Tensor, call: LayerContext) -> BlockPlan:
-        """Return the plan from the vectors of query blocks [B, H, M_q, D] and of key blocks."""
+        """Return the plan from the representatives of blocks.
+
+        Args:
+            queries: [B, H, M_q, D], representatives of the query blocks.
+            keys: [B, H_kv, M_k, D], representatives of the key blocks.
+            call: the context of the layer.
+        """
         config, ranges, heads = self.config, call.ranges, queries.shape[1]
-        rows = ranges.tail(*tail_of(config)) if ranges.has_tail(*tail_of(config)) else None
-        named = ranges.tail_rows(*tail_of(config))
-        listed = rows is not None and named is None
+        query_block, key_block = blocks_of(config)
+        tail_tokens, _ = tail_of(config)
+        has_tail = ranges.has_tail(tail_tokens, query_block)
+        tail = ranges.tail(tail_tokens, query_block) if has_tail else None
+        dense_rows = ranges.tail_rows(tail_tokens, query_block)
+        is_tail_listed = tail is not None and dense_rows is None
         sparsity = sparsity_of(config, call.layer, heads)
-        blocks = blocks_of(config)
-        bounds = reference.row_bounds(ranges, *blocks, config.sink_blocks, config.local_blocks)
-        marked = keys[..., 0].isnan().repeat_interleave(heads // keys.shape[1], dim=1)
-        wanted = wanted_blocks(bounds, rows, listed, sparsity, config.max_density, marked)
-        given = (
-            wanted.expand(-1, heads, -1).contiguous(),
-            ranges.rows(blocks[0]).block_positions(blocks[0]),
+        bounds = reference.row_bounds(
+            ranges, query_block, key_block, config.sink_blocks, config.local_blocks
         )
-        by = config.curvature, config.redundancy
-        # one more than the share, because it is rounded up, and here in floating point
-        share = 1.0 if listed else min(1 - min(sparsity), config.max_density)
-        crossed, kv_blocks = crossed_blocks(*blocks), keys.shape[2]
-        # and one more than what is forced, for a marked block
-        forced = config.sink_blocks + max(config.local_blocks, crossed) + 1
-        room = min(kv_blocks, max(torch.sym_int(share * kv_blocks) + 2, forced))
-        rooms = room, min(kv_blocks, crossed) if ranges.aligned else kv_blocks
-        known = queries.float(), keys.float(), bounds, *given
-        lists = _lists(*known, call.scale, *blocks, *by, *rooms)
-        full, partial = BlockIndices(*lists[:2]), BlockIndices(*lists[2:])
-        return BlockPlan(full, partial, ranges, *blocks, dense_rows=named)
+        marked = keys[..., 0].isnan().repeat_interleave(heads // keys.shape[1], dim=1)
+        wanted = wanted_blocks(
+            bounds,
+            tail=tail,
+            is_tail_listed=is_tail_listed,
+            sparsity=sparsity,
+            max_density=config.max_density,
+            marked=marked,
+        )
+        max_share = 1.0 if is_tail_listed else min(1 - min(sparsity), config.max_density)
+        crossed, kv_blocks = crossed_blocks(query_block, key_block), keys.shape[2]
+        # add 1 because the share is rounded up, and 1 for floating-point errors
+        max_selected = torch.sym_int(max_share * kv_blocks) + 2
+        # add 1 because a row with a marked block may list one more block
+        max_forced = config.sink_blocks + max(config.local_blocks, crossed) + 1
+        full_counts, full, partial_counts, partial = _lists(
+            queries.float(),
+            keys.float(),
+            bounds,
+            wanted.expand(-1, heads, -1).contiguous(),
+            ranges.rows(query_block).block_positions(query_block),
+            scale=call.scale,
+            query_block=query_block,
+            key_block=key_block,
+            curvature=config.curvature,
+            redundancy=config.redundancy,
+            full_width=min(kv_blocks, max(max_selected, max_forced)),
+            partial_width=min(kv_blocks, crossed) if ranges.aligned else kv_blocks,
+        )
+        return BlockPlan(
+            BlockIndices(full_counts, full),
+            BlockIndices(partial_counts, partial),
+            ranges,
+            query_block=query_block,
+            key_block=key_block,
+            dense_rows=dense_rows,
+        )
 
 
 def is_curved(curvature: str, redundancy: float) -> bool:
-    """Return True if curvature changes the score."""
+    """Return True if the score depends on curvature and not on edge weights alone.
+
+    Args:
+        curvature: ``"forman"``, ``"additive"`` or ``"none"``.
+        redundancy: weight of the curvature, in [0, 1].
+    """
     return curvature != "none" and redundancy > 0
 
 
 def largest_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False) -> Tensor:
     """Return the token of largest norm of every block of x [B, H, N, D], float32 [B, H, M, D].
 
-    Ties select the first token. Padding tokens and tokens with NaN are selected only if a block has
-    no others.
+    Ties select the first token. Padding tokens and tokens with NaN are selected only if the block
+    has no other tokens.
 
     Args:
-        x: q or k.
-        valid: bool [B, N], False for padding; None if there is no padding.
+        x: q or k, [B, H, N, D].
+        valid: bool [B, N], False for padding.
         block: tokens per block.
-        mark: True for NaN in blocks with a token whose squared norm is not finite.
+        mark: True to return NaN for blocks with a token whose squared norm is not finite.
     """
-    padding = -x.shape[2] % block
-    tokens = F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, block)).float()
-    real = F.pad(valid, (0, padding)).unflatten(1, (-1, block)).unsqueeze(1)
-    norm = tokens.square().sum(-1)
-    marked = (real & ~norm.isfinite()).any(-1, keepdim=True)
-    norm = norm.masked_fill(~real | norm.isnan(), -1.0)
-    found = tokens.take_along_dim(norm.argmax(-1)[..., None, None], dim=-2).squeeze(-2)
-    return found.masked_fill(marked, torch.nan) if mark else found
+    num_padding = -x.shape[2] % block
+    tokens = F.pad(x, (0, 0, 0, num_padding)).unflatten(2, (-1, block)).float()
+    is_real = F.pad(valid, (0, num_padding)).unflatten(1, (-1, block)).unsqueeze(1)
+    squared_norm = tokens.square().sum(-1)
+    is_marked = (is_real & ~squared_norm.isfinite()).any(-1, keepdim=True)
+    squared_norm = squared_norm.masked_fill(~is_real | squared_norm.isnan(), -1.0)
+    index = squared_norm.argmax(-1)[..., None, None]
+    largest = tokens.take_along_dim(index, dim=-2).squeeze(-2)
+    return largest.masked_fill(is_marked, torch.nan) if mark else largest
 
 
 def affinity_of(queries: Tensor, keys: Tensor, scale: float, visible: Tensor) -> Tensor:
-    """Return edge weights ReLU(Q K^T scale) of [B, H, M, D] each.
+    """Return the edge weights ReLU(Q K^T scale), float32 [B, H, M_q, M_k].
 
-    Weights outside ``visible`` and NaN weights are 0.
+    Args:
+        queries: Q, representatives of the query blocks, float32 [B, H, M_q, D].
+        keys: K, representatives of the key blocks, float32 [B, H, M_k, D].
+        scale: factor of the products.
+        visible: bool, broadcast to [B, H, M_q, M_k]. Weights are 0 where ``visible`` is False or
+            the product is NaN.
     """
     logits = queries @ keys.transpose(-1, -2) * scale
     return logits.where(visible & (logits > 0), 0.0)
 
 
-def two_hop(affinity: Tensor, places: Tensor, query_block: int, key_block: int) -> Tensor:
-    """Return the weights of paths row i -> row t -> key block j, [B, H, M_q, M_k].
+def two_hop(affinity: Tensor, block_positions: Tensor, query_block: int, key_block: int) -> Tensor:
+    """Return the total weight of paths row i -> row t -> key block j, [B, H, M_q, M_k].
 
-    For square blocks this is the matrix product A A. Key blocks are summed to the query grid before
-    the product, and the result is spread over the key blocks again. Rows of earlier chunks are not
-    available as the middle of a path. Weights that are not finite count as 0, because 0 * inf would
-    spread NaN to rows that cannot attend to them.
+    If query blocks and key blocks have the same size, the result is the matrix product A A.
+    Otherwise columns are first converted from key blocks to query blocks, and the product is
+    converted back. With chunked prefill, rows of earlier chunks do not take part as row t.
+
+    Weights that are not finite count as 0. Otherwise 0 * inf = NaN would appear in rows to which
+    the infinite weight is invisible.
 
     Args:
         affinity: edge weights A, [B, H, M_q, M_k].
-        places: int64 [B, M_q], the rows' indices on the query grid; see `BlockRanges.places`.
-        query_block, key_block: block sizes in tokens.
+        block_positions: int64 [B, M_q], index of each query block in the sequence.
+        query_block: tokens per query block.
+        key_block: tokens per key block; a multiple or a divisor of ``query_block``.
     """
     kv_blocks = affinity.shape[-1]
+    # key blocks per query block, and query blocks per key block: one of the two is 1
     ratio, spread = max(1, query_block // key_block), max(1, key_block // query_block)
     coarse = affinity.where(affinity.isfinite(), 0.0)
     if ratio > 1:
         coarse = F.pad(coarse, (0, -kv_blocks % ratio)).unflatten(-1, (-1, ratio)).sum(-1)
     elif spread > 1:
         coarse = (coarse / spread).repeat_interleave(spread, dim=-1)
-    to_rows = coarse.gather(-1, places[:, None, None].expand(*coarse.shape[:3], -1))
+    to_rows = coarse.gather(-1, block_positions[:, None, None].expand(*coarse.shape[:3], -1))
     hops = to_rows @ coarse
     if spread > 1:
         return hops.unflatten(-1, (kv_blocks, spread)).sum(-1)
@@ -161,16 +226,25 @@ def two_hop(affinity: Tensor, places: Tensor, query_block: int, key_block: int) 
 
 
 def forman_curvature(affinity: Tensor, hops: Tensor) -> Tensor:
-    """Return Forman-Ricci curvature with triangles, F = 4 A - S_i - S_j + 3 A A, [B, H, M_q, M_k].
+    """Return the Forman-Ricci curvature F = 4 A - S_i - S_j + 3 A A, [B, H, M_q, M_k].
 
-    S_i is the strength of row i, S_j the strength of column j. The sum of a column ends at the row
-    itself, so that the selection of a row does not depend on later queries.
+    S_i is the sum of row i of A. S_j is the sum of column j of A over the rows up to i, so that the
+    selection of a row does not depend on later queries.
+
+    Args:
+        affinity: edge weights A, [B, H, M_q, M_k].
+        hops: A A, the result of `two_hop`, [B, H, M_q, M_k].
     """
     return 4 * affinity - affinity.sum(-1, keepdim=True) - affinity.cumsum(-2) + 3 * hops
 
 
 def min_max(x: Tensor, visible: Tensor) -> Tensor:
-    """Scale x to [0, 1] over the visible part of each row."""
+    """Scale each row of x to [0, 1] over its visible entries; invisible entries become 0.
+
+    Args:
+        x: [B, H, M_q, M_k].
+        visible: bool, broadcast to the shape of x.
+    """
     low = x.masked_fill(~visible, torch.inf).amin(-1, keepdim=True)
     high = x.masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
     scaled = (x - low) / (high - low).clamp(min=torch.finfo(x.dtype).eps)
@@ -180,13 +254,18 @@ def min_max(x: Tensor, visible: Tensor) -> Tensor:
 def score(
     affinity: Tensor, hops: Tensor | None, visible: Tensor, curvature: str, redundancy: float
 ) -> Tensor:
-    """Return the score of each block, [B, H, M_q, M_k]; every row keeps the highest scores.
+    """Return the score of each block, [B, H, M_q, M_k]; every row selects the highest scores.
 
-    * ``"forman"``: (1 - redundancy) A - redundancy F.
-    * ``"additive"``: A scaled to [0, 1] over its row - redundancy A A / M_k. M_k counts all key
-      blocks of the call, as published, so padding and packing change the selection.
+    * ``"forman"``: (1 - redundancy) * A - redundancy * F, with F of `forman_curvature`.
+    * ``"additive"``: `min_max` (A) - redundancy * A A / M_k. M_k is the number of all key blocks,
+      as published. Thus padding and packing change the selection.
 
-    Without ``hops`` (the result of `two_hop`) the score is A.
+    Args:
+        affinity: edge weights A, [B, H, M_q, M_k].
+        hops: A A, the result of `two_hop`; None for the score A.
+        visible: bool, broadcast to [B, H, M_q, M_k].
+        curvature: ``"forman"`` or ``"additive"``.
+        redundancy: weight of the curvature, in [0, 1].
     """
     if hops is None:
         return affinity
@@ -197,53 +276,64 @@ def score(
 
 def wanted_blocks(
     bounds: Tensor,
+    *,
     tail: Tensor | None,
-    listed: bool,
+    is_tail_listed: bool,
     sparsity: tuple[float, ...],
-    cap: float,
+    max_density: float,
     marked: Tensor | None = None,
 ) -> Tensor:
     """Return the number of blocks that each row lists, int32 [B, H or 1, M_q].
 
-    The number is the row's share, and at least the number of forced blocks. The minimum is one
-    higher if the row has a visible marked block.
+    For a row with n visible blocks::
+
+        wanted = max(min(ceil((1 - sparsity) * n), ceil(max_density * n)), forced)
+
+    ``forced`` is the number of forced blocks, plus one if the row has a visible marked block that
+    is not forced.
 
     Args:
-        bounds: the result of `reference.row_bounds`.
-        tail: bool [B, M_q], rows that attend to everything; None if there are none.
-        listed: True if these rows list all blocks; otherwise the plan names the rows, and their
-            lists are empty.
-        sparsity: share of blocks dropped, for each head or for all heads.
-        cap: the largest share of blocks that a row keeps, unless more are forced.
+        bounds: int32 [6, B, M_q], the result of `reference.row_bounds`.
+        tail: bool [B, M_q], True for rows of the dense tail; None if there is no tail.
+        is_tail_listed: True if rows of the tail list all visible blocks. False if their lists are
+            empty, because the plan names these rows.
+        sparsity: the share of the visible blocks that a row drops: one number for all heads, or one
+            per head.
+        max_density: the largest share of the visible blocks that a row lists, unless more blocks
+            are forced.
         marked: bool [B, H, M_k], blocks with a key that is not finite; None for none.
     """
     first, last, sinks, local = bounds[:4].unsqueeze(2)
-    blocks = last - first + 1
-    forced = blocks - (local - sinks).clamp(min=0)
+    num_visible = last - first + 1
+    forced = num_visible - (local - sinks).clamp(min=0)
     if marked is not None:
         forced = forced + reference.has_visible_marked(marked, bounds).int()
     dropped = sparsity[0] if len(sparsity) == 1 else _on_device(sparsity, bounds.device)
-    # 0.05 * 20 must not round up to 2
-    share, most = ((blocks.double() * x - 1e-9).ceil().int() for x in (1 - dropped, cap))
+    # subtract 1e-9 because 0.05 * 20 must not round up to 2
+    share, most = (
+        (num_visible.double() * x - 1e-9).ceil().int() for x in (1 - dropped, max_density)
+    )
     wanted = share.minimum(most).maximum(forced)
-    return wanted if tail is None else wanted.where(~tail.unsqueeze(1), blocks if listed else 0)
+    if tail is None:
+        return wanted
+    return wanted.where(~tail.unsqueeze(1), num_visible if is_tail_listed else 0)
 
 
 @lru_cache(1024)
 def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return numbers as float64 [H, 1] on ``device``.
+    """Return numbers as a tensor on ``device``, float64 [H, 1].
 
-    The result is cached per layer: the copy is a device sync, and CUDA graphs allow none.
+    The result is cached, because the copy waits for the device, which CUDA graphs do not allow.
     """
     return torch.tensor(numbers, dtype=torch.float64, device=device).unsqueeze(1)
 
 
 @torch.library.custom_op("cab_hf::frc_tokens", mutates_args=())
 def _tokens(x: Tensor, valid: Tensor, block: int, mark: bool) -> Tensor:
-    """Compute `largest_tokens`, by a kernel if one is available."""
+    """Compute `largest_tokens`, on a GPU by a kernel."""
     if not has_kernels(x):
         return largest_tokens(x, valid, block, mark)
-    # models on the CPU never need Triton
+    # models on the CPU do not need Triton
     from cab_hf.ops import frc
 
     return frc.largest_tokens(x, valid, block, mark)
@@ -261,59 +351,100 @@ def _lists(
     keys: Tensor,
     bounds: Tensor,
     wanted: Tensor,
-    places: Tensor,
+    block_positions: Tensor,
     scale: float,
     query_block: int,
     key_block: int,
     curvature: str,
     redundancy: float,
-    full_room: int,
-    partial_room: int,
+    full_width: int,
+    partial_width: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return counts and indices of full and of partial blocks.
+    """Return counts and indices of full blocks, then counts and indices of partial blocks.
 
-    The lists have ``full_room`` and ``partial_room`` columns.
+    Args:
+        queries: float32 [B, H, M_q, D], representatives of the query blocks.
+        keys: float32 [B, H_kv, M_k, D], representatives of the key blocks; NaN for marked blocks.
+        bounds: int32 [6, B, M_q], the result of `reference.row_bounds`.
+        wanted: int32 [B, H, M_q], the number of blocks that each row lists.
+        block_positions: int64 [B, M_q], see `two_hop`.
+        scale: factor of the products.
+        query_block: tokens per query block.
+        key_block: tokens per key block.
+        curvature: see `score`.
+        redundancy: see `score`.
+        full_width: entries per list of full blocks.
+        partial_width: entries per list of partial blocks.
     """
     (batch, heads, q_blocks, _), kv_blocks = queries.shape, keys.shape[2]
     column = torch.arange(kv_blocks, device=queries.device)
-    first, last, sinks, local, begin, end = bounds[:, :, None, :, None]
+    first, last, sinks, local, first_full, last_full = bounds[:, :, None, :, None]
     visible = (column >= first) & (column <= last)
     forced = visible & ((column < sinks) | (column >= local))
     keys = keys.repeat_interleave(heads // keys.shape[1], dim=1)
     marked = keys[..., 0].isnan().unsqueeze(2)
-    kernels, selected, buffers = has_kernels(queries), [], _empty(queries, full_room, partial_room)
-    a_head = 4 * SCORES_OF_A_HEAD * batch * q_blocks * kv_blocks
-    step = max(1, SCORE_BYTES_AT_A_TIME // a_head)
+    uses_kernels, selected = has_kernels(queries), []
+    lists = _empty_lists(queries, full_width, partial_width)
+    score_bytes_per_head = 4 * SCORES_OF_A_HEAD * batch * q_blocks * kv_blocks
+    heads_per_group = max(1, SCORE_BYTES_AT_A_TIME // score_bytes_per_head)
+    has_curvature = is_curved(curvature, redundancy)
     # autocast would round the products
     with torch.autocast(queries.device.type, enabled=False):
-        for start in range(0, heads, step):
-            head_slice = slice(start, start + step)
-            affinity = affinity_of(queries[:, head_slice], keys[:, head_slice], scale, visible)
-            curved = is_curved(curvature, redundancy)
-            hops = two_hop(affinity, places, query_block, key_block) if curved else None
-            ranked = score(affinity, hops, visible, curvature, redundancy)
-            ranked = ranked.masked_fill(marked[:, head_slice], torch.inf)
-            if kernels:
+        for first_head in range(0, heads, heads_per_group):
+            group = slice(first_head, first_head + heads_per_group)
+            affinity = affinity_of(queries[:, group], keys[:, group], scale, visible)
+            hops = (
+                two_hop(affinity, block_positions, query_block, key_block)
+                if has_curvature
+                else None
+            )
+            group_score = score(
+                affinity, hops, visible=visible, curvature=curvature, redundancy=redundancy
+            )
+            group_score = group_score.masked_fill(marked[:, group], torch.inf)
+            if uses_kernels:
                 from cab_hf.ops import top_k
 
-                top_k.select(ranked, bounds, wanted, start, buffers)
+                top_k.select(
+                    score=group_score, bounds=bounds, wanted=wanted, start=first_head, lists=lists
+                )
             else:
                 selected.append(
-                    reference.best_of_rows(ranked, visible, forced, wanted[:, head_slice])
+                    reference.best_of_rows(group_score, visible, forced, wanted[:, group])
                 )
-    if kernels:
-        return buffers
-    keep, complete = torch.cat(selected, dim=1), (column >= begin) & (column <= end)
-    full = BlockIndices.from_dense(keep & complete, full_room)
-    partial = BlockIndices.from_dense(keep & ~complete, partial_room)
+    if uses_kernels:
+        return lists
+    keep, is_full = torch.cat(selected, dim=1), (column >= first_full) & (column <= last_full)
+    full = BlockIndices.from_dense(keep & is_full, full_width)
+    partial = BlockIndices.from_dense(keep & ~is_full, partial_width)
     return full.counts, full.indices, partial.counts, partial.indices
 
 
 @_lists.register_fake
-def _(queries, keys, bounds, wanted, places, *given):
-    return _empty(queries, *given[-2:])
+def _(
+    queries,
+    keys,
+    bounds,
+    wanted,
+    block_positions,
+    scale,
+    query_block,
+    key_block,
+    curvature,
+    redundancy,
+    full_width,
+    partial_width,
+):
+    return _empty_lists(queries, full_width, partial_width)
 
 
-def _empty(like: Tensor, *rooms: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shapes = [shape for room in rooms for shape in ((), (room,))]
-    return tuple([like.new_empty(*like.shape[:3], *x, dtype=torch.int32) for x in shapes])
+def _empty_lists(
+    queries: Tensor, full_width: int, partial_width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate the result of `_lists`; ``queries`` has the shape [B, H, M_q, D]."""
+    rows = tuple(queries.shape[:3])
+    full_counts, full, partial_counts, partial = (
+        queries.new_empty(shape, dtype=torch.int32)
+        for shape in (rows, (*rows, full_width), rows, (*rows, partial_width))
+    )
+    return full_counts, full, partial_counts, partial

@@ -1,7 +1,9 @@
 """The published CAB classes under their published names, based on `predictors.frc`.
 
-`CabConfig.published` is the same recipe as a config. These classes expose its steps: coarse tokens,
-curvature, block mask and diagnostics.
+`CabConfig.published` configures the same method for models. The classes of this module expose the
+steps of the method: coarse tokens, curvature, block mask and diagnostics.
+
+Shapes: M is the number of query blocks and of key blocks. A row is a query block.
 """
 
 from __future__ import annotations
@@ -24,20 +26,26 @@ from cab_hf.predictors.frc import (
 )
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# the end of each formula's curvature that is attended
+# curvature of the blocks that are selected, by formula
 KEPT_SIDE = {"forman": "lowest", "additive": "highest"}
-# points of a scatter panel: limits the size of the figure
+# most points of a scatter plot: limits the size of the figure
 POINTS_DRAWN = 20_000
+# quantiles per row in the figure
 QUANTILES = (0.1, 0.5, 0.9)
 
 
 class BlockFrc(NamedTuple):
-    """The curvature of the block graph and its parts, float32 [B, H, M, M] each.
+    """The curvature of the block graph, and the terms from which the curvature is computed.
 
-    Rows are query blocks and columns are key blocks. All three tensors are 0 outside the causal
-    part.
+    Rows are query blocks, columns are key blocks. All tensors are 0 for invisible key blocks.
+
+    Attributes:
+        frc: curvature, float32 [B, H, M, M].
+        affinity: edge weights A, float32 [B, H, M, M].
+        triangles: A A, float32 [B, H, M, M].
     """
 
     frc: Tensor
@@ -48,8 +56,8 @@ class BlockFrc(NamedTuple):
 def coarsen_qk_max_l2(q: Tensor, k: Tensor, block_size: int = 64) -> tuple[Tensor, Tensor]:
     """Return the token of largest L2 norm of every block of q and k.
 
-    Ties select the first token. A block with a key that is not finite has NaN, and later functions
-    always keep such a block.
+    Ties select the first token. If a key of a block contains NaN or an infinity, the result for
+    the block is NaN, and `generate_block_mask_from_frc` always selects the block.
 
     Args:
         q: [B, H, N_q, D].
@@ -57,17 +65,17 @@ def coarsen_qk_max_l2(q: Tensor, k: Tensor, block_size: int = 64) -> tuple[Tenso
         block_size: tokens per block; the last block may be shorter.
 
     Returns:
-        float32 [B, H, M_q, D] and [B, H_kv, M_k, D] with M = ceil(N / block_size).
+        float32 [B, H, M_q, D] and [B, H_kv, M_k, D], M_q = ceil(N_q / block_size) and M_k likewise.
 
     Raises:
         ValueError: shapes do not fit, or the block size is below 1.
     """
     _require_heads(q=q, k=k)
     _require_sizes(block_size=block_size)
-    queries, keys = (x.new_ones(x.shape[0], x.shape[2], dtype=torch.bool) for x in (q, k))
+    q_valid, k_valid = (x.new_ones(x.shape[0], x.shape[2], dtype=torch.bool) for x in (q, k))
     return (
-        largest_tokens(q, queries, block_size),
-        largest_tokens(k, keys, block_size, mark=True),
+        largest_tokens(q, q_valid, block_size),
+        largest_tokens(k, k_valid, block_size, mark=True),
     )
 
 
@@ -81,21 +89,21 @@ def compute_block_frc(
 ) -> BlockFrc:
     """Compute the curvature of every edge (query block, key block).
 
-    Edge weights are A = ReLU(Q K^T / sqrt(D)), and 0 outside the causal part. A A are the
-    triangles.
+    The edge weights are A = ReLU(Q K^T / sqrt(D)), and 0 for invisible key blocks. The matrix
+    product A A counts triangles.
 
-    * ``"forman"``: F = 4 A - S_i - S_j + 3 A A, the Forman-Ricci curvature. S_i is the strength of
-      row i and S_j the strength of column j, summed down to row i if causal. The method keeps the
-      LOWEST values as bridges. A low F does not mean a strong edge, because F grows with A.
-    * ``"additive"``: F = A scaled to [0, 1] over its row - ``redundancy`` * A A / M. The method
-      keeps the HIGHEST values. M counts all blocks, so a longer sequence can change the selection
-      of an earlier row.
+    * ``"forman"``: F = 4 A - S_i - S_j + 3 A A, the Forman-Ricci curvature. S_i is the sum of row
+      i of A. S_j is the sum of column j, over the rows up to i if causal. The method selects the
+      LOWEST values. A low F does not mean a strong edge, because F grows with A.
+    * ``"additive"``: F = min_max(A) - ``redundancy`` * A A / M. min_max scales each row to [0, 1].
+      The method selects the HIGHEST values. M counts all blocks, so a longer sequence can change
+      the selection of an earlier row.
 
-    For a key block with NaN, the column of F is NaN and the edges have weight 0.
+    If the representative of a key block is NaN, its column of F is NaN and its edges have weight 0.
 
     Args:
-        q_coarse: [B, H, M, D].
-        k_coarse: [B, H_kv, M, D], H a multiple of H_kv.
+        q_coarse: Q, the representatives of query blocks, [B, H, M, D].
+        k_coarse: K, the representatives of key blocks, [B, H_kv, M, D], H a multiple of H_kv.
         formula: ``"forman"`` or ``"additive"``.
         redundancy: weight of the triangles in ``"additive"``, in [0, 1]; unused in ``"forman"``.
         causal: True if block i attends to blocks up to i only.
@@ -116,14 +124,14 @@ def compute_block_frc(
     keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
     visible = _visible_blocks(queries.new_empty(1, 1, blocks, blocks), causal)
     affinity = affinity_of(queries, keys, queries.shape[-1] ** -0.5, visible)
-    places = torch.arange(blocks, device=queries.device).expand(len(queries), -1)
-    triangles = two_hop(affinity, places, 1, 1)
+    block_positions = torch.arange(blocks, device=queries.device).expand(len(queries), -1)
+    triangles = two_hop(affinity, block_positions, query_block=1, key_block=1)
     if formula == "additive":
         frc = min_max(affinity, visible) - redundancy * triangles / blocks
     else:
         frc = forman_curvature(affinity, triangles)
         if not causal:
-            # the predictor sums a column down to the row itself; here the whole column is visible
+            # `forman_curvature` sums a column up to row i only: replace by the sum of all rows
             frc = frc + affinity.cumsum(-2) - affinity.sum(-2, keepdim=True)
     frc = frc.masked_fill(keys.isnan().any(-1).unsqueeze(2), torch.nan)
     return BlockFrc(frc.masked_fill(~visible, 0.0), affinity, triangles)
@@ -139,15 +147,16 @@ def generate_block_mask_from_frc(
 ) -> Tensor:
     """Return the mask of selected blocks, bool [B, H, M, M].
 
-    A row with n visible blocks keeps ceil((1 - sparsity) * n) blocks, the diagonal included. Ties
-    keep the lower index. Blocks with a curvature of NaN are kept first, and at least one such block
-    is kept.
+    A row with n visible blocks selects ceil((1 - sparsity) * n) blocks, the diagonal included. Ties
+    select the lower index. Blocks with a curvature of NaN are selected first, and at least one such
+    block is selected.
 
     Args:
         frc: curvature, [B, H, M, M].
-        sparsity: share of every row's visible blocks that is dropped, in [0, 1).
-        keep: ``"lowest"`` curvature (Forman) or ``"highest"`` (additive).
-        keep_diagonal: True to keep every row's own block at any curvature.
+        sparsity: share of the visible blocks that every row drops, in [0, 1).
+        keep: ``"lowest"`` to select the lowest curvature (Forman), ``"highest"`` to select the
+            highest (additive).
+        keep_diagonal: True to select block i in row i regardless of curvature.
         causal: True if block i attends to blocks up to i only.
 
     Raises:
@@ -162,19 +171,27 @@ def generate_block_mask_from_frc(
     return _best_blocks(-frc if keep == "lowest" else frc, visible, keep_diagonal, count)
 
 
-def _visible_blocks(like: Tensor, causal: bool) -> Tensor:
-    everything = torch.ones_like(like[0, 0], dtype=torch.bool)
-    return everything.tril() if causal else everything
+def _visible_blocks(frc: Tensor, causal: bool) -> Tensor:
+    """Return the blocks that each row may select, bool [M, M]; ``frc`` is [B, H, M, M]."""
+    all_blocks = torch.ones_like(frc[0, 0], dtype=torch.bool)
+    return all_blocks.tril() if causal else all_blocks
 
 
 def _best_blocks(score: Tensor, visible: Tensor, keep_diagonal: bool, count: Tensor) -> Tensor:
-    """Return the ``count`` best blocks of each row, including the diagonal if ``keep_diagonal``.
+    """Return the ``count`` blocks of each row with the highest scores, bool [B, H, M, M].
 
-    A score of NaN is the best. One such block is kept even if ``count`` leaves no place for it.
+    A score of NaN is higher than all numbers. If a row has such a block, at least one such block is
+    selected in addition to the diagonal.
+
+    Args:
+        score: [B, H, M, M].
+        visible: bool [M, M], blocks that each row may select.
+        keep_diagonal: True to select the diagonal first.
+        count: int [..., M, 1], blocks per row.
     """
     forced = visible.diag().diag() & bool(keep_diagonal)
-    marked = (score.isnan() & visible & ~forced).any(-1, keepdim=True)
-    count = count.maximum(forced.sum(-1, keepdim=True) + marked)
+    has_nan = (score.isnan() & visible & ~forced).any(-1, keepdim=True)
+    count = count.maximum(forced.sum(-1, keepdim=True) + has_nan)
     return reference.best_of_rows(score, visible, forced, count.squeeze(-1))
 
 
@@ -182,14 +199,17 @@ class CoarseCurvaturePredictor(nn.Module):
     """The published predictor: tokens of largest L2 norm, block curvature, a fixed share per row.
 
     For causal input the result equals the plan of `CabConfig.published` with the same sparsity and
-    formula. The module stores a few float32 [B, H, M, M] tensors at once; `FrcPredictor` computes a
-    few heads at a time. The module has no parameters and computes no gradients.
+    formula. The module allocates several float32 [B, H, M, M] tensors; `FrcPredictor` needs less
+    memory, because it processes a few heads at a time. The module has no parameters and computes no
+    gradients.
 
     Args:
-        block_size: tokens in a query block and in a key block.
-        sparsity: share of every row's visible blocks that is dropped, in [0, 1).
-        formula, redundancy, causal: see `compute_block_frc`.
-        keep_diagonal: True to keep every row's own block at any curvature.
+        block_size: tokens per query block and per key block.
+        sparsity: share of the visible blocks that every row drops, in [0, 1).
+        formula: see `compute_block_frc`.
+        redundancy: see `compute_block_frc`.
+        causal: see `compute_block_frc`.
+        keep_diagonal: True to select block i in row i regardless of curvature.
 
     Raises:
         ValueError: an argument is out of range. The message contains its name and value.
@@ -224,7 +244,7 @@ class CoarseCurvaturePredictor(nn.Module):
         Args:
             q: [B, H, N, D].
             k: [B, H_kv, N, D].
-            return_diagnostics: True to return (blocks, `BlockFrc`).
+            return_diagnostics: True to return the tuple (blocks, `BlockFrc`).
 
         Raises:
             ValueError: shapes do not fit, or q and k differ in length.
@@ -239,8 +259,8 @@ class CoarseCurvaturePredictor(nn.Module):
         diagnostics = compute_block_frc(
             queries, keys, formula=self.formula, redundancy=self.redundancy, causal=self.causal
         )
-        kept = self.select(diagnostics.frc)
-        return (kept, diagnostics) if return_diagnostics else kept
+        selected = self.select(diagnostics.frc)
+        return (selected, diagnostics) if return_diagnostics else selected
 
     def select(self, frc: Tensor) -> Tensor:
         """Return the blocks that curvature [B, H, M, M] selects, bool [B, H, M, M]."""
@@ -256,20 +276,22 @@ class CoarseCurvaturePredictor(nn.Module):
 class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
     """The published predictor with a sparsity per row, derived from the curvature of the row.
 
-    A row keeps blocks whose curvature is more than ``threshold`` standard deviations beyond the
-    mean of the row. Beyond means below for ``"forman"`` and above for ``"additive"``. Mean and
-    (population) standard deviation are over the n visible blocks of the row. If all curvatures of a
-    row are equal, no block passes a threshold of 0 or more.
+    A row selects the blocks whose curvature differs from the mean of the row by more than
+    ``threshold`` standard deviations: below the mean for ``"forman"``, above the mean for
+    ``"additive"``. Mean and (population) standard deviation are over the n visible blocks of the
+    row. If all curvatures of a row are equal, no block passes a threshold of 0 or more.
 
-    The number of blocks of a row stays between ceil(min_keep * n) and ceil(max_keep * n): the next
-    best blocks are added, or the worst are dropped. With ``keep_diagonal`` the diagonal block is
-    always kept. Ties keep the lower index. The selection uses no random numbers.
+    The number of blocks of a row is at least ceil(min_keep * n) and at most ceil(max_keep * n).
+    Blocks are selected in the order of their curvature, and ties select the lower index. With
+    ``keep_diagonal`` the diagonal block is always selected.
 
     Args:
-        threshold: distance from the row's mean in standard deviations; any finite number.
-        min_keep, max_keep: smallest and largest share of a row's visible blocks that is kept, 0 <
-            min_keep <= max_keep <= 1. ``sparsity`` is 1 - min_keep, the largest sparsity of a row.
-        block_size, recipe: see `CoarseCurvaturePredictor`.
+        block_size: tokens per query block and per key block.
+        threshold: distance from the mean of the row in standard deviations; any finite number.
+        min_keep: smallest share of its visible blocks that a row selects, in (0, max_keep].
+            ``sparsity`` is 1 - min_keep, the largest sparsity of a row.
+        max_keep: largest share of its visible blocks that a row selects, in [min_keep, 1].
+        recipe: further keywords of `CoarseCurvaturePredictor`.
 
     Raises:
         ValueError: an argument is out of range. The message contains its name and value.
@@ -298,13 +320,13 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
         _require_square(frc)
         visible = _visible_blocks(frc, self.causal)
         score = -frc if KEPT_SIDE[self.formula] == "lowest" else frc
-        marked, seen = visible & score.isnan(), visible & ~score.isnan()
-        # scaled first: a row of equal curvatures is then exactly its own mean
-        deviations = reference.standardise(min_max(score, seen), seen)
-        beyond = marked | (seen & (deviations > self.threshold))
+        is_nan, has_score = visible & score.isnan(), visible & ~score.isnan()
+        # scale to [0, 1] first: then rows of equal curvatures have deviations of exactly 0
+        deviations = reference.standardise(min_max(score, has_score), has_score)
+        passes = is_nan | (has_score & (deviations > self.threshold))
         if self.keep_diagonal:
-            beyond = beyond | visible.diag().diag()
-        count = beyond.sum(-1, keepdim=True).clamp(
+            passes = passes | visible.diag().diag()
+        count = passes.sum(-1, keepdim=True).clamp(
             min=reference.share_of_row(visible, self.min_keep),
             max=reference.share_of_row(visible, self.max_keep),
         )
@@ -321,25 +343,28 @@ def visualize_frc_statistics(
 ) -> Figure:
     """Return a figure of the distribution of curvature.
 
-    Call it as ``visualize_frc_statistics(*diagnostics)``. The panels show a histogram over the
-    causal part, a heat map of the first head of the first batch row, and quantiles per row. Two
-    more panels show curvature against ``affinity`` and ``triangles`` if these are given.
+    Call ``visualize_frc_statistics(*diagnostics)`` for the diagnostics of `BlockFrc`. The panels
+    show a histogram over the visible blocks, a heat map of the first head of the first batch row,
+    and quantiles per row. Two more panels show curvature against affinity and against triangles.
 
     Args:
-        frc, affinity, triangles: [B, H, M, M], as in `BlockFrc`.
-        path: file to write; its suffix selects the format, and its folder must exist.
-        causal: True if block i attends to blocks up to i only; the other blocks are not drawn.
+        frc: curvature, [B, H, M, M].
+        affinity: edge weights, [B, H, M, M]; None to omit the panel.
+        triangles: [B, H, M, M]; None to omit the panel.
+        path: file to write. The suffix selects the format, and the folder must exist. None to
+            write no file.
+        causal: True if block i attends to blocks up to i only. Invisible blocks are not drawn.
 
     Raises:
         ValueError: shapes do not fit.
         ImportError: matplotlib is not installed.
     """
     _require_square(frc)
-    others = {"affinity": affinity, "triangles": triangles}
-    others = {name: other for name, other in others.items() if other is not None}
-    for name, other in others.items():
+    terms = {"affinity": affinity, "triangles": triangles}
+    terms = {name: term for name, term in terms.items() if term is not None}
+    for name, term in terms.items():
         expected = f"{list(frc.shape)}, the shape of frc"
-        require(other.shape == frc.shape, f"the shape of {name}", list(other.shape), expected)
+        require(term.shape == frc.shape, f"the shape of {name}", list(term.shape), expected)
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -348,28 +373,23 @@ def visualize_frc_statistics(
             "install matplotlib`."
         ) from error
     visible = _visible_blocks(frc, causal).cpu()
-    frc, *drawn = (x.detach().float().cpu() for x in (frc, *others.values()))
+    frc = frc.detach().float().cpu()
     figure = Figure(figsize=(15, 8), layout="constrained")
     histogram, heat_map, by_row, *panels = figure.subplots(2, 3).flat
-    seen_frc = frc[..., visible].flatten()
-    histogram.hist(seen_frc[seen_frc.isfinite()].numpy(), bins=100)
+    visible_frc = frc[..., visible].flatten()
+    histogram.hist(visible_frc[visible_frc.isfinite()].numpy(), bins=100)
     histogram.set(title="curvature, all heads", xlabel="curvature", ylabel="blocks")
     image = heat_map.imshow(frc[0, 0].masked_fill(~visible, torch.nan).numpy(), aspect="equal")
     figure.colorbar(image, ax=heat_map)
     heat_map.set(title="curvature, first head", xlabel="key block", ylabel="query block")
-    levels = torch.tensor(QUANTILES)
-    rows = [frc[:, :, i, seen].flatten().quantile(levels) for i, seen in enumerate(visible)]
-    by_row.plot(
-        torch.stack(rows).numpy(),
-        label=[f"{level:.0%} of the blocks are below" for level in QUANTILES],
-    )
-    by_row.legend()
-    by_row.set(title="curvature by row, all heads", xlabel="query block", ylabel="curvature")
-    thin = slice(None, None, -(-frc[..., visible].numel() // POINTS_DRAWN))
-    for name, other in zip(others, drawn, strict=True):
+    _plot_quantiles(by_row, frc, visible)
+    # draw every n-th point only
+    thinned = slice(None, None, -(-visible_frc.numel() // POINTS_DRAWN))
+    for name, term in terms.items():
         panel = panels.pop(0)
-        points = (x[..., visible].flatten()[thin].numpy() for x in (other, frc))
-        panel.scatter(*points, s=4, alpha=0.4)
+        visible_term = term.detach().float().cpu()[..., visible].flatten()
+        x, y = visible_term[thinned].numpy(), visible_frc[thinned].numpy()
+        panel.scatter(x, y, s=4, alpha=0.4)
         panel.set(title=f"curvature against {name}", xlabel=name, ylabel="curvature")
     for panel in panels:
         panel.remove()
@@ -378,8 +398,30 @@ def visualize_frc_statistics(
     return figure
 
 
+def _plot_quantiles(panel: Axes, frc: Tensor, visible: Tensor) -> None:
+    """Plot the quantiles of the visible curvature per row: float32 [B, H, M, M], bool [M, M]."""
+    levels = torch.tensor(QUANTILES)
+    quantiles = [
+        frc[:, :, row, columns].flatten().quantile(levels) for row, columns in enumerate(visible)
+    ]
+    panel.plot(
+        torch.stack(quantiles).numpy(),
+        label=[f"{level:.0%} of the blocks are below" for level in QUANTILES],
+    )
+    panel.legend()
+    panel.set(title="curvature by row, all heads", xlabel="query block", ylabel="curvature")
+
+
 class FlopsEstimate(NamedTuple):
-    """The floating-point operations of the parts of one attention layer; see `estimate_flops`."""
+    """The floating-point operations of one attention layer, see `estimate_flops`.
+
+    Attributes:
+        coarsen: squared norms of q and k.
+        scores: product of the representatives of query blocks and key blocks.
+        triangles: product A A.
+        attention: attention under the plan.
+        dense: dense attention.
+    """
 
     coarsen: int
     scores: int
@@ -389,7 +431,7 @@ class FlopsEstimate(NamedTuple):
 
     @property
     def saving(self) -> float:
-        """The operations of dense attention divided by all operations of the recipe."""
+        """Return the operations of dense attention divided by those of the published method."""
         return self.dense / (self.coarsen + self.scores + self.triangles + self.attention)
 
 
@@ -401,25 +443,29 @@ def estimate_flops(
     sparsity: float = 0.95,
     causal: bool = True,
 ) -> FlopsEstimate:
-    """Count the operations of a forward pass under the published recipe.
+    """Count the floating-point operations of one forward pass of the published method.
 
     A multiplication and an addition count as two operations. With n tokens, D = head_dim and M =
     ceil(n / block_size) blocks, every head needs:
 
-    * coarsen = 4 n D: the squared norms of q and k
-    * scores = 2 M^2 D: the coarse product, causal or not, because the mask is applied afterwards
-    * triangles = 2 M^3: A A
-    * attention = 4 D * (query, key) pairs of the selected blocks: q k^T and p v
-    * dense = 4 D * all pairs: n (n + 1) / 2 if causal, else n^2
+    * coarsen = 4 n D: squared norms of q and k
+    * scores = 2 M^2 D: product of the representatives, causal or not, because the mask is applied
+      afterwards
+    * triangles = 2 M^3: product A A
+    * attention = 4 D * (query, key) pairs of the selected blocks: products q k^T and p v
+    * dense = 4 D * all (query, key) pairs: n (n + 1) / 2 pairs if causal, else n^2
 
-    Causal pairs are exact. Otherwise an incomplete last block counts as an average block, because
-    the rows that select it are unknown. Softmax, sorting and projections are not counted.
+    The number of causal pairs is exact. Without causality, an incomplete last block counts as an
+    average block, because the number of rows that select this block is unknown. Softmax, sorting
+    and projections are not counted.
 
     Args:
         n: tokens.
         head_dim: channels per head.
-        heads: query heads; as many KV heads are assumed.
-        block_size, sparsity, causal: see `CoarseCurvaturePredictor`.
+        heads: query heads, and as many KV heads.
+        block_size: see `CoarseCurvaturePredictor`.
+        sparsity: see `CoarseCurvaturePredictor`.
+        causal: see `CoarseCurvaturePredictor`.
 
     Raises:
         ValueError: a size is below 1, or the sparsity is outside [0, 1).
@@ -428,55 +474,73 @@ def estimate_flops(
     _require_recipe(sparsity=sparsity)
     blocks = -(-n // block_size)
     # rounded like `reference.share_of_row`
-    selected_per_row = [math.ceil((1 - sparsity) * seen - 1e-9) for seen in range(1, blocks + 1)]
-    pairs, every = selected_per_row[-1] * n * n // blocks, n * n
+    selected_per_row = [
+        math.ceil((1 - sparsity) * num_visible - 1e-9) for num_visible in range(1, blocks + 1)
+    ]
+    selected_pairs, all_pairs = selected_per_row[-1] * n * n // blocks, n * n
     if causal:
         sizes = [min(block_size, n - start) for start in range(0, n, block_size)]
-        pairs = sum(
+        # the diagonal block of a row has fewer pairs than its other selected blocks
+        selected_pairs = sum(
             size * (size + 1) // 2 + (count - 1) * size * block_size
             for size, count in zip(sizes, selected_per_row, strict=True)
         )
-        every = n * (n + 1) // 2
+        all_pairs = n * (n + 1) // 2
     return FlopsEstimate(
         coarsen=4 * n * head_dim * heads,
         scores=2 * blocks**2 * head_dim * heads,
         triangles=2 * blocks**3 * heads,
-        attention=4 * head_dim * heads * pairs,
-        dense=4 * head_dim * heads * every,
+        attention=4 * head_dim * heads * selected_pairs,
+        dense=4 * head_dim * heads * all_pairs,
     )
 
 
 def _require_sizes(**sizes: Any) -> None:
+    """Raise a ValueError for a size that is not a whole number of at least 1."""
     for name, size in sizes.items():
         require(is_whole(size), name, size, "a whole number >= 1")
 
 
 def _require_recipe(formula: Any = "forman", redundancy: Any = 0, sparsity: Any = 0) -> None:
+    """Raise a ValueError for a setting of the published method that is out of range."""
     require(formula in KEPT_SIDE, "formula", formula, "'forman' or 'additive'")
     require(is_share(redundancy), "redundancy", redundancy, "in [0, 1]")
-    kept = is_share(sparsity) and sparsity < 1
-    require(kept, "sparsity", sparsity, "in [0, 1) so that every row keeps at least one block")
+    require(
+        is_share(sparsity) and sparsity < 1,
+        "sparsity",
+        sparsity,
+        "in [0, 1) so that every row keeps at least one block",
+    )
 
 
 def _require_square(frc: Tensor) -> None:
-    square = frc.ndim == 4 and frc.shape[2] == frc.shape[3] and frc.numel() > 0
-    require(square, "the shape of frc", list(frc.shape), "[B, H, M, M] without empty dimensions")
+    """Raise a ValueError unless the shape is [B, H, M, M] without empty dimensions."""
+    is_square = frc.ndim == 4 and frc.shape[2] == frc.shape[3] and frc.numel() > 0
+    require(is_square, "the shape of frc", list(frc.shape), "[B, H, M, M] without empty dimensions")
 
 
-def _require_heads(**pair: Tensor) -> None:
-    """Check shapes: q [B, H, N_q, D], k [B, H_kv, N_k, D], not empty, H a multiple of H_kv."""
-    (q_name, q), (k_name, k) = pair.items()
+def _require_heads(**tensors: Tensor) -> None:
+    """Raise a ValueError unless the shapes of q and k fit together.
+
+    The shapes must be [B, H, N_q, D] and [B, H_kv, N_k, D], not empty, with H a multiple of H_kv.
+
+    Args:
+        tensors: q, then k, by the argument names of the caller.
+    """
+    (q_name, q), (k_name, k) = tensors.items()
     for name, x, heads in ((q_name, q, "H"), (k_name, k, "H_kv")):
-        inhabited = x.ndim == 4 and x.numel() > 0
         require(
-            inhabited,
+            x.ndim == 4 and x.numel() > 0,
             f"the shape of {name}",
             list(x.shape),
             f"[B, {heads}, N, D] without empty dimensions",
         )
-    fitting = f"[{q.shape[0]}, H_kv, N, {q.shape[3]}] to match {q_name} {list(q.shape)}"
-    same = (k.shape[0], k.shape[3]) == (q.shape[0], q.shape[3])
-    require(same, f"the shape of {k_name}", list(k.shape), fitting)
+    require(
+        (k.shape[0], k.shape[3]) == (q.shape[0], q.shape[3]),
+        f"the shape of {k_name}",
+        list(k.shape),
+        f"[{q.shape[0]}, H_kv, N, {q.shape[3]}] to match {q_name} {list(q.shape)}",
+    )
     if q.shape[1] % k.shape[1]:
         raise ValueError(
             f"{q_name} must have a multiple of the {k.shape[1]} heads of {k_name}, got "

@@ -1,9 +1,11 @@
-"""The default predictor: sample a few queries per block and score them against the keys.
+"""The default predictor: score a few sampled queries of each query block against the keys.
 
 Typical queries, at equal strides in the block, estimate the mean attention share of a key block.
-Outliers, a farthest-point sample, find keys that single queries need. SampleAttention (arXiv
-2406.15486) samples queries at a stride. FlashPrefill and BLASST keep blocks above a threshold. The
-outliers, the strided keys and the weights of outliers and typical queries are ours.
+Outliers, a farthest-point sample, find keys that single queries need.
+
+SampleAttention (arXiv 2406.15486) samples queries at a stride. FlashPrefill and BLASST select
+blocks above a threshold. The outliers, the strided keys, and the weights of outliers and typical
+queries are contributions of this package.
 """
 
 from __future__ import annotations
@@ -24,36 +26,44 @@ class RowsPredictor(Predictor):
 
     For query block m and key block j, with the shares of `cab_hf.selection.reference`::
 
-        select(m, j) = mean_share[m, j] >= mass_threshold * min(1, 32768 / num_visible_keys)
-                       or max_share[m, j] >= share_threshold
+        selected[m, j] = mean_share[m, j] >= mass_threshold * min(1, 32768 / num_visible_keys[m])
+                         or max_share[m, j] >= share_threshold
 
-    ``config.outlier_queries`` outliers per block are scored against every key, on
-    ``LayerContext.channels``. ``config.typical_queries`` typical queries are scored on all channels
-    of every ``config.typical_key_stride``-th key. Sinks take part in the softmax but are never
-    selected.
+    ``config.outlier_queries`` outliers per block are scored on ``LayerContext.channels`` of every
+    key. ``config.typical_queries`` typical queries are scored on all channels of every
+    ``config.typical_key_stride``-th key. Sinks take part in the softmax but are never selected.
     """
 
     def encode_keys(
         self, k: Tensor, valid: Tensor | None = None, channels: tuple[int, ...] = ()
     ) -> QuantizedKeys:
-        """Return the keys that ``choose`` scores; outliers are scored on ``channels``."""
+        """Return the quantised keys that `choose` scores.
+
+        Args:
+            k: [B, H_kv, N_k, D], after RoPE.
+            valid: not used, because padding keys are excluded later by ``LayerContext.ranges``.
+            channels: ascending channels that outliers are scored on; () for all channels.
+        """
         return quantize_keys(k, channels, check_finite=self.config.check_finite)
 
     def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> QuantizedKeys:
+        """Return the quantised keys, whose order of channels depends on the layer."""
         return self.encode_keys(k, valid, call.channels)
 
     def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
+        """Return "summaries": every rank quantises its keys, and `merge` joins the keys."""
         return ("summaries",)
 
     def merge(
         self, summary: QuantizedKeys, call: LayerContext, heads: tuple[int, int], layout: Any
     ) -> QuantizedKeys:
-        """Join the keys of all ranks, because every query is scored against every key."""
+        """Return the quantised keys of all ranks."""
         exponents = summary.exponents
         values = layout.tokens(summary.values)
         return QuantizedKeys(values, None if exponents is None else layout.tokens(exponents))
 
     def choose(self, q: Tensor, summary: QuantizedKeys, call: LayerContext) -> BlockPlan:
+        """Return the plan for q over the quantised keys ``summary``; see `select_blocks`."""
         config, ranges = self.config, call.ranges
         full, partial = select_blocks(
             q,

@@ -1,6 +1,7 @@
-"""Selection of the key blocks that every query block attends to: validation, dispatch, the op.
+"""The entry points of block selection: argument checks, dispatch to a backend, the PyTorch ops.
 
-`select_blocks` runs `reference.selected_blocks` or the kernels, which compute the same selection.
+`select_blocks` runs `reference.selected_blocks` on a CPU and the kernels on a GPU. Both compute the
+same selection.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from torch import Tensor
 from cab_hf.checks import require
 from cab_hf.config import CabConfig, tail_of
 from cab_hf.ops import has_kernels
-from cab_hf.ops import reference as definitions
+from cab_hf.ops import reference as ops_reference
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, crossed_blocks
 from cab_hf.selection import cpu, reference
+from cab_hf.selection.reference import ScoreOptions
 
-# fields of CabConfig that select blocks, with their types in the registered op
+# fields of CabConfig that selection reads, with their types in the schema of the registered op
 FIELDS = {
     "query_block": "int",
     "key_block": "int",
@@ -35,13 +37,13 @@ FIELDS = {
 
 @dataclass(frozen=True, eq=False)
 class QuantizedKeys:
-    """The keys of a sequence in the format in which queries are scored against them.
+    """Keys in the format that `select_blocks` scores: ``key = values * 2 ** exponents``.
 
     Attributes:
-        values: [B, H_kv, N_k, C]. k itself for the reference. For kernels, channels in the order of
-            `gather.Channels`, in 8-bit floats if the device multiplies them.
-        exponents: int8 [B, H_kv, N_k, 1], exponents of the units of 8-bit keys, see
-            `gather.quantize`; None for the reference.
+        values: [B, H_kv, N_k, C]. On a CPU, k itself. On a GPU, the channels of k in the order of
+            `gather.Channels`, as 8-bit floats if the GPU multiplies 8-bit floats.
+        exponents: int8 [B, H_kv, N_k, 1], see `gather.quantize`. None on a CPU, where values are
+            not scaled.
     """
 
     values: Tensor
@@ -49,22 +51,25 @@ class QuantizedKeys:
 
     @property
     def kv_heads(self) -> int:
+        """Return H_kv."""
         return self.values.shape[1]
 
 
 def quantize_keys(
     k: Tensor, channels: tuple[int, ...] = (), *, check_finite: bool = False
 ) -> QuantizedKeys:
-    """Return the keys [B, H_kv, N_k, D] that `select_blocks` scores.
+    """Return k in the format that `select_blocks` scores.
 
-    The result of a key depends on this key alone, so that chunks, caches and ranks can store it.
+    Each key is quantised independently of all other keys. Thus a KV cache can store quantised keys,
+    and chunks of a sequence can be concatenated.
 
     Args:
-        channels: Ascending channels that outliers are scored on; () for all.
-        check_finite: Raise a ValueError if k is not finite.
+        k: [B, H_kv, N_k, D], after RoPE.
+        channels: Ascending channels that outliers are scored on; () for all channels.
+        check_finite: True to raise a ValueError if k contains NaN or infinities.
     """
     if check_finite:
-        definitions.refuse_infinite("k", k)
+        ops_reference.refuse_infinite("k", k)
     if not has_kernels(k):
         return QuantizedKeys(k)
     if torch.compiler.is_compiling():
@@ -85,27 +90,31 @@ def select_blocks(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[BlockIndices, BlockIndices]:
-    """Return the lists of full and of partial key blocks that each query block attends.
+    """Return the key blocks that each query block attends to, as two lists: full and partial.
 
-    Query blocks of ``ranges.tail_rows``, if any, list nothing: the plan must name these rows. The
-    kernels are safe in a CUDA graph after a first call.
+    All queries of a query block see all keys of its full blocks. Partial blocks need a mask.
+
+    The lists of the query blocks in ``ranges.tail_rows`` are empty, because these query blocks
+    attend to all visible blocks. The caller must name them in `BlockPlan.dense_rows`.
+
+    After a first call, the kernels can be captured in a CUDA graph.
 
     Args:
         q: [B, H, N_q, D], after RoPE.
         keys: Result of `quantize_keys` for the same ``channels``.
         ranges: Keys that each query may attend to.
         config: Settings of predictor "rows" or "cascade".
-        scale: Factor of the logits, usually 1 / sqrt(D).
-        channels: Ascending channels that outliers are scored on; () for all.
-        sinks: [H], one logit per head that takes part in the softmax; None without.
+        scale: Factor of the dot products, usually 1 / sqrt(D).
+        channels: Ascending channels that outliers are scored on; () for all channels.
+        sinks: [H], one logit per head that takes part in the softmax; None for no sinks.
         softcap: Soft cap of the logits, see `capped` of `cab_hf.ops.reference`; None for no cap.
 
     Raises:
-        ValueError: An argument has another shape than q, k and ``ranges`` allow, or
-            ``config.check_finite`` is set and q is not finite.
+        ValueError: The shapes of the arguments do not fit together, or ``config.check_finite`` is
+            set and q contains NaN or infinities.
     """
     if config.check_finite:
-        definitions.refuse_infinite("q", q)
+        ops_reference.refuse_infinite("q", q)
     if torch.compiler.is_compiling():
         return _select_as_op(
             q,
@@ -117,11 +126,10 @@ def select_blocks(
             sinks=sinks,
             softcap=softcap,
         )
-    _validate(q, keys, ranges, channels, sinks)
+    _validate(q, keys, ranges=ranges, channels=channels, sinks=sinks)
+    options = ScoreOptions(scale, channels, sinks, softcap)
     select = _select_by_kernels if has_kernels(q) else _select_by_reference
-    return select(
-        q, keys, ranges, config, scale=scale, channels=channels, sinks=sinks, softcap=softcap
-    )
+    return select(q, keys, ranges=ranges, config=config, options=options)
 
 
 def _validate(
@@ -131,7 +139,10 @@ def _validate(
     channels: tuple[int, ...],
     sinks: Tensor | None,
 ) -> None:
-    """Raise a ValueError if shapes do not fit; no check reads the device."""
+    """Raise a ValueError if the shapes of the arguments of `select_blocks` do not fit together.
+
+    No check waits for the device.
+    """
     _, heads, q_length, head_dim = q.shape
     kv_length = keys.values.shape[2]
     require(
@@ -165,23 +176,17 @@ def _select_by_reference(
     keys: QuantizedKeys,
     ranges: KeyRanges,
     config: CabConfig,
-    *,
-    scale: float,
-    channels: tuple[int, ...],
-    sinks: Tensor | None,
-    softcap: float | None,
+    options: ScoreOptions,
 ) -> tuple[BlockIndices, BlockIndices]:
-    """Compute `select_blocks` by its definition, with the scores of `cpu` on a CPU."""
+    """Compute `select_blocks` in PyTorch, on a CPU with the faster scores of `cpu`."""
+    has_fast_scores = q.device.type == "cpu" and options.scale > 0
     selected = reference.selected_blocks(
         q,
         keys.values,
-        ranges,
-        config,
-        scale=scale,
-        channels=channels,
-        sinks=sinks,
-        softcap=softcap,
-        score=cpu.scores if q.device.type == "cpu" and scale > 0 else None,
+        ranges=ranges,
+        config=config,
+        options=options,
+        sampled_scores_fn=cpu.sampled_scores if has_fast_scores else None,
     )
     tail_tokens, query_block = tail_of(config)
     plan = BlockPlan.from_dense(
@@ -199,14 +204,10 @@ def _select_by_kernels(
     keys: QuantizedKeys,
     ranges: KeyRanges,
     config: CabConfig,
-    *,
-    scale: float,
-    channels: tuple[int, ...],
-    sinks: Tensor | None,
-    softcap: float | None,
+    options: ScoreOptions,
 ) -> tuple[BlockIndices, BlockIndices]:
-    """Compute `select_blocks` by kernels: gather, score, threshold, compact."""
-    # models on the CPU never need Triton
+    """Compute `select_blocks` by the kernels of `gather`, `score`, `threshold` and `compact`."""
+    # models on the CPU do not need Triton
     from cab_hf.ops import launch
     from cab_hf.selection import compact, gather, threshold, tiles
 
@@ -220,11 +221,11 @@ def _select_by_kernels(
             scores = compact.empty_scores(bitmap, rules, heads) if is_capped else None
             samples = gather.sample_queries(
                 q,
-                ranges,
-                config,
-                heads,
-                scale=scale,
-                channels=channels,
+                ranges=ranges,
+                config=config,
+                heads=heads,
+                scale=options.scale,
+                channels=options.channels,
                 dtype=keys.values.dtype,
             )
             plan = tiles.plan_tiles(
@@ -233,7 +234,7 @@ def _select_by_kernels(
                 kv_length=kv_length,
                 num_heads=heads.count,
                 num_kv_heads=batch * keys.kv_heads,
-                widths=tiles.channel_widths(channels, head_dim),
+                widths=tiles.channel_widths(options.channels, head_dim),
                 dtype=keys.values.dtype,
                 is_whole_sequence=q_length == kv_length and ranges.consecutive,
                 has_descriptors=launch.reads_by_descriptor(q.device),
@@ -248,7 +249,7 @@ def _select_by_kernels(
                 heads=heads,
                 config=config,
                 scores=scores,
-                logits=threshold.LogitRules(sinks, softcap),
+                options=options,
             )
             if is_capped:
                 compact.fill_capped(capped, scores, bitmap=bitmap, rules=rules, heads=heads)
@@ -266,10 +267,14 @@ def _select_as_op(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> tuple[BlockIndices, BlockIndices]:
-    """Compute `select_blocks` as one op: torch.compile would trace a graph per length of loops."""
-    end = ranges.sequence_end
-    if end is not None and not isinstance(end, Tensor):
-        end = torch.full((1, 1), end, device=q.device, dtype=torch.int32)
+    """Call `select_blocks` as one registered op, which torch.compile does not trace.
+
+    If torch.compile traced the selection, torch.compile would unroll loops and compile one graph
+    per sequence length.
+    """
+    sequence_end = ranges.sequence_end
+    if sequence_end is not None and not isinstance(sequence_end, Tensor):
+        sequence_end = torch.full((1, 1), sequence_end, device=q.device, dtype=torch.int32)
     full_counts, full, partial_counts, partial = torch.ops.cab_hf.select_blocks(
         q,
         keys.values,
@@ -278,7 +283,7 @@ def _select_as_op(
         ranges.start,
         ranges.end,
         ranges.key_valid,
-        end,
+        sequence_end,
         softcap=softcap,
         scale=scale,
         channels=channels,
@@ -300,6 +305,11 @@ def _select_as_op(
     + ") -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _select_op(q, values, exponents, sinks, start, end, key_valid, sequence_end, **options):
+    """Call `select_blocks` with the tensors and settings of the op.
+
+    Returns:
+        Counts and indices of full blocks, then counts and indices of partial blocks.
+    """
     ranges = KeyRanges(
         start,
         end,
@@ -326,26 +336,24 @@ def _select_op(q, values, exponents, sinks, start, end, key_valid, sequence_end,
 def _(q, values, exponents, sinks, start, end, key_valid, sequence_end, **options):
     config = _config_of(options)
     batch, heads, q_length, _ = q.shape
-    q_blocks, kv_blocks = (
-        -(-q_length // config.query_block),
-        -(-values.shape[2] // config.key_block),
-    )
-    crossed = (
-        crossed_blocks(config.query_block, config.key_block) if options["aligned"] else kv_blocks
-    )
+    q_blocks = -(-q_length // config.query_block)
+    kv_blocks = -(-values.shape[2] // config.key_block)
+    max_partial = kv_blocks
+    if options["aligned"]:
+        max_partial = min(crossed_blocks(config.query_block, config.key_block), kv_blocks)
     counts = start.new_empty(batch, heads, q_blocks)
     full = start.new_empty(batch, heads, q_blocks, kv_blocks)
-    partial = start.new_empty(batch, heads, q_blocks, min(crossed, kv_blocks))
+    partial = start.new_empty(batch, heads, q_blocks, max_partial)
     return counts, full, torch.empty_like(counts), partial
 
 
 def _config_of(options: dict[str, float]) -> CabConfig:
-    """Return the settings that the registered op receives."""
+    """Return a config with the fields `FIELDS` of the registered op's arguments."""
     return CabConfig(**{name: options[name] for name in FIELDS}, predictor="rows")
 
 
 def _quantize(k: Tensor, channels: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Launch the kernel of `quantize_keys`, in the dtype that the device multiplies."""
+    """Return values and exponents of `QuantizedKeys`, in the dtype that the GPU multiplies."""
     from cab_hf.ops import launch
     from cab_hf.selection import gather
 
@@ -355,6 +363,7 @@ def _quantize(k: Tensor, channels: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("cab_hf::quantize_keys", mutates_args=())
 def _quantize_op(k: Tensor, channels: list[int]) -> list[Tensor]:
+    """Call `_quantize` as a registered op: values, then exponents."""
     return list(_quantize(k, tuple(channels)))
 
 

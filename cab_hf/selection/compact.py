@@ -1,6 +1,9 @@
-"""Index lists of selected key blocks: from a bitmap, or the best blocks of capped rows.
+"""Lists of selected key blocks, from the bitmap, or from scores if ``max_density`` is below 1.
 
-No step waits for the device, and no shape depends on data, unless lists would be larger than
+A row is a query block of a head. A *capped* row may list at most a share ``max_density`` of its
+visible blocks: the blocks with the highest scores.
+
+No function waits for the device, and no shape depends on data, unless the lists would exceed
 `LIST_BYTES`.
 """
 
@@ -15,26 +18,27 @@ import triton.language as tl
 from torch import Tensor
 
 from cab_hf.config import CabConfig
-from cab_hf.ops import reference as definitions
+from cab_hf.ops import reference as ops_reference
 from cab_hf.ops import top_k
 from cab_hf.plan import BlockIndices, KeyRanges, crossed_blocks
 from cab_hf.selection.threshold import Bitmap, SelectionRules
 from cab_hf.selection.tiles import HeadRange
 
-# bytes of lists that are allocated at the largest width a row could need. The width of larger lists
-# is computed first, which synchronises with the device once
+# largest size of lists, in bytes, that are allocated with one column per key block. For larger
+# lists, the largest count of a row is read from the device first
 LIST_BYTES = 2 << 30
-# bytes of scores alive at a time if rows are capped; larger scores are computed in groups of heads
+# largest size of the scores of capped rows, in bytes; more heads are processed in several groups
 SCORE_BYTES = 1 << 30
-# columns that a program converts to lists at a time
-CHUNK = 128
+# key blocks per iteration of a program of `_compact_kernel`
+COLUMNS = 128
 
 
 class CappedLists(NamedTuple):
-    """Lists of rows that may list a share of their visible blocks.
+    """Lists of capped rows.
 
     Attributes:
-        full, partial: The lists.
+        full: Lists of full blocks.
+        partial: Lists of partial blocks.
         caps: int32 [B, H, M_q], the largest number of blocks that each row may list.
     """
 
@@ -44,62 +48,91 @@ class CappedLists(NamedTuple):
 
     @property
     def lists(self) -> tuple[BlockIndices, BlockIndices]:
+        """Return the lists of full blocks and the lists of partial blocks."""
         return self.full, self.partial
 
     @classmethod
     def empty(
         cls, bitmap: Bitmap, rules: SelectionRules, ranges: KeyRanges, config: CabConfig
     ) -> CappedLists:
-        """Allocate the lists, and compute the caps."""
+        """Allocate the lists, not initialised, and compute the caps.
+
+        Args:
+            bitmap: Bitmap of all heads; only its shape is used.
+            rules: Blocks that are selected regardless of scores.
+            ranges: Keys that each query may attend to.
+            config: Settings of the selection.
+        """
         kv_blocks = rules.marked.shape[2]
         crossed = crossed_blocks(config.query_block, config.key_block)
         width = kv_blocks
         if rules.tail is None or not rules.is_tail_listed:
-            # one more than the share, which is rounded up, here in floating point; and one more
-            # than the forced blocks, for a marked block
-            forced = config.sink_blocks + max(config.local_blocks, crossed) + 1
-            width = max(int(config.max_density * kv_blocks) + 2, forced)
+            # add 1 because the share is rounded up, and 1 for floating-point errors
+            max_selected = int(config.max_density * kv_blocks) + 2
+            # add 1 because a row with a marked block may list one more block
+            max_forced = config.sink_blocks + max(config.local_blocks, crossed) + 1
+            width = max(max_selected, max_forced)
         full, partial = _empty_lists(
-            bitmap.counts, min(kv_blocks, width), crossed if ranges.aligned else width
+            bitmap.counts,
+            full_width=min(kv_blocks, width),
+            partial_width=crossed if ranges.aligned else width,
         )
-        caps = definitions.most_of_rows(rules.bounds, config.max_density, rules.marked)
+        caps = ops_reference.most_of_rows(rules.bounds, config.max_density, rules.marked)
         if rules.tail is not None:
             first, last = rules.bounds[:2]
-            caps = torch.where(rules.tail.unsqueeze(1), (last - first + 1).unsqueeze(1), caps)
-        heads = bitmap.counts.shape[1]
-        return cls(full, partial, caps.repeat_interleave(heads // caps.shape[1], dim=1))
+            num_visible = last - first + 1
+            caps = torch.where(rules.tail.unsqueeze(1), num_visible.unsqueeze(1), caps)
+        group = bitmap.counts.shape[1] // caps.shape[1]
+        return cls(full=full, partial=partial, caps=caps.repeat_interleave(group, dim=1))
 
 
 def head_groups(bitmap: Bitmap, kv_blocks: int, config: CabConfig) -> Iterator[HeadRange]:
-    """Yield the heads that are scored together: all heads, or fewer if rows are capped.
+    """Yield the groups of heads that are processed together.
 
-    Scores of capped rows take memory, see `SCORE_BYTES`. A group then belongs to one batch row.
+    Without capped rows, all heads of all batch rows are one group. With capped rows, a group has
+    heads of one batch row, and their scores have at most `SCORE_BYTES`.
+
+    Args:
+        bitmap: Bitmap of all heads; only its shape is used.
+        kv_blocks: Key blocks of the sequence.
+        config: Settings of the selection.
     """
     batch, heads, q_blocks = bitmap.counts.shape
     if config.max_density == 1:
-        yield HeadRange(0, batch * heads, heads)
+        yield HeadRange(first=0, count=batch * heads, per_row=heads)
         return
-    step = max(1, SCORE_BYTES // (4 * q_blocks * kv_blocks))
-    for row in range(batch):
-        for start in range(0, heads, step):
-            yield HeadRange(row * heads + start, min(step, heads - start), heads)
+    score_bytes_per_head = 4 * q_blocks * kv_blocks
+    heads_per_group = max(1, SCORE_BYTES // score_bytes_per_head)
+    for batch_row in range(batch):
+        for head in range(0, heads, heads_per_group):
+            count = min(heads_per_group, heads - head)
+            yield HeadRange(first=batch_row * heads + head, count=count, per_row=heads)
 
 
 def lists_of_bitmap(
     bitmap: Bitmap, rules: SelectionRules, ranges: KeyRanges, config: CabConfig
 ) -> tuple[BlockIndices, BlockIndices]:
-    """Return the lists of full and of partial blocks from the bitmap of all heads."""
+    """Return the lists of full and of partial blocks of all heads.
+
+    Args:
+        bitmap: Selected blocks of all heads.
+        rules: Bounds of the query blocks.
+        ranges: Keys that each query may attend to.
+        config: Settings of the selection.
+    """
     counts, width = bitmap.counts, rules.marked.shape[2]
     if 4 * counts.numel() * width > LIST_BYTES and not _is_capturing(counts):
         width = max(1, int(counts.max()))
     crossed = crossed_blocks(config.query_block, config.key_block)
-    full, partial = _empty_lists(counts, width, crossed if ranges.aligned else width)
-    fill_lists(bitmap.bits, rules.bounds, full, partial)
+    full, partial = _empty_lists(
+        counts, full_width=width, partial_width=crossed if ranges.aligned else width
+    )
+    fill_lists(bitmap.bits, bounds=rules.bounds, full=full, partial=partial)
     return full, partial
 
 
 def empty_scores(bitmap: Bitmap, rules: SelectionRules, heads: HeadRange) -> Tensor:
-    """Allocate the scores of some heads of one batch row, float32 [1, heads, M_q, M_k]."""
+    """Allocate scores of a group of heads of one batch row, float32 [1, heads, M_q, M_k]."""
     q_blocks, kv_blocks = bitmap.counts.shape[2], rules.marked.shape[2]
     return bitmap.counts.new_empty(1, heads.count, q_blocks, kv_blocks, dtype=torch.float32)
 
@@ -112,60 +145,86 @@ def fill_capped(
     rules: SelectionRules,
     heads: HeadRange,
 ) -> None:
-    """Fill the lists of some heads of one batch row: the best of the selected blocks.
+    """Write the lists of some heads: the selected blocks with the highest scores.
 
     Args:
+        capped: Lists of all heads, and the caps.
         scores: float32 [1, heads, M_q, M_k], written by `threshold.threshold_blocks`.
+        bitmap: Selected blocks of all heads; only the counts are used.
+        rules: Bounds of the query blocks.
+        heads: Heads of the scores, all of the same batch row.
     """
-    row, start = divmod(heads.first, heads.per_row)
-    own = slice(row, row + 1)
-    wanted = bitmap.counts[own].minimum(capped.caps[own])
+    batch_row, first_head = divmod(heads.first, heads.per_row)
+    row_slice = slice(batch_row, batch_row + 1)
     full, partial = capped.lists
-    targets = full.counts[own], full.indices[own], partial.counts[own], partial.indices[own]
-    top_k.select(scores, rules.bounds[:, own].contiguous(), wanted, start, targets)
-
-
-def _empty_lists(counts: Tensor, full: int, partial: int) -> tuple[BlockIndices, BlockIndices]:
-    """Allocate lists with ``full`` and ``partial`` indices per row; ``counts`` is [B, H, M_q]."""
-    widths = full, min(full, partial)
-    full, partial = (counts.new_empty(*counts.shape, width) for width in widths)
-    return BlockIndices(torch.empty_like(counts), full), BlockIndices(
-        torch.empty_like(counts), partial
+    top_k.select(
+        score=scores,
+        bounds=rules.bounds[:, row_slice].contiguous(),
+        wanted=bitmap.counts[row_slice].minimum(capped.caps[row_slice]),
+        start=first_head,
+        lists=(
+            full.counts[row_slice],
+            full.indices[row_slice],
+            partial.counts[row_slice],
+            partial.indices[row_slice],
+        ),
     )
 
 
+def _empty_lists(
+    counts: Tensor, *, full_width: int, partial_width: int
+) -> tuple[BlockIndices, BlockIndices]:
+    """Allocate lists of full and of partial blocks, not initialised.
+
+    Args:
+        counts: int32 [B, H, M_q]; only its shape and device are used.
+        full_width: Entries per list of full blocks.
+        partial_width: Entries per list of partial blocks, reduced to ``full_width``.
+    """
+    full, partial = (
+        BlockIndices(
+            counts=torch.empty_like(counts), indices=counts.new_empty((*counts.shape, width))
+        )
+        for width in (full_width, min(full_width, partial_width))
+    )
+    return full, partial
+
+
 def _is_capturing(x: Tensor) -> bool:
+    """Return True while the current CUDA stream records a graph, which must not synchronise."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def fill_lists(bits: Tensor, bounds: Tensor, full: BlockIndices, partial: BlockIndices) -> None:
-    """Fill the lists of every row, [B, H, M_q], with the blocks whose bits are set, ascending.
+def fill_lists(bits: Tensor, *, bounds: Tensor, full: BlockIndices, partial: BlockIndices) -> None:
+    """Write the selected blocks of every row to the lists of the row, in ascending order.
 
-    Blocks that are completely visible to all queries of a row are full, others are partial.
+    A block is full if all queries of the row see all keys of the block, and partial otherwise.
 
     Args:
-        bits: int32 [B, H, M_q, W]: bit j % 32 of word j // 32 is set if a row selects block j.
-        bounds: int32 [6, B, M_q], `reference.row_bounds`.
-        full, partial: Lists that are wide enough for the selected blocks of each kind.
+        bits: int32 [B, H, M_q, W], see `Bitmap`.
+        bounds: int32 [6, B, M_q], see `row_bounds` of `cab_hf.ops.reference`.
+        full: Lists of full blocks, which receive the blocks. Every list must be long enough.
+        partial: Lists of partial blocks, likewise.
     """
     heads, q_blocks, words = bits.shape[1:]
     _compact_kernel[(full.counts.numel(),)](
-        bits,
-        bounds,
-        full.counts,
-        full.indices,
-        full.width,
-        partial.counts,
-        partial.indices,
-        partial.width,
-        heads,
-        q_blocks,
-        words,
-        CHUNK=CHUNK,
+        bits=bits,
+        bounds=bounds,
+        full_counts=full.counts,
+        full=full.indices,
+        full_width=full.width,
+        partial_counts=partial.counts,
+        partial=partial.indices,
+        partial_width=partial.width,
+        heads=heads,
+        q_blocks=q_blocks,
+        words=words,
+        COLUMNS=COLUMNS,
         num_warps=1,
     )
 
 
+# these arguments change from call to call: without specialisation, Triton compiles once
 @triton.jit(do_not_specialize=["full_width", "partial_width", "heads", "q_blocks", "words"])
 def _compact_kernel(
     bits,
@@ -179,38 +238,38 @@ def _compact_kernel(
     heads,
     q_blocks,
     words,
-    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Write the lists of one row, see `fill_lists`."""
     row = tl.program_id(0).to(tl.int64)
-    # bounds of the row: scalars
-    at = bounds + row // (heads * q_blocks) * q_blocks + row % q_blocks
-    plane = tl.num_programs(0) // heads
-    low = tl.load(at)
-    high = tl.load(at + plane)
-    # blocks that are completely visible to all queries of the row
-    whole_low = tl.load(at + 4 * plane)
-    whole_high = tl.load(at + 5 * plane)
+    # bounds of the row, see `row_bounds`: scalars
+    row_bounds = bounds + row // (heads * q_blocks) * q_blocks + row % q_blocks
+    bounds_plane = tl.num_programs(0) // heads
+    first_visible = tl.load(row_bounds)
+    last_visible = tl.load(row_bounds + bounds_plane)
+    first_full = tl.load(row_bounds + 4 * bounds_plane)
+    last_full = tl.load(row_bounds + 5 * bounds_plane)
     bits += row * words
     full += row * full_width
     partial += row * partial_width
-    full_count = 0
-    partial_count = 0
-    for first in range(low // CHUNK * CHUNK, high + 1, CHUNK):
-        # selected key blocks, and whether all queries see them completely [CHUNK]
-        column = first + tl.arange(0, CHUNK)
-        there = (column >= low) & (column <= high)
-        word = tl.load(bits + column // 32, mask=there, other=0)
-        kept = there & (((word >> (column % 32)) & 1) != 0)
-        whole = (column >= whole_low) & (column <= whole_high)
-        # one scan yields both ranks: full blocks in the lower 16 bits, partial blocks in the upper
-        step = tl.where(kept, tl.where(whole, 1, 65536), 0)
-        rank = tl.cumsum(step, 0) - 1
-        tl.store(full + full_count + (rank & 65535), column, mask=kept & whole)
-        behind = partial_count + ((rank + 1) >> 16) - 1
-        tl.store(partial + behind, column, mask=kept & (whole == 0))
-        added = tl.sum(step, 0)
-        full_count += added & 65535
-        partial_count += added >> 16
-    tl.store(full_counts + row, full_count)
-    tl.store(partial_counts + row, partial_count)
+    num_full = 0
+    num_partial = 0
+    for first in range(first_visible // COLUMNS * COLUMNS, last_visible + 1, COLUMNS):
+        # selected and full key blocks [COLUMNS]
+        column = first + tl.arange(0, COLUMNS)
+        is_visible = (column >= first_visible) & (column <= last_visible)
+        word = tl.load(bits + column // 32, mask=is_visible, other=0)
+        is_selected = is_visible & (((word >> (column % 32)) & 1) != 0)
+        is_full = (column >= first_full) & (column <= last_full)
+        # positions in both lists [COLUMNS] from one scan: the lower 16 bits count full blocks, the
+        # upper 16 bits count partial blocks
+        increment = tl.where(is_selected, tl.where(is_full, 1, 65536), 0)
+        packed = tl.cumsum(increment, 0) - 1
+        tl.store(full + num_full + (packed & 65535), column, mask=is_selected & is_full)
+        partial_position = num_partial + ((packed + 1) >> 16) - 1
+        tl.store(partial + partial_position, column, mask=is_selected & (is_full == 0))
+        total = tl.sum(increment, 0)
+        num_full += total & 65535
+        num_partial += total >> 16
+    tl.store(full_counts + row, num_full)
+    tl.store(partial_counts + row, num_partial)

@@ -1,9 +1,9 @@
-"""Fast block selection on a CPU: the ranks of the default predictor in one pass over the logits.
+"""Fast scores on a CPU: `sampled_scores` of the reference, in one pass over the logits.
 
-The definition is `reference.ranks`. The samples of a few query blocks of all heads are
-multiplied with a slab of keys in one batched product. The block maxima of the slab are computed
-while its logits are in the cache. Only blocks on the border of the visible keys are masked. Query
-blocks that attend to all visible blocks anyway are not scored.
+The samples of a few query blocks of all heads are multiplied with a slab of keys in one batched
+product. The maxima per key block are computed while the logits are in the cache. Only key blocks at
+the border of the visible keys are masked. Query blocks whose visible blocks are all forced are not
+scored.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.config import CabConfig, num_typical_queries
-from cab_hf.ops import reference as definitions
+from cab_hf.ops import reference as ops_reference
 from cab_hf.plan import KeyRanges
 from cab_hf.selection import reference
+from cab_hf.selection.reference import ScoreOptions
 
-# logits of one product, 2 MiB in float32: they stay in the cache of a core until the maxima are
-# computed
+# logits of one product: 2 MiB in float32, which stay in the cache of a core until the maxima per
+# key block are computed
 LOGITS_AT_A_TIME = 2**19
-# key blocks of a part of a slab, a multiple of this number: a maximum over keys is fast for this
-# many columns
+# a product has a multiple of this many key blocks: `amax` over keys is vectorised over key blocks
 BLOCKS_OF_A_VECTOR = 32
 # sampled queries of all heads that are scored together: enough for fast products, and few enough
-# that little of the slab is masked
+# that most key blocks need no mask
 SAMPLES_AT_A_TIME = 1024
 # query blocks whose Gram matrices are in memory together: 8 MiB for blocks of 128 queries
 GRAMS_AT_A_TIME = 128
@@ -38,10 +38,10 @@ class Samples:
 
     Attributes:
         positions: int64 [B, H, M_q, S], positions of the queries; -1 for none.
-        channels: The channels that are scored; None for all.
-        keys: float32 [B, H_kv, N, C], the sampled keys, padded to whole blocks.
+        channels: int64 [C], the channels that are scored; None for all channels.
+        keys: float32 [B, H_kv, N, C], the sampled keys with these channels, padded to whole blocks.
         key_stride: Distance between sampled keys, in tokens.
-        weight: Number of queries of the block that a sample represents.
+        weight: Number of queries of the block that one sample represents.
     """
 
     positions: Tensor
@@ -51,125 +51,131 @@ class Samples:
     weight: float
 
 
-@dataclass(frozen=True, eq=False)
-class Logits:
-    """The rules from products of queries and keys to logits.
-
-    Attributes:
-        ranges: Keys that each query may attend to.
-        scale: Factor of the products, above 0.
-        sinks: [H], one logit per head that takes part in the softmax; None without.
-        softcap: Soft cap of the logits; None for no cap.
-    """
-
-    ranges: KeyRanges
-    scale: float
-    sinks: Tensor | None
-    softcap: float | None
-
-
-def scores(
+def sampled_scores(
     q: Tensor,
     k: Tensor,
     ranges: KeyRanges,
     config: CabConfig,
+    options: ScoreOptions,
     *,
-    scale: float,
-    channels: tuple[int, ...],
-    sinks: Tensor | None,
-    softcap: float | None,
     visible: Tensor,
     forced: Tensor,
 ) -> Tensor:
-    """Compute `reference.scores`, with the same arguments, for a ``scale`` above 0."""
-    rules = Logits(ranges, scale, sinks, softcap)
+    """Compute `reference.sampled_scores` for the same arguments; the scale must be positive."""
     heads = q.shape[1]
-    kinds = _samples(q, k, ranges, config, channels)
-    most_samples = max(kind.positions.shape[3] for kind in kinds)
-    together = max(1, SAMPLES_AT_A_TIME // (heads * most_samples))
-    seen = config.key_block * visible.sum(-1)
-    longer = (seen / reference.THRESHOLD_KEYS).clamp(min=1)
-    # a row that attends to all visible blocks needs no scores
-    scored = (visible & ~forced).any(-1)
-    rank = torch.zeros(q.shape[0], heads, *visible.shape[1:], device=q.device)
+    kinds = _samples(q, k, ranges=ranges, config=config, channels=options.channels)
+    max_samples = max(kind.positions.shape[3] for kind in kinds)
+    q_blocks_per_slab = max(1, SAMPLES_AT_A_TIME // (heads * max_samples))
+    num_visible_keys = config.key_block * visible.sum(-1)
+    length_factor = (num_visible_keys / reference.THRESHOLD_KEYS).clamp(min=1)
+    # a query block without unforced visible blocks needs no scores
+    needs_scores = (visible & ~forced).any(-1)
+    scores = torch.zeros(q.shape[0], heads, *visible.shape[1:], device=q.device)
     for batch in range(q.shape[0]):
-        rows_to_score = scored[batch].nonzero()[:, 0]
-        for rows in rows_to_score.split(together) if len(rows_to_score) else ():
-            slab = _Slab.of(ranges, batch, rows, config)
-            mass, total, most = 0.0, 0.0, None
+        scored_blocks = needs_scores[batch].nonzero()[:, 0]
+        for q_blocks in scored_blocks.split(q_blocks_per_slab) if len(scored_blocks) else ():
+            slab = _Slab.of(ranges, batch, q_blocks, config)
+            share_sum, weight_sum, max_share = 0.0, 0.0, None
             for kind in kinds:
-                largest, shares, num_samples = _shares(q, kind, rules, slab, config.key_block)
-                mass = mass + kind.weight * shares
-                total = total + kind.weight * num_samples.unsqueeze(-1)
-                most = largest if most is None else torch.maximum(most, largest)
-            mass = mass / total.clamp(min=definitions.LEAST) * longer[batch, rows, None]
-            some = torch.where(most >= config.share_threshold, 1 + most, mass.clamp(max=1))
-            # a query that is not finite keeps all blocks
-            some = some.masked_fill(some.isnan(), 1.0)
-            rank[batch][:, rows, slab.first_block : slab.end_block] = some
-    return rank
+                kind_max, kind_sum, num_samples = _shares(
+                    q,
+                    kind,
+                    slab=slab,
+                    ranges=ranges,
+                    options=options,
+                    key_block=config.key_block,
+                )
+                share_sum = share_sum + kind.weight * kind_sum
+                weight_sum = weight_sum + kind.weight * num_samples.unsqueeze(-1)
+                max_share = kind_max if max_share is None else torch.maximum(max_share, kind_max)
+            mean_share = share_sum / weight_sum.clamp(min=ops_reference.LEAST)
+            slab_scores = (mean_share * length_factor[batch, q_blocks, None]).clamp(max=1)
+            is_large = max_share >= config.share_threshold
+            slab_scores = torch.where(is_large, 1 + max_share, slab_scores)
+            # a sampled query that is not finite selects all blocks
+            slab_scores = slab_scores.masked_fill(slab_scores.isnan(), 1.0)
+            scores[batch][:, q_blocks, slab.first_block : slab.end_block] = slab_scores
+    return scores
 
 
 @dataclass(frozen=True, eq=False)
 class _Slab:
-    """Some query blocks of a batch row, and their visible key blocks.
+    """Some query blocks of a batch row and the range of their visible key blocks.
 
     Attributes:
         batch: Index of the batch row.
-        rows: int64 [R], the query blocks.
-        first_block, end_block: Key blocks that are visible to any query of the rows.
-        first_full, end_full: Key blocks that are completely visible to all queries.
+        q_blocks: int64 [R], indices of the query blocks.
+        first_block: First key block that is visible to any of the queries.
+        end_block: End (exclusive) of the key blocks that are visible to any of the queries.
+        first_full: First key block that is completely visible to all queries.
+        end_full: End (exclusive) of the key blocks that are completely visible to all queries.
     """
 
     batch: int
-    rows: Tensor
+    q_blocks: Tensor
     first_block: int
     end_block: int
     first_full: int
     end_full: int
 
     @classmethod
-    def of(cls, ranges: KeyRanges, batch: int, rows: Tensor, config: CabConfig) -> _Slab:
-        bounds, size = ranges.rows(config.query_block), config.key_block
-        first_block = int(bounds.min_first[batch, rows].min()) // size
-        end_block = int(bounds.max_last[batch, rows].max()) // size + 1
-        first_full = -(-int(bounds.max_first[batch, rows].max()) // size)
-        end_full = (int(bounds.min_last[batch, rows].min()) + 1) // size
+    def of(cls, ranges: KeyRanges, batch: int, q_blocks: Tensor, config: CabConfig) -> _Slab:
+        """Build the slab of the query blocks ``q_blocks`` of batch row ``batch``."""
+        bounds, key_block = ranges.rows(config.query_block), config.key_block
+        end_block = int(bounds.max_last[batch, q_blocks].max()) // key_block + 1
+        first_full = -(-int(bounds.max_first[batch, q_blocks].max()) // key_block)
+        end_full = (int(bounds.min_last[batch, q_blocks].min()) + 1) // key_block
         if first_full >= end_full:
             first_full = end_full = end_block
-        return cls(batch, rows, first_block, end_block, first_full, end_full)
+        return cls(
+            batch=batch,
+            q_blocks=q_blocks,
+            first_block=int(bounds.min_first[batch, q_blocks].min()) // key_block,
+            end_block=end_block,
+            first_full=first_full,
+            end_full=end_full,
+        )
 
-    def parts(self, blocks: int) -> list[tuple[int, int, bool]]:
-        """Return (first block, end, is_masked) of parts of at most ``blocks`` key blocks."""
+    def column_ranges(self, max_blocks: int) -> list[tuple[int, int, bool]]:
+        """Return (begin, end, needs_mask) of ranges of at most ``max_blocks`` key blocks."""
         result = []
-        for first, end, is_masked in (
+        for first, end, needs_mask in (
             (self.first_block, self.first_full, True),
             (self.first_full, self.end_full, False),
             (self.end_full, self.end_block, True),
         ):
-            result += [(x, min(x + blocks, end), is_masked) for x in range(first, end, blocks)]
+            result += [
+                (begin, min(begin + max_blocks, end), needs_mask)
+                for begin in range(first, end, max_blocks)
+            ]
         return result
 
 
 def _samples(
-    q: Tensor, k: Tensor, ranges: KeyRanges, config: CabConfig, channels: tuple[int, ...]
+    q: Tensor, k: Tensor, *, ranges: KeyRanges, config: CabConfig, channels: tuple[int, ...]
 ) -> list[Samples]:
-    """Return the typical queries, and the outliers if there are any."""
-    size, count = config.query_block, config.outlier_queries
-    num_typical, stride = num_typical_queries(config), config.typical_key_stride
-    typical = reference.typical_queries(ranges, size, num_typical)
-    typical = typical.unsqueeze(1).expand(-1, q.shape[1], -1, -1)
-    whole = F.pad(k, (0, 0, 0, -k.shape[2] % config.key_block))
-    keys = whole[:, :, reference.key_offset(stride) :: stride].float()
-    weight = (size - count) / num_typical
-    kinds = [Samples(typical, None, keys, key_stride=stride, weight=weight)]
-    if count:
-        some = torch.tensor(channels, device=q.device) if channels else None
+    """Return the typical queries, and the outliers if there are any; see `block_shares`."""
+    query_block, num_outliers = config.query_block, config.outlier_queries
+    num_typical, key_stride = num_typical_queries(config), config.typical_key_stride
+    typical = reference.typical_queries(ranges, query_block, num_typical)
+    padded_keys = F.pad(k, (0, 0, 0, -k.shape[2] % config.key_block))
+    kinds = [
+        Samples(
+            positions=typical.unsqueeze(1).expand(-1, q.shape[1], -1, -1),
+            channels=None,
+            keys=padded_keys[:, :, reference.key_offset(key_stride) :: key_stride].float(),
+            key_stride=key_stride,
+            weight=(query_block - num_outliers) / num_typical,
+        )
+    ]
+    if num_outliers:
+        index = torch.tensor(channels, device=q.device) if channels else None
+        outlier_keys = padded_keys if index is None else padded_keys.index_select(-1, index)
         kinds.append(
             Samples(
-                positions=outlier_queries(q, ranges, size, count),
-                channels=some,
-                keys=(whole if some is None else whole.index_select(-1, some)).float(),
+                positions=outlier_queries(q, ranges, query_block, num_outliers),
+                channels=index,
+                keys=outlier_keys.float(),
                 key_stride=1,
                 weight=1.0,
             )
@@ -178,159 +184,202 @@ def _samples(
 
 
 def _shares(
-    q: Tensor, kind: Samples, rules: Logits, slab: _Slab, key_block: int
+    q: Tensor,
+    kind: Samples,
+    *,
+    slab: _Slab,
+    ranges: KeyRanges,
+    options: ScoreOptions,
+    key_block: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `reference.shares_of_samples` for the rows and the key blocks of ``slab``.
+    """Compute `reference.shares_of_samples` for the query blocks and key blocks of ``slab``.
 
     Returns:
-        maximum and total, float32 [H, R, blocks], and num_samples, float32 [H, R].
+        maximum, total: float32 [H, R, blocks].
+        num_samples: float32 [H, R].
     """
     keys = kind.keys[slab.batch]
-    at = kind.positions[slab.batch][:, slab.rows]
-    heads, _, num_samples = at.shape
+    positions = kind.positions[slab.batch][:, slab.q_blocks]
+    heads, _, samples_per_block = positions.shape
     # [H, R * S]
-    position = at.flatten(1)
-    missing = position < 0
-    position = position.clamp(min=0)
+    positions = positions.flatten(1)
+    is_missing = positions < 0
+    positions = positions.clamp(min=0)
     head = torch.arange(heads, device=q.device).unsqueeze(-1)
-    samples = q[slab.batch][head, position]
+    queries = q[slab.batch][head, positions]
     if kind.channels is not None:
-        samples = samples.index_select(-1, kind.channels)
-    first = rules.ranges.start[slab.batch][position]
-    last = rules.ranges.end[slab.batch][position].masked_fill(missing, -1)
-    # the queries of a group become more queries of their KV head
-    samples, low, high = (
-        x.unflatten(0, (keys.shape[0], -1)).flatten(1, 2) for x in (samples.float(), first, last)
+        queries = queries.index_select(-1, kind.channels)
+    start = ranges.start[slab.batch][positions]
+    end = ranges.end[slab.batch][positions].masked_fill(is_missing, -1)
+    # one product per KV head: [H, R * S] -> [H_kv, group * R * S]
+    kv_queries, kv_start, kv_end = (
+        x.unflatten(0, (keys.shape[0], -1)).flatten(1, 2) for x in (queries.float(), start, end)
     )
-    largest = _block_maxima(samples, low, high, keys, kind.key_stride, slab, key_block)
-    # scaling and soft caps do not change the order
-    largest = definitions.capped(largest.mul_(rules.scale), rules.softcap)
-    if bool(missing.any()):
-        largest = largest.masked_fill((high < 0).unsqueeze(-1), -torch.inf)
-    largest = largest.unflatten(1, (heads // keys.shape[0], -1)).flatten(0, 1)
-    share = _softmax(largest, rules.sinks, key_block).unflatten(1, (-1, num_samples))
+    block_max = _block_maxima(
+        kv_queries,
+        start=kv_start,
+        end=kv_end,
+        keys=keys,
+        key_stride=kind.key_stride,
+        slab=slab,
+        key_block=key_block,
+    )
+    # scaling and soft caps do not change the order of logits
+    block_max = ops_reference.capped(block_max.mul_(options.scale), options.softcap)
+    if bool(is_missing.any()):
+        block_max = block_max.masked_fill((kv_end < 0).unsqueeze(-1), -torch.inf)
+    block_max = block_max.unflatten(1, (heads // keys.shape[0], -1)).flatten(0, 1)
+    share = _softmax(block_max, options.sinks, key_block).unflatten(1, (-1, samples_per_block))
     offset = reference.key_offset(kind.key_stride)
-    nearest = (first - offset).clamp(min=0).add(kind.key_stride - 1) // kind.key_stride
-    sees = nearest * kind.key_stride + offset <= last
-    return share.amax(2), share.sum(2), sees.unflatten(1, (-1, num_samples)).sum(-1).float()
+    first_sampled_key = (start - offset).clamp(min=0).add(kind.key_stride - 1) // kind.key_stride
+    has_visible_key = first_sampled_key * kind.key_stride + offset <= end
+    num_samples = has_visible_key.unflatten(1, (-1, samples_per_block)).sum(-1)
+    return share.amax(2), share.sum(2), num_samples.float()
 
 
 def _block_maxima(
-    samples: Tensor,
-    first: Tensor,
-    last: Tensor,
+    queries: Tensor,
+    *,
+    start: Tensor,
+    end: Tensor,
     keys: Tensor,
     key_stride: int,
     slab: _Slab,
     key_block: int,
 ) -> Tensor:
-    """Return the largest product of each sample and key block, [H_kv, samples, blocks].
+    """Return the maximum product per sampled query and key block, float32 [H_kv, S, blocks].
 
     Args:
-        samples: float32 [H_kv, samples, C].
-        first, last: int32 [H_kv, samples], the first and last visible token of each sample.
-        keys: float32 [H_kv, N, C], padded to whole blocks.
+        queries: float32 [H_kv, S, C], S sampled queries.
+        start, end: int32 [H_kv, S], the first and last visible token of each query.
+        keys: float32 [H_kv, N, C], the sampled keys, padded to whole blocks.
+        key_stride: Distance between sampled keys, in tokens.
+        slab: Key blocks that are scored.
+        key_block: Tokens per key block.
     """
-    kv_heads, count, dim = samples.shape
-    keys_per_block, blocks = key_block // key_stride, slab.end_block - slab.first_block
-    width = max(1, LOGITS_AT_A_TIME // (keys_per_block * kv_heads * count))
-    width = min(width // BLOCKS_OF_A_VECTOR * BLOCKS_OF_A_VECTOR or width, blocks)
-    latest_start = int(first.max())
-    room = samples.new_empty(kv_heads * count * width * keys_per_block)
-    largest = samples.new_empty(kv_heads, count, blocks)
-    for begin, end, is_masked in slab.parts(width):
-        shape = keys_per_block, end - begin
-        # [H_kv, keys_per_block * blocks, C]: the keys of a block are ``blocks`` apart, so that a
-        # maximum over keys is a maximum of vectors
-        part = keys[:, begin * shape[0] : end * shape[0]].unflatten(1, shape[::-1])
-        part = part.transpose(1, 2).reshape(kv_heads, -1, dim)
-        logits = room[: kv_heads * count * part.shape[1]].view(kv_heads, count, -1)
-        torch.bmm(samples, part.transpose(1, 2), out=logits)
-        if is_masked:
-            number = torch.arange(begin * shape[0], end * shape[0], device=keys.device)
-            key = number.view(shape[::-1]).T.flatten() * key_stride
-            key = (key + reference.key_offset(key_stride)).int()
-            unseen = key > last.unsqueeze(-1)
-            if begin * key_block < latest_start:
-                unseen |= key < first.unsqueeze(-1)
-            logits.masked_fill_(unseen, -torch.inf)
-        logits = logits.unflatten(2, shape)
-        while logits.shape[2] > 1 and logits.shape[2] % 2 == 0 and shape[1] < BLOCKS_OF_A_VECTOR:
-            # amax over few columns is slow
+    kv_heads, num_samples, dim = queries.shape
+    keys_per_block, num_blocks = key_block // key_stride, slab.end_block - slab.first_block
+    max_blocks = max(1, LOGITS_AT_A_TIME // (keys_per_block * kv_heads * num_samples))
+    max_blocks = max_blocks // BLOCKS_OF_A_VECTOR * BLOCKS_OF_A_VECTOR or max_blocks
+    max_blocks = min(max_blocks, num_blocks)
+    latest_start = int(start.max())
+    logit_buffer = queries.new_empty(kv_heads * num_samples * max_blocks * keys_per_block)
+    block_max = queries.new_empty(kv_heads, num_samples, num_blocks)
+    for first_block, end_block, needs_mask in slab.column_ranges(max_blocks):
+        width = end_block - first_block
+        key_slice = slice(first_block * keys_per_block, end_block * keys_per_block)
+        # [H_kv, keys_per_block * width, C]: adjacent rows belong to adjacent blocks, so that the
+        # maximum over the keys of a block is a maximum of vectors
+        slab_keys = keys[:, key_slice].unflatten(1, (width, keys_per_block))
+        slab_keys = slab_keys.transpose(1, 2).reshape(kv_heads, -1, dim)
+        num_logits = kv_heads * num_samples * slab_keys.shape[1]
+        logits = logit_buffer[:num_logits].view(kv_heads, num_samples, -1)
+        torch.bmm(queries, slab_keys.transpose(1, 2), out=logits)
+        if needs_mask:
+            key_index = torch.arange(key_slice.start, key_slice.stop, device=keys.device)
+            token = key_index.view(width, keys_per_block).T.flatten() * key_stride
+            token = (token + reference.key_offset(key_stride)).int()
+            is_masked = token > end.unsqueeze(-1)
+            if first_block * key_block < latest_start:
+                is_masked |= token < start.unsqueeze(-1)
+            logits.masked_fill_(is_masked, -torch.inf)
+        logits = logits.unflatten(2, (keys_per_block, width))
+        # amax over few columns is slow: halve the keys by elementwise maxima instead
+        while logits.shape[2] > 1 and logits.shape[2] % 2 == 0 and width < BLOCKS_OF_A_VECTOR:
             half = logits.shape[2] // 2
             logits = torch.maximum(logits[:, :, :half], logits[:, :, half:])
-        place = slice(begin - slab.first_block, end - slab.first_block)
-        torch.amax(logits, 2, out=largest[..., place])
-    return largest
+        columns = slice(first_block - slab.first_block, end_block - slab.first_block)
+        torch.amax(logits, 2, out=block_max[..., columns])
+    return block_max
 
 
-def _softmax(largest: Tensor, sinks: Tensor | None, key_block: int) -> Tensor:
-    """Return the shares of key blocks [H, samples, blocks]; see `reference.shares_of_samples`."""
-    weighed = largest
+def _softmax(block_max: Tensor, sinks: Tensor | None, key_block: int) -> Tensor:
+    """Return the shares of key blocks [H, S, blocks]; see `reference.shares_of_samples`.
+
+    Args:
+        block_max: float32 [H, S, blocks], the maximum logit per key block; -inf for invisible
+            blocks.
+        sinks: [H], sink logits; None for no sinks.
+        key_block: Tokens per key block.
+    """
+    softmax_input = block_max
     if sinks is not None:
         sink = sinks.float() - torch.tensor(key_block, dtype=torch.float32).log()
-        weighed = torch.cat([largest, sink[:, None, None].expand(-1, largest.shape[1], 1)], -1)
-    share = weighed.softmax(-1)[..., : largest.shape[-1]]
+        sink = sink[:, None, None].expand(-1, block_max.shape[1], 1)
+        softmax_input = torch.cat([block_max, sink], -1)
+    share = softmax_input.softmax(-1)[..., : block_max.shape[-1]]
     # softmax over no keys is NaN
-    return share.masked_fill(largest == -torch.inf, 0.0)
+    return share.masked_fill(block_max == -torch.inf, 0.0)
 
 
 def outlier_queries(q: Tensor, ranges: KeyRanges, query_block: int, count: int) -> Tensor:
     """Compute `reference.outlier_queries` from the Gram matrix of each query block."""
     if count == query_block:
         return reference.outlier_queries(q, ranges, query_block, count)
-    blocks = -(-q.shape[2] // query_block)
-    padding = blocks * query_block - q.shape[2]
-    real = F.pad(ranges.end >= 0, (0, padding)).unflatten(1, (-1, query_block))
-    inside = torch.empty(*q.shape[:2], blocks, count, dtype=torch.int64, device=q.device)
-    step = max(1, GRAMS_AT_A_TIME // (q.shape[0] * q.shape[1]))
-    for start in range(0, blocks, step):
-        some = slice(start, start + step)
-        part = q[:, :, start * query_block : (start + step) * query_block].float()
-        part = F.pad(part, (0, 0, 0, -part.shape[2] % query_block)).unflatten(2, (-1, query_block))
-        is_real = real[:, some].unsqueeze(1).expand(part.shape[:-1])
-        if not bool(is_real.all()):
-            part = part.masked_fill(~is_real.unsqueeze(-1), 0.0)
-        samples = _farthest_points(part.flatten(0, 2), is_real.flatten(0, 2), count)
-        inside[:, :, some] = samples.view(inside[:, :, some].shape)
-    start = torch.arange(0, q.shape[2], query_block, device=q.device)
-    missing = ~real.unsqueeze(1).expand(-1, q.shape[1], -1, -1).gather(-1, inside)
-    return (inside + start[:, None]).masked_fill_(missing, -1)
+    q_blocks = -(-q.shape[2] // query_block)
+    num_padding = q_blocks * query_block - q.shape[2]
+    is_real = F.pad(ranges.end >= 0, (0, num_padding)).unflatten(1, (-1, query_block))
+    sampled = torch.empty(*q.shape[:2], q_blocks, count, dtype=torch.int64, device=q.device)
+    blocks_per_chunk = max(1, GRAMS_AT_A_TIME // (q.shape[0] * q.shape[1]))
+    for first_block in range(0, q_blocks, blocks_per_chunk):
+        # blocks [B, H, blocks of the chunk, query_block, D]
+        chunk = slice(first_block, first_block + blocks_per_chunk)
+        blocks = q[:, :, chunk.start * query_block : chunk.stop * query_block].float()
+        blocks = F.pad(blocks, (0, 0, 0, -blocks.shape[2] % query_block))
+        blocks = blocks.unflatten(2, (-1, query_block))
+        chunk_is_real = is_real[:, chunk].unsqueeze(1).expand(blocks.shape[:-1])
+        if not bool(chunk_is_real.all()):
+            blocks = blocks.masked_fill(~chunk_is_real.unsqueeze(-1), 0.0)
+        samples = _farthest_points(blocks.flatten(0, 2), chunk_is_real.flatten(0, 2), count)
+        sampled[:, :, chunk] = samples.view(sampled[:, :, chunk].shape)
+    block_start = torch.arange(0, q.shape[2], query_block, device=q.device)
+    is_padding = ~is_real.unsqueeze(1).expand(-1, q.shape[1], -1, -1).gather(-1, sampled)
+    return (sampled + block_start[:, None]).masked_fill_(is_padding, -1)
 
 
-def _farthest_points(blocks: Tensor, real: Tensor, count: int) -> Tensor:
-    """Compute `reference._farthest_points` for blocks [M, query_block, D]: int64 [M, count].
+def _farthest_points(blocks: Tensor, is_real: Tensor, count: int) -> Tensor:
+    """Return the samples of `outlier_queries` as indices in their blocks, int64 [M, count].
 
-    ``nearest`` contains steps * query_block + position, exact in float32. Its minimum is the first
-    query with the lowest similarity.
+    ``max_similarity`` contains steps * query_block + index, which is exact in float32. The minimum
+    is the first of the queries with the lowest similarity.
+
+    Args:
+        blocks: float32 [M, query_block, D], zeros where ``is_real`` is False.
+        is_real: bool [M, query_block], False for padding.
+        count: Samples per block.
     """
-    size = blocks.shape[1]
+    query_block = blocks.shape[1]
     gram = torch.bmm(blocks, blocks.transpose(1, 2))
-    mean = blocks.sum(1)
-    inverse, mean_inverse = (
+    mean = blocks.sum(1)  # the cosine does not depend on the factor 1 / query_block
+    inverse_norm, inverse_mean_norm = (
         x.square().sum(-1).clamp(min=reference.LEAST_SQUARE).rsqrt()
         for x in (blocks, mean.unsqueeze(1))
     )
-    position = torch.arange(size, device=blocks.device, dtype=torch.float32)
-    missing = None if bool(real.all()) else ~real
+    index = torch.arange(query_block, device=blocks.device, dtype=torch.float32)
+    is_padding = None if bool(is_real.all()) else ~is_real
 
-    def similarity(products: Tensor, other_inverse: Tensor) -> Tensor:
-        cosine = (products * inverse).mul_(other_inverse).nan_to_num_(nan=-1.0).clamp_(-1, 1)
+    def similarity_of(products: Tensor, other_inverse_norm: Tensor) -> Tensor:
+        cosine = (products * inverse_norm).mul_(other_inverse_norm)
+        cosine = cosine.nan_to_num_(nan=-1.0).clamp_(-1, 1)
         steps = cosine.mul_(reference.COSINE_STEPS).trunc_()
-        if missing is not None:
-            steps.masked_fill_(missing, reference.PADDING_STEPS)
-        return steps.mul_(size).add_(position)
+        if is_padding is not None:
+            steps.masked_fill_(is_padding, reference.PADDING_STEPS)
+        return steps.mul_(query_block).add_(index)
 
-    nearest = similarity(torch.bmm(blocks, mean.unsqueeze(-1))[..., 0], mean_inverse)
+    mean_products = torch.bmm(blocks, mean.unsqueeze(-1))[..., 0]
+    max_similarity = similarity_of(mean_products, inverse_mean_norm)
     samples = torch.empty(len(blocks), count, dtype=torch.int64, device=blocks.device)
     for number in range(count):
-        chosen = nearest.amin(-1, keepdim=True).remainder_(size)
-        sampled = chosen + reference.SAMPLED_STEPS * size
-        chosen = chosen.long()
-        samples[:, number] = chosen[:, 0]
-        products = gram.gather(1, chosen.unsqueeze(-1).expand(-1, -1, size))[:, 0]
-        steps = similarity(products, inverse.gather(-1, chosen))
-        nearest = steps if number == 0 else torch.maximum(nearest, steps, out=nearest)
-        # larger than every similarity
-        nearest.scatter_(-1, chosen, sampled)
+        sample = max_similarity.amin(-1, keepdim=True).remainder_(query_block)
+        # larger than every similarity, so that no query is sampled twice
+        sampled_value = sample + reference.SAMPLED_STEPS * query_block
+        sample = sample.long()
+        samples[:, number] = sample[:, 0]
+        products = gram.gather(1, sample.unsqueeze(-1).expand(-1, -1, query_block))[:, 0]
+        similarity = similarity_of(products, inverse_norm.gather(-1, sample))
+        if number == 0:
+            max_similarity = similarity
+        else:
+            torch.maximum(max_similarity, similarity, out=max_similarity)
+        max_similarity.scatter_(-1, sample, sampled_value)
     return samples

@@ -1,4 +1,4 @@
-"""Definition of the selection, in plain PyTorch; the kernels are tested against it.
+"""Definition of block selection in plain PyTorch; the kernels are tested against it.
 
 For query block m, sampled query i of block m, key block j and sampled key n of block j::
 
@@ -10,10 +10,15 @@ For query block m, sampled query i of block m, key block j and sampled key n of 
 
     selected[m, j] = mean_share[m, j] >= mass_threshold * min(1, 32768 / num_visible_keys[m])
                      or max_share[m, j] >= share_threshold
-                     or block j is forced, or has a key that is not finite
+                     or block j is forced or marked
+
+The sampled queries of a block are outliers (`outlier_queries`) and typical queries
+(`typical_queries`). A query block attends to its *forced* blocks regardless of scores: sink blocks,
+local blocks and the blocks of its own positions. In the dense tail of a sequence all visible blocks
+are forced. A *marked* block contains a key with NaN or an infinity.
 
 Shapes: q [B, H, N_q, D], k [B, H_kv, N_k, D]. M_q is the number of query blocks, M_k the number of
-key blocks. Everything between the scores and the selection is float32.
+key blocks. All scores and shares are float32.
 """
 
 from __future__ import annotations
@@ -21,28 +26,46 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.config import CabConfig, blocks_of, num_typical_queries
-from cab_hf.ops import reference as definitions
+from cab_hf.ops import reference as ops_reference
 from cab_hf.plan import KeyRanges, block_visibility
 
-# rows with more visible keys than this spread their attention over more blocks: above this number,
-# the mass threshold is inversely proportional to the number of keys
+# query blocks with more visible keys than this spread their attention over more blocks: above this
+# number, the mass threshold is inversely proportional to the number of keys
 THRESHOLD_KEYS = 32768
-# resolution of cosine similarities: closer values are equal. A similarity fits a signed byte
+# cosine similarities are rounded to multiples of 1 / COSINE_STEPS, so that they fit a signed byte
 COSINE_STEPS = 127.0
-# similarity of padding in these steps: above every cosine, so that real queries come first
+# rounded similarity of padding: larger than every cosine, so that padding is sampled last
 PADDING_STEPS = 2 * 127
-# similarity of queries that are already samples: padding comes before a second selection
+# rounded similarity of queries that are already samples: larger than padding, so that no query is
+# sampled twice
 SAMPLED_STEPS = 3 * 127
-# lower bound of squared norms: a vector of zeros has similarity 0 to everything
+# lower bound of squared norms: a vector of zeros has similarity 0 to every vector
 LEAST_SQUARE = 1e-30
-# sampled queries per chunk: bounds the size of the logits
+# sampled queries per matrix product: bounds the size of the logits
 QUERY_CHUNK = 128
+
+
+class ScoreOptions(NamedTuple):
+    """Parameters of the logits of one layer, in addition to q, k and the visible keys.
+
+    Attributes:
+        scale: Factor of the dot products, usually 1 / sqrt(D).
+        channels: Ascending channels of q and k that outliers are scored on; () for all channels.
+        sinks: [H], one logit per head that takes part in the softmax; None for no sinks.
+        softcap: Soft cap of the logits, see `capped` of `cab_hf.ops.reference`; None for no cap.
+    """
+
+    scale: float
+    channels: tuple[int, ...] = ()
+    sinks: Tensor | None = None
+    softcap: float | None = None
 
 
 def selected_blocks(
@@ -50,187 +73,193 @@ def selected_blocks(
     k: Tensor,
     ranges: KeyRanges,
     config: CabConfig,
+    options: ScoreOptions,
     *,
-    scale: float,
-    channels: tuple[int, ...] = (),
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    score: Callable[..., Tensor] | None = None,
+    sampled_scores_fn: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Return the selected blocks, bool [B, H, M_q, M_k].
 
     Args:
-        q, k: [B, H, N_q, D], [B, H_kv, N_k, D].
-        scale, channels, sinks, softcap: See `block_shares`.
-        score: See `ranks`.
+        q: [B, H, N_q, D].
+        k: [B, H_kv, N_k, D].
+        ranges: Keys that each query may attend to.
+        config: Settings of the selection.
+        options: Parameters of the logits.
+        sampled_scores_fn: Replacement of `sampled_scores` with the same arguments; None for
+            `sampled_scores` itself.
     """
-    rank = ranks(
+    scores = block_scores(
         q,
         k,
-        ranges,
-        config,
-        scale=scale,
-        channels=channels,
-        sinks=sinks,
-        softcap=softcap,
-        score=score,
+        ranges=ranges,
+        config=config,
+        options=options,
+        sampled_scores_fn=sampled_scores_fn,
     )
     if config.max_density < 1:
-        bad = definitions.not_finite(k, ranges.key_valid)
-        marked = definitions.marked_blocks(bad, config.key_block)
-        rank = capped_ranks(rank, ranges, config, marked)
-    return rank >= config.mass_threshold
+        is_not_finite = ops_reference.not_finite(k, ranges.key_valid)
+        marked = ops_reference.marked_blocks(is_not_finite, config.key_block)
+        scores = capped_scores(scores, ranges, config, marked)
+    return scores >= config.mass_threshold
 
 
-def ranks(
+def block_scores(
     q: Tensor,
     k: Tensor,
     ranges: KeyRanges,
     config: CabConfig,
+    options: ScoreOptions,
     *,
-    scale: float,
-    channels: tuple[int, ...] = (),
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    score: Callable[..., Tensor] | None = None,
+    sampled_scores_fn: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Return the largest mass threshold that selects each block, float32 [B, H, M_q, M_k].
+    """Return the score of each block, float32 [B, H, M_q, M_k].
 
-    The first case that applies determines the value of a block:
+    The score of a block is the largest ``mass_threshold`` that selects the block. The first case
+    that applies determines the score:
 
-    * -1 if the row does not see the block;
-    * infinity if the block is forced or has a key that is not finite;
-    * 1 if a sampled query of the row is not finite;
-    * 1 + share if the share of one query reaches ``share_threshold``;
-    * else min(1, mean_share * max(1, n / `THRESHOLD_KEYS`)) for n visible keys.
+    * -1 if the block is invisible to the query block;
+    * infinity if the block is forced or marked;
+    * 1 if a sampled query of the query block is not finite;
+    * 1 + max_share if max_share >= ``share_threshold``;
+    * else min(1, mean_share * max(1, num_visible_keys / `THRESHOLD_KEYS`)).
 
-    A key that is not finite counts as zeros in the shares of other blocks.
-
-    Args:
-        q, k: [B, H, N_q, D], [B, H_kv, N_k, D].
-        scale, channels, sinks, softcap: See `block_shares`.
-        score: Function that computes the last three cases, with the arguments of `scores`; None for
-            the definition.
-    """
-    visible = block_visibility(ranges, config.query_block, config.key_block)
-    forced = definitions.forced_blocks(visible, ranges, config)
-    bad = definitions.not_finite(k, ranges.key_valid)
-    marked = definitions.marked_blocks(bad, config.key_block).unsqueeze(2)
-    if k.device.type != "cpu" or bool(bad.any()):
-        k = k.masked_fill(bad.unsqueeze(-1), 0.0)
-    rank = (score or scores)(
-        q,
-        k,
-        ranges,
-        config,
-        scale=scale,
-        channels=channels,
-        sinks=sinks,
-        softcap=softcap,
-        visible=visible,
-        forced=forced,
-    )
-    is_kept = forced.unsqueeze(1) | marked.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    return rank.masked_fill_(is_kept, torch.inf).masked_fill_(~visible.unsqueeze(1), -1.0)
-
-
-def scores(
-    q: Tensor,
-    k: Tensor,
-    ranges: KeyRanges,
-    config: CabConfig,
-    *,
-    scale: float,
-    channels: tuple[int, ...],
-    sinks: Tensor | None,
-    softcap: float | None,
-    visible: Tensor,
-    forced: Tensor,
-) -> Tensor:
-    """Return the ranks of blocks that are neither forced nor marked, float32 [B, H, M_q, M_k].
-
-    The ranks of other blocks are any numbers.
+    A key with NaN or an infinity is replaced by zeros before the shares are computed.
 
     Args:
         q: [B, H, N_q, D].
-        k: [B, H_kv, N_k, D], finite.
-        scale, channels, sinks, softcap: See `block_shares`.
-        visible, forced: bool [B, M_q, M_k], visible blocks of rows, and blocks that rows always
-            attend to.
+        k: [B, H_kv, N_k, D].
+        ranges: Keys that each query may attend to.
+        config: Settings of the selection.
+        options: Parameters of the logits.
+        sampled_scores_fn: Replacement of `sampled_scores`, which computes the last three cases;
+            None for `sampled_scores` itself.
     """
-    group = q.shape[1] // k.shape[1]
-    num_visible_keys = config.key_block * visible.sum(-1, keepdim=True).unsqueeze(1)
-    longer = (num_visible_keys / THRESHOLD_KEYS).clamp(min=1)
-    result = []
-    for head in range(q.shape[1]):
-        kv_head = head // group
-        mean_share, max_share = block_shares(
-            q[:, [head]],
-            k[:, [kv_head]],
-            ranges,
-            config,
-            scale=scale,
-            channels=channels,
-            sinks=None if sinks is None else sinks[[head]],
-            softcap=softcap,
-        )
-        mean_share = (mean_share * longer).clamp(max=1)
-        rank = torch.where(max_share >= config.share_threshold, 1 + max_share, mean_share)
-        result.append(rank.masked_fill(rank.isnan(), 1.0))
-    return torch.cat(result, dim=1)
-
-
-def capped_ranks(
-    rank: Tensor, ranges: KeyRanges, config: CabConfig, marked: Tensor | None = None
-) -> Tensor:
-    """Return ``rank`` [B, H, M_q, M_k] with -1 for the blocks that ``max_density`` excludes.
-
-    A row can keep its forced blocks, and its best other blocks up to ``max_density``.
-
-    Args:
-        marked: bool [B, H_kv, M_k], blocks with a key that is not finite; None for none.
-    """
-    if config.max_density == 1:
-        return rank
-    query_block, key_block = blocks_of(config)
-    visible = block_visibility(ranges, query_block, key_block)
-    forced = definitions.forced_blocks(visible, ranges, config).unsqueeze(1)
-    bounds = definitions.row_bounds(
-        ranges, query_block, key_block, config.sink_blocks, config.local_blocks
+    visible = block_visibility(ranges, config.query_block, config.key_block)
+    forced = ops_reference.forced_blocks(visible, ranges, config)
+    is_not_finite = ops_reference.not_finite(k, ranges.key_valid)
+    marked = ops_reference.marked_blocks(is_not_finite, config.key_block).unsqueeze(2)
+    # on a GPU, the condition would wait for the device
+    if k.device.type != "cpu" or bool(is_not_finite.any()):
+        k = k.masked_fill(is_not_finite.unsqueeze(-1), 0.0)
+    scores = (sampled_scores_fn or sampled_scores)(
+        q, k, ranges=ranges, config=config, options=options, visible=visible, forced=forced
     )
-    cap = definitions.most_of_rows(bounds, config.max_density, marked)
-    cap = cap.repeat_interleave(rank.shape[1] // cap.shape[1], dim=1)
-    wanted = cap.maximum(forced.sum(-1))
-    best = definitions.best_of_rows(rank, rank >= 0, forced, wanted)
-    return rank.masked_fill(~best, -1.0)
+    group = q.shape[1] // k.shape[1]
+    always_selected = forced.unsqueeze(1) | marked.repeat_interleave(group, dim=1)
+    return scores.masked_fill_(always_selected, torch.inf).masked_fill_(~visible.unsqueeze(1), -1.0)
 
 
-def block_shares(
+def sampled_scores(
     q: Tensor,
     k: Tensor,
     ranges: KeyRanges,
     config: CabConfig,
+    options: ScoreOptions,
     *,
-    scale: float,
-    channels: tuple[int, ...] = (),
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
+    visible: Tensor,
+    forced: Tensor,
+) -> Tensor:
+    """Return `block_scores` of the visible blocks that are neither forced nor marked.
+
+    Args:
+        q: [B, H, N_q, D].
+        k: [B, H_kv, N_k, D], without NaN and infinities.
+        ranges: Keys that each query may attend to.
+        config: Settings of the selection.
+        options: Parameters of the logits.
+        visible: bool [B, M_q, M_k], True if a query of the query block may attend to a key of the
+            key block.
+        forced: bool [B, M_q, M_k], forced blocks. Unused here; other implementations skip query
+            blocks whose visible blocks are all forced.
+
+    Returns:
+        float32 [B, H, M_q, M_k]. The values of all other blocks are arbitrary.
+    """
+    group = q.shape[1] // k.shape[1]
+    num_visible_keys = config.key_block * visible.sum(-1, keepdim=True).unsqueeze(1)
+    length_factor = (num_visible_keys / THRESHOLD_KEYS).clamp(min=1)
+    scores_of_heads = []
+    for head in range(q.shape[1]):
+        own_sinks = None if options.sinks is None else options.sinks[[head]]
+        mean_share, max_share = block_shares(
+            q[:, [head]],
+            k[:, [head // group]],
+            ranges=ranges,
+            config=config,
+            options=options._replace(sinks=own_sinks),
+        )
+        scores = (mean_share * length_factor).clamp(max=1)
+        scores = torch.where(max_share >= config.share_threshold, 1 + max_share, scores)
+        scores_of_heads.append(scores.masked_fill(scores.isnan(), 1.0))
+    return torch.cat(scores_of_heads, dim=1)
+
+
+def capped_scores(
+    scores: Tensor, ranges: KeyRanges, config: CabConfig, marked: Tensor | None = None
+) -> Tensor:
+    """Return ``scores`` with -1 for the blocks that ``config.max_density`` excludes.
+
+    A query block keeps its forced blocks. Other blocks are kept in descending order of their
+    scores, up to a share of ``max_density`` of the visible blocks.
+
+    Args:
+        scores: float32 [B, H, M_q, M_k], from `block_scores`.
+        ranges: Keys that each query may attend to.
+        config: Settings of the selection.
+        marked: bool [B, H_kv, M_k], marked blocks; None if no block is marked.
+
+    Returns:
+        float32 [B, H, M_q, M_k].
+    """
+    if config.max_density == 1:
+        return scores
+    query_block, key_block = blocks_of(config)
+    visible = block_visibility(ranges, query_block, key_block)
+    forced = ops_reference.forced_blocks(visible, ranges, config).unsqueeze(1)
+    bounds = ops_reference.row_bounds(
+        ranges, query_block, key_block, config.sink_blocks, config.local_blocks
+    )
+    max_blocks = ops_reference.most_of_rows(bounds, config.max_density, marked)
+    max_blocks = max_blocks.repeat_interleave(scores.shape[1] // max_blocks.shape[1], dim=1)
+    num_kept = max_blocks.maximum(forced.sum(-1))
+    best = ops_reference.best_of_rows(scores, scores >= 0, forced, num_kept)
+    return scores.masked_fill(~best, -1.0)
+
+
+class _SampledKind(NamedTuple):
+    """One kind of sampled queries and how they are scored.
+
+    Attributes:
+        positions: int64 [B, H, M_q, S], positions of S sampled queries per block; -1 for none.
+        weight: Number of queries of the block that one sample represents.
+        channels: Channels that are scored; () for all channels.
+        key_stride: Distance between scored keys, in tokens.
+    """
+
+    positions: Tensor
+    weight: float
+    channels: tuple[int, ...]
+    key_stride: int
+
+
+def block_shares(
+    q: Tensor, k: Tensor, ranges: KeyRanges, config: CabConfig, options: ScoreOptions
 ) -> tuple[Tensor, Tensor]:
     """Return (mean_share, max_share) of every key block for every query block.
 
-    The samples of a query block are its outliers (`outlier_queries`) with weight 1 and its typical
-    queries (`typical_queries`) with weight (query_block - outliers) / typical: a stratified sample.
-    Outliers are scored on ``channels`` of all keys, typical queries on all channels of every
+    The samples of a query block are stratified: an outlier has weight 1, and a typical query has
+    weight (query_block - num_outliers) / num_typical. Outliers are scored on ``options.channels``
+    of all keys. Typical queries are scored on all channels of every
     ``config.typical_key_stride``-th key.
 
     A sample without visible sampled keys has weight 0.
 
     Args:
-        q, k: [B, H, N_q, D], [B, H_kv, N_k, D].
-        scale: Factor of the dot products, usually 1 / sqrt(D).
-        channels: Channels for outliers; () for all.
-        sinks: [H], one logit per head that takes part in the softmax; None without.
-        softcap: Soft cap of the logits, see `capped` of `cab_hf.ops.reference`.
+        q: [B, H, N_q, D].
+        k: [B, H_kv, N_k, D].
+        ranges: Keys that each query may attend to.
+        config: Settings of the selection.
+        options: Parameters of the logits.
 
     Returns:
         Two float32 tensors [B, H, M_q, M_k].
@@ -238,32 +267,40 @@ def block_shares(
     query_block, num_outliers = config.query_block, config.outlier_queries
     num_typical = num_typical_queries(config)
     typical = typical_queries(ranges, query_block, num_typical)
-    typical = typical.unsqueeze(1).expand(-1, q.shape[1], -1, -1)
-    weight = (query_block - num_outliers) / num_typical
-    kinds = [(typical, weight, (), config.typical_key_stride)]
+    kinds = [
+        _SampledKind(
+            positions=typical.unsqueeze(1).expand(-1, q.shape[1], -1, -1),
+            weight=(query_block - num_outliers) / num_typical,
+            channels=(),
+            key_stride=config.typical_key_stride,
+        )
+    ]
     if num_outliers:
         outliers = outlier_queries(q, ranges, query_block, num_outliers)
-        kinds.append((outliers, 1.0, channels, 1))
+        kinds.append(
+            _SampledKind(positions=outliers, weight=1.0, channels=options.channels, key_stride=1)
+        )
     share_sum, weight_sum, max_share = 0.0, 0.0, None
-    for positions, weight, scored_channels, key_stride in kinds:
-        queries, keys = (x[..., list(scored_channels)] if scored_channels else x for x in (q, k))
-        index = positions.clamp(min=0).flatten(2)[..., None].expand(-1, -1, -1, queries.shape[3])
-        maximum, total, num_samples = shares_of_samples(
-            queries.gather(2, index).unflatten(2, positions.shape[2:]),
-            positions=positions,
+    for kind in kinds:
+        queries, keys = q, k
+        if kind.channels:
+            queries, keys = q[..., list(kind.channels)], k[..., list(kind.channels)]
+        index = kind.positions.clamp(min=0).flatten(2)[..., None]
+        index = index.expand(-1, -1, -1, queries.shape[3])
+        kind_max, kind_sum, num_samples = shares_of_samples(
+            queries.gather(2, index).unflatten(2, kind.positions.shape[2:]),
+            positions=kind.positions,
             keys=keys,
             ranges=ranges,
-            scale=scale,
+            options=options,
             key_block=config.key_block,
-            key_stride=key_stride,
-            sinks=sinks,
-            softcap=softcap,
+            key_stride=kind.key_stride,
         )
-        share_sum = share_sum + weight * total
-        weight_sum = weight_sum + weight * num_samples.unsqueeze(-1)
-        max_share = maximum if max_share is None else torch.maximum(max_share, maximum)
-    # kernels compare products, so a row without samples needs a mean share of 0
-    return share_sum / weight_sum.clamp(min=definitions.LEAST), max_share
+        share_sum = share_sum + kind.weight * kind_sum
+        weight_sum = weight_sum + kind.weight * num_samples.unsqueeze(-1)
+        max_share = kind_max if max_share is None else torch.maximum(max_share, kind_max)
+    # without samples the mean share is 0 and not NaN, as in the kernels
+    return share_sum / weight_sum.clamp(min=ops_reference.LEAST), max_share
 
 
 def shares_of_samples(
@@ -272,16 +309,14 @@ def shares_of_samples(
     positions: Tensor,
     keys: Tensor,
     ranges: KeyRanges,
-    scale: float,
+    options: ScoreOptions,
     key_block: int,
     key_stride: int = 1,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the shares of attention that sampled queries give to key blocks.
+    """Return the maximum and the sum of the attention shares of sampled queries, per key block.
 
     The logit of a query and a key block is the maximum over the sampled keys of the block. The
-    shares of a query are the softmax over the visible blocks of the query.
+    shares of a query are the softmax of these logits over the visible blocks of the query.
 
     A sink adds exp(sink) / ``key_block`` to the denominator, because one maximum represents up to
     ``key_block`` keys.
@@ -290,130 +325,194 @@ def shares_of_samples(
         queries: [B, H, M_q, S, C], S sampled queries of each query block.
         positions: int64 [B, H, M_q, S], positions of the samples; -1 for none.
         keys: [B, H_kv, N_k, C], the same channels of the keys.
-        key_stride: Keys `key_offset`, `key_offset` + key_stride, ... are scored.
-        sinks, softcap: See `block_shares`.
+        ranges: Keys that each query may attend to.
+        options: Parameters of the logits; ``channels`` is not used.
+        key_block: Tokens per key block.
+        key_stride: Distance between sampled keys, in tokens. `key_offset` is the first of them.
 
     Returns:
         maximum, total: float32 [B, H, M_q, M_k], maximum and sum of the shares over the samples.
         num_samples: float32 [B, H, M_q], the number of samples with a visible sampled key.
     """
-    heads, kv_blocks = queries.shape[1], -(-keys.shape[2] // key_block)
+    heads, samples_per_block = queries.shape[1], queries.shape[3]
+    kv_blocks = -(-keys.shape[2] // key_block)
     maximum, total = (queries.new_zeros(*queries.shape[:3], kv_blocks).float() for _ in range(2))
     num_samples = queries.new_zeros(queries.shape[:3]).float()
-    key = torch.arange(keys.shape[2], device=keys.device)[key_offset(key_stride) :: key_stride]
-    keys = keys[:, :, key]
-    missing = kv_blocks * (key_block // key_stride) - len(key)
-    group, step = heads // keys.shape[1], max(1, QUERY_CHUNK // queries.shape[3])
-    for head, start in product(range(heads), range(0, queries.shape[2], step)):
-        some = slice(start, start + step)
-        at = positions[:, head, some].flatten(1)
-        start_key, end_key = (x.gather(1, at.clamp(min=0)) for x in (ranges.start, ranges.end))
-        end_key = end_key.masked_fill(at < 0, -1)
-        samples = queries[:, head, some].flatten(1, 2).float()
-        products = samples @ keys[:, head // group].float().transpose(-1, -2)
-        logits = definitions.capped(products * scale, softcap)
-        unseen = (key < start_key.unsqueeze(-1)) | (key > end_key.unsqueeze(-1))
-        logits = F.pad(logits.masked_fill(unseen, -torch.inf), (0, missing), value=-torch.inf)
-        largest = logits.unflatten(-1, (kv_blocks, -1)).amax(-1)
+    key_positions = torch.arange(keys.shape[2], device=keys.device)
+    key_positions = key_positions[key_offset(key_stride) :: key_stride]
+    keys = keys[:, :, key_positions]
+    group, q_blocks_per_chunk = heads // keys.shape[1], max(1, QUERY_CHUNK // samples_per_block)
+    for head, start in product(range(heads), range(0, queries.shape[2], q_blocks_per_chunk)):
+        # the samples of a chunk of query blocks: [B, Q, C] with Q = query blocks * S
+        chunk = slice(start, start + q_blocks_per_chunk)
+        block_max, has_visible_key = _max_logits(
+            queries[:, head, chunk].flatten(1, 2),
+            positions=positions[:, head, chunk].flatten(1),
+            keys=keys[:, head // group],
+            key_positions=key_positions,
+            keys_per_block=key_block // key_stride,
+            kv_blocks=kv_blocks,
+            ranges=ranges,
+            options=options,
+        )
+        softmax_input = block_max
+        if options.sinks is not None:
+            softmax_input = F.pad(block_max, (0, 1))
+            softmax_input[..., -1] = options.sinks[head] - math.log(key_block)
         # softmax over no keys is NaN: a query without visible sampled keys adds no share
-        weighed = largest
-        if sinks is not None:
-            weighed = F.pad(largest, (0, 1))
-            weighed[..., -1] = sinks[head] - math.log(key_block)
-        share = weighed.softmax(-1)[..., :kv_blocks].masked_fill(largest == -torch.inf, 0.0)
-        share = share.unflatten(1, (-1, queries.shape[3]))
-        sees = (~unseen).any(-1).unflatten(1, (-1, queries.shape[3]))
-        maximum[:, head, some], total[:, head, some] = share.amax(2), share.sum(2)
-        num_samples[:, head, some] = sees.sum(-1).float()
+        share = softmax_input.softmax(-1)[..., :kv_blocks].masked_fill(block_max == -torch.inf, 0.0)
+        share = share.unflatten(1, (-1, samples_per_block))
+        maximum[:, head, chunk], total[:, head, chunk] = share.amax(2), share.sum(2)
+        has_visible_key = has_visible_key.unflatten(1, (-1, samples_per_block))
+        num_samples[:, head, chunk] = has_visible_key.sum(-1).float()
     return maximum, total, num_samples
+
+
+def _max_logits(
+    queries: Tensor,
+    *,
+    positions: Tensor,
+    keys: Tensor,
+    key_positions: Tensor,
+    keys_per_block: int,
+    kv_blocks: int,
+    ranges: KeyRanges,
+    options: ScoreOptions,
+) -> tuple[Tensor, Tensor]:
+    """Return the maximum logit of each query and key block of one head.
+
+    Args:
+        queries: [B, Q, C], sampled queries.
+        positions: int64 [B, Q], positions of the queries; -1 for none.
+        keys: [B, K, C], sampled keys.
+        key_positions: int64 [K], positions of the keys, ascending.
+        keys_per_block: Sampled keys per key block; the last block may have fewer.
+        kv_blocks: M_k, the number of key blocks.
+        ranges: Keys that each query may attend to.
+        options: Parameters of the logits.
+
+    Returns:
+        block_max: float32 [B, Q, M_k], -inf for invisible blocks.
+        has_visible_key: bool [B, Q], False for queries without visible sampled keys.
+    """
+    start_key, end_key = (x.gather(1, positions.clamp(min=0)) for x in (ranges.start, ranges.end))
+    end_key = end_key.masked_fill(positions < 0, -1)
+    products = queries.float() @ keys.float().transpose(-1, -2)
+    logits = ops_reference.capped(products * options.scale, options.softcap)
+    is_masked = key_positions < start_key.unsqueeze(-1)
+    is_masked |= key_positions > end_key.unsqueeze(-1)
+    logits = logits.masked_fill(is_masked, -torch.inf)
+    num_padding_keys = kv_blocks * keys_per_block - len(key_positions)
+    logits = F.pad(logits, (0, num_padding_keys), value=-torch.inf)
+    return logits.unflatten(-1, (kv_blocks, -1)).amax(-1), (~is_masked).any(-1)
 
 
 def outlier_queries(q: Tensor, ranges: KeyRanges, query_block: int, count: int) -> Tensor:
     """Return a farthest-point sample of each query block by cosine similarity.
 
     The first sample is the query with the lowest similarity to the mean query of its block. Every
-    further sample is the query whose highest similarity to the samples so far is the lowest:
+    further sample is the query whose highest similarity to the earlier samples is the lowest:
     ``argmin_i max_{s in samples} cos(q_i, q_s)``. Similarities are rounded towards zero to
     multiples of 1 / `COSINE_STEPS`, and ties go to the earlier query. NaN counts as -1.
 
     Args:
         q: [B, H, N_q, D].
-        count: Number of samples per query block.
+        ranges: Keys that each query may attend to; queries without keys are padding.
+        query_block: Queries per block.
+        count: Samples per query block. If ``count`` equals ``query_block``, all queries are
+            sampled in order.
 
     Returns:
-        int64 [B, H, M_q, count], positions in q, -1 where a block has fewer real queries. All
-        queries in order if ``count`` equals ``query_block``.
+        int64 [B, H, M_q, count], positions in q. Blocks with fewer than ``count`` real queries are
+        filled with -1.
     """
-    blocks, real = _blocked(q, ranges.end >= 0, query_block)
-    start = torch.arange(0, q.shape[2], query_block, device=q.device)
+    blocks, is_real = _split_into_blocks(q, ranges.end >= 0, query_block)
+    is_real = is_real.expand(blocks.shape[:-1])
+    block_start = torch.arange(0, q.shape[2], query_block, device=q.device)
     if count == query_block:
-        inside = torch.arange(query_block, device=q.device).expand(blocks.shape[:-1])
+        sampled = torch.arange(query_block, device=q.device).expand(blocks.shape[:-1])
     else:
-        blocks = blocks.masked_fill(~real.unsqueeze(-1), 0.0)
-        inside = _farthest_points(blocks, real.expand(blocks.shape[:-1]), count)
-    missing = ~real.expand(blocks.shape[:-1]).gather(-1, inside)
-    return (inside + start[:, None]).masked_fill(missing, -1)
+        blocks = blocks.masked_fill(~is_real.unsqueeze(-1), 0.0)
+        sampled = _farthest_points(blocks, is_real, count)
+    is_padding = ~is_real.gather(-1, sampled)
+    return (sampled + block_start[:, None]).masked_fill(is_padding, -1)
 
 
-def _farthest_points(blocks: Tensor, real: Tensor, count: int) -> Tensor:
-    """Return indices in each block, int64 [B, H, M, count]; see `outlier_queries`.
+def _farthest_points(blocks: Tensor, is_real: Tensor, count: int) -> Tensor:
+    """Return the samples of `outlier_queries` as indices in their blocks, int64 [B, H, M, count].
 
     Args:
-        blocks: float32 [B, H, M, query_block, D], zeros where ``real`` is False.
-        real: bool [B, H, M, query_block].
+        blocks: float32 [B, H, M, query_block, D], zeros where ``is_real`` is False.
+        is_real: bool [B, H, M, query_block], False for padding.
+        count: Samples per block.
     """
-    mean = blocks.sum(-2)
-    inverse, mean_inverse = (
+    mean = blocks.sum(-2)  # the cosine does not depend on the factor 1 / query_block
+    inverse_norm, inverse_mean_norm = (
         x.square().sum(-1).clamp(min=LEAST_SQUARE).rsqrt() for x in (blocks, mean.unsqueeze(-2))
     )
-    nearest = _cosine_steps((blocks @ mean.unsqueeze(-1))[..., 0], inverse, mean_inverse)
-    nearest = nearest.masked_fill(~real, PADDING_STEPS)
-    position = torch.arange(nearest.shape[-1], device=nearest.device)
+    products = (blocks @ mean.unsqueeze(-1))[..., 0]
+    max_similarity = _cosine_steps(products, inverse_norm, inverse_mean_norm)
+    max_similarity = max_similarity.masked_fill(~is_real, PADDING_STEPS)
+    query_block = max_similarity.shape[-1]
+    position = torch.arange(query_block, device=blocks.device)
     samples = []
     for number in range(count):
         # argmin returns any of several equal values: the position breaks ties
-        chosen = (nearest * nearest.shape[-1] + position).argmin(-1, keepdim=True)
-        samples.append(chosen)
-        sample = blocks.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, blocks.shape[-1]))
+        index = (max_similarity * query_block + position).argmin(-1, keepdim=True)
+        samples.append(index)
+        sample = blocks.take_along_dim(index.unsqueeze(-1), dim=-2)
         products = (blocks @ sample.transpose(-1, -2))[..., 0]
-        similarity = _cosine_steps(products, inverse, inverse.gather(-1, chosen))
-        similarity = similarity.masked_fill(~real, PADDING_STEPS)
-        nearest = similarity if number == 0 else torch.maximum(nearest, similarity)
-        nearest = nearest.scatter(-1, torch.cat(samples, -1), SAMPLED_STEPS)
+        similarity = _cosine_steps(products, inverse_norm, inverse_norm.gather(-1, index))
+        similarity = similarity.masked_fill(~is_real, PADDING_STEPS)
+        if number > 0:
+            similarity = torch.maximum(max_similarity, similarity)
+        max_similarity = similarity.scatter(-1, torch.cat(samples, -1), SAMPLED_STEPS)
     return torch.cat(samples, -1)
 
 
-def _cosine_steps(products: Tensor, inverse: Tensor, other_inverse: Tensor) -> Tensor:
-    """Return cosine similarities in whole steps of 1 / `COSINE_STEPS`, int64."""
-    cosine = (products * inverse * other_inverse).nan_to_num(nan=-1.0)
+def _cosine_steps(products: Tensor, inverse_norm: Tensor, other_inverse_norm: Tensor) -> Tensor:
+    """Return cosine similarities in steps of 1 / `COSINE_STEPS`, rounded towards zero, int64."""
+    cosine = (products * inverse_norm * other_inverse_norm).nan_to_num(nan=-1.0)
     return (cosine.clamp(-1, 1) * COSINE_STEPS).long()
 
 
 def typical_queries(ranges: KeyRanges, query_block: int, count: int) -> Tensor:
-    """Return the queries in the middle of ``count`` equal steps of each block.
+    """Return ``count`` equally spaced queries of each block.
+
+    A block is divided into ``count`` equal steps, and the query in the middle of a step is sampled.
+
+    Args:
+        ranges: Keys that each query may attend to; queries without keys are padding.
+        query_block: Queries per block.
+        count: Samples per query block; divides ``query_block``.
 
     Returns:
-        int64 [B, M_q, count], positions of queries, -1 for padding.
+        int64 [B, M_q, count], positions of queries; -1 for padding.
     """
     step = query_block // count
-    starts = torch.arange(0, ranges.q_length, query_block, device=ranges.end.device)
+    block_start = torch.arange(0, ranges.q_length, query_block, device=ranges.end.device)
     offsets = torch.arange(step // 2, query_block, step, device=ranges.end.device)
-    positions = (starts[:, None] + offsets).expand(ranges.end.shape[0], -1, -1)
-    last = ranges.blocked(query_block)[1][:, :, offsets]
-    return positions.masked_fill(last < 0, -1)
+    positions = (block_start[:, None] + offsets).expand(ranges.end.shape[0], -1, -1)
+    _, end_key = ranges.blocked(query_block)
+    return positions.masked_fill(end_key[:, :, offsets] < 0, -1)
 
 
 def key_offset(key_stride: int) -> int:
-    """Return the position of the first sampled key; the others follow in steps of the stride."""
+    """Return the position of the first sampled key: the middle of a stride."""
     return key_stride // 2
 
 
-def _blocked(x: Tensor, valid: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Split [B, H, N, D] into blocks, and return a mask of real tokens.
+def _split_into_blocks(x: Tensor, valid: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Split [B, H, N, D] into M blocks, and return a mask of real tokens.
+
+    Args:
+        x: [B, H, N, D].
+        valid: bool [B, N], False for padding.
+        block: Tokens per block.
 
     Returns:
-        float32 [B, H, M, block, D], and bool [B, 1, M, block], False for padding.
+        float32 [B, H, M, block, D] and bool [B, 1, M, block], False for padding.
     """
-    padding = -x.shape[2] % block
-    blocks = F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, block)).float()
-    return blocks, F.pad(valid, (0, padding)).unflatten(1, (-1, block)).unsqueeze(1)
+    num_padding = -x.shape[2] % block
+    blocks = F.pad(x, (0, 0, 0, num_padding)).unflatten(2, (-1, block)).float()
+    return blocks, F.pad(valid, (0, num_padding)).unflatten(1, (-1, block)).unsqueeze(1)

@@ -1,27 +1,29 @@
 """Scores of sampled queries: the maximum logit per key block, and the log-sum-exp over blocks.
 
-`reference.shares_of_samples` is the definition. `score_samples` scores one kind of samples, typical
-queries (``typical_*``) or outliers (``outlier_*``), against all visible keys. Shares are
-computed from both results in `threshold`.
+`reference.shares_of_samples` is the definition. `score_samples` scores the samples of one kind,
+typical queries (``typical_*``) or outliers (``outlier_*``), against all visible keys. `threshold`
+computes the shares from the maxima and the log-sum-exp.
 
-Layout of the scratch of one kind of samples, one logit per cell::
+The maxima are stored in a scratch, one logit per sample and key block, in this order::
 
     scratch        | head 0             | head 1             | ...
-    of a head      | tile b | tile b + 1 | ... | tile e - 1 |           tiles b to e of a part
+    of a head      | tile b | tile b + 1 | ... | tile e - 1 |           tiles b to e of a chunk
     of a tile      | step 0 | step 1 | ... | last step |                 visible steps of the tile
     of a step      | row 0: blocks_per_step logits | row 1: ... | ...    [rows, blocks_per_step]
 
     row of a tile = query block in the tile * num_samples + sample
     key block     = step * blocks_per_step + logit in the row
 
-A program writes one contiguous piece per step. If the queries are a whole sequence, the scratch of
-a tile has ``scratch_growth`` key blocks more than the scratch of the tile before it, because later
-tiles have more visible keys. Otherwise all tiles have ``all_columns`` key blocks.
+In this order, a program writes contiguous memory in each step. If the queries are a whole sequence,
+the scratch of a tile has ``scratch_growth`` key blocks more than the scratch of the tile before it,
+because later tiles have more visible keys. Otherwise every tile has ``all_columns`` key blocks.
+
+Logits and the log-sum-exp are to base two.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -45,21 +47,21 @@ from cab_hf.selection.gather import QuerySample, power_of_two
 from cab_hf.selection.tiles import FP8, HeadRange, SampleTiles, TilePlan, TileRange
 
 WARPS = 4
-# registers per thread of 8-bit products, so that three programs share a multiprocessor
+# registers per thread for 8-bit products, so that three programs fit on a multiprocessor
 REGISTERS = 168
-# halvings that reduce a tile of at most 2 ** 7 parts to one part
+# `reduce_max` reduces at most 2 ** HALVINGS numbers
 HALVINGS = tl.constexpr(7)
-# arguments that differ from part to part and must not cause another compilation
+# arguments of kernels that change from launch to launch, see `do_not_specialize`
 POSITIONS = ["columns", "all_columns", "begin", "first_head", "heads", "q_blocks"]
 
 
 class KeyExponents(NamedTuple):
-    """Exponents of the units of 8-bit keys.
+    """Exponents of the units of 8-bit keys, see `gather.quantize`.
 
     Attributes:
         each: int8 [B * H_kv, N_k], the exponent of each key.
-        smallest: int8 [B * H_kv], the smallest exponent of each KV head.
-        largest: int8 [B * H_kv], the largest exponent of each KV head.
+        smallest: int8 [B * H_kv], the smallest exponent of the keys of each KV head.
+        largest: int8 [B * H_kv], the largest exponent of the keys of each KV head.
     """
 
     each: Tensor
@@ -68,137 +70,155 @@ class KeyExponents(NamedTuple):
 
     @classmethod
     def of(cls, exponents: Tensor) -> KeyExponents:
-        """Return the exponents of `api.QuantizedKeys`, int8 [B, H_kv, N_k, 1], per KV head."""
+        """Build the exponents from those of `api.QuantizedKeys`, int8 [B, H_kv, N_k, 1]."""
         each = exponents.flatten(2).flatten(0, 1).contiguous()
         smallest, largest = each.aminmax(dim=1)
         return cls(each, smallest, largest)
 
 
-class Stream(NamedTuple):
-    """One kind of samples with its keys, the sizes of its launch and its scratch.
+class SampleScoring(NamedTuple):
+    """The operands and the result of scoring one kind of samples.
 
     Attributes:
         sample: The sampled queries.
         tiles: Sizes of the launch.
-        keys: Tiles of keys, see `interleaved_keys`: of the first channels and of the others.
-        scratch: Logits, see the layout in the docstring of the module.
+        keys: Result of `interleaved_keys`: one tensor of all channels, or two tensors, of the first
+            and of the other channels.
+        scratch: [plan.scratch_logits], maximum logits in the order that the module describes.
     """
 
     sample: QuerySample
     tiles: SampleTiles
-    keys: list[Any]
+    keys: list[TensorDescriptor | Tiles]
     scratch: Tensor
 
 
-def open_streams(
+def prepare_scoring(
     samples: list[QuerySample], values: Tensor, plan: TilePlan, key_block: int
-) -> list[Stream]:
-    """Prepare the keys of every kind of samples, and allocate the scratch.
+) -> list[SampleScoring]:
+    """Arrange the keys for every kind of samples, and allocate the scratch.
 
     Args:
+        samples: Typical queries, then outliers if there are any.
         values: Stored keys [B, H_kv, N_k, C] of `api.QuantizedKeys`.
+        plan: Sizes of the launches.
         key_block: Tokens per key block.
     """
-    keys = [interleaved_keys(values, tiles, key_block) for tiles in plan.kinds]
-    scratch = [
+    keys_of_kinds = [interleaved_keys(values, tiles, key_block) for tiles in plan.kinds]
+    scratch_of_kinds = [
         torch.empty(size, device=values.device, dtype=plan.scratch_dtype)
         for size in plan.scratch_logits
     ]
     return [
-        Stream(sample=sample, tiles=tiles, keys=own_keys, scratch=logits)
-        for sample, tiles, own_keys, logits in zip(samples, plan.kinds, keys, scratch, strict=True)
+        SampleScoring(sample=sample, tiles=tiles, keys=keys, scratch=scratch)
+        for sample, tiles, keys, scratch in zip(
+            samples, plan.kinds, keys_of_kinds, scratch_of_kinds, strict=True
+        )
     ]
 
 
 def interleaved_keys(
     values: Tensor, tiles: SampleTiles, key_block: int
 ) -> list[TensorDescriptor | Tiles]:
-    """Return tiles of the sampled keys, in which the key blocks of a step alternate.
+    """Return the sampled keys for `load_keys`, in an order in which key blocks alternate.
 
-    In a row of a product, each of `tiles.LANES` lanes holds every fourth pair of columns. With keys
-    in order, a lane would hold some columns of every block, and a maximum per block would need
-    exchanges between lanes. With alternating blocks, a lane holds the logits of one block and
-    compares registers only. Tensor descriptors or pointers read the keys in this order.
+    In a row of a product, each of `tiles.LANES` threads holds every fourth pair of columns. If the
+    columns of a key block were adjacent, each thread would hold some columns of every block, and a
+    maximum per block would need exchanges between threads. With alternating blocks, a thread holds
+    the logits of one block and compares its own registers only.
+
+    Tensor descriptors load the keys in this order. Without descriptors, `load_keys` computes one
+    pointer per key.
 
     Args:
         values: Stored keys [B, H_kv, N_k, C].
+        tiles: Sizes of the launch.
         key_block: Tokens per key block.
 
     Returns:
-        One tile, or two: of the first channels, and of the other channels.
+        One element of all channels if ``tiles.other_width`` is 0. Otherwise two elements: the first
+        channels and the other channels.
     """
     if tiles.key_stride > 1:
-        # whole blocks, so that every block has the same number of sampled keys
+        # pad to whole blocks, so that every block has the same number of sampled keys
         values = padded_to_blocks(values, key_block)
         values = values[:, :, reference.key_offset(tiles.key_stride) :: tiles.key_stride]
-    keys = values[..., : tiles.first + tiles.others]
-    first = tiles.first
+    keys = values[..., : tiles.first_width + tiles.other_width]
+    first_width = tiles.first_width
     if not launch.reads_by_descriptor(keys.device):
-        parts = [keys[..., :first], keys[..., first:]] if tiles.others else [keys]
-        return [descriptor(part, tokens=tiles.tile_keys) for part in parts]
+        groups = [keys]
+        if tiles.other_width:
+            groups = [keys[..., :first_width], keys[..., first_width:]]
+        return [descriptor(group, tokens=tiles.tile_keys) for group in groups]
     interleave = tiles.interleave
-    # without several blocks per step, a block is one tile or several tiles
+    # a step of one key block loads the block in one tile or in several tiles
     block = tiles.key_block if tiles.tile_keys > tiles.key_block else tiles.tile_keys
     keys = padded_to_blocks(keys, block)
-    # [plane, part of a block, block, key, C]
+    # [B * H_kv, blocks, runs of a block, keys of a run, C]
     x = described(keys).flatten(0, 1).unflatten(1, (-1, block // interleave, interleave))
+    # [B * H_kv, runs of a block, blocks, keys of a run, C]
     x = x.transpose(1, 2)
     box = [1, block // interleave, tiles.blocks_per_step, interleave]
-    parts = [x[..., :first], x[..., first:]] if tiles.others else [x]
-    return [TensorDescriptor.from_tensor(part, [*box, part.shape[-1]]) for part in parts]
+    groups = [x[..., :first_width], x[..., first_width:]] if tiles.other_width else [x]
+    return [TensorDescriptor.from_tensor(group, [*box, group.shape[-1]]) for group in groups]
 
 
 def padded_to_blocks(keys: Tensor, key_block: int) -> Tensor:
-    """Return keys [B, H_kv, N_k, C] with zeros after the last key, up to whole key blocks."""
-    missing = -keys.shape[2] % key_block
-    if not missing:
+    """Pad keys [B, H_kv, N_k, C] with zeros after the last key, to a multiple of ``key_block``."""
+    num_padding = -keys.shape[2] % key_block
+    if not num_padding:
         return keys
-    # pad 8-bit floats as bits: PyTorch cannot pad their dtype
+    # PyTorch cannot pad 8-bit floats: pad them as integers
     bits = keys.view(torch.uint8) if keys.element_size() == 1 else keys
-    return F.pad(bits, (0, 0, 0, missing)).view(keys.dtype)
+    return F.pad(bits, (0, 0, 0, num_padding)).view(keys.dtype)
 
 
 def score_samples(
-    stream: Stream,
+    scoring: SampleScoring,
     *,
     values: Tensor,
     exponents: KeyExponents | None,
     plan: TilePlan,
-    part: TileRange,
+    chunk: TileRange,
     heads: HeadRange,
     key_block: int,
     sinks: Tensor | None,
     softcap: float | None,
 ) -> None:
-    """Fill the scratch and the log-sum-exp of one kind of samples for one part of the tiles.
+    """Write the scratch and the log-sum-exp of one kind of samples for one chunk of tiles.
 
     Args:
+        scoring: Samples, keys and scratch.
         values: Stored keys [B, H_kv, N_k, C].
         exponents: Exponents of 8-bit keys; None for other dtypes.
+        plan: Sizes of the launches.
+        chunk: One of ``plan.chunks``.
+        heads: Heads of the samples.
         key_block: Tokens per key block.
-        sinks: See `reference.block_shares`.
-        softcap: Soft cap of logits to base two.
+        sinks: [H], one logit per head that takes part in the softmax; None for no sinks.
+        softcap: Soft cap of logits to base two; None for no cap.
     """
-    sample, tiles = stream.sample, stream.tiles
-    own = plan.tiles_of(tiles, part)
-    is_fp8, num_tiles = values.dtype == FP8, own.end - own.begin
+    sample, tiles = scoring.sample, scoring.tiles
+    own_tiles = plan.tiles_of(tiles, chunk)
+    num_tiles = own_tiles.end - own_tiles.begin
+    is_fp8 = values.dtype == FP8
     grid = (num_tiles, heads.count) if plan.is_by_head else (heads.count, num_tiles)
     _score_kernel[grid](
-        sample.tensors,
-        stream.keys[0],
-        stream.keys[-1],
-        exponents,
-        sinks,
-        softcap,
-        stream.scratch,
-        tiles.columns(own),
-        tiles.all_columns,
-        own.begin,
-        heads.first,
-        heads.per_row,
-        values.shape[1],
-        values.shape[2],
-        plan.q_blocks,
+        sample=sample.tensors,
+        keys_first=scoring.keys[0],
+        keys_others=scoring.keys[-1],
+        exponents=exponents,
+        sinks=sinks,
+        softcap=softcap,
+        scratch=scoring.scratch,
+        columns=tiles.columns(own_tiles),
+        all_columns=tiles.all_columns,
+        begin=own_tiles.begin,
+        first_head=heads.first,
+        heads=heads.per_row,
+        kv_heads=values.shape[1],
+        kv_length=values.shape[2],
+        q_blocks=plan.q_blocks,
         COUNT=tiles.num_samples,
         Q_BLOCKS=tiles.q_blocks_per_tile,
         GROWTH=tiles.scratch_growth,
@@ -209,9 +229,9 @@ def score_samples(
         BY_HEAD=plan.is_by_head,
         BLOCK_N=tiles.tile_keys,
         INTERLEAVE=tiles.interleave,
-        FIRST=tiles.first,
-        OTHERS=tiles.others,
-        HALF=is_fp8,
+        FIRST_WIDTH=tiles.first_width,
+        OTHER_WIDTH=tiles.other_width,
+        IS_FP8=is_fp8,
         PACKED=is_fp8 and launch.packed(values),
         PRECISION=precision(sample.vectors),
         STAGES=tiles.stages,
@@ -222,18 +242,28 @@ def score_samples(
 
 @triton.jit
 def scratch_of(
-    scratch, plane, tile, begin, columns, all_columns, ROWS: tl.constexpr, GROWTH: tl.constexpr
+    scratch, launch_head, tile, begin, columns, all_columns, ROWS: tl.constexpr,
+    GROWTH: tl.constexpr,
 ):  # fmt: skip
-    """Return a pointer to the first logit of a tile of rows."""
-    before = (tile - begin) * all_columns
+    """Return a pointer to the first logit of a tile in the scratch.
+
+    Args:
+        launch_head: Index of the head in the launch.
+        begin: The first tile of the chunk.
+        columns: Key blocks of all tiles of a head.
+        all_columns: Key blocks of a tile if GROWTH is 0.
+        ROWS: Samples per tile.
+        GROWTH: `SampleTiles.scratch_growth`.
+    """
+    columns_before = (tile - begin) * all_columns
     if GROWTH > 0:
-        before = GROWTH * (tile * (tile + 1) - begin * (begin + 1)) // 2
-    return scratch + (plane.to(tl.int64) * columns + before) * ROWS
+        columns_before = GROWTH * (tile * (tile + 1) - begin * (begin + 1)) // 2
+    return scratch + (launch_head.to(tl.int64) * columns + columns_before) * ROWS
 
 
 @triton.jit
 def capped(logit, softcap):
-    """Return `reference.capped`; -inf stays -inf."""
+    """Return softcap * tanh(logit / softcap), or the logit if ``softcap`` is None; keep -inf."""
     if softcap is not None:
         logit = tl.where(logit == float("-inf"), logit, softcap * tanh(logit / softcap))
     return logit
@@ -241,80 +271,116 @@ def capped(logit, softcap):
 
 @triton.jit
 def load_keys(
-    x, plane, kv_heads, column, key, SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    x, flat_kv_head, kv_heads, column, key, KEYS_PER_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Load the keys ``column + key`` from a tile of `interleaved_keys`, [BLOCK_N, CHANNELS]."""
+    """Load a tile of the keys ``column + key``, [BLOCK_N, CHANNELS].
+
+    Args:
+        x: An element of `interleaved_keys`.
+        column: The first sampled key of the tile.
+        key: int32 [BLOCK_N], offset of each key, in the order of `interleaved_keys`.
+        KEYS_PER_BLOCK: Keys of the tile that belong to one block.
+    """
     if isinstance(x, tl.tensor_descriptor):
-        tile = x.load([plane, 0, column // SIZE, 0, 0]).reshape(BLOCK_N, CHANNELS)
+        box = x.load([flat_kv_head, 0, column // KEYS_PER_BLOCK, 0, 0])
+        tile = box.reshape(BLOCK_N, CHANNELS)
     else:
-        at = vectors_at(x, plane // kv_heads, plane % kv_heads, column + key)
-        inside = (column + key < x.tokens)[:, None]
-        tile = tl.load(at + tl.arange(0, CHANNELS)[None, :], mask=inside, other=0.0)
+        source = vectors_at(x, flat_kv_head // kv_heads, flat_kv_head % kv_heads, column + key)
+        is_inside = (column + key < x.tokens)[:, None]
+        tile = tl.load(source + tl.arange(0, CHANNELS)[None, :], mask=is_inside, other=0.0)
     return tile
 
 
 @triton.jit
-def largest_part(x, PACKED: tl.constexpr):
-    """Return the maximum over dim 1 of the four dims of ``x``; its size is a power of two."""
+def reduce_max(x, PACKED: tl.constexpr):
+    """Return the maximum of ``x`` [ROWS, n, BLOCKS, m] over dim 1, [ROWS, BLOCKS, m].
+
+    n is a power of two. If PACKED, ``x`` is float16, and one instruction compares two numbers.
+    """
     y = x
     for _ in tl.static_range(HALVINGS):
         if y.shape[1] > 1:
             y = tl.reshape(y, (y.shape[0], 2, y.shape[1] // 2, y.shape[2], y.shape[3]))
-            one, other = tl.split(tl.permute(y, (0, 2, 3, 4, 1)))
+            lower, upper = tl.split(tl.permute(y, (0, 2, 3, 4, 1)))
             if PACKED:
-                # two float16 at a time: Triton would compare them one at a time
+                # Triton would compare one number per instruction
                 y = tl.inline_asm_elementwise(
-                    "max.f16x2 $0, $1, $2;", "=r,r,r", [one, other], tl.float16, True, 2
+                    asm="max.f16x2 $0, $1, $2;",
+                    constraints="=r,r,r",
+                    args=[lower, upper],
+                    dtype=tl.float16,
+                    is_pure=True,
+                    pack=2,
                 )
             else:
-                y = tl.maximum(one, other)
+                y = tl.maximum(lower, upper)
     return tl.reshape(y, (x.shape[0], x.shape[2], x.shape[3]))
 
 
 @triton.jit
 def larger(a, b):
+    """Return the elementwise maximum, for `tl.reduce`."""
     # tl.max would convert float16 to float32, which halves the rate of comparisons
     return tl.maximum(a, b)
 
 
 @triton.jit
-def _by_block(
-    qk, unit, key, start, end, column, PART: tl.constexpr, HAS_UNITS: tl.constexpr,
+def _max_per_block(
+    qk, unit, key, start, end, column, PHASE: tl.constexpr, HAS_UNITS: tl.constexpr,
     PACKED: tl.constexpr, BLOCKS: tl.constexpr, INTERLEAVE: tl.constexpr,
 ):  # fmt: skip
     """Return the maximum of a tile of products per key block, [ROWS, BLOCKS].
 
-    Keys ``start`` to ``end`` are visible to a row. In ``PART`` 1 all keys of a tile are visible.
+    Args:
+        qk: [ROWS, BLOCK_N], products of samples and keys.
+        unit: [BLOCK_N], units of the keys relative to the largest one. Used if HAS_UNITS.
+        key: int32 [BLOCK_N], offset of each key from ``column``.
+        start, end: int32 [ROWS], the first and last visible sampled key of each row.
+        column: The first sampled key of the tile.
+        PHASE: 1 if all rows see all keys of the tile. 2 if keys after ``end`` must be masked. 0 if
+            keys before ``start`` must be masked as well.
     """
     if HAS_UNITS:
         qk *= unit[None, :]
-    if PART != 1:
-        there = key[None, :] <= (end - column)[:, None]
-        if PART == 0:
-            there &= key[None, :] >= (start - column)[:, None]
-        # a scalar would convert all to float32
-        qk = tl.where(there, qk, tl.full(qk.shape, float("-inf"), qk.dtype))
+    if PHASE != 1:
+        is_visible = key[None, :] <= (end - column)[:, None]
+        if PHASE == 0:
+            is_visible &= key[None, :] >= (start - column)[:, None]
+        # a Python float would convert float16 products to float32
+        qk = tl.where(is_visible, qk, tl.full(qk.shape, float("-inf"), qk.dtype))
     rows: tl.constexpr = qk.shape[0]
-    parts: tl.constexpr = qk.shape[1] // BLOCKS // INTERLEAVE
-    qk = tl.reshape(qk, (rows, parts, BLOCKS, INTERLEAVE))
-    return tl.reduce(largest_part(qk, PACKED), 2, larger)
+    runs: tl.constexpr = qk.shape[1] // BLOCKS // INTERLEAVE
+    qk = tl.reshape(qk, (rows, runs, BLOCKS, INTERLEAVE))
+    return tl.reduce(reduce_max(qk, PACKED), 2, larger)
 
 
 @triton.jit
-def _added(m_i, l_i, block_max, qk_scale, softcap):
-    """Return the running maximum and sum of powers of two after adding some key blocks."""
+def _online_softmax_update(m_i, l_i, block_max, qk_scale, softcap):
+    """Return the running maximum and sum of exponentials after one more step.
+
+    Args:
+        m_i, l_i: float32 [ROWS, BLOCKS], the running maximum and sum per column of a step.
+        block_max: [ROWS, BLOCKS], maximum products of the key blocks of the step.
+        qk_scale: float32 [ROWS], factor from products to logits.
+    """
     logit = capped(block_max.to(tl.float32) * qk_scale[:, None], softcap)
-    rise = logit - m_i
-    # one exponential: either the old sum is scaled down, or the new term
-    fade = tl.exp2(-tl.abs(rise))
-    l_i = tl.where(rise > 0, l_i * fade + 1.0, l_i + fade)
+    difference = logit - m_i
+    # one exponential suffices: either the old sum or the new term has the factor 1
+    factor = tl.exp2(-tl.abs(difference))
+    l_i = tl.where(difference > 0, l_i * factor + 1.0, l_i + factor)
     return tl.maximum(m_i, logit), l_i
 
 
 @triton.jit
-def _log_sum_exp(m_i, l_i, real, sinks, head, TOKENS: tl.constexpr):
-    """Return the log-sum-exp of each row to base two; infinity for rows without keys."""
+def _log_sum_exp(m_i, l_i, has_keys, sinks, head, TOKENS: tl.constexpr):
+    """Return the log-sum-exp of each row, float32 [ROWS]; infinity for rows without keys.
+
+    Args:
+        m_i, l_i: float32 [ROWS, BLOCKS], the running maximum and sum per column of a step.
+        has_keys: bool [ROWS].
+        sinks: [H], sink logits, or None. A sink adds exp(sink) / TOKENS.
+    """
     m = tl.max(m_i, 1)
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
@@ -322,22 +388,30 @@ def _log_sum_exp(m_i, l_i, real, sinks, head, TOKENS: tl.constexpr):
     total = tl.sum(l_i * tl.exp2(m_i - m[:, None]), 1)
     if sinks is not None:
         total += tl.exp2(sink - m) / TOKENS
-    return tl.where(real, m + tl.log2(tl.maximum(total, 1e-30)), float("inf"))
+    return tl.where(has_keys, m + tl.log2(tl.maximum(total, 1e-30)), float("inf"))
 
 
 @triton.jit
 def _visible_steps(start, end, STEP: tl.constexpr):
-    """Return the steps that are visible to any row, and the steps completely visible to all."""
-    real = end >= 0
+    """Return two ranges of steps: visible to any row, and completely visible to all rows.
+
+    Args:
+        start, end: int32 [ROWS], the first and last visible sampled key; -1 as end for none.
+        STEP: Sampled keys per step.
+
+    Returns:
+        Four scalars: the first step and the end (exclusive) of both ranges.
+    """
+    is_real = end >= 0
     last = tl.max(end, 0)
-    first_step = tl.where(last < 0, 0, tl.min(tl.where(real, start, 2147483647), 0) // STEP)
+    first_step = tl.where(last < 0, 0, tl.min(tl.where(is_real, start, 2147483647), 0) // STEP)
     end_step = tl.where(last < 0, 0, last // STEP + 1)
-    whole_first = tl.cdiv(tl.max(tl.where(real, start, -1), 0), STEP)
-    whole_end = (tl.min(tl.where(real, end, 2147483647), 0) + 1) // STEP
-    return first_step, end_step, whole_first, whole_end
+    full_first = tl.cdiv(tl.max(tl.where(is_real, start, -1), 0), STEP)
+    full_end = (tl.min(tl.where(is_real, end, 2147483647), 0) + 1) // STEP
+    return first_step, end_step, full_first, full_end
 
 
-# the position of a launch must not cause another compilation
+# these arguments change from call to call: without specialisation, Triton compiles once
 @triton.jit(do_not_specialize=[*POSITIONS, "kv_heads", "kv_length"])
 def _score_kernel(
     sample,
@@ -365,105 +439,117 @@ def _score_kernel(
     BY_HEAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     INTERLEAVE: tl.constexpr,
-    FIRST: tl.constexpr,
-    OTHERS: tl.constexpr,
-    HALF: tl.constexpr,
+    FIRST_WIDTH: tl.constexpr,
+    OTHER_WIDTH: tl.constexpr,
+    IS_FP8: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write for every sample of a tile the maximum logit per key block, and the log-sum-exp.
+    """Write the maximum logit per key block and the log-sum-exp for every sample of a tile.
 
-    The log-sum-exp runs over the maxima of key blocks. Keys are counted in sampled keys: key i is
-    the token KEY_OFFSET + i * KEY_STRIDE.
+    The log-sum-exp is over the maxima of all visible key blocks. Positions of keys are indices of
+    sampled keys: key i is the token KEY_OFFSET + i * KEY_STRIDE.
     """
-    # a step is one tile of several key blocks, or one key block of several tiles
+    # a step is one tile of several key blocks, or several tiles of one key block
     STEP: tl.constexpr = BLOCK_N if BLOCK_N > KEY_BLOCK else KEY_BLOCK
     BLOCKS: tl.constexpr = STEP // KEY_BLOCK
-    DTYPE: tl.constexpr = tl.float16 if HALF else tl.float32
+    DTYPE: tl.constexpr = tl.float16 if IS_FP8 else tl.float32
     ROWS: tl.constexpr = Q_BLOCKS * COUNT
-    # the longest rows start first
+    # the last tiles have the most visible keys, and start first
     if BY_HEAD:
-        plane = tl.program_id(1)
+        launch_head = tl.program_id(1)
         tile = begin + tl.num_programs(0) - 1 - tl.program_id(0)
     else:
-        plane = tl.program_id(0)
+        launch_head = tl.program_id(0)
         tile = begin + tl.num_programs(1) - 1 - tl.program_id(1)
-    batch = (first_head + plane) // heads
-    kv_plane = batch * kv_heads + (first_head + plane) % heads // (heads // kv_heads)
+    batch = (first_head + launch_head) // heads
+    head = (first_head + launch_head) % heads
+    flat_kv_head = batch * kv_heads + head // (heads // kv_heads)
 
-    # samples: q_first [ROWS, FIRST] and q_others [ROWS, OTHERS]; visible keys and scale [ROWS]
-    row = tile * ROWS + tl.arange(0, ROWS)
-    inside = row < q_blocks * COUNT
-    line = plane.to(tl.int64) * (q_blocks * COUNT) + row
-    start = tl.load(sample.start + line, mask=inside, other=0)
-    end = tl.load(sample.end + line, mask=inside, other=-1)
-    qk_scale = tl.load(sample.scale + line, mask=inside, other=1.0)
-    source = sample.vectors + line[:, None] * (FIRST + OTHERS)
-    q_first = tl.load(source + tl.arange(0, FIRST)[None, :], mask=inside[:, None], other=0.0)
-    if OTHERS > 0:
-        other = FIRST + tl.arange(0, OTHERS)
-        q_others = tl.load(source + other[None, :], mask=inside[:, None], other=0.0)
+    # samples: q_first [ROWS, FIRST_WIDTH] and q_others [ROWS, OTHER_WIDTH]; visible keys and
+    # scale [ROWS]
+    tile_row = tile * ROWS + tl.arange(0, ROWS)
+    is_inside = tile_row < q_blocks * COUNT
+    row = launch_head.to(tl.int64) * (q_blocks * COUNT) + tile_row
+    start = tl.load(sample.start + row, mask=is_inside, other=0)
+    end = tl.load(sample.end + row, mask=is_inside, other=-1)
+    qk_scale = tl.load(sample.scale + row, mask=is_inside, other=1.0)
+    source = sample.vectors + row[:, None] * (FIRST_WIDTH + OTHER_WIDTH)
+    first_channel = tl.arange(0, FIRST_WIDTH)
+    q_first = tl.load(source + first_channel[None, :], mask=is_inside[:, None], other=0.0)
+    if OTHER_WIDTH > 0:
+        other_channel = FIRST_WIDTH + tl.arange(0, OTHER_WIDTH)
+        q_others = tl.load(source + other_channel[None, :], mask=is_inside[:, None], other=0.0)
 
-    # steps: scalars
-    first_step, end_step, whole_first, whole_end = _visible_steps(start, end, STEP)
+    # ranges of steps: scalars
+    first_step, end_step, full_first, full_end = _visible_steps(start, end, STEP)
     if GROWTH > 0:
         # the scratch has no columns for keys after the tile
         end_step = tl.minimum(end_step, GROWTH // BLOCKS * (tile + 1))
-    whole_first = tl.minimum(tl.maximum(whole_first, first_step), end_step)
-    whole_end = tl.minimum(tl.maximum(whole_end, whole_first), end_step)
-    if HALF:
-        largest = tl.load(exponents.largest + kv_plane).to(tl.int32)
+    full_first = tl.minimum(tl.maximum(full_first, first_step), end_step)
+    full_end = tl.minimum(tl.maximum(full_end, full_first), end_step)
+    if IS_FP8:
+        largest = tl.load(exponents.largest + flat_kv_head).to(tl.int32)
         qk_scale *= power_of_two(largest)
-        if tl.load(exponents.smallest + kv_plane) < largest:
-            # keys with several units are multiplied by their unit, all in the first part
-            whole_first, whole_end = end_step, end_step
+        if tl.load(exponents.smallest + flat_kv_head) < largest:
+            # only phase 0 multiplies keys by their units: run all steps in this phase
+            full_first, full_end = end_step, end_step
 
     # scratch of a step: [ROWS, BLOCKS]
-    target = scratch_of(scratch, plane, tile, begin, columns, all_columns, ROWS, GROWTH)
+    target = scratch_of(
+        scratch, launch_head=launch_head, tile=tile, begin=begin, columns=columns,
+        all_columns=all_columns, ROWS=ROWS, GROWTH=GROWTH,
+    )  # fmt: skip
     target += tl.arange(0, ROWS)[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :]
-    # the key of each column of a tile [BLOCK_N]: blocks alternate
-    SIZE: tl.constexpr = BLOCK_N // BLOCKS
-    place = tl.arange(0, BLOCK_N)
-    key = place // INTERLEAVE % BLOCKS * SIZE
-    key += place // (INTERLEAVE * BLOCKS) * INTERLEAVE + place % INTERLEAVE
+    # key of each column of a tile [BLOCK_N], in the order of `interleaved_keys`
+    KEYS_PER_BLOCK: tl.constexpr = BLOCK_N // BLOCKS
+    index = tl.arange(0, BLOCK_N)
+    key = index // INTERLEAVE % BLOCKS * KEYS_PER_BLOCK
+    key += index // (INTERLEAVE * BLOCKS) * INTERLEAVE + index % INTERLEAVE
 
-    # running maximum and sum [ROWS, BLOCKS]: lanes exchange nothing before the end
+    # running maximum and sum [ROWS, BLOCKS]: threads exchange nothing before the last step
     m_i = tl.full((ROWS, BLOCKS), -1e30, tl.float32)
     l_i = tl.zeros((ROWS, BLOCKS), tl.float32)
-    # parts: steps before, inside of and after the range that is completely visible to all rows
-    for PART in tl.static_range(3):
-        begins = first_step if PART == 0 else whole_first if PART == 1 else whole_end
-        ends = whole_first if PART == 0 else whole_end if PART == 1 else end_step
-        for i in tl.range(begins, ends, num_stages=STAGES):
+    # phases 0, 1 and 2: steps before, in and after the range that all rows see completely
+    for PHASE in tl.static_range(3):
+        phase_first = first_step if PHASE == 0 else full_first if PHASE == 1 else full_end
+        phase_end = full_first if PHASE == 0 else full_end if PHASE == 1 else end_step
+        for i in tl.range(phase_first, phase_end, num_stages=STAGES):
             block_max = tl.full((ROWS, BLOCKS), float("-inf"), DTYPE)
             for offset in tl.static_range(0, STEP, BLOCK_N):
                 column = i * STEP + offset
-                # units of the keys [BLOCK_N], relative to the largest one
+                # units of the keys relative to the largest unit [BLOCK_N]
                 unit = 0
-                if HALF and PART == 0:
+                if IS_FP8 and PHASE == 0:
                     token = KEY_OFFSET + (column + key) * KEY_STRIDE
-                    each = exponents.each + kv_plane.to(tl.int64) * kv_length
-                    unit = tl.load(each + token, mask=token < kv_length, other=0)
+                    own_exponents = exponents.each + flat_kv_head.to(tl.int64) * kv_length
+                    unit = tl.load(own_exponents + token, mask=token < kv_length, other=0)
                     unit = power_of_two(unit.to(tl.int32) - largest).to(DTYPE)
-                # keys [FIRST, BLOCK_N] and [OTHERS, BLOCK_N], products [ROWS, BLOCK_N]
-                k = load_keys(keys_first, kv_plane, kv_heads, column, key, SIZE, BLOCK_N, FIRST).T
+                # keys [FIRST_WIDTH, BLOCK_N] and [OTHER_WIDTH, BLOCK_N], products [ROWS, BLOCK_N]
+                k = load_keys(
+                    keys_first, flat_kv_head, kv_heads, column=column, key=key,
+                    KEYS_PER_BLOCK=KEYS_PER_BLOCK, BLOCK_N=BLOCK_N, CHANNELS=FIRST_WIDTH,
+                ).T  # fmt: skip
                 qk = tl.dot(q_first, k, input_precision=PRECISION, out_dtype=DTYPE)
-                if OTHERS > 0:
+                if OTHER_WIDTH > 0:
                     k = load_keys(
-                        keys_others, kv_plane, kv_heads, column, key, SIZE, BLOCK_N, OTHERS
-                    ).T
+                        keys_others, flat_kv_head, kv_heads, column=column, key=key,
+                        KEYS_PER_BLOCK=KEYS_PER_BLOCK, BLOCK_N=BLOCK_N, CHANNELS=OTHER_WIDTH,
+                    ).T  # fmt: skip
                     qk = tl.dot(q_others, k, qk, input_precision=PRECISION, out_dtype=DTYPE)
-                here = _by_block(
-                    qk, unit, key, start, end, column, PART, HALF and PART == 0, PACKED,
-                    BLOCKS, INTERLEAVE,
+                tile_max = _max_per_block(
+                    qk, unit=unit, key=key, start=start, end=end, column=column, PHASE=PHASE,
+                    HAS_UNITS=IS_FP8 and PHASE == 0, PACKED=PACKED, BLOCKS=BLOCKS,
+                    INTERLEAVE=INTERLEAVE,
                 )  # fmt: skip
-                block_max = tl.maximum(block_max, here)
+                block_max = tl.maximum(block_max, tile_max)
             tl.store(target + i * (ROWS * BLOCKS), block_max)
-            m_i, l_i = _added(m_i, l_i, block_max, qk_scale, softcap)
+            m_i, l_i = _online_softmax_update(
+                m_i, l_i, block_max=block_max, qk_scale=qk_scale, softcap=softcap
+            )
 
-    # log-sum-exp, and the scale with the unit of the keys: [ROWS]
-    head = (first_head + plane) % heads
-    lse = _log_sum_exp(m_i, l_i, end >= 0, sinks, head, TOKENS)
-    tl.store(sample.lse + line, lse, mask=inside)
-    tl.store(sample.scale + line, qk_scale, mask=inside)
+    # log-sum-exp, and the scale multiplied by the largest unit of the keys: [ROWS]
+    lse = _log_sum_exp(m_i, l_i, has_keys=end >= 0, sinks=sinks, head=head, TOKENS=TOKENS)
+    tl.store(sample.lse + row, lse, mask=is_inside)
+    tl.store(sample.scale + row, qk_scale, mask=is_inside)

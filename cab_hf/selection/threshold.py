@@ -1,7 +1,8 @@
-"""Selection of key blocks from scores: shares, their weighted mean and maximum, one bit per block.
+"""Selection of key blocks from scores: mean and maximum shares, and one bit per selected block.
 
-`reference.selected_blocks` is the definition. This work is a launch of its own: few scoring
-programs fit on a multiprocessor, and there it would mostly wait for memory.
+`reference.selected_blocks` is the definition. Scoring and selection are separate launches, because
+selection waits for memory most of the time. A multiprocessor runs too few scoring programs to hide
+these waits.
 """
 
 from __future__ import annotations
@@ -13,41 +14,45 @@ import triton.language as tl
 from torch import Tensor
 
 from cab_hf.config import CabConfig, blocks_of, tail_of
-from cab_hf.ops import reference as definitions
+from cab_hf.ops import reference as ops_reference
 from cab_hf.ops.attention.tiles import LOG2_E
 from cab_hf.plan import KeyRanges
 from cab_hf.selection import gather, reference
 from cab_hf.selection.gather import QuerySample
+from cab_hf.selection.reference import ScoreOptions
 from cab_hf.selection.score import (
     POSITIONS,
     KeyExponents,
-    Stream,
+    SampleScoring,
     capped,
-    open_streams,
+    prepare_scoring,
     score_samples,
     scratch_of,
 )
 from cab_hf.selection.tiles import FP8, HeadRange, TilePlan, TileRange
 
-# key blocks per step of a row, whole words of bits
-CHUNK = 64
+# key blocks per iteration of a program, a multiple of the 32 bits of a word
+COLUMNS = 64
+# warps per program: a program processes one query block of one head
 WARPS = 1
-# bytes that a lane loads at a time
-BYTES_OF_A_LOAD = tl.constexpr(16)
-# further arguments whose values must not cause another compilation
+# bytes that a thread loads with one instruction
+LOAD_BYTES = tl.constexpr(16)
+# further arguments of kernels that change from launch to launch
 NUMBERS = ["mean_threshold", "max_threshold", "kv_heads", "kv_blocks", "words", "bounds_plane"]
 NUMBERS += ["typical_columns", "outlier_columns", "all_typical_columns", "all_outlier_columns"]
 
 
 class SelectionRules(NamedTuple):
-    """Thresholds, and the blocks that query blocks attend regardless of scores.
+    """The blocks that query blocks attend to regardless of scores.
 
     Attributes:
-        bounds: int32 [6, B, M_q], `row_bounds` of `cab_hf.ops.reference`.
-        marked: int8 [B, H_kv, M_k], blocks with a key that is not finite.
-        tail: bool [B, M_q], query blocks that attend to everything; None if there are none.
-        is_tail_listed: True if such query blocks list all blocks. Otherwise they list nothing, and
-            the plan names them.
+        bounds: int32 [6, B, M_q], the visible, the forced and the full blocks of each query block,
+            see `row_bounds` of `cab_hf.ops.reference`.
+        marked: int8 [B, H_kv, M_k], 1 for blocks with a key that contains NaN or an infinity.
+        tail: bool [B, M_q], True for query blocks of the dense tail, which attend to all visible
+            blocks; None if there is no tail.
+        is_tail_listed: True if the lists of the tail contain all visible blocks. False if they are
+            empty, because the plan names the query blocks of the tail.
     """
 
     bounds: Tensor
@@ -57,24 +62,33 @@ class SelectionRules(NamedTuple):
 
     @classmethod
     def create(cls, exponents: Tensor, ranges: KeyRanges, config: CabConfig) -> SelectionRules:
-        """Compute the rules for keys with these exponents, int8 [B, H_kv, N_k, 1]."""
+        """Compute the rules for quantised keys.
+
+        Args:
+            exponents: int8 [B, H_kv, N_k, 1], the exponents of the keys, see `gather.quantize`.
+            ranges: Keys that each query may attend to.
+            config: Settings of the selection.
+        """
         query_block, key_block = blocks_of(config)
-        bounds = definitions.row_bounds(
+        bounds = ops_reference.row_bounds(
             ranges, query_block, key_block, config.sink_blocks, config.local_blocks
         )
         tokens, _ = tail_of(config)
         has_tail = ranges.has_tail(tokens, query_block)
-        tail = ranges.tail(tokens, query_block) if has_tail else None
-        marked = gather.marked_blocks(exponents, ranges.key_valid, key_block)
-        return cls(bounds, marked, tail, ranges.documents is None)
+        return cls(
+            bounds=bounds,
+            marked=gather.marked_blocks(exponents, ranges.key_valid, key_block),
+            tail=ranges.tail(tokens, query_block) if has_tail else None,
+            is_tail_listed=ranges.documents is None,
+        )
 
 
 class Bitmap(NamedTuple):
-    """Selected blocks of every query block of every head.
+    """The selected key blocks of every query block of every head, one bit per key block.
 
     Attributes:
-        bits: int32 [B, H, M_q, ceil(M_k / 32)]: bit j % 32 of word j // 32 is set if block j is
-            selected. Words of blocks that are invisible to a query block are undefined.
+        bits: int32 [B, H, M_q, ceil(M_k / 32)]. Bit j % 32 of word j // 32 is set if block j is
+            selected. Words that contain only invisible blocks are not initialised.
         counts: int32 [B, H, M_q], the number of selected blocks.
     """
 
@@ -83,23 +97,11 @@ class Bitmap(NamedTuple):
 
     @classmethod
     def empty(cls, rules: SelectionRules, num_heads: int) -> Bitmap:
-        """Allocate the bitmap of ``num_heads`` heads per batch row."""
+        """Allocate a bitmap of ``num_heads`` heads per batch row, not initialised."""
         _, batch, q_blocks = rules.bounds.shape
         counts = rules.bounds.new_empty(batch, num_heads, q_blocks)
         words = triton.cdiv(rules.marked.shape[2], 32)
-        return cls(counts.new_empty(*counts.shape, words), counts)
-
-
-class LogitRules(NamedTuple):
-    """Changes of logits in addition to their scale.
-
-    Attributes:
-        sinks: [H], one logit per head that takes part in the softmax; None without.
-        softcap: Soft cap of the logits; None for no cap.
-    """
-
-    sinks: Tensor | None
-    softcap: float | None
+        return cls(bits=counts.new_empty((*counts.shape, words)), counts=counts)
 
 
 def fill_bitmap(
@@ -113,35 +115,43 @@ def fill_bitmap(
     heads: HeadRange,
     config: CabConfig,
     scores: Tensor | None,
-    logits: LogitRules,
+    options: ScoreOptions,
 ) -> None:
-    """Score the samples of some heads and fill their bits, part by part of the scratch.
+    """Score the samples of some heads and write the bits of these heads, chunk by chunk.
 
     Args:
-        samples: `gather.sample_queries`.
-        values, exponents: Fields of `api.QuantizedKeys`.
-        scores: See `threshold_blocks`.
+        bitmap: Bitmap of all heads, which receives the bits.
+        samples: Result of `gather.sample_queries`.
+        values: Stored keys [B, H_kv, N_k, C].
+        exponents: int8 [B, H_kv, N_k, 1], exponents of the stored keys.
+        plan: Sizes of the launches.
+        rules: Blocks that are selected regardless of scores.
+        heads: Heads of the samples.
+        config: Settings of the selection.
+        scores: float32 [heads, M_q, M_k], receives the scores, see `threshold_blocks`; None for no
+            scores.
+        options: Parameters of the logits; ``sinks`` and ``softcap`` are used.
     """
-    streams = open_streams(samples, values, plan, config.key_block)
+    scorings = prepare_scoring(samples, values, plan, config.key_block)
     key_exponents = KeyExponents.of(exponents) if values.dtype == FP8 else None
-    softcap = None if logits.softcap is None else logits.softcap * LOG2_E.value
-    for part in plan.parts:
-        for stream in streams:
+    softcap = None if options.softcap is None else options.softcap * LOG2_E.value
+    for chunk in plan.chunks:
+        for scoring in scorings:
             score_samples(
-                stream,
+                scoring,
                 values=values,
                 exponents=key_exponents,
                 plan=plan,
-                part=part,
+                chunk=chunk,
                 heads=heads,
                 key_block=config.key_block,
-                sinks=logits.sinks,
+                sinks=options.sinks,
                 softcap=softcap,
             )
         threshold_blocks(
-            streams,
+            scorings,
             plan=plan,
-            part=part,
+            chunk=chunk,
             heads=heads,
             rules=rules,
             bitmap=bitmap,
@@ -152,10 +162,10 @@ def fill_bitmap(
 
 
 def threshold_blocks(
-    streams: list[Stream],
+    scorings: list[SampleScoring],
     *,
     plan: TilePlan,
-    part: TileRange,
+    chunk: TileRange,
     heads: HeadRange,
     rules: SelectionRules,
     bitmap: Bitmap,
@@ -163,48 +173,55 @@ def threshold_blocks(
     scores: Tensor | None,
     softcap: float | None,
 ) -> None:
-    """Fill the bitmap for the query blocks of one part of the tiles.
+    """Write the bitmap for the query blocks of one chunk of tiles.
 
     Args:
-        streams: Typical queries, then outliers if there are any, scored by `score`.
-        scores: float32 [heads, M_q, M_k], receives `reference.ranks` of each visible block. The
-            rank of a forced block is any number. None for no ranks.
+        scorings: Scored typical queries, then scored outliers if there are any.
+        plan: Sizes of the launches.
+        chunk: One of ``plan.chunks``.
+        heads: Heads of the samples.
+        rules: Blocks that are selected regardless of scores.
+        bitmap: Bitmap of all heads, which receives the bits.
+        config: Settings of the selection.
+        scores: float32 [heads, M_q, M_k], receives `reference.block_scores` of the visible blocks.
+            The scores of forced blocks are arbitrary. None for no scores.
         softcap: Soft cap of logits to base two; None for no cap.
     """
-    typical, outlier = streams[0], streams[-1]
-    num_outliers = config.outlier_queries
-    typical_tiles, outlier_tiles = typical.tiles, outlier.tiles
-    begin = part.begin * plan.q_blocks_per_part_tile
-    end = part.end * plan.q_blocks_per_part_tile
+    typical, outliers = scorings[0], scorings[-1]
+    typical_tiles, outlier_tiles = typical.tiles, outliers.tiles
+    first_block = chunk.begin * plan.q_blocks_per_chunk_tile
+    end_block = chunk.end * plan.q_blocks_per_chunk_tile
     batch, kv_heads, kv_blocks = rules.marked.shape
-    tail_mode = "listed" if rules.is_tail_listed else "named"
-    _threshold_kernel[(end - begin, heads.count)](
-        typical.sample.tensors,
-        outlier.sample.tensors,
-        rules.bounds,
-        rules.marked,
-        bitmap.bits if rules.tail is None else rules.tail,
-        bitmap,
-        scores,
-        softcap,
-        typical.scratch,
-        outlier.scratch,
-        typical_tiles.columns(plan.tiles_of(typical_tiles, part)),
-        outlier_tiles.columns(plan.tiles_of(outlier_tiles, part)),
-        typical_tiles.all_columns,
-        outlier_tiles.all_columns,
-        config.mass_threshold,
-        config.share_threshold,
-        begin,
-        heads.first,
-        heads.per_row,
-        kv_heads,
-        plan.q_blocks,
-        kv_blocks,
-        bitmap.bits.shape[-1],
-        batch * plan.q_blocks,
+    tail_mode = "none"
+    if rules.tail is not None:
+        tail_mode = "listed" if rules.is_tail_listed else "named"
+    _threshold_kernel[(end_block - first_block, heads.count)](
+        typical=typical.sample.tensors,
+        outliers=outliers.sample.tensors,
+        bounds=rules.bounds,
+        marked=rules.marked,
+        tails=bitmap.bits if rules.tail is None else rules.tail,
+        bitmap=bitmap,
+        scores=scores,
+        softcap=softcap,
+        typical_scratch=typical.scratch,
+        outlier_scratch=outliers.scratch,
+        typical_columns=typical_tiles.columns(plan.tiles_of(typical_tiles, chunk)),
+        outlier_columns=outlier_tiles.columns(plan.tiles_of(outlier_tiles, chunk)),
+        all_typical_columns=typical_tiles.all_columns,
+        all_outlier_columns=outlier_tiles.all_columns,
+        mean_threshold=config.mass_threshold,
+        max_threshold=config.share_threshold,
+        begin=first_block,
+        first_head=heads.first,
+        heads=heads.per_row,
+        kv_heads=kv_heads,
+        q_blocks=plan.q_blocks,
+        kv_blocks=kv_blocks,
+        words=bitmap.bits.shape[-1],
+        bounds_plane=batch * plan.q_blocks,
         TYPICAL=typical_tiles.num_samples,
-        OUTLIERS=num_outliers,
+        OUTLIERS=config.outlier_queries,
         TYPICAL_Q_BLOCKS=typical_tiles.q_blocks_per_tile,
         OUTLIER_Q_BLOCKS=outlier_tiles.q_blocks_per_tile,
         TYPICAL_KEY_BLOCK=typical_tiles.key_block,
@@ -213,39 +230,43 @@ def threshold_blocks(
         OUTLIER_STEP=outlier_tiles.blocks_per_step,
         TYPICAL_GROWTH=typical_tiles.scratch_growth,
         OUTLIER_GROWTH=outlier_tiles.scratch_growth,
-        WEIGHT=(config.query_block - num_outliers) / typical_tiles.num_samples,
+        WEIGHT=(config.query_block - config.outlier_queries) / typical_tiles.num_samples,
         THRESHOLD_BLOCKS=reference.THRESHOLD_KEYS / config.key_block,
-        CHUNK=CHUNK,
-        TAIL="none" if rules.tail is None else tail_mode,
+        COLUMNS=COLUMNS,
+        TAIL=tail_mode,
         num_warps=WARPS,
     )
 
 
 @triton.jit
 def _shares(
-    sample, softcap, line, logits, begins, first, last, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr, COUNT: tl.constexpr, KEY_BLOCK: tl.constexpr,
+    sample, softcap, flat_block, logits, first_column, first_key, last_key, COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the maximum and the sum of the shares that the samples of a query block give.
+    """Return the maximum and the sum of the shares of COLUMNS key blocks over the samples.
 
     Args:
-        line: The query block.
-        logits: Pointer to the logits of its samples, [steps, ROWS, BLOCKS].
-        begins: The first of CHUNK key blocks.
-        first, last: Range of sampled keys visible to any sample. The scratch has no other steps.
+        sample: `SampleTensors` of one kind.
+        flat_block: Index of the query block over the heads of the launch.
+        logits: Pointer to the first logit of the query block in the scratch, whose layout is
+            [steps, ROWS, BLOCKS].
+        first_column: The first of the key blocks.
+        first_key, last_key: Sampled keys that are visible to any sample. The scratch contains only
+            steps of these keys.
 
     Returns:
-        Two tensors [CHUNK], one number per key block.
+        Two tensors float32 [COLUMNS].
     """
     STEP: tl.constexpr = BLOCKS * KEY_BLOCK
-    row = line * COUNT + tl.arange(0, COUNT)
+    row = flat_block * COUNT + tl.arange(0, COUNT)
     qk_scale = tl.load(sample.scale + row)
     lse = tl.load(sample.lse + row)
-    if BLOCKS * 2 >= BYTES_OF_A_LOAD:
-        # [COUNT, CHUNK]: a lane holds neighbouring key blocks of several samples
-        column = begins + tl.arange(0, CHUNK)
+    # logits of 8-bit products have two bytes: their bytes per row of a step decide the fast order
+    if BLOCKS * 2 >= LOAD_BYTES:
+        # [COUNT, COLUMNS]: a thread holds adjacent key blocks of several samples
+        column = first_column + tl.arange(0, COLUMNS)
         step = column // BLOCKS
-        is_inside = (step >= first // STEP) & (step <= last // STEP)
+        is_inside = (step >= first_key // STEP) & (step <= last_key // STEP)
         cell = step[None, :] * (ROWS * BLOCKS) + (column % BLOCKS)[None, :]
         cell += tl.arange(0, COUNT)[:, None] * BLOCKS
         block_max = tl.load(logits + cell, mask=is_inside[None, :], other=float("-inf")).to(
@@ -253,25 +274,31 @@ def _shares(
         )
         share = tl.exp2(capped(block_max * qk_scale[:, None], softcap) - lse[:, None])
         return tl.max(share, 0), tl.sum(share, 0)
-    # [steps, COUNT * BLOCKS]: a lane holds samples of few key blocks
-    step = begins // BLOCKS + tl.arange(0, CHUNK // BLOCKS)
-    is_inside = (step >= first // STEP) & (step <= last // STEP)
+    # [steps, COUNT * BLOCKS]: a thread holds samples of few key blocks
+    step = first_column // BLOCKS + tl.arange(0, COLUMNS // BLOCKS)
+    is_inside = (step >= first_key // STEP) & (step <= last_key // STEP)
     cell = step[:, None] * (ROWS * BLOCKS) + tl.arange(0, COUNT * BLOCKS)[None, :]
     block_max = tl.load(logits + cell, mask=is_inside[:, None], other=float("-inf")).to(tl.float32)
     block_max = tl.reshape(block_max, (step.shape[0], COUNT, BLOCKS))
     share = tl.exp2(capped(block_max * qk_scale[None, :, None], softcap) - lse[None, :, None])
-    return tl.reshape(tl.max(share, 1), (CHUNK,)), tl.reshape(tl.sum(share, 1), (CHUNK,))
+    return tl.reshape(tl.max(share, 1), (COLUMNS,)), tl.reshape(tl.sum(share, 1), (COLUMNS,))
 
 
 @triton.jit
-def _seen_by(sample, line, COUNT: tl.constexpr):
-    """Return the first and last visible key of the samples, and the number of samples with keys."""
-    row = line * COUNT + tl.arange(0, COUNT)
+def _visible_keys(sample, flat_block, COUNT: tl.constexpr):
+    """Return three scalars about the samples of a query block.
+
+    Returns:
+        The first sampled key that any sample sees, the last one, and the number of samples that see
+        a sampled key (float32).
+    """
+    row = flat_block * COUNT + tl.arange(0, COUNT)
     last = tl.load(sample.end + row)
     first = tl.where(last >= 0, tl.load(sample.start + row), 2147483647)
     return tl.min(first, 0), tl.max(last, 0), tl.sum((last >= 0).to(tl.float32), 0)
 
 
+# these arguments change from call to call: without specialisation, Triton compiles once
 @triton.jit(do_not_specialize=[*POSITIONS[2:], *NUMBERS])
 def _threshold_kernel(
     typical,
@@ -310,73 +337,82 @@ def _threshold_kernel(
     OUTLIER_GROWTH: tl.constexpr,
     WEIGHT: tl.constexpr,
     THRESHOLD_BLOCKS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     TAIL: tl.constexpr,
 ):
     """Write the bitmap of one query block of a head from the logits of its samples.
 
-    ``begin`` is the first query block of the launch.
+    ``begin`` is the first query block of the launch. TAIL is "none" for no dense tail, "listed" if
+    the tail selects all visible blocks, and "named" if the tail selects no block.
     """
-    # scratch of the query block, visible sampled keys and weight of its samples: scalars
+    # query block, its scratch, and the visible sampled keys and the weight of its samples: scalars
     TYPICAL_ROWS: tl.constexpr = TYPICAL_Q_BLOCKS * TYPICAL
-    plane = tl.program_id(1)
-    # the longest rows start first
+    launch_head = tl.program_id(1)
+    # the last query blocks have the most visible keys, and start first
     block = begin + tl.num_programs(0) - 1 - tl.program_id(0)
     if block >= q_blocks:
         return
-    line = plane.to(tl.int64) * q_blocks + block
+    # index over the heads of the launch
+    flat_block = launch_head.to(tl.int64) * q_blocks + block
     typical_logits = scratch_of(
-        typical_scratch, plane, block // TYPICAL_Q_BLOCKS, begin // TYPICAL_Q_BLOCKS,
-        typical_columns, all_typical_columns, TYPICAL_ROWS, TYPICAL_GROWTH,
+        typical_scratch, launch_head=launch_head, tile=block // TYPICAL_Q_BLOCKS,
+        begin=begin // TYPICAL_Q_BLOCKS, columns=typical_columns,
+        all_columns=all_typical_columns, ROWS=TYPICAL_ROWS, GROWTH=TYPICAL_GROWTH,
     )  # fmt: skip
     typical_logits += block % TYPICAL_Q_BLOCKS * (TYPICAL * TYPICAL_STEP)
-    first, last, num_samples = _seen_by(typical, line, TYPICAL)
+    typical_first, typical_last, num_samples = _visible_keys(typical, flat_block, TYPICAL)
     weight = num_samples * WEIGHT
     if OUTLIERS > 0:
         OUTLIER_ROWS: tl.constexpr = OUTLIER_Q_BLOCKS * OUTLIERS
         outlier_logits = scratch_of(
-            outlier_scratch, plane, block // OUTLIER_Q_BLOCKS, begin // OUTLIER_Q_BLOCKS,
-            outlier_columns, all_outlier_columns, OUTLIER_ROWS, OUTLIER_GROWTH,
+            outlier_scratch, launch_head=launch_head, tile=block // OUTLIER_Q_BLOCKS,
+            begin=begin // OUTLIER_Q_BLOCKS, columns=outlier_columns,
+            all_columns=all_outlier_columns, ROWS=OUTLIER_ROWS, GROWTH=OUTLIER_GROWTH,
         )  # fmt: skip
         outlier_logits += block % OUTLIER_Q_BLOCKS * (OUTLIERS * OUTLIER_STEP)
-        outlier_first, outlier_last, num_samples = _seen_by(outliers, line, OUTLIERS)
+        outlier_first, outlier_last, num_samples = _visible_keys(outliers, flat_block, OUTLIERS)
         weight += num_samples
-    # bounds of the query block, and thresholds that do not depend on its number of keys: scalars
-    at = (first_head + plane) // heads * q_blocks + block
-    lowest = tl.load(bounds + at)
-    highest = tl.load(bounds + bounds_plane + at)
-    sinks = tl.load(bounds + 2 * bounds_plane + at)
-    local = tl.load(bounds + 3 * bounds_plane + at)
-    # a row with more keys spreads its attention over more blocks
-    longer = tl.maximum((highest - lowest + 1) / THRESHOLD_BLOCKS, 1.0)
-    weight = tl.maximum(weight, 1e-30) / longer
+    # bounds of the query block, see `row_bounds`, and the threshold of its share sums: scalars
+    batch = (first_head + launch_head) // heads
+    batch_block = batch * q_blocks + block
+    first_visible = tl.load(bounds + batch_block)
+    last_visible = tl.load(bounds + bounds_plane + batch_block)
+    end_of_sinks = tl.load(bounds + 2 * bounds_plane + batch_block)
+    first_local = tl.load(bounds + 3 * bounds_plane + batch_block)
+    # a query block with more keys spreads its attention over more blocks
+    length_factor = tl.maximum((last_visible - first_visible + 1) / THRESHOLD_BLOCKS, 1.0)
+    weight = tl.maximum(weight, 1e-30) / length_factor
     min_share_sum = mean_threshold * weight
     if TAIL != "none":
-        tail = tl.load(tails + at) != 0
-    kv_head = (first_head + plane) % heads // (heads // kv_heads)
-    kv_plane = (first_head + plane) // heads * kv_heads + kv_head
-    marked += kv_plane.to(tl.int64) * kv_blocks
-    # index over all heads; the other indices count the heads of this launch
-    own = (first_head + plane).to(tl.int64) * q_blocks + block
-    found = 0
-    for begins in range(lowest // CHUNK * CHUNK, highest + 1, CHUNK):
-        # shares of CHUNK key blocks: maximum and weighted sum over samples [CHUNK]
+        is_tail = tl.load(tails + batch_block) != 0
+    kv_head = (first_head + launch_head) % heads // (heads // kv_heads)
+    flat_kv_head = batch * kv_heads + kv_head
+    marked += flat_kv_head.to(tl.int64) * kv_blocks
+    # index over all heads
+    bitmap_row = (first_head + launch_head).to(tl.int64) * q_blocks + block
+    count = 0
+    for first_column in range(first_visible // COLUMNS * COLUMNS, last_visible + 1, COLUMNS):
+        # maximum and weighted sum of the shares over all samples [COLUMNS]
         max_share, share_sum = _shares(
-            typical, softcap, line, typical_logits, begins, first, last, CHUNK, TYPICAL_STEP,
-            TYPICAL_ROWS, TYPICAL, TYPICAL_KEY_BLOCK,
+            typical, softcap=softcap, flat_block=flat_block, logits=typical_logits,
+            first_column=first_column, first_key=typical_first, last_key=typical_last,
+            COLUMNS=COLUMNS, BLOCKS=TYPICAL_STEP, ROWS=TYPICAL_ROWS, COUNT=TYPICAL,
+            KEY_BLOCK=TYPICAL_KEY_BLOCK,
         )  # fmt: skip
         share_sum *= WEIGHT
         if OUTLIERS > 0:
             outlier_max, outlier_sum = _shares(
-                outliers, softcap, line, outlier_logits, begins, outlier_first, outlier_last, CHUNK,
-                OUTLIER_STEP, OUTLIER_ROWS, OUTLIERS, OUTLIER_KEY_BLOCK,
+                outliers, softcap=softcap, flat_block=flat_block, logits=outlier_logits,
+                first_column=first_column, first_key=outlier_first, last_key=outlier_last,
+                COLUMNS=COLUMNS, BLOCKS=OUTLIER_STEP, ROWS=OUTLIER_ROWS, COUNT=OUTLIERS,
+                KEY_BLOCK=OUTLIER_KEY_BLOCK,
             )  # fmt: skip
             share_sum += outlier_sum
             max_share = tl.maximum(max_share, outlier_max)
-        # selected key blocks [CHUNK], and their ranks. NaN, the share if a sampled query is not
-        # finite, is not below any threshold
-        column = begins + tl.arange(0, CHUNK)
-        keep = ~(share_sum < min_share_sum) | (max_share >= max_threshold)
+        # selected key blocks and their scores [COLUMNS]. ``~(x < threshold)`` also selects the
+        # blocks whose share is NaN, because a sampled query contains NaN
+        column = first_column + tl.arange(0, COLUMNS)
+        is_selected = ~(share_sum < min_share_sum) | (max_share >= max_threshold)
         is_marked = tl.load(marked + column, mask=column < kv_blocks, other=0) != 0
         if scores is not None:
             score = tl.where(
@@ -384,16 +420,17 @@ def _threshold_kernel(
             )
             score = tl.where(share_sum == share_sum, score, 1.0)
             score = tl.where(is_marked, float("inf"), score)
-            tl.store(scores + line * kv_blocks + column, score, mask=column < kv_blocks)
-        keep |= is_marked | (column < sinks) | (column >= local)
+            tl.store(scores + flat_block * kv_blocks + column, score, mask=column < kv_blocks)
+        is_selected |= is_marked | (column < end_of_sinks) | (column >= first_local)
         if TAIL == "listed":
-            keep |= tail
-        keep &= (column >= lowest) & (column <= highest)
+            is_selected |= is_tail
+        is_selected &= (column >= first_visible) & (column <= last_visible)
         if TAIL == "named":
-            keep &= tail == 0
-        # bits [CHUNK // 32]
-        found += tl.sum(keep.to(tl.int32), 0)
-        word = tl.reshape(keep.to(tl.int32), (CHUNK // 32, 32)) << tl.arange(0, 32)[None, :]
-        place = begins // 32 + tl.arange(0, CHUNK // 32)
-        tl.store(bitmap.bits + own * words + place, tl.sum(word, 1), mask=place < words)
-    tl.store(bitmap.counts + own, found)
+            is_selected &= is_tail == 0
+        # words of 32 bits [COLUMNS // 32]
+        bits = is_selected.to(tl.int32)
+        count += tl.sum(bits, 0)
+        bits = tl.reshape(bits, (COLUMNS // 32, 32)) << tl.arange(0, 32)[None, :]
+        word = first_column // 32 + tl.arange(0, COLUMNS // 32)
+        tl.store(bitmap.bits + bitmap_row * words + word, tl.sum(bits, 1), mask=word < words)
+    tl.store(bitmap.counts + bitmap_row, count)

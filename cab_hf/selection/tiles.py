@@ -1,7 +1,11 @@
-"""Sizes of the launches of the selection kernels: pure functions of shapes and settings.
+"""Sizes of the launches of the selection kernels, computed from shapes and settings.
 
-A *tile* is ``q_blocks_per_tile`` query blocks of a head. Its rows are the samples of these query
-blocks. A *step* is ``blocks_per_step`` key blocks. One program scores one tile, step by step.
+A *tile* is the set of samples of ``q_blocks_per_tile`` consecutive query blocks of a head; each
+sample is a row of the tile. A *step* is ``blocks_per_step`` consecutive key blocks. One program
+scores one tile and loops over steps. A *chunk* is a range of tiles whose scores are in memory at
+the same time.
+
+No function of this module reads a tensor.
 """
 
 from __future__ import annotations
@@ -19,48 +23,48 @@ from cab_hf.config import CabConfig, num_typical_queries
 from cab_hf.ops.attention.tiles import tile_of
 
 FP8 = torch.float8_e4m3fn
-# the number of channels in a product of 8-bit floats is a multiple of this
+# smallest number of channels that one product of 8-bit floats multiplies
 MIN_CHANNELS = 32
-# samples per program, at least: a warp group multiplies 64 rows, and twice as many hide latency
+# fewest samples per program: a warp group multiplies 64 rows, and twice as many hide latency
 MIN_ROWS = 128
-# the same for float32 products, which need more registers
+# fewest samples per program for float32 products, which need more registers
 MIN_ROWS_FLOAT32 = 16
-# keys per tile of FP8 products; half as many for 16 bits
+# most keys per tile of FP8 products; half as many for 16 bits
 MAX_TILE_KEYS = 128
-# the fewest keys that one product takes
+# fewest keys that one product takes
 MIN_TILE_KEYS = 16
-# key blocks per step, at most: each has a maximum and a sum per row in registers
+# most key blocks per step: a running maximum and sum per sample and key block are in registers
 MAX_BLOCKS_PER_STEP = 8
-# tiles of keys in flight
+# most tiles of keys in flight: depth of the software pipeline
 MAX_STAGES = 3
-# bytes of a tile of keys, at most
+# largest tile of keys, in bytes
 TILE_BYTES = 32 << 10
-# bytes of keys in flight per program; larger tiles have fewer stages
+# largest size of all tiles of keys that a program has in flight, in bytes
 IN_FLIGHT_BYTES = 96 << 10
-# bytes of keys that fit a GPU's L2 cache together; if there are more, programs that run together
-# share the keys of a few heads
+# size of the keys, in bytes, that fits into the L2 cache of a GPU. If the keys are larger, programs
+# that run at the same time process the same few heads
 CACHED_KEY_BYTES = 32 << 20
-# bytes of scratch at a time
+# largest scratch of a chunk, in bytes
 SCRATCH_BYTES = 1152 << 20
-# lanes that share a row of a product
+# threads that share a row of a matrix product in the register layout of tensor cores
 LANES = 4
-# neighbouring columns of a row that these lanes hold
+# adjacent columns of a row that these threads hold together
 COLUMNS_OF_LANES = 8
-# channels per product of queries with queries
+# channels per step of the product of queries with queries
 GRAM_CHANNELS = 64
-# the largest query block whose Gram matrix fits the registers of a program
+# largest query block whose Gram matrix fits the registers of a program
 GRAM_QUERIES = 128
-# bytes of Gram matrices at a time: larger inputs are processed in several launches
+# largest size of the Gram matrices of one launch, in bytes; larger inputs need several launches
 GRAM_BYTES = 512 << 20
 
 
 class HeadRange(NamedTuple):
-    """Heads of one pass through the kernels, counted over batch rows and heads.
+    """Consecutive heads that one launch processes, as indices batch_row * H + head.
 
     Attributes:
-        first: The first head.
+        first: Index of the first head.
         count: Number of heads.
-        per_row: Heads per batch row.
+        per_row: H, the number of heads per batch row.
     """
 
     first: int
@@ -69,18 +73,19 @@ class HeadRange(NamedTuple):
 
 
 class TileRange(NamedTuple):
-    """Tiles ``begin`` to ``end``, exclusive, of every head."""
+    """Tiles ``begin`` (inclusive) to ``end`` (exclusive) of every head."""
 
     begin: int
     end: int
 
 
 class ChannelWidths(NamedTuple):
-    """Places of channels in a stored vector, both powers of two.
+    """Widths of the two groups of channels in a stored key or query.
 
     Attributes:
-        outliers: Places of the channels that outliers are scored on.
-        others: Places of the other channels; 0 if outliers are scored on all channels.
+        outliers: Width of the channels that outliers are scored on, padded to a power of two.
+        others: Width of the other channels, padded to a power of two; 0 if outliers are scored on
+            all channels.
     """
 
     outliers: int
@@ -91,19 +96,22 @@ class ChannelWidths(NamedTuple):
 class SampleTiles:
     """Sizes of the launch that scores one kind of samples: typical queries or outliers.
 
+    A product of a tile of queries with a tile of keys is split along the channels into two
+    products whose widths are powers of two.
+
     Attributes:
         num_samples: Samples per query block.
-        key_stride: Distance in tokens of the sampled keys.
+        key_stride: Distance between sampled keys, in tokens.
         key_block: Sampled keys per key block.
         kv_blocks: Key blocks of the sequence.
-        first: Channels of the first product.
-        others: Channels of the second product; 0 if the first product has all channels.
-        tile_keys: Sampled keys per tile.
+        first_width: Channels of the first product.
+        other_width: Channels of the second product; 0 for a single product.
+        tile_keys: Sampled keys per tile of keys.
         interleave: Keys of a block that are adjacent in a tile, see `score.interleaved_keys`.
         blocks_per_step: Key blocks per step, at least 1.
         q_blocks_per_tile: Query blocks per tile.
         stages: Tiles of keys in flight.
-        scratch_growth: Key blocks by which the scratch of a tile is wider than the scratch of the
+        scratch_growth: Key blocks that the scratch of a tile has more than the scratch of the
             tile before it; 0 if all tiles have the same width.
     """
 
@@ -111,8 +119,8 @@ class SampleTiles:
     key_stride: int
     key_block: int
     kv_blocks: int
-    first: int
-    others: int
+    first_width: int
+    other_width: int
     tile_keys: int
     interleave: int
     blocks_per_step: int
@@ -122,62 +130,67 @@ class SampleTiles:
 
     @property
     def rows(self) -> int:
-        """Samples per tile."""
+        """Return the number of samples per tile."""
         return self.q_blocks_per_tile * self.num_samples
 
     @property
     def all_columns(self) -> int:
-        """Key blocks of all steps."""
+        """Return the number of key blocks of the sequence, rounded up to whole steps."""
         return triton.cdiv(self.kv_blocks, self.blocks_per_step) * self.blocks_per_step
 
     def columns(self, tiles: TileRange) -> int:
-        """Return the width of the scratch of some tiles of one head, in key blocks."""
+        """Return the width of the scratch of ``tiles`` of one head, in key blocks."""
         begin, end = tiles
         if self.scratch_growth:
             return self.scratch_growth * (end * (end + 1) - begin * (begin + 1)) // 2
         return (end - begin) * self.all_columns
 
     def scratch_logits(self, tiles: TileRange, num_heads: int) -> int:
-        """Return the number of logits in the scratch of some tiles."""
+        """Return the number of logits in the scratch of ``tiles`` of ``num_heads`` heads."""
         return self.columns(tiles) * num_heads * self.rows
 
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Sizes of all launches that fill the bitmap of some heads.
+    """Sizes of all launches that score the samples of some heads and fill their bitmap.
 
-    The scratch of a long sequence does not fit the memory. It is filled and read part by part.
+    The scratch of a long sequence can exceed the memory. Therefore the tiles are cut into chunks,
+    which use the same scratch one after another.
 
     Attributes:
-        kinds: Typical queries first, then outliers if there are any.
+        kinds: Sizes for typical queries, then for outliers if there are any.
         q_blocks: Query blocks of a head.
-        q_blocks_per_part_tile: Query blocks per tile of ``parts``, the larger one of all kinds.
-        parts: Ranges of tiles, the last tiles first, because their programs run longest.
-        scratch_logits: Logits in the scratch of each kind, enough for every part.
+        q_blocks_per_chunk_tile: Query blocks per tile of ``chunks``: the maximum of
+            ``q_blocks_per_tile`` over ``kinds``.
+        chunks: Ranges of tiles. The last tiles come first, because their programs run longest.
+        scratch_logits: For each kind, the number of logits in the scratch of the largest chunk.
         scratch_dtype: Dtype of the scratch.
-        is_by_head: True if programs that run together share a head, so that its keys are cached.
+        is_by_head: True if programs that run at the same time process the same head, so that the
+            keys of this head stay in the L2 cache.
     """
 
     kinds: tuple[SampleTiles, ...]
     q_blocks: int
-    q_blocks_per_part_tile: int
-    parts: tuple[TileRange, ...]
+    q_blocks_per_chunk_tile: int
+    chunks: tuple[TileRange, ...]
     scratch_logits: tuple[int, ...]
     scratch_dtype: torch.dtype
     is_by_head: bool
 
     @property
     def typical(self) -> SampleTiles:
+        """Return the sizes for typical queries."""
         return self.kinds[0]
 
     @property
     def outliers(self) -> SampleTiles | None:
+        """Return the sizes for outliers; None if no outliers are sampled."""
         return self.kinds[1] if len(self.kinds) > 1 else None
 
-    def tiles_of(self, kind: SampleTiles, part: TileRange) -> TileRange:
-        """Return the tiles of a kind of samples that belong to one of ``parts``."""
-        ratio = self.q_blocks_per_part_tile // kind.q_blocks_per_tile
-        return TileRange(part.begin * ratio, part.end * ratio)
+    def tiles_of(self, kind: SampleTiles, chunk: TileRange) -> TileRange:
+        """Convert one of ``chunks`` to tiles of ``kind.q_blocks_per_tile`` query blocks."""
+        ratio = self.q_blocks_per_chunk_tile // kind.q_blocks_per_tile
+        return TileRange(chunk.begin * ratio, chunk.end * ratio)
 
 
 def plan_tiles(
@@ -195,10 +208,15 @@ def plan_tiles(
     """Compute the sizes of the launches of `score` and `threshold`.
 
     Args:
-        num_heads: Heads that are processed together, counted over batch rows and heads.
-        num_kv_heads: All KV heads, counted over batch rows and heads.
+        config: Settings of the selection.
+        q_length: Queries per batch row.
+        kv_length: Keys per batch row.
+        num_heads: Heads that are processed together, summed over batch rows.
+        num_kv_heads: KV heads, summed over batch rows.
+        widths: Result of `channel_widths`.
         dtype: Dtype of the stored keys and of the gathered queries.
-        is_whole_sequence: True if no key after the position of a query is visible.
+        is_whole_sequence: True if query i is token i, so that the number of visible keys grows
+            from tile to tile.
         has_descriptors: True if kernels read keys by tensor descriptors, see
             `launch.reads_by_descriptor`.
     """
@@ -219,16 +237,22 @@ def plan_tiles(
         for num_samples, key_stride, width in sampled
     )
     q_blocks = triton.cdiv(q_length, config.query_block)
-    largest = max(kind.q_blocks_per_tile for kind in kinds)
-    # float16 is exact enough for logits of 8-bit products, and packs two comparisons
+    q_blocks_per_chunk_tile = max(kind.q_blocks_per_tile for kind in kinds)
+    # float16 suffices for logits of 8-bit products, and packs two comparisons in one instruction
     scratch_dtype = torch.float16 if dtype == FP8 else torch.float32
-    parts, scratch_logits = _parts(kinds, q_blocks, largest, num_heads, scratch_dtype)
+    chunks, scratch_logits = _chunks(
+        kinds,
+        q_blocks=q_blocks,
+        q_blocks_per_chunk_tile=q_blocks_per_chunk_tile,
+        num_heads=num_heads,
+        scratch_dtype=scratch_dtype,
+    )
     key_bytes = num_kv_heads * kv_length * sum(widths) * dtype.itemsize
     return TilePlan(
         kinds=kinds,
         q_blocks=q_blocks,
-        q_blocks_per_part_tile=largest,
-        parts=parts,
+        q_blocks_per_chunk_tile=q_blocks_per_chunk_tile,
+        chunks=chunks,
         scratch_logits=scratch_logits,
         scratch_dtype=scratch_dtype,
         is_by_head=key_bytes > CACHED_KEY_BYTES,
@@ -246,106 +270,121 @@ def _sample_tiles(
     is_whole_sequence: bool,
     has_descriptors: bool,
 ) -> SampleTiles:
-    """Compute the sizes for one kind of samples, which have ``width`` channels."""
+    """Compute the sizes of the launch for one kind of samples.
+
+    ``width`` is the number of stored channels that the samples are scored on: a power of two, or
+    the sum of two powers of two.
+    """
     key_block = config.key_block // key_stride
-    # if both powers of two are equal, they form one power of two, and one product has all channels
-    first = width if width & (width - 1) == 0 else 1 << (width.bit_length() - 1)
+    # a width that is a power of two, such as 64 + 64, needs one product only
+    is_power_of_two = width & (width - 1) == 0
+    first_width = width if is_power_of_two else 1 << (width.bit_length() - 1)
     min_rows = MIN_ROWS_FLOAT32 if dtype == torch.float32 else MIN_ROWS
     q_blocks_per_tile = triton.cdiv(min_rows, num_samples)
     key_bytes = width * dtype.itemsize
-    # if keys are read by pointers, a multiprocessor may have half the memory
-    share = 1 if has_descriptors else 2
+    # GPUs that read keys by pointers can have half the shared memory
+    memory_divisor = 1 if has_descriptors else 2
     max_keys = MAX_TILE_KEYS if dtype == FP8 else MAX_TILE_KEYS // 2
-    max_keys = min(max_keys, TILE_BYTES // share // key_bytes)
+    max_keys = min(max_keys, TILE_BYTES // memory_divisor // key_bytes)
     max_keys = max(MIN_TILE_KEYS, min(max_keys, MAX_BLOCKS_PER_STEP * key_block))
     tile_keys = max_keys if max_keys % key_block == 0 else tile_of(key_block, max_keys)
-    # all tiles of a key block are in flight at the same time
-    in_flight = tile_keys if has_descriptors else max(tile_keys, key_block)
-    stages = IN_FLIGHT_BYTES // share // (in_flight * key_bytes)
+    # without descriptors, Triton loads all tiles of a key block in the same stage
+    keys_per_stage = tile_keys if has_descriptors else max(tile_keys, key_block)
+    stages = IN_FLIGHT_BYTES // memory_divisor // (keys_per_stage * key_bytes)
     blocks_per_step = max(1, tile_keys // key_block)
     tokens_per_step = config.key_block * blocks_per_step
-    new_steps = triton.cdiv(q_blocks_per_tile * config.query_block, tokens_per_step)
+    new_steps_per_tile = triton.cdiv(q_blocks_per_tile * config.query_block, tokens_per_step)
     return SampleTiles(
         num_samples=num_samples,
         key_stride=key_stride,
         key_block=key_block,
         kv_blocks=triton.cdiv(kv_length, config.key_block),
-        first=first,
-        others=width - first,
+        first_width=first_width,
+        other_width=width - first_width,
         tile_keys=tile_keys,
         interleave=_interleave(blocks_per_step, key_block, tile_keys),
         blocks_per_step=blocks_per_step,
         q_blocks_per_tile=q_blocks_per_tile,
         stages=max(1, min(MAX_STAGES, stages)),
-        scratch_growth=new_steps * blocks_per_step if is_whole_sequence else 0,
+        scratch_growth=new_steps_per_tile * blocks_per_step if is_whole_sequence else 0,
     )
 
 
 def _interleave(blocks_per_step: int, key_block: int, tile_keys: int) -> int:
-    """Return how many keys of a block are adjacent in a tile."""
+    """Return the number of keys of a block that are adjacent in a tile of keys."""
     if blocks_per_step == 1:
-        # a key block is one tile or several tiles
+        # all keys of a tile belong to one block
         return tile_keys
     return min(COLUMNS_OF_LANES // min(LANES, blocks_per_step), key_block)
 
 
-def _parts(
+def _chunks(
     kinds: tuple[SampleTiles, ...],
+    *,
     q_blocks: int,
-    largest: int,
+    q_blocks_per_chunk_tile: int,
     num_heads: int,
     scratch_dtype: torch.dtype,
 ) -> tuple[tuple[TileRange, ...], tuple[int, ...]]:
-    """Cut the tiles into parts whose scratch has at most `SCRATCH_BYTES`, or one tile each.
+    """Cut the tiles of a head into chunks whose scratch has at most `SCRATCH_BYTES`.
+
+    A chunk has at least one tile, even if the scratch of this tile is larger.
 
     Returns:
-        The parts, and the size of the scratch of each kind: the largest one over all parts.
+        `TilePlan.chunks` and `TilePlan.scratch_logits`.
     """
-    ratios = [largest // kind.q_blocks_per_tile for kind in kinds]
+    ratios = [q_blocks_per_chunk_tile // kind.q_blocks_per_tile for kind in kinds]
 
-    def logits(begin: int, end: int) -> list[int]:
+    def logits_per_kind(begin: int, end: int) -> list[int]:
         return [
             kind.scratch_logits(TileRange(begin * ratio, end * ratio), num_heads)
             for kind, ratio in zip(kinds, ratios, strict=True)
         ]
 
-    def fits(begin: int, end: int) -> bool:
-        num_bytes = sum(logits(begin, end)) * scratch_dtype.itemsize
+    def is_small_enough(begin: int, end: int) -> bool:
+        num_bytes = sum(logits_per_kind(begin, end)) * scratch_dtype.itemsize
         return begin + 1 == end or num_bytes <= SCRATCH_BYTES
 
-    ends = [triton.cdiv(q_blocks, largest)]
-    while ends[-1]:
-        # the longest rows start first
-        ends.append(bisect_left(range(ends[-1]), True, key=partial(fits, end=ends[-1])))
-    parts = tuple(TileRange(begin, end) for end, begin in pairwise(ends))
-    sizes = [logits(part.begin, part.end) for part in parts]
-    largest_sizes = (max((size[i] for size in sizes), default=0) for i in range(len(kinds)))
-    return parts, tuple(largest_sizes)
+    # from the last tile to the first: each chunk begins as early as its scratch allows
+    borders = [triton.cdiv(q_blocks, q_blocks_per_chunk_tile)]
+    while borders[-1]:
+        end = borders[-1]
+        borders.append(bisect_left(range(end), True, key=partial(is_small_enough, end=end)))
+    chunks = tuple(TileRange(begin, end) for end, begin in pairwise(borders))
+    logits_of_chunks = [logits_per_kind(chunk.begin, chunk.end) for chunk in chunks]
+    most_logits = (
+        max((logits[kind] for logits in logits_of_chunks), default=0) for kind in range(len(kinds))
+    )
+    return chunks, tuple(most_logits)
 
 
 def channel_widths(channels: tuple[int, ...], head_dim: int) -> ChannelWidths:
-    """Return the places of stored channels, padded to powers of two.
+    """Return the widths of both groups of channels.
 
     Args:
-        channels: Channels of outliers; () for all.
+        channels: Channels that outliers are scored on; () for all channels.
+        head_dim: Channels of q and k.
     """
-    num_outlier = len(channels) or head_dim
-    return ChannelWidths(_places(num_outlier), _places(head_dim - num_outlier))
+    num_outlier_channels = len(channels) or head_dim
+    return ChannelWidths(
+        outliers=_padded_width(num_outlier_channels),
+        others=_padded_width(head_dim - num_outlier_channels),
+    )
 
 
-def _places(num_channels: int) -> int:
-    """Return the places of ``num_channels`` channels: a power of two, or 0 for none."""
+def _padded_width(num_channels: int) -> int:
+    """Round a number of channels up to a power of two, at least `MIN_CHANNELS`; 0 remains 0."""
     return max(MIN_CHANNELS, triton.next_power_of_2(num_channels)) if num_channels else 0
 
 
 class GramTiles(NamedTuple):
-    """Sizes of the launches that sample outliers.
+    """Sizes of the launches of `gather.outlier_positions`.
 
     Attributes:
-        block_q: Query block, rounded up to a power of two.
-        block_d: Channels per product.
-        has_gram: True if the Gram matrix of a query block fits a program. Otherwise its rows are
-            computed one at a time.
+        block_q: Queries per block, rounded up to a power of two.
+        block_d: Channels per step of a matrix product.
+        has_gram: True if a program computes the Gram matrix of a query block. For larger query
+            blocks, a program computes one row of the Gram matrix at a time.
         q_blocks_per_launch: Query blocks per launch.
     """
 
@@ -356,13 +395,23 @@ class GramTiles(NamedTuple):
 
 
 def plan_gram(query_block: int, head_dim: int, num_heads: int, q_blocks: int) -> GramTiles:
-    """Compute the sizes of the launches of `gather.outlier_positions`."""
+    """Compute the sizes of the launches of `gather.outlier_positions`.
+
+    Args:
+        query_block: Queries per block.
+        head_dim: Channels of q.
+        num_heads: Heads of a launch, summed over batch rows.
+        q_blocks: Query blocks of a head.
+    """
     block_q = triton.next_power_of_2(query_block)
     has_gram = query_block <= GRAM_QUERIES
-    step = max(1, GRAM_BYTES // (block_q * block_q * num_heads)) if has_gram else q_blocks
+    q_blocks_per_launch = q_blocks
+    if has_gram:
+        gram_bytes_per_q_block = block_q * block_q * num_heads
+        q_blocks_per_launch = min(max(1, GRAM_BYTES // gram_bytes_per_q_block), q_blocks)
     return GramTiles(
         block_q=block_q,
         block_d=max(16, min(GRAM_CHANNELS, triton.next_power_of_2(head_dim))),
         has_gram=has_gram,
-        q_blocks_per_launch=min(step, q_blocks),
+        q_blocks_per_launch=q_blocks_per_launch,
     )

@@ -13,7 +13,7 @@ from cab_hf.hf.rotary import llama_channels
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges
 from cab_hf.predictors import LayerContext, RowsPredictor
 from cab_hf.selection import compact, tiles
-from cab_hf.selection.reference import selected_blocks
+from cab_hf.selection.reference import ScoreOptions, selected_blocks
 
 pytestmark = pytest.mark.gpu
 
@@ -54,15 +54,9 @@ def blocks_of_kernels_and_reference(config, q, k, context):
     """Return the blocks selected by the kernels and by the reference in float32."""
     plan = RowsPredictor(config)(q, k, context)
     require_valid(plan)
+    options = ScoreOptions(context.scale, context.channels, context.sinks, context.softcap)
     keep = selected_blocks(
-        q.float(),
-        k.float(),
-        context.ranges,
-        config,
-        scale=context.scale,
-        channels=context.channels,
-        sinks=context.sinks,
-        softcap=context.softcap,
+        q.float(), k.float(), ranges=context.ranges, config=config, options=options
     )
     tail_tokens = config.dense_tail_blocks * config.query_block
     expected = BlockPlan.from_dense(

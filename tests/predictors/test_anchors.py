@@ -8,7 +8,7 @@ import torch
 from tiny import SPARSE, qkv
 
 from cab_hf import CabConfig
-from cab_hf.calibration import anchors as of_anchors
+from cab_hf.calibration import anchors as anchor_calibration
 from cab_hf.calibration.anchors import (
     Coverage,
     Needles,
@@ -32,10 +32,11 @@ NEEDLES = Needles(torch.tensor([140, 150]), torch.tensor([40, 90]), torch.tensor
 
 @pytest.fixture(autouse=True)
 def _few_blocks(monkeypatch):
-    monkeypatch.setattr(of_anchors, "THRESHOLDS", THRESHOLDS)
+    monkeypatch.setattr(anchor_calibration, "THRESHOLDS", THRESHOLDS)
 
 
 def total_of(value, anchors):
+    """Return the sum of value[anchor of b][b] over the layers b."""
     return sum(value[max(a for a in anchors if a <= b)][b] for b in range(len(value)))
 
 
@@ -48,7 +49,7 @@ def test_best_anchors_equal_exhaustive_search(layers):
             actual = best_anchors(value, count)
             assert len(actual) == count and actual[0] == 0 and list(actual) == sorted(set(actual))
             others = combinations(range(1, layers), count - 1)
-            best = max(total_of(value, (0, *some)) for some in others)
+            best = max(total_of(value, (0, *anchors)) for anchors in others)
             assert total_of(value, actual) == pytest.approx(best, abs=1e-12)
 
 
@@ -64,7 +65,13 @@ def test_anchors_by_hand():
 
 
 def kept_of(config, layers, importance=None):
-    """Return `Coverage` at each threshold for layers with q and k [1, H, N, D]."""
+    """Return `Coverage` at each threshold.
+
+    Args:
+        config: settings of the predictor.
+        layers: (q, k) of each layer, [1, H, N, D].
+        importance: weight of each layer; None for equal weights.
+    """
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     measured = [
         measure_layer(q, k, LayerContext(ranges, 0.25, layer), config, NEEDLES)
@@ -77,7 +84,13 @@ def kept_of(config, layers, importance=None):
     ]
 
 
+def cascaded_config(config, kept, *, layers=(0, 1), total=2, count=1, target):
+    """Return the result of `fit_cascade` for a model of ``total`` layers."""
+    return fit_cascade(config, kept, layers, num_layers=total, num_anchors=count, target=target)
+
+
 def plan_of(config, q, k, layer=0):
+    """Return the plan of one causal layer."""
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     return make_predictor(config)(q, k, LayerContext(ranges, 0.25, layer))
 
@@ -97,13 +110,12 @@ def test_permuted_heads_are_mapped_back(outlier_queries):
     )
     order = [2, 0, 3, 1]
     kept = kept_of(config, [(q, k), (q[:, order], k[:, order])])
-    at = kept[4]
-    assert assign_anchors(gains(at), (0,)).sources.tolist() == [[0, 1, 2, 3], order]
+    coverage = kept[4]
+    assert assign_anchors(gains(coverage), (0,)).sources.tolist() == [[0, 1, 2, 3], order]
     # the mapped heads cover as much mass as the heads of the anchor
-    mass = at.mass[0, 1, order, range(4)].mean()
-    torch.testing.assert_close(mass, at.mass[0, 0].diagonal().mean())
-    cascade = fit_cascade(config, kept, (0, 1), num_layers=2, num_anchors=1, target=0.5)
-    assert cascade.head_map[1] == tuple(order)
+    mass = coverage.mass[0, 1, order, range(4)].mean()
+    torch.testing.assert_close(mass, coverage.mass[0, 0].diagonal().mean())
+    assert cascaded_config(config, kept, target=0.5).head_map[1] == tuple(order)
 
 
 def test_coverage_by_hand():
@@ -123,7 +135,7 @@ def test_coverage_by_hand():
 
 
 def test_threshold_0_covers_all_mass(monkeypatch):
-    monkeypatch.setattr(of_anchors, "THRESHOLDS", (0.0,))
+    monkeypatch.setattr(anchor_calibration, "THRESHOLDS", (0.0,))
     (kept,) = kept_of(SMALL, [loud(0), loud(1)], [0.5, 0.25])
     torch.testing.assert_close(kept.mass, torch.ones(2, 2, 4, 4, dtype=torch.float64))
     # needle coverage does not depend on the anchor head
@@ -164,8 +176,8 @@ def test_heads_and_densities_by_hand():
 @pytest.mark.parametrize("target", [0.45, 0.5, 0.6])
 def test_cascade_reaches_target_density(target):
     layers = [loud(0), loud(1), loud(2)]
-    config = fit_cascade(
-        SMALL, kept_of(SMALL, layers), (0, 1, 2), num_layers=3, num_anchors=2, target=target
+    config = cascaded_config(
+        SMALL, kept_of(SMALL, layers), layers=(0, 1, 2), total=3, count=2, target=target
     )
     assert THRESHOLDS[-1] <= config.mass_threshold <= THRESHOLDS[0]
     predictor, shared_state = make_predictor(config), {}
@@ -180,27 +192,26 @@ def test_cascade_reaches_target_density(target):
 def test_target_below_forced_density_raises():
     kept = kept_of(SMALL, [loud(0), loud(1)])
     with pytest.raises(ValueError, match=r"target_density must be at least 0\.\d+, .*, got 0\.01"):
-        fit_cascade(SMALL, kept, (0, 1), num_layers=2, num_anchors=1, target=0.01)
+        cascaded_config(SMALL, kept, target=0.01)
     # target density 1 selects the lowest threshold
-    cascade = fit_cascade(SMALL, kept, (0, 1), num_layers=2, num_anchors=1, target=1.0)
-    assert cascade.mass_threshold == THRESHOLDS[-1]
+    assert cascaded_config(SMALL, kept, target=1.0).mass_threshold == THRESHOLDS[-1]
 
 
 @pytest.mark.parametrize("fields", [{}, {"outlier_queries": 0}, {"share_threshold": 0.9}], ids=str)
 def test_coverage_density_equals_plan_density(fields):
     config, layers = replace(SMALL, **fields), [loud(0), loud(1)]
     kept = kept_of(config, layers)
-    for threshold, of_all in zip(THRESHOLDS, kept, strict=True):
+    for threshold, coverage in zip(THRESHOLDS, kept, strict=True):
         anchors = config.changed(predictor="cascade", anchors=(0, 1), mass_threshold=threshold)
         for layer, (q, k) in enumerate(layers):
             keep = plan_of(anchors, q, k, layer).token_mask()[0].sum((1, 2))
-            expected = of_all.density[layer] * LENGTH * (LENGTH + 1) / 2
+            expected = coverage.density[layer] * LENGTH * (LENGTH + 1) / 2
             torch.testing.assert_close(keep.double(), expected)
 
 
 def test_cascade_config_survives_serialisation():
     kept = kept_of(SMALL, [loud(0), loud(1)])
-    config = fit_cascade(SMALL, kept, (0, 2), num_layers=4, num_anchors=2, target=0.5)
+    config = cascaded_config(SMALL, kept, layers=(0, 2), total=4, count=2, target=0.5)
     assert CabConfig.from_dict(config.to_dict()) == config
     assert config.anchors == (0, 2) and len(config.head_map) == 4
     assert config.changed(predictor="rows", mass_threshold=SMALL.mass_threshold) == SMALL.changed(

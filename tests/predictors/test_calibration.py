@@ -14,7 +14,7 @@ from words import make_tokenizer
 
 import cab_hf
 from cab_hf import CabConfig
-from cab_hf.calibration import anchors as of_anchors
+from cab_hf.calibration import anchors as anchor_calibration
 from cab_hf.calibration.density import (
     THRESHOLDS,
     densities,
@@ -24,7 +24,7 @@ from cab_hf.calibration.density import (
 )
 from cab_hf.config import Origin
 from cab_hf.eval import methods  # noqa: F401  registers predictors of other methods
-from cab_hf.patches import calibration as of_models
+from cab_hf.patches import calibration as model_calibration
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
@@ -34,7 +34,7 @@ CALIBRATED = CabConfig(**SMALL, share_threshold=1.0)
 BY_MASS = SPARSE.changed(share_threshold=1.0, dense_tail_blocks=1)
 
 
-def measured(config, length=400):
+def measured_layer(config, length=400):
     """Return (q, k, call, densities) of one layer."""
     q, k = loud(q_length=length, heads=4, kv_heads=2)
     call = LayerContext(KeyRanges.causal(1, length, length, "cpu"), 0.25, 0)
@@ -48,22 +48,22 @@ def measured(config, length=400):
 )
 def test_densities_equal_plan_densities(fields):
     config = BY_MASS.changed(**fields)
-    q, k, call, actual = measured(config)
-    for at in range(0, len(THRESHOLDS), 5):
-        plan = make_predictor(config.changed(mass_threshold=THRESHOLDS[at]))(q, k, call)
-        assert float(actual[at + 1]) == pytest.approx(plan.density(), abs=1e-6)
+    q, k, call, actual = measured_layer(config)
+    for index in range(0, len(THRESHOLDS), 5):
+        plan = make_predictor(config.changed(mass_threshold=THRESHOLDS[index]))(q, k, call)
+        assert float(actual[index + 1]) == pytest.approx(plan.density(), abs=1e-6)
     assert (actual.diff() >= 0).all() and actual[1] < 0.9
     # the last threshold is 0
     assert float(actual[-1]) == pytest.approx(most_density(config, 400))
 
 
 def test_least_density_equals_forced_blocks():
-    assert float(measured(BY_MASS)[3][0]) == pytest.approx(least_density(BY_MASS, 400))
+    assert float(measured_layer(BY_MASS)[3][0]) == pytest.approx(least_density(BY_MASS, 400))
 
 
 @pytest.mark.parametrize("target", [0.55, 0.6, 0.8])
 def test_fitted_threshold_reaches_target(target):
-    q, k, call, of_layer = measured(BY_MASS)
+    q, k, call, of_layer = measured_layer(BY_MASS)
     config = fit_threshold(BY_MASS, [{0: of_layer}], target)
     assert make_predictor(config)(q, k, call).density() == pytest.approx(target, abs=0.03)
     assert fit_threshold(BY_MASS, [{0: of_layer}] * 2, target) == config
@@ -87,42 +87,47 @@ def test_unreachable_target_selects_nearest_density(at_zero, target, threshold):
 
 
 def test_cascade_layers_count_the_density_of_their_anchor():
-    of_layer = measured(BY_MASS)[3]
+    of_layer = measured_layer(BY_MASS)[3]
     config = BY_MASS.changed(predictor="cascade", anchors=(0,))
     both = {0: of_layer, 1: torch.ones_like(of_layer)}
     assert fit_threshold(config, [both], 0.6) == fit_threshold(config, [{0: of_layer}], 0.6)
 
 
 def test_target_density_1_selects_threshold_0():
-    assert fit_threshold(BY_MASS, [{0: measured(BY_MASS)[3]}], 1.0).mass_threshold == 0
+    assert fit_threshold(BY_MASS, [{0: measured_layer(BY_MASS)[3]}], 1.0).mass_threshold == 0
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setattr(of_models, "KEYS", 2)
+def _few_keys_and_thresholds(monkeypatch):
+    monkeypatch.setattr(model_calibration, "KEYS", 2)
     # higher than the defaults: a short sequence has few blocks, each with a large share of the mass
-    monkeypatch.setattr(of_anchors, "THRESHOLDS", (1.0, 0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01))
+    monkeypatch.setattr(
+        anchor_calibration, "THRESHOLDS", (1.0, 0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01)
+    )
 
 
 TOKENIZER = make_tokenizer()
 IDS = torch.randint(2, 50, (1, 300), generator=torch.Generator().manual_seed(0))
 
 
-def made(kind="llama", **changes):
+def new_model(kind="llama", **changes):
+    """Return a tiny model with the vocabulary of `TOKENIZER`."""
     return tiny_model(kind, **{"vocab_size": len(TOKENIZER)} | changes)
 
 
 def calibrated(model, texts="So it goes.", target_density=0.7, **changes):
+    """Calibrate the model on short sequences and return its config."""
     fields = {"config": CALIBRATED, "length": 300, "documents": 1, **changes}
     return cab_hf.calibrate(model, TOKENIZER, texts, target_density, **fields)
 
 
-def state(model):
+def attention_settings(model):
+    """Return the attention implementation and the cab config of a model."""
     return model.config._attn_implementation, model.config.cab_config
 
 
 @torch.no_grad()
-def attended(model):
+def mean_density(model):
     """Return the mean density of the layers of a model for `IDS`."""
     cab_hf.stats(model, reset=True)
     model(IDS)
@@ -131,27 +136,27 @@ def attended(model):
 
 
 def test_calibrate_sets_and_saves_config(tmp_path):
-    model = made()
-    given = calibrated(model)
+    model = new_model()
+    config = calibrated(model)
     # the model uses the calibrated config
-    assert state(model) == ("cab", given.to_dict())
-    assert given.origin == Origin("llama", layers=3, heads=6, kv_heads=2, length=300)
-    given.save(tmp_path / "own.json")
-    assert CabConfig.calibrated(tmp_path / "own.json") == given
-    assert 0.5 < attended(model) < 0.8
-    assert state(cab_hf.remove_cab(model)) == ("sdpa", None)
-    # of the same texts in another form, the same
-    assert calibrated(model, ["So it goes."]) == given
+    assert attention_settings(model) == ("cab", config.to_dict())
+    assert config.origin == Origin("llama", layers=3, heads=6, kv_heads=2, length=300)
+    config.save(tmp_path / "own.json")
+    assert CabConfig.calibrated(tmp_path / "own.json") == config
+    assert 0.5 < mean_density(model) < 0.8
+    assert attention_settings(cab_hf.remove_cab(model)) == ("sdpa", None)
+    # a list with the same text gives the same config
+    assert calibrated(model, ["So it goes."]) == config
 
 
 def test_calibrating_one_model_leaves_another_unchanged():
-    one = made(num_hidden_layers=1)
-    # of the same config, and switched alone
+    one = new_model(num_hidden_layers=1)
+    # both models share a config object
     other = type(one)(one.config).eval()
-    alone = [calibrated(copy.deepcopy(other)), calibrated(one)][::-1]
-    assert state(other) == ("sdpa", None)
+    expected = [calibrated(copy.deepcopy(other)), calibrated(one)][::-1]
+    assert attention_settings(other) == ("sdpa", None)
     with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(calibrated, (one, other))) == alone
+        assert list(threads.map(calibrated, (one, other))) == expected
 
 
 def test_calibrate_uses_eval_mode_and_restores_training_mode():
@@ -168,7 +173,7 @@ def test_calibrate_uses_eval_mode_and_restores_training_mode():
 
 @pytest.mark.parametrize("anchors", [None, 1])
 def test_unreachable_density_raises_before_forward_pass(anchors):
-    model = made()
+    model = new_model()
     model.forward = None
     with pytest.raises(
         ValueError, match=r"target_density must be at least .*, got 0\.2"
@@ -181,14 +186,14 @@ def test_unreachable_density_raises_before_forward_pass(anchors):
 
 @pytest.mark.parametrize("anchors", [None, 1])
 def test_max_density_is_part_of_calibration(anchors):
-    model, config = made(), CALIBRATED.changed(max_density=0.75)
+    model, config = new_model(), CALIBRATED.changed(max_density=0.75)
     calibrated(model, target_density=0.65, config=config, anchors=anchors)
-    assert attended(model) == pytest.approx(0.65, abs=0.05)
+    assert mean_density(model) == pytest.approx(0.65, abs=0.05)
 
 
 @pytest.mark.parametrize("anchors", [None, 1])
 def test_target_above_max_density_raises_before_forward_pass(anchors):
-    model, config = made(), CALIBRATED.changed(max_density=0.6)
+    model, config = new_model(), CALIBRATED.changed(max_density=0.6)
     model.forward = None
     with pytest.raises(
         ValueError, match=r"must be at most .* max_density=0\.6 .*, got 0\.8"
@@ -197,23 +202,23 @@ def test_target_above_max_density_raises_before_forward_pass(anchors):
     del model.forward
     most = float(re.search(r"at most ([.\d]+)", str(error.value))[1])
     calibrated(model, target_density=most, config=config, anchors=anchors)
-    assert attended(model) == pytest.approx(most, abs=0.03)
+    assert mean_density(model) == pytest.approx(most, abs=0.03)
 
 
 def test_cascade_reaches_density_below_anchor_thresholds(monkeypatch):
-    monkeypatch.setattr(of_anchors, "THRESHOLDS", (1.0, 0.5))
-    model = made()
-    given = calibrated(model, anchors=1)
-    assert given.predictor == "cascade" and given.mass_threshold < 0.5
-    assert attended(model) == pytest.approx(0.7, abs=0.1)
+    monkeypatch.setattr(anchor_calibration, "THRESHOLDS", (1.0, 0.5))
+    model = new_model()
+    config = calibrated(model, anchors=1)
+    assert config.predictor == "cascade" and config.mass_threshold < 0.5
+    assert mean_density(model) == pytest.approx(0.7, abs=0.1)
 
 
 def test_calibrate_accepts_dict_or_file(tmp_path):
     CALIBRATED.save(tmp_path / "own.json")
     path = tmp_path / "own.json"
-    by_config = calibrated(made())
+    by_config = calibrated(new_model())
     for config in (CALIBRATED.to_dict(), str(path), path):
-        assert calibrated(made(), config=config) == by_config
+        assert calibrated(new_model(), config=config) == by_config
 
 
 sliding = pytest.mark.parametrize(("kind", "layers"), [("llama", 3), ("qwen3-some-sliding", 1)])
@@ -221,14 +226,14 @@ sliding = pytest.mark.parametrize(("kind", "layers"), [("llama", 3), ("qwen3-som
 
 @sliding
 def test_calibrate_shows_progress_per_layer(kind, layers, capfd):
-    calibrated(made(kind))
+    calibrated(new_model(kind))
     shown = capfd.readouterr().err
     assert "calibrate: 100%" in shown and f"{layers}/{layers}" in shown
 
 
 @sliding
 def test_too_many_anchors_raise_before_forward_pass(kind, layers):
-    model = made(kind)
+    model = new_model(kind)
     model.forward = None
     with pytest.raises(
         ValueError, match=f"anchors must be 1 to {layers}, the number of sparse layers"
@@ -246,23 +251,23 @@ def test_too_many_anchors_raise_before_forward_pass(kind, layers):
     ],
 )
 def test_nonfinite_model_raises(anchors, weights, damage):
-    model = made()
+    model = new_model()
     model.get_parameter(weights).data[:] = damage
     with pytest.raises(ValueError, match=r"outputs are not finite \(NaN or infinite\) under dense"):
         calibrated(model, anchors=anchors)
-    assert state(model) == ("sdpa", None)
+    assert attention_settings(model) == ("sdpa", None)
 
 
 def test_calibrate_with_anchors_sets_cascade_config():
-    model = made()
-    given = calibrated(model, documents=2, anchors=2)
-    assert given.predictor == "cascade" and len(given.anchors) == 2 and given.anchors[0] == 0
-    assert state(model) == ("cab", given.to_dict())
-    assert 0.5 < attended(model) < 0.8
+    model = new_model()
+    config = calibrated(model, documents=2, anchors=2)
+    assert config.predictor == "cascade" and len(config.anchors) == 2 and config.anchors[0] == 0
+    assert attention_settings(model) == ("cab", config.to_dict())
+    assert 0.5 < mean_density(model) < 0.8
     # a second calibration changes the threshold only
-    again = calibrated(model, target_density=0.6, config=given)
-    assert (again.anchors, again.head_map) == (given.anchors, given.head_map)
-    assert again.mass_threshold > given.mass_threshold
+    again = calibrated(model, target_density=0.6, config=config)
+    assert (again.anchors, again.head_map) == (config.anchors, config.head_map)
+    assert again.mass_threshold > config.mass_threshold
 
 
 @pytest.mark.parametrize(
@@ -275,8 +280,8 @@ def test_calibrate_with_anchors_sets_cascade_config():
 )
 def test_unusual_layer_structures_are_calibrated(kind, layers, anchors):
     model = tiny_type(kind).eval()
-    given = calibrated(model, ["Nobody knows. So it goes."], 0.8, anchors=anchors)
-    assert given.predictor == ("cascade" if anchors else "rows")
+    config = calibrated(model, ["Nobody knows. So it goes."], 0.8, anchors=anchors)
+    assert config.predictor == ("cascade" if anchors else "rows")
     with cab_hf.cab(model), torch.no_grad():
         model(torch.arange(300)[None] % 90 + 32)
         assert len(cab_hf.stats(model)) == layers
@@ -318,17 +323,17 @@ def test_shared_attention_module_raises(anchors):
     ],
 )
 def test_invalid_calibrate_arguments_raise(bad, message):
-    model = made()
+    model = new_model()
     with pytest.raises(ValueError, match=message):
         calibrated(model, **bad)
-    assert state(model) == ("sdpa", None)
+    assert attention_settings(model) == ("sdpa", None)
 
 
 def test_tokenizer_of_another_model_raises():
     with pytest.raises(
         ValueError, match=r"tokenizer must produce tokens below 8, .*, got token \d+"
     ):
-        calibrated(made(vocab_size=8))
+        calibrated(new_model(vocab_size=8))
 
 
 def test_calibrated_config_from_invalid_file_raises(tmp_path):

@@ -22,7 +22,7 @@ TYPICAL = replace(CASCADE, outlier_queries=0)
 LENGTH = 205
 
 
-def layers_of(config, count=4, length=LENGTH, ranges=None, **shape):
+def plans_of_layers(config, count=4, length=LENGTH, ranges=None, **shape):
     """Return the plans of the layers of one forward pass, each with its own q and k."""
     predictor, shared_state, plans = make_predictor(config), {}, []
     for layer in range(count):
@@ -38,7 +38,7 @@ def layers_of(config, count=4, length=LENGTH, ranges=None, **shape):
 
 @pytest.mark.parametrize("config", [CASCADE, TYPICAL], ids=["rows", "typical"])
 def test_layers_reuse_the_plan_of_the_previous_anchor(config):
-    plans = [plan.to_dense() for plan in layers_of(config)]
+    plans = [plan.to_dense() for plan in plans_of_layers(config)]
     assert torch.equal(plans[0], plans[1]) and torch.equal(plans[2], plans[3])
     assert not torch.equal(plans[0], plans[2])
 
@@ -51,17 +51,17 @@ def test_layers_reuse_the_plan_of_the_previous_anchor(config):
 def test_all_layers_as_anchors_equal_rows_predictor(fields):
     plain = SPARSE.changed(**fields)
     config = replace(plain, predictor="cascade", anchors=(0, 1, 2, 3))
-    for one, other in zip(layers_of(config), layers_of(plain), strict=True):
-        for part in ("full", "partial"):
-            assert torch.equal(getattr(one, part).counts, getattr(other, part).counts)
-            assert torch.equal(getattr(one, part).indices, getattr(other, part).indices)
+    for one, other in zip(plans_of_layers(config), plans_of_layers(plain), strict=True):
+        for name in ("full", "partial"):
+            assert torch.equal(getattr(one, name).counts, getattr(other, name).counts)
+            assert torch.equal(getattr(one, name).indices, getattr(other, name).indices)
         assert torch.equal(one.dense_rows, other.dense_rows)
 
 
 def test_heads_follow_head_map():
     row = (2, 0, 0, 3)
     config = replace(CASCADE, anchors=(0,), head_map=((0,) * 4, row))
-    anchor, reuse = layers_of(config, 2)
+    anchor, reuse = plans_of_layers(config, 2)
     assert torch.equal(reuse.to_dense(), anchor.to_dense()[:, list(row)])
 
 
@@ -70,9 +70,9 @@ def test_reused_plan_does_not_read_q_and_k():
     q, k = loud(q_length=64)
     ranges = KeyRanges.causal(1, 64, 64, "cpu")
     first = predictor(q, k, LayerContext(ranges, 0.25, 0, shared_state))
-    nothing = torch.full_like(q, torch.nan), torch.full_like(k, torch.nan)
-    again = predictor(*nothing, LayerContext(ranges, 0.25, 1, shared_state))
-    assert torch.equal(first.to_dense(), again.to_dense())
+    q, k = (torch.full_like(x, torch.nan) for x in (q, k))
+    reused = predictor(q, k, LayerContext(ranges, 0.25, 1, shared_state))
+    assert torch.equal(first.to_dense(), reused.to_dense())
 
 
 @pytest.mark.parametrize("config", [CASCADE, TYPICAL], ids=["rows", "typical"])
@@ -90,7 +90,7 @@ def test_later_tokens_do_not_change_earlier_rows(config):
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_padded_rows_and_documents_select_as_single_sequences(layout):
     q, k = loud(q_length=111, batch=2, heads=2, kv_heads=1)
-    laid = laid_out(layout, 2, 111, 111, 32, "cpu")
+    laid = laid_out(layout, batch=2, length=111, kv_length=111, align=32, device="cpu")
     predictor = make_predictor(replace(CASCADE, anchors=(0,)))
     call = LayerContext(laid.ranges, 0.25, 0)
     together = predictor(laid.queries(q), laid.keys(k), call)
@@ -170,9 +170,10 @@ def test_layer_without_anchor_plan_raises():
 # --- in models
 
 
-def logits_of(model, config, ids, **message):
+def logits_of(model, config, ids, **arguments):
+    """Return the logits of ``model`` under ``config``."""
     with cab_hf.cab(model, config), torch.no_grad():
-        return model(ids, **message).logits
+        return model(ids, **arguments).logits
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-some-sliding", "smollm3"])

@@ -1,6 +1,7 @@
 """Predictor "frc": steps by hand, properties of its plans, and kernels against the reference."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -20,11 +21,18 @@ AFFINITY = torch.tensor([[1.0, 0, 0], [2, 3, 0], [0, 1, 2]])[None, None]
 LOWER = torch.ones(3, 3, dtype=torch.bool).tril()
 
 
-def of_blocks(logits):
-    """Return q and k with one nonzero token per block, whose logits at scale 1/4 are ``logits``."""
+def tokens_with_logits(logits):
+    """Return q and k with one nonzero token per block and these block logits at scale 1/4.
+
+    Args:
+        logits: rows of numbers, [blocks, blocks].
+
+    Returns:
+        q and k, [1, 1, 16 * blocks, 16].
+    """
     logits = torch.tensor(logits, dtype=torch.float32)
     blocks = len(logits)
-    q, k = torch.zeros(2, 1, 1, blocks, 16, 16)
+    q, k = torch.zeros((2, 1, 1, blocks, 16, 16))
     q[:, :, torch.arange(blocks), 5, :blocks] = logits
     k[:, :, torch.arange(blocks), 7, :blocks] = 4 * torch.eye(blocks)
     return q.flatten(2, 3), k.flatten(2, 3)
@@ -89,14 +97,16 @@ def test_forman_curvature_by_hand():
 
 def test_scores_by_hand():
     hops = AFFINITY @ AFFINITY
-    by = AFFINITY, hops, LOWER
-    assert torch.equal(frc.score(AFFINITY, None, LOWER, "forman", 1.0), AFFINITY)
-    assert torch.equal(frc.score(*by, "forman", 1.0), -frc.forman_curvature(AFFINITY, hops))
-    half = (AFFINITY - frc.forman_curvature(AFFINITY, hops)) / 2
-    assert torch.equal(frc.score(*by, "forman", 0.5), half)
+    score_of = partial(frc.score, AFFINITY, visible=LOWER)
+    assert torch.equal(score_of(hops=None, curvature="forman", redundancy=1.0), AFFINITY)
+    forman = frc.forman_curvature(AFFINITY, hops)
+    assert torch.equal(score_of(hops=hops, curvature="forman", redundancy=1.0), -forman)
+    half = (AFFINITY - forman) / 2
+    assert torch.equal(score_of(hops=hops, curvature="forman", redundancy=0.5), half)
     # the row scaled to [0, 1], less 0.3 A A / 3
     expected = torch.tensor([[-0.1, 0, 0], [-0.8, 0.1, 0], [-0.2, 0, 0.6]])[None, None]
-    torch.testing.assert_close(frc.score(*by, "additive", 0.3), expected)
+    actual = score_of(hops=hops, curvature="additive", redundancy=0.3)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +123,7 @@ def test_forman_selects_lowest_curvature_by_hand(curvature, kept):
     affinity = torch.tensor(logits).tril()
     assert (affinity @ affinity)[3].tolist() == [27, 27, 30, 16]
     config = CabConfig.published(0.5, curvature, **GRID)
-    q, k = of_blocks(logits)
+    q, k = tokens_with_logits(logits)
     for select in (plan_by_reference, plan_by_kernels):
         plan = select(config, q, k, KeyRanges.causal(1, 64, 64, "cpu"))
         assert plan.to_dense()[0, 0, 3].nonzero().flatten().tolist() == kept
@@ -138,16 +148,26 @@ def test_row_bounds_and_wanted_blocks_by_hand():
     bounds = reference.row_bounds(ranges, 32, 16, 1, 3)[:, 0]
     assert bounds[:4].tolist() == [[0, 0], [5, 6], [1, 1], [3, 4]]
     assert bounds[4:].tolist() == [[0, 0], [3, 5]]
-    wanted = frc.wanted_blocks(reference.row_bounds(ranges, 32, 16, 1, 3), None, False, (0.5,), 1.0)
+    wanted = frc.wanted_blocks(
+        reference.row_bounds(ranges, 32, 16, 1, 3),
+        tail=None,
+        is_tail_listed=False,
+        sparsity=(0.5,),
+        max_density=1.0,
+    )
     # max(ceil(6 / 2), 4) and max(ceil(7 / 2), 4): a sink and three local blocks are forced
     assert wanted.flatten().tolist() == [4, 4]
     tail = torch.tensor([[False, True]])
-    for listed, last in ((True, 7), (False, 0)):
-        own = frc.wanted_blocks(
-            reference.row_bounds(ranges, 32, 16, 0, 1), tail, listed, (0.5, 0.0), 0.4
+    for is_tail_listed, last in ((True, 7), (False, 0)):
+        wanted_of_heads = frc.wanted_blocks(
+            reference.row_bounds(ranges, 32, 16, 0, 1),
+            tail=tail,
+            is_tail_listed=is_tail_listed,
+            sparsity=(0.5, 0.0),
+            max_density=0.4,
         )
-        # at most 0.4 of a row
-        assert own.tolist() == [[[3, last], [3, last]]]
+        # a row lists at most 0.4 of its visible blocks
+        assert wanted_of_heads.tolist() == [[[3, last], [3, last]]]
 
 
 # --- properties of plans
@@ -193,21 +213,21 @@ def test_autocast_does_not_change_selection():
 
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_check_finite_error_names_the_tensor(name):
-    given = dict(zip("qk", qkv(q_length=64), strict=False))
-    given[name][0, 0, 5, 3] = math.nan
+    tensors = dict(zip("qk", qkv(q_length=64), strict=False))
+    tensors[name][0, 0, 5, 3] = math.nan
     with pytest.raises(ValueError, match=f"^{name} must be finite, got infinite or NaN"):
-        plan_by_reference(CabConfig.published(check_finite=True), given["q"], given["k"])
+        plan_by_reference(CabConfig.published(check_finite=True), tensors["q"], tensors["k"])
 
 
 def test_subclass_of_frc_requires_queries_and_keys():
     predictor = make_predictor(CabConfig.published())
     assert type(predictor) is FrcPredictor
     call = LayerContext(KeyRanges.causal(1, 64, 64, "cpu"), 0.25)
-    for config, needed in (
+    for config, expected in (
         (predictor.config, ("summaries", "vectors")),
         (CabConfig.published(curvature="none"), ("summaries",)),
     ):
-        assert FrcPredictor(config).required_inputs(call, (4, 2)) == needed
+        assert FrcPredictor(config).required_inputs(call, (4, 2)) == expected
 
     class Own(FrcPredictor):
         pass
@@ -263,10 +283,8 @@ def test_blocks_with_nonfinite_key_are_marked():
 def test_kernels_select_blocks_of_reference(config, change, uninitialised_is_nan):
     q, k = change(*loud(**SHAPE))
     ranges = KeyRanges.causal(1, 136, 136, "cpu")
-    actual, expected = (
-        plan_by_kernels(config, q, k, ranges),
-        plan_by_reference(config, q, k, ranges),
-    )
+    actual = plan_by_kernels(config, q, k, ranges)
+    expected = plan_by_reference(config, q, k, ranges)
     assert torch.equal(actual.full.counts, expected.full.counts)
     assert torch.equal(actual.to_dense(), expected.to_dense())
 
@@ -276,7 +294,8 @@ def test_kernels_select_blocks_of_reference_for_every_shape(shape):
     q, k = loud(**SHAPE | shape)
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
     actual, expected = (
-        f(CONFIGS[0].values[0], q, k, ranges) for f in (plan_by_kernels, plan_by_reference)
+        plan_of(CONFIGS[0].values[0], q, k, ranges)
+        for plan_of in (plan_by_kernels, plan_by_reference)
     )
     assert torch.equal(actual.to_dense(), expected.to_dense())
 
@@ -284,9 +303,12 @@ def test_kernels_select_blocks_of_reference_for_every_shape(shape):
 @pytest.mark.parametrize("layout", slow_but(["in-place", "padded", "packed", "chunk"], 0))
 def test_kernels_select_blocks_of_reference_in_every_layout(layout):
     config = CabConfig.published(0.5, **GRID, dense_tail_blocks=1)
-    given = loud(**SHAPE, batch=2, kv_length=200) if layout == "chunk" else loud(**SHAPE, batch=2)
-    q, k, ranges = laid_in(layout, *given, 16)
-    actual, expected = (f(config, q, k, ranges) for f in (plan_by_kernels, plan_by_reference))
+    kv_length = {"kv_length": 200} if layout == "chunk" else {}
+    q, k = loud(**SHAPE, batch=2, **kv_length)
+    q, k, ranges = laid_in(layout, q, k, 16)
+    actual, expected = (
+        plan_of(config, q, k, ranges) for plan_of in (plan_by_kernels, plan_by_reference)
+    )
     assert torch.equal(actual.to_dense(), expected.to_dense())
 
 
@@ -320,8 +342,11 @@ def test_registered_ops_pass_opcheck():
     tokens = torch.ops.cab_hf.frc_tokens.default
     torch.library.opcheck(tokens, (q, ranges.end >= 0, 16, True), **checks)
     bounds = reference.row_bounds(ranges, 16, 16, 0, 1)
-    wanted = frc.wanted_blocks(bounds, None, False, (0.5,), 1.0).expand(-1, 6, -1).contiguous()
+    wanted = frc.wanted_blocks(
+        bounds, tail=None, is_tail_listed=False, sparsity=(0.5,), max_density=1.0
+    )
+    wanted = wanted.expand(-1, 6, -1).contiguous()
     places = ranges.rows(16).block_positions(16)
     vectors = (frc.largest_tokens(x, ranges.end >= 0, 16) for x in (q, k))
-    given = *vectors, bounds, wanted, places, 0.25, 16, 16, "forman", 1.0, 4, 2
-    torch.library.opcheck(torch.ops.cab_hf.frc.default, given, **checks)
+    arguments = *vectors, bounds, wanted, places, 0.25, 16, 16, "forman", 1.0, 4, 2
+    torch.library.opcheck(torch.ops.cab_hf.frc.default, arguments, **checks)

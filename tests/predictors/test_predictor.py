@@ -1,4 +1,4 @@
-"""Selection: row places and forced blocks by hand, and properties of every predictor."""
+"""Forced blocks and dense tails by hand, and properties of every predictor."""
 
 import runpy
 from dataclasses import replace
@@ -11,22 +11,23 @@ from tiny import qkv
 
 from cab_hf import CabConfig
 from cab_hf.call.layout import BlockLayout
-from cab_hf.eval import methods  # noqa: F401  it registers rivals
+from cab_hf.eval import methods  # noqa: F401  registers predictors of other methods
 from cab_hf.ops import reference
 from cab_hf.plan import KeyRanges, block_visibility
 from cab_hf.predictors import LayerContext, RowsPredictor, make_predictor, register_predictor
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_predictor.py"
-RECIPES = [
+CONFIGS = [
     pytest.param(CabConfig(32, 16, mass_threshold=0.08, share_threshold=0.5), id="rows"),
     pytest.param(CabConfig(16, 32, mass_threshold=0.08, share_threshold=0.5), id="wide-keys"),
     pytest.param(CabConfig.published(0.7, query_block=32, key_block=32), id="published"),
     pytest.param(CabConfig.published(0.7, "additive", query_block=32, key_block=16), id="additive"),
 ]
-recipes = pytest.mark.parametrize("config", RECIPES)
+configs = pytest.mark.parametrize("config", CONFIGS)
 
 
 def changed(config, **fields):
+    """Return the config with other fields, also with fields that its predictor does not read."""
     return CabConfig.from_dict({**config.to_dict(), **fields})
 
 
@@ -67,7 +68,7 @@ def test_forced_blocks_by_hand():
     [
         pytest.param(128, 0, [], id="none"),
         pytest.param(128, 1, [3], id="whole-blocks"),
-        pytest.param(130, 1, [3, 4], id="a-block-more-where-the-last-is-short"),
+        pytest.param(130, 1, [3, 4], id="one-block-more-if-the-last-is-short"),
         pytest.param(130, 2, [2, 3, 4], id="two"),
         pytest.param(128, 9, [0, 1, 2, 3], id="everything"),
         pytest.param(32, 1, [0], id="one-block"),
@@ -91,7 +92,14 @@ def test_every_document_has_a_dense_tail():
     valid[1, 140:] = False
     document = (torch.arange(150) >= 70).long().expand(2, -1)
     layout = BlockLayout.build(
-        2, 150, 150, 0, valid, document, align=32, device=torch.device("cpu")
+        batch=2,
+        q_length=150,
+        kv_length=150,
+        q_offset=0,
+        padding_mask=valid,
+        doc_ids=document,
+        align=32,
+        device=torch.device("cpu"),
     )
     # 47 + 80 tokens, and 70 + 70, from one border to the next
     assert layout.ranges.tail(32, 32).nonzero().tolist() == [
@@ -117,10 +125,10 @@ def test_every_predictor_applies_dense_tail(name):
     assert plan.density() < 0.8
 
 
-# --- promises
+# --- properties
 
 
-@recipes
+@configs
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 111, 205])
 @pytest.mark.parametrize("heads", [(1, 1), (9, 3), (4, 4)], ids=str)
 def test_any_length_and_group_gives_a_valid_plan(config, length, heads):
@@ -130,7 +138,7 @@ def test_any_length_and_group_gives_a_valid_plan(config, length, heads):
     assert plan.token_mask()[:, :, diagonal, diagonal].all(), "a query must see itself"
 
 
-@recipes
+@configs
 def test_full_budget_keeps_every_block(config):
     q, k, _ = qkv(q_length=205)
     full = changed(
@@ -139,7 +147,7 @@ def test_full_budget_keeps_every_block(config):
     assert plan_by_reference(full, q, k).density() == 1
 
 
-@recipes
+@configs
 @pytest.mark.parametrize("cap", [0.2, 0.5])
 def test_max_density_caps_every_row(config, cap):
     q, k, _ = qkv(q_length=900)
@@ -151,7 +159,7 @@ def test_max_density_caps_every_row(config, cap):
     assert (kept <= allowed.unsqueeze(1)).all()
 
 
-@recipes
+@configs
 def test_plans_are_deterministic(config):
     q, k, _ = qkv(q_length=300)
     assert torch.equal(
@@ -170,9 +178,9 @@ def test_plans_have_no_gradient():
 
 def test_own_predictor_example_runs(capsys):
     runpy.run_path(str(EXAMPLE))["main"]()
-    described, *given = capsys.readouterr().out.split("\nlayer ")
+    described, *layer_lines = capsys.readouterr().out.split("\nlayer ")
     assert "predictor loudest" in described and "layers 0-1: sparse" in described
-    assert [line.split(":")[1].strip()[:5] for line in given] == ["0.414", "0.414"]
+    assert [line.split(":")[1].strip()[:5] for line in layer_lines] == ["0.414", "0.414"]
 
 
 def test_predictor_is_registered_by_name():

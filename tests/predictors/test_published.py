@@ -30,23 +30,24 @@ both_ways = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bid
 
 
 def coarse_tokens(logits):
-    """Return q and k with the given logits: k is the identity times sqrt(D)."""
+    """Return q and k [1, 1, blocks, 4] whose logits at scale 1 / sqrt(D) are ``logits``."""
     logits = torch.tensor(logits, dtype=torch.float32)
     blocks = len(logits)
-    q, k = torch.zeros(2, 1, 1, blocks, 4)
+    q, k = torch.zeros((2, 1, 1, blocks, 4))
     q[..., :blocks] = logits
     k[..., :blocks] = 2 * torch.eye(blocks)
     return q, k
 
 
-def blocks_selected_by(frc, *arguments, **settings):
-    """Return the selected columns of each row of one head."""
-    mask = generate_block_mask_from_frc(torch.tensor(frc)[None, None], *arguments, **settings)
+def blocks_selected_by(frc, sparsity, **settings):
+    """Return the columns that each row of the curvature ``frc`` [M, M] selects."""
+    mask = generate_block_mask_from_frc(torch.tensor(frc)[None, None], sparsity, **settings)
     return [row.nonzero().flatten().tolist() for row in mask[0, 0]]
 
 
-def published_plan(q, k, sparsity, formula, block, **overrides):
-    config = CabConfig.published(sparsity, formula, query_block=block, key_block=block, **overrides)
+def published_plan(q, k, *, sparsity, formula="forman", **settings):
+    """Return the plan of `CabConfig.published` with blocks of 32 x 32 tokens."""
+    config = CabConfig.published(sparsity, formula, query_block=32, key_block=32, **settings)
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     return FrcPredictor(config)(q, k, LayerContext(ranges, q.shape[-1] ** -0.5))
 
@@ -140,14 +141,14 @@ def test_ties_go_to_the_lower_index(keep):
 def test_predictor_class_equals_plan_of_published_config(formula, length, sparsity):
     q, k, _ = qkv(batch=2, q_length=length)
     kept = CoarseCurvaturePredictor(32, sparsity, formula=formula)(q, k)
-    assert torch.equal(kept, published_plan(q, k, sparsity, formula, 32).to_dense())
+    assert torch.equal(kept, published_plan(q, k, sparsity=sparsity, formula=formula).to_dense())
 
 
 @pytest.mark.parametrize("redundancy", [0.1, 1.0])
 def test_redundancy_equals_config_field(redundancy):
     q, k, _ = qkv(q_length=640)
     kept = CoarseCurvaturePredictor(32, 0.7, formula="additive", redundancy=redundancy)(q, k)
-    plan = published_plan(q, k, 0.7, "additive", 32, redundancy=redundancy)
+    plan = published_plan(q, k, sparsity=0.7, formula="additive", redundancy=redundancy)
     assert torch.equal(kept, plan.to_dense())
 
 
@@ -190,13 +191,14 @@ def test_bidirectional_rows_keep_share_of_all_blocks(formula):
 def test_predictor_outputs_have_no_gradient(kind):
     q, k, _ = qkv(q_length=100)
     _, diagnostics = kind(32)(q.requires_grad_(), k.requires_grad_(), return_diagnostics=True)
-    assert not any(part.requires_grad for part in diagnostics)
+    assert not any(tensor.requires_grad for tensor in diagnostics)
 
 
 # --- a sparsity for each row
 
 
 def adaptive_rows(frc, **settings):
+    """Return the columns that the adaptive predictor selects in each row of ``frc`` [M, M]."""
     predictor = AdaptiveCurvaturePredictor(**{"min_keep": 0.01, "max_keep": 1.0, **settings})
     kept = predictor.select(torch.tensor(frc)[None, None])
     return [row.nonzero().flatten().tolist() for row in kept[0, 0]]
@@ -271,14 +273,14 @@ def test_histogram_counts_visible_blocks(diagnostics, causal):
 
 
 def test_missing_matplotlib_error_names_package(diagnostics, monkeypatch):
-    real = builtins.__import__
+    original_import = builtins.__import__
 
-    def without(name, *arguments, **settings):
+    def import_without_matplotlib(name, *arguments, **settings):
         if name.startswith("matplotlib"):
             raise ImportError(name)
-        return real(name, *arguments, **settings)
+        return original_import(name, *arguments, **settings)
 
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr(builtins, "__import__", import_without_matplotlib)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         visualize_frc_statistics(diagnostics.frc)
 
@@ -288,7 +290,7 @@ def test_missing_matplotlib_error_names_package(diagnostics, monkeypatch):
 
 def test_operations_by_hand():
     actual = estimate_flops(4, head_dim=8, heads=3, block_size=2, sparsity=0.5)
-    # two blocks; each row keeps its diagonal block alone, three pairs of it
+    # two blocks; each row selects its diagonal block only, which has three causal pairs
     assert actual == (3 * 4 * 4 * 8, 3 * 2 * 4 * 8, 3 * 2 * 8, 3 * 4 * 8 * 6, 3 * 4 * 8 * 10)
     assert actual.saving == actual.dense / sum(actual[:4])
 
@@ -297,7 +299,7 @@ def test_operations_by_hand():
 @pytest.mark.parametrize("sparsity", [0.0, 0.7, 0.95])
 def test_causal_pairs_equal_plan_pairs(length, sparsity):
     q, k, _ = qkv(q_length=length)
-    attended, causal = published_plan(q, k, sparsity, "forman", 32).pairs()
+    attended, causal = published_plan(q, k, sparsity=sparsity).pairs()
     actual = estimate_flops(length, 16, heads=6, block_size=32, sparsity=sparsity)
     assert (actual.attention, actual.dense) == (4 * 16 * attended, 4 * 16 * causal)
 
@@ -311,26 +313,28 @@ def test_sparsity_0_counts_dense_attention(causal):
 
 # --- errors
 
-ONE = torch.zeros(1, 6, 64, 16)
-FOUR, NINE, SQUARE = ONE[:, :4], ONE[:, :, :9], ONE[..., :16, :]
+SIX_HEADS = torch.zeros(1, 6, 64, 16)
+FOUR_HEADS, NINE_TOKENS = SIX_HEADS[:, :4], SIX_HEADS[:, :, :9]
+SQUARE = SIX_HEADS[..., :16, :]
 coarse, adaptive = CoarseCurvaturePredictor, AdaptiveCurvaturePredictor
-REFUSED = [
-    (coarsen_qk_max_l2, (ONE[0], ONE), {}, "shape of q must be "),
-    (coarsen_qk_max_l2, (ONE, ONE[0]), {}, "shape of k must be "),
-    (coarsen_qk_max_l2, (ONE[:, :, :0], ONE), {}, "shape of q must be "),
-    (coarsen_qk_max_l2, (ONE, ONE[..., :8]), {}, "shape of k must be "),
-    (coarsen_qk_max_l2, (ONE, FOUR), {}, "the 4 heads of k, got 6"),
-    (coarsen_qk_max_l2, (ONE, ONE, 0), {}, "block_size must .*, got 0"),
-    (compute_block_frc, (ONE, NINE), {}, "k_coarse must have .* q_coarse .64., got 9"),
-    (compute_block_frc, (ONE, FOUR), {}, "the 4 heads of k_coarse, got 6"),
+# (function, positional arguments, keyword arguments, pattern of the message)
+INVALID = [
+    (coarsen_qk_max_l2, (SIX_HEADS[0], SIX_HEADS), {}, "shape of q must be "),
+    (coarsen_qk_max_l2, (SIX_HEADS, SIX_HEADS[0]), {}, "shape of k must be "),
+    (coarsen_qk_max_l2, (SIX_HEADS[:, :, :0], SIX_HEADS), {}, "shape of q must be "),
+    (coarsen_qk_max_l2, (SIX_HEADS, SIX_HEADS[..., :8]), {}, "shape of k must be "),
+    (coarsen_qk_max_l2, (SIX_HEADS, FOUR_HEADS), {}, "the 4 heads of k, got 6"),
+    (coarsen_qk_max_l2, (SIX_HEADS, SIX_HEADS, 0), {}, "block_size must .*, got 0"),
+    (compute_block_frc, (SIX_HEADS, NINE_TOKENS), {}, "k_coarse must have .* q_coarse .64., got 9"),
+    (compute_block_frc, (SIX_HEADS, FOUR_HEADS), {}, "the 4 heads of k_coarse, got 6"),
     (
         compute_block_frc,
-        (ONE, ONE),
+        (SIX_HEADS, SIX_HEADS),
         {"formula": "ollivier"},
         "formula must be 'forman' or 'additive', got 'ollivier'",
     ),
-    (compute_block_frc, (ONE, ONE), {"redundancy": 2}, "redundancy must .*, got 2"),
-    (generate_block_mask_from_frc, (ONE,), {}, "shape of frc must be "),
+    (compute_block_frc, (SIX_HEADS, SIX_HEADS), {"redundancy": 2}, "redundancy must .*, got 2"),
+    (generate_block_mask_from_frc, (SIX_HEADS,), {}, "shape of frc must be "),
     (generate_block_mask_from_frc, (SQUARE, 1.0), {}, r"sparsity must be in \[0, 1\) .*, got 1.0"),
     (
         generate_block_mask_from_frc,
@@ -338,7 +342,7 @@ REFUSED = [
         {"keep": "best"},
         "keep must be 'lowest' or 'highest', got 'best'",
     ),
-    (coarse(), (ONE, NINE), {}, "k must have as many tokens as q .64., got 9"),
+    (coarse(), (SIX_HEADS, NINE_TOKENS), {}, "k must have as many tokens as q .64., got 9"),
     (coarse, (6.4,), {}, "block_size must .*, got 6.4"),
     (coarse, (), {"sparsity": math.nan}, "sparsity must .*, got nan"),
     (coarse, (), {"formula": None}, "formula must .*, got None"),
@@ -351,18 +355,18 @@ REFUSED = [
         {"min_keep": 0.5, "max_keep": 0.1},
         "min_keep must be at most max_keep=0.1, got 0.5",
     ),
-    (visualize_frc_statistics, (ONE,), {}, "shape of frc must be "),
-    (visualize_frc_statistics, (SQUARE,), {"triangles": ONE}, "shape of triangles must be "),
+    (visualize_frc_statistics, (SIX_HEADS,), {}, "shape of frc must be "),
+    (visualize_frc_statistics, (SQUARE,), {"triangles": SIX_HEADS}, "shape of triangles must be "),
     (estimate_flops, (0, 64), {}, "n must .*, got 0"),
     (estimate_flops, (64, 64), {"heads": 1.5}, "heads must .*, got 1.5"),
     (estimate_flops, (64, 64), {"sparsity": -1}, "sparsity must .*, got -1"),
 ]
 
 
-@pytest.mark.parametrize(("function", "given", "fields", "message"), REFUSED)
-def test_invalid_arguments_of_published_classes_raise(function, given, fields, message):
+@pytest.mark.parametrize(("function", "arguments", "settings", "message"), INVALID)
+def test_invalid_arguments_of_published_classes_raise(function, arguments, settings, message):
     with pytest.raises(ValueError, match=message):
-        function(*given, **fields)
+        function(*arguments, **settings)
 
 
 # --- the example

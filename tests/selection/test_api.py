@@ -17,9 +17,10 @@ LENGTH, HEADS = 64, 4
 
 
 def select(config=CONFIG, ranges=None, q=None, **options):
-    own, k = loud(q_length=LENGTH, heads=HEADS, kv_heads=2)
+    """Return the lists of `select_blocks` for one causal sequence."""
+    default_q, k = loud(q_length=LENGTH, heads=HEADS, kv_heads=2)
     ranges = ranges or KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
-    q = own if q is None else q
+    q = default_q if q is None else q
     return select_blocks(q, quantize_keys(k), ranges, config, **{"scale": 0.25, **options})
 
 

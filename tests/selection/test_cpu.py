@@ -1,4 +1,4 @@
-"""Selection on a CPU: the same blocks as the reference, but for ties of rounding."""
+"""Fast scores on a CPU: the blocks of the reference, except for ties of rounding."""
 
 from dataclasses import replace
 
@@ -9,6 +9,7 @@ from selecting import heads_on, laid_in, loud
 from cab_hf import CabConfig
 from cab_hf.plan import KeyRanges
 from cab_hf.selection import cpu, reference
+from cab_hf.selection.reference import ScoreOptions
 
 CONFIG = CabConfig(
     query_block=32,
@@ -22,11 +23,14 @@ LAYOUTS = ("causal", "padded", "packed", "chunk", "in-place")
 TIES = 1e-3
 
 
-def both(q, k, ranges, config, **logits):
-    logits["scale"] = q.shape[-1] ** -0.5
+def both_selections(q, k, ranges, config, **logits):
+    """Return the blocks that the reference selects by its own scores and by those of `cpu`."""
+    options = ScoreOptions(q.shape[-1] ** -0.5, **logits)
     return [
-        reference.selected_blocks(q, k, ranges, config, score=score, **logits)
-        for score in (None, cpu.scores)
+        reference.selected_blocks(
+            q, k, ranges=ranges, config=config, options=options, sampled_scores_fn=function
+        )
+        for function in (None, cpu.sampled_scores)
     ]
 
 
@@ -45,7 +49,9 @@ def both(q, k, ranges, config, **logits):
 def test_cpu_scores_select_blocks_of_reference(layout, fields, logits):
     shape = {"length": 740 if layout == "chunk" else 640, "heads": 6, "kv_heads": 2, "dim": 16}
     q, k = heads_on("cpu", q_length=640, batch=2, dtype=torch.float32, **shape)
-    expected, actual = both(*laid_in(layout, q, k, 32), replace(CONFIG, **fields), **logits)
+    q, k, ranges = laid_in(layout, q, k, 32)
+    config = replace(CONFIG, **fields)
+    expected, actual = both_selections(q, k, ranges=ranges, config=config, **logits)
     assert 0.05 < expected.float().mean() < 0.9
     assert (expected != actual).float().mean() <= TIES
 
@@ -54,7 +60,7 @@ def test_cpu_scores_select_blocks_of_reference(layout, fields, logits):
 def test_slab_sizes_do_not_change_selection(monkeypatch, constant):
     monkeypatch.setattr(cpu, constant, 1)
     q, k = heads_on("cpu", 640, heads=6, kv_heads=2, dim=16, dtype=torch.float32)
-    expected, actual = both(q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG)
+    expected, actual = both_selections(q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG)
     assert (expected != actual).float().mean() <= TIES
 
 
@@ -69,5 +75,5 @@ def test_outliers_equal_reference(length, count):
 
 def test_bfloat16_is_scored_in_float32():
     q, k = heads_on("cpu", 640, heads=6, kv_heads=2, dim=16)
-    expected, actual = both(q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG)
+    expected, actual = both_selections(q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG)
     assert (expected != actual).float().mean() <= TIES

@@ -16,17 +16,21 @@ SMALL = CabConfig(32, 16, predictor="rows", outlier_queries=4, typical_queries=4
     typical_key_stride=1)  # fmt: skip
 SHAPE = {"q_length": 300, "heads": 4, "kv_heads": 2, "dim": 32}
 HALF = tuple(range(16, 32))
+# both batch rows of four heads
+HEADS = HeadRange(first=0, count=8, per_row=4)
 CPU = torch.device("cpu")
 
 
 def test_channels_are_padded_to_powers_of_two():
     order = Channels.of((2, 3, 5), 8, CPU)
-    assert (order.first, order.others) == (32, 32) == channel_widths((2, 3, 5), 8)
+    assert (order.first_width, order.other_width) == (32, 32) == channel_widths((2, 3, 5), 8)
     assert order.table[:4].tolist() == [2, 3, 5, -1]
     assert order.table[32:38].tolist() == [0, 1, 4, 6, 7, -1]
-    everything = Channels.of((), 80, CPU)
-    assert (everything.first, everything.others) == (128, 0) == channel_widths((), 80)
-    assert everything.table[:80].tolist() == list(range(80))
+    all_channels = Channels.of((), 80, CPU)
+    assert (
+        (all_channels.first_width, all_channels.other_width) == (128, 0) == channel_widths((), 80)
+    )
+    assert all_channels.table[:80].tolist() == list(range(80))
 
 
 def test_stored_keys_follow_the_order_of_channels():
@@ -39,27 +43,29 @@ def test_stored_keys_follow_the_order_of_channels():
 
 def test_padded_rows_give_outliers_of_the_reference():
     q, _ = loud(batch=2, **SHAPE)
-    layout = laid_out("padded", 2, 300, 300, 32, "cpu")
+    layout = laid_out("padded", batch=2, length=300, kv_length=300, align=32, device="cpu")
     q, ranges = layout.queries(q), layout.ranges
     for count in (1, 8, 32):
-        actual = outlier_positions(q, ranges, HeadRange(0, 8, 4), 32, count)
+        actual = outlier_positions(q, ranges, heads=HEADS, query_block=32, count=count)
         expected = reference.outlier_queries(q, ranges, 32, count)
         assert torch.equal(actual, expected.int().flatten(2).flatten(0, 1))
 
 
 def test_padded_rows_give_typical_queries_of_the_reference():
     q, _ = loud(batch=2, **SHAPE)
-    layout = laid_out("padded", 2, 300, 300, 32, "cpu")
+    layout = laid_out("padded", batch=2, length=300, kv_length=300, align=32, device="cpu")
     q, ranges = layout.queries(q), layout.ranges
     config = replace(SMALL, outlier_queries=0)
     (sample,) = sample_queries(
-        q, ranges, config, HeadRange(0, 8, 4), scale=1.0, channels=(), dtype=q.dtype
+        q, ranges=ranges, config=config, heads=HEADS, scale=1.0, channels=(), dtype=q.dtype
     )
-    at = reference.typical_queries(ranges, 32, 4).flatten(1)
-    there = at >= 0
-    end = ranges.end.gather(1, at.clamp(min=0)).masked_fill(~there, -1)
+    positions = reference.typical_queries(ranges, 32, 4).flatten(1)
+    is_real = positions >= 0
+    positions = positions.clamp(min=0)
+    end = ranges.end.gather(1, positions).masked_fill(~is_real, -1)
     assert torch.equal(sample.end, end.repeat_interleave(4, 0))
-    expected = q[1, 2, at[1].clamp(min=0)] * there[1][:, None]
+    # head 2 of the second batch row is head 6 of the sample
+    expected = q[1, 2, positions[1]] * is_real[1][:, None]
     assert torch.equal(sample.vectors[6], expected)
 
 
@@ -71,7 +77,7 @@ def dequantized(k):
 
 
 @pytest.mark.parametrize(
-    ("key", "meant"),
+    ("key", "expected"),
     [
         # four significant bits, and steps of 2^-7 of the power of two below the largest channel
         pytest.param([1.0, 0.53, 2**-7, 2**-9, 0.0], [1.0, 0.5, 2**-7, 0.0, 0.0], id="ones"),
@@ -81,16 +87,16 @@ def dequantized(k):
         pytest.param([torch.inf, 1.0], [0.0, 0.0], id="zeros-for-infinity"),
     ],
 )
-def test_8_bit_keys_round_to_four_bits_of_the_largest_channel(key, meant):
+def test_8_bit_keys_round_to_four_bits_of_the_largest_channel(key, expected):
     actual, _ = dequantized(torch.tensor(key).reshape(1, 1, 1, -1))
-    assert torch.equal(actual.flatten(), torch.tensor(meant))
+    assert torch.equal(actual.flatten(), torch.tensor(expected))
 
 
 @pytest.mark.parametrize("power", [-45, -14, -3, 1, 14, 45])
 def test_8_bit_keys_scaled_by_a_power_of_two_round_alike(power):
     _, k = loud(**SHAPE)
-    alike, exponents = dequantized(k)
-    assert torch.equal(dequantized(k * 2.0**power)[0], alike * 2.0**power)
+    expected, exponents = dequantized(k)
+    assert torch.equal(dequantized(k * 2.0**power)[0], expected * 2.0**power)
     # keys of usual magnitudes share one exponent
     assert exponents.unique().tolist() == [-1]
 
@@ -99,10 +105,9 @@ def test_8_bit_keys_scaled_by_a_power_of_two_round_alike(power):
 def test_8_bit_key_does_not_depend_on_other_keys(channels):
     _, k = loud(**SHAPE)
     alone = quantize(k[:, :, 42:43], channels, FP8)
-    among = k * 3000.0
-    among[:, :, 42] = k[:, :, 42]
-    for x in (k, among, k[:, :, 42:90]):
-        at = 0 if x.shape[2] == 48 else 42
-        for tensor, other in zip(quantize(x, channels, FP8), alone, strict=True):
-            own = tensor[:, :, at : at + 1].contiguous()
-            assert torch.equal(own.view(torch.uint8), other.view(torch.uint8))
+    with_large_keys = k * 3000.0
+    with_large_keys[:, :, 42] = k[:, :, 42]
+    for keys, index in ((k, 42), (with_large_keys, 42), (k[:, :, 42:90], 0)):
+        for tensor, expected in zip(quantize(keys, channels, FP8), alone, strict=True):
+            actual = tensor[:, :, index : index + 1].contiguous()
+            assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))

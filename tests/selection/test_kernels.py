@@ -16,8 +16,9 @@ SMALL = CabConfig(
     typical_key_stride=1, mass_threshold=0.08, share_threshold=0.3,
 )  # fmt: skip
 SHAPE = {"q_length": 300, "heads": 4, "kv_heads": 2, "dim": 32}
-# for tests that run the kernels twice
+# fewer heads, for tests that run the kernels twice
 ONE_GROUP = {**SHAPE, "heads": 2, "kv_heads": 1}
+# channels of outliers: the second half of 32 channels
 HALF = tuple(range(16, 32))
 
 
@@ -108,11 +109,11 @@ LOGITS = {
 def test_sinks_and_softcap_give_lists_of_the_reference(logits):
     q, k = loud(**SHAPE)
     ranges = KeyRanges.causal(1, q.shape[2], q.shape[2], "cpu")
-    given = {"channels": HALF, **logits}
-    expected = plan_by_reference(SMALL, q, k, ranges, **given)
-    assert_same(rows_plan_by_kernels(SMALL, q, k, ranges, **given), expected)
-    plain = plan_by_reference(SMALL, q, k, ranges, channels=HALF)
-    assert abs(expected.density() - plain.density()) > 0.02
+    expected = plan_by_reference(SMALL, q, k, ranges, channels=HALF, **logits)
+    actual = rows_plan_by_kernels(SMALL, q, k, ranges, channels=HALF, **logits)
+    assert_same(actual, expected)
+    without = plan_by_reference(SMALL, q, k, ranges, channels=HALF)
+    assert abs(expected.density() - without.density()) > 0.02
 
 
 def test_transposed_views_give_the_same_lists():
@@ -123,7 +124,7 @@ def test_transposed_views_give_the_same_lists():
     assert_same(rows_plan_by_kernels(SMALL, q, k, ranges), expected)
 
 
-def test_small_scratch_gives_the_same_lists_part_by_part(monkeypatch):
+def test_many_chunks_with_small_scratch_give_the_same_lists(monkeypatch):
     q, k = loud(**ONE_GROUP)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
     expected = rows_plan_by_kernels(SMALL, q, k, ranges)
@@ -147,19 +148,19 @@ def test_lists_over_the_memory_bound_get_the_width_of_the_longest_row(monkeypatc
     monkeypatch.setattr(compact, "LIST_BYTES", 1)
     actual = rows_plan_by_kernels(SMALL, q, k, ranges)
     assert_same(actual, expected)
-    kept = (expected.full.counts + expected.partial.counts).max()
-    assert actual.full.width == kept < expected.full.width
+    longest = (expected.full.counts + expected.partial.counts).max()
+    assert actual.full.width == longest < expected.full.width
 
 
-def one_key_apart(k):
-    """Return keys with two exponents in one block."""
+def with_one_large_key(k):
+    """Return keys of which one has another exponent than the other keys of its block."""
     k = k.clone()
     k[:, :, 50] *= 2.0**12
     return k
 
 
-def every_magnitude(k):
-    """Return keys in which every second key is small, and a third of the blocks smaller."""
+def with_many_magnitudes(k):
+    """Return keys with every second key times 2^-12, and every third block times 2^-9."""
     token = torch.arange(k.shape[2])
     return k * 2.0 ** -(12.0 * (token % 2) + 9.0 * (token // 16 % 3 == 1))[:, None]
 
@@ -170,7 +171,9 @@ def dequantized(k):
     return values.float()[..., : k.shape[3]] * 2.0**exponents
 
 
-@pytest.mark.parametrize("change", slow_but([torch.clone, one_key_apart, every_magnitude], 0, 2))
+@pytest.mark.parametrize(
+    "change", slow_but([torch.clone, with_one_large_key, with_many_magnitudes], 0, 2)
+)
 def test_8_bit_keys_select_nearly_the_blocks_of_the_reference(change, uninitialised_is_nan):
     q, k = loud(**SHAPE)
     k, ranges = change(k), KeyRanges.causal(1, 300, 300, "cpu")
@@ -180,7 +183,7 @@ def test_8_bit_keys_select_nearly_the_blocks_of_the_reference(change, uninitiali
     assert (actual != expected).sum() <= 0.06 * expected.sum()
 
 
-@pytest.mark.parametrize("change", slow_but([torch.clone, every_magnitude], 1))
+@pytest.mark.parametrize("change", slow_but([torch.clone, with_many_magnitudes], 1))
 @pytest.mark.parametrize("power", [-20, 13])
 def test_8_bit_selection_does_not_depend_on_the_magnitude_of_keys(power, change):
     q, k = loud(**ONE_GROUP)

@@ -10,9 +10,10 @@ from selecting import loud, plan_by_reference
 from torch.nn import functional as F
 
 from cab_hf import CabConfig
-from cab_hf.ops import reference as definitions
+from cab_hf.ops import reference as ops_reference
 from cab_hf.plan import KeyRanges, block_visibility
 from cab_hf.selection import reference
+from cab_hf.selection.reference import ScoreOptions
 
 SMALL = CabConfig(
     32, 16, predictor="rows", outlier_queries=4, typical_queries=4,
@@ -23,8 +24,10 @@ SMALL = CabConfig(
 def shares_of(q, k, config, channels=()):
     """Return (mean_share, max_share) of the only head, [M_q, M_k] each."""
     ranges = KeyRanges.causal(1, q.shape[2], q.shape[2], "cpu")
-    both = reference.block_shares(q, k, ranges, config, scale=1.0, channels=channels)
-    return [x[0, 0] for x in both]
+    shares = reference.block_shares(
+        q, k, ranges=ranges, config=config, options=ScoreOptions(1.0, channels)
+    )
+    return [share[0, 0] for share in shares]
 
 
 def test_typical_queries_are_in_the_middle_of_equal_steps():
@@ -33,7 +36,7 @@ def test_typical_queries_are_in_the_middle_of_equal_steps():
     assert positions.tolist() == [[[4, 12, 20, 28], [36, 44, 52, 60], [68, 76, -1, -1]]]
 
 
-def test_outliers_weigh_one_and_typical_queries_share_the_rest():
+def test_outliers_have_weight_one_and_typical_queries_the_remaining_weight():
     """Four of 32 queries attend to the second key block; one of these queries is an outlier."""
     q = torch.zeros(1, 1, 64, 2)
     q[..., 0] = 1.0
@@ -52,7 +55,8 @@ def test_outliers_are_a_farthest_point_sample():
     angles = angles.deg2rad()
     q = torch.stack((angles.cos(), angles.sin()), -1)[None, None]
     positions = reference.outlier_queries(q, KeyRanges.causal(1, 32, 32, "cpu"), 32, 8)
-    # 180 is farthest from the mean, 0 from 180; 90 is as far from both; then 100, then ties
+    # 180 is farthest from the mean, then 0 is farthest from 180, and 90 is farthest from both.
+    # Then 100 is left, and the remaining queries are ties at 0
     assert positions.flatten().tolist() == [5, 0, 6, 20, 1, 2, 3, 4]
 
 
@@ -81,7 +85,9 @@ def test_sample_without_visible_sampled_key_has_no_weight():
     first = (last >= 19).int() * 19
     ranges = KeyRanges(first, last, torch.ones(1, 32, dtype=torch.bool))
     config = replace(SMALL, outlier_queries=0, typical_queries=32, typical_key_stride=8)
-    mean_share, _ = reference.block_shares(q, k, ranges, config, scale=1.0)
+    mean_share, _ = reference.block_shares(
+        q, k, ranges=ranges, config=config, options=ScoreOptions(1.0)
+    )
     # keys 4, 12, 20, 28 are scored: queries 0 to 3 and 19 see none of them
     torch.testing.assert_close(mean_share.sum(), torch.tensor(1.0))
 
@@ -99,9 +105,13 @@ def test_sink_takes_share_from_every_block():
     q, k = loud(q_length=96, heads=2, kv_heads=1)
     every = replace(SMALL, outlier_queries=0, typical_queries=32)
     ranges = KeyRanges.causal(1, 96, 96, "cpu")
-    without, _ = reference.block_shares(q, k, ranges, every, scale=1.0)
+    without, _ = reference.block_shares(
+        q, k, ranges=ranges, config=every, options=ScoreOptions(1.0)
+    )
     sinks = torch.tensor([2.0, -torch.inf])
-    actual, _ = reference.block_shares(q, k, ranges, every, scale=1.0, sinks=sinks)
+    actual, _ = reference.block_shares(
+        q, k, ranges=ranges, config=every, options=ScoreOptions(1.0, sinks=sinks)
+    )
     torch.testing.assert_close(actual[:, 1], without[:, 1])
     logits = (q @ k.transpose(-1, -2))[0, 0].masked_fill(torch.ones(96, 96).triu(1).bool(), -1e9)
     largest = F.pad(logits.unflatten(-1, (6, 16)).amax(-1), (0, 1), value=2.0 - math.log(16))
@@ -111,23 +121,27 @@ def test_sink_takes_share_from_every_block():
 
 def test_channels_apply_to_outliers_only():
     q, k = loud(q_length=96, heads=1, kv_heads=1)
-    blind = k.clone()
-    blind[..., :8] = 0.0
+    without_first_half = k.clone()
+    without_first_half[..., :8] = 0.0
     typical = replace(SMALL, outlier_queries=0)
     assert torch.equal(*(shares_of(q, k, typical, x)[0] for x in ((), (8, 9, 10, 11))))
     every = replace(SMALL, outlier_queries=32)
-    seen, unseen = (shares_of(q, x, every, tuple(range(8, 16)))[0] for x in (k, blind))
+    expected, actual = (
+        shares_of(q, keys, every, tuple(range(8, 16)))[0] for keys in (k, without_first_half)
+    )
     # typical queries have weight 0 if every query is an outlier
-    torch.testing.assert_close(seen, unseen)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_selection_compares_shares_with_both_thresholds():
     q, k = loud(q_length=640)
     ranges = KeyRanges.causal(1, 640, 640, "cpu")
     config = replace(SMALL, dense_tail_blocks=0)
-    mean_share, max_share = reference.block_shares(q, k, ranges, config, scale=0.25)
+    mean_share, max_share = reference.block_shares(
+        q, k, ranges=ranges, config=config, options=ScoreOptions(0.25)
+    )
     visible = block_visibility(ranges, 32, 16)
-    forced = definitions.forced_blocks(visible, ranges, config)
+    forced = ops_reference.forced_blocks(visible, ranges, config)
     expected = visible & (forced | (mean_share >= 0.08) | (max_share >= 0.3))
     actual = plan_by_reference(config, q, k, ranges).to_dense()
     assert torch.equal(actual, expected)
@@ -141,30 +155,33 @@ def test_outliers_find_a_key_that_one_query_attends():
     k = torch.zeros(1, 1, 512, 8)
     k[..., :96, 0], k[..., 200, 1] = 1.0, 4.0
     config = replace(SMALL, dense_tail_blocks=0, mass_threshold=0.2)
-    for count, found in ((4, True), (0, False)):
-        kept = plan_by_reference(
-            replace(config, outlier_queries=count), q, k, KeyRanges.causal(1, 512, 512, "cpu"), 1.0
-        )
-        assert bool(kept.to_dense()[0, 0, 15, 200 // 16]) == found
-        assert kept.density() < 0.7
+    ranges = KeyRanges.causal(1, 512, 512, "cpu")
+    for count, is_found in ((4, True), (0, False)):
+        own_config = replace(config, outlier_queries=count)
+        plan = plan_by_reference(own_config, q, k, ranges=ranges, scale=1.0)
+        assert bool(plan.to_dense()[0, 0, 15, 200 // 16]) == is_found
+        assert plan.density() < 0.7
 
 
 @pytest.mark.parametrize("cap", [0.2, 0.5])
 def test_max_density_caps_rows_to_best_blocks(cap):
     q, k = loud(q_length=900)
     ranges, config = KeyRanges.causal(1, 900, 900, "cpu"), replace(SMALL, dense_tail_blocks=0)
-    whole = plan_by_reference(config, q, k, ranges).to_dense()
+    uncapped = plan_by_reference(config, q, k, ranges).to_dense()
     capped = plan_by_reference(replace(config, max_density=cap), q, k, ranges).to_dense()
     visible = block_visibility(ranges, 32, 16)
-    forced = definitions.forced_blocks(visible, ranges, config)
-    cap_of_rows = definitions.share_of_row(visible, cap).squeeze(-1).maximum(forced.sum(-1))
-    assert torch.equal(capped.sum(-1), whole.sum(-1).minimum(cap_of_rows))
-    assert (whole | ~capped).all()
-    # every unselected block has a lower rank than every selected block
-    mean_share, max_share = reference.block_shares(q, k, ranges, config, scale=0.25)
-    rank = torch.where(max_share >= 0.3, 1 + max_share, mean_share).masked_fill(forced, torch.inf)
-    least = rank.masked_fill(~capped, torch.inf).amin(-1)
-    assert (rank.masked_fill(capped | ~whole, -1).amax(-1) <= least).all()
+    forced = ops_reference.forced_blocks(visible, ranges, config)
+    cap_of_rows = ops_reference.share_of_row(visible, cap).squeeze(-1).maximum(forced.sum(-1))
+    assert torch.equal(capped.sum(-1), uncapped.sum(-1).minimum(cap_of_rows))
+    assert (uncapped | ~capped).all()
+    # every unselected block has a lower score than every selected block
+    mean_share, max_share = reference.block_shares(
+        q, k, ranges=ranges, config=config, options=ScoreOptions(0.25)
+    )
+    score = torch.where(max_share >= 0.3, 1 + max_share, mean_share)
+    score = score.masked_fill(forced, torch.inf)
+    least = score.masked_fill(~capped, torch.inf).amin(-1)
+    assert (score.masked_fill(capped | ~uncapped, -1).amax(-1) <= least).all()
 
 
 def test_zero_threshold_with_max_density_fills_every_row():
@@ -198,7 +215,7 @@ def test_chunks_of_whole_query_blocks_give_the_rows_of_one_call():
 
 def test_left_padding_gives_the_plan_without_padding():
     q, k = loud(q_length=200, batch=2)
-    layout = laid_out("padded", 2, 200, 200, 32, "cpu")
+    layout = laid_out("padded", batch=2, length=200, kv_length=200, align=32, device="cpu")
     alone = KeyRanges.causal(1, 160, 160, "cpu")
     expected = plan_by_reference(SMALL, q[:1, :, 40:], k[:1, :, 40:], alone).token_mask()
     padded = plan_by_reference(
@@ -210,7 +227,7 @@ def test_left_padding_gives_the_plan_without_padding():
 
 def test_packed_documents_give_the_plans_of_single_documents():
     q, k = loud(q_length=192)
-    layout = laid_out("packed", 1, 192, 192, 32, "cpu")
+    layout = laid_out("packed", batch=1, length=192, kv_length=192, align=32, device="cpu")
     packed = plan_by_reference(SMALL, layout.queries(q), layout.keys(k), layout.ranges).token_mask()
     real, keys = layout.ranges.end[0] >= 0, layout.ranges.key_valid[0]
     mask = packed[:, :, real][..., keys]
@@ -225,8 +242,12 @@ def test_packed_documents_give_the_plans_of_single_documents():
 def test_heads_of_a_group_score_the_keys_of_their_kv_head():
     q, k = loud(q_length=160, heads=4, kv_heads=2)
     ranges = KeyRanges.causal(1, 160, 160, "cpu")
-    all_heads = reference.selected_blocks(q, k, ranges, SMALL, scale=1.0)
+    all_heads = reference.selected_blocks(
+        q, k, ranges=ranges, config=SMALL, options=ScoreOptions(1.0)
+    )
     for head in range(4):
         own_q, own_k = q[:, [head]], k[:, [head // 2]]
-        own = reference.selected_blocks(own_q, own_k, ranges, SMALL, scale=1.0)
+        own = reference.selected_blocks(
+            own_q, own_k, ranges=ranges, config=SMALL, options=ScoreOptions(1.0)
+        )
         assert torch.equal(all_heads[:, [head]], own)

@@ -34,8 +34,8 @@ def test_default_at_131072_tokens_has_these_sizes():
     assert (typical.tile_keys, outliers.tile_keys) == (128, 128)
     assert (typical.blocks_per_step, outliers.blocks_per_step) == (8, 2)
     assert (typical.interleave, outliers.interleave) == (2, 4)
-    assert (typical.first, typical.others) == (128, 0)
-    assert (outliers.first, outliers.others) == (64, 0)
+    assert (typical.first_width, typical.other_width) == (128, 0)
+    assert (outliers.first_width, outliers.other_width) == (64, 0)
     # 4 query blocks of 128 tokens see 8 more key blocks of 64; 8 see 16 more
     assert (typical.scratch_growth, outliers.scratch_growth) == (8, 16)
     assert plan.scratch_dtype == torch.float16 and plan.is_by_head
@@ -43,22 +43,22 @@ def test_default_at_131072_tokens_has_these_sizes():
 
 @pytest.mark.parametrize("scratch_bytes", [1, 1 << 20, 1 << 40])
 @pytest.mark.parametrize("is_whole_sequence", [True, False])
-def test_parts_cover_every_tile_once_and_fit_the_scratch(
+def test_chunks_cover_every_tile_once_and_fit_the_scratch(
     scratch_bytes, is_whole_sequence, monkeypatch
 ):
     monkeypatch.setattr(tiles, "SCRATCH_BYTES", scratch_bytes)
     plan = plan_of(q_length=8_000, kv_length=8_000, is_whole_sequence=is_whole_sequence)
     # the last tiles come first
-    borders = [end for _, end in plan.parts] + [plan.parts[-1].begin]
+    borders = [end for _, end in plan.chunks] + [plan.chunks[-1].begin]
     assert borders == sorted(borders, reverse=True) and borders[-1] == 0
-    assert borders[0] * plan.q_blocks_per_part_tile >= plan.q_blocks
-    assert all(a.begin == b.end for a, b in zip(plan.parts, plan.parts[1:], strict=False))
+    assert borders[0] * plan.q_blocks_per_chunk_tile >= plan.q_blocks
+    assert all(a.begin == b.end for a, b in zip(plan.chunks, plan.chunks[1:], strict=False))
     for kind, size in zip(plan.kinds, plan.scratch_logits, strict=True):
-        of_parts = [kind.scratch_logits(plan.tiles_of(kind, part), 32) for part in plan.parts]
-        assert max(of_parts) == size
-    for part in plan.parts:
-        logits = sum(kind.scratch_logits(plan.tiles_of(kind, part), 32) for kind in plan.kinds)
-        assert 2 * logits <= scratch_bytes or part.end - part.begin == 1
+        of_chunks = [kind.scratch_logits(plan.tiles_of(kind, chunk), 32) for chunk in plan.chunks]
+        assert max(of_chunks) == size
+    for chunk in plan.chunks:
+        logits = sum(kind.scratch_logits(plan.tiles_of(kind, chunk), 32) for kind in plan.kinds)
+        assert 2 * logits <= scratch_bytes or chunk.end - chunk.begin == 1
 
 
 def test_scratch_of_a_range_is_the_sum_of_its_tiles():

@@ -25,6 +25,7 @@ from cab_hf.ops.decode import kernels
 from cab_hf.plan import BlockPlan, KeyRanges
 from cab_hf.predictors import LayerContext, frc
 from cab_hf.selection import QuantizedKeys, api
+from cab_hf.selection.reference import ScoreOptions
 
 # a compute capability, or AMD's name of a GPU
 CHIP = sys.argv[1]
@@ -63,9 +64,8 @@ def choose(config, dtype, dim, lengths=((LENGTH, LENGTH),), softcap=None):
     for sizes in lengths:
         q, k, ranges = drawn(dtype, dim, *sizes)
         keys = QuantizedKeys(*api._quantize(k, channels))
-        chosen = api._select_by_kernels(
-            q, keys, ranges, config, scale=1.0, channels=channels, **logits
-        )
+        options = ScoreOptions(1.0, channels, **logits)
+        chosen = api._select_by_kernels(q, keys, ranges=ranges, config=config, options=options)
     tail = ranges.tail_rows(config.query_block, config.query_block)
     plan = BlockPlan(*chosen, ranges, config.query_block, config.key_block, dense_rows=tail)
     pairs.add_pairs(plan)

@@ -11,6 +11,7 @@ from cab_hf.config import blocks_of, tail_of
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, frc, make_predictor
 from cab_hf.selection import QuantizedKeys, api, gather
+from cab_hf.selection.reference import ScoreOptions
 
 
 def plan_by_reference(config, q, k, ranges=None, scale=0.25, channels=(), **logits):
@@ -34,10 +35,8 @@ def plan_by_kernels(config, q, k, ranges, scale=0.25, channels=()):
 def rows_plan_by_kernels(config, q, k, ranges, scale=0.25, channels=(), dtype=None, **logits):
     """Return the plan of `RowsPredictor` by the kernels in the interpreter; keys as ``dtype``."""
     keys = QuantizedKeys(*gather.quantize(k, channels, dtype or k.dtype))
-    options = {"sinks": None, "softcap": None, **logits}
-    lists = api._select_by_kernels(
-        q, keys, ranges, config, scale=scale, channels=channels, **options
-    )
+    options = ScoreOptions(scale, channels, **logits)
+    lists = api._select_by_kernels(q, keys, ranges=ranges, config=config, options=options)
     plan = BlockPlan(
         *lists, ranges, *blocks_of(config), dense_rows=ranges.tail_rows(*tail_of(config))
     )
