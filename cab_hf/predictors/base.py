@@ -106,9 +106,9 @@ class Predictor(ABC):
         If the collection is empty, the summary is the k of this rank.
 
         Without ``"queries"``, `choose` receives the q of this rank. ``call.ranges`` then contains
-        the ranges of this rank's queries over the whole sequence, and ``call.ranges.text`` the
-        ranges of all queries. ``call.ranges.own(plan)`` selects the rows of this rank from a plan
-        of the whole sequence.
+        the ranges of this rank's queries over the whole sequence, and
+        ``call.ranges.sequence_ranges`` the ranges of all queries. ``call.ranges.local_plan(plan)``
+        selects the rows of this rank from a plan of the whole sequence.
 
         Args:
             call: the context of the layer.

@@ -66,7 +66,8 @@ class FrcPredictor(Predictor):
         """Return the plan for q; `Predictor.required_inputs` describes ``vectors``."""
         if vectors is None:
             return self._plan(self.vectors(q, call.ranges), summary, call)
-        return call.ranges.own(self._plan(vectors, summary, replace(call, ranges=call.ranges.text)))
+        sequence_call = replace(call, ranges=call.ranges.sequence_ranges)
+        return call.ranges.local_plan(self._plan(vectors, summary, sequence_call))
 
     def _plan(self, queries: Tensor, keys: Tensor, call: LayerContext) -> BlockPlan:
         """Return the plan from the vectors of query blocks [B, H, M_q, D] and of key blocks."""

@@ -222,7 +222,7 @@ def test_sparse_attention_equals_single_process(ranks, config, boundaries):
     if layout.query_order is not None:
         lse = lse[:, :, layout.query_order.place]
     for parts, expected in zip(zip(*outcome, strict=True), (out, lse, *gradients), strict=True):
-        result = torch.cat(parts, dim=2)[:, :, sharding.owner]
+        result = torch.cat(parts, dim=2)[:, :, sharding.shard_index]
         assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
@@ -231,7 +231,7 @@ def test_union_contains_blocks_of_all_queries_of_a_rank(ranks):
     sharding = sharding_for(4, None)
     for rank, needed in enumerate(ranks.run(4, needed_on_a_rank, config)):
         rows = in_one_process(config, sharding).to_dense()
-        expected = rows[:, :, sharding.slots[rank][::32] // 32].any(2)
+        expected = rows[:, :, sharding.sequence_index[rank][::32] // 32].any(2)
         assert torch.equal(needed, expected.unflatten(1, (KV_HEADS, -1)).any(2))
         assert 0 < needed.float().mean() < 1
 

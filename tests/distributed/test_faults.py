@@ -137,7 +137,7 @@ def computed(group, wrong):
         sharding, sharding.dense_block_size, torch.device("cpu")
     )
     if wrong == "permutation":
-        shard_map = replace(shard_map, source=shard_map.source.flip(0))
+        shard_map = replace(shard_map, token_of_slot=shard_map.token_of_slot.flip(0))
     if wrong == "positions":
         rank = 1 - rank
     layout = ShardedLayout(shard_map, group, shard_map.ranges(rank, 1))

@@ -211,7 +211,7 @@ def test_shard_of_handwritten_batch(ranks):
     assert sharding.chunks == (16, 16) and sharding.tokens == 64
     # of the first document rank 0 has all, of the second its ends
     assert sharding.real.sum(1).tolist() == [5 + 16, 16 + 8]
-    assert sharding.slots[1, 32:48].tolist() == list(range(21, 37))
+    assert sharding.sequence_index[1, 32:48].tolist() == list(range(21, 37))
     assert sharding.positions[1, 48:].tolist() == [*range(32, 40), *[39] * 8]
     batch = {"input_ids": torch.arange(10, 55)[None], "labels": torch.arange(10, 55)[None]}
     batch["position_ids"] = torch.cat((torch.arange(5), torch.arange(40)))[None]
