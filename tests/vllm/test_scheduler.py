@@ -357,7 +357,7 @@ def test_full_encoder_cache_leaves_nonempty_chunk_before_image(vllm_config, toke
     request = request_of("0", [5] * 300, Setup())
     scheduler.schedule()
     assert scheduler._mamba_block_aligned_split(request, tokens) == wanted
-    scheduler.taken["another"] = 32
+    scheduler.scheduled_tokens["another"] = 32
     assert scheduler._mamba_block_aligned_split(request, tokens) == wanted
 
 
