@@ -174,7 +174,7 @@ def plain_document(
     return tuple(chain(begun, *pieces))[:length]
 
 
-def least_tokens(tokenizer: Any, sentences: Sequence[str], most: int) -> int:
+def count_tokens(tokenizer: Any, sentences: Sequence[str], most: int) -> int:
     """Count the tokens of ``sentences`` up to ``most``: longer documents repeat sentences."""
     total = 0
     for sentence in sentences:

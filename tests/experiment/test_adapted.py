@@ -68,7 +68,7 @@ def test_merged_model_is_cached_and_equals_base_with_adapter(trained, shipped, m
     monkeypatch.setattr(models, "_merge", lambda *_: pytest.fail("it was merged again"))
     models.load_tokenizer(NAME)
     config = models.load_config(NAME)
-    assert models.most_tokens(config) == config.max_position_embeddings == LENGTH
+    assert models.max_prompt_tokens(config) == config.max_position_embeddings == LENGTH
     assert models.is_local(NAME) and list(shipped[1].iterdir()) == [folder]
 
 

@@ -246,7 +246,7 @@ def test_identity_of_adapter_includes_base(copied, tmp_path):
     tokenizer.save_pretrained(adapter)
     retouched(adapter, "adapter_config.json", base_model_name_or_path=str(copied))
     models.load_model(str(adapter), "cpu", "float32")
-    assert models.most_tokens(models.load_config(str(adapter))) == 2048
+    assert models.max_prompt_tokens(models.load_config(str(adapter))) == 2048
     before = models.content_sha256(str(adapter))
     retouched(copied, "config.json", rms_norm_eps=0.1)
     assert models.content_sha256(str(adapter)) != before
@@ -341,7 +341,7 @@ def test_remote_code_runs_only_when_trusted(with_code, load):
     ids=["rotary", "learned", "stretched", "none"],
 )
 def test_max_positions_of_config_variants(config, most):
-    assert models.most_tokens(config, written=8) == most
+    assert models.max_prompt_tokens(config, written=8) == most
 
 
 # --- tiny
