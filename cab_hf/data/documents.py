@@ -202,7 +202,7 @@ def plain_document(
     """Return ``length`` tokens of running text without keys; arguments as in `recall_document`."""
     rng = random.Random(f"{seed}/{length}/{index}")
     pieces = _sentences(tokenizer, sentences, rng, length)
-    return tuple(chain(leading_tokens(tokenizer), *pieces))[:length]
+    return (*leading_tokens(tokenizer), *chain.from_iterable(pieces))[:length]
 
 
 def count_tokens(tokenizer: Any, sentences: Sequence[str], limit: int) -> int:

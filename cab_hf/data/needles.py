@@ -1,6 +1,7 @@
 """Building blocks of documents with hidden keys: keys, statements, sentences and their tokens.
 
-A key is a number that a sentence in a long text states, such as "The pass key for Bob is 12345."
+A key is a number in a long text, such as 12345 in the sentence "The pass key for Bob is 12345."
+
 The modules `cab_hf.data.documents`, `cab_hf.data.tasks`, ``eval.haystack`` and
 ``finetune.retrieval`` build texts from these blocks.
 """

@@ -106,11 +106,11 @@ def step_in_one_process(batch, model_fields):
 def assert_same_step(actual, expected):
     """Assert that the steps of all ranks add up to the step of one process."""
     loss, logits, gradients = expected
-    losses, all_logits, gradients_of_ranks = zip(*actual, strict=True)
-    assert torch.stack(losses).sum() == pytest.approx(float(loss), rel=1e-5)
-    for logits_of_rank in all_logits:
+    losses = torch.stack([loss_of_rank for loss_of_rank, _, _ in actual])
+    assert losses.sum() == pytest.approx(float(loss), rel=1e-5)
+    for _, logits_of_rank, _ in actual:
         assert (logits_of_rank - logits).abs().max() <= 1e-4 * logits.abs().max()
-    assert_same_gradients(gradients_of_ranks, gradients)
+    assert_same_gradients([gradients_of_rank for _, _, gradients_of_rank in actual], gradients)
 
 
 def cab(config=SPARSE, **fields):
