@@ -41,7 +41,7 @@ from cab_hf.data.needles import (
 
 __all__ = ["TASKS", "Example", "Task"]
 
-# last sentence of every text. It separates the question from the text, so that the tokens of the
+# last sentence of every text, which separates the question from the text, so that the tokens of the
 # question do not depend on the text
 END = "That is the end of the text."
 # golden ratio: the fractional parts of its multiples are evenly spread over [0, 1), for any number

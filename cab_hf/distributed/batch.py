@@ -61,9 +61,10 @@ def shard(
           sharding.
         * ``num_items_in_batch``, if the batch has labels: number of labels of the whole batch.
 
-    The loss that a transformers model returns is a summand of the mean loss: the sum of the losses
-    of all ranks is the mean loss of the batch, and the same holds for gradients. If gradients are
-    averaged over ranks (DDP, FSDP), multiply the loss by the number of ranks.
+    A transformers model then returns the sum of this rank's token losses, divided by the number of
+    labels of the whole batch. The losses of all ranks add up to the mean loss of the batch, and the
+    gradients of all ranks add up to its gradient. If gradients are averaged over ranks (DDP, FSDP),
+    multiply the loss by the number of ranks.
 
     The first attention layer compares a checksum of the batch between ranks. The checksum is an
     attribute of ``cu_seq_lens_q``, which copies of the tensor do not have. Therefore call `shard`
@@ -150,8 +151,8 @@ def whole_cache(
     """All-gather the KV cache of a sharded prefill, so that every rank can call ``generate``.
 
     Every rank then has K and V of the whole sequence: 2 * layers * H_kv * N * D elements, W times
-    as many as in its shard. Layers are gathered one by one, so that besides the result only the
-    shard of one layer is in memory.
+    as many as before. The function gathers one layer after another, and frees the shard of each
+    layer before it gathers the next layer.
 
     Call ``generate`` after the end of the `cab_hf.context_parallel` block; every rank then decodes
     without communication. ``generate`` needs one token that is not in the cache: call

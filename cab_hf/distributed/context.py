@@ -68,7 +68,7 @@ class Parallel:
         group: the ranks that share the sequence.
         heads_k_stride: number of KV heads per all-gather of K and V.
         block: every chunk of a document is a multiple of ``block`` tokens.
-        regather_kv: True to gather K and V again in the backward pass, False to save them.
+        regather_kv: True to gather K and V again in the backward pass, False to save both.
         model: class name of the model, for error messages.
         state: mutable state of the ``with`` block.
     """
@@ -197,9 +197,9 @@ def context_parallel(
     `cab_hf.distributed.shard` for the same batch:
 
     * Attention all-gathers keys and values.
-    * Selected blocks are those of a single process, bit for bit.
-    * Rotary frequencies that depend on the largest position use that of the whole sequence.
-    * The auxiliary loss of routers is that of the whole sequence.
+    * Each rank selects exactly the blocks that a single process would select for its queries.
+    * Rotary frequencies that depend on the largest position use all positions of the sequence.
+    * The auxiliary loss of routers covers all tokens of the sequence.
 
     Run the backward pass inside the ``with`` block too. Each rank computes the gradients of its own
     tokens; sum gradients and losses over the ranks.
@@ -216,8 +216,8 @@ def context_parallel(
         heads_k_stride: number of KV heads per all-gather of K and V. Fewer heads need less memory.
         block: every chunk is a multiple of ``block`` tokens. Use the same value for ``shard``. The
             block sizes of the model's CabConfig must divide ``block``.
-        regather_kv: True to gather K and V again in the backward pass instead of saving them. Set
-            False under gradient checkpointing, which gathers them again anyway.
+        regather_kv: True to gather K and V again in the backward pass instead of saving both. Set
+            False under gradient checkpointing, which gathers K and V again anyway.
 
     Raises:
         ValueError: the model has another implementation, or is already inside context_parallel.

@@ -38,7 +38,7 @@ class KVGather:
         shard_map: the slots of the tokens of all ranks, N' slots.
         group: the ranks that share the sequence.
         heads_k_stride: number of KV heads per slice, h.
-        regather_kv: True to gather slices again in the backward pass, False to save them.
+        regather_kv: True to gather slices again in the backward pass, False to save all slices.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class KVGather:
         self._regathered: tuple[int, Tensor] | None = None
 
     def prefetch(self, index: int) -> None:
-        """Start the all-gather of a slice; does nothing if it runs or the slice does not exist."""
+        """Start the all-gather of a slice, unless it has started or the slice does not exist."""
         if not 0 <= index < len(self.slices) or index in self._pending:
             return
         heads = self.slices[index]
@@ -76,7 +76,7 @@ class KVGather:
         """Return a context in which autograd saves no data of a slice.
 
         Autograd saves only offsets and strides, and the backward pass gathers the slice again.
-        Outer hooks for saved tensors, such as those of gradient checkpointing or offload, receive
+        Outer hooks for saved tensors, such as hooks of gradient checkpointing or offload, receive
         all tensors except the slice, because these hooks might copy the slice.
 
         Args:

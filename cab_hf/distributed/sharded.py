@@ -44,7 +44,7 @@ class ShardedLayout:
         ranges: the visible slots of each query of this rank.
         window: width of a sliding window in tokens, for exact attention; None means no window.
         heads_k_stride: number of KV heads per all-gather of K and V.
-        regather_kv: True to gather K and V again in the backward pass, False to save them.
+        regather_kv: True to gather K and V again in the backward pass, False to save both.
     """
 
     shard_map: ShardMap
@@ -74,7 +74,7 @@ class ShardedLayout:
             predictor: selects the plan; `Predictor.required_inputs` names what ranks gather.
             q: queries of this rank, [B, H, n, D].
             k: keys of this rank, [B, H_kv, n, D].
-            call: the context of the layer, whose ranges are those of this layout.
+            call: the context of the layer, with the ranges of this layout.
         """
         heads = q.shape[1], k.shape[1]
         required = predictor.required_inputs(call, heads)

@@ -2,7 +2,7 @@
 
 Every document is padded to 2 W chunks of equal length, where W is the number of ranks. A chunk is a
 multiple of the block size. Rank r has chunks r and 2 W - 1 - r of every document (zigzag), so that
-all ranks have the same causal work. All-gathered keys have no padding: they are in the order of the
+all ranks have the same causal work. All-gathered keys have no padding, and have the order of the
 `BlockLayout` of a single process, and plans list the key blocks of that layout.
 """
 

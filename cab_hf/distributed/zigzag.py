@@ -61,8 +61,8 @@ def zigzag_attention(
         scale: factor of the logits. None means 1 / sqrt(D).
         engine: see `CabConfig`.
         block: every chunk is a multiple of ``block`` tokens; equal on all ranks.
-        regather_kv: True to gather K and V again in the backward pass instead of saving them. Set
-            False under gradient checkpointing, which gathers them again anyway.
+        regather_kv: True to gather K and V again in the backward pass instead of saving both. Set
+            False under gradient checkpointing, which gathers K and V again anyway.
         check: True to compare the arguments of all ranks first, with one small all-gather, which
             synchronises with the device. Set False in a loop after its first iteration.
 

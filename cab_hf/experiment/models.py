@@ -348,12 +348,12 @@ def refuse_unknown(name: str) -> None:
         or isinstance(try_to_load_from_cache(name, "config.json"), str)
     ):
         return
-    known = made_names()
-    matches = difflib.get_close_matches(name, known, n=1)
+    local_names = made_names()
+    matches = difflib.get_close_matches(name, local_names, n=1)
     suggestion = f" (did you mean {matches[0]!r}?)" if matches else ""
     raise UsageError(
-        f"model {name!r} does not exist{suggestion}. Give {', '.join(known)}, a folder, or a name "
-        "on the hub as owner/name."
+        f"model {name!r} does not exist{suggestion}. Give {', '.join(local_names)}, a folder, or a "
+        "name on the hub as owner/name."
     )
 
 

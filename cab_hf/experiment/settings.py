@@ -205,17 +205,19 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         return name, {"true": True, "false": False}.get(value, value)
 
 
-def require(settings: Any, name: str, holds: object, accepted: str, value: object = None) -> None:
-    """Raise a ValueError about a field of ``settings`` unless ``holds`` is true.
+def require(
+    settings: Any, name: str, condition: object, accepted: str, value: object = None
+) -> None:
+    """Raise a ValueError about a field of ``settings`` unless ``condition`` is true.
 
     Args:
         settings: an instance of a settings dataclass.
         name: name of the field.
-        holds: the condition.
+        condition: true for valid settings.
         accepted: description of valid values, for the message "{name} must be {accepted}".
         value: the value in the message; None means the value of the field.
     """
-    checks.require(holds, name, getattr(settings, name) if value is None else value, accepted)
+    checks.require(condition, name, getattr(settings, name) if value is None else value, accepted)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -227,7 +229,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_settings(
-    kind: type[Settings], words: Sequence[str], prog: str, purpose: str = ""
+    settings_class: type[Settings], words: Sequence[str], prog: str, purpose: str = ""
 ) -> Settings:
     """Read settings from a command line, and from the YAML file of its option ``--config``.
 
@@ -236,13 +238,13 @@ def read_settings(
     line. An error ends the process with status 2 and one line on stderr.
 
     Args:
-        kind: the settings dataclass.
+        settings_class: the settings dataclass.
         words: the words of the command line.
         prog: name of the command, for help and errors.
         purpose: description of the command, for help.
     """
     parser = _Parser(prog=prog, description=purpose.replace("``", ""), allow_abbrev=False)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields = {field.name: field for field in dataclasses.fields(settings_class)}
     for field in fields.values():
         _add_option(parser, field)
     file_help = "YAML file of these options; options on the command line override it"
@@ -257,7 +259,9 @@ def read_settings(
             parser.set_defaults(**_read_yaml(parsed.config, fields))
             parsed = parser.parse_intermixed_args(words)
         del parsed.config
-        return kind(**{name: _parse(fields[name], text) for name, text in vars(parsed).items()})
+        return settings_class(
+            **{name: _parse(fields[name], text) for name, text in vars(parsed).items()}
+        )
     except ValueError as error:
         parser.error(str(error))
 
@@ -366,17 +370,17 @@ def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> dict[str, 
     return words
 
 
-def spelled(recorded: Mapping[str, Any], kind: type) -> list[str]:
+def spelled(recorded: Mapping[str, Any], settings_class: type) -> list[str]:
     """Return the words of a command line for recorded settings, without options that have defaults.
 
     Args:
         recorded: settings as read from JSON. A file is a mapping with the key "name". Names that
-            are no fields of ``kind`` are ignored.
-        kind: the settings dataclass.
+            are no fields of ``settings_class`` are ignored.
+        settings_class: the settings dataclass.
     """
     on_cpu = str(recorded.get("device", "cpu")).startswith("cpu")
     words = []
-    for field in dataclasses.fields(kind):
+    for field in dataclasses.fields(settings_class):
         value = recorded.get(field.name)
         if value is None:
             continue

@@ -76,8 +76,8 @@ def prepare(vllm_config: Any) -> None:
         raise ValueError(refusal)
     scheduler = vllm_config.scheduler_config
     if scheduler.scheduler_cls is None:
-        kind = "CabAsyncScheduler" if scheduler.async_scheduling else "CabScheduler"
-        scheduler.scheduler_cls = f"cab_hf.vllm.scheduler.{kind}"
+        name = "CabAsyncScheduler" if scheduler.async_scheduling else "CabScheduler"
+        scheduler.scheduler_cls = f"cab_hf.vllm.scheduler.{name}"
     extra = vllm_config.additional_config
     if not isinstance(extra, dict) or PREPARED in extra:
         return

@@ -105,8 +105,8 @@ class SparseBuilder:
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build=False) -> Any:
         """Return the parent's metadata with the attribute ``cab``.
 
-        ``cab`` is the `Split` of the batch, or None if no prompt is sparse. Arguments are those of
-        the parent.
+        ``cab`` is the `Split` of the batch, or None if no prompt is sparse. Arguments as in the
+        parent class.
         """
         common = common_attn_metadata
         metadata = super().build(common_prefix_len, common, fast_build)
@@ -218,7 +218,7 @@ class SparseImpl:
         cab: the settings; None if the plugin is off.
         cab_layer: the facts of the layer, which `register_layers` sets after the model is loaded.
             None for a layer of a draft model, which is dense.
-        cab_reason: the reason why the layer is dense; None if it may be sparse.
+        cab_reason: the reason why the layer is dense; None if the layer may be sparse.
         is_measured: True after vLLM has measured the memory of sparse attention in this layer.
     """
 
@@ -247,7 +247,7 @@ class SparseImpl:
             choose_engine(self.cab.engine, work)
 
     def _why_dense(self) -> str | None:
-        """Return the reason why vLLM's own attention computes the layer; None if it is sparse."""
+        """Return the reason why vLLM's own attention computes the layer; None for sparse layers."""
         if self.cab is None:
             return "off"
         if self.attn_type != AttentionType.DECODER:
@@ -265,7 +265,7 @@ class SparseImpl:
         return None
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
-        """Write the attention of a batch into ``output``; arguments are those of the parent.
+        """Write the attention of a batch into ``output``; arguments as in the parent class.
 
         ``key`` and ``value`` are None in a layer that reads the cache of another layer. Return
         ``output``.

@@ -34,7 +34,7 @@ COUNTERS = {
     "attended_pairs": "(query, key) pairs that sparse layers attended, over heads and layers.",
     "possible_pairs": "(query, key) pairs that dense attention would have attended there.",
 }
-# before the names of all counters on ``/metrics``, as "vllm:" before those of vLLM
+# prefix of the names of all counters; vLLM has the prefix "vllm:"
 PREFIX = "cab_hf:"
 
 
@@ -108,7 +108,7 @@ class Meter:
             # kernels on another stream may still write the counters
             torch.cuda.synchronize()
         pairs = [counter.tolist() for counter in counters]
-        return sum(done for done, _ in pairs), sum(possible for _, possible in pairs)
+        return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
 
     def publish(self) -> None:
         """Write the totals, and log the prompts and pairs since the last log line."""
@@ -185,7 +185,7 @@ _totals: Totals | None = None
 def export(vllm_config: Any) -> None:
     """Add the counters of an engine to the ``/metrics`` of this process.
 
-    Does nothing in Prometheus' multiprocess mode. There, ``/metrics`` reads the files of all
+    Does nothing in Prometheus' multiprocess mode: ``/metrics`` then reads the files of all
     processes, and the program that has set PROMETHEUS_MULTIPROC_DIR deletes the files.
     """
     global _totals

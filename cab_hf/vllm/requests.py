@@ -56,8 +56,8 @@ def salt_of(config: CabConfig, params: Any, salt: str | None) -> str:
 @lru_cache
 def digest_of(config: CabConfig) -> str:
     """Return 16 hexadecimal digits of a hash of the settings, equal in every process."""
-    text = json.dumps(config.to_dict(), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    settings = json.dumps(config.to_dict(), sort_keys=True)
+    return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
 def watch_requests() -> None:
@@ -84,7 +84,7 @@ def watch_requests() -> None:
 
 
 def hook(
-    kind: type,
+    cls: type,
     name: str,
     before: Callable[..., None] | None = None,
     after: Callable[[Any, Any], None] | None = None,
@@ -92,12 +92,12 @@ def hook(
     """Call a function before or after a method of a class; does nothing the second time.
 
     Args:
-        kind: the class.
+        cls: the class.
         name: name of the method.
         before: function that receives the arguments of the method.
         after: function that receives the object and the result of the method.
     """
-    method = getattr(kind, name)
+    method = getattr(cls, name)
     if hasattr(method, "of_cab_hf"):
         return
 
@@ -111,4 +111,4 @@ def hook(
         return result
 
     call.of_cab_hf = True
-    setattr(kind, name, call)
+    setattr(cls, name, call)

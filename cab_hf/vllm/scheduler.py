@@ -117,8 +117,8 @@ class BlockAligned:
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         """Return False if a request waits for another step, so that the step tries later requests.
 
-        vLLM 0.26 and older do not call this method: there, the first request that waits ends the
-        step.
+        vLLM 0.26 and older do not call this method, and end the step at the first request that
+        waits.
         """
         if not super()._handle_blocked_waiting_request(request):
             return False

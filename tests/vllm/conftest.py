@@ -80,7 +80,7 @@ def engine(llama):
 
 
 @pytest.fixture
-def said(monkeypatch):
+def plugin_messages(monkeypatch):
     """Return the list of messages that the plugin logs during the test."""
     messages, log = [], logging.getLogger("vllm.cab_hf")
     # vLLM sets the levels and handlers of its loggers when an engine starts

@@ -89,7 +89,7 @@ def once(engine):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sparse_answers_of_architecture_equal_transformers(name, make_model, once, said):
+def test_sparse_answers_of_architecture_equal_transformers(name, make_model, once, plugin_messages):
     model_class, config_class, fields, num_sparse = MODELS[name]
     folder = make_model(model_class, config_class, fields)
     settings = SPARSE | {"mass_threshold": 0.05}
@@ -97,7 +97,7 @@ def test_sparse_answers_of_architecture_equal_transformers(name, make_model, onc
     expected = [Reference(folder, settings)(x) for x in prompts]
     attended.clear()
     actual = served(once(settings, folder), prompts)
-    assert f"{num_sparse} of 4 attention layers are sparse" in " ".join(said)
+    assert f"{num_sparse} of 4 attention layers are sparse" in " ".join(plugin_messages)
     assert density() < 0.95
     assert_same(actual, expected, 1e-3)
 

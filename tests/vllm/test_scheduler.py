@@ -284,7 +284,7 @@ def ends(trace, name):
 
 
 @pytest.mark.parametrize(
-    ("setup", "length", "wanted"),
+    ("setup", "length", "expected"),
     [
         pytest.param(
             {"scheduled": 16}, 70, [16, 32, 48, 64, 70], id="scheduled-tokens-below-block"
@@ -296,9 +296,9 @@ def ends(trace, name):
         pytest.param({"min_length": 300}, 250, [160, 250], id="dense-prompt"),
     ],
 )
-def test_budget_below_block_size_lets_prompt_finish(vllm_config, setup, length, wanted):
+def test_budget_below_block_size_lets_prompt_finish(vllm_config, setup, length, expected):
     setup = Setup(**setup)
-    assert ends(run(scheduler_of(vllm_config, setup), setup, prompts(length)), "0") == wanted
+    assert ends(run(scheduler_of(vllm_config, setup), setup, prompts(length)), "0") == expected
 
 
 def test_threshold_below_block_size_lets_prompts_finish(vllm_config):
@@ -309,7 +309,7 @@ def test_threshold_below_block_size_lets_prompts_finish(vllm_config):
 
 
 @pytest.mark.parametrize(
-    ("block_size", "budget", "length", "wanted"),
+    ("block_size", "budget", "length", "expected"),
     [
         # the least common multiples of 128 and 96 or 288 are 384 and 1152
         (96, 512, 700, [384, 672, 700]),
@@ -318,7 +318,9 @@ def test_threshold_below_block_size_lets_prompts_finish(vllm_config):
         (64, 512, 1000, [512, 896, 960, 1000]),
     ],
 )
-def test_hybrid_chunks_end_at_cached_mamba_states(vllm_config, block_size, budget, length, wanted):
+def test_hybrid_chunks_end_at_cached_mamba_states(
+    vllm_config, block_size, budget, length, expected
+):
     setup = Setup(
         budget=budget,
         query_block=128,
@@ -329,9 +331,9 @@ def test_hybrid_chunks_end_at_cached_mamba_states(vllm_config, block_size, budge
     scheduler, prompt = scheduler_of(vllm_config, setup), list(range(3, 3 + length))
     arrivals = [(0, prompt, 1), (20, [*prompt[:-5], 1, 2], 1)]
     trace = run(scheduler, setup, arrivals)
-    assert ends(trace, "0") == wanted
+    assert ends(trace, "0") == expected
     # the second prompt continues from the last cached Mamba state of the first prompt
-    assert trace.chunks["1"][0][1] == wanted[-2]
+    assert trace.chunks["1"][0][1] == expected[-2]
     assert not trace.outside
 
 
@@ -356,19 +358,19 @@ def test_decode_steps_with_small_remaining_budget_do_not_stall_prompt(vllm_confi
 
 
 # (tokens of the chunk before an image, tokens after alignment)
-@pytest.mark.parametrize(("tokens", "wanted"), [(20, 20), (31, 31), (32, 32), (50, 32)])
-def test_full_encoder_cache_leaves_nonempty_chunk_before_image(vllm_config, tokens, wanted):
+@pytest.mark.parametrize(("tokens", "expected"), [(20, 20), (31, 31), (32, 32), (50, 32)])
+def test_full_encoder_cache_leaves_nonempty_chunk_before_image(vllm_config, tokens, expected):
     # vLLM 0.22 to 0.26 first ends the chunk before the image, and then aligns the shorter chunk
     scheduler = scheduler_of(vllm_config, Setup())
     request = request_of("0", [5] * 300, Setup())
     scheduler.schedule()
-    assert scheduler._mamba_block_aligned_split(request, tokens) == wanted
+    assert scheduler._mamba_block_aligned_split(request, tokens) == expected
     scheduler.scheduled_tokens["another"] = 32
-    assert scheduler._mamba_block_aligned_split(request, tokens) == wanted
+    assert scheduler._mamba_block_aligned_split(request, tokens) == expected
 
 
-@pytest.mark.parametrize(("is_whole", "wanted"), [(True, 32), (False, 96)])
-def test_indivisible_image_is_not_split(vllm_config, is_whole, wanted):
+@pytest.mark.parametrize(("is_whole", "expected"), [(True, 32), (False, 96)])
+def test_indivisible_image_is_not_split(vllm_config, is_whole, expected):
     scheduler = scheduler_of(vllm_config, Setup())
     scheduler.scheduler_config.disable_chunked_mm_input = is_whole
     request = request_of("0", [5] * 300, Setup())
@@ -376,7 +378,7 @@ def test_indivisible_image_is_not_split(vllm_config, is_whole, wanted):
     position = SimpleNamespace(offset=40, length=70)
     request.mm_features = [SimpleNamespace(mm_position=position)]
     scheduler.schedule()
-    assert scheduler._mamba_block_aligned_split(request, 110) == wanted
+    assert scheduler._mamba_block_aligned_split(request, 110) == expected
 
 
 def test_dropped_short_chunk_is_scheduled_without_alignment(vllm_config):

@@ -66,10 +66,10 @@ def test_never_sparse_returns_the_reason(fields, expected):
     assert reason is None if expected is None else expected in reason
 
 
-def test_dense_engine_logs_reason_and_no_sparse_layers(engine, llama, said):
+def test_dense_engine_logs_reason_and_no_sparse_layers(engine, llama, plugin_messages):
     engine({"min_length": 2000})
-    assert "min_length is 2,000 and max_model_len 1,024" in " ".join(said)
-    assert "layers are sparse" not in " ".join(said)
+    assert "min_length is 2,000 and max_model_len 1,024" in " ".join(plugin_messages)
+    assert "layers are sparse" not in " ".join(plugin_messages)
 
 
 def test_vllm_extra_pins_supported_versions():
@@ -197,11 +197,11 @@ def test_dense_request_does_not_share_sparse_prefix_cache(engine, llama):
         answer("maybe")
 
 
-def test_metrics_count_sparse_prompts_and_pairs(engine, said):
+def test_metrics_count_sparse_prompts_and_pairs(engine, plugin_messages):
     ours = engine(SPARSE)
     meter = metrics.METERS[ours.llm_engine.vllm_config.instance_id]
     meter.publish()
-    before, messages = meter.totals(), len(said)
+    before, num_messages = meter.totals(), len(plugin_messages)
     served(ours, [prompt(300, 7), prompt(20, 8), prompt(500, 9)], prompt_too=False)
     meter.publish()
     new = {name: total - before[name] for name, total in meter.totals().items()}
@@ -210,7 +210,7 @@ def test_metrics_count_sparse_prompts_and_pairs(engine, said):
     pairs = 3 * 4 * sum(n * (n + 1) // 2 for n in (300, 500))
     assert 0.1 < new["attended_pairs"] / new["possible_pairs"] < 1
     assert new["possible_pairs"] == pairs
-    assert "2 sparse prompts, density 0." in " ".join(said[messages:])
+    assert "2 sparse prompts, density 0." in " ".join(plugin_messages[num_messages:])
     page = generate_latest(REGISTRY).decode()
     # other engines of this module have published counters too
     totals = Counter()
