@@ -26,7 +26,7 @@ from cab_hf.experiment.log import (
     Log,
     LogError,
     as_json,
-    is_there,
+    file_exists,
     read_file,
     read_log,
     write_atomically,
@@ -268,7 +268,7 @@ def read_provenance(folder: Path) -> Row | None:
         LogError: the file contains something else.
     """
     path = folder / RESULTS
-    if not is_there(path):
+    if not file_exists(path):
         return None
     try:
         made = json.loads(read_file(path))["provenance"]
@@ -283,7 +283,7 @@ def read_provenance(folder: Path) -> Row | None:
 
 def _refuse_files_of_others(out: Path) -> None:
     """Raise an error for result files without samples, which a run must not overwrite."""
-    for name in () if is_there(out / SAMPLES) else (RESULTS, CSV, REPORT, FIGURE):
+    for name in () if file_exists(out / SAMPLES) else (RESULTS, CSV, REPORT, FIGURE):
         if (out / name).exists():
             raise LogError(
                 f"out must be a new folder or the folder of a run, got {out}, which contains "

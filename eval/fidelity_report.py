@@ -9,7 +9,7 @@ from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
-from cab_hf.data.needles import shared
+from cab_hf.data.needles import common_prefix_length
 from cab_hf.data.tasks import TASKS
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.fidelity_settings import OFF, TIME, kind_of
@@ -198,7 +198,7 @@ def _written(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, 
     fields = {"n": len(own), "tokens": len(own[0]["written"])}
     if not pairs:
         return fields
-    alike = [shared(s["written"], base["written"]) for s, base in pairs]
+    alike = [common_prefix_length(s["written"], base["written"]) for s, base in pairs]
     equal = sum(s["written"] == base["written"] for s, base in pairs)
     low, high = wilson(equal, len(pairs))
     fields |= {"pairs": len(pairs), "equal": equal, "low": low, "high": high}

@@ -27,7 +27,7 @@ from cab_hf.eval.experiment import PROG, SAMPLES, Row, run
 from cab_hf.eval.methods import METHODS, Cell, Method, Realised, layers_of, realised_on
 from cab_hf.eval.on_model import OnModel, OnModelSettings
 from cab_hf.eval.speed.timing import in_a_sentence, ran_out
-from cab_hf.experiment.log import Log, as_recorded, is_there, read_log, require_identity
+from cab_hf.experiment.log import Log, as_recorded, file_exists, read_log, require_identity
 from cab_hf.experiment.settings import flag, option, read_settings, require
 
 SHARD_LOG = "samples.shard-{}-of-{}.jsonl"
@@ -189,7 +189,7 @@ class LongRun(OnModel):
         """Return the samples of the run and of all shards; LogError for other runs."""
         identity, path = as_recorded(self.identity()), Path(self.settings.out) / SAMPLES
         samples = []
-        for each in [path, *self._shard_logs()] if is_there(path) else self._shard_logs():
+        for each in [path, *self._shard_logs()] if file_exists(path) else self._shard_logs():
             header, records = read_log(
                 each,
                 key=self.CASE,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from cab_hf.checks import require_finite
-from cab_hf.data.documents import least_tokens
+from cab_hf.data.documents import count_tokens
 from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.methods import Method
 from cab_hf.experiment.markdown import plain
@@ -29,7 +29,7 @@ from cab_hf.experiment.models import (
     load_config,
     load_model,
     load_tokenizer,
-    most_tokens,
+    max_prompt_tokens,
 )
 from cab_hf.experiment.provenance import computing_device
 from cab_hf.experiment.settings import (
@@ -131,7 +131,7 @@ class OnModel(Experiment):
         record, lengths = super().provenance(started), sorted(self.settings.lengths)
         said = []
         for name, sentences in self.running().items():
-            tokens = least_tokens(self.tokenizer, sentences, lengths[-1])
+            tokens = count_tokens(self.tokenizer, sentences, lengths[-1])
             longer = [f"{length:,}" for length in lengths if length > tokens]
             if longer:
                 said.append(
@@ -180,7 +180,7 @@ def require_positions(settings: OnModelSettings, name: str, tokens: int, written
         tokens: tokens of the prompt.
         written: tokens that are generated after it.
     """
-    most = most_tokens(load_config(settings.model, settings.trust_remote_code), written)
+    most = max_prompt_tokens(load_config(settings.model, settings.trust_remote_code), written)
     if most is not None and tokens > most:
         behind = f" minus {written} generated tokens" if written else ""
         raise UsageError(

@@ -23,7 +23,7 @@ from cab_hf.eval import experiment
 from cab_hf.eval.experiment import FIGURE, PROG, RESULTS
 from cab_hf.eval.readme import heading, in_order
 from cab_hf.eval.result_folders import Results, read_results, source
-from cab_hf.experiment.log import is_there, write_atomically, writing
+from cab_hf.experiment.log import file_exists, write_atomically, writing
 from cab_hf.experiment.settings import (
     UsageError,
     first_line,
@@ -82,7 +82,7 @@ def read_all(given: Sequence[Path]) -> list[Results]:
 
 def _folders_in(folder: Path) -> list[Path]:
     """Return ``folder`` itself, or its subfolders if it contains folders and no results."""
-    if is_there(folder / RESULTS) or not folder.is_dir():
+    if file_exists(folder / RESULTS) or not folder.is_dir():
         return [folder]
     return sorted(filter(Path.is_dir, folder.iterdir())) or [folder]
 

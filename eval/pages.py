@@ -34,7 +34,7 @@ from cab_hf.eval.frames import (
 from cab_hf.eval.intervals import wilson
 from cab_hf.eval.report import as_markdown, digits, percent
 from cab_hf.eval.result_folders import Results, all_results, by_default, read_results, source
-from cab_hf.experiment.log import is_there, read_log
+from cab_hf.experiment.log import file_exists, read_log
 from cab_hf.finetune.curve import STEP
 from cab_hf.selection.reference import THRESHOLD_KEYS
 
@@ -557,7 +557,7 @@ def over_runs(rows: DataFrame) -> Series:
 
 def seconds_of_a_step(folder: Path) -> float | None:
     """Return the median step time of a training without its first steps, or None."""
-    if not is_there(folder / TIMED):
+    if not file_exists(folder / TIMED):
         return None
     _, records = read_log(folder / TIMED)
     steps = [each for each in records if each["kind"] == STEP]

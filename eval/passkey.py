@@ -45,7 +45,7 @@ from cab_hf.eval.methods import (
 )
 from cab_hf.eval.on_model import realised_density
 from cab_hf.eval.report import difference, grouped, markdown_table, with_interval
-from cab_hf.experiment.models import greedily
+from cab_hf.experiment.models import greedy_generation
 from cab_hf.experiment.provenance import file_identity
 from cab_hf.experiment.settings import (
     by_device,
@@ -263,7 +263,7 @@ class Passkey(LongRun):
         """Return the model's greedy answer."""
         model = self.model
         ids = torch.tensor([prompt.tokens], device=model.device)
-        with greedily(model, ANSWER_TOKENS) as greedy:
+        with greedy_generation(model, ANSWER_TOKENS) as greedy:
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),

@@ -19,7 +19,7 @@ from cab_hf.eval.experiment import (
     unlike_default,
     without_unset_share,
 )
-from cab_hf.experiment.log import is_there, read_file
+from cab_hf.experiment.log import file_exists, read_file
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Results:
 def read_results(folder: Path) -> Results:
     """Read ``folder``; ValueError if it contains no results of an experiment."""
     path = folder / RESULTS
-    if not is_there(path):
+    if not file_exists(path):
         raise ValueError(f"{folder} has no {RESULTS}. Measure it again or remove the folder.")
     provenance = experiment.read_provenance(folder)
     if "experiment" not in provenance:

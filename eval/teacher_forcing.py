@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.call.scope import reading as reading_prompt
-from cab_hf.data.needles import Span, Tokens, sentence_tokens, shared
+from cab_hf.data.needles import Span, Tokens, common_prefix_length, sentence_tokens
 from cab_hf.eval.haystack import Prompt
 from cab_hf.eval.kv_cache import cache_of, read_on
 
@@ -43,7 +43,7 @@ def answered(tokenizer: Any, prompt: Prompt) -> TeacherForced:
     answers = (prompt.begun, prompt.begun + prompt.key)
     before, complete = (sentence_tokens(tokenizer, answer) for answer in answers)
     # some tokenizers join the last blank and the first digit
-    same = shared(before, complete)
+    same = common_prefix_length(before, complete)
     kept = prompt.tokens[: len(prompt.tokens) - (len(before) - same)]
     return TeacherForced(kept + complete[same:], ((len(kept), len(kept) + len(complete) - same),))
 

@@ -1,9 +1,10 @@
-"""A predictor of one's own: one class, one call, and it runs in any model and any evaluation.
+"""Write a predictor of your own: one class and one call of `cab_hf.register_predictor`.
 
     python examples/own_predictor.py
 
-Keeps what every row is forced to keep (sinks, neighbours) and the key blocks whose values of k are
-largest on average: a crude guess, to show where a better one would stand.
+The predictor selects the key blocks whose keys have the largest mean norm, in addition to the
+blocks that every row keeps (sinks and neighbours). It is a simple example, not a good predictor.
+Registered predictors run in every model and every evaluation.
 """
 
 from __future__ import annotations
@@ -20,27 +21,40 @@ from cab_hf.predictors import LayerContext, Predictor
 
 
 class LoudestBlocks(Predictor):
-    """The loudest key blocks, 1 - ``sparsity`` of a row, whatever the queries ask for."""
+    """A predictor that keeps a share of 1 - ``sparsity`` of each row, for all queries alike."""
 
     def encode_keys(self, k: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Mean norm of the keys of every block, [B, H_kv, M_k]: all that choosing needs of k."""
+        """Return the mean norm of the keys of every block, [B, H_kv, M_k].
+
+        Args:
+            k: keys, [B, H_kv, N, D].
+            valid: bool [B, N], False for padding keys; None without padding.
+        """
         norms = k.float().norm(dim=-1)
         if valid is not None:
             norms = norms * valid.unsqueeze(1)
         return torch.stack([block.mean(-1) for block in norms.split(self.config.key_block, -1)], -1)
 
     def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
+        """Return the plan of one layer.
+
+        Args:
+            q: queries, [B, H, N, D].
+            summary: the result of `encode_keys`, [B, H_kv, M_k].
+            call: the visible keys of every query, and other facts about the layer.
+        """
         config = self.config
         blocks = {"query_block": config.query_block, "key_block": config.key_block}
         visible = block_visibility(call.ranges, **blocks)
+        # bool [B, 1, M_q, M_k], blocks that every row keeps
         forced = reference.forced_blocks(visible, call.ranges, config).unsqueeze(1)
         visible = visible.unsqueeze(1)
-        # [B, H, M_q, M_k]: a query head has the keys of its group
+        # [B, H, M_q, M_k]; the query heads of a group have the same key blocks
         score = summary.repeat_interleave(q.shape[1] // summary.shape[1], dim=1)
         score = score.unsqueeze(2).expand(-1, -1, visible.shape[2], -1)
-        count = reference.share_of_row(visible, 1 - config.sparsity)
-        spare = count - forced.sum(-1, keepdim=True)
-        keep = forced | reference.top_blocks(score, visible & ~forced, spare)
+        num_kept = reference.share_of_row(visible, 1 - config.sparsity)
+        num_selected = num_kept - forced.sum(-1, keepdim=True)
+        keep = forced | reference.top_blocks(score, visible & ~forced, num_selected)
         return BlockPlan.from_dense(keep, call.ranges, **blocks)
 
 
@@ -48,10 +62,17 @@ cab_hf.register_predictor("loudest", LoudestBlocks)
 
 
 def main() -> None:
-    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    """Run a small model with random weights, and print the density of each layer."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+    model_config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(model_config).eval()
     config = CabConfig(predictor="loudest", sparsity=0.8, min_length=0)
     with cab_hf.cab(model, config), torch.no_grad():
         print(cab_hf.describe(model, tokens=2048))

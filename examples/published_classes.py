@@ -1,10 +1,11 @@
-"""The published CAB classes on random q and k with one planted bridge.
+"""Run the published CAB classes on random q and k, in which one pair of blocks has a large logit.
 
     python examples/published_classes.py --out runs/published.png
 
-One late query block and one early key block get a loud token in a common direction, so that nothing
-the row sees weighs more. What to look for: the additive formula keeps that block; Forman curvature
-with the lowest kept leaves it out, since an edge's own weight only raises its curvature.
+One token of a late query block and one token of an early key block have the same direction and a
+large norm. This pair of blocks, the bridge, has the largest logit of its row. The additive formula
+keeps the bridge. Forman curvature, of which the lowest values are kept, drops the bridge, because
+the weight of an edge raises its curvature.
 """
 
 from __future__ import annotations
@@ -23,50 +24,68 @@ from cab_hf.predictors.published import (
     visualize_frc_statistics,
 )
 
-TOKENS, BLOCK, HEADS, HEAD_DIM = 2048, 64, 4, 64
-BRIDGE = (28, 5)  # query block, key block
-LOUDNESS = 12.0
+# number of tokens, N
+TOKENS = 2048
+# tokens per block
+BLOCK = 64
+# number of heads, H
+HEADS = 4
+# channels per head, D
+HEAD_DIM = 64
+# (query block, key block) with the largest logit
+BRIDGE = (28, 5)
+# norm of the two tokens of the bridge; random tokens have a norm of about 8
+BRIDGE_NORM = 12.0
 
 
-def planted_bridge() -> tuple[Tensor, Tensor]:
-    """q and k, [1, H, N, D], with one strong pair of blocks."""
-    q, k = torch.randn(2, 1, HEADS, TOKENS, HEAD_DIM)
+def random_qk_with_bridge() -> tuple[Tensor, Tensor]:
+    """Return random q and k, [1, H, N, D] each, with the bridge."""
+    q, k = torch.randn((2, 1, HEADS, TOKENS, HEAD_DIM))
     direction = torch.nn.functional.normalize(torch.randn(HEAD_DIM), dim=0)
     for x, block in zip((q, k), BRIDGE, strict=True):
-        x[:, :, block * BLOCK + BLOCK // 2] = LOUDNESS * direction
+        x[:, :, block * BLOCK + BLOCK // 2] = BRIDGE_NORM * direction
     return q, k
 
 
 def report(name: str, kept: Tensor) -> None:
-    blocks = kept.shape[-1] * (kept.shape[-1] + 1) // 2 * HEADS
-    share, result = kept.sum().item() / blocks, kept[0, :, BRIDGE[0], BRIDGE[1]].sum().item()
-    print(f"{name:18} keeps {share:.3f} of the blocks, the bridge in {result} of {HEADS} heads")
+    """Print the share of kept blocks, and the number of heads that keep the bridge.
+
+    Args:
+        name: name of the predictor.
+        kept: bool [1, H, M, M], True for kept blocks.
+    """
+    num_causal = kept.shape[-1] * (kept.shape[-1] + 1) // 2 * HEADS
+    share = kept.sum().item() / num_causal
+    num_heads = kept[0, :, BRIDGE[0], BRIDGE[1]].sum().item()
+    print(f"{name:18} keeps {share:.3f} of the blocks, the bridge in {num_heads} of {HEADS} heads")
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Compare the predictors, draw the curvature, and train a layer for one step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/published.png"))
     out = parser.parse_args(arguments).out
     torch.manual_seed(0)
 
-    q, k = planted_bridge()
+    q, k = random_qk_with_bridge()
     for formula in ("forman", "additive"):
         predictor = CoarseCurvaturePredictor(BLOCK, sparsity=0.9, formula=formula)
         kept, diagnostics = predictor(q, k, return_diagnostics=True)
         report(formula, kept)
     report("adaptive additive", AdaptiveCurvaturePredictor(BLOCK, formula="additive")(q, k))
     out.parent.mkdir(parents=True, exist_ok=True)
-    visualize_frc_statistics(*diagnostics, path=out)
+    curvature, affinity, triangles = diagnostics
+    visualize_frc_statistics(curvature, affinity, triangles, path=out)
     print(f"the additive curvature is drawn in {out}")
     for length in (32_768, 1_048_576):
         saving = estimate_flops(length, head_dim=128).saving
         print(f"{length:,} tokens: dense attention has {saving:.1f} times the operations")
 
     layer = CABAttentionLayer(HEADS * HEAD_DIM, HEADS, BLOCK, sparsity=0.9)
-    x = torch.randn(1, TOKENS, HEADS * HEAD_DIM)
-    layer(x).square().mean().backward()
-    norm = sum(p.grad.square().sum() for p in layer.parameters()).sqrt()
-    print(f"one CABAttentionLayer, forward and backward: gradient norm {norm:.3f}")
+    hidden_states = torch.randn(1, TOKENS, HEADS * HEAD_DIM)
+    layer(hidden_states).square().mean().backward()
+    gradient_norm = sum(p.grad.square().sum() for p in layer.parameters()).sqrt()
+    print(f"one CABAttentionLayer, forward and backward: gradient norm {gradient_norm:.3f}")
 
 
 if __name__ == "__main__":

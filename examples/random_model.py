@@ -2,9 +2,9 @@
 
     python examples/random_model.py FOLDER [field=value ...]
 
-The default shape is that of LLaMA-3-8B, with 131,072 positions. Other fields of `LlamaConfig`
-replace it. The tokenizer has one token per byte. Random weights have no meaningful quality, so fix
-the density when you measure:
+The default shape is that of LLaMA-3-8B, with 131,072 positions. Arguments ``field=value`` change
+fields of `LlamaConfig`. The tokenizer has one token per byte. Random weights have no meaningful
+attention, so fix the density when you measure:
 
     python -m cab_hf.eval quickcheck --model FOLDER --kl 0 \
         --cab mass_threshold=1e-6 --cab max_density=0.1
@@ -35,6 +35,12 @@ LLAMA_3_8B = {
 
 
 def main(folder, *assignments):
+    """Write the model and its tokenizer.
+
+    Args:
+        folder: the folder to write.
+        assignments: words ``field=value`` with fields of `LlamaConfig`.
+    """
     config = LlamaConfig(**{**LLAMA_3_8B, **dict(map(parse_assignment, assignments))})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)

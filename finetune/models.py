@@ -123,7 +123,7 @@ def stretch_positions(
             rotary positions.
     """
     if rope is None:
-        reach = run_models.most_tokens(config)
+        reach = run_models.max_prompt_tokens(config)
         most = f"at most {reach} for model {name!r} without rope (one of {', '.join(ROPES)})"
         require(None in (length, reach) or length <= reach, "length", length, most)
         return

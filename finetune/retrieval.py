@@ -22,9 +22,9 @@ from cab_hf.data.needles import (
     Span,
     Tokens,
     around_text,
+    cut_to_length,
     draw_keys,
     endless,
-    fitted,
     instruction,
     leading_tokens,
     sentence_tokens,
@@ -182,7 +182,7 @@ def _asked_at_the_end(
             f"{length - num_free} tokens, got {length}. Give a larger length."
         )
     text = endless(sentences, rng, drawn_keys if kind == "distractors" else None)
-    pieces = fitted((sentence_tokens(tokenizer, sentence) for sentence in text), num_free)
+    pieces = cut_to_length((sentence_tokens(tokenizer, sentence) for sentence in text), num_free)
     borders = [rng.randrange(len(pieces) + 1) for _ in statements]
     tokens, needles = with_statements(head, pieces, statements, borders)
     ranges = (span_of(tokenizer, after, key.digits) for key in drawn_keys)

@@ -200,7 +200,7 @@ class Run:
         # log would become this run's
         log = self.out / LOG
         empty = log.is_file() and b"\n" not in log.read_bytes()
-        if logs.is_there(log) and not empty:
+        if logs.file_exists(log) and not empty:
             with self._log():
                 pass
         shared, own_state = self.checkpoints.load(newest)

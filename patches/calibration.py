@@ -1,4 +1,4 @@
-"""`calibrate`: find a threshold or a cascade for a loaded model by dense passes over documents."""
+"""`calibrate`: fit a threshold or a cascade to a loaded model by dense passes over documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from cab_hf.calibration import anchors as of_anchors
+from cab_hf.calibration import anchors as anchor_calibration
 from cab_hf.calibration.anchors import Coverage, LayerMeasurement, Needles
 from cab_hf.calibration.density import densities, fit_threshold, require_target
 from cab_hf.call.call import Call
@@ -31,12 +31,19 @@ from cab_hf.patches.watching import watched
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext
 
+# defaults of `calibrate`
 TARGET_DENSITY = 0.25
 LENGTH = 8192
 DOCUMENTS = 3
-KEYS = 12  # named keys hidden in a document, and repeated in it
-COPIES, PASSAGE = 4, 128  # passages that a document contains twice, and their tokens
-RECOGNISED = 16  # tokens of a copy after which every 8th token should be predicted
+# named keys that a document states and repeats
+KEYS = 12
+# passages that a document contains twice
+COPIES = 4
+# tokens per passage
+PASSAGE = 128
+# tokens at the start of a copy that a model needs to recognise the passage
+RECOGNISED = 16
+# one of this many tokens of a copy has a needle, after the first `RECOGNISED` tokens
 EVERY = 8
 
 
@@ -52,109 +59,147 @@ def calibrate(
     documents: int = DOCUMENTS,
     seed: int = 0,
 ) -> CabConfig:
-    """Find the ``mass_threshold`` at which ``model`` has a density, and apply it to the model.
+    """Fit ``mass_threshold`` to a target density of ``model``, and apply the result to ``model``.
 
-    The model computes ``documents`` documents once, with dense attention and in eval mode. The
-    documents contain hidden keys and copied passages. For each layer, the density is computed for
-    many thresholds (`cab_hf.calibration.density`). Nothing is trained.
+    The model computes every document once, with dense attention and in eval mode. The documents
+    contain hidden keys and copied passages. `cab_hf.calibration.density` computes the density of
+    each layer for many thresholds. No weights are trained.
 
-    With ``anchors``, the function also finds a cascade: anchor layers select blocks, and the layers
+    With ``anchors``, `calibrate` also finds a cascade: anchor layers select blocks, and the layers
     after an anchor reuse its blocks (`cab_hf.calibration.anchors`).
 
     Args:
         model: a causal language model of transformers.
         tokenizer: its tokenizer.
-        texts: one text or a list of texts in which keys are hidden. Use texts like your prompts. By
-            default the reference pages that come with Python.
+        texts: one text or a list of texts, into which keys are inserted. Use texts like your
+            prompts. None means the reference pages of Python.
         target_density: mean density of the sparse layers at ``length`` tokens, in (0, 1]. Density
             is attended (query, key) pairs divided by causal pairs.
         config: a `CabConfig`, a dict of its fields or the path of a file that `CabConfig.save`
-            wrote; by default the config of the model. All its fields stay, except
+            wrote. None means the config of the model. All fields stay as they are, except
             ``mass_threshold``, ``origin``, and with ``anchors`` the fields of the cascade.
-        anchors: number of anchor layers to find. By default ``config`` decides: every layer
-            selects blocks, or the anchors of ``config`` do.
-        length: tokens per document; by default 8,192, or the number of positions of the model if
-            that is smaller.
+        anchors: number of anchor layers to find. None means the predictor of ``config``, in which
+            every layer or the anchors of ``config`` select blocks.
+        length: tokens per document. None means 8,192, or the number of positions of the model if
+            that number is smaller.
         documents: number of documents.
         seed: seed of the hidden keys and copied passages.
 
     Returns:
         The config with the fitted ``mass_threshold`` or cascade, and the model and length in
-        ``origin``. The model uses this config from now on, as after `apply_cab`; `remove_cab`
+        ``origin``. The model has this config afterwards, as after `apply_cab`; `remove_cab`
         restores the former settings. `CabConfig.save` writes the config to a file.
 
     Raises:
-        ValueError: an argument is invalid; the message names it. ``target_density`` must be between
-            the density of the blocks that are always kept and the density that ``max_density``
-            allows. ``length`` must have space for the hidden keys and fit the positions of the
-            model. The model must have a sparse layer and finite outputs. With ``anchors``, all
-            layers must have the same numbers of heads.
+        ValueError: an argument is invalid; the message names the argument. ``target_density`` must
+            be between the density of the blocks that are always kept and the density that
+            ``max_density`` allows. ``length`` must have space for the hidden keys and must not
+            exceed the positions of the model. The model must have a sparse layer and finite
+            outputs. With ``anchors``, all layers must have the same numbers of heads.
     """
-    accepted = is_share(target_density) and target_density > 0
-    require(accepted, "target_density", target_density, "in (0, 1]")
+    _require_numbers(
+        target_density=target_density,
+        anchors=anchors,
+        length=length,
+        documents=documents,
+        seed=seed,
+    )
+    text_config = transformers_model(model).config.get_text_config()
+    require(callable(tokenizer), "tokenizer", tokenizer, "the tokenizer of the model")
+    config = cab_config_of(text_config) if config is None else config_of(config)
+    require_layers(config, text_config)
+    max_length = positions(text_config)
+    length = length or min(LENGTH, max_length or LENGTH)
+    accepted = f"at most {max_length}, the number of positions of the model"
+    require(max_length is None or length <= max_length, "length", length, accepted)
+    measured_documents = _documents(tokenizer, texts, length, count=documents, seed=seed)
+    largest_token = max(max(tokens) for tokens, _ in measured_documents)
+    _require_in_vocabulary(largest_token, number(text_config, "vocab_size"))
+    require_target(config, target_density, length)
+    # an upper bound, because some layers show only in a call that they cannot be sparse
+    num_sparse = sum(
+        layer not in config.dense_layers and window(module) is None
+        for layer, module in attention_layers(model)
+    )
+    if anchors is not None and num_sparse:
+        anchor_calibration.require_anchors(anchors, num_sparse)
+    with tqdm(desc="calibrate", total=documents * num_sparse, unit="layer") as bar:
+        fit = partial(
+            _fit_threshold,
+            model,
+            measured_documents,
+            target=target_density,
+            layer_done=bar.update,
+        )
+        if anchors is None:
+            result = fit(config)
+        else:
+            measured = [
+                kept_of(model, tokens, needles, config=config, layer_done=bar.update)
+                for tokens, needles in measured_documents
+            ]
+            result = anchor_calibration.fit_cascade(
+                config,
+                anchor_calibration.mean_coverage([kept for _, kept in measured]),
+                layers=measured[0][0],
+                num_layers=text_config.num_hidden_layers,
+                num_anchors=anchors,
+                target=target_density,
+            )
+            if result.mass_threshold == anchor_calibration.THRESHOLDS[-1]:
+                # the lowest threshold at which anchors are compared may still be too high
+                bar.total += documents * num_sparse
+                result = fit(result)
+    result = dataclasses.replace(result, origin=origin_of(text_config, length))
+    apply_cab(model, result)
+    return result
+
+
+def _require_numbers(
+    *,
+    target_density: float,
+    anchors: int | None,
+    length: int | None,
+    documents: int,
+    seed: int,
+) -> None:
+    """Raise a ValueError for a number that is invalid as an argument of `calibrate`."""
+    is_density = is_share(target_density) and target_density > 0
+    require(is_density, "target_density", target_density, "in (0, 1]")
     for name, count in (("documents", documents), ("anchors", anchors), ("length", length)):
         is_left_out = count is None and name != "documents"
         require(is_left_out or is_whole(count), name, count, "a whole number >= 1")
     is_seed = isinstance(seed, int) and not isinstance(seed, bool)
     require(is_seed, "seed", seed, "a whole number")
-    text = transformers_model(model).config.get_text_config()
-    require(callable(tokenizer), "tokenizer", tokenizer, "the tokenizer of the model")
-    config = cab_config_of(text) if config is None else config_of(config)
-    require_layers(config, text)
-    most = positions(text)
-    length = length or min(LENGTH, most or LENGTH)
-    reached = f"at most {most}, the number of positions of the model"
-    require(most is None or length <= most, "length", length, reached)
-    read = _documents(tokenizer, texts, length, documents, seed)
-    _require_known(max(max(tokens) for tokens, _ in read), number(text, "vocab_size"))
-    require_target(config, target_density, length)
-    # as far as layers are known before they are called
-    sparse = sum(
-        layer not in config.dense_layers and window(module) is None
-        for layer, module in attention_layers(model)
-    )
-    if anchors is not None and sparse:
-        of_anchors.require_anchors(anchors, sparse)
-    with tqdm(desc="calibrate", total=documents * sparse, unit="layer") as bar:
-        if anchors is None:
-            chosen = _fitted(model, read, config, target_density, bar.update)
-        else:
-            measured = [
-                kept_of(model, tokens, needles, config=config, layer_done=bar.update)
-                for tokens, needles in read
-            ]
-            chosen = of_anchors.fit_cascade(
-                config,
-                of_anchors.mean_coverage([kept for _, kept in measured]),
-                layers=measured[0][0],
-                num_layers=text.num_hidden_layers,
-                num_anchors=anchors,
-                target=target_density,
-            )
-            if chosen.mass_threshold == of_anchors.THRESHOLDS[-1]:
-                # the target may need a lower threshold than anchors are compared at
-                bar.total += documents * sparse
-                chosen = _fitted(model, read, chosen, target_density, bar.update)
-    chosen = dataclasses.replace(chosen, origin=origin_of(text, length))
-    apply_cab(model, chosen)
-    return chosen
 
 
-def _fitted(
+def _fit_threshold(
     model: PreTrainedModel,
-    read: Sequence[tuple[Tokens, Needles]],
+    measured_documents: Sequence[tuple[Tokens, Needles]],
     config: CabConfig,
+    *,
     target: float,
     layer_done: Callable[[], Any],
 ) -> CabConfig:
-    """Return ``config`` with the threshold at which the mean density is ``target``."""
+    """Return ``config`` with the threshold at which the mean density is ``target``.
+
+    Args:
+        model: the model.
+        measured_documents: the documents, as in `_documents`.
+        config: settings of the model.
+        target: target density.
+        layer_done: function that is called after each layer.
+    """
     measure = partial(densities, config=config)
-    spent = [_layer_by_layer(model, x, config, measure, layer_done) for x, _ in read]
-    return fit_threshold(config, spent, target)
+    layer_densities = [
+        _layer_by_layer(model, tokens, config, measure=measure, layer_done=layer_done)
+        for tokens, _ in measured_documents
+    ]
+    return fit_threshold(config, layer_densities, target)
 
 
-def _require_known(token: int, vocabulary: int | None) -> None:
-    """Raise an error if a token is outside the vocabulary, which would crash a GPU kernel."""
+def _require_in_vocabulary(token: int, vocabulary: int | None) -> None:
+    """Raise a ValueError if a token is outside the vocabulary, which would crash a GPU kernel."""
     if vocabulary is not None and token >= vocabulary:
         raise ValueError(
             f"tokenizer must produce tokens below {vocabulary}, the vocabulary of the model, got "
@@ -163,21 +208,29 @@ def _require_known(token: int, vocabulary: int | None) -> None:
 
 
 def _documents(
-    tokenizer: Any, texts: str | Sequence[str] | None, length: int, count: int, seed: int
+    tokenizer: Any, texts: str | Sequence[str] | None, length: int, *, count: int, seed: int
 ) -> list[tuple[Tokens, Needles]]:
-    """Return ``count`` documents that contain ``texts``, each as `sought` returns it."""
+    """Build ``count`` documents from sentences of ``texts``; arguments as in `calibrate`.
+
+    Returns:
+        (tokens, needles) of each document, as in `with_needles`.
+    """
     texts = [built_in_text()] if texts is None else [texts] if isinstance(texts, str) else texts
-    some = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
+    are_texts = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
     accepted = "a text or a list of texts that contain words"
-    require(some and any(text.strip() for text in texts), "texts", texts, accepted)
+    require(are_texts and any(text.strip() for text in texts), "texts", texts, accepted)
     sentences = split_sentences("\n\n".join(texts))
     try:
         return [
-            sought(recall_document(tokenizer, sentences, length, KEYS, index, seed))
+            with_needles(
+                recall_document(
+                    tokenizer, sentences, length=length, keys=KEYS, index=index, seed=seed
+                )
+            )
             for index in range(count)
         ]
     except ValueError as error:
-        # the caller cannot change the number of keys
+        # the original message recommends fewer keys, which the user cannot change
         raise ValueError(
             f"length must have room for {KEYS} hidden keys per document, got {length}. Pass a "
             "larger length, or texts with shorter sentences."
@@ -189,12 +242,23 @@ def _layer_by_layer(
     model: PreTrainedModel,
     tokens: Tokens,
     config: CabConfig,
+    *,
     measure: Callable[[Tensor, Tensor, LayerContext], Any],
     layer_done: Callable[[], Any],
 ) -> dict[int, Any]:
-    """Apply ``measure`` to q and k of each layer that can be sparse, in one dense pass.
+    """Measure every layer that can be sparse in one dense pass over a document.
 
-    Layers with a sliding window are left out.
+    Layers with a sliding window and layers in ``dense_layers`` are left out.
+
+    Args:
+        model: the model.
+        tokens: tokens of the document, N.
+        config: settings of the model.
+        measure: function of q [1, H, N, D], k [1, H_kv, N, D] and the context of the layer.
+        layer_done: function that is called after each layer.
+
+    Returns:
+        Results of ``measure`` by index of the layer.
     """
     result: dict[int, Any] = {}
 
@@ -209,7 +273,7 @@ def _layer_by_layer(
             raise ValueError(
                 "model must have one attention module per layer, got "
                 f"{type(call.layer).__name__}, which serves several layers. Set mass_threshold "
-                "yourself instead of calibrating."
+                "instead of calibrating the model."
             )
         if layer in config.dense_layers:
             return
@@ -223,22 +287,27 @@ def _layer_by_layer(
     return result
 
 
-def sought(document: Document) -> tuple[Tokens, Needles]:
-    """Return the tokens of a document with copied passages, and the needles of its queries."""
+def with_needles(document: Document) -> tuple[Tokens, Needles]:
+    """Copy passages inside a document, and list the tokens that queries need for predictions.
+
+    Returns:
+        (tokens, needles). The needle of a token before a digit of a repeated key is the statement
+        of the key. The needle of a token in a copy is the same token of the passage, and the next.
+    """
     document, copies = with_copies(document, COPIES, PASSAGE)
-    looking = [
-        (query, *needle)
-        for needle, (start, end) in zip(document.needles, document.answers, strict=True)
-        # the token before predicts a digit
+    # (query, first token of its needle, token after its needle)
+    rows = [
+        (query, first, last)
+        for (first, last), (start, end) in zip(document.needles, document.answers, strict=True)
+        # a token predicts the digit after it
         for query in range(start - 1, end - 1)
     ]
-    looking += [
-        # the token that followed the first time
-        (target + at, source + at, source + at + 2)
+    rows += [
+        (target + offset, source + offset, source + offset + 2)
         for source, target in copies
-        for at in range(RECOGNISED, PASSAGE - 1, EVERY)
+        for offset in range(RECOGNISED, PASSAGE - 1, EVERY)
     ]
-    return document.tokens, Needles(*torch.tensor(looking).unbind(1))
+    return document.tokens, Needles(*torch.tensor(rows).unbind(1))
 
 
 def kept_of(
@@ -248,9 +317,18 @@ def kept_of(
     config: CabConfig,
     layer_done: Callable[[], Any],
 ) -> tuple[list[int], list[Coverage]]:
-    """Return the layers that can attend sparsely, and the mass that each layer's blocks keep.
+    """Measure how much attention mass of each layer the blocks of other layers contain.
 
-    The mass is measured for every layer and every threshold of `THRESHOLDS`.
+    Args:
+        model: the model.
+        tokens: tokens of a document.
+        needles: needles of the document's queries.
+        config: settings of the model.
+        layer_done: function that is called after each layer.
+
+    Returns:
+        (layers, kept): indices of the layers that can be sparse, and the `Coverage` at each of
+        `cab_hf.calibration.anchors.THRESHOLDS`.
 
     Raises:
         ValueError: the layers of the model differ in their heads, or have no index.
@@ -259,35 +337,43 @@ def kept_of(
 
     def measure(q: Tensor, k: Tensor, call: LayerContext) -> list[LayerMeasurement]:
         heads.add((q.shape[1], k.shape[1]))
-        here = Needles(*(x.to(q.device) for x in needles))
-        return of_anchors.measure_layer(q, k, call, config, here)
+        device_needles = Needles(*(x.to(q.device) for x in needles))
+        return anchor_calibration.measure_layer(q, k, call, config, device_needles)
 
-    with _changes(model) as importance:
-        views = _layer_by_layer(model, tokens, config, measure, layer_done)
+    with _input_changes(model) as importance:
+        views = _layer_by_layer(model, tokens, config, measure=measure, layer_done=layer_done)
     if not views:
         raise ValueError(
             "anchors must be left out for a model without sparse layers. None of the layers "
             "attends sparsely, so none can be an anchor."
         )
     if len(heads) > 1:
-        text = ", ".join(f"{q} query heads over {k} KV heads" for q, k in sorted(heads))
+        listing = ", ".join(f"{q} query heads over {k} KV heads" for q, k in sorted(heads))
         raise ValueError(
             "anchors must be left out for a model whose layers differ in their heads, got layers "
-            f"with {text}. Calibrate without anchors."
+            f"with {listing}. Calibrate without anchors."
         )
     layers = sorted(views)
     weights = [importance[layer] for layer in layers]
-    by_threshold = zip(*(views[layer] for layer in layers), strict=True)
-    return layers, [of_anchors.coverage_of_layers(some, weights) for some in by_threshold]
+    layers_by_threshold = zip(*(views[layer] for layer in layers), strict=True)
+    return layers, [
+        anchor_calibration.coverage_of_layers(measurements, weights)
+        for measurements in layers_by_threshold
+    ]
 
 
 @contextmanager
-def _changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
-    """Return how much each layer changes its input: 1 - cosine, averaged over tokens, by index."""
+def _input_changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
+    """Measure how much each decoder layer changes its input inside a ``with`` block.
+
+    Yields:
+        A dict that the block fills: 1 - mean over tokens of the cosine similarity of input and
+        output, by index of the layer.
+    """
     result: dict[int, float] = {}
     names = {id(module): name for name, module in model.named_modules()}
 
-    def note(index: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def record(index: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         before = args[0] if args else kwargs["hidden_states"]
         after = output[0] if isinstance(output, tuple) else output
         cosine = F.cosine_similarity(before.float(), after.float(), dim=-1)
@@ -295,11 +381,11 @@ def _changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
 
     with ExitStack() as hooks:
         for index, module in attention_layers(model):
-            around = names[id(module)].rpartition(".")[0]
-            # for a layer that attends twice, in a list
-            while isinstance(model.get_submodule(around), nn.ModuleList):
-                around = around.rpartition(".")[0]
-            hook = partial(note, index)
-            layer = model.get_submodule(around)
+            parent = names[id(module)].rpartition(".")[0]
+            # a decoder layer with two attention modules has them in a list
+            while isinstance(model.get_submodule(parent), nn.ModuleList):
+                parent = parent.rpartition(".")[0]
+            hook = partial(record, index)
+            layer = model.get_submodule(parent)
             hooks.enter_context(layer.register_forward_hook(hook, with_kwargs=True))
         yield result

@@ -1,4 +1,4 @@
-"""`describe` and `stats`: the attention kernels and the measured density of every layer."""
+"""`describe` and `stats`: how every layer computes attention, and its measured density."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def describe(
         training: True if gradients are computed; by default ``model.training``.
 
     Returns:
-        Lines of text: the settings, consecutive layers that behave alike, decoding (not for
-        "cab_dense") and continuous batching. Another line names the GPU if CAB was not measured on
-        this kind of GPU. Layers that will raise an error are called "refused".
+        Lines of text: the settings, a line for consecutive layers with the same computation, a line
+        for decoding (not for "cab_dense") and a line for continuous batching. Another line names
+        the GPU if CAB was not measured on this kind of GPU. A layer that will raise an error has
+        the word "refused".
 
     Raises:
         ValueError: ``tokens`` is below 1, ``cab_config`` is invalid, or ``model`` is not a model.
@@ -51,74 +52,86 @@ def describe(
     require(tokens is None or is_whole(tokens), "tokens", tokens, "a whole number >= 1, or None")
     is_switch = training is None or isinstance(training, bool)
     require(is_switch, "training", training, "True, False or None")
-    text = model.config.get_text_config()
-    name = text._attn_implementation
+    text_config = model.config.get_text_config()
+    name = text_config._attn_implementation
     if name not in NAMES:
         return f"attn_implementation is {name!r}, so cab_hf computes no layer."
-    config = cab_config_of(text)
-    tokens = tokens or getattr(text, "max_position_embeddings", None) or config.min_length
+    config = cab_config_of(text_config)
+    tokens = tokens or getattr(text_config, "max_position_embeddings", None) or config.min_length
     training = model.training if training is None else training
-    sparse, origin = name in SPARSE, config.origin
-    head, calibrated = "cab_dense: exact attention", ""
-    if sparse:
-        blocks = f"blocks {config.query_block} x {config.key_block}"
-        head = f"{name}: predictor {config.predictor}{_budget(config)}, {blocks}"
-    if sparse and origin is not None:
-        calibrated = f" (calibrated for {origin.model} at {origin.length:,} tokens)"
-    lines = [f"{head}; a prompt of {tokens} tokens{calibrated}:"]
-    if sparse:
+    is_sparse = name in SPARSE
+    lines = [_settings_line(name, config, tokens)]
+    if is_sparse:
         lines += _gpu(next(model.parameters()).device, model.dtype)
     layers = [
-        (_sentence(module, config, model.dtype, tokens, training, sparse), index)
-        for index, module in attention_layers(model)
+        (_layer(module, config, model.dtype, tokens=tokens, training=training, sparse=is_sparse), i)
+        for i, module in attention_layers(model)
     ]
     if not layers:
         lines.append("  no layer is known to attend causally, and layers that do not are refused.")
-    for sentence, run in groupby(layers, key=itemgetter(0)):
-        first, *others = [index for _, index in run]
-        of = f"layers {first}-{others[-1]}" if others else f"layer {first}"
+    for description, equal_layers in groupby(layers, key=itemgetter(0)):
+        first, *others = [index for _, index in equal_layers]
+        subject = f"layers {first}-{others[-1]}" if others else f"layer {first}"
         if first is None:
-            of = "layers that occur several times"
-        lines.append(f"  {of}: {sentence}")
-    if sparse and layers:
+            subject = "layers that occur several times"
+        lines.append(f"  {subject}: {description}")
+    if is_sparse and layers:
         lines.append(f"  decode: {_decode(model, config)}")
     if layers:
         reason = unbatchable_reason(model)
-        how = f"refused, {reason}" if reason else "each sequence by itself, decode dense"
-        lines.append(f"  generate_batch: {how}")
+        batching = f"refused, {reason}" if reason else "each sequence by itself, decode dense"
+        lines.append(f"  generate_batch: {batching}")
     return "\n".join(lines)
 
 
+def _settings_line(name: str, config: CabConfig, tokens: int) -> str:
+    """Describe the attention implementation ``name``, its settings and the prompt."""
+    if name not in SPARSE:
+        return f"cab_dense: exact attention; a prompt of {tokens} tokens:"
+    blocks = f"blocks {config.query_block} x {config.key_block}"
+    origin = config.origin
+    calibrated = ""
+    if origin is not None:
+        calibrated = f" (calibrated for {origin.model} at {origin.length:,} tokens)"
+    settings = f"{name}: predictor {config.predictor}{_budget(config)}, {blocks}"
+    return f"{settings}; a prompt of {tokens} tokens{calibrated}:"
+
+
 def _gpu(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Return a line for a GPU of another generation than Hopper, or no line."""
+    """Return one line for a GPU on which CAB was not measured, else an empty list.
+
+    Args:
+        device: device of the model.
+        dtype: dtype of the model.
+    """
     version = capability.capability(device)
     if version[0] == capability.HOPPER or (device.type != "cuda" and capability.NAMED is None):
         return []
     major, minor = version
     name = "not by NVIDIA" if version == capability.NONE else f"compute capability {major}.{minor}"
-    named = "" if capability.NAMED is None else f", as {capability.VARIABLE} says"
-    small = version >= capability.FP8 and dtype != torch.float32
-    scores = "8 bits" if small else str(dtype).removeprefix("torch.")
-    return [f"  GPU: {name}{named}; keys scored in {scores}; nothing was measured on one"]
+    source = "" if capability.NAMED is None else f", as {capability.VARIABLE} says"
+    has_8_bit_scores = version >= capability.FP8 and dtype != torch.float32
+    scores = "8 bits" if has_8_bit_scores else str(dtype).removeprefix("torch.")
+    return [f"  GPU: {name}{source}; keys scored in {scores}; nothing was measured on one"]
 
 
 def _budget(config: CabConfig) -> str:
-    """Describe which blocks the predictor selects; nothing for predictors of other packages."""
+    """Describe how the predictor selects blocks; return "" for predictors of other packages."""
     if config.predictor == FRC:
         return f" ({config.curvature}: sparsity {config.sparsity})"
     if config.predictor not in CAB:
         return ""
-    scored = f"{config.outlier_queries} outlier queries and {num_typical_queries(config)} typical"
+    samples = f"{config.outlier_queries} outlier queries and {num_typical_queries(config)} typical"
     stride = config.typical_key_stride
-    scored += f" queries on every {stride}th key" if stride > 3 else " queries"
-    scored += {2: " on every 2nd key"}.get(stride, "")
-    kept = f"mass_threshold {config.mass_threshold}, share_threshold {config.share_threshold}"
+    samples += f" queries on every {stride}th key" if stride > 3 else " queries"
+    samples += {2: " on every 2nd key"}.get(stride, "")
+    limits = f"mass_threshold {config.mass_threshold}, share_threshold {config.share_threshold}"
     anchors = f"{len(config.anchors)} anchors, " if config.predictor == "cascade" else ""
-    return f" ({anchors}{scored}, {kept})"
+    return f" ({anchors}{samples}, {limits})"
 
 
-def _chosen(config: CabConfig, module: nn.Module) -> str:
-    """Describe where a layer of a cascade gets its blocks."""
+def _anchor(config: CabConfig, module: nn.Module) -> str:
+    """Describe which layer of a cascade selects the blocks of a layer; "" without a cascade."""
     layer = getattr(module, "layer_idx", None)
     if config.predictor != "cascade" or layer is None:
         return ""
@@ -129,13 +142,15 @@ def _chosen(config: CabConfig, module: nn.Module) -> str:
 
 
 def _decode(model: PreTrainedModel, config: CabConfig) -> str:
-    """Describe the keys that a decode step reads, and the size of the index."""
+    """Describe the keys that a decode step reads, and the size of the index of keys."""
     if not config.sparse_decode:
         return "dense"
-    least, tokens = decode_from(config), config.decode_tokens
-    if least is None:
+    min_tokens, tokens = decode_from(config), config.decode_tokens
+    if min_tokens is None:
         return f"dense, decode_tokens {tokens} is too large a share of the keys to save time"
-    layers, whys = list(attention_layers(model)), {}
+    layers = list(attention_layers(model))
+    # a dict without values, as an ordered set
+    dense_reasons: dict[str, None] = {}
     refused = next(filter(None, (unsupported_reason(module) for _, module in layers)), None)
     if refused is not None:
         return f"refused, {refused}"
@@ -144,26 +159,27 @@ def _decode(model: PreTrainedModel, config: CabConfig) -> str:
     except AttributeError:
         # the config does not contain the number of layers
         return "dense, transformers makes no cache for this model"
-    cache = index = 0
+    # bytes per token and KV head, summed over layers
+    cache_bytes = index_bytes = 0
     for layer, module in layers:
         dim = head_dim(module)
-        # only the shape matters: nothing is computed
+        # on the meta device, because only the shape of the index is needed
         key = torch.empty(1, 1, 1, dim, dtype=model.dtype, device="meta")
-        cache += (dim + getattr(module, "v_head_dim", dim)) * key.element_size()
-        why = why_no_selection(module, config)
-        if why is None and not has_index(indexed_cache, layer):
-            why = "their cache layers cannot have an index"
-        if why is None:
-            index += index_keys(key, slow_channels(module, dim)).nbytes
+        cache_bytes += (dim + getattr(module, "v_head_dim", dim)) * key.element_size()
+        reason = why_no_selection(module, config)
+        if reason is None and not has_index(indexed_cache, layer):
+            reason = "their cache layers cannot have an index"
+        if reason is None:
+            index_bytes += index_keys(key, slow_channels(module, dim)).nbytes
         else:
-            whys[why] = None
-    if not index:
-        return f"dense, no layer selects keys ({'; '.join(whys)})"
+            dense_reasons[reason] = None
+    if not index_bytes:
+        return f"dense, no layer selects keys ({'; '.join(dense_reasons)})"
     keys = f"{tokens} keys" if isinstance(tokens, int) else f"{tokens} of the keys"
     return (
-        f"sparse, {keys} per KV head, from {least} tokens on, if the cache has an index of "
-        f"{index / cache:.3f} of its bytes (generate() makes one, index_cache(model, cache) adds "
-        "one); dense with any other cache"
+        f"sparse, {keys} per KV head, from {min_tokens} tokens on, if the cache has an index of "
+        f"{index_bytes / cache_bytes:.3f} of its bytes (generate() makes one, index_cache(model, "
+        "cache) adds one); dense with any other cache"
     )
 
 
@@ -171,8 +187,8 @@ def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
     """Return the measured density of every layer over all sparse calls since the last reset.
 
     Density is attended (query, key) pairs divided by causal pairs, including blocks that training
-    samples. Dense calls, decode steps and calls inside ``torch.compile`` do not count. Reading the
-    counts is a device sync.
+    samples. Dense calls, decode steps and calls inside ``torch.compile`` do not count. `stats`
+    synchronises with the device.
 
     Args:
         model: a model of transformers, or a PEFT model around one.
@@ -188,43 +204,57 @@ def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
     rows = []
     for index, module in attention_layers(transformers_model(model)):
         pairs = attended.pop(module, None) if reset else attended.get(module)
-        seen, causal = (0, 0) if pairs is None else pairs.tolist()
-        density = None if pairs is None else seen / max(1, causal)
+        num_attended, num_causal = (0, 0) if pairs is None else pairs.tolist()
+        density = None if pairs is None else num_attended / max(1, num_causal)
         rows.append({"layer": index, "density": density})
     return rows
 
 
-def _sentence(
+def _layer(
     module: nn.Module,
     config: CabConfig,
     dtype: torch.dtype,
+    *,
     tokens: int,
     training: bool,
     sparse: bool,
 ) -> str:
+    """Describe how an attention layer computes a prompt.
+
+    Args:
+        module: the attention layer.
+        config: the settings.
+        dtype: dtype of q, k and v.
+        tokens: tokens of the prompt.
+        training: True if gradients are computed.
+        sparse: True for "cab" and "cab_frc", False for "cab_dense".
+    """
     reason = unsupported_reason(module)
     if reason is not None:
         return f"refused, {reason}"
-    device = next(module.parameters()).device.type
     work = Workload(
-        device,
-        head_dim(module),
-        dtype,
-        training,
+        device=next(module.parameters()).device.type,
+        head_dim=head_dim(module),
+        dtype=dtype,
+        training=training,
         query_block=config.query_block,
         key_block=config.key_block,
         sinks=getattr(module, "sinks", None) is not None,
         softcap=softcap(module) is not None,
     )
-    prompt = MaskInfo(1, tokens, tokens, 0, window=window(module))
+    prompt = MaskInfo(batch=1, q_length=tokens, kv_length=tokens, q_offset=0, window=window(module))
     chosen = route(prompt, config, work, sparse=sparse, layer=module)
     if chosen.method == "sparse":
-        text = f"sparse, engine {chosen.engine.label(work)}{_chosen(config, module)}"
+        description = f"sparse, engine {chosen.engine.label(work)}{_anchor(config, module)}"
         if training and config.sampled_one_in:
-            text += f", 1 in {config.sampled_one_in} of the other blocks sampled"
+            description += f", 1 in {config.sampled_one_in} of the other blocks sampled"
     else:
-        # the engine is named if it is not the usual one
-        how = [] if chosen.reason and chosen.engine is SDPA else [chosen.engine.name]
-        text = ", ".join(["dense", *([chosen.reason] if chosen.reason else []), *how])
-    causal = getattr(module, "is_causal", True)
-    return text if causal else f"{text}; refused unless its model calls it causal"
+        parts = ["dense"]
+        if chosen.reason:
+            parts.append(chosen.reason)
+        # SDPA is the usual kernel of a layer that is dense for a reason
+        if not chosen.reason or chosen.engine is not SDPA:
+            parts.append(chosen.engine.name)
+        description = ", ".join(parts)
+    is_causal = getattr(module, "is_causal", True)
+    return description if is_causal else f"{description}; refused unless its model calls it causal"

@@ -24,12 +24,14 @@ from cab_hf.route import route
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# panels per row of a figure
 COLUMNS = 4
-INCHES = 3.5  # inches per panel
+# width and height of a panel in inches
+PANEL_INCHES = 3.5
 
 
-class _Chosen(Exception):
-    """An exception that ends a forward pass after the drawn layer."""
+class _PlanFound(Exception):
+    """An exception that ends a forward pass as soon as the plan of the drawn layer is known."""
 
 
 def plot_plan(
@@ -62,26 +64,30 @@ def plot_plan(
         raise ImportError(
             "matplotlib is not installed, and plot_plan needs it. Run `pip install matplotlib`."
         ) from error
-    plan, of_query_heads = _plan_of(model, input_ids, layer)
+    plan, num_heads = _plan_of(model, input_ids, layer)
     if heads is None:
-        panels = {f"layer {layer}, {of_query_heads} heads": plan}
+        panels = {f"layer {layer}, {num_heads} heads": plan}
     else:
-        shared = plan.shared_by(of_query_heads)
+        # number of query heads that share one list of blocks
+        group_size = plan.shared_by(num_heads)
         panels = {
-            f"layer {layer}, head {head}": plan.select_heads([head // shared])
-            for head in _head_indices(heads, of_query_heads)
+            f"layer {layer}, head {head}": plan.select_heads([head // group_size])
+            for head in _head_indices(heads, num_heads)
         }
     columns = min(len(panels), COLUMNS)
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(INCHES * columns + 1, INCHES * rows), layout="constrained")
+    figure = Figure(figsize=(PANEL_INCHES * columns + 1, PANEL_INCHES * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flat
-    later = ~block_visibility(plan.ranges, *plan.blocks)[0].cpu()
-    edges = 0, plan.kv_blocks * plan.key_block, plan.q_blocks * plan.query_block, 0
-    for (title, part), panel in zip(panels.items(), axes, strict=False):
-        share = part.to_dense()[0].float().mean(0).cpu().masked_fill(later, torch.nan)
-        drawn = {"extent": edges, "vmin": 0, "vmax": 1, "interpolation": "nearest"}
-        image = panel.imshow(share.numpy(), cmap="viridis", **drawn)
-        panel.set(title=f"{title}\ndensity {part.density():.2f}", xlabel="key", ylabel="query")
+    invisible = ~block_visibility(plan.ranges, plan.query_block, plan.key_block)[0].cpu()
+    # left, right, bottom and top in tokens
+    extent = 0, plan.kv_blocks * plan.key_block, plan.q_blocks * plan.query_block, 0
+    for (title, panel_plan), panel in zip(panels.items(), axes, strict=False):
+        share = panel_plan.to_dense()[0].float().mean(0).cpu().masked_fill(invisible, torch.nan)
+        image = panel.imshow(
+            share.numpy(), cmap="viridis", extent=extent, vmin=0, vmax=1, interpolation="nearest"
+        )
+        density = f"density {panel_plan.density():.2f}"
+        panel.set(title=f"{title}\n{density}", xlabel="key", ylabel="query")
     for panel in axes[len(panels) :]:
         panel.remove()
     if heads is None:
@@ -100,19 +106,19 @@ def _index(value: Any) -> int | None:
 
 
 def _head_indices(heads: Any, num_heads: int) -> list[int]:
-    """Return ``heads`` as ints, or raise a ValueError if one of them is not a query head."""
+    """Return ``heads`` as ints, or raise a ValueError if an item of ``heads`` is no query head."""
     try:
         indices = [_index(head) for head in heads]
     except TypeError:
         # a number, or a tensor or an array without dimensions
         indices = []
-    are_known = bool(indices) and all(index in range(num_heads) for index in indices)
-    require(are_known, "heads", heads, f"a list of query heads, 0 to {num_heads - 1}")
+    are_heads = bool(indices) and all(index in range(num_heads) for index in indices)
+    require(are_heads, "heads", heads, f"a list of query heads, 0 to {num_heads - 1}")
     return indices
 
 
 def _require_prompt(input_ids: Any, model: PreTrainedModel) -> None:
-    """Raise a ValueError unless ``input_ids`` is one prompt of tokens that the model knows."""
+    """Raise a ValueError unless ``input_ids`` is one prompt with tokens of the vocabulary."""
     is_tensor = isinstance(input_ids, Tensor)
     is_prompt = is_tensor and input_ids.ndim == 2 and len(input_ids) == 1 and input_ids.numel()
     require(is_prompt, "input_ids", input_ids, "the tokens of one prompt, a tensor [1, N]")
@@ -121,21 +127,24 @@ def _require_prompt(input_ids: Any, model: PreTrainedModel) -> None:
     require(is_whole, "input_ids", dtype, "a tensor of integers, such as torch.int64")
     vocabulary = number(model.config.get_text_config(), "vocab_size")
     lowest, highest = (int(bound) for bound in input_ids.aminmax())
-    is_known = lowest >= 0 and (vocabulary is None or highest < vocabulary)
+    is_valid = lowest >= 0 and (vocabulary is None or highest < vocabulary)
     accepted = "tokens that the model knows, 0 or more"
     if vocabulary is not None:
         accepted = f"tokens that the model knows, 0 to {vocabulary - 1}"
-    require(is_known, "input_ids", lowest if lowest < 0 else highest, accepted)
+    require(is_valid, "input_ids", lowest if lowest < 0 else highest, accepted)
 
 
 @torch.no_grad()
 def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[BlockPlan, int]:
-    """Return the plan of ``layer`` for a prompt, and the number of its query heads."""
+    """Return (plan of a layer for a prompt, number of query heads of the layer).
+
+    Arguments and errors as in `plot_plan`.
+    """
     inner = transformers_model(model)
     _require_prompt(input_ids, inner)
     name = inner.config.get_text_config()._attn_implementation
-    by_cab = " or ".join(SPARSE)
-    require(name in SPARSE, "attn_implementation", name, f"{by_cab}, as cab_hf.apply_cab sets it")
+    accepted = f"{' or '.join(SPARSE)}, as cab_hf.apply_cab sets it"
+    require(name in SPARSE, "attn_implementation", name, accepted)
     modules = dict(attention_layers(inner))
     index = _index(layer)
     accepted = f"the index of an attention layer, one of {[*modules]}"
@@ -147,21 +156,32 @@ def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[Blo
     def look(call: Call) -> None:
         if call.layer is not modules[index]:
             return
-        facts = {"sparse": call.sparse, "layer": call.layer, "index": call.index}
-        chosen_route = route(call.mask, call.config, call.work, **facts)
+        chosen_route = route(
+            call.mask,
+            call.config,
+            call.work,
+            sparse=call.sparse,
+            layer=call.layer,
+            index=call.index,
+        )
         if chosen_route.method != "sparse":
             raise ValueError(
                 f"layer must attend sparsely, got {index}, which attends to every block: "
                 f"{chosen_route.reason}. Choose another layer, or change CabConfig."
             )
-        layout = call.mask.layout(*blocks_of(chosen_route.config), call.q.device)
+        query_block, key_block = blocks_of(chosen_route.config)
+        layout = call.mask.layout(query_block, key_block, call.q.device)
         plan = select_blocks(
-            call, layout, layout.queries(call.q), layout.keys(call.k), config=chosen_route.config
+            call,
+            layout,
+            q=layout.queries(call.q),
+            k=layout.keys(call.k),
+            config=chosen_route.config,
         )
         plans.append((plan, call.q.shape[1]))
-        raise _Chosen
+        raise _PlanFound
 
-    with during_calls(model, observer=look), suppress(_Chosen):
+    with during_calls(model, observer=look), suppress(_PlanFound):
         model(input_ids.to(inner.device, torch.int64), use_cache=False)
     if not plans:
         raise ValueError(

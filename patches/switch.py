@@ -1,7 +1,7 @@
-"""`apply_cab`, `remove_cab` and the context manager `cab`.
+"""`apply_cab`, `remove_cab` and the context manager `cab`, which switch a model to CAB and back.
 
-The former settings are stored in an attribute of the model, so that they stay with the model in
-deep copies, under adapters and in pickles. A saved config does not contain them.
+The former settings are stored in an attribute of the model, so that deep copies, pickles and models
+with adapters contain the former settings too. A saved config does not contain the former settings.
 """
 
 from __future__ import annotations
@@ -24,14 +24,21 @@ from cab_hf.hf.layers import transformers_model
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.predictors import make_predictor
 
-# accepted types of settings
+# accepted types of settings: a config, a dict of its fields, or the path of a calibration file
 Settings = CabConfig | Mapping[str, Any] | str | Path
-FOUND = "_cab_found"  # attribute of a model: list of `_SavedState`, the oldest first
+# attribute of a model with a list of `_SavedState`, the oldest first
+STATES = "_cab_found"
 
 
 @dataclasses.dataclass
 class SavedConfig:
-    """One config of a model, and its former settings."""
+    """A config of a model, and the former values of two of its settings.
+
+    Attributes:
+        config: the config.
+        implementation: former ``attn_implementation``.
+        cab_config: former ``cab_config``; None if the config had none.
+    """
 
     config: PreTrainedConfig
     implementation: str
@@ -40,21 +47,26 @@ class SavedConfig:
 
 @dataclasses.dataclass(eq=False)
 class _SavedState:
-    """The former settings of a model's configs; ``scoped`` is True for a block of `cab`."""
+    """The settings of a model before `apply_cab`, or before a ``with`` block of `cab`.
+
+    Attributes:
+        was: the former settings of each changed config.
+        scoped: True for a ``with`` block of `cab`, False for `apply_cab`.
+    """
 
     was: list[SavedConfig]
     scoped: bool
 
 
-def put_back(saved: list[SavedConfig]) -> None:
-    """Restore the former settings of configs."""
-    for was in saved:
-        # not the property, which would set all nested configs too
-        was.config._attn_implementation_internal = was.implementation
-        if was.cab_config is None:
-            del was.config.cab_config
+def restore_settings(saved: list[SavedConfig]) -> None:
+    """Set every config to its former settings."""
+    for former in saved:
+        # the public property would also set all nested configs
+        former.config._attn_implementation_internal = former.implementation
+        if former.cab_config is None:
+            del former.config.cab_config
         else:
-            was.config.cab_config = was.cab_config
+            former.config.cab_config = former.cab_config
 
 
 def apply_cab(
@@ -82,10 +94,11 @@ def apply_cab(
             model does not use transformers' attention interface.
         NotImplementedError: the call switches a model on which continuous batching runs.
     """
-    saved = _SavedState(_turn_on(model, config, overrides), scoped=False)
+    state = _SavedState(_turn_on(model, config, overrides), scoped=False)
     states = _saved_states(model)
+    # a second call keeps the settings from before the first call
     if not states:
-        states.append(saved)
+        states.append(state)
     return model
 
 
@@ -106,14 +119,15 @@ def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
         ValueError: ``model`` is not a model.
     """
     require(isinstance(model, nn.Module), "model", model, "a PyTorch model")
+    # the model with the states may be inside an adapter or a wrapper
     for module in model.modules():
-        result = vars(module).get(FOUND)
-        if result:
-            _validate_while_batching(module, result[0])
-            own_configs(model)
-            put_back(result[0].was)
-            if not result[-1].scoped:
-                result.pop()
+        states = vars(module).get(STATES)
+        if states:
+            _validate_while_batching(module, states[0])
+            copy_configs(model)
+            restore_settings(states[0].was)
+            if not states[-1].scoped:
+                states.pop()
     return model
 
 
@@ -123,102 +137,127 @@ def cab(
 ) -> Iterator[PreTrainedModel]:
     """Apply CAB inside a ``with`` block, and restore the former settings afterwards.
 
-    Arguments are those of `apply_cab`. Blocks may overlap and end in any order: the last block to
-    end restores the settings from before the first block.
+    Blocks may overlap and end in any order: the last block to end restores the settings from before
+    the first block.
+
+    Args:
+        model, config, overrides: see `apply_cab`.
 
     Yields:
         The same model.
 
     Raises:
+        ValueError: as for `apply_cab`.
         NotImplementedError: the block ends while continuous batching runs on the model. The model
             then stays switched, as after `apply_cab`: stop the manager and call `remove_cab`.
     """
-    own_state = _SavedState(_turn_on(model, config, overrides), scoped=True)
-    result = _saved_states(model)
-    result.append(own_state)
+    state = _SavedState(_turn_on(model, config, overrides), scoped=True)
+    states = _saved_states(model)
+    states.append(state)
     try:
         yield model
     except BaseException:
-        # this error is more important than a running manager
-        _end_block(model, result, own_state)
+        # not validated, because an error of `_validate_while_batching` would hide this error
+        _end_block(model, states, state)
         raise
-    if own_state is result[-1]:
+    if state is states[-1]:
         try:
-            _validate_while_batching(transformers_model(model), own_state)
+            _validate_while_batching(transformers_model(model), state)
         except NotImplementedError:
-            own_state.scoped = False
-            if own_state is not result[0]:
-                result.remove(own_state)
+            state.scoped = False
+            if state is not states[0]:
+                states.remove(state)
             raise
-    _end_block(model, result, own_state)
+    _end_block(model, states, state)
 
 
-def _validate_while_batching(model: nn.Module, saved: _SavedState) -> None:
-    for was in saved.was:
-        validate_while_batching(model, was.implementation)
+def _validate_while_batching(model: nn.Module, state: _SavedState) -> None:
+    """Raise a NotImplementedError if continuous batching prevents the return to a former state."""
+    for former in state.was:
+        validate_while_batching(model, former.implementation)
 
 
-def _end_block(model: PreTrainedModel, results: list[_SavedState], mine: _SavedState) -> None:
-    """End the ``with`` block of ``mine``."""
-    place = results.index(mine)
-    if mine is results[-1]:
-        own_configs(model)
-        put_back(mine.was)
+def _end_block(model: PreTrainedModel, states: list[_SavedState], state: _SavedState) -> None:
+    """End the ``with`` block of ``state``, and remove ``state`` from ``states``."""
+    index = states.index(state)
+    if state is states[-1]:
+        copy_configs(model)
+        restore_settings(state.was)
     else:
-        # a later block continues, and will restore the settings from before this one
-        results[place + 1].was = mine.was
-    del results[place]
+        # the block that started after this block restores the settings from before both blocks
+        states[index + 1].was = state.was
+    del states[index]
 
 
 def _turn_on(
     model: PreTrainedModel, config: Settings | None, overrides: dict[str, Any]
 ) -> list[SavedConfig]:
-    """Switch ``model`` on and return the former settings of each changed config.
+    """Switch ``model`` to CAB; arguments as in `apply_cab`.
 
-    On an error the model stays as it was.
+    An error leaves the model unchanged.
+
+    Returns:
+        The former settings of each changed config.
     """
     inner = transformers_model(model)
-    text = inner.config.get_text_config()
-    given = cab_config_of(text) if config is None else config_of(config)
-    config = given.changed(**overrides)
-    stays = text._attn_implementation == CAB_FRC and config.predictor == FRC
-    name = CAB_FRC if stays else "cab"
-    make_predictor(config)
-    require_origin(config.origin, text)
-    require_layers(config, text)
-    saved = own_configs(model)
-    text = inner.config.get_text_config()
-    # transformers validates it on switching
-    text.cab_config = config.to_dict()
+    text_config = inner.config.get_text_config()
+    settings = cab_config_of(text_config) if config is None else config_of(config)
+    settings = settings.changed(**overrides)
+    keeps_frc = text_config._attn_implementation == CAB_FRC and settings.predictor == FRC
+    # these functions raise errors for settings that do not fit the model
+    make_predictor(settings)
+    require_origin(settings.origin, text_config)
+    require_layers(settings, text_config)
+    saved = copy_configs(model)
+    text_config = inner.config.get_text_config()
+    # set before the switch, in which transformers validates the settings
+    text_config.cab_config = settings.to_dict()
     try:
-        switch(inner, text, name)
+        switch(inner, text_config, CAB_FRC if keeps_frc else "cab")
     except BaseException:
-        put_back(saved)
+        restore_settings(saved)
         raise
-    warn_if_never_sparse(config.min_length, text)
+    warn_if_never_sparse(settings.min_length, text_config)
     return [
-        each
-        for each in saved
-        if each.config is text or each.config._attn_implementation != each.implementation
+        former
+        for former in saved
+        if former.config is text_config
+        or former.config._attn_implementation != former.implementation
     ]
 
 
-def config_of(given: Settings) -> CabConfig:
-    """Convert settings to a `CabConfig`."""
-    if isinstance(given, (str, Path)):
-        return CabConfig.calibrated(given)
-    if isinstance(given, Mapping):
-        return CabConfig.from_dict(given)
-    what = "a CabConfig, a dict of its fields, or the path of a calibration file"
-    require(isinstance(given, CabConfig), "config", given, what)
-    return given
+def config_of(settings: Settings) -> CabConfig:
+    """Convert settings to a `CabConfig`.
+
+    Args:
+        settings: a config, a dict of its fields, or the path of a calibration file.
+
+    Raises:
+        ValueError: the settings have another type, or are invalid.
+    """
+    if isinstance(settings, (str, Path)):
+        return CabConfig.calibrated(settings)
+    if isinstance(settings, Mapping):
+        return CabConfig.from_dict(settings)
+    accepted = "a CabConfig, a dict of its fields, or the path of a calibration file"
+    require(isinstance(settings, CabConfig), "config", settings, accepted)
+    return settings
 
 
 def switch(model: PreTrainedModel, text: PreTrainedConfig, implementation: str) -> None:
-    """Set the attention implementation of the layers under the config ``text`` and of no others."""
+    """Set the attention implementation of the layers with the config ``text``, and of no others.
+
+    Args:
+        model: a model of transformers.
+        text: the config of the model or of its text model.
+        implementation: name of the attention implementation.
+
+    Raises:
+        ValueError: the model does not use transformers' attention interface.
+    """
     if text._attn_implementation != implementation:
-        given = _request(model.config, text, implementation) or implementation
-        model.set_attn_implementation(given)
+        request = _request(model.config, text, implementation) or implementation
+        model.set_attn_implementation(request)
     if text._attn_implementation != implementation:
         raise ValueError(
             "model must reach its attention through transformers' attention interface, got "
@@ -229,27 +268,39 @@ def switch(model: PreTrainedModel, text: PreTrainedConfig, implementation: str) 
 
 
 def _request(config: PreTrainedConfig, text: PreTrainedConfig, implementation: str) -> Any:
-    """Return the argument of ``set_attn_implementation``, e.g. ``{"text_config": "cab"}``.
+    """Return the argument of ``set_attn_implementation`` that switches one config only.
 
-    Returns None if ``config`` does not contain ``text``.
+    Args:
+        config: the config of the model.
+        text: the config to switch.
+        implementation: name of the attention implementation.
+
+    Returns:
+        ``implementation`` if ``config`` is ``text``, or a nested dict such as ``{"text_config":
+        "cab"}``. None if ``config`` does not contain ``text``.
     """
     if config is text:
         return implementation
-    inner = ((name, getattr(config, name, None)) for name in config.sub_configs)
-    requests = (
-        (name, _request(each, text, implementation)) for name, each in inner if each is not None
-    )
-    return next(({name: request} for name, request in requests if request), None)
+    for name in config.sub_configs:
+        sub_config = getattr(config, name, None)
+        request = None if sub_config is None else _request(sub_config, text, implementation)
+        if request:
+            return {name: request}
+    return None
 
 
 def _saved_states(model: nn.Module) -> list[_SavedState]:
-    return vars(transformers_model(model)).setdefault(FOUND, [])
+    """Return the list of saved states that the model contains; changes of the list are stored."""
+    return vars(transformers_model(model)).setdefault(STATES, [])
 
 
-def own_configs(model: nn.Module) -> list[SavedConfig]:
-    """Give ``model`` its own copies of its configs, and return their settings.
+def copy_configs(model: nn.Module) -> list[SavedConfig]:
+    """Replace all configs of ``model`` by copies, which no other model shares.
 
-    Every module and every saved state under `FOUND` refers to the copies afterwards.
+    Modules and saved states that share a config share its copy afterwards.
+
+    Returns:
+        The copies and their current settings.
     """
     copies: dict[int, Any] = {}
     for module in model.modules():
@@ -257,8 +308,16 @@ def own_configs(model: nn.Module) -> list[SavedConfig]:
             if isinstance(value, PreTrainedConfig):
                 vars(module)[name] = copy.deepcopy(value, copies)
     for module in model.modules():
-        for result in vars(module).get(FOUND, ()):
-            for was in result.was:
-                was.config = copies.get(id(was.config), was.config)
-    configs = [x for x in copies.values() if isinstance(x, PreTrainedConfig)]
-    return [SavedConfig(x, x._attn_implementation, x.cab_config) for x in configs]
+        for state in vars(module).get(STATES, ()):
+            for former in state.was:
+                former.config = copies.get(id(former.config), former.config)
+    # ``copies`` is the memo of deepcopy, which contains other objects too
+    return [
+        SavedConfig(
+            config=config,
+            implementation=config._attn_implementation,
+            cab_config=config.cab_config,
+        )
+        for config in copies.values()
+        if isinstance(config, PreTrainedConfig)
+    ]

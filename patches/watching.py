@@ -1,4 +1,4 @@
-"""`watched`: observe the attention calls of a model while all layers use exact attention."""
+"""`watched`: pass the attention calls of a model to a function while all layers are exact."""
 
 from __future__ import annotations
 
@@ -11,26 +11,30 @@ from cab_hf.batching.hooks import validate_while_batching
 from cab_hf.call.call import Call
 from cab_hf.call.scope import during_calls
 from cab_hf.hf.layers import transformers_model
-from cab_hf.patches.switch import own_configs, put_back, switch
+from cab_hf.patches.switch import copy_configs, restore_settings, switch
 
 
 @contextmanager
 def watched(model: PreTrainedModel, look: Callable[[Call], None]) -> Iterator[None]:
-    """Use exact attention in ``model``, and pass the call of each layer to ``look`` before it runs.
+    """Use exact attention and eval mode inside a ``with`` block, and observe attention calls.
 
-    The model is in eval mode inside the block. Afterwards it keeps its own copies of its configs,
-    as after `apply_cab`.
+    After the block, the model has its former implementation and mode. It keeps its own copies of
+    its configs, as after `apply_cab`.
+
+    Args:
+        model: a model of transformers, or a PEFT model around one.
+        look: function that receives the `Call` of each layer before the layer computes attention.
     """
     inner = transformers_model(model)
     validate_while_batching(inner, "dense attention under observation")
-    saved = own_configs(model)
-    training = [module for module in model.modules() if module.training]
+    saved = copy_configs(model)
+    training_modules = [module for module in model.modules() if module.training]
     try:
         switch(inner, inner.config.get_text_config(), "cab_dense")
         model.eval()
         with during_calls(model, observer=look):
             yield
     finally:
-        put_back(saved)
-        for module in training:
+        restore_settings(saved)
+        for module in training_modules:
             module.training = True

@@ -1,7 +1,7 @@
-"""Documents for one forward pass: running text that states keys and repeats them later.
+"""Documents for one forward pass: running text that states keys, and repeats the keys later.
 
 A document is a function of (tokenizer, sentences, length, keys, seed, index), so that every method
-and every run reads the same documents.
+and every run measures the same documents.
 """
 
 from __future__ import annotations
@@ -25,11 +25,17 @@ from cab_hf.data.needles import (
 
 
 class Document(NamedTuple):
-    """Running text in which keys are stated and later repeated."""
+    """Running text that states keys and repeats the keys later.
+
+    Attributes:
+        tokens: all tokens of the document.
+        needles: the span of each key's statement, in the order of the text.
+        answers: the span of the digits in each key's repetition, in the order of ``needles``.
+    """
 
     tokens: Tokens
-    needles: tuple[Span, ...]  # the statement of each key, in the order of the text
-    answers: tuple[Span, ...]  # the digits of each repeated key, in the order of `needles`
+    needles: tuple[Span, ...]
+    answers: tuple[Span, ...]
 
 
 def recall_document(
@@ -43,53 +49,60 @@ def recall_document(
 ) -> Document:
     """Build a document of ``length`` tokens with ``keys`` keys, each with a different name.
 
-    The keys are stated at random sentence borders of the first half, and repeated in another order
-    at random sentence borders of the second half. A sentence that fills the whole second half is
-    cut, so that the required length does not depend on the drawn sentences.
+    Keys are stated at random sentence borders of the first half, and repeated in another order at
+    random sentence borders of the second half. A sentence that fills the whole second half is cut,
+    so that the required length does not depend on the drawn sentences.
 
     Args:
         tokenizer: a tokenizer of transformers; its special tokens come first.
-        sentences: sentences of the running text, which starts at a drawn sentence and wraps around.
-        length: tokens of the document.
+        sentences: sentences of the running text, which starts at a random sentence and continues
+            with the first sentence after the last.
+        length: number of tokens in the document.
         keys: number of keys.
-        index: number of the document.
+        index: index of the document.
         seed: seed of the document.
-        border: the position of every answer is a multiple of it; more text precedes answers then.
+        border: the first token of every answer is at a multiple of ``border``. Additional text
+            before each repetition moves the answer to this position.
+
     Raises:
-        ValueError: ``keys`` exceeds the number of names, or ``length`` is too small for them.
+        ValueError: ``keys`` exceeds the number of names, or ``length`` is too small for the keys.
     """
     rng = random.Random(f"{seed}/{length}/{keys}/{index}")
-    stated, repeated, digits = _named_keys(tokenizer, keys, rng)
-    begun = leading_tokens(tokenizer)
-    # tokens of running text that fit into the first half, and into the document
-    early = length // 2 - len(begun) - _total(stated)
-    moved = keys * (border - 1)
-    late = length - len(begun) - _total(stated) - _total(repeated) - moved
-    pieces = _text(tokenizer, sentences, rng, late + moved)
-    if 0 <= early <= late:
-        pieces = _with_border(pieces, early, late)
+    statements, repetitions, digits = _named_keys(tokenizer, keys, rng)
+    head = leading_tokens(tokenizer)
+    # tokens of running text in the first half, and in the document without padding
+    first_half = length // 2 - len(head) - _total(statements)
+    max_padding = keys * (border - 1)
+    total = length - len(head) - _total(statements) - _total(repetitions) - max_padding
+    pieces = _sentences(tokenizer, sentences, rng, total + max_padding)
+    if 0 <= first_half <= total:
+        pieces = _with_border(pieces, first_half, total)
     ends = [0, *accumulate(map(len, pieces))]
-    halves = [
-        [at for at, end in enumerate(ends) if end <= early],
-        [at for at, end in enumerate(ends) if early <= end <= late],
+    borders_of_halves = [
+        [index for index, end in enumerate(ends) if end <= first_half],
+        [index for index, end in enumerate(ends) if first_half <= end <= total],
     ]
-    if not all(halves):
+    if not all(borders_of_halves):
         raise ValueError(
             f"length must have room for {keys} keys in both halves, got {length}. Give a larger "
             "length or fewer keys."
         )
-    borders = [at for half in halves for at in _drawn(rng, half, keys)]
-    more = [*chain(*_text(tokenizer, sentences, rng, border - 1))]
+    borders = [drawn for half in borders_of_halves for drawn in _draw(rng, half, keys)]
+    padding_text = [*chain(*_sentences(tokenizer, sentences, rng, border - 1))]
+    digit_starts = [first for first, _ in digits.values()]
 
-    begins = [first for first, _ in digits.values()]
+    def padding(statement: int, num_tokens: int) -> Sequence[int]:
+        """Return tokens that move the digits of a repetition to a multiple of ``border``."""
+        if statement < keys:
+            return ()
+        missing = -(num_tokens + digit_starts[statement - keys]) % border
+        # the last tokens, so that the padding ends with a complete sentence
+        return padding_text[len(padding_text) - missing :]
 
-    def before(which: int, at: int) -> Sequence[int]:
-        missing = -(at + begins[which - keys]) % border if which >= keys else 0
-        # the tokens that end a sentence
-        return more[len(more) - missing :]
-
-    tokens, ranges = with_statements(begun, pieces, [*stated, *repeated], borders, before)
-    return _document(tokens[:length], ranges[:keys], ranges[keys:], digits)
+    tokens, spans = with_statements(
+        head, pieces, statements=[*statements, *repetitions], borders=borders, padding=padding
+    )
+    return _document(tokens[:length], spans[:keys], spans[keys:], digits)
 
 
 def asked_document(
@@ -100,49 +113,68 @@ def asked_document(
     index: int,
     seed: int | str = 0,
 ) -> tuple[Document, int]:
-    """Build a document whose end repeats all keys; return it with the length of its prompt.
+    """Build a document that ends with the repetitions of all keys.
 
-    The prompt is running text with keys stated at random sentence borders. After the prompt comes
-    one sentence per key, in another order, and nothing else.
+    The document starts with a prompt: running text with keys stated at random sentence borders.
+    After the prompt comes one sentence per key, in another order.
 
     Args:
-        length: tokens of the whole document; other arguments as in `recall_document`.
+        tokenizer, sentences, length, keys, index, seed: see `recall_document`. ``length`` includes
+            the repetitions.
+
+    Returns:
+        (document, number of tokens in the prompt).
+
     Raises:
-        ValueError: ``keys`` exceeds the number of names, or ``length`` is too small for them.
+        ValueError: ``keys`` exceeds the number of names, or ``length`` is too small for the keys.
     """
     rng = random.Random(f"{seed}/asked/{length}/{keys}/{index}")
-    stated, repeated, digits = _named_keys(tokenizer, keys, rng)
-    begun = leading_tokens(tokenizer)
-    prompt = length - _total(repeated)
-    text = prompt - len(begun) - _total(stated)
-    pieces = _text(tokenizer, sentences, rng, text)
-    borders = [at for at, end in enumerate([0, *accumulate(map(len, pieces))]) if end <= text]
+    statements, repetitions, digits = _named_keys(tokenizer, keys, rng)
+    head = leading_tokens(tokenizer)
+    prompt_length = length - _total(repetitions)
+    num_text = prompt_length - len(head) - _total(statements)
+    pieces = _sentences(tokenizer, sentences, rng, num_text)
+    ends = [0, *accumulate(map(len, pieces))]
+    borders = [index for index, end in enumerate(ends) if end <= num_text]
     if not borders:
         raise ValueError(
             f"length must have room for {keys} keys and {keys} questions, got {length}. Give a "
             "larger length or fewer keys."
         )
-    tokens, needed = with_statements(begun, pieces, stated, _drawn(rng, borders, keys))
-    tokens, asking = with_statements(tokens[:prompt], [], repeated, [0] * keys)
-    return _document(tokens, needed, asking, digits), prompt
+    tokens, needles = with_statements(head, pieces, statements, _draw(rng, borders, keys))
+    prompt = tokens[:prompt_length]
+    tokens, repeated = with_statements(prompt, [], repetitions, [0] * keys)
+    return _document(tokens, needles, repeated, digits), prompt_length
 
 
 def with_copies(
     document: Document, count: int, size: int, seed: int = 0
 ) -> tuple[Document, tuple[tuple[int, int], ...]]:
-    """Copy passages of the first half of a document into its second half.
+    """Copy passages of the first half of a document over text in its second half.
 
-    A copy replaces the text at its place, and avoids needles and answers. Each returned pair is
-    (start of the passage, start of its copy), both ``size`` tokens long. Fewer than ``count`` pairs
-    are returned if the document has no room for more.
+    Passages and copies do not overlap each other, needles or answers.
+
+    Args:
+        document: the document.
+        count: number of passages.
+        size: number of tokens per passage.
+        seed: seed of the positions.
+
+    Returns:
+        (document with copies, pairs). A pair is (first token of a passage, first token of its
+        copy). There are fewer than ``count`` pairs if the document has no free text for more.
     """
     tokens, length = list(document.tokens), len(document.tokens)
     rng = random.Random(f"{seed}/{length}/{count}/{size}")
-    # a statement is at most as long as the longest needle
-    room = max(end - start for start, end in document.needles)
-    excluded_spans = [*document.needles, *((end - room, end + 1) for _, end in document.answers)]
+    # upper bound for the sentence of an answer, whose length the document does not contain
+    max_sentence = max(end - start for start, end in document.needles)
+    excluded_spans = [
+        *document.needles,
+        *((end - max_sentence, end + 1) for _, end in document.answers),
+    ]
 
-    def free(low: int, high: int) -> int | None:
+    def draw_free(low: int, high: int) -> int | None:
+        """Draw the first token of a free passage in [low, high), and exclude the passage."""
         starts = [
             start
             for start in range(low, high - size)
@@ -156,7 +188,7 @@ def with_copies(
 
     copies = []
     for _ in range(count):
-        source, target = free(0, length // 2), free(length // 2, length)
+        source, target = draw_free(0, length // 2), draw_free(length // 2, length)
         if source is None or target is None:
             break
         tokens[target : target + size] = tokens[source : source + size]
@@ -167,50 +199,60 @@ def with_copies(
 def plain_document(
     tokenizer: Any, sentences: Sequence[str], length: int, index: int, seed: int = 0
 ) -> Tokens:
-    """Return the first ``length`` tokens of running text without keys; see `recall_document`."""
+    """Return ``length`` tokens of running text without keys; arguments as in `recall_document`."""
     rng = random.Random(f"{seed}/{length}/{index}")
-    begun = leading_tokens(tokenizer)
-    pieces = _text(tokenizer, sentences, rng, length)
-    return tuple(chain(begun, *pieces))[:length]
+    pieces = _sentences(tokenizer, sentences, rng, length)
+    return (*leading_tokens(tokenizer), *chain.from_iterable(pieces))[:length]
 
 
-def least_tokens(tokenizer: Any, sentences: Sequence[str], most: int) -> int:
-    """Count the tokens of ``sentences`` up to ``most``: longer documents repeat sentences."""
+def count_tokens(tokenizer: Any, sentences: Sequence[str], limit: int) -> int:
+    """Return the number of tokens in ``sentences``; stop counting at ``limit`` tokens or more.
+
+    Documents with more tokens than ``sentences`` repeat sentences.
+    """
     total = 0
     for sentence in sentences:
         total += len(sentence_tokens(tokenizer, sentence))
-        if total >= most:
+        if total >= limit:
             break
     return total
 
 
-def _text(tokenizer: Any, sentences: Sequence[str], rng: random.Random, size: int) -> list[Tokens]:
-    """Return sentences of at least ``size`` tokens, from a drawn sentence on, wrapping around."""
-    pieces, total, text = [], 0, endless(sentences, rng)
+def _sentences(
+    tokenizer: Any, sentences: Sequence[str], rng: random.Random, size: int
+) -> list[Tokens]:
+    """Return the tokens of consecutive sentences from a random one on, at least ``size`` tokens."""
+    pieces, total, iterator = [], 0, endless(sentences, rng)
     while total < size:
-        pieces.append(sentence_tokens(tokenizer, next(text)))
+        pieces.append(sentence_tokens(tokenizer, next(iterator)))
         total += len(pieces[-1])
     return pieces
 
 
 def _with_border(pieces: list[Tokens], low: int, high: int) -> list[Tokens]:
-    """Return the same tokens with a border between two places; a long sentence is cut in two."""
+    """Return ``pieces`` with a border between two pieces at a token from ``low`` to ``high``.
+
+    If there is no border, the piece that contains the middle is cut in two.
+    """
     ends = [0, *accumulate(map(len, pieces))]
     if any(low <= end <= high for end in ends):
         return pieces
-    cut = (low + high) // 2
-    at = bisect_right(ends, cut) - 1
-    sentence, place = pieces[at], cut - ends[at]
-    return [*pieces[:at], sentence[:place], sentence[place:], *pieces[at + 1 :]]
+    middle = (low + high) // 2
+    index = bisect_right(ends, middle) - 1
+    piece, cut = pieces[index], middle - ends[index]
+    return [*pieces[:index], piece[:cut], piece[cut:], *pieces[index + 1 :]]
 
 
 def _named_keys(
     tokenizer: Any, keys: int, rng: random.Random
 ) -> tuple[list[Tokens], list[Tokens], dict[int, Span]]:
-    """Draw keys with different names: (statement of each, repeat of each, digits).
+    """Draw keys with different names, and an order in which they are repeated.
 
-    The repeats are in another order, the order of ``digits``. ``digits`` maps the number of a key
-    to the tokens of its repeat that are digits.
+    Returns:
+        (statements, repetitions, digits). ``statements`` has the tokens of each key's statement.
+        ``repetitions`` has the tokens of each key's repetition, in another order. ``digits`` maps
+        the index of a key to the span of its digits in its repetition, in the order of
+        ``repetitions``.
 
     Raises:
         ValueError: ``keys`` exceeds the number of names.
@@ -219,28 +261,42 @@ def _named_keys(
     order = list(range(keys))
     while keys > 1 and order == sorted(order):
         rng.shuffle(order)
-    stated = [sentence_tokens(tokenizer, key.statement) for key in drawn_keys]
-    repeated = [sentence_tokens(tokenizer, drawn_keys[at].repeat) for at in order]
-    digits = {at: span_of(tokenizer, drawn_keys[at].repeat, drawn_keys[at].digits) for at in order}
-    return stated, repeated, digits
+    statements = [sentence_tokens(tokenizer, key.statement) for key in drawn_keys]
+    repetitions = [sentence_tokens(tokenizer, drawn_keys[index].repeat) for index in order]
+    digits = {
+        index: span_of(tokenizer, drawn_keys[index].repeat, drawn_keys[index].digits)
+        for index in order
+    }
+    return statements, repetitions, digits
 
 
 def _document(
-    tokens: Sequence[int], needles: Sequence[Span], repeats: Sequence[Span], digits: dict[int, Span]
+    tokens: Sequence[int],
+    needles: Sequence[Span],
+    repetitions: Sequence[Span],
+    digits: dict[int, Span],
 ) -> Document:
-    """Build the document that states keys and repeats them in the order of ``digits``."""
+    """Build a `Document`.
+
+    Args:
+        tokens: all tokens.
+        needles: the span of each statement.
+        repetitions: the span of each repetition, in the order of ``digits``.
+        digits: span of the digits in a repetition, by index of the key.
+    """
     answers = {
         key: (start + first, start + last)
-        for (key, (first, last)), (start, _) in zip(digits.items(), repeats, strict=True)
+        for (key, (first, last)), (start, _) in zip(digits.items(), repetitions, strict=True)
     }
     return Document(tuple(tokens), tuple(needles), tuple(answers[key] for key in sorted(answers)))
 
 
-def _drawn(rng: random.Random, borders: Sequence[int], count: int) -> list[int]:
-    """Draw ``count`` of ``borders``, ascending, with duplicates only if there are too few."""
+def _draw(rng: random.Random, borders: Sequence[int], count: int) -> list[int]:
+    """Draw ``count`` of ``borders`` in ascending order, with duplicates only if necessary."""
     draw = rng.sample if len(borders) >= count else rng.choices
     return sorted(draw(borders, k=count))
 
 
 def _total(pieces: Sequence[Tokens]) -> int:
+    """Return the number of tokens in all pieces."""
     return sum(map(len, pieces))

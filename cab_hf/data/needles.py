@@ -1,7 +1,9 @@
-"""Parts of documents with hidden keys: keys, statements, sentences and their tokens.
+"""Building blocks of documents with hidden keys: keys, statements, sentences and their tokens.
 
-`cab_hf.data.documents`, `cab_hf.data.tasks`, the prompts of ``eval.haystack`` and the documents
-of ``finetune.retrieval`` use these parts.
+A key is a number in a long text, such as 12345 in the sentence "The pass key for Bob is 12345."
+
+The modules `cab_hf.data.documents`, `cab_hf.data.tasks`, ``eval.haystack`` and
+``finetune.retrieval`` build texts from these blocks.
 """
 
 from __future__ import annotations
@@ -14,11 +16,15 @@ from functools import lru_cache
 from itertools import chain, count
 from typing import Any, NamedTuple
 
-NUMBERS = range(10_000, 100_000)  # keys, and numbers that are no keys
+# numbers from which keys and distractors are drawn
+NUMBERS = range(10_000, 100_000)
+# white space between two sentences
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"'”’)])\s+")
+# a line of text with the line breaks before it
 LINE = re.compile(r"\n+[^\n]+")
-# words of a sentence; a text with most words in longer sentences is no prose
+# a text is not prose if most of its words are in sentences with more words than this
 LONG_SENTENCE = 60
+# filler sentences of passkey prompts
 NOISE = (
     "The grass is green.",
     "The sky is blue.",
@@ -26,16 +32,20 @@ NOISE = (
     "Here we go.",
     "There and back again.",
 )
+# names that distinguish several keys
 NAMES = (
     *("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry"),
     *("Julia", "Kevin", "Laura", "Martin", "Nancy", "Oscar", "Peter", "Rachel"),
     *("Simon", "Tina", "Victor", "Wendy", "Adam", "Beth", "Chris", "Diana"),
     *("Eric", "Fiona", "George", "Helen", "Ivan", "Jane", "Karl", "Linda"),
 )
+# statement of a key; ``whose`` is " for NAME" or empty
 NEEDLE = "The pass key{whose} is {key}. Remember it. {key} is the pass key{whose}."
+# sentence that repeats a key later in the text
 REPEAT = "As was said above, the pass key{whose} is {key}."
-# numbers that are no keys: a selector that looks for digits matches these as well
+# one of this many sentences is a distractor
 DISTRACTOR_EVERY = 12
+# sentences with numbers that are no keys, so that digits alone do not identify keys
 DISTRACTORS = (
     "The locker number is {}.",
     "The order number is {}.",
@@ -48,34 +58,49 @@ DISTRACTORS = (
 )
 INSTRUCTION = "There {are} hidden in the text below. Find {it} and remember {it}."
 QUESTION = "What is the pass key{whose}?"
-# the answer is begun for the model, blank included, so that the last token of the prefill predicts
-# the first digit. Otherwise only decoding would be tested, which may be dense.
+# start of the answer, which is part of the prompt, with the blank before the key. The last token of
+# the prefill then predicts the first digit. Otherwise decode steps alone, which may be dense, would
+# predict the key
 ANSWER = "The pass key{whose} is "
-KEPT_SENTENCES = 2**16  # number of sentences whose tokens are cached
+# number of sentences whose tokens are cached
+CACHED_SENTENCES = 2**16
 # placeholder of the running text in a chat template
 TEXT = "<<running text>>"
 
 Tokens = tuple[int, ...]
-Span = tuple[int, int]  # [start, end) in tokens
+# first token and token after the last
+Span = tuple[int, int]
 
 
 class Key(NamedTuple):
-    """A number that a text hides."""
+    """A number that a text states.
 
-    whose: str  # " for NAME", or nothing for a single key
+    Attributes:
+        whose: " for NAME", or "" if the text has one key.
+        digits: the digits of the number.
+    """
+
+    whose: str
     digits: str
 
     @property
     def statement(self) -> str:
+        """Sentences that state the key twice."""
         return NEEDLE.format(whose=self.whose, key=self.digits)
 
     @property
     def repeat(self) -> str:
+        """A sentence that repeats the key later in the text."""
         return REPEAT.format(whose=self.whose, key=self.digits)
 
 
 def draw_keys(rng: random.Random, keys: int, named: bool = True) -> list[Key]:
-    """Draw different numbers as keys; several keys, or ``named`` keys, have different names.
+    """Draw keys with different numbers and different names.
+
+    Args:
+        rng: random generator.
+        keys: number of keys.
+        named: True to give names to the keys.
 
     Raises:
         ValueError: ``keys`` exceeds the number of names.
@@ -90,7 +115,7 @@ def draw_keys(rng: random.Random, keys: int, named: bool = True) -> list[Key]:
 
 
 def instruction(keys: int) -> str:
-    """Return the instruction before a text that hides ``keys`` keys."""
+    """Return the instruction before a text with ``keys`` keys."""
     if keys > 1:
         return INSTRUCTION.format(are="are important pass keys", it="them")
     return INSTRUCTION.format(are="is an important pass key", it="it")
@@ -99,112 +124,137 @@ def instruction(keys: int) -> str:
 def endless(
     sentences: Sequence[str], rng: random.Random, keys: Collection[Key] | None = None
 ) -> Iterator[str]:
-    """Yield sentences without end, wrapping around, from a place that ``rng`` draws immediately.
+    """Yield the sentences in an endless cycle that starts at a random sentence.
 
-    With ``keys``, every `DISTRACTOR_EVERY`-th sentence contains a number that is no key.
+    The call itself draws the first sentence, before the iteration begins.
+
+    Args:
+        sentences: the sentences of the cycle.
+        rng: random generator.
+        keys: keys of the text. Every `DISTRACTOR_EVERY`-th sentence is then replaced by a number
+            that is none of these keys. None means no distractors.
     """
     first = rng.randrange(len(sentences))
 
-    def at(place: int) -> str:
-        if keys is not None and place % DISTRACTOR_EVERY == DISTRACTOR_EVERY - 1:
+    def sentence_at(index: int) -> str:
+        if keys is not None and index % DISTRACTOR_EVERY == DISTRACTOR_EVERY - 1:
             number = str(rng.choice(NUMBERS))
             if all(number != key.digits for key in keys):
                 return rng.choice(DISTRACTORS).format(number)
-        return sentences[(first + place) % len(sentences)]
+        return sentences[(first + index) % len(sentences)]
 
-    return map(at, count())
+    return map(sentence_at, count())
 
 
 def with_statements(
-    begun: Sequence[int],
+    head: Sequence[int],
     pieces: Sequence[Tokens],
     statements: Sequence[Tokens],
     borders: Sequence[int],
-    before: Callable[[int, int], Sequence[int]] = lambda which, at: (),
+    padding: Callable[[int, int], Sequence[int]] = lambda index, length: (),
 ) -> tuple[list[int], list[Span]]:
-    """Insert each statement at its border between ``pieces``, and return where the statements are.
+    """Insert statements between the pieces of a text.
 
     Args:
-        begun: tokens before the text.
-        borders: number of pieces before each statement; statements at one border keep their order.
-        before: function (statement, tokens so far) -> more tokens to insert before the statement.
+        head: tokens before the text.
+        pieces: tokens of the text, such as one piece per sentence.
+        statements: tokens of each statement.
+        borders: number of pieces before each statement. Statements at the same border keep their
+            order.
+        padding: function of the index of a statement and the number of tokens before the statement.
+            Returns tokens to insert before the statement.
+
+    Returns:
+        (tokens, spans): the tokens of the text, and the span of each statement.
     """
-    tokens, done = list(begun), 0
-    ranges: dict[int, Span] = {}
-    for which in sorted(range(len(statements)), key=borders.__getitem__):
-        tokens.extend(chain(*pieces[done : borders[which]]))
-        done = borders[which]
-        tokens.extend(before(which, len(tokens)))
-        ranges[which] = (len(tokens), len(tokens) + len(statements[which]))
-        tokens.extend(statements[which])
-    tokens.extend(chain(*pieces[done:]))
-    return tokens, [ranges[which] for which in range(len(statements))]
+    tokens, num_pieces = list(head), 0
+    spans: dict[int, Span] = {}
+    for index in sorted(range(len(statements)), key=borders.__getitem__):
+        tokens.extend(chain(*pieces[num_pieces : borders[index]]))
+        num_pieces = borders[index]
+        tokens.extend(padding(index, len(tokens)))
+        spans[index] = (len(tokens), len(tokens) + len(statements[index]))
+        tokens.extend(statements[index])
+    tokens.extend(chain(*pieces[num_pieces:]))
+    return tokens, [spans[index] for index in range(len(statements))]
 
 
-def fitted(pieces: Iterable[Tokens], room: int) -> list[Tokens]:
-    """Return the first ``pieces`` with ``room`` tokens in all.
+def cut_to_length(pieces: Iterable[Tokens], length: int) -> list[Tokens]:
+    """Return the shortest start of ``pieces`` with ``length`` tokens or more, cut to ``length``.
 
-    The first piece may be cut at its start.
+    Tokens are cut from the start, so that the result ends with a complete piece.
     """
-    fitting, total, more = [], 0, iter(pieces)
-    while total < room:
-        fitting.append(next(more))
-        total += len(fitting[-1])
-    over = total - room
-    while over and over >= len(fitting[0]):
-        over -= len(fitting.pop(0))
-    if over:
-        fitting[0] = fitting[0][over:]
-    return fitting
+    result, total, iterator = [], 0, iter(pieces)
+    while total < length:
+        result.append(next(iterator))
+        total += len(result[-1])
+    excess = total - length
+    while excess and excess >= len(result[0]):
+        excess -= len(result.pop(0))
+    if excess:
+        result[0] = result[0][excess:]
+    return result
 
 
 def nearest(ascending: Sequence[int], target: float) -> int:
-    """Return the index of the value nearest to ``target``."""
+    """Return the index of the value nearest to ``target`` in an ascending sequence."""
     above = bisect.bisect_left(ascending, target)
-    around = range(max(0, above - 1), min(above + 1, len(ascending)))
-    return min(around, key=lambda i: abs(ascending[i] - target))
+    candidates = range(max(0, above - 1), min(above + 1, len(ascending)))
+    return min(candidates, key=lambda i: abs(ascending[i] - target))
 
 
-def as_turns(tokenizer: Any, said: Sequence[str]) -> str:
-    """Render a conversation for a model: ``said`` contains the turns, the user's first.
+def as_turns(tokenizer: Any, turns: Sequence[str]) -> str:
+    """Render a conversation by the chat template of a tokenizer.
 
-    Without a chat template the turns are paragraphs. The last turn is left open, as in an
-    evaluation, even if a template would end it.
-    """
-    if tokenizer.chat_template is None:
-        return "\n\n".join(said)
-    turns = [
-        {"role": ("user", "assistant")[turn % 2], "content": content}
-        for turn, content in enumerate(said[:-1])
-    ]
-    asked = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return asked + said[-1]
-
-
-def around_text(tokenizer: Any, said: Sequence[str]) -> tuple[Tokens, str]:
-    """Return the tokens before the running text, and the text after it.
+    Without a chat template, the turns are paragraphs. The last turn has no end-of-turn token, so
+    that a model continues it.
 
     Args:
-        said: as in `as_turns`, with `TEXT` in the place of the running text.
+        tokenizer: a tokenizer of transformers.
+        turns: turns of user and assistant, alternately, the user's turn first.
+    """
+    if tokenizer.chat_template is None:
+        return "\n\n".join(turns)
+    messages = [
+        {"role": ("user", "assistant")[turn % 2], "content": content}
+        for turn, content in enumerate(turns[:-1])
+    ]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return prompt + turns[-1]
+
+
+def around_text(tokenizer: Any, turns: Sequence[str]) -> tuple[Tokens, str]:
+    """Render a conversation that contains a placeholder for running text.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        turns: as in `as_turns`. One turn contains `TEXT` as the placeholder.
+
+    Returns:
+        (tokens, text): the tokens before the placeholder, and the text after the placeholder.
+
     Raises:
         ValueError: the chat template changes the text of a user's turn.
     """
-    before, result, after = as_turns(tokenizer, said).partition(TEXT)
-    if not result:
+    before, placeholder, after = as_turns(tokenizer, turns).partition(TEXT)
+    if not placeholder:
         raise ValueError(
             "tokenizer must have a chat template that does not change the text of a user's turn. "
             "Use another tokenizer, or remove its chat template."
         )
     # a chat template contains the special tokens
-    begun = leading_tokens(tokenizer) if tokenizer.chat_template is None else ()
-    return (*begun, *tokenizer(before, add_special_tokens=False)["input_ids"]), after
+    special = leading_tokens(tokenizer) if tokenizer.chat_template is None else ()
+    return (*special, *tokenizer(before, add_special_tokens=False)["input_ids"]), after
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a text into sentences with single blanks; ValueError for an empty text.
+    """Split a text into sentences, in which single blanks replace all white space.
 
     A text with few sentence ends, such as source code, is split into lines. A line keeps its
     indentation and starts with its line break.
+
+    Raises:
+        ValueError: the text is empty.
     """
     sentences = list(filter(None, SENTENCE_END.split(" ".join(text.split()))))
     if not sentences:
@@ -216,47 +266,51 @@ def split_sentences(text: str) -> list[str]:
 
 
 def running(sentences: Sequence[str]) -> str:
-    """Join sentences with blanks; lines need no blank."""
+    """Join sentences with blanks, and lines, which start with a line break, without blanks."""
     spaced = (text if text.startswith("\n") else f" {text}" for text in sentences)
     return "".join(spaced).lstrip()
 
 
-@lru_cache(maxsize=KEPT_SENTENCES)
+@lru_cache(maxsize=CACHED_SENTENCES)
 def sentence_tokens(tokenizer: Any, sentence: str) -> Tokens:
     """Return the tokens of a sentence inside running text."""
-    # measured after another sentence: alone, some tokenizers add a token at the start of a text
+    # tokenized after another sentence, because some tokenizers add a token at the start of a text
     joined = tokenizer(running((NOISE[0], sentence)), add_special_tokens=False)["input_ids"]
-    return tuple(joined[len(_alone(tokenizer)) :])
+    return tuple(joined[len(_first_tokens(tokenizer)) :])
 
 
 @lru_cache(maxsize=8)
 def leading_tokens(tokenizer: Any) -> Tokens:
     """Return the special tokens that ``tokenizer`` puts before a text."""
     with_special = tokenizer(NOISE[0], add_special_tokens=True)["input_ids"]
-    return tuple(with_special[: with_special.index(_alone(tokenizer)[0])])
+    return tuple(with_special[: with_special.index(_first_tokens(tokenizer)[0])])
 
 
 @lru_cache(maxsize=8)
-def _alone(tokenizer: Any) -> Tokens:
-    """Return the tokens of a sentence that is a whole text."""
+def _first_tokens(tokenizer: Any) -> Tokens:
+    """Return the tokens of ``NOISE[0]`` at the start of a text."""
     return tuple(tokenizer(NOISE[0], add_special_tokens=False)["input_ids"])
 
 
 def span_of(tokenizer: Any, sentence: str, part: str, start: int = 0) -> Span:
-    """Return the range of `sentence_tokens` that contains ``part``, perhaps with a leading blank.
+    """Return the span of `sentence_tokens` that contains a part of the sentence.
+
+    The span may include the blank before the part.
 
     Args:
-        start: character at which the search for ``part`` starts.
+        tokenizer: a tokenizer of transformers.
+        sentence: the sentence.
+        part: a substring of the sentence.
+        start: index of the character at which the search for ``part`` starts.
     """
-    at = sentence.index(part, start)
-    complete, before, until = (
-        sentence_tokens(tokenizer, text)
-        for text in (sentence, sentence[:at], sentence[: at + len(part)])
-    )
-    return shared(complete, before), len(until)
+    first = sentence.index(part, start)
+    complete = sentence_tokens(tokenizer, sentence)
+    before = sentence_tokens(tokenizer, sentence[:first])
+    up_to_end = sentence_tokens(tokenizer, sentence[: first + len(part)])
+    return common_prefix_length(complete, before), len(up_to_end)
 
 
-def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens that two texts have in common at the start."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the number of tokens at the start that two sequences have in common."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((index for index, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -1,8 +1,8 @@
 """Questions about long texts, as in long-context benchmarks, with an exact length in tokens.
 
-Each question is a `Task`, stored under its name in `TASKS`. Most are tasks of RULER (Hsieh et al.
-2024, arXiv 2404.06654). ``TASKS["uuid"].make(tokenizer, sentences, length, index, seed)`` is an
-`Example`: a prompt and its answers. Use it for teacher forcing, generation or training.
+`TASKS` contains every `Task` under its name. Most tasks come from RULER (Hsieh et al. 2024, arXiv
+2404.06654). ``TASKS["uuid"].make(tokenizer, sentences, length, index, seed)`` returns an `Example`,
+a prompt with its answers, for teacher forcing, generation or training.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from cab_hf.data.needles import (
     Span,
     Tokens,
     around_text,
+    cut_to_length,
     draw_keys,
     endless,
-    fitted,
     instruction,
     nearest,
     running,
@@ -41,53 +41,83 @@ from cab_hf.data.needles import (
 
 __all__ = ["TASKS", "Example", "Task"]
 
-# a sentence that is tokenized together with the question, whatever precedes it
+# last sentence of every text, which separates the question from the text, so that the tokens of the
+# question do not depend on the text
 END = "That is the end of the text."
-# multiples of it spread over [0, 1) evenly, however many there are
+# golden ratio: the fractional parts of its multiples are evenly spread over [0, 1), for any number
+# of multiples
 GOLDEN = (5**0.5 - 1) / 2
-# (tokens that are left, sentence -> its tokens) -> a text of exactly this length in pieces, or None
-# if its words do not fit
+# function of a length in tokens, and of a function from a sentence to its tokens. Returns the
+# pieces of a text with exactly this length, or None if the length is too small
 Filler = Callable[[int, Callable[[str], Tokens]], list[Tokens] | None]
 
 
 class Example(NamedTuple):
-    """A prompt and the answers after it."""
+    """A prompt, followed by its answers.
 
-    tokens: Tokens  # prompt and answers, as many as the length
-    prompt: int  # tokens of the prompt; the first answer starts after it
-    # the parts that the answers need, in the order of the draft; empty if they need the whole text
+    Attributes:
+        tokens: tokens of the prompt and of the answers.
+        prompt: number of tokens in the prompt. The first answer starts after the prompt.
+        needles: spans of the facts that the answers need; empty if the answers need the whole text.
+        answers: span of each answer.
+        replies: each answer as a string.
+    """
+
+    tokens: Tokens
+    prompt: int
     needles: tuple[Span, ...]
     answers: tuple[Span, ...]
-    replies: tuple[str, ...]  # the text of each answer
+    replies: tuple[str, ...]
 
 
 class Fact(NamedTuple):
-    """A sentence that the text hides at the sentence border nearest to its depth."""
+    """A sentence that is inserted in the text, at the sentence border nearest to a depth.
 
-    depth: float  # from 0 (start of the text) to 1 (its end)
+    Attributes:
+        depth: position from 0 (start of the text) to 1 (end of the text).
+        sentence: the sentence.
+    """
+
+    depth: float
     sentence: str
 
 
 @dataclass(frozen=True)
 class Draft:
-    """An example before it is fitted to a length."""
+    """An example without its text, which depends on the length of the example.
 
-    instruction: str  # before the text
-    question: str  # after the text
-    begun: str  # the start of the answer, given to the model; the replies follow it
-    replies: tuple[str, ...]  # the answers of the model, separated by commas
-    needed: Sequence[Fact] = ()  # facts that the answers need
-    others: Sequence[Fact] = ()  # other facts that the text hides
-    filler: Filler | None = None  # the text around them; None: running text
+    Attributes:
+        instruction: instruction before the text.
+        question: question after the text.
+        answer_start: start of the model's answer, which is part of the prompt.
+        replies: correct answers after ``answer_start``, separated by commas.
+        needed_facts: facts that the answers need.
+        other_facts: other facts in the text.
+        filler: the text around the facts; None means running text.
+    """
+
+    instruction: str
+    question: str
+    answer_start: str
+    replies: tuple[str, ...]
+    needed_facts: Sequence[Fact] = ()
+    other_facts: Sequence[Fact] = ()
+    filler: Filler | None = None
 
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of question about a long text."""
+    """A kind of question about a long text.
 
-    name: str  # name of the probe in ``fidelity``; lm_eval's task has ``cab_`` before it
-    title: str  # heading of its column
-    # (random generator, depth of one of the needed facts from 0 to 1) -> the facts and the question
+    Attributes:
+        name: name of the probe in ``fidelity``. The name of the task in lm_eval is "cab_" + name.
+        title: heading of the task's column in tables.
+        draft: function of a random generator and of the depth of one needed fact, from 0 to 1.
+            Returns the facts and the question of an example.
+    """
+
+    name: str
+    title: str
     draft: Callable[[random.Random, float], Draft]
 
     def make(
@@ -98,30 +128,31 @@ class Task:
         index: int,
         seed: int | str = 0,
     ) -> Example:
-        """Build the example with number ``index``, which depends on the arguments alone.
+        """Build an example. Equal arguments return equal examples.
 
         Args:
-            tokenizer: a tokenizer of transformers; its chat template is used if it has one.
-            sentences: sentences of the running text, which starts at a drawn sentence and wraps
-                around.
+            tokenizer: a tokenizer of transformers. Its chat template is used if there is one.
+            sentences: sentences of the running text, which starts at a random sentence and
+                continues with the first sentence after the last.
             length: tokens of prompt and answers together.
-            index: number of the example; depths of successive examples are spread evenly.
+            index: index of the example. The depths of successive examples are evenly spread.
             seed: a whole number for evaluation, or a string that starts with ``finetune/`` for
-                training, so that the two never draw the same example.
+                training, so that training and evaluation never draw the same example.
+
         Raises:
-            ValueError: ``length`` is too small for the hidden facts and the question.
+            ValueError: ``length`` is too small for the facts and the question.
         """
         start = random.Random(f"{seed}/{self.name}/depth").random()
         rng = random.Random(f"{seed}/{self.name}/{length}/{index}")
         draft = self.draft(rng, (start + index * GOLDEN) % 1)
         head, tail, answers = _around(tokenizer, draft)
         tokens_of = partial(sentence_tokens, tokenizer)
-        facts = [*draft.needed, *draft.others]
+        facts = [*draft.needed_facts, *draft.other_facts]
         statements = [tokens_of(fact.sentence) for fact in facts]
 
         filler = draft.filler or running_text(endless(sentences, rng))
-        room = length - len(head) - len(tail) - sum(map(len, statements))
-        pieces = filler(room, tokens_of) if room >= 0 else None
+        num_filler = length - len(head) - len(tail) - sum(map(len, statements))
+        pieces = filler(num_filler, tokens_of) if num_filler >= 0 else None
         if pieces is None:
             raise ValueError(
                 f"length must have room for the task {self.name}, got {length}. Give a larger "
@@ -129,38 +160,51 @@ class Task:
             )
         ends = [0, *accumulate(map(len, pieces))]
         borders = [nearest(ends, fact.depth * ends[-1]) for fact in facts]
-        tokens, ranges = with_statements(head, pieces, statements, borders)
+        tokens, spans = with_statements(head, pieces, statements, borders)
         answers = [(len(tokens) + first, len(tokens) + last) for first, last in answers]
         return Example(
             tokens=(*tokens, *tail),
             prompt=answers[0][0],
-            needles=tuple(ranges[: len(draft.needed)]),
+            needles=tuple(spans[: len(draft.needed_facts)]),
             answers=tuple(answers),
             replies=draft.replies,
         )
 
 
 def running_text(sentences: Iterator[str]) -> Filler:
-    """Return a filler of the first sentences, which may start inside a sentence."""
-    return lambda room, tokens_of: fitted(map(tokens_of, sentences), room)
+    """Return a filler with the first of ``sentences``; its first sentence may be cut."""
+    return lambda length, tokens_of: cut_to_length(map(tokens_of, sentences), length)
 
 
 def _around(tokenizer: Any, draft: Draft) -> tuple[Tokens, Tokens, list[Span]]:
-    """Return the tokens before and after the text, and the ranges of the answers in the latter."""
-    content = f"{draft.instruction}\n\n{running((TEXT, END))}\n\n{draft.question}"
-    said = f"{draft.begun} {', '.join(draft.replies)}."
-    head, after = around_text(tokenizer, [content, said])
+    """Render a draft without its text.
+
+    Returns:
+        (head, tail, answers): the tokens before the text, the tokens after the text, and the span
+        of each answer in ``tail``.
+    """
+    request = f"{draft.instruction}\n\n{running((TEXT, END))}\n\n{draft.question}"
+    answer = f"{draft.answer_start} {', '.join(draft.replies)}."
+    head, after = around_text(tokenizer, [request, answer])
     after = after.removeprefix(" ")
-    ranges, place = [], len(after) - len(said) + len(draft.begun)
+    # index of the character at which the search for the next reply starts
+    search_start = len(after) - len(answer) + len(draft.answer_start)
+    spans = []
     for reply in draft.replies:
-        ranges.append(span_of(tokenizer, after, reply, place))
-        place = after.index(reply, place) + len(reply)
-    return head, sentence_tokens(tokenizer, after), ranges
+        spans.append(span_of(tokenizer, after, reply, search_start))
+        search_start = after.index(reply, search_start) + len(reply)
+    return head, sentence_tokens(tokenizer, after), spans
 
 
-KEYS = 16  # number of keys that a text hides; one is asked for
-VALUES = 4  # values per name
-PASSAGES, SENTENCES = 4, 3  # passages, and sentences per passage
+# keys in a text of `many_keys` and `alike_keys`; the question is about one key
+KEYS = 16
+# keys per name in `several_values`
+VALUES = 4
+# passages in a text of `copying`
+PASSAGES = 4
+# sentences per passage in `copying`
+SENTENCES = 3
+# words of the sentences in `copying`
 VERBS = ("bought", "carried", "found", "hid", "lost", "mended", "painted", "sold")
 KINDS = ("black", "heavy", "little", "new", "red", "round", "silver", "wooden")
 THINGS = (
@@ -174,28 +218,31 @@ PLACES = (
 
 
 def statement(key: Key) -> str:
-    """Return the sentence that states the key once."""
+    """Return a sentence that states a key once."""
     return f"{ANSWER.format(whose=key.whose)}{key.digits}."
 
 
 def one_of(keys: list[Key], rng: random.Random, depth: float) -> Draft:
-    """Draft a text that hides all ``keys`` and asks for the first one, which is at ``depth``."""
-    asked_key, *others = keys
+    """Draft a text with several keys and a question about the first key.
+
+    Args:
+        keys: the keys.
+        rng: random generator for the depths of the other keys.
+        depth: depth of the first key, from 0 to 1.
+    """
+    asked_key, *other_keys = keys
     return Draft(
         instruction=instruction(len(keys)),
         question=QUESTION.format(whose=asked_key.whose),
-        begun=ANSWER.format(whose=asked_key.whose).rstrip(),
+        answer_start=ANSWER.format(whose=asked_key.whose).rstrip(),
         replies=(asked_key.digits,),
-        needed=[Fact(depth, statement(asked_key))],
-        others=[Fact(rng.random(), statement(key)) for key in others],
+        needed_facts=[Fact(depth, statement(asked_key))],
+        other_facts=[Fact(rng.random(), statement(key)) for key in other_keys],
     )
 
 
 def many_keys(rng: random.Random, depth: float) -> Draft:
-    """Ask for one of 16 keys with different names.
-
-    RULER's NIAH with several keys has 4.
-    """
+    """Ask for one of 16 keys with different names, as in RULER's NIAH with 4 keys."""
     return one_of(draw_keys(rng, KEYS), rng, depth)
 
 
@@ -207,27 +254,28 @@ def alike_keys(rng: random.Random, depth: float) -> Draft:
     asked_number = str(rng.choice(NUMBERS))
     # a number must not start with 0
     changed = [
-        asked_number[:place] + digit + asked_number[place + 1 :]
-        for place in range(len(asked_number))
+        asked_number[:i] + digit + asked_number[i + 1 :]
+        for i in range(len(asked_number))
         for digit in "0123456789"
-        if digit != asked_number[place] and (place or digit != "0")
+        if digit != asked_number[i] and (i > 0 or digit != "0")
     ]
     lockers = [asked_number, *rng.sample(changed, KEYS - 1)]
-    # twice as many, because a key must not be a locker's number
-    numbers = map(str, rng.sample(NUMBERS, 2 * KEYS))
-    keys = (number for number in numbers if number not in lockers)
-    return one_of([Key(f" for locker {it}", next(keys)) for it in lockers], rng, depth)
+    # 2 * KEYS numbers, because at most KEYS numbers are those of lockers and cannot be keys
+    candidates = map(str, rng.sample(NUMBERS, 2 * KEYS))
+    numbers = (number for number in candidates if number not in lockers)
+    keys = [Key(f" for locker {locker}", next(numbers)) for locker in lockers]
+    return one_of(keys, rng, depth)
 
 
 def several_values(rng: random.Random, depth: float) -> Draft:
-    """Ask for all four keys of one name in the order of the text; another name has four keys too.
+    """Ask for all four keys of one name, in the order of the text. Another name has four keys too.
 
-    This is RULER's NIAH with several values, with a second name.
+    RULER's NIAH with several values has one name.
     """
-    asked_name, other = rng.sample(NAMES, 2)
+    asked_name, other_name = rng.sample(NAMES, 2)
     numbers = [str(number) for number in rng.sample(NUMBERS, 2 * VALUES)]
     depths = sorted([depth, *(rng.random() for _ in range(VALUES - 1))])
-    values, more = tuple(numbers[:VALUES]), numbers[VALUES:]
+    asked_values, other_values = tuple(numbers[:VALUES]), numbers[VALUES:]
 
     def fact(depth: float, name: str, digits: str) -> Fact:
         return Fact(depth, f"One of the pass keys for {name} is {digits}.")
@@ -235,174 +283,203 @@ def several_values(rng: random.Random, depth: float) -> Draft:
     return Draft(
         instruction=instruction(len(numbers)),
         question=f"What are all the pass keys for {asked_name}, in the order of the text?",
-        begun=f"The pass keys for {asked_name} are",
-        replies=values,
-        needed=[fact(at, asked_name, it) for at, it in zip(depths, values, strict=True)],
-        others=[fact(rng.random(), other, digits) for digits in more],
+        answer_start=f"The pass keys for {asked_name} are",
+        replies=asked_values,
+        needed_facts=[
+            fact(value_depth, asked_name, digits)
+            for value_depth, digits in zip(depths, asked_values, strict=True)
+        ],
+        other_facts=[fact(rng.random(), other_name, digits) for digits in other_values],
     )
 
 
 def uuids(rng: random.Random, depth: float) -> Draft:
     """Ask for the value of one key of a JSON object with random UUIDs as keys and values.
 
-    Key-value retrieval (Liu et al. 2023, "Lost in the Middle", arXiv 2307.03172). The object fills
-    the text; the prompt contains an excerpt of it.
+    Key-value retrieval (Liu et al. 2023, "Lost in the Middle", arXiv 2307.03172). The text consists
+    of pairs of the object.
     """
 
-    def drawn() -> str:
+    def draw_uuid() -> str:
         return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
-    def others() -> Iterator[str]:
+    def other_pairs() -> Iterator[str]:
         while True:
-            yield f'"{drawn()}": "{drawn()}",'
+            yield f'"{draw_uuid()}": "{draw_uuid()}",'
 
-    key, value = drawn(), drawn()
+    key, value = draw_uuid(), draw_uuid()
     return Draft(
         instruction="The text below is part of a JSON object. Remember its keys and values.",
         question=f"What is the value of the key {key}?",
-        begun=f"The value of the key {key} is",
+        answer_start=f"The value of the key {key} is",
         replies=(value,),
-        needed=[Fact(depth, f'"{key}": "{value}",')],
-        filler=running_text(others()),
+        needed_facts=[Fact(depth, f'"{key}": "{value}",')],
+        filler=running_text(other_pairs()),
     )
 
 
 def copying(rng: random.Random, depth: float) -> Draft:
-    """Ask for a copy of one of four passages of three sentences, given its first five words.
+    """Ask for a copy of one of four passages; the question contains the passage's first five words.
 
-    This is the lookup by an n-gram of Jelassi et al. 2024, "Repeat After Me" (arXiv 2402.01032), in
-    a long text. Names, verbs, things and places are drawn, so that no passage can be guessed.
+    The task is the lookup by an n-gram of Jelassi et al. 2024, "Repeat After Me" (arXiv
+    2402.01032), in a long text. A passage has three sentences of random words, so that a model
+    cannot guess the passage.
     """
     names = iter(rng.sample(NAMES, PASSAGES * SENTENCES))
 
-    def sentence() -> tuple[str, str]:
-        verb, kind, thing, place = map(rng.choice, (VERBS, KINDS, THINGS, PLACES))
-        return f"{next(names)} {verb} a {kind} {thing}", f"near the {place}."
+    def draw_sentence() -> tuple[str, str]:
+        """Return a sentence in two parts; the first part has five words."""
+        verb, kind, thing, location = map(rng.choice, (VERBS, KINDS, THINGS, PLACES))
+        return f"{next(names)} {verb} a {kind} {thing}", f"near the {location}."
 
-    def passage() -> tuple[str, str]:
-        (begun, rest), *more = (sentence() for _ in range(SENTENCES))
-        return begun, " ".join([rest, *map(" ".join, more)])
+    def draw_passage() -> tuple[str, str]:
+        """Return (first five words of a passage, other words)."""
+        (start, end), *sentences = (draw_sentence() for _ in range(SENTENCES))
+        return start, " ".join([end, *map(" ".join, sentences)])
 
-    (begun, rest), *others = (passage() for _ in range(PASSAGES))
+    (start, end), *other_passages = (draw_passage() for _ in range(PASSAGES))
     return Draft(
         instruction="Remember every passage of the text below word for word.",
-        question=f'Copy the passage of three sentences that begins with "{begun}".',
-        begun=begun,
-        replies=(rest.removesuffix("."),),
-        needed=[Fact(depth, f"{begun} {rest}")],
-        others=[Fact(rng.random(), " ".join(parts)) for parts in others],
+        question=f'Copy the passage of three sentences that begins with "{start}".',
+        answer_start=start,
+        replies=(end.removesuffix("."),),
+        needed_facts=[Fact(depth, f"{start} {end}")],
+        other_facts=[Fact(rng.random(), " ".join(passage)) for passage in other_passages],
     )
 
 
-CHAINS, VARIABLES, LETTERS = 2, 5, 5  # chains, variables per chain, letters of a variable's name
+# chains of assignments in `tracking`
+CHAINS = 2
+# variables per chain
+VARIABLES = 5
+# letters in the name of a variable
+LETTERS = 5
+# pairs of facts in a text of `two_facts`
 PAIRS = 4
-REACH = 0.4  # share of the text at either end
+# share of the text, from the start and from the end, that contains the facts of `two_facts`
+OUTER_SHARE = 0.4
 
 
 def tracking(rng: random.Random, depth: float) -> Draft:
-    """Ask for five variables with one value: one is assigned it, each other copies the last one.
+    """Ask for the variables of a chain: one has a number, each other copies its predecessor.
 
     RULER's variable tracking, with a second chain as a distractor.
     """
-    drawn: dict[str, None] = {}
-    while len(drawn) < CHAINS * VARIABLES:
-        drawn["".join(rng.choices(string.ascii_uppercase, k=LETTERS))] = None
-    names, values = list(drawn), rng.sample(NUMBERS, CHAINS)
+    # a dict without values, as an ordered set
+    unique_names: dict[str, None] = {}
+    while len(unique_names) < CHAINS * VARIABLES:
+        unique_names["".join(rng.choices(string.ascii_uppercase, k=LETTERS))] = None
+    names, values = list(unique_names), rng.sample(NUMBERS, CHAINS)
 
-    def assignments(number: int, first: float) -> list[Fact]:
-        own = names[number * VARIABLES :][:VARIABLES]
-        depths = sorted([first, *(rng.random() for _ in own[1:])])
-        sources = [str(values[number]), *(f"VAR {name}" for name in own)]
+    def assignments(chain_index: int, one_depth: float) -> list[Fact]:
+        """Return the assignments of a chain; one of them is at ``one_depth``."""
+        chain_names = names[chain_index * VARIABLES :][:VARIABLES]
+        depths = sorted([one_depth, *(rng.random() for _ in chain_names[1:])])
+        sources = [str(values[chain_index]), *(f"VAR {name}" for name in chain_names)]
         return [
-            Fact(place, f"VAR {name} = {source}.")
-            for place, name, source in zip(depths, own, sources, strict=False)
+            Fact(depth, f"VAR {name} = {source}.")
+            for depth, name, source in zip(depths, chain_names, sources, strict=False)
         ]
 
     return Draft(
         instruction="The text below hides assignments of variables. Remember them.",
         question=f"Which variables have the value {values[0]}, in the order of the text?",
-        begun=f"The variables that have the value {values[0]} are",
+        answer_start=f"The variables that have the value {values[0]} are",
         replies=tuple(names[:VARIABLES]),
-        needed=assignments(0, depth),
-        others=[*chain(*(assignments(number, rng.random()) for number in range(1, CHAINS)))],
+        needed_facts=assignments(0, depth),
+        other_facts=[*chain(*(assignments(i, rng.random()) for i in range(1, CHAINS)))],
     )
 
 
 def two_facts(rng: random.Random, depth: float) -> Draft:
-    """Ask for the key of somebody's deputy: one fact names the deputy, another states the key.
+    """Ask for the key of a person's deputy: one fact names the deputy, another states the key.
 
-    One fact is in the first two fifths of the text and the other in the last two, in either order.
-    Three other pairs are hidden as well. bAbI (Weston et al. 2015, arXiv 1502.05698) and RULER's
-    HotpotQA have questions over two supporting facts.
+    One fact is in the first two fifths of the text and the other in the last two fifths, in either
+    order. The text contains three other pairs of facts. bAbI (Weston et al. 2015, arXiv 1502.05698)
+    and RULER's HotpotQA have questions over two supporting facts.
     """
     names, numbers = rng.sample(NAMES, 2 * PAIRS), rng.sample(NUMBERS, PAIRS)
 
-    def facts(number: int, first: float) -> list[Fact]:
-        chief, deputy = names[2 * number : 2 * number + 2]
-        depths = [REACH * first, 1 - REACH * rng.random()]
+    def facts(pair: int, depth: float) -> list[Fact]:
+        """Return the two facts of a pair; ``depth`` is scaled to the first part of the text."""
+        chief, deputy = names[2 * pair : 2 * pair + 2]
+        depths = [OUTER_SHARE * depth, 1 - OUTER_SHARE * rng.random()]
         rng.shuffle(depths)
-        key = f"{ANSWER.format(whose=f' for {deputy}')}{numbers[number]}."
+        key = f"{ANSWER.format(whose=f' for {deputy}')}{numbers[pair]}."
         return [Fact(depths[0], f"The deputy of {chief} is {deputy}."), Fact(depths[1], key)]
 
     whose = f" for the deputy of {names[0]}"
     return Draft(
         instruction=instruction(PAIRS),
         question=QUESTION.format(whose=whose),
-        begun=ANSWER.format(whose=whose).rstrip(),
+        answer_start=ANSWER.format(whose=whose).rstrip(),
         replies=(str(numbers[0]),),
-        needed=facts(0, depth),
-        others=[*chain(*(facts(number, rng.random()) for number in range(1, PAIRS)))],
+        needed_facts=facts(0, depth),
+        other_facts=[*chain(*(facts(pair, rng.random()) for pair in range(1, PAIRS)))],
     )
 
 
+# letters of `coined_words`
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
-COMMON, LONG = 10, 4096  # common words of a list, and tokens of a long list
-FREQUENT, DOTS = 3, "...."
-LEAST = 100  # words of a text with distinct counts of the frequent words
+# number of common words in a list of `common_words`
+COMMON = 10
+# tokens from which a list of `common_words` has more occurrences of each word
+LONG_LIST_TOKENS = 4096
+# number of words that the question of `frequent_words` asks for
+FREQUENT = 3
+# the most frequent word of `frequent_words`, which the question leaves out
+DOTS = "...."
+# smallest number of words in a text of `frequent_words`; the frequent words then have different
+# counts
+MIN_WORDS = 100
 
 
 def coined_words(rng: random.Random) -> Iterator[str]:
     """Yield different invented words of three syllables, such as "balonu"."""
-    known: set[str] = set()
+    yielded: set[str] = set()
     while True:
         word = "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(3))
-        if word not in known:
-            known.add(word)
+        if word not in yielded:
+            yielded.add(word)
             yield word
 
 
 def common_words(rng: random.Random, depth: float) -> Draft:
-    """Ask for the ten words that a list contains ten times as often as others, in order.
+    """Ask for the ten words that a list contains ten times as often as other words, in order.
 
-    RULER's common words: 30 times and 3 times; in a list of fewer than 4,096 tokens 10 times and
-    once. The words are invented, RULER uses English words.
+    RULER's common words: ten words occur 30 times and the others 3 times. In a list of fewer than
+    4,096 tokens, ten words occur 10 times and the others once. The words are invented, where RULER
+    has English words. ``depth`` is not used.
     """
     words = coined_words(rng)
     common = tuple(next(words) for _ in range(COMMON))
 
-    def fill(room: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens] | None:
-        often, seldom = (30, 3) if room >= LONG else (10, 1)
-        slots = [place for place in range(COMMON) for _ in range(often)]
-        left = room - often * sum(len(tokens_of(word)) for word in common)
-        if left < 0:
+    def fill(length: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens] | None:
+        """Return a list of words with ``length`` tokens, see `Filler`."""
+        common_count, other_count = (30, 3) if length >= LONG_LIST_TOKENS else (10, 1)
+        # every entry of the list is an index: below COMMON for common words
+        entries = [index for index in range(COMMON) for _ in range(common_count)]
+        remaining = length - common_count * sum(len(tokens_of(word)) for word in common)
+        if remaining < 0:
             return None
         others: list[Tokens] = []
-        while left >= seldom * len(word := tokens_of(next(words))):
-            others += [word] * seldom
-            left -= seldom * len(word)
-        slots += range(COMMON, COMMON + len(others))
-        rng.shuffle(slots)
-        # the order of the common words follows from their first occurrences
-        order = [slot for slot in dict.fromkeys(slots) if slot < COMMON]
+        while remaining >= other_count * len(word := tokens_of(next(words))):
+            others += [word] * other_count
+            remaining -= other_count * len(word)
+        entries += range(COMMON, COMMON + len(others))
+        rng.shuffle(entries)
+        # the common words in the order of ``common`` get the indices in the order of the list
+        order = [index for index in dict.fromkeys(entries) if index < COMMON]
         tokens = dict(zip(order, map(tokens_of, common), strict=True))
         tokens |= enumerate(others, COMMON)
-        # the rest has no room for another word at the frequency of the others
-        return fitted(map(tokens_of, words), left) + [tokens[slot] for slot in slots]
+        # too few tokens remain for another word with ``other_count`` occurrences
+        padding = cut_to_length(map(tokens_of, words), remaining)
+        return padding + [tokens[index] for index in entries]
 
     return Draft(
         instruction="The text below is a list of words. Remember which of them are common.",
         question=f"What are the {COMMON} most common words, in the order of the text?",
-        begun="The most common words are",
+        answer_start="The most common words are",
         replies=common,
         filler=fill,
     )
@@ -411,39 +488,44 @@ def common_words(rng: random.Random, depth: float) -> Draft:
 def frequent_words(rng: random.Random, depth: float) -> Draft:
     """Ask for the three most frequent words of a text, the most frequent first.
 
-    RULER's frequent words: invented words whose frequencies fall with the square of their rank (a
-    zeta distribution of 2). The most frequent word is dots.
+    RULER's frequent words: invented words whose frequency is proportional to 1 / rank² (a zeta
+    distribution with exponent 2). The word with rank 1 consists of dots, and the question leaves it
+    out. ``depth`` is not used.
     """
     words = coined_words(rng)
     asked_words = tuple(next(words) for _ in range(FREQUENT))
-    ranked = [DOTS, *asked_words]
+    words_by_rank = [DOTS, *asked_words]
 
-    def fill(room: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens] | None:
+    def fill(length: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens] | None:
+        """Return the largest text of at most ``length`` tokens, padded with dots, see `Filler`."""
+
         def pieces(size: int) -> list[Tokens]:
             """Return the words of a text of about ``size`` words, in order of rank."""
             shares = (6 / (pi * rank) ** 2 for rank in range(1, size))
             counts = [*takewhile(bool, (int(size * share) for share in shares))]
-            while len(ranked) <= len(counts):
-                ranked.append(next(words))
-            drawn = zip(ranked, counts, strict=False)
-            return [*chain(*(repeat(tokens_of(word), count) for word, count in drawn))]
+            while len(words_by_rank) <= len(counts):
+                words_by_rank.append(next(words))
+            word_counts = zip(words_by_rank, counts, strict=False)
+            return [*chain(*(repeat(tokens_of(word), count) for word, count in word_counts))]
 
-        def fits(size: int) -> bool:
-            return sum(map(len, pieces(size))) <= room
+        def is_too_long(size: int) -> bool:
+            return sum(map(len, pieces(size))) > length
 
-        if not fits(LEAST):
+        if is_too_long(MIN_WORDS):
             return None
-        high = 2 * LEAST
-        while fits(high):
-            high *= 2
-        text = pieces(bisect_left(range(high), True, lo=LEAST, key=lambda n: not fits(n)) - 1)
+        upper_bound = 2 * MIN_WORDS
+        while not is_too_long(upper_bound):
+            upper_bound *= 2
+        first_too_long = bisect_left(range(upper_bound), True, lo=MIN_WORDS, key=is_too_long)
+        text = pieces(first_too_long - 1)
         rng.shuffle(text)
-        return fitted(repeat(tokens_of(DOTS)), room - sum(map(len, text))) + text
+        padding = cut_to_length(repeat(tokens_of(DOTS)), length - sum(map(len, text)))
+        return padding + text
 
     return Draft(
         instruction=f"The text below has coded words. Ignore the dots {DOTS} in it.",
         question=f"What are the {FREQUENT} most frequent words, the most frequent one first?",
-        begun="The most frequent words are",
+        answer_start="The most frequent words are",
         replies=asked_words,
         filler=fill,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +18,13 @@ from cab_hf.plan import DENSE_BLOCK_SIZE
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# label that the loss of transformers ignores
 IGNORED = -100
-# attribute of a shard's ``cu_seq_lens_q`` with a checksum of the whole batch, to compare batches of
-# ranks; attention receives no other tensor of the whole sequence
+# attribute of the tensor ``cu_seq_lens_q`` with a checksum of the whole batch, by which attention
+# layers check that all ranks have the same batch
 CHECKSUM = "cab_checksum"
-KNOWN = (
+# tensors of a batch that `shard` accepts
+BATCH_KEYS = (
     *("input_ids", "labels", "shift_labels"),
     *("position_ids", "attention_mask", "cu_seq_lens_q"),
 )
@@ -40,48 +41,51 @@ def shard(
             * ``input_ids``: int [B, N].
             * ``labels``: optional, int [B, N].
             * ``shift_labels``: instead of ``labels``, labels that are already shifted.
-            * ``cu_seq_lens_q``: int [documents + 1], boundaries of packed documents.
+            * ``cu_seq_lens_q``: optional, int [documents + 1], boundaries of packed documents.
             * ``position_ids``: instead of ``cu_seq_lens_q``, int [1 or B, N], positions that
-              restart at 0.
-            * ``attention_mask``: optional, without padding.
+              restart at 0 in every document.
+            * ``attention_mask``: optional, must not mask any token.
 
             All rows have the same document boundaries.
-        group: the ranks that hold one sequence. None means all ranks.
-        block: chunks are multiples of ``block`` tokens, as in `cab_hf.context_parallel`.
+        group: the ranks that share the sequence. None means all ranks.
+        block: every chunk is a multiple of ``block`` tokens. Use the same value for
+            `cab_hf.context_parallel`.
 
     Returns:
-        A dict of tensors, where n is the same on all ranks:
+        A dict of tensors. The number n of tokens per rank is equal on all ranks:
 
-        * ``input_ids``: [B, n]. Padding has token 0 and does not count in the loss.
+        * ``input_ids``: [B, n]. Padding has token 0, and labels that the loss ignores.
         * ``position_ids``: [1, n], positions in the document.
         * ``cu_seq_lens_q``: boundaries of the documents of the whole sequence.
         * ``labels`` and ``shift_labels``, if the batch has labels: [B, n], both shifted before
           sharding.
         * ``num_items_in_batch``, if the batch has labels: number of labels of the whole batch.
 
-    A transformers model then returns the share of its rank in the mean loss. The losses of all
-    ranks add up to the mean loss, and so do their gradients. If gradients are averaged over ranks
-    (DDP, FSDP), multiply the loss by the number of ranks.
+    A transformers model then returns the sum of this rank's token losses, divided by the number of
+    labels of the whole batch. The losses of all ranks add up to the mean loss of the batch, and the
+    gradients of all ranks add up to its gradient. If gradients are averaged over ranks (DDP, FSDP),
+    multiply the loss by the number of ranks.
 
-    The first attention layer checks that the batch is equal on all ranks. It reads a checksum that
-    is lost if ``cu_seq_lens_q`` is copied, so shard on the device of the model.
+    The first attention layer compares a checksum of the batch between ranks. The checksum is an
+    attribute of ``cu_seq_lens_q``, which copies of the tensor do not have. Therefore call `shard`
+    with tensors on the device of the model.
 
     Raises:
-        ValueError: the batch has padding, rows with different documents, labels given twice, or a
-            tensor that cannot be sharded.
+        ValueError: the batch has padding, rows with different documents, both ``labels`` and
+            ``shift_labels``, or a tensor with another name.
     """
     group = group_of(group)
     for name in batch:
-        if name not in KNOWN:
+        if name not in BATCH_KEYS:
             raise ValueError(
-                f"batch must contain only {', '.join(KNOWN)}, got {name!r}. Leave it out, and "
+                f"batch must contain only {', '.join(BATCH_KEYS)}, got {name!r}. Leave it out, and "
                 "shard it yourself with cab_hf.distributed.sharding."
             )
     ids = batch["input_ids"]
     lengths = _documents(batch)
     sharding = sharding_of(lengths, group.size(), block)
     result = {
-        "input_ids": _take_shard(ids, sharding, group.rank(), 0),
+        "input_ids": _take_shard(ids, sharding, group.rank(), padding=0),
         "position_ids": sharding.positions[group.rank()].to(ids.device)[None],
         "cu_seq_lens_q": torch.tensor([0, *lengths], dtype=torch.int32, device=ids.device).cumsum(
             0, dtype=torch.int32
@@ -89,16 +93,20 @@ def shard(
     }
     shifted = _shifted(batch)
     if shifted is not None:
-        result["labels"] = result["shift_labels"] = _take_shard(
-            shifted, sharding, group.rank(), IGNORED
-        )
+        labels = _take_shard(shifted, sharding, group.rank(), padding=IGNORED)
+        result["labels"] = result["shift_labels"] = labels
         result["num_items_in_batch"] = (shifted != IGNORED).sum()
     compared = [ids] if shifted is None else [ids, shifted]
-    content = (x.to("cpu", torch.int64).contiguous().numpy() for x in compared)
-    setattr(
-        result["cu_seq_lens_q"], CHECKSUM, reduce(lambda sum, x: zlib.crc32(x, sum), content, 1)
-    )
+    setattr(result["cu_seq_lens_q"], CHECKSUM, _checksum(compared))
     return result
+
+
+def _checksum(tensors: list[Tensor]) -> int:
+    """Return a CRC-32 of the values of integer tensors."""
+    checksum = 1
+    for x in tensors:
+        checksum = zlib.crc32(x.to("cpu", torch.int64).contiguous().numpy(), checksum)
+    return checksum
 
 
 def unshard(
@@ -108,16 +116,17 @@ def unshard(
     dim: int = 1,
     block: int = DENSE_BLOCK_SIZE,
 ) -> Tensor:
-    """Gather x from all ranks in the order of the sequence, without padding and without gradient.
-
-    Every rank receives the result.
+    """All-gather x in the order of the sequence, without padding and without gradient.
 
     Args:
-        x: tensor with n tokens in dimension ``dim``, such as logits [B, n, V].
-        cu_seqlens: ``cu_seq_lens_q`` from `shard`.
-        group: the ranks that hold one sequence. None means all ranks.
+        x: tensor of this rank with n tokens in dimension ``dim``, such as logits [B, n, V].
+        cu_seqlens: ``cu_seq_lens_q`` of the result of `shard`.
+        group: the ranks that share the sequence. None means all ranks.
         dim: dimension of the tokens.
-        block: tokens, as in `shard`.
+        block: the value of ``block`` in the call of `shard`.
+
+    Returns:
+        The tensor with N tokens in dimension ``dim``, on every rank.
 
     Raises:
         ValueError: x has another number of tokens than the shard of a rank.
@@ -129,8 +138,8 @@ def unshard(
             f"x must have {sharding.tokens} tokens in dimension {dim}, the shard of each of "
             f"{group.size()} ranks, got {x.shape[dim]}. Give the output of the model for a shard."
         )
-    owner = sharding.owner.to(x.device)
-    return all_gather(x.movedim(dim, 0), group).index_select(0, owner).movedim(0, dim)
+    shard_index = sharding.shard_index.to(x.device)
+    return all_gather(x.movedim(dim, 0), group).index_select(0, shard_index).movedim(0, dim)
 
 
 def whole_cache(
@@ -141,24 +150,25 @@ def whole_cache(
 ) -> Any:
     """All-gather the KV cache of a sharded prefill, so that every rank can call ``generate``.
 
-    Every rank then holds K and V of the whole sequence: 2 * layers * H_kv * N * D elements, which
-    is W times its shard. Layers are gathered one by one, so that at most one layer is held twice.
+    Every rank then has K and V of the whole sequence: 2 * layers * H_kv * N * D elements, W times
+    as many as before. The function gathers one layer after another, and frees the shard of each
+    layer before it gathers the next layer.
 
-    Call ``generate`` after the `cab_hf.context_parallel` block; every rank then decodes alone.
-    ``generate`` needs a token to start with: call ``cache.crop(-1)`` and pass the whole
-    ``input_ids``.
+    Call ``generate`` after the end of the `cab_hf.context_parallel` block; every rank then decodes
+    without communication. ``generate`` needs one token that is not in the cache: call
+    ``cache.crop(-1)`` and pass the ``input_ids`` of the whole sequence.
 
     Args:
         cache: a transformers ``DynamicCache``, ``past_key_values`` of the prefill's output.
-        cu_seqlens: ``cu_seq_lens_q`` from `shard`.
-        group: the ranks that hold one sequence. None means all ranks.
-        block: tokens, as in `shard`.
+        cu_seqlens: ``cu_seq_lens_q`` of the result of `shard`.
+        group: the ranks that share the sequence. None means all ranks.
+        block: the value of ``block`` in the call of `shard`.
 
     Returns:
         The same cache object.
 
     Raises:
-        NotImplementedError: a cache layer does not hold K and V of every token, or the sequence
+        NotImplementedError: a cache layer does not contain K and V of every token, or the sequence
             has packed documents, which ``generate`` does not support.
     """
     documents = len(lengths_between(cu_seqlens))
@@ -174,13 +184,14 @@ def whole_cache(
                 "DynamicCache of a model whose layers all keep the keys of every token."
             )
     for layer in cache.layers:
-        layer.keys = unshard(layer.keys, cu_seqlens, group, 2, block).contiguous()
-        layer.values = unshard(layer.values, cu_seqlens, group, 2, block).contiguous()
+        sequence = {"cu_seqlens": cu_seqlens, "group": group, "block": block}
+        layer.keys = unshard(layer.keys, dim=2, **sequence).contiguous()
+        layer.values = unshard(layer.values, dim=2, **sequence).contiguous()
     return cache
 
 
 def _shifted(batch: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the label that each token predicts, [B, N]; None if the batch has no labels."""
+    """Return the label of each token's prediction, int [B, N]; None if the batch has no labels."""
     labels, shifted = batch.get("labels"), batch.get("shift_labels")
     if labels is not None and shifted is not None:
         raise ValueError(
@@ -190,13 +201,13 @@ def _shifted(batch: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _take_shard(x: Tensor, sharding: Sharding, rank: int, padding: int) -> Tensor:
-    """Return the tokens of a rank, [B, n], of x [B, N], with ``padding`` in padding slots."""
-    tokens = x.index_select(1, sharding.slots[rank].to(x.device))
+    """Return the shard [B, n] of x [B, N]; padding tokens have the value ``padding``."""
+    tokens = x.index_select(1, sharding.sequence_index[rank].to(x.device))
     return tokens.masked_fill(~sharding.real[rank].to(x.device), padding)
 
 
 def _documents(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Return the lengths of the documents that are packed in every row of a batch."""
+    """Return the number of tokens of each document, which is equal in all rows of a batch."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     if mask is not None and not bool(mask.bool().all()):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Plans for a sharded sequence, computed separately from attention."""
+"""Functions that compute and inspect plans of a sharded sequence, without attention."""
 
 from __future__ import annotations
 
@@ -31,17 +31,24 @@ def predict(
 ) -> BlockPlan:
     """Return the plan of this rank's queries, for `zigzag_attention`.
 
-    Its rows are rows of the plan that a single process would compute. Every rank must call this.
+    The plan has this rank's rows of the plan that a single process would compute. All ranks must
+    call `predict` together.
 
     Args:
-        q, k, group, scale, cu_seqlens, block: see `zigzag_attention`.
-        config: settings with the predictor. Its block sizes divide ``block``.
-        layer: layer index, if budgets are a table by layer.
-        ranges: ranges of the plan of another layer for the same sequence. Both plans then share
-            everything that is computed from ranges. None means new ranges.
+        q: this rank's queries, [B, H, n, D], after RoPE with their positions in the document.
+        k: this rank's keys, [B, H_kv, n, D], after RoPE.
+        group: the ranks that share the sequence. None means all ranks.
+        config: settings with the predictor. Its block sizes must divide ``block``.
+        layer: index of the layer; required if budgets of ``config`` differ between layers.
+        scale: factor of the logits. None means 1 / sqrt(D).
+        cu_seqlens: boundaries of the documents of the whole sequence without padding, int
+            [documents + 1]; equal on all ranks. None means one document of W * n tokens.
+        block: every chunk is a multiple of ``block`` tokens; equal on all ranks.
+        ranges: ``plan.ranges`` of another layer for the same sequence, so that both layers share
+            results that depend on the ranges only. None means new ranges.
 
     Returns:
-        A plan with [B, H, n / query_block] rows, over key blocks of the whole sequence.
+        A plan with n / query_block rows, over the key blocks of the whole sequence.
 
     Raises:
         ValueError: ``ranges`` belongs to another sequence.
@@ -57,15 +64,21 @@ def predict(
             "ranges of a plan from predict for this sequence on this rank, or None."
         )
     call = LayerContext(ranges, q.shape[-1] ** -0.5 if scale is None else scale, layer)
-    return ShardedLayout(shard_map, group, ranges).choose(make_predictor(config), q, k, call)
+    layout = ShardedLayout(shard_map=shard_map, group=group, ranges=ranges)
+    return layout.choose(make_predictor(config), q, k, call)
 
 
 def union(plan: BlockPlan, kv_heads: int) -> Tensor:
-    """Return the key blocks that any query of a rank attends, bool [B, H_kv, M_k].
+    """Return the key blocks that any query of a plan attends to, per KV head.
 
-    The mean is the share of K and V that the rank needs.
+    Args:
+        plan: plan of one rank's queries.
+        kv_heads: number of KV heads, H_kv.
+
+    Returns:
+        Bool [B, H_kv, M_k]. The mean is the share of K and V that the rank needs.
     """
-    needed = plan.to_dense().any(2)
+    attended = plan.to_dense().any(2)
     if plan.heads < kv_heads:
-        return needed.repeat_interleave(kv_heads // plan.heads, dim=1)
-    return needed.unflatten(1, (kv_heads, -1)).any(2)
+        return attended.repeat_interleave(kv_heads // plan.heads, dim=1)
+    return attended.unflatten(1, (kv_heads, -1)).any(2)

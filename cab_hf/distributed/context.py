@@ -30,7 +30,7 @@ from cab_hf.distributed.exchange import (
 )
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
 from cab_hf.distributed.sequence_hooks import install_sequence_hooks
-from cab_hf.distributed.sharded import ShardedMask
+from cab_hf.distributed.sharded import SHARDING, ShardedMask
 from cab_hf.distributed.sharding import Sharding, lengths_between, sharding_of
 from cab_hf.distributed.zigzag import rank_facts, require_sizes
 from cab_hf.hf.layers import inner_model
@@ -41,21 +41,23 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class BlockState:
-    """The events of one ``with`` block of `context_parallel`.
+class ContextState:
+    """The mutable state of one ``with`` block of `context_parallel`.
 
     Attributes:
-        has_lengths: True if the latest call of the model passed ``cu_seq_lens_q``.
-        is_over: True if the block has ended.
+        has_cu_seq_lens: True if the latest call of the model passed ``cu_seq_lens_q``.
+        is_over: True if the ``with`` block has ended.
     """
 
     def __init__(self) -> None:
-        self.has_lengths = False
+        self.has_cu_seq_lens = False
         self.is_over = False
 
-    def listen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note whether the model received ``cu_seq_lens_q``; a forward pre-hook."""
-        self.has_lengths = kwargs.get("cu_seq_lens_q") is not None
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Set ``has_cu_seq_lens`` for this call of the model; a forward pre-hook."""
+        self.has_cu_seq_lens = kwargs.get("cu_seq_lens_q") is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +65,12 @@ class Parallel:
     """Settings of one model inside `context_parallel`.
 
     Attributes:
-        group, heads_k_stride, block, regather_kv: see `context_parallel`.
-        model: class name of the model.
-        state: events of the ``with`` block.
+        group: the ranks that share the sequence.
+        heads_k_stride: number of KV heads per all-gather of K and V.
+        block: every chunk of a document is a multiple of ``block`` tokens.
+        regather_kv: True to gather K and V again in the backward pass, False to save both.
+        model: class name of the model, for error messages.
+        state: mutable state of the ``with`` block.
     """
 
     group: ProcessGroup
@@ -73,30 +78,32 @@ class Parallel:
     block: int
     regather_kv: bool
     model: str
-    state: BlockState = field(default_factory=BlockState)
+    state: ContextState = field(default_factory=ContextState)
 
     def sharded_mask(
         self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
     ) -> ShardedMask:
-        """Return the mask of a forward pass. Ranks compare their sharding once per forward pass.
+        """Return the mask of a layer. The first layer of a forward pass compares all ranks.
 
         Args:
-            call: a call of one layer. All layers of a forward pass, and the replay by gradient
-                checkpointing, share its mask. The check reads the other fields of the first layer.
-            position_ids: positions of this rank's tokens, int [1 or B, n].
-            cu_seq_lens: boundaries of the documents of the whole sequence, int [documents + 1].
+            call: the call of one layer. All layers of a forward pass, and their recomputation by
+                gradient checkpointing, share ``call.mask.state``.
+            position_ids: positions of this rank's tokens, int [1 or B, n]; None if the layer
+                receives none.
+            cu_seq_lens: boundaries of the documents of the whole sequence, int [documents + 1];
+                None if the layer receives none.
 
         Raises:
-            ValueError: ranks differ, or a rank holds tokens of another rank. Every rank raises.
+            ValueError: ranks differ, or a rank has tokens of another rank. Every rank raises.
             NotImplementedError: the call has padding or a KV cache.
-            RuntimeError: a layer is recomputed after the end of the block.
+            RuntimeError: a layer is recomputed after the end of the ``with`` block.
         """
         if self.state.is_over:
             raise RuntimeError(SETTINGS_CHANGED)
         _validate_call(call)
         mask = call.mask
         sharding = mask.state.cached(
-            "sharding", lambda: self._agreed(call, position_ids, cu_seq_lens)
+            SHARDING, lambda: self._compared_sharding(call, position_ids, cu_seq_lens)
         )
         details = MaskDetails(
             model=mask.model,
@@ -112,29 +119,29 @@ class Parallel:
             window=mask.window,
             details=details,
             state=mask.state,
-            sharding=sharding,
         )
 
-    def _agreed(
+    def _compared_sharding(
         self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
     ) -> Sharding:
+        """Return the sharding of a forward pass, after a comparison of all ranks."""
         sharding, tokens = None, call.q.shape[2]
         if cu_seq_lens is not None:
             sharding = sharding_of(lengths_between(cu_seq_lens), self.group.size(), self.block)
-        wrong = self._misplaced(sharding, tokens, position_ids)
+        num_misplaced = self._num_misplaced(sharding, tokens, position_ids)
         facts = rank_facts(call.q, call.k, call.v, sharding)
-        facts["tokens at positions of another rank"] = wrong
-        facts["settings (checksum)"] = _checksum(call.config)
-        # 0 if cu_seq_lens_q has lost its checksum
+        facts["tokens at positions of another rank"] = num_misplaced
+        facts["settings (checksum)"] = _config_checksum(call.config)
+        # 0 if the tensor is a copy, which has no attribute of this name
         facts["tokens or labels (checksum)"] = getattr(cu_seq_lens, CHECKSUM, 0)
         require_equal(facts, self.group, call.q.device)
-        if self.state.has_lengths and (position_ids is None or cu_seq_lens is None):
+        if self.state.has_cu_seq_lens and (position_ids is None or cu_seq_lens is None):
             raise NotImplementedError(
                 f"{self.model} does not pass position_ids and cu_seq_lens_q to its attention, "
                 "which needs both inside context_parallel to place the tokens of a shard. Run the "
                 "model in one process."
             )
-        if wrong:
+        if num_misplaced:
             raise ValueError(
                 f"position_ids and cu_seq_lens_q must describe the {tokens} tokens of rank "
                 f"{self.group.rank()} of {self.group.size()}, in blocks of {self.block}, got other "
@@ -142,7 +149,7 @@ class Parallel:
             )
         return sharding
 
-    def _misplaced(
+    def _num_misplaced(
         self, sharding: Sharding | None, tokens: int, position_ids: Tensor | None
     ) -> int:
         """Return the number of tokens whose positions are unknown or belong to another rank."""
@@ -166,7 +173,7 @@ def _validate_call(call: Call) -> None:
             f"{call.mask.model} attends in chunks of {call.mask.window} tokens, which 'cab' does "
             "not compute inside context_parallel. Run the model in one process."
         )
-    # cached per forward pass: only the first layer waits for the device
+    # the result is cached per forward pass: only the first layer synchronises with the device
     mask, _ = call.mask.with_documents()
     if mask.padding_mask is not None:
         raise NotImplementedError(
@@ -190,33 +197,33 @@ def context_parallel(
     `cab_hf.distributed.shard` for the same batch:
 
     * Attention all-gathers keys and values.
-    * Selected blocks are those of a single process, bit for bit.
-    * Rotary frequencies that depend on the longest position use the whole sequence.
-    * The auxiliary loss of routers covers the whole sequence.
+    * Each rank selects exactly the blocks that a single process would select for its queries.
+    * Rotary frequencies that depend on the largest position use all positions of the sequence.
+    * The auxiliary loss of routers covers all tokens of the sequence.
 
-    Run the backward pass inside the block too. Each rank computes the gradients of its own tokens;
-    sum gradients and losses over the ranks.
+    Run the backward pass inside the ``with`` block too. Each rank computes the gradients of its own
+    tokens; sum gradients and losses over the ranks.
 
-    DeepSpeed Ulysses works without this block. Each rank then attends some heads over the whole
-    sequence, as a single process would. Pass "cab" to
+    DeepSpeed Ulysses works without `context_parallel`: each rank computes attention of some heads
+    over the whole sequence, as a single process would. Pass "cab" to
     ``UlyssesSPAttentionHF.register_with_transformers``. With accelerate, which rejects the name,
     set ``handler.sp_attn_implementation`` on an existing handler. The number of heads limits the
     number of ranks, and budgets must be one number for all heads.
 
     Args:
         model: a model with ``attn_implementation`` "cab", "cab_frc" or "cab_dense".
-        group: the ranks that hold one sequence. None means all ranks.
-        heads_k_stride: KV heads whose K and V are gathered together. Fewer heads need less memory.
-        block: chunks are multiples of ``block`` tokens. Use the same value for ``shard``. The block
-            sizes of the model's CabConfig must divide it.
-        regather_kv: True to gather K and V again in the backward pass instead of saving them. Set
-            False under gradient checkpointing, which gathers them again anyway.
+        group: the ranks that share the sequence. None means all ranks.
+        heads_k_stride: number of KV heads per all-gather of K and V. Fewer heads need less memory.
+        block: every chunk is a multiple of ``block`` tokens. Use the same value for ``shard``. The
+            block sizes of the model's CabConfig must divide ``block``.
+        regather_kv: True to gather K and V again in the backward pass instead of saving both. Set
+            False under gradient checkpointing, which gathers K and V again anyway.
 
     Raises:
-        ValueError: the model has another implementation, or is already inside such a block.
+        ValueError: the model has another implementation, or is already inside context_parallel.
         NotImplementedError: the model has layers that mix tokens without attention, such as
             convolutions and state spaces, or does not place tokens by ``position_ids``.
-        RankLost: another rank stopped inside the block.
+        RankLost: another rank stopped inside the ``with`` block.
     """
     group = group_of(group)
     require_sizes(heads_k_stride, block)
@@ -230,7 +237,7 @@ def context_parallel(
         regather_kv=regather_kv,
         model=name,
     )
-    listener = model.register_forward_pre_hook(parallel.state.listen, with_kwargs=True)
+    hook = model.register_forward_pre_hook(parallel.state.before_forward, with_kwargs=True)
     withdraw_failure(group)
     configs = _configs_of(modules)
     SHARDED.extend(configs)
@@ -242,26 +249,29 @@ def context_parallel(
             publish_failure(group, error)
         raise
     finally:
-        listener.remove()
+        hook.remove()
         parallel.state.is_over = True
-        SHARDED[:] = [each for each in SHARDED if not any(each is config for config in configs)]
+        # compared by identity, because configs of different models can be equal
+        ended = set(map(id, configs))
+        SHARDED[:] = [config for config in SHARDED if id(config) not in ended]
 
 
 def _configs_of(modules: list[nn.Module]) -> list[Any]:
-    """Return the distinct config objects of some modules."""
+    """Return the config objects of modules; equal objects that are not identical count twice."""
     configs = [module.config for module in modules if hasattr(module, "config")]
     return list({id(config): config for config in configs}.values())
 
 
 def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
+    """Raise an error if `context_parallel` cannot shard a model; ``modules`` are its modules."""
     configs = _configs_of(modules)
     names = {getattr(config, "_attn_implementation", None) for config in configs}
     if not names.intersection(NAMES):
-        result = ", ".join(sorted(map(repr, names))) or "none"
+        found_names = ", ".join(sorted(map(repr, names))) or "none"
         raise ValueError(
             f"attn_implementation of {type(model).__name__} must be one of "
-            f"{', '.join(map(repr, NAMES))}, got {result}. Load the model with one of these, or "
-            "call cab_hf.apply_cab."
+            f"{', '.join(map(repr, NAMES))}, got {found_names}. Load the model with one of these, "
+            "or call cab_hf.apply_cab."
         )
     if any(map(is_sharded, configs)):
         raise ValueError(
@@ -283,16 +293,19 @@ def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
 
 
 def _refuse_positions(name: str, modules: list[nn.Module]) -> None:
-    """Raise a NotImplementedError if the model does not place tokens by ``position_ids``."""
-    models = [each for each in modules if isinstance(each, PreTrainedModel)]
-    placed = [each for each in models if "position_ids" in signature(each.forward).parameters]
-    if models and not placed:
+    """Raise a NotImplementedError if the positions of a model do not follow ``position_ids``.
+
+    Args:
+        name: class name of the model, for error messages.
+        modules: all modules of the model.
+    """
+    models = [module for module in modules if isinstance(module, PreTrainedModel)]
+    if models and not any("position_ids" in signature(m.forward).parameters for m in models):
         raise NotImplementedError(
             f"{name} takes no position_ids and counts its input tokens, which are only this rank's "
             "shard inside context_parallel. Run the model in one process."
         )
-    # the first position of these models is not 0
-    if any(hasattr(each, "create_position_ids_from_input_ids") for each in modules):
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in modules):
         raise NotImplementedError(
             f"{name} counts positions from padding_idx + 1, but the positions of "
             "cab_hf.distributed.shard start at 0. Run the model in one process."
@@ -300,5 +313,6 @@ def _refuse_positions(name: str, modules: list[nn.Module]) -> None:
 
 
 @lru_cache
-def _checksum(config: CabConfig) -> int:
+def _config_checksum(config: CabConfig) -> int:
+    """Return a CRC-32 of the settings."""
     return zlib.crc32(repr(config).encode())

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# a build of torch without distributed support still runs models in one process
+# imports for type checkers only: a build of torch without distributed support lacks these names
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store, Work
 
 # seconds that a rank waits for the reports of other ranks after a failure
-GRACE = 5.0
+REPORT_TIMEOUT = 5.0
 
 
 class RankLost(RuntimeError):
@@ -24,7 +24,7 @@ class RankLost(RuntimeError):
 
 
 def group_of(group: ProcessGroup | None) -> ProcessGroup:
-    """Return the group, or the default group for None.
+    """Return ``group``, or the default process group if ``group`` is None.
 
     Raises:
         ValueError: no process group exists, or this process is not in the group.
@@ -44,28 +44,36 @@ def group_of(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def start_all_gather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
-    """Start an all-gather of x [n, ...]; return (result [W * n, ...], work to wait for)."""
-    # outside of `watched`: an out-of-memory error does not mean that a rank is lost
+    """Start an all-gather of x, [n, ...].
+
+    Returns:
+        (result [W * n, ...], work). The data of the result is valid after ``finish(work, group)``.
+    """
+    # outside of `name_lost_rank`: an out-of-memory error does not mean that a rank is lost
     x, result = x.contiguous(), x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    with watched(group):
+    with name_lost_rank(group):
         return result, _collective("all_gather_single")(result, x, group=group, async_op=True)
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
-    """Start a reduce-scatter of x [W * n, ...]; return (result [n, ...], work to wait for)."""
+    """Start a reduce-scatter, which sums x [W * n, ...] over ranks.
+
+    Returns:
+        (result [n, ...], work). The data of the result is valid after ``finish(work, group)``.
+    """
     x, result = x.contiguous(), x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    with watched(group):
+    with name_lost_rank(group):
         return result, _collective("reduce_scatter_single")(result, x, group=group, async_op=True)
 
 
 def finish(work: Work, group: ProcessGroup) -> None:
-    """Wait for a collective. On a GPU only the current stream waits, on a CPU the host waits."""
-    with watched(group):
+    """Wait for a collective: with NCCL the current CUDA stream waits, with gloo the process."""
+    with name_lost_rank(group):
         work.wait()
 
 
 def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return x [n, ...] of all ranks, [W * n, ...], without gradient."""
+    """Return x [n, ...] of all ranks as one tensor [W * n, ...], without gradient."""
     result, work = start_all_gather(x.detach(), group)
     finish(work, group)
     return result
@@ -74,31 +82,34 @@ def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
 def require_equal(facts: Mapping[str, int], group: ProcessGroup, device: torch.device) -> None:
     """Check with one small all-gather that all ranks have the same ``facts``.
 
-    All ranks must call this together. If one rank calls it alone, the rank reads the next message
-    of the other ranks as the answer.
+    All ranks must call this function together. If a rank calls this function alone, its all-gather
+    is matched with another collective of the other ranks.
 
     Args:
-        facts: whole numbers by name.
-        group: the ranks that compare facts.
+        facts: integers by name; the names are equal on all ranks.
+        group: the ranks that compare ``facts``.
         device: device of the collective.
 
     Raises:
-        ValueError: a fact differs. Every rank raises, with the values of all ranks.
+        ValueError: a number differs. Every rank raises, with the values of all ranks.
     """
-    own_values = torch.tensor([list(facts.values())], dtype=torch.int64, device=device)
-    values = all_gather(own_values, group).tolist()
-    for name, by_rank in zip(facts, zip(*values, strict=True), strict=True):
-        if len(set(by_rank)) > 1:
-            text = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(by_rank))
+    local_values = torch.tensor([list(facts.values())], dtype=torch.int64, device=device)
+    # [fact, rank]
+    values = all_gather(local_values, group).T.tolist()
+    for name, value_of_rank in zip(facts, values, strict=True):
+        if len(set(value_of_rank)) > 1:
+            listing = ", ".join(
+                f"{value} on rank {rank}" for rank, value in enumerate(value_of_rank)
+            )
             raise ValueError(
-                f"{name} must be equal on all ranks, got {text}. Give every rank its shard of the "
-                "same batch, and the same model."
+                f"{name} must be equal on all ranks, got {listing}. Give every rank its shard of "
+                "the same batch, and the same model."
             )
 
 
 @contextmanager
-def watched(group: ProcessGroup) -> Iterator[None]:
-    """Turn an error of the backend into a `RankLost` that names the rank that caused it."""
+def name_lost_rank(group: ProcessGroup) -> Iterator[None]:
+    """Convert an error of the collective backend to a `RankLost` that names the stopped rank."""
     try:
         yield
     except RankLost:
@@ -108,14 +119,14 @@ def watched(group: ProcessGroup) -> Iterator[None]:
 
 
 def publish_failure(group: ProcessGroup, error: BaseException) -> None:
-    """Write the cause of this rank's failure to the store of the group."""
-    # the store is gone if the rank that hosts it has stopped
+    """Write this rank's error to the store of the group, where other ranks read it."""
+    # no store answers if the rank that hosts the store has stopped
     with suppress(RuntimeError, AttributeError):
         group.get_group_store().set(_key("cause", group.rank()), _sentence(error))
 
 
 def failures_of_others(group: ProcessGroup) -> list[str]:
-    """Return a clause for every other rank that reported its failure with `publish_failure`."""
+    """Return "rank R stopped: ERROR" for every other rank that called `publish_failure`."""
     try:
         store = group.get_group_store()
         return [
@@ -128,59 +139,69 @@ def failures_of_others(group: ProcessGroup) -> list[str]:
 
 
 def withdraw_failure(group: ProcessGroup) -> None:
-    """Delete the report of `publish_failure`, because this rank continues."""
+    """Delete what `publish_failure` wrote for this rank."""
     with suppress(RuntimeError, AttributeError):
         group.get_group_store().delete_key(_key("cause", group.rank()))
 
 
 def _failure_message(group: ProcessGroup, error: RuntimeError) -> str:
-    """Return which rank stopped and why, as far as this rank can find out."""
-    me, others = group.rank(), [r for r in range(group.size()) if r != group.rank()]
+    """Return a sentence with the ranks that stopped and their errors, and abort the group.
+
+    Args:
+        group: the ranks that share the sequence.
+        error: error of the collective backend on this rank.
+    """
+    this_rank = group.rank()
+    others = [rank for rank in range(group.size()) if rank != this_rank]
     try:
         store = group.get_group_store()
-        store.set(_key("alive", me), b"1")
-        # ranks that wait for this rank now stop waiting, and raise
+        store.set(_key("alive", this_rank), b"1")
+        # collectives of other ranks that wait for this rank then fail too
         group.abort()
         silent = _silent(store, others)
         causes = failures_of_others(group)
     except (RuntimeError, AttributeError):
-        return f"rank {me} of {group.size()} stops: another rank is gone ({_sentence(error)})"
+        return (
+            f"rank {this_rank} of {group.size()} stops: another rank is gone ({_sentence(error)})"
+        )
     if not causes and silent:
         causes = [f"rank {', '.join(map(str, silent))} stopped without reporting an error"]
-    result = "; ".join(causes) or "all ranks are running, but the connection failed"
-    return f"rank {me} of {group.size()} stops: {result} ({_sentence(error)})"
+    reason = "; ".join(causes) or "all ranks are running, but the connection failed"
+    return f"rank {this_rank} of {group.size()} stops: {reason} ({_sentence(error)})"
 
 
 def _silent(store: Store, others: list[int]) -> list[int]:
-    """Return the ranks that reported neither that they are running nor why they failed."""
-    deadline = time.monotonic() + GRACE
+    """Return the ranks that reported neither "alive" nor a cause within `REPORT_TIMEOUT`."""
+    deadline = time.monotonic() + REPORT_TIMEOUT
     while True:
         silent = [
             rank
             for rank in others
-            if not any(store.check([_key(what, rank)]) for what in ("alive", "cause"))
+            if not any(store.check([_key(report, rank)]) for report in ("alive", "cause"))
         ]
         if not silent or time.monotonic() > deadline:
             return silent
         time.sleep(0.05)
 
 
-# names of the collectives before torch 2.13
-FORMERLY = {
+# names of the collectives in torch before 2.13
+OLD_NAMES = {
     "all_gather_single": "all_gather_into_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
 }
 
 
 def _collective(name: str) -> Any:
-    return getattr(dist, name, None) or getattr(dist, FORMERLY[name])
+    """Return a function of torch.distributed by its name in torch 2.13."""
+    return getattr(dist, name, None) or getattr(dist, OLD_NAMES[name])
 
 
-def _key(what: str, rank: int) -> str:
-    return f"cab_hf/{what}/{rank}"
+def _key(report: str, rank: int) -> str:
+    """Return the store's key of a rank's report, "alive" or "cause"."""
+    return f"cab_hf/{report}/{rank}"
 
 
 def _sentence(error: BaseException) -> str:
-    """Return the type and the first line of an error."""
-    first = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {first[:200]}" if first else type(error).__name__
+    """Return the type and the first line of an error, at most 200 characters of the line."""
+    first_line = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {first_line[:200]}" if first_line else type(error).__name__

@@ -1,8 +1,8 @@
-"""All-gather of K and V by slices of KV heads, and reduce-scatter of their gradients.
+"""All-gather of K and V in slices of KV heads, and reduce-scatter of their gradients.
 
-The all-gather of the next slice overlaps with attention over the current slice, in the forward and
-the backward pass. The backward pass gathers slices again. Autograd therefore saves only the K and V
-shard of each rank, not K and V of the whole sequence in every layer.
+A slice has K and V of some KV heads. The all-gather of the next slice overlaps with attention over
+the current slice, in the forward and the backward pass. The backward pass gathers slices again, so
+that autograd saves only each rank's shard of K and V instead of K and V of the whole sequence.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from cab_hf.distributed.sharding import ShardMap
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-# default number of KV heads per slice. A pass of CAB over 131,072 tokens and 8 KV heads on two
-# H200s took 19.6 ms with 1 head, 17.6 with 2, 17.0 with 4 and 18.0 with 8. Nothing overlaps with
-# the first gather, and every slice ends with idle parts of the GPU
+# default number of KV heads per slice. Attention over 131,072 tokens and 8 KV heads on two H200s
+# took 19.6 ms with 1 head per slice, 17.6 with 2, 17.0 with 4 and 18.0 with 8. Large slices delay
+# the first launch, with which no all-gather overlaps; many launches leave parts of the GPU idle
 KV_HEADS_TOGETHER = 4
-# (k [B, h, N', D], v [B, h, N', D_v], number of the slice) -> (out, log-sum-exp)
+# (k [B, h, N', D], v [B, h, N', D_v], index of the slice) -> (out, log-sum-exp)
 Attend = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
@@ -35,10 +35,10 @@ class KVGather:
     Args:
         k: keys of this rank, [B, H_kv, n, D].
         v: values of this rank, [B, H_kv, n, D_v].
-        shard_map: the places of the tokens of all ranks.
-        group: the ranks that hold one sequence.
-        heads_k_stride: KV heads per slice.
-        regather_kv: True to gather slices again in the backward pass, False to save them.
+        shard_map: the slots of the tokens of all ranks, N' slots.
+        group: the ranks that share the sequence.
+        heads_k_stride: number of KV heads per slice, h.
+        regather_kv: True to gather slices again in the backward pass, False to save all slices.
     """
 
     def __init__(
@@ -54,89 +54,97 @@ class KVGather:
         self.shard_map, self.group, self.regather_kv = shard_map, group, regather_kv
         starts = range(0, k.shape[1], heads_k_stride)
         self.slices = [slice(i, min(i + heads_k_stride, k.shape[1])) for i in starts]
+        # (receive buffer, work) of every all-gather that runs, by index of the slice
         self._pending: dict[int, tuple[Tensor, Work]] = {}
         self._pending_grads: list[Work] = []
-        # (number, tensor) of the slice that the backward pass has gathered again
+        # (index, tensor) of the latest slice that the backward pass has gathered
         self._regathered: tuple[int, Tensor] | None = None
 
-    def prefetch(self, i: int) -> None:
-        """Start the all-gather of slice ``i``, unless it is started already or does not exist."""
-        if not 0 <= i < len(self.slices) or i in self._pending:
+    def prefetch(self, index: int) -> None:
+        """Start the all-gather of a slice, unless it has started or the slice does not exist."""
+        if not 0 <= index < len(self.slices) or index in self._pending:
             return
-        heads = self.slices[i]
-        self._pending[i] = start_all_gather(_concat(self.k[:, heads], self.v[:, heads]), self.group)
+        heads = self.slices[index]
+        shard = _concat(self.k[:, heads], self.v[:, heads])
+        self._pending[index] = start_all_gather(shard, self.group)
 
-    def wait(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return K and V of slice ``i`` in the order of the layout, as views of one tensor."""
-        return self._split(self._wait_slice(i).index_select(0, self.shard_map.source))
+    def wait(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return K [B, h, N', D] and V [B, h, N', D_v] of a slice, as views of one tensor."""
+        return self._split(self._wait_slice(index))
 
-    def attending(self, i: int, k: Tensor) -> AbstractContextManager[Any]:
-        """Return a context in which autograd saves no data of slice ``i``.
+    def save_no_slice(self, index: int, k: Tensor) -> AbstractContextManager[Any]:
+        """Return a context in which autograd saves no data of a slice.
 
         Autograd saves only offsets and strides, and the backward pass gathers the slice again.
-        Active hooks, such as those of gradient checkpointing or offload, save all other tensors.
-        They never receive the slice, because they might copy or keep it.
+        Outer hooks for saved tensors, such as hooks of gradient checkpointing or offload, receive
+        all tensors except the slice, because these hooks might copy the slice.
 
         Args:
-            i: number of the slice.
+            index: index of the slice.
             k: keys of the slice, whose storage identifies the slice.
         """
         if not self.regather_kv or not torch.is_grad_enabled():
             return nullcontext()
-        slice_of = k.untyped_storage()._cdata
-        # the same lookup as in torch.utils.checkpoint, for the hooks around this context
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        pack, unpack = outer or (_identity, _identity)
+        slice_storage = k.untyped_storage()._cdata
+        # torch.utils.checkpoint finds outer hooks by the same private function
+        outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer_pack, outer_unpack = outer_hooks or (_identity, _identity)
 
-        def packed(x: Tensor) -> Any:
-            if x.untyped_storage()._cdata == slice_of:
+        def pack(x: Tensor) -> Any:
+            if x.untyped_storage()._cdata == slice_storage:
                 return _StorageView(x.shape, x.stride(), x.storage_offset())
-            return pack(x)
+            return outer_pack(x)
 
-        def unpacked(x: Any) -> Tensor:
+        def unpack(x: Any) -> Tensor:
             if isinstance(x, _StorageView):
-                return self._regather(i).as_strided(x.size, x.stride, x.offset)
-            return unpack(x)
+                return self._regather(index).as_strided(x.size, x.stride, x.offset)
+            return outer_unpack(x)
 
-        return saved_tensors_hooks(packed, unpacked)
+        return saved_tensors_hooks(pack, unpack)
 
-    def _regather(self, i: int) -> Tensor:
-        """Return slice ``i`` for the backward pass, and start the all-gather of slice ``i - 1``."""
-        if self._regathered is None or self._regathered[0] != i:
+    def _regather(self, index: int) -> Tensor:
+        """Return a slice for the backward pass, [N', B, h, D + D_v].
+
+        Also start the all-gather of the slice before, which the backward pass needs next.
+        """
+        if self._regathered is None or self._regathered[0] != index:
             self._regathered = None
-            self.prefetch(i)
-            self.prefetch(i - 1)
-            self._regathered = i, self._wait_slice(i).index_select(0, self.shard_map.source)
+            self.prefetch(index)
+            self.prefetch(index - 1)
+            self._regathered = index, self._wait_slice(index)
         return self._regathered[1]
 
-    def reduce_scatter_grads(self, i: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Start a reduce-scatter; return this rank's dK and dV, valid after `wait_grads`.
+    def reduce_scatter_grads(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """Start the reduce-scatter of the gradients of a slice.
 
         Args:
-            i: number of the slice.
             dk: gradient of the gathered keys, [B, h, N', D].
             dv: gradient of the gathered values, [B, h, N', D_v].
+
+        Returns:
+            This rank's gradients, [B, h, n, D] and [B, h, n, D_v]. Their data is valid after
+            `wait_grads`.
         """
         self._regathered = None
-        index, padding = self.shard_map.local_index
-        grads = _concat(dk, dv).index_select(0, index)
+        slots, padding = self.shard_map.flat_slots
+        grads = _concat(dk, dv).index_select(0, slots)
         if padding is not None:
             grads.index_fill_(0, padding, 0.0)
-        own_grads, work = start_reduce_scatter(grads, self.group)
+        local_grads, work = start_reduce_scatter(grads, self.group)
         self._pending_grads.append(work)
-        return self._split(own_grads)
+        return self._split(local_grads)
 
-    def _wait_slice(self, i: int) -> Tensor:
-        """Return slice ``i`` of all ranks in the order of the ranks, [W * n, B, h, D + D_v]."""
-        self.prefetch(i)
-        both, work = self._pending.pop(i)
+    def _wait_slice(self, index: int) -> Tensor:
+        """Return a slice in the order of the layout, [N', B, h, D + D_v]."""
+        self.prefetch(index)
+        shards, work = self._pending.pop(index)
         finish(work, self.group)
-        return both
+        return shards.index_select(0, self.shard_map.token_of_slot)
 
-    def _split(self, both: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views [B, h, n, D] and [B, h, n, D_v] of the result of `_concat`."""
-        both, dim = both.permute(1, 2, 0, 3), self.k.shape[-1]
-        return both[..., :dim], both[..., dim:]
+    def _split(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return K [B, h, n, D] and V [B, h, n, D_v] as views of a result of `_concat`."""
+        kv, dim = kv.permute(1, 2, 0, 3), self.k.shape[-1]
+        return kv[..., :dim], kv[..., dim:]
 
     def wait_grads(self) -> None:
         """Wait for all reduce-scatters of gradients."""
@@ -146,31 +154,36 @@ class KVGather:
 
 
 def over_slices(gather: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-    """Call ``attend`` for every slice of k and v; return (out, log-sum-exp) of all heads.
+    """Compute attention slice by slice, while the next slice is gathered.
 
     Args:
         gather: the all-gathers of k and v.
         k: keys of this rank, [B, H_kv, n, D].
         v: values of this rank, [B, H_kv, n, D_v].
-        attend: function of gathered K, gathered V and the number of the slice.
+        attend: function of gathered K [B, h, N', D], gathered V [B, h, N', D_v] and the index of
+            the slice. Returns the output and the log-sum-exp of the slice's heads.
+
+    Returns:
+        Output [B, H, n, D_v], and log-sum-exp [B, H, n] without gradient, of all heads.
     """
-    tracked = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-    placeholders = _SplitGrads.apply(gather, k, v) if tracked else None
-    outs, sums = [], []
+    needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    placeholders = _SplitGrads.apply(gather, k, v) if needs_grad else None
+    outs, lses = [], []
     gather.prefetch(0)
-    for i in range(len(gather.slices)):
-        gather.prefetch(i + 1)
-        if tracked:
-            keys, values = _GatherSlice.apply(gather, i, *placeholders[2 * i :][:2])
+    for index in range(len(gather.slices)):
+        gather.prefetch(index + 1)
+        if needs_grad:
+            k_placeholder, v_placeholder = placeholders[2 * index], placeholders[2 * index + 1]
+            keys, values = _GatherSlice.apply(gather, index, k_placeholder, v_placeholder)
         else:
-            keys, values = gather.wait(i)
-        with gather.attending(i, keys):
-            out, lse = attend(keys, values, i)
+            keys, values = gather.wait(index)
+        with gather.save_no_slice(index, keys):
+            out, lse = attend(keys, values, index)
         # free the memory of this slice for the next slice
         del keys, values
         outs.append(out)
-        sums.append(lse.detach())
-    return torch.cat(outs, dim=1), torch.cat(sums, dim=1)
+        lses.append(lse.detach())
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
 class _StorageView(NamedTuple):
@@ -186,12 +199,15 @@ def _identity(x: Any) -> Any:
 
 
 def _concat(k: Tensor, v: Tensor) -> Tensor:
-    """Concatenate k and v to [n, B, h, D + D_v], with tokens first for collectives over ranks."""
+    """Concatenate k and v to [n, B, h, D + D_v]; collectives need tokens in dimension 0."""
     return torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], dim=-1)
 
 
 class _SplitGrads(torch.autograd.Function):
-    """Two placeholders per slice for k and v, which have shapes and gradients but no data."""
+    """Placeholders of k and v for every slice, with the shape of the slice but without data.
+
+    The backward pass concatenates the gradients of all placeholders to dK and dV.
+    """
 
     @staticmethod
     def forward(ctx: Any, gather: KVGather, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -207,13 +223,18 @@ class _SplitGrads(torch.autograd.Function):
 
 
 class _GatherSlice(torch.autograd.Function):
-    """All-gather of one slice from its placeholders; backward reduce-scatters the gradients."""
+    """All-gather of one slice; the backward pass reduce-scatters the gradients.
+
+    The placeholders ``k`` and ``v`` connect the slice to `_SplitGrads` in autograd's graph.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gather: KVGather, i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.gather, ctx.i = gather, i
-        return gather.wait(i)
+    def forward(
+        ctx: Any, gather: KVGather, index: int, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.gather = gather
+        return gather.wait(index)
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.gather.reduce_scatter_grads(ctx.i, dk, dv)
+        return None, None, *ctx.gather.reduce_scatter_grads(dk, dv)

@@ -1,9 +1,9 @@
-"""Hooks for the parts of a model, other than attention, that depend on the whole sequence.
+"""Hooks for computations other than attention that depend on the whole sequence.
 
-* Rotary embeddings whose frequencies depend on the longest position of a call (dynamic, longrope)
-  receive the longest position of all ranks.
-* The auxiliary loss of routers is a product of means over all tokens. It is computed from the
-  router logits of all ranks, and each rank returns its share, as for the loss of the model.
+* Rotary embeddings of the types dynamic and longrope have frequencies that depend on the largest
+  position of a call. A hook passes them the largest position of all ranks.
+* The auxiliary loss of routers is a product of means over all tokens. A hook computes the loss from
+  the router logits of all ranks. Each rank returns the loss divided by the number of ranks.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ ROUTER_LOSS = "load_balancing_loss_func"
 
 @contextmanager
 def install_sequence_hooks(model: nn.Module, group: ProcessGroup, block: int) -> Iterator[None]:
-    """Install the hooks in ``model`` inside the ``with`` block.
+    """Install the hooks of this module in ``model`` inside the ``with`` block.
 
     Args:
-        model: the model.
-        group: the ranks that hold one sequence.
-        block: tokens, as in `cab_hf.context_parallel`.
+        model: the model inside `cab_hf.context_parallel`.
+        group: the ranks that share the sequence.
+        block: every chunk of a document is a multiple of ``block`` tokens.
     """
     handles = []
     for module in model.modules():
-        if _depends_on_longest(module):
+        if _depends_on_longest_position(module):
             append_longest = functools.partial(_append_longest, group)
             handles.append(module.register_forward_pre_hook(append_longest, with_kwargs=True))
             handles.append(module.register_forward_hook(_remove_longest))
         if isinstance(module, PreTrainedModel) and _has_router_loss(module):
             loss = _RouterLoss(group, block)
             handles.append(module.register_forward_pre_hook(loss.replace, with_kwargs=True))
-            handles.append(module.register_forward_hook(loss.put_back, always_call=True))
+            handles.append(module.register_forward_hook(loss.restore, always_call=True))
     try:
         yield
     finally:
@@ -55,19 +55,23 @@ def install_sequence_hooks(model: nn.Module, group: ProcessGroup, block: int) ->
             handle.remove()
 
 
-def _depends_on_longest(module: nn.Module) -> bool:
-    """Return whether the frequencies of a rotary embedding depend on the longest position."""
-    kinds = getattr(module, "rope_type", None)
-    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+def _depends_on_longest_position(module: nn.Module) -> bool:
+    """Return True for a rotary embedding whose frequencies depend on the largest position."""
+    rope_types = getattr(module, "rope_type", None)
+    # a dict has the types of several kinds of layers
+    rope_types = rope_types.values() if isinstance(rope_types, dict) else [rope_types]
     return any(
-        isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds
+        isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope")
+        for rope_type in rope_types
     )
 
 
 def _append_longest(
     group: ProcessGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Append the longest position of all ranks to the position ids of a rotary embedding.
+    """Append the largest position of all ranks to the position ids of a rotary embedding.
+
+    A forward pre-hook. Returns the changed arguments (args, kwargs) of the embedding.
 
     Raises:
         NotImplementedError: the embedding is called without position ids.
@@ -87,40 +91,58 @@ def _append_longest(
 
 
 def _remove_longest(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Remove the appended position from the frequencies: [..., n + 1, D] -> [..., n, D]."""
+    """Remove the appended position from cosines and sines, [..., n + 1, D] -> [..., n, D].
+
+    A forward hook of a rotary embedding.
+    """
     if isinstance(output, Tensor):
         return output[..., :-1, :]
     return tuple(x[..., :-1, :] for x in output)
 
 
 def _has_router_loss(model: PreTrainedModel) -> bool:
+    """Return True if ``forward`` of the model can compute an auxiliary loss of routers."""
     return "output_router_logits" in inspect.signature(model.forward).parameters
 
 
 class _RouterLoss:
-    """A replacement for the auxiliary loss of a model's routers during its forward pass."""
+    """A replacement for the auxiliary loss of a model's routers, installed per forward pass.
+
+    Args:
+        group: the ranks that share the sequence.
+        block: every chunk of a document is a multiple of ``block`` tokens.
+    """
 
     def __init__(self, group: ProcessGroup, block: int) -> None:
         self.group, self.block = group, block
+        # loss function of transformers and the sharding, only while the replacement is installed
         self.original: Callable[..., Any] | None = None
         self.sharding: Sharding | None = None
 
     def replace(
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        ends = kwargs.get("cu_seq_lens_q")
+        """Install `sharded_loss` if the forward pass computes the loss; a forward pre-hook."""
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
         original = getattr(sys.modules[type(model).__module__], ROUTER_LOSS, None)
-        wanted = kwargs.get("output_router_logits")
-        wanted = getattr(model.config, "output_router_logits", False) if wanted is None else wanted
-        # attention refuses a sequence without boundaries; the replacement of an outer model stays
-        shared = isinstance(getattr(original, "__self__", None), _RouterLoss)
-        if not wanted or ends is None or original is None or shared:
+        has_loss = kwargs.get("output_router_logits")
+        if has_loss is None:
+            has_loss = getattr(model.config, "output_router_logits", False)
+        # the hook of an outer model of the same module has already installed its replacement
+        is_replaced = isinstance(getattr(original, "__self__", None), _RouterLoss)
+        # without cu_seq_lens_q, the first attention layer raises an error
+        if not has_loss or cu_seqlens is None or original is None or is_replaced:
             return
         self.original = original
-        self.sharding = sharding_of(lengths_between(ends), self.group.size(), self.block)
-        setattr(sys.modules[type(model).__module__], ROUTER_LOSS, self.share)
+        self.sharding = sharding_of(lengths_between(cu_seqlens), self.group.size(), self.block)
+        setattr(sys.modules[type(model).__module__], ROUTER_LOSS, self.sharded_loss)
 
-    def put_back(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def restore(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Restore the loss function of transformers; a forward hook.
+
+        Raises:
+            NotImplementedError: the model has computed the loss by another function.
+        """
         module = sys.modules[type(model).__module__]
         if self.original is not None:
             setattr(module, ROUTER_LOSS, self.original)
@@ -132,28 +154,30 @@ class _RouterLoss:
             )
         self.original = self.sharding = None
 
-    def share(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of all tokens divided by the number of ranks.
+    def sharded_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of all tokens, divided by the number of ranks W.
 
-        The gradient flows to the router logits of this rank only, without this division.
+        The gradient flows to the router logits of this rank only, and is not divided by W.
+        Arguments as for `load_balancing_loss_func` of transformers.
         """
         bound = inspect.signature(self.original).bind(*args, **kwargs)
         logits = bound.arguments["gate_logits"]
         if not isinstance(logits, tuple):
             return self.original(*args, **kwargs)
         bound.arguments["gate_logits"] = tuple([self._gather_logits(x) for x in logits])
-        # a sharded sequence has only the padding of ranks, which is left out
+        # `shard` refuses batches with padding, and `_gather_logits` removes the padding of shards
         bound.arguments["attention_mask"] = None
         loss = self.original(*bound.args, **bound.kwargs)
         return loss - loss.detach() * (1 - 1 / self.group.size())
 
     def _gather_logits(self, logits: Tensor) -> Tensor:
-        """Gather router logits of all ranks, [B * n, E] -> [B * N, E].
+        """All-gather the logits of one router without padding, [B * n, E] -> [B * N, E].
 
         The gradient flows to the logits of this rank only.
         """
-        own_logits = logits.reshape(-1, self.sharding.tokens, logits.shape[-1]).transpose(0, 1)
-        shards = list(all_gather(own_logits, self.group).chunk(self.group.size()))
-        shards[self.group.rank()] = own_logits
-        owner = self.sharding.owner.to(logits.device)
-        return torch.cat(shards).index_select(0, owner).transpose(0, 1).flatten(0, 1)
+        local_logits = logits.reshape(-1, self.sharding.tokens, logits.shape[-1]).transpose(0, 1)
+        shards = list(all_gather(local_logits, self.group).chunk(self.group.size()))
+        # the gathered tensor has no gradient
+        shards[self.group.rank()] = local_logits
+        shard_index = self.sharding.shard_index.to(logits.device)
+        return torch.cat(shards).index_select(0, shard_index).transpose(0, 1).flatten(0, 1)

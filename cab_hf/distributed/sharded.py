@@ -1,8 +1,8 @@
 """Mask and layout of a sharded sequence, with the interfaces of `MaskInfo` and `BlockLayout`.
 
-Plans are those of a single process. Each rank encodes its own keys. `Predictor.required_inputs`
-names the other inputs of a selection, which ranks all-gather. The sharding determines the last rows
-of a sequence (``dense_tail_blocks``).
+The plan of each rank consists of rows of the plan that a single process would compute. Each rank
+summarises its own keys. `Predictor.required_inputs` names the inputs of the selection that ranks
+all-gather. Tail rows (``dense_tail_blocks``) are the last rows of the whole sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cab_hf.call.layout import full_plan
 from cab_hf.call.mask import MaskInfo
 from cab_hf.distributed.exchange import all_gather
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slices
-from cab_hf.distributed.sharding import Shard, Sharding, ShardMap
+from cab_hf.distributed.sharding import LocalRanges, Sharding, ShardMap
 from cab_hf.engines import Engine
 from cab_hf.ops.attention.complete import with_sinks
 from cab_hf.plan import BlockPlan, cached_per_ranges, row_indices, rows_mask
@@ -27,24 +27,29 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+# key of the `Sharding` in the `ForwardState` of a forward pass
+SHARDING = "sharding"
+
+
 @dataclass(frozen=True, eq=False)
 class ShardedLayout:
     """The layout of a sharded sequence, with the methods of `BlockLayout`.
 
-    Queries stay on their rank, in the order of the rank. Keys have places in the layout of a single
-    process. Ranks gather keys for attention, and for selection as far as the predictor needs them.
+    Queries stay on their rank, in the order of the shard. Attention all-gathers the keys in the
+    order of a single process, which defines the slots of the layout.
 
     Attributes:
-        shard_map: the places of the tokens of all ranks.
-        group: the ranks that hold one sequence.
-        ranges: the keys that are visible to this rank's queries, as places in the layout.
+        shard_map: the slots of the tokens of all ranks.
+        group: the ranks that share the sequence.
+        ranges: the visible slots of each query of this rank.
         window: width of a sliding window in tokens, for exact attention; None means no window.
-        heads_k_stride, regather_kv: see `KVGather`.
+        heads_k_stride: number of KV heads per all-gather of K and V.
+        regather_kv: True to gather K and V again in the backward pass, False to save both.
     """
 
     shard_map: ShardMap
     group: ProcessGroup
-    ranges: Shard
+    ranges: LocalRanges
     window: int | None = None
     heads_k_stride: int = KV_HEADS_TOGETHER
     regather_kv: bool = True
@@ -63,34 +68,42 @@ class ShardedLayout:
 
     @torch.no_grad()
     def choose(self, predictor: Predictor, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
-        """Return this rank's rows of the plan that ``predictor`` selects for the whole sequence."""
+        """Return this rank's rows of the plan that ``predictor`` selects for the whole sequence.
+
+        Args:
+            predictor: selects the plan; `Predictor.required_inputs` names what ranks gather.
+            q: queries of this rank, [B, H, n, D].
+            k: keys of this rank, [B, H_kv, n, D].
+            call: the context of the layer, with the ranges of this layout.
+        """
         heads = q.shape[1], k.shape[1]
-        needed = predictor.required_inputs(call, heads)
-        if "queries" in needed:
-            return self._choose_all(predictor, q, k, call)
-        if "summaries" not in needed:
+        required = predictor.required_inputs(call, heads)
+        if "queries" in required:
+            return self._choose_from_all_tokens(predictor, q, k, call)
+        if "summaries" not in required:
             return predictor.choose(q, k, call)
         real = self.shard_map.sharding.real[self.group.rank()].to(k.device).expand(k.shape[0], -1)
-        own_summary = predictor.summary_of(k, real, call)
-        summary = predictor.merge(own_summary, call, heads, self)
-        if "vectors" not in needed:
+        local_summary = predictor.summary_of(k, real, call)
+        summary = predictor.merge(local_summary, call, heads, self)
+        if "vectors" not in required:
             return predictor.choose(q, summary, call)
         vectors = self.blocks(predictor.vectors(q, self.ranges), 2, predictor.config.query_block)
         return predictor.choose(q, summary, call, vectors)
 
-    def _choose_all(
+    def _choose_from_all_tokens(
         self, predictor: Predictor, q: Tensor, k: Tensor, call: LayerContext
     ) -> BlockPlan:
-        complete = replace(call, ranges=self.ranges.text)
-        plan = predictor(self.tokens(q), self.tokens(k), complete)
-        align, chunks = self.shard_map.align, self.shard_map.sharding.block
+        """Gather q and k of all ranks and return this rank's rows of the plan; see `choose`."""
+        sequence_call = replace(call, ranges=self.ranges.sequence_ranges)
+        plan = predictor(self.tokens(q), self.tokens(k), sequence_call)
+        align, block = self.shard_map.align, self.shard_map.sharding.block
         if plan.query_block % align and align % plan.query_block:
             raise ValueError(
                 f"block must be a multiple of {plan.query_block}, the query block of predictor "
-                f"{predictor.config.predictor!r}, got {chunks}. Give block={plan.query_block} to "
+                f"{predictor.config.predictor!r}, got {block}. Give block={plan.query_block} to "
                 "shard and to context_parallel or predict."
             )
-        return self.ranges.own(plan)
+        return self.ranges.local_plan(plan)
 
     def full_plan(self) -> BlockPlan:
         """Return the plan of all visible blocks of `Sharding.dense_block_size` tokens."""
@@ -109,7 +122,7 @@ class ShardedLayout:
         sinks: Tensor | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Return the output of `attention` without the log-sum-exp."""
+        """Return the output of `attention` without the log-sum-exp; arguments as in `attention`."""
         out, _ = self.attention(
             engine, q, k, v, plan=plan, scale=scale, sinks=sinks, softcap=softcap
         )
@@ -126,12 +139,12 @@ class ShardedLayout:
         sinks: Tensor | None = None,
         softcap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return attention of this rank's queries over the keys of all ranks.
+        """Compute attention of this rank's queries over the keys of all ranks.
 
-        The early and the late chunks of the rank run in one kernel launch.
+        One kernel launch per slice of KV heads computes the early and the late chunks of the rank.
 
         Args:
-            engine: engine that computes attention.
+            engine: the engine that computes attention.
             q: queries of this rank, [B, H, n, D].
             k: keys of this rank, [B, H_kv, n, D].
             v: values of this rank, [B, H_kv, n, D_v].
@@ -143,53 +156,87 @@ class ShardedLayout:
         Returns:
             Output [B, H, n, D_v] and log-sum-exp [B, H, n].
         """
-        group = q.shape[1] // k.shape[1]
-        gather = KVGather(k, v, self.shard_map, self.group, self.heads_k_stride, self.regather_kv)
+        group_size = q.shape[1] // k.shape[1]
+        gather = KVGather(
+            k=k,
+            v=v,
+            shard_map=self.shard_map,
+            group=self.group,
+            heads_k_stride=self.heads_k_stride,
+            regather_kv=self.regather_kv,
+        )
 
-        def attend(keys: Tensor, values: Tensor, i: int) -> tuple[Tensor, Tensor]:
-            heads = slice(gather.slices[i].start * group, gather.slices[i].stop * group)
-            part = plan.slice_heads(heads.start, heads.stop, q.shape[1])
+        def attend(keys: Tensor, values: Tensor, index: int) -> tuple[Tensor, Tensor]:
+            kv_heads = gather.slices[index]
+            heads = slice(kv_heads.start * group_size, kv_heads.stop * group_size)
             out, lse = engine.attention(
-                q[:, heads], keys, values, part, scale, return_lse=True, softcap=softcap
+                q[:, heads],
+                keys,
+                values,
+                plan=plan.slice_heads(heads.start, heads.stop, q.shape[1]),
+                scale=scale,
+                return_lse=True,
+                softcap=softcap,
             )
             return (out if sinks is None else with_sinks(out, lse, sinks[heads])), lse
 
         return over_slices(gather, k, v, attend)
 
     def rows_below_min_length(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
-        """Return the rows of short documents on this rank, as in `BlockLayout`, int64 [B, R]."""
-        short = self.shard_map.layout.rows_below_min_length(queries, tokens, query_block)
-        return None if short is None else _short_rows(self.ranges, short, query_block)
+        """Return this rank's query blocks of short documents, int64 [B, R], filled with -1.
+
+        `BlockLayout.rows_below_min_length` describes the arguments. Returns None if no document is
+        short.
+        """
+        rows = self.shard_map.layout.rows_below_min_length(queries, tokens, query_block)
+        return None if rows is None else _local_row_indices(self.ranges, rows, query_block)
 
     def blocks(self, x: Tensor, dim: int, size: int) -> Tensor:
-        """All-gather x, which has one entry per block of ``size`` tokens in dimension ``dim``.
+        """All-gather a tensor with one entry per block, and put blocks in the order of the layout.
 
-        The result has the order of the layout, zeros for blocks without tokens, and no gradient.
+        Args:
+            x: tensor of this rank, with n / size entries in dimension ``dim``.
+            dim: dimension of the blocks.
+            size: tokens per block.
+
+        Returns:
+            The entries of all ranks, N' / size in dimension ``dim``, without gradient. Blocks
+            without tokens have zeros.
         """
-        source, filled = self.shard_map.blocks(size)
-        values = all_gather(x.movedim(dim, 0), self.group)[source]
-        filled = filled.view(-1, *[1] * (x.ndim - 1))
-        return values.masked_fill(~filled, 0.0).movedim(0, dim)
+        block_index, is_filled = self.shard_map.blocks(size)
+        values = all_gather(x.movedim(dim, 0), self.group)[block_index]
+        is_filled = is_filled.view(-1, *[1] * (x.ndim - 1))
+        return values.masked_fill(~is_filled, 0.0).movedim(0, dim)
 
     def tokens(self, x: Tensor) -> Tensor:
         """All-gather x [B, H, n, C] to the order of the layout, [B, H, N', C], without gradient."""
         values = all_gather(x.permute(2, 0, 1, 3), self.group)
-        return values[self.shard_map.source].permute(1, 2, 0, 3)
+        return values[self.shard_map.token_of_slot].permute(1, 2, 0, 3)
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedMask(MaskInfo):
     """The mask of one forward pass over a sharded sequence.
 
-    All tokens of the sequence are queries and keys. ``sharding`` has the document boundaries.
+    ``q_length`` and ``kv_length`` are the tokens of the whole sequence. ``details.parallel`` has
+    the ranks. ``state`` has the `Sharding`, under the key ``SHARDING``.
     """
 
-    sharding: Sharding | None = None
+    @property
+    def sharding(self) -> Sharding:
+        """The tokens of every rank, and the lengths of the documents."""
+        return self.state.stored(SHARDING)
 
     def layout(
         self, query_block: int, key_block: int, device: torch.device, from_start: bool = True
     ) -> ShardedLayout:
-        """Return the layout for some block sizes; all layers of a forward pass share it."""
+        """Return the layout of a sharded sequence, one object for all layers of a forward pass.
+
+        Args:
+            query_block, key_block: block sizes of the plan, in tokens.
+            device: device of the layout's tensors.
+            from_start: not used, because a sharded sequence has no cached keys before the call.
+        """
         ranks = self.details.parallel
         shard_map = self.sharding.shard_map(max(query_block, key_block), device)
 
@@ -208,7 +255,14 @@ class ShardedMask(MaskInfo):
 
 
 @cached_per_ranges
-def _short_rows(ranges: Shard, short: Tensor, query_block: int) -> Tensor:
-    """Return this rank's rows among the rows ``short`` of the whole sequence, int64 [B, R]."""
-    rows = ranges.rank_rows(rows_mask(ranges.text, short, query_block)[:, 0], query_block)
-    return row_indices(rows, rows.shape[1]).expand(ranges.start.shape[0], -1)
+def _local_row_indices(ranges: LocalRanges, rows: Tensor, query_block: int) -> Tensor:
+    """Return this rank's indices of query blocks, int64 [B, m], filled with -1.
+
+    Args:
+        ranges: the ranges of this rank.
+        rows: int64 [1, R], query blocks of the whole sequence, filled with -1.
+        query_block: query block size in tokens.
+    """
+    sequence_mask = rows_mask(ranges.sequence_ranges, rows, query_block)[:, 0]
+    local_mask = ranges.local_rows(sequence_mask, query_block)
+    return row_indices(local_mask, local_mask.shape[1]).expand(ranges.start.shape[0], -1)

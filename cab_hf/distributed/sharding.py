@@ -1,9 +1,9 @@
-"""The rank and the layout place of every token of a sharded sequence.
+"""Zigzag sharding: which rank has each token of a sequence, and where the token is in the layout.
 
-Every document is padded to 2 W chunks of whole blocks, where W is the number of ranks. Rank r has
-chunks r and 2 W - 1 - r of every document (zigzag). All ranks therefore have the same causal work.
-Gathered keys have no padding: their places are those of the `BlockLayout` of a single process, and
-plans use its key blocks.
+Every document is padded to 2 W chunks of equal length, where W is the number of ranks. A chunk is a
+multiple of the block size. Rank r has chunks r and 2 W - 1 - r of every document (zigzag), so that
+all ranks have the same causal work. All-gathered keys have no padding, and have the order of the
+`BlockLayout` of a single process, and plans list the key blocks of that layout.
 """
 
 from __future__ import annotations
@@ -12,26 +12,29 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cab_hf.call.layout import BlockLayout, LayoutOptions
 from cab_hf.call.packing import Length
+from cab_hf.checks import warn_renamed
 from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges
 
-# number of cached shardings, and of cached shard maps: enough for a few batches in flight
+# maximum number of cached `Sharding` objects, and of cached `ShardMap` objects: a few batches
 NUM_CACHED = 8
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The assignment of the tokens of documents to ranks; equal on all ranks.
+    """The assignment of the tokens of a sequence to ranks; equal on all ranks.
 
     Attributes:
-        lengths: tokens of each document without padding, in order.
+        lengths: number of tokens of each document without padding, in the order of the sequence.
         world: number of ranks, W.
-        block: chunks are multiples of ``block`` tokens. Block sizes of plans divide it.
+        block: every chunk is a multiple of ``block`` tokens. The block sizes of plans must divide
+            ``block``.
     """
 
     lengths: tuple[int, ...]
@@ -40,240 +43,313 @@ class Sharding:
 
     @property
     def length(self) -> int:
-        """Tokens of the whole sequence without padding, N."""
+        """Number of tokens of the whole sequence without padding, N."""
         return sum(self.lengths)
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """Tokens in a chunk of each document, including padding."""
-        least = 2 * self.world * self.block
-        return tuple([-(-length // least) * self.block for length in self.lengths])
+        """Number of tokens in one chunk of each document, including padding."""
+        shortest = 2 * self.world * self.block
+        return tuple([-(-length // shortest) * self.block for length in self.lengths])
 
     @property
     def tokens(self) -> int:
-        """Tokens that each rank holds, including padding, n."""
+        """Number of tokens of each rank, including padding, n."""
         return 2 * sum(self.chunks)
 
     @property
     def dense_block_size(self) -> int:
-        """Query and key block size of plans that keep all blocks, in tokens."""
+        """Query and key block size of a plan with all visible blocks, in tokens."""
         return math.gcd(self.block, DENSE_BLOCK_SIZE)
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Positions of each rank's tokens in their document, padding after them: int64 [W, n]."""
+        """Offset of each token of each rank from the start of its document, int64 [W, n].
+
+        Padding has the offsets after the last token of the document.
+        """
         early = torch.arange(self.world).unsqueeze(1)
-        pair = early, 2 * self.world - 1 - early
-        offsets = [chunk * size + torch.arange(size) for size in self.chunks for chunk in pair]
+        late = 2 * self.world - 1 - early
+        offsets = [
+            chunk * size + torch.arange(size) for size in self.chunks for chunk in (early, late)
+        ]
         return torch.cat(offsets, dim=1)
 
     @cached_property
     def documents(self) -> Tensor:
-        """Document of each token of a rank, int64 [n]; equal on all ranks."""
+        """Index of the document of each token of a rank, int64 [n]; equal on all ranks."""
         sizes = torch.tensor(self.chunks)
         return torch.arange(len(self.lengths)).repeat_interleave(2 * sizes)
 
     @cached_property
     def real(self) -> Tensor:
-        """Mask of the tokens of each rank, bool [W, n]; False for padding."""
+        """Bool [W, n], True for tokens of the sequence, False for padding."""
         return self.offsets < torch.tensor(self.lengths)[self.documents]
 
     @cached_property
     def positions(self) -> Tensor:
-        """Positions in the document, int64 [W, n]; padding repeats the last position."""
+        """Position of each token in its document, int64 [W, n]; padding has the last position."""
         return torch.minimum(self.offsets, torch.tensor(self.lengths)[self.documents] - 1)
 
     @cached_property
-    def slots(self) -> Tensor:
-        """Places of each rank's tokens in the whole sequence, int64 [W, n]; padding repeats one."""
-        begins = torch.tensor([0, *self.lengths]).cumsum(0)
-        return begins[self.documents] + self.positions
+    def sequence_index(self) -> Tensor:
+        """Index in the sequence of each token of each rank, int64 [W, n].
+
+        Padding has the index of the last token of its document.
+        """
+        document_starts = torch.tensor([0, *self.lengths]).cumsum(0)
+        return document_starts[self.documents] + self.positions
 
     @cached_property
-    def owner(self) -> Tensor:
-        """Index of each token in the joined shards, rank * n + index on the rank: int64 [N]."""
-        return self._inverse(self.slots, self.length)
+    def shard_index(self) -> Tensor:
+        """Index of each token of the sequence in the concatenated shards, int64 [N].
 
-    def _inverse(self, place: Tensor, length: int) -> Tensor:
-        """Return rank * n + index of the token at each place, int64 [length]; 0 if empty."""
-        owner = torch.zeros(length, dtype=torch.int64)
+        The index is rank * n + index on the rank.
+        """
+        return self.invert(self.sequence_index, self.length)
+
+    def invert(self, target: Tensor, length: int) -> Tensor:
+        """Return the index in the concatenated shards of the token at each target.
+
+        Args:
+            target: int64 [W, n], a different number below ``length`` for each token; the numbers of
+                padding are ignored.
+            length: number of targets.
+
+        Returns:
+            int64 [length], rank * n + index on the rank; 0 for targets without a token.
+        """
+        shard_index = torch.zeros(length, dtype=torch.int64)
         real = self.real.flatten()
-        owner[place.flatten()[real]] = real.nonzero().squeeze(1)
-        return owner
+        shard_index[target.flatten()[real]] = real.nonzero().squeeze(1)
+        return shard_index
 
     def shard_map(self, align: int, device: torch.device | str) -> ShardMap:
-        """Return the map to a layout whose documents start at multiples of ``align`` tokens.
+        """Return the `ShardMap` for a layout whose documents start at multiples of ``align`` slots.
 
-        All layers share one map.
+        Equal arguments return the same object, which all layers share.
+
+        Args:
+            align: the larger one of the query and key block sizes of the plan, in tokens.
+            device: device of the tensors of the map.
+
+        Raises:
+            ValueError: ``block`` is not a multiple of ``align``.
         """
         return _shard_map(self, align, torch.device(device))
 
 
 @dataclass(frozen=True, eq=False)
 class ShardMap:
-    """The places of the tokens of all ranks in the layout of a single process.
+    """The correspondence between the tokens of all ranks and the slots of the layout.
+
+    The layout is the `BlockLayout` of a single process. A slot is an index into its keys.
 
     Attributes:
         sharding: the assignment of tokens to ranks.
-        align: documents start at multiples of ``align`` tokens in the layout.
-        place: int64 [W, n], the layout place of each token of each rank; -1 for padding.
-        source: int64 [N'], rank * n + index of the token at each place; 0 for an empty place.
-        filled: bool [N'], True for places with a token.
-        begins: int64 [n], the layout place where the document of each token of a rank starts.
+        align: documents start at multiples of ``align`` slots.
+        slot_of_token: int64 [W, n], the slot of each token of each rank; -1 for padding.
+        token_of_slot: int64 [N'], the index of each slot's token in the concatenated shards,
+            rank * n + index on the rank; 0 for an empty slot.
+        is_filled: bool [N'], True for slots with a token.
+        document_start: int64 [n], the first slot of the document of each token of a rank; equal on
+            all ranks.
     """
 
     sharding: Sharding
     align: int
-    place: Tensor
-    source: Tensor
-    filled: Tensor
-    begins: Tensor
+    slot_of_token: Tensor
+    token_of_slot: Tensor
+    is_filled: Tensor
+    document_start: Tensor
 
     @property
     def length(self) -> int:
-        """Number of key places in the layout, N'."""
-        return self.source.shape[0]
+        """Number of slots of the layout, N'."""
+        return self.token_of_slot.shape[0]
 
     @cached_property
-    def local_index(self) -> tuple[Tensor, Tensor | None]:
-        """Flat `place` of all ranks with 0 for padding, and the int64 indices of padding.
+    def flat_slots(self) -> tuple[Tensor, Tensor | None]:
+        """Slots of the concatenated shards, and indices of padding in the concatenated shards.
 
-        The indices are None if no rank has padding.
+        The slots are int64 [W * n], 0 for padding. The indices of padding are int64 [P], or None if
+        no rank has padding.
         """
-        place = self.place.flatten()
-        padding = (place < 0).nonzero().squeeze(1)
-        return place.clamp(min=0), padding if len(padding) else None
+        slots = self.slot_of_token.flatten()
+        padding = (slots < 0).nonzero().squeeze(1)
+        return slots.clamp(min=0), padding if len(padding) else None
 
     @cached_property
     def layout(self) -> BlockLayout:
         """The layout of a single process, for one batch row."""
-        lengths, device = self.sharding.lengths, self.source.device
-        document = None
+        lengths, device = self.sharding.lengths, self.token_of_slot.device
+        doc_ids = None
         if len(lengths) > 1:
             sizes = torch.tensor(lengths, device=device)
-            document = torch.arange(len(lengths), device=device).repeat_interleave(sizes)[None]
-        lengths_of_row = [[Length(length, length) for length in lengths]]
-        total = self.sharding.length
+            doc_ids = torch.arange(len(lengths), device=device).repeat_interleave(sizes)[None]
         return BlockLayout.build(
             batch=1,
-            q_length=total,
-            kv_length=total,
+            q_length=self.sharding.length,
+            kv_length=self.sharding.length,
             q_offset=0,
             padding_mask=None,
-            doc_ids=document,
+            doc_ids=doc_ids,
             align=self.align,
             device=device,
-            options=LayoutOptions(lengths=lengths_of_row),
+            options=LayoutOptions(lengths=[[Length(length, length) for length in lengths]]),
         )
 
     def blocks(self, size: int) -> tuple[Tensor, Tensor]:
-        """Return (source block, True if it exists) for each block of the layout, [N' / size] each.
+        """Return the index among the blocks of all ranks of every block of the layout.
 
-        The source block is rank * (blocks per rank) + block. If a block of the layout has any
-        token, its first place has a token, and so has the first place of the rank's block.
+        A block is found by its first slot: if any slot of a layout block has a token, its first
+        slot has a token, which is the first token of a block of a rank.
+
+        Args:
+            size: tokens per block.
+
+        Returns:
+            (indices, is_filled), int64 and bool [N' / size]. An index is rank * (blocks per rank) +
+            block on the rank. ``is_filled`` is False for layout blocks without tokens.
         """
-        return self.source[::size] // size, self.filled[::size]
+        return self.token_of_slot[::size] // size, self.is_filled[::size]
 
     def cached_ranges(
         self, rank: int, batch: int, causal: bool = True, window: int | None = None
-    ) -> Shard:
-        """Return `ranges` as one cached object, for plans of all visible blocks."""
-        return _cached_ranges(self.layout.ranges, self, rank, batch, causal, window)
+    ) -> LocalRanges:
+        """Return the result of `ranges` from a cache, for plans of all visible blocks."""
+        request = _RangesRequest(rank=rank, batch=batch, causal=causal, window=window)
+        return _cached_ranges(self.layout.ranges, self, request)
 
     def ranges(
         self, rank: int, batch: int, causal: bool = True, window: int | None = None
-    ) -> Shard:
-        """Return new ranges of the queries of a rank over the layout.
+    ) -> LocalRanges:
+        """Return a new object with the visible slots of each query of a rank.
 
-        Results that depend on the ranges only are cached in the ranges object. New ranges per
-        forward pass free these caches after the pass.
+        Results that depend on the ranges only are cached in the ranges object. A new object per
+        forward pass frees these caches after the pass.
+
+        Args:
+            rank: index of the rank in its group.
+            batch: number of batch rows.
+            causal: True if queries do not attend to later keys.
+            window: width of a sliding window, in slots; None means no window.
         """
-        first, last = self.begins, self.place[rank]
+        start, end = self.document_start, self.slot_of_token[rank]
         if window is not None:
-            first = torch.maximum(first, last - (window - 1))
+            start = torch.maximum(start, end - (window - 1))
         if not causal:
-            lengths = torch.tensor(self.sharding.lengths, device=last.device)
-            ends = self.begins + lengths[self.sharding.documents.to(last.device)] - 1
-            last = ends.where(last >= 0, -1)
-
-        def rows(x: Tensor) -> Tensor:
-            return x.to(torch.int32).expand(batch, -1)
-
+            lengths = torch.tensor(self.sharding.lengths, device=end.device)
+            document_end = self.document_start + lengths[self.sharding.documents.to(end.device)] - 1
+            end = document_end.where(end >= 0, -1)
         sequence = self.layout.ranges
-        return Shard(
-            rows(first),
-            rows(last),
-            self.filled.expand(batch, -1),
+        return LocalRanges(
+            start=start.to(torch.int32).expand(batch, -1),
+            end=end.to(torch.int32).expand(batch, -1),
+            key_valid=self.is_filled.expand(batch, -1),
             aligned=causal and window is None,
             consecutive=False,
-            # a rank holds two chunks of each document
+            # the early and the late chunk of a document count as two documents
             documents=2 * len(self.sharding.lengths),
-            text=replace(
-                sequence, **{name: getattr(sequence, name).expand(batch, -1) for name in TENSORS}
+            sequence_ranges=replace(
+                sequence,
+                start=sequence.start.expand(batch, -1),
+                end=sequence.end.expand(batch, -1),
+                key_valid=sequence.key_valid.expand(batch, -1),
             ),
             shard_map=self,
         )
 
 
-# tensor attributes of `KeyRanges`
-TENSORS = ("start", "end", "key_valid")
+class _RangesRequest(NamedTuple):
+    """The arguments of `ShardMap.ranges`, as one key of a cache."""
+
+    rank: int
+    batch: int
+    causal: bool
+    window: int | None
 
 
 @cached_per_ranges
-def _cached_ranges(
-    ranges: KeyRanges, shard_map: ShardMap, rank: int, batch: int, causal: bool, window: int | None
-) -> Shard:
-    return shard_map.ranges(rank, batch, causal, window)
+def _cached_ranges(ranges: KeyRanges, shard_map: ShardMap, request: _RangesRequest) -> LocalRanges:
+    """Return `ShardMap.ranges`; ``ranges`` has the cache."""
+    return shard_map.ranges(
+        rank=request.rank, batch=request.batch, causal=request.causal, window=request.window
+    )
 
 
 @dataclass(frozen=True, eq=False)
-class Shard(KeyRanges):
-    """The ranges of one rank's queries; `tail` needs the ranges of the whole sequence.
+class LocalRanges(KeyRanges):
+    """The visible slots of one rank's queries.
+
+    ``rows`` in method names are query blocks: M of the whole sequence, m of this rank.
 
     Attributes:
-        text: the ranges of the whole sequence, in the same layout.
-        shard_map: the places of the tokens of all ranks.
+        sequence_ranges: the ranges of all queries of the sequence, over the same slots.
+        shard_map: the slots of the tokens of all ranks.
     """
 
-    text: KeyRanges | None = None
+    sequence_ranges: KeyRanges | None = None
     shard_map: ShardMap | None = None
+
+    @property
+    def text(self) -> KeyRanges:
+        """Return ``sequence_ranges``, whose old name this is."""
+        warn_renamed("ranges.text", "ranges.sequence_ranges")
+        return self.sequence_ranges
+
+    def own(self, plan: BlockPlan) -> BlockPlan:
+        """Return the result of `local_plan`, whose old name this is."""
+        warn_renamed("ranges.own", "ranges.local_plan")
+        return self.local_plan(plan)
 
     @cached_per_ranges
     def tail(self, tokens: int, query_block: int) -> Tensor:
-        return self.rank_rows(self.text.tail(tokens, query_block), query_block)
+        """Return bool [B, m], True for query blocks that contain a tail token of a document.
+
+        `KeyRanges.tail` defines tail tokens, here of the whole sequence.
+        """
+        return self.local_rows(self.sequence_ranges.tail(tokens, query_block), query_block)
 
     @cached_per_ranges
     def sequence_rows(self, query_block: int) -> Tensor:
-        """Return the query block of the whole sequence for each block of this rank, int64 [m].
+        """Return the index in the whole sequence of each query block of this rank, int64 [m].
 
-        Blocks of padding have -1.
+        Query blocks of padding have -1.
         """
         rows = self.rows(query_block)
         return rows.block_positions(query_block).masked_fill(rows.queries == 0, -1)[0]
 
-    def own(self, plan: BlockPlan) -> BlockPlan:
+    def local_plan(self, plan: BlockPlan) -> BlockPlan:
         """Return this rank's rows of a plan of the whole sequence."""
         return plan.take_rows(self.sequence_rows(plan.query_block), self)
 
-    def rank_rows(self, named: Tensor, query_block: int) -> Tensor:
-        """Return this rank's part of a mask of query blocks: bool [B, M] -> bool [B, m]."""
+    def local_rows(self, sequence_mask: Tensor, query_block: int) -> Tensor:
+        """Return this rank's columns of a mask of query blocks, [B, M] -> [B, m], both bool."""
         rows = self.sequence_rows(query_block)
-        return named[:, rows.clamp(min=0)] & (rows >= 0)
+        return sequence_mask[:, rows.clamp(min=0)] & (rows >= 0)
 
 
 def sharding_between(cu_seqlens: Tensor | None, tokens: int, world: int, block: int) -> Sharding:
-    """Return the sharding of documents with boundaries ``cu_seqlens``.
+    """Return the `Sharding` of the documents with boundaries ``cu_seqlens``.
 
-    None means one document without padding, with ``tokens`` tokens on each of ``world`` ranks.
+    Args:
+        cu_seqlens: int [documents + 1]; None means one document of ``world * tokens`` tokens.
+        tokens: tokens of each rank.
+        world: number of ranks.
+        block: every chunk is a multiple of ``block`` tokens.
     """
     lengths = (world * tokens,) if cu_seqlens is None else lengths_between(cu_seqlens)
     return sharding_of(lengths, world, block)
 
 
 def lengths_between(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
-    """Return the lengths of documents with boundaries ``cu_seqlens``, int [documents + 1].
+    """Return the number of tokens of each document with boundaries ``cu_seqlens``.
 
-    Waits for the device. Repeated boundaries are ignored.
+    Reading a tensor on a GPU synchronises with the GPU. Documents of length 0 are left out.
+
+    Args:
+        cu_seqlens: int [documents + 1], from 0 to the number of tokens.
 
     Raises:
         ValueError: the boundaries do not start at 0, or decrease.
@@ -291,12 +367,13 @@ def lengths_between(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
 
 @lru_cache(NUM_CACHED)
 def sharding_of(lengths: tuple[int, ...], world: int, block: int = DENSE_BLOCK_SIZE) -> Sharding:
-    """Return the `Sharding`; equal arguments return the same object."""
+    """Return a cached `Sharding`: equal arguments return the same object."""
     return Sharding(lengths, world, block)
 
 
 @lru_cache(NUM_CACHED)
 def _shard_map(sharding: Sharding, align: int, device: torch.device) -> ShardMap:
+    """Build the map of `Sharding.shard_map`."""
     if sharding.block % align:
         raise ValueError(
             f"block must be a multiple of {align}, the block size of this plan, got "
@@ -305,10 +382,16 @@ def _shard_map(sharding: Sharding, align: int, device: torch.device) -> ShardMap
         )
     padded_lengths = [-(-length // align) * align for length in sharding.lengths]
     starts = torch.tensor([0, *padded_lengths]).cumsum(0)
-    begins = starts[sharding.documents]
-    place = (begins + sharding.offsets).masked_fill(~sharding.real, -1)
-    length = int(starts[-2]) + sharding.lengths[-1]
-    filled = torch.zeros(length, dtype=torch.bool)
-    filled[place[sharding.real]] = True
-    source = sharding._inverse(place, length)
-    return ShardMap(sharding, align, *(x.to(device) for x in (place, source, filled, begins)))
+    document_start = starts[sharding.documents]
+    slot_of_token = (document_start + sharding.offsets).masked_fill(~sharding.real, -1)
+    num_slots = int(starts[-2]) + sharding.lengths[-1]
+    is_filled = torch.zeros(num_slots, dtype=torch.bool)
+    is_filled[slot_of_token[sharding.real]] = True
+    return ShardMap(
+        sharding=sharding,
+        align=align,
+        slot_of_token=slot_of_token.to(device),
+        token_of_slot=sharding.invert(slot_of_token, num_slots).to(device),
+        is_filled=is_filled.to(device),
+        document_start=document_start.to(device),
+    )

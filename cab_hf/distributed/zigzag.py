@@ -39,44 +39,58 @@ def zigzag_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute exact attention of this rank's queries over the selected keys of all ranks.
 
-    Every document is padded to 2 W chunks of whole blocks. Rank r holds chunks r and 2 W - 1 - r of
-    each document, in this order, document by document. `shard` distributes a batch this way.
+    Every document is padded to 2 W chunks, each a multiple of ``block`` tokens. Rank r has chunks r
+    and 2 W - 1 - r of every document, in this order, document by document. `shard` distributes a
+    batch in this order.
 
-    The all-gather of the next slice of KV heads overlaps with attention over the current slice.
-    Both chunks of the rank run in one kernel launch. The backward pass sums the gradients of K and
-    V over the ranks, in the dtype of K and V.
+    K and V are gathered in slices of KV heads. The all-gather of the next slice overlaps with
+    attention over the current slice, and one kernel launch computes both chunks of the rank. The
+    backward pass sums the gradients of K and V over the ranks, in the dtype of K and V.
 
     Args:
         q: this rank's queries, [B, H, n, D], after RoPE with their positions in the document.
         k: this rank's keys, [B, H_kv, n, D], after RoPE.
         v: this rank's values, [B, H_kv, n, D_v].
-        group: the ranks that hold one sequence. None means all ranks.
+        group: the ranks that share the sequence. None means all ranks.
         plan: key blocks of this rank's query blocks, such as the result of `predict`. None means
             all visible blocks.
-        heads_k_stride: KV heads that are gathered together, at least 1. Fewer need less memory.
+        heads_k_stride: number of KV heads per all-gather, at least 1. Fewer heads need less memory.
         cu_seqlens: boundaries of the documents of the whole sequence without padding, int
             [documents + 1]; equal on all ranks. None means one document of W * n tokens.
         causal: True if queries do not attend to later keys.
         scale: factor of the logits. None means 1 / sqrt(D).
         engine: see `CabConfig`.
-        block: chunks are multiples of ``block`` tokens; equal on all ranks.
-        regather_kv: True to gather K and V again in the backward pass instead of saving them. Set
-            False under gradient checkpointing, which gathers them again anyway.
-        check: True to compare the arguments of all ranks first, with one small all-gather and a
-            wait. Set False in a loop after its first iteration.
+        block: every chunk is a multiple of ``block`` tokens; equal on all ranks.
+        regather_kv: True to gather K and V again in the backward pass instead of saving both. Set
+            False under gradient checkpointing, which gathers K and V again anyway.
+        check: True to compare the arguments of all ranks first, with one small all-gather, which
+            synchronises with the device. Set False in a loop after its first iteration.
 
     Returns:
         Output [B, H, n, D_v], and log-sum-exp of the logits of each query, float32 [B, H, n],
-        without gradient. Padding queries have zeros and -inf.
+        without gradient. Padding queries have output 0 and log-sum-exp -inf.
 
     Raises:
         ValueError: shapes do not fit each other, ``cu_seqlens`` or the plan, or arguments differ
-            between ranks. In the latter case every rank raises.
+            between ranks. All ranks raise if arguments differ.
         RankLost: another rank stopped.
     """
-    fields = {name: value for name, value in locals().items() if name not in ("q", "k", "v")}
-    layout, engine, plan, scale = checked(q, k, v, **fields)
-    return layout.attention(engine, q, k, v, plan, scale=scale)
+    layout, chosen_engine, plan, scale = check_arguments(
+        q,
+        k,
+        v,
+        group=group,
+        plan=plan,
+        heads_k_stride=heads_k_stride,
+        cu_seqlens=cu_seqlens,
+        causal=causal,
+        scale=scale,
+        engine=engine,
+        block=block,
+        regather_kv=regather_kv,
+        check=check,
+    )
+    return layout.attention(chosen_engine, q, k, v, plan=plan, scale=scale)
 
 
 def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -87,8 +101,13 @@ def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} must be [B, heads, n, D] in the floating dtype of q, got {x.dtype} "
                 f"{tuple(x.shape)}. Give q, k and v in one of {', '.join(map(str, DTYPES))}."
             )
-    same = all(x.shape[::2] == q.shape[::2] for x in (k, v)) and k.shape[1] == v.shape[1]
-    if not same or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
+    same_tokens = all(x.shape[::2] == q.shape[::2] for x in (k, v))
+    if (
+        not same_tokens
+        or k.shape[1] != v.shape[1]
+        or q.shape[1] % k.shape[1]
+        or q.shape[3] != k.shape[3]
+    ):
         raise ValueError(
             "q, k, v must be [B, H, n, D], [B, H_kv, n, D], [B, H_kv, n, D_v], got "
             f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}. Give q, k and v of the same "
@@ -97,13 +116,18 @@ def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def require_sizes(heads_k_stride: int, block: int) -> None:
-    """Raise a ValueError if an argument of `zigzag_attention` is out of range."""
+    """Raise a ValueError if a size is not valid, see `zigzag_attention`."""
     require(is_whole(heads_k_stride), "heads_k_stride", heads_k_stride, "a whole number >= 1")
     require(is_whole(block) and block % 16 == 0, "block", block, "a multiple of 16")
 
 
 def rank_facts(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding | None) -> dict[str, int]:
-    """Return the facts that must be equal on all ranks of one sequence, by name."""
+    """Return the numbers that must be equal on all ranks of one sequence, by name.
+
+    Args:
+        q, k, v: tensors of this rank, [B, heads, n, D].
+        sharding: the sharding of the sequence; None if the boundaries of documents are unknown.
+    """
     lengths = () if sharding is None else sharding.lengths
     return {
         "batch rows": q.shape[0],
@@ -115,13 +139,13 @@ def rank_facts(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding | None) -> di
         "dtypes": DTYPES.index(q.dtype) if q.dtype in DTYPES else -1,
         "documents": len(lengths),
         "tokens of the sequence": sum(lengths),
-        # Python's hash of whole numbers is equal in every process
+        # unlike the hash of a string, Python's hash of a tuple of ints is equal in every process
         "document lengths (hash)": hash(lengths),
         "blocks": 0 if sharding is None else sharding.block,
     }
 
 
-def checked(
+def check_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -137,9 +161,13 @@ def checked(
     regather_kv: bool,
     check: bool,
 ) -> tuple[ShardedLayout, Engine, BlockPlan, float]:
-    """Check the arguments of `zigzag_attention`; return (layout, engine, plan, scale).
+    """Check the arguments of `zigzag_attention`, and replace None and "auto" by their values.
 
-    Raises the errors of `zigzag_attention`.
+    Returns:
+        (layout, engine, plan, scale).
+
+    Raises:
+        ValueError: see `zigzag_attention`.
     """
     group = group_of(group)
     refuse_shapes(q, k, v)
@@ -152,7 +180,7 @@ def checked(
         raise ValueError(
             f"q must have {sharding.tokens} tokens, got {tokens}: documents of "
             f"{list(sharding.lengths[:8])} tokens are sharded over {world} ranks as {2 * world} "
-            f"chunks of whole blocks of {block}. Shard the batch with cab_hf.distributed.shard."
+            f"chunks, multiples of {block} tokens. Shard the batch with cab_hf.distributed.shard."
         )
     align = sharding.dense_block_size if plan is None else max(plan.blocks)
     shard_map = sharding.shard_map(align, q.device)
@@ -161,17 +189,23 @@ def checked(
         plan = full_plan(ranges, align)
     else:
         _refuse_plan(plan, q, shard_map, causal)
-    how = {"heads_k_stride": heads_k_stride, "regather_kv": regather_kv}
-    layout = ShardedLayout(shard_map, group, plan.ranges, **how)
-    runs = engines.choose(engine, Workload.of(q, k, v, plan.blocks))
-    return layout, runs, plan, q.shape[-1] ** -0.5 if scale is None else scale
+    layout = ShardedLayout(
+        shard_map=shard_map,
+        group=group,
+        ranges=plan.ranges,
+        heads_k_stride=heads_k_stride,
+        regather_kv=regather_kv,
+    )
+    chosen_engine = engines.choose(engine, Workload.of(q, k, v, plan.blocks))
+    return layout, chosen_engine, plan, q.shape[-1] ** -0.5 if scale is None else scale
 
 
 def _refuse_plan(plan: BlockPlan, q: Tensor, shard_map: ShardMap, causal: bool) -> None:
-    result = plan.batch, plan.q_length, plan.kv_length
+    """Raise a ValueError if a plan does not fit q and the sequence, or is not causal."""
+    shape = plan.batch, plan.q_length, plan.kv_length
     expected = q.shape[0], q.shape[2], shard_map.length
-    if result != expected or not causal:
+    if shape != expected or not causal:
         raise ValueError(
             f"plan must have {expected} (batch, this rank's queries, keys of the whole sequence) "
-            f"with causal=True, got {result} with causal={causal}. Make a plan with predict."
+            f"with causal=True, got {shape} with causal={causal}. Make a plan with predict."
         )

@@ -1,4 +1,4 @@
-"""The user's cache: folders and files that are made once, completely or not at all."""
+"""The user's cache of files and folders; each is written once and appears only when complete."""
 
 from __future__ import annotations
 
@@ -10,36 +10,41 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-SCRATCH = ".making-"  # prefix of scratch folders
-# a conversion takes under a minute: an older scratch folder belongs to a killed process
+# prefix of temporary folders
+SCRATCH = ".making-"
+# age in seconds at which a temporary folder is removed. Conversions take less than a minute, so
+# that an older folder belongs to a killed process
 STALE_SECONDS = 3600
 
 
 def cache_folder() -> Path:
     """Return the cache folder: $CAB_HF_CACHE, else $XDG_CACHE_HOME/cab_hf, else ~/.cache/cab_hf."""
-    shared = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("CAB_HF_CACHE") or shared / "cab_hf")
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("CAB_HF_CACHE") or user_cache / "cab_hf")
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """Return the path ``name`` in the cache; ``make`` writes it if it does not exist yet.
+    """Return the path of a file or folder in the cache, after writing it if it does not exist.
 
-    ``make`` receives a path in a scratch folder. Its result is renamed to ``name`` at the end.
+    Args:
+        name: name of the file or folder in the cache.
+        make: function that writes the file or folder to the path that it receives. This path is in
+            a temporary folder, and is renamed to ``name`` after ``make`` returns.
     """
     target = cache_folder() / name
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in target.parent.glob(f"{SCRATCH}*"):
-        if time.time() - leftover.stat().st_mtime > STALE_SECONDS:
-            shutil.rmtree(leftover, ignore_errors=True)
+    for old_scratch in target.parent.glob(f"{SCRATCH}*"):
+        if time.time() - old_scratch.stat().st_mtime > STALE_SECONDS:
+            shutil.rmtree(old_scratch, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=target.parent) as scratch:
-        made = Path(scratch) / name
-        make(made)
+        result = Path(scratch) / name
+        make(result)
         try:
-            made.rename(target)
+            result.rename(target)
         except OSError:
-            # another process was first: its copy is equivalent
+            # another process has written an equivalent folder meanwhile
             if not target.is_dir():
                 raise
     return target
@@ -49,6 +54,6 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of the content of a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()

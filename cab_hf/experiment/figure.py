@@ -1,4 +1,4 @@
-"""Figures of runs, drawn without a display and written atomically."""
+"""`figure`: draw a figure of a run without a display, and write the file atomically."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 from cab_hf.experiment.log import write_atomically
 
+# pixels per inch
 DPI = 100
-# sufficient for lines, shares and their edges: a third of the bytes of true colour
+# colours of the PNG palette: enough for lines, filled areas and their smooth edges. The file has a
+# third of the bytes of true colour
 COLOURS = 64
 
 
@@ -19,16 +21,24 @@ COLOURS = 64
 def figure(
     path: Path | str, rows: int, columns: int, figsize: tuple[float, float], **options: Any
 ) -> Iterator[Any]:
-    """Yield the axes of a grid, an array [rows, columns], and save the figure as PNG on exit."""
-    # imported here, because measuring draws nothing. Not pyplot: a notebook has its own backend
+    """Yield the axes of a grid of panels, and save the figure as PNG at the end of the block.
+
+    Args:
+        path: the PNG file.
+        rows, columns: number of panels in each direction. The axes are an array [rows, columns].
+        figsize: width and height in inches.
+        options: other arguments of ``Figure.subplots``.
+    """
+    # imported on demand, because measurements need no figure. `Figure` does not change the backend
+    # of a notebook, unlike pyplot
     from matplotlib.figure import Figure
     from PIL import Image
 
     drawing = Figure(figsize=figsize, layout="constrained")
     yield drawing.subplots(rows, columns, squeeze=False, **options)
-    drawn = io.BytesIO()
-    drawing.savefig(drawn, dpi=DPI, format="png")
-    small = io.BytesIO()
-    picture = Image.open(drawn).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-    picture.save(small, format="png", optimize=True)
-    write_atomically(path, small.getvalue())
+    true_colour = io.BytesIO()
+    drawing.savefig(true_colour, dpi=DPI, format="png")
+    palette = io.BytesIO()
+    image = Image.open(true_colour).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    image.save(palette, format="png", optimize=True)
+    write_atomically(path, palette.getvalue())

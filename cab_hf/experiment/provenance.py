@@ -1,4 +1,7 @@
-"""The provenance of results: all facts that reproduce them, without paths and host names."""
+"""The provenance of results: settings, versions, commit, device and times of a run.
+
+The provenance suffices to reproduce a result, and contains no paths and host names.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ from cab_hf import __version__
 from cab_hf.experiment.cache import file_sha256
 from cab_hf.experiment.settings import UsageError, first_line
 
+# packages whose versions affect results
 PACKAGES = ("torch", "transformers", "triton", "flash-attn-4")
-# the allocator settings of torch determine how much GPU memory can be used
+# environment variables of torch's allocator, which affect how much GPU memory a run can use
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -26,31 +30,31 @@ def utc_now() -> str:
 
 
 def file_identity(path: Path | str) -> dict[str, str]:
-    """Return the ``name`` and ``sha256`` of a file, which do not depend on its folder."""
+    """Return ``{"name": name without folder, "sha256": hash of the content}`` of a file."""
     return {"name": Path(path).name, "sha256": file_sha256(Path(path))}
 
 
 def git_commit() -> str | None:
-    """Return the commit of this code, with ``-dirty`` if files differ from it.
+    """Return the commit of this code, with the suffix ``-dirty`` if files differ from the commit.
 
-    A copy without its history reads it from ``$CAB_HF_COMMIT``; None if it is unknown.
+    Without a git history, return the value of ``$CAB_HF_COMMIT``, or None if the variable is not
+    set.
     """
-
-    here = Path(__file__).resolve()
-    git = ["git", "-C", str(here.parent)]
-    how = {"capture_output": True, "text": True, "timeout": 10, "check": True}
+    this_file = Path(__file__).resolve()
+    git = ["git", "-C", str(this_file.parent)]
+    options = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
-        # an installed copy may be inside another repository: only tracked files count
-        subprocess.run([*git, "ls-files", "--error-unmatch", here.name], **how)
+        # raises an error for an installed copy inside another repository, which does not track it
+        subprocess.run([*git, "ls-files", "--error-unmatch", this_file.name], **options)
         describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        return subprocess.run([*git, *describe], **how).stdout.strip()
+        return subprocess.run([*git, *describe], **options).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return os.environ.get("CAB_HF_COMMIT")
 
 
 def versions() -> dict[str, str]:
     """Return the versions of installed packages that affect results, by package name."""
-    # metadata of an editable install may be older than its code
+    # not from the metadata of an editable install, which may be older than its code
     result = {"python": platform.python_version(), "cab_hf": __version__}
     for package in PACKAGES:
         try:
@@ -61,28 +65,35 @@ def versions() -> dict[str, str]:
 
 
 def computing_device(name: str) -> Any:
-    """Return the torch device of that name; UsageError if torch cannot compute on it."""
+    """Return the torch device ``name``.
+
+    Raises:
+        UsageError: torch cannot compute on the device.
+    """
     import torch
 
     try:
         device = torch.device(name)
-        # only a returned value proves it: a device may be missing, or may store nothing
+        # reads a computed value, because a missing device or "meta" fails only here
         torch.ones(1, device=device).item()
     except Exception as error:
-        why = first_line(error)
+        reason = first_line(error)
         raise UsageError(
             f"device must be one on which torch can compute here, such as cpu, got {name!r} "
-            f"({why})."
+            f"({reason})."
         ) from None
     return device
 
 
 def device_name(device: Any) -> str:
-    """Return the name of the GPU, or the architecture of the processor.
+    """Return the name of a GPU, or the architecture of the processor.
 
-    If $CAB_HF_CAPABILITY selects the code of another GPU, the name includes its compute capability.
+    The name includes the compute capability that $CAB_HF_CAPABILITY sets, if the variable is set.
+
+    Args:
+        device: a torch device or its name.
     """
-    # imported here: settings and logs need no torch
+    # imported on demand, because settings and logs need no torch
     import torch
 
     from cab_hf.capability import NAMED
@@ -96,9 +107,14 @@ def device_name(device: Any) -> str:
 
 
 def provenance(settings: Mapping[str, Any], device: Any, started: str) -> dict[str, Any]:
-    """Return settings, versions, commit, device and times of a run; ``started`` is from `utc_now`.
+    """Return settings, versions, commit, device and times of a run that ends now.
 
-    ``environment`` is included if it configures torch's allocator.
+    The key "environment" is present if environment variables configure torch's allocator.
+
+    Args:
+        settings: the settings of the run, as JSON stores them.
+        device: a torch device or its name.
+        started: the result of `utc_now` at the start of the run.
     """
     environment = [f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ]
     return {

@@ -1,45 +1,50 @@
-"""SmolLM2 in other shapes, to test CAB on models for which no setting was tuned.
+"""SmolLM2 in other shapes, to test CAB on models that were not used to tune its settings.
 
 * ``smollm2-d128-gqa4`` has heads of 128 channels, four query heads per KV head and a RoPE base of
   500,000, like Llama 3.
 * ``smollm2-qk-norm`` normalises queries and keys, like Qwen3.
 
-Both start from the weights of SmolLM2. Train them before measuring, by
-``finetune/configs/other_shapes.yaml``, which takes some minutes.
+Both models start from the weights of SmolLM2. Train the models with
+``finetune/configs/other_shapes.yaml`` before you measure, which takes some minutes.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cab_hf.experiment.offline_models import built_in_text, smollm2_folder
 
-# torch and transformers are imported on demand: finding a folder needs neither
+# torch and transformers are imported on demand, because finding a folder needs neither
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
 WIDE, NORMALISED = "smollm2-d128-gqa4", "smollm2-qk-norm"
 RESHAPED = (WIDE, NORMALISED)
-# fields of a config that both shapes take from SmolLM2
+# fields of the config that both models have in common with SmolLM2
 SHARED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps"),
     *("max_position_embeddings", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
-# standard deviation of weights without a source in SmolLM2
-RANDOM = 0.03
-# characters of the text that measures queries and keys
+# standard deviation of random weights, which SmolLM2 does not have
+RANDOM_STD = 0.03
+# characters of `built_in_text` on which the norms of queries and keys are measured
 MEASURED = slice(20_000, 28_000)
 
 
 def make_reshaped(name: str, folder: Path) -> None:
-    """Write a model of `RESHAPED` in float32 to ``folder``.
+    """Write a reshaped model in float32 and its tokenizer to a folder.
+
+    Args:
+        name: one of `RESHAPED`.
+        folder: the folder to write.
 
     Raises:
-        UsageError: as for `smollm2_folder`.
+        UsageError: SmolLM2 is not available, see `smollm2_folder`.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,28 +64,29 @@ def make_reshaped(name: str, folder: Path) -> None:
 
 
 def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> PreTrainedModel:
-    """Return a LLaMA that computes the same as ``model``, with more and larger heads.
+    """Return a LLaMA with more and larger heads and nearly the same outputs as ``model``.
 
-    A rotated pair of channels moves to the pair of the larger head with the nearest frequency.
-    Added keys, values and query heads are random, and no layer uses them yet.
+    Every pair of rotated channels moves to the pair of the larger head with the nearest frequency.
+    New channels of keys and values and new query heads have random weights. The other weights of
+    new channels are zero, so that the new channels and heads do not change the output.
 
     Args:
         model: a LLaMA in float32, with smaller heads.
-        head_dim: channels per head.
-        group: query heads per KV head, more than ``model`` has.
-        theta: RoPE base. The more channels a head has, the closer frequencies are to those of
-            ``model``.
+        head_dim: channels per head of the result.
+        group: query heads per KV head of the result, more than ``model`` has.
+        theta: RoPE base of the result.
     """
     import torch
 
     config, state = model.config, model.state_dict()
     dim, kv_heads = config.head_dim, config.num_key_value_heads
-    own = config.num_attention_heads // kv_heads
+    old_group = config.num_attention_heads // kv_heads
     # pair j rotates at base^(-2 j / dim), pair i of the larger head at theta^(-2 i / head_dim)
     base = config.rope_parameters["rope_theta"]
     step = head_dim / dim * math.log(base) / math.log(theta)
     pairs = torch.tensor([round(step * j) for j in range(dim // 2)])
-    rotated = torch.cat([pairs, pairs + head_dim // 2])
+    # channels of the larger head that have the channels of ``model``
+    rotated_channels = torch.cat([pairs, pairs + head_dim // 2])
     wide_model = _build_model(
         "llama",
         model,
@@ -92,26 +98,27 @@ def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> 
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return RANDOM * torch.randn(shape, generator=generator)
+        return RANDOM_STD * torch.randn(shape, generator=generator)
 
     hidden = config.hidden_size
-    for name, before in state.items():
-        kind = name.rpartition("self_attn.")[2]
-        if kind == "q_proj.weight":
+    for name, weight in state.items():
+        projection = name.rpartition("self_attn.")[2]
+        if projection == "q_proj.weight":
             q = torch.zeros(kv_heads, group, head_dim, hidden)
             # logits are divided by the root of the larger number of channels
-            q[:, :own, rotated] = before.view(kv_heads, own, dim, hidden) * (head_dim / dim) ** 0.5
-            q[:, own:] = random(kv_heads, group - own, head_dim, hidden)
+            old_q = weight.view(kv_heads, old_group, dim, hidden)
+            q[:, :old_group, rotated_channels] = old_q * (head_dim / dim) ** 0.5
+            q[:, old_group:] = random(kv_heads, group - old_group, head_dim, hidden)
             state[name] = q.flatten(0, 2)
-        elif kind in ("k_proj.weight", "v_proj.weight"):
+        elif projection in ("k_proj.weight", "v_proj.weight"):
             larger = random(kv_heads, head_dim, hidden)
-            # RoPE pairs channels of keys; values use the first channels
-            channels = rotated if kind == "k_proj.weight" else slice(dim)
-            larger[:, channels] = before.view(kv_heads, dim, hidden)
+            # values are not rotated, and have the first channels of the larger head
+            channels = rotated_channels if projection == "k_proj.weight" else slice(dim)
+            larger[:, channels] = weight.view(kv_heads, dim, hidden)
             state[name] = larger.flatten(0, 1)
-        elif kind == "o_proj.weight":
+        elif projection == "o_proj.weight":
             o = torch.zeros(hidden, kv_heads, group, head_dim)
-            o[:, :, :own, :dim] = before.view(hidden, kv_heads, own, dim)
+            o[:, :, :old_group, :dim] = weight.view(hidden, kv_heads, old_group, dim)
             state[name] = o.flatten(1)
     wide_model.load_state_dict(state)
     return wide_model
@@ -121,10 +128,12 @@ def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
     """Return a Qwen3 with the weights of ``model``, a LLaMA in float32.
 
     The weight of each norm is the root mean square of the queries or keys of ``model`` on a text.
-    This keeps the temperature of a layer, but not of its heads and tokens.
+    The mean size of a layer's logits therefore stays the same, but that of single heads and tokens
+    changes.
 
     Args:
-        ids: int64 [1, N], the tokens of that text.
+        model: a LLaMA in float32.
+        ids: int64 [1, N], the tokens of the text.
     """
     import torch
 
@@ -137,12 +146,15 @@ def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
         head_dim=config.head_dim,
         theta=config.rope_parameters["rope_theta"],
     )
-    measured: dict[str, Tensor] = {}
+    # root mean square by name of the norm's weight
+    rms: dict[str, Tensor] = {}
 
-    def measure(norm: str) -> nn.Module:
+    def measure(norm: str) -> Callable[..., None]:
+        """Return a forward hook of a projection that stores the RMS of its output."""
+
         def hook(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-            # the keys of the first tokens of a text differ from all others
-            measured[norm] = output[:, 8:].square().mean().sqrt()
+            # without the first tokens of the text, whose keys differ from all others
+            rms[norm] = output[:, 8:].square().mean().sqrt()
 
         return hook
 
@@ -155,20 +167,29 @@ def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
         model(ids, use_cache=False, logits_to_keep=1)
     for handle in handles:
         handle.remove()
-    norms = {name: rms.expand(config.head_dim) for name, rms in measured.items()}
+    norms = {name: value.expand(config.head_dim) for name, value in rms.items()}
     norm_model.load_state_dict({**model.state_dict(), **norms})
     return norm_model
 
 
 def _build_model(
-    kind: str, model: PreTrainedModel, heads: int, kv_heads: int, head_dim: int, theta: float
+    model_type: str, model: PreTrainedModel, heads: int, kv_heads: int, head_dim: int, theta: float
 ) -> PreTrainedModel:
-    """Build a model of another class and shape, whose weights will be replaced."""
+    """Build a model with random weights and the `SHARED` fields of another model's config.
+
+    Args:
+        model_type: model type in transformers, such as "qwen3".
+        model: the model with the `SHARED` fields.
+        heads: number of query heads.
+        kv_heads: number of KV heads.
+        head_dim: channels per head.
+        theta: RoPE base.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        kind,
+        model_type,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,

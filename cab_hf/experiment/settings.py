@@ -1,7 +1,17 @@
 """Settings of a command: a dataclass whose fields are options of its command line and YAML files.
 
-Every option is read as text, from the command line or from the file, and parsed by `_parse`.
-`spelled` is the reverse: it converts recorded settings to the words of a command line.
+`read_settings` reads every option as a string, from the command line or from a file, and `_parse`
+converts the string to a value. `spelled` is the inverse: it converts recorded settings to the words
+of a command line.
+
+A field is declared by `option`, `flag`, `operands` or `by_device`. Its metadata have these keys:
+
+* ``help``: the help text.
+* ``parse``: function from string to value.
+* ``spell``: function from value to string, the inverse of ``parse``.
+* ``repeatable``: True if the option may occur several times.
+* ``operands``: True if the field contains the words without an option name.
+* ``defaults``: the default, or the defaults on a GPU and on a CPU.
 """
 
 from __future__ import annotations
@@ -21,13 +31,14 @@ from typing import Any, TypeVar
 from cab_hf import checks
 
 Settings = TypeVar("Settings")
-# replaces Python's own messages
+# types of numbers -> their description in error messages, in place of Python's own messages
 NUMBERS = {int: "a whole number", float: "a finite number"}
-FILE = "config"  # the option that names a YAML file
+# the option that names a YAML file
+FILE = "config"
 
 
 class UsageError(ValueError):
-    """An error in how a run was started, with a message for the user."""
+    """An invalid argument, option or file of a run; the message says what to change."""
 
 
 def first_line(error: BaseException) -> str:
@@ -38,7 +49,13 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def refused_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
-    """Turn an error inside the block into a `UsageError` with the message ``sentence(error)``."""
+    """Convert errors inside a ``with`` block to a `UsageError`.
+
+    `MemoryError` and `UsageError` stay as they are.
+
+    Args:
+        sentence: function from the error to the message of the `UsageError`.
+    """
     try:
         yield
     except (UsageError, MemoryError):
@@ -48,22 +65,26 @@ def refused_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
 
 
 def missing_package(error: ImportError) -> str | None:
-    """Return a sentence that names the extra of cab_hf with the missing package, or None."""
+    """Return a sentence with the extra of cab_hf that installs a missing package.
+
+    Returns None if no extra of cab_hf contains the package.
+    """
     module = (error.name or "").partition(".")[0]
+    # packages whose name differs from the name of their module
     package = {"yaml": "pyyaml", "markdown_it": "markdown_it_py"}.get(module, module)
     try:
-        required = metadata.requires("cab_hf") or []
+        requirements = metadata.requires("cab_hf") or []
     except metadata.PackageNotFoundError:
         return None
-    for line in required:
-        match = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", line)
+    for requirement in requirements:
+        match = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", requirement)
         if match and match[1].replace("-", "_") == package:
             return f"{package} is not installed. Run `pip install 'cab_hf[{match[2]}]'`."
     return None
 
 
 def spell(value: Any) -> str:
-    """Return a value as typed on a command line; lists are separated by commas."""
+    """Convert a value to a word of a command line; commas separate the items of a list."""
     return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
@@ -74,41 +95,59 @@ def option(
     *,
     repeatable: bool = False,
     spell: Callable[[Any], str] = spell,
-    **more: Any,
+    **more_metadata: Any,
 ) -> Any:
-    """Declare a dataclass field that is also an option ``--name``; tuples take several words.
+    """Declare a dataclass field that is also an option ``--name`` of the command line.
 
     Args:
-        default: the default value.
+        default: the default value. An option with a tuple as default takes several words.
         help: the help text.
-        parse: function from text to value; the message of its ValueError becomes the usage message.
-        repeatable: True if the option may be given several times; the value is a tuple of strings.
-            Each string is an assignment, or is accepted by ``parse``.
-        spell: function from value to text, the reverse of ``parse``; lists are as JSON stores them.
-        more: metadata of `operands` and `by_device`.
+        parse: function from string to value. The message of its ValueError is shown to the user.
+        repeatable: True if the option may occur several times. The value is a tuple of strings.
+            Each string must be accepted by ``parse``, or must be an assignment if ``parse`` is str.
+        spell: function from value to string, the inverse of ``parse``. The function receives lists
+            where the value has tuples, as JSON stores them.
+        more_metadata: other metadata of the field, see the docstring of the module.
     """
-    noted = {"help": help, "parse": parse, "repeatable": repeatable, "spell": spell}
-    noted |= {"operands": False, "defaults": (default,), **more}
-    return dataclasses.field(default=default, metadata=noted)
+    field_metadata = {
+        "help": help,
+        "parse": parse,
+        "repeatable": repeatable,
+        "spell": spell,
+        "operands": False,
+        "defaults": (default,),
+        **more_metadata,
+    }
+    return dataclasses.field(default=default, metadata=field_metadata)
 
 
 def flag(help: str) -> Any:
-    """Declare an `option` that its name alone turns on; the default is False."""
+    """Declare an `option` with a boolean value: ``--name`` means True, and the default is False."""
     return option(False, help, parse_flag)
 
 
 def operands(help: str) -> Any:
-    """Declare a field for words without an option name: a tuple of strings."""
+    """Declare a field that contains the words without an option name, as a tuple of strings."""
     return option((), help, operands=True)
 
 
-def by_device(gpu: Any, cpu: Any, help: str, parse: Callable[[str], Any] = str, **more: Any) -> Any:
-    """Declare an `option` with the default ``gpu``, or ``cpu`` on a CPU; see `fill_by_device`."""
-    return option(None, help, parse, defaults=(gpu, cpu), **more)
+def by_device(
+    gpu: Any, cpu: Any, help: str, parse: Callable[[str], Any] = str, **more_metadata: Any
+) -> Any:
+    """Declare an `option` with different defaults on a GPU and on a CPU.
+
+    The field is None until `fill_by_device` sets the default. Arguments as in `option`.
+    """
+    return option(None, help, parse, defaults=(gpu, cpu), **more_metadata)
 
 
 def fill_by_device(settings: Any, on_cpu: bool) -> None:
-    """Set fields declared by `by_device` to the default of the device if they were not given."""
+    """Set all fields that `by_device` declares and the user left out to the device's default.
+
+    Args:
+        settings: an instance of a settings dataclass, which may be frozen.
+        on_cpu: True for the defaults on a CPU.
+    """
     for field in dataclasses.fields(settings):
         defaults = field.metadata["defaults"]
         if len(defaults) > 1 and getattr(settings, field.name) in (None, ()):
@@ -116,7 +155,7 @@ def fill_by_device(settings: Any, on_cpu: bool) -> None:
 
 
 def parse_flag(text: str) -> bool:
-    """Parse ``true`` or ``false``, in upper or lower case."""
+    """Convert "true" or "false", in upper or lower case, to a bool."""
     if text.lower() not in ("true", "false"):
         raise ValueError(
             f"must be true or false, got {text!r}. The option without a value means true."
@@ -125,17 +164,17 @@ def parse_flag(text: str) -> bool:
 
 
 def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
-    """Return a parser of ``a,b,c`` that drops duplicates."""
+    """Return a function that converts ``a,b,c`` to a tuple of parsed items without duplicates."""
 
     def parse_all(text: str) -> tuple:
-        parts = filter(None, map(str.strip, text.split(",")))
-        return tuple(dict.fromkeys(map(parse, parts)))
+        items = filter(None, map(str.strip, text.split(",")))
+        return tuple(dict.fromkeys(map(parse, items)))
 
     return parse_all
 
 
 def parse_length(text: str) -> int:
-    """Parse a number of tokens: ``4096``, ``4k`` or ``4K`` (4 x 1,024), ``1M`` (1,048,576)."""
+    """Convert a number of tokens to an int: "4096", "4k" or "4K" (4 * 1,024), "1M" (1,024²)."""
     match = re.fullmatch(r"(-?[0-9][0-9_]*)([kKmM]?)", text.strip())
     if not match:
         raise ValueError(
@@ -145,7 +184,7 @@ def parse_length(text: str) -> int:
 
 
 def number_or_auto(text: str) -> int | None:
-    """Parse a number; ``auto`` returns None."""
+    """Convert a string to an int, and "auto" to None."""
     try:
         return None if text == "auto" else int(text)
     except ValueError:
@@ -153,7 +192,10 @@ def number_or_auto(text: str) -> int | None:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """Parse ``name=value`` to (name, value): a Python literal, ``true``, ``false``, or a string."""
+    """Split ``name=value`` into (name, value).
+
+    The value is a Python literal, True or False for "true" or "false", or else a string.
+    """
     name, equals, value = (part.strip() for part in text.partition("="))
     if not equals:
         raise ValueError(f"assignment must be field=value, got {text!r}.")
@@ -163,91 +205,128 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         return name, {"true": True, "false": False}.get(value, value)
 
 
-def require(settings: Any, name: str, holds: object, accepted: str, value: object = None) -> None:
-    """Call `checks.require` for a field of ``settings``; ``value`` replaces the field's value."""
-    checks.require(holds, name, getattr(settings, name) if value is None else value, accepted)
+def require(
+    settings: Any, name: str, condition: object, accepted: str, value: object = None
+) -> None:
+    """Raise a ValueError about a field of ``settings`` unless ``condition`` is true.
+
+    Args:
+        settings: an instance of a settings dataclass.
+        name: name of the field.
+        condition: true for valid settings.
+        accepted: description of valid values, for the message "{name} must be {accepted}".
+        value: the value in the message; None means the value of the field.
+    """
+    checks.require(condition, name, getattr(settings, name) if value is None else value, accepted)
 
 
 class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage of the command."""
+
     def error(self, message: str) -> Any:
+        """Print the message and end the process with status 2."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def read_settings(
-    kind: type[Settings], words: Sequence[str], prog: str, purpose: str = ""
+    settings_class: type[Settings], words: Sequence[str], prog: str, purpose: str = ""
 ) -> Settings:
-    """Parse ``words`` of a command line to settings.
+    """Read settings from a command line, and from the YAML file of its option ``--config``.
 
-    ``--config FILE`` reads a YAML mapping from option to value. Options on the command line
-    override the file. Repeatable options are taken from both, those on the command line last. An
-    error ends the process with status 2 and one line on stderr.
+    The file contains a mapping from option to value. Options on the command line override options
+    in the file. A repeatable option has the values of the file first, then those of the command
+    line. An error ends the process with status 2 and one line on stderr.
+
+    Args:
+        settings_class: the settings dataclass.
+        words: the words of the command line.
+        prog: name of the command, for help and errors.
+        purpose: description of the command, for help.
     """
     parser = _Parser(prog=prog, description=purpose.replace("``", ""), allow_abbrev=False)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields = {field.name: field for field in dataclasses.fields(settings_class)}
     for field in fields.values():
         _add_option(parser, field)
-    text = "YAML file of these options; options on the command line override it"
-    parser.add_argument(f"--{FILE}", metavar="FILE", help=text)
+    file_help = "YAML file of these options; options on the command line override it"
+    parser.add_argument(f"--{FILE}", metavar="FILE", help=file_help)
     try:
         parsed, unknown = parser.parse_known_intermixed_args(words)
         if unknown:
             name = unknown[0].partition("=")[0]
-            known = [_option_name(x) for x in fields if not fields[x].metadata["operands"]]
-            raise ValueError(f"unknown option {name!r}; {_nearest(name, known)}")
+            options = [_option_name(x) for x in fields if not fields[x].metadata["operands"]]
+            raise ValueError(f"unknown option {name!r}; {_suggestion(name, options)}")
         if parsed.config is not None:
             parser.set_defaults(**_read_yaml(parsed.config, fields))
             parsed = parser.parse_intermixed_args(words)
         del parsed.config
-        return kind(**{name: _parse(fields[name], text) for name, text in vars(parsed).items()})
+        return settings_class(
+            **{name: _parse(fields[name], text) for name, text in vars(parsed).items()}
+        )
     except ValueError as error:
         parser.error(str(error))
 
 
 def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
+    """Add the option of a settings field to a parser."""
     metadata, defaults = field.metadata, field.metadata["defaults"]
-    # an option that is not given keeps the default of the dataclass
-    look: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+    # the parser sets no attribute for an option that the user leaves out, so that the dataclass
+    # sets its default
+    arguments: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     if metadata["operands"]:
-        look |= {"nargs": "*", "metavar": field.name.upper().removesuffix("S")}
+        arguments |= {"nargs": "*", "metavar": field.name.upper().removesuffix("S")}
     elif metadata["repeatable"]:
-        look["action"] = "append"
+        arguments["action"] = "append"
     elif metadata["parse"] is parse_flag:
-        look |= {"nargs": "?", "const": "true"}
+        arguments |= {"nargs": "?", "const": "true"}
     elif any(isinstance(default, tuple) for default in defaults):
-        look["nargs"] = "+"
+        arguments["nargs"] = "+"
     help = metadata["help"]
-    # a number may be 0, which equals False
-    given = [value for value in defaults if value is not False and value not in (None, (), "")]
-    if given:
-        shown = dict.fromkeys(map(metadata["spell"], given))
-        help += f" (default: {'; on CPU: '.join(shown)})"
-    names = [] if metadata["operands"] else [_option_name(field.name)]
-    parser.add_argument(*names, help=help.replace("%", "%%"), **look)
+    # identity, because the number 0 equals False
+    shown = [value for value in defaults if value is not False and value not in (None, (), "")]
+    if shown:
+        words = dict.fromkeys(map(metadata["spell"], shown))
+        help += f" (default: {'; on CPU: '.join(words)})"
+    help = help.replace("%", "%%")
+    if metadata["operands"]:
+        parser.add_argument(help=help, **arguments)
+    else:
+        parser.add_argument(_option_name(field.name), help=help, **arguments)
 
 
-def _option_name(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _option_name(field_name: str) -> str:
+    """Return the option of a field, such as "--out-folder" for "out_folder"."""
+    return "--" + field_name.replace("_", "-")
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}."
+def _suggestion(name: str, options: Sequence[str]) -> str:
+    """Return the end of an error message for an unknown option ``name``."""
+    matches = difflib.get_close_matches(name, options, n=1)
+    return f"did you mean {matches[0]}?" if matches else f"the options are {', '.join(options)}."
 
 
-def _parse(field: dataclasses.Field, given: str | list[str]) -> Any:
-    """Parse the value of a field from one string or several."""
-    parse, repeatable = field.metadata["parse"], field.metadata["repeatable"]
-    text = given if isinstance(given, str) else ",".join(given)
+def _parse(field: dataclasses.Field, words: str | list[str]) -> Any:
+    """Convert the words of an option to the value of its field.
+
+    Args:
+        field: the field of the settings.
+        words: one word, or the list of words of an option that takes several.
+
+    Raises:
+        ValueError: the words are no valid value. The message names the field.
+    """
+    parse, is_repeatable = field.metadata["parse"], field.metadata["repeatable"]
+    text = words if isinstance(words, str) else ",".join(words)
     try:
-        if repeatable:
-            for each in given:  # raised here, where the option is known
-                (parse_assignment if parse is str else parse)(each)
-        if repeatable or field.metadata["operands"]:
-            return tuple(given)
+        if is_repeatable:
+            # only to raise errors: a repeatable option stays a tuple of strings
+            for word in words:
+                (parse_assignment if parse is str else parse)(word)
+        if is_repeatable or field.metadata["operands"]:
+            return tuple(words)
         value = parse(text)
-        for each in value if isinstance(value, tuple) else (value,):
-            if isinstance(each, float) and not math.isfinite(each):
-                raise ValueError(f"must be a finite number, got {each}.")
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, float) and not math.isfinite(item):
+                raise ValueError(f"must be a finite number, got {item}.")
         return value
     except ValueError as error:
         reason = f"must be {NUMBERS[parse]}, got {text}." if parse in NUMBERS else error
@@ -255,7 +334,18 @@ def _parse(field: dataclasses.Field, given: str | list[str]) -> Any:
 
 
 def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> dict[str, list[str]]:
-    """Read the options of the file as strings; lists may be lists, assignments may be mappings."""
+    """Read the options of a YAML file.
+
+    Args:
+        path: the file. A list in the file has the words of one option. A mapping has assignments.
+        fields: fields of the settings by name.
+
+    Returns:
+        The words of each option, by name of its field.
+
+    Raises:
+        ValueError: the file cannot be read, is no mapping, or contains an unknown option.
+    """
     import yaml
 
     try:
@@ -266,36 +356,41 @@ def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> dict[str, 
         raise ValueError(
             f"{FILE} must contain a mapping from option to value, got {path} without one."
         )
-    texts = {}
+    words = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in fields:
             raise ValueError(
-                f"{path} contains the unknown option {key!r}; {_nearest(name, list(fields))}"
+                f"{path} contains the unknown option {key!r}; {_suggestion(name, list(fields))}"
             )
         if isinstance(value, dict):
             value = [f"{field}={setting!r}" for field, setting in value.items()]
         if value is not None:
-            texts[name] = [str(item) for item in (value if isinstance(value, list) else [value])]
-    return texts
+            words[name] = [str(item) for item in (value if isinstance(value, list) else [value])]
+    return words
 
 
-def spelled(recorded: Mapping[str, Any], kind: type) -> list[str]:
-    """Return the command line of the settings ``recorded`` in results, without defaults.
+def spelled(recorded: Mapping[str, Any], settings_class: type) -> list[str]:
+    """Return the words of a command line for recorded settings, without options that have defaults.
 
-    ``recorded`` is as JSON stores it, and a file is a mapping with its ``name``. Names that are no
-    fields of ``kind`` are ignored.
+    Args:
+        recorded: settings as read from JSON. A file is a mapping with the key "name". Names that
+            are no fields of ``settings_class`` are ignored.
+        settings_class: the settings dataclass.
     """
     on_cpu = str(recorded.get("device", "cpu")).startswith("cpu")
     words = []
-    for field in dataclasses.fields(kind):
+    for field in dataclasses.fields(settings_class):
         value = recorded.get(field.name)
         if value is None:
             continue
         value = value["name"] if isinstance(value, Mapping) else value
         metadata, default = field.metadata, field.metadata["defaults"][-1 if on_cpu else 0]
-        values, usual = (each if metadata["repeatable"] else [each] for each in (value, default))
-        texts = list(map(metadata["spell"], values))
-        if default is None or texts != list(map(metadata["spell"], usual)):
-            words += [word for text in texts for word in (_option_name(field.name), text)]
+        values, default_values = (
+            each if metadata["repeatable"] else [each] for each in (value, default)
+        )
+        spelled_values = list(map(metadata["spell"], values))
+        if default is None or spelled_values != list(map(metadata["spell"], default_values)):
+            for spelled_value in spelled_values:
+                words += [_option_name(field.name), spelled_value]
     return words

@@ -118,9 +118,9 @@ class Predictor(ABC):
         If no name is returned, the summary is the k of this rank.
 
         Without ``"queries"``, `choose` receives the q of this rank. ``call.ranges`` then contains
-        the ranges of this rank's queries over the keys of the whole sequence, and
-        ``call.ranges.text`` contains the ranges of all queries. ``call.ranges.own(plan)`` selects
-        the rows of this rank from a plan of the whole sequence.
+        the ranges of this rank's queries over the whole sequence, and
+        ``call.ranges.sequence_ranges`` the ranges of all queries. ``call.ranges.local_plan(plan)``
+        selects the rows of this rank from a plan of the whole sequence.
 
         Args:
             call: the context of the layer.

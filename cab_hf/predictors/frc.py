@@ -86,8 +86,9 @@ class FrcPredictor(Predictor):
         """
         if vectors is None:
             return self._plan(self.vectors(q, call.ranges), summary, call)
-        plan_of_all_ranks = self._plan(vectors, summary, replace(call, ranges=call.ranges.text))
-        return call.ranges.own(plan_of_all_ranks)
+        sequence_call = replace(call, ranges=call.ranges.sequence_ranges)
+        plan_of_all_ranks = self._plan(vectors, summary, sequence_call)
+        return call.ranges.local_plan(plan_of_all_ranks)
 
     def _plan(self, queries: Tensor, keys: Tensor, call: LayerContext) -> BlockPlan:
         """Return the plan from the representatives of blocks.

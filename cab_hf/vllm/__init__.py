@@ -1,9 +1,12 @@
-"""Sparse prompts inside vLLM: a plugin that vLLM finds where cab_hf is installed.
+"""A plugin of vLLM for sparse attention over prompts; vLLM finds the plugin by its entry point.
 
-``vllm serve MODEL --attention-backend CUSTOM`` turns it on. ``--additional-config '{"cab": ...}'``
-has the settings: a dict of `CabConfig` fields, or the path of a calibration. Without it the model's
-saved ``cab_config`` counts, and then the defaults. A CPU has one attention backend: "cab" in
-``additional_config`` turns it on there, and ``--attention-backend CUSTOM`` does too.
+``vllm serve MODEL --attention-backend CUSTOM`` turns the plugin on. On a CPU, which has one
+attention backend, "cab" in ``additional_config`` also turns the plugin on. The settings come from
+the first of these sources:
+
+* ``--additional-config '{"cab": ...}'``, a dict of `CabConfig` fields or the path of a calibration,
+* ``cab_config`` in the config of the model,
+* the defaults of `CabConfig`.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ from cab_hf.checks import short, warn_once
 from cab_hf.config import TABLES, CabConfig
 from cab_hf.hf.fit import require_layers, require_origin
 
-# all versions in this range have the same backend registry and the same arguments of `forward`
+# supported versions of vLLM: their backend registry and the arguments of `forward` are the same
 OLDEST, NEWEST = "0.22.1", "0.33"
-# key by which `prepare` marks the additional_config of an engine with checked settings
+# key that `prepare` adds to the ``additional_config`` of an engine after it has checked the
+# settings
 PREPARED = "cab_prepared"
 
 logger = logging.getLogger("vllm.cab_hf")
-# whether vLLM has called `register` in this process
+# True after vLLM has called `register` in this process
 _registered = False
 
 
@@ -40,23 +44,26 @@ def register() -> None:
         return
     if _unsupported() is None:
         register_backend(AttentionBackendEnum[backend_name()], "cab_hf.vllm.backend.CabBackend")
-    finish = VllmConfig.__post_init__
+    post_init = VllmConfig.__post_init__
 
-    def finish_and_prepare(self: Any, *args: Any, **kwargs: Any) -> None:
-        finish(self, *args, **kwargs)
+    def post_init_and_prepare(self: Any, *args: Any, **kwargs: Any) -> None:
+        post_init(self, *args, **kwargs)
         prepare(self)
 
-    if finish.__module__ != __name__:
-        VllmConfig.__post_init__ = finish_and_prepare
+    # `register` may have replaced the method before
+    if post_init.__module__ != __name__:
+        VllmConfig.__post_init__ = post_init_and_prepare
     if "vllm.v1.engine.core" in sys.modules:
-        # the process of an engine, whose config comes from another process
+        # an engine's own process receives a finished config, so that `prepare` is not called here
         from cab_hf.vllm.requests import watch_requests
 
         watch_requests()
 
 
 def prepare(vllm_config: Any) -> None:
-    """Check the settings of an engine and select its scheduler.
+    """Check the settings of an engine, select its scheduler, and export its counters.
+
+    Changes ``vllm_config``. Does nothing for an engine that does not use the plugin.
 
     Raises:
         ValueError: vLLM cannot run with the settings.
@@ -69,12 +76,12 @@ def prepare(vllm_config: Any) -> None:
         raise ValueError(refusal)
     scheduler = vllm_config.scheduler_config
     if scheduler.scheduler_cls is None:
-        kind = "CabAsyncScheduler" if scheduler.async_scheduling else "CabScheduler"
-        scheduler.scheduler_cls = f"cab_hf.vllm.scheduler.{kind}"
+        name = "CabAsyncScheduler" if scheduler.async_scheduling else "CabScheduler"
+        scheduler.scheduler_cls = f"cab_hf.vllm.scheduler.{name}"
     extra = vllm_config.additional_config
     if not isinstance(extra, dict) or PREPARED in extra:
         return
-    # other processes and nodes read the settings here, where no file need exist
+    # the resolved settings, because the calibration file may not exist on other nodes
     vllm_config.additional_config = {**extra, "cab": config.to_dict(), PREPARED: True}
     from cab_hf.vllm import metrics, requests
 
@@ -86,7 +93,7 @@ def prepare(vllm_config: Any) -> None:
 
 
 def settings_of(vllm_config: Any) -> CabConfig | None:
-    """Return the `CabConfig` of an engine; None for an engine, or a draft model, without one.
+    """Return the `CabConfig` of an engine; None if the plugin is off, or for a draft model.
 
     Raises:
         ValueError: a field does not exist or does not fit the model, the engine has another
@@ -97,32 +104,36 @@ def settings_of(vllm_config: Any) -> CabConfig | None:
     backend = getattr(vllm_config.attention_config.backend, "name", "selected by vLLM")
     if model is None or getattr(model, "runner_type", None) == "draft":
         return None
-    on = backend == "CUSTOM" or (backend_name() != "CUSTOM" and "cab" in extra)
-    if not on and PREPARED in extra:
+    is_on = backend == "CUSTOM" or (backend_name() != "CUSTOM" and "cab" in extra)
+    if not is_on and PREPARED in extra:
         # a draft model, for which vLLM selects a backend separately
         return None
-    if not on and "cab" in extra:
+    if not is_on and "cab" in extra:
         raise ValueError(
             "attention backend must be CUSTOM if additional_config contains 'cab', got "
             f"{backend}. Start vLLM with --attention-backend CUSTOM."
         )
-    if not on:
+    if not is_on:
         return None
     if not _registered:
         raise ValueError(
             "VLLM_PLUGINS must contain cab_hf in every process of vLLM, and this process has not "
             "loaded it. Add cab_hf to VLLM_PLUGINS, or unset VLLM_PLUGINS."
         )
-    text = model.hf_text_config
-    config = _config_of(extra.get("cab") or getattr(text, "cab_config", None) or {})
-    require_origin(config.origin, text)
-    require_layers(config, text)
+    model_config = model.hf_text_config
+    config = _config_of(extra.get("cab") or getattr(model_config, "cab_config", None) or {})
+    require_origin(config.origin, model_config)
+    require_layers(config, model_config)
     # vLLM's own attention computes decode steps
     return replace(config, sparse_decode=False)
 
 
 def _config_of(settings: Any) -> CabConfig:
-    """Return the `CabConfig` of a dict of fields, of the path of a calibration, or itself."""
+    """Convert settings to a `CabConfig`: a dict of fields, the path of a calibration, or a config.
+
+    Raises:
+        ValueError: the settings have another type, or are invalid.
+    """
     if isinstance(settings, CabConfig):
         return settings
     if isinstance(settings, str):
@@ -136,24 +147,32 @@ def _config_of(settings: Any) -> CabConfig:
 
 
 def _unrunnable(config: CabConfig, vllm_config: Any) -> str | None:
-    """Return why vLLM cannot run with the settings; None if it can."""
+    """Return the reason why vLLM cannot run with the settings; None if vLLM can."""
     from cab_hf.predictors import make_predictor
 
-    # refuses a name that is not registered
+    # raises an error for an unknown predictor
     make_predictor(config)
     model, attention = vllm_config.model_config, vllm_config.attention_config
-    # a backend per kind of layers lets vLLM compute the latent ones
-    is_per_kind = bool(getattr(attention, "backend_per_kind", None))
-    if getattr(model, "use_mla", False) and backend_name() == "CUSTOM" and not is_per_kind:
+    # with a backend per kind of layers, vLLM's own backend computes the layers with latent
+    # attention
+    has_backend_per_kind = bool(getattr(attention, "backend_per_kind", None))
+    if getattr(model, "use_mla", False) and backend_name() == "CUSTOM" and not has_backend_per_kind:
         return (
             "attention backend must not be CUSTOM for a model with multi-head latent attention, "
             "got CUSTOM. Start vLLM without --attention-backend CUSTOM."
         )
     parallel = vllm_config.parallel_config
-    usual = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
-    for name, value in (usual | {"enable_dbo": False}).items():
+    supported = {
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "enable_dbo": False,
+    }
+    for name, value in supported.items():
         if getattr(parallel, name, value) != value:
-            return f"{name} must be {value} for 'cab', got {getattr(parallel, name)}. Change it."
+            return (
+                f"{name} must be {value} for 'cab', got {getattr(parallel, name)}. Start vLLM with "
+                f"{value}."
+            )
     for connector in _connectors(vllm_config.kv_transfer_config):
         if connector not in KEYED_CONNECTORS:
             return (
@@ -169,7 +188,8 @@ def _unrunnable(config: CabConfig, vllm_config: Any) -> str | None:
     return None
 
 
-# connectors that find KV by vLLM's block hashes or by the cache salt, which contain the settings
+# KV connectors whose keys contain vLLM's block hashes or the cache salt. Both depend on the
+# settings, so that an engine never loads K and V that other settings computed
 KEYED_CONNECTORS = (
     "OffloadingConnector",
     "SimpleCPUOffloadConnector",
@@ -179,17 +199,20 @@ KEYED_CONNECTORS = (
 
 
 def _connectors(transfer: Any) -> Iterator[str]:
-    """Yield the names of the KV connectors of an engine."""
+    """Yield the names of the KV connectors of an engine; ``transfer`` is its KVTransferConfig."""
     if transfer is None or transfer.kv_connector is None:
         return
     if transfer.kv_connector != "MultiConnector":
         yield transfer.kv_connector
-    for each in transfer.kv_connector_extra_config.get("connectors", ()):
-        yield each["kv_connector"]
+    for connector in transfer.kv_connector_extra_config.get("connectors", ()):
+        yield connector["kv_connector"]
 
 
 def never_sparse(config: CabConfig, vllm_config: Any) -> str | None:
-    """Return why no prompt of an engine is attended sparsely, as far as its config says."""
+    """Return the reason why the plugin computes no prompt of an engine sparsely.
+
+    Returns None if prompts may be sparse, as far as the config of the engine shows.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if getattr(model, "is_attention_free", False):
         return "the model has no attention"
@@ -206,12 +229,12 @@ def never_sparse(config: CabConfig, vllm_config: Any) -> str | None:
     return None
 
 
-# cache dtypes whose pages hold keys and values as the model computes them
+# values of kv_cache_dtype with which pages contain unquantised keys and values
 PLAIN_CACHES = ("auto", "float32", "float16", "bfloat16")
 
 
 def _unsupported() -> str | None:
-    """Return why this version of vLLM is refused; None for one that is supported."""
+    """Return an error message if this version of vLLM is not supported, else None."""
     from packaging.version import Version
     from vllm import __version__
 
@@ -222,7 +245,10 @@ def _unsupported() -> str | None:
 
 
 def backend_name() -> str:
-    """Return the name of the backend in vLLM's registry; the only backend of a CPU is replaced."""
+    """Return the name in vLLM's registry under which the plugin registers its backend.
+
+    A CPU has a single backend, which the plugin replaces.
+    """
     from vllm.platforms import current_platform
 
     return "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"

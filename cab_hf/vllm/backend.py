@@ -1,7 +1,8 @@
 """An attention backend of vLLM with sparse attention for long prompts.
 
-The backend gathers keys and values of a prompt, or of a chunk, from pages and computes a `Call`.
-The parent backend computes all other requests, as a separate batch.
+For each long prompt, or chunk of a prompt, the backend gathers keys and values from the pages of
+the KV cache and computes a `Call`. vLLM's own backend, the parent class, computes the other
+requests as a separate batch.
 """
 
 from __future__ import annotations
@@ -27,130 +28,200 @@ from cab_hf.predictors import make_predictor
 from cab_hf.vllm import PLAIN_CACHES, backend_name, settings_of
 from cab_hf.vllm.layers import Layer
 from cab_hf.vllm.metrics import METERS
-from cab_hf.vllm.runner import BATCH, watch
+from cab_hf.vllm.runner import BATCH, install_hooks
+
+
+class SparsePrompt(NamedTuple):
+    """A prompt, or the chunk of a prompt, that is attended sparsely.
+
+    Attributes:
+        rows: the tokens of the prompt in the batch.
+        pages: int64 [P], the pages of the KV cache with the keys of the prompt, in order.
+        mask: the visible keys.
+    """
+
+    rows: slice
+    pages: Tensor
+    mask: MaskInfo
 
 
 class Split(NamedTuple):
-    """The requests of a batch, divided into sparse prompts and others.
+    """The requests of a batch, divided into sparse prompts and dense requests.
 
     Attributes:
-        prompts: (rows, pages, mask) of every prompt that is attended sparsely.
-        isa: instruction set for which vLLM lays out the KV cache on a CPU; None on a GPU.
-        rest: the parent's metadata of the other requests; None if there are none.
-        rows: int64 [T], tokens of the other requests in the batch; None if there are none.
+        prompts: the prompts with sparse attention.
+        isa: instruction set that determines the layout of pages on a CPU, such as "amx"; None on a
+            GPU.
+        dense_metadata: the parent's metadata of the dense requests; None if all are sparse.
+        dense_rows: int64 [T], indices of the dense requests' tokens in the batch; None if all
+            requests are sparse.
     """
 
-    prompts: list[tuple[slice, Tensor, MaskInfo]]
+    prompts: list[SparsePrompt]
     isa: str | None = None
-    rest: Any = None
-    rows: Tensor | None = None
+    dense_metadata: Any = None
+    dense_rows: Tensor | None = None
 
 
 class SparseBuilder:
-    """A mixin for the parent's metadata builder that selects the sparse prompts of a batch."""
+    """A mixin for the parent's metadata builder, which finds the sparse prompts of a batch.
 
-    # only batches that decode are captured whole; other attention runs between graphs
+    Attributes:
+        cab: the settings; None if this builder never has sparse prompts.
+        dense_block_size: block size in tokens of plans for exact attention; None to compute exact
+            attention without a plan.
+    """
+
+    # CUDA graphs contain attention only in batches without prompts
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-    # a `Split` contains the pages of one group of layers, so metadata cannot be shared
+    # False, because a `Split` contains the pages of one group of layers
     supports_update_block_table = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         spec, dtype = self.kv_cache_spec, self.vllm_config.model_config.dtype
-        # vLLM derives a builder for layers whose batches it rewrites. Lengths and pages then
-        # differ: Llama 4 has chunks of tokens as requests, other models sinks before each request
+        # vLLM derives builders for layers whose requests differ from the requests of the batch:
+        # chunks of tokens (Llama 4), or sinks before each request
         is_rewritten = type(self) is not CabBuilder
-        local = ("sliding_window", "attention_chunk_size")
-        is_local = any(getattr(spec, name, None) for name in local)
+        is_local = any(
+            getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size")
+        )
         self.cab = None if is_rewritten or is_local else settings_of(self.vllm_config)
         if self.cab is not None and spec.dtype.itemsize > 1:
-            # refuse an unknown layout of the KV cache before the first prompt
+            # raise an error for an unknown layout of pages now, not at the first prompt
             page = torch.empty(1, 1, spec.block_size, 2 * spec.head_size, dtype=spec.dtype)
             gather(page, torch.tensor([0]), getattr(self, "isa", None))
-        work = Workload(self.device.type, spec.head_size, dtype, False, *(DENSE_BLOCK_SIZE,) * 2)
-        # prompts have many different lengths, and SDPA's fastest kernels need preparation for each
+        work = Workload(
+            device=self.device.type,
+            head_dim=spec.head_size,
+            dtype=dtype,
+            training=False,
+            query_block=DENSE_BLOCK_SIZE,
+            key_block=DENSE_BLOCK_SIZE,
+        )
+        # the fastest kernels of SDPA need preparation for every new prompt length
         self.dense_block_size = None if TRITON.unavailable(work) else DENSE_BLOCK_SIZE
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build=False) -> Any:
-        """Return the parent's metadata; its ``cab`` is the `Split` of the batch, or None."""
+        """Return the parent's metadata with the attribute ``cab``.
+
+        ``cab`` is the `Split` of the batch, or None if no prompt is sparse. Arguments as in the
+        parent class.
+        """
         common = common_attn_metadata
         metadata = super().build(common_prefix_len, common, fast_build)
         metadata.cab = None
         if self.cab is None or common.causal is not True:
             return metadata
-        starts, known = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
-        lengths = (common.seq_lens.cpu() if known is None else known).tolist()
-        least = max(self.cab.min_length, self.cab.query_block)
-        # tokens of an image attend to each other in both directions
+        starts, bounds = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
+        lengths = (common.seq_lens.cpu() if bounds is None else bounds).tolist()
+        min_prompt = max(self.cab.min_length, self.cab.query_block)
+        # the tokens of an image attend to each other in both directions
         images = getattr(common, "mm_req_doc_ranges", None) or {}
-        prompts, rest = [], []
-        for at, end in enumerate(BATCH.prompts[: common.num_reqs]):
-            rows, length = slice(starts[at], starts[at + 1]), lengths[at]
-            count = rows.stop - rows.start
-            if count and end >= least and length - count < end and not images.get(at):
-                pages = common.block_table_tensor[at, : -(-length // self.kv_cache_spec.block_size)]
-                prompts.append((rows, pages.long(), self._mask(at, count, length, end)))
-            elif count:
-                rest.append(at)
+        prompts, dense_requests = [], []
+        for request, prompt_length in enumerate(BATCH.prompt_lengths[: common.num_reqs]):
+            rows, kv_length = slice(starts[request], starts[request + 1]), lengths[request]
+            q_length = rows.stop - rows.start
+            is_prefill = q_length > 0 and kv_length - q_length < prompt_length
+            if is_prefill and prompt_length >= min_prompt and not images.get(request):
+                num_pages = -(-kv_length // self.kv_cache_spec.block_size)
+                pages = common.block_table_tensor[request, :num_pages].long()
+                mask = self._mask(request, q_length, kv_length, prompt_length)
+                prompts.append(SparsePrompt(rows=rows, pages=pages, mask=mask))
+            elif q_length:
+                dense_requests.append(request)
         if prompts:
-            others, rows = self._some(common, rest, starts) if rest else (None, None)
-            isa = getattr(self, "isa", None)
-            metadata.cab = Split(prompts=prompts, isa=isa, rest=others, rows=rows)
+            dense_metadata = dense_rows = None
+            if dense_requests:
+                dense_metadata, dense_rows = self._build_for(common, dense_requests, starts)
+            metadata.cab = Split(
+                prompts=prompts,
+                isa=getattr(self, "isa", None),
+                dense_metadata=dense_metadata,
+                dense_rows=dense_rows,
+            )
         return metadata
 
-    def _mask(self, at: int, count: int, length: int, end: int) -> MaskInfo:
-        """Return the mask of the ``count`` latest of ``length`` tokens of request ``at``."""
-        key = at, count, length, end, self.dense_block_size
+    def _mask(self, request: int, q_length: int, kv_length: int, prompt_length: int) -> MaskInfo:
+        """Return the mask of a chunk of a prompt; all KV cache groups share the object.
+
+        Args:
+            request: index of the request in the batch.
+            q_length: tokens of the chunk.
+            kv_length: tokens of the request up to the end of the chunk.
+            prompt_length: tokens of the whole prompt.
+        """
+        key = request, q_length, kv_length, prompt_length, self.dense_block_size
         if key not in BATCH.mask_cache:
             BATCH.mask_cache[key] = MaskInfo(
                 batch=1,
-                q_length=count,
-                kv_length=length,
-                q_offset=length - count,
-                prompt=Prompt(end),
+                q_length=q_length,
+                kv_length=kv_length,
+                q_offset=kv_length - q_length,
+                prompt=Prompt(prompt_length),
                 details=MaskDetails(dense_block_size=self.dense_block_size),
             )
-            if length >= end:
+            if kv_length >= prompt_length:
                 METERS[self.vllm_config.instance_id].count_prompt()
         return BATCH.mask_cache[key]
 
-    def _some(self, common: Any, requests: list[int], starts: list[int]) -> tuple[Any, Tensor]:
-        """Return the parent's metadata of some requests, and their rows in the batch, int64 [T]."""
-        there = torch.tensor(requests)
-        counts = common.query_start_loc_cpu.diff()[there]
-        borders = torch.cat([counts.new_zeros(1), counts.cumsum(0).to(counts.dtype)])
-        rows = torch.cat([torch.arange(*starts[at : at + 2]) for at in requests])
-        # pinned memory: the host does not wait for the device
-        gpu, device = common.seq_lens.is_cuda, common.seq_lens.device
-        pinned = (x.pin_memory() if gpu else x for x in (there, borders, rows))
-        here, begins, rows = (x.to(device, non_blocking=True) for x in pinned)
-        on_host = ("seq_lens_cpu_upper_bound", "is_prefilling")
-        cut = {x: getattr(common, x)[there] for x in on_host if getattr(common, x) is not None}
+    def _build_for(self, common: Any, requests: list[int], starts: list[int]) -> tuple[Any, Tensor]:
+        """Build the parent's metadata of some requests of a batch.
+
+        Args:
+            common: vLLM's CommonAttentionMetadata of the batch.
+            requests: indices of the requests, ascending.
+            starts: index of the first token of each request of the batch, and the number of tokens.
+
+        Returns:
+            (metadata, rows). ``rows`` are the requests' tokens in the batch, int64 [T].
+        """
+        indices = torch.tensor(requests)
+        counts = common.query_start_loc_cpu.diff()[indices]
+        query_start_loc = torch.cat([counts.new_zeros(1), counts.cumsum(0).to(counts.dtype)])
+        rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in requests])
+        # copies from pinned memory do not synchronise with the GPU
+        is_cuda, device = common.seq_lens.is_cuda, common.seq_lens.device
+        pinned = (x.pin_memory() if is_cuda else x for x in (indices, query_start_loc, rows))
+        device_indices, device_start_loc, rows = (x.to(device, non_blocking=True) for x in pinned)
+        selected = {
+            name: getattr(common, name)[indices]
+            for name in ("seq_lens_cpu_upper_bound", "is_prefilling")
+            if getattr(common, name) is not None
+        }
         images = getattr(common, "mm_req_doc_ranges", None)
         if images is not None:
-            cut["mm_req_doc_ranges"] = {
+            selected["mm_req_doc_ranges"] = {
                 new: images.get(old) or [] for new, old in enumerate(requests)
             }
-        some = common.replace(
-            query_start_loc=begins,
-            query_start_loc_cpu=borders,
-            seq_lens=common.seq_lens[here],
+        selected_metadata = common.replace(
+            query_start_loc=device_start_loc,
+            query_start_loc_cpu=query_start_loc,
+            seq_lens=common.seq_lens[device_indices],
             num_reqs=len(requests),
             num_actual_tokens=len(rows),
             max_query_len=int(counts.max()),
-            block_table_tensor=common.block_table_tensor[here],
+            block_table_tensor=common.block_table_tensor[device_indices],
             slot_mapping=common.slot_mapping[rows],
             _num_computed_tokens_cache=None,
-            **cut,
+            **selected,
         )
-        # fast_build: FlashAttention then does not overwrite the buffer of the first build
-        return super().build(0, some, True), rows
+        # common_prefix_len 0; with fast_build True, FlashAttention does not overwrite the buffer
+        # that the metadata of the whole batch uses
+        return super().build(0, selected_metadata, True), rows
 
 
 class SparseImpl:
-    """A mixin for the parent's attention of a layer."""
+    """A mixin for the parent's attention of one layer.
 
-    # set by `learn`, after the model is loaded; a layer of a draft model has none and is dense
+    Attributes:
+        cab: the settings; None if the plugin is off.
+        cab_layer: the facts of the layer, which `register_layers` sets after the model is loaded.
+            None for a layer of a draft model, which is dense.
+        cab_reason: the reason why the layer is dense; None if the layer may be sparse.
+        is_measured: True after vLLM has measured the memory of sparse attention in this layer.
+    """
+
     cab_layer: Layer | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -161,15 +232,22 @@ class SparseImpl:
         self.is_measured = False
         if self.cab is None:
             return
-        watch(vllm_config)
+        install_hooks(vllm_config)
         if self.cab_reason is None:
+            # both raise an error for settings that this model or device cannot run
             make_predictor(self.cab)
-            device, dtype = current_platform.device_type, self.model_config.dtype
-            work = Workload(device, self.head_size, dtype, False, *blocks_of(self.cab))
+            work = Workload(
+                device=current_platform.device_type,
+                head_dim=self.head_size,
+                dtype=self.model_config.dtype,
+                training=False,
+                query_block=self.cab.query_block,
+                key_block=self.cab.key_block,
+            )
             choose_engine(self.cab.engine, work)
 
     def _why_dense(self) -> str | None:
-        """Return why vLLM's own attention computes the layer; None for a layer that is sparse."""
+        """Return the reason why vLLM's own attention computes the layer; None for sparse layers."""
         if self.cab is None:
             return "off"
         if self.attn_type != AttentionType.DECODER:
@@ -187,36 +265,48 @@ class SparseImpl:
         return None
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
-        """Write the attention of a batch into ``output``; arguments are those of the parent.
+        """Write the attention of a batch into ``output``; arguments as in the parent class.
 
-        ``key`` and ``value`` are None in a layer that reads the cache of another layer.
+        ``key`` and ``value`` are None in a layer that reads the cache of another layer. Return
+        ``output``.
         """
-        sparse = self.cab_layer is not None and self.cab_reason is None
-        sparse = sparse and self.cab_layer.layer_idx not in self.cab.dense_layers
-        if sparse and attn_metadata is None and query.is_cuda and not self.is_measured:
+        is_sparse = self.cab_layer is not None and self.cab_reason is None
+        is_sparse = is_sparse and self.cab_layer.layer_idx not in self.cab.dense_layers
+        # vLLM measures memory by a call without metadata
+        if is_sparse and attn_metadata is None and query.is_cuda and not self.is_measured:
             self.is_measured = True
             self.measure(query)
         split = getattr(attn_metadata, "cab", None)
-        if split is None or not sparse:
+        if split is None or not is_sparse:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
-        if split.rest is not None:
-            q, k, v = (None if x is None else x[split.rows] for x in (query, key, value))
-            out = torch.empty_like(output[: len(split.rows)])
-            super().forward(layer, q, k, v, kv_cache, split.rest, out, *args, **kwargs)
-            output[split.rows] = out
-        for rows, pages, mask in split.prompts:
-            k, v = gather(kv_cache, pages, split.isa)
-            self.attend(query[rows], k[None], v[None], mask=mask, out=output[rows])
+        if split.dense_metadata is not None:
+            q, k, v = (None if x is None else x[split.dense_rows] for x in (query, key, value))
+            out = torch.empty_like(output[: len(split.dense_rows)])
+            super().forward(layer, q, k, v, kv_cache, split.dense_metadata, out, *args, **kwargs)
+            output[split.dense_rows] = out
+        for prompt in split.prompts:
+            k, v = gather(kv_cache, prompt.pages, split.isa)
+            self.attend(
+                query[prompt.rows], k[None], v[None], mask=prompt.mask, out=output[prompt.rows]
+            )
         return output
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskInfo, out: Tensor) -> None:
-        """Fill ``out`` [T, H * D_v] for q [T, H, D] over k and v [1, H_kv, N, D] of a prompt."""
+        """Compute the attention of one prompt, or of a chunk.
+
+        Args:
+            q: queries of the chunk, [T, H, D].
+            k: keys of whole pages, [1, H_kv, P * page, D]; `attend` ignores keys after the chunk.
+            v: values of whole pages, [1, H_kv, P * page, D].
+            mask: the visible keys.
+            out: receives the output, [T, H * D] or [T, H, D].
+        """
         q = q.transpose(0, 1).unsqueeze(0)
         k, v = k[:, :, : mask.kv_length], v[:, :, : mask.kv_length]
         work = Workload.of(q, k, v, blocks_of(self.cab))
-        for rows, piece in mask.split_at_prompt_end(steps=False):
+        for rows, part_mask in mask.split_at_prompt_end(steps=False):
             call = Call(
                 q=q[:, :, rows],
                 k=k,
@@ -226,23 +316,27 @@ class SparseImpl:
                 config=self.cab,
                 sparse=True,
                 work=work,
-                mask=piece,
+                mask=part_mask,
             )
             out[rows] = dispatch(call)[0].transpose(0, 1).reshape_as(out[rows])
 
     def measure(self, query: Tensor) -> None:
-        """Attend the longest chunk while vLLM measures memory, so that its memory is counted."""
-        longest = self.model_config.max_model_len
-        q = query[:longest]
-        # dummies for the pages, and for the keys and values that are gathered from the pages
-        shape = (2, 2, 1, self.num_kv_heads, longest, self.head_size)
+        """Compute the last chunk of the longest prompt while vLLM measures memory.
+
+        Args:
+            query: the queries of vLLM's dummy batch, [T, H, D].
+        """
+        max_length = self.model_config.max_model_len
+        q = query[:max_length]
+        # the first pair has the memory of the pages, the second of the gathered keys and values
+        shape = (2, 2, 1, self.num_kv_heads, max_length, self.head_size)
         _, (k, v) = query.new_zeros(shape)
         mask = MaskInfo(
             batch=1,
             q_length=len(q),
-            kv_length=longest,
-            q_offset=longest - len(q),
-            prompt=Prompt(longest),
+            kv_length=max_length,
+            q_offset=max_length - len(q),
+            prompt=Prompt(max_length),
         )
         self.attend(q, k, v, mask=mask, out=torch.empty_like(q))
 
@@ -251,47 +345,59 @@ if current_platform.is_cpu():
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as Parent
 
-    # instruction sets for which a page has keys [D, page] and values [page, D]
+    # instruction sets for which a page of one head has keys [D, page] and values [page, D]
     TRANSPOSED = ("vec", "vec16")
 
     @lru_cache
     def elements_of(isa: str, dtype: torch.dtype, page: int, dim: int) -> tuple[Tensor, Tensor]:
-        """Return the places of keys and of values, int64 [page * D] each, in a page of one head.
+        """Return the index in a page of each element of its keys and of its values.
 
         vLLM packs the elements of several tokens and channels together for matrix instructions
-        (AMX, BFMMLA). Its own function writes the numbers of all tokens and channels into a page,
-        which says where each element is.
+        (AMX, BFMMLA). `elements_of` lets vLLM write a page of token numbers and a page of channel
+        numbers, and reads the layout from these pages.
+
+        Args:
+            isa: instruction set that determines the layout.
+            dtype: dtype of the KV cache, of 2 or 4 bytes.
+            page: tokens per page.
+            dim: channels per head.
+
+        Returns:
+            (keys, values), int64 [page * D] each: the index of element token * D + channel in the
+            flattened page of one head.
 
         Raises:
-            NotImplementedError: if an element is not stored unchanged.
+            NotImplementedError: a page does not contain every element unchanged.
         """
         bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
         slots = torch.arange(page)
-        token = slots.view(-1, 1, 1).expand(-1, 1, dim)
-        channel = torch.arange(dim).expand(page, 1, -1)
-        elements = []
-        for number in (token, channel):
-            # [1, H_kv, 2 * page, D], as the cache of one page
+        token_numbers = slots.view(-1, 1, 1).expand(-1, 1, dim)
+        channel_numbers = torch.arange(dim).expand(page, 1, -1)
+        stored_numbers = []
+        for numbers in (token_numbers, channel_numbers):
+            # [1, H_kv = 1, 2 * page, D], the cache of one page
             cache = torch.zeros(1, 1, 2 * page, dim, dtype=dtype)
-            written = number.to(bits).contiguous().view(dtype)
-            ops.cpu_attn_reshape_and_cache(written, written, *cache.chunk(2, dim=2), slots, isa)
-            elements.append(cache.view(bits).view(2, -1).long())
-        place = elements[0] * dim + elements[1]
-        if not torch.equal(place.sort(-1).values, torch.arange(page * dim).expand(2, -1)):
+            key_cache, value_cache = cache.chunk(2, dim=2)
+            written = numbers.to(bits).contiguous().view(dtype)
+            ops.cpu_attn_reshape_and_cache(written, written, key_cache, value_cache, slots, isa)
+            stored_numbers.append(cache.view(bits).view(2, -1).long())
+        # element of keys and of values at each index of the page, [2, page * D]
+        element = stored_numbers[0] * dim + stored_numbers[1]
+        if not torch.equal(element.sort(-1).values, torch.arange(page * dim).expand(2, -1)):
             raise NotImplementedError(
                 f"KV cache must have a known layout, got an unknown layout for {isa!r} in {dtype}. "
                 "Use dtype float32."
             )
-        keys, values = place.argsort(-1)
+        keys, values = element.argsort(-1)
         return keys, values
 
     def gather(kv_cache: Tensor, pages: Tensor, isa: str | None) -> tuple[Tensor, Tensor]:
-        """Return K and V of these pages, [H_kv, tokens, D] each.
+        """Copy K and V from pages, [H_kv, P * page, D] each.
 
         Args:
-            kv_cache: [pages, H_kv, page, 2 * D]; in vLLM 0.22 [2, pages, H_kv, page, D].
-            pages: int64 [N], in the order of the tokens.
-            isa: instruction set for which vLLM lays out a page.
+            kv_cache: [all pages, H_kv, page, 2 * D]; in vLLM 0.22 [2, all pages, H_kv, page, D].
+            pages: int64 [P], indices of pages in the order of the tokens.
+            isa: instruction set that determines the layout of a page.
         """
         if kv_cache.dim() == 5:
             k, v = (x[pages] for x in kv_cache)
@@ -301,10 +407,10 @@ if current_platform.is_cpu():
         if isa in TRANSPOSED:
             k = k.reshape(*k.shape[:2], dim, page).transpose(2, 3)
         else:
-            places = elements_of(isa, k.dtype, page, dim)
+            element_indices = elements_of(isa, k.dtype, page, dim)
             k, v = (
-                x.flatten(2).index_select(2, place).unflatten(2, (page, dim))
-                for x, place in zip((k, v), places, strict=True)
+                x.flatten(2).index_select(2, index).unflatten(2, (page, dim))
+                for x, index in zip((k, v), element_indices, strict=True)
             )
         return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
 
@@ -312,15 +418,15 @@ else:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend as Parent
 
     def gather(kv_cache: Tensor, pages: Tensor, isa: str | None) -> tuple[Tensor, Tensor]:
-        """Return K and V of these pages, [H_kv, tokens, D] each.
+        """Copy K and V from pages, [H_kv, P * page, D] each, as views of one copy.
 
-        Pages are copied once, as they lie in memory: heads of a token are neighbours.
+        The copy has the order of the pages in memory, in which the heads of a token are adjacent.
 
         Args:
-            kv_cache: [pages, H_kv, page, 2 * D]; until vLLM 0.25 with K and V in a dimension of
-                their own, the first (0.22) or the second.
-            pages: int64 [N], in the order of the tokens.
-            isa: None; a GPU has one layout.
+            kv_cache: [all pages, H_kv, page, 2 * D]. In vLLM 0.22, K and V are in dimension 0:
+                [2, all pages, page, H_kv, D]. In vLLM 0.23 to 0.25, they are in dimension 1.
+            pages: int64 [P], indices of pages in the order of the tokens.
+            isa: not used, because a GPU has one layout.
         """
         if kv_cache.dim() == 4:
             return kv_cache.transpose(1, 2)[pages].flatten(0, 1).transpose(0, 1).chunk(2, dim=-1)
@@ -329,15 +435,15 @@ else:
 
 
 class CabBuilder(SparseBuilder, Parent.get_builder_cls()):
-    """Metadata builder with sparse prompts; the parent builds the rest."""
+    """Metadata builder of vLLM's backend, extended by sparse prompts."""
 
 
 class CabImpl(SparseImpl, Parent.get_impl_cls()):
-    """Attention of a layer with sparse prompts; the parent computes the rest."""
+    """Attention of one layer in vLLM's backend, extended by sparse prompts."""
 
 
 class CabBackend(Parent):
-    """The attention backend in vLLM's registry."""
+    """The attention backend that `register` enters in vLLM's registry."""
 
     get_name = staticmethod(backend_name)
     get_impl_cls = staticmethod(lambda: CabImpl)

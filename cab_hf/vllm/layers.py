@@ -1,4 +1,4 @@
-"""The attention layers of a model in vLLM: which are sparse, and how their channels rotate."""
+"""The attention layers of a model in vLLM: why layers are dense, and their slow channels."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from cab_hf.vllm.metrics import METERS, Meter
 
 logger = logging.getLogger("vllm.cab_hf")
 
-# attributes of layers that say whether the layer rotates queries and keys
+# attributes of attention modules that are False or 0 if the module does not rotate queries and keys
 SWITCHES = ("use_rope", "_use_rope", "use_rotary", "is_local_attention")
-# modules of vLLM in whose layers a rotary embedding is applied if one of these attributes is set
+# model files of vLLM -> attributes of their attention modules, which apply their rotary embedding
+# only if one of the attributes is set
 APPLIED_IF = {
     "commandr": ("v1", "sliding_window"),
     "cohere2_moe": ("sliding_window", "force_rope"),
@@ -32,22 +33,28 @@ class Layer(nn.Module):
     """The facts that a `Call` reads of a layer.
 
     Attributes:
-        layer_idx: the first number in the layer's name, such as "model.layers.3.self_attn.attn".
+        layer_idx: index of the layer, the first number in its name, such as 3 in
+            "model.layers.3.self_attn.attn"; None if the name has no number.
         config: the config of the language model.
-        slow_channels: the channels by which outliers are scored; () for all channels.
+        slow_channels: channels with low rotary frequencies, which score outlier queries; () for all
+            channels.
     """
 
     def __init__(self, name: str, config: Any, slow_channels: tuple[int, ...]) -> None:
         super().__init__()
-        self.layer_idx = next((int(x) for x in name.split(".") if x.isdigit()), None)
+        self.layer_idx = next((int(part) for part in name.split(".") if part.isdigit()), None)
         self.config = config
         self.slow_channels = slow_channels
 
 
-def learn(model: nn.Module, vllm_config: Any) -> None:
-    """Set the `Layer` of every attention layer of an engine's model, and log how many are sparse.
+def register_layers(model: nn.Module, vllm_config: Any) -> None:
+    """Set ``cab_layer`` of every attention layer of a model, and log how many layers are sparse.
 
     Layers of draft models receive no `Layer` and stay dense.
+
+    Args:
+        model: the loaded model of an engine.
+        vllm_config: the config of the engine.
 
     Raises:
         ValueError: the anchor of a cascade is not sparse in vLLM.
@@ -55,63 +62,71 @@ def learn(model: nn.Module, vllm_config: Any) -> None:
     config = settings_of(vllm_config)
     if config is None:
         return
-    text = vllm_config.model_config.hf_text_config
-    dense: Counter[str] = Counter()
+    model_config = vllm_config.model_config.hf_text_config
+    dense_reasons: Counter[str] = Counter()
     sparse: list[Layer] = []
     for owner, attention in attentions(model):
         impl = attention.impl
         reason = why_dense(attention)
         if hasattr(impl, "cab_reason"):
             channels = channels_of(owner, attention)
-            impl.cab_layer = Layer(attention.layer_name, text, channels)
+            impl.cab_layer = Layer(attention.layer_name, model_config, channels)
             if reason is None and impl.cab_layer.layer_idx in config.dense_layers:
                 reason = "in dense_layers"
         if reason is None:
             sparse.append(impl.cab_layer)
         else:
-            dense[reason] += 1
+            dense_reasons[reason] += 1
     _require_anchors(config, [layer.layer_idx for layer in sparse])
     is_first = get_tensor_model_parallel_rank() == 0
-    # every stage of a pipeline computes all prompts, so the first stage counts them
+    # all stages of a pipeline compute the same prompts, and one stage counts them
     counts_prompts = is_first and get_pp_group().is_first_rank
     meter = Meter(vllm_config.instance_id, sparse, counts_prompts, is_logged=is_first)
-    # ``/metrics`` has the counters before the first prompt
+    # so that ``/metrics`` shows the counters before the first prompt
     meter.write(meter.totals())
     METERS[vllm_config.instance_id] = meter
     if is_first and never_sparse(config, vllm_config) is None:
-        _log(config, len(sparse), dense)
+        _log(config, len(sparse), dense_reasons)
 
 
 def why_dense(attention: Any) -> str | None:
-    """Return why vLLM's own attention computes a layer; None for a layer that is sparse."""
+    """Return the reason why vLLM's own attention computes a layer; None if the layer is sparse.
+
+    Args:
+        attention: an attention layer of vLLM.
+    """
     if not hasattr(attention.impl, "cab_reason"):
         return "another backend"
     if attention.impl.cab_reason is not None:
         return attention.impl.cab_reason
-    # vLLM derives a builder for layers that attend in chunks, or read sinks before each request
-    derived = attention.attn_backend.get_builder_cls().__module__ != "cab_hf.vllm.backend"
-    return "batches that vLLM rewrites" if derived else None
+    # vLLM derives builders for layers with chunked attention, or with sinks before each request
+    is_derived = attention.attn_backend.get_builder_cls().__module__ != "cab_hf.vllm.backend"
+    return "batches that vLLM rewrites" if is_derived else None
 
 
 def attentions(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield (owner, attention layer of vLLM) for every attention layer of a model."""
-    # versions before 0.30 keep the layers of models from transformers in a dict
+    """Yield (module that contains the layer, attention layer of vLLM) for every attention layer."""
+    # vLLM before 0.30 stores the layers of models from transformers in a dict
     for owner in model.modules():
         for attention in owner.children():
             if hasattr(attention, "impl") and hasattr(attention, "layer_name"):
                 yield owner, attention
-        kept = getattr(owner, "attention_instances", None)
-        if isinstance(kept, dict):
-            owners = {getattr(x, "layer_idx", None): x for x in owner.modules()}
-            for index, attention in kept.items():
-                yield owners.get(index, owner), attention
+        instances = getattr(owner, "attention_instances", None)
+        if isinstance(instances, dict):
+            modules = {getattr(x, "layer_idx", None): x for x in owner.modules()}
+            for index, attention in instances.items():
+                yield modules.get(index, owner), attention
 
 
 def channels_of(owner: nn.Module, attention: Any) -> tuple[int, ...]:
-    """Return the slow half of a head's channels, by the rotary embedding that vLLM applies.
+    """Return the half of a head's channels with the lowest rotary frequencies.
 
-    Returns () for a layer without rotary embedding, for one that rotates a part of the channels,
-    and for a convention that is not known.
+    Returns () for a layer without rotary embedding, for an embedding that rotates a part of the
+    channels, and for an unknown convention.
+
+    Args:
+        owner: the module that contains the attention layer and its rotary embedding.
+        attention: the attention layer of vLLM.
     """
     head_dim = attention.head_size
     if type(owner).__module__.startswith("transformers"):
@@ -120,18 +135,18 @@ def channels_of(owner: nn.Module, attention: Any) -> tuple[int, ...]:
     if rotary is None or not is_rotated(owner):
         return ()
     # proportional embeddings do not rotate some pairs of channels
-    partial = rotary.rotary_dim != head_dim or getattr(rotary, "nope_angles", 0)
-    if partial or rotary.head_size != head_dim:
+    is_partial = rotary.rotary_dim != head_dim or getattr(rotary, "nope_angles", 0)
+    if is_partial or rotary.head_size != head_dim:
         return ()
     return halved(head_dim, interleaved=not getattr(rotary, "is_neox_style", True))
 
 
 def is_rotated(owner: nn.Module) -> bool:
-    """Return whether a layer that has a rotary embedding applies it."""
+    """Return True if an attention module applies its rotary embedding."""
     if any(getattr(owner, name, True) in (False, 0) for name in SWITCHES):
         return False
-    for kind in type(owner).__mro__:
-        names = APPLIED_IF.get(kind.__module__.rpartition(".")[2])
+    for base in type(owner).__mro__:
+        names = APPLIED_IF.get(base.__module__.rpartition(".")[2])
         if names is not None:
             return any(getattr(owner, name, None) for name in names)
     config = getattr(owner, "config", None)
@@ -139,7 +154,12 @@ def is_rotated(owner: nn.Module) -> bool:
 
 
 def _require_anchors(config: CabConfig, sparse: list[int | None]) -> None:
-    """Refuse a cascade in which the anchor of a sparse layer is dense."""
+    """Raise a ValueError if a layer in ``sparse`` reuses the blocks of a dense anchor layer.
+
+    Args:
+        config: the settings.
+        sparse: indices of the sparse layers.
+    """
     for index in sparse:
         anchor = anchor_of(config, index)
         if anchor is not None and anchor not in sparse:
@@ -149,18 +169,22 @@ def _require_anchors(config: CabConfig, sparse: list[int | None]) -> None:
             )
 
 
-def _log(config: CabConfig, num_sparse: int, dense: Counter[str]) -> None:
-    """Log how many layers are sparse from which length, and why the others are not."""
-    reasons = "; ".join(f"{count} dense: {reason}" for reason, count in dense.items())
-    total = num_sparse + dense.total()
+def _log(config: CabConfig, num_sparse: int, dense_reasons: Counter[str]) -> None:
+    """Log the number of sparse layers, the shortest sparse prompt, and why layers are dense.
+
+    Args:
+        config: the settings.
+        num_sparse: number of sparse layers.
+        dense_reasons: number of dense layers by reason.
+    """
+    reasons = "; ".join(f"{count} dense: {reason}" for reason, count in dense_reasons.items())
+    total = num_sparse + dense_reasons.total()
     if not num_sparse:
         logger.warning("cab_hf: no layer of %d is attended sparsely (%s).", total, reasons)
         return
     details = "; ".join(filter(None, [f"predictor {config.predictor}", reasons]))
+    min_prompt = f"{max(config.min_length, config.query_block):,}"
     logger.info(
-        "cab_hf: %d of %d attention layers are sparse for prompts of %s tokens or more (%s).",
-        num_sparse,
-        total,
-        f"{max(config.min_length, config.query_block):,}",
-        details,
+        f"cab_hf: {num_sparse} of {total} attention layers are sparse for prompts of {min_prompt} "
+        f"tokens or more ({details})."
     )

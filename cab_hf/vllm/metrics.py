@@ -28,21 +28,24 @@ from cab_hf.dispatch import attended
 
 logger = logging.getLogger("vllm.cab_hf")
 
-# counters that `Totals` adds up -> help texts of ``/metrics``
+# names of the counters -> help texts on ``/metrics``
 COUNTERS = {
     "sparse_prompts": "Prompts whose last chunk was attended sparsely.",
     "attended_pairs": "(query, key) pairs that sparse layers attended, over heads and layers.",
     "possible_pairs": "(query, key) pairs that dense attention would have attended there.",
 }
-# vLLM separates its name from the name of a metric with a colon
+# prefix of the names of all counters; vLLM has the prefix "vllm:"
 PREFIX = "cab_hf:"
 
 
 def folder_of(instance: str) -> Path:
-    """Return the folder for the totals of an engine, by the ``instance_id`` of its config.
+    """Return the folder in which the workers of an engine write their totals.
 
-    Processes of an engine inherit PROMETHEUS_MULTIPROC_DIR. vLLM sets the variable for several API
-    servers, and then serves the sums over all files in that folder.
+    vLLM sets PROMETHEUS_MULTIPROC_DIR for several API servers, and ``/metrics`` then has the sums
+    over all files in that folder. All processes of an engine inherit the variable.
+
+    Args:
+        instance: ``instance_id`` of the engine's config.
     """
     shared = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
     if shared is not None:
@@ -54,12 +57,15 @@ class Meter:
     """The counters of one engine in one worker process.
 
     Attributes:
-        layers: the sparse layers of this process, by which `attended` counts pairs.
-        counts_prompts: whether this process counts prompts; one rank of an engine does.
-        is_logged: whether this process logs the density.
-        sparse_prompts: prompts whose last chunk was attended sparsely.
+        layers: the sparse layers of this process. `cab_hf.dispatch.attended` has the pairs of each
+            layer.
+        counts_prompts: True if this process counts prompts; one rank of an engine does.
+        is_logged: True if this process logs the density.
+        sparse_prompts: number of prompts whose last chunk was attended sparsely.
         file: file with the totals. Prometheus reads the type of the metrics from the file name.
         logged: totals at the time of the last log line.
+        dummy_pairs: (attended, possible) pairs of the dummy prompt with which vLLM measured memory.
+        thread: thread that publishes the totals; None before the first prompt.
     """
 
     def __init__(
@@ -71,37 +77,41 @@ class Meter:
         self.sparse_prompts = 0
         self.file = folder_of(instance) / f"counter_cab-{os.getpid()}-{id(self)}.db"
         self.logged = dict.fromkeys(COUNTERS, 0)
-        self.measured = 0, 0
+        self.dummy_pairs = 0, 0
         self.thread: threading.Thread | None = None
 
     def count_prompt(self) -> None:
-        """Count a prompt; the first one starts the thread that publishes the totals."""
+        """Count a sparse prompt. The first call starts the thread that publishes the totals."""
         if not self.layers:
             return
         self.sparse_prompts += self.counts_prompts
         if self.thread is None:
-            # pairs of the dummy prompt with which vLLM measured memory
-            self.measured = self._pairs()
-            self.thread = threading.Thread(target=self._publish_for_ever, daemon=True)
+            self.dummy_pairs = self._pairs()
+            self.thread = threading.Thread(target=self._publish_periodically, daemon=True)
             self.thread.start()
             atexit.register(self.publish)
 
     def totals(self) -> dict[str, int]:
-        """Return the counters."""
-        done, possible = (x - y for x, y in zip(self._pairs(), self.measured, strict=True))
-        return dict(zip(COUNTERS, (self.sparse_prompts, done, possible), strict=True))
+        """Return the values of all `COUNTERS` since the start of the engine."""
+        attended_pairs, possible_pairs = self._pairs()
+        dummy_attended, dummy_possible = self.dummy_pairs
+        return {
+            "sparse_prompts": self.sparse_prompts,
+            "attended_pairs": attended_pairs - dummy_attended,
+            "possible_pairs": possible_pairs - dummy_possible,
+        }
 
     def _pairs(self) -> tuple[int, int]:
-        """Return the attended and the possible pairs of all layers; waits for the device."""
-        pairs = [attended[layer] for layer in self.layers if layer in attended]
-        if any(each.is_cuda for each in pairs):
+        """Return (attended, possible) pairs of all layers. Synchronises with the device."""
+        counters = [attended[layer] for layer in self.layers if layer in attended]
+        if any(counter.is_cuda for counter in counters):
             # kernels on another stream may still write the counters
             torch.cuda.synchronize()
-        sums = [each.tolist() for each in pairs]
-        return sum(each[0] for each in sums), sum(each[1] for each in sums)
+        pairs = [counter.tolist() for counter in counters]
+        return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
 
     def publish(self) -> None:
-        """Write the totals, and log the pairs that were attended since the last call."""
+        """Write the totals, and log the prompts and pairs since the last log line."""
         totals = self.totals()
         if totals == self.logged:
             return
@@ -109,28 +119,33 @@ class Meter:
         self.logged = totals
         self.write(totals)
         if self.is_logged and new["possible_pairs"] > 0:
+            density = new["attended_pairs"] / new["possible_pairs"]
             logger.info(
-                "cab_hf: %d sparse prompts, density %.3f (%.3g of %.3g pairs attended).",
-                new["sparse_prompts"],
-                new["attended_pairs"] / new["possible_pairs"],
-                new["attended_pairs"],
-                new["possible_pairs"],
+                f"cab_hf: {new['sparse_prompts']} sparse prompts, density {density:.3f} "
+                f"({new['attended_pairs']:.3g} of {new['possible_pairs']:.3g} pairs attended)."
             )
 
     def write(self, totals: dict[str, int]) -> None:
-        """Replace the file by one with these totals. A reader never finds a part of a file."""
+        """Write ``totals`` to a new file and rename it; readers see only complete files."""
         self.file.parent.mkdir(mode=0o700, exist_ok=True)
         draft = self.file.with_suffix(".tmp")
         draft.unlink(missing_ok=True)
         values = MmapedDict(str(draft))
         for name, total in totals.items():
             metric = PREFIX + name
-            key = mmap_key(metric, f"{metric}_total", [], [], COUNTERS[name])
+            key = mmap_key(
+                metric_name=metric,
+                name=f"{metric}_total",
+                labelnames=[],
+                labelvalues=[],
+                help_text=COUNTERS[name],
+            )
             values.write_value(key, total, 0.0)
         values.close()
         draft.replace(self.file)
 
-    def _publish_for_ever(self) -> None:
+    def _publish_periodically(self) -> None:
+        """Publish the totals at the interval of vLLM's own log lines, until the process ends."""
         from vllm import envs
 
         pause = threading.Event()
@@ -143,30 +158,35 @@ METERS: dict[str, Meter] = {}
 
 
 class Totals:
-    """A ``prometheus_client`` collector for the engines that this process started."""
+    """A ``prometheus_client`` collector with the counters of engines that this process started.
+
+    Attributes:
+        instances: ``instance_id`` of the engines.
+    """
 
     def __init__(self) -> None:
         self.instances: set[str] = set()
 
     def collect(self) -> Iterator[Any]:
-        """Yield the sums over the files of all workers of these engines."""
+        """Yield each counter, summed over the files of all workers of the engines."""
         folders = [folder_of(instance) for instance in self.instances]
         files = [str(file) for folder in folders for file in folder.glob("counter_cab-*.db")]
         yield from MultiProcessCollector.merge(files)
 
     def describe(self) -> list[Any]:
-        # read no file when the collector is registered
+        """Return no names. Without this method, a registry would call `collect` at registration."""
         return []
 
 
+# the collector of this process; None before the first call of `export`
 _totals: Totals | None = None
 
 
 def export(vllm_config: Any) -> None:
     """Add the counters of an engine to the ``/metrics`` of this process.
 
-    Does nothing in Prometheus' multiprocess mode, where ``/metrics`` reads the files of all
-    processes, and whoever has set PROMETHEUS_MULTIPROC_DIR deletes them.
+    Does nothing in Prometheus' multiprocess mode: ``/metrics`` then reads the files of all
+    processes, and the program that has set PROMETHEUS_MULTIPROC_DIR deletes the files.
     """
     global _totals
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:

@@ -19,7 +19,10 @@ SPARSE = (True, 1, "true", "sparse")
 
 
 def is_dense(params: Any) -> bool:
-    """Return whether a request asks for dense attention over its prompt.
+    """Return True if the switch of a request selects dense attention for its prompt.
+
+    Args:
+        params: ``SamplingParams`` of the request; None for a request without sampling.
 
     Raises:
         ValueError: the value of the switch is unknown.
@@ -37,42 +40,51 @@ def is_dense(params: Any) -> bool:
 
 
 def salt_of(config: CabConfig, params: Any, salt: str | None) -> str:
-    """Return the cache salt of a request: its own salt, and the settings that compute its KV."""
+    """Return a cache salt of a request that depends on the settings of attention.
+
+    Requests with different salts do not share K and V in the prefix cache.
+
+    Args:
+        config: the settings of the engine.
+        params: ``SamplingParams`` of the request.
+        salt: the salt that the client sent; None if it sent none.
+    """
     settings = "dense" if is_dense(params) else digest_of(config)
     return f"cab-{settings}" + (f"-{salt}" if salt else "")
 
 
 @lru_cache
 def digest_of(config: CabConfig) -> str:
-    """Return a digest of the settings, equal in every process."""
-    text = json.dumps(config.to_dict(), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """Return 16 hexadecimal digits of a hash of the settings, equal in every process."""
+    settings = json.dumps(config.to_dict(), sort_keys=True)
+    return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
 def watch_requests() -> None:
-    """Install hooks that set the cache salt of requests, and refuse unknown switch values early."""
+    """Install hooks that set the cache salts of requests and check the switch of requests."""
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.input_processor import InputProcessor
 
-    def key(engine: Any, request: Any) -> None:
+    def set_salt(engine: Any, request: Any) -> None:
         if not hasattr(engine, "cab_settings"):
             engine.cab_settings = settings_of(engine.vllm_config)
         if engine.cab_settings is not None:
             params, salt = request.sampling_params, request.cache_salt
             request.cache_salt = salt_of(engine.cab_settings, params, salt)
 
-    def check(
+    def check_switch(
         processor: Any, request_id: str, prompt: Any, params: Any, *_: Any, **__: Any
     ) -> None:
+        # `is_dense` raises an error, which the client receives, for an unknown value
         if settings_of(processor.vllm_config) is not None:
             is_dense(params)
 
-    hook(EngineCore, "preprocess_add_request", before=key)
-    hook(InputProcessor, "process_inputs", before=check)
+    hook(EngineCore, "preprocess_add_request", before=set_salt)
+    hook(InputProcessor, "process_inputs", before=check_switch)
 
 
 def hook(
-    kind: type,
+    cls: type,
     name: str,
     before: Callable[..., None] | None = None,
     after: Callable[[Any, Any], None] | None = None,
@@ -80,12 +92,12 @@ def hook(
     """Call a function before or after a method of a class; does nothing the second time.
 
     Args:
-        kind: the class.
+        cls: the class.
         name: name of the method.
         before: function that receives the arguments of the method.
         after: function that receives the object and the result of the method.
     """
-    method = getattr(kind, name)
+    method = getattr(cls, name)
     if hasattr(method, "of_cab_hf"):
         return
 
@@ -99,4 +111,4 @@ def hook(
         return result
 
     call.of_cab_hf = True
-    setattr(kind, name, call)
+    setattr(cls, name, call)

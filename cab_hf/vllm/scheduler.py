@@ -1,18 +1,19 @@
 """Schedulers of vLLM that end the chunks of long prompts at borders of query blocks.
 
-vLLM decides how many tokens of a request a step computes. `BlockAligned` moves the end of such a
-chunk back to the border of a query block. No query block is then cut, and each block selects its
-keys once for all its queries. The chunk keeps vLLM's own end if no border is possible. Attention
-over a cut block is correct, but its two parts select keys separately.
+vLLM decides how many tokens of a request a step computes. `BlockAligned` shortens this chunk so
+that it ends at the border of a query block. Every query block is then in one chunk and selects its
+keys once for all its queries. A chunk keeps vLLM's own end if no border is possible. Attention over
+a query block in two chunks is correct, but the two parts of the block select keys separately.
 
 Every request that vLLM would finish is finished, after at most twice as many steps as vLLM needs,
 plus one step per request:
 
-* A chunk is never shortened to nothing, and only to an end that vLLM itself would select if it had
-  fewer tokens to schedule. At least half of vLLM's chunk remains, over a whole prompt.
-* A prompt waits for another step only if another request is computed in this step. It does so once
-  in its life, or if vLLM would have spent the step's last tokens on a chunk that was shortened.
-* A chunk has vLLM's own end again after a step in which vLLM dropped a shortened chunk.
+* A chunk is shortened only to an end that vLLM itself would select if it had fewer tokens to
+  schedule, and never to zero tokens. Summed over a prompt, at least half of the tokens of vLLM's
+  chunks remain.
+* A prompt waits for another step only if this step computes another request. A prompt waits once,
+  and again only if its tokens in this step come from another chunk that was shortened.
+* If vLLM dropped a shortened chunk in the last step, the chunk has vLLM's own end in this step.
 """
 
 from __future__ import annotations
@@ -31,26 +32,33 @@ from cab_hf.vllm import settings_of
 
 logger = init_logger("vllm.cab_hf")
 
+# function (start, limit) -> the token before which vLLM ends a chunk that starts at ``start`` and
+# ends at ``limit`` or earlier
+EndOfChunk = Callable[[int, int], int]
+
 
 def _drops_loads() -> bool:
-    """Return True if aligned chunks prevent asynchronous loads of a KV cache in this vLLM.
+    """Return True if this vLLM loads no KV cache asynchronously when chunks are aligned.
 
-    The chunk of such a request is empty. vLLM before 0.23 treats an empty chunk as a failed
-    alignment, and does not start the load.
+    A request that loads its KV cache has a chunk of zero tokens. vLLM before 0.23 treats zero
+    tokens as a failed alignment, and does not start the load.
     """
     return Version(__version__).release < (0, 23)
 
 
 class BlockAligned:
-    """A mixin for a scheduler of vLLM, which has no public hook for the length of a chunk.
+    """A mixin for a scheduler of vLLM, which overrides private methods of the scheduler.
+
+    vLLM has no public hook for the length of a chunk. A step is one call of ``schedule``.
 
     Attributes:
         cab: settings of the engine.
-        aligns_mamba: whether vLLM itself aligns chunks to the states of Mamba layers.
-        taken: tokens that this step computes, per request id.
-        spared: tokens by which this step's chunk was shortened, per request id.
-        tried: ids of requests for which this step asked for blocks of the KV cache.
-        refused: ids of requests whose shortened chunk the last step dropped before allocation.
+        aligns_mamba: True if vLLM itself aligns chunks to the states of Mamba layers.
+        scheduled_tokens: tokens that this step computes, by request id.
+        shortened_tokens: tokens by which this step shortened a chunk, by request id.
+        allocating: ids of requests for which this step asked for blocks of the KV cache.
+        dropped: ids of requests whose shortened chunk the last step dropped before it asked for
+            blocks of the KV cache.
         waited: requests that have waited once for a step with more tokens.
     """
 
@@ -61,12 +69,12 @@ class BlockAligned:
         self.need_mamba_block_aligned_split = (
             self.aligns_mamba or self.connector is None or not _drops_loads()
         )
-        self.taken: dict[str, int] = {}
-        self.spared: dict[str, int] = {}
-        self.tried: set[str] = set()
-        self.refused: set[str] = set()
+        self.scheduled_tokens: dict[str, int] = {}
+        self.shortened_tokens: dict[str, int] = {}
+        self.allocating: set[str] = set()
+        self.dropped: set[str] = set()
         self.waited: WeakSet[Any] = WeakSet()
-        self._note_steps()
+        self._hook_cache_manager()
         limit = self._token_limit(num_requests=1)
         if limit < self.cab.query_block:
             logger.warning(
@@ -77,108 +85,128 @@ class BlockAligned:
                 self.cab.query_block,
             )
 
-    def _note_steps(self) -> None:
-        """Note in every step which requests ask for blocks of the KV cache and which get some."""
+    def _hook_cache_manager(self) -> None:
+        """Wrap two methods of the KV cache manager, to record the requests of every step."""
         manager = self.kv_cache_manager
-        begin, allocate = manager.new_step_starts, manager.allocate_slots
+        original_new_step_starts = manager.new_step_starts
+        original_allocate_slots = manager.allocate_slots
 
         def new_step_starts() -> None:
-            self.refused = self.spared.keys() - self.tried
-            self.tried.clear()
-            self.taken.clear()
-            self.spared.clear()
-            begin()
+            self.dropped = self.shortened_tokens.keys() - self.allocating
+            self.allocating.clear()
+            self.scheduled_tokens.clear()
+            self.shortened_tokens.clear()
+            original_new_step_starts()
 
         def allocate_slots(request: Any, num_new_tokens: int, **kwargs: Any) -> Any:
-            self.tried.add(request.request_id)
-            blocks = allocate(request, num_new_tokens, **kwargs)
+            self.allocating.add(request.request_id)
+            blocks = original_allocate_slots(request, num_new_tokens, **kwargs)
+            # None: the cache has too few free blocks
             if blocks is not None and num_new_tokens:
-                self.taken[request.request_id] = num_new_tokens
+                self.scheduled_tokens[request.request_id] = num_new_tokens
             return blocks
 
-        manager.new_step_starts, manager.allocate_slots = new_step_starts, allocate_slots
+        manager.new_step_starts = new_step_starts
+        manager.allocate_slots = allocate_slots
 
     def _preempt_request(self, request: Any, timestamp: float, **kwargs: Any) -> Any:
-        """Preempt a request, whose tokens of this step are free again."""
-        self.taken.pop(request.request_id, None)
+        """Preempt a request, so that this step can compute other tokens instead."""
+        self.scheduled_tokens.pop(request.request_id, None)
         return super()._preempt_request(request, timestamp, **kwargs)
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
-        """Return False, which lets later requests pass, if the request waits for another step.
+        """Return False if a request waits for another step, so that the step tries later requests.
 
-        In versions of vLLM without this method (0.26 and older), the first request that waits ends
-        the step.
+        vLLM 0.26 and older do not call this method, and end the step at the first request that
+        waits.
         """
         if not super()._handle_blocked_waiting_request(request):
             return False
         start = request.num_computed_tokens
-        tokens = min(request.num_tokens - start, self._room())
-        vllm_end, end = self._ends(request, start, tokens, self._vllm_end(request))
-        return vllm_end == start or end > start
+        tokens = min(request.num_tokens - start, self._num_free_tokens())
+        vllm_end, aligned_end = self._ends(request, start, tokens, self._vllm_end(request))
+        return vllm_end == start or aligned_end > start
 
     def _mamba_block_aligned_split(
         self,
         request: Any,
         tokens: int,
-        local: int = 0,
-        external: int = 0,
-        common: int | None = None,
+        num_cached: int = 0,
+        num_loaded: int = 0,
+        num_uncached_prefix: int | None = None,
     ) -> int:
-        """Return how many of the next tokens of a request this step computes.
+        """Return the number of tokens of a request that this step computes.
 
-        Zero lets the request wait for another step.
+        Overrides the method by which vLLM aligns chunks to the states of Mamba layers. Zero lets
+        the request wait for another step.
 
         Args:
             request: the request.
-            tokens: the largest number of tokens.
-            local: tokens before them in the prefix cache of this engine.
-            external: tokens before them that a connector loads.
-            common: tokens of a prefix that waits to be cached; vLLM 0.24 passes it.
+            tokens: upper bound of the number of tokens.
+            num_cached: tokens of the request in the prefix cache of this engine.
+            num_loaded: tokens of the request that a KV connector loads.
+            num_uncached_prefix: tokens of a common prefix that is not cached yet; None in versions
+                of vLLM that do not pass this number.
         """
-        start = request.num_computed_tokens + local + external
-        vllm_end = self._vllm_end(request, local, external, common)
-        last, end = self._ends(request, start, tokens, vllm_end)
-        if start < end < last:
-            self.spared[request.request_id] = last - end
-        return end - start
+        start = request.num_computed_tokens + num_cached + num_loaded
+        vllm_end, aligned_end = self._ends(
+            request,
+            start,
+            tokens,
+            self._vllm_end(request, num_cached, num_loaded, num_uncached_prefix),
+        )
+        if start < aligned_end < vllm_end:
+            self.shortened_tokens[request.request_id] = vllm_end - aligned_end
+        return aligned_end - start
 
     def _vllm_end(
-        self, request: Any, local: int = 0, external: int = 0, common: int | None = None
-    ) -> Callable[[int, int], int]:
-        """Return ``f(start, limit)``, where vLLM ends a chunk that ends at ``limit`` at most."""
+        self,
+        request: Any,
+        num_cached: int = 0,
+        num_loaded: int = 0,
+        num_uncached_prefix: int | None = None,
+    ) -> EndOfChunk:
+        """Return the `EndOfChunk` of a request; arguments as in `_mamba_block_aligned_split`."""
         align = super()._mamba_block_aligned_split
-        more = {} if common is None else {"num_uncached_common_prefix_tokens": common}
+        optional = {}
+        if num_uncached_prefix is not None:
+            optional["num_uncached_common_prefix_tokens"] = num_uncached_prefix
 
-        def end(start: int, limit: int) -> int:
+        def vllm_end(start: int, limit: int) -> int:
             if not self.aligns_mamba:
                 return limit
-            return start + align(request, limit - start, local, external, **more)
+            return start + align(request, limit - start, num_cached, num_loaded, **optional)
 
-        return end
+        return vllm_end
 
-    def _ends(
-        self, request: Any, start: int, tokens: int, vllm_end: Callable[[int, int], int]
-    ) -> tuple[int, int]:
-        """Return where vLLM ends the next chunk of a request, and where this scheduler does."""
+    def _ends(self, request: Any, start: int, tokens: int, vllm_end: EndOfChunk) -> tuple[int, int]:
+        """Return the ends of the next chunk of a request under vLLM and under this scheduler.
+
+        Positions are tokens of the request. An end equal to ``start`` lets the request wait.
+
+        Args:
+            request: the request.
+            start: first token of the chunk.
+            tokens: upper bound of the number of tokens.
+            vllm_end: the end that vLLM selects.
+        """
         end = vllm_end(start, start + tokens)
-        least = max(self.cab.min_length, self.cab.query_block)
-        is_sparse = request.num_prompt_tokens >= least
-        is_cut = start < end < request.num_prompt_tokens and end % self.cab.query_block != 0
-        if not is_cut or not is_sparse or request.request_id in self.refused:
+        min_prompt = max(self.cab.min_length, self.cab.query_block)
+        is_sparse = request.num_prompt_tokens >= min_prompt
+        cuts_block = start < end < request.num_prompt_tokens and end % self.cab.query_block != 0
+        if not cuts_block or not is_sparse or request.request_id in self.dropped:
             return end, end
         border = self._border(request, start, end, vllm_end)
         if border is None:
             border = start if self._waits(request, start, tokens, vllm_end) else end
         return end, border
 
-    def _border(
-        self, request: Any, start: int, end: int, vllm_end: Callable[[int, int], int]
-    ) -> int | None:
-        """Return the last block border in (start, end] where vLLM can end a chunk, or None.
+    def _border(self, request: Any, start: int, end: int, vllm_end: EndOfChunk) -> int | None:
+        """Return the last border of a query block in (start, end] where vLLM can end a chunk.
 
-        A hybrid model caches the state of its Mamba layers at the ends that vLLM selects. Another
-        end would cache a wrong state for later prompts. Images with attention in both directions
-        are not divided.
+        Returns None if no border is possible. A hybrid model caches the state of its Mamba layers
+        at the ends that vLLM selects, so that another end would cache a wrong state for later
+        prompts. Images whose tokens attend in both directions are not divided.
         """
         block = self.cab.query_block
         while (border := end // block * block) > start:
@@ -188,43 +216,50 @@ class BlockAligned:
         return None
 
     def _before_image(self, request: Any, end: int) -> int:
-        """Return ``end``, or the start of the image that a chunk must not divide there."""
+        """Return ``end``, or the start of the image that a chunk up to ``end`` would divide."""
         if not self.scheduler_config.disable_chunked_mm_input:
             return end
         for feature in request.mm_features or ():
-            place = feature.mm_position
-            if place.offset < end < place.offset + place.length:
-                return place.offset
+            image = feature.mm_position
+            if image.offset < end < image.offset + image.length:
+                return image.offset
         return end
 
-    def _waits(
-        self, request: Any, start: int, tokens: int, vllm_end: Callable[[int, int], int]
-    ) -> bool:
-        """Return whether a request without a block border in reach waits for a later step."""
-        if not self.taken or tokens < self._room():
+    def _waits(self, request: Any, start: int, tokens: int, vllm_end: EndOfChunk) -> bool:
+        """Return True if a request waits, because ``tokens`` tokens reach no border of a block.
+
+        Also record the request in ``waited``.
+        """
+        # a later step has more tokens for the request only if this step computes other requests
+        if not self.scheduled_tokens or tokens < self._num_free_tokens():
             return False
+        # a step for this request alone must reach a border, or the end of the prompt
         limit = min(start + self._token_limit(num_requests=1), request.num_prompt_tokens)
         if limit < request.num_prompt_tokens:
-            whole = self._border(request, start, vllm_end(start, limit), vllm_end)
-            if whole is None:
+            border = self._border(request, start, vllm_end(start, limit), vllm_end)
+            if border is None:
                 return False
-        spared = sum(n for name, n in self.spared.items() if name in self.taken)
-        if tokens > spared:
+        # without shortened chunks, vLLM would have had no tokens for this request
+        num_shortened = sum(
+            count for name, count in self.shortened_tokens.items() if name in self.scheduled_tokens
+        )
+        if tokens > num_shortened:
             if request in self.waited:
                 return False
             self.waited.add(request)
         return True
 
     def _token_limit(self, num_requests: int) -> int:
-        """Return how many tokens a step computes if it has draft tokens of n requests."""
+        """Return the largest number of tokens of a step with draft tokens of some requests."""
         speculative = self.vllm_config.speculative_config
         drafts = getattr(speculative, "max_num_new_slots_for_drafting", 0)
         batched = self.scheduler_config.max_num_batched_tokens - drafts * num_requests
         return min(self.max_num_scheduled_tokens, batched)
 
-    def _room(self) -> int:
-        """Return how many tokens this step can compute for one more request."""
-        return self._token_limit(len(self.taken) + 1) - sum(self.taken.values())
+    def _num_free_tokens(self) -> int:
+        """Return the number of tokens that this step can compute for one more request."""
+        limit = self._token_limit(num_requests=len(self.scheduled_tokens) + 1)
+        return limit - sum(self.scheduled_tokens.values())
 
 
 class CabScheduler(BlockAligned, Scheduler):

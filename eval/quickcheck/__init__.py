@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from cab_hf.config import CAB, CabConfig
-from cab_hf.data.documents import least_tokens
+from cab_hf.data.documents import count_tokens
 from cab_hf.data.needles import split_sentences
 from cab_hf.eval.experiment import PROG
 from cab_hf.eval.haystack import read_text
@@ -30,7 +30,7 @@ from cab_hf.eval.quickcheck import advice, budget, report
 from cab_hf.eval.quickcheck.budget import Scope, Step, next_step
 from cab_hf.eval.quickcheck.measure import Measurements, cost_of, unsupported
 from cab_hf.experiment.log import Log, write_atomically, writing
-from cab_hf.experiment.models import load_config, load_model, most_tokens
+from cab_hf.experiment.models import load_config, load_model, max_prompt_tokens
 from cab_hf.experiment.offline_models import built_in_text
 from cab_hf.experiment.provenance import device_name, provenance, utc_now
 from cab_hf.experiment.settings import (
@@ -207,7 +207,7 @@ def within_positions(settings: Settings) -> Settings:
     Raises:
         UsageError: lengths of the user exceed the positions.
     """
-    most = most_tokens(load_config(settings.model, settings.trust_remote_code))
+    most = max_prompt_tokens(load_config(settings.model, settings.trust_remote_code))
     if most is None or settings.lengths[-1] <= most:
         return settings
     if settings.lengths == GPU_LENGTHS:
@@ -224,7 +224,7 @@ def fitting(settings: Settings, tokenizer: Any) -> tuple[list[int], list[str]]:
     Raises:
         UsageError: the texts are shorter than each length.
     """
-    tokens = least_tokens(tokenizer, settings.sentences, settings.lengths[-1])
+    tokens = count_tokens(tokenizer, settings.sentences, settings.lengths[-1])
     fit = [length for length in settings.lengths if length <= tokens]
     named = ", ".join(settings.texts)
     if not fit:

@@ -304,7 +304,7 @@ class BenchCase:
         """
         if self.sharding is None:
             return x
-        slots = self.sharding.slots[self.group.rank()].to(x.device)
+        slots = self.sharding.sequence_index[self.group.rank()].to(x.device)
         return x.transpose(1, 2).index_select(1, slots).transpose(1, 2)
 
     def without_padding(self, x: Tensor) -> Tensor:

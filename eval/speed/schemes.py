@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from cab_hf import engines
 from cab_hf.call.layout import full_plan
 from cab_hf.distributed import zigzag
-from cab_hf.distributed.exchange import finish, watched
+from cab_hf.distributed.exchange import finish, name_lost_rank
 from cab_hf.distributed.sharded import ShardedLayout
 from cab_hf.distributed.sharding import ShardMap
 from cab_hf.distributed.zigzag import zigzag_attention
@@ -35,7 +35,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Te
             "plan must be None for ring_attention, got a plan. Use zigzag_attention."
         )
     settings = {**zigzag_attention.__kwdefaults__, **settings}
-    layout, engine, _, scale = zigzag.checked(q, k, v, **settings)
+    layout, engine, _, scale = zigzag.check_arguments(q, k, v, **settings)
     training = Workload.of(q, k, v, (0, 0)).training
     if training and engine is not engines.REFERENCE:
         raise NotImplementedError(
@@ -87,7 +87,7 @@ def _seen_of(ranges: KeyRanges, shard_map: ShardMap, holder: int) -> KeyRanges:
     sharding, device = shard_map.sharding, ranges.start.device
     real = sharding.real[holder].to(device)
     # padding is ordered between the last token of its document and the first of the next
-    order = 2 * (shard_map.begins + sharding.positions[holder].to(device)) + (~real).long()
+    order = 2 * (shard_map.document_start + sharding.positions[holder].to(device)) + (~real).long()
     first = torch.searchsorted(order, 2 * ranges.start.to(order.dtype))
     last = torch.searchsorted(order, 2 * ranges.end.to(order.dtype), right=True) - 1
     seen = (ranges.end >= 0) & (first <= last)
@@ -107,7 +107,7 @@ def _hop(x: Tensor, group: ProcessGroup, step: int) -> tuple[Tensor, list[dist.W
     rank, world = group.rank(), group.size()
     x = x.contiguous()
     received = torch.empty_like(x)
-    with watched(group):
+    with name_lost_rank(group):
         return received, dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, x, group=group, group_peer=(rank + step) % world),

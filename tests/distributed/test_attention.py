@@ -20,21 +20,24 @@ SCHEMES = {
 
 
 def full_sequence(sharding, group, kv_heads, dim=16):
-    """Return q, k, v and the output gradient for the real tokens of the sequence."""
+    """Return q, k, v and the output gradient of the whole sequence, without padding."""
     q, k, v = qkv(2, kv_heads * group, kv_heads, sharding.length, dim=dim)
     grad = qkv(2, kv_heads * group, kv_heads, sharding.length, dim=dim, seed=9)[0]
     return q, k, v, grad
 
 
-def on_a_rank(process_group, scheme, ends, group, kv_heads, settings):
-    """Return {"out", "lse", "dq", "dk", "dv"} of a rank."""
+def attention_of_rank(process_group, scheme, ends, shape, settings):
+    """Return {"out", "lse", "dq", "dk", "dv"} of a rank.
+
+    ``shape`` has the arguments ``group`` and ``kv_heads`` of `full_sequence`.
+    """
     sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
-    *inputs, grad = (shard_of(x, sharding, rank) for x in full_sequence(sharding, group, kv_heads))
-    leaves = [x.requires_grad_() for x in inputs]
+    q, k, v, grad = (shard_of(x, sharding, rank) for x in full_sequence(sharding, **shape))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
     # small slices, so that an all-gather overlaps with attention over another slice
     settings = {"heads_k_stride": 1, **settings}
     out, lse = SCHEMES[scheme](
-        *leaves, group=process_group, cu_seqlens=ends, block=BLOCK, engine="reference", **settings
+        q, k, v, group=process_group, cu_seqlens=ends, block=BLOCK, engine="reference", **settings
     )
     # padding queries do not contribute to the loss
     grad = grad * sharding.real[rank][:, None]
@@ -43,11 +46,12 @@ def on_a_rank(process_group, scheme, ends, group, kv_heads, settings):
     return {name: x.detach() for name, x in result.items()}
 
 
-def in_one_process(sharding, group, kv_heads, causal=True):
+def attention_in_one_process(sharding, group, kv_heads, causal=True):
+    """Return {"out", "lse", "dq", "dk", "dv"} of exact attention over the whole sequence."""
     q, k, v, grad = full_sequence(sharding, group, kv_heads)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    document = torch.arange(len(sharding.lengths)).repeat_interleave(torch.tensor(sharding.lengths))
-    mask = document[:, None] == document
+    doc_ids = torch.arange(len(sharding.lengths)).repeat_interleave(torch.tensor(sharding.lengths))
+    mask = doc_ids[:, None] == doc_ids
     if causal:
         mask = mask.tril()
     keys, values = (x.repeat_interleave(group, dim=1) for x in leaves[1:])
@@ -60,13 +64,14 @@ def in_one_process(sharding, group, kv_heads, causal=True):
 
 
 def assert_same(actual, sharding, expected):
-    for name, meant in expected.items():
-        result = together([each[name] for each in actual], sharding)
-        error = (result - meant).abs().max() / meant.abs().max()
+    """Assert that the joined tensors of all ranks equal the expected tensors, by name."""
+    for name, tensor in expected.items():
+        result = together([of_rank[name] for of_rank in actual], sharding)
+        error = (result - tensor).abs().max() / tensor.abs().max()
         assert error <= 1e-5, f"{name}: {error:.2g}"
 
 
-# (ranks, scheme, KV heads, query heads of each, settings)
+# (number of ranks, scheme, KV heads, query heads per KV head, settings)
 CASES = {
     **{f"own-keys-{world}": (world, "zigzag", 2, 1, {}) for world in (1, 2, 4, 8)},
     **{f"shared-keys-{world}": (world, "zigzag", 2, 4, {}) for world in (1, 2, 4, 8)},
@@ -87,31 +92,32 @@ def test_every_sharding_equals_single_process(
     ranks, world, scheme, kv_heads, group, settings, boundaries
 ):
     ends, sharding = BOUNDARIES[boundaries], sharding_for(world, BOUNDARIES[boundaries])
-    actual = ranks.run(world, on_a_rank, scheme, ends, group, kv_heads, settings)
+    shape = {"group": group, "kv_heads": kv_heads}
+    actual = ranks.run(world, attention_of_rank, scheme, ends, shape, settings)
     causal = settings.get("causal", True)
-    assert_same(actual, sharding, in_one_process(sharding, group, kv_heads, causal))
+    assert_same(actual, sharding, attention_in_one_process(sharding, **shape, causal=causal))
 
 
-def plainly(attend, *leaves):
-    return attend(*leaves)
+def without_hooks(attend, q, k, v):
+    return attend(q, k, v)
 
 
-def checkpointed(attend, *leaves):
-    return checkpoint(attend, *leaves, use_reentrant=False)
+def checkpointed(attend, q, k, v):
+    return checkpoint(attend, q, k, v, use_reentrant=False)
 
 
-def checkpointed_except_gathers(attend, *leaves):
+def checkpointed_except_gathers(attend, q, k, v):
     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.index_select.default])
-    return checkpoint(attend, *leaves, use_reentrant=False, context_fn=contexts)
+    return checkpoint(attend, q, k, v, use_reentrant=False, context_fn=contexts)
 
 
-def offloaded(attend, *leaves):
+def offloaded(attend, q, k, v):
     with save_on_cpu():
-        return attend(*leaves)
+        return attend(q, k, v)
 
 
-def copied_later(attend, *leaves):
-    """Create saved-tensor hooks that copy tensors after the forward pass."""
+def copied_later(attend, q, k, v):
+    """Call ``attend`` with saved-tensor hooks that copy all tensors after the forward pass."""
     saved = []
 
     def unpack(index):
@@ -119,11 +125,11 @@ def copied_later(attend, *leaves):
         return saved[index]
 
     with saved_tensors_hooks(lambda x: saved.append(x) or len(saved) - 1, unpack):
-        return attend(*leaves)
+        return attend(q, k, v)
 
 
 AUTOGRAD_MODES = {
-    "plainly": plainly,
+    "without-hooks": without_hooks,
     "checkpointed": checkpointed,
     "some-checkpointed": checkpointed_except_gathers,
     "offloaded": offloaded,
@@ -131,28 +137,44 @@ AUTOGRAD_MODES = {
 }
 
 
-def backward_on_a_rank(process_group, way, group, settings):
+def gradients_of_rank(process_group, mode, group, settings):
     """Return gradients of two backward passes, or of one under selective checkpointing."""
     sharding, rank = sharding_for(process_group.size(), None), process_group.rank()
-    *inputs, grad = (shard_of(x, sharding, rank) for x in full_sequence(sharding, group, 3))
-    leaves = [x.requires_grad_() for x in inputs]
-    fixed = {"group": process_group, "block": BLOCK, "engine": "reference", "heads_k_stride": 1}
-    attend = partial(zigzag_attention, **fixed, **settings)
-    out = AUTOGRAD_MODES[way](lambda *x: attend(*x)[0], *leaves)
-    passes = 1 if way == "some-checkpointed" else 2
-    found = [torch.autograd.grad(out, leaves, grad, retain_graph=i == 0) for i in range(passes)]
-    return [dict(zip(("dq", "dk", "dv"), each, strict=True)) for each in found]
+    q, k, v, grad = (shard_of(x, sharding, rank) for x in full_sequence(sharding, group, 3))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def attend(q, k, v):
+        out, _ = zigzag_attention(
+            q,
+            k,
+            v,
+            group=process_group,
+            block=BLOCK,
+            engine="reference",
+            heads_k_stride=1,
+            **settings,
+        )
+        return out
+
+    out = AUTOGRAD_MODES[mode](attend, q, k, v)
+    num_passes = 1 if mode == "some-checkpointed" else 2
+    passes = [
+        torch.autograd.grad(out, leaves, grad, retain_graph=i == 0) for i in range(num_passes)
+    ]
+    return [dict(zip(("dq", "dk", "dv"), gradients, strict=True)) for gradients in passes]
 
 
-@pytest.mark.parametrize("way", AUTOGRAD_MODES)
+@pytest.mark.parametrize("mode", AUTOGRAD_MODES)
 @pytest.mark.parametrize("group", [1, 2], ids=["own-keys", "shared-keys"])
 @pytest.mark.parametrize("settings", [{}, {"regather_kv": False}], ids=["regathered", "saved"])
-def test_gradients_are_equal_under_checkpointing_and_offloading(ranks, way, group, settings):
-    actual = ranks.run(2, backward_on_a_rank, way, group, settings)
+def test_gradients_are_equal_under_checkpointing_and_offloading(ranks, mode, group, settings):
+    rank_0, rank_1 = ranks.run(2, gradients_of_rank, mode, group, settings)
     sharding = sharding_for(2, None)
-    expected = in_one_process(sharding, group, 3)
-    for each in zip(*actual, strict=True):
-        assert_same(each, sharding, {name: expected[name] for name in ("dq", "dk", "dv")})
+    expected = attention_in_one_process(sharding, group, 3)
+    gradients = {name: expected[name] for name in ("dq", "dk", "dv")}
+    # one pair for each backward pass
+    for of_ranks in zip(rank_0, rank_1, strict=True):
+        assert_same(of_ranks, sharding, gradients)
 
 
 def test_zigzag_balances_work_across_ranks():

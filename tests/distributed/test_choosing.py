@@ -1,4 +1,4 @@
-"""Plans of several ranks, against the rows of the plan of a single process."""
+"""Plans of several ranks, against the rows of the plan that a single process computes."""
 
 import contextlib
 from dataclasses import replace
@@ -49,7 +49,7 @@ CONFIGS = {
 
 
 class LoudBlocks(Predictor):
-    """Predictor that selects key blocks with a long key; it gathers key summaries only."""
+    """Predictor of key blocks that contain a key with a large norm; gathers summaries only."""
 
     def encode_keys(self, k, valid=None):
         norms = k.norm(dim=-1)
@@ -69,7 +69,7 @@ class LoudBlocks(Predictor):
 
 
 class HalfAMass(RowsPredictor):
-    """CAB with half of the mass threshold; inherits the required inputs of `RowsPredictor`."""
+    """`RowsPredictor` with half of the mass threshold; inherits ``required_inputs``."""
 
     def choose(self, q, summary, call):
         half = replace(self.config, mass_threshold=self.config.mass_threshold / 2)
@@ -81,22 +81,23 @@ register_predictor("half-a-mass", HalfAMass)
 
 
 def full_sequence(sharding, dim=DIM):
-    """Return q and k in which some blocks have more attention mass than others."""
+    """Return q, k and v; some blocks have much more attention mass than others."""
     q, k, v = qkv(1, HEADS, KV_HEADS, sharding.length, dim=dim)
     return 2 * q, 2 * k, v
 
 
-def on_a_rank(process_group, config, ends):
-    """Return the lists and complete rows of this rank's plan, and their rows of the sequence."""
+def plan_of_rank(process_group, config, ends):
+    """Return `facts_of` the plan of a rank."""
     sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
     q, k, _ = (shard_of(x, sharding, rank) for x in full_sequence(sharding))
     plan = distributed.predict(
         q, k, group=process_group, config=config, layer=0, cu_seqlens=ends, block=BLOCK
     )
-    return parts_of(plan)
+    return facts_of(plan)
 
 
-def parts_of(plan):
+def facts_of(plan):
+    """Return (kept blocks, dense rows, index of each row in the sequence) of a rank's plan."""
     require_valid(plan)
     return (
         plan.to_dense(),
@@ -105,7 +106,7 @@ def parts_of(plan):
     )
 
 
-def in_one_process(config, sharding, dim=DIM, channels=()):
+def plan_in_one_process(config, sharding, dim=DIM, channels=()):
     q, k, _ = full_sequence(sharding, dim)
     layout = layout_of(sharding, max(config.query_block, config.key_block))
     call = LayerContext(layout.ranges, DIM**-0.5, 0, channels=channels)
@@ -113,6 +114,7 @@ def in_one_process(config, sharding, dim=DIM, channels=()):
 
 
 def assert_rows_of(actual, plan):
+    """Assert that every row of ``plan`` is on one rank; ``actual`` has `facts_of` each rank."""
     num_ranks = torch.zeros(plan.q_blocks, dtype=torch.int64)
     for dense, complete, rows in actual:
         is_real = rows >= 0
@@ -129,25 +131,25 @@ def assert_rows_of(actual, plan):
 @pytest.mark.parametrize("boundaries", BOUNDARIES)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_rank_plans_are_rows_of_single_process_plan(ranks, config, boundaries):
-    actual = ranks.run(4, on_a_rank, CONFIGS[config], BOUNDARIES[boundaries])
-    assert_rows_of(actual, in_one_process(CONFIGS[config], sharding_for(4, BOUNDARIES[boundaries])))
+    config, ends = CONFIGS[config], BOUNDARIES[boundaries]
+    actual = ranks.run(4, plan_of_rank, config, ends)
+    assert_rows_of(actual, plan_in_one_process(config, sharding_for(4, ends)))
 
 
-def gathered_on_a_rank(process_group, config, layer):
+def num_gathered_elements(process_group, config, layer):
     """Return the number of elements of each all-gather that selection on this rank starts."""
     sharding, rank = sharding_for(process_group.size(), None), process_group.rank()
     q, k, _ = (shard_of(x, sharding, rank) for x in full_sequence(sharding))
-    fields = {"group": process_group, "config": config, "layer": layer, "block": BLOCK}
-    received = []
+    sizes = []
     with pytest.MonkeyPatch.context() as patch:
         all_gather = sharded.all_gather
         patch.setattr(
-            sharded, "all_gather", lambda x, g: received.append(x.numel()) or all_gather(x, g)
+            sharded, "all_gather", lambda x, g: sizes.append(x.numel()) or all_gather(x, g)
         )
         with contextlib.suppress(ValueError):
             # the second layer of a cascade raises, because its anchor did not run
-            distributed.predict(q, k, **fields)
-    return sorted(received)
+            distributed.predict(q, k, group=process_group, config=config, layer=layer, block=BLOCK)
+    return sorted(sizes)
 
 
 # elements of q and of k of one rank, for 128 tokens
@@ -155,7 +157,7 @@ Q, K = 4 * 128 * 16, 2 * 128 * 16
 
 
 @pytest.mark.parametrize(
-    ("config", "layer", "received"),
+    ("config", "layer", "sizes"),
     [
         ("antidiagonal", 0, [K, Q]),
         ("own-of-cab", 0, [K]),
@@ -166,37 +168,39 @@ Q, K = 4 * 128 * 16, 2 * 128 * 16
         ("cascade", 1, []),
     ],
 )
-def test_ranks_gather_inputs_declared_by_predictor(ranks, config, layer, received):
-    assert ranks.run(2, gathered_on_a_rank, CONFIGS[config], layer) == [received] * 2
+def test_ranks_gather_inputs_declared_by_predictor(ranks, config, layer, sizes):
+    assert ranks.run(2, num_gathered_elements, CONFIGS[config], layer) == [sizes] * 2
 
 
-def on_a_rank_by_slow_channels(process_group, config, ends):
+def plan_of_rank_by_slow_channels(process_group, config, ends):
     sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
     q, k, _ = (shard_of(x, sharding, rank) for x in full_sequence(sharding, 64))
     shard_map = sharding.shard_map(max(config.query_block, config.key_block), q.device)
     layout = ShardedLayout(shard_map, process_group, shard_map.ranges(rank, 1))
     call = LayerContext(layout.ranges, DIM**-0.5, 0, channels=SLOW)
-    return parts_of(layout.choose(make_predictor(config), q, k, call))
+    return facts_of(layout.choose(make_predictor(config), q, k, call))
 
 
 @pytest.mark.parametrize("boundaries", BOUNDARIES)
 @pytest.mark.parametrize("config", ["exact", "cascade"])
 def test_slow_channels_select_rows_of_single_process_plan(ranks, config, boundaries):
     config = CONFIGS[config]
-    actual = ranks.run(4, on_a_rank_by_slow_channels, config, BOUNDARIES[boundaries])
+    actual = ranks.run(4, plan_of_rank_by_slow_channels, config, BOUNDARIES[boundaries])
     sharding = sharding_for(4, BOUNDARIES[boundaries])
-    plan = in_one_process(config, sharding, 64, SLOW)
+    plan = plan_in_one_process(config, sharding, 64, SLOW)
     assert_rows_of(actual, plan)
     # all channels select other blocks than the slow channels
-    assert not torch.equal(plan.to_dense(), in_one_process(config, sharding, 64).to_dense())
+    by_all_channels = plan_in_one_process(config, sharding, 64)
+    assert not torch.equal(plan.to_dense(), by_all_channels.to_dense())
 
 
 def test_one_rank_equals_single_process(ranks):
-    actual = ranks.run(1, on_a_rank, SMALL, BOUNDARIES["packed"])
-    assert_rows_of(actual, in_one_process(SMALL, sharding_for(1, BOUNDARIES["packed"])))
+    actual = ranks.run(1, plan_of_rank, SMALL, BOUNDARIES["packed"])
+    assert_rows_of(actual, plan_in_one_process(SMALL, sharding_for(1, BOUNDARIES["packed"])))
 
 
-def attended_on_a_rank(process_group, config, ends):
+def attention_of_rank(process_group, config, ends):
+    """Return (output, log-sum-exp, dq, dk, dv) of sparse attention on a rank."""
     sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
     q, k, v = (shard_of(x, sharding, rank).requires_grad_() for x in full_sequence(sharding))
     shared = {"group": process_group, "cu_seqlens": ends, "block": BLOCK}
@@ -211,32 +215,38 @@ def attended_on_a_rank(process_group, config, ends):
 def test_sparse_attention_equals_single_process(ranks, config, boundaries):
     config, ends = CONFIGS[config], BOUNDARIES[boundaries]
     sharding = sharding_for(4, ends)
-    outcome = ranks.run(4, attended_on_a_rank, config, ends)
-    plan = in_one_process(config, sharding)
+    actual = ranks.run(4, attention_of_rank, config, ends)
     layout = layout_of(sharding, 32)
-    leaves = [x.requires_grad_() for x in full_sequence(sharding)]
-    inputs = layout.queries(leaves[0]), *map(layout.keys, leaves[1:])
-    out, lse = reference.attention(*inputs, plan, DIM**-0.5, return_lse=True)
+    q, k, v = (x.requires_grad_() for x in full_sequence(sharding))
+    out, lse = reference.attention(
+        layout.queries(q),
+        layout.keys(k),
+        layout.keys(v),
+        plan=plan_in_one_process(config, sharding),
+        scale=DIM**-0.5,
+        return_lse=True,
+    )
     out = layout.restore(out)
-    gradients = torch.autograd.grad(out.square().sum(), leaves)
+    gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
     if layout.query_order is not None:
         lse = lse[:, :, layout.query_order.target]
-    for parts, expected in zip(zip(*outcome, strict=True), (out, lse, *gradients), strict=True):
-        result = torch.cat(parts, dim=2)[:, :, sharding.owner]
+    for i, expected in enumerate((out, lse, *gradients)):
+        shards = [of_rank[i] for of_rank in actual]
+        result = torch.cat(shards, dim=2)[:, :, sharding.shard_index]
         assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_union_contains_blocks_of_all_queries_of_a_rank(ranks):
     config = replace(SMALL, mass_threshold=0.08, dense_tail_blocks=0, local_blocks=1)
     sharding = sharding_for(4, None)
-    for rank, needed in enumerate(ranks.run(4, needed_on_a_rank, config)):
-        rows = in_one_process(config, sharding).to_dense()
-        expected = rows[:, :, sharding.slots[rank][::32] // 32].any(2)
-        assert torch.equal(needed, expected.unflatten(1, (KV_HEADS, -1)).any(2))
-        assert 0 < needed.float().mean() < 1
+    for rank, union in enumerate(ranks.run(4, union_of_rank, config)):
+        rows = plan_in_one_process(config, sharding).to_dense()
+        expected = rows[:, :, sharding.sequence_index[rank][::32] // 32].any(2)
+        assert torch.equal(union, expected.unflatten(1, (KV_HEADS, -1)).any(2))
+        assert 0 < union.float().mean() < 1
 
 
-def needed_on_a_rank(process_group, config):
+def union_of_rank(process_group, config):
     sharding = sharding_for(process_group.size(), None)
     q, k, _ = (shard_of(x, sharding, process_group.rank()) for x in full_sequence(sharding))
     plan = distributed.predict(q, k, group=process_group, config=config, block=BLOCK)
@@ -244,20 +254,21 @@ def needed_on_a_rank(process_group, config):
 
 
 def test_layers_share_key_ranges(ranks):
-    for same, refusal in ranks.run(2, twice_on_a_rank):
-        assert same and refusal.startswith("ranges must belong to the sequence of q")
+    for is_same, message in ranks.run(2, predict_twice):
+        assert is_same and message.startswith("ranges must belong to the sequence of q")
 
 
-def twice_on_a_rank(process_group):
+def predict_twice(process_group):
+    """Return (True if two layers share ranges and plan, message for ranges of other documents)."""
     sharding = sharding_for(2, BOUNDARIES["packed"])
     q, k, _ = (shard_of(x, sharding, process_group.rank()) for x in full_sequence(sharding))
     fields = {"group": process_group, "config": SMALL, "block": BLOCK}
     ends = {"cu_seqlens": BOUNDARIES["packed"]}
     first = distributed.predict(q, k, **fields, **ends)
     again = distributed.predict(q, k, **fields, **ends, ranges=first.ranges)
-    same = again.ranges is first.ranges and torch.equal(again.to_dense(), first.to_dense())
+    is_same = again.ranges is first.ranges and torch.equal(again.to_dense(), first.to_dense())
     try:
         distributed.predict(q, k, **fields, ranges=first.ranges)
     except ValueError as error:
-        return same, str(error)
-    return same, ""
+        return is_same, str(error)
+    return is_same, ""

@@ -1,4 +1,4 @@
-"""Inconsistent, misplaced or dead ranks: every rank raises."""
+"""Errors of ranks with different arguments, wrong shards or dead partners; every rank raises."""
 
 import os
 import re
@@ -20,6 +20,7 @@ from cab_hf.distributed import sharding as shardings
 from cab_hf.distributed.sharded import ShardedLayout
 from cab_hf.engines import REFERENCE
 
+# seconds until a collective without answer fails
 TIMEOUT = 20
 
 
@@ -28,21 +29,21 @@ def one_layer(implementation="cab"):
 
 
 def attend(group, changed):
-    """Run attention after ``changed`` has been applied to the inputs of rank 1."""
-    own = {"heads": 4, "kv_heads": 2, "tokens": 128, "dim": 16, "dtype": torch.float32, "batch": 1}
+    """Run attention; rank 1 has inputs with the changed arguments of `qkv`, or ``cu_seqlens``."""
+    fields = {"heads": 4, "kv_heads": 2, "q_length": 128, "dim": 16}
+    fields |= {"dtype": torch.float32, "batch": 1, "cu_seqlens": None}
     if group.rank() == 1:
-        own.update(changed)
-    lengths = {name: own.pop(name) for name in ("cu_seqlens",) if name in own}
-    tokens_held = own.pop("tokens")
-    q, k, v = qkv(q_length=tokens_held, **own)
-    return distributed.zigzag_attention(q, k, v, group=group, block=BLOCK, **lengths)
+        fields |= changed
+    cu_seqlens = fields.pop("cu_seqlens")
+    q, k, v = qkv(**fields)
+    return distributed.zigzag_attention(q, k, v, group=group, block=BLOCK, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
         pytest.param(
-            {"tokens": 64},
+            {"q_length": 64},
             "tokens of a rank must be equal .* got 128 on rank 0, 64 on rank 1",
             id="tokens",
         ),
@@ -67,18 +68,18 @@ def test_inconsistent_arguments_raise_on_all_ranks(ranks, changed, sentence):
             raise ValueError(outcome.sentence)
 
 
-def with_inputs_of(group, whose):
-    """Run a model on each rank with the shard of rank ``whose[rank]``."""
+def run_with_positions_of(group, owners):
+    """Run a model on each rank with the position ids of rank ``owners[rank]``."""
     batch = {"input_ids": tokens(1, 256)}
     inputs = distributed.shard(batch, group, BLOCK)
     sharding = shardings.sharding_of((256,), group.size(), BLOCK)
-    inputs["position_ids"] = sharding.positions[whose[group.rank()]][None]
+    inputs["position_ids"] = sharding.positions[owners[group.rank()]][None]
     with torch.no_grad(), cab_hf.context_parallel(one_layer(), group, block=BLOCK) as model:
         return model(**inputs, use_cache=False)
 
 
 @pytest.mark.parametrize(
-    ("whose", "sentence"),
+    ("owners", "sentence"),
     [
         pytest.param(
             (0, 0), "tokens at positions of another rank must be equal .* got 0 on rank 0", id="one"
@@ -86,13 +87,14 @@ def with_inputs_of(group, whose):
         pytest.param((1, 0), "must describe the 128 tokens of rank", id="swapped"),
     ],
 )
-def test_positions_of_another_rank_raise(ranks, whose, sentence):
-    for outcome in ranks.outcomes(2, with_inputs_of, whose):
+def test_positions_of_another_rank_raise(ranks, owners, sentence):
+    for outcome in ranks.outcomes(2, run_with_positions_of, owners):
         with pytest.raises(ValueError, match=sentence):
             raise ValueError(outcome.sentence)
 
 
-def with_other_settings(group):
+def run_with_other_settings(group):
+    """Run a model on each rank; rank 1 has another mass threshold."""
     model = one_layer()
     if group.rank() == 1:
         model.config.cab_config = replace(SPARSE, mass_threshold=0.09).to_dict()
@@ -102,15 +104,15 @@ def with_other_settings(group):
 
 
 def test_different_settings_raise_on_all_ranks(ranks):
-    for outcome in ranks.outcomes(2, with_other_settings):
+    for outcome in ranks.outcomes(2, run_with_other_settings):
         assert outcome.sentence.startswith("settings (checksum) must be equal")
 
 
-def with_another_batch(group, changed, place):
-    """Run a model on each rank; the batch of rank 1 differs in one place."""
+def run_with_another_batch(group, changed, index):
+    """Run a model on each rank; the tensor ``changed`` of rank 1 differs in one token."""
     batch = {"input_ids": tokens(2, 256), "labels": tokens(2, 256)}
     if group.rank() == 1:
-        batch[changed][1, place] = 1
+        batch[changed][1, index] = 1
     inputs = distributed.shard(batch, group, BLOCK)
     if changed == "input_ids":
         inputs["inputs_embeds"] = one_layer().get_input_embeddings()(inputs.pop("input_ids"))
@@ -119,9 +121,9 @@ def with_another_batch(group, changed, place):
 
 
 @pytest.mark.parametrize("changed", ["input_ids", "labels"])
-@pytest.mark.parametrize("place", [1, 100], ids=["of-the-first-rank", "of-the-second-rank"])
-def test_different_batches_raise_on_all_ranks(ranks, changed, place):
-    for outcome in ranks.outcomes(2, with_another_batch, changed, place):
+@pytest.mark.parametrize("index", [1, 100], ids=["of-the-first-rank", "of-the-second-rank"])
+def test_different_batches_raise_on_all_ranks(ranks, changed, index):
+    for outcome in ranks.outcomes(2, run_with_another_batch, changed, index):
         assert outcome.kind == "ValueError"
         assert re.match(
             r"tokens or labels \(checksum\) must be equal .* got \d+ on rank 0, \d+ on rank 1\. ",
@@ -129,66 +131,69 @@ def test_different_batches_raise_on_all_ranks(ranks, changed, place):
         )
 
 
-def computed(group, wrong):
-    """Return the error of zigzag against one process after an intentional misplacement."""
+def error_of_attention(group, wrong):
+    """Return the largest error of this rank's output against one process.
+
+    ``wrong`` is "permutation" (of gathered keys), "positions" (of another rank) or None.
+    """
     sharding, rank = sharding_for(group.size(), [0, 300]), group.rank()
     q, k, v = qkv(1, 4, 2, sharding.length)
     shard_map = shardings._shard_map.__wrapped__(
         sharding, sharding.dense_block_size, torch.device("cpu")
     )
     if wrong == "permutation":
-        shard_map = replace(shard_map, source=shard_map.source.flip(0))
+        shard_map = replace(shard_map, token_of_slot=shard_map.token_of_slot.flip(0))
     if wrong == "positions":
         rank = 1 - rank
     layout = ShardedLayout(shard_map, group, shard_map.ranges(rank, 1))
     plan = full_plan(layout.ranges, sharding.dense_block_size)
-    held = (shard_of(x, sharding, group.rank()) for x in (q, k, v))
-    out = layout.attend(REFERENCE, *held, plan, 0.25)
+    q_shard, k_shard, v_shard = (shard_of(x, sharding, group.rank()) for x in (q, k, v))
+    out = layout.attend(REFERENCE, q_shard, k_shard, v_shard, plan=plan, scale=0.25)
     exact = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True
     )
-    return (
-        (out - shard_of(exact, sharding, group.rank()))[:, :, sharding.real[group.rank()]]
-        .abs()
-        .max()
-    )
+    error = out - shard_of(exact, sharding, group.rank())
+    return error[:, :, sharding.real[group.rank()]].abs().max()
 
 
 @pytest.mark.parametrize("wrong", ["permutation", "positions"])
 def test_misplaced_shards_change_the_result(ranks, wrong):
-    assert max(ranks.run(2, computed, None)) < 1e-5
-    assert min(ranks.run(2, computed, wrong)) > 0.1
+    assert max(ranks.run(2, error_of_attention, None)) < 1e-5
+    assert min(ranks.run(2, error_of_attention, wrong)) > 0.1
 
 
-def dies(group, how):
-    """Run attention; rank 1 dies before the second call."""
+def attend_until_rank_dies(group, death):
+    """Run attention twice; rank 1 dies before the second call.
+
+    Other ranks return (message of the error, seconds until the error).
+    """
     q, k, v = qkv(1, 4, 2, 128)
     distributed.zigzag_attention(q, k, v, group=group, block=BLOCK)
     model = one_layer()
     start = time.monotonic()
     try:
         with cab_hf.context_parallel(model, group, block=BLOCK):
-            if group.rank() == 1 and how == "killed":
+            if group.rank() == 1 and death == "killed":
                 os._exit(9)
             if group.rank() == 1:
                 raise MemoryError("the third layer did not fit")
             distributed.zigzag_attention(q, k, v, group=group, block=BLOCK)
     except MemoryError:
-        # the end of a process closes its connections
+        # the end of the process closes its connections, which other ranks notice
         os._exit(1)
     except distributed.RankLost as error:
         return str(error), time.monotonic() - start
 
 
 @pytest.mark.parametrize(
-    ("how", "cause"),
+    ("death", "cause"),
     [
         ("killed", "rank 1 stopped without reporting an error"),
         ("raised", "rank 1 stopped: MemoryError: the third layer did not fit"),
     ],
 )
-def test_dead_rank_stops_other_ranks(processes, how, cause):
-    outcomes = processes(3, TIMEOUT).outcomes(3, dies, how)
+def test_dead_rank_stops_other_ranks(processes, death, cause):
+    outcomes = processes(3, TIMEOUT).outcomes(3, attend_until_rank_dies, death)
     assert outcomes[1] is None
     for rank in (0, 2):
         sentence, seconds = outcomes[rank]
@@ -196,7 +201,8 @@ def test_dead_rank_stops_other_ranks(processes, how, cause):
         assert seconds < TIMEOUT
 
 
-def refused(group, what):
+def run_with_unsupported(group, what):
+    """Run a model with one unsupported argument, named by ``what``."""
     model = one_layer("sdpa" if what == "implementation" else "cab")
     batch = {"input_ids": tokens(1, 256)}
     if what == "padding":
@@ -246,35 +252,38 @@ def refused(group, what):
     ],
 )
 def test_unsupported_arguments_raise(ranks, what, sentence):
-    (outcome,) = ranks.outcomes(1, refused, what)
+    (outcome,) = ranks.outcomes(1, run_with_unsupported, what)
     assert isinstance(outcome, Failure) and outcome.sentence.startswith(sentence)
     assert not outcome.sentence.count("\n") and outcome.sentence.endswith(".")
 
 
-def kept_bytes(group, regather_kv):
-    """Return the bytes that autograd keeps between forward and backward of attention."""
+def saved_bytes(group, regather_kv):
+    """Return the number of bytes that autograd saves for the backward pass of attention."""
     q, k, v = (x.requires_grad_() for x in qkv(1, 2, 2, 512))
-    result = {}
+    storages = {}
 
     def count(x):
-        result[x.untyped_storage()._cdata] = x.untyped_storage()
+        storages[x.untyped_storage()._cdata] = x.untyped_storage()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
         out, _ = distributed.zigzag_attention(
             q, k, v, group=group, block=BLOCK, engine="reference", regather_kv=regather_kv
         )
-    return sum(storage.nbytes() for storage in result.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def test_autograd_does_not_save_gathered_keys(ranks):
-    complete = 2 * 1024 * 2 * 16 * 4
-    kept, again = (ranks.run(2, kept_bytes, again)[0] for again in (False, True))
-    assert kept - again == complete
+    # float32 K and V of 1,024 tokens with 2 heads of 16 channels
+    gathered_kv_bytes = 2 * 1024 * 2 * 16 * 4
+    with_saved_kv, with_regathered_kv = (
+        ranks.run(2, saved_bytes, regather_kv)[0] for regather_kv in (False, True)
+    )
+    assert with_saved_kv - with_regathered_kv == gathered_kv_bytes
 
 
-def halfway(group, reentrant, inside):
-    """Run a training step with only its forward or only its backward pass inside the block."""
+def train_with_one_pass_inside(group, reentrant, inside):
+    """Run a training step; only its forward or its backward pass is in `context_parallel`."""
     model = model_of("cab", SPARSE).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
@@ -292,5 +301,6 @@ def halfway(group, reentrant, inside):
 @pytest.mark.parametrize("inside", ["forward", "backward"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_backward_outside_of_block_raises(ranks, reentrant, inside):
-    for actual in ranks.outcomes(2, halfway, reentrant, inside):
-        assert isinstance(actual, Failure) and "was left or entered in between" in actual.sentence
+    for outcome in ranks.outcomes(2, train_with_one_pass_inside, reentrant, inside):
+        assert isinstance(outcome, Failure)
+        assert "was left or entered in between" in outcome.sentence

@@ -1,4 +1,4 @@
-"""Kernels with the key ranges of a shard (an early and a late chunk), in the interpreter."""
+"""Kernels with the key ranges of one rank (an early and a late chunk), in the interpreter."""
 
 import pytest
 import torch
@@ -14,15 +14,15 @@ SMALL = CabConfig(query_block=32, key_block=16, mass_threshold=0.08, share_thres
 SHAPE = {"heads": 2, "kv_heads": 1, "dim": 16}
 
 
-def shard_spans(ends, rank):
-    """Return (sharding of two ranks, its map, key ranges of the queries of one rank)."""
+def sharded_sequence(ends, rank):
+    """Return (sharding over two ranks, shard map, key ranges of the queries of ``rank``)."""
     sharding = sharding_for(2, ends)
     shard_map = sharding.shard_map(32, "cpu")
     return sharding, shard_map, shard_map.ranges(rank, 1)
 
 
 def test_kernel_attention_under_shard_ranges():
-    sharding, shard_map, ranges = shard_spans([0, 33, 150], 1)
+    sharding, shard_map, ranges = sharded_sequence([0, 33, 150], 1)
     q, k, v = qkv(q_length=sharding.length, **SHAPE)
     q, grad = shard_of(q, sharding, 1), shard_of(q.flip(2), sharding, 1)
     k, v = shard_map.layout.keys(k), shard_map.layout.keys(v)
@@ -32,7 +32,7 @@ def test_kernel_attention_under_shard_ranges():
 
 @pytest.mark.parametrize("ends", [[0, 221], [0, 33, 210]], ids=["one-document", "packed"])
 def test_kernel_selection_under_shard_ranges(ends):
-    sharding, shard_map, ranges = shard_spans(ends, 0)
+    sharding, shard_map, ranges = sharded_sequence(ends, 0)
     q, k = loud(q_length=sharding.length, **SHAPE)
     q, k = shard_of(q, sharding, 0), shard_map.layout.keys(k)
     actual, expected = (

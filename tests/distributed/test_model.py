@@ -1,9 +1,10 @@
-"""A model on several ranks with sharded sequences, against the same model on one rank."""
+"""Models on several ranks with sharded sequences, against the same models in one process."""
 
 import gc
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cab_hf
 from cab_hf import distributed
 from cab_hf.distributed.sharding import sharding_of
-from cab_hf.eval import methods  # noqa: F401  it registers rivals
+from cab_hf.eval import methods  # noqa: F401  registers predictors of other methods
 from cab_hf.plan import KeyRanges
 
 PACKED = [0, 70, 71, 300, 655]
@@ -37,7 +38,8 @@ CONFIGS = {
         min_length=300,
     ),
 }
-# frequencies depend on the longest position; of 400 tokens the second of two ranks holds 128 to 383
+# frequencies depend on the largest position. With 400 tokens on two ranks, the first rank has the
+# last token, and the second rank has tokens 128 to 383
 DYNAMIC = {
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
     "max_position_embeddings": 128,
@@ -64,125 +66,131 @@ def batch_of(length, ends=None, rows=2):
 
 def step(model, inputs):
     """Return (loss, logits, gradients of all parameters by name)."""
-    result = model(**inputs, use_cache=False)
+    outputs = model(**inputs, use_cache=False)
     # in a separate thread, as autograd on a GPU
     with ThreadPoolExecutor(1) as autograd:
-        autograd.submit(result.loss.backward).result()
+        autograd.submit(outputs.loss.backward).result()
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
-    return result.loss.detach(), result.logits.detach(), gradients
+    return outputs.loss.detach(), outputs.logits.detach(), gradients
 
 
-def step_on_a_rank(group, batch, build, settings):
-    model = model_of(*build[0], **build[1]).train()
+def step_of_rank(group, batch, model_fields, settings):
+    """Return (loss of this rank, logits of the sequence, gradients of this rank by name).
+
+    ``model_fields`` are the arguments of `model_of`. ``settings`` are arguments of
+    `context_parallel`, and "checkpointing".
+    """
+    model = model_of(**model_fields).train()
     if settings.get("checkpointing"):
         model.gradient_checkpointing_enable()
-    # slices of few heads, so that one travels while another is attended
-    ours = {"heads_k_stride": 1, **settings}
-    ours.pop("checkpointing", None)
-    with cab_hf.context_parallel(model, group, block=BLOCK, **ours):
+    # small slices, so that an all-gather overlaps with attention over another slice
+    options = {"heads_k_stride": 1, **settings}
+    options.pop("checkpointing", None)
+    with cab_hf.context_parallel(model, group, block=BLOCK, **options):
         inputs = distributed.shard(batch, group, BLOCK)
         loss, logits, gradients = step(model, inputs)
-    everyone = distributed.unshard(logits, inputs["cu_seq_lens_q"], group, block=BLOCK)
-    return loss, everyone, gradients
+    all_logits = distributed.unshard(logits, inputs["cu_seq_lens_q"], group, block=BLOCK)
+    return loss, all_logits, gradients
 
 
-def in_one_process(batch, build):
-    model = model_of(*build[0], **build[1]).train()
+def step_in_one_process(batch, model_fields):
+    model = model_of(**model_fields).train()
     batch = dict(batch)
     if "cu_seq_lens_q" in batch:
         ends = batch["cu_seq_lens_q"].tolist()
-        ranges = zip(ends, ends[1:], strict=False)
-        batch["position_ids"] = torch.cat([torch.arange(b - a) for a, b in ranges])[None]
+        lengths = [end - start for start, end in pairwise(ends)]
+        batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
     return step(model, batch)
 
 
 def assert_same_step(actual, expected):
+    """Assert that the steps of all ranks add up to the step of one process."""
     loss, logits, gradients = expected
-    assert torch.stack([each[0] for each in actual]).sum() == pytest.approx(float(loss), rel=1e-5)
-    for _, everyone, _ in actual:
-        assert (everyone - logits).abs().max() <= 1e-4 * logits.abs().max()
-    assert_same_gradients([each[2] for each in actual], gradients)
+    losses = torch.stack([loss_of_rank for loss_of_rank, _, _ in actual])
+    assert losses.sum() == pytest.approx(float(loss), rel=1e-5)
+    for _, logits_of_rank, _ in actual:
+        assert (logits_of_rank - logits).abs().max() <= 1e-4 * logits.abs().max()
+    assert_same_gradients([gradients_of_rank for _, _, gradients_of_rank in actual], gradients)
+
+
+def cab(config=SPARSE, **fields):
+    """Return arguments of `model_of` for a model with "cab"."""
+    return {"implementation": "cab", "config": config, **fields}
 
 
 @pytest.mark.parametrize("ends", [None, PACKED], ids=["one-document", "packed"])
 @pytest.mark.parametrize("config", slow_but(CONFIGS, 0, 2, 3, 7))
 def test_training_step_equals_single_process(ranks, config, ends):
-    batch, build = batch_of(655, ends), (("cab", CONFIGS[config]), {})
-    actual = ranks.run(4, step_on_a_rank, batch, build, {})
-    assert_same_step(actual, in_one_process(batch, build))
+    batch, model_fields = batch_of(655, ends), cab(CONFIGS[config])
+    actual = ranks.run(4, step_of_rank, batch, model_fields, {})
+    assert_same_step(actual, step_in_one_process(batch, model_fields))
 
 
 @pytest.mark.parametrize(
-    ("build", "settings", "world"),
+    ("model_fields", "settings", "world"),
     [
-        pytest.param((("cab_dense",), {}), {}, 2, id="cab_dense"),
-        pytest.param((("cab", SPARSE), {}), {"checkpointing": True}, 2, id="checkpointing"),
-        # engines save keys that no heads share as they are
+        pytest.param({"implementation": "cab_dense"}, {}, 2, id="cab_dense"),
+        pytest.param(cab(), {"checkpointing": True}, 2, id="checkpointing"),
+        # without groups of heads, engines save K and V themselves, not a repeated copy
         pytest.param(
-            (("cab", SPARSE), {"num_key_value_heads": 6}),
-            {"checkpointing": True},
-            2,
-            id="checkpointing-of-own-keys",
+            cab(num_key_value_heads=6), {"checkpointing": True}, 2, id="checkpointing-of-own-keys"
         ),
         pytest.param(
-            (("cab", CONFIGS["cascade"]), {}), {"checkpointing": True}, 2, id="cascade-checkpointed"
+            cab(CONFIGS["cascade"]), {"checkpointing": True}, 2, id="cascade-checkpointed"
         ),
-        pytest.param((("cab", SPARSE), {}), {"heads_k_stride": 2}, 2, id="both-heads-at-once"),
-        # ranks draw different samples, except if all blocks are sampled
-        pytest.param((("cab", replace(SPARSE, sampled_one_in=1)), {}), {}, 2, id="all-sampled"),
-        pytest.param((("cab", SPARSE), {}), {}, 1, id="alone"),
+        pytest.param(cab(), {"heads_k_stride": 2}, 2, id="both-heads-at-once"),
+        # ranks draw different samples, unless all blocks are sampled
+        pytest.param(cab(replace(SPARSE, sampled_one_in=1)), {}, 2, id="all-sampled"),
+        pytest.param(cab(), {}, 1, id="alone"),
+        pytest.param(cab(family="mistral-sliding"), {}, 4, id="a-sliding-window"),
+        pytest.param(cab(family="qwen3-some-sliding"), {}, 2, id="some-sliding"),
+        pytest.param(cab(family="granite-swa"), {}, 2, id="sinks"),
+        pytest.param(cab(**DYNAMIC), {}, 2, id="dynamic-rope"),
+        pytest.param(cab(**LONGROPE), {"checkpointing": True}, 2, id="longrope"),
+        pytest.param(cab(**ROUTED), {}, 2, id="a-router-loss"),
+        pytest.param(cab(**ROUTED), {"checkpointing": True}, 4, id="a-router-loss-checkpointed"),
         pytest.param(
-            (("cab", SPARSE), {"family": "mistral-sliding"}), {}, 4, id="a-sliding-window"
-        ),
-        pytest.param((("cab", SPARSE), {"family": "qwen3-some-sliding"}), {}, 2, id="some-sliding"),
-        pytest.param((("cab", SPARSE), {"family": "granite-swa"}), {}, 2, id="sinks"),
-        pytest.param((("cab", SPARSE), DYNAMIC), {}, 2, id="dynamic-rope"),
-        pytest.param((("cab", SPARSE), LONGROPE), {"checkpointing": True}, 2, id="longrope"),
-        pytest.param((("cab", SPARSE), ROUTED), {}, 2, id="a-router-loss"),
-        pytest.param(
-            (("cab", SPARSE), ROUTED), {"checkpointing": True}, 4, id="a-router-loss-checkpointed"
-        ),
-        pytest.param(
-            (("cab", FULL), ROUTED), {"ends": [0, 70, 71, 300, 400]}, 2, id="a-router-loss-packed"
+            cab(FULL, **ROUTED), {"ends": [0, 70, 71, 300, 400]}, 2, id="a-router-loss-packed"
         ),
         # the frequencies depend on the longest document
         pytest.param(
-            (("cab", FULL), DYNAMIC), {"ends": [0, 70, 71, 200, 400]}, 4, id="dynamic-rope-packed"
+            cab(FULL, **DYNAMIC), {"ends": [0, 70, 71, 200, 400]}, 4, id="dynamic-rope-packed"
         ),
     ],
 )
 def test_training_step_of_other_models_and_settings_equals_single_process(
-    ranks, build, settings, world
+    ranks, model_fields, settings, world
 ):
     settings = dict(settings)
     batch = batch_of(400, settings.pop("ends", None))
-    actual = ranks.run(world, step_on_a_rank, batch, build, settings)
-    assert_same_step(actual, in_one_process(batch, build))
+    actual = ranks.run(world, step_of_rank, batch, model_fields, settings)
+    assert_same_step(actual, step_in_one_process(batch, model_fields))
 
 
-def made_after_each_pass(group, batch):
-    """Return how many cache entries of living ranges exist after each of three forward passes."""
-    model, alive = model_of("cab", CONFIGS["some-documents-exact"]), []
+def num_cached_after_each_pass(group, batch):
+    """Return the number of cache entries of all `KeyRanges` after each of three forward passes."""
+    model, counts = model_of("cab", CONFIGS["some-documents-exact"]), []
     for _ in range(3):
         with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
             model(**distributed.shard(batch, group, BLOCK), use_cache=False)
         gc.collect()
-        alive.append(sum(len(x._cache) for x in gc.get_objects() if isinstance(x, KeyRanges)))
-    return alive
+        counts.append(sum(len(x._cache) for x in gc.get_objects() if isinstance(x, KeyRanges)))
+    return counts
 
 
 def test_forward_pass_frees_its_caches(ranks):
-    for first, *later in ranks.run(2, made_after_each_pass, batch_of(655, PACKED)):
+    for first, *later in ranks.run(2, num_cached_after_each_pass, batch_of(655, PACKED)):
         assert later == [first, first]
 
 
-def generated_on_a_rank(group, ids):
+def answer_of_rank(group, ids):
+    """Prefill a sharded sequence, gather its cache and generate, as `whole_cache` describes."""
     model = model_of("cab", SPARSE)
     with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
         inputs = distributed.shard({"input_ids": ids}, group, BLOCK)
         cache = model(**inputs, use_cache=True).past_key_values
     cache = distributed.whole_cache(cache, inputs["cu_seq_lens_q"], group, BLOCK)
-    # as a reader of the docstring would type it
+    # the call in the docstring, which must work
     (call,) = re.findall(r"``(cache\.crop\(.*?\))``", distributed.whole_cache.__doc__)
     eval(call, {"cache": cache, "N": ids.shape[1]})
     return model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
@@ -191,27 +199,27 @@ def generated_on_a_rank(group, ids):
 def test_generation_continues_from_sharded_prefill(ranks):
     ids = tokens(1, 333)
     expected = model_of("cab", SPARSE).generate(ids, max_new_tokens=8, do_sample=False)
-    for actual in ranks.run(4, generated_on_a_rank, ids):
+    for actual in ranks.run(4, answer_of_rank, ids):
         assert torch.equal(actual, expected)
 
 
 def test_unshard_inverts_shard(ranks):
     batch = batch_of(655, PACKED)
-    for ids in ranks.run(4, there_and_back, batch):
+    for ids in ranks.run(4, sharded_and_unsharded_ids, batch):
         assert torch.equal(ids, batch["input_ids"])
 
 
-def there_and_back(group, batch):
-    mine = distributed.shard(batch, group, BLOCK)
-    return distributed.unshard(mine["input_ids"], mine["cu_seq_lens_q"], group, block=BLOCK)
+def sharded_and_unsharded_ids(group, batch):
+    shard = distributed.shard(batch, group, BLOCK)
+    return distributed.unshard(shard["input_ids"], shard["cu_seq_lens_q"], group, block=BLOCK)
 
 
 def test_shard_of_handwritten_batch(ranks):
     sharding = sharding_of((5, 40), 2, 16)
     assert sharding.chunks == (16, 16) and sharding.tokens == 64
-    # of the first document rank 0 has all, of the second its ends
+    # rank 0 has the first document, and the start and the end of the second document
     assert sharding.real.sum(1).tolist() == [5 + 16, 16 + 8]
-    assert sharding.slots[1, 32:48].tolist() == list(range(21, 37))
+    assert sharding.sequence_index[1, 32:48].tolist() == list(range(21, 37))
     assert sharding.positions[1, 48:].tolist() == [*range(32, 40), *[39] * 8]
     batch = {"input_ids": torch.arange(10, 55)[None], "labels": torch.arange(10, 55)[None]}
     batch["position_ids"] = torch.cat((torch.arange(5), torch.arange(40)))[None]
@@ -224,7 +232,7 @@ def test_shard_of_handwritten_batch(ranks):
     assert first["cu_seq_lens_q"].tolist() == [0, 5, 45]
     batch["shift_labels"] = batch.pop("labels") + 100
     shifted = ranks.run(2, sharded, batch)[1]
-    # and labels that are shifted stay as they are
+    # shifted labels stay as they are
     assert shifted["labels"][0, 48:].tolist() == [*range(147, 155), *[-100] * 8]
     assert shifted["num_items_in_batch"] == 45
 
@@ -233,44 +241,44 @@ def sharded(group, batch):
     return distributed.shard(batch, group, 16)
 
 
-def wrapped_step_on_a_rank(group, batches, wrap):
-    """Return gradients of a step on two sequences, each sharded to two of four ranks."""
+def gradients_of_wrapped_model(group, batches, wrapper):
+    """Return gradients of a step on two sequences, each sharded over two of four ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    model = WRAPS[wrap](model_of("cab", SPARSE).train())
-    batch, ranks = batches[mesh.get_local_rank("dp")], mesh.get_group("cp")
-    with cab_hf.context_parallel(model, ranks, block=BLOCK):
-        inputs = distributed.shard(batch, ranks, BLOCK)
+    model = WRAPPERS[wrapper](model_of("cab", SPARSE).train())
+    batch, sequence_group = batches[mesh.get_local_rank("dp")], mesh.get_group("cp")
+    with cab_hf.context_parallel(model, sequence_group, block=BLOCK):
+        inputs = distributed.shard(batch, sequence_group, BLOCK)
         # gradients are averaged over four ranks; two ranks share one sequence
         loss = 2 * model(**inputs, use_cache=False).loss
         loss.backward()
-    complete = {name: weight.grad for name, weight in model.named_parameters()}
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
     return {
         name.removeprefix("module."): grad.full_tensor() if isinstance(grad, DTensor) else grad
-        for name, grad in complete.items()
+        for name, grad in gradients.items()
     }
 
 
-def sharded_weights(model):
-    everyone = init_device_mesh("cpu", (4,))
+def fully_sharded(model):
+    mesh = init_device_mesh("cpu", (4,))
     for layer in model.model.layers:
-        fully_shard(layer, mesh=everyone)
-    return fully_shard(model, mesh=everyone)
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
-WRAPS = {
+WRAPPERS = {
     "ddp": DistributedDataParallel,
-    "fsdp2": sharded_weights,
+    "fsdp2": fully_sharded,
 }
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_data_parallel_wrappers_match_single_process(processes, wrap):
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_data_parallel_wrappers_match_single_process(processes, wrapper):
     batches = [batch_of(400), batch_of(400)]
     batches[1]["input_ids"] = tokens(2, 400, seed=5)
-    # wrappers speak to all there are
-    result = processes(4).run(4, wrapped_step_on_a_rank, batches, wrap)
-    expected = [in_one_process(batch, (("cab", SPARSE), {}))[2] for batch in batches]
-    for name, first in expected[0].items():
-        meant = (first + expected[1][name]) / 2
-        for gradients in result:
-            assert (gradients[name] - meant).abs().max() <= 1e-4 * meant.abs().max(), name
+    # four new processes, because wrappers communicate with all processes
+    actual = processes(4).run(4, gradients_of_wrapped_model, batches, wrapper)
+    first, second = (step_in_one_process(batch, cab())[2] for batch in batches)
+    for name in first:
+        expected = (first[name] + second[name]) / 2
+        for gradients in actual:
+            assert (gradients[name] - expected).abs().max() <= 1e-4 * expected.abs().max(), name

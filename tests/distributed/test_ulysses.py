@@ -1,7 +1,8 @@
-"""Ulysses: a rank attends some heads over the whole sequence by the registered names.
+"""Ulysses: each rank computes some heads over the whole sequence, by the registered names.
 
-Tokens are exchanged for heads around the attention function. DeepSpeed does so by a wrapper of its
-own; the one here is the same exchange, for where DeepSpeed is not installed.
+An exchange before and after the attention function converts shards of tokens to shards of heads.
+DeepSpeed has a wrapper for this exchange. `by_torch` is the same exchange in PyTorch, for
+environments without DeepSpeed.
 """
 
 import os
@@ -21,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from cab_hf import CabConfig
 
 LENGTH = 512
-# document lengths by name; a rank's shard starts inside of a document
+# document lengths by name; the shard of the second rank starts inside a document
 DOCUMENT_LENGTHS = {"one-document": (LENGTH,), "packed": (150, 1, 230, 131)}
 CASES = {"cab_dense": ("cab_dense", None), "cab": ("cab", SPARSE)}
 
@@ -32,18 +33,18 @@ def batch_of(documents):
 
 
 def step(model, inputs, labels):
-    """Return (logits, gradients by name) of a share of the mean loss."""
+    """Return (logits, gradients by name) of the sum of token losses divided by ``LENGTH``."""
     logits = model(**inputs, use_cache=False).logits
     loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / LENGTH
     loss.backward()
     return logits.detach(), {name: weight.grad for name, weight in model.named_parameters()}
 
 
-def exchanged(x, group, away, back):
-    """Exchange x between ranks: scatter dimension ``away``, gather dimension ``back``."""
-    parts = x.unflatten(away, (group.size(), -1)).movedim(away, 0).contiguous()
+def exchanged(x, group, scattered, gathered):
+    """Exchange x between ranks: scatter one dimension, gather another."""
+    parts = x.unflatten(scattered, (group.size(), -1)).movedim(scattered, 0).contiguous()
     parts = all_to_all_single(torch.empty_like(parts), parts, group=group)
-    return torch.cat(list(parts), dim=back)
+    return torch.cat(list(parts), dim=gathered)
 
 
 @contextmanager
@@ -52,18 +53,18 @@ def by_torch(model, group):
     function = ALL_ATTENTION_FUNCTIONS[name]
 
     def attend(module, query, key, value, mask, position_ids, **kwargs):
-        everyone = [torch.empty_like(position_ids) for _ in range(group.size())]
-        dist.all_gather(everyone, position_ids, group=group)
+        positions = [torch.empty_like(position_ids) for _ in range(group.size())]
+        dist.all_gather(positions, position_ids, group=group)
         query, key, value = (exchanged(x, group, 1, 2) for x in (query, key, value))
-        kwargs["position_ids"] = torch.cat(everyone, dim=1)
-        out, _ = function(module, query, key, value, None, **kwargs)
+        kwargs["position_ids"] = torch.cat(positions, dim=1)
+        out, _ = function(module, query, key, value, attention_mask=None, **kwargs)
         return exchanged(out, group, 1, 2), None
 
     ALL_ATTENTION_FUNCTIONS[name] = attend
     try:
         yield
     finally:
-        # the function of all models is there again
+        # afterwards, the registered function applies again
         del ALL_ATTENTION_FUNCTIONS[name]
 
 
@@ -88,36 +89,48 @@ def by_deepspeed(model, group):
     yield
 
 
-WAYS = {"torch": by_torch, "deepspeed": by_deepspeed}
+BACKENDS = {"torch": by_torch, "deepspeed": by_deepspeed}
 
 
-def step_on_a_rank(group, way, build, inputs, labels):
-    model = model_of(*build).train()
-    with WAYS[way](model, group):
-        return step(model, shard_of(inputs, group), *shard_of({"": labels}, group).values())
+def step_of_rank(group, backend, case, batch):
+    """Return (logits, gradients by name) of a rank's shard of ``batch``, (inputs, labels)."""
+    model, (inputs, labels) = model_of_case(case), batch
+    with BACKENDS[backend](model, group):
+        return step(model, shards_of(inputs, group), shard_of(labels, group))
 
 
-def shard_of(inputs, group):
-    return {name: x.chunk(group.size(), dim=1)[group.rank()] for name, x in inputs.items()}
+def model_of_case(case):
+    implementation, config = case
+    return model_of(implementation, config).train()
 
 
-def assert_same_step(actual, build, inputs, labels):
-    logits, gradients = step(model_of(*build).train(), inputs, labels)
-    together = torch.cat([mine for mine, _ in actual], dim=1)
+def shard_of(x, group):
+    return x.chunk(group.size(), dim=1)[group.rank()]
+
+
+def shards_of(inputs, group):
+    return {name: shard_of(x, group) for name, x in inputs.items()}
+
+
+def assert_same_step(actual, case, batch):
+    """Assert that the steps of all ranks equal the step of one process."""
+    inputs, labels = batch
+    logits, gradients = step(model_of_case(case), inputs, labels)
+    together = torch.cat([logits_of_rank for logits_of_rank, _ in actual], dim=1)
     assert (together - logits).abs().max() <= 1e-5 * logits.abs().max()
-    assert_same_gradients([mine for _, mine in actual], gradients)
+    assert_same_gradients([gradients_of_rank for _, gradients_of_rank in actual], gradients)
 
 
 @pytest.mark.parametrize("name", DOCUMENT_LENGTHS)
 @pytest.mark.parametrize("case", CASES)
 def test_training_step_equals_single_process(ranks, case, name):
-    step_of = (CASES[case], *batch_of(DOCUMENT_LENGTHS[name]))
-    assert_same_step(ranks.run(2, step_on_a_rank, "torch", *step_of), *step_of)
+    case, batch = CASES[case], batch_of(DOCUMENT_LENGTHS[name])
+    assert_same_step(ranks.run(2, step_of_rank, "torch", case, batch), case, batch)
 
 
 @pytest.fixture
 def two(processes):
-    """Start two processes for one model, because DeepSpeed's registrations stay."""
+    """Start two processes for one test, because DeepSpeed changes them permanently."""
     if find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     return processes(2)
@@ -125,11 +138,11 @@ def two(processes):
 
 @pytest.mark.parametrize("case", CASES)
 def test_deepspeed_training_step_equals_single_process(two, case):
-    step_of = (CASES[case], *batch_of(DOCUMENT_LENGTHS["packed"]))
-    assert_same_step(two.run(2, step_on_a_rank, "deepspeed", *step_of), *step_of)
+    case, batch = CASES[case], batch_of(DOCUMENT_LENGTHS["packed"])
+    assert_same_step(two.run(2, step_of_rank, "deepspeed", case, batch), case, batch)
 
 
-def logits_by_accelerate(group, build, inputs):
+def logits_by_accelerate(group, case, inputs):
     begin_deepspeed(group)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     from accelerate import Accelerator
@@ -141,28 +154,30 @@ def logits_by_accelerate(group, build, inputs):
 
     handler = DeepSpeedSequenceParallelConfig()
     # the constructor accepts implementation names of transformers only
-    handler.sp_attn_implementation = build[0]
-    result = ParallelismConfig(sp_backend="deepspeed", sp_size=group.size(), sp_handler=handler)
+    handler.sp_attn_implementation, _ = case
+    parallelism = ParallelismConfig(
+        sp_backend="deepspeed", sp_size=group.size(), sp_handler=handler
+    )
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
     plugin = DeepSpeedPlugin(hf_ds_config=config)
-    accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=result)
-    model = model_of(*build).train()
+    accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=parallelism)
+    model = model_of_case(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, *_ = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader([0]))
-    return model(**shard_of(inputs, group), use_cache=False).logits.detach()
+    return model(**shards_of(inputs, group), use_cache=False).logits.detach()
 
 
 def test_accelerate_passes_implementation_to_deepspeed(two):
-    build, (inputs, _) = CASES["cab"], batch_of(DOCUMENT_LENGTHS["packed"])
-    actual = torch.cat(two.run(2, logits_by_accelerate, build, inputs), dim=1)
-    expected = model_of(*build).train()(**inputs, use_cache=False).logits
+    case, (inputs, _) = CASES["cab"], batch_of(DOCUMENT_LENGTHS["packed"])
+    actual = torch.cat(two.run(2, logits_by_accelerate, case, inputs), dim=1)
+    expected = model_of_case(case)(**inputs, use_cache=False).logits
     assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_per_head_budgets_raise(ranks):
-    """A rank has some of the heads, but a table has an entry per head."""
+    """Each rank has some of the heads, but a table has an entry for every head."""
     tables = CabConfig.published(((0.3, 0.4, 0.5, 0.6, 0.7, 0.8),) * 2, min_length=0)
-    step_of = (("cab", tables), *batch_of(DOCUMENT_LENGTHS["one-document"]))
-    for outcome in ranks.outcomes(2, step_on_a_rank, "torch", *step_of):
+    case, batch = ("cab", tables), batch_of(DOCUMENT_LENGTHS["one-document"])
+    for outcome in ranks.outcomes(2, step_of_rank, "torch", case, batch):
         assert isinstance(outcome, Failure) and outcome.kind == "ValueError"
         assert "layer 0 with 3 heads, got a table of 2 layers of 6 heads" in outcome.sentence

@@ -103,7 +103,7 @@ def test_calibrate_saves_anchors_and_head_map(model_folder, book, tmp_path, caps
 def test_layer_importance_is_one_minus_cosine(model_folder):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     ids = torch.arange(3, 40)[None]
-    with torch.no_grad(), of_models._changes(model) as actual:
+    with torch.no_grad(), of_models._input_changes(model) as actual:
         states = model(ids, output_hidden_states=True).hidden_states
     cosine = torch.cosine_similarity(states[0], states[1], dim=-1).mean()
     assert sorted(actual) == [0, 1] and actual[0] == pytest.approx(float(1 - cosine), abs=1e-6)

@@ -231,6 +231,6 @@ def test_generation_config_does_not_change_greedy_answers(answers, plain, fields
 def test_greedily_restores_generation_config(model_folder):
     model, _ = models.load_model(str(model_folder), "cpu", "float32")
     own = model.generation_config
-    with pytest.raises(KeyboardInterrupt), models.greedily(model, 8):
+    with pytest.raises(KeyboardInterrupt), models.greedy_generation(model, 8):
         raise KeyboardInterrupt
     assert model.generation_config is own

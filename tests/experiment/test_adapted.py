@@ -1,4 +1,4 @@
-"""Models made of a base and a packaged adapter: merged once and identified by content."""
+"""Models that consist of a base and a packaged adapter: merged once, identified by content."""
 
 import configparser
 import json
@@ -24,7 +24,7 @@ NAME, LENGTH = "tiny-8k", 8192
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return a folder with a base and a long-context adapter, and the logits of both."""
+    """Return (folder with a base and an adapter, logits of base and adapter together)."""
     folder = tmp_path_factory.mktemp("trained")
     base = save_llama(folder / "base")
     model, tokenizer = load_model(
@@ -36,10 +36,11 @@ def trained(tmp_path_factory):
         for name, weight in adapted.named_parameters():
             if weight.requires_grad:
                 weight.add_(torch.randn_like(weight) * (0.1 if "lora_" in name else 0.02))
-    save_adapter(adapted, tokenizer, folder / "whole")
+    save_adapter(adapted, tokenizer, folder / "all-files")
+    # the package contains some of these files
     (folder / NAME).mkdir()
     for file in models.ADAPTER_FILES:
-        shutil.copy(folder / "whole" / file, folder / NAME)
+        shutil.copy(folder / "all-files" / file, folder / NAME)
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
         return folder, adapted(tokens(2, 100)).logits
@@ -47,7 +48,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def shipped(trained, tmp_path, monkeypatch):
-    """Return the folders of the adapter, as if packaged, and of an empty cache."""
+    """Return (folder of the adapter, empty cache folder); the adapter is one of the package's."""
     adapter = Path(shutil.copytree(trained[0] / NAME, tmp_path / NAME))
     monkeypatch.setitem(models.ADAPTED, NAME, adapter)
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
@@ -68,7 +69,7 @@ def test_merged_model_is_cached_and_equals_base_with_adapter(trained, shipped, m
     monkeypatch.setattr(models, "_merge", lambda *_: pytest.fail("it was merged again"))
     models.load_tokenizer(NAME)
     config = models.load_config(NAME)
-    assert models.most_tokens(config) == config.max_position_embeddings == LENGTH
+    assert models.max_prompt_tokens(config) == config.max_position_embeddings == LENGTH
     assert models.is_local(NAME) and list(shipped[1].iterdir()) == [folder]
 
 
@@ -80,24 +81,24 @@ def test_load_model_uses_adapter_settings_unless_overridden(shipped):
     model, tokenizer = cab_hf.load_model(NAME, device="cpu")
     assert model.config._attn_implementation == "cab" and tokenizer.pad_token is not None
     assert model.config.cab_config == SPARSE.to_dict()
-    chosen = CabConfig(mass_threshold=0.08)
-    model, _ = cab_hf.load_model(NAME, device="cpu", cab_config=chosen)
-    assert model.config.cab_config == chosen.to_dict()
+    config = CabConfig(mass_threshold=0.08)
+    model, _ = cab_hf.load_model(NAME, device="cpu", cab_config=config)
+    assert model.config.cab_config == config.to_dict()
 
 
 @pytest.mark.parametrize("file", models.ADAPTER_FILES)
 def test_missing_adapter_raises(shipped, file):
     (shipped[0] / file).unlink()
-    shown = f"model '{NAME}' needs an adapter, and its file {file} is missing .* Give smollm2"
-    for ask in (logits, lambda: models.load_config(NAME), lambda: models.content_sha256(NAME)):
-        with pytest.raises(UsageError, match=shown):
-            ask()
+    message = f"model '{NAME}' needs an adapter, and its file {file} is missing .* Give smollm2"
+    for use in (logits, lambda: models.load_config(NAME), lambda: models.content_sha256(NAME)):
+        with pytest.raises(UsageError, match=message):
+            use()
     assert not shipped[1].exists()
 
 
 def test_failed_merge_leaves_no_files(shipped, monkeypatch):
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "peft", None)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "peft", None)
         with pytest.raises(
             UsageError, match=r"peft is not installed. Run `pip install 'cab_hf\[fine"
         ):
@@ -119,10 +120,10 @@ def test_adapter_folder_without_base_raises(trained, load):
 def test_wheel_contains_adapters():
     parser = configparser.ConfigParser()
     parser.read(Path(__file__).parents[2] / "setup.cfg")
-    taken = parser["options.package_data"]["cab_hf"].split()
+    patterns = parser["options.package_data"]["cab_hf"].split()
     for name in models.ADAPTED:
         for file in models.ADAPTER_FILES:
-            assert any(fnmatch(f"adapters/{name}/{file}", pattern) for pattern in taken), file
+            assert any(fnmatch(f"adapters/{name}/{file}", pattern) for pattern in patterns), file
 
 
 @pytest.mark.parametrize("changed", ["nothing", "weights", "positions", "base"])

@@ -1,6 +1,6 @@
 """Models of experiments: conversion, identity by content, and remote code.
 
-No network, no real model.
+The tests need neither a network nor a trained model.
 """
 
 import ast
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Return an empty cache; the environment names a file to convert."""
+    """Return an empty cache folder; environment variables name the folder and a GGUF file."""
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF")
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
@@ -54,11 +54,11 @@ def test_model_is_converted_once_and_stale_files_are_removed(cache, monkeypatch)
         folder.mkdir(parents=True)
     os.utime(stale, (0, 0))
 
-    def broken(gguf, to):
-        convert(gguf, to)
+    def convert_and_stop(gguf, folder):
+        convert(gguf, folder)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(offline_models, "convert_gguf", broken)
+    monkeypatch.setattr(offline_models, "convert_gguf", convert_and_stop)
     with pytest.raises(KeyboardInterrupt):
         offline_models.smollm2_folder()
     assert list(cache.iterdir()) == [fresh]
@@ -71,12 +71,13 @@ def test_model_is_converted_once_and_stale_files_are_removed(cache, monkeypatch)
 
 
 def test_concurrent_conversion_uses_first_copy(cache):
-    def overtaken(folder):
+    def make_after_another_process(folder):
         folder.mkdir()
         (cache / "name").mkdir()
-        (cache / "name" / "config.json").write_text("the first one's")
+        (cache / "name" / "config.json").write_text("the other process")
 
-    assert (made_once("name", overtaken) / "config.json").read_text() == "the first one's"
+    folder = made_once("name", make_after_another_process)
+    assert (folder / "config.json").read_text() == "the other process"
 
 
 def test_missing_or_changed_file_raises_before_reading(cache, monkeypatch):
@@ -126,11 +127,13 @@ def test_cache_folder_follows_environment(environment, expected, monkeypatch):
 
 @pytest.fixture
 def no_hub(monkeypatch, tmp_path):
-    def asked(*_, **__):
+    """Raise an error in ``from_pretrained``, in an empty working directory."""
+
+    def from_pretrained(*_, **__):
         raise AssertionError("the hub was asked")
 
-    for load in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
-        monkeypatch.setattr(getattr(transformers, load), "from_pretrained", asked)
+    for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
+        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", from_pretrained)
     monkeypatch.chdir(tmp_path)
 
 
@@ -143,7 +146,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "suggestion"),
     [
         ("smolm2", r" \(did you mean 'smollm2'\?\)"),
         ("smollm2-23k", r" \(did you mean 'smollm2-32k'\?\)"),
@@ -151,9 +154,11 @@ LOADS = {
     ],
 )
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_unknown_name_raises_without_hub_request(no_hub, name, meant, load):
+def test_unknown_name_raises_without_hub_request(no_hub, name, suggestion, load):
     known = "smollm2, smollm2-32k, smollm2-128k, .*tiny, a folder, or a name on the hub"
-    with pytest.raises(UsageError, match=f"model '{name}' does not exist{meant}. Give {known}"):
+    with pytest.raises(
+        UsageError, match=f"model '{name}' does not exist{suggestion}. Give {known}"
+    ):
         load(name)
 
 
@@ -175,10 +180,10 @@ def test_missing_gguf_error_names_extra(tmp_path, monkeypatch):
     ("module", "package"), [("scipy", "scipy"), ("yaml", "pyyaml"), ("tqdm.auto", "tqdm")]
 )
 def test_missing_package_error_is_one_line(monkeypatch, capsys, module, package):
-    def missing(name):
+    def import_module(name):
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
-    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setattr(importlib, "import_module", import_module)
     assert main(["passkey"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"passkey: {package} is not installed. Run `pip install 'cab_hf[" in line
@@ -186,57 +191,60 @@ def test_missing_package_error_is_one_line(monkeypatch, capsys, module, package)
 
 @pytest.fixture
 def copied(model_folder, tmp_path):
-    """Copy a model folder to another place under the same name."""
+    """Return a copy of a model folder, with the same name in another folder."""
     return Path(shutil.copytree(model_folder, tmp_path / model_folder.name))
 
 
-def retouched(folder, file, **fields):
+def change_json(folder, file, **fields):
     path = folder / file
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def written(file):
+def with_file(file):
+    """Return a function that writes a file in a folder."""
     return lambda folder: (folder / file).write_text("x")
 
 
-def changed(file, **fields):
-    return lambda folder: retouched(folder, file, **fields)
+def with_fields(file, **fields):
+    """Return a function that changes fields of a JSON file in a folder."""
+    return lambda folder: change_json(folder, file, **fields)
 
 
-def other_weights(folder):
-    tiny_model(num_hidden_layers=2, **{"vocab_size": 300}).save_pretrained(folder)
+def with_other_weights(folder):
+    tiny_model(num_hidden_layers=2, vocab_size=300).save_pretrained(folder)
 
 
 @pytest.mark.parametrize(
-    ("change", "same"),
+    ("change", "is_same"),
     [
         pytest.param(lambda folder: None, True, id="a copy"),
-        pytest.param(written("README.md"), True, id="page"),
+        pytest.param(with_file("README.md"), True, id="page"),
         pytest.param(lambda folder: (folder / "checkpoint-1").mkdir(), True, id="folder inside"),
-        pytest.param(other_weights, False, id="weights"),
-        pytest.param(changed("config.json", rms_norm_eps=0.1), False, id="config"),
-        pytest.param(written("chat_template.jinja"), False, id="template"),
-        pytest.param(changed("tokenizer.json", version="2"), False, id="tokenizer"),
-        pytest.param(written("model.py"), False, id="code"),
+        pytest.param(with_other_weights, False, id="weights"),
+        pytest.param(with_fields("config.json", rms_norm_eps=0.1), False, id="config"),
+        pytest.param(with_file("chat_template.jinja"), False, id="template"),
+        pytest.param(with_fields("tokenizer.json", version="2"), False, id="tokenizer"),
+        pytest.param(with_file("model.py"), False, id="code"),
     ],
 )
-def test_identity_depends_on_content_not_name(model_folder, copied, change, same):
+def test_identity_depends_on_content_not_name(model_folder, copied, change, is_same):
     change(copied)
-    assert (models.content_sha256(str(copied)) == models.content_sha256(str(model_folder))) is same
+    identities = {models.content_sha256(str(folder)) for folder in (copied, model_folder)}
+    assert (len(identities) == 1) is is_same
 
 
 def test_identity_differs_for_weights_with_equal_index(tmp_path):
-    contents = set()
+    identities = set()
     for seed in (1, 2):
         folder = tmp_path / str(seed) / "tiny"
         model = tiny_model()
         with torch.no_grad():
             model.lm_head.weight.add_(seed)
         model.save_pretrained(folder, max_shard_size="50KB")
-        contents.add(models.content_sha256(str(folder)))
+        identities.add(models.content_sha256(str(folder)))
     index = "model.safetensors.index.json"
     assert (tmp_path / "1/tiny" / index).read_text() == (tmp_path / "2/tiny" / index).read_text()
-    assert len(contents) == 2
+    assert len(identities) == 2
 
 
 def test_identity_of_adapter_includes_base(copied, tmp_path):
@@ -244,15 +252,15 @@ def test_identity_of_adapter_includes_base(copied, tmp_path):
     model, tokenizer = models.load_model(str(copied), "cpu", "float32")
     get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
     tokenizer.save_pretrained(adapter)
-    retouched(adapter, "adapter_config.json", base_model_name_or_path=str(copied))
+    change_json(adapter, "adapter_config.json", base_model_name_or_path=str(copied))
     models.load_model(str(adapter), "cpu", "float32")
-    assert models.most_tokens(models.load_config(str(adapter))) == 2048
+    assert models.max_prompt_tokens(models.load_config(str(adapter))) == 2048
     before = models.content_sha256(str(adapter))
-    retouched(copied, "config.json", rms_norm_eps=0.1)
+    change_json(copied, "config.json", rms_norm_eps=0.1)
     assert models.content_sha256(str(adapter)) != before
-    # the content of a base that does not exist yet is unknown
+    # an adapter is local only if its base is local
     assert models.is_local(str(adapter))
-    retouched(adapter, "adapter_config.json", base_model_name_or_path="someone/tiny")
+    change_json(adapter, "adapter_config.json", base_model_name_or_path="someone/tiny")
     assert not models.is_local(str(adapter))
 
 
@@ -265,10 +273,10 @@ print(models.content_sha256("someone/tiny"))
 
 @pytest.mark.slow
 def test_hub_model_and_local_copy_have_equal_identity(model_folder, tmp_path):
-    kept = tmp_path / "hub" / "models--someone--tiny"
-    shutil.copytree(model_folder, kept / "snapshots" / ("a" * 40))
-    (kept / "refs").mkdir()
-    (kept / "refs" / "main").write_text("a" * 40)
+    cached = tmp_path / "hub" / "models--someone--tiny"
+    shutil.copytree(model_folder, cached / "snapshots" / ("a" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("a" * 40)
     offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
     done = subprocess.run(
         [sys.executable, "-c", HUB], capture_output=True, text=True, env={**os.environ, **offline}
@@ -290,19 +298,26 @@ class OurTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def with_code(copied, tmp_path, monkeypatch):
-    """Create a model with remote code that writes a file when it runs; stdin answers "y"."""
+    """Return (folder of a model with remote code, file that the code writes when it runs).
+
+    The standard input answers "y" to the question whether the code may run.
+    """
     ran = tmp_path / "ran"
     (copied / "ours.py").write_text(CODE.format(ran=str(ran)))
-    mapped = {"AutoConfig": "ours.OurConfig", "AutoModelForCausalLM": "ours.OurModel"}
-    retouched(copied, "config.json", model_type="our-own", auto_map=mapped)
-    mapped = {"AutoTokenizer": [None, "ours.OurTokenizer"]}
-    retouched(copied, "tokenizer_config.json", tokenizer_class="OurTokenizer", auto_map=mapped)
+    auto_map = {"AutoConfig": "ours.OurConfig", "AutoModelForCausalLM": "ours.OurModel"}
+    change_json(copied, "config.json", model_type="our-own", auto_map=auto_map)
+    change_json(
+        copied,
+        "tokenizer_config.json",
+        tokenizer_class="OurTokenizer",
+        auto_map={"AutoTokenizer": [None, "ours.OurTokenizer"]},
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
     return copied, ran
 
 
 def test_every_load_passes_trust_remote_code():
-    silent = []
+    without_argument = []
     for folder in ("cab_hf", "patches", "eval", "examples"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -310,8 +325,8 @@ def test_every_load_passes_trust_remote_code():
                     "from_pretrained"
                 )
                 if loads and "trust_remote_code" not in {word.arg for word in node.keywords}:
-                    silent.append(f"{path.name}, line {node.lineno}")
-    assert not silent
+                    without_argument.append(f"{path.name}, line {node.lineno}")
+    assert not without_argument
 
 
 YARN = {
@@ -331,7 +346,7 @@ def test_remote_code_runs_only_when_trusted(with_code, load):
 
 
 @pytest.mark.parametrize(
-    ("config", "most"),
+    ("config", "expected"),
     [
         (LlamaConfig(max_position_embeddings=2000), 2000),
         (GPT2Config(n_positions=512), 504),
@@ -340,8 +355,8 @@ def test_remote_code_runs_only_when_trusted(with_code, load):
     ],
     ids=["rotary", "learned", "stretched", "none"],
 )
-def test_max_positions_of_config_variants(config, most):
-    assert models.most_tokens(config, written=8) == most
+def test_max_positions_of_config_variants(config, expected):
+    assert models.max_prompt_tokens(config, written=8) == expected
 
 
 # --- tiny
@@ -349,7 +364,7 @@ def test_max_positions_of_config_variants(config, most):
 
 @pytest.fixture(scope="module")
 def llama2():
-    """Return the development model and its tokenizer."""
+    """Return (model, tokenizer) of "tiny"."""
     return models.load_model("tiny", "cpu", "float32")
 
 
@@ -369,9 +384,12 @@ def test_skeleton_has_parameters_on_meta_device(llama2, recwarn):
     config.cab_config = cab_hf.CabConfig().to_dict()
     skeleton = models.skeleton(config, dtype="float32")
     assert not recwarn
-    assert all(each.is_meta for each in (*skeleton.parameters(), *skeleton.buffers()))
-    looks = [
-        {name: (x.shape, x.dtype) for name, x in (*m.named_parameters(), *m.named_buffers())}
-        for m in (skeleton, llama2[0])
-    ]
-    assert looks[0] == looks[1]
+    assert all(x.is_meta for x in (*skeleton.parameters(), *skeleton.buffers()))
+    model, _ = llama2
+    assert shapes_and_dtypes(skeleton) == shapes_and_dtypes(model)
+
+
+def shapes_and_dtypes(model):
+    """Return (shape, dtype) of every parameter and buffer by name."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: (x.shape, x.dtype) for name, x in tensors}

@@ -1,4 +1,4 @@
-"""SmolLM2 in other shapes: outputs, and loading by name."""
+"""Reshaped models have the outputs of their source, and are loaded by name."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ IDS = torch.randint(200, (1, 70), generator=torch.Generator().manual_seed(0))
 
 
 def small(head_dim=16, heads=4, kv_heads=2, theta=10_000.0):
-    """Create a LLaMA of two layers."""
+    """Return a LLaMA of two layers with random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -43,10 +43,12 @@ def test_other_rope_base_uses_nearest_frequencies():
     model = small(head_dim=64, heads=3, kv_heads=1, theta=100_000.0)
     wide = widened(model, head_dim=128, group=4, theta=500_000.0).eval()
     assert wide.config.rope_parameters["rope_theta"] == 500_000.0
-    before, after = (m.model.rotary_emb.inv_freq for m in (model, wide))
-    taken = wide.model.layers[0].self_attn.q_proj.weight[:128].abs().sum(1)[:64] > 0
-    ratio = after[taken] / before
-    assert taken.sum() == 32 and ratio.min() > 0.89 and ratio.max() < 1.12
+    frequencies = model.model.rotary_emb.inv_freq
+    wide_frequencies = wide.model.rotary_emb.inv_freq
+    # the first 64 channels are the first channels of all pairs; unused pairs have zero weights
+    is_used = wide.model.layers[0].self_attn.q_proj.weight[:128].abs().sum(1)[:64] > 0
+    ratio = wide_frequencies[is_used] / frequencies
+    assert is_used.sum() == 32 and ratio.min() > 0.89 and ratio.max() < 1.12
 
 
 @torch.no_grad()
@@ -58,14 +60,13 @@ def test_qk_norms_preserve_query_and_key_norms():
         project = getattr(attention, f"{name}_proj")
         project.register_forward_hook(lambda m, i, o, name=name: projected.update({name: o}))
     model(IDS)
-    normed = with_qk_norm(model, IDS)
-    mine = normed.model.layers[0].self_attn
-    assert normed.config.model_type == "qwen3" and torch.equal(
-        mine.q_proj.weight, attention.q_proj.weight
-    )
+    norm_model = with_qk_norm(model, IDS)
+    norm_attention = norm_model.model.layers[0].self_attn
+    assert norm_model.config.model_type == "qwen3"
+    assert torch.equal(norm_attention.q_proj.weight, attention.q_proj.weight)
     for name in ("q", "k"):
         rms = (projected[name][0, 8:] ** 2).mean() ** 0.5
-        weight = getattr(mine, f"{name}_norm").weight
+        weight = getattr(norm_attention, f"{name}_norm").weight
         torch.testing.assert_close(weight, rms.expand(16))
 
 
@@ -82,10 +83,10 @@ def test_reshaped_models_load_by_name_and_are_cached(tmp_path, monkeypatch, name
         (128, 4) if name == WIDE else (64, 3)
     )
     assert hasattr(attention, "q_norm") == (name != WIDE)
-    # it is there now
+    # the second call finds the model in the cache
     monkeypatch.setattr(reshape, "smollm2_folder", None)
-    again, _ = models.load_model(name, "cpu", "float32")
-    states = model.state_dict(), again.state_dict()
-    assert all(torch.equal(x, states[1][key]) for key, x in states[0].items())
+    cached_model, _ = models.load_model(name, "cpu", "float32")
+    cached_weights = cached_model.state_dict()
+    assert all(torch.equal(x, cached_weights[key]) for key, x in model.state_dict().items())
     assert models.is_local(name)
-    assert len({models.content_sha256(each) for each in (*RESHAPED, "smollm2")}) == 3
+    assert len({models.content_sha256(model_name) for model_name in (*RESHAPED, "smollm2")}) == 3

@@ -1,4 +1,4 @@
-"""Basis of experiments: settings from command lines and files, provenance, and logs."""
+"""Common parts of experiments: logs, settings from command lines and files, and provenance."""
 
 import errno
 import fcntl
@@ -36,8 +36,8 @@ KEY = ("length", "index")
 # --- the log
 
 
-def record(index, **more):
-    return {"length": 8, "index": index, **more}
+def record(index, **fields):
+    return {"length": 8, "index": index, **fields}
 
 
 @pytest.fixture
@@ -51,7 +51,8 @@ def path(tmp_path):
 
 
 def indices(path):
-    return [each["index"] for each in read_log(path)[1]]
+    _, records = read_log(path)
+    return [record["index"] for record in records]
 
 
 def test_records_are_read_back(path):
@@ -68,7 +69,7 @@ def test_records_with_equal_keys_count_once(path):
         opened.append(record(1, needle="another"))
         opened.append(record(2))
         assert indices(path) == [0, 1, 2]
-    # nor does one that got into the file
+    # a duplicate in the file does not count either
     content = path.read_text()
     path.write_text(content + content.splitlines()[1] + "\n")
     with Log(path, IDENTITY, KEY) as opened:
@@ -113,25 +114,25 @@ def test_packed_log_can_be_continued(path):
     with Log(path, IDENTITY, KEY) as opened:
         assert path.read_bytes() == before and len(opened.records) == 3
     assert list(path.parent.iterdir()) == [path]
-    # a packed file left next to an unpacked log by a kill is older than the log
+    # after a kill, both files may exist: the unpacked log is newer
     packed.write_bytes(lzma.compress(complete))
     assert indices(path) == [0, 1, 2]
     path.unlink()
     assert indices(path) == [0, 1]
     packed.write_bytes(packed.read_bytes()[:-9])
-    for opening in (lambda: read_log(path), lambda: Log(path, IDENTITY, KEY)):
+    for open_log in (lambda: read_log(path), lambda: Log(path, IDENTITY, KEY)):
         with pytest.raises(LogError, match="samples.jsonl.xz is not a complete xz file"):
-            opening()
+            open_log()
     assert list(path.parent.iterdir()) == [packed]
 
 
-def lines_of(count, torn=b""):
-    """Return (a log) -> its first lines and the part of the next line that a kill left."""
-    return lambda content: b"".join(content.splitlines(keepends=True)[:count]) + torn
+def lines_of(count, incomplete=b""):
+    """Return a function from a log to its first ``count`` lines and an incomplete line."""
+    return lambda content: b"".join(content.splitlines(keepends=True)[:count]) + incomplete
 
 
 @pytest.mark.parametrize(
-    ("half", "left"),
+    ("cut", "num_records"),
     [
         pytest.param(lines_of(3, b'{"length": 8, "ind'), 2, id="record"),
         pytest.param(lines_of(3, b'{"length": 8, "index": 2'), 2, id="but-brace"),
@@ -142,28 +143,28 @@ def lines_of(count, torn=b""):
         *(pytest.param(lambda c, n=n: c[:n], 0, id=f"header-{n}") for n in (0, 1, 20)),
     ],
 )
-def test_torn_last_line_is_dropped(path, half, left):
+def test_torn_last_line_is_dropped(path, cut, num_records):
     complete = path.read_bytes()
-    path.write_bytes(half(complete))
-    # nor is it read
-    assert left == 0 or indices(path) == [0, 1][:left]
+    path.write_bytes(cut(complete))
+    # `read_log` needs a complete header
+    assert num_records == 0 or indices(path) == [0, 1][:num_records]
     with Log(path, IDENTITY, KEY) as opened:
-        assert len(opened.records) == left
-        assert left == 0 or path.read_bytes() == lines_of(1 + left)(complete)
+        assert len(opened.records) == num_records
+        assert num_records == 0 or path.read_bytes() == lines_of(1 + num_records)(complete)
         opened.append(record(7))
-    assert indices(path) == [0, 1][:left] + [7] and read_log(path)[0] == IDENTITY
+    assert indices(path) == [0, 1][:num_records] + [7] and read_log(path)[0] == IDENTITY
 
 
 def test_full_disk_leaves_log_unchanged(path, monkeypatch):
     complete, write = path.read_bytes(), os.write
 
-    def full(file, data):
+    def write_to_full_disk(file, data):
         if len(data) <= 10:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(file, data[:10])
 
     with Log(path, IDENTITY, KEY) as opened:
-        monkeypatch.setattr(log.os, "write", full)
+        monkeypatch.setattr(log.os, "write", write_to_full_disk)
         with pytest.raises(LogError, match="cannot be written .No space left on device.. Free"):
             opened.append(record(2))
         assert path.read_bytes() == complete and record(2) not in opened
@@ -172,11 +173,11 @@ def test_full_disk_leaves_log_unchanged(path, monkeypatch):
     assert indices(path) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("taken", [os.unlink, lambda path: os.replace(path, f"{path}.old")])
-def test_removed_or_replaced_log_is_not_appended(path, taken):
+@pytest.mark.parametrize("remove", [os.unlink, lambda path: os.replace(path, f"{path}.old")])
+def test_removed_or_replaced_log_is_not_appended(path, remove):
     with Log(path, IDENTITY, KEY) as first:
-        taken(path)
-        # another run may write to the folder now
+        remove(path)
+        # another run may create a file at the same path
         with Log(path, IDENTITY, KEY) as second:
             with pytest.raises(LogError, match="was removed or replaced while this run wrote it"):
                 first.append(record(2))
@@ -221,31 +222,31 @@ def test_second_writer_raises(path):
         first.append(record(2))
     with pytest.raises(LogError):
         Log(path, {}, KEY)
-    # a refused log has released its lock
+    # a `LogError` releases the lock
     with open(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert list(path.parent.iterdir()) == [path]
 
 
 def test_forked_child_does_not_hold_the_lock(tmp_path):
-    """Otherwise a killed run could not continue before all of its children have exited."""
-    log = Log(tmp_path / "log.jsonl", {})
-    waiting, go_on = os.pipe()
-    is_there, there = os.pipe()
+    """A run can continue while child processes of the killed run are still alive."""
+    first_log = Log(tmp_path / "log.jsonl", {})
+    exit_reader, exit_writer = os.pipe()
+    started_reader, started_writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(go_on)
-        os.write(there, b".")
-        os.read(waiting, 1)
+        os.close(exit_writer)
+        os.write(started_writer, b".")
+        os.read(exit_reader, 1)
         os._exit(0)
     try:
-        assert os.read(is_there, 1) == b"."
-        log.append({"number": 1})
-        log.close()
-        with Log(tmp_path / "log.jsonl", {}) as again:
-            assert again.records == [{"number": 1}]
+        assert os.read(started_reader, 1) == b"."
+        first_log.append({"number": 1})
+        first_log.close()
+        with Log(tmp_path / "log.jsonl", {}) as second_log:
+            assert second_log.records == [{"number": 1}]
     finally:
-        for pipe in (go_on, waiting, is_there, there):
+        for pipe in (exit_writer, exit_reader, started_reader, started_writer):
             os.close(pipe)
         os.waitpid(child, 0)
 
@@ -267,7 +268,7 @@ def test_killed_run_continues_with_same_records(tmp_path):
     command = [sys.executable, "-c", WRITER]
     with subprocess.Popen([*command, killed, "60"], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"0\n"
-        # alive it keeps others out, and its lock dies with it
+        # the lock of a process ends with the process
         with pytest.raises(LogError, match="another process"):
             Log(killed, {"seed": 0})
         os.kill(process.pid, signal.SIGKILL)
@@ -282,10 +283,10 @@ def test_failed_atomic_write_leaves_old_file(tmp_path, monkeypatch):
     path = tmp_path / "results.json"
     log.write_atomically(path, "old")
 
-    def fail(*paths):
+    def replace(*paths):
         raise OSError("disk full")
 
-    monkeypatch.setattr(log.os, "replace", fail)
+    monkeypatch.setattr(log.os, "replace", replace)
     with pytest.raises(OSError, match="disk full"):
         log.write_atomically(path, "new")
     assert path.read_text() == "old"
@@ -321,7 +322,7 @@ MIXED = Settings((1, 2), 0.7, 2, ("a=1", "b='x'", "a=2"), loud=True)
 
 
 def with_file(words, content, folder):
-    """Return the words of a command line, with a file of ``content`` at the end, if any."""
+    """Return the words of a command line; ``content`` is written to a file for ``--config``."""
     if content is None:
         return words.split()
     (folder / "settings.yaml").write_text(content)
@@ -367,9 +368,9 @@ def test_command_line_and_file_become_settings(tmp_path, words, content, expecte
 def test_invalid_options_exit_with_one_line(tmp_path, capsys, words, content, message):
     with pytest.raises(SystemExit) as stop:
         read_settings(Settings, with_file(words, content, tmp_path), "try")
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert stop.value.code == 2
-    assert message in said and said.startswith("try: ") and said.count("\n") == 1
+    assert message in error and error.startswith("try: ") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -387,7 +388,7 @@ def test_lengths_accept_k_and_m_suffixes(text, tokens):
 
 def test_help_shows_zero_defaults_and_omits_empty_ones(capsys):
     @dataclass
-    class Some:
+    class Options:
         rate: float = option(0.0, "requests a second", float)
         count: int = option(0, "how many", int)
         base: str = option("", "another place")
@@ -395,10 +396,11 @@ def test_help_shows_zero_defaults_and_omits_empty_ones(capsys):
         fast: bool = flag("be fast")
 
     with pytest.raises(SystemExit):
-        read_settings(Some, ["--help"], "try")
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "requests a second (default: 0.0)" in shown and "how many (default: 0)" in shown
-    assert shown.count("default") == 2
+        read_settings(Options, ["--help"], "try")
+    help_text = " ".join(capsys.readouterr().out.split())
+    assert "requests a second (default: 0.0)" in help_text
+    assert "how many (default: 0)" in help_text
+    assert help_text.count("default") == 2
 
 
 @pytest.mark.parametrize(
@@ -423,11 +425,11 @@ def test_recorded_settings_become_command_line(recorded, words):
 
 
 def test_provenance_has_versions_but_no_host_or_path():
-    made = provenance.provenance({"seed": 3}, "cpu", provenance.utc_now())
-    assert made["settings"] == {"seed": 3} and made["versions"]["torch"]
-    assert made["finished"].endswith("+00:00")
-    # results are committed: no value is a path
-    assert '"/' not in json.dumps(made)
+    facts = provenance.provenance({"seed": 3}, "cpu", provenance.utc_now())
+    assert facts["settings"] == {"seed": 3} and facts["versions"]["torch"]
+    assert facts["finished"].endswith("+00:00")
+    # no value is an absolute path
+    assert '"/' not in json.dumps(facts)
 
 
 def test_provenance_records_allocator_settings(monkeypatch):
@@ -435,10 +437,10 @@ def test_provenance_records_allocator_settings(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     assert "environment" not in provenance.provenance({}, "cpu", "")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    made = provenance.provenance({}, "cpu", "")
-    assert made["environment"] == ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
-    shown = experiment.made_on({"settings": {}, **made})
-    assert ", PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, commit " in shown
+    facts = provenance.provenance({}, "cpu", "")
+    assert facts["environment"] == ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
+    sentence = experiment.made_on({"settings": {}, **facts})
+    assert ", PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, commit " in sentence
 
 
 @pytest.mark.parametrize("name", ["gpu", "cpu:x", "", "meta", "cuda:99"])

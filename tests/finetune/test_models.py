@@ -155,7 +155,7 @@ def test_rope_scaling_follows_its_name(rope, lowest, highest):
     actual = frequencies(config, 4000) / frequencies(plain, 4000)
     assert actual[0].item() == pytest.approx(highest)
     assert actual[-1].item() == pytest.approx(lowest, rel=1e-4)
-    assert models.run_models.most_tokens(config) == 4000
+    assert models.run_models.max_prompt_tokens(config) == 4000
 
 
 @pytest.mark.parametrize("attention", ["cab", "sdpa"])

@@ -224,7 +224,7 @@ def test_passkey_counts_when_all_ranks_predict_their_part(four):
         assert sorted(documents) == list(range(8))
         starts = [document.answers[0] for document in documents.values()]
         first = [
-            bool((sharding.owner[start - 1 : end - 1] < sharding.tokens).all())
+            bool((sharding.shard_index[start - 1 : end - 1] < sharding.tokens).all())
             for start, end in starts
         ]
         expected[str(length)] = sum(first) / 8

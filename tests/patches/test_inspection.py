@@ -11,7 +11,8 @@ import cab_hf
 from cab_hf import capability, checks
 from cab_hf.config import Origin
 
-OWN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
+# the origin of a calibration that fits `tiny_model`
+ORIGIN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
 
 
 @pytest.fixture
@@ -24,11 +25,12 @@ def test_stats_accumulate_until_reset(model):
     assert cab_hf.stats(model) == [{"layer": i, "density": None} for i in range(3)]
     with torch.no_grad():
         model(tokens(1, 300))
-        once = cab_hf.stats(model)
+        after_first_call = cab_hf.stats(model)
         model(tokens(1, 300))
-    assert cab_hf.stats(model) == once
-    assert once[1]["density"] is None
-    assert all(0 < once[i]["density"] < 1 for i in (0, 2))
+    # the density of two equal calls is the density of one
+    assert cab_hf.stats(model) == after_first_call
+    assert after_first_call[1]["density"] is None
+    assert all(0 < after_first_call[i]["density"] < 1 for i in (0, 2))
     cab_hf.stats(model, reset=True)
     assert cab_hf.stats(model)[0]["density"] is None
 
@@ -41,28 +43,28 @@ def test_describe_reports_engine_and_reason_per_layer(model):
     assert lines[1] == "  layer 0: dense, in dense_layers"
     assert lines[2] == "  layers 1-2: sparse, engine reference"
     assert "shorter than min_length=100" in cab_hf.describe(model, tokens=99)
-    cab_hf.apply_cab(model, sampled_one_in=16, origin=OWN)
-    trained = cab_hf.describe(model, tokens=500, training=True)
-    assert "sparse, engine reference, 1 in 16 of the other blocks sampled" in trained
-    assert "(calibrated for somebody's at 4,096 tokens):" in trained
+    cab_hf.apply_cab(model, sampled_one_in=16, origin=ORIGIN)
+    in_training = cab_hf.describe(model, tokens=500, training=True)
+    assert "sparse, engine reference, 1 in 16 of the other blocks sampled" in in_training
+    assert "(calibrated for somebody's at 4,096 tokens):" in in_training
     assert "sampled" not in cab_hf.describe(model, tokens=500, training=False)
     sliding = cab_hf.apply_cab(tiny_model("qwen3-some-sliding"), SPARSE)
     assert "layers 1-2: dense, sliding window of 40 tokens" in cab_hf.describe(sliding)
 
 
 @pytest.mark.parametrize(
-    ("named", "dtype", "said"),
+    ("capability_of_variable", "dtype", "text"),
     [
         ((8, 0), torch.bfloat16, "8.0, as CAB_HF_CAPABILITY says; keys scored in bfloat16"),
         ((8, 9), torch.bfloat16, "8.9, as CAB_HF_CAPABILITY says; keys scored in 8 bits"),
         ((0, 0), torch.float16, "not by NVIDIA, as CAB_HF_CAPABILITY says; keys scored in float16"),
     ],
 )
-def test_describe_names_unmeasured_gpu(monkeypatch, model, named, dtype, said):
+def test_describe_names_unmeasured_gpu(monkeypatch, model, capability_of_variable, dtype, text):
     cab_hf.apply_cab(model.to(dtype), SPARSE)
     assert "GPU" not in cab_hf.describe(model)
-    monkeypatch.setattr(capability, "NAMED", named)
-    assert said in cab_hf.describe(model)
+    monkeypatch.setattr(capability, "NAMED", capability_of_variable)
+    assert text in cab_hf.describe(model)
     monkeypatch.setattr(capability, "NAMED", (9, 0))
     assert "GPU" not in cab_hf.describe(model)
 
@@ -106,16 +108,16 @@ def test_describe_reports_layers_without_layer_index(name):
         model(tokens(1, 100))
 
 
-@pytest.mark.parametrize("given", [{"tokens": 0}, {"tokens": 1.5}, {"training": "no"}], ids=str)
-def test_describe_with_invalid_arguments_raises(model, given):
-    (name,) = given
+@pytest.mark.parametrize("argument", [{"tokens": 0}, {"tokens": 1.5}, {"training": "no"}], ids=str)
+def test_describe_with_invalid_arguments_raises(model, argument):
+    (name,) = argument
     with pytest.raises(ValueError, match=f"{name} must be .*, got "):
-        cab_hf.describe(cab_hf.apply_cab(model, SPARSE), **given)
+        cab_hf.describe(cab_hf.apply_cab(model, SPARSE), **argument)
 
 
 def test_describe_reports_unsupported_layers():
     model = cab_hf.apply_cab(tiny_model(), {})
-    # as in a layer that reuses the keys selected by the indexer of another layer
+    # a layer with this attribute reuses the keys that the indexer of another layer selected
     model.model.layers[1].self_attn.skip_topk = True
     lines = cab_hf.describe(model, tokens=200).splitlines()[1:]
     assert lines[0] == "  layer 0: dense, input shorter than min_length=16384"
@@ -126,103 +128,104 @@ def test_describe_agrees_with_executed_route(model):
     cab_hf.apply_cab(model, SPARSE, dense_layers=(2,))
     with torch.no_grad():
         model(tokens(1, 200))
-    ran = [row["density"] is not None for row in cab_hf.stats(model)]
-    text = cab_hf.describe(model, tokens=200)
-    assert ran == [True, True, False] and "layers 0-1: sparse" in text and "layer 2: dense" in text
+    was_sparse = [row["density"] is not None for row in cab_hf.stats(model)]
+    assert was_sparse == [True, True, False]
+    description = cab_hf.describe(model, tokens=200)
+    assert "layers 0-1: sparse" in description and "layer 2: dense" in description
 
 
 # --- warnings
 
 
 @pytest.fixture
-def said(monkeypatch, recwarn):
-    """Return (words) -> the warnings of this test that contain them."""
+def warnings_with(monkeypatch, recwarn):
+    """Return a function from a text to the warnings of this test that contain the text."""
     monkeypatch.setattr(checks, "_warned", set())
-    return lambda words: [str(each.message) for each in recwarn if words in str(each.message)]
+    return lambda text: [str(each.message) for each in recwarn if text in str(each.message)]
 
 
-def test_unused_saved_settings_warn_once(model, tmp_path, said):
+def test_unused_saved_settings_warn_once(model, tmp_path, warnings_with):
     model.config.cab_config = SPARSE.to_dict()
     model.save_pretrained(tmp_path / "own")
 
-    def load(**given):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own", **given)
+    def load(**options):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own", **options)
 
-    for asked in ("cab", "cab_dense", "sdpa", "eager"):
-        load(attn_implementation=asked)
-    assert not said("has a cab_config")
+    for implementation in ("cab", "cab_dense", "sdpa", "eager"):
+        load(attn_implementation=implementation)
+    assert not warnings_with("has a cab_config")
     for _ in range(2):
         load()
-    (sentence,) = said("has a cab_config")
+    (sentence,) = warnings_with("has a cab_config")
     assert sentence.startswith("The config of own has a cab_config, which nothing uses")
     assert "attn_implementation='cab'" in sentence
 
 
-def switched_on(model, min_length):
+def switch_by_apply_cab(model, min_length):
     cab_hf.apply_cab(model, min_length=min_length)
 
 
-def switched_on_for_a_block(model, min_length):
+def switch_by_cab_block(model, min_length):
     with cab_hf.cab(model, min_length=min_length):
         pass
 
 
-def read_as_it_was_loaded(model, min_length):
+def switch_by_transformers(model, min_length):
     model.config.cab_config = {"min_length": min_length}
     model.set_attn_implementation("cab")
     with torch.no_grad():
         model(tokens(1, 40))
 
 
-WAYS_ON = [switched_on, switched_on_for_a_block, read_as_it_was_loaded]
+SWITCHES = [switch_by_apply_cab, switch_by_cab_block, switch_by_transformers]
 
 
-@pytest.mark.parametrize("turn_on", WAYS_ON)
-def test_model_that_is_always_dense_warns_once(model, said, turn_on):
-    turn_on(model, 8192)
-    (sentence,) = said("positions")
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_model_that_is_always_dense_warns_once(model, warnings_with, switch):
+    switch(model, 8192)
+    (sentence,) = warnings_with("positions")
     assert sentence.startswith("llama has 2,048 positions and min_length is 8,192, so 'cab' ")
     assert 'Set cab_config={"min_length": 1024}' in sentence
-    # whatever follows with the same model
-    for again in WAYS_ON:
-        again(model, 8192)
-    assert len(said("positions")) == 1
+    # switching again with the same settings does not warn
+    for switch_again in SWITCHES:
+        switch_again(model, 8192)
+    assert len(warnings_with("positions")) == 1
     # other settings warn again
-    turn_on(model, 4096)
-    assert len(said("positions")) == 2
+    switch(model, 4096)
+    assert len(warnings_with("positions")) == 2
 
 
-def read(model):
+def prefill(model):
     model(tokens(1, 50))
 
 
-def generated(model):
+def generate(model):
     model.generate(tokens(1, 50), max_new_tokens=3, do_sample=False)
 
 
-def read_one(model):
+def prefill_one_token(model):
     model(tokens(1, 1))
 
 
-def read_in_chunks(model):
+def prefill_after_dense_chunk(model):
     model.set_attn_implementation("cab_dense")
     cache = model(tokens(1, 50)).past_key_values
     model.set_attn_implementation("cab")
     model(tokens(1, 50), past_key_values=cache)
 
 
-def read_packed(model):
+def prefill_packed(model):
     model(tokens(1, 100), position_ids=torch.arange(50).repeat(2)[None])
 
 
-def read_compiled(model):
+def prefill_compiled(model):
     torch._dynamo.reset()
     torch.compile(model, fullgraph=True, backend="eager")(tokens(1, 50))
 
 
-def read_exactly(model):
+def prefill_by_cab_dense(model):
     model.set_attn_implementation("cab_dense")
-    read(model)
+    prefill(model)
 
 
 LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}
@@ -231,44 +234,44 @@ LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta"
 @pytest.mark.parametrize(
     ("use", "changes", "min_length"),
     [
-        *((turn_on, {}, 2048) for turn_on in WAYS_ON),
-        *((turn_on, LINEAR, 8192) for turn_on in WAYS_ON),
-        # of exact attention, and while it is compiled
-        (read_exactly, {}, None),
-        (read_compiled, {}, None),
+        *((switch, {}, 2048) for switch in SWITCHES),
+        *((switch, LINEAR, 8192) for switch in SWITCHES),
+        # exact attention on request, and a compiled model, do not warn either
+        (prefill_by_cab_dense, {}, None),
+        (prefill_compiled, {}, None),
     ],
 )
-def test_sparse_or_intentionally_dense_model_does_not_warn(said, use, changes, min_length):
+def test_sparse_or_intentionally_dense_model_does_not_warn(warnings_with, use, changes, min_length):
     model = tiny_model(**changes)
     if min_length is None:
         model.set_attn_implementation("cab")
         use(model)
     else:
         use(model, min_length)
-    assert not said("positions")
+    assert not warnings_with("positions")
 
 
 @pytest.mark.parametrize(
-    ("use", "fields", "news"),
+    ("use", "fields", "warns"),
     [
-        (read, {}, True),
-        (generated, {}, True),
-        (read_packed, {}, True),
-        (generated, {"min_length": 16383}, False),
-        (generated, {"min_length": 0}, False),
-        (read_one, {}, False),
-        (read_in_chunks, {}, False),
-        (read_compiled, {}, False),
-        (read_exactly, {}, False),
+        (prefill, {}, True),
+        (generate, {}, True),
+        (prefill_packed, {}, True),
+        (generate, {"min_length": 16383}, False),
+        (generate, {"min_length": 0}, False),
+        (prefill_one_token, {}, False),
+        (prefill_after_dense_chunk, {}, False),
+        (prefill_compiled, {}, False),
+        (prefill_by_cab_dense, {}, False),
     ],
 )
-def test_prompt_below_min_length_warns_once(said, use, fields, news):
+def test_prompt_below_min_length_warns_once(warnings_with, use, fields, warns):
     model = tiny_model(max_position_embeddings=32768, num_hidden_layers=1)
     cab_hf.apply_cab(model, fields)
     with torch.no_grad():
-        for _ in range(1 + news):
+        for _ in range(2 if warns else 1):
             use(model)
-    sentences = said("min_length")
-    assert len(sentences) == news
+    sentences = warnings_with("min_length")
+    assert len(sentences) == (1 if warns else 0)
     for sentence in sentences:
         assert sentence.startswith("llama reads 50 tokens and min_length is 16,384, so 'cab' ")

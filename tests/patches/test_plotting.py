@@ -1,4 +1,4 @@
-"""`plot_plan` draws the pairs that a layer attends, and raises if it cannot."""
+"""`plot_plan` draws the blocks that a layer attends to, and raises for invalid arguments."""
 
 import sys
 
@@ -11,7 +11,8 @@ import cab_hf
 
 pytest.importorskip("matplotlib")
 LENGTH = 300
-EDGES = [0, 304, 320, 0]  # of blocks of 32 queries and 16 keys
+# left, right, bottom and top of a panel: LENGTH rounded up to blocks of 16 keys and 32 queries
+EXTENT = [0, 304, 320, 0]
 
 
 @pytest.fixture
@@ -20,50 +21,50 @@ def model():
 
 
 def pairs(panel):
-    """Return the numbers of (attended, causal) token pairs of a panel."""
+    """Return (attended, causal) token pairs of a panel; attended pairs are a mean over heads."""
     share = torch.from_numpy(numpy.ma.getdata(panel.images[0].get_array())).nan_to_num()
-    tokens = share.repeat_interleave(32, 0)[:LENGTH].repeat_interleave(16, 1)[:, :LENGTH].tril()
-    return float(tokens.sum()), LENGTH * (LENGTH + 1) / 2
+    of_tokens = share.repeat_interleave(32, 0)[:LENGTH].repeat_interleave(16, 1)[:, :LENGTH]
+    return float(of_tokens.tril().sum()), LENGTH * (LENGTH + 1) / 2
 
 
 @pytest.mark.parametrize("change", [{}, {"predictor": "cascade", "anchors": (0, 2)}])
 def test_panel_of_all_heads_has_density_of_layer(model, change):
     cab_hf.apply_cab(model, **change)
-    text = tokens(1, LENGTH)
+    input_ids = tokens(1, LENGTH)
     with torch.no_grad():
-        model(text)
+        model(input_ids)
     density = cab_hf.stats(model, reset=True)[1]["density"]
-    panel = cab_hf.plot_plan(model, text, layer=1).axes[0]
+    panel = cab_hf.plot_plan(model, input_ids, layer=1).axes[0]
     assert [row["density"] is None for row in cab_hf.stats(model)] == [False, True, True]
     attended, causal = pairs(panel)
     assert 0.1 < density < 0.9 and attended / causal == pytest.approx(density, abs=1e-6)
     assert f"density {density:.2f}" in panel.get_title()
-    assert panel.images[0].get_extent() == EDGES
+    assert panel.images[0].get_extent() == EXTENT
 
 
 def test_mean_of_head_panels_equals_panel_of_all_heads(model):
-    text = tokens(1, LENGTH)
-    of_each = cab_hf.plot_plan(model, text, layer=2, heads=range(6)).axes
-    assert [panel.get_title().split("\n")[0] for panel in of_each] == [
+    input_ids = tokens(1, LENGTH)
+    panels = cab_hf.plot_plan(model, input_ids, layer=2, heads=range(6)).axes
+    assert [panel.get_title().split("\n")[0] for panel in panels] == [
         f"layer 2, head {head}" for head in range(6)
     ]
-    of_all = pairs(cab_hf.plot_plan(model, text, layer=2).axes[0])[0]
-    assert sum(pairs(panel)[0] for panel in of_each) / 6 == pytest.approx(of_all)
-    drawn = {panel.images[0].get_array().tobytes() for panel in of_each}
-    assert len(drawn) > 1
+    num_attended, _ = pairs(cab_hf.plot_plan(model, input_ids, layer=2).axes[0])
+    assert sum(pairs(panel)[0] for panel in panels) / 6 == pytest.approx(num_attended)
+    images = {panel.images[0].get_array().tobytes() for panel in panels}
+    assert len(images) > 1
 
 
 def test_invisible_pairs_are_blank(model):
     (panel, _) = cab_hf.plot_plan(model, tokens(1, LENGTH), layer=0).axes
-    drawn = numpy.ma.getdata(panel.images[0].get_array())
-    first_row = [False] * 2 + [True] * 17
-    assert numpy.isnan(drawn[0]).tolist() == first_row
-    # the last block of queries attends to everything
-    assert (drawn[-1] == 1).all()
+    image = numpy.ma.getdata(panel.images[0].get_array())
+    # the first 32 queries see two blocks of 16 keys
+    assert numpy.isnan(image[0]).tolist() == [False] * 2 + [True] * 17
+    # the last query block attends to all keys
+    assert (image[-1] == 1).all()
 
 
 @pytest.mark.parametrize(
-    ("given", "change", "sentence"),
+    ("arguments", "change", "message"),
     [
         ({"layer": 3}, {}, r"index of an attention layer, one of \[0, 1, 2\], got 3"),
         ({"input_ids": tokens(2, LENGTH)}, {}, "must be the tokens of one prompt"),
@@ -91,10 +92,11 @@ def test_invisible_pairs_are_blank(model):
         ({}, {"dense_layers": (1,)}, "layer must attend sparsely, got 1, .*: in dense_layers"),
     ],
 )
-def test_invalid_plot_arguments_raise(model, given, change, sentence):
+def test_invalid_plot_arguments_raise(model, arguments, change, message):
     cab_hf.apply_cab(model, **change)
-    with pytest.raises(ValueError, match=sentence):
-        cab_hf.plot_plan(**{"model": model, "input_ids": tokens(1, LENGTH), "layer": 1} | given)
+    arguments = {"input_ids": tokens(1, LENGTH), "layer": 1} | arguments
+    with pytest.raises(ValueError, match=message):
+        cab_hf.plot_plan(model, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +108,10 @@ def test_invalid_plot_arguments_raise(model, given, change, sentence):
     ],
 )
 def test_integers_of_other_libraries_are_accepted(model, layer, heads, dtype):
-    text = tokens(1, LENGTH)
-    drawn = cab_hf.plot_plan(model, text.to(dtype), layer=layer, heads=heads).axes
-    expected = cab_hf.plot_plan(model, text, layer=1, heads=[1, 2]).axes
-    assert [panel.get_title() for panel in drawn] == [panel.get_title() for panel in expected]
+    input_ids = tokens(1, LENGTH)
+    actual = cab_hf.plot_plan(model, input_ids.to(dtype), layer=layer, heads=heads).axes
+    expected = cab_hf.plot_plan(model, input_ids, layer=1, heads=[1, 2]).axes
+    assert [panel.get_title() for panel in actual] == [panel.get_title() for panel in expected]
 
 
 def test_model_without_cab_raises():

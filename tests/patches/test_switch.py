@@ -1,4 +1,4 @@
-"""Switching CAB on and off restores the model; settings of another model raise."""
+"""`apply_cab`, `remove_cab` and `cab` restore the former state, and refuse wrong settings."""
 
 import copy
 import dataclasses
@@ -27,10 +27,12 @@ from cab_hf.config import Origin
 from cab_hf.hf import model_config
 from cab_hf.patches import calibration
 
+# `state` of a model without CAB
 PLAIN = ("sdpa", None)
-# settings with one number per head
+# settings whose sparsity may be a table with a number for each head
 BY_HEAD = {"predictor": "frc"}
-OWN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
+# the origin of a calibration that fits `tiny_model`
+ORIGIN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
 
 
 @pytest.fixture
@@ -39,6 +41,7 @@ def model():
 
 
 def state(model):
+    """Return (attention implementation, settings of CAB or None)."""
     return model.config._attn_implementation, getattr(model.config, "cab_config", None)
 
 
@@ -107,26 +110,26 @@ def test_saved_config_has_cab_config_only(model, tmp_path):
     assert state(cab_hf.remove_cab(cab_hf.apply_cab(saved, mass_threshold=0.08))) == before
 
 
-def set_by_hand(model):
+def switch_by_transformers(model):
     cab_hf.apply_cab(model, FULL)
     model.config.cab_config = SPARSE.to_dict()
     model.set_attn_implementation("cab_dense")
 
 
-FOUND = {
+PREPARATIONS = {
     "plain": lambda model: None,
     "applied": lambda model: cab_hf.apply_cab(model, FULL),
-    "by-hand": set_by_hand,
+    "by-hand": switch_by_transformers,
 }
-found = pytest.mark.parametrize("find", FOUND.values(), ids=FOUND)
+with_preparations = pytest.mark.parametrize("prepare", PREPARATIONS.values(), ids=PREPARATIONS)
 
 
-@found
+@with_preparations
 @pytest.mark.parametrize("first_to_end", [0, 1, 2])
-def test_cab_blocks_can_end_in_any_order(model, first_to_end, find):
-    find(model)
+def test_cab_blocks_can_end_in_any_order(model, first_to_end, prepare):
+    prepare(model)
     before = state(model)
-    blocks = [cab_hf.cab(model, mass_threshold=each) for each in (0.5, 0.6, 0.7)]
+    blocks = [cab_hf.cab(model, mass_threshold=value) for value in (0.5, 0.6, 0.7)]
     for block in blocks:
         block.__enter__()
     blocks.pop(first_to_end).__exit__(None, None, None)
@@ -152,13 +155,13 @@ INSIDE = {
 }
 
 
-@found
+@with_preparations
 @pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
-def test_cab_block_restores_state_after_exceptions(model, inside, find):
-    find(model)
+def test_cab_block_restores_state_after_exceptions(model, inside, prepare):
+    prepare(model)
     before = state(model)
-    raised = pytest.raises(RuntimeError, match="from inside") if inside is fail else nullcontext()
-    with raised, cab_hf.cab(model, mass_threshold=0.08):
+    raises = pytest.raises(RuntimeError, match="from inside") if inside is fail else nullcontext()
+    with raises, cab_hf.cab(model, mass_threshold=0.08):
         assert state(model)[0] == "cab" and state(model)[1]["mass_threshold"] == 0.08
         inside(model)
     assert state(model) == before
@@ -168,50 +171,59 @@ def test_cab_block_restores_state_after_exceptions(model, inside, find):
 def tiny_llava(**implementations):
     sizes = {"hidden_size": 32, "intermediate_size": 32, "projection_dim": 16}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    parts = {"vision_config": CLIPVisionConfig(**sizes), "text_config": LlamaConfig(**SIZES)}
-    given = {"image_token_index": 5, "attn_implementation": implementations or None}
-    return LlavaForConditionalGeneration(LlavaConfig(**parts, **given)).eval()
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**sizes),
+        text_config=LlamaConfig(**SIZES),
+        image_token_index=5,
+        attn_implementation=implementations or None,
+    )
+    return LlavaForConditionalGeneration(config).eval()
 
 
-def implementations(model):
-    parts = {"": model.config, "v": model.config.vision_config, "t": model.config.text_config}
-    return {name: part._attn_implementation for name, part in parts.items()}
+def implementations_of(model):
+    """Return the attention implementations of a model ("") and of its vision and text models."""
+    configs = {"": model.config, "v": model.config.vision_config, "t": model.config.text_config}
+    return {name: config._attn_implementation for name, config in configs.items()}
 
 
-GIVEN = [{}, {"vision_config": "eager"}, {"text_config": "eager"}]
-GIVEN += [{"": "eager", "text_config": "sdpa"}]
+IMPLEMENTATIONS = {
+    "default": {},
+    "vision": {"vision_config": "eager"},
+    "text": {"text_config": "eager"},
+    "others": {"": "eager", "text_config": "sdpa"},
+}
 
 
-@pytest.mark.parametrize("given", GIVEN, ids=["default", "vision", "text", "others"])
-def test_apply_cab_switches_language_model_only(given):
-    model = tiny_llava(**given)
-    before = implementations(model)
+@pytest.mark.parametrize("implementations", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+def test_apply_cab_switches_language_model_only(implementations):
+    model = tiny_llava(**implementations)
+    before = implementations_of(model)
     ids = tokens(1, 150).clamp(min=6)
     ids[:, 3:7] = 5
     pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(input_ids=ids, pixel_values=pixels).logits
         cab_hf.apply_cab(model, FULL)
-        assert implementations(model) == before | {"t": "cab"}
+        assert implementations_of(model) == before | {"t": "cab"}
         actual = model(input_ids=ids, pixel_values=pixels).logits
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
     assert [row["density"] for row in cab_hf.stats(model)] == [1.0, 1.0, 1.0]
     cab_hf.remove_cab(model)
-    assert implementations(model) == before
+    assert implementations_of(model) == before
     with cab_hf.cab(model, FULL):
-        assert implementations(model) == before | {"t": "cab"}
-    assert implementations(model) == before
+        assert implementations_of(model) == before | {"t": "cab"}
+    assert implementations_of(model) == before
 
 
-@pytest.mark.parametrize("given", [{}, {"text_config": "cab"}], ids=["sdpa", "text-cab"])
-def test_calibrate_uses_language_model_only(given, monkeypatch):
+@pytest.mark.parametrize("implementations", [{}, {"text_config": "cab"}], ids=["sdpa", "text-cab"])
+def test_calibrate_uses_language_model_only(implementations, monkeypatch):
     monkeypatch.setattr(calibration, "KEYS", 2)
-    model = tiny_llava(**given)
+    model = tiny_llava(**implementations)
     model.resize_token_embeddings(400)
     chosen = cab_hf.calibrate(
         model, make_tokenizer(), "So it goes.", 0.7, config=SPARSE, length=300, documents=1
     )
-    assert implementations(model) == {"": "sdpa", "v": "sdpa", "t": "cab"}
+    assert implementations_of(model) == {"": "sdpa", "v": "sdpa", "t": "cab"}
     assert model.config.text_config.cab_config == chosen.to_dict()
     assert model.config.cab_config is model.config.vision_config.cab_config is None
 
@@ -230,12 +242,12 @@ def test_models_with_shared_config_are_switched_separately():
         cab_hf.remove_cab(a)
         assert state(b)[1]["mass_threshold"] == FULL.mass_threshold
     with cab_hf.cab(b, mass_threshold=0.08):
-        born_later = LlamaForCausalLM(b.config)
+        built_in_block = LlamaForCausalLM(b.config)
     cab_hf.remove_cab(b)
-    assert state(born_later)[1]["mass_threshold"] == 0.08
+    assert state(built_in_block)[1]["mass_threshold"] == 0.08
 
 
-def no_attention_by_name():
+def model_without_attention_interface():
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     return FalconForCausalLM(FalconConfig(**sizes))
 
@@ -244,7 +256,9 @@ def no_attention_by_name():
     ("build", "options", "message"),
     [
         pytest.param(lambda: torch.nn.Linear(2, 2), {}, "transformers, got Linear", id="no-model"),
-        pytest.param(no_attention_by_name, {}, "keeps attn_implementation='sdpa'", id="falcon"),
+        pytest.param(
+            model_without_attention_interface, {}, "keeps attn_implementation='sdpa'", id="falcon"
+        ),
         pytest.param(tiny_model, {"mass_threshold": 7}, "mass_threshold", id="setting"),
         pytest.param(tiny_llava, BY_HEAD | {"sparsity": [[0.5] * 5] * 3}, "sparsity", id="table"),
     ],
@@ -260,14 +274,14 @@ def test_apply_cab_to_unsupported_model_raises_and_restores(build, options, mess
     assert cab_hf.remove_cab(model) is model and getattr(model, "config", None) == before
 
 
-@pytest.mark.parametrize("nothing", [None, "meta-llama/Llama-3.1-8B"], ids=["none", "name"])
+@pytest.mark.parametrize("no_model", [None, "meta-llama/Llama-3.1-8B"], ids=["none", "name"])
 @pytest.mark.parametrize(
     "function", ["apply_cab", "describe", "stats", "index_cache", "remove_cab", "calibrate"]
 )
-def test_apply_cab_to_other_objects_raises(function, nothing):
-    more = ("a tokenizer",) if function == "calibrate" else ()
+def test_apply_cab_to_other_objects_raises(function, no_model):
+    options = {"tokenizer": "a tokenizer"} if function == "calibrate" else {}
     with pytest.raises(ValueError, match="^model (is|must be) "):
-        getattr(cab_hf, function)(nothing, *more)
+        getattr(cab_hf, function)(no_model, **options)
 
 
 # --- forms of settings
@@ -275,79 +289,86 @@ def test_apply_cab_to_other_objects_raises(function, nothing):
 
 @pytest.mark.parametrize("kind", [dict, str, Path])
 def test_apply_cab_accepts_dict_or_file(model, tmp_path, kind):
-    chosen = dataclasses.replace(SPARSE, dense_layers=(1,))
-    chosen.save(tmp_path / "own.json")
-    fields = chosen.to_dict() if kind is dict else kind(tmp_path / "own.json")
-    with cab_hf.cab(model, fields, mass_threshold=0.05):
-        assert state(model) == ("cab", dataclasses.replace(chosen, mass_threshold=0.05).to_dict())
-    cab_hf.apply_cab(model, fields)
-    assert state(model) == ("cab", chosen.to_dict())
-    # settings saved with a model need no calibration file
-    given = {"attn_implementation": "cab", "cab_config": fields}
-    assert state(loaded(tiny_model(), tmp_path / "model", **given)) == ("cab", chosen.to_dict())
+    config = dataclasses.replace(SPARSE, dense_layers=(1,))
+    config.save(tmp_path / "own.json")
+    settings = config.to_dict() if kind is dict else kind(tmp_path / "own.json")
+    with cab_hf.cab(model, settings, mass_threshold=0.05):
+        assert state(model) == ("cab", dataclasses.replace(config, mass_threshold=0.05).to_dict())
+    cab_hf.apply_cab(model, settings)
+    assert state(model) == ("cab", config.to_dict())
+    # a saved model contains the settings themselves, not the path of the calibration file
+    reloaded = loaded(
+        tiny_model(), tmp_path / "model", attn_implementation="cab", cab_config=settings
+    )
+    assert state(reloaded) == ("cab", config.to_dict())
     # a dict replaces all settings
     cab_hf.apply_cab(model, {"mass_threshold": 0.08})
     assert state(model)[1] == CabConfig(mass_threshold=0.08).to_dict()
 
 
-def loaded(model, folder, **given):
+def loaded(model, folder, **options):
+    """Save a model and load it again."""
     model.save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, **given)
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
+# settings for a model of 30 layers
 DEEP = BY_HEAD | {"sparsity": [[0.5] * 6] * 30}
 HEAD_MAP = {"predictor": "cascade", "anchors": [0], "head_map": [[0] * 9] * 3}
-SHAPES = r"for somebody's \(4 layers, 6 heads, 2 KV heads\), and \w+ has 3 layers, 6 heads, 2 KV"
+OTHER_SHAPE = (
+    r"for somebody's \(4 layers, 6 heads, 2 KV heads\), and \w+ has 3 layers, 6 heads, 2 KV"
+)
+# (settings that do not fit `tiny_model`, part of the error message)
 MISFITS = {
     "layers": (DEEP, "sparsity has 30 layers of 6 heads, and this model has 3"),
     "fewer-layers": (BY_HEAD | {"sparsity": [[0.1] * 6] * 2}, "sparsity has 2 layers of 6 heads"),
     "heads": (BY_HEAD | {"sparsity": [[0.5] * 9] * 3}, "9 heads, and this model has 3 layers of 6"),
     "map": (HEAD_MAP, "head_map has 3 layers of 9 heads"),
     "dense": ({"dense_layers": [3]}, "dense_layers has 3; this model has layers 0 to 2"),
-    "origin-layers": ({"origin": OWN._replace(layers=4)._asdict()}, SHAPES),
-    "origin-heads": ({"origin": OWN._replace(kv_heads=6)._asdict()}, "3 layers, 6 heads, 6 KV"),
+    "origin-layers": ({"origin": ORIGIN._replace(layers=4)._asdict()}, OTHER_SHAPE),
+    "origin-heads": ({"origin": ORIGIN._replace(kv_heads=6)._asdict()}, "3 layers, 6 heads, 6 KV"),
     "field": ({"mass_treshold": 0.5}, "CabConfig has no field 'mass_treshold'"),
     "kind": ({"mass_threshold": "much"}, "CabConfig.mass_threshold must be .*, got 'much'"),
     "predictor": ({"predictor": "row"}, "predictor"),
 }
 
 
-def meet(model, folder, config, way):
-    """Give settings to a model by one of the entry points."""
-    if way == "apply":
+def pass_settings(model, folder, config, entry_point):
+    """Pass settings to a model by one of the entry points; ``folder`` is for a saved model."""
+    if entry_point == "apply":
         cab_hf.apply_cab(model, config)
-    elif way == "block":
+    elif entry_point == "block":
         with cab_hf.cab(model, config):
             pass
-    elif way == "load":
+    elif entry_point == "load":
         loaded(model, folder, attn_implementation="cab", cab_config=config)
     else:
         model.config.cab_config = config
-        if way == "save":
+        if entry_point == "save":
             loaded(model, folder, attn_implementation="cab")
-        elif way == "build":
+        elif entry_point == "build":
             model.config._attn_implementation = "cab"
             type(model)(model.config)
         else:
             model.set_attn_implementation("cab")
 
 
-@pytest.mark.parametrize("way", ["apply", "block", "load", "save", "build", "switch"])
-@pytest.mark.parametrize(("config", "sentence"), MISFITS.values(), ids=MISFITS)
+@pytest.mark.parametrize("entry_point", ["apply", "block", "load", "save", "build", "switch"])
+@pytest.mark.parametrize(("config", "message"), MISFITS.values(), ids=MISFITS)
 def test_settings_of_another_model_raise_at_every_entry_point(
-    model, tmp_path, way, config, sentence
+    model, tmp_path, entry_point, config, message
 ):
-    with pytest.raises(ValueError, match=sentence):
-        meet(model, tmp_path, config, way)
+    with pytest.raises(ValueError, match=message):
+        pass_settings(model, tmp_path, config, entry_point)
 
 
 def test_assigning_settings_of_another_model_raises(model):
     cab_hf.apply_cab(model, SPARSE)
-    for config, sentence in MISFITS.values():
-        with pytest.raises(ValueError, match=sentence):
+    for config, message in MISFITS.values():
+        with pytest.raises(ValueError, match=message):
             model.config.cab_config = config
     assert model.config.cab_config == SPARSE.to_dict()
-    # a model on "sdpa" accepts any settings until it is switched
+    # a model with "sdpa" accepts any settings, because nothing uses them
     cab_hf.remove_cab(model)
     model.config.cab_config = DEEP
 
@@ -356,7 +377,7 @@ def test_assigning_settings_of_another_model_raises(model):
 def test_calibration_of_another_model_raises_at_forward(model, use):
     cab_hf.apply_cab(model, SPARSE)
     model = copy.deepcopy(model)
-    model.config.cab_config["origin"] = OWN._replace(layers=4)._asdict()
+    model.config.cab_config["origin"] = ORIGIN._replace(layers=4)._asdict()
     with pytest.raises(ValueError, match="was calibrated for somebody's"):
         use(model)
 
@@ -369,7 +390,7 @@ def test_settings_are_compared_once_per_model(model, monkeypatch):
     for _ in range(3):
         model(tokens(1, 40))
     assert not compared
-    # a model of other layers than before
+    # a changed number of layers needs another comparison
     model.config.num_hidden_layers = 2
     model(tokens(1, 40))
     assert len(compared) == 1
@@ -381,12 +402,12 @@ def test_rejected_settings_can_be_replaced(model):
     assert state(cab_hf.remove_cab(model)) == ("sdpa", DEEP)
 
 
-@pytest.mark.parametrize("unsaid", ["layers", "heads", "kv_heads"])
-def test_fields_missing_from_calibration_are_not_compared(model, unsaid):
-    cab_hf.apply_cab(model, SPARSE, origin=OWN._replace(**{unsaid: None}))
+@pytest.mark.parametrize("missing", ["layers", "heads", "kv_heads"])
+def test_fields_missing_from_calibration_are_not_compared(model, missing):
+    cab_hf.apply_cab(model, SPARSE, origin=ORIGIN._replace(**{missing: None}))
 
 
-# --- layers that are computed again
+# --- gradient checkpointing, which computes layers again
 
 
 def loss_of(model, padded=False):
@@ -397,51 +418,57 @@ def loss_of(model, padded=False):
 
 def gradient_of(loss, model):
     loss.backward()
-    gradient = torch.cat([each.grad.flatten() for each in model.parameters()])
+    gradient = torch.cat([weight.grad.flatten() for weight in model.parameters()])
     model.zero_grad()
     return gradient
 
 
-def left(model, padded):
+def loss_inside_block(model, padded):
+    """Return a loss that was computed in a ``with`` block, after the end of the block."""
     with cab_hf.cab(model, SPARSE):
         return loss_of(model, padded)
 
 
-def removed(model, padded):
+def loss_before_remove_cab(model, padded):
     loss = loss_of(applied(model), padded)
     cab_hf.remove_cab(model)
     return loss
 
 
-def entered(model, padded):
+def loss_before_apply_cab(model, padded):
     loss = loss_of(model, padded)
     cab_hf.apply_cab(model, SPARSE)
     return loss
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("change", [left, removed, entered])
+@pytest.mark.parametrize(
+    "loss_before_switch", [loss_inside_block, loss_before_remove_cab, loss_before_apply_cab]
+)
 @pytest.mark.parametrize(
     ("implementation", "padded"),
     [("sdpa", False), ("sdpa", True), ("eager", False), ("cab", False), ("cab_dense", False)],
 )
-def test_recompute_with_other_settings_raises(implementation, padded, change, reentrant):
+def test_recompute_with_other_settings_raises(
+    implementation, padded, loss_before_switch, reentrant
+):
     model = tiny_model(attn_implementation=implementation, num_hidden_layers=2).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     with cab_hf.cab(model, SPARSE):
-        # an earlier step, which is none of the later one's business
-        inside = gradient_of(loss_of(model, padded), model)
-    loss = change(model, padded)
+        # a complete step, which must not affect the next step
+        expected = gradient_of(loss_of(model, padded), model)
+    loss = loss_before_switch(model, padded)
     with pytest.raises(RuntimeError, match="was left or entered in between"):
         loss.backward()
     model.zero_grad()
-    # an error leaves no state, and equal settings do not raise
+    # the error leaves no state, and equal settings do not raise
     loss = loss_of(applied(model), padded)
-    assert torch.equal(gradient_of(loss, applied(model)), inside)
+    assert torch.equal(gradient_of(loss, applied(model)), expected)
 
 
 def test_backward_after_cab_block_works_without_checkpointing(model):
     with cab_hf.cab(model, SPARSE):
-        inside = gradient_of(loss_of(model), model)
-    assert torch.equal(gradient_of(left(model, padded=False), model), inside)
+        expected = gradient_of(loss_of(model), model)
+    loss = loss_inside_block(model, padded=False)
+    assert torch.equal(gradient_of(loss, model), expected)

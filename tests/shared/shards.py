@@ -23,14 +23,14 @@ def sharding_for(world, ends):
 
 def shard_of(x, sharding, rank):
     """Return a rank's shard of [B, H, N, D]; padding has values that must not matter."""
-    shard = x[:, :, sharding.slots[rank]].clone()
+    shard = x[:, :, sharding.sequence_index[rank]].clone()
     shard[:, :, ~sharding.real[rank]] = 7.0
     return shard
 
 
 def together(shards, sharding):
     """Join the shards of all ranks to [B, H, N, ...]."""
-    return torch.cat(shards, dim=2)[:, :, sharding.owner]
+    return torch.cat(shards, dim=2)[:, :, sharding.shard_index]
 
 
 def layout_of(sharding, align):

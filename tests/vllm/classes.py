@@ -18,7 +18,7 @@ from typing import NamedTuple
 BEGIN, END = "<!-- classes -->", "<!-- end -->"
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 
-# features of the attention layers of a source, and the layers that stay dense because of them
+# names in the source of a model class -> the kind of layers that stay dense
 DENSE_LAYERS = {
     "per_layer_sliding_window": "a sliding window",
     "sinks": "attention sinks",
@@ -26,8 +26,9 @@ DENSE_LAYERS = {
     "alibi_slopes": "ALiBi",
     "ChunkedLocalAttention": "chunked attention",
 }
-# words of `DENSE_LAYERS` -> reasons of `cab_hf.vllm.layers.why_dense`
+# kinds in `DENSE_LAYERS` -> reasons of `cab_hf.vllm.layers.why_dense`, if the two differ
 REASONS = {"chunked attention": "batches that vLLM rewrites"}
+# classes of attention layers: latent attention, causal attention, attention in both directions
 LATENT = {"MLAAttention", "MultiHeadLatentAttentionWrapper"}
 CAUSAL = {"Attention", "ChunkedLocalAttention"}
 PREFIX = {"PrefillPrefixLMAttention"}
@@ -38,7 +39,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         prompts: "sparse", "dense", "refused", or two of these words.
-        why: which layers are dense, or why all are.
+        why: the kinds of layers that are dense, or the reason why all layers are dense.
     """
 
     prompts: str
@@ -46,25 +47,31 @@ class Verdict(NamedTuple):
 
 
 NOTHING = Verdict("dense", "no attention over pages of keys and values")
-# the class in transformers decides which layers a model from transformers has
+# verdict on models that vLLM takes from transformers; their config determines the kinds of layers
 BY_CONFIG = Verdict(
     "sparse", "a sliding window, attention sinks or soft-capped logits, if the config has them"
 )
 
 
 def source_of(models: Path, module: str) -> str:
-    """Return the source of a module of vLLM's registry, or of all files of a package."""
+    """Return the source of a module or package in vLLM's registry; ``models`` is its folder."""
     if module.startswith("vllm."):
-        place = models.parents[1] / module.removeprefix("vllm.").replace(".", "/")
+        path = models.parents[1] / module.removeprefix("vllm.").replace(".", "/")
     else:
-        place = models / module.replace(".", "/")
-    file = place.with_suffix(".py")
-    files = [file] if file.is_file() else sorted(place.rglob("*.py"))
-    return "\n".join(each.read_text("utf-8") for each in files)
+        path = models / module.replace(".", "/")
+    file = path.with_suffix(".py")
+    files = [file] if file.is_file() else sorted(path.rglob("*.py"))
+    return "\n".join(file.read_text("utf-8") for file in files)
 
 
 def verdict(models: Path, module: str, seen: frozenset[str] = frozenset()) -> Verdict:
-    """Return the verdict on a module of vLLM's registry."""
+    """Return the verdict on a module of vLLM's registry.
+
+    Args:
+        models: folder of vLLM's models.
+        module: name of the module.
+        seen: modules that import ``module``, which are not read again.
+    """
     if module == "transformers":
         return BY_CONFIG
     source = source_of(models, module)
@@ -74,23 +81,25 @@ def verdict(models: Path, module: str, seen: frozenset[str] = frozenset()) -> Ve
         is_latent = bool(words & LATENT)
         return Verdict("refused", latent) if is_latent else Verdict("dense", "attention of its own")
     if words & CAUSAL:
-        found = [why for word, why in DENSE_LAYERS.items() if word in words]
+        dense_kinds = [kind for word, kind in DENSE_LAYERS.items() if word in words]
         if words & LATENT:
-            return Verdict("sparse or refused", ", ".join([*found, latent]))
-        return Verdict("sparse", ", ".join(found) or "none")
+            return Verdict("sparse or refused", ", ".join([*dense_kinds, latent]))
+        return Verdict("sparse", ", ".join(dense_kinds) or "none")
     if words & LATENT:
         return Verdict("refused", latent)
     if words & PREFIX:
         return Verdict("dense", "prompts that attend in both directions")
+    # a module without attention layers may import the layers of another model
     bases = re.findall(r"from (?:\.|vllm\.model_executor\.models\.)(\w+) import", source)
-    others = [verdict(models, each, seen | {module}) for each in bases if each not in seen]
-    kept = [each for each in others if each != NOTHING]
-    return min(kept, key=lambda each: each.prompts != "sparse", default=NOTHING)
+    results = [verdict(models, base, seen | {module}) for base in bases if base not in seen]
+    results = [result for result in results if result != NOTHING]
+    # a sparse verdict has priority
+    return min(results, key=lambda result: result.prompts != "sparse", default=NOTHING)
 
 
 def words_of(source: str) -> set[str]:
-    """Return the names and the keywords of calls in a source."""
-    # files of a package may not begin with their imports from __future__
+    """Return the names and the keyword arguments of calls in a source."""
+    # concatenated files have this import in the middle, where Python does not allow it
     source = source.replace("from __future__ import annotations", "")
     nodes = list(ast.walk(ast.parse(source)))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -99,7 +108,7 @@ def words_of(source: str) -> set[str]:
 
 @cache
 def verdicts() -> dict[str, Verdict]:
-    """Return the verdict on every text model of the vLLM that is installed."""
+    """Return the verdict on every text model of the installed vLLM, by name of its class."""
     from vllm.model_executor.models import registry
 
     models = Path(registry.__file__).parent
@@ -112,40 +121,39 @@ def table() -> str:
     from vllm import __version__
 
     rows = defaultdict(list)
-    for name, found in verdicts().items():
-        rows[found].append(name.removesuffix("ForCausalLM"))
+    for name, found_verdict in verdicts().items():
+        rows[found_verdict].append(name.removesuffix("ForCausalLM"))
     lines = ["| prompts are | what makes a layer dense | model classes |", "| --- | --- | --- |"]
-    kinds = ("sparse", "sparse or refused", "dense", "refused")
-    for found in sorted(rows, key=lambda each: (kinds.index(each.prompts), -len(rows[each]))):
-        lines.append(f"| {found.prompts} | {found.why} | {', '.join(rows[found])} |")
+    order = ("sparse", "sparse or refused", "dense", "refused")
+    for row in sorted(rows, key=lambda row: (order.index(row.prompts), -len(rows[row]))):
+        lines.append(f"| {row.prompts} | {row.why} | {', '.join(rows[row])} |")
     return "\n".join([*lines, "", f"Text models of vLLM {__version__}, without `ForCausalLM`."])
 
 
-def written() -> str:
-    """Return docs/serving.md with the table."""
-    text = DOCS.read_text("utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
+def page_with_table() -> str:
+    """Return docs/serving.md with a new table between the markers `BEGIN` and `END`."""
+    before, _, table_and_after = DOCS.read_text("utf-8").partition(BEGIN)
+    _, _, after = table_and_after.partition(END)
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
 @cache
 def model_types() -> dict[str, str]:
-    """Return the model type of every class that transformers has a config for."""
+    """Return the model type of every causal LM of transformers, by name of its class."""
     from transformers.models.auto import modeling_auto
 
-    found = {}
-    for kind, names in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    types = {}
+    for model_type, names in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         for name in [names] if isinstance(names, str) else names:
-            found.setdefault(name, kind)
-    return found
+            types.setdefault(name, model_type)
+    return types
 
 
 def layers_of(name: str) -> Counter[str | None] | None:
-    """Build a model class with transformers' default config, without weights.
+    """Build a model class with transformers' default config and without weights.
 
-    Returns the number of attention layers per reason for which they are dense; the reason of
-    sparse layers is None. Returns None if vLLM cannot build the class that way on a CPU.
+    Returns the number of attention layers by the reason why the layers are dense; the reason of
+    sparse layers is None. Returns None if vLLM cannot build the class in this way on a CPU.
     """
     import torch
     from transformers import CONFIG_MAPPING
@@ -154,11 +162,11 @@ def layers_of(name: str) -> Counter[str | None] | None:
 
     from cab_hf.vllm import layers
 
-    kind = model_types().get(name)
-    if kind is None:
+    model_type = model_types().get(name)
+    if model_type is None:
         return None
     try:
-        config = CONFIG_MAPPING[kind]()
+        config = CONFIG_MAPPING[model_type]()
         config.architectures = [name]
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
@@ -184,11 +192,17 @@ def begin_process_groups() -> None:
 
     if not torch.distributed.is_initialized():
         store = Path(tempfile.mkdtemp()) / "store"
-        distributed.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
-    # experts need a group that other models do not have
+        distributed.init_distributed_environment(
+            world_size=1,
+            rank=0,
+            distributed_init_method=f"file://{store}",
+            local_rank=0,
+            backend="gloo",
+        )
+    # models with experts need a group that does not exist after the start of other models
     distributed.destroy_model_parallel()
     distributed.ensure_model_parallel_initialized(1, 1)
 
 
 if __name__ == "__main__":
-    DOCS.write_text(written(), "utf-8")
+    DOCS.write_text(page_with_table(), "utf-8")

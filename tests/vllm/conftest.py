@@ -11,7 +11,7 @@ os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobi
 
 @pytest.fixture(scope="session", autouse=True)
 def registered():
-    """Register the plugin as vLLM does, for tests that start no engine."""
+    """Register the plugin, which vLLM itself does only when an engine starts."""
     from importlib.util import find_spec
 
     if find_spec("vllm") is not None:
@@ -47,20 +47,21 @@ def llama(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(llama):
-    """(cab_config or None, **options of `LLM`) -> an engine of vLLM.
+    """Return a function that starts engines of vLLM.
 
-    Engines of a process share the process groups, which the first engine that ends destroys. All
-    engines of a module therefore end together.
+    Its arguments are the settings "cab" (None for an engine without the plugin), the folder of the
+    model, and options of `LLM`. Equal arguments return the same engine. Engines of a process share
+    process groups, which the end of any engine destroys, so all engines of a module end together.
     """
     from vllm import LLM
 
-    made = {}
+    engines = {}
 
     def make(cab, model=llama, **options):
         key = str((cab, model, options))
-        if key not in made:
+        if key not in engines:
             extra = {} if cab is None else {"additional_config": {"cab": cab}}
-            made[key] = LLM(
+            engines[key] = LLM(
                 str(model),
                 skip_tokenizer_init=True,
                 enforce_eager=True,
@@ -71,16 +72,16 @@ def engine(llama):
                 **extra,
                 **options,
             )
-        return made[key]
+        return engines[key]
 
     yield make
-    made.clear()
+    engines.clear()
     gc.collect()
 
 
 @pytest.fixture
-def said(monkeypatch):
-    """The messages of the plugin."""
+def plugin_messages(monkeypatch):
+    """Return the list of messages that the plugin logs during the test."""
     messages, log = [], logging.getLogger("vllm.cab_hf")
     # vLLM sets the levels and handlers of its loggers when an engine starts
     for name in ("info", "warning"):

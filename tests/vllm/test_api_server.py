@@ -1,4 +1,4 @@
-"""The HTTP endpoints of two API servers of one engine, as a client uses them."""
+"""The HTTP endpoints of an engine with two API servers."""
 
 import json
 import os
@@ -28,9 +28,9 @@ PUBLISH_S = 30
 @pytest.fixture(scope="module")
 def url(llama, tmp_path_factory):
     """Start an engine with two API servers, and return their common address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
     options = {
         "--api-server-count": "2",
         "--host": "127.0.0.1",
@@ -65,7 +65,7 @@ def url(llama, tmp_path_factory):
 
 
 def wait_for(url, process, log):
-    """Return as soon as the servers answer; fail with the end of the log if they do not."""
+    """Wait until the servers answer; fail with the end of the log after ``START_S`` seconds."""
     end = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < end:
         try:
@@ -76,9 +76,10 @@ def wait_for(url, process, log):
 
 
 def complete(url, length, **fields):
-    """Send a prompt of ``length`` tokens and return how many tokens the servers generate.
+    """Send a prompt of ``length`` tokens, and return the number of generated tokens.
 
-    Prompts of different lengths share no prefix, which the prefix cache would contain.
+    Prompts of different lengths have different first tokens, so that no prompt is in the prefix
+    cache.
     """
     body = {
         "model": "tiny",
@@ -106,10 +107,10 @@ def test_metrics_of_api_servers_count_sparse_prompts_and_pairs(url):
     assert complete(url, 20) == complete(url, 400, vllm_xargs={"cab": False}) == 4
     pairs = 3 * 4 * sum(n * (n + 1) // 2 for n in (300, 500))
     end = time.monotonic() + PUBLISH_S
-    while (found := counters(url))["possible_pairs"] < pairs and time.monotonic() < end:
+    while (totals := counters(url))["possible_pairs"] < pairs and time.monotonic() < end:
         time.sleep(0.5)
-    assert found["sparse_prompts"] == 2
-    assert found["possible_pairs"] == pairs
-    assert 0.1 < found["attended_pairs"] / pairs < 1
-    # every connection goes to one of the two servers
-    assert [counters(url) for _ in range(8)] == [found] * 8
+    assert totals["sparse_prompts"] == 2
+    assert totals["possible_pairs"] == pairs
+    assert 0.1 < totals["attended_pairs"] / pairs < 1
+    # each connection goes to one of the two servers, so that eight requests reach both
+    assert [counters(url) for _ in range(8)] == [totals] * 8

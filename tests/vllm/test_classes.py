@@ -12,8 +12,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def inspected_here():
-    """Inspect classes in this process; vLLM starts a process for each class."""
+def inspect_in_process():
+    """Inspect model classes in this process, because vLLM would start a process for each class."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             registry._LazyRegisteredModel,
@@ -24,8 +24,8 @@ def inspected_here():
 
 
 def test_docs_table_lists_model_classes():
-    """``python tests/vllm/classes.py`` writes it."""
-    assert classes.DOCS.read_text("utf-8") == classes.written()
+    """``python tests/vllm/classes.py`` writes the table."""
+    assert classes.DOCS.read_text("utf-8") == classes.page_with_table()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -34,20 +34,23 @@ def test_sparse_model_classes_are_classified_as_sparse(name):
 
 
 def test_layers_built_by_vllm_match_table():
-    """Every class with a config in transformers, except for those that need more than a CPU."""
-    built = {}
+    """Check every class that has a config in transformers and that vLLM can build on a CPU."""
+    layers_by_class = {}
     for name in classes.verdicts():
         layers = classes.layers_of(name)
         if layers is not None:
-            built[name] = layers
-    assert len(built) > 50
-    for name, layers in built.items():
-        found = classes.verdicts()[name]
-        why = found.why
-        allowed = {classes.REASONS.get(x, x) for x in classes.DENSE_LAYERS.values() if x in why}
-        if found.prompts != "sparse":
+            layers_by_class[name] = layers
+    assert len(layers_by_class) > 50
+    for name, layers in layers_by_class.items():
+        verdict = classes.verdicts()[name]
+        allowed = {
+            classes.REASONS.get(kind, kind)
+            for kind in classes.DENSE_LAYERS.values()
+            if kind in verdict.why
+        }
+        if verdict.prompts != "sparse":
             # a CPU has a backend for latent attention
             allowed |= {"another backend", "batches that vLLM rewrites"}
-        if found.prompts in ("sparse", "sparse or refused"):
+        if verdict.prompts in ("sparse", "sparse or refused"):
             allowed.add(None)
-        assert set(layers) <= allowed, (name, found, layers)
+        assert set(layers) <= allowed, (name, verdict, layers)

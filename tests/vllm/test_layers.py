@@ -48,10 +48,11 @@ LFM2 = SIZES | {
 FULL = {"query_block": 32, "key_block": 16, "min_length": 0, "mass_threshold": 0.0}
 
 
-def saved(folder, kind, config, **fields):
+def save_model(folder, model_class, config_class, **fields):
     """Save a random model whose answers depend on the attended keys; return its folder."""
     torch.manual_seed(0)
-    model = getattr(transformers, kind)(getattr(transformers, config)(**fields))
+    config = getattr(transformers, config_class)(**fields)
+    model = getattr(transformers, model_class)(config)
     for weight in model.parameters():
         weight.data.mul_(2 if weight.ndim > 1 else 1)
     model.save_pretrained(folder)
@@ -75,11 +76,16 @@ def served(engine, prompts):
     ]
 
 
-def assert_same(found, wanted):
-    for (here, _), (there, _) in zip(found, wanted, strict=True):
-        assert [token for token, _ in here] == [token for token, _ in there]
-        numbers = [[each.logprob for _, each in answer] for answer in (here, there)]
-        torch.testing.assert_close(*map(torch.tensor, numbers), atol=1e-4, rtol=0)
+def assert_same(actual, expected):
+    """Assert that answers have equal tokens and log-probabilities; arguments as from `served`."""
+    for (answer, _), (expected_answer, _) in zip(actual, expected, strict=True):
+        assert [token for token, _ in answer] == [token for token, _ in expected_answer]
+        torch.testing.assert_close(
+            torch.tensor([step.logprob for _, step in answer]),
+            torch.tensor([step.logprob for _, step in expected_answer]),
+            atol=1e-4,
+            rtol=0,
+        )
 
 
 def prompt_of(length, seed=0):
@@ -88,13 +94,13 @@ def prompt_of(length, seed=0):
 
 
 def test_chunked_attention_layers_stay_dense(engine, tmp_path):
-    folder = saved(tmp_path, "Llama4ForCausalLM", "Llama4TextConfig", **LLAMA4)
+    folder = save_model(tmp_path, "Llama4ForCausalLM", "Llama4TextConfig", **LLAMA4)
     prompts = [prompt_of(300), prompt_of(700, 1)]
     attended.clear()
-    found = served(engine(FULL, folder, max_num_batched_tokens=2048), prompts)
+    actual = served(engine(FULL, folder, max_num_batched_tokens=2048), prompts)
     # the last layer of four attends to all tokens
-    assert {each.layer_idx for each in attended} == {3}
-    assert_same(found, served(engine(None, folder, max_num_batched_tokens=2048), prompts))
+    assert {layer.layer_idx for layer in attended} == {3}
+    assert_same(actual, served(engine(None, folder, max_num_batched_tokens=2048), prompts))
 
 
 def test_derived_builders_are_dense(monkeypatch):
@@ -119,7 +125,7 @@ def test_derived_builders_are_dense(monkeypatch):
 
 
 def test_hybrid_model_reuses_cached_mamba_states(engine, tmp_path):
-    folder = saved(tmp_path, "Lfm2ForCausalLM", "Lfm2Config", **LFM2)
+    folder = save_model(tmp_path, "Lfm2ForCausalLM", "Lfm2Config", **LFM2)
     options = {"max_num_batched_tokens": 512, "block_size": 96, "enable_prefix_caching": True}
     cab = FULL | {"query_block": 128, "key_block": 64}
     ours, theirs = engine(cab, folder, **options), engine(None, folder, **options)
@@ -127,17 +133,20 @@ def test_hybrid_model_reuses_cached_mamba_states(engine, tmp_path):
     later = [*prompt[:690], *prompt_of(150, 1)]
     # vLLM's own results for this model depend on where chunks end
     scheduler = theirs.llm_engine.engine_core.engine_core.scheduler
-    cuts = {0: 384, 384: 672}
+    chunk_ends = {0: 384, 384: 672}
     split = scheduler._mamba_block_aligned_split
-    scheduler._mamba_block_aligned_split = lambda request, tokens, local=0, external=0: (
-        cuts[request.num_computed_tokens + local] - request.num_computed_tokens - local
-        if request.num_computed_tokens + local in cuts
-        else split(request, tokens, local, external)
-    )
-    for each, cached in ((prompt, 0), (later, 672)):
-        (found,), (wanted,) = served(ours, [each]), served(theirs, [each])
-        assert found[1] == wanted[1] == cached
-        assert_same([found], [wanted])
+
+    def split_at_chunk_ends(request, tokens, num_cached=0, num_loaded=0):
+        start = request.num_computed_tokens + num_cached
+        if start in chunk_ends:
+            return chunk_ends[start] - start
+        return split(request, tokens, num_cached, num_loaded)
+
+    scheduler._mamba_block_aligned_split = split_at_chunk_ends
+    for tokens, num_cached in ((prompt, 0), (later, 672)):
+        (actual,), (expected,) = served(ours, [tokens]), served(theirs, [tokens])
+        assert actual[1] == expected[1] == num_cached
+        assert_same([actual], [expected])
 
 
 @pytest.mark.parametrize(
@@ -146,7 +155,8 @@ def test_hybrid_model_reuses_cached_mamba_states(engine, tmp_path):
         ("vec", torch.float32, 128, 64),
         ("vec", torch.bfloat16, 32, 128),
         ("vec16", torch.float32, 48, 80),
-        # packed pairs of channels (keys) and of tokens (values); any x86 CPU can write them
+        # pairs of channels (keys) or tokens (values) are adjacent; every x86 CPU can write this
+        # layout
         ("amx", torch.bfloat16, 32, 64),
         ("amx", torch.bfloat16, 128, 128),
         ("amx", torch.bfloat16, 96, 32),
@@ -161,14 +171,14 @@ def test_gather_reads_pages_in_vllm_layout(isa, dtype, page, dim):
     token = torch.arange(count)
     slots = pages[token // page] * page + token % page
     cache = torch.full((5, 2, page, 2 * dim), torch.nan, dtype=dtype)
-    keys, values = cache.view(5, 2, 2 * page, dim).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(key, value, keys, values, slots, isa)
+    key_cache, value_cache = cache.view(5, 2, 2 * page, dim).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa)
     # vLLM 0.22 has separate tensors for keys and values
-    separate = torch.stack([x.reshape(5, 2, page, dim) for x in (keys, values)])
-    for each in (cache, separate):
-        found = gather(each, pages, isa)
-        for got, wanted in zip(found, (key, value), strict=True):
-            assert torch.equal(got[:, :count], wanted.transpose(0, 1))
+    separate = torch.stack([x.reshape(5, 2, page, dim) for x in (key_cache, value_cache)])
+    for kv_cache in (cache, separate):
+        gathered_key, gathered_value = gather(kv_cache, pages, isa)
+        assert torch.equal(gathered_key[:, :count], key.transpose(0, 1))
+        assert torch.equal(gathered_value[:, :count], value.transpose(0, 1))
 
 
 def test_unknown_kv_cache_layout_raises(monkeypatch):

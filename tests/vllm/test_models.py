@@ -34,7 +34,7 @@ SIZES = {
 }
 WINDOW, GLOBAL = "sliding_attention", "full_attention"
 WINDOWS = {"sliding_window": 64, "layer_types": [WINDOW, GLOBAL] * 2}
-# (model class, config class, fields, sparse layers)
+# (model class, config class, fields of the config, number of sparse layers)
 MODELS = {
     "interleaved": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {}, 4),
     "half-of-the-channels": ("StableLmForCausalLM", "StableLmConfig", {"head_dim": None}, 4),
@@ -65,14 +65,15 @@ def prompt(length, seed=0):
 
 
 @pytest.fixture
-def made(tmp_path, monkeypatch):
-    """Return a function (model class, config class, fields) -> folder of a tiny model."""
-    # vLLM shares embeddings between models, and ERNIE changes its own
+def make_model(tmp_path, monkeypatch):
+    """Return a function of model class, config class and fields that saves a tiny model."""
+    # vLLM shares rotary embeddings between models, and ERNIE changes its rotary embedding
     monkeypatch.setattr("vllm.model_executor.layers.rotary_embedding._ROPE_DICT", {})
 
-    def make(kind, config, fields, scale=3):
+    def make(model_class, config_class, fields, scale=3):
         torch.manual_seed(0)
-        model = getattr(transformers, kind)(getattr(transformers, config)(**SIZES | fields))
+        config = getattr(transformers, config_class)(**SIZES | fields)
+        model = getattr(transformers, model_class)(config)
         for weight in model.parameters():
             weight.data.mul_(scale if weight.ndim > 1 else 1)
         model.save_pretrained(tmp_path)
@@ -88,20 +89,20 @@ def once(engine):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sparse_answers_of_architecture_equal_transformers(name, made, once, said):
-    kind, config, fields, sparse = MODELS[name]
-    folder = made(kind, config, fields)
+def test_sparse_answers_of_architecture_equal_transformers(name, make_model, once, plugin_messages):
+    model_class, config_class, fields, num_sparse = MODELS[name]
+    folder = make_model(model_class, config_class, fields)
     settings = SPARSE | {"mass_threshold": 0.05}
     prompts = [prompt(300), prompt(500, 1)]
-    wanted = [Reference(folder, settings)(x) for x in prompts]
+    expected = [Reference(folder, settings)(x) for x in prompts]
     attended.clear()
-    got = served(once(settings, folder), prompts)
-    assert f"{sparse} of 4 attention layers are sparse" in " ".join(said)
+    actual = served(once(settings, folder), prompts)
+    assert f"{num_sparse} of 4 attention layers are sparse" in " ".join(plugin_messages)
     assert density() < 0.95
-    assert_same(got, wanted, 1e-3)
+    assert_same(actual, expected, 1e-3)
 
 
-def test_kv_sharing_layers_equal_reference(made, once):
+def test_kv_sharing_layers_equal_reference(make_model, once):
     """The last layers of Gemma 3n read keys and values of earlier layers."""
     fields = {
         "num_hidden_layers": 6,
@@ -113,25 +114,28 @@ def test_kv_sharing_layers_equal_reference(made, once):
         "sliding_window": 100,
         "activation_sparsity_pattern": [0.0] * 6,
     }
-    folder = made("Gemma3nForCausalLM", "Gemma3nTextConfig", fields, scale=1.5)
-    # two prompts above min_length, and one below, in one batch
+    folder = make_model("Gemma3nForCausalLM", "Gemma3nTextConfig", fields, scale=1.5)
+    # two prompts are longer than min_length and one is shorter, in one batch
     prompts = [prompt(300), prompt(90, 1), prompt(200, 2)]
     options = {"max_num_batched_tokens": 160}
-    wanted = served(once(None, folder, **options), prompts)
-    assert_same(served(once(FULL | {"min_length": 150}, folder, **options), prompts), wanted, 1e-4)
+    expected = served(once(None, folder, **options), prompts)
+    actual = served(once(FULL | {"min_length": 150}, folder, **options), prompts)
+    assert_same(actual, expected, 1e-4)
 
 
-def test_cascade_shares_plans_between_kv_cache_groups(made, once):
-    """Four layers with full attention are two KV cache groups if two layers have windows."""
-    kinds = [WINDOW, GLOBAL, GLOBAL, WINDOW, GLOBAL, GLOBAL]
-    fields = {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": 64}
-    folder = made("Gemma3ForCausalLM", "Gemma3TextConfig", fields | {"query_pre_attn_scalar": 64})
+def test_cascade_shares_plans_between_kv_cache_groups(make_model, once):
+    """Four layers with full attention are in two KV cache groups if two layers have windows."""
+    layer_types = [WINDOW, GLOBAL, GLOBAL, WINDOW, GLOBAL, GLOBAL]
+    fields = {"num_hidden_layers": 6, "layer_types": layer_types, "sliding_window": 64}
+    folder = make_model(
+        "Gemma3ForCausalLM", "Gemma3TextConfig", fields | {"query_pre_attn_scalar": 64}
+    )
     settings = SPARSE | {"mass_threshold": 0.05, "predictor": "cascade", "anchors": [1]}
     ours, prompts = once(settings, folder), [prompt(300), prompt(500, 1)]
     groups = ours.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
     assert len(groups) == 3
-    wanted = [Reference(folder, settings)(x) for x in prompts]
-    assert_same(served(ours, prompts), wanted, 1e-3)
+    expected = [Reference(folder, settings)(x) for x in prompts]
+    assert_same(served(ours, prompts), expected, 1e-3)
 
 
 def test_only_prompts_without_images_are_sparse(engine, llama, monkeypatch):
@@ -154,14 +158,14 @@ def test_only_prompts_without_images_are_sparse(engine, llama, monkeypatch):
 
 
 def test_speculative_draft_model_needs_no_settings(engine, llama, tmp_path):
-    """Settings name layers that the draft model does not have."""
+    """The settings contain the index of a layer that the draft model does not have."""
     config = transformers.LlamaConfig.from_pretrained(llama, num_hidden_layers=1)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     guesses = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
     settings, prompts = SPARSE | {"dense_layers": [2]}, [prompt(300), prompt(170, 1)]
     ours = engine(settings, max_num_batched_tokens=160, speculative_config=guesses)
-    wanted = [Reference(llama, settings)(x, prompt_too=False) for x in prompts]
-    assert_same(served(ours, prompts, prompt_too=False), wanted, 1e-4)
+    expected = [Reference(llama, settings)(x, prompt_too=False) for x in prompts]
+    assert_same(served(ours, prompts, prompt_too=False), expected, 1e-4)
 
 
 def test_dense_anchor_layer_raises():
@@ -181,22 +185,23 @@ def test_dense_anchor_layer_raises():
     ],
 )
 def test_dense_layers_report_reasons(impl, builder, reason):
-    kind = type("Builder", (), {"__module__": builder})
-    backend = SimpleNamespace(get_builder_cls=lambda: kind)
+    builder_class = type("Builder", (), {"__module__": builder})
+    backend = SimpleNamespace(get_builder_cls=lambda: builder_class)
     attention = SimpleNamespace(impl=SimpleNamespace(**impl), attn_backend=backend)
     assert layers.why_dense(attention) == reason
 
 
 def test_rotary_embedding_conditions_of_vllm_are_covered():
-    """Two tables in `layers` list every attribute that decides whether a vLLM layer rotates."""
-    known = {*layers.SWITCHES, *(x for names in layers.APPLIED_IF.values() for x in names)}
-    found = set()
+    """`layers` lists every attribute by which a vLLM layer decides whether it rotates heads."""
+    listed = {*layers.SWITCHES, *(x for names in layers.APPLIED_IF.values() for x in names)}
+    conditions = set()
     for file in Path(models.__file__).parent.glob("*.py"):
         for condition in re.findall(
             r"if (.*):\n +\w+, \w+ = self\.rotary_emb\(", file.read_text("utf-8")
         ):
-            found |= {(file.stem, x) for x in re.findall(r"self\.([\w.]+)", condition)}
-    assert len(found) > 5
-    unknown = {x for x in found if x[1] not in known | {"rotary_emb", "config.use_mem_rope"}}
-    # norms of heads do not change whether a layer rotates
-    assert unknown <= {("molmo", "q_norm"), ("molmo", "k_norm")}
+            conditions |= {(file.stem, x) for x in re.findall(r"self\.([\w.]+)", condition)}
+    assert len(conditions) > 5
+    listed |= {"rotary_emb", "config.use_mem_rope"}
+    unlisted = {(module, name) for module, name in conditions if name not in listed}
+    # the condition of Molmo is about norms, not about the rotary embedding
+    assert unlisted <= {("molmo", "q_norm"), ("molmo", "k_norm")}

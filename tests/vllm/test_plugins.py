@@ -26,7 +26,7 @@ LLM(
 
 
 def test_scheduler_without_plugin_raises(llama):
-    """Without the scheduler, vLLM on a CPU starts and never imports this library."""
+    """The option ``scheduler_cls`` imports cab_hf in a process without the plugin."""
     environment = os.environ | {"VLLM_PLUGINS": "other"}
     command = [sys.executable, "-c", START, str(llama)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)

@@ -1,4 +1,4 @@
-"""The chunks that vLLM's scheduler makes of prompts; no model runs."""
+"""The chunks into which the plugin's schedulers divide prompts; no model runs."""
 
 import copy
 import json
@@ -43,7 +43,7 @@ MODEL = {
     "vocab_size": 512,
     "max_position_embeddings": 4096,
 }
-# a step takes less than a millisecond; the longest trace has some hundred
+# steps without progress after which a test fails
 IDLE_STEPS = 50
 
 
@@ -59,10 +59,10 @@ class Setup:
         threshold: ``long_prefill_token_threshold``; 0 for none.
         num_seqs: ``max_num_seqs``.
         num_blocks: blocks of the KV cache.
-        has_mamba: whether the model is a hybrid of attention and Mamba layers.
-        has_prefix_cache: whether blocks of the KV cache are reused.
-        min_length: tokens of the shortest prompt that is attended sparsely.
-        is_async: whether the scheduler is vLLM's asynchronous one.
+        has_mamba: True if the model has attention and Mamba layers.
+        has_prefix_cache: True if prompts with a common prefix share blocks of the KV cache.
+        min_length: tokens of the shortest prompt with sparse attention.
+        is_async: True for an asynchronous scheduler.
         draft_slots: tokens that a draft model adds to a step, per request.
     """
 
@@ -82,12 +82,12 @@ class Setup:
 
 @dataclass
 class Trace:
-    """The chunks that a scheduler made of prompts.
+    """The chunks into which a scheduler divided prompts.
 
     Attributes:
         steps: number of steps until every request was finished.
-        chunks: (step, start, end) of every chunk, per request id.
-        outside: ends of chunks where vLLM would not have ended a chunk of that length.
+        chunks: (step, start, end) of every chunk, by request id.
+        outside: (request id, start, end) of chunks that vLLM itself would end earlier.
     """
 
     steps: int = 0
@@ -111,7 +111,7 @@ def vllm_config(tmp_path_factory):
 
 
 def scheduler_of(vllm_config, setup, is_cab=True):
-    """Return the scheduler of an engine, this library's or vLLM's own."""
+    """Return the scheduler of an engine: the plugin's if ``is_cab``, else vLLM's own."""
     config = copy.copy(vllm_config)
     for part in ("scheduler_config", "cache_config"):
         setattr(config, part, copy.copy(getattr(config, part)))
@@ -141,13 +141,13 @@ def scheduler_of(vllm_config, setup, is_cab=True):
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec([str(n)], spec) for n, spec in enumerate(groups)],
     )
-    kinds = {
+    classes = {
         (True, False): CabScheduler,
         (True, True): CabAsyncScheduler,
         (False, False): Scheduler,
         (False, True): AsyncScheduler,
     }
-    scheduler = kinds[is_cab, setup.is_async](
+    scheduler = classes[is_cab, setup.is_async](
         vllm_config=config,
         kv_cache_config=kv_cache_config,
         structured_output_manager=StructuredOutputManager(config),
@@ -171,7 +171,7 @@ def request_of(name, prompt, setup, num_answer=2):
 
 
 def step(scheduler, trace):
-    """Schedule a step, record its chunks, and sample a token for every computed request."""
+    """Schedule a step, add its chunks to ``trace``, and sample a token for finished prompts."""
     output = scheduler.schedule()
     tokens = {}
     for name, count in output.num_scheduled_tokens.items():
@@ -194,24 +194,28 @@ def step(scheduler, trace):
 
 
 def vllm_ends_at(scheduler, request, start, end):
-    """Return whether vLLM, with that many tokens to schedule, ends a chunk there."""
+    """Return True if vLLM, with ``end - start`` tokens to schedule, ends a chunk at ``end``."""
     if not scheduler.has_mamba_layers:
         return True
-    then = copy.copy(request)
-    then.num_computed_tokens = start
-    return Scheduler._mamba_block_aligned_split(scheduler, then, end - start) == end - start
+    earlier = copy.copy(request)
+    earlier.num_computed_tokens = start
+    return Scheduler._mamba_block_aligned_split(scheduler, earlier, end - start) == end - start
 
 
 def run(scheduler, setup, arrivals):
-    """Run (step of arrival, prompt, length of the answer) of every request to its end."""
-    trace, waiting, idle = Trace(), list(enumerate(arrivals)), 0
+    """Run requests until all are finished, and return the `Trace`.
+
+    ``arrivals`` has (step of the arrival, prompt, tokens of the answer) of every request.
+    """
+    trace, waiting, num_idle = Trace(), list(enumerate(arrivals)), 0
     while waiting or scheduler.has_unfinished_requests():
         while waiting and waiting[0][1][0] <= trace.steps:
             name, (_, prompt, num_answer) = waiting.pop(0)
             scheduler.add_request(request_of(str(name), prompt, setup, num_answer))
         output = step(scheduler, trace)
-        idle = 0 if output.total_num_scheduled_tokens or not scheduler.requests else idle + 1
-        assert idle < IDLE_STEPS, "no request makes progress"
+        is_idle = scheduler.requests and not output.total_num_scheduled_tokens
+        num_idle = num_idle + 1 if is_idle else 0
+        assert num_idle < IDLE_STEPS, "no request makes progress"
     return trace
 
 
@@ -240,10 +244,10 @@ def draw_arrivals(draw):
     prefix = [draw.randrange(3, 510) for _ in range(draw.choice([0, 100, 400]))]
     arrivals = []
     for _ in range(draw.randrange(1, 9)):
-        own = [draw.randrange(3, 510) for _ in range(draw.randrange(1, 600))]
-        shares = draw.random() < 0.6
-        arrivals.append((draw.randrange(0, 8), prefix * shares + own, draw.randrange(1, 30)))
-    return sorted(arrivals, key=lambda each: each[0])
+        suffix = [draw.randrange(3, 510) for _ in range(draw.randrange(1, 600))]
+        prompt = prefix + suffix if draw.random() < 0.6 else suffix
+        arrivals.append((draw.randrange(0, 8), prompt, draw.randrange(1, 30)))
+    return sorted(arrivals, key=lambda arrival: arrival[0])
 
 
 def borders(setup, start, end):
@@ -257,11 +261,11 @@ def test_requests_finish_and_chunks_end_at_block_borders(vllm_config, first):
     for seed in range(first, first + 100):
         draw = Random(seed)
         setup, arrivals = draw_setup(draw), draw_arrivals(draw)
-        own = run(scheduler_of(vllm_config, setup, is_cab=False), setup, arrivals)
-        found = run(scheduler_of(vllm_config, setup), setup, arrivals)
-        assert found.steps <= 2 * own.steps + len(arrivals), (seed, setup)
-        assert not found.outside, (seed, setup)
-        for name, chunks in found.chunks.items():
+        vllm_trace = run(scheduler_of(vllm_config, setup, is_cab=False), setup, arrivals)
+        trace = run(scheduler_of(vllm_config, setup), setup, arrivals)
+        assert trace.steps <= 2 * vllm_trace.steps + len(arrivals), (seed, setup)
+        assert not trace.outside, (seed, setup)
+        for name, chunks in trace.chunks.items():
             length = len(arrivals[int(name)][1])
             if length < max(setup.min_length, setup.query_block):
                 continue
@@ -280,7 +284,7 @@ def ends(trace, name):
 
 
 @pytest.mark.parametrize(
-    ("setup", "length", "wanted"),
+    ("setup", "length", "expected"),
     [
         pytest.param(
             {"scheduled": 16}, 70, [16, 32, 48, 64, 70], id="scheduled-tokens-below-block"
@@ -292,9 +296,9 @@ def ends(trace, name):
         pytest.param({"min_length": 300}, 250, [160, 250], id="dense-prompt"),
     ],
 )
-def test_budget_below_block_size_lets_prompt_finish(vllm_config, setup, length, wanted):
+def test_budget_below_block_size_lets_prompt_finish(vllm_config, setup, length, expected):
     setup = Setup(**setup)
-    assert ends(run(scheduler_of(vllm_config, setup), setup, prompts(length)), "0") == wanted
+    assert ends(run(scheduler_of(vllm_config, setup), setup, prompts(length)), "0") == expected
 
 
 def test_threshold_below_block_size_lets_prompts_finish(vllm_config):
@@ -305,7 +309,7 @@ def test_threshold_below_block_size_lets_prompts_finish(vllm_config):
 
 
 @pytest.mark.parametrize(
-    ("block_size", "budget", "length", "wanted"),
+    ("block_size", "budget", "length", "expected"),
     [
         # the least common multiples of 128 and 96 or 288 are 384 and 1152
         (96, 512, 700, [384, 672, 700]),
@@ -314,7 +318,9 @@ def test_threshold_below_block_size_lets_prompts_finish(vllm_config):
         (64, 512, 1000, [512, 896, 960, 1000]),
     ],
 )
-def test_hybrid_chunks_end_at_cached_mamba_states(vllm_config, block_size, budget, length, wanted):
+def test_hybrid_chunks_end_at_cached_mamba_states(
+    vllm_config, block_size, budget, length, expected
+):
     setup = Setup(
         budget=budget,
         query_block=128,
@@ -325,9 +331,9 @@ def test_hybrid_chunks_end_at_cached_mamba_states(vllm_config, block_size, budge
     scheduler, prompt = scheduler_of(vllm_config, setup), list(range(3, 3 + length))
     arrivals = [(0, prompt, 1), (20, [*prompt[:-5], 1, 2], 1)]
     trace = run(scheduler, setup, arrivals)
-    assert ends(trace, "0") == wanted
+    assert ends(trace, "0") == expected
     # the second prompt continues from the last cached Mamba state of the first prompt
-    assert trace.chunks["1"][0][1] == wanted[-2]
+    assert trace.chunks["1"][0][1] == expected[-2]
     assert not trace.outside
 
 
@@ -343,44 +349,46 @@ def test_decode_steps_with_small_remaining_budget_do_not_stall_prompt(vllm_confi
     setup = Setup(budget=34, num_seqs=7)
     answers = [(0, [n + 3] * 4, 200) for n in range(5)]
     trace = run(scheduler_of(vllm_config, setup), setup, [*answers, (2, [9] * 100, 1)])
-    first, last = (trace.chunks["5"][at] for at in (0, -1))
-    # the prompt waits for one step, and computes each of its four blocks in two steps
-    assert last[0] - 2 <= 1 + 2 * 4
-    assert (first[2], last[2]) == (29, 100)
+    _, _, first_end = trace.chunks["5"][0]
+    last_step, _, last_end = trace.chunks["5"][-1]
+    # after its arrival in step 2, the prompt waits for one step and needs two steps for each of its
+    # four blocks
+    assert last_step - 2 <= 1 + 2 * 4
+    assert (first_end, last_end) == (29, 100)
 
 
 # (tokens of the chunk before an image, tokens after alignment)
-@pytest.mark.parametrize(("tokens", "wanted"), [(20, 20), (31, 31), (32, 32), (50, 32)])
-def test_full_encoder_cache_leaves_nonempty_chunk_before_image(vllm_config, tokens, wanted):
+@pytest.mark.parametrize(("tokens", "expected"), [(20, 20), (31, 31), (32, 32), (50, 32)])
+def test_full_encoder_cache_leaves_nonempty_chunk_before_image(vllm_config, tokens, expected):
     # vLLM 0.22 to 0.26 first ends the chunk before the image, and then aligns the shorter chunk
     scheduler = scheduler_of(vllm_config, Setup())
     request = request_of("0", [5] * 300, Setup())
     scheduler.schedule()
-    assert scheduler._mamba_block_aligned_split(request, tokens) == wanted
-    scheduler.taken["another"] = 32
-    assert scheduler._mamba_block_aligned_split(request, tokens) == wanted
+    assert scheduler._mamba_block_aligned_split(request, tokens) == expected
+    scheduler.scheduled_tokens["another"] = 32
+    assert scheduler._mamba_block_aligned_split(request, tokens) == expected
 
 
-@pytest.mark.parametrize(("is_whole", "wanted"), [(True, 32), (False, 96)])
-def test_indivisible_image_is_not_split(vllm_config, is_whole, wanted):
+@pytest.mark.parametrize(("is_whole", "expected"), [(True, 32), (False, 96)])
+def test_indivisible_image_is_not_split(vllm_config, is_whole, expected):
     scheduler = scheduler_of(vllm_config, Setup())
     scheduler.scheduler_config.disable_chunked_mm_input = is_whole
     request = request_of("0", [5] * 300, Setup())
-    # 64 and 96 are inside the image
-    place = SimpleNamespace(offset=40, length=70)
-    request.mm_features = [SimpleNamespace(mm_position=place)]
+    # the block borders 64 and 96 are inside the image
+    position = SimpleNamespace(offset=40, length=70)
+    request.mm_features = [SimpleNamespace(mm_position=position)]
     scheduler.schedule()
-    assert scheduler._mamba_block_aligned_split(request, 110) == wanted
+    assert scheduler._mamba_block_aligned_split(request, 110) == expected
 
 
 def test_dropped_short_chunk_is_scheduled_without_alignment(vllm_config):
     scheduler = scheduler_of(vllm_config, Setup())
     request = request_of("0", [5] * 300, Setup())
-    found = []
+    lengths = []
     for _ in range(3):
         scheduler.schedule()
-        found.append(scheduler._mamba_block_aligned_split(request, 110))
-    assert found == [96, 110, 96]
+        lengths.append(scheduler._mamba_block_aligned_split(request, 110))
+    assert lengths == [96, 110, 96]
 
 
 class LoadsFirst:

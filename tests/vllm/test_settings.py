@@ -29,10 +29,10 @@ START = {"skip_tokenizer_init": True, "max_model_len": 64}
 
 def config_of(cache=(), backend=None, extra=None, instance_id="", **model):
     """Return a stand-in for `VllmConfig` with the fields that the plugin reads."""
-    text = SimpleNamespace(num_hidden_layers=4)
-    usual = {"runner_type": "generate", "max_model_len": 32768, "use_mla": False}
+    hf_text_config = SimpleNamespace(num_hidden_layers=4)
+    defaults = {"runner_type": "generate", "max_model_len": 32768, "use_mla": False}
     return SimpleNamespace(
-        model_config=SimpleNamespace(hf_text_config=text, **usual | model),
+        model_config=SimpleNamespace(hf_text_config=hf_text_config, **defaults | model),
         cache_config=SimpleNamespace(**{"cache_dtype": "auto"} | dict(cache)),
         attention_config=SimpleNamespace(backend=SimpleNamespace(name=backend)),
         additional_config={} if extra is None else extra,
@@ -51,7 +51,7 @@ def test_settings_are_read_from_calibration_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "named"),
+    ("fields", "expected"),
     [
         ({}, None),
         ({"cache": {"cache_dtype": "fp8"}}, "kv_cache_dtype is fp8"),
@@ -61,15 +61,15 @@ def test_settings_are_read_from_calibration_file(tmp_path):
         ({"max_model_len": 8192}, "min_length is 16,384 and max_model_len 8,192"),
     ],
 )
-def test_never_sparse_returns_the_reason(fields, named):
+def test_never_sparse_returns_the_reason(fields, expected):
     reason = never_sparse(CabConfig(), config_of(**fields))
-    assert reason is None if named is None else named in reason
+    assert reason is None if expected is None else expected in reason
 
 
-def test_dense_engine_logs_reason_and_no_sparse_layers(engine, llama, said):
+def test_dense_engine_logs_reason_and_no_sparse_layers(engine, llama, plugin_messages):
     engine({"min_length": 2000})
-    assert "min_length is 2,000 and max_model_len 1,024" in " ".join(said)
-    assert "layers are sparse" not in " ".join(said)
+    assert "min_length is 2,000 and max_model_len 1,024" in " ".join(plugin_messages)
+    assert "layers are sparse" not in " ".join(plugin_messages)
 
 
 def test_vllm_extra_pins_supported_versions():
@@ -87,13 +87,13 @@ def test_newest_version_is_supported_and_next_is_not(version, runs, monkeypatch)
 
 def test_options_in_serving_recipes_exist_in_vllm():
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
-    serve = [code for code in page.split("```")[1::2] if "vllm serve" in code]
-    named = set(re.findall(r"(?<!\S)--[a-z-]+", " ".join(serve)))
-    assert len(named) > 5
+    recipes = [code for code in page.split("```")[1::2] if "vllm serve" in code]
+    options = set(re.findall(r"(?<!\S)--[a-z-]+", " ".join(recipes)))
+    assert len(options) > 5
     folder = Path(vllm.__file__).parent
     files = [folder / "engine" / "arg_utils.py", *(folder / "entrypoints").rglob("*.py")]
     source = " ".join(file.read_text("utf-8") for file in files)
-    assert {name for name in named if f'"{name}"' not in source} == set()
+    assert {name for name in options if f'"{name}"' not in source} == set()
 
 
 def test_custom_backend_on_cpu_enables_default_config():
@@ -135,7 +135,7 @@ def test_latent_attention_on_gpu_raises(monkeypatch, backend, per_kind, is_refus
 def test_draft_model_has_no_settings():
     extra = {"cab": {"dense_layers": [3]}}
     assert settings_of(config_of(extra=extra, runner_type="draft")) is None
-    # a config for which vLLM selects a backend a second time has no settings either
+    # vLLM selects the backend of a draft model separately, after `prepare` has set PREPARED
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cab_hf.vllm, "backend_name", lambda: "CUSTOM")
         with pytest.raises(ValueError, match="--attention-backend CUSTOM"):
@@ -163,12 +163,16 @@ def test_unsupported_options_raise_at_start(llama, cab, options, named):
 
 def test_prefix_cache_salt_depends_on_settings():
     sparse, dense = SamplingParams(), SamplingParams(extra_args={"cab": False})
-    one, other = CabConfig(), CabConfig(mass_threshold=0.01)
-    salts = [salt_of(one, sparse, None), salt_of(other, sparse, None), salt_of(one, dense, None)]
-    salts.append(salt_of(one, sparse, "tenant"))
-    assert len(set(salts)) == 4
-    assert salts[0] == salt_of(CabConfig(), sparse, None)
-    assert salts[2] == salt_of(other, dense, None)
+    default, changed = CabConfig(), CabConfig(mass_threshold=0.01)
+    salts = {
+        "default": salt_of(default, sparse, None),
+        "changed": salt_of(changed, sparse, None),
+        "dense": salt_of(default, dense, None),
+        "salted": salt_of(default, sparse, "tenant"),
+    }
+    assert len(set(salts.values())) == 4
+    assert salts["default"] == salt_of(CabConfig(), sparse, None)
+    assert salts["dense"] == salt_of(changed, dense, None)
 
 
 def test_dense_request_does_not_share_sparse_prefix_cache(engine, llama):
@@ -179,8 +183,8 @@ def test_dense_request_does_not_share_sparse_prefix_cache(engine, llama):
             temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=0
         )
         sampling.extra_args = {"cab": value}
-        (found,) = ours.generate([{"prompt_token_ids": prompts[0]}], sampling, use_tqdm=False)
-        return found
+        (output,) = ours.generate([{"prompt_token_ids": prompts[0]}], sampling, use_tqdm=False)
+        return output
 
     sparse = [Reference(llama, SPARSE)(prompts[0], prompt_too=False)]
     dense = served(engine(None), prompts, prompt_too=False)
@@ -193,11 +197,11 @@ def test_dense_request_does_not_share_sparse_prefix_cache(engine, llama):
         answer("maybe")
 
 
-def test_metrics_count_sparse_prompts_and_pairs(engine, said):
+def test_metrics_count_sparse_prompts_and_pairs(engine, plugin_messages):
     ours = engine(SPARSE)
     meter = metrics.METERS[ours.llm_engine.vllm_config.instance_id]
     meter.publish()
-    before, messages = meter.totals(), len(said)
+    before, num_messages = meter.totals(), len(plugin_messages)
     served(ours, [prompt(300, 7), prompt(20, 8), prompt(500, 9)], prompt_too=False)
     meter.publish()
     new = {name: total - before[name] for name, total in meter.totals().items()}
@@ -206,23 +210,23 @@ def test_metrics_count_sparse_prompts_and_pairs(engine, said):
     pairs = 3 * 4 * sum(n * (n + 1) // 2 for n in (300, 500))
     assert 0.1 < new["attended_pairs"] / new["possible_pairs"] < 1
     assert new["possible_pairs"] == pairs
-    assert "2 sparse prompts, density 0." in " ".join(said[messages:])
+    assert "2 sparse prompts, density 0." in " ".join(plugin_messages[num_messages:])
     page = generate_latest(REGISTRY).decode()
     # other engines of this module have published counters too
     totals = Counter()
-    for each in metrics.METERS.values():
-        totals.update(each.logged if each.file.exists() else {})
+    for any_meter in metrics.METERS.values():
+        totals.update(any_meter.logged if any_meter.file.exists() else {})
     assert shown_in(page) == dict(totals)
 
 
 def shown_in(page):
-    """Return the counters of the plugin on a page of ``/metrics``."""
-    found = re.findall(r"^cab_hf:(\w+)_total (\S+)$", page, re.M)
-    return {name: int(float(value)) for name, value in found}
+    """Return the plugin's counters by name from a page of ``/metrics``."""
+    counters = re.findall(r"^cab_hf:(\w+)_total (\S+)$", page, re.M)
+    return {name: int(float(value)) for name, value in counters}
 
 
 def test_aggregated_api_servers_sum_counters(tmp_path, monkeypatch):
-    """Several API servers show the files in PROMETHEUS_MULTIPROC_DIR, of all processes."""
+    """``/metrics`` of several API servers has the sums over all files of all processes."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     monkeypatch.setattr(metrics, "_totals", None)
     metrics.export(config_of(instance_id="an API server, whose id no worker knows"))

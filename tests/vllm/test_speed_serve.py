@@ -12,8 +12,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 def test_speed_run_serves_trace_dense_and_sparse(tmp_path):
     words = ["--engine", "vllm", "--lengths", "96,192", "--requests", "2", "--head-dim", "64"]
     words += ["--warm-up", "1", "--page-size", "32", "--max-density", "0.5"]
-    cab = [x for field in (*BLOCKS, "min_length=0") for x in ("--cab", field)]
-    dense, sparse = speed_run("serve", tmp_path, *words, *cab)["rows"]
+    for field in (*BLOCKS, "min_length=0"):
+        words += ["--cab", field]
+    dense, sparse = speed_run("serve", tmp_path, *words)["rows"]
     assert (dense["implementation"], sparse["implementation"]) == ("vllm", "cab")
     assert dense["density"] == 1 > sparse["density"]
     assert sparse["baseline"] == "vllm"

@@ -18,13 +18,16 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 BLOCKS = {"query_block": 32, "key_block": 16, "min_length": 0, "local_blocks": 1}
 FULL = BLOCKS | {"mass_threshold": 0.0}
 SPARSE = BLOCKS | {"mass_threshold": 0.3, "share_threshold": 1.0}
-CLOSE = 2e-5
+# largest difference of equal log-probabilities
+TOLERANCE = 2e-5
+# tokens of an answer
 ANSWER = 4
 
 
-def prompts_of(seed, most=5, longest=600):
+def prompts_of(seed, max_count=5, longest=600):
+    """Return up to ``max_count`` random prompts of 20 to ``longest`` tokens."""
     draw = random.Random(seed)
-    lengths = [draw.randrange(20, longest) for _ in range(draw.randint(1, most))]
+    lengths = [draw.randrange(20, longest) for _ in range(draw.randint(1, max_count))]
     return [[draw.randrange(3, 510) for _ in range(length)] for length in lengths]
 
 
@@ -42,16 +45,20 @@ def served(engine, prompts, prompt_too=True):
     return [read(x) for x in engine.generate(requests, sampling, use_tqdm=False)]
 
 
-def read(answer):
-    numbers_of_prompt = [
-        next(iter(x.values())).logprob for x in (answer.prompt_logprobs or [None])[1:]
+def read(request_output):
+    """Return (answer tokens, log-probabilities of prompt and answer tokens) of a request."""
+    # the first token of a prompt has no log-probability
+    steps = [
+        *(request_output.prompt_logprobs or [None])[1:],
+        *request_output.outputs[0].logprobs,
     ]
-    tokens, numbers = answer.outputs[0].token_ids, answer.outputs[0].logprobs
-    return list(tokens), [*numbers_of_prompt, *(next(iter(x.values())).logprob for x in numbers)]
+    # the first entry of a step is the token itself
+    logprobs = [next(iter(step.values())).logprob for step in steps]
+    return list(request_output.outputs[0].token_ids), logprobs
 
 
 class Reference:
-    """Reference answers of "cab" under transformers, one prompt at a time."""
+    """A model with "cab" in transformers, which answers one prompt at a time as `served`."""
 
     def __init__(self, folder, config):
         options = {"attn_implementation": "cab", "cab_config": config}
@@ -59,7 +66,7 @@ class Reference:
 
     @torch.no_grad()
     def __call__(self, prompt, prompt_too=True):
-        tokens, numbers = torch.tensor([prompt]), []
+        tokens, logprobs = torch.tensor([prompt]), []
         out = self.model.generate(
             tokens,
             max_new_tokens=ANSWER,
@@ -71,10 +78,11 @@ class Reference:
         )
         if prompt_too:
             logits = self.model(tokens).logits[0, :-1].log_softmax(-1)
-            numbers = logits.gather(1, tokens[0, 1:, None])[:, 0].tolist()
+            logprobs = logits.gather(1, tokens[0, 1:, None])[:, 0].tolist()
         answer = out.sequences[0, len(prompt) :].tolist()
         steps = zip(out.logits, answer, strict=True)
-        return answer, numbers + [x[0].log_softmax(-1)[token].item() for x, token in steps]
+        logprobs += [x[0].log_softmax(-1)[token].item() for x, token in steps]
+        return answer, logprobs
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +90,18 @@ def reference(llama):
     return Reference(llama, SPARSE)
 
 
-def assert_same(got, wanted, close=CLOSE):
-    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in wanted]
-    for (_, here), (_, there) in zip(got, wanted, strict=True):
-        assert len(here) == len(there)
-        torch.testing.assert_close(torch.tensor(here), torch.tensor(there), atol=close, rtol=0)
+def assert_same(actual, expected, tolerance=TOLERANCE):
+    """Assert that answers have equal tokens and log-probabilities; arguments as from `served`."""
+    assert [tokens for tokens, _ in actual] == [tokens for tokens, _ in expected]
+    for (_, logprobs), (_, expected_logprobs) in zip(actual, expected, strict=True):
+        assert len(logprobs) == len(expected_logprobs)
+        torch.testing.assert_close(
+            torch.tensor(logprobs), torch.tensor(expected_logprobs), atol=tolerance, rtol=0
+        )
 
 
 def density():
+    """Return the density over all sparse layers since ``attended.clear()``."""
     pairs = [x.double() for x in attended.values()]
     return float(sum(x[0] for x in pairs) / sum(x[1] for x in pairs))
 
@@ -116,10 +128,10 @@ def test_sparse_answers_equal_transformers(engine, reference, token_budget, firs
     ours = engine(SPARSE, max_num_batched_tokens=token_budget)
     traces = [prompts_of(seed) for seed in range(first_seed, first_seed + 100)]
     attended.clear()
-    got = [served(ours, prompts) for prompts in traces]
+    answers = [served(ours, prompts) for prompts in traces]
     assert density() < 0.8
-    for here, prompts in zip(got, traces, strict=True):
-        assert_same(here, [reference(x) for x in prompts])
+    for actual, prompts in zip(answers, traces, strict=True):
+        assert_same(actual, [reference(x) for x in prompts])
 
 
 @pytest.mark.parametrize(
@@ -132,12 +144,12 @@ def test_sparse_answers_equal_transformers(engine, reference, token_budget, firs
     ids=["batch", "threshold", "scheduled"],
 )
 def test_chunks_smaller_than_query_block_equal_dense(engine, options):
-    """Every query block is cut, and its parts select key blocks separately."""
-    prompts = prompts_of(3, most=3, longest=200)
-    small = {"num_gpu_blocks_override": 64}
-    wanted = served(engine(None, max_num_batched_tokens=2048), prompts)
+    """Every query block is in several chunks, whose parts select key blocks separately."""
+    prompts = prompts_of(3, max_count=3, longest=200)
+    small_cache = {"num_gpu_blocks_override": 64}
+    expected = served(engine(None, max_num_batched_tokens=2048), prompts)
     attended.clear()
-    assert_same(served(engine(FULL, **small | options), prompts), wanted)
+    assert_same(served(engine(FULL, **small_cache | options), prompts), expected)
     assert attended
 
 
@@ -145,8 +157,8 @@ def test_cached_prefix_is_not_recomputed(engine, reference):
     ours = engine(SPARSE, max_num_batched_tokens=160)
     prefix = [(7 * i * i + 3) % 500 + 3 for i in range(256)]
     prompts = [prefix + x for x in ([5, 6] * 90, [9, 8, 7] * 70, [11] * 150)]
-    wanted = [reference(x, prompt_too=False) for x in prompts]
-    for prompt, answer in zip(prompts, wanted, strict=True):
+    expected = [reference(x, prompt_too=False) for x in prompts]
+    for prompt, answer in zip(prompts, expected, strict=True):
         sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         cached = ours.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
         assert cached.num_cached_tokens == (0 if prompt is prompts[0] else 256)
@@ -157,16 +169,19 @@ def test_preempted_requests_are_recomputed(engine, reference, monkeypatch):
     ours = engine(
         SPARSE, max_num_batched_tokens=2048, num_gpu_blocks_override=10, enable_prefix_caching=False
     )
-    # three pages of 128 tokens each, of nine; the answers need a fourth
+    # a prompt fills three of nine pages of 128 tokens; its answer needs a fourth page
     prompts = [[(i * n) % 500 + 3 for i in range(383)] for n in (3, 7, 11)]
     scheduler, preempted = ours.llm_engine.engine_core.engine_core.scheduler, []
-    preempt = scheduler._preempt_request
-    monkeypatch.setattr(
-        scheduler, "_preempt_request", lambda *x, **y: (preempted.append(x), preempt(*x, **y))[1]
-    )
-    got = served(ours, prompts, prompt_too=False)
+    original_preempt = scheduler._preempt_request
+
+    def preempt(request, timestamp, **options):
+        preempted.append(request)
+        return original_preempt(request, timestamp, **options)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", preempt)
+    actual = served(ours, prompts, prompt_too=False)
     assert preempted
-    assert_same(got, [reference(x, prompt_too=False) for x in prompts])
+    assert_same(actual, [reference(x, prompt_too=False) for x in prompts])
 
 
 def test_aborted_request_does_not_change_others(engine, reference):
@@ -179,11 +194,11 @@ def test_aborted_request_does_not_change_others(engine, reference):
         ours.add_request(name, {"prompt_token_ids": prompt}, sampling)
     ours.step()
     ours.abort_request(["b"])
-    done = {}
+    finished = {}
     while ours.has_unfinished_requests():
-        done |= {x.request_id[0]: x for x in ours.step() if x.finished}
-    wanted = [reference(prompts[at], prompt_too=False) for at in (0, 2)]
-    assert_same([read(done[name]) for name in "ac"], wanted)
+        finished |= {x.request_id[0]: x for x in ours.step() if x.finished}
+    expected = [reference(prompts[i], prompt_too=False) for i in (0, 2)]
+    assert_same([read(finished[name]) for name in "ac"], expected)
 
 
 def test_prompts_below_min_length_use_dense_backend(engine):
@@ -216,9 +231,9 @@ def test_cab_config_of_model_is_used(engine, llama, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"cab_config": saved}))
     prompts = prompts_of(11, 3)
     attended.clear()
-    got = served(engine({}, tmp_path), prompts)
-    assert sorted(x.layer_idx for x in attended) == [1, 2]
-    assert_same(got, [Reference(tmp_path, saved)(x) for x in prompts])
+    actual = served(engine({}, tmp_path), prompts)
+    assert sorted(layer.layer_idx for layer in attended) == [1, 2]
+    assert_same(actual, [Reference(tmp_path, saved)(x) for x in prompts])
     # an engine of another model has its own settings
     assert_same(
         served(engine(FULL), prompts), served(engine(None, max_num_batched_tokens=2048), prompts)
@@ -229,24 +244,23 @@ def test_speculative_decoding_equals_reference(engine, reference):
     guesses = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     ours = engine(SPARSE, max_num_batched_tokens=160, speculative_config=guesses)
     prompts = [[(i * i) % 11 + 3 for i in range(n)] for n in (300, 170)]
-    got = served(ours, prompts, prompt_too=False)
-    wanted = [reference(x, prompt_too=False) for x in prompts]
-    assert [x for x, _ in got] == [x for x, _ in wanted]
+    actual = served(ours, prompts, prompt_too=False)
+    expected = [reference(x, prompt_too=False) for x in prompts]
+    assert [tokens for tokens, _ in actual] == [tokens for tokens, _ in expected]
 
 
 @pytest.mark.parametrize(
-    ("cab", "options", "named"),
+    ("cab", "message"),
     [
-        ({"mass_treshold": 0.1}, {}, "mass_treshold"),
-        ({"mass_threshold": 2}, {}, "mass_threshold"),
-        ({"dense_layers": [3]}, {}, "dense_layers"),
-        ("sparse", {}, "sparse"),
+        ({"mass_treshold": 0.1}, "mass_treshold"),
+        ({"mass_threshold": 2}, "mass_threshold"),
+        ({"dense_layers": [3]}, "dense_layers"),
+        ("sparse", "sparse"),
     ],
 )
-def test_invalid_settings_raise_at_start(llama, cab, options, named):
-    given = {"skip_tokenizer_init": True, "max_model_len": 64} | options
-    with pytest.raises(ValueError, match=named):
-        LLM(str(llama), additional_config={"cab": cab}, **given)
+def test_invalid_settings_raise_at_start(llama, cab, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(str(llama), skip_tokenizer_init=True, max_model_len=64, additional_config={"cab": cab})
 
 
 def test_unsupported_vllm_version_raises(llama, monkeypatch):
