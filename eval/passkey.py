@@ -189,7 +189,8 @@ class Passkey(LongRun):
     def _prompt(self, length: int, depth: float, index: int, hide_needle: bool = False) -> Prompt:
         return self.haystack.prompt(length, depth, index, self.settings.seed, hide_needle)
 
-    def typical(self, length: int) -> Tokens:
+    def typical(self, text_key: tuple[int]) -> Tokens:
+        (length,) = text_key
         return self.prompt(length, self.settings.depths[0], 0).tokens
 
     def check(self) -> None:
@@ -245,7 +246,7 @@ class Passkey(LongRun):
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """Return the outcome of one prompt."""
         length, kind = case["length"], METHODS[case["method"]]
-        method = self.fit(kind, self.settings.cab_config, case, length)
+        method = self.fit(kind, self.settings.cab_config, case, (length,))
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
         result = self.under(method, lambda: {"answer": self.answer(prompt, method)})
         needle = prompt.needle
