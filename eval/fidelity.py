@@ -526,7 +526,7 @@ class Fidelity(LongRun):
                 # row 0 of the logits predicts the first token after the prompt
                 return {
                     "cases": [
-                        right_spans(row[torch.tensor(reading.places) - prompt], reading)
+                        right_spans(row[torch.tensor(reading.positions) - prompt], reading)
                         for row, reading in zip(logits, readings, strict=True)
                     ]
                 }

@@ -98,7 +98,7 @@ def _flash_attention(modules: tuple[str, ...]) -> Callable[..., tuple[Tensor, No
         if any(x is not None for x in (attention_mask, sliding_window, softcap, s_aux)):
             raise NotImplementedError("is compared without masks, windows, soft caps and sinks")
         # flash-attn takes and returns [B, N, H, D], the layout that transformers expects
-        heads = [x.transpose(1, 2) for x in (query, key, value)]
-        return kernel(*heads, softmax_scale=scaling), None
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return kernel(q, k, v, softmax_scale=scaling), None
 
     return attention
