@@ -1,12 +1,12 @@
-"""The methods that evaluations compare: one class per method, with its source.
+"""The methods that evaluations compare: one class per method, with the paper of the method.
 
-A method is fitted to a `Cell` (base config, budget, length) and then switched on for a model:
+A method is fitted to a `Cell` (base config, budget, length) and then applied to a model:
 
-    with Streaming.fit(cell).applied(model) as density:
+    with Streaming.fit(cell).applied(model) as densities:
         model.generate(...)
-        density()       # per layer, since the last call; None for a dense layer
+        densities()     # a density per layer, since the last call; None for a dense layer
 
-Methods that select blocks are predictors, which importing this package registers.
+Methods that select blocks are predictors. Importing this package registers these predictors.
 """
 
 from cab_hf.eval.methods import last_queries  # noqa: F401  it registers its predictors
@@ -64,5 +64,6 @@ COMPARED = (
 )
 CONTROLS = {method.name: method for method in (Full, NoNeedle)}
 METHODS: dict[str, type[Method]] = {method.name: method for method in COMPARED} | CONTROLS
-# methods that drop tokens from the cache after a dense prefill, made from the number of tokens
+# methods that drop tokens from the cache after a dense prefill; the constructor takes the number of
+# tokens that remain
 CACHES = {method.name: method for method in (StreamingCache, H2O, SnapKV)}
