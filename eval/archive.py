@@ -1,4 +1,4 @@
-"""Results of removed experiments. Pages show them as their committed reports do."""
+"""Results of removed experiments, which pages show with the texts of the committed reports."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class Experiment(ABC):
         with tqdm(total=self.expected(), unit="case", smoothing=0) as bar:
             for case in self.cases(log.records):
                 if case in log:
-                    # an earlier run measured it
+                    # an earlier run measured the case
                     bar.initial += 1
                 else:
                     bar.set_description(", ".join(f"{name} {case[name]}" for name in self.CASE))

@@ -29,7 +29,7 @@ FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
 LIMITS = {"difference": 1e-4, "loss": 1e-5, "logits": 1e-5, "gradients": 1e-5}
 # smallest scale of a relative gradient error, as a share of the largest gradient of all parameters
 LEAST_SCALE = 1e-6
-# environment variable with the folder of all results of a sweep
+# environment variable that names the folder for all results of a sweep
 FOLDER = "MODEL_SWEEP"
 # tested variants of a model: in one process, two interfaces that switch cab on; over ranks, three
 # models. ``windowed`` adds sliding windows and ``dynamic`` dynamic RoPE to a type without them.
@@ -137,7 +137,7 @@ class Families(Experiment):
         ranks = settings["ranks"]
         blocks = f"mass_threshold 0 and blocks of {FULL.query_block} x {FULL.key_block}"
         if ranks == 1:
-            how = (
+            method = (
                 f"is called with {TOKENS} tokens in float32, plain, with {PADDING} tokens of "
                 "padding left and right, and packed as documents of "
                 f"{', '.join(map(str, DOCUMENTS))} tokens by position_ids: alone, with a mask of "
@@ -151,7 +151,7 @@ class Families(Experiment):
                 "out."
             )
         else:
-            how = (
+            method = (
                 f"takes a training step of two rows of {TOKENS} tokens on {ranks} ranks (gloo), "
                 f"under `apply_cab` at {blocks}, inside `cab_hf.context_parallel`, in float64, or "
                 f"in float32 if its own code needs that. *{TEXT}*: one document, compared with "
@@ -167,7 +167,7 @@ class Families(Experiment):
             )
         return (
             "Every type of `AutoModelForCausalLM` is built with a few layers and random weights, "
-            f"and {how} *{NOT_OURS}*: the numbers agree, but no layer attends through cab. "
+            f"and {method} *{NOT_OURS}*: the numbers agree, but no layer attends through cab. "
             f"*{IN_PART}*: some inputs or builds raise an error that gives the reason. *{FAILS}*: "
             "any other error."
         )

@@ -274,14 +274,24 @@ class Fidelity(LongRun):
             starts = range(-(-length // 2 // border) * border, length, border)
             return TeacherForced(tokens, tuple((start, start + 1) for start in starts))
         with refusing("lengths"):
-            if probe in TASKS:
-                example = TASKS[probe].make(**arguments)
-                return TeacherForced(example.tokens, example.answers, example.prompt)
-            if probe in WITH_KEYS_ASKED:
-                document, prompt = asked_document(**arguments, keys=settings.asked)
-                return TeacherForced(document.tokens, document.answers, prompt)
-            border = settings.border if probe == RECALL_BORDER else 1
-            document = recall_document(**arguments, keys=settings.keys, border=border)
+            return self._question_reading(probe, arguments)
+
+    def _question_reading(self, probe: str, arguments: Mapping[str, Any]) -> TeacherForced:
+        """Return the tokens and answers of a task, or of a document with keys.
+
+        Args:
+            probe: a task, or a probe with keys.
+            arguments: tokenizer, sentences, length, index and seed.
+        """
+        settings = self.settings
+        if probe in TASKS:
+            example = TASKS[probe].make(**arguments)
+            return TeacherForced(example.tokens, example.answers, example.prompt)
+        if probe in WITH_KEYS_ASKED:
+            document, prompt = asked_document(**arguments, keys=settings.asked)
+            return TeacherForced(document.tokens, document.answers, prompt)
+        border = settings.border if probe == RECALL_BORDER else 1
+        document = recall_document(**arguments, keys=settings.keys, border=border)
         return TeacherForced(document.tokens, document.answers)
 
     def typical(self, text_key: tuple[str, int]) -> Tokens:

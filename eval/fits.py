@@ -156,7 +156,7 @@ class Needed(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The total on the GPU."""
+        """All bytes on the GPU."""
         return self.weights + self.cache + self.workspace
 
 
@@ -281,7 +281,7 @@ class Prompts:
         rows = config.outlier_queries + num_typical
         q_blocks = heads * -(-tokens // config.query_block)
         k_blocks = -(-length // config.key_block)
-        # half of the pairs of a whole sequence are never visible
+        # in a whole sequence, causality hides half of the pairs
         scratch = 2 * q_blocks * rows * k_blocks / (2 if tokens == length else 1)
         lists = min(4 * q_blocks * k_blocks, LIST_BYTES)
         # outliers use half of the channels; each scored query has bounds and scales
@@ -312,7 +312,11 @@ def _not_called(model_type: str, error: Exception) -> str:
 
 
 def _cached(model: Any) -> tuple[tuple[int, int | None], ...]:
-    """Return `Prompts.layers` of a model on the meta device."""
+    """Return (bytes per cached token, window or None) of each layer that caches keys and values.
+
+    Args:
+        model: a model on the meta device.
+    """
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config.get_text_config())

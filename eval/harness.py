@@ -7,21 +7,21 @@
 In addition to these three, the tasks of `cab_hf.data.tasks` are cab_many_keys, cab_uuid,
 cab_tracking and so on; docs/evaluation.md lists them.
 
-All arguments are passed to lm_eval unchanged, except that `pretrained=smollm2`, `smollm2-32k` and
+lm_eval receives all arguments unchanged, except that `pretrained=smollm2`, `smollm2-32k` and
 `smollm2-128k` name models that need no hub. `harness -- --help` prints lm_eval's help. `--model
-cab` is lm_eval's `hf` with CAB switched on, and fields of CabConfig are further model_args.
-`--model hf` with attn_implementation=cab runs CAB with the model's own config, and with any other
+cab` is lm_eval's `hf` with CAB switched on; its model_args may contain fields of CabConfig.
+`--model hf` with attn_implementation=cab runs CAB with the config of the model, and with any other
 implementation the baseline. lm_eval's own tasks run in the same way; RULER's tasks need
 lm_eval[ruler] and a network.
 
-Results contain the whole config of a model on CAB and its density next to the scores. A run in
-which no layer attended sparsely ends with an error and without scores, for example if all requests
-are shorter than min_length (16384).
+For a model on CAB, results contain its density and its whole config. If no layer attended sparsely,
+the run ends with an error and without scores. This happens if all requests are shorter than
+min_length (16384).
 
-Metadata of the tasks: max_seq_lengths, in tokens (4096); seed (0); haystack, a UTF-8 file in which
-keys are hidden (noise); samples per length (20), for passkey the prompts of `eval passkey` at its
-five depths in turn; documents of recall per length (4), each asked for its twelve keys. The
-standard error treats these keys as independent. Notes:
+Metadata of the tasks, with defaults: max_seq_lengths, in tokens (4096); seed (0); haystack, a UTF-8
+file in which keys are hidden (noise); samples, the prompts per length (20); documents, the
+documents of recall per length (4), each with twelve keys. The prompts of passkey are those of `eval
+passkey`, at five depths. The standard error treats the keys of a document as independent. Notes:
 
 * Prompts contain their chat template already: do not give --apply_chat_template.
 * If prompts fill the model's context, lm_eval drops 8 tokens at the start to make room for the

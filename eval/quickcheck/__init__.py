@@ -56,7 +56,7 @@ GROWS = ("lengths", "minutes", "kl", "documents", "out")
 
 @dataclass(frozen=True)
 class Settings(OnModelSettings):
-    """Settings of a quick check."""
+    """Settings of a quick check. None: a default that depends on the device."""
 
     texts: tuple[str, ...] = option(
         (BUILT_IN,),
@@ -96,7 +96,7 @@ class Settings(OnModelSettings):
         require(
             self, "cab", is_positive, "a mass_threshold greater than 0, where the search starts"
         )
-        _ = self.sentences  # raises an error for a file that is no text
+        _ = self.sentences  # reading the texts raises an error for a file that is no text
 
     @property
     def cab_fields(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Settings(OnModelSettings):
 
     @cached_property
     def cab_config(self) -> CabConfig:
-        """The settings to start from: ``--cab`` over the defaults."""
+        """The config to start from: the defaults with the fields of ``--cab``."""
         return CabConfig.from_dict(self.cab_fields)
 
     @cached_property

@@ -214,7 +214,7 @@ class Measurements:
             except OutOfTime:
                 raise
             except Exception as error:
-                # kernels of other packages fail in many ways
+                # kernels of other packages raise many types of errors
                 reasons[name] = first_line(error)[:200]
                 continue
             probabilities = self.logits.float().softmax(-1)

@@ -66,7 +66,12 @@ def _cells(rows: Sequence[Row], summary: Summary) -> list[str]:
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
+    """Return a Markdown table.
+
+    Args:
+        headings: heading of each column.
+        rows: cells of each line.
+    """
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 

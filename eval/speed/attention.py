@@ -100,7 +100,7 @@ class Settings(SpeedSettings):
         )
 
     def budgeted(self, case: Mapping[str, Any]) -> CabConfig:
-        """Return the config with the budget of ``case``."""
+        """Return CAB's config with the block sizes and the budget of ``case``."""
         sizes = case["blocks"].split("x")
         self.check("blocks", len(sizes) == 2 and all(map(str.isdigit, sizes)), "like 128x64")
         query_block, key_block = map(int, sizes)

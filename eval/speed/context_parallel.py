@@ -154,7 +154,7 @@ class ContextParallel(Ranked):
         *("ran_as", "density", "choose_ms"),
     )
     ADDED = {"each_ms": None}
-    LEAST_RANKS = 1  # one rank is the baseline of several
+    LEAST_RANKS = 1  # a run on one rank measures the baseline of runs on several ranks
     BY = {"direction": "direction", "ranks": "world", "scheme": "scheme"}
     APART = ("direction",)
     HIDDEN = (

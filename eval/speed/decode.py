@@ -428,7 +428,7 @@ def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -
     forward = model.__call__
     if compiled:
         forward = torch.compile(forward, mode="reduce-overhead", fullgraph=True)
-    # token 0 is padding with a zero embedding
+    # not token 0, which is padding and has a zero embedding
     tokens = torch.ones(batch, 1, dtype=torch.long, device=model.device)
     cached = cache_arguments(model, cache)
 
@@ -463,6 +463,7 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
     """
     q, k, v, weights, expected = step
     channels, length = llama_channels(q.shape[-1]), k.shape[2]
+    # the index contains all keys; each step writes the last key again
     index = decode.index_keys(k, channels)
     last_slot = torch.tensor([length - 1], device=q.device)
     all_keys, wanted_keys = (

@@ -43,7 +43,7 @@ PREFERRED = ("FA3", "cuDNN")  # baselines of ratios, in order of preference
 BREAK_EVEN = "A break-even lies between two measured lengths, on a line through their logarithms."
 FLASH_DIMS = range(1, 257)
 WIDE_DIMS = range(257, 1025)
-# the wheel with the forward pass alone has its own module
+# a wheel of FlashAttention-3 with only the forward pass has the module fa3_fwd_interface
 FA3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")
 FA4_MODULES = ("flash_attn.cute",)
 

@@ -77,7 +77,7 @@ class Sequences:
 
     @property
     def lengths(self) -> list[int]:
-        """The tokens of each sequence."""
+        """The number of tokens of each sequence."""
         return [stop - start for _, start, stop in self.places]
 
     @cached_property

@@ -69,7 +69,7 @@ class ModelShape(SpeedSettings):
         """The number of positions of the model, that of the longest sequence."""
         return max(self.lengths)
 
-    def flops(self, length: int, density: float = 1.0, behind: int = 0) -> float:
+    def flops(self, length: int, density: float = 1.0, num_cached: int = 0) -> float:
         """Return the floating-point operations of the matrix products of a prefill.
 
         The products include the logits of the last token.
@@ -77,11 +77,11 @@ class ModelShape(SpeedSettings):
         Args:
             length: tokens of the prompt.
             density: share of the causal (query, key) pairs that is attended.
-            behind: tokens in the cache before the prompt.
+            num_cached: tokens in the cache before the prompt.
         """
         projections = 2 * (self.heads + self.kv_heads) * self.head_dim
         weights = self.layers * self.hidden * (projections + 3 * self.intermediate)
-        pairs = density * (length * behind + length**2 / 2)
+        pairs = density * (length * num_cached + length**2 / 2)
         attention = self.layers * self.heads * 4 * self.head_dim * pairs
         return 2.0 * (length * weights + self.hidden * self.vocab) + attention
 
@@ -253,7 +253,7 @@ def prefilling(
     length: int,
     implementation: str,
     chunk: int = 0,
-    behind: int = 0,
+    num_cached: int = 0,
     variant: str = PLAIN,
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]], Callable[[], None]]]:
     """Switch the attention of a model inside the block, and yield functions for a prefill.
@@ -265,7 +265,7 @@ def prefilling(
         chunk: tokens per call. A prompt in chunks is read into a static cache of its length,
             because a dynamic cache would copy the keys and values of a layer for every chunk. 0:
             the whole prompt in one call.
-        behind: tokens before the prompt in a `DynamicCache` of random keys and values.
+        num_cached: tokens before the prompt in a `DynamicCache` of random keys and values.
         variant: one of `VARIANTS`.
 
     Yields:
@@ -275,7 +275,7 @@ def prefilling(
     from transformers import StaticCache
 
     model, prompt = random_model(settings, variant), random_tokens(settings, length)
-    cached = random_cache(model, behind) if behind else None
+    cached = random_cache(model, num_cached) if num_cached else None
 
     @torch.inference_mode()
     def call() -> Any:
@@ -290,20 +290,20 @@ def prefilling(
                 dtype=model.dtype,
                 device=model.device,
             )
-        with reading(behind + length, start=behind):
+        with reading(num_cached + length, start=num_cached):
             for chunk_ids in prompt.split(chunk or length, dim=1):
                 output = model(chunk_ids, **cache_arguments(model, cache), logits_to_keep=1)
         return output
 
     def crop() -> None:
-        num_added = cached.get_seq_length() - behind if behind else 0
+        num_added = cached.get_seq_length() - num_cached if num_cached else 0
         # do not crop 0 tokens, because versions of transformers treat crop(0) differently
         if num_added:
             cached.crop(-num_added)
 
     config = settings.budgeted(length, implementation)
-    with attending(model, implementation, config, continues=behind > 0):
-        yield call, partial(attended_by, model, behind + length, implementation), crop
+    with attending(model, implementation, config, continues=num_cached > 0):
+        yield call, partial(attended_by, model, num_cached + length, implementation), crop
 
 
 @contextmanager

@@ -527,7 +527,7 @@ class Speed(Experiment):
         return {"error": in_a_sentence(error), **fits}
 
     def search(
-        self, place: Mapping[str, Any], samples: Sequence[Row], step: int, estimate: int = 0
+        self, fields: Mapping[str, Any], samples: Sequence[Row], step: int, estimate: int = 0
     ) -> Iterator[dict[str, Any]]:
         """Yield cases until the longest length that fits into memory is known.
 
@@ -535,18 +535,18 @@ class Speed(Experiment):
         another reason than memory.
 
         Args:
-            place: the fields of the cases, without the length.
+            fields: the fields of the cases, without the length.
             samples: a list that the runner extends with the sample of each case.
             step: number of tokens of which lengths are multiples.
             estimate: estimated length; the first cases are a little shorter and longer. 0: none.
         """
         while True:
-            own_samples = [row for row in samples if place.items() <= row.items()]
+            own_samples = [row for row in samples if fields.items() <= row.items()]
             tried = {row["length"]: row["fits"] for row in own_samples}
             length = next_length(tried, step, [int(share * estimate) for share in AROUND])
             if None in tried.values() or length is None or self.bench.room() is None:
                 return
-            yield {**place, "length": length, "sought": True}
+            yield {**fields, "length": length, "sought": True}
 
 
 def next_length(

@@ -194,7 +194,8 @@ class TimeToFirstToken(Ranked):
 
     def find_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
         settings, bench = self.settings, self.bench
-        length, implementation, behind = sample["length"], sample["implementation"], settings.behind
+        length, implementation = sample["length"], sample["implementation"]
+        num_cached = settings.behind
         runs = 1 if sample["sought"] else settings.runs
         if ranks.size > 1:
             ranks.together(bench.settle)
@@ -212,13 +213,13 @@ class TimeToFirstToken(Ranked):
                 length,
                 implementation,
                 chunk=settings.chunk,
-                behind=behind,
+                num_cached=num_cached,
                 variant=variant,
             )
         with prefill as (call, attention_fields, crop):
             ms, peak, *_ = ranks.time_slowest(bench, call, runs, warm_up=warm_up, before=crop)
             sample |= attention_fields()
-        operations = settings.flops(length, sample["density"], behind)
+        operations = settings.flops(length, sample["density"], num_cached)
         if peak is not None and sample["cache_gib"] is not None:
             sample["rest_gib"] = peak - sample["weights_gib"] - sample["cache_gib"]
         sample |= {
@@ -226,7 +227,7 @@ class TimeToFirstToken(Ranked):
             "tokens_s": length / ms * 1e3,
             "fits": True,
             "peak_gib": peak,
-            "ceiling": settings.flops(length, 1.0, behind) / operations,
+            "ceiling": settings.flops(length, 1.0, num_cached) / operations,
             "tflops": operations / ms / 1e9 / ranks.size,
         }
 
@@ -379,7 +380,7 @@ def reading(model: nn.Module, prompt: Tensor, ranks: RankGroup, block: int) -> C
 
 def where(row: Row) -> str:
     """Return the end of a clause with variant, cache and ranks of a row, "" for the defaults."""
-    # rows of training steps have neither ``behind`` nor ``variant``
+    # rows of training steps lack the fields of caches and variants
     variant = "" if row.get("variant", PLAIN) == PLAIN else f" with {row['variant']}"
     cache = f" after {row['behind']:,} in the cache" if row.get("behind") else ""
     spread = "" if row.get("spread", "alone") == "alone" else f" by {row['spread']}"
