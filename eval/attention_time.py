@@ -47,7 +47,7 @@ REPORTED = {
 FLUSHES = 48  # flushes of the L2 cache before a run; the host queues the kernels in these 3 ms
 
 
-def rival(config: CabConfig) -> str:
+def predictor_name(config: CabConfig) -> str:
     """Return the name of the predictor of ``config``, without a parameter after a colon."""
     return config.predictor.partition(":")[0]
 
@@ -101,7 +101,7 @@ class AttentionClock:
             ``predict_reported``: the share from `REPORTED`, if selection is not measured.
         """
         spent = {"predict_ms": 0.0, "attend_ms": 0.0, "dense_ms": 0.0, "dense_kernel": None}
-        reported = None if config is None else REPORTED.get(rival(config))
+        reported = None if config is None else REPORTED.get(predictor_name(config))
         if reported is not None:
             spent["predict_reported"] = reported
         shared_state: dict[Any, Any] = {}

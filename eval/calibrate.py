@@ -22,7 +22,7 @@ from cab_hf.data.needles import split_sentences
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import FIGURE, PROG, Row
 from cab_hf.eval.haystack import read_text
-from cab_hf.eval.methods import known
+from cab_hf.eval.methods import with_known_predictor
 from cab_hf.eval.on_model import OnModelSettings, refusing, require_positions
 from cab_hf.eval.report import grouped, markdown_table
 from cab_hf.experiment.log import writing
@@ -96,7 +96,7 @@ class Settings(OnModelSettings):
     @cached_property
     def cab_config(self) -> CabConfig:
         """The config to start from: the defaults with the fields of ``--cab``."""
-        return known(CabConfig.from_dict(dict(map(parse_assignment, self.cab))))
+        return with_known_predictor(CabConfig.from_dict(dict(map(parse_assignment, self.cab))))
 
 
 def main(words: Sequence[str]) -> int:

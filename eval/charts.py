@@ -62,7 +62,7 @@ def over_tokens(
     axis.set_xscale("log", base=2)
     axis.set_xlabel("tokens")
     axis.set_xticks(apart(lengths))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: short(length)))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: token_label(length)))
     axis.xaxis.set_minor_formatter(NullFormatter())
     if log:
         axis.set_yscale("log")
@@ -85,7 +85,7 @@ def apart(lengths: Iterable[float]) -> list[float]:
     return [tick for tick, after in zip(ascending, following, strict=True) if after > 1.2 * tick]
 
 
-def short(length: float) -> str:
+def token_label(length: float) -> str:
     """Format a number of tokens as 512, 64k or 1M."""
     for size, letter in ((2**20, "M"), (2**10, "k")):
         if length >= size:

@@ -153,7 +153,7 @@ class Experiment(ABC):
 
     def measure_missing(self, log: Log) -> bool:
         """Measure the cases that ``log`` lacks; return True if at least one case was missing."""
-        before = len(log.records)
+        num_before = len(log.records)
         # cells differ too much for an estimate of the remaining time from the latest cases
         with tqdm(total=self.expected(), unit="case", smoothing=0) as bar:
             for case in self.cases(log.records):
@@ -164,7 +164,7 @@ class Experiment(ABC):
                     bar.set_description(", ".join(f"{name} {case[name]}" for name in self.CASE))
                     log.append(self.sample(case))
                 bar.update()
-        return len(log.records) > before
+        return len(log.records) > num_before
 
     @staticmethod
     @abstractmethod
@@ -227,7 +227,7 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
     experiment.check()
     kind = type(experiment)
     with experiment.log(out / SAMPLES) as log:
-        before = read_provenance(out)
+        earlier = read_provenance(out)
         is_new = experiment.measure_missing(log)
         failures = log.failures
         reasons = _reasons(kind, failures)
@@ -236,7 +236,7 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
                 f"no case could be measured: {reasons}. Give shorter lengths, or use a device with "
                 "more memory, on which the same command continues."
             )
-        provenance_record = _provenance(experiment, before, log.started, is_new)
+        provenance_record = _provenance(experiment, earlier, log.started, is_new)
         rows = _write(
             kind=kind,
             out=out,
@@ -269,9 +269,9 @@ def named(name: str) -> type[Experiment]:
     return importlib.import_module(f"cab_hf.eval.{module}").EXPERIMENT
 
 
-def kind_of(made: Row, folder: Path) -> type[Experiment] | Archived:
-    """Return the experiment that wrote the results in ``folder``; ``made`` is their provenance."""
-    name = made["experiment"]
+def kind_of(record: Row, folder: Path) -> type[Experiment] | Archived:
+    """Return the experiment that wrote the results in ``folder`` with the provenance ``record``."""
+    name = record["experiment"]
     return Archived.read(name, folder / REPORT) if name in ARCHIVED else named(name)
 
 
@@ -338,28 +338,28 @@ def _reasons(kind: type[Experiment], failures: Sequence[Row]) -> str:
     return "; ".join(dict.fromkeys(str(sample[kind.FAILED]) for sample in failures))
 
 
-def _provenance(experiment: Experiment, before: Row | None, started: str, is_new: bool) -> Row:
+def _provenance(experiment: Experiment, earlier: Row | None, started: str, is_new: bool) -> Row:
     """Return the provenance of the last run that added samples, with the settings of all runs.
 
     Args:
         experiment: the experiment of this run.
-        before: the provenance that earlier runs wrote; None without earlier runs.
+        earlier: the provenance that earlier runs wrote; None without earlier runs.
         started: time at which this run started.
         is_new: True if this run added samples.
     """
-    # JSON turns tuples into lists, as in ``before``
+    # JSON turns tuples into lists, as in ``earlier``
     record = json.loads(json.dumps(experiment.provenance(started)))
-    if before is None:
+    if earlier is None:
         return record
-    if repeated := dict.fromkeys([*before.get("repeated", ()), *record.get("repeated", ())]):
+    if repeated := dict.fromkeys([*earlier.get("repeated", ()), *record.get("repeated", ())]):
         record["repeated"] = list(repeated)
     for name in experiment.GROWS:
-        old, new = before["settings"].get(name), record["settings"].get(name)
+        old, new = earlier["settings"].get(name), record["settings"].get(name)
         if isinstance(old, list):
             record["settings"][name] = list(dict.fromkeys([*old, *new]))
         elif isinstance(old, int):
             record["settings"][name] = max(old, new)
-    return record if is_new or record["settings"] != before["settings"] else before
+    return record if is_new or record["settings"] != earlier["settings"] else earlier
 
 
 def _write(
@@ -415,8 +415,8 @@ def _rows(kind: type[Experiment], samples: Sequence[Row], settings: Row, path: P
 
 def summary(kind: type[Experiment] | Archived, rows: Sequence[Row]) -> list[str]:
     """Return the first table, and the sentences about the rows unless there are none."""
-    parts = [next(iter(kind.tables(rows).values())), " ".join(kind.readings(rows))]
-    return list(filter(None, parts))
+    paragraphs = [next(iter(kind.tables(rows).values())), " ".join(kind.readings(rows))]
+    return list(filter(None, paragraphs))
 
 
 def report_text(kind: type[Experiment] | Archived, rows: Sequence[Row], provenance: Row) -> str:
@@ -424,7 +424,7 @@ def report_text(kind: type[Experiment] | Archived, rows: Sequence[Row], provenan
     if isinstance(kind, Archived):
         return kind.report
     others = [*list(kind.tables(rows).items())[1:], *unmeasured(provenance).items()]
-    parts = [
+    paragraphs = [
         f"# {kind.title}",
         *summary(kind, rows),
         *provenance.get("repeated", ()),
@@ -435,7 +435,7 @@ def report_text(kind: type[Experiment] | Archived, rows: Sequence[Row], provenan
         f"{made_on(provenance)}:",
         command(kind, provenance["settings"]),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(paragraphs) + "\n"
 
 
 # fields of the default config of versions that scored typical queries on every key

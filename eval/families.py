@@ -216,7 +216,9 @@ def judged(sample: Row) -> dict[str, Any]:
             layer_counts += [outcome[field] for outcome in counted if field in outcome]
     all_outcomes = [outcome for group in outcomes.values() for outcome in group]
     reasons = (outcome.get("refused") or outcome.get("failed") for outcome in all_outcomes)
-    verdicts = {name: worst(list(map(verdict_on, group))) for name, group in outcomes.items()}
+    verdicts = {
+        name: worst_verdict(list(map(verdict_on, group))) for name, group in outcomes.items()
+    }
     is_one_process = "reads_padding" in sample
     limited = [name for name in LIMITS if (name == "difference") == is_one_process]
     differences = {
@@ -225,7 +227,7 @@ def judged(sample: Row) -> dict[str, Any]:
     }
     return {
         **row,
-        "verdict": worst(list(verdicts.values())),
+        "verdict": worst_verdict(list(verdicts.values())),
         **verdicts,
         "said": next(filter(None, reasons), None),
         **differences,
@@ -243,6 +245,6 @@ def verdict_on(outcome: Row) -> str:
     return EXACT if outcome["layers"] else NOT_OURS
 
 
-def worst(verdicts: Sequence[str]) -> str:
+def worst_verdict(verdicts: Sequence[str]) -> str:
     """Return the joint verdict: `IN_PART` for exact and refused outcomes, or else the worst one."""
     return IN_PART if set(verdicts) == {EXACT, REFUSED} else min(verdicts, key=VERDICTS.index)

@@ -31,7 +31,7 @@ from cab_hf.data.tasks import TASKS
 from cab_hf.eval import fidelity_figure, fidelity_report
 from cab_hf.eval.attention_time import REPORTED, AttentionClock, layer_bench
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.fidelity_report import CELL, attention_ms, cell_of, usual
+from cab_hf.eval.fidelity_report import CELL, attention_ms, cell_of, samples_for_density
 from cab_hf.eval.fidelity_settings import (
     DENSITY,
     OFF,
@@ -125,7 +125,7 @@ def turn_ends(length: int) -> tuple[Span, ...]:
     return tuple((end - num_predicted, end) for end in ends[1:])
 
 
-def at_once(length: int) -> int:
+def texts_per_batch(length: int) -> int:
     """Return the number of texts of ``length`` tokens that are decoded as one batch."""
     return max(1, TOKENS_AT_ONCE // length)
 
@@ -334,7 +334,7 @@ class Fidelity(LongRun):
 
     def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
         *fields, index = question_of(case)
-        batch_size = at_once(case["length"]) if case["probe"] in DECODES else 1
+        batch_size = texts_per_batch(case["length"]) if case["probe"] in DECODES else 1
         return *fields, index // batch_size
 
     def planned(self) -> Iterator[dict[str, Any]]:
@@ -386,7 +386,7 @@ class Fidelity(LongRun):
         matched_samples = [sample for sample in samples if cell_of(sample) == matched_cell]
         if self.by_time(case):
             return next((attention_ms(s) for s in matched_samples if s["probe"] == TIME), None)
-        return realised_density(usual(matched_samples))
+        return realised_density(samples_for_density(matched_samples))
 
     # --- methods and their budgets
 
@@ -439,7 +439,7 @@ class Fidelity(LongRun):
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """Return the scores of the predictions, or the attention time of the cell."""
         if case["probe"] in DECODES:
-            row_in_batch = case["index"] % at_once(case["length"])
+            row_in_batch = case["index"] % texts_per_batch(case["length"])
             first = {**case, "index": case["index"] - row_in_batch}
             return self.decoded(tuple(first.items()))[row_in_batch]
         was_fitted = cell_of(case) in self.timed
@@ -460,7 +460,7 @@ class Fidelity(LongRun):
             # compute the dense predictions before the method is active
             if case["probe"] in COMPARED:
                 self.dense_of(case)
-            result = self.under(method, lambda: self.read(case, reading, method))
+            result = self.measure_under(method, lambda: self.read(case, reading, method))
         return {"tokens": len(tokens), **result, **fit}
 
     def _dense(self, text: str, length: int, probe: str, indices: range) -> Tensor:
@@ -513,7 +513,7 @@ class Fidelity(LongRun):
         case, settings = dict(first), self.settings
         text, length, probe = (case[name] for name in ("text", "length", "probe"))
         count = settings.continuations if probe == GREEDY else settings.documents
-        indices = range(case["index"], min(case["index"] + at_once(length), count))
+        indices = range(case["index"], min(case["index"] + texts_per_batch(length), count))
         readings, ids, prompt = self._batch(text, length, probe, indices)
         method = self.method(case)
         # compute the dense predictions before the method is active
@@ -544,7 +544,7 @@ class Fidelity(LongRun):
             dense_log_probs = (row.float().log_softmax(-1) for row in dense.to(logits.device))
             return {"cases": list(map(divergence, log_probs, dense_log_probs, readings))}
 
-        result = self.under(method, read)
+        result = self.measure_under(method, read)
         cases = result.pop("cases")
         result |= {"tokens": length, "step_tokens": step_tokens}
         result["seconds"] = round(result["seconds"] / len(cases), 3)
@@ -572,18 +572,18 @@ class Fidelity(LongRun):
         chunk = settings.get("prefill_chunk")
         configs = settings["cab_configs"].values()
         border = border_of(config.get("query_block", 0) for config in configs)
-        parts = [f"Prompts are read in chunks of {chunk:,} tokens."] if chunk else []
+        sentences = [f"Prompts are read in chunks of {chunk:,} tokens."] if chunk else []
         if settings.get("equal") == TIME:
-            parts.append(
+            sentences.append(
                 "Matched methods have the budget at which attention takes as long as that of "
                 f"{settings['match']}, including block selection, within {OFF:.0%} if such a "
                 "budget exists."
             )
-        parts.append(
+        sentences.append(
             f"{NOTES} At block starts it does not: the answer there starts with the first of "
             f"{border} tokens that form whole query blocks."
         )
-        return " ".join(parts)
+        return " ".join(sentences)
 
 
 EXPERIMENT = Fidelity

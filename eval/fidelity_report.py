@@ -14,7 +14,7 @@ from cab_hf.data.tasks import TASKS
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.fidelity_settings import OFF, TIME, kind_of
 from cab_hf.eval.intervals import compared_shares, mean_interval, mean_of_intervals, wilson
-from cab_hf.eval.methods import METHODS, Cab, Dense, Full, exact_readings, never_sparse
+from cab_hf.eval.methods import METHODS, Cab, Dense, Full, dense_row_sentences, never_sparse
 from cab_hf.eval.on_model import realised_density
 from cab_hf.eval.probes import (
     ALL_TASKS,
@@ -42,7 +42,7 @@ from cab_hf.experiment.markdown import plain
 
 CELL = ("method", "text", "length", "budget")
 cell_of = itemgetter("method", "text", "length", "budget")
-place_of = itemgetter("text", "length")
+text_key_of = itemgetter("text", "length")
 TIMES = ("predict_ms", "attend_ms", "dense_ms", "dense_kernel")
 # fields of a row for an estimate and the edges of its interval
 RATIO, KL = ("ratio", "ratio_low", "ratio_high"), ("kl", "kl_low", "kl_high")
@@ -52,7 +52,7 @@ GROWTH = ("growth", "growth_low", "growth_high")
 # --- rows
 
 
-def usual(samples: Sequence[Row]) -> list[Row]:
+def samples_for_density(samples: Sequence[Row]) -> list[Row]:
     """Return the samples whose densities stand for a cell.
 
     These samples read a whole text in one pass, and ask no question before the text. A cell without
@@ -111,13 +111,13 @@ def _row(cell: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
         cell: all samples of the cell.
         dense: question -> sample of dense attention.
     """
-    method, usual_samples = cell[0]["method"], usual(cell)
+    method, density_samples = cell[0]["method"], samples_for_density(cell)
     row = {name: cell[0][name] for name in (*CELL, "fitted")}
-    row["density"] = fmean(s["density"] for s in usual_samples) if usual_samples else None
+    row["density"] = fmean(s["density"] for s in density_samples) if density_samples else None
     row |= _times(cell)
     if never_sparse(kind_of(method), cell):
         row["never_sparse"] = True
-    over = _density_over_match(cell, usual_samples)
+    over = _density_over_match(cell, density_samples)
     if over is not None and abs(over - 1) > OFF:
         row["density_over_match"] = over
     decoded = next((s for s in cell if s["probe"] in DECODES), None)
@@ -133,7 +133,7 @@ def _row(cell: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
     return row
 
 
-def _density_over_match(cell: Sequence[Row], usual_samples: Sequence[Row]) -> float | None:
+def _density_over_match(cell: Sequence[Row], density_samples: Sequence[Row]) -> float | None:
     """Return the density of sparse layers divided by the matched density.
 
     Returns None if the cell matches no density, or has no sparse layer. A method that drops keys
@@ -142,9 +142,9 @@ def _density_over_match(cell: Sequence[Row], usual_samples: Sequence[Row]) -> fl
     fitted, fields_of_times = cell[0]["fitted"], {"fitted_config", "match_ms"}
     if fitted is None or any(fields_of_times & s.keys() for s in cell):
         return None
-    if all(s.get("sparse_density") is None for s in usual_samples):
+    if all(s.get("sparse_density") is None for s in density_samples):
         return None
-    return realised_density(usual_samples) / fitted
+    return realised_density(density_samples) / fitted
 
 
 def _times(cell: Sequence[Row]) -> dict[str, Any]:
@@ -259,9 +259,9 @@ def _divide_by_noise_floor(rows: Sequence[dict[str, Any]]) -> None:
     `Full` keeps every block, so its KL is the rounding noise of the kernels.
     """
     decoded = [row for row in rows if row.get(DECODE) and row["method"] != Dense.name]
-    floors = {place_of(row): row[DECODE]["kl"] for row in decoded if row["method"] == Full.name}
+    floors = {text_key_of(row): row[DECODE]["kl"] for row in decoded if row["method"] == Full.name}
     for row in decoded:
-        floor = floors.get(place_of(row), 0.0)
+        floor = floors.get(text_key_of(row), 0.0)
         if floor > 0:
             row[DECODE]["over_floor"] = row[DECODE]["kl"] / floor
 
@@ -299,16 +299,16 @@ def _record_missing_cases(rows: Sequence[dict[str, Any]], cells: Sequence[Sequen
         rows: one row per cell.
         cells: the samples of each row.
     """
-    counts = [Counter((*place_of(s), s["probe"]) for s in cell) for cell in cells]
-    most: Counter = Counter()
+    counts = [Counter((*text_key_of(s), s["probe"]) for s in cell) for cell in cells]
+    largest_counts: Counter = Counter()
     for count in counts:
         # | of counters is their maximum
-        most |= count
+        largest_counts |= count
     for row, count in zip(rows, counts, strict=True):
         fewer = {
-            probe: f"{cases} of {most[text, length, probe]}"
+            probe: f"{cases} of {largest_counts[text, length, probe]}"
             for (text, length, probe), cases in count.items()
-            if cases < most[text, length, probe]
+            if cases < largest_counts[text, length, probe]
         }
         if fewer:
             row["fewer"] = fewer
@@ -386,8 +386,8 @@ def _milliseconds(row: Row) -> str | None:
     if row.get("attend_ms") is None:
         return None
     mark = "~" if "predict_reported" in row else ""
-    parts = f"{mark}{digits(row['predict_ms'])} + {digits(row['attend_ms'])}"
-    return f"{digits(attention_ms(row))} ({parts})"
+    stages = f"{mark}{digits(row['predict_ms'])} + {digits(row['attend_ms'])}"
+    return f"{digits(attention_ms(row))} ({stages})"
 
 
 def _over_dense(row: Row) -> str | None:
@@ -490,7 +490,7 @@ def readings_of(rows: Sequence[Row]) -> list[str]:
     fewer = [f"{where} ({' or '.join(cases)})" for where, cases in fewer.items()]
     exceptions.append(("Measured in fewer cases than other rows", fewer))
     sentences = [f"{problem}: {', '.join(cells)}." for problem, cells in exceptions if cells]
-    return [*cab.values(), *sentences, *exact_readings(rows)]
+    return [*cab.values(), *sentences, *dense_row_sentences(rows)]
 
 
 def _is_off(row: Row, field: str) -> bool:
@@ -516,7 +516,7 @@ def _changes(row: Row, rows: Sequence[Row]) -> list[str]:
         row[probe] if row.get(probe, {}).get("pairs") else None for probe in OWN_PHRASES
     )
     if continuation:
-        full = [x for x in rows if x["method"] == Full.name and place_of(x) == place_of(row)]
+        full = [x for x in rows if x["method"] == Full.name and text_key_of(x) == text_key_of(row)]
         noise = [digits(x[CONTINUATION]["kl"]) for x in full if x.get(CONTINUATION)]
         noise_note = f" (kernels alone: {noise[0]})" if noise else ""
         phrases += [

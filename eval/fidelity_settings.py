@@ -17,7 +17,7 @@ from cab_hf.data.tasks import TASKS
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.eval.haystack import read_sentences
 from cab_hf.eval.long_run import MATCH, LongRunSettings
-from cab_hf.eval.methods import CACHES, METHODS, Cab, Method, Published, known
+from cab_hf.eval.methods import CACHES, METHODS, Cab, Method, Published, with_known_predictor
 from cab_hf.eval.probes import (
     ALL_TASKS,
     ASKED,
@@ -312,7 +312,7 @@ class Settings(LongRunSettings):
                 value=f"{name}={fields}",
             )
             chosen[f"{Cab.name}:{name}"] = cab_config(fields)
-        return {name: known(config) for name, config in chosen.items()}
+        return {name: with_known_predictor(config) for name, config in chosen.items()}
 
     @cached_property
     def chunk(self) -> int:

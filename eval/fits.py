@@ -71,7 +71,7 @@ class Settings:
         require(self, "chunk", self.chunk > 0, "at least 1")
 
 
-class Alive(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """A dispatch mode that counts the bytes of live tensors.
 
     Attributes:
@@ -125,16 +125,16 @@ class Alive(TorchDispatchMode):
 
 
 @contextmanager
-def counting(model: Any) -> Iterator[Alive]:
-    """Count bytes inside the block, and replace the attention of ``model`` by `Alive.attend`."""
+def counting(model: Any) -> Iterator[LiveBytes]:
+    """Count bytes inside the block; `LiveBytes.attend` replaces the attention of ``model``."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    alive = Alive(model)
-    ALL_ATTENTION_FUNCTIONS[COUNTING] = alive.attend
+    live_bytes = LiveBytes(model)
+    ALL_ATTENTION_FUNCTIONS[COUNTING] = live_bytes.attend
     try:
         model.set_attn_implementation(COUNTING)
-        with torch.no_grad(), alive:
-            yield alive
+        with torch.no_grad(), live_bytes:
+            yield live_bytes
     finally:
         del ALL_ATTENTION_FUNCTIONS[COUNTING]
 
@@ -202,17 +202,17 @@ class Prompts:
         model = models.skeleton(config, trust_remote_code, dtype=torch.bfloat16)
         with refused_as(partial(_not_called, model.config.model_type)):
             layers = _cached(model)
-            alive = _read(model, TOKENS)
+            live_bytes = _read(model, TOKENS)
         largest_layer = max((size for size, _ in layers), default=0)
-        pair = alive.pair / TOKENS
+        pair = live_bytes.pair / TOKENS
         return cls(
             weights=sum(x.nbytes for x in (*model.parameters(), *model.buffers())),
             layers=layers,
-            most=alive.most / TOKENS,
-            attending=alive.attending / TOKENS,
-            output=alive.output / TOKENS,
+            most=live_bytes.most / TOKENS,
+            attending=live_bytes.attending / TOKENS,
+            output=live_bytes.output / TOKENS,
             expanded=pair if pair > largest_layer else 0.0,
-            heads=frozenset(alive.heads),
+            heads=frozenset(live_bytes.heads),
             config=cab_config_of(model.config.get_text_config()),
         )
 
@@ -331,12 +331,12 @@ def _cached(model: Any) -> tuple[tuple[int, int | None], ...]:
     )
 
 
-def _read(model: Any, tokens: int) -> Alive:
+def _read(model: Any, tokens: int) -> LiveBytes:
     """Return the bytes of live tensors while a model reads ``tokens`` tokens without a cache."""
-    with counting(model) as alive:
+    with counting(model) as live_bytes:
         ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
         model(ids, use_cache=False, logits_to_keep=1)
-    return alive
+    return live_bytes
 
 
 def table(prompts: Prompts, room: float, chunk: int) -> str:

@@ -40,11 +40,11 @@ def paired_difference(ours: Sequence[bool], base: Sequence[bool]) -> Interval:
             f"ours and base must have the same length above 0, got {n} and {len(base)}."
         )
     right, base_right = sum(map(bool, ours)), sum(map(bool, base))
-    both = sum(bool(a and b) for a, b in zip(ours, base, strict=True))
+    both_right = sum(bool(a and b) for a, b in zip(ours, base, strict=True))
     p, q = right / n, base_right / n
     (p_low, p_high), (q_low, q_high) = wilson(right, n), wilson(base_right, n)
-    # the determinant of the 2 x 2 table: both * neither - only ours * only base
-    determinant = both * n - right * base_right
+    # the determinant of the 2 x 2 table: both right * both wrong - only ours * only base
+    determinant = both_right * n - right * base_right
     if determinant > 0:  # the continuity correction of method 10
         determinant = max(determinant - n / 2, 0.0)
     margins = right * (n - right) * base_right * (n - base_right)
@@ -82,15 +82,15 @@ def compared_shares(
     return fields
 
 
-def mean_of_intervals(parts: Sequence[Interval]) -> Interval:
+def mean_of_intervals(intervals: Sequence[Interval]) -> Interval:
     """Return the mean of independent estimates with intervals, and the interval of the mean.
 
     The distances to the edges are added in quadrature (MOVER; Zou and Donner 2008, Statistics in
     Medicine 27, 1693-1702).
     """
-    mean, n = fmean(estimate for estimate, _, _ in parts), len(parts)
-    below = math.hypot(*(estimate - low for estimate, low, _ in parts)) / n
-    above = math.hypot(*(high - estimate for estimate, _, high in parts)) / n
+    mean, n = fmean(estimate for estimate, _, _ in intervals), len(intervals)
+    below = math.hypot(*(estimate - low for estimate, low, _ in intervals)) / n
+    above = math.hypot(*(high - estimate for estimate, _, high in intervals)) / n
     return mean, mean - below, mean + above
 
 

@@ -23,7 +23,7 @@ from cab_hf.patches import apply_cab
 FIELDS = {field.name for field in dataclasses.fields(CabConfig)}
 
 
-def taken_by(kind: type) -> set[str]:
+def constructor_arguments(kind: type) -> set[str]:
     """Return the names of the constructor arguments of a class and its bases."""
     return {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}
 
@@ -43,7 +43,7 @@ class CabLM(HFLM):
 
     def __init__(self, pretrained: Any, **arguments: Any) -> None:
         chosen = {name: arguments.pop(name) for name in FIELDS & arguments.keys()}
-        refuse_misspelt(arguments, FIELDS | taken_by(HFLM))
+        refuse_misspelt(arguments, FIELDS | constructor_arguments(HFLM))
         super().__init__(pretrained, **arguments)
         self.model.generation_config = greedy(self.model)
         apply_cab(self.model, **chosen)

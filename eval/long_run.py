@@ -260,27 +260,27 @@ class LongRun(OnModel):
         ready = [case for case in missing if not self.waits(case)] or missing
         return [case for case in ready if self.question(case) in own_questions]
 
-    def measure_shard(self, found: Sequence[Row]) -> None:
+    def measure_shard(self, samples: Sequence[Row]) -> None:
         """Measure the missing cases of this process's shard.
 
         Args:
-            found: the samples that all processes have logged.
+            samples: the samples that all processes have logged.
         """
         shard, num_shards = self.settings.shard.split("/")
         path = Path(self.settings.out) / SHARD_LOG.format(shard, num_shards)
-        cases = self.share(found)
+        cases = self.share(samples)
         with self.log(path) as log:
-            for case in tqdm(self.cases(found, cases), "shard", len(cases), unit="case"):
+            for case in tqdm(self.cases(samples, cases), "shard", len(cases), unit="case"):
                 log.append(self.sample(case))
 
     def measure_missing(self, log: Log) -> bool:
-        before = len(log.records)
+        num_before = len(log.records)
         for path in self._shard_logs():
             with self.log(path) as shard:
                 for sample in shard.records:
                     log.append(sample)
             path.unlink()
-        return super().measure_missing(log) or len(log.records) > before
+        return super().measure_missing(log) or len(log.records) > num_before
 
     def _shard_logs(self) -> list[Path]:
         """Return the paths of all shard logs with content; a log without samples may be empty."""

@@ -143,7 +143,9 @@ class OnModel(Experiment):
                 )
         return {**record, "repeated": repeated} if repeated else record
 
-    def under(self, method: Method, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    def measure_under(
+        self, method: Method, read: Callable[[], Mapping[str, Any]]
+    ) -> dict[str, Any]:
         """Call ``read`` while ``method`` is active, and return its result with three more fields.
 
         Returns:

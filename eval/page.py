@@ -59,16 +59,17 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def read_all(given: Sequence[Path]) -> list[Results]:
+def read_all(paths: Sequence[Path]) -> list[Results]:
     """Return the results in folders, in the order of the page and with distinct names.
 
     Args:
-        given: folders of results, and folders that contain such folders.
+        paths: folders of results, and folders that contain such folders.
 
     Raises:
         UsageError: there are no folders, or a folder contains no results.
     """
-    folders = {path.resolve(): path for folder in given for path in _folders_in(folder)}.values()
+    by_resolved_path = {folder.resolve(): folder for path in paths for folder in _folders_in(path)}
+    folders = by_resolved_path.values()
     if not folders:
         raise UsageError(
             "folders must be result folders, got none. Give some, such as eval/results."

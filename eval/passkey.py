@@ -39,9 +39,9 @@ from cab_hf.eval.methods import (
     Cab,
     Dense,
     Method,
-    exact_readings,
-    known,
+    dense_row_sentences,
     never_sparse,
+    with_known_predictor,
 )
 from cab_hf.eval.on_model import realised_density
 from cab_hf.eval.report import difference, grouped, markdown_table, with_interval
@@ -161,7 +161,7 @@ class Settings(LongRunSettings):
         fixed = {"min_length": 0}
         if self.stage == "both":
             fixed |= {"sparse_decode": True, "decode_tokens": DECODE_SHARE}
-        return known(CabConfig.from_dict({**fixed, **self.cab_fields}))
+        return with_known_predictor(CabConfig.from_dict({**fixed, **self.cab_fields}))
 
 
 class Passkey(LongRun):
@@ -262,7 +262,7 @@ class Passkey(LongRun):
         length, kind = case["length"], METHODS[case["method"]]
         method = self.fit(kind, self.settings.cab_config, case, (length,))
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
-        result = self.under(method, lambda: {"answer": self.answer(prompt, method)})
+        result = self.measure_under(method, lambda: {"answer": self.answer(prompt, method)})
         needle = prompt.needle
         return {
             "tokens": len(prompt.tokens),
@@ -322,7 +322,7 @@ class Passkey(LongRun):
             f"attends {row['density']:.0%} of the pairs. Its difference to dense is "
             f"{difference(row)}."
             for row in compared[-1:]
-        ] + exact_readings(rows)
+        ] + dense_row_sentences(rows)
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:

@@ -111,8 +111,8 @@ def _draw_plan(axis: Any, selected: Any, plan: dict[str, Any]) -> None:
     edge = plan["length"]
     axis.imshow(image, extent=(0, edge, edge, 0), interpolation="nearest")
     ticks = range(0, edge + 1, edge // 4)
-    axis.set_xticks(ticks, [charts.short(tick) for tick in ticks])
-    axis.set_yticks(ticks, [charts.short(tick) for tick in ticks])
+    axis.set_xticks(ticks, [charts.token_label(tick) for tick in ticks])
+    axis.set_yticks(ticks, [charts.token_label(tick) for tick in ticks])
     axis.set_xlabel("key position, tokens")
     axis.set_ylabel("query position, tokens")
     axis.set_title(
@@ -135,7 +135,9 @@ def _draw_times(axis: Any, times: Sequence[dict[str, Any]]) -> None:
         axis.text(tick - width / 2, dense_s, f"{dense_s:.1f} s", ha="center", **style)
         speedup = f"{row['over_best']:.1f} × faster\n{cab_s:.1f} s"
         axis.text(tick + 0.02, cab_s, speedup, ha="left", color=SPARSE, weight="bold", **style)
-    axis.set_xticks(range(len(times)), [f"{charts.short(row['length'])} tokens" for row in times])
+    axis.set_xticks(
+        range(len(times)), [f"{charts.token_label(row['length'])} tokens" for row in times]
+    )
     axis.set_xlim(-0.5, len(times) - 0.5)
     axis.set_ylim(0, 1.1 * max(row["baseline_ms"] for row in times) / 1000)
     axis.set_ylabel("seconds")

@@ -65,14 +65,14 @@ def in_order(results: Iterable[Results]) -> list[Results]:
 def section(result: Results) -> str:
     """Return the section of one result folder: table, sentences, figure and command."""
     kind = result.kind
-    parts = [
+    paragraphs = [
         f"## {heading(result)}",
         *experiment.summary(kind, result.rows),
         f"![{kind.caption}]({result.name}/{FIGURE})",
         f"{source([result])} All rows: [report]({result.name}/{REPORT}).",
         experiment.command(kind, result.provenance["settings"]),
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(paragraphs)
 
 
 def heading(result: Results) -> str:

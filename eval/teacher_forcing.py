@@ -62,7 +62,12 @@ def greedy_match(model: Any, reading: TeacherForced, **options: Any) -> dict[str
 
 
 def right_spans(logits: Tensor, reading: TeacherForced) -> dict[str, list[bool]]:
-    """Return the result of `greedy_match` from logits [positions, vocabulary]."""
+    """Return ``right``: for each range, True if each of its tokens has the largest logit.
+
+    Args:
+        logits: logits that predict the tokens of the ranges, [positions, vocabulary].
+        reading: the tokens and ranges.
+    """
     predicted = zip(reading.positions, logits.argmax(-1).tolist(), strict=True)
     wrong = {position for position, token in predicted if token != reading.tokens[position]}
     return {"right": [wrong.isdisjoint(range(start, end)) for start, end in reading.ranges]}

@@ -75,7 +75,7 @@ def layers_of(model: PreTrainedModel) -> int:
     return model.config.get_text_config().num_hidden_layers
 
 
-def known(config: CabConfig) -> CabConfig:
+def with_known_predictor(config: CabConfig) -> CabConfig:
     """Return ``config`` unchanged.
 
     Raises:
@@ -359,7 +359,7 @@ class Published(Cab):
         return cls(fitted_sparsity(CabConfig.published(**shared), cell))
 
 
-def exact_readings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def dense_row_sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a sentence that lists the rows with ``never_sparse``; [] without such rows."""
     dense_rows = dict.fromkeys(
         f"{row['method']} at {row['length']} tokens" for row in rows if row.get("never_sparse")

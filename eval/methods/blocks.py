@@ -325,7 +325,7 @@ class Chosen(Cab):
 
 
 @dataclass(frozen=True)
-class OfRows(Chosen):
+class RowShareMethod(Chosen):
     """The base class of methods that keep the same share of blocks in every row.
 
     The share matches the budget. Forced blocks and the dense tail are those of CAB, and count in
@@ -335,7 +335,7 @@ class OfRows(Chosen):
     matched = True
 
     @classmethod
-    def fit(cls, cell: Cell) -> OfRows:
+    def fit(cls, cell: Cell) -> RowShareMethod:
         # the density is the same for all predictors, so it is fitted with the fastest predictor;
         # the time depends on the predictor
         predictor = cls.predictor if cell.took else "random"
@@ -344,16 +344,16 @@ class OfRows(Chosen):
 
 
 @dataclass(frozen=True)
-class AsPublished(Chosen):
+class AuthorsShareMethod(Chosen):
     """The base class of methods with the share of their authors, and without dense tail."""
 
     @classmethod
-    def fit(cls, cell: Cell) -> AsPublished:
+    def fit(cls, cell: Cell) -> AuthorsShareMethod:
         return cls(cell.shared.changed(predictor=cls.predictor, dense_tail_blocks=0))
 
 
 @dataclass(frozen=True)
-class ByShare(Chosen):
+class MassShareMethod(Chosen):
     """The base class of methods with a `SharePredictor`, whose share matches the budget.
 
     The fit measures densities, or times, on a text of the cell. Forced blocks and the dense tail
@@ -363,7 +363,7 @@ class ByShare(Chosen):
     matched = True
 
     @classmethod
-    def fit(cls, cell: Cell) -> ByShare:
+    def fit(cls, cell: Cell) -> MassShareMethod:
         if not (cell.took or cell.realised):
             raise ValueError(
                 f"cell must measure the density of a config for method {cls.name}, got "

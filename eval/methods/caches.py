@@ -94,7 +94,7 @@ class StreamingCache(Dense):
         return min(self.tokens, length)
 
 
-class Kept(NamedTuple):
+class CachedTokens(NamedTuple):
     """The tokens that remain in the cache of a layer, in the order of the text.
 
     Attributes:
@@ -107,7 +107,7 @@ class Kept(NamedTuple):
     v: Tensor
     received: Tensor
 
-    def evicted(self, tokens: int, recent: int) -> Kept:
+    def evicted(self, tokens: int, recent: int) -> CachedTokens:
         """Return at most ``tokens`` tokens: the latest, and those that received most attention.
 
         Args:
@@ -127,11 +127,11 @@ class Kept(NamedTuple):
             x.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))
             for x in (self.k, self.v)
         )
-        return Kept(k, v, self.received.gather(2, index))
+        return CachedTokens(k, v, self.received.gather(2, index))
 
 
 @dataclass(frozen=True)
-class KeepsSome(Method):
+class EvictingMethod(Method):
     """The base class of methods that keep some tokens per KV head after a dense prefill.
 
     The tokens that receive most attention are kept. Density is the kept share of the prompt's keys,
@@ -146,7 +146,7 @@ class KeepsSome(Method):
     tokens: int
 
     @classmethod
-    def fit(cls, cell: Cell) -> KeepsSome:
+    def fit(cls, cell: Cell) -> EvictingMethod:
         if cell.budget is None:
             raise ValueError(
                 f"budget must be the share of the prompt's keys that {cls.name} keeps, got None. "
@@ -155,7 +155,9 @@ class KeepsSome(Method):
         return cls(max(2, round(cell.budget * cell.length)))
 
     @abstractmethod
-    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float) -> Kept:
+    def of_prompt(
+        self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float
+    ) -> CachedTokens:
         """Return the tokens that remain after a prompt.
 
         Args:
@@ -166,27 +168,27 @@ class KeepsSome(Method):
         """
 
     @abstractmethod
-    def of_step(self, kept: Kept, given: Tensor) -> Kept:
+    def of_step(self, kept: CachedTokens, attention: Tensor) -> CachedTokens:
         """Return the tokens that remain after a decode step.
 
         Args:
             kept: the tokens before the step, and the new token.
-            given: attention of the step's query to these tokens, float32 [B, H_kv, M].
+            attention: attention of the step's query to these tokens, float32 [B, H_kv, M].
         """
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
-        kept: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
+        kept: WeakKeyDictionary[nn.Module, CachedTokens] = WeakKeyDictionary()
         shares: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
-        attention = f"cab_{self.name}"
-        AttentionInterface.register(attention, partial(self.attend, kept, shares))
-        AttentionMaskInterface.register(attention, sdpa_mask)
-        before = model.config.get_text_config()._attn_implementation
-        model.set_attn_implementation(attention)
+        name = f"cab_{self.name}"
+        AttentionInterface.register(name, partial(self.attend, kept, shares))
+        AttentionMaskInterface.register(name, sdpa_mask)
+        implementation = model.config.get_text_config()._attn_implementation
+        model.set_attn_implementation(name)
         try:
             yield lambda: list(shares.values())
         finally:
-            model.set_attn_implementation(before)
+            model.set_attn_implementation(implementation)
 
     def step_tokens(self, model: PreTrainedModel, length: int) -> float:
         return min(self.tokens, length)
@@ -194,7 +196,7 @@ class KeepsSome(Method):
     @torch.no_grad()
     def attend(
         self,
-        kept: MutableMapping[nn.Module, Kept],
+        kept: MutableMapping[nn.Module, CachedTokens],
         shares: MutableMapping[nn.Module, float],
         module: nn.Module,
         query: Tensor,
@@ -240,7 +242,7 @@ class KeepsSome(Method):
             # [B, H_kv, H / H_kv, D]
             grouped = query.unflatten(1, (key.shape[1], -1)).squeeze(3).float()
             weights = (grouped @ k.float().transpose(-1, -2) * scale).softmax(-1)
-            kept[module] = self.of_step(Kept(k, v, F.pad(received, (0, 1))), weights.sum(2))
+            kept[module] = self.of_step(CachedTokens(k, v, F.pad(received, (0, 1))), weights.sum(2))
             out = (weights @ v.float()).to(query.dtype).flatten(1, 2).unsqueeze(2)
         return out.transpose(1, 2).contiguous(), None
 
@@ -251,7 +253,7 @@ def by_kv_head(received: Tensor, k: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class H2O(KeepsSome):
+class H2O(EvictingMethod):
     """Heavy-hitter oracle: evict tokens that received little attention.
 
     Zhang et al. 2023, arXiv 2306.14048. Each KV head keeps ``tokens`` tokens: half are the latest,
@@ -263,17 +265,19 @@ class H2O(KeepsSome):
     name = "h2o"
     decodes = "heavy hitters and window"
 
-    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float) -> Kept:
+    def of_prompt(
+        self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float
+    ) -> CachedTokens:
         received = by_kv_head(column_sums(q, k, ranges, scale), k)
-        return Kept(k, v, received).evicted(self.tokens, self.tokens // 2)
+        return CachedTokens(k, v, received).evicted(self.tokens, self.tokens // 2)
 
-    def of_step(self, kept: Kept, given: Tensor) -> Kept:
-        updated = kept._replace(received=kept.received + given)
+    def of_step(self, kept: CachedTokens, attention: Tensor) -> CachedTokens:
+        updated = kept._replace(received=kept.received + attention)
         return updated.evicted(self.tokens, self.tokens // 2)
 
 
 @dataclass(frozen=True)
-class SnapKV(KeepsSome):
+class SnapKV(EvictingMethod):
     """SnapKV: keep the keys that the end of the prompt attends to.
 
     Li et al. 2024, arXiv 2404.14469. Keys are ranked by the attention that they receive from the
@@ -289,7 +293,9 @@ class SnapKV(KeepsSome):
     name = "snapkv"
     decodes = "keys that the end of the prompt attends to"
 
-    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float) -> Kept:
+    def of_prompt(
+        self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float
+    ) -> CachedTokens:
         window = min(SNAP_WINDOW, self.tokens, q.shape[2])
         received, _ = columns_and_diagonals(
             q=q, k=k, ranges=ranges, scale=scale, num_queries=window
@@ -297,9 +303,9 @@ class SnapKV(KeepsSome):
         before_window = by_kv_head(received, k)[..., : k.shape[2] - window]
         padded = F.pad(before_window, (SNAP_KERNEL // 2, SNAP_KERNEL // 2))
         pooled = padded.unfold(-1, SNAP_KERNEL, 1).mean(-1)
-        return Kept(k, v, F.pad(pooled, (0, window))).evicted(self.tokens, window)
+        return CachedTokens(k, v, F.pad(pooled, (0, window))).evicted(self.tokens, window)
 
-    def of_step(self, kept: Kept, given: Tensor) -> Kept:
+    def of_step(self, kept: CachedTokens, attention: Tensor) -> CachedTokens:
         return kept
 
 

@@ -209,8 +209,8 @@ def in_blocks(share: Tensor, size: int) -> Tensor:
 def counted_by_token(share: Tensor, wanted: Tensor, size: int) -> Tensor:
     """Select the blocks with the largest shares, bool [..., M].
 
-    If n is the smallest number of tokens whose shares exceed ``wanted``, the number of blocks is
-    n // size + 1, as in the original, and at least that of `MIN_TOKENS` tokens. All blocks are
+    Let n be the smallest number of tokens whose shares exceed ``wanted``. As in the original, the
+    number of blocks is n // size + 1, and at least that of `MIN_TOKENS` tokens. All blocks are
     selected if ``wanted`` is 1.
 
     Args:

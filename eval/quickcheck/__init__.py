@@ -335,7 +335,7 @@ def _write(
     summaries = advice.summaries(rows, scope.threshold, verdict.threshold)
     sentence = advice.sentence(
         rows=rows,
-        found=verdict,
+        conclusions=verdict,
         table=summaries,
         target=target,
         device=provenance_record["device"],

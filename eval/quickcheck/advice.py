@@ -330,62 +330,63 @@ def densities_of(rows: Sequence[Row], length: int, threshold: float) -> list[flo
     return [1.0 if x is None else x for x in measured[0]["densities"]] if measured else []
 
 
-def advised_config(base: CabConfig, found: Verdict) -> CabConfig:
+def advised_config(base: CabConfig, conclusions: Verdict) -> CabConfig:
     """Return ``base`` with the advised ``mass_threshold`` and ``min_length``.
 
     ``min_length`` is the length from which CAB pays. If CAB does not pay, ``min_length`` exceeds
     all measured lengths.
     """
-    least = found.pays_from
+    least = conclusions.pays_from
     if least is None:
-        least = max(base.min_length, 2 * (found.longest or 0))
-    return base.changed(mass_threshold=found.threshold, min_length=least)
+        least = max(base.min_length, 2 * (conclusions.longest or 0))
+    return base.changed(mass_threshold=conclusions.threshold, min_length=least)
 
 
 def sentence(
-    rows: Sequence[Row], found: Verdict, table: Sequence[Summary], target: float, device: str
+    rows: Sequence[Row], conclusions: Verdict, table: Sequence[Summary], target: float, device: str
 ) -> str:
     """Return the advice, one sentence.
 
     Args:
         rows: measured rows.
-        found: the conclusions from the rows.
+        conclusions: the conclusions from the rows.
         table: `summaries` of the rows.
         target: the accepted KL in nats per token; 0 without a target.
         device: name of the device.
     """
-    if found.longest is None:
+    if conclusions.longest is None:
         return f"On {device}, nothing was timed within the given minutes: raise --minutes."
-    facts = "; ".join(_facts(rows, found, table, target))
-    threshold = f"mass_threshold={found.threshold:g}"
-    if found.is_close_enough is False and not found.is_searched:
+    facts = "; ".join(_facts(rows, conclusions, table, target))
+    threshold = f"mass_threshold={conclusions.threshold:g}"
+    if conclusions.is_close_enough is False and not conclusions.is_searched:
         return (
             f"On {device}, raise --minutes and run the same command again, because the search for "
             f"a mass_threshold with a KL of at most {target:g} has not ended ({threshold}: "
             f"{facts})."
         )
-    if found.is_close_enough is False:
+    if conclusions.is_close_enough is False:
         return (
             f"On {device}, keep dense attention: no measured mass_threshold has a KL of at most "
             f"{target:g} at every length ({threshold}: {facts})."
         )
-    if found.pays_from is None:
+    if conclusions.pays_from is None:
         return (
-            f"On {device}, keep dense attention up to {found.longest:,} tokens, because CAB saves "
-            f"no time there ({threshold}: {facts})."
+            f"On {device}, keep dense attention up to {conclusions.longest:,} tokens, because CAB "
+            f"saves no time there ({threshold}: {facts})."
         )
-    start = "all measured lengths, from" if found.is_bound else "prompts from about"
-    return f"On {device}, use CAB with {threshold} for {start} {found.pays_from:,} tokens: {facts}."
+    start = "all measured lengths, from" if conclusions.is_bound else "prompts from about"
+    prompts = f"{start} {conclusions.pays_from:,} tokens"
+    return f"On {device}, use CAB with {threshold} for {prompts}: {facts}."
 
 
 def _facts(
-    rows: Sequence[Row], found: Verdict, table: Sequence[Summary], target: float
+    rows: Sequence[Row], conclusions: Verdict, table: Sequence[Summary], target: float
 ) -> list[str]:
     """Return clauses on speed-up, KL and keys at the longest timed length, for `sentence`."""
-    length = found.longest
+    length = conclusions.longest
     sparse = [x for x in table if x.length == length and x.threshold is not None]
     # the advised threshold comes first, but may have no time at this length
-    sparse.sort(key=lambda x: x.threshold != found.threshold)
+    sparse.sort(key=lambda x: x.threshold != conclusions.threshold)
     best, dense = sparse[0], next(x for x in table if x.length == length and x.threshold is None)
     kernel = select(rows, measure="ttft", length=length)[0]["kernel"]
     timed = next(x for x in sparse if x.speedup is not None)

@@ -186,15 +186,17 @@ def report(
     """
     (_, first), *others = tables.items()
     packages = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
-    parts = ["# Does CAB pay?", advice, first, *notes, "![time, KL and density](figure.png)"]
-    parts += [f"## {heading}\n\n{text}" for heading, text in others if text]
+    figure_link = "![time, KL and density](figure.png)"
+    paragraphs = ["# Does CAB pay?", advice, first, *notes, figure_link]
+    paragraphs += [f"## {heading}\n\n{text}" for heading, text in others if text]
     if skipped:
         items = "\n".join(f"* {step}" for step in skipped)
-        parts.append(f"## Not measured\n\n{items}\n\nThe same command continues with these steps.")
-    parts += [
+        remedy = "The same command continues with these steps."
+        paragraphs.append(f"## Not measured\n\n{items}\n\n{remedy}")
+    paragraphs += [
         f"## How it was measured\n\n{METHOD}",
         f"Made on {provenance['device']} with {packages}, commit "
         f"{provenance['commit'] or 'unknown'}; finished {provenance['finished']}:",
         f"```\n{command}\n```",
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(paragraphs) + "\n"

@@ -26,10 +26,10 @@ from cab_hf.eval.speed.runner import (
     Panel,
     Speed,
     SpeedSettings,
+    distinct_values,
     listed,
-    made_of,
-    named,
-    varying,
+    run_description,
+    varying_columns,
 )
 from cab_hf.eval.speed.timing import Bench, in_a_sentence, method_on
 from cab_hf.experiment.settings import flag, option
@@ -182,7 +182,7 @@ class Attention(Speed):
     @staticmethod
     def described(settings: Mapping[str, Any]) -> str:
         channels = ", ".join(map(str, settings["head_dims"]))
-        description = made_of(
+        description = run_description(
             f"Batch {settings['batch']}, {settings['heads']} query heads and "
             f"{settings['kv_heads']} KV heads of {channels} channels, {settings['dtype']}; inputs "
             f"are {INPUTS}, not those of a model",
@@ -252,7 +252,7 @@ class Attention(Speed):
             layer: the layer.
             plan: the plan of the layer.
         """
-        q, k, v = layer.placed()
+        q, k, v = layer.reordered_inputs()
         attend = partial(layer.attend, engine=engine, plan=plan)
         if sample["direction"] == "backward":
             complete = gradients_of(attend, q, k, v)
@@ -320,7 +320,7 @@ class Attention(Speed):
                 other for other in direction_rows if all(other[name] == row[name] for name in GROUP)
             ]
             columns = {"head dim": "head_dim", "blocks": "blocks", "layout": "layout"}
-            values = named(row, varying(rows, columns))
+            values = distinct_values(row, varying_columns(rows, columns))
             share = f"{percent(row['density'])} of the pairs by {row['engine']}"
             selection = ["selecting blocks included"] if _predicts(row) else []
             subject = ", ".join([f"{row['direction']} of {share}", *values, *selection])
@@ -350,7 +350,7 @@ class Layer:
     planner: Callable[[Tensor, Tensor, KeyRanges], BlockPlan]
     sinks: Tensor | None
 
-    def placed(self) -> tuple[Tensor, Tensor, Tensor]:
+    def reordered_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v in the order of the layout."""
         return self.layout.queries(self.q), self.layout.keys(self.k), self.layout.keys(self.v)
 
@@ -363,7 +363,7 @@ class Layer:
         """Return attention in the order of the inputs, [B, H, N, D].
 
         Args:
-            q, k, v: result of `placed`.
+            q, k, v: result of `reordered_inputs`.
             engine: the engine.
             plan: the plan.
         """
@@ -380,7 +380,7 @@ class Layer:
 
     def complete(self, engine: Engine) -> Tensor:
         """Select blocks and return attention; both use the same reordered q and k."""
-        q, k, v = self.placed()
+        q, k, v = self.reordered_inputs()
         plan = self.planner(q, k, self.layout.ranges)
         return self.attend(q, k, v, engine=engine, plan=plan)
 
@@ -390,7 +390,7 @@ class Layer:
         Raises:
             ArithmeticError: a relative error exceeds its tolerance.
         """
-        q, k, v = self.placed()
+        q, k, v = self.reordered_inputs()
         out = engine.attention(q, k, v, plan, scale=q.shape[-1] ** -0.5)
         check_rows(out=out, q=q, k=k, v=v, plan=plan)
         if backward:

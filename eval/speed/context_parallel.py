@@ -30,7 +30,7 @@ from cab_hf.eval.speed.runner import (
     SpeedSettings,
     densities,
     listed,
-    made_of,
+    run_description,
 )
 from cab_hf.eval.speed.schemes import ring_attention
 from cab_hf.eval.speed.timing import MOST_RUNS
@@ -171,7 +171,7 @@ class ContextParallel(Ranked):
     @staticmethod
     def described(settings: Mapping[str, Any]) -> str:
         heads, kv_heads, head_dim = SHAPES[settings["shape"]]
-        return made_of(
+        return run_description(
             f"One layer of {settings['shape']}: {heads} query and {kv_heads} key heads of "
             f"{head_dim}, {settings['dtype']}; inputs are {INPUTS}; max_density "
             f"{', '.join(settings['max_density'])}",

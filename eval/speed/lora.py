@@ -31,7 +31,7 @@ from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import SDPA
 from cab_hf.eval.speed.rank_group import Ranked, RankGroup, by_torchrun
 from cab_hf.eval.speed.runner import CAB_DENSE, Panel
-from cab_hf.eval.speed.ttft import GAIN, beside_dense, speed_ups
+from cab_hf.eval.speed.ttft import GAIN, speed_ups, with_dense_ratios
 from cab_hf.experiment.settings import by_device, flag, number_or_auto, option
 from cab_hf.finetune.cost_model import GIB, Cost, Fit, Room, fit, host_bytes, plan_bytes
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
@@ -256,7 +256,7 @@ class LoraStep(Ranked):
         """Return a row per sample, with ratios to dense attention and to one rank alone."""
         rows, tokens_s_alone = [], {}
         for group in grouped(samples, "spread", "world"):
-            rows += beside_dense(group)
+            rows += with_dense_ratios(group)
         for row in rows:
             sequences = row["world"] if row["spread"] in (DDP, FSDP2) else 1
             tokens = sequences * row["length"] / row["world"]
@@ -402,9 +402,9 @@ def training(
     try:
         with (
             models.attending(model, implementation, config),
-            shared(settings, spread, ranks) as backward,
+            distributed_backward(settings, spread, ranks) as backward,
         ):
-            # read the parameters after `shared`, because FSDP2 replaces them
+            # read the parameters after `distributed_backward`, because FSDP2 replaces them
             trainable = train_state(settings).trainable
             is_cuda = torch.device(settings.device).type == "cuda"
             optimizer = torch.optim.AdamW(trainable, LEARNING_RATE, fused=is_cuda)
@@ -421,7 +421,9 @@ def training(
 
 
 @contextmanager
-def shared(settings: Settings, spread: str, ranks: RankGroup) -> Iterator[Callable[[int], None]]:
+def distributed_backward(
+    settings: Settings, spread: str, ranks: RankGroup
+) -> Iterator[Callable[[int], None]]:
     """Distribute the model over ranks, and yield a function that computes gradients.
 
     The function takes the tokens of a sequence, and accumulates this rank's gradients. After the
@@ -464,7 +466,7 @@ def train_step(
     """Take an optimizer step on a sequence of ``tokens`` tokens.
 
     Args:
-        backward: function that computes gradients, from `shared`.
+        backward: function that computes gradients, from `distributed_backward`.
         trainable: the trained parameters.
         optimizer: the optimizer of these parameters.
         tokens: tokens of the sequence.

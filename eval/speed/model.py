@@ -19,7 +19,7 @@ from cab_hf.eval.kv_cache import cache_arguments
 from cab_hf.eval.quantised import to_8_bits
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.dense import CHECK_LENGTH, check_dense
-from cab_hf.eval.speed.runner import KEEPS_ALL, SpeedSettings, densities, made_of
+from cab_hf.eval.speed.runner import KEEPS_ALL, SpeedSettings, densities, run_description
 from cab_hf.experiment.settings import by_device, option
 
 # functions import transformers themselves, so that --help is fast
@@ -131,7 +131,7 @@ class LongestSettings(ModelSettings):
 def described(settings: Mapping[str, Any]) -> str:
     """Return a description of the model, the config and the clock for a report."""
     budgets = settings.get("max_density")
-    return made_of(
+    return run_description(
         f"A LLaMA with random weights (standard deviation {INITIAL_STD}): {settings['layers']} "
         f"layers of {settings['hidden']} channels ({settings['intermediate']} in the MLP), "
         f"{settings['heads']} query and {settings['kv_heads']} key heads of "

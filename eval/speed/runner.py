@@ -17,7 +17,7 @@ from torch import Tensor
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Experiment, Row, default_of, is_earlier, unlike_default
-from cab_hf.eval.methods import known
+from cab_hf.eval.methods import with_known_predictor
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, seconds
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.timing import Bench, Timing, bench_on, in_a_sentence, ran_out
@@ -191,7 +191,7 @@ class SpeedSettings:
                 f"cab must not set {conflicts[0]}, which is another option or measured here. Use "
                 "that option."
             )
-        return known(CabConfig(**self.DEFAULTS).changed(**fields, **fixed))
+        return with_known_predictor(CabConfig(**self.DEFAULTS).changed(**fields, **fixed))
 
     def option_by_length(self, name: str, parse: Callable[[str], Any]) -> dict[int | None, Any]:
         """Return length -> value of an option with parts ``VALUE`` or ``LENGTH:VALUE``.
@@ -426,7 +426,7 @@ class Speed(Experiment):
         columns = {
             heading: name for heading, name in cls.BY.items() if not cls.DENSE or name in cls.DENSE
         }
-        columns = varying(rows, columns)
+        columns = varying_columns(rows, columns)
         with_dashes = [
             {**row, **{name: "–" for name in columns.values() if row[name] is None}} for row in rows
         ]
@@ -463,10 +463,10 @@ class Speed(Experiment):
         panels = [panel for panel in cls.PANELS if panel.shows(lines)]
         # compare rows, not lines: lines of dense kernels have None in fields such as blocks, which
         # must not count as another value
-        panel_fields = varying(rows, {heading: cls.BY[heading] for heading in cls.APART})
+        panel_fields = varying_columns(rows, {heading: cls.BY[heading] for heading in cls.APART})
         line_fields = {
             heading: name
-            for heading, name in varying(lines, cls.BY).items()
+            for heading, name in varying_columns(lines, cls.BY).items()
             if heading not in cls.APART
         }
         groups, num_panels = grouped(rows, *panel_fields.values()), max(1, len(panels))
@@ -477,7 +477,7 @@ class Speed(Experiment):
                 for axis, panel in zip(row_of_axes, panels, strict=False):
                     axis.set_visible(panel.shows(drawn))
                     cls.draw_lines(axis, panel, drawn, line_fields)
-                    title = ", ".join([*named(group[0], panel_fields), panel.title])
+                    title = ", ".join([*distinct_values(group[0], panel_fields), panel.title])
                     charts.over_tokens(axis, lengths, title, panel.unit, log=panel.log)
 
     @classmethod
@@ -500,7 +500,7 @@ class Speed(Experiment):
             if is_dense and has_several:
                 continue
             style = {"color": next(greys), "marker": "s"} if is_dense else {}
-            label = ", ".join([*named(group[0], by), *[heading_of(field)] * has_several])
+            label = ", ".join([*distinct_values(group[0], by), *[heading_of(field)] * has_several])
             charts.line(
                 axis, group, lambda row, field=field: row.get(field), label=label or None, **style
             )
@@ -588,7 +588,9 @@ def longest(rows: Sequence[Row], by: Mapping[str, str]) -> list[str]:
         fails = [row["length"] for row in group if row["fits"] is False]
         if fits and fails and any(row["sought"] for row in group):
             last = max(fits, key=itemgetter("length"))
-            values = "".join(f" for {value}" for value in named(last, varying(rows, by)))
+            values = "".join(
+                f" for {value}" for value in distinct_values(last, varying_columns(rows, by))
+            )
             estimate = f"; estimated: {last['estimate']:,}" if last.get("estimate") else ""
             sentences.append(
                 f"{last['length']:,} tokens are the longest that fit{values}: "
@@ -605,7 +607,7 @@ def by_length(samples: Sequence[Row], derived: Sequence[str] = ()) -> list[dict[
     return [{**sample, **dict.fromkeys(derived)} for sample in ordered]
 
 
-def made_of(shape: str, settings: Mapping[str, Any]) -> str:
+def run_description(shape: str, settings: Mapping[str, Any]) -> str:
     """Return a description of inputs, config and clock for a report.
 
     Args:
@@ -622,7 +624,7 @@ def made_of(shape: str, settings: Mapping[str, Any]) -> str:
     return f"{shape}; {config}.\n\nMethod: {settings['method']}."
 
 
-def varying(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:
+def varying_columns(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:
     """Return the columns whose values differ among rows.
 
     Args:
@@ -665,7 +667,7 @@ def remarks(rows: Sequence[Row], by: Mapping[str, str]) -> dict[str, str]:
     return {"Remarks": markdown_table(lines, columns)} if lines else {}
 
 
-def named(row: Row, by: Mapping[str, str]) -> list[str]:
+def distinct_values(row: Row, by: Mapping[str, str]) -> list[str]:
     """Return the values of a row that distinguish it; headings precede numbers, as in "ranks 2".
 
     Args:

@@ -192,7 +192,7 @@ class Serve(runner.Speed):
         model, served = models.random_model(settings), []
         with (
             models.attending(model, implementation, config),
-            managing(model, settings, implementation) as manager,
+            batching_manager(model, settings, implementation) as manager,
         ):
             serve(manager, warm_up_trace, WARM_UP_TOKENS)
             models.attended_by(model, longest, implementation, reset=True)
@@ -241,7 +241,7 @@ EXPERIMENT = Serve
 
 
 def by_length(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return one row per row and length of prompts, with the `SUMMARY` of these requests."""
+    """Return a row per implementation and length of prompts, with the `SUMMARY` of its requests."""
     return [
         {
             "implementation": row["implementation"],
@@ -255,7 +255,7 @@ def by_length(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def managing(
+def batching_manager(
     model: PreTrainedModel, settings: Settings, implementation: str
 ) -> Iterator[ContinuousBatchingManager]:
     """Yield a manager of continuous batching that serves ``model``.

@@ -185,7 +185,7 @@ class TimeToFirstToken(Ranked):
         settings, room_gib = self.settings, self.bench.room()
         if room_gib is None:
             return 0
-        prompts = replace(prompts_of(settings), config=settings.cab_config)
+        prompts = replace(prompt_memory(settings), config=settings.cab_config)
         if implementation not in CAB:
             # dense attention needs no memory for selecting blocks
             prompts = replace(prompts, heads=frozenset())
@@ -205,7 +205,7 @@ class TimeToFirstToken(Ranked):
             variant, warm_up = sample["variant"], inf
             if sample["sought"]:
                 short = WARM_UP_CHUNKS * settings.chunk or SHORT_WARM_UP_TOKENS
-                read_once(settings, min(length, short), implementation, variant)
+                warm_up_prefill(settings, min(length, short), implementation, variant)
                 warm_up = 0.0
             sample |= self.memory(length, implementation, variant)
             prefill = models.prefilling(
@@ -247,7 +247,7 @@ class TimeToFirstToken(Ranked):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [row for group in grouped(samples, "variant") for row in beside_dense(group)]
+        return [row for group in grouped(samples, "variant") for row in with_dense_ratios(group)]
 
     @classmethod
     def readings(cls, rows: Sequence[Row]) -> list[str]:
@@ -264,7 +264,7 @@ def speed_ups(rows: Sequence[Row]) -> list[str]:
     """
     sentences = []
     cab_rows = [
-        {**row, "where": where(row)}
+        {**row, "where": row_conditions(row)}
         for row in rows
         if row["ratio"] is not None and row["implementation"] in CAB
     ]
@@ -281,14 +281,14 @@ def speed_ups(rows: Sequence[Row]) -> list[str]:
 
 
 @lru_cache
-def prompts_of(settings: Settings) -> Prompts:
+def prompt_memory(settings: Settings) -> Prompts:
     """Return the memory that prompts of the model need, for estimates of the longest prompt."""
     return Prompts.of(models.llama_config(settings))
 
 
 # the cache makes later calls no-ops, because compiled kernels stay in the process
 @lru_cache
-def read_once(settings: Settings, length: int, implementation: str, variant: str) -> None:
+def warm_up_prefill(settings: Settings, length: int, implementation: str, variant: str) -> None:
     """Read a prompt of ``length`` tokens, so that all kernels are compiled."""
     with models.prefilling(
         settings, length, implementation, chunk=settings.chunk, variant=variant
@@ -296,7 +296,7 @@ def read_once(settings: Settings, length: int, implementation: str, variant: str
         call()
 
 
-def beside_dense(samples: Sequence[Row]) -> list[dict[str, Any]]:
+def with_dense_ratios(samples: Sequence[Row]) -> list[dict[str, Any]]:
     """Return a row per sample, sorted by length, with its ratio to dense attention.
 
     The ratio compares a row with sdpa, and with the fastest dense attention, at the same length and
@@ -378,7 +378,7 @@ def reading(model: nn.Module, prompt: Tensor, ranks: RankGroup, block: int) -> C
     return call
 
 
-def where(row: Row) -> str:
+def row_conditions(row: Row) -> str:
     """Return the end of a clause with variant, cache and ranks of a row, "" for the defaults."""
     # rows of training steps lack the fields of caches and variants
     variant = "" if row.get("variant", PLAIN) == PLAIN else f" with {row['variant']}"

@@ -52,14 +52,14 @@ def serve_traces(
         trace: the measured requests.
 
     Returns:
-        The fields of a sample: ``served`` from `serve`, ``peak_gib``, and the fields of `used`.
+        The fields of a sample: ``served`` from `serve`, ``peak_gib``, and `engine_fields`.
     """
     engine, served = engine_of(settings, implementation, config), []
     serve(engine, warm_up_trace, warm_up_tokens)
     _, peak = bench_on(settings.device).walls(
         lambda: served.extend(serve(engine, trace, settings.new_tokens)), 1
     )
-    return {**used(engine, settings), "served": served, "peak_gib": peak}
+    return {**engine_fields(engine, settings), "served": served, "peak_gib": peak}
 
 
 def engine_of(settings: Settings, implementation: str, config: CabConfig) -> LLMEngine:
@@ -70,7 +70,7 @@ def engine_of(settings: Settings, implementation: str, config: CabConfig) -> LLM
         implementation: one of `CAB`, or vLLM's own attention.
         config: the config of CAB.
     """
-    # run the engine in this process, so that `serve` and `used` can count pairs and preemptions
+    # run the engine in this process, where `serve` and `engine_fields` read its counts
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
@@ -144,7 +144,7 @@ def serve(engine: LLMEngine, trace: Sequence[Request], new_tokens: int) -> list[
     return rounded(served.values())
 
 
-def used(engine: LLMEngine, settings: Settings) -> dict[str, Any]:
+def engine_fields(engine: LLMEngine, settings: Settings) -> dict[str, Any]:
     """Return the fields of a sample on the engine: settings, cache, and density of the last trace.
 
     Args:
