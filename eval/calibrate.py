@@ -128,7 +128,7 @@ def main(words: Sequence[str]) -> int:
         if not any(out.iterdir()):
             out.rmdir()
     targets = []
-    for layers in grouped(rows, "target"):
+    for layers in grouped(rows, ["target"]):
         densities = [row["density"] for row in layers]
         summary = {
             "density": fmean(densities),

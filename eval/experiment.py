@@ -376,7 +376,7 @@ def _write(
     """
     record = {name: value for name, value in provenance_record.items() if name != "failed"}
     names = [name for name in kind.CASE if name not in REPEATED]
-    if cells := report.grouped(failures, *names):
+    if cells := report.grouped(failures, names):
         record["failed"] = [
             {
                 **{name: cell[0][name] for name in names},

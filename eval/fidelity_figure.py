@@ -46,7 +46,7 @@ Styles = Mapping[str, Mapping[str, Any]]  # method -> line style in all panels
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
     """Draw one row of panels per text and length: one panel per probe and one for all tasks."""
-    rows_by_text = grouped(rows, "text", "length")
+    rows_by_text = grouped(rows, ["text", "length"])
     tasks = {name: task.title for name, task in TASKS.items() if any(x.get(name) for x in rows)}
     measured = [probe for probe in DRAWN if any(row.get(probe) for row in rows)]
     columns = {probe: DRAWN[probe] for probe in measured or ([] if tasks else DRAWN)}
@@ -107,7 +107,7 @@ def _draw_probe(
     drawn_rows = [row for row in results if row["method"] in styles]
     is_timed = bool(drawn_rows) and all(row.get("over_dense") is not None for row in drawn_rows)
     x_field = "step_share" if probe in probes.DECODES else "over_dense" if is_timed else "density"
-    for method_rows in grouped(drawn_rows, "method"):
+    for method_rows in grouped(drawn_rows, ["method"]):
         method_rows = sorted(method_rows, key=itemgetter(x_field))
         method = method_rows[0]["method"]
         scores = [row[probe] for row in method_rows]

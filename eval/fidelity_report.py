@@ -101,7 +101,7 @@ def _cells_of(samples: Sequence[Row]) -> list[list[Row]]:
         kind, density = kind_of(method), budget if isinstance(budget, float) else 0.0
         return texts.index(text), length, kinds.index(kind), method != kind.name, density
 
-    return sorted(grouped(samples, *CELL), key=sort_key)
+    return sorted(grouped(samples, CELL), key=sort_key)
 
 
 def _row(cell: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def _add_task_means(rows: Sequence[dict[str, Any]]) -> None:
     The mean covers all tasks that some row of the same text and length has. Rows without one of
     these tasks get no mean.
     """
-    for group in grouped(rows, "text", "length"):
+    for group in grouped(rows, ["text", "length"]):
         tasks = [name for name in TASKS if any(name in row for row in group)]
         for row in group:
             if tasks and row.keys() >= {*tasks}:
@@ -326,7 +326,7 @@ def tables_of(rows: Sequence[Row]) -> dict[str, str]:
     }
     return {
         f"On {plain(group[0]['text'])}": markdown_table(group, columns)
-        for group in grouped(rows, "text")
+        for group in grouped(rows, ["text"])
     }
 
 

@@ -67,7 +67,7 @@ def cab_config(text: str | Mapping[str, Any]) -> CabConfig:
             JSON file always gets min_length 0.
 
     Raises:
-        ValueError: the file does not exist, or CabConfig lacks a field.
+        ValueError: the file does not exist, or a name is no field of CabConfig.
     """
     if isinstance(text, Mapping):
         return CabConfig.from_dict({"min_length": 0, **text})

@@ -297,7 +297,7 @@ class Passkey(LongRun):
         """
         dense = {question_of(s): s for s in samples if s["method"] == Dense.name}
         constant = {name: settings[name] for name in ("stage", "filler")}
-        cells, order = grouped(samples, "length", "keys", "method"), list(METHODS)
+        cells, order = grouped(samples, ["length", "keys", "method"]), list(METHODS)
         cells.sort(key=lambda c: (c[0]["length"], c[0]["keys"], order.index(c[0]["method"])))
         return [
             {**{name: cell[0][name] for name in CELL}, **_row(cell, dense), **constant}

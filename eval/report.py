@@ -43,8 +43,11 @@ def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
     return pandas.concat(cells).to_csv(index=False, lineterminator="\n") if cells else "\n"
 
 
-def grouped(rows: Sequence[Mapping[str, Any]], *names: str) -> list[list[Mapping[str, Any]]]:
+def grouped(
+    rows: Sequence[Mapping[str, Any]], names: Iterable[str]
+) -> list[list[Mapping[str, Any]]]:
     """Return the rows in groups with equal values of the fields ``names``."""
+    names = tuple(names)
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in names), []).append(row)

@@ -162,16 +162,7 @@ def run(settings: Settings, started: float) -> list[dict[str, Any]]:
     settings = within_positions(settings)
     # the figure needs matplotlib: an import after the deadline would exceed the time limit
     importlib.import_module("matplotlib.figure")
-    model, tokenizer = load_model(
-        settings.model, settings.device, settings.dtype, settings.trust_remote_code
-    )
-    reason = unsupported(model)
-    if reason is not None:
-        raise UsageError(
-            f"model must be a causal LM with attention that CAB can compute, got "
-            f"{settings.model!r}, which has {reason}. Give a decoder model."
-        )
-    refuse_not_finite(model)
+    model, tokenizer = _load(settings)
     lengths, notes = fitting(settings, tokenizer)
     config = settings.cab_config
     measurements = Measurements(
@@ -213,6 +204,25 @@ def run(settings: Settings, started: float) -> list[dict[str, Any]]:
         model=model,
     )
     return rows
+
+
+def _load(settings: Settings) -> tuple[Any, Any]:
+    """Return the model and its tokenizer.
+
+    Raises:
+        UsageError: no layer of the model can attend sparsely.
+    """
+    model, tokenizer = load_model(
+        settings.model, settings.device, settings.dtype, settings.trust_remote_code
+    )
+    reason = unsupported(model)
+    if reason is not None:
+        raise UsageError(
+            f"model must be a causal LM with attention that CAB can compute, got "
+            f"{settings.model!r}, which has {reason}. Give a decoder model."
+        )
+    refuse_not_finite(model)
+    return model, tokenizer
 
 
 def within_positions(settings: Settings) -> Settings:

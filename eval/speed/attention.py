@@ -283,7 +283,7 @@ class Attention(Speed):
                 layouts.index(row["layout"]),
             )
         )
-        for group in grouped(rows, "head_dim", "direction", "layout"):
+        for group in grouped(rows, ["head_dim", "direction", "layout"]):
             for row in group:
                 times = _times(row)
                 row["engine"] = min(times, key=times.__getitem__, default=None)
@@ -303,7 +303,7 @@ class Attention(Speed):
                 ratio = row["baseline_ms"] and ms / row["baseline_ms"]
                 of_engine |= {"ms": ms, "ratio": ratio, "way": f"cab {name}"}
                 derived.append({**leading, **row, **of_engine})
-        for group in grouped(derived, *GROUP, "way"):
+        for group in grouped(derived, [*GROUP, "way"]):
             break_even = dense.break_even_shown(group)
             for row in group:
                 row["break_even"] = break_even
@@ -314,7 +314,7 @@ class Attention(Speed):
         """Return a sentence per direction on the smallest budget at the longest input."""
         sentences = []
         timed = [row for row in rows if row["ratio"] is not None]
-        for direction_rows in grouped(timed, "direction"):
+        for direction_rows in grouped(timed, ["direction"]):
             row = min(direction_rows, key=lambda row: (row["budget"], -row["length"], row["ratio"]))
             group = [
                 other for other in direction_rows if all(other[name] == row[name] for name in GROUP)

@@ -268,9 +268,9 @@ class ContextParallel(Ranked):
         """Return a sentence per direction on the schemes at the longest sequence on most ranks."""
         sentences = []
         compared = [row for row in rows if row["efficiency"] is not None]
-        for direction_rows in grouped(compared, "direction"):
+        for direction_rows in grouped(compared, ["direction"]):
             last = max(direction_rows, key=lambda row: (row["world"], row["length"]))
-            (group,) = (x for x in grouped(direction_rows, "world", "length") if last in x)
+            (group,) = (x for x in grouped(direction_rows, ["world", "length"]) if last in x)
             group.sort(key=lambda row: -row["efficiency"])
             schemes = ", ".join(f"{row['scheme']} {percent(row['efficiency'])}" for row in group)
             sentences.append(

@@ -396,7 +396,7 @@ class Decode(runner.Speed):
         def name_of(row: Row) -> str:
             return " ".join(filter(None, (row["way"], row["mode"])))
 
-        for group in grouped(rows, "part", "length", "batch"):
+        for group in grouped(rows, ["part", "length", "batch"]):
             timed = [row for row in group if row["ms"] is not None]
             dense_ms = {name_of(row): row["ms"] for row in timed if row["budget"] is None}
             best = dense.against(dense_ms, preferred=())

@@ -255,7 +255,7 @@ class LoraStep(Ranked):
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return a row per sample, with ratios to dense attention and to one rank alone."""
         rows, tokens_s_alone = [], {}
-        for group in grouped(samples, "spread", "world"):
+        for group in grouped(samples, ["spread", "world"]):
             rows += with_dense_ratios(group)
         for row in rows:
             sequences = row["world"] if row["spread"] in (DDP, FSDP2) else 1

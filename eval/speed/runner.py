@@ -402,7 +402,7 @@ class Speed(Experiment):
         if any(row.get("baselines") for row in rows):
             names = (*cls.DENSE, "length")
             # rows of a group have the same baselines
-            firsts = [group[0] for group in grouped(rows, *names)]
+            firsts = [group[0] for group in grouped(rows, names)]
             lines = [{name: row[name] for name in names} | row["baselines"] for row in firsts]
             constant = [name for name in cls.ADDED if len({row.get(name) for row in rows}) == 1]
             tables["Dense attention, ms"] = table(lines, constant)
@@ -446,7 +446,7 @@ class Speed(Experiment):
     def lines(cls, rows: Sequence[Row]) -> list[Row]:
         """Return the rows to draw: those of `shown`, and one for each dense kernel and length."""
         names, lines = (*cls.DENSE, "length"), list(cls.shown(rows))
-        for first, *_ in grouped(rows, *names) if cls.OF_DENSE else ():
+        for first, *_ in grouped(rows, names) if cls.OF_DENSE else ():
             fields = dict.fromkeys(cls.BY.values()) | {field: first[field] for field in names}
             for kernel in first.get("baselines") or ():
                 values = {field: first[by].get(kernel) for field, by in cls.OF_DENSE.items()}
@@ -469,7 +469,7 @@ class Speed(Experiment):
             for heading, name in varying_columns(lines, cls.BY).items()
             if heading not in cls.APART
         }
-        groups, num_panels = grouped(rows, *panel_fields.values()), max(1, len(panels))
+        groups, num_panels = grouped(rows, panel_fields.values()), max(1, len(panels))
         size = (5.5 * num_panels, 4.6 * len(groups))
         with charts.figure(path, len(groups), num_panels, figsize=size) as axes:
             for row_of_axes, group in zip(axes, groups, strict=True):
@@ -495,7 +495,7 @@ class Speed(Experiment):
             by: heading -> field that distinguishes lines.
         """
         greys, has_several = itertools.cycle(charts.GREYS), len(panel.fields) > 1
-        for group, field in itertools.product(grouped(rows, *by.values()), panel.fields):
+        for group, field in itertools.product(grouped(rows, by.values()), panel.fields):
             is_dense = "way" in cls.BY and not is_ours(group[0][cls.BY["way"]])
             if is_dense and has_several:
                 continue
@@ -583,7 +583,7 @@ def longest(rows: Sequence[Row], by: Mapping[str, str]) -> list[str]:
         by: heading -> field that distinguishes groups.
     """
     sentences = []
-    for group in grouped(rows, *by.values()):
+    for group in grouped(rows, by.values()):
         fits = [row for row in group if row["fits"]]
         fails = [row["length"] for row in group if row["fits"] is False]
         if fits and fails and any(row["sought"] for row in group):

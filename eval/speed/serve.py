@@ -250,7 +250,7 @@ def by_length(rows: Sequence[Row]) -> list[dict[str, Any]]:
             **summary_of(requests, row["new_tokens"]),
         }
         for row in rows
-        for requests in grouped(sorted(row["served"] or (), key=itemgetter("length")), "length")
+        for requests in grouped(sorted(row["served"] or (), key=itemgetter("length")), ["length"])
     ]
 
 

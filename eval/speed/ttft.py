@@ -247,7 +247,7 @@ class TimeToFirstToken(Ranked):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [row for group in grouped(samples, "variant") for row in with_dense_ratios(group)]
+        return [row for group in grouped(samples, ["variant"]) for row in with_dense_ratios(group)]
 
     @classmethod
     def readings(cls, rows: Sequence[Row]) -> list[str]:
@@ -268,7 +268,7 @@ def speed_ups(rows: Sequence[Row]) -> list[str]:
         for row in rows
         if row["ratio"] is not None and row["implementation"] in CAB
     ]
-    for group in grouped(cab_rows, "where", "implementation"):
+    for group in grouped(cab_rows, ["where", "implementation"]):
         last = group[-1]
         sentences.append(
             f"At {last['length']:,} tokens{last['where']} {last['implementation']} is "
@@ -304,7 +304,7 @@ def with_dense_ratios(samples: Sequence[Row]) -> list[dict[str, Any]]:
     """
     derived = ("baseline", "baseline_ms", "ratio", "over_sdpa", "over_best")
     rows = runner.by_length(samples, derived)
-    for group in grouped(rows, "length", "world"):
+    for group in grouped(rows, ["length", "world"]):
         dense_ms = {
             row["implementation"]: row["ms"]
             for row in group
