@@ -26,41 +26,57 @@ NAMES = (
 )
 # commands whose module has another name
 MODULES = {"report": "page"}
-# command -> module with an `Experiment` called EXPERIMENT, or ``main(words)``, or COMMANDS again
+# command -> module that defines an `Experiment` class EXPERIMENT, a function ``main(words)``, or
+# COMMANDS with subcommands
 COMMANDS = {name: f"cab_hf.eval.{MODULES.get(name, name.replace('-', '_'))}" for name in NAMES}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command in ``arguments`` (default: the command line); return the exit status."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return _run(words, sys.modules[__name__], PROG)
+    """Run a command of the evaluations.
+
+    Args:
+        arguments: the command and its options; None: those of the process.
+
+    Returns:
+        The exit status.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    return _run(arguments, sys.modules[__name__], PROG)
 
 
-def _run(words: Sequence[str], group: ModuleType, prog: str) -> int:
-    """Run the command of ``group.COMMANDS`` with which ``words`` begin."""
-    name, *words = words or [""]
+def _run(arguments: Sequence[str], group: ModuleType, prog: str) -> int:
+    """Run a command and return the exit status.
+
+    Args:
+        arguments: the name of the command, followed by its options.
+        group: a module that defines COMMANDS.
+        prog: the command line up to the name of the command, for messages.
+    """
+    name, *options = arguments or [""]
     if name in ("-h", "--help"):
         width = max(map(len, group.COMMANDS))
-        listed = [f"  {name:{width}}  {_purpose(at)}\n" for name, at in group.COMMANDS.items()]
+        lines = [
+            f"  {name:{width}}  {_purpose(module)}\n" for name, module in group.COMMANDS.items()
+        ]
         purpose = group.__doc__.replace("``", "")
-        print(f"{purpose}\n\n{''.join(listed)}\nRun COMMAND --help for its options.")
+        print(f"{purpose}\n\n{''.join(lines)}\nRun COMMAND --help for its options.")
         return 0
     if name not in group.COMMANDS:
-        known = ", ".join(group.COMMANDS)
-        return _refuse(prog, f"command must be one of {known}, got {name!r}.")
+        commands = ", ".join(group.COMMANDS)
+        return _refuse(prog, f"command must be one of {commands}, got {name!r}.")
     try:
         # import only the chosen command: torch and transformers take seconds
         module = importlib.import_module(group.COMMANDS[name])
         if hasattr(module, "COMMANDS"):
-            return _run(words, module, f"{prog} {name}")
-        return module.main(words) if hasattr(module, "main") else module.EXPERIMENT.main(words)
+            return _run(options, module, f"{prog} {name}")
+        return module.main(options) if hasattr(module, "main") else module.EXPERIMENT.main(options)
     except UsageError as error:
         return _refuse(prog, f"{name}: {error}")
     except ImportError as error:
-        given = missing_package(error)
-        if given is None:
+        message = missing_package(error)
+        if message is None:
             raise
-        return _refuse(prog, f"{name}: {given}")
+        return _refuse(prog, f"{name}: {message}")
     except OSError as error:
         # the disk may be full in any folder, also in a cache of compiled kernels
         if error.errno not in DISK_FULL:
@@ -69,18 +85,19 @@ def _run(words: Sequence[str], group: ModuleType, prog: str) -> int:
 
 
 def _purpose(module: str) -> str:
-    """Return the purpose of an experiment, else the first line of the module.
+    """Return the purpose of the experiment in ``module``, or else the module's first line.
 
-    The source is read, because importing it takes seconds.
+    The function reads the source, because importing the module takes seconds.
     """
     source = Path(importlib.util.find_spec(module).origin).read_text()
     purpose = re.search('^    purpose = "(.+)"$', source, re.MULTILINE)
     return purpose[1] if purpose else source.partition("\n")[0].strip('"')
 
 
-def _refuse(prog: str, why: str) -> int:
+def _refuse(prog: str, message: str) -> int:
+    """Print ``message`` as one line on stderr; return the exit status of a usage error."""
     # messages of other libraries may have several lines
-    print(f"{prog}: {' '.join(why.split())}", file=sys.stderr)
+    print(f"{prog}: {' '.join(message.split())}", file=sys.stderr)
     return 2
 
 

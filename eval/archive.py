@@ -1,4 +1,4 @@
-"""Results of removed experiments. Pages show them as their committed reports do."""
+"""Results of removed experiments, which pages show with the texts of the committed reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ARCHIVED = {
     "speed predictor": "`speed attention`",
     "speed prefill": "`speed ttft --longest`",
 }
-# the parts of a report that `cab_hf.eval.experiment.report_text` writes around its tables
+# title, figure and final paragraphs of reports, as `cab_hf.eval.experiment.report_text` writes them
 TITLE = re.compile(r"# (.+)")
 CAPTION = re.compile(r"!\[(.+)\]\(\S+\)")
 ORIGIN = ("Config of ", "Made on ", "```")
@@ -23,9 +23,9 @@ ORIGIN = ("Config of ", "Made on ", "```")
 
 @dataclass(frozen=True)
 class Archived:
-    """A removed experiment, with the text that its committed report has about one run.
+    """A removed experiment that reads title, tables and sentences from the report of one run.
 
-    The attributes and methods are those that pages use of `cab_hf.eval.experiment.Experiment`.
+    Pages use it like a class derived from `cab_hf.eval.experiment.Experiment`.
 
     Attributes:
         name: name of the removed command.
@@ -39,7 +39,7 @@ class Archived:
 
     @classmethod
     def read(cls, name: str, path: Path) -> Archived:
-        """Read the report at ``path``.
+        """Return the removed experiment ``name`` with the report at ``path``.
 
         Raises:
             ValueError: the report is missing.
@@ -62,31 +62,35 @@ class Archived:
     @property
     def command(self) -> str:
         """The command lines of the run, as Markdown code."""
-        return self._parts[-1]
+        return self._paragraphs[-1]
 
     @property
-    def _parts(self) -> list[str]:
+    def _paragraphs(self) -> list[str]:
         return self.report.strip().split("\n\n")
 
     @property
-    def _place_of_figure(self) -> int:
-        return next(i for i, part in enumerate(self._parts) if CAPTION.match(part))
+    def _figure_index(self) -> int:
+        """The index of the figure in `_paragraphs`."""
+        return next(i for i, text in enumerate(self._paragraphs) if CAPTION.match(text))
 
     def tables(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Return the tables of the report by heading; the first is the most important."""
-        parts, tables = self._parts, {}
-        for heading, table in zip(parts, parts[1:], strict=False):
+        """Return the tables of the report by heading, the most important table first.
+
+        ``rows`` is ignored: the report contains the tables.
+        """
+        paragraphs, tables = self._paragraphs, {}
+        for heading, table in zip(paragraphs, paragraphs[1:], strict=False):
             if table.startswith("|"):
                 tables[heading.lstrip("# ")] = table
         return tables
 
     def readings(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return the sentences between the first table and the figure."""
-        return self._parts[2 : self._place_of_figure]
+        """Return the sentences between the first table and the figure; ``rows`` is ignored."""
+        return self._paragraphs[2 : self._figure_index]
 
     def notes(self, settings: Mapping[str, Any]) -> str:
-        """Return the explanations after the last table."""
-        parts = self._parts
-        tables = [i for i, part in enumerate(parts) if part.startswith("|")]
-        notes = parts[max(self._place_of_figure, *tables) + 1 :]
-        return "\n\n".join(part for part in notes if not part.startswith(ORIGIN))
+        """Return the explanations after the last table; ``settings`` is ignored."""
+        paragraphs = self._paragraphs
+        tables = [i for i, text in enumerate(paragraphs) if text.startswith("|")]
+        notes = paragraphs[max([self._figure_index, *tables]) + 1 :]
+        return "\n\n".join(text for text in notes if not text.startswith(ORIGIN))

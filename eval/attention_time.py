@@ -1,12 +1,12 @@
 """The time of attention on a model's own queries and keys, compared with dense kernels.
 
-The model reads a text once with dense attention. In each layer, selecting blocks and attending are
-timed on the layer's q, k and v before the layer goes on. All methods are therefore timed on the
-same inputs.
+The model reads a text once with dense attention. Each layer first times block selection and
+attention on its q, k and v, and then computes its dense output. All methods are therefore timed on
+the same inputs.
 
-Baselines select blocks in plain PyTorch here, which is slower than necessary. Their selection
-therefore counts as the share of dense attention's time that their authors report. Attending is
-measured for all methods.
+Baselines select blocks in plain PyTorch here, which is slower than necessary. The time of their
+selection is therefore estimated from the share of dense attention's time that their authors report.
+The time of attention is measured for all methods.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from cab_hf.predictors import LayerContext, make_predictor
 from cab_hf.route import route
 
 WARM_UP_CALLS = 1
-RUNS = 3  # runs in each layer; their medians are summed
-# predictor -> time of block selection relative to dense attention. Xu et al. 2025 (arXiv
-# 2503.16428), figure 5, at one length: 9.3 ms at stride 8 and 3.6 ms at stride 16, and 73.8 ms for
-# dense attention. The figure also has 89.6 ms for MInference and 20.8 ms for FlexPrefill. These are
-# not used, because the authors of these methods did not report them.
+RUNS = 3  # runs in each layer; the medians of all layers are summed
+# predictor -> time of block selection / time of dense attention. Xu et al. 2025 (arXiv
+# 2503.16428), figure 5, report 9.3 ms at stride 8, 3.6 ms at stride 16, and 73.8 ms for dense
+# attention at one length. The figure also reports 89.6 ms for MInference and 20.8 ms for
+# FlexPrefill, which are not used, because the authors of these methods did not report them.
 REPORTED = {
     "antidiagonal": 9.3 / 73.8,
     "xattention": 9.3 / 73.8,
     "xattention_16": 3.6 / 73.8,
-    # 0, in their favour, because we know of no share that their authors report
+    # 0, in favour of these methods, because their authors report no share
     **dict.fromkeys(("flexprefill", "vertical_slash"), 0.0),
-    # 0, because these select by nothing, or by attention itself
+    # 0, because these methods do not score blocks, or are bounds that score by exact attention
     **dict.fromkeys(("mean_pooled", "oracle", "random", "streaming"), 0.0),
 }
-FLUSHES = 48  # flushes of the L2 cache before a run: 3 ms, in which its kernels are queued
+FLUSHES = 48  # flushes of the L2 cache before a run; the host queues the kernels in these 3 ms
 
 
-def rival(config: CabConfig) -> str:
-    """Return the predictor of ``config`` without a share after a colon."""
+def predictor_name(config: CabConfig) -> str:
+    """Return the name of the predictor of ``config``, without a parameter after a colon."""
     return config.predictor.partition(":")[0]
 
 
 class LayerBench(GpuBench):
-    """A clock for one layer among many: few runs, no CUDA graphs.
+    """A clock for one layer of a model: few runs, no CUDA graphs.
 
-    Launching takes as long as a small kernel. The GPU is therefore kept busy before every run while
-    the host queues the timed calls. The events then enclose kernels only, unless the call itself
-    waits.
+    A launch can take longer than a small kernel. The clock therefore keeps the GPU busy before
+    every run while the host queues the timed kernels. The CUDA events then enclose only kernels,
+    unless the call synchronises.
     """
 
     def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
@@ -67,15 +67,15 @@ class LayerBench(GpuBench):
 
 
 def layer_bench(device: torch.device | str) -> Bench | None:
-    """Return the clock for layers on ``device``; None if times are meaningless, as on a CPU."""
+    """Return the clock for layers on a GPU; None for a CPU, whose times are meaningless."""
     return LayerBench(str(device)) if torch.device(device).type == "cuda" else None
 
 
 class AttentionClock:
-    """A clock for the attention of all layers of a model, summed.
+    """A clock for the attention of all layers of a model.
 
     Args:
-        bench: the clock of a call.
+        bench: the clock that times one call.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -84,27 +84,29 @@ class AttentionClock:
 
     @torch.no_grad()
     def time(self, model: Any, tokens: Tokens, config: CabConfig | None) -> dict[str, Any]:
-        """Return the milliseconds of attention in one pass over ``tokens``.
+        """Return the milliseconds of attention in one pass over ``tokens``, summed over layers.
+
+        Layers with a sliding window are left out of all times.
 
         Args:
             model: the model.
             tokens: the tokens to read.
-            config: settings for selecting blocks; None for dense attention alone.
+            config: CAB's config, or that of a baseline; None for dense attention alone.
 
         Returns:
-            ``predict_ms``, selecting blocks, measured or taken from `REPORTED`; ``attend_ms``,
-            attending to the blocks, and exact attention in exact layers; ``dense_ms``, the fastest
-            dense kernel in all layers; ``dense_kernel``, its name; and, if the selection is not
-            measured, ``predict_reported``, its share. Layers with a sliding window are left out of
-            all times.
+            ``predict_ms``: selecting blocks, measured or estimated from `REPORTED`.
+            ``attend_ms``: attending to the blocks, and dense attention in dense layers.
+            ``dense_ms``: the fastest dense kernel in all layers.
+            ``dense_kernel``: the name of this kernel.
+            ``predict_reported``: the share from `REPORTED`, if selection is not measured.
         """
         spent = {"predict_ms": 0.0, "attend_ms": 0.0, "dense_ms": 0.0, "dense_kernel": None}
-        reported = None if config is None else REPORTED.get(rival(config))
+        reported = None if config is None else REPORTED.get(predictor_name(config))
         if reported is not None:
             spent["predict_reported"] = reported
         shared_state: dict[Any, Any] = {}
 
-        def look(call: Call) -> None:
+        def time_layer(call: Call) -> None:
             if call.mask.window is not None:
                 return
             spent["dense_kernel"], dense_ms = self.dense(call.q, call.k, call.v, call.scale)
@@ -124,7 +126,7 @@ class AttentionClock:
             spent["attend_ms"] += attend_ms
 
         ids = torch.tensor([tokens], device=model.device)
-        with watched(model, look):
+        with watched(model, time_layer):
             model(ids, use_cache=False, logits_to_keep=1)
         return spent
 
@@ -136,23 +138,32 @@ class AttentionClock:
         """
         key = (q.shape, k.shape, q.dtype)
         if key not in self._dense:
-            result = dense.measure(q, k, v, scale, self.bench)
+            result = dense.measure(q, k, v, scale=scale, bench=self.bench)
             if not result["baselines"]:
                 raise RuntimeError(f"no dense kernel runs here: {result['not_measured']}")
-            self._dense[key] = min(result["baselines"].items(), key=lambda each: each[1])
+            self._dense[key] = min(result["baselines"].items(), key=lambda item: item[1])
         return self._dense[key]
 
 
 def sparse_calls(
     call: Call, layer: LayerContext, config: CabConfig
 ) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
-    """Return functions that select blocks and attend in a layer; None if the layer is exact."""
+    """Return a function that selects blocks and a function that attends, for one layer.
+
+    Args:
+        call: the attention call of the layer.
+        layer: the context for the predictor.
+        config: the config.
+
+    Returns:
+        Two functions without arguments; None if the layer attends densely.
+    """
     q, k, v = call.q, call.k, call.v
     work = Workload.of(q, k, v, (config.query_block, config.key_block))
     chosen_route = route(call.mask, config, work, sparse=True, layer=call.layer)
     if chosen_route.method != "sparse":
         return None
     predict = partial(make_predictor(config), q, k, layer)
-    # before the clock starts: all layers of a pass share what ranges cache
+    # the first call fills caches that later layers of a pass find filled
     plan = predict()
-    return predict, partial(chosen_route.engine.attention, q, k, v, plan, layer.scale)
+    return predict, partial(chosen_route.engine.attention, q, k, v, plan, scale=layer.scale)

@@ -3,10 +3,9 @@
     python -m cab_hf.eval.break_even                    # print the points of this device
     python -m cab_hf.eval.break_even --write            # write them to cab_hf/break_even.json
 
-Each point is a number of keys and the least number of queries for which sparse attention pays.
-Sparse attention pays if selection and attention take at most as long as dense attention. It also
-pays for all larger numbers of queries that were measured. Queries and keys have the block structure
-of text.
+Each point is a number of keys and the smallest number of queries for which sparse attention pays.
+Sparse attention pays if selection and attention take at most as long as dense attention, for this
+and all larger measured numbers of queries. Queries and keys have the block structure of text.
 """
 
 from __future__ import annotations
@@ -28,32 +27,40 @@ from cab_hf.config import CabConfig, blocks_of
 from cab_hf.dispatch import dispatch
 from cab_hf.ops import Workload
 
-# tokens about one subject, and the number of subjects
-RUN_TOKENS = 300
-SUBJECTS = 32
+RUN_TOKENS = 300  # consecutive tokens about one subject
+SUBJECTS = 32  # number of subjects
 LENGTHS = {"cuda": (16384, 32768, 65536, 131072), "cpu": (16384,)}
 QUERIES = (256, 512, 1024, 2048, 4096, 8192)
 HEADS = {"cuda": (32, 8, 128, torch.bfloat16), "cpu": (9, 3, 64, torch.float32)}
 
 
 def drawn(device: str, length: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v of one sequence whose tokens attend to tokens about the same subject."""
+    """Return random q, k and v [1, H or H_kv, length, D] of one sequence.
+
+    Tokens attend mostly to tokens about the same subject: both share a direction in q and k.
+    """
     heads, kv_heads, dim, dtype = HEADS[device]
     generator = torch.Generator(device).manual_seed(seed)
     like = {"device": device, "generator": generator}
     subjects = torch.randn(SUBJECTS, dim, **like)
     subjects *= dim**0.5 / subjects.norm(dim=-1, keepdim=True)
     runs = torch.randint(SUBJECTS, (length // RUN_TOKENS + 1,), **like)
-    subject = subjects[runs.repeat_interleave(RUN_TOKENS)[:length]][:, None]
+    direction = subjects[runs.repeat_interleave(RUN_TOKENS)[:length]][:, None]
     q, k, v = (torch.randn(1, length, x, dim, **like) for x in (heads, kv_heads, kv_heads))
-    return tuple(x.to(dtype).transpose(1, 2) for x in (q + subject, k + subject, v))
+    return tuple(x.to(dtype).transpose(1, 2) for x in (q + direction, k + direction, v))
 
 
 def time_calls(device: str, calls: list[Callable[[], object]], runs: int) -> list[float]:
-    """Return the median seconds of each call; calls alternate, after one run to warm up."""
+    """Return the median seconds of each call over alternating runs, after one warm-up run.
+
+    Args:
+        device: "cuda" or "cpu".
+        calls: the functions to time.
+        runs: timed runs of each function.
+    """
     seconds: list[list[float]] = [[] for _ in calls]
     for run in range(runs + 1):
-        for call, found in zip(calls, seconds, strict=True):
+        for call, call_seconds in zip(calls, seconds, strict=True):
             if device == "cuda":
                 torch.cuda.synchronize()
             start = time.perf_counter()
@@ -61,12 +68,18 @@ def time_calls(device: str, calls: list[Callable[[], object]], runs: int) -> lis
             if device == "cuda":
                 torch.cuda.synchronize()
             if run:
-                found.append(time.perf_counter() - start)
-    return [median(found) for found in seconds]
+                call_seconds.append(time.perf_counter() - start)
+    return [median(call_seconds) for call_seconds in seconds]
 
 
 def ratio(q: Tensor, k: Tensor, v: Tensor, q_length: int, runs: int) -> float:
-    """Return dense seconds over sparse seconds for the last ``q_length`` queries."""
+    """Return the time of dense attention divided by that of sparse attention.
+
+    Args:
+        q, k, v: tensors of one sequence, from `drawn`.
+        q_length: the last q_length queries attend; earlier tokens are cached.
+        runs: timed runs.
+    """
     config, kv_length = CabConfig(min_length=0), k.shape[2]
     q = q[:, :, kv_length - q_length :]
     work = Workload.of(q, k, v, blocks_of(config))
@@ -95,7 +108,10 @@ def ratio(q: Tensor, k: Tensor, v: Tensor, q_length: int, runs: int) -> float:
 
 
 def measure(device: str, lengths: tuple[int, ...], runs: int) -> list[list[int]]:
-    """Return the points [keys, least queries] of ``lengths``, and print every ratio."""
+    """Return a point [keys, smallest number of queries] per length, and print every ratio.
+
+    The number of queries equals the number of keys if sparse attention does not pay.
+    """
     points = []
     for length in lengths:
         q, k, v = drawn(device, length)
@@ -123,11 +139,11 @@ def main() -> None:
         lengths = tuple(sorted(map(int, args.lengths.split(","))))
     points = measure(args.device, lengths, args.runs)
     name = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
-    found = {args.device: {"device": name, "torch": torch.__version__, "points": points}}
-    print(json.dumps(found))
+    entry = {args.device: {"device": name, "torch": torch.__version__, "points": points}}
+    print(json.dumps(entry))
     if args.write:
-        measured = json.loads(break_even.PATH.read_text("utf-8")) | found
-        break_even.PATH.write_text(json.dumps(measured, indent=2) + "\n", "utf-8")
+        all_devices = json.loads(break_even.PATH.read_text("utf-8")) | entry
+        break_even.PATH.write_text(json.dumps(all_devices, indent=2) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Find the threshold, or the cascade, with which a model attends a target density.
 
-`cab_hf.calibrate` runs for each target density. The folder receives a config for each target, which
+The command calls `cab_hf.calibrate` for each target density. It writes a config per target, which
 `CabConfig.calibrated` reads, and a figure of the density of every layer on the texts.
 """
 
@@ -22,7 +22,7 @@ from cab_hf.data.needles import split_sentences
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import FIGURE, PROG, Row
 from cab_hf.eval.haystack import read_text
-from cab_hf.eval.methods import known
+from cab_hf.eval.methods import with_known_predictor
 from cab_hf.eval.on_model import OnModelSettings, refusing, require_positions
 from cab_hf.eval.report import grouped, markdown_table
 from cab_hf.experiment.log import writing
@@ -76,38 +76,44 @@ class Settings(OnModelSettings):
         super().__post_init__()
         check = partial(require, self)
         for text in self.texts:
-            there = text == BUILT_IN or Path(text).is_file()
-            check("texts", there, f"UTF-8 files or {BUILT_IN}", text)
+            is_file = text == BUILT_IN or Path(text).is_file()
+            check("texts", is_file, f"UTF-8 files or {BUILT_IN}", text)
         check("texts", self.texts and self.text, f"UTF-8 files or {BUILT_IN}")
         targets = self.target_densities
         check("target_densities", targets and all(0 < d <= 1 for d in targets), "in (0, 1]")
         check("anchors", self.anchors >= 0, "a number of layers, or 0")
         check("length", self.length > 0, "a number of tokens")
         check("documents", self.documents > 0, "at least 1")
-        _ = self.cab_config  # raises an error for bad fields
+        _ = self.cab_config  # raises an error for fields that CabConfig refuses
 
     @cached_property
     def text(self) -> str:
-        """Return all texts; UsageError for a file that is no text."""
+        """All texts, separated by blank lines; UsageError for a file that is no text."""
         return "\n\n".join(
             built_in_text() if text == BUILT_IN else read_text("texts", text) for text in self.texts
         )
 
     @cached_property
     def cab_config(self) -> CabConfig:
-        """The settings to start from: ``--cab`` over the defaults."""
-        return known(CabConfig.from_dict(dict(map(parse_assignment, self.cab))))
+        """The config to start from: the defaults with the fields of ``--cab``."""
+        return with_known_predictor(CabConfig.from_dict(dict(map(parse_assignment, self.cab))))
 
 
 def main(words: Sequence[str]) -> int:
-    """Write a config per target and the figure, print densities; return the exit status."""
+    """Run the command with the options ``words``; return the exit status."""
     settings = read_settings(Settings, words, f"{PROG} calibrate", __doc__.partition("\n")[0])
     out = Path(settings.out)
     require_positions(settings, "length", settings.length)
     tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
     with refusing("length"):
-        place = settings.length, KEYS, 0, settings.seed
-        document = recall_document(tokenizer, split_sentences(settings.text), *place)
+        document = recall_document(
+            tokenizer=tokenizer,
+            sentences=split_sentences(settings.text),
+            length=settings.length,
+            keys=KEYS,
+            index=0,
+            seed=settings.seed,
+        )
     with refusing("target_densities"):
         for target in settings.target_densities:
             require_target(settings.cab_config, target, settings.length)
@@ -121,34 +127,58 @@ def main(words: Sequence[str]) -> int:
     finally:
         if not any(out.iterdir()):
             out.rmdir()
-    shown = []
-    for layers in grouped(rows, "target"):
-        spent = [row["density"] for row in layers]
-        edges = {"density": fmean(spent), "least": min(spent), "most": max(spent)}
-        shown.append({**layers[0], **edges})
-    print(markdown_table(shown, ["target", "mass_threshold", "density", "least", "most", "config"]))
+    targets = []
+    for layers in grouped(rows, ["target"]):
+        densities = [row["density"] for row in layers]
+        summary = {
+            "density": fmean(densities),
+            "least": min(densities),
+            "most": max(densities),
+        }
+        targets.append({**layers[0], **summary})
+    columns = ["target", "mass_threshold", "density", "least", "most", "config"]
+    print(markdown_table(targets, columns))
     print(f"\nfigure: {out / FIGURE}")
     return 0
 
 
 def _calibrated(settings: Settings, tokenizer: Any, document: Document, out: Path) -> list[Row]:
-    """Save the config of each target in ``out``; return the densities of sparse layers."""
-    where = settings.device, settings.dtype
-    model, _ = load_model(settings.model, *where, settings.trust_remote_code)
-    how = {name: getattr(settings, name) for name in ("length", "documents", "seed")}
-    how |= {"config": settings.cab_config, "anchors": settings.anchors or None}
+    """Save the config of each target density in ``out``.
+
+    Args:
+        settings: settings of the calibration.
+        tokenizer: the tokenizer of the model.
+        document: the document on which the density of every layer is measured.
+        out: folder for the configs.
+
+    Returns:
+        A row per target and sparse layer, with the layer's density.
+    """
+    model, _ = load_model(
+        settings.model, settings.device, settings.dtype, settings.trust_remote_code
+    )
     tokens = torch.tensor([document.tokens], device=model.device)
     rows = []
     for target in settings.target_densities:
         with refusing("model"):
-            config = calibrate(model, tokenizer, settings.text, target, **how)
+            config = calibrate(
+                model,
+                tokenizer,
+                settings.text,
+                target,
+                config=settings.cab_config,
+                anchors=settings.anchors or None,
+                length=settings.length,
+                documents=settings.documents,
+                seed=settings.seed,
+            )
             with cab(model, config, min_length=0), torch.no_grad():
                 stats(model, reset=True)
                 model(tokens, use_cache=False, logits_to_keep=1)
-                spent = [row for row in stats(model) if row["density"] is not None]
+                sparse_layers = [row for row in stats(model) if row["density"] is not None]
         path = out / f"cab_config-{target:g}.json"
         with writing(path):
             config.save(path)
-        made = {"target": target, "mass_threshold": f"{config.mass_threshold:g}"}
-        rows += [{**made, **row, "config": path} for row in spent]
+        fields = {"target": target, "mass_threshold": f"{config.mass_threshold:g}"}
+        rows += [{**fields, **row, "config": path} for row in sparse_layers]
     return rows

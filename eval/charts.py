@@ -10,8 +10,8 @@ from typing import Any
 from cab_hf.experiment.figure import figure
 
 GREYS = ("black", "dimgrey", "darkgrey", "silver", "gainsboro", "tan", "wheat")
-WIDEST_GRIDS = 24  # columns over all panels of a heat map, up to which panels are side by side
-MOST_WRITTEN = 20  # columns of a heat map up to which cells show their shares
+WIDEST_GRIDS = 24  # largest number of columns, over all panels, in a row of heat maps
+MOST_WRITTEN = 20  # largest number of columns of a heat map whose cells show numbers
 
 
 def line(
@@ -20,11 +20,19 @@ def line(
     value: Callable[[Mapping[str, Any]], float | None],
     **style: Any,
 ) -> None:
-    """Draw one line over the lengths of ``rows``; rows without a value are skipped."""
+    """Draw a line over the lengths of ``rows``.
+
+    Args:
+        axis: the axes.
+        rows: rows with a ``length``.
+        value: function that returns the height of a row; rows with None or 0 are skipped.
+        style: arguments of `plot`.
+    """
     # a logarithmic axis cannot show 0
-    points = [(row["length"], value(row)) for row in rows if value(row)]
-    if points:
-        axis.plot(*zip(*points, strict=True), **{"marker": "o", "markersize": 4, **style})
+    drawn = [row for row in rows if value(row)]
+    if drawn:
+        lengths, heights = [row["length"] for row in drawn], [value(row) for row in drawn]
+        axis.plot(lengths, heights, **{"marker": "o", "markersize": 4, **style})
 
 
 def over_tokens(
@@ -36,7 +44,17 @@ def over_tokens(
     log: bool = True,
     legend: bool = True,
 ) -> None:
-    """Set title, scales, ticks, grid and legend of ``axis``; ``write`` formats its values."""
+    """Set title, scales, ticks, grid and legend of axes over numbers of tokens.
+
+    Args:
+        axis: the axes.
+        lengths: the drawn numbers of tokens.
+        title: title of the axes.
+        label: label of the vertical axis.
+        write: formats the ticks of the vertical axis.
+        log: True for a logarithmic vertical axis.
+        legend: True for a legend of the labelled lines.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_title(title, fontsize=10)
@@ -44,12 +62,12 @@ def over_tokens(
     axis.set_xscale("log", base=2)
     axis.set_xlabel("tokens")
     axis.set_xticks(apart(lengths))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: short(length)))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: token_label(length)))
     axis.xaxis.set_minor_formatter(NullFormatter())
     if log:
         axis.set_yscale("log")
         low, high = axis.get_ylim()
-        # a narrow range contains too few powers of ten
+        # a narrow range contains too few powers of ten, so it also gets ticks at 2 and 5
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
         axis.yaxis.set_minor_formatter(NullFormatter())
     else:
@@ -61,14 +79,14 @@ def over_tokens(
 
 
 def apart(lengths: Iterable[float]) -> list[float]:
-    """Return the lengths, ascending, without those whose labels would overlap a longer one."""
+    """Return ascending lengths for ticks, without lengths whose label overlaps the next label."""
     ascending = sorted(set(lengths))
     following = [*ascending[1:], math.inf]
-    return [one for one, after in zip(ascending, following, strict=True) if after > 1.2 * one]
+    return [tick for tick, after in zip(ascending, following, strict=True) if after > 1.2 * tick]
 
 
-def short(length: float) -> str:
-    """Format tokens as 512, 64k, 1M."""
+def token_label(length: float) -> str:
+    """Format a number of tokens as 512, 64k or 1M."""
     for size, letter in ((2**20, "M"), (2**10, "k")):
         if length >= size:
             return f"{length / size:g}{letter}"
@@ -81,10 +99,15 @@ def heatmap(
     x_label: str,
     y_label: str,
 ) -> None:
-    """Draw shares from 0 to 1 as one grid per panel on the same axes.
+    """Draw shares from 0 to 1 as one coloured grid per panel, with common axes.
 
-    ``panels`` maps title -> {(x, y): share}. Cells contain their share as text if there are few
-    columns.
+    Cells show their share as text if there are few columns.
+
+    Args:
+        path: the file to write.
+        panels: title -> {(x, y): share}.
+        x_label: label of the horizontal axes.
+        y_label: label of the vertical axes.
     """
     cells = {cell for grid in panels.values() for cell in grid}
     xs, ys = (sorted({cell[axis] for cell in cells}) for axis in (0, 1))
@@ -97,10 +120,10 @@ def heatmap(
     with figure(path, num_rows, num_columns, figsize=size, sharey=True) as axes:
         for axis in axes.flat[len(panels) :]:
             axis.set_visible(False)
-        for axis, (name, shares) in zip(axes.flat, panels.items(), strict=False):
+        for axis, (title, shares) in zip(axes.flat, panels.items(), strict=False):
             grid = [[shares.get((x, y), math.nan) for x in xs] for y in ys]
             image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-            axis.set_title(name, fontsize=9)
+            axis.set_title(title, fontsize=9)
             axis.set_xticks(range(len(xs)), [f"{round(x, 2):g}" for x in xs], fontsize=7)
             axis.set_yticks(range(len(ys)), [f"{round(y, 2):g}" for y in ys], fontsize=7)
             for (x, y), share in shares.items() if is_annotated else ():
@@ -108,7 +131,7 @@ def heatmap(
                 ink = "white" if share < 0.6 else "black"
                 style = {"ha": "center", "va": "center", "fontsize": 6, "color": ink}
                 axis.annotate(f"{share:.0%}", position, **style)
-        complete = axes[0, 0].figure
-        complete.supxlabel(x_label, fontsize=9)
-        complete.supylabel(y_label, fontsize=9)
-        complete.colorbar(image, ax=axes, label="share")
+        drawing = axes[0, 0].figure
+        drawing.supxlabel(x_label, fontsize=9)
+        drawing.supylabel(y_label, fontsize=9)
+        drawing.colorbar(image, ax=axes, label="share")

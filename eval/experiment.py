@@ -1,8 +1,8 @@
 """The base class of experiments, and the runner that measures, resumes and reports them.
 
-settings -> cases -> one sample per case -> rows -> tables, a figure and sentences. Each sample is
-measured once and logged immediately. Everything after samples is derived, and can be derived again
-from the files of a run.
+An experiment turns settings into cases, measures one sample per case, and derives rows, tables, a
+figure and sentences from the samples. The runner measures each sample once and logs it immediately.
+`render` derives everything else again from the log.
 """
 
 from __future__ import annotations
@@ -38,44 +38,56 @@ from cab_hf.experiment.settings import UsageError, read_settings, spelled
 PROG = "python -m cab_hf.eval"
 SAMPLES, RESULTS, CSV = "samples.jsonl", "results.json", "results.csv"
 REPORT, FIGURE = "report.md", "figure.png"
-# fields that differ among the cases of one cell
+# fields of a case that identify a repetition within a cell: cells are equal in all other fields
 REPEATED = ("depth", "index")
 Row = Mapping[str, Any]
 
 
 class Experiment(ABC):
-    """The base class of experiments; `measure` opens models and clocks on demand."""
+    """The base class of experiments.
 
-    name: ClassVar[str]  # name of its command
-    purpose: ClassVar[str]  # one line of help
-    title: ClassVar[str]  # title of its report
-    caption: ClassVar[str]  # caption of its figure
-    # a dataclass of options (`cab_hf.experiment.settings`) including ``out``, the folder
+    `measure` loads models and creates clocks when it first needs them.
+
+    Attributes:
+        name: the command that runs the experiment.
+        purpose: one line of help.
+        title: title of the report.
+        caption: caption of the figure.
+        Settings: a dataclass of options (`cab_hf.experiment.settings`) with the results folder
+            ``out``.
+        CASE: names of the fields that identify a case and its sample.
+        ADDED: fields that samples of earlier versions lack, with their values.
+        GROWS: names of the settings that determine the number of cases; a later run in the same
+            folder may change these settings.
+        FAILED: the field with the reason for which a case failed; a later run measures failed cases
+            again. None: no case fails.
+    """
+
+    name: ClassVar[str]
+    purpose: ClassVar[str]
+    title: ClassVar[str]
+    caption: ClassVar[str]
     Settings: ClassVar[type]
-    # names of the fields that identify a case and its sample
     CASE: ClassVar[tuple[str, ...]]
-    # fields that samples of earlier versions lack -> their values
     ADDED: ClassVar[Mapping[str, Any]] = {}
-    # settings for the amount of measurements; a later run may change them
     GROWS: ClassVar[tuple[str, ...]] = ()
-    # field of a sample with the reason for which its case is tried again; None: never
     FAILED: ClassVar[str | None] = None
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
 
     def recorded(self) -> dict[str, Any]:
-        """Return the settings as results show them: JSON-able and without paths."""
+        """Return the settings that results record, as JSON values without folders."""
         return {name: value for name, value in asdict(self.settings).items() if name != "out"}
 
     def identity(self) -> dict[str, Any]:
-        """Return the facts that samples in one log share: all settings except `GROWS`."""
+        """Return the facts that all samples of a log share: the settings except `GROWS`."""
         recorded = self.recorded()
         fixed = {name: recorded[name] for name in recorded if name not in self.GROWS}
         return {"experiment": self.name, **fixed}
 
     def log(self, path: Path) -> Log:
-        """Open the log at ``path`` for samples of this run."""
+        """Open the log of samples at ``path``."""
         return Log(
             path,
             self.identity(),
@@ -87,71 +99,87 @@ class Experiment(ABC):
 
     @staticmethod
     def measured(sample: Row) -> Sequence[str]:
-        """Return the fields in addition to `CASE` that rows and later cases need of a sample."""
+        """Return the names of the fields that rows and later cases read, except `CASE`."""
         return ()
 
     @classmethod
     def fields_of(cls, sample: Row) -> Sequence[str]:
-        """Return the fields that a sample must have: `measured`, or none if its case failed."""
+        """Return the names of the fields that ``sample`` must have in addition to `CASE`.
+
+        A sample of a failed case needs no other field.
+        """
         has_failed = cls.FAILED is not None and sample.get(cls.FAILED) is not None
         return () if has_failed else cls.measured(sample)
 
     def provenance(self, started: str) -> dict[str, Any]:
-        """Return the facts that results record about their run."""
+        """Return the provenance of results: experiment, settings, device and versions.
+
+        Args:
+            started: time at which the run started.
+        """
         device = getattr(self.settings, "device", "cpu")
         return {"experiment": self.name, **provenance(self.recorded(), device, started)}
 
     @abstractmethod
     def cases(self, samples: Sequence[Row]) -> Iterable[dict[str, Any]]:
-        """Yield all cases in order.
+        """Yield all cases in order, with the fields of `CASE` and optional facts for `measure`.
 
-        In addition to the fields of `CASE`, cases may contain facts from earlier samples.
-        ``samples`` grows meanwhile: at each case, it contains a sample of every case before it.
+        Args:
+            samples: a list that the runner extends during the iteration. When a case is yielded,
+                the list contains the samples of all earlier cases.
         """
 
     def check(self) -> None:  # noqa: B027  most experiments accept all settings
-        """Raise an error, before anything is written, for settings that cannot be measured.
+        """Raise an error for settings that cannot be measured. It runs before any file is written.
 
         Raises:
             UsageError: the message contains the setting, its value and the accepted values.
         """
 
     def expected(self) -> int | None:
-        """Return the number of cases for the progress bar; None if it is unknown."""
+        """Return the number of cases for the progress bar; None if the number is unknown."""
         return None
 
     @abstractmethod
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """Measure one case; the result and the fields of the case form a sample."""
+        """Return the measured fields of one case."""
 
     def sample(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the record of a case; `FAILED` is set if a later run should try it again."""
+        """Measure a case and return its sample: the fields of the case and the measured fields.
+
+        The sample has the field `FAILED` if a later run should measure the case again.
+        """
         return {**case, **self.measure(case)}
 
     def measure_missing(self, log: Log) -> bool:
-        """Measure the cases that ``log`` lacks; return True if there was any."""
-        before = len(log.records)
-        # cells differ too much for estimating the time left from the latest cases
+        """Measure the cases that ``log`` lacks; return True if at least one case was missing."""
+        num_before = len(log.records)
+        # cells differ too much for an estimate of the remaining time from the latest cases
         with tqdm(total=self.expected(), unit="case", smoothing=0) as bar:
             for case in self.cases(log.records):
                 if case in log:
-                    # an earlier run measured it
+                    # an earlier run measured the case
                     bar.initial += 1
                 else:
                     bar.set_description(", ".join(f"{name} {case[name]}" for name in self.CASE))
                     log.append(self.sample(case))
                 bar.update()
-        return len(log.records) > before
+        return len(log.records) > num_before
 
     @staticmethod
     @abstractmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the rows of the results, in order; ``settings`` are the recorded settings."""
+        """Return the rows of the results, in order.
+
+        Args:
+            samples: samples of all cases that did not fail.
+            settings: the recorded settings.
+        """
 
     @staticmethod
     @abstractmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
-        """Return Markdown tables by heading; the first is the most important."""
+        """Return Markdown tables by heading, the most important table first."""
 
     @staticmethod
     @abstractmethod
@@ -161,37 +189,37 @@ class Experiment(ABC):
     @staticmethod
     @abstractmethod
     def notes(settings: Mapping[str, Any]) -> str:
-        """Return an explanation of the terms in the report."""
+        """Return a paragraph that explains the terms of the report, from recorded settings."""
 
     @staticmethod
     @abstractmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Draw the figure as PNG."""
+        """Draw the figure and write it to ``path`` as PNG."""
 
     @classmethod
     def commands(cls, settings: Row) -> list[str]:
         """Return the command lines that repeat a run with the recorded ``settings``."""
-        words = f"{cls.name} {shlex.join(spelled(settings, cls.Settings))}".strip()
-        return [f"{program} {words}" for program in cls.programs(settings)]
+        arguments = f"{cls.name} {shlex.join(spelled(settings, cls.Settings))}".strip()
+        return [f"{program} {arguments}" for program in cls.programs(settings)]
 
     @staticmethod
     def programs(settings: Row) -> list[str]:
-        """Return the programs that started runs with the recorded ``settings``."""
+        """Return the beginnings of the command lines that repeat a run, such as `PROG`."""
         return [PROG]
 
     @classmethod
     def main(cls, words: Sequence[str]) -> int:
-        """Run the experiment with ``words`` of a command line; return the exit status."""
+        """Run the experiment with ``words``, its command-line options; return the exit status."""
         run(cls(read_settings(cls.Settings, words, f"{PROG} {cls.name}", cls.purpose)))
         return 0
 
 
 def run(experiment: Experiment) -> list[dict[str, Any]]:
-    """Measure missing cases, write all files and print the first table; return the rows.
+    """Measure the missing cases, write all files, print the first table and return the rows.
 
     Raises:
-        LogError: the folder contains files that this run cannot continue
-            (`cab_hf.experiment.log`), or it cannot be written.
+        LogError: the results folder contains files that this run cannot continue
+            (`cab_hf.experiment.log`), or the folder cannot be written.
         UsageError: the settings cannot be measured.
     """
     out = Path(experiment.settings.out)
@@ -199,20 +227,27 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
     experiment.check()
     kind = type(experiment)
     with experiment.log(out / SAMPLES) as log:
-        before = read_provenance(out)
-        measured = experiment.measure_missing(log)
-        failures, why = log.failures, _whys(kind, log.failures)
+        earlier = read_provenance(out)
+        is_new = experiment.measure_missing(log)
+        failures = log.failures
+        reasons = _reasons(kind, failures)
         if failures and not log.records:
             raise UsageError(
-                f"no case could be measured: {why}. Give shorter lengths, or use a device with "
+                f"no case could be measured: {reasons}. Give shorter lengths, or use a device with "
                 "more memory, on which the same command continues."
             )
-        provenance_record = _provenance(experiment, before, log.started, measured)
-        rows = _write(kind, out, log.records, failures, provenance_record)
+        provenance_record = _provenance(experiment, earlier, log.started, is_new)
+        rows = _write(
+            kind=kind,
+            out=out,
+            samples=log.records,
+            failures=failures,
+            provenance_record=provenance_record,
+        )
     if failures:
         print(
-            f"\n{len(failures)} cases failed ({why}). The report lists them, and the same command "
-            "tries them again."
+            f"\n{len(failures)} cases failed ({reasons}). The report lists them, and the same "
+            "command tries them again."
         )
     print("\n" + "\n\n".join([*summary(kind, rows), *provenance_record.get("repeated", ())]))
     print(f"\nfigure: {out / FIGURE}\nreport: {out / REPORT}")
@@ -220,7 +255,7 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
 
 
 def named(name: str) -> type[Experiment]:
-    """Import the experiment of that command from its module.
+    """Import and return the experiment of the command ``name``, such as ``speed ttft``.
 
     Raises:
         ValueError: the experiment was removed.
@@ -230,18 +265,18 @@ def named(name: str) -> type[Experiment]:
             f"experiment must exist, got {name!r}, which was removed. Check out the commit of the "
             f"run, or use {ARCHIVED[name]}."
         )
-    place = name.replace(" ", ".").replace("-", "_")
-    return importlib.import_module(f"cab_hf.eval.{place}").EXPERIMENT
+    module = name.replace(" ", ".").replace("-", "_")
+    return importlib.import_module(f"cab_hf.eval.{module}").EXPERIMENT
 
 
-def kind_of(made: Row, folder: Path) -> type[Experiment] | Archived:
-    """Return the experiment that made the results in ``folder``; ``made`` is their provenance."""
-    name = made["experiment"]
+def kind_of(record: Row, folder: Path) -> type[Experiment] | Archived:
+    """Return the experiment that wrote the results in ``folder`` with the provenance ``record``."""
+    name = record["experiment"]
     return Archived.read(name, folder / REPORT) if name in ARCHIVED else named(name)
 
 
 def render(folder: Path | str) -> list[dict[str, Any]]:
-    """Derive rows, table, figure and report of ``folder`` from its samples; return the rows."""
+    """Write rows, figure and report of ``folder`` again from its samples; return the rows."""
     folder = Path(folder)
     provenance_record = read_provenance(folder)
     if provenance_record is None:
@@ -255,25 +290,29 @@ def render(folder: Path | str) -> list[dict[str, Any]]:
         fields_of=kind.fields_of,
     )
     failures = [record for record in records if kind.FAILED and record.get(kind.FAILED)]
-    # failures come last
     return _write(
-        kind, folder, records[: len(records) - len(failures)], failures, provenance_record
+        kind=kind,
+        out=folder,
+        # `read_log` returns failures last
+        samples=records[: len(records) - len(failures)],
+        failures=failures,
+        provenance_record=provenance_record,
     )
 
 
 def read_provenance(folder: Path) -> Row | None:
-    """Return the provenance of results in ``folder``; None if there are none.
+    """Return the provenance of the results in ``folder``; None if the folder has no results.
 
     Raises:
-        LogError: the file contains something else.
+        LogError: the results file has no provenance.
     """
     path = folder / RESULTS
     if not file_exists(path):
         return None
     try:
-        made = json.loads(read_file(path))["provenance"]
-        if {"settings", "versions"} <= made.keys():
-            return made
+        record = json.loads(read_file(path))["provenance"]
+        if {"settings", "versions"} <= record.keys():
+            return record
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
     raise LogError(
@@ -282,7 +321,10 @@ def read_provenance(folder: Path) -> Row | None:
 
 
 def _refuse_files_of_others(out: Path) -> None:
-    """Raise an error for result files without samples, which a run must not overwrite."""
+    """Raise an error if ``out`` contains result files but no samples.
+
+    A run would overwrite these files, which no run in this folder wrote.
+    """
     for name in () if file_exists(out / SAMPLES) else (RESULTS, CSV, REPORT, FIGURE):
         if (out / name).exists():
             raise LogError(
@@ -291,50 +333,75 @@ def _refuse_files_of_others(out: Path) -> None:
             )
 
 
-def _whys(kind: type[Experiment], failures: Sequence[Row]) -> str:
-    return "; ".join(dict.fromkeys(str(each[kind.FAILED]) for each in failures))
+def _reasons(kind: type[Experiment], failures: Sequence[Row]) -> str:
+    """Return the distinct reasons of failed cases, separated by semicolons."""
+    return "; ".join(dict.fromkeys(str(sample[kind.FAILED]) for sample in failures))
 
 
-def _provenance(experiment: Experiment, before: Row | None, started: str, measured: bool) -> Row:
-    """Return the provenance of the last run that added samples, with the settings of all runs."""
-    # as JSON reads it
+def _provenance(experiment: Experiment, earlier: Row | None, started: str, is_new: bool) -> Row:
+    """Return the provenance of the last run that added samples, with the settings of all runs.
+
+    Args:
+        experiment: the experiment of this run.
+        earlier: the provenance that earlier runs wrote; None without earlier runs.
+        started: time at which this run started.
+        is_new: True if this run added samples.
+    """
+    # JSON turns tuples into lists, as in ``earlier``
     record = json.loads(json.dumps(experiment.provenance(started)))
-    if before is None:
+    if earlier is None:
         return record
-    if said := dict.fromkeys([*before.get("repeated", ()), *record.get("repeated", ())]):
-        record["repeated"] = list(said)
+    if repeated := dict.fromkeys([*earlier.get("repeated", ()), *record.get("repeated", ())]):
+        record["repeated"] = list(repeated)
     for name in experiment.GROWS:
-        old, new = before["settings"].get(name), record["settings"].get(name)
+        old, new = earlier["settings"].get(name), record["settings"].get(name)
         if isinstance(old, list):
             record["settings"][name] = list(dict.fromkeys([*old, *new]))
         elif isinstance(old, int):
             record["settings"][name] = max(old, new)
-    return record if measured or record["settings"] != before["settings"] else before
+    return record if is_new or record["settings"] != earlier["settings"] else earlier
 
 
 def _write(
-    kind: type[Experiment], out: Path, samples: Sequence[Row], failures: Sequence[Row], made: Row
+    kind: type[Experiment],
+    out: Path,
+    samples: Sequence[Row],
+    failures: Sequence[Row],
+    provenance_record: Row,
 ) -> list[dict[str, Any]]:
-    """Write all files; the provenance lists failed cells with fields, reasons and counts."""
-    made = {name: value for name, value in made.items() if name != "failed"}
+    """Write all files of a run to ``out`` and return the rows.
+
+    The written provenance lists each failed cell, with the number of failed cases and their
+    reasons.
+    """
+    record = {name: value for name, value in provenance_record.items() if name != "failed"}
     names = [name for name in kind.CASE if name not in REPEATED]
-    if cells := report.grouped(failures, *names):
-        made["failed"] = [
-            {**{x: some[0][x] for x in names}, "cases": len(some), "why": _whys(kind, some)}
-            for some in cells
+    if cells := report.grouped(failures, names):
+        record["failed"] = [
+            {
+                **{name: cell[0][name] for name in names},
+                "cases": len(cell),
+                "why": _reasons(kind, cell),
+            }
+            for cell in cells
         ]
-    # as JSON reads them
-    rows = json.loads(as_json(_rows(kind, samples, made["settings"], out / SAMPLES), out / RESULTS))
+    rows = _rows(kind, samples, record["settings"], out / SAMPLES)
+    # JSON turns tuples into lists, as when a page reads the rows
+    rows = json.loads(as_json(rows, out / RESULTS))
     with writing(out):
-        report.write_results(out, rows, made)
+        report.write_results(out, rows, record)
         write_atomically(out / CSV, report.as_csv(rows))
         kind.draw(out / FIGURE, rows)
-        write_atomically(out / REPORT, report_text(kind, rows, made))
+        write_atomically(out / REPORT, report_text(kind, rows, record))
     return rows
 
 
 def _rows(kind: type[Experiment], samples: Sequence[Row], settings: Row, path: Path) -> list[Row]:
-    """Return the rows of an experiment; LogError if a sample in ``path`` lacks a field for them."""
+    """Return the rows of an experiment.
+
+    Raises:
+        LogError: a sample in the log ``path`` lacks a field that the rows need.
+    """
     try:
         return kind.rows(samples, settings)
     except KeyError as error:
@@ -347,17 +414,17 @@ def _rows(kind: type[Experiment], samples: Sequence[Row], settings: Row, path: P
 
 
 def summary(kind: type[Experiment] | Archived, rows: Sequence[Row]) -> list[str]:
-    """Return the first table, and the sentences about the rows if there are any."""
-    parts = [next(iter(kind.tables(rows).values())), " ".join(kind.readings(rows))]
-    return list(filter(None, parts))
+    """Return the first table, and the sentences about the rows unless there are none."""
+    paragraphs = [next(iter(kind.tables(rows).values())), " ".join(kind.readings(rows))]
+    return list(filter(None, paragraphs))
 
 
 def report_text(kind: type[Experiment] | Archived, rows: Sequence[Row], provenance: Row) -> str:
-    """Return ``report.md`` for the content of ``results.json``."""
+    """Return the content of ``report.md`` for rows and provenance of ``results.json``."""
     if isinstance(kind, Archived):
         return kind.report
     others = [*list(kind.tables(rows).items())[1:], *unmeasured(provenance).items()]
-    parts = [
+    paragraphs = [
         f"# {kind.title}",
         *summary(kind, rows),
         *provenance.get("repeated", ()),
@@ -368,10 +435,10 @@ def report_text(kind: type[Experiment] | Archived, rows: Sequence[Row], provenan
         f"{made_on(provenance)}:",
         command(kind, provenance["settings"]),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(paragraphs) + "\n"
 
 
-# fields of the default from before typical queries were scored on strided keys
+# fields of the default config of versions that scored typical queries on every key
 EARLIER_DEFAULT = {
     OLD_OUTLIERS: 16,
     "typical_queries": 8,
@@ -381,14 +448,13 @@ EARLIER_DEFAULT = {
 
 
 def unmeasured(provenance: Row) -> dict[str, str]:
-    """Return a table of the cells that a later run should measure, by heading; {} without any."""
+    """Return heading -> table of the failed cells, which a later run measures; {} without any."""
     cells = provenance.get("failed")
     return {"Not measured yet": report.markdown_table(cells, list(cells[0]))} if cells else {}
 
 
 def made_on(provenance: Row) -> str:
     """Return device, versions, commit and time of a run, as a sentence without a full stop."""
-    # packages that computed, with versions, and packages of baselines
     packages = [f"{name} {version}" for name, version in provenance["versions"].items()]
     packages += [*provenance.get("baselines", {}).values(), *provenance.get("environment", ())]
     return (
@@ -398,34 +464,38 @@ def made_on(provenance: Row) -> str:
 
 
 def configs(settings: Row) -> list[str]:
-    """Describe the configs of a run by fields that differ from the default; old configs in full."""
-    known = settings.get("cab_configs") or {"cab": settings.get("cab_config")}
-    parsed = []
-    for name, config in known.items():
+    """Return one sentence per config of a run.
+
+    A sentence lists the fields that differ from the default, or all fields of a config that
+    `CabConfig` no longer accepts.
+    """
+    config_by_method = settings.get("cab_configs") or {"cab": settings.get("cab_config")}
+    sentences = []
+    for name, config in config_by_method.items():
         if config and has_current_fields(config):
-            shown = json.dumps(unlike_default(config))
+            changed = json.dumps(unlike_default(config))
             default = f"the default of cab_hf {__version__}"
             if is_earlier(config):
                 default = "the earlier default (8 typical queries on every key)"
-            parsed.append(f"Config of {name}: `{shown}`, other fields as in {default}")
+            sentences.append(f"Config of {name}: `{changed}`, other fields as in {default}")
         elif config:
-            parsed.append(f"Config of {name}: `{json.dumps(config)}`")
-    return parsed
+            sentences.append(f"Config of {name}: `{json.dumps(config)}`")
+    return sentences
 
 
 def has_current_fields(config: Row) -> bool:
-    """Return True if `CabConfig` has every field of a recorded config, renamed ones included."""
-    known = {field.name for field in fields(CabConfig)} | default_of(config).keys()
-    return without_unset_share(config).keys() <= known
+    """Return True if `CabConfig` has all fields of a recorded config, under any of their names."""
+    accepted = {field.name for field in fields(CabConfig)} | default_of(config).keys()
+    return without_unset_share(config).keys() <= accepted
 
 
 def is_earlier(config: Row) -> bool:
-    """Return True for a recorded config from before typical queries were scored on strided keys."""
+    """Return True for a recorded config of versions that scored typical queries on every key."""
     return OLD_OUTLIERS in config
 
 
 def default_of(config: Row) -> dict[str, Any]:
-    """Return the fields of the default at the time of a recorded config."""
+    """Return the fields of the default config of the version that recorded ``config``."""
     default = CabConfig().to_dict()
     if not is_earlier(config):
         return default
@@ -434,18 +504,18 @@ def default_of(config: Row) -> dict[str, Any]:
 
 
 def without_unset_share(config: Row) -> dict[str, Any]:
-    """Return a recorded config without ``top_p=None``, which runs before the rename recorded."""
+    """Return a recorded config without ``top_p=None``, the earlier name of an unset field."""
     return {name: value for name, value in config.items() if (name, value) != ("top_p", None)}
 
 
 def unlike_default(config: Row) -> dict[str, Any]:
-    """Return the fields of a recorded config that differ from the default of its time."""
+    """Return the fields of a recorded config that differ from the default of the same version."""
     default = default_of(config)
     return {name: value for name, value in config.items() if value != default.get(name)}
 
 
 def command(kind: type[Experiment] | Archived, settings: Row) -> str:
-    """Return the command lines, as code, that repeat a run with the recorded ``settings``."""
+    """Return a Markdown code block of the commands that repeat a run with ``settings``."""
     if isinstance(kind, Archived):
         return kind.command
     return "\n".join(["```", *kind.commands(settings), "```"])

@@ -1,7 +1,7 @@
-"""Results of the test of all model types: each causal LM type against its own attention.
+"""Results of the test of all model types: CAB against the own attention of each causal LM type.
 
-`tests/test_families.py` measures every type of transformers' registry in miniature. Outputs with
-its own implementation and with "cab" at full budget must agree. This module derives verdicts,
+`tests/test_families.py` builds a tiny model of every type in transformers' registry, and compares
+the outputs of its own attention with those of "cab" at full budget. This module derives verdicts,
 tables and the figure from the samples.
 """
 
@@ -20,25 +20,25 @@ from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.report import column, markdown_table
 
 TOKENS, PADDING = 150, 43
-# tokens of the documents of one sequence; one has a single token
+# tokens of the packed documents of one sequence; a document of one token is a special case
 DOCUMENTS = (70, 1, 79)
 TEXT, PACKED = "one text", "packed"
-# small blocks, so that a few tokens form many blocks, all of which are kept
+# a config that keeps all blocks; blocks are small, so that a short sequence has many blocks
 FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
 # tolerances: absolute for logits of one process, relative for results over ranks
 LIMITS = {"difference": 1e-4, "loss": 1e-5, "logits": 1e-5, "gradients": 1e-5}
-# share of the largest gradient of all parameters; smaller gradients count as this
+# smallest scale of a relative gradient error, as a share of the largest gradient of all parameters
 LEAST_SCALE = 1e-6
-# environment variable with the folder of all results of a sweep
+# environment variable that names the folder for all results of a sweep
 FOLDER = "MODEL_SWEEP"
-# builds of a model: two ways to switch cab on in one process, three builds over ranks. ``windowed``
-# adds sliding windows and ``dynamic`` dynamic RoPE to a type without them.
+# tested variants of a model: in one process, two interfaces that switch cab on; over ranks, three
+# models. ``windowed`` adds sliding windows and ``dynamic`` dynamic RoPE to a type without them.
 PARTS = ("by_name", "applied", "plain", "windowed", "dynamic")
 EXACT, REFUSED, IN_PART = "exact", "refused", "refused in part"
 NOT_OURS, WRONG, FAILS, NOT_BUILT = "not reached", "WRONG", "fails", "not built"
-# worst first
+# all verdicts, the worst first
 VERDICTS = (WRONG, FAILS, NOT_OURS, IN_PART, REFUSED, EXACT, NOT_BUILT)
-# field of a row -> heading and value of its column, if a run has the field
+# field of a row -> heading of its column, and field or function from row to cell
 DETAILS = {
     "model_type": ("type", "model_type"),
     "by_name": ("by name", "by_name"),
@@ -75,7 +75,10 @@ class Settings:
 
 
 class Families(Experiment):
-    """The experiment; a sample is the outcome of one type in each of `PARTS`."""
+    """The experiment that compares every model type; a sample has the outcomes of one type.
+
+    The sample contains the outcome of each variant in `PARTS`.
+    """
 
     name = "families"
     title = "Model types that attend as they should"
@@ -92,21 +95,21 @@ class Families(Experiment):
 
     @classmethod
     def rows(cls, samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return one row per type: its verdict, its message, and its largest error."""
+        """Return one row per type: verdict, error message, and largest difference."""
         return [judged(sample) for sample in sorted(samples, key=itemgetter("model_type"))]
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
-        """Return the number of types per verdict, and a table per verdict."""
+        """Return a table of the number of types per verdict, and tables of types by verdict."""
         overview = []
         for verdict in VERDICTS:
             types = [row["model_type"] for row in rows if row["verdict"] == verdict]
             if types:
-                which = ", ".join(types)
-                overview.append({"verdict": verdict, "types": len(types), "which": which})
+                names = ", ".join(types)
+                overview.append({"verdict": verdict, "types": len(types), "which": names})
         tables = {"Types": markdown_table(overview, ["verdict", "types", "which"])}
-        known = {name for row in rows for name in row}
-        details = dict(DETAILS[name] for name in DETAILS if name in known)
+        fields = {name for row in rows for name in row}
+        details = dict(DETAILS[name] for name in DETAILS if name in fields)
         for heading, verdicts, columns in (
             ("Not as they should", (WRONG, FAILS, NOT_OURS, IN_PART), details),
             ("Exact", (EXACT,), details),
@@ -134,7 +137,7 @@ class Families(Experiment):
         ranks = settings["ranks"]
         blocks = f"mass_threshold 0 and blocks of {FULL.query_block} x {FULL.key_block}"
         if ranks == 1:
-            how = (
+            method = (
                 f"is called with {TOKENS} tokens in float32, plain, with {PADDING} tokens of "
                 "padding left and right, and packed as documents of "
                 f"{', '.join(map(str, DOCUMENTS))} tokens by position_ids: alone, with a mask of "
@@ -148,7 +151,7 @@ class Families(Experiment):
                 "out."
             )
         else:
-            how = (
+            method = (
                 f"takes a training step of two rows of {TOKENS} tokens on {ranks} ranks (gloo), "
                 f"under `apply_cab` at {blocks}, inside `cab_hf.context_parallel`, in float64, or "
                 f"in float32 if its own code needs that. *{TEXT}*: one document, compared with "
@@ -164,18 +167,18 @@ class Families(Experiment):
             )
         return (
             "Every type of `AutoModelForCausalLM` is built with a few layers and random weights, "
-            f"and {how} *{NOT_OURS}*: the numbers agree, but no layer attends through cab. "
+            f"and {method} *{NOT_OURS}*: the numbers agree, but no layer attends through cab. "
             f"*{IN_PART}*: some inputs or builds raise an error that gives the reason. *{FAILS}*: "
             "any other error."
         )
 
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Draw the number of types per verdict."""
+        """Draw the number of types per verdict as bars."""
         count = Counter(row["verdict"] for row in rows)
-        shown = [verdict for verdict in reversed(VERDICTS) if count[verdict]]
-        with charts.figure(path, 1, 1, figsize=(6, 0.6 + 0.4 * len(shown))) as axes:
-            bars = axes[0, 0].barh(shown, [count[verdict] for verdict in shown])
+        verdicts = [verdict for verdict in reversed(VERDICTS) if count[verdict]]
+        with charts.figure(path, 1, 1, figsize=(6, 0.6 + 0.4 * len(verdicts))) as axes:
+            bars = axes[0, 0].barh(verdicts, [count[verdict] for verdict in verdicts])
             axes[0, 0].bar_label(bars, padding=2)
             axes[0, 0].margins(x=0.1)
             axes[0, 0].set_xlabel("model types")
@@ -184,13 +187,15 @@ class Families(Experiment):
 EXPERIMENT = Families
 
 
-# --- sentences about a type
+# --- verdicts
 
 
 def judged(sample: Row) -> dict[str, Any]:
-    """Return the verdict on a type and its parts, the first message, and the largest differences.
+    """Return the row of a model type.
 
-    ``layers`` counts attention layers that ran by cab, ``sparse`` those under a plan.
+    The row has the verdicts on the type and on its variants (`PARTS`), the first error message, and
+    the largest differences. ``layers`` counts the attention layers that attended through cab, and
+    ``sparse`` the layers that attended under a plan.
     """
     row = {name: sample.get(name) for name in ("model_type", "model")}
     if "not_built" in sample:
@@ -198,34 +203,41 @@ def judged(sample: Row) -> dict[str, Any]:
     fields = {name: sample[name] for name in ("dtype", "reads_padding") if name in sample}
     outcomes, counts = {}, {"layers": [0], "sparse": []}
     for name in (name for name in PARTS if name in sample):
-        part = sample[name]
-        # one process counts layers over all inputs, ranks count them per input
-        inputs = part.get("inputs", part)
+        variant = sample[name]
+        # a run in one process counts layers over all inputs, and a run over ranks per input
+        outcome_by_input = variant.get("inputs", variant)
         outcomes[name] = [
-            {"layers": part.get("layers"), **each}
-            for given, each in inputs.items()
-            if given not in fields.get("reads_padding", ())
+            {"layers": variant.get("layers"), **outcome}
+            for kind, outcome in outcome_by_input.items()
+            if kind not in fields.get("reads_padding", ())
         ]
-        for of, counted_layers in counts.items():
-            counted_layers += [each[of] for each in (part, *inputs.values()) if of in each]
-    every = [each for some in outcomes.values() for each in some]
-    reasons = (each.get("refused") or each.get("failed") for each in every)
-    verdicts = {name: worst(list(map(verdict_on, some))) for name, some in outcomes.items()}
-    alone = "reads_padding" in sample
-    differences = [name for name in LIMITS if (name == "difference") == alone]
+        for field, layer_counts in counts.items():
+            counted = (variant, *outcome_by_input.values())
+            layer_counts += [outcome[field] for outcome in counted if field in outcome]
+    all_outcomes = [outcome for group in outcomes.values() for outcome in group]
+    reasons = (outcome.get("refused") or outcome.get("failed") for outcome in all_outcomes)
+    verdicts = {
+        name: worst_verdict(list(map(verdict_on, group))) for name, group in outcomes.items()
+    }
+    is_one_process = "reads_padding" in sample
+    limited = [name for name in LIMITS if (name == "difference") == is_one_process]
+    differences = {
+        name: max((outcome[name] for outcome in all_outcomes if name in outcome), default=None)
+        for name in limited
+    }
     return {
         **row,
-        "verdict": worst(list(verdicts.values())),
+        "verdict": worst_verdict(list(verdicts.values())),
         **verdicts,
         "said": next(filter(None, reasons), None),
-        **{name: max((e[name] for e in every if name in e), default=None) for name in differences},
-        **{name: max(some) for name, some in counts.items() if some},
+        **differences,
+        **{field: max(layer_counts) for field, layer_counts in counts.items() if layer_counts},
         **fields,
     }
 
 
 def verdict_on(outcome: Row) -> str:
-    """Return the verdict on one input."""
+    """Return the verdict on one variant of a model and one kind of input."""
     if "refused" in outcome or "failed" in outcome:
         return REFUSED if "refused" in outcome else FAILS
     if not all(outcome[name] <= limit for name, limit in LIMITS.items() if name in outcome):
@@ -233,6 +245,6 @@ def verdict_on(outcome: Row) -> str:
     return EXACT if outcome["layers"] else NOT_OURS
 
 
-def worst(verdicts: Sequence[str]) -> str:
-    """Return the verdict on all inputs together."""
+def worst_verdict(verdicts: Sequence[str]) -> str:
+    """Return the joint verdict: `IN_PART` for exact and refused outcomes, or else the worst one."""
     return IN_PART if set(verdicts) == {EXACT, REFUSED} else min(verdicts, key=VERDICTS.index)

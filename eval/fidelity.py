@@ -1,13 +1,13 @@
 """Fidelity: how well a method preserves the predictions of dense attention, on any text.
 
 Several methods read the same texts, with budgets matched by density or by time. A model reads a
-text with its answers once (teacher forcing), and the probes compare its predictions at the answers.
-Continuations alone are generated.
+text with its answers once (teacher forcing), and the probes compare the model's predictions of the
+answers. Only the probe ``greedy`` generates tokens.
 
-Three probes and the tasks measure sparse prefill: the method reads a prompt, and dense attention
-reads the following tokens through the KV cache. One of them does so turn after turn, as in a chat.
-Three probes measure sparse decoding: the following tokens are read, or written, one at a time, as
-the method decodes.
+The probes ``continuation``, ``asked`` and ``turns`` and the tasks measure sparse prefill: the
+method reads a prompt, and dense attention reads the following tokens through the KV cache.
+``turns`` repeats this for every turn of a chat. The probes ``decode``, ``decode_asked`` and
+``greedy`` measure sparse decoding: the method processes the following tokens one at a time.
 
 A cell is (method, text, length, budget); a case is (cell, probe, depth, index). The attention time
 of a cell is measured once, on a device where times are meaningful.
@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cab_hf.config import CabConfig
 from cab_hf.data.documents import asked_document, plain_document, recall_document
 from cab_hf.data.needles import Span, Tokens
 from cab_hf.data.tasks import TASKS
 from cab_hf.eval import fidelity_figure, fidelity_report
 from cab_hf.eval.attention_time import REPORTED, AttentionClock, layer_bench
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.fidelity_report import CELL, attention_ms, cell_of, usual
+from cab_hf.eval.fidelity_report import CELL, attention_ms, cell_of, samples_for_density
 from cab_hf.eval.fidelity_settings import (
     DENSITY,
     OFF,
@@ -83,12 +84,12 @@ from cab_hf.eval.teacher_forcing import (
 )
 from cab_hf.experiment.provenance import file_identity
 
-# fields that a sample has in addition to its case: of any probe but time, and of some probes
-READ = ("tokens", "density", "sparse_density", "seconds")
-LIKELIHOOD = ("nll", "count")
-DIVERGENCE = ("kl", "agree", *LIKELIHOOD)
-TIMED = ("tokens", "predict_ms", "attend_ms", "dense_ms", "dense_kernel")
-# probes that compare with predictions of dense attention: function and comparison
+# fields that a sample has in addition to its case
+READ = ("tokens", "density", "sparse_density", "seconds")  # all probes except `TIME`
+LIKELIHOOD = ("nll", "count")  # perplexities
+DIVERGENCE = ("kl", "agree", *LIKELIHOOD)  # comparisons with the distributions of dense attention
+TIMED = ("tokens", "predict_ms", "attend_ms", "dense_ms", "dense_kernel")  # `TIME`
+# probe -> function that computes predictions, and function that compares them with dense attention
 COMPARED = {
     CONTINUATION: (distributions, divergence),
     TURNS: (behind_turns, divergence_by_turn),
@@ -115,21 +116,25 @@ def measured_of(sample: Row) -> list[str]:
 
 
 def turn_ends(length: int) -> tuple[Span, ...]:
-    """Return the ranges that end `TURN_COUNT` equal turns of a text, sized like `CONTINUED`."""
+    """Return the range of the predicted tokens at the end of each of `TURN_COUNT` equal turns.
+
+    A range has `CONTINUED` tokens, or the share 1 / `CONTINUED_SHARE` of a shorter turn.
+    """
     ends = [length * turn // TURN_COUNT for turn in range(TURN_COUNT + 1)]
-    read = max(1, min(CONTINUED, length // TURN_COUNT // CONTINUED_SHARE))
-    return tuple((end - read, end) for end in ends[1:])
+    num_predicted = max(1, min(CONTINUED, length // TURN_COUNT // CONTINUED_SHARE))
+    return tuple((end - num_predicted, end) for end in ends[1:])
 
 
-def at_once(length: int) -> int:
-    """Return the number of texts of a length that are decoded as one batch."""
+def texts_per_batch(length: int) -> int:
+    """Return the number of texts of ``length`` tokens that are decoded as one batch."""
     return max(1, TOKENS_AT_ONCE // length)
 
 
 class Fidelity(LongRun):
-    """The experiment; a case is one text read under one method, a sample contains its predictions.
+    """The experiment that compares methods with dense attention.
 
-    The probe of a case is `TIME` if attention is timed.
+    A case is one text that one method reads, and its sample contains the scores of the predictions.
+    Cases with the probe `TIME` contain the attention time of a cell instead.
     """
 
     name = "fidelity"
@@ -139,7 +144,7 @@ class Fidelity(LongRun):
     Settings = Settings
     CELL, FITTED = CELL, "fitted"
     CASE = (*CELL, "probe", "depth", "index")
-    # the configs of cab and variant are in cab_configs
+    # ``cab`` and ``variant`` may grow, because the fixed field cab_configs contains their configs
     GROWS = (
         *("methods", "budgets", "cab", "variant", "lengths", "probes"),
         *("pass_samples", "task_samples", "documents", "continuations"),
@@ -152,16 +157,17 @@ class Fidelity(LongRun):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        a_length = len(PROMPTED) * settings.pass_samples + len(PROBES) * settings.documents
-        a_length += settings.continuations + len(TASKS) * settings.task_samples
-        # shared by all methods
+        readings_per_length = len(PROMPTED) * settings.pass_samples
+        readings_per_length += len(PROBES) * settings.documents + settings.continuations
+        readings_per_length += len(TASKS) * settings.task_samples
+        # caches that all methods share
         self.haystack = cache(self._haystack)
-        self.reading = lru_cache(a_length)(self._reading)
+        self.reading = lru_cache(readings_per_length)(self._reading)
         self.dense = lru_cache(3 * settings.documents)(self._dense)
         self.tokens_kept = cache(self._tokens_kept)
-        # consecutive cases that are decoded as one batch -> their results
+        # results of the latest batch: consecutive cases are decoded as one batch
         self.decoded = lru_cache(1)(self._decoded)
-        # cell -> the method whose time is matched; fitted once, because times vary
+        # cell -> the method fitted to a time; fitted once, because times vary
         self.timed: dict[tuple, Method] = {}
 
     def check(self) -> None:
@@ -173,17 +179,23 @@ class Fidelity(LongRun):
                 self.haystack(text, probe).check_room(length)
             asked = WITH_KEYS_ASKED if settings.asked else ()
             for probe in filter((*RECALLS, *asked).__contains__, probes):
-                self.reading(text, length, probe, None, 0)
-        # whether an example fits depends on its random draws
+                self.reading(text=text, length=length, probe=probe, depth=None, index=0)
+        # some random examples of a task may be longer than the length
         for probe, index in product(probes, range(settings.task_samples)):
             if probe in TASKS:
-                self.reading(next(iter(settings.files)), min(settings.lengths), probe, None, index)
+                self.reading(
+                    text=next(iter(settings.files)),
+                    length=min(settings.lengths),
+                    probe=probe,
+                    depth=None,
+                    index=index,
+                )
 
     def recorded(self) -> dict[str, Any]:
         settings, recorded = self.settings, super().recorded()
         recorded["variant"] = list(map(without_folder, settings.variant))
         if settings.equal == DENSITY:
-            # results of earlier versions lack this field
+            # results of earlier versions have no field ``equal`` and matched densities
             del recorded["equal"]
         files = settings.files.values()
         recorded["texts"] = [NOISE if file is None else file_identity(file) for file in files]
@@ -197,10 +209,15 @@ class Fidelity(LongRun):
     # --- texts
 
     def _haystack(self, text: str, probe: str) -> Haystack:
-        """Return the maker of the prompts of a probe."""
+        """Return the builder of the prompts of a probe on a text."""
         file = self.settings.files[text]
-        filler, keys = NOISE if file is None else "text", NAMED_KEYS.get(probe, 1)
-        return Haystack(self.tokenizer, filler, keys, file, probe == QUESTION_FIRST)
+        return Haystack(
+            tokenizer=self.tokenizer,
+            filler=NOISE if file is None else "text",
+            keys=NAMED_KEYS.get(probe, 1),
+            file=file,
+            question_first=probe == QUESTION_FIRST,
+        )
 
     def _reading(
         self,
@@ -211,43 +228,81 @@ class Fidelity(LongRun):
         index: int,
         hide_needle: bool = False,
     ) -> TeacherForced:
-        settings, tokenizer = self.settings, self.tokenizer
+        """Return the tokens of a question and the ranges to predict.
+
+        Args:
+            text: name of the text.
+            length: tokens in total.
+            probe: name of the probe.
+            depth: depth of the key in a prompt, 0 to 1; None for probes without prompts.
+            index: number of the sample.
+            hide_needle: True to leave the keys out of a prompt.
+        """
+        settings = self.settings
         haystack = self.haystack(text, probe)
         if probe in PROMPTED:
-            prompt = haystack.prompt(length, depth, index, settings.seed, hide_needle)
-            return answered(tokenizer, prompt)
-        place = (tokenizer, haystack.sentences, length)
-        behind = {CONTINUATION: CONTINUED, DECODE: settings.decoded, GREEDY: settings.written}
-        if probe in (TURNS, *behind, *PERPLEXITIES):
-            tokens = plain_document(*place, index, settings.seed)
+            prompt = haystack.prompt(
+                length=length,
+                depth=depth,
+                index=index,
+                seed=settings.seed,
+                hide_needle=hide_needle,
+            )
+            return answered(self.tokenizer, prompt)
+        arguments = {
+            "tokenizer": self.tokenizer,
+            "sentences": haystack.sentences,
+            "length": length,
+            "index": index,
+            "seed": settings.seed,
+        }
+        num_predicted = {
+            CONTINUATION: CONTINUED,
+            DECODE: settings.decoded,
+            GREEDY: settings.written,
+        }
+        if probe in (TURNS, *num_predicted, *PERPLEXITIES):
+            tokens = plain_document(**arguments)
             if probe == TURNS:
                 return TeacherForced(tokens, turn_ends(length))
-            if probe in behind:
-                prompt = length - max(1, min(behind[probe], length // CONTINUED_SHARE))
+            if probe in num_predicted:
+                prompt = length - max(1, min(num_predicted[probe], length // CONTINUED_SHARE))
                 return TeacherForced(tokens, ((prompt, length),), prompt)
             if probe == PERPLEXITY:
                 return TeacherForced(tokens, ((length // 2, length),))
             border = settings.border
             starts = range(-(-length // 2 // border) * border, length, border)
-            return TeacherForced(tokens, tuple((at, at + 1) for at in starts))
+            return TeacherForced(tokens, tuple((start, start + 1) for start in starts))
         with refusing("lengths"):
-            if probe in TASKS:
-                example = TASKS[probe].make(*place, index, settings.seed)
-                return TeacherForced(example.tokens, example.answers, example.prompt)
-            if probe in WITH_KEYS_ASKED:
-                document, prompt = asked_document(*place, settings.asked, index, settings.seed)
-                return TeacherForced(document.tokens, document.answers, prompt)
-            border = settings.border if probe == RECALL_BORDER else 1
-            document = recall_document(*place, settings.keys, index, settings.seed, border)
+            return self._question_reading(probe, arguments)
+
+    def _question_reading(self, probe: str, arguments: Mapping[str, Any]) -> TeacherForced:
+        """Return the tokens and answers of a task, or of a document with keys.
+
+        Args:
+            probe: a task, or a probe with keys.
+            arguments: tokenizer, sentences, length, index and seed.
+        """
+        settings = self.settings
+        if probe in TASKS:
+            example = TASKS[probe].make(**arguments)
+            return TeacherForced(example.tokens, example.answers, example.prompt)
+        if probe in WITH_KEYS_ASKED:
+            document, prompt = asked_document(**arguments, keys=settings.asked)
+            return TeacherForced(document.tokens, document.answers, prompt)
+        border = settings.border if probe == RECALL_BORDER else 1
+        document = recall_document(**arguments, keys=settings.keys, border=border)
         return TeacherForced(document.tokens, document.answers)
 
-    def typical(self, text: str, length: int) -> Tokens:
-        return self.reading(text, length, PERPLEXITY, None, 0).tokens
+    def typical(self, text_key: tuple[str, int]) -> Tokens:
+        text, length = text_key
+        reading = self.reading(text=text, length=length, probe=PERPLEXITY, depth=None, index=0)
+        return reading.tokens
 
     # --- cases
 
     def questions(self, method: str) -> list[dict[str, Any]]:
-        """Yield probe, depth and index of all questions to a method for a text and a length."""
+        """Return probe, depth and index of all questions to a method on one text and length."""
         settings = self.settings
         depths = parse_depths(str(settings.depths))
         prompts = [
@@ -258,63 +313,68 @@ class Fidelity(LongRun):
             [{"depth": None, "index": index} for index in range(count)]
             for count in (settings.documents, settings.continuations, settings.task_samples)
         )
-        places = dict.fromkeys(PROMPTED, prompts) | dict.fromkeys(TASKS, examples)
-        places[GREEDY] = continuations
-        # a document has no needle to hide
-        hidden = kind_of(method).hides_needle
+        samples_by_probe = dict.fromkeys(PROMPTED, prompts) | dict.fromkeys(TASKS, examples)
+        samples_by_probe[GREEDY] = continuations
+        # documents have no needle that the control without a needle could leave out
+        hides_needle = kind_of(method).hides_needle
         # a method with dense prefill differs from dense only in its decode steps
-        supported_probes = DECODES if kind_of(method).dense_prefill else PROBES
+        has_dense_prefill = kind_of(method).dense_prefill
+        supported_probes = DECODES if has_dense_prefill else PROBES
         if not settings.asked:
             supported_probes = [probe for probe in supported_probes if probe not in WITH_KEYS_ASKED]
-        results = [
-            {"probe": probe, **place}
+        questions = [
+            {"probe": probe, **sample}
             for probe in settings.probes
-            if probe in supported_probes and (probe in PROMPTED or not hidden)
-            for place in places.get(probe, documents)
+            if probe in supported_probes and (probe in PROMPTED or not hides_needle)
+            for sample in samples_by_probe.get(probe, documents)
         ]
-        if self.clock is not None and not hidden and not kind_of(method).dense_prefill:
-            results.append({"probe": TIME, "depth": None, "index": 0})
-        return results
+        if self.clock is not None and not hides_needle and not has_dense_prefill:
+            questions.append({"probe": TIME, "depth": None, "index": 0})
+        return questions
 
     def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
-        *asked, index = question_of(case)
-        together = at_once(case["length"]) if case["probe"] in DECODES else 1
-        return *asked, index // together
+        *fields, index = question_of(case)
+        batch_size = texts_per_batch(case["length"]) if case["probe"] in DECODES else 1
+        return *fields, index // batch_size
 
     def planned(self) -> Iterator[dict[str, Any]]:
-        """Yield all methods for a question before the next one, so that a stopped run is balanced.
+        """Yield the cases of all methods for one question before those of the next question.
 
-        The results of dense attention are therefore computed once per question, too. Methods that
-        match another method wait until it has answered all questions.
+        A stopped run has therefore asked all methods the same questions, and computes the
+        predictions of dense attention once per question. Methods with a matched budget come last,
+        after the matched method has answered all questions.
         """
         settings = self.settings
         matched = [name for name in settings.compared if kind_of(name).matched]
-        arms = [(name, None) for name in settings.compared if name not in matched]
-        arms += [(name, budget) for budget, name in product(settings.budgets, matched)]
+        methods_with_budgets = [(name, None) for name in settings.compared if name not in matched]
+        methods_with_budgets += [
+            (name, budget) for budget, name in product(settings.budgets, matched)
+        ]
         for text, length in product(settings.files, settings.lengths):
             cases_by_question: dict[tuple, list[dict[str, Any]]] = {}
-            for method, budget in arms:
-                cell = dict(zip(CELL, (method, text, length, budget), strict=True))
+            for method, budget in methods_with_budgets:
+                cell = {"method": method, "text": text, "length": length, "budget": budget}
                 for question in self.questions(method):
                     case = {**cell, **question}
                     cases_by_question.setdefault(self.question(case), []).append(case)
             yield from sorted(chain.from_iterable(cases_by_question.values()), key=self.waits)
 
     def alone(self, case: Mapping[str, Any]) -> bool:
-        # a fit by time is logged once and applies to all cases of a cell
+        # one process fits a budget by time, logs the fit, and uses it for all cases of the cell
         return case["probe"] == TIME or self.by_time(case)
 
     def waits(self, case: Mapping[str, Any]) -> bool:
         return case["budget"] == MATCH
 
     def by_time(self, case: Mapping[str, Any]) -> bool:
-        """Return True if the method matches a time."""
+        """Return True if the budget of the case is matched by time instead of density."""
         return self.settings.equal == TIME and self.waits(case)
 
     def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> float | None:
-        """Return the density in layers that are not dense, or ms.
+        """Return the budget of a case: a density in layers that are not dense, or milliseconds.
 
-        The value that an earlier run fitted to the cell by time, and logged, is used again.
+        Returns None while samples of the matched method are missing. If an earlier run fitted the
+        cell by time, the method also loads the logged fit into `timed`.
         """
         for sample in samples:
             if cell_of(sample) == cell_of(case) and "fitted_config" in sample:
@@ -322,11 +382,11 @@ class Fidelity(LongRun):
                 self.timed[cell_of(case)] = kind_of(case["method"])(config)
         if not self.waits(case):
             return case["budget"]
-        ours = (self.settings.match, case["text"], case["length"], None)
-        own = [sample for sample in samples if cell_of(sample) == ours]
+        matched_cell = (self.settings.match, case["text"], case["length"], None)
+        matched_samples = [sample for sample in samples if cell_of(sample) == matched_cell]
         if self.by_time(case):
-            return next((attention_ms(s) for s in own if s["probe"] == TIME), None)
-        return realised_density(usual(own))
+            return next((attention_ms(s) for s in matched_samples if s["probe"] == TIME), None)
+        return realised_density(samples_for_density(matched_samples))
 
     # --- methods and their budgets
 
@@ -341,151 +401,189 @@ class Fidelity(LongRun):
         return None if bench is None else AttentionClock(bench)
 
     def _tokens_kept(self, length: int, budget: str | float) -> int:
-        """Return the tokens whose bytes equal those that a step of the matched config reads."""
+        """Return the number of cached tokens that a method with ``budget`` keeps.
+
+        For the budget `MATCH`, the tokens have the bytes that a decode step of the matched config
+        reads.
+        """
         if budget != MATCH:
             return max(2, round(budget * length))
         matched = Cab(self.settings.configs[self.settings.match])
         return round(matched.step_tokens(self.model, length))
 
     def method(self, case: Mapping[str, Any]) -> Method:
-        """Return the method of a case; baselines use blocks and engine of the matched method."""
-        settings, name, length = self.settings, case["method"], case["length"]
+        """Return the method of a case, fitted to its budget.
+
+        Baselines use the block sizes and the engine of the matched config.
+        """
+        settings, name = self.settings, case["method"]
+        text_key = (case["text"], case["length"])
         if name in CACHES and case["probe"] in DECODES:
-            return CACHES[name](self.tokens_kept(length, case["budget"]))
+            return CACHES[name](self.tokens_kept(case["length"], case["budget"]))
         if cell_of(case) in self.timed:
             return self.timed[cell_of(case)]
         config = settings.configs.get(name, settings.configs[settings.match])
-        place, more = (case["text"], length), {}
-        if self.by_time(case):
-            clock, model, tokens = self.clock, self.model, self.typical(*place)
-            more["took"] = lambda config: attention_ms(clock.time(model, tokens, config))
-        method = self.fit(kind_of(name), config, case, *place, **more)
-        if more:
-            self.timed[cell_of(case)] = method
+        if not self.by_time(case):
+            return self.fit(kind_of(name), config, case, text_key)
+        clock, model, tokens = self.clock, self.model, self.typical(text_key)
+
+        def took(config: CabConfig) -> float:
+            return attention_ms(clock.time(model, tokens, config))
+
+        method = self.fit(kind_of(name), config, case, text_key, took=took)
+        self.timed[cell_of(case)] = method
         return method
 
     # --- samples
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the predictions, or the time of attention."""
+        """Return the scores of the predictions, or the attention time of the cell."""
         if case["probe"] in DECODES:
-            place = case["index"] % at_once(case["length"])
-            first = {**case, "index": case["index"] - place}
-            return self.decoded(tuple(first.items()))[place]
-        new = cell_of(case) not in self.timed
+            row_in_batch = case["index"] % texts_per_batch(case["length"])
+            first = {**case, "index": case["index"] - row_in_batch}
+            return self.decoded(tuple(first.items()))[row_in_batch]
+        was_fitted = cell_of(case) in self.timed
         method = self.method(case)
-        timed = cell_of(case) in self.timed
-        logged = {"fitted_config": method.config.to_dict()} if new and timed else {}
+        is_timed = cell_of(case) in self.timed
+        fit = {"fitted_config": method.config.to_dict()} if is_timed and not was_fitted else {}
         if case["probe"] == TIME:
-            tokens = self.typical(case["text"], case["length"])
+            tokens = self.typical((case["text"], case["length"]))
             with refusing("model"):
                 result = self.clock.time(self.model, tokens, getattr(method, "config", None))
-            if timed:
+            if is_timed:
                 result["match_ms"] = case["fitted"]
         else:
-            reading = self.reading(*question_of(case), hide_needle=method.hides_needle)
+            names = ("text", "length", "probe", "depth", "index")
+            question = {name: case[name] for name in names}
+            reading = self.reading(**question, hide_needle=method.hides_needle)
             tokens = reading.tokens
-            # before the method is switched on
+            # compute the dense predictions before the method is active
             if case["probe"] in COMPARED:
                 self.dense_of(case)
-            result = self.under(method, lambda: self.read(case, reading, method))
-        return {"tokens": len(tokens), **result, **logged}
+            result = self.measure_under(method, lambda: self.read(case, reading, method))
+        return {"tokens": len(tokens), **result, **fit}
 
     def _dense(self, text: str, length: int, probe: str, indices: range) -> Tensor:
-        """Return the predictions of dense attention on the CPU; a resumed run recomputes them."""
+        """Return the predictions of dense attention, on the CPU.
+
+        Args:
+            text: name of the text.
+            length: tokens of each document.
+            probe: `DECODE` or a key of `COMPARED`.
+            indices: numbers of the documents. `DECODE` reads all of them as one batch; other probes
+                read the first document.
+        """
         if probe == DECODE:
-            _, *given = self._side_by_side(text, length, probe, indices)
-            return after_prompt(self.model, *given).cpu()
+            _, ids, prompt = self._batch(text, length, probe, indices)
+            return after_prompt(self.model, ids, prompt).cpu()
         compute, _ = COMPARED[probe]
-        reading = self.reading(text, length, probe, None, indices[0])
+        reading = self.reading(text=text, length=length, probe=probe, depth=None, index=indices[0])
         return compute(self.model, reading, chunk=self.settings.chunk).cpu()
 
     def dense_of(self, case: Mapping[str, Any]) -> Tensor:
-        """Return `dense` of a case that is read alone."""
-        alone = range(case["index"], case["index"] + 1)
-        return self.dense(case["text"], case["length"], case["probe"], alone)
+        """Return the cached predictions of dense attention for one case."""
+        indices = range(case["index"], case["index"] + 1)
+        return self.dense(case["text"], case["length"], case["probe"], indices)
 
     def read(
         self, case: Mapping[str, Any], reading: TeacherForced, method: Method
     ) -> dict[str, Any]:
-        """Return the model's predictions of ``reading`` by the active method."""
+        """Return the scores of the predictions of ``reading`` while ``method`` is active."""
         probe, settings = case["probe"], self.settings
-        # CAB keeps all keys, and reads them all unless it decodes sparsely
+        # CAB keeps all keys, and reads all of them in these probes
         cache = None if type(method) is Cab else method.cache(self.model)
-        how = {"chunk": settings.chunk, "cache": cache, "prefill_chunk": settings.prefill_chunk}
+        options = {"chunk": settings.chunk, "cache": cache, "prefill_chunk": settings.prefill_chunk}
         if probe in COMPARED:
             compute, compare = COMPARED[probe]
             dense = self.dense_of(case)
-            # dense attention is the reference, so it is compared with itself exactly
-            itself = case["method"] == Dense.name
-            return compare(dense if itself else compute(self.model, reading, **how), dense, reading)
+            # dense attention is the reference: its divergence from itself is exactly 0
+            is_reference = case["method"] == Dense.name
+            predictions = dense if is_reference else compute(self.model, reading, **options)
+            return compare(predictions, dense, reading)
         if probe in PERPLEXITIES:
             return nll(self.model, reading)
-        return greedy_match(self.model, reading, **how)
+        return greedy_match(self.model, reading, **options)
 
     def _decoded(self, first: tuple) -> list[dict[str, Any]]:
+        """Decode a batch of cases under one method and return their results.
+
+        Args:
+            first: the first case of the batch, as (field, value) pairs.
+        """
         case, settings = dict(first), self.settings
         text, length, probe = (case[name] for name in ("text", "length", "probe"))
         count = settings.continuations if probe == GREEDY else settings.documents
-        indices = range(case["index"], min(case["index"] + at_once(length), count))
-        readings, ids, prompt = self._side_by_side(text, length, probe, indices)
+        indices = range(case["index"], min(case["index"] + texts_per_batch(length), count))
+        readings, ids, prompt = self._batch(text, length, probe, indices)
         method = self.method(case)
-        # before the method is switched on
+        # compute the dense predictions before the method is active
         dense = self.dense(text, length, DECODE, indices) if probe == DECODE else None
         step_tokens = method.step_tokens(self.model, length)
 
         def read() -> dict[str, Any]:
-            how = {"cache": method.cache(self.model), "stepping": method.stepping}
-            how["prefill_chunk"] = settings.prefill_chunk
+            options = {
+                "cache": method.cache(self.model),
+                "stepping": method.stepping,
+                "prefill_chunk": settings.prefill_chunk,
+            }
             if probe == GREEDY:
-                written = continued(self.model, ids[:, :prompt], length - prompt, **how)
-                return {"cases": [{"written": each} for each in written.tolist()]}
-            # dense attention is the reference, so it is compared with itself exactly
-            itself = probe == DECODE and case["method"] == Dense.name
-            logits = dense if itself else after_prompt(self.model, ids, prompt, **how)
+                written = continued(self.model, ids[:, :prompt], length - prompt, **options)
+                return {"cases": [{"written": tokens} for tokens in written.tolist()]}
+            # dense attention is the reference: its divergence from itself is exactly 0
+            is_reference = probe == DECODE and case["method"] == Dense.name
+            logits = dense if is_reference else after_prompt(self.model, ids, prompt, **options)
             if probe == DECODE_ASKED:
-                given = zip(logits, readings, strict=True)
-                # the first row belongs to the first token after the prompt
+                # row 0 of the logits predicts the first token after the prompt
                 return {
-                    "cases": [right_spans(x[torch.tensor(r.places) - prompt], r) for x, r in given]
+                    "cases": [
+                        right_spans(row[torch.tensor(reading.positions) - prompt], reading)
+                        for row, reading in zip(logits, readings, strict=True)
+                    ]
                 }
-            likely = (x.float().log_softmax(-1) for x in logits)
-            base = (x.float().log_softmax(-1) for x in dense.to(logits.device))
-            return {"cases": list(map(divergence, likely, base, readings))}
+            log_probs = (row.float().log_softmax(-1) for row in logits)
+            dense_log_probs = (row.float().log_softmax(-1) for row in dense.to(logits.device))
+            return {"cases": list(map(divergence, log_probs, dense_log_probs, readings))}
 
-        result = self.under(method, read)
+        result = self.measure_under(method, read)
         cases = result.pop("cases")
         result |= {"tokens": length, "step_tokens": step_tokens}
         result["seconds"] = round(result["seconds"] / len(cases), 3)
-        return [{**each, **result} for each in cases]
+        return [{**scores, **result} for scores in cases]
 
-    def _side_by_side(
+    def _batch(
         self, text: str, length: int, probe: str, indices: range
     ) -> tuple[list[TeacherForced], Tensor, int]:
-        """Return (readings, their tokens [B, length], the shortest prompt of them)."""
-        readings = [self.reading(text, length, probe, None, index) for index in indices]
+        """Return the readings of a batch, their token ids, and the length of the shortest prompt.
+
+        Returns:
+            The readings, int [B, length] and int.
+        """
+        readings = [
+            self.reading(text=text, length=length, probe=probe, depth=None, index=index)
+            for index in indices
+        ]
         ids = torch.tensor([reading.tokens for reading in readings], device=self.model.device)
         return readings, ids, min(reading.prompt for reading in readings)
 
-    # --- words
+    # --- report
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
         chunk = settings.get("prefill_chunk")
         configs = settings["cab_configs"].values()
         border = border_of(config.get("query_block", 0) for config in configs)
-        parts = [f"Prompts are read in chunks of {chunk:,} tokens."] if chunk else []
+        sentences = [f"Prompts are read in chunks of {chunk:,} tokens."] if chunk else []
         if settings.get("equal") == TIME:
-            parts.append(
+            sentences.append(
                 "Matched methods have the budget at which attention takes as long as that of "
                 f"{settings['match']}, including block selection, within {OFF:.0%} if such a "
                 "budget exists."
             )
-        parts.append(
+        sentences.append(
             f"{NOTES} At block starts it does not: the answer there starts with the first of "
             f"{border} tokens that form whole query blocks."
         )
-        return " ".join(parts)
+        return " ".join(sentences)
 
 
 EXPERIMENT = Fidelity

@@ -15,9 +15,9 @@ from cab_hf.eval.fidelity_settings import kind_of
 from cab_hf.eval.methods import Cab, Dense
 from cab_hf.eval.report import grouped
 
-# fields of a value and the edges of its interval
+# fields of a row for an estimate and the edges of its interval
 SHARE = ("share", "low", "high")
-# probe -> panel title and drawn fields
+# probe -> title of its panel, and fields of the drawn estimate
 DRAWN = {
     probes.CONTINUATION: ("KL after the prompt", KL),
     probes.ASKED: ("recall after the prompt", SHARE),
@@ -31,114 +31,135 @@ DRAWN = {
     probes.PERPLEXITY: ("perplexity / dense", RATIO),
     probes.PERPLEXITY_BORDER: ("block-start perplexity / dense", RATIO),
 }
-# label of the horizontal axis
+# field on the horizontal axis -> label
 ACROSS = {
     "density": "density",
     "over_dense": "attention time / dense",
     "step_share": "share of the text read per step",
 }
 MARKERS = "osv^DPX*<>p"
-SPREAD = 0.38  # offset around the middle of markers drawn side by side; middles are 1 apart
-NARROWEST = 0.1  # smallest width of a panel, as a share of dense attention
+SPREAD = 0.38  # largest offset of a marker from the tick of its task; ticks have the distance 1
+NARROWEST = 0.1  # smallest range of the horizontal axis, as a share of dense attention
 POINT = {"markersize": 5, "elinewidth": 0.6}
-Looks = Mapping[str, Mapping[str, Any]]  # method -> line style in all panels
+Styles = Mapping[str, Mapping[str, Any]]  # method -> line style in all panels
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
     """Draw one row of panels per text and length: one panel per probe and one for all tasks."""
-    panels = grouped(rows, "text", "length")
+    rows_by_text = grouped(rows, ["text", "length"])
     tasks = {name: task.title for name, task in TASKS.items() if any(x.get(name) for x in rows)}
-    asked = [probe for probe in DRAWN if any(row.get(probe) for row in rows)]
-    columns = {probe: DRAWN[probe] for probe in asked or ([] if tasks else DRAWN)}
+    measured = [probe for probe in DRAWN if any(row.get(probe) for row in rows)]
+    columns = {probe: DRAWN[probe] for probe in measured or ([] if tasks else DRAWN)}
     columns |= {probes.ALL_TASKS: ("right answers by task", SHARE)} if tasks else {}
-    names = dict.fromkeys(row["method"] for row in rows if row["method"] != Dense.name)
-    looks = {
-        name: {
+    methods = dict.fromkeys(row["method"] for row in rows if row["method"] != Dense.name)
+    styles = {
+        method: {
             "color": f"C{i % 10}",
             "marker": MARKERS[i % len(MARKERS)],
-            # in front of the others
-            "zorder": 3 if kind_of(name) is Cab else 2,
+            # CAB is drawn in front of other methods
+            "zorder": 3 if kind_of(method) is Cab else 2,
         }
-        for i, name in enumerate(names)
+        for i, method in enumerate(methods)
     }
-    # names of tasks are side by side
+    # the panel of tasks is wider, so that their names fit side by side
     widths = [max(1, 0.3 * len(tasks)) if probe == probes.ALL_TASKS else 1 for probe in columns]
-    size = (max(7.2, 3.6 * sum(widths)), 0.9 + 2.9 * len(panels))
+    size = (max(7.2, 3.6 * sum(widths)), 0.9 + 2.9 * len(rows_by_text))
     grid = {"figsize": size, "width_ratios": widths}
-    with charts.figure(path, len(panels), len(columns), **grid) as axes:
-        for beside, own in zip(axes, panels, strict=True):
-            for axis, (probe, (title, values)) in zip(beside, columns.items(), strict=True):
+    with charts.figure(path, len(rows_by_text), len(columns), **grid) as axes:
+        for row_of_axes, text_rows in zip(axes, rows_by_text, strict=True):
+            for axis, (probe, (title, fields)) in zip(row_of_axes, columns.items(), strict=True):
                 if probe == probes.ALL_TASKS:
-                    _by_name(axis, own, tasks, looks)
+                    _draw_tasks(axis, text_rows, tasks, styles)
                 else:
-                    _panel(axis, own, probe, values, looks)
-                where = f"{own[0]['text']}, {own[0]['length']:,} tokens"
-                axis.set_title(f"{title}\n{where}", fontsize=9, parse_math=False)
-        drawn_panels = {}
+                    _draw_probe(
+                        axis=axis, rows=text_rows, probe=probe, fields=fields, styles=styles
+                    )
+                text = f"{text_rows[0]['text']}, {text_rows[0]['length']:,} tokens"
+                axis.set_title(f"{title}\n{text}", fontsize=9, parse_math=False)
+        handle_by_label = {}
         for axis in axes.flat:
             handles, labels = axis.get_legend_handles_labels()
-            drawn_panels |= dict(zip(labels, handles, strict=True))
-        above = {"loc": "outside upper center", "ncols": 6, "fontsize": 8}
-        axes[0, 0].figure.legend(drawn_panels.values(), drawn_panels, **above)
+            handle_by_label |= dict(zip(labels, handles, strict=True))
+        legend = {"loc": "outside upper center", "ncols": 6, "fontsize": 8}
+        axes[0, 0].figure.legend(handle_by_label.values(), handle_by_label, **legend)
 
 
-def _panel(
-    axis: Any, rows: Sequence[Row], probe: str, values: tuple[str, str, str], looks: Looks
+def _draw_probe(
+    axis: Any, rows: Sequence[Row], probe: str, fields: tuple[str, str, str], styles: Styles
 ) -> None:
-    """Draw a probe over time or density, one line per method and a horizontal dense line."""
-    value, low, high = values
-    results = [row for row in rows if row.get(probe, {}).get(value) is not None]
-    level = {"color": "black", "linestyle": "--", "label": Dense.name}
+    """Draw a probe over time or density: a line per method, and a horizontal line for dense.
+
+    Args:
+        axis: the axes of the panel.
+        rows: rows of one text and length.
+        probe: the probe.
+        fields: the fields of the estimate and of the edges of its interval.
+        styles: method -> line style.
+    """
+    estimate, low, high = fields
+    results = [row for row in rows if row.get(probe, {}).get(estimate) is not None]
+    dense_line = {"color": "black", "linestyle": "--", "label": Dense.name}
     for row in results:
-        if row["method"] == Dense.name and value != "kl":
-            axis.axhline(row[probe][value], **level)
-    if value == "ratio" and any(row["method"] == Dense.name for row in rows):
-        axis.axhline(1, **level)
-    drawn_rows = [row for row in results if row["method"] in looks]
-    timed = bool(drawn_rows) and all(row.get("over_dense") is not None for row in drawn_rows)
-    across = "step_share" if probe in probes.DECODES else "over_dense" if timed else "density"
-    for own in grouped(drawn_rows, "method"):
-        own = sorted(own, key=itemgetter(across))
-        parts, name = [row[probe] for row in own], own[0]["method"]
-        # a single document has no interval
-        reach = [
-            [abs(each.get(edge, each[value]) - each[value]) for each in parts]
+        if row["method"] == Dense.name and estimate != "kl":
+            axis.axhline(row[probe][estimate], **dense_line)
+    if estimate == "ratio" and any(row["method"] == Dense.name for row in rows):
+        axis.axhline(1, **dense_line)
+    drawn_rows = [row for row in results if row["method"] in styles]
+    is_timed = bool(drawn_rows) and all(row.get("over_dense") is not None for row in drawn_rows)
+    x_field = "step_share" if probe in probes.DECODES else "over_dense" if is_timed else "density"
+    for method_rows in grouped(drawn_rows, ["method"]):
+        method_rows = sorted(method_rows, key=itemgetter(x_field))
+        method = method_rows[0]["method"]
+        scores = [row[probe] for row in method_rows]
+        # scores of a single document have no interval
+        error_bars = [
+            [abs(score.get(edge, score[estimate]) - score[estimate]) for score in scores]
             for edge in (low, high)
         ]
-        heights = [each[value] for each in parts]
-        look = {"label": name, "linewidth": 1.2, **POINT, **looks[name]}
-        axis.errorbar([row[across] for row in own], heights, reach, **look)
-    if value == "share":
+        heights = [score[estimate] for score in scores]
+        style = {"label": method, "linewidth": 1.2, **POINT, **styles[method]}
+        axis.errorbar([row[x_field] for row in method_rows], heights, error_bars, **style)
+    if estimate == "share":
         axis.set_ylim(-0.04, 1.04)
-    # differences of methods and of kernels are some powers of ten apart
-    if value == "kl" and drawn_rows and all(row[probe][value] > 0 for row in drawn_rows):
+    # the KL of methods exceeds the KL of rounding by some powers of ten
+    if estimate == "kl" and drawn_rows and all(row[probe][estimate] > 0 for row in drawn_rows):
         axis.set_yscale("log", nonpositive="clip")
     left, right = axis.get_xlim()
-    # matched shares differ by less than is significant
-    missing = max(0.0, NARROWEST - (right - left)) / 2
-    axis.set_xlim(left - missing, right + missing)
-    axis.set_xlabel(ACROSS[across], fontsize=8)
+    # a narrow range would magnify insignificant differences of matched densities
+    margin = max(0.0, NARROWEST - (right - left)) / 2
+    axis.set_xlim(left - margin, right + margin)
+    axis.set_xlabel(ACROSS[x_field], fontsize=8)
     axis.grid(alpha=0.25)
 
 
-def _by_name(axis: Any, rows: Sequence[Row], titles: Mapping[str, str], looks: Looks) -> None:
-    """Draw shares with intervals by name, one marker per row; dense attention is a level.
+def _draw_tasks(axis: Any, rows: Sequence[Row], titles: Mapping[str, str], styles: Styles) -> None:
+    """Draw the share of right answers by task: a marker per row, and a dashed line for dense.
 
     Args:
-        titles: field of a row with a `SHARE` -> its title.
+        axis: the axes of the panel.
+        rows: rows of one text and length.
+        titles: task -> label of its tick.
+        styles: method -> line style.
     """
-    marked = [row for row in rows if row["method"] != Dense.name]
-    for place, name in enumerate(titles):
+    marked_rows = [row for row in rows if row["method"] != Dense.name]
+    for tick, name in enumerate(titles):
         for row in (row for row in rows if row.get(name) is not None):
             share, low, high = (row[name][field] for field in SHARE)
             if row["method"] == Dense.name:
-                edges = place - SPREAD, place + SPREAD
-                axis.hlines(share, *edges, "black", "--", label=Dense.name)
+                axis.hlines(
+                    y=share,
+                    xmin=tick - SPREAD,
+                    xmax=tick + SPREAD,
+                    colors="black",
+                    linestyles="--",
+                    label=Dense.name,
+                )
                 continue
-            step = (marked.index(row) + 0.5) / len(marked) - 0.5
-            look = {"label": row["method"], "linestyle": "", **POINT, **looks[row["method"]]}
-            reach = [[abs(low - share)], [abs(high - share)]]
-            axis.errorbar([place + 2 * SPREAD * step], [share], reach, **look)
+            # from -0.5 to 0.5
+            offset = (marked_rows.index(row) + 0.5) / len(marked_rows) - 0.5
+            style = {"label": row["method"], "linestyle": "", **POINT, **styles[row["method"]]}
+            error_bar = [[abs(low - share)], [abs(high - share)]]
+            axis.errorbar([tick + 2 * SPREAD * offset], [share], error_bar, **style)
     axis.set_xticks(range(len(titles)), titles.values(), fontsize=8)
     axis.set_xlim(-0.5, len(titles) - 0.5)
     axis.set_ylim(-0.04, 1.04)

@@ -14,7 +14,7 @@ from cab_hf.data.tasks import TASKS
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.fidelity_settings import OFF, TIME, kind_of
 from cab_hf.eval.intervals import compared_shares, mean_interval, mean_of_intervals, wilson
-from cab_hf.eval.methods import METHODS, Cab, Dense, Full, exact_readings, never_sparse
+from cab_hf.eval.methods import METHODS, Cab, Dense, Full, dense_row_sentences, never_sparse
 from cab_hf.eval.on_model import realised_density
 from cab_hf.eval.probes import (
     ALL_TASKS,
@@ -41,10 +41,10 @@ from cab_hf.eval.report import column, difference, digits, grouped, markdown_tab
 from cab_hf.experiment.markdown import plain
 
 CELL = ("method", "text", "length", "budget")
-cell_of = itemgetter(*CELL)
-place_of = itemgetter("text", "length")
+cell_of = itemgetter("method", "text", "length", "budget")
+text_key_of = itemgetter("text", "length")
 TIMES = ("predict_ms", "attend_ms", "dense_ms", "dense_kernel")
-# fields of a value of a row, and the edges of its interval
+# fields of a row for an estimate and the edges of its interval
 RATIO, KL = ("ratio", "ratio_low", "ratio_high"), ("kl", "kl_low", "kl_high")
 GROWTH = ("growth", "growth_low", "growth_high")
 
@@ -52,19 +52,20 @@ GROWTH = ("growth", "growth_low", "growth_high")
 # --- rows
 
 
-def usual(samples: Sequence[Row]) -> list[Row]:
-    """Return samples that read a text of its length in one pass, without repeated questions.
+def samples_for_density(samples: Sequence[Row]) -> list[Row]:
+    """Return the samples whose densities stand for a cell.
 
-    If there are none, return all samples with a density.
+    These samples read a whole text in one pass, and ask no question before the text. A cell without
+    such samples returns its samples of sparse prefill, or else of decoding.
     """
-    parts = [s for s in samples if s["probe"] != TIME]
-    read = [s for s in parts if s["probe"] not in DECODES] or parts
+    with_density = [s for s in samples if s["probe"] != TIME]
+    prefilled = [s for s in with_density if s["probe"] not in DECODES] or with_density
     unusual = (QUESTION_FIRST, CONTINUATION, ASKED, TURNS, *TASKS)
-    return [s for s in read if s["probe"] not in unusual] or read
+    return [s for s in prefilled if s["probe"] not in unusual] or prefilled
 
 
 def attention_ms(timed: Row) -> float:
-    """Return the attention time of a sample or row that was timed."""
+    """Return the milliseconds of block selection plus attention of a timed sample or row."""
     return timed["predict_ms"] + timed["attend_ms"]
 
 
@@ -74,7 +75,7 @@ def rows_of(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[st
     * Answers: the share of right answers with Wilson's interval, and the difference to dense with
       Newcombe's interval.
     * Perplexity: its ratio to dense, the geometric mean over documents with Student's interval.
-      Both compare texts that this method and dense attention have read.
+      Differences and ratios cover the questions that both the method and dense attention answered.
     * Tokens after a prompt: also the KL divergence per token, the mean over documents with
       Student's interval, and the share of tokens at which greedy decoding agrees with dense.
     * Decoding: also the KL divergence divided by that of `Full`, the noise floor.
@@ -85,65 +86,76 @@ def rows_of(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[st
     dense = {question_of(s): s for s in samples if s["method"] == Dense.name}
     cells = _cells_of(samples)
     rows = [_row(cell, dense) for cell in cells]
-    _mark_fewer(rows, cells)
-    _tell_means_of_tasks(rows)
-    _hold_against_floor(rows)
+    _record_missing_cases(rows, cells)
+    _add_task_means(rows)
+    _divide_by_noise_floor(rows)
     return rows
 
 
 def _cells_of(samples: Sequence[Row]) -> list[list[Row]]:
-    """Return the samples of each cell, by text, length, method and budget."""
+    """Return the samples of each cell, sorted by text, length, method and budget."""
     texts, kinds = list(dict.fromkeys(s["text"] for s in samples)), list(METHODS.values())
 
-    def place(cell: Sequence[Row]) -> tuple:
+    def sort_key(cell: Sequence[Row]) -> tuple:
         method, text, length, budget = cell_of(cell[0])
         kind, density = kind_of(method), budget if isinstance(budget, float) else 0.0
         return texts.index(text), length, kinds.index(kind), method != kind.name, density
 
-    return sorted(grouped(samples, *CELL), key=place)
+    return sorted(grouped(samples, CELL), key=sort_key)
 
 
-def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
-    method, read = members[0]["method"], usual(members)
-    row = {name: members[0][name] for name in (*CELL, "fitted")}
-    row |= {"density": fmean(s["density"] for s in read) if read else None, **_times(members)}
-    if never_sparse(kind_of(method), members):
+def _row(cell: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
+    """Return the row of one cell.
+
+    Args:
+        cell: all samples of the cell.
+        dense: question -> sample of dense attention.
+    """
+    method, density_samples = cell[0]["method"], samples_for_density(cell)
+    row = {name: cell[0][name] for name in (*CELL, "fitted")}
+    row["density"] = fmean(s["density"] for s in density_samples) if density_samples else None
+    row |= _times(cell)
+    if never_sparse(kind_of(method), cell):
         row["never_sparse"] = True
-    over = _density_over_match(members, read)
+    over = _density_over_match(cell, density_samples)
     if over is not None and abs(over - 1) > OFF:
         row["density_over_match"] = over
-    decoded = next((s for s in members if s["probe"] in DECODES), None)
+    decoded = next((s for s in cell if s["probe"] in DECODES), None)
     if decoded is not None:
         step_tokens = decoded["step_tokens"]
         row |= {"step_tokens": step_tokens, "step_share": step_tokens / decoded["length"]}
-    compared = {} if method == Dense.name else dense
+    reference = {} if method == Dense.name else dense
     for probe in PROBES:
-        own = [s for s in members if s["probe"] == probe]
-        pairs = [(s, compared[question_of(s)]) for s in own if question_of(s) in compared]
-        if own:
-            row[probe] = SCORED.get(probe, _answers)(own, pairs)
+        samples = [s for s in cell if s["probe"] == probe]
+        pairs = [(s, reference[question_of(s)]) for s in samples if question_of(s) in reference]
+        if samples:
+            row[probe] = SCORED.get(probe, _answers)(samples, pairs)
     return row
 
 
-def _density_over_match(members: Sequence[Row], read: Sequence[Row]) -> float | None:
-    """Return the density of sparse layers divided by the matched density; None without a match.
+def _density_over_match(cell: Sequence[Row], density_samples: Sequence[Row]) -> float | None:
+    """Return the density of sparse layers divided by the matched density.
 
-    A cache that keeps some tokens after a dense prefill has no sparse layer.
+    Returns None if the cell matches no density, or has no sparse layer. A method that drops keys
+    from the cache after a dense prefill has no sparse layer.
     """
-    fitted, by_time = members[0]["fitted"], {"fitted_config", "match_ms"}
-    if fitted is None or any(by_time & s.keys() for s in members):
+    fitted, fields_of_times = cell[0]["fitted"], {"fitted_config", "match_ms"}
+    if fitted is None or any(fields_of_times & s.keys() for s in cell):
         return None
-    if all(s.get("sparse_density") is None for s in read):
+    if all(s.get("sparse_density") is None for s in density_samples):
         return None
-    return realised_density(read) / fitted
+    return realised_density(density_samples) / fitted
 
 
-def _times(members: Sequence[Row]) -> dict[str, Any]:
-    """Return the attention time, absolute and relative to dense; None if it was not timed."""
-    timed = next((s for s in members if s["probe"] == TIME), None)
+def _times(cell: Sequence[Row]) -> dict[str, Any]:
+    """Return the attention time, absolute and relative to dense.
+
+    All fields are None if the attention of the cell was not timed.
+    """
+    timed = next((s for s in cell if s["probe"] == TIME), None)
     if timed is None:
         return dict.fromkeys((*TIMES, "over_dense"))
-    # older results contain the time of selection in plain PyTorch
+    # results of earlier versions have no predict_reported: they timed selection in plain PyTorch
     names = (*TIMES, "predict_reported")
     row = {name: timed[name] for name in names if name in timed}
     if "match_ms" in timed:
@@ -151,70 +163,89 @@ def _times(members: Sequence[Row]) -> dict[str, Any]:
     return {**row, "over_dense": attention_ms(timed) / timed["dense_ms"]}
 
 
-def _perplexity(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """Return perplexity over all tokens; its ratio compares the same documents equally."""
-    nll, count = (sum(s[name] for s in own) for name in ("nll", "count"))
-    fields = {"n": len(own), "tokens": count, "value": math.exp(nll / count)}
+# Each of the following functions scores the samples of one probe in one cell. ``pairs`` contains
+# (sample, sample of dense attention) for every question that both answered.
+
+
+def _perplexity(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
+    """Return the perplexity over all tokens, and its ratio to dense.
+
+    The ratio is the geometric mean over the documents of ``pairs``, equally weighted.
+    """
+    nll, count = (sum(s[name] for s in samples) for name in ("nll", "count"))
+    fields = {"n": len(samples), "tokens": count, "value": math.exp(nll / count)}
     if not pairs:
         return fields
-    means = [[s["nll"] / s["count"] for s in each] for each in zip(*pairs, strict=True)]
-    ratio = math.exp(fmean(means[0]) - fmean(means[1]))
+    means = [s["nll"] / s["count"] for s, _ in pairs]
+    dense_means = [base["nll"] / base["count"] for _, base in pairs]
+    ratio = math.exp(fmean(means) - fmean(dense_means))
     fields |= {"pairs": len(pairs), "ratio": ratio}
     if len(pairs) > 1:
-        _, low, high = mean_interval(*means)
+        _, low, high = mean_interval(means, dense_means)
         fields |= {"ratio_low": math.exp(low), "ratio_high": math.exp(high)}
     return fields
 
 
-def _continuation(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
+def _continuation(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
     """Return KL divergence per token, greedy agreement, and the result of `_perplexity`."""
-    means = [s["kl"] / s["count"] for s in own]
+    means = [s["kl"] / s["count"] for s in samples]
     fields = {"kl": fmean(means)}
-    if len(own) > 1:
+    if len(samples) > 1:
         _, low, high = mean_interval(means, [0.0] * len(means))
         # a divergence is never below 0
         fields |= {"kl_low": max(0.0, low), "kl_high": high}
-    agreed, count = (sum(s[name] for s in own) for name in ("agree", "count"))
-    return {**fields, "agreement": agreed / count, **_perplexity(own, pairs)}
+    agreed, count = (sum(s[name] for s in samples) for name in ("agree", "count"))
+    return {**fields, "agreement": agreed / count, **_perplexity(samples, pairs)}
 
 
-def _turns(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """Return `_continuation` of all turns and of each, and the KL growth over turns."""
+def _turns(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
+    """Return `_continuation` of all turns together and of each turn, and the growth of KL.
+
+    The growth is the mean KL per token of the last turn minus that of the first turn.
+    """
     turns = [
         _continuation(
-            [s["turns"][at] for s in own], [(s["turns"][at], b["turns"][at]) for s, b in pairs]
+            [s["turns"][turn] for s in samples],
+            [(s["turns"][turn], base["turns"][turn]) for s, base in pairs],
         )
-        for at in range(TURN_COUNT)
+        for turn in range(TURN_COUNT)
     ]
-    first, last = ([s["turns"][at]["kl"] / s["turns"][at]["count"] for s in own] for at in (0, -1))
-    fields = {"growth": fmean(last) - fmean(first)}
-    if len(own) > 1:
-        fields = dict(zip(GROWTH, mean_interval(last, first), strict=True))
-    return {**_continuation(own, pairs), "turns": turns, **fields}
+    first, last = (
+        [s["turns"][turn]["kl"] / s["turns"][turn]["count"] for s in samples] for turn in (0, -1)
+    )
+    growth = {"growth": fmean(last) - fmean(first)}
+    if len(samples) > 1:
+        growth = dict(zip(GROWTH, mean_interval(last, first), strict=True))
+    return {**_continuation(samples, pairs), "turns": turns, **growth}
 
 
-def _written(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """Count continuations equal to dense, and the tokens before the first difference."""
-    fields = {"n": len(own), "tokens": len(own[0]["written"])}
+def _written(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
+    """Count the continuations that equal dense, and the tokens before the first difference."""
+    fields = {"n": len(samples), "tokens": len(samples[0]["written"])}
     if not pairs:
         return fields
-    alike = [common_prefix_length(s["written"], base["written"]) for s, base in pairs]
+    prefixes = [common_prefix_length(s["written"], base["written"]) for s, base in pairs]
     equal = sum(s["written"] == base["written"] for s, base in pairs)
     low, high = wilson(equal, len(pairs))
     fields |= {"pairs": len(pairs), "equal": equal, "low": low, "high": high}
-    return {**fields, "share": equal / len(pairs), "prefix": fmean(alike)}
+    return {**fields, "share": equal / len(pairs), "prefix": fmean(prefixes)}
 
 
-def _answers(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """Return right answers over all keys; only keys that both were asked for are compared."""
-    both = [keys for s, base in pairs for keys in zip(s["right"], base["right"], strict=True)]
-    fields = compared_shares([each for s in own for each in s["right"]], both)
-    if both:
-        ours, base = map(sum, zip(*both, strict=True))
-        fields["ratio"] = ours / base if base else None
+def _answers(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
+    """Return the share of right answers over all keys, and its difference and ratio to dense."""
+    outcomes = [right for s in samples for right in s["right"]]
+    paired_outcomes = [
+        outcome for s, base in pairs for outcome in zip(s["right"], base["right"], strict=True)
+    ]
+    fields = compared_shares(outcomes, paired_outcomes)
+    if paired_outcomes:
+        num_right = sum(right for right, _ in paired_outcomes)
+        num_dense_right = sum(dense_right for _, dense_right in paired_outcomes)
+        fields["ratio"] = num_right / num_dense_right if num_dense_right else None
     return fields
 
 
+# probe -> function that scores its samples; `_answers` scores all other probes
 SCORED: dict[str, Callable[..., dict[str, Any]]] = {
     **dict.fromkeys(PERPLEXITIES, _perplexity),
     **dict.fromkeys((CONTINUATION, DECODE), _continuation),
@@ -222,48 +253,63 @@ SCORED: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-def _hold_against_floor(rows: Sequence[dict[str, Any]]) -> None:
-    """Divide the KL of decoding by that of `Full` on the same texts, if it exists."""
+def _divide_by_noise_floor(rows: Sequence[dict[str, Any]]) -> None:
+    """Add ``over_floor``: the KL of decoding divided by that of `Full` on the same text and length.
+
+    `Full` keeps every block, so its KL is the rounding noise of the kernels.
+    """
     decoded = [row for row in rows if row.get(DECODE) and row["method"] != Dense.name]
-    floors = {place_of(row): row[DECODE]["kl"] for row in decoded if row["method"] == Full.name}
+    floors = {text_key_of(row): row[DECODE]["kl"] for row in decoded if row["method"] == Full.name}
     for row in decoded:
-        floor = floors.get(place_of(row), 0.0)
+        floor = floors.get(text_key_of(row), 0.0)
         if floor > 0:
             row[DECODE]["over_floor"] = row[DECODE]["kl"] / floor
 
 
-def _tell_means_of_tasks(rows: Sequence[dict[str, Any]]) -> None:
-    """Add the mean over tasks to rows that have all tasks of other rows of their text."""
-    for alike in grouped(rows, "text", "length"):
-        asked = [name for name in TASKS if any(name in row for row in alike)]
-        for row in alike:
-            if asked and row.keys() >= {*asked}:
-                row[ALL_TASKS] = _mean_of_tasks([row[name] for name in asked])
+def _add_task_means(rows: Sequence[dict[str, Any]]) -> None:
+    """Add the mean over tasks to each row.
+
+    The mean covers all tasks that some row of the same text and length has. Rows without one of
+    these tasks get no mean.
+    """
+    for group in grouped(rows, ["text", "length"]):
+        tasks = [name for name in TASKS if any(name in row for row in group)]
+        for row in group:
+            if tasks and row.keys() >= {*tasks}:
+                row[ALL_TASKS] = _mean_of_tasks([row[name] for name in tasks])
 
 
 def _mean_of_tasks(results: Sequence[Row]) -> dict[str, Any]:
     """Return the mean over tasks of the results of `_answers`, equally weighted."""
-    shown = {"n": len(results)}
+    mean = {"n": len(results)}
     for names in (("share", "low", "high"), ("delta", "delta_low", "delta_high")):
         if all(names[0] in result for result in results):
-            parts = [tuple(map(result.get, names)) for result in results]
-            shown |= dict(zip(names, mean_of_intervals(parts), strict=True))
-    return shown
+            intervals = [tuple(map(result.get, names)) for result in results]
+            mean |= dict(zip(names, mean_of_intervals(intervals), strict=True))
+    return mean
 
 
-def _mark_fewer(rows: Sequence[dict[str, Any]], cells: Sequence[Sequence[Row]]) -> None:
-    """Record in ``fewer`` which probes of a row have fewer cases than other rows, ``6 of 20``.
+def _record_missing_cases(rows: Sequence[dict[str, Any]], cells: Sequence[Sequence[Row]]) -> None:
+    """Add ``fewer`` to rows with missing cases: probe -> ``6 of 20``.
 
-    Other rows are those of its text and length. The run of such a row was stopped, or continued for
-    other methods alone.
+    A row misses cases if another row of the same text and length has more cases of the probe. The
+    run was stopped, or continued for some methods only.
+
+    Args:
+        rows: one row per cell.
+        cells: the samples of each row.
     """
-    counts = [Counter((*place_of(s), s["probe"]) for s in cell) for cell in cells]
-    most: Counter = Counter()
+    counts = [Counter((*text_key_of(s), s["probe"]) for s in cell) for cell in cells]
+    largest_counts: Counter = Counter()
     for count in counts:
-        # the maximum of both
-        most |= count
+        # | of counters is their maximum
+        largest_counts |= count
     for row, count in zip(rows, counts, strict=True):
-        fewer = {at[-1]: f"{n} of {most[at]}" for at, n in count.items() if n < most[at]}
+        fewer = {
+            probe: f"{cases} of {largest_counts[text, length, probe]}"
+            for (text, length, probe), cases in count.items()
+            if cases < largest_counts[text, length, probe]
+        }
         if fewer:
             row["fewer"] = fewer
 
@@ -272,78 +318,110 @@ def _mark_fewer(rows: Sequence[dict[str, Any]], cells: Sequence[Sequence[Row]]) 
 
 
 def tables_of(rows: Sequence[Row]) -> dict[str, str]:
-    """Return one table per text; empty columns are left out."""
-    shown = {
+    """Return heading -> table, one table per text, without empty columns."""
+    columns = {
         heading: write
-        for heading, (probe, write) in COLUMNS.items()
-        if probe is None or any(row.get(probe) for row in rows)
+        for heading, (field, write) in COLUMNS.items()
+        if field is None or any(row.get(field) for row in rows)
     }
     return {
-        f"On {plain(own[0]['text'])}": markdown_table(own, shown) for own in grouped(rows, "text")
+        f"On {plain(group[0]['text'])}": markdown_table(group, columns)
+        for group in grouped(rows, ["text"])
     }
+
+
+def _estimate(
+    result: Row, names: tuple[str, str, str], write: Callable[[float], str | None]
+) -> str:
+    """Format an estimate and its interval, which the fields ``names`` of a result contain."""
+    value, low, high = (result.get(name) for name in names)
+    return with_interval(value, low, high, write)
 
 
 def _share(result: Row) -> str:
+    """Return the share of right answers with its interval."""
     return with_interval(result["share"], result["low"], result["high"])
 
 
 def _ratio(result: Row) -> str | None:
-    """Return the ratio to dense attention with its interval, or None."""
-    if result.get("ratio") is None:
-        return None
-    return with_interval(*map(result.get, RATIO), "{:.3f}".format)
+    """Return the ratio to dense attention with its interval; None without a ratio."""
+    return None if result.get("ratio") is None else _estimate(result, RATIO, "{:.3f}".format)
 
 
 def _divergence(result: Row) -> str:
-    """Return KL per token, with its interval if there is one."""
-    return with_interval(*map(result.get, KL), digits)
+    """Return the KL divergence per token, and its interval unless there is none."""
+    return _estimate(result, KL, digits)
+
+
+def _growth(result: Row) -> str:
+    """Return the KL of the last turn minus that of the first, with its interval."""
+    return _estimate(result, GROWTH, "{:+.2g}".format)
 
 
 def _agreement(result: Row) -> str:
+    """Return the share of tokens at which greedy decoding agrees with dense."""
     return f"{result['agreement']:.3f}"
 
 
-def _listed(turns: Sequence[Row], write: Callable[[Row], str]) -> str:
-    return ", ".join(map(write, turns))
+def _by_turn(result: Row, write: Callable[[Row], str]) -> str:
+    """Return the formatted results of all turns, separated by commas."""
+    return ", ".join(map(write, result["turns"]))
 
 
 def _equal(result: Row) -> str | None:
-    """Return ``34 of 100`` if continuations are compared with those of dense."""
+    """Return the continuations that equal dense, such as ``34 of 100``; None without dense."""
     return f"{result['equal']} of {result['pairs']}" if "pairs" in result else None
 
 
 def _prefix(result: Row) -> str | None:
+    """Return the mean tokens before the first difference to dense; None without dense."""
     return f"{result['prefix']:.0f} of {result['tokens']}" if "pairs" in result else None
 
 
 def _milliseconds(row: Row) -> str | None:
-    """Return attention ms ``12.3 (1.20 + 11.1)``: selecting and attending; ~ marks reports."""
+    """Return attention ms as ``total (selection + attention)``; None if attention was not timed.
+
+    ~ marks a selection time that was taken from a publication instead of measured.
+    """
     if row.get("attend_ms") is None:
         return None
-    about = "~" if "predict_reported" in row else ""
-    parts = f"{about}{digits(row['predict_ms'])} + {digits(row['attend_ms'])}"
-    return f"{digits(attention_ms(row))} ({parts})"
+    mark = "~" if "predict_reported" in row else ""
+    stages = f"{mark}{digits(row['predict_ms'])} + {digits(row['attend_ms'])}"
+    return f"{digits(attention_ms(row))} ({stages})"
 
 
 def _over_dense(row: Row) -> str | None:
+    """Return the attention time divided by dense, and the dense kernel; None without times."""
     over = row.get("over_dense")
     return None if over is None else f"{over:.2f} {row['dense_kernel']}"
 
 
 def _of(probe: str, write: Callable[[Row], str | None]) -> tuple[str, Callable[[Row], Any]]:
-    """Return a column of a probe: the probe, and a function from row to text."""
+    """Return a column of `COLUMNS`: the probe, and a function from row to cell.
+
+    Args:
+        probe: name of the probe.
+        write: formats the result of the probe.
+    """
     return probe, column(write, probe)
 
 
 def _right(probe: str, heading: str, mark: str = " [95 %]") -> dict[str, tuple]:
-    """Return the two columns of a probe of answers; ``mark`` follows the heading of the first."""
+    """Return two columns for a probe with right answers: the share, and the difference to dense.
+
+    Args:
+        probe: name of the probe.
+        heading: heading of both columns.
+        mark: suffix of the first heading.
+    """
     return {
         f"{heading}{mark}": _of(probe, _share),
         f"{heading}, difference to dense": _of(probe, difference),
     }
 
 
-# heading -> the probe or time that a row must have, and a function from row to text
+# heading -> (field, function from row to cell); the column is shown if a row has the field, or
+# always if the field is None
 COLUMNS = {
     **{name: (None, name) for name in ("method", "length", "budget", "density")},
     "KL after the prompt": _of(CONTINUATION, _divergence),
@@ -351,11 +429,9 @@ COLUMNS = {
     "perplexity after the prompt / dense": _of(CONTINUATION, _ratio),
     **_right(ASKED, "recall after the prompt", ""),
     "KL over turns": _of(TURNS, _divergence),
-    "KL, turn by turn": _of(TURNS, lambda result: _listed(result["turns"], _divergence)),
-    f"turn {TURN_COUNT} minus turn 1": _of(
-        TURNS, lambda result: with_interval(*map(result.get, GROWTH), "{:+.2g}".format)
-    ),
-    "agreement, turn by turn": _of(TURNS, lambda result: _listed(result["turns"], _agreement)),
+    "KL, turn by turn": _of(TURNS, lambda result: _by_turn(result, _divergence)),
+    f"turn {TURN_COUNT} minus turn 1": _of(TURNS, _growth),
+    "agreement, turn by turn": _of(TURNS, lambda result: _by_turn(result, _agreement)),
     "keys per step": ("step_tokens", column(lambda tokens: f"{tokens:,.0f}", "step_tokens")),
     "KL of decoding": _of(DECODE, _divergence),
     "KL / noise floor": _of(DECODE, lambda result: digits(result.get("over_floor"))),
@@ -377,19 +453,20 @@ COLUMNS = {
     "block-start perplexity / dense [95 %]": _of(PERPLEXITY_BORDER, _ratio),
     **_right(ALL_TASKS, "mean of tasks"),
     **{
-        heading: shown
+        heading: task_column
         for name, task in TASKS.items()
-        for heading, shown in _right(name, task.title).items()
+        for heading, task_column in _right(name, task.title).items()
     },
 }
+
 # --- sentences
 
 
 def readings_of(rows: Sequence[Row]) -> list[str]:
     """Summarise CAB's differences to dense per text at the greatest length, and list exceptions.
 
-    Exceptions are budgets that miss the match, missing cases, and methods that were dense
-    attention.
+    Exceptions are budgets that miss the matched value, missing cases, and methods that attended
+    densely.
     """
     cab = {}
     for row in rows:
@@ -405,45 +482,50 @@ def readings_of(rows: Sequence[Row]) -> list[str]:
         "over_match": f"No budget matches the time within {OFF:.0%}",
         "density_over_match": f"The density misses the matched density by over {OFF:.0%}",
     }
-    sentences = [
-        (sentence, [f"{_where(row)} ({row[field]:.2f} ×)" for row in rows if _is_off(row, field)])
-        for field, sentence in off.items()
+    exceptions = [
+        (problem, [f"{_where(row)} ({row[field]:.2f} ×)" for row in rows if _is_off(row, field)])
+        for field, problem in off.items()
     ]
     fewer = {_where(row): dict.fromkeys(row["fewer"].values()) for row in rows if "fewer" in row}
     fewer = [f"{where} ({' or '.join(cases)})" for where, cases in fewer.items()]
-    sentences.append(("Measured in fewer cases than other rows", fewer))
-    named = [f"{sentence}: {', '.join(which)}." for sentence, which in sentences if which]
-    return [*cab.values(), *named, *exact_readings(rows)]
+    exceptions.append(("Measured in fewer cases than other rows", fewer))
+    sentences = [f"{problem}: {', '.join(cells)}." for problem, cells in exceptions if cells]
+    return [*cab.values(), *sentences, *dense_row_sentences(rows)]
 
 
 def _is_off(row: Row, field: str) -> bool:
+    """Return True if the ratio in ``field`` differs from 1 by more than the tolerance `OFF`."""
     return abs(row.get(field, 1.0) - 1) > OFF
 
 
 def _where(row: Row) -> str:
-    """Describe a row in a sentence."""
+    """Return a phrase with method, text, length and budget of a row."""
     budget = f" and budget {row['budget']}" if isinstance(row["budget"], float) else ""
     return f"{row['method']} on {plain(row['text'])} at {row['length']} tokens{budget}"
 
 
 def _changes(row: Row, rows: Sequence[Row]) -> list[str]:
-    """List the differences of a method to dense, one phrase each; empty without comparisons."""
+    """Return the differences of a row to dense, one phrase each; [] if dense was not measured.
+
+    Args:
+        row: the row of a method.
+        rows: all rows; those of `Full` contain the differences that come from the kernels alone.
+    """
     phrases = []
-    behind, turned, decoded, written = (
+    continuation, turns, decoded, written = (
         row[probe] if row.get(probe, {}).get("pairs") else None for probe in OWN_PHRASES
     )
-    if behind:
-        # differences of the sparse path at full budget
-        full = [x for x in rows if x["method"] == Full.name and place_of(x) == place_of(row)]
-        noise = [digits(each[CONTINUATION]["kl"]) for each in full if each.get(CONTINUATION)]
+    if continuation:
+        full = [x for x in rows if x["method"] == Full.name and text_key_of(x) == text_key_of(row)]
+        noise = [digits(x[CONTINUATION]["kl"]) for x in full if x.get(CONTINUATION)]
         noise_note = f" (kernels alone: {noise[0]})" if noise else ""
         phrases += [
-            f"KL after the prompt {_divergence(behind)} per token{noise_note}",
-            f"greedy agreement {behind['agreement']:.1%}",
-            f"perplexity after the prompt × {_ratio(behind)}",
+            f"KL after the prompt {_divergence(continuation)} per token{noise_note}",
+            f"greedy agreement {continuation['agreement']:.1%}",
+            f"perplexity after the prompt × {_ratio(continuation)}",
         ]
-    if turned:
-        first, *_, last = map(_divergence, turned["turns"])
+    if turns:
+        first, *_, last = map(_divergence, turns["turns"])
         phrases.append(f"KL per token {first} in turn 1 and {last} in turn {TURN_COUNT} of a chat")
     if decoded:
         over = decoded.get("over_floor")
@@ -456,15 +538,17 @@ def _changes(row: Row, rows: Sequence[Row]) -> list[str]:
         phrases.append(f"equal continuations: {_equal(written)}")
     for probe in (*PROBES, ALL_TASKS):
         if row.get(probe) and probe not in (*OWN_PHRASES, *TASKS):
-            ratio = probe in PERPLEXITIES
-            change = _ratio(row[probe]) if ratio else difference(row[probe])
-            name = SAID.get(probe, probe.replace("_", " "))
-            phrases += [f"{name} {'× ' if ratio else ''}{change}"] if change else []
+            is_ratio = probe in PERPLEXITIES
+            change = _ratio(row[probe]) if is_ratio else difference(row[probe])
+            name = PHRASES.get(probe, probe.replace("_", " "))
+            phrases += [f"{name} {'× ' if is_ratio else ''}{change}"] if change else []
     return phrases
 
 
+# probes for which `_changes` has phrases of several numbers
 OWN_PHRASES = (CONTINUATION, TURNS, DECODE, GREEDY)
-SAID = {
+# other probes whose phrase differs from the name of the probe
+PHRASES = {
     ASKED: "recall after the prompt",
     DECODE_ASKED: "recall in decoding",
     RECALL: "recall in the prompt",

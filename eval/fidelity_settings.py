@@ -17,7 +17,7 @@ from cab_hf.data.tasks import TASKS
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.eval.haystack import read_sentences
 from cab_hf.eval.long_run import MATCH, LongRunSettings
-from cab_hf.eval.methods import CACHES, METHODS, Cab, Method, Published, known
+from cab_hf.eval.methods import CACHES, METHODS, Cab, Method, Published, with_known_predictor
 from cab_hf.eval.probes import (
     ALL_TASKS,
     ASKED,
@@ -45,9 +45,11 @@ from cab_hf.experiment.settings import (
     require,
 )
 
-# quantities that can be matched, and the tolerance
-DENSITY, TIME, OFF = "density", "time", 0.05
-FIELD = re.compile(r",(?=\s*\w+\s*=)")  # between two assignments: their values may contain commas
+# quantities that can be matched
+DENSITY, TIME = "density", "time"
+OFF = 0.05  # tolerance of a match, relative to the matched value
+# the comma before the next assignment; commas inside a value are no separators
+FIELD = re.compile(r",(?=\s*\w+\s*=)")
 NAME = re.compile(r"[\w.-]+")
 YAML = (".yaml", ".yml")
 
@@ -58,10 +60,14 @@ def parse_budget(text: str) -> str | float:
 
 
 def cab_config(text: str | Mapping[str, Any]) -> CabConfig:
-    """Return the CabConfig of ``field=value,field=value`` or a JSON file, sparse at any length.
+    """Return the config of a variant, sparse at any length unless the fields set ``min_length``.
+
+    Args:
+        text: ``field=value,field=value``, the path of a JSON file, or the fields as a mapping. A
+            JSON file always gets min_length 0.
 
     Raises:
-        ValueError: the file does not exist, or the fields are no fields of CabConfig.
+        ValueError: the file does not exist, or a name is no field of CabConfig.
     """
     if isinstance(text, Mapping):
         return CabConfig.from_dict({"min_length": 0, **text})
@@ -72,12 +78,15 @@ def cab_config(text: str | Mapping[str, Any]) -> CabConfig:
     except (OSError, ValueError) as error:
         raise ValueError(f"variant must name a JSON file of CabConfig fields ({error}).") from None
     fields = content.get("cab_config", content) if isinstance(content, dict) else content
-    # a saved config has a min_length for the prompts of users
+    # a saved config has the min_length of a deployment, which may exceed the lengths of the run
     return CabConfig.from_dict(fields).changed(min_length=0)
 
 
 def parse_variant(text: str) -> dict[str, Any]:
-    """Parse ``NAME=...`` or a YAML file of several to name -> argument of `cab_config`.
+    """Return name -> argument of `cab_config` for one value of ``--variant``.
+
+    Args:
+        text: ``NAME=...``, or the path of a YAML file with fields below each name.
 
     Raises:
         ValueError: the file does not exist, or contains no configurations by name.
@@ -89,9 +98,9 @@ def parse_variant(text: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(Path(text).read_text("utf-8-sig"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        why = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         raise ValueError(
-            f"variant must be a YAML file of configurations, got {text} ({why})."
+            f"variant must be a YAML file of configurations, got {text} ({reason})."
         ) from None
     by_name = isinstance(content, Mapping) and content
     if not by_name or not all(isinstance(fields, Mapping) for fields in content.values()):
@@ -103,7 +112,7 @@ def parse_variant(text: str) -> dict[str, Any]:
 
 
 def without_folder(variant: str) -> str:
-    """Return a ``--variant`` as results record it: a file without its folder."""
+    """Return a value of ``--variant`` without the folder of its file, as results record it."""
     if variant.endswith(YAML):
         return Path(variant).name
     name, value = parse_assignment(variant)
@@ -111,7 +120,7 @@ def without_folder(variant: str) -> str:
 
 
 def spell_texts(texts: Sequence[str | Mapping[str, str]]) -> str:
-    """Return texts as typed on a command line, from settings or records."""
+    """Return the value of ``--texts`` on a command line, from settings or recorded texts."""
     return ",".join(text["name"] if isinstance(text, Mapping) else text for text in texts)
 
 
@@ -122,7 +131,7 @@ def kind_of(method: str) -> type[Method]:
 
 @dataclass(frozen=True)
 class Settings(LongRunSettings):
-    """Settings of a run. None means a default that depends on the device."""
+    """Settings of a run. None: a default that depends on the device."""
 
     methods: tuple[str, ...] | None = by_device(
         ("dense", "full", "cab", "published", "streaming", "random", "antidiagonal"),
@@ -188,8 +197,10 @@ class Settings(LongRunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        named = ((*TASKS,) if probe == ALL_TASKS else (probe,) for probe in self.probes)
-        object.__setattr__(self, "probes", tuple(dict.fromkeys(chain(*named))))
+        probes = chain.from_iterable(
+            (*TASKS,) if probe == ALL_TASKS else (probe,) for probe in self.probes
+        )
+        object.__setattr__(self, "probes", tuple(dict.fromkeys(probes)))
         self._check_methods_and_budgets(partial(require, self))
         self._check_texts_and_probes(partial(require, self))
         self._check_lengths(partial(require, self))
@@ -197,23 +208,23 @@ class Settings(LongRunSettings):
     def _check_methods_and_budgets(self, check: partial) -> None:
         self.check_methods()
         for method in (name for name in self.methods if kind_of(name).dense_prefill):
-            dense = f"without {method} if no probe decodes, because its prefill is dense"
-            check("methods", self.decoding, dense, method)
-            whole = f"0 with {method}, which reads a prompt in one call"
-            check("prefill_chunk", not self.prefill_chunk, whole)
+            accepted = f"without {method} if no probe decodes, because its prefill is dense"
+            check("methods", self.decoding, accepted, method)
+            accepted = f"0 with {method}, which reads a prompt in one call"
+            check("prefill_chunk", not self.prefill_chunk, accepted)
         # a text of one token has no token to predict
         check("lengths", self.lengths and min(self.lengths) > 1, "numbers of tokens, 2 or more")
         check("prefill_chunk", self.prefill_chunk >= 0, "0 or more")
         densities = [budget for budget in self.budgets if budget != MATCH]
-        fits = self.budgets and all(0 < density <= 1 for density in densities)
-        check("budgets", fits, f"{MATCH} or densities in (0, 1]")
+        is_valid = self.budgets and all(0 < density <= 1 for density in densities)
+        check("budgets", is_valid, f"{MATCH} or densities in (0, 1]")
         check("equal", self.equal in (DENSITY, TIME), f"{DENSITY} or {TIME}")
-        alone = self.equal == DENSITY or self.budgets == (MATCH,)
-        check("budgets", alone, f"{MATCH} with --equal {TIME}")
-        # raises an error for bad fields before the run instead of during it
+        is_valid = self.equal == DENSITY or self.budgets == (MATCH,)
+        check("budgets", is_valid, f"{MATCH} with --equal {TIME}")
+        # `configs` also raises an error for fields that CabConfig refuses, before the run starts
         check("match", self.match in self.configs, f"one of {', '.join(self.configs)}")
-        there = MATCH not in self.budgets or self.match in self.compared
-        self.check_match("budgets", self.match, there)
+        is_available = MATCH not in self.budgets or self.match in self.compared
+        self.check_match("budgets", self.match, is_available)
         caches = [name for name in self.methods if name in CACHES] if self.decoding else []
         check(
             "match",
@@ -222,8 +233,8 @@ class Settings(LongRunSettings):
         )
 
     def _check_texts_and_probes(self, check: partial) -> None:
-        others = self.asked or set(self.probes) - {*WITH_KEYS_ASKED}
-        check("asked", others, "at least 1 if all probes ask for keys")
+        has_questions = self.asked or set(self.probes) - {*WITH_KEYS_ASKED}
+        check("asked", has_questions, "at least 1 if all probes ask for keys")
         for probe in self.probes:
             check("probes", probe in PROBES, f"one or more of {', '.join(PROBES)}", probe)
         check("probes", self.probes, "at least one name")
@@ -236,20 +247,20 @@ class Settings(LongRunSettings):
             )
         for text in filter(NOISE.__ne__, self.texts):
             read_sentences("texts", text)
-        distinct = self.texts and len(self.files) == len(self.texts)
-        check("texts", distinct, "at least one, with different names without folder and suffix")
+        are_distinct = self.texts and len(self.files) == len(self.texts)
+        check("texts", are_distinct, "at least one, with different names without folder and suffix")
         counts = ("depths", "pass_samples", "task_samples", "documents", "continuations")
         for name in (*counts, "decoded", "written"):
             check(name, getattr(self, name) > 0, "at least 1")
         check("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
         check("asked", 0 <= self.asked <= len(NAMES), f"0 to {len(NAMES)}")
-        complete = all(self.border % config.query_block == 0 for config in self.configs.values())
-        borders = complete or not {RECALL_BORDER, PERPLEXITY_BORDER} & set(self.probes)
-        of = f"without probes at block starts if query blocks do not divide {self.border}"
-        check("probes", borders, of)
+        has_borders = all(self.border % config.query_block == 0 for config in self.configs.values())
+        accepted = f"without probes at block starts if query blocks do not divide {self.border}"
+        needs_borders = {RECALL_BORDER, PERPLEXITY_BORDER} & set(self.probes)
+        check("probes", has_borders or not needs_borders, accepted)
 
     def _check_lengths(self, check: partial) -> None:
-        # an eighth of the text may be decoded
+        # a text consists of its prompt and at most 1 / CONTINUED_SHARE of decoded tokens
         prompt = min(self.lengths) * (CONTINUED_SHARE - 1) // CONTINUED_SHARE
         for config in self.configs.values() if self.decoding else ():
             check(
@@ -271,38 +282,49 @@ class Settings(LongRunSettings):
 
     @cached_property
     def files(self) -> dict[str, str | None]:
-        """The file of each text by its short name; None for noise."""
+        """Name of each text -> path of its file; None for noise.
+
+        The name is that of the file without folder and suffix.
+        """
         return {Path(text).stem: None if text == NOISE else text for text in self.texts}
 
     @property
     def border(self) -> int:
+        """Distance in tokens of positions at which query blocks of all configs start."""
         return border_of(config.query_block for config in self.configs.values())
 
     @property
     def decoding(self) -> set[str]:
-        """The probes in which methods decode, sparsely if they support it."""
+        """The probes of the run in which methods decode."""
         return {*self.probes} & {*DECODES}
 
     @cached_property
     def configs(self) -> dict[str, CabConfig]:
         """The configs by method: ``cab`` from ``--cab``, and ``cab:NAME`` from ``--variant``."""
         chosen = {Cab.name: CabConfig.from_dict({"min_length": 0, **self.cab_fields})}
-        given_by_name = chain.from_iterable(parse_variant(x).items() for x in self.variant)
-        for name, given in given_by_name:
-            accepted = "NAME=field=value,... or NAME=FILE.json"
-            fits = NAME.fullmatch(name) and isinstance(given, (str, Mapping)) and given
-            require(self, "variant", fits, accepted, f"{name}={given}")
-            chosen[f"{Cab.name}:{name}"] = cab_config(given)
-        return {name: known(config) for name, config in chosen.items()}
+        variants = chain.from_iterable(parse_variant(text).items() for text in self.variant)
+        for name, fields in variants:
+            require(
+                settings=self,
+                name="variant",
+                holds=NAME.fullmatch(name) and isinstance(fields, (str, Mapping)) and fields,
+                accepted="NAME=field=value,... or NAME=FILE.json",
+                value=f"{name}={fields}",
+            )
+            chosen[f"{Cab.name}:{name}"] = cab_config(fields)
+        return {name: with_known_predictor(config) for name, config in chosen.items()}
 
     @cached_property
     def chunk(self) -> int:
-        """The tokens after a prompt that are read at once: too few for any config to be sparse."""
+        """The number of tokens after a prompt that are read per call.
+
+        The number is smaller than every query block, so that no config attends sparsely.
+        """
         smallest = min(config.query_block for config in self.configs.values())
         return min(CHUNK, smallest - 1, CabConfig.published().query_block - 1)
 
     @cached_property
     def compared(self) -> tuple[str, ...]:
-        """All methods; methods that match a budget come after the method that sets it."""
+        """All methods; methods that match a budget come after the matched method."""
         others = [name for name in self.configs if name != Cab.name]
         return tuple(sorted((*self.methods, *others), key=lambda name: kind_of(name).matched))

@@ -1,8 +1,9 @@
-"""Estimate the longest prompts of a model that fit on a GPU, from its config alone.
+"""Estimate the longest prompts of a model that fit on a GPU, from the model's config alone.
 
-The model is called on torch's meta device, where tensors have shapes and no memory. The estimate
-counts live bytes: the keys and values that each layer caches, the bytes when a layer attends, and
-the peak. All grow with the number of tokens. The memory for CAB's block selection is added.
+The model runs on torch's meta device, where tensors have shapes and no memory. The estimate counts
+the bytes of live tensors: cached keys and values per layer, tensors at the start of a layer's
+attention, and the peak. All counts are scaled to other numbers of tokens. The memory for CAB's
+block selection is added.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ from cab_hf.selection.compact import LIST_BYTES
 from cab_hf.selection.tiles import SCRATCH_BYTES
 
 DYNAMIC, STATIC, OFFLOADED = CACHES = ("dynamic", "static", "offloaded")
-COUNTING = "cab_counting"  # the attention that computes nothing
+COUNTING = "cab_counting"  # name of an attention function that counts bytes and computes nothing
 TOKENS = 2**13  # tokens of the counted call: so long that the logits of one token are negligible
-STEP = 128  # lengths are multiples of it
-MOST = 2**31 // STEP
+STEP = 128  # tokens of which estimated lengths are multiples
+MOST = 2**31 // STEP  # largest estimated length, in steps
 FRAGMENTS = (
     "Whole prompts need PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment; "
     "without it the longest prompts that ran were a sixth shorter."
@@ -57,7 +58,7 @@ CUDA_GIB = 0.6  # GiB of a GPU that no tensor can use, on an H100 and an H200
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of the command. A ValueError contains the name of the option."""
+    """Options of the command."""
 
     model: str = option("", "name or folder of the model; only its config is read")
     gpu_gib: float = option(24.0, "GiB of memory of the GPU", float)
@@ -70,45 +71,52 @@ class Settings:
         require(self, "chunk", self.chunk > 0, "at least 1")
 
 
-class Alive(TorchDispatchMode):
-    """A dispatch mode that counts bytes of tensors made inside.
+class LiveBytes(TorchDispatchMode):
+    """A dispatch mode that counts the bytes of live tensors.
 
     Attributes:
-        now, most: bytes of live tensors, and their peak.
-        attending: the peak at the start of a layer's attention.
+        now: bytes of live tensors, without the weights of the model.
+        most: the peak of ``now``.
+        attending: the largest value of ``now`` at the start of a layer's attention.
         heads: (query heads, KV heads, head dim) of each kind of layer that has attended.
-        output, pair: the largest bytes of an attention output, and of its keys and values.
+        output: bytes of the largest attention output.
+        pair: bytes of the largest keys and values of a layer together.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.now = self.most = self.attending = self.output = self.pair = 0
         self.heads: set[tuple[int, int, int]] = set()
-        # weights and their views are counted separately
-        kept = (*model.parameters(), *model.buffers())
-        self._known = {x.untyped_storage()._cdata for x in kept}
+        # storages that are not counted again: weights, of which views may be created, and storages
+        # of live tensors
+        weights = (*model.parameters(), *model.buffers())
+        self._storages = {x.untyped_storage()._cdata for x in weights}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for x in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
             if isinstance(x, Tensor):
                 self._add(x.untyped_storage())
-        return made
+        return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._known:
+        """Count the bytes of a storage until it is freed."""
+        if storage._cdata in self._storages:
             return
-        self._known.add(storage._cdata)
+        self._storages.add(storage._cdata)
         self.now += storage.nbytes()
         self.most = max(self.most, self.now)
         weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
 
     def _drop(self, key: int, size: int) -> None:
-        self._known.discard(key)
+        self._storages.discard(key)
         self.now -= size
 
     def attend(self, _: Any, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any) -> Any:
-        """Return an attention output of the right shape."""
+        """Record the inputs of a layer's attention, and return an output of the right shape.
+
+        The signature is that of transformers' attention functions.
+        """
         self.attending = max(self.attending, self.now)
         self.heads.add((q.shape[1], k.shape[1], q.shape[3]))
         out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
@@ -117,22 +125,29 @@ class Alive(TorchDispatchMode):
 
 
 @contextmanager
-def counting(model: Any) -> Iterator[Alive]:
-    """Make ``model`` attend by `Alive.attend` inside the block."""
+def counting(model: Any) -> Iterator[LiveBytes]:
+    """Count bytes inside the block; `LiveBytes.attend` replaces the attention of ``model``."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    counted = Alive(model)
-    ALL_ATTENTION_FUNCTIONS[COUNTING] = counted.attend
+    live_bytes = LiveBytes(model)
+    ALL_ATTENTION_FUNCTIONS[COUNTING] = live_bytes.attend
     try:
         model.set_attn_implementation(COUNTING)
-        with torch.no_grad(), counted:
-            yield counted
+        with torch.no_grad(), live_bytes:
+            yield live_bytes
     finally:
         del ALL_ATTENTION_FUNCTIONS[COUNTING]
 
 
 class Needed(NamedTuple):
-    """Bytes while a prompt is read: on the GPU, and on its host."""
+    """The bytes that reading a prompt needs.
+
+    Attributes:
+        weights: weights and buffers on the GPU.
+        cache: keys and values on the GPU.
+        workspace: other tensors on the GPU.
+        host: keys and values in host memory.
+    """
 
     weights: float
     cache: float
@@ -141,7 +156,7 @@ class Needed(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The total on the GPU."""
+        """All bytes on the GPU."""
         return self.weights + self.cache + self.workspace
 
 
@@ -153,12 +168,13 @@ class Prompts:
         weights: bytes of all weights and buffers.
         layers: for each layer that caches keys and values, the bytes per token and the tokens of
             its sliding window; None without a window.
-        most, attending: bytes per token in addition to the cache, and those at the start of a
-            layer's attention.
-        output: the part of ``attending`` in attention outputs.
-        expanded: the part of ``attending`` in keys and values that a layer expands from a smaller
-            cache.
-        heads: as in `Alive`.
+        most: peak bytes per token, without the cache.
+        attending: bytes per token at the start of a layer's attention, without the cache.
+        output: bytes per token of an attention output.
+        expanded: bytes per token of keys and values that a layer expands from a smaller cache; 0 if
+            no layer does. They are a part of ``attending``.
+        heads: (query heads, KV heads, head dim) of each kind of layer.
+        config: CAB's config of the model.
     """
 
     weights: int
@@ -172,76 +188,123 @@ class Prompts:
 
     @classmethod
     def of(cls, model_config: Any, trust_remote_code: bool = False) -> Prompts:
-        """Measure a model's config; UsageError if the model cannot be called on the meta device."""
-        # transformers records the attention of a model in its config
+        """Return the memory of a model, counted in a run on the meta device.
+
+        Args:
+            model_config: the transformers config of the model.
+            trust_remote_code: True to run Python code that comes with the model.
+
+        Raises:
+            UsageError: the model does not run on the meta device.
+        """
+        # a copy, because setting the attention of the model changes its config
         config = copy.deepcopy(model_config)
         model = models.skeleton(config, trust_remote_code, dtype=torch.bfloat16)
         with refused_as(partial(_not_called, model.config.model_type)):
             layers = _cached(model)
-            counted = _read(model, TOKENS)
-        a_layer = max((size for size, _ in layers), default=0)
-        pair = counted.pair / TOKENS
+            live_bytes = _read(model, TOKENS)
+        largest_layer = max((size for size, _ in layers), default=0)
+        pair = live_bytes.pair / TOKENS
         return cls(
             weights=sum(x.nbytes for x in (*model.parameters(), *model.buffers())),
             layers=layers,
-            most=counted.most / TOKENS,
-            attending=counted.attending / TOKENS,
-            output=counted.output / TOKENS,
-            expanded=pair if pair > a_layer else 0.0,
-            heads=frozenset(counted.heads),
+            most=live_bytes.most / TOKENS,
+            attending=live_bytes.attending / TOKENS,
+            output=live_bytes.output / TOKENS,
+            expanded=pair if pair > largest_layer else 0.0,
+            heads=frozenset(live_bytes.heads),
             config=cab_config_of(model.config.get_text_config()),
         )
 
     def needed(self, length: int, chunk: int | None, cache: str) -> Needed:
-        """Return the memory of a prompt of ``length`` tokens, whole or in chunks of ``chunk``."""
-        kept = [size * min(length, window or length) for size, window in self.layers]
-        largest, resident, host = max(kept, default=0), sum(kept), 0
+        """Return the memory that reading a prompt needs.
+
+        Args:
+            length: tokens of the prompt.
+            chunk: tokens per call; None: the whole prompt in one call.
+            cache: one of `CACHES`.
+        """
+        layer_bytes = [size * min(length, window or length) for size, window in self.layers]
+        largest, resident, host = max(layer_bytes, default=0), sum(layer_bytes), 0
         if cache == OFFLOADED:
-            # the computing layer and the next one; sliding windows stay on the GPU
-            host = sum(n for n, (_, window) in zip(kept, self.layers, strict=True) if not window)
+            # the GPU has the cache of two layers, and all sliding windows
+            host = sum(
+                size
+                for size, (_, window) in zip(layer_bytes, self.layers, strict=True)
+                if not window
+            )
             resident = min(resident, resident - host + 2 * largest)
         if cache != STATIC and chunk is not None:
-            # keys, and then values, are copied to append them to those of the chunk before
+            # appending a chunk copies the keys of a layer, and then its values
             resident += largest // 2
         tokens = min(length, chunk or length)
-        return Needed(self.weights, resident, self.workspace(tokens, length), host)
+        return Needed(
+            weights=self.weights,
+            cache=resident,
+            workspace=self.workspace(tokens, length),
+            host=host,
+        )
 
     def workspace(self, tokens: int, length: int) -> float:
-        """Return bytes of a layer that computes ``tokens`` at once, the last ones of ``length``."""
-        chosen = max((self.choosing(*each, tokens, length) for each in self.heads), default=0)
+        """Return the bytes of a layer, without the cache.
+
+        Args:
+            tokens: the last tokens of the prompt, which one call computes.
+            length: tokens of the prompt.
+        """
+        selection = max(
+            (
+                self.choosing(heads=heads, kv_heads=kv_heads, dim=dim, tokens=tokens, length=length)
+                for heads, kv_heads, dim in self.heads
+            ),
+            default=0,
+        )
         attending = self.attending * tokens + self.expanded * (length - tokens)
         # an output may exist in two memory orders
-        attending += max(chosen, 2 * self.output * tokens)
+        attending += max(selection, 2 * self.output * tokens)
         return max(self.most * tokens, attending) + LIBRARIES
 
     def choosing(self, heads: int, kv_heads: int, dim: int, tokens: int, length: int) -> float:
-        """Return bytes for selecting blocks for ``tokens`` queries, the last ones of ``length``.
+        """Return the bytes for selecting blocks in a layer.
 
-        Keys and rows are scored in 8 bits, as on GPUs that support it.
+        Keys and scored queries have 8 bits, as on GPUs that support 8-bit products.
+
+        Args:
+            heads: query heads.
+            kv_heads: KV heads.
+            dim: head dim.
+            tokens: the last tokens of the prompt, whose queries select blocks.
+            length: tokens of the prompt.
         """
         config = self.config
-        typical = num_typical_queries(config)
-        rows = config.outlier_queries + typical
+        num_typical = num_typical_queries(config)
+        rows = config.outlier_queries + num_typical
         q_blocks = heads * -(-tokens // config.query_block)
         k_blocks = -(-length // config.key_block)
-        # half of the pairs of a whole sequence are never visible
+        # in a whole sequence, causality hides half of the pairs
         scratch = 2 * q_blocks * rows * k_blocks / (2 if tokens == length else 1)
         lists = min(4 * q_blocks * k_blocks, LIST_BYTES)
-        # outliers use half of the channels; each row has bounds and scales
-        scored = dim * (config.outlier_queries / 2 + typical) + 16 * rows
+        # outliers use half of the channels; each scored query has bounds and scales
+        queries = dim * (config.outlier_queries / 2 + num_typical) + 16 * rows
         keys = kv_heads * dim * length
-        return keys + q_blocks * scored + max(min(scratch, SCRATCH_BYTES), lists)
+        return keys + q_blocks * queries + max(min(scratch, SCRATCH_BYTES), lists)
 
     def longest(self, room: float, chunk: int | None, cache: str) -> int:
-        """Return the longest prompt that fits into ``room`` bytes, a multiple of `STEP`, or 0."""
+        """Return the tokens of the longest prompt that fits, a multiple of `STEP`, or 0.
 
-        def total(steps: int) -> float:
+        Args:
+            room: available bytes.
+            chunk, cache: as in `needed`.
+        """
+
+        def total_bytes(steps: int) -> float:
             return self.needed(STEP * steps, chunk, cache).total
 
-        return STEP * max(0, bisect_right(range(MOST), room, key=total) - 1)
+        return STEP * max(0, bisect_right(range(MOST), room, key=total_bytes) - 1)
 
 
 def _not_called(model_type: str, error: Exception) -> str:
+    """Return the message for a model that does not run on the meta device."""
     return (
         f"model type {model_type} cannot be called on torch's meta device ({first_line(error)}), "
         "so its memory is unknown. Give another model."
@@ -249,39 +312,49 @@ def _not_called(model_type: str, error: Exception) -> str:
 
 
 def _cached(model: Any) -> tuple[tuple[int, int | None], ...]:
-    """Return `Prompts.layers` of a model on the meta device."""
+    """Return (bytes per cached token, window or None) of each layer that caches keys and values.
+
+    Args:
+        model: a model on the meta device.
+    """
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config.get_text_config())
     with counting(model):
         read_on(model, torch.zeros(1, STEP, dtype=torch.int64, device="meta"), cache)
-    # other cache layers have a state of constant size
-    kept = [x for x in cache.layers if isinstance(getattr(x, "keys", None), Tensor)]
+    # cache layers without keys, such as linear attention, have a state of constant size
+    layers = [x for x in cache.layers if isinstance(getattr(x, "keys", None), Tensor)]
     return tuple(
         ((x.keys.nbytes + x.values.nbytes) // x.keys.shape[2], getattr(x, "sliding_window", None))
-        for x in kept
+        for x in layers
         if x.keys.ndim == 4
     )
 
 
-def _read(model: Any, tokens: int) -> Alive:
-    """Count live bytes while a model on the meta device reads ``tokens`` without a cache."""
-    with counting(model) as counted:
+def _read(model: Any, tokens: int) -> LiveBytes:
+    """Return the bytes of live tensors while a model reads ``tokens`` tokens without a cache."""
+    with counting(model) as live_bytes:
         ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
         model(ids, use_cache=False, logits_to_keep=1)
-    return counted
+    return live_bytes
 
 
 def table(prompts: Prompts, room: float, chunk: int) -> str:
-    """Return a table of the longest prompts that fit into ``room`` bytes, by chunking and cache."""
+    """Return a Markdown table of the longest prompts that fit, by chunking and kind of cache.
+
+    Args:
+        prompts: the memory of the model.
+        room: available bytes.
+        chunk: tokens per chunk.
+    """
     rows = []
-    for at_a_time in (None, chunk):
+    for call_tokens in (None, chunk):
         for cache in CACHES:
-            length = prompts.longest(room, at_a_time, cache)
-            needed = prompts.needed(length, at_a_time, cache)
+            length = prompts.longest(room, call_tokens, cache)
+            needed = prompts.needed(length, call_tokens, cache)
             rows.append(
                 {
-                    "prompt": "whole" if at_a_time is None else f"in chunks of {chunk:,}",
+                    "prompt": "whole" if call_tokens is None else f"in chunks of {chunk:,}",
                     "cache": cache,
                     "longest prompt, tokens": f"{length:,}",
                     "KV cache GiB": needed.cache / GIB,
@@ -293,7 +366,16 @@ def table(prompts: Prompts, room: float, chunk: int) -> str:
 
 
 def report(prompts: Prompts, settings: Settings, reach: int | None) -> str:
-    """Return the printed text; UsageError if the weights alone do not fit."""
+    """Return the text that the command prints.
+
+    Args:
+        prompts: the memory of the model.
+        settings: settings of the command.
+        reach: number of positions of the model; None without a limit.
+
+    Raises:
+        UsageError: the weights alone do not fit.
+    """
     room_gib, weights = max(0.0, settings.gpu_gib - CUDA_GIB), prompts.weights / GIB
     if weights > room_gib:
         raise UsageError(
@@ -312,7 +394,7 @@ def report(prompts: Prompts, settings: Settings, reach: int | None) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the estimate; return the exit status."""
+    """Run the command with the options ``words``; return the exit status."""
     settings = read_settings(Settings, words, f"{PROG} fits", __doc__.partition("\n")[0])
     config = models.load_config(settings.model, settings.trust_remote_code)
     prompts = Prompts.of(config, settings.trust_remote_code)

@@ -1,6 +1,6 @@
 """Rows of result folders as DataFrames, and tables of their columns.
 
-Nested fields of a row are columns with dots: ``recall.share``.
+A nested field of a row is a column whose name has a dot, such as ``recall.share``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from cab_hf.eval.report import digits, percent
 from cab_hf.eval.result_folders import Results
 from cab_hf.experiment.markdown import code, plain
 
+# template of str.format, or function that formats a value
 Format = str | Callable[[Any], str | None]
 
-# name of a column -> heading, and format of its values (default: two decimals)
+# name of a column -> heading, or (heading, format of the values); the default has two decimals
 COLUMNS: dict[str, tuple[str, Format] | str] = {
     # settings
     "batch": "batch",
@@ -39,7 +40,7 @@ COLUMNS: dict[str, tuple[str, Format] | str] = {
     "text": ("text", plain),
     "threshold": ("mass threshold at this length", "{:.3g}"),
     "world": "GPUs",
-    # time and memory; seconds are those of a step or of the first token
+    # time and memory; seconds of a training step or of the first token
     "attend_ms": ("attention, ms", digits),
     "attention_ms": ("attention, ms", digits),
     "baseline_ms": ("fastest dense, ms", digits),
@@ -85,62 +86,88 @@ COLUMNS: dict[str, tuple[str, Format] | str] = {
 
 
 def rows_of(runs: Sequence[Results]) -> DataFrame:
-    """Return the rows of all runs; each has the folder, its name, and the provenance of its run."""
+    """Return the rows of all runs, with the columns folder, name, device and run.
+
+    ``run`` contains the provenance of the row's run.
+    """
     rows = pandas.json_normalize([row for run in runs for row in run.rows])
-    run_of = [run for run in runs for _ in run.rows]
+    run_by_row = [run for run in runs for _ in run.rows]
     return rows.assign(
-        folder=[run.folder for run in run_of],
-        name=[run.name for run in run_of],
-        device=[run.provenance["device"] for run in run_of],
-        run=[run.provenance for run in run_of],
+        folder=[run.folder for run in run_by_row],
+        name=[run.name for run in run_by_row],
+        device=[run.provenance["device"] for run in run_by_row],
+        run=[run.provenance for run in run_by_row],
     )
 
 
 def setting(rows: DataFrame, name: str) -> Series:
-    """Return a recorded setting of the run of each row, None without it."""
+    """Return the recorded setting ``name`` of each row's run; None if the run lacks it."""
     return rows["run"].map(lambda run: run["settings"].get(name))
 
 
 def text(rows: DataFrame, name: str, write: Format = "{:.2f}") -> Series:
-    """Return a column as text; missing values stay missing, also in sums with other text."""
+    """Return a column as strings.
+
+    Missing values stay missing, also in concatenations with other columns.
+
+    Args:
+        rows: the rows.
+        name: name of the column; a missing column has only missing values.
+        write: format of the values.
+    """
     values = rows[name] if name in rows else Series(None, rows.index, dtype=object)
     write = write.format if isinstance(write, str) else write
     return values.map(write, na_action="ignore").astype("string")
 
 
 def show(rows: DataFrame, names: str, **headings: str) -> DataFrame:
-    """Return a table of the columns ``names``, which are separated by spaces.
+    """Return a table with headings and formatted values.
 
-    ``headings`` replace those of `COLUMNS`. A column ``way.name`` of `side_by_side` has the format
-    of ``name``. A column that the rows lack is empty.
+    Args:
+        rows: the rows.
+        names: names of the columns, separated by spaces. A column that the rows lack is empty. A
+            column ``way.name`` of `side_by_side` has heading and format of ``name``.
+        headings: name of a column -> heading that replaces the heading in `COLUMNS`.
     """
-    shown = {}
+    columns = {}
     for name in names.split():
         column = COLUMNS.get(name, COLUMNS.get(name.partition(".")[2], name))
         heading, write = (column, None) if isinstance(column, str) else column
         cells = rows[name] if write is None and name in rows else text(rows, name, write or str)
-        shown[headings.get(name, heading)] = cells
-    return DataFrame(shown)
+        columns[headings.get(name, heading)] = cells
+    return DataFrame(columns)
 
 
 def both(rows: DataFrame, first: str, second: str, write: Format) -> Series:
-    """Return cells ``first (second)``."""
+    """Return the formatted values of two columns as ``first (second)``."""
     return text(rows, first, write) + " (" + text(rows, second, write) + ")"
 
 
 def interval(rows: DataFrame, name: str, write: Format = "{:.2f}") -> Series:
-    """Return cells ``0.05 [0.04, 0.06]``, without an interval if there is none."""
+    """Return formatted values with intervals, such as ``0.05 [0.04, 0.06]``.
+
+    The columns ``{name}_low`` and ``{name}_high`` contain the edges. A value without edges has no
+    interval.
+    """
     low, high = (text(rows, f"{name}_{edge}", write) for edge in ("low", "high"))
     return text(rows, name, write) + (" [" + low + ", " + high + "]").fillna("")
 
 
 def bold(cells: Series, is_bold: Series) -> Series:
-    """Mark cells as bold."""
+    """Return ``cells`` in Markdown's bold where ``is_bold`` is true."""
     return cells.mask(is_bold, "**" + cells + "**")
 
 
 def in_order(rows: DataFrame, name: str, labels: Mapping[Any, str]) -> DataFrame:
-    """Return the rows whose ``name`` is in ``labels``, in the order of labels, with a ``label``.
+    """Return labelled rows in the order of the labels.
+
+    Args:
+        rows: the rows.
+        name: the column that determines the label.
+        labels: value of the column -> label. Rows with other values are left out.
+
+    Returns:
+        The rows with a column ``label``.
 
     Raises:
         ValueError: a label has no row.
@@ -151,12 +178,16 @@ def in_order(rows: DataFrame, name: str, labels: Mapping[Any, str]) -> DataFrame
             "them, or change eval/pages.py."
         )
     rows = rows[rows[name].isin(list(labels))]
-    place = rows[name].map(list(labels).index)
-    return rows.assign(label=rows[name].map(labels)).iloc[place.argsort(kind="stable")]
+    rank = rows[name].map(list(labels).index)
+    return rows.assign(label=rows[name].map(labels)).iloc[rank.argsort(kind="stable")]
 
 
 def one_row(rows: DataFrame, **values: Any) -> Series:
-    """Return the row with these values; ValueError if there is not exactly one."""
+    """Return the only row with the given values in the columns ``values``.
+
+    Raises:
+        ValueError: no row, or several rows, have these values.
+    """
     for name, value in values.items():
         rows = rows[rows[name] == value]
     if len(rows) != 1:
@@ -165,25 +196,37 @@ def one_row(rows: DataFrame, **values: Any) -> Series:
 
 
 def side_by_side(rows: DataFrame, main: str, way: str, by: Sequence[str]) -> DataFrame:
-    """Return one row per value of ``by``: the numbers of ``main``, and of each other ``way``.
+    """Merge the rows of different methods into one row per combination of ``by``.
 
-    The columns of other ways begin with their name, ``dense.ms``. Numbers of several rows are
-    averaged.
+    Args:
+        rows: the rows.
+        main: value of the column ``way`` whose numbers keep their column names. Columns of other
+            values get a prefix, as in ``dense.ms``.
+        way: the column that names methods.
+        by: the columns that identify a merged row.
+
+    Returns:
+        The columns ``by``, and the means of all columns with numbers.
     """
     numbers = rows.select_dtypes("number").columns.difference(by)
-    wide = rows.pivot_table(list(numbers), list(by), way, aggfunc="mean", sort=False)
-    wide.columns = [name if of == main else f"{of}.{name}" for name, of in wide.columns]
+    wide = rows.pivot_table(
+        values=list(numbers), index=list(by), columns=way, aggfunc="mean", sort=False
+    )
+    wide.columns = [name if value == main else f"{value}.{name}" for name, value in wide.columns]
     order = rows[list(by)].drop_duplicates()
     return order.merge(wide.reset_index(), on=list(by))
 
 
 def with_seconds(rows: DataFrame) -> DataFrame:
-    """Add ``ms`` and ``baseline_ms`` in seconds."""
+    """Add the columns ``seconds`` and ``baseline_s``, from ``ms`` and ``baseline_ms``."""
     baseline_ms = rows.get("baseline_ms", math.nan)
     return rows.assign(seconds=rows["ms"] / 1e3, baseline_s=baseline_ms / 1e3)
 
 
 def with_fastest(rows: DataFrame) -> DataFrame:
-    """Add ``fastest``: time and name of the fastest dense kernel; ≈ marks extrapolation."""
-    about = rows["extrapolated"].eq(True).map({True: "≈ ", False: ""})
-    return rows.assign(fastest=about + text(rows, "baseline_ms", digits) + " " + rows["baseline"])
+    """Add the column ``fastest``: time and name of the fastest dense kernel, such as ``842 FA3``.
+
+    ≈ marks extrapolated times.
+    """
+    mark = rows["extrapolated"].eq(True).map({True: "≈ ", False: ""})
+    return rows.assign(fastest=mark + text(rows, "baseline_ms", digits) + " " + rows["baseline"])

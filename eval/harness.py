@@ -7,21 +7,21 @@
 In addition to these three, the tasks of `cab_hf.data.tasks` are cab_many_keys, cab_uuid,
 cab_tracking and so on; docs/evaluation.md lists them.
 
-All arguments are passed to lm_eval unchanged, except that `pretrained=smollm2`, `smollm2-32k` and
+lm_eval receives all arguments unchanged, except that `pretrained=smollm2`, `smollm2-32k` and
 `smollm2-128k` name models that need no hub. `harness -- --help` prints lm_eval's help. `--model
-cab` is lm_eval's `hf` with CAB switched on, and fields of CabConfig are further model_args.
-`--model hf` with attn_implementation=cab runs CAB with the model's own config, and with any other
+cab` is lm_eval's `hf` with CAB switched on; its model_args may contain fields of CabConfig.
+`--model hf` with attn_implementation=cab runs CAB with the config of the model, and with any other
 implementation the baseline. lm_eval's own tasks run in the same way; RULER's tasks need
 lm_eval[ruler] and a network.
 
-Results contain the whole config of a model on CAB and its density next to the scores. A run in
-which no layer attended sparsely ends with an error and without scores, for example if all requests
-are shorter than min_length (16384).
+For a model on CAB, results contain its density and its whole config. If no layer attended sparsely,
+the run ends with an error and without scores. This happens if all requests are shorter than
+min_length (16384).
 
-Metadata of the tasks: max_seq_lengths, in tokens (4096); seed (0); haystack, a UTF-8 file in which
-keys are hidden (noise); samples per length (20), for passkey the prompts of `eval passkey` at its
-five depths in turn; documents of recall per length (4), each asked for its twelve keys. The
-standard error treats these keys as independent. Notes:
+Metadata of the tasks, with defaults: max_seq_lengths, in tokens (4096); seed (0); haystack, a UTF-8
+file in which keys are hidden (noise); samples, the prompts per length (20); documents, the
+documents of recall per length (4), each with twelve keys. The prompts of passkey are those of `eval
+passkey`, at five depths. The standard error treats the keys of a document as independent. Notes:
 
 * Prompts contain their chat template already: do not give --apply_chat_template.
 * If prompts fill the model's context, lm_eval drops 8 tokens at the start to make room for the
@@ -56,18 +56,18 @@ from cab_hf.experiment.settings import UsageError
 
 TASKS = Path(__file__).with_name("tasks")
 INCLUDE = "--include_path"
-# as key=value, or in JSON
+# an argument that names a model or tokenizer, as key=value or in JSON
 NAMES_MODEL = re.compile(r"""(\b(?:pretrained|tokenizer)(?:=|"\s*:\s*"))([^,"]+)""")
 
 
 def main(words: Sequence[str]) -> int:
-    """Run lm_eval with ``words`` on its command line; return the exit status."""
+    """Run lm_eval with the command-line arguments ``words``; return the exit status."""
     if list(words) in (["-h"], ["--help"]):
         print(__doc__)
         return 0
     if importlib.util.find_spec("lm_eval") is None:
-        text = "lm_eval is not installed. Run `pip install 'cab_hf[harness]'`."
-        print(f"{PROG} harness: {text}", file=sys.stderr)
+        message = "lm_eval is not installed. Run `pip install 'cab_hf[harness]'`."
+        print(f"{PROG} harness: {message}", file=sys.stderr)
         return 2
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
@@ -82,17 +82,21 @@ def main(words: Sequence[str]) -> int:
 
 
 def handed_on(words: Sequence[str]) -> list[str]:
-    """Return the words of lm_eval's own command line, with our tasks if it has no include path."""
-    given = list(words[1:] if words[:1] == ["--"] else words)
-    given = [NAMES_MODEL.sub(_with_folder, word) for word in given]
-    included = any(word.partition("=")[0] == INCLUDE for word in given)
-    return given if included else [*given, INCLUDE, str(TASKS)]
+    """Return the arguments for lm_eval, with the folder of our tasks unless one is included.
+
+    Names of offline models, such as ``smollm2``, become folders.
+    """
+    arguments = list(words[1:] if words[:1] == ["--"] else words)
+    arguments = [NAMES_MODEL.sub(_with_folder, argument) for argument in arguments]
+    has_include = any(argument.partition("=")[0] == INCLUDE for argument in arguments)
+    return arguments if has_include else [*arguments, INCLUDE, str(TASKS)]
 
 
 def what_was_attended(model: Any) -> dict[str, Any]:
-    """Print and return config and density of a model on "cab" for lm_eval's results; else {}.
+    """Print and return the density and config of a model for lm_eval's results.
 
-    Density is over the layers that attended sparsely, in their sparse calls.
+    Density is the mean over the layers that attended sparsely, in their sparse calls. Returns {} if
+    the model does not attend by "cab".
 
     Raises:
         UsageError: no layer has attended sparsely.
@@ -100,12 +104,12 @@ def what_was_attended(model: Any) -> dict[str, Any]:
     from cab_hf.config import SPARSE
     from cab_hf.hf.model_config import cab_config_of
 
-    text = model.config.get_text_config()
-    if text._attn_implementation not in SPARSE:
+    text_config = model.config.get_text_config()
+    if text_config._attn_implementation not in SPARSE:
         return {}
-    config = cab_config_of(text)
-    layers = [layer["density"] for layer in cab_hf.stats(model)]
-    sparse = [density for density in layers if density is not None]
+    config = cab_config_of(text_config)
+    densities = [layer["density"] for layer in cab_hf.stats(model)]
+    sparse = [density for density in densities if density is not None]
     if not sparse:
         raise UsageError(
             f"min_length must be smaller than the requests, got {config.min_length}: no layer "
@@ -114,7 +118,7 @@ def what_was_attended(model: Any) -> dict[str, Any]:
         )
     fields = {"cab_density": fmean(sparse), "cab_config": config.to_dict()}
     print(
-        f"cab: {len(sparse)} of {len(layers)} layers attended sparsely, density "
+        f"cab: {len(sparse)} of {len(densities)} layers attended sparsely, density "
         f"{fields['cab_density']:.2f} in their sparse calls; config "
         f"{json.dumps(fields['cab_config'])}"
     )
@@ -122,24 +126,30 @@ def what_was_attended(model: Any) -> dict[str, Any]:
 
 
 def refuse_misspelt(arguments: Iterable[str], known: Collection[str]) -> None:
-    """Raise an error for an argument of the model that resembles a ``known`` one.
+    """Raise an error if an unknown argument of the model resembles a known argument.
 
-    All other arguments are passed on to transformers.
+    Other unknown arguments are accepted, because transformers receives them.
+
+    Args:
+        arguments: names of the arguments.
+        known: names that cab_hf and lm_eval accept.
 
     Raises:
         UsageError: the message contains both names.
     """
     for name in arguments:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-        if name not in known and near:
+        similar = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if name not in known and similar:
             raise UsageError(
-                f"model_args must contain known arguments, got {name!r}; did you mean {near[0]!r}?"
+                f"model_args must contain known arguments, got {name!r}; did you mean "
+                f"{similar[0]!r}?"
             )
 
 
 def _with_folder(match: re.Match) -> str:
-    before, name = match.groups()
+    """Replace the name of an offline model by its folder, after making the model if necessary."""
+    prefix, name = match.groups()
     if is_made(name):
-        return f"{before}{made_folder(name)}"
+        return f"{prefix}{made_folder(name)}"
     refuse_unknown(name)
     return match[0]

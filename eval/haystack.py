@@ -1,7 +1,7 @@
-"""Passkey prompts: keys hidden in filler, fitted to a number of tokens of the rendered prompt.
+"""Passkey prompts: keys hidden in filler text, so that the rendered prompt has a number of tokens.
 
-A prompt depends on (seed, length, depth, index, keys) alone, so every method and every run reads
-the same prompts.
+A prompt depends only on (seed, length, depth, index, keys), so that every method and every run
+reads the same prompts.
 """
 
 from __future__ import annotations
@@ -35,29 +35,36 @@ FILLERS = ("noise", "distractors", "text")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One rendered prompt."""
+    """One rendered prompt.
+
+    Attributes:
+        text: the prompt as text, with the chat template.
+        tokens: the token ids of the text.
+        key: the digits that the prompt asks for.
+        needle: [start, end) in tokens of the sentence that states the key; None without a needle.
+        asking: position of the first token of the question.
+        begun: the beginning of the answer, with which the prompt ends.
+    """
 
     text: str
     tokens: tuple[int, ...]
-    key: str  # the digits that the prompt asks for
-    # [start, end) of the sentences with the key, in tokens; None if left out
+    key: str
     needle: tuple[int, int] | None
-    asking: int  # the first token of the question
-    begun: str  # the beginning of the answer, at the end of the prompt
+    asking: int
+    begun: str
 
 
 class Haystack:
-    """A maker of prompts for one tokenizer and one kind of filler.
+    """A builder of prompts for one tokenizer and one kind of filler text.
 
     Args:
-        tokenizer: a tokenizer of transformers; its chat template is used if it has one.
-        filler: ``noise`` (five sentences, repeated), ``distractors`` (the same with other numbers
-            between them) or ``text`` (the sentences of ``file``, from a place that depends on the
-            sample).
+        tokenizer: a tokenizer of transformers; prompts use its chat template unless it has none.
+        filler: ``noise`` (five sentences, repeated), ``distractors`` (the same sentences with other
+            numbers between them) or ``text`` (the sentences of ``file``, from a random sentence
+            on).
         keys: number of hidden named keys; 1 means one key without a name.
-        file: UTF-8 text for ``text``.
-        question_first: True to put the question before the text too, so that the model has it while
-            it reads.
+        file: UTF-8 file for the filler ``text``.
+        question_first: True to ask the question before the text too.
     """
 
     def __init__(
@@ -82,27 +89,30 @@ class Haystack:
 
         Args:
             length: tokens of the prompt.
-            depth: place of the key asked for, from 0 (start of the haystack) to 1 (its end),
-                rounded to the nearest sentence border in tokens.
+            depth: depth of the requested key, from 0 (start of the filler) to 1 (end), rounded to
+                the nearest sentence border.
             index: number of the sample.
-            seed: seed of the sample.
-            hide_needle: True to leave out all keys and keep the rest of the prompt.
+            seed: seed of all samples.
+            hide_needle: True to leave out all keys from an otherwise equal prompt.
+
         Raises:
             UsageError: ``length`` is too small for instruction, keys and question.
         """
         rng = random.Random(f"{seed}/{length}/{depth:.6f}/{index}/{self.keys}")
         keys = draw_keys(rng, self.keys, named=self.keys > 1)
-        asked_key, texts = keys[0], [key.statement for key in keys]
-        # the other keys are spread evenly, at random offsets
-        others = self.keys - 1
-        depths = [depth, *((i + rng.random()) / others for i in range(others))]
-        needles = list(zip(depths, texts, strict=True))
+        asked_key, statements = keys[0], [key.statement for key in keys]
+        # all other keys have random depths, one in each of equal ranges
+        num_others = self.keys - 1
+        depths = [depth, *((i + rng.random()) / num_others for i in range(num_others))]
+        needles = list(zip(depths, statements, strict=True))
 
-        sentences = self._fitted(asked_key.whose, needles, self._enough(rng, keys, length), length)
+        candidates = self._sentences_of(rng, keys, length)
+        sentences = self._fitted(asked_key.whose, needles, candidates, length)
         full = self.render(asked_key.whose, needles, sentences)
-        at = full.index(texts[0])
-        # the leading blank belongs to the first token
-        needle = (self.size(full[:at].removesuffix(" ")), self.size(full[: at + len(texts[0])]))
+        start = full.index(statements[0])
+        end = start + len(statements[0])
+        # the blank before the needle belongs to the needle's first token
+        needle = (self.size(full[:start].removesuffix(" ")), self.size(full[:end]))
         text = self.render(asked_key.whose, [], sentences) if hide_needle else full
         return Prompt(
             text=text,
@@ -114,47 +124,52 @@ class Haystack:
         )
 
     def check_room(self, length: int) -> None:
-        """Raise an error if the longest instructions, keys and questions do not fit into a length.
+        """Raise an error if instructions, keys and questions can exceed ``length`` tokens.
 
         Raises:
             UsageError: as in `prompt`.
         """
         names = sorted(NAMES, key=len)[-self.keys :]
-        whose = [f" for {name}" if self.keys > 1 else "" for name in names]
-        needles = [(0.0, Key(each, str(NUMBERS[-1])).statement) for each in whose]
-        self._room(whose[-1], needles, length)
+        phrases = [f" for {name}" if self.keys > 1 else "" for name in names]
+        needles = [(0.0, Key(whose, str(NUMBERS[-1])).statement) for whose in phrases]
+        self._room(phrases[-1], needles, length)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a rendered prompt."""
-        # a chat template contains the special tokens
-        plain = self.tokenizer.chat_template is None
-        return self.tokenizer(text, add_special_tokens=plain)["input_ids"]
+        # a chat template already contains the special tokens
+        has_no_template = self.tokenizer.chat_template is None
+        return self.tokenizer(text, add_special_tokens=has_no_template)["input_ids"]
 
     def size(self, text: str) -> int:
+        """Return the number of tokens of a rendered prompt, or of its beginning."""
         return len(self.encode(text))
 
     def render(
         self, whose: str, needles: Sequence[tuple[float, str]], sentences: Sequence[str]
     ) -> str:
-        """Return the prompt as the model reads it, with the start of the answer.
+        """Return the prompt as text, with the beginning of the answer.
 
-        Each of ``needles``, (depth, text), is at the sentence border nearest to its depth.
+        Args:
+            whose: phrase with the name of the requested key; "" for a key without a name.
+            needles: (depth, sentence) of each key. A needle is inserted at the sentence border
+                nearest to its depth.
+            sentences: the filler.
         """
         ends = [0, *accumulate(map(self._sentence_size, sentences))]
-        placed = list(sentences)
-        # deepest first: later insertions do not move earlier text
+        text = list(sentences)
+        # insert the deepest needle first, so that indices of earlier borders stay valid
         for depth, needle in sorted(needles, reverse=True):
-            placed.insert(nearest(ends, depth * ends[-1]), needle)
+            text.insert(nearest(ends, depth * ends[-1]), needle)
         question = QUESTION.format(whose=whose)
         first = [question] if self.question_first else []
-        content = "\n\n".join([instruction(self.keys), *first, running(placed), question])
+        content = "\n\n".join([instruction(self.keys), *first, running(text), question])
         return as_turns(self.tokenizer, [content, ANSWER.format(whose=whose)])
 
     def _sentence_size(self, sentence: str) -> int:
-        """Return the tokens of a sentence inside running text."""
+        """Return the number of tokens of a sentence inside running text."""
         if sentence not in self._sizes:
-            # measured after another sentence: alone, some tokenizers add a token at the start of a
-            # text
+            # measure the sentence after another one, because some tokenizers add a token to the
+            # start of a text
             alone, joined = (
                 len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
                 for text in (NOISE[0], f"{NOISE[0]} {sentence}")
@@ -162,8 +177,14 @@ class Haystack:
             self._sizes[sentence] = joined - alone
         return self._sizes[sentence]
 
-    def _enough(self, rng: random.Random, keys: Sequence[Key], length: int) -> list[str]:
-        """Return sentences of more than ``length`` tokens, from an offset of the sample."""
+    def _sentences_of(self, rng: random.Random, keys: Sequence[Key], length: int) -> list[str]:
+        """Return filler sentences with more than ``length`` tokens in total.
+
+        Args:
+            rng: random generator of the sample.
+            keys: the keys, from whose numbers distractors differ.
+            length: tokens.
+        """
         text = endless(self.sentences, rng, keys if self.filler == "distractors" else None)
         sentences, total = [], 0
         while total <= length:
@@ -172,7 +193,11 @@ class Haystack:
         return sentences
 
     def _room(self, whose: str, needles: Sequence[tuple[float, str]], length: int) -> int:
-        """Return the number of tokens left for sentences."""
+        """Return the number of tokens that are left for filler; arguments as in `render`.
+
+        Raises:
+            UsageError: the question and the keys have more than ``length`` tokens.
+        """
         free = length - self.size(self.render(whose, needles, []))
         if free < 0:
             raise UsageError(
@@ -184,30 +209,39 @@ class Haystack:
     def _fitted(
         self, whose: str, needles: Sequence[tuple[float, str]], sentences: list[str], length: int
     ) -> list[str]:
-        """Return as many of ``sentences`` as fit, after the part of the next one that fits."""
+        """Return the filler with which the rendered prompt has at most ``length`` tokens.
 
-        def room(chosen: list[str]) -> int:
-            return length - self.size(self.render(whose, needles, chosen))
+        The filler consists of leading ``sentences``. Remaining tokens are filled by the last words
+        of the next sentence, which precede all others. Arguments are those of `render`.
+        """
+
+        def free_tokens(filler: list[str]) -> int:
+            return length - self.size(self.render(whose, needles, filler))
 
         free = self._room(whose, needles, length)
-        # the sum of sizes is approximate: it gives a start, and rendering decides
+        # start from the sum of sizes, which differs a little from the size of the rendered prompt
         num_sentences = sum(end <= free for end in accumulate(map(self._sentence_size, sentences)))
-        while num_sentences and room(sentences[:num_sentences]) < 0:
+        while num_sentences and free_tokens(sentences[:num_sentences]) < 0:
             num_sentences -= 1
-        while num_sentences < len(sentences) - 1 and room(sentences[: num_sentences + 1]) >= 0:
+        while num_sentences < len(sentences) - 1:
+            if free_tokens(sentences[: num_sentences + 1]) < 0:
+                break
             num_sentences += 1
-        # the text starts inside a sentence: with the end of the first sentence that does not fit
         complete, words = sentences[:num_sentences], sentences[num_sentences].split()
         # a word has at least one token
-        for start in range(max(1, len(words) - room(complete)), len(words)):
-            excerpt = [" ".join(words[start:]), *complete]
-            if room(excerpt) >= 0:
-                return excerpt
+        for start in range(max(1, len(words) - free_tokens(complete)), len(words)):
+            filler = [" ".join(words[start:]), *complete]
+            if free_tokens(filler) >= 0:
+                return filler
         return complete
 
 
 def parse_depths(text: str) -> tuple[float, ...]:
-    """Parse ``0,0.5,1``, or a whole number n: n depths, evenly spaced from 0 to 1."""
+    """Return depths from 0 to 1.
+
+    Args:
+        text: comma-separated depths, such as ``0,0.5,1``, or the number of evenly spaced depths.
+    """
     if not text.strip().isdigit():
         return comma_separated(float)(text)
     last = int(text) - 1
@@ -215,20 +249,30 @@ def parse_depths(text: str) -> tuple[float, ...]:
 
 
 def read_sentences(name: str, file: Path | str) -> list[str]:
-    """Read the sentences of a UTF-8 text; errors as in `read_text`."""
+    """Return the sentences of a UTF-8 file; arguments and errors as in `read_text`."""
     return split_sentences(read_text(name, file))
 
 
 def read_text(name: str, file: Path | str) -> str:
-    """Read a UTF-8 text; the UsageError for other files names the setting ``name``."""
+    """Return the content of a UTF-8 text file.
+
+    Args:
+        name: the setting that the error names.
+        file: path of the file.
+
+    Raises:
+        UsageError: the file cannot be read, is empty, or is no UTF-8 text.
+    """
+    problem = None
     try:
         text = Path(file).read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "not UTF-8"
-        raise UsageError(f"{name} must be a UTF-8 text file, got {str(file)!r} ({why}).") from None
-    if not text.strip() or "\0" in text:
-        why = "binary" if text.strip() else "empty"
-        raise UsageError(f"{name} must be a UTF-8 text file, got {str(file)!r} ({why}).")
+        problem = getattr(error, "strerror", None) or "not UTF-8"
+    else:
+        if not text.strip() or "\0" in text:
+            problem = "binary" if text.strip() else "empty"
+    if problem is not None:
+        raise UsageError(f"{name} must be a UTF-8 text file, got {str(file)!r} ({problem}).")
     return text
 
 

@@ -27,10 +27,12 @@ def wilson(correct: int, n: int) -> tuple[float, float]:
 def paired_difference(ours: Sequence[bool], base: Sequence[bool]) -> Interval:
     """Return the accuracy of ``ours`` minus that of ``base``, with an interval.
 
-    Both contain the outcomes of the same n samples in order. The interval is Newcombe's for paired
-    proportions (Newcombe 1998, Statistics in Medicine 17, 2635-2650, method 10): it joins the two
-    Wilson intervals through the correlation of the outcomes. Its width stays sensible if the two
-    always agree; Wald's interval has no width then.
+    The interval is Newcombe's for paired proportions (Newcombe 1998, Statistics in Medicine 17,
+    2635-2650, method 10), which combines the two Wilson intervals and the correlation of the
+    outcomes. Unlike Wald's interval, Newcombe's has a width if the outcomes always agree.
+
+    Args:
+        ours, base: outcomes of two methods on the same samples, in the same order.
     """
     n = len(ours)
     if n == 0 or n != len(base):
@@ -38,20 +40,21 @@ def paired_difference(ours: Sequence[bool], base: Sequence[bool]) -> Interval:
             f"ours and base must have the same length above 0, got {n} and {len(base)}."
         )
     right, base_right = sum(map(bool, ours)), sum(map(bool, base))
-    both = sum(bool(a and b) for a, b in zip(ours, base, strict=True))
+    both_right = sum(bool(a and b) for a, b in zip(ours, base, strict=True))
     p, q = right / n, base_right / n
     (p_low, p_high), (q_low, q_high) = wilson(right, n), wilson(base_right, n)
-    # both * neither - only ours * only base
-    product = both * n - right * base_right
-    if product > 0:  # the continuity correction of method 10
-        product = max(product - n / 2, 0.0)
+    # the determinant of the 2 x 2 table: both right * both wrong - only ours * only base
+    determinant = both_right * n - right * base_right
+    if determinant > 0:  # the continuity correction of method 10
+        determinant = max(determinant - n / 2, 0.0)
     margins = right * (n - right) * base_right * (n - base_right)
-    phi = product / math.sqrt(margins) if margins else 0.0
+    phi = determinant / math.sqrt(margins) if margins else 0.0
 
-    def joined(a: float, b: float) -> float:
+    def distance(a: float, b: float) -> float:
         return math.sqrt(max(a * a - 2 * phi * a * b + b * b, 0.0))
 
-    return p - q, p - q - joined(p - p_low, q_high - q), p - q + joined(p_high - p, q - q_low)
+    low = p - q - distance(p - p_low, q_high - q)
+    return p - q, low, p - q + distance(p_high - p, q - q_low)
 
 
 def compared_shares(
@@ -60,39 +63,46 @@ def compared_shares(
     """Return the share of right outcomes, and the difference to dense attention over ``pairs``.
 
     Args:
-        right: outcomes.
-        pairs: outcomes of both methods for the same questions.
+        right: True for each right outcome of the method.
+        pairs: (outcome of the method, outcome of dense attention) for the same questions.
 
     Returns:
-        ``n, correct, share, low, high``; with pairs also ``delta, delta_low, delta_high`` and
-        ``pairs``, their number.
+        ``n, correct, share, low, high``; if there are pairs also ``delta, delta_low, delta_high``,
+        and ``pairs``, the number of pairs.
     """
     low, high = wilson(sum(right), len(right))
     fields = {"n": len(right), "correct": sum(right), "share": fmean(right)}
     fields |= {"low": low, "high": high}
     if pairs:
-        names = ("delta", "delta_low", "delta_high")
-        fields |= zip(names, paired_difference(*zip(*pairs, strict=True)), strict=True)
+        delta, delta_low, delta_high = paired_difference(
+            [ours for ours, _ in pairs], [base for _, base in pairs]
+        )
+        fields |= {"delta": delta, "delta_low": delta_low, "delta_high": delta_high}
         fields["pairs"] = len(pairs)
     return fields
 
 
-def mean_of_intervals(parts: Sequence[Interval]) -> Interval:
-    """Return the mean of independent estimates, each with its own interval.
+def mean_of_intervals(intervals: Sequence[Interval]) -> Interval:
+    """Return the mean of independent estimates with intervals, and the interval of the mean.
 
-    The squares of the distances to the edges are summed, as in `paired_difference` (MOVER; Zou and
-    Donner 2008, Statistics in Medicine 27, 1693-1702).
+    The distances to the edges are added in quadrature (MOVER; Zou and Donner 2008, Statistics in
+    Medicine 27, 1693-1702).
     """
-    mean, n = fmean(estimate for estimate, _, _ in parts), len(parts)
-    below = math.hypot(*(estimate - low for estimate, low, _ in parts)) / n
-    above = math.hypot(*(high - estimate for estimate, _, high in parts)) / n
+    mean, n = fmean(estimate for estimate, _, _ in intervals), len(intervals)
+    below = math.hypot(*(estimate - low for estimate, low, _ in intervals)) / n
+    above = math.hypot(*(high - estimate for estimate, _, high in intervals)) / n
     return mean, mean - below, mean + above
 
 
 def mean_interval(ours: Sequence[float], base: Sequence[float], level: float = LEVEL) -> Interval:
-    """Return Student's interval of the mean difference of pairs."""
-    values = [one - other for one, other in zip(ours, base, strict=True)]
-    mean, n = fmean(values), len(values)
-    # not ttest_rel: pairs that never differ have an interval of width 0
-    spread = float(stats.t.ppf((1 + level) / 2, n - 1)) * stdev(values) / math.sqrt(n)
-    return mean, mean - spread, mean + spread
+    """Return the mean of ``ours[i] - base[i]`` with Student's interval.
+
+    Args:
+        ours, base: paired values, at least two.
+        level: confidence level of the interval.
+    """
+    differences = [one - other for one, other in zip(ours, base, strict=True)]
+    mean, n = fmean(differences), len(differences)
+    # scipy's ttest_rel returns NaN for equal differences; here the interval has width 0
+    margin = float(stats.t.ppf((1 + level) / 2, n - 1)) * stdev(differences) / math.sqrt(n)
+    return mean, mean - margin, mean + margin

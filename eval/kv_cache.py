@@ -1,4 +1,4 @@
-"""The KV cache argument and output of a model, which transformers renamed in 5.24."""
+"""The KV cache as an argument and as an output of a model, which transformers renamed in 5.24."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAME, NAME_BEFORE = "cache", "past_key_values"
 
 
 def cache_name(model: Any) -> str:
-    """Return the name of the argument of ``model`` for a cache."""
+    """Return the name of the argument through which ``model`` receives a cache."""
     return NAME if NAME in inspect.signature(model.forward).parameters else NAME_BEFORE
 
 
@@ -21,10 +21,17 @@ def cache_of(output: Any) -> Any:
 
 
 def cache_arguments(model: Any, cache: Any) -> dict[str, Any]:
-    """Return the arguments that `read_on` passes to ``model`` in addition to tokens."""
+    """Return the keyword arguments for a call of ``model`` that reads and extends ``cache``."""
     return {cache_name(model): cache, "use_cache": True}
 
 
 def read_on(model: Any, ids: Tensor, cache: Any, **options: Any) -> Any:
-    """Return the output of ``model`` for tokens ``ids`` [B, N] after those in ``cache`` or None."""
+    """Return the output of ``model`` for tokens that follow the cached tokens.
+
+    Args:
+        model: the model.
+        ids: token ids, int64 [B, N].
+        cache: the cache; None for the default of the model.
+        options: other arguments of the model.
+    """
     return model(ids, **cache_arguments(model, cache), **options)

@@ -23,38 +23,41 @@ from cab_hf.patches import apply_cab
 FIELDS = {field.name for field in dataclasses.fields(CabConfig)}
 
 
-def taken_by(kind: type) -> set[str]:
-    """Return the names of arguments of a class and its bases."""
+def constructor_arguments(kind: type) -> set[str]:
+    """Return the names of the constructor arguments of a class and its bases."""
     return {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}
 
 
 class CabLM(HFLM):
-    """lm_eval's ``hf`` with CAB switched on; fields of `CabConfig` are additional arguments.
+    """The model ``hf`` of lm_eval with CAB switched on; it also accepts fields of `CabConfig`.
 
-    The task determines how tokens are sampled; by default decoding is greedy. For requests of
-    likelihoods the end of each request is passed on, see `_loglikelihood_tokens`.
+    The task determines how tokens are sampled; by default decoding is greedy. Requests of
+    likelihoods get a padding mask, see `_loglikelihood_tokens`.
+
+    Attributes:
+        padded: the latest batch that lm_eval padded on the right, [B, N], and its padding mask,
+            bool [B, N]; None before the first batch.
     """
 
-    # a batch that lm_eval has padded on the right, and its mask
     padded: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, pretrained: Any, **arguments: Any) -> None:
         chosen = {name: arguments.pop(name) for name in FIELDS & arguments.keys()}
-        refuse_misspelt(arguments, FIELDS | taken_by(HFLM))
+        refuse_misspelt(arguments, FIELDS | constructor_arguments(HFLM))
         super().__init__(pretrained, **arguments)
         self.model.generation_config = greedy(self.model)
         apply_cab(self.model, **chosen)
 
     def _loglikelihood_tokens(self, *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
-        """Compute likelihoods as `HFLM`, and pass on the length of each request.
+        """Compute likelihoods as `HFLM` does, but with a padding mask.
 
-        `HFLM` pads requests on the right without a mask. Dense causal kernels do not need the
-        lengths, but CAB selects keys by the end of a sequence.
+        `HFLM` pads requests on the right without a mask. Dense causal attention ignores such
+        padding, but CAB selects keys by the end of a sequence.
         """
         pad = huggingface.pad_and_concat
 
         def pad_and_concat(longest: int, rows: Sequence[Tensor], **kwargs: Any) -> Tensor:
-            # the rows are padded in place
+            # before padding, which changes the list of rows
             lengths = torch.tensor([row.shape[-1] for row in rows])
             batch = pad(longest, rows, **kwargs)
             self.padded = batch, torch.arange(longest) < lengths[:, None]
@@ -67,12 +70,12 @@ class CabLM(HFLM):
             huggingface.pad_and_concat = pad
 
     def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        batch, real = self.padded or (None, None)
+        batch, mask = self.padded or (None, None)
         if batch is not inps:
             return super()._model_call(inps, *args, **kwargs)
 
         def with_mask(model: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            return args, {"attention_mask": real.to(inps.device, torch.long), **kwargs}
+            return args, {"attention_mask": mask.to(inps.device, torch.long), **kwargs}
 
         hook = self.model.register_forward_pre_hook(with_mask, with_kwargs=True)
         try:
@@ -83,38 +86,42 @@ class CabLM(HFLM):
 
 @functools.cache
 def watch(kind: type[HFLM]) -> None:
-    """Make models of ``kind`` report `what_was_attended` with their scores if they attend by "cab".
+    """Patch a model class of lm_eval so that its scores include `what_was_attended`.
 
-    Models whose outputs are not finite raise an error. lm_eval asks a model for its info after all
-    requests, and before it shows or saves scores.
+    Models whose outputs are not finite raise an error. lm_eval calls ``get_model_info`` after all
+    requests, before it prints or saves scores.
     """
-    init, tell, detect = kind.__init__, kind.get_model_info, kind._detect_batch_size
+    init, model_info, detect = kind.__init__, kind.get_model_info, kind._detect_batch_size
 
     @functools.wraps(init)
     def __init__(self: HFLM, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         refuse_not_finite(self.model)
 
-    @functools.wraps(tell)
+    @functools.wraps(model_info)
     def get_model_info(self: HFLM) -> dict[str, Any]:
-        # replies cached by --use_cache call no model
-        result = what_was_attended(self.model) if getattr(self, "cab_was_asked", False) else {}
-        return {**tell(self), **result}
+        # if --use_cache has all replies, the model is never called and has no density
+        was_called = getattr(self, "cab_was_asked", False)
+        result = what_was_attended(self.model) if was_called else {}
+        return {**model_info(self), **result}
 
     @functools.wraps(detect)
     def _detect_batch_size(self: HFLM, *args: Any, **kwargs: Any) -> int:
-        # trial calls are no requests
+        # restore the counts afterwards: the calls that try batch sizes are no requests
         modules = list(self.model.modules())
-        before, asked = [attended.get(m) for m in modules], getattr(self, "cab_was_asked", False)
+        counts = [attended.get(module) for module in modules]
+        was_called = getattr(self, "cab_was_asked", False)
         size = detect(self, *args, **kwargs)
-        for module, pairs in zip(modules, before, strict=True):
+        for module, pairs in zip(modules, counts, strict=True):
             attended.pop(module, None)
             if pairs is not None:
                 attended[module] = pairs
-        self.cab_was_asked = asked
+        self.cab_was_asked = was_called
         return size
 
-    def asking(method: Callable[..., Any]) -> Callable[..., Any]:
+    def record_calls(method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``method``, which then also records that the model was called."""
+
         @functools.wraps(method)
         def wrapped(self: HFLM, *args: Any, **kwargs: Any) -> Any:
             self.cab_was_asked = True
@@ -122,6 +129,6 @@ def watch(kind: type[HFLM]) -> None:
 
         return wrapped
 
-    requests = asking(kind._model_call), asking(kind._model_generate)
+    requests = record_calls(kind._model_call), record_calls(kind._model_generate)
     for function in (__init__, get_model_info, _detect_batch_size, *requests):
         setattr(kind, function.__name__, function)

@@ -1,8 +1,8 @@
 """Long runs on a model: remaining cases, out-of-memory errors, and shards of a run.
 
-Several processes measure a run together. Each process gets ``--shard i/n``, a share of the
-questions, and logs its samples in the same folder. The same command without ``--shard`` joins the
-logs, measures the rest and writes the report.
+Several processes can measure a run together. Each process measures a share of the questions, which
+``--shard i/n`` selects, and logs its samples in the results folder. Then the same command without
+``--shard`` joins the logs, measures the missing cases and writes the report.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,7 +30,7 @@ from cab_hf.experiment.log import Log, as_recorded, file_exists, read_log, requi
 from cab_hf.experiment.settings import flag, option, read_settings, require
 
 SHARD_LOG = "samples.shard-{}-of-{}.jsonl"
-MATCH = "match"  # a budget: the density or time of the matched method on the same texts
+MATCH = "match"  # the budget that equals the density or time of the matched method
 
 
 @dataclass(frozen=True)
@@ -49,47 +48,53 @@ class LongRunSettings(OnModelSettings):
                 "measure everything. Start the processes without a launcher, with `--shard 1/2`, "
                 "`--shard 2/2` and so on."
             )
-        given = re.fullmatch(r"(\d+)/(\d+)", self.shard or "1/1")
-        fits = given and 1 <= int(given[1]) <= int(given[2])
-        require(self, "shard", fits, "i/n, such as 1/4 for the first of four shards")
+        shard = re.fullmatch(r"(\d+)/(\d+)", self.shard or "1/1")
+        is_valid = shard and 1 <= int(shard[1]) <= int(shard[2])
+        require(self, "shard", is_valid, "i/n, such as 1/4 for the first of four shards")
 
     def check_methods(self) -> None:
         """Raise an error if ``methods`` is empty or contains an unknown name."""
         for method in self.methods:
             require(
-                self, "methods", method in METHODS, f"one or more of {', '.join(METHODS)}", method
+                settings=self,
+                name="methods",
+                holds=method in METHODS,
+                accepted=f"one or more of {', '.join(METHODS)}",
+                value=method,
             )
         require(self, "methods", self.methods, "at least one name")
 
-    def check_match(self, name: str, match: str, there: bool) -> None:
-        """Raise an error if methods match ``match`` and it is not among the methods.
+    def check_match(self, name: str, match: str, is_available: bool) -> None:
+        """Raise an error if methods need a matched value that no method provides.
 
-        The message names the setting ``name``.
+        Args:
+            name: the setting that the message names.
+            match: the matched method.
+            is_available: True if the run measures the matched method, or matches no method.
         """
         matched = [method for method in self.methods if METHODS[method].matched]
         accepted = (
             f"a density such as 0.2, because {', '.join(matched)} would match the density of "
             f"{match}, which is not among the methods"
         )
-        require(self, name, there or not matched, accepted)
+        require(self, name, is_available or not matched, accepted)
 
 
 @lru_cache(maxsize=1)
 def fitted(kind: type[Method], cell: Cell) -> Method:
-    """Return a method of that class, fitted once for all samples of a cell."""
+    """Return a method of class ``kind`` fitted to ``cell``; the latest fit is cached."""
     return kind.fit(cell)
 
 
 class LongRun(OnModel):
-    """The base class of experiments whose cases are known in advance, except for matched budgets.
+    """The base class of experiments that can list all cases before they measure the first.
 
-    A case that runs out of memory is recorded with its ``error`` and skipped; a later run tries it
-    again.
+    Only matched budgets follow from earlier samples. If a case runs out of memory, the run logs the
+    case with an ``error`` and continues. A later run measures the case again.
 
     Attributes:
         CELL: fields of a case that identify a cell.
-        FITTED: the field with the density or time that a cell matches, which may follow from
-            samples.
+        FITTED: the field with the density or time that a cell matches.
     """
 
     FAILED = "error"
@@ -98,7 +103,7 @@ class LongRun(OnModel):
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
-        self.realised_on = cache(self._realised_on)
+        self.realised_on = cache(lambda key: realised_on(self.model, self.typical(key)))
 
     @abstractmethod
     def planned(self) -> Iterator[dict[str, Any]]:
@@ -106,33 +111,58 @@ class LongRun(OnModel):
 
     @abstractmethod
     def waits(self, case: Mapping[str, Any]) -> bool:
-        """Return True if the matched value follows from samples of other cases."""
+        """Return True if the matched budget of a case follows from samples of other cases."""
 
     def alone(self, case: Mapping[str, Any]) -> bool:
-        """Return True if the case is timed, and therefore in no shard."""
+        """Return True if no shard may measure the case, because the case is timed."""
         return False
 
     @abstractmethod
     def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> Any:
-        """Return the value that a case of this cell matches; None while its samples are missing."""
+        """Return the density or time that the cell of a case matches.
+
+        Returns None if no value is matched, or if ``samples`` lack the matched value.
+        """
 
     @abstractmethod
     def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the question of a case; all cases of a question belong to one shard."""
+        """Return the key of the question of a case; one shard measures all cases of a question."""
 
     @abstractmethod
-    def typical(self, *place: Any) -> Tokens:
-        """Return the fixed reading on which densities (and times) are measured."""
+    def typical(self, text_key: tuple[Any, ...]) -> Tokens:
+        """Return the tokens on which the densities and times of configs are measured.
 
-    def _realised_on(self, *place: Any) -> Realised:
-        return realised_on(self.model, self.typical(*place))
+        Args:
+            text_key: the fields of a case that identify the text.
+        """
 
     def fit(
-        self, kind: type[Method], config: CabConfig, case: Mapping[str, Any], *place: Any, **more
+        self,
+        kind: type[Method],
+        config: CabConfig,
+        case: Mapping[str, Any],
+        text_key: tuple[Any, ...],
+        took: Realised | None = None,
     ) -> Method:
-        """Return a method fitted to the cell of a case; ``more`` are fields of `Cell`."""
-        given = config, case[self.FITTED], case["length"], self.settings.device
-        return fitted(kind, Cell(*given, self.realised_on(*place), layers_of(self.model), **more))
+        """Return a method fitted to the cell of a case.
+
+        Args:
+            kind: class of the method.
+            config: CAB's config, as in `Cell`.
+            case: a case with the field `FITTED`.
+            text_key: as in `typical`.
+            took: as in `Cell`.
+        """
+        cell = Cell(
+            config=config,
+            budget=case[self.FITTED],
+            length=case["length"],
+            device=self.settings.device,
+            realised=self.realised_on(text_key),
+            layers=layers_of(self.model),
+            took=took,
+        )
+        return fitted(kind, cell)
 
     def expected(self) -> int:
         return sum(1 for _ in self.planned())
@@ -140,33 +170,35 @@ class LongRun(OnModel):
     def cases(
         self, samples: Sequence[Row], planned: Iterable[dict[str, Any]] | None = None
     ) -> Iterator[dict[str, Any]]:
-        cell_of, matches = itemgetter(*self.CELL), {}
+        fitted_by_cell: dict[tuple, Any] = {}
         for case in self.planned() if planned is None else planned:
-            if cell_of(case) not in matches:
-                matches[cell_of(case)] = self.fitted(case, samples)
-            yield {**case, self.FITTED: matches[cell_of(case)]}
+            cell = tuple(case[name] for name in self.CELL)
+            if cell not in fitted_by_cell:
+                fitted_by_cell[cell] = self.fitted(case, samples)
+            yield {**case, self.FITTED: fitted_by_cell[cell]}
 
     @classmethod
     def main(cls, words: Sequence[str]) -> int:
         experiment = cls(read_settings(cls.Settings, words, f"{PROG} {cls.name}", cls.purpose))
         experiment.check()
-        found = experiment.found()
-        left, there = (
-            len(experiment.missing(found)),
-            f" ({len(found):,} are measured)" * bool(found),
+        samples = experiment.found()
+        num_missing = len(experiment.missing(samples))
+        measured = f" ({len(samples):,} are measured)" if samples else ""
+        message = (
+            f"{num_missing:,} cases{measured}" if num_missing else "nothing is left to measure"
         )
-        print(f"{left:,} cases{there}" if left else "nothing is left to measure", flush=True)
+        print(message, flush=True)
         if experiment.settings.dry_run:
             return 0
         if experiment.settings.shard:
-            experiment.measure_shard(found)
+            experiment.measure_shard(samples)
         else:
             run(experiment)
         return 0
 
     def recorded(self) -> dict[str, Any]:
-        given = super().recorded()
-        return {name: given[name] for name in given if name not in ("dry_run", "shard")}
+        settings = super().recorded()
+        return {name: settings[name] for name in settings if name not in ("dry_run", "shard")}
 
     def sample(self, case: Mapping[str, Any]) -> dict[str, Any]:
         if self.waits(case) and case[self.FITTED] is None:
@@ -176,65 +208,81 @@ class LongRun(OnModel):
         except Exception as error:
             if not ran_out(error):
                 raise
-            why = in_a_sentence(error)
-        # after the handler: the frames of the error refer to the allocated memory
+            reason = in_a_sentence(error)
+        # outside of the except block, because the frames of the error keep the tensors alive
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return {**case, self.FAILED: why}
+        return {**case, self.FAILED: reason}
 
     # --- shards
 
     def found(self) -> list[Row]:
-        """Return the samples of the run and of all shards; LogError for other runs."""
+        """Return the samples in the logs of the run and of all its shards.
+
+        Raises:
+            LogError: a log belongs to another run.
+        """
         identity, path = as_recorded(self.identity()), Path(self.settings.out) / SAMPLES
         samples = []
-        for each in [path, *self._shard_logs()] if file_exists(path) else self._shard_logs():
+        for log in [path, *self._shard_logs()] if file_exists(path) else self._shard_logs():
             header, records = read_log(
-                each,
+                log,
                 key=self.CASE,
                 added=self.ADDED,
                 failed=self.FAILED,
                 fields_of=self.fields_of,
             )
-            require_identity(each, header, identity)
+            require_identity(log, header, identity)
             samples += [record for record in records if record.get(self.FAILED) is None]
         return samples
 
     def missing(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
         """Return the planned cases without a sample."""
-        case_of = itemgetter(*self.CASE)
-        seen = set(map(case_of, samples))
-        return [case for case in self.planned() if case_of(case) not in seen]
+
+        def key(case: Mapping[str, Any]) -> tuple[Any, ...]:
+            return tuple(case[name] for name in self.CASE)
+
+        measured = set(map(key, samples))
+        return [case for case in self.planned() if key(case) not in measured]
 
     def share(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
-        """Return the cases of a shard that ``samples`` lacks; cases that wait come last."""
-        part, parts = map(int, self.settings.shard.split("/"))
-        # equal in every shard, independent of earlier measurements
-        questions = dict.fromkeys(map(self.question, self.planned()))
-        mine = set(list(questions)[part - 1 :: parts])
-        missing = [case for case in self.missing(samples) if not self.alone(case)]
-        now = [case for case in missing if not self.waits(case)] or missing
-        return [case for case in now if self.question(case) in mine]
+        """Return the cases of this process's shard that ``samples`` lack.
 
-    def measure_shard(self, found: Sequence[Row]) -> None:
-        """Measure the shard of this process."""
-        path = Path(self.settings.out) / SHARD_LOG.format(*self.settings.shard.split("/"))
-        cases = self.share(found)
+        Cases that wait for samples of other cases are included only if no other case is missing in
+        any shard.
+        """
+        shard, num_shards = map(int, self.settings.shard.split("/"))
+        # all planned questions, so that every process computes the same shards
+        questions = dict.fromkeys(map(self.question, self.planned()))
+        own_questions = set(list(questions)[shard - 1 :: num_shards])
+        missing = [case for case in self.missing(samples) if not self.alone(case)]
+        ready = [case for case in missing if not self.waits(case)] or missing
+        return [case for case in ready if self.question(case) in own_questions]
+
+    def measure_shard(self, samples: Sequence[Row]) -> None:
+        """Measure the missing cases of this process's shard.
+
+        Args:
+            samples: the samples that all processes have logged.
+        """
+        shard, num_shards = self.settings.shard.split("/")
+        path = Path(self.settings.out) / SHARD_LOG.format(shard, num_shards)
+        cases = self.share(samples)
         with self.log(path) as log:
-            for case in tqdm(self.cases(found, cases), "shard", len(cases), unit="case"):
+            for case in tqdm(self.cases(samples, cases), "shard", len(cases), unit="case"):
                 log.append(self.sample(case))
 
     def measure_missing(self, log: Log) -> bool:
-        before = len(log.records)
+        num_before = len(log.records)
         for path in self._shard_logs():
             with self.log(path) as shard:
                 for sample in shard.records:
                     log.append(sample)
             path.unlink()
-        return super().measure_missing(log) or len(log.records) > before
+        return super().measure_missing(log) or len(log.records) > num_before
 
     def _shard_logs(self) -> list[Path]:
-        """Return shard logs that are not empty: a new log may be."""
+        """Return the paths of all shard logs with content; a log without samples may be empty."""
         paths = sorted(Path(self.settings.out).glob(SHARD_LOG.format("*", "*")))
         return [path for path in paths if path.stat().st_size]

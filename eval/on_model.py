@@ -1,4 +1,4 @@
-"""Shared parts of experiments on a model: settings that name it, and loading on demand."""
+"""The base class of experiments on a model: settings, loading, and checks of lengths and errors."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from cab_hf.experiment.settings import (
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
-# fields of CabConfig on a CPU, if none are given: 1,536 tokens are cut into so small blocks, and so
-# few pairs are attended, that methods differ as on a long prompt
+# default fields of CabConfig on a CPU. Short texts of 1,536 tokens need small blocks and a low
+# density: otherwise methods would differ less than on a long prompt.
 SMALL = {
     **{"query_block": 32, "key_block": 16, "local_blocks": 2, "dense_tail_blocks": 0},
     **{"mass_threshold": 0.02, "outlier_queries": 8},
@@ -54,7 +54,7 @@ SMALL = {
 
 @dataclass(frozen=True)
 class OnModelSettings:
-    """The model and its device. None means a default that depends on the device."""
+    """Settings of the model and its device. None: a default that depends on the device."""
 
     model: str = option(
         "smollm2",
@@ -87,7 +87,7 @@ class OnModelSettings:
 
     @property
     def cab_fields(self) -> dict[str, Any]:
-        """The fields of `CabConfig` in ``--cab``; by default those of the device."""
+        """The fields of `CabConfig` in ``--cab``; without ``--cab``, the default of the device."""
         if not self.cab:
             return dict(SMALL) if self.on_cpu else {}
         return dict(map(parse_assignment, self.cab))
@@ -117,119 +117,130 @@ class OnModel(Experiment):
 
     @cached_property
     def content(self) -> str:
-        """The identity of the model, independent of the place of its files."""
+        """The hash of the model's content, independent of the folder of its files."""
         if not is_local(self.settings.model):
-            # the hub may have a newer version than the loaded one
+            # load the model before hashing, so that both read the same version from the hub
             _ = self.model
         return content_sha256(self.settings.model)
 
     def running(self) -> dict[str, Sequence[str]]:
-        """The sentences of the text files by name, repeated if necessary."""
+        """Return file name -> sentences of each text file of the run.
+
+        Texts longer than a file repeat its sentences.
+        """
         return {}
 
     def provenance(self, started: str) -> dict[str, Any]:
         record, lengths = super().provenance(started), sorted(self.settings.lengths)
-        said = []
+        repeated = []
         for name, sentences in self.running().items():
             tokens = count_tokens(self.tokenizer, sentences, lengths[-1])
             longer = [f"{length:,}" for length in lengths if length > tokens]
             if longer:
-                said.append(
+                repeated.append(
                     f"{plain(name)} has {tokens:,} tokens, so that it repeats in texts of "
                     f"{' and '.join(longer)} tokens."
                 )
-        return {**record, "repeated": said} if said else record
+        return {**record, "repeated": repeated} if repeated else record
 
-    def under(self, method: Method, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the result of ``read`` under ``method``, its seconds, and densities.
+    def measure_under(
+        self, method: Method, read: Callable[[], Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Call ``read`` while ``method`` is active, and return its result with three more fields.
 
-        ``density`` includes dense layers as 1, and ``sparse_density`` leaves them out.
+        Returns:
+            The fields of ``read``; ``density``, the mean over layers, with 1 for dense layers;
+            ``sparse_density``, the mean over layers that are not dense, or None without such
+            layers; and ``seconds`` of the call.
         """
         with refusing("model"), method.applied(self.model) as densities:
             started = time.perf_counter()
             result = read()
             seconds = time.perf_counter() - started
-            layers = densities()
-        sparse = [density for density in layers if density is not None]
+            layer_densities = densities()
+        sparse = [density for density in layer_densities if density is not None]
         return {
             **result,
-            "density": fmean(1.0 if density is None else density for density in layers),
+            "density": fmean(1.0 if density is None else density for density in layer_densities),
             "sparse_density": fmean(sparse) if sparse else None,
             "seconds": round(seconds, 3),
         }
 
     def check(self) -> None:
-        """Raise an error for lengths beyond the positions of the model."""
+        """Raise an error if a length exceeds the number of positions of the model."""
         require_positions(self.settings, "lengths", max(self.settings.lengths), self.WRITTEN)
 
     def recorded(self) -> dict[str, Any]:
         recorded, name = super().recorded(), self.settings.model
-        recorded["model"] = _called(Path(name)) if Path(name).exists() else name
+        recorded["model"] = _name_of(Path(name)) if Path(name).exists() else name
         if not recorded["trust_remote_code"]:
             del recorded["trust_remote_code"]
-        # smollm2 is one file with its own hash
+        # smollm2 names one fixed file, so results need no hash of its content
         return recorded if name == SMOLLM2 else {**recorded, "model_sha256": self.content}
 
 
 def require_positions(settings: OnModelSettings, name: str, tokens: int, written: int = 0) -> None:
-    """Raise an error for more tokens than positions, with the name of the setting ``name``.
+    """Raise an error if a prompt and the generated tokens exceed the positions of the model.
 
     Args:
-        settings: the settings.
-        name: the name of the setting.
+        settings: settings that name the model.
+        name: the setting with the length of the prompt, for the message.
         tokens: tokens of the prompt.
-        written: tokens that are generated after it.
+        written: tokens that are generated after the prompt.
     """
     most = max_prompt_tokens(load_config(settings.model, settings.trust_remote_code), written)
     if most is not None and tokens > most:
-        behind = f" minus {written} generated tokens" if written else ""
+        reserved = f" minus {written} generated tokens" if written else ""
         raise UsageError(
-            f"{name} must be at most {most}, the positions of model {settings.model!r}{behind}, "
+            f"{name} must be at most {most}, the positions of model {settings.model!r}{reserved}, "
             f"got {tokens}."
         )
 
 
-def _called(folder: Path) -> str:
-    """Return the name of a model's folder, or the run's name if a training run wrote it."""
+def _name_of(folder: Path) -> str:
+    """Return the name of a model folder, or of its parent if a training run wrote the model."""
     return folder.resolve().parent.name if folder.name == TRAINED else folder.name
 
 
 def realised_density(samples: Sequence[Row]) -> float | None:
-    """Return the mean density of a method in layers that are not dense, or None without samples."""
+    """Return the mean density of samples in layers that are not dense; None without samples.
+
+    A sample without such layers counts as 1.
+    """
     if not samples:
         return None
-    result = (sample["sparse_density"] for sample in samples)
-    return fmean(1.0 if density is None else density for density in result)
+    densities = (sample["sparse_density"] for sample in samples)
+    return fmean(1.0 if density is None else density for density in densities)
 
 
 def refuse_not_finite(model: nn.Module) -> None:
-    """Make ``model`` raise a UsageError if any of its logits is not finite."""
+    """Register a hook on ``model`` that raises a UsageError if a logit is not finite."""
 
-    def look(model: Any, _: Any, output: Any) -> None:
+    def check_logits(model: Any, _: Any, output: Any) -> None:
         with refusing("model"):
             require_finite(output.logits, model.config.get_text_config()._attn_implementation)
 
-    model.register_forward_hook(look)
+    model.register_forward_hook(check_logits)
 
 
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """Turn errors of cab_hf inside the block into a UsageError about the setting ``name``."""
+    """Convert errors that cab_hf raises inside the block to a UsageError about setting ``name``."""
     try:
         yield
     except UsageError:
         raise
     except (NotImplementedError, ValueError) as error:
-        if not _raised_by_us(error):
+        if not _raised_by_cab_hf(error):
             raise
         raise UsageError(f"{name}: {error}") from error
 
 
-def _raised_by_us(error: BaseException) -> bool:
+def _raised_by_cab_hf(error: BaseException) -> bool:
     """Return True if a raise statement of cab_hf, outside of ops, raised the error."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     module = frame.f_globals.get("__name__", "")
-    ours = module.startswith("cab_hf.") and not module.startswith("cab_hf.ops.")
-    # the last frame of an error from a builtin is its caller's
-    stated = linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
-    return ours and stated
+    is_ours = module.startswith("cab_hf.") and not module.startswith("cab_hf.ops.")
+    # an error of a builtin ends in our line that calls the builtin, which is no raise statement
+    is_raise = linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
+    return is_ours and is_raise

@@ -1,7 +1,7 @@
 """Write one HTML page of result folders: tables, figures and commands, no network.
 
-The parts are those of ``eval/results/README.md`` and ``report.md``. The page contains its style and
-its figures. Its content security policy allows a browser to load nothing else.
+The sections are those of ``eval/results/README.md`` and ``report.md``. The page contains its style
+sheet and its figures, and its content security policy forbids a browser to load other files.
 """
 
 from __future__ import annotations
@@ -46,26 +46,30 @@ class Settings:
 
 
 def main(words: Sequence[str]) -> int:
-    """Write the page of the folders in ``words`` of a command line; return the exit status."""
+    """Run the command with the options ``words``; return the exit status."""
     purpose = "write one HTML page of result folders, which needs no network"
     settings = read_settings(Settings, words, f"{PROG} report", purpose)
     results = read_all(list(map(Path, settings.folders)))
     out = Path(settings.out)
-    made = page(results)
+    html = page(results)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        write_atomically(out / PAGE, made)
+        write_atomically(out / PAGE, html)
     print(f"report: {out / PAGE}")
     return 0
 
 
-def read_all(given: Sequence[Path]) -> list[Results]:
-    """Read the folders in the order of the page, each under its own name.
+def read_all(paths: Sequence[Path]) -> list[Results]:
+    """Return the results in folders, in the order of the page and with distinct names.
+
+    Args:
+        paths: folders of results, and folders that contain such folders.
 
     Raises:
-        UsageError: there are no folders, or one of them contains no results.
+        UsageError: there are no folders, or a folder contains no results.
     """
-    folders = {each.resolve(): each for folder in given for each in _folders_in(folder)}.values()
+    by_resolved_path = {folder.resolve(): folder for path in paths for folder in _folders_in(path)}
+    folders = by_resolved_path.values()
     if not folders:
         raise UsageError(
             "folders must be result folders, got none. Give some, such as eval/results."
@@ -74,23 +78,24 @@ def read_all(given: Sequence[Path]) -> list[Results]:
     for folder in folders:
         with refused_as(partial(_refusal, folder)):
             results.append(read_results(folder))
-    names = Counter(each.name for each in results)
+    counts = Counter(result.name for result in results)
     return in_order(
-        replace(each, name=str(each.folder)) if names[each.name] > 1 else each for each in results
+        replace(result, name=str(result.folder)) if counts[result.name] > 1 else result
+        for result in results
     )
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    """Return ``folder`` itself, or its subfolders if it contains folders and no results."""
+    """Return the subfolders of ``folder``, or ``folder`` itself if it has results or no folders."""
     if file_exists(folder / RESULTS) or not folder.is_dir():
         return [folder]
     return sorted(filter(Path.is_dir, folder.iterdir())) or [folder]
 
 
 def _refusal(folder: Path, error: Exception) -> str:
-    """Return an error about ``folder``; errors of other libraries include their class."""
-    what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return f"{folder} cannot be shown: {what}{first_line(error)}."
+    """Return a message for an error about ``folder``, with the class of unexpected errors."""
+    prefix = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return f"{folder} cannot be shown: {prefix}{first_line(error)}."
 
 
 def page(results: Sequence[Results]) -> str:
@@ -103,7 +108,7 @@ def page(results: Sequence[Results]) -> str:
     for result in results:
         with refused_as(partial(_refusal, result.folder)):
             sections.append(_section(result))
-    # tags in names and results are text, and pictures are links
+    # escape HTML in names and results, and show pictures as links, because the page loads no files
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
     pages = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -117,7 +122,7 @@ def page(results: Sequence[Results]) -> str:
 
 
 def _section(result: Results) -> dict[str, Any]:
-    """Return the parts of a section; `page.html` names them."""
+    """Return the variables with which `page.html` renders the section of a result folder."""
     kind, record = result.kind, result.provenance
     (_, first), *others = kind.tables(result.rows).items()
     origin = [f"{experiment.made_on(record)}.", *experiment.configs(record["settings"])]

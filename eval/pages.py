@@ -1,7 +1,7 @@
-"""The tables and sentences of README.md and docs with measured numbers, one function each.
+"""The tables and sentences with measured numbers in README.md and docs, one function each.
 
 The name of a function is the NAME in the marker ``<!-- table: NAME -->`` of a page. The function
-receives the rows of its folders of ``eval/results``.
+receives the rows of result folders in ``eval/results``, which its decorator names.
 """
 
 from __future__ import annotations
@@ -38,31 +38,33 @@ from cab_hf.experiment.log import file_exists, read_log
 from cab_hf.finetune.curve import STEP
 from cab_hf.selection.reference import THRESHOLD_KEYS
 
+# NAME -> function from the folder of all results to the Markdown text
 TABLES: dict[str, Callable[[Path], str]] = {}
-# the remedy comes after these in an error message
+# ends of the reason in an error message, after which the remedy follows
 REASON_ENDS = re.compile(r"; |\. ")
-# log of the timed training run, without other processes on the GPU; relative to a run folder
+# log of a training run without other processes on the GPU, relative to the folder of a run
 TIMED = Path("alone", "log.jsonl")
-# first steps of a training run, which include compilation
-WARM_UP_STEPS = 3
+WARM_UP_STEPS = 3  # first steps of a training run, which include compilation
 
 
 def table(
     folders: Iterable[str] = (), find: Callable[[Path], list[Results]] | None = None
 ) -> Callable:
-    """Register a function from rows to a table; the page also shows the source of the rows.
+    """Return a decorator that registers a function from rows to a table in `TABLES`.
+
+    Pages also show the source of the rows.
 
     Args:
-        folders: names of the folders of results.
-        find: returns the results instead, if they have no fixed names.
+        folders: names of the result folders.
+        find: function that returns the results; replaces ``folders``.
     """
 
     def register(make: Callable[[DataFrame], DataFrame]) -> Callable[[DataFrame], DataFrame]:
         @wraps(make)
         def write(results: Path) -> str:
             runs = find(results) if find else [read_results(results / name) for name in folders]
-            shown = as_markdown(make(rows_of(runs)))
-            return f"{shown}\n\n{source(runs)} Source: [eval/results](eval/results/README.md)."
+            markdown = as_markdown(make(rows_of(runs)))
+            return f"{markdown}\n\n{source(runs)} Source: [eval/results](eval/results/README.md)."
 
         TABLES[make.__name__] = write
         return make
@@ -71,7 +73,11 @@ def table(
 
 
 def sentence(folder: str) -> Callable:
-    """Register a function from the rows of ``folder`` to a sentence with numbers."""
+    """Return a decorator that registers a function from rows to a sentence in `TABLES`.
+
+    Args:
+        folder: name of the result folder.
+    """
 
     def register(make: Callable[[DataFrame], str]) -> Callable[[DataFrame], str]:
         TABLES[make.__name__] = lambda results: make(rows_of([read_results(results / folder)]))
@@ -113,11 +119,15 @@ CHOICES = (
 
 
 def over_texts(rows: DataFrame) -> DataFrame:
-    """Return a row per length and method: means over texts, and the setting of the method."""
+    """Return a row per length and method, with means over texts.
+
+    The column ``setting`` names the config of the method, and ``threshold`` contains the mass
+    threshold at the length.
+    """
     configs = rows.apply(
         lambda row: row["run"]["settings"]["cab_configs"].get(row["method"], {}), axis=1
     )
-    # a method of the same name may have been measured with an earlier default as well
+    # runs of different versions have methods of the same name
     rows = rows.assign(config=configs, is_earlier=configs.map(is_earlier))
     groups = rows.groupby(["length", "method", "is_earlier"], sort=False)
     means = groups.mean(numeric_only=True).assign(config=groups["config"].first()).reset_index()
@@ -128,19 +138,20 @@ def over_texts(rows: DataFrame) -> DataFrame:
 
 
 def _setting(row: Series) -> str:
-    """Describe a config by the fields unlike the default, or name the method without a config."""
-    # every comparison sets min_length to 0, and the tables of a cascade are in a file
-    other = [
+    """Return the fields of a config that differ from the default; without config, the method."""
+    # fields that say nothing here: all runs set min_length to 0, and a file contains the tables of
+    # a cascade
+    changed = [
         f"{name}={value}"
         for name, value in sorted(unlike_default(row["config"]).items())
         if name not in ("head_map", "origin") and (name, value) != ("min_length", 0)
     ]
     if row["is_earlier"]:
-        other = ["earlier default", *other]
-    return ", ".join(other) or ("default" if row["config"] else row["method"])
+        changed = ["earlier default", *changed]
+    return ", ".join(changed) or ("default" if row["config"] else row["method"])
 
 
-# speed and quality of one row are from the same run; only runs at clean commits
+# a row shows speed and quality of the same run, and all runs are at clean commits
 @table(DEFAULT)
 def default(rows: DataFrame) -> DataFrame:
     rows = over_texts(rows)
@@ -151,6 +162,7 @@ def default(rows: DataFrame) -> DataFrame:
 
 
 def _front(rows: DataFrame) -> DataFrame:
+    """Return the columns of a table that compares density, time and quality of configs."""
     names = "length setting density predict_ms attend_ms continuation.kl"
     return show(rows, f"{names} recall.share recall_border.share perplexity_border.ratio")
 
@@ -178,20 +190,22 @@ def noise(rows: DataFrame) -> str:
 
 
 def _default_runs(results: Path) -> list[Results]:
-    """Return every run of `fidelity` by the default that has no table of its own."""
-    others = {*TRAININGS, *FRONT, *CODE_PATHS}
-    return [run for run in all_results(results) if run.name not in others and by_default(run)]
+    """Return the runs of `fidelity` with the default config that no other table shows."""
+    in_other_tables = {*TRAININGS, *FRONT, *CODE_PATHS}
+    return [
+        run for run in all_results(results) if run.name not in in_other_tables and by_default(run)
+    ]
 
 
 @table(find=_default_runs)
 def models(rows: DataFrame) -> DataFrame:
-    # equal names may have other weights
+    # models of the same name may have different weights
     weights = setting(rows, "model_sha256").fillna("")
     rows = rows.assign(model=setting(rows, "model"), weights=weights)
     rows = rows.sort_values(["model", "length"], kind="stable")
-    by = ["model", "weights", "length"]
-    texts = rows[rows["method"] == "cab"].groupby(by)["text"].nunique().rename("texts")
-    rows = side_by_side(rows, "cab", "method", by).merge(texts.reset_index(), on=by)
+    keys = ["model", "weights", "length"]
+    texts = rows[rows["method"] == "cab"].groupby(keys)["text"].nunique().rename("texts")
+    rows = side_by_side(rows, "cab", "method", keys).merge(texts.reset_index(), on=keys)
     rows["kl"] = both(rows, "continuation.kl", "full.continuation.kl", digits)
     names = "model length texts density over_dense kl"
     names += " asked.ratio recall.ratio recall_border.ratio tasks.delta"
@@ -202,10 +216,10 @@ def models(rows: DataFrame) -> DataFrame:
 
 
 def with_mean(rows: DataFrame) -> DataFrame:
-    """Add the ``mean`` over the tasks that all methods of a folder have."""
-    for _, some in rows.groupby("folder", sort=False):
-        shares = some[[name for task in TASKS if (name := f"{task}.share") in some]]
-        rows.loc[some.index, "mean"] = shares.dropna(axis=1).mean(axis=1)
+    """Add the column ``mean``: the mean over the tasks that all methods of a folder have."""
+    for _, run in rows.groupby("folder", sort=False):
+        shares = run[[name for task in TASKS if (name := f"{task}.share") in run]]
+        rows.loc[run.index, "mean"] = shares.dropna(axis=1).mean(axis=1)
     return rows
 
 
@@ -244,14 +258,14 @@ def published(rows: DataFrame) -> str:
 
 @table(["fidelity-tasks", "fidelity-tasks-32k"])
 def tasks(rows: DataFrame) -> DataFrame:
-    # bold shares of right answers are significantly below dense attention
+    # bold marks shares of right answers that are significantly below those of dense attention
     rows = with_mean(rows.assign(model=setting(rows, "model")))
     shares = {
         task.title: bold(text(rows, f"{name}.share"), rows[f"{name}.delta_high"] < 0)
         for name, task in TASKS.items()
     }
-    shown = show(rows, "model length method density over_dense").assign(**shares)
-    return shown.join(show(rows, "mean tasks.delta"))
+    columns = show(rows, "model length method density over_dense").assign(**shares)
+    return columns.join(show(rows, "mean tasks.delta"))
 
 
 # --- time to the first token
@@ -292,8 +306,8 @@ def variants(rows: DataFrame) -> DataFrame:
 
 @table(["speed-prefill-chunk-2048", "speed-prefill-chunk-8192", "speed-prefill-chunk-32768"])
 def chunks(rows: DataFrame) -> DataFrame:
-    shown = show(with_seconds(rows), "length chunk seconds tokens_s density rest_gib")
-    return shown.assign(density=text(rows, "density", "{:.4f}"))
+    columns = show(with_seconds(rows), "length chunk seconds tokens_s density rest_gib")
+    return columns.assign(density=text(rows, "density", "{:.4f}"))
 
 
 @table(["speed-ttft-behind"])
@@ -317,6 +331,7 @@ def question(rows: DataFrame) -> str:
 
 
 def _served(rows: DataFrame) -> DataFrame:
+    """Return the columns of a table of serving, without implementations that did not run."""
     names = "longest implementation total_s over_best prompt_tokens_s"
     names += " ttft_p50 ttft_p99 tpot_p50 tpot_p99 density"
     return show(rows[rows["served"].fillna(0) != 0], names)
@@ -345,7 +360,10 @@ def served_in_short(rows: DataFrame) -> str:
 
 
 def longest_by(rows: DataFrame, by: Sequence[str]) -> DataFrame:
-    """Return the longest sequence that fits in each folder, by attention and settings ``by``."""
+    """Return a row per combination of the columns ``by``, with the longest length that fits.
+
+    The columns of other attention than CAB have a prefix, as in `side_by_side`.
+    """
     rows = rows[rows["fits"].astype(bool)].sort_values("length", kind="stable")
     rows = rows.drop_duplicates(["folder", "implementation"], keep="last").sort_index()
     return side_by_side(rows, "cab", "implementation", by)
@@ -369,7 +387,7 @@ def longest(rows: DataFrame) -> DataFrame:
     )
     rows = rows.assign(
         gib=setting(rows, "gpu_gib"),
-        # 0 and None: the prompt is one chunk
+        # 0 and None mean a prompt in one call
         prefill=setting(rows, "chunk").map(lambda n: f"in chunks of {n:,}" if n else "whole"),
         segments=has_segments.map({True: "yes", False: "no"}),
     )
@@ -392,6 +410,7 @@ CODE_PATHS = ("fidelity-fp8", "fidelity-code-of-8.0", "fidelity-code-of-8.9")
 
 
 def _quality(rows: DataFrame, **headings: str) -> DataFrame:
+    """Return the columns of a table of density and quality by text; arguments as in `show`."""
     rows = rows.assign(kl=interval(rows, "continuation.kl", digits))
     return show(rows, "label text density kl recall_border.share", kl="KL [95 %]", **headings)
 
@@ -409,6 +428,7 @@ def fp8(rows: DataFrame) -> DataFrame:
 
 
 def _layer_times(rows: DataFrame, **headings: str) -> DataFrame:
+    """Return the columns of a table of times of one layer; arguments as in `show`."""
     names = "label length direction density predict_ms ms fastest ratio"
     return show(with_fastest(rows), names, ms="total, ms", **headings)
 
@@ -440,7 +460,7 @@ def batches(rows: DataFrame) -> DataFrame:
 @table(["speed-decode", "speed-decode-model", "speed-decode-model-8k"])
 def decode(rows: DataFrame) -> DataFrame:
     rows = rows[rows["budget"].notna()].sort_values(["length", "batch", "budget"], kind="stable")
-    # with a budget of all tokens cab decodes densely
+    # a budget of all tokens makes cab decode densely
     way = rows["part"].where(rows["budget"] < rows["length"], rows["part"] + "_dense")
     rows = rows.assign(way=way).drop_duplicates(["length", "batch", "way"])
     rows = side_by_side(rows, "", "way", ["length", "batch"])
@@ -494,7 +514,7 @@ TRAININGS = {
 def lora(rows: DataFrame) -> DataFrame:
     rows = rows[(rows["spread"] == "alone") & ~rows["sought"].astype(bool)]
     rows = with_seconds(rows.assign(layers=setting(rows, "layers")))
-    # per length and number of layers, show the last folder of this list that measured it
+    # if several folders have the same length and number of layers, show the last folder of the list
     last = rows.groupby(["length", "layers"])["folder"].transform("last")
     rows = side_by_side(rows[rows["folder"] == last], "cab", "implementation", ["length", "layers"])
     rows = rows.sort_values(["length", "layers"], ascending=[True, False])
@@ -522,7 +542,7 @@ def trained(rows: DataFrame) -> DataFrame:
         rows[probe] = bold(interval(rows, probe), is_below)
     for probe in ("perplexity", "perplexity_border"):
         ratio = rows[probe] / best[probe]
-        # a ratio far from 1 is not meaningful
+        # a ratio of 100 or more is not meaningful
         rows[f"{probe}_ratio"] = ratio.where(ratio < 100)
     rows["step_s"] = rows["folder"].map(seconds_of_a_step)
     names = "label runs method density recall recall_border each"
@@ -536,19 +556,21 @@ def trained(rows: DataFrame) -> DataFrame:
 
 
 def over_runs(rows: DataFrame) -> Series:
-    """Return the mean over the runs of a training, NaN for a probe that a run lacks.
+    """Return the results over all runs of a training; NaN for a probe that a run lacks.
 
-    Shares are over the keys of all runs together, with Wilson's interval. Perplexities are
-    geometric means.
+    Recall is the share of all keys of all runs, with Wilson's interval. Perplexity is the geometric
+    mean over runs.
     """
-    each = ", ".join(map(digits, rows["perplexity.value"]))
-    pooled = {"folder": rows["folder"].iloc[0], "runs": len(rows), "each": each}
+    perplexities = ", ".join(map(digits, rows["perplexity.value"]))
+    pooled = {"folder": rows["folder"].iloc[0], "runs": len(rows), "each": perplexities}
     pooled["density"] = rows["density"].mean()
     for probe in ("recall", "recall_border"):
         counts = rows[[f"{probe}.correct", f"{probe}.n"]]
         right, n = map(int, counts.sum())
-        share = (right / n, *wilson(right, n)) if counts.notna().all(axis=None) else [math.nan] * 3
-        pooled |= zip((probe, f"{probe}_low", f"{probe}_high"), share, strict=True)
+        share = low = high = math.nan
+        if counts.notna().all(axis=None):
+            share, (low, high) = right / n, wilson(right, n)
+        pooled |= {probe: share, f"{probe}_low": low, f"{probe}_high": high}
     for probe in ("perplexity", "perplexity_border"):
         values = rows[f"{probe}.value"]
         pooled[probe] = geometric_mean(values) if values.notna().all() else math.nan
@@ -556,12 +578,15 @@ def over_runs(rows: DataFrame) -> Series:
 
 
 def seconds_of_a_step(folder: Path) -> float | None:
-    """Return the median step time of a training without its first steps, or None."""
+    """Return the median seconds of a training step; None without a timed run in ``folder``.
+
+    The first `WARM_UP_STEPS` steps do not count.
+    """
     if not file_exists(folder / TIMED):
         return None
     _, records = read_log(folder / TIMED)
-    steps = [each for each in records if each["kind"] == STEP]
-    return median(each["seconds"] for each in steps if each["step"] > WARM_UP_STEPS)
+    steps = [record for record in records if record["kind"] == STEP]
+    return median(step["seconds"] for step in steps if step["step"] > WARM_UP_STEPS)
 
 
 # --- several GPUs
@@ -579,9 +604,9 @@ def seconds_of_a_step(folder: Path) -> float | None:
 )
 def parallel(rows: DataFrame) -> DataFrame:
     rows = rows[rows["measured"].astype(bool) & rows["direction"].notna()]
-    most = rows[rows["world"] == rows.groupby("folder")["world"].transform("max")]
-    by = ["folder", "shape", "length", "world", "direction"]
-    rows = side_by_side(most, "grouped+cab", "scheme", by)
+    on_most_ranks = rows[rows["world"] == rows.groupby("folder")["world"].transform("max")]
+    keys = ["folder", "shape", "length", "world", "direction"]
+    rows = side_by_side(on_most_ranks, "grouped+cab", "scheme", keys)
     rows["gain"] = rows["grouped.ms"] / rows["ms"]
     names = "ring.efficiency grouped.efficiency efficiency"
     headings = dict(zip(names.split(), ("ring", "grouped", "grouped+cab"), strict=True))
@@ -637,14 +662,19 @@ FAMILIES = {
 
 
 def layer_kinds(row: Row) -> dict[str, str | None]:
-    """Return which layers of a model type are ``sparse`` and ``exact``, or its ``error``."""
+    """Return a description of the layers of a model type.
+
+    Returns:
+        ``sparse`` and ``exact``, the layers with sparse and with exact attention; and ``error``,
+        the reason why the type is not supported. Fields that do not apply are None.
+    """
     sparse = exact = error = None
     if row["verdict"] != "exact":
         error = REASON_ENDS.split(row["said"])[0]
     elif row["sparse"] < row["layers"]:
         sparse, exact = "layers without a window", "sliding windows"
     else:
-        # a type without windows was computed with some too, where its config has them
+        # the test also added sliding windows to types that have none by default
         sparse = "all layers"
         exact = "sliding windows, if any" if row.get("windowed") == "exact" else None
     return {"sparse": sparse, "exact": exact, "error": error}
@@ -659,11 +689,11 @@ def supported(rows: DataFrame) -> DataFrame:
 
 @table(["families"])
 def supported_by_layers(rows: DataFrame) -> DataFrame:
-    shown = supported(rows)
-    shown["sparse"] = shown["sparse"].fillna("raises an error")
-    groups = shown.groupby(["sparse", "exact"], sort=False, dropna=False)
-    shown = groups["models"].agg("; ".join).reset_index()
-    return shown.rename(columns={"sparse": "sparse layers", "exact": "exact layers"})
+    types = supported(rows)
+    types["sparse"] = types["sparse"].fillna("raises an error")
+    groups = types.groupby(["sparse", "exact"], sort=False, dropna=False)
+    models_by_layers = groups["models"].agg("; ".join).reset_index()
+    return models_by_layers.rename(columns={"sparse": "sparse layers", "exact": "exact layers"})
 
 
 @sentence("families")

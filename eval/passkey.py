@@ -39,9 +39,9 @@ from cab_hf.eval.methods import (
     Cab,
     Dense,
     Method,
-    exact_readings,
-    known,
+    dense_row_sentences,
     never_sparse,
+    with_known_predictor,
 )
 from cab_hf.eval.on_model import realised_density
 from cab_hf.eval.report import difference, grouped, markdown_table, with_interval
@@ -63,7 +63,7 @@ STAGES = {
     "both": "The table shows how answers are decoded; methods without sparse decoding decode "
     "densely.",
 }
-# share of the text that cab reads per step in stage both, unless --cab sets it
+# decode_tokens of cab in stage both, as a share of the text, unless --cab sets it
 DECODE_SHARE = 0.125
 CELL = ("method", "length", "keys")
 # fields that every sample has in addition to its case
@@ -71,20 +71,20 @@ MEASURED = (
     *("tokens", "needle", "reached", "answer", "expected", "correct"),
     *("density", "sparse_density", "seconds", "budget"),
 )
-cell_of = itemgetter(*CELL)
-# identifies a question for all methods
+cell_of = itemgetter("method", "length", "keys")
+# the fields that identify a question; all methods answer the same questions
 question_of = itemgetter("length", "keys", "depth", "index")
 
 
 def spell_depths(depths: Sequence[float]) -> str:
-    """Return ``depths`` as text for `parse_depths`."""
+    """Return the value of ``--depths`` from which `parse_depths` reads ``depths``."""
     number = str(len(depths))
     return number if parse_depths(number) == tuple(depths) else spell(depths)
 
 
 @dataclass(frozen=True)
 class Settings(LongRunSettings):
-    """Settings of a run. None means a default that depends on the device."""
+    """Settings of a run. None: a default that depends on the device."""
 
     methods: tuple[str, ...] | None = by_device(
         ("dense", "cab", "published", "streaming", "random", "h2o"),
@@ -97,7 +97,7 @@ class Settings(LongRunSettings):
     )
     depths: tuple[float, ...] | None = by_device(
         parse_depths("5"),
-        # no window and no first block contains the key
+        # the key is in no local window and in no first block
         (0.25, 0.5, 0.75),
         "comma-separated depths of the key in the text, 0 to 1; or their number, evenly spaced",
         parse_depths,
@@ -137,16 +137,17 @@ class Settings(LongRunSettings):
         check("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
         check("filler", self.filler in FILLERS, f"one of {', '.join(FILLERS)}")
         file = self.haystack
-        fits = file is None if self.filler != "text" else file and Path(file).is_file()
-        check("haystack", fits, "a text file with --filler text, and left out with another filler")
+        is_valid = file is None if self.filler != "text" else file and Path(file).is_file()
+        accepted = "a text file with --filler text, and left out with another filler"
+        check("haystack", is_valid, accepted)
         if file is not None:
             read_sentences("haystack", file)
         check("stage", self.stage in STAGES, f"one of {', '.join(STAGES)}")
-        there = self.budget != MATCH or Cab.name in self.methods
-        self.check_match("budget", Cab.name, there)
-        fits = self.budget == MATCH or 0 < self.budget <= 1
-        check("budget", fits, f"{MATCH} or a density in (0, 1]")
-        # raises an error for bad fields before the run instead of during it
+        is_available = self.budget != MATCH or Cab.name in self.methods
+        self.check_match("budget", Cab.name, is_available)
+        is_valid = self.budget == MATCH or 0 < self.budget <= 1
+        check("budget", is_valid, f"{MATCH} or a density in (0, 1]")
+        # `cab_config` raises an error for fields that CabConfig refuses, before the run starts
         config = self.cab_config
         check(
             "lengths",
@@ -156,15 +157,18 @@ class Settings(LongRunSettings):
 
     @cached_property
     def cab_config(self) -> CabConfig:
-        """CAB's config: ``--cab`` over the defaults, sparse at any length."""
+        """CAB's config: the defaults with the fields of ``--cab``, sparse at any length."""
         fixed = {"min_length": 0}
         if self.stage == "both":
             fixed |= {"sparse_decode": True, "decode_tokens": DECODE_SHARE}
-        return known(CabConfig.from_dict({**fixed, **self.cab_fields}))
+        return with_known_predictor(CabConfig.from_dict({**fixed, **self.cab_fields}))
 
 
 class Passkey(LongRun):
-    """The experiment; a case is one prompt under one method, a sample contains the answer."""
+    """The experiment that hides a number in a long text and asks for the number.
+
+    A case is one prompt that one method answers, and its sample contains the answer.
+    """
 
     name = "passkey"
     purpose = "find a number hidden in a long text"
@@ -178,18 +182,26 @@ class Passkey(LongRun):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        # (length, depth, index, hide_needle) -> prompt, cached for all methods of a length
+        # a cache for the prompts of one length, which all methods share
         self.prompt = lru_cache(len(settings.depths) * settings.samples)(self._prompt)
 
     @cached_property
     def haystack(self) -> Haystack:
+        """The builder of all prompts."""
         settings = self.settings
         return Haystack(self.tokenizer, settings.filler, settings.keys, settings.haystack)
 
     def _prompt(self, length: int, depth: float, index: int, hide_needle: bool = False) -> Prompt:
-        return self.haystack.prompt(length, depth, index, self.settings.seed, hide_needle)
+        return self.haystack.prompt(
+            length=length,
+            depth=depth,
+            index=index,
+            seed=self.settings.seed,
+            hide_needle=hide_needle,
+        )
 
-    def typical(self, length: int) -> Tokens:
+    def typical(self, text_key: tuple[int]) -> Tokens:
+        (length,) = text_key
         return self.prompt(length, self.settings.depths[0], 0).tokens
 
     def check(self) -> None:
@@ -202,38 +214,41 @@ class Passkey(LongRun):
         return {Path(file).name: self.haystack.sentences} if file else {}
 
     def recorded(self) -> dict[str, Any]:
-        settings, given = self.settings, super().recorded()
+        settings, recorded = self.settings, super().recorded()
         if settings.haystack is not None:
-            given["haystack"] = file_identity(settings.haystack)
-        return {**given, "cab_config": settings.cab_config.to_dict()}
+            recorded["haystack"] = file_identity(settings.haystack)
+        return {**recorded, "cab_config": settings.cab_config.to_dict()}
 
     @property
     def methods(self) -> dict[str, int]:
-        """The numbers of samples per length and depth by method, in the order of measurement."""
+        """Method -> number of samples per length and depth, in the order of measurement."""
         settings = self.settings
-        # methods that match a budget come after the method that sets it
+        # methods that match a budget come after the matched method
         chosen = sorted(settings.methods, key=lambda name: METHODS[name].matched)
         controls = [name for name in CONTROLS if settings.controls and name not in chosen]
         return dict.fromkeys(chosen, settings.samples) | dict.fromkeys(controls, settings.controls)
 
     def planned(self) -> Iterator[dict[str, Any]]:
         settings = self.settings
-        for length, (method, number) in product(settings.lengths, self.methods.items()):
+        for length, (method, num_samples) in product(settings.lengths, self.methods.items()):
             cell = {"method": method, "length": length, "keys": settings.keys}
-            for depth, index in product(settings.depths, range(number)):
+            for depth, index in product(settings.depths, range(num_samples)):
                 yield {**cell, "depth": depth, "index": index}
 
     def waits(self, case: Mapping[str, Any]) -> bool:
         return METHODS[case["method"]].matched and self.settings.budget == MATCH
 
     def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> float | None:
-        """Return the density that baselines match in layers that are not dense."""
+        """Return the density that a baseline matches in layers that are not dense.
+
+        Returns None for other methods, or while samples of CAB are missing.
+        """
         if not METHODS[case["method"]].matched:
             return None
         if self.settings.budget != MATCH:
             return self.settings.budget
-        ours = (Cab.name, case["length"], self.settings.keys)
-        return realised_density([s for s in samples if cell_of(s) == ours])
+        cab_cell = (Cab.name, case["length"], self.settings.keys)
+        return realised_density([s for s in samples if cell_of(s) == cab_cell])
 
     @staticmethod
     def measured(sample: Row) -> Sequence[str]:
@@ -243,11 +258,11 @@ class Passkey(LongRun):
         return question_of(case)
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the outcome of one prompt."""
+        """Return the answer to one prompt, and the facts that its row needs."""
         length, kind = case["length"], METHODS[case["method"]]
-        method = self.fit(kind, self.settings.cab_config, case, length)
+        method = self.fit(kind, self.settings.cab_config, case, (length,))
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
-        result = self.under(method, lambda: {"answer": self.answer(prompt, method)})
+        result = self.measure_under(method, lambda: {"answer": self.answer(prompt, method)})
         needle = prompt.needle
         return {
             "tokens": len(prompt.tokens),
@@ -260,7 +275,7 @@ class Passkey(LongRun):
 
     @torch.no_grad()
     def answer(self, prompt: Prompt, method: Method) -> str:
-        """Return the model's greedy answer."""
+        """Return the model's greedy answer to a prompt as text."""
         model = self.model
         ids = torch.tensor([prompt.tokens], device=model.device)
         with greedy_generation(model, ANSWER_TOKENS) as greedy:
@@ -276,13 +291,13 @@ class Passkey(LongRun):
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return one row per (method, length, keys): accuracy and difference to dense.
 
-        Accuracy has Wilson's interval. The difference is over the samples that both answered, with
-        Newcombe's interval. Rows of a method with a limited window also count the samples with the
-        needle outside the window.
+        Accuracy has Wilson's interval. The difference has Newcombe's interval, and covers the
+        questions that both the method and dense attention answered. For a method with a limited
+        window, the row also counts the samples whose needle is outside the window.
         """
         dense = {question_of(s): s for s in samples if s["method"] == Dense.name}
         constant = {name: settings[name] for name in ("stage", "filler")}
-        cells, order = grouped(samples, "length", "keys", "method"), list(METHODS)
+        cells, order = grouped(samples, ["length", "keys", "method"]), list(METHODS)
         cells.sort(key=lambda c: (c[0]["length"], c[0]["keys"], order.index(c[0]["method"])))
         return [
             {**{name: cell[0][name] for name in CELL}, **_row(cell, dense), **constant}
@@ -300,14 +315,14 @@ class Passkey(LongRun):
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """Summarise CAB's accuracy at the longest prompts, and list methods that were dense."""
+        """Summarise CAB's accuracy at the longest prompts, and list rows that attended densely."""
         compared = [row for row in rows if row["method"] == Cab.name and "pairs" in row]
         return [
             f"At {row['length']} tokens cab answers {row['correct']} of {row['n']} questions and "
             f"attends {row['density']:.0%} of the pairs. Its difference to dense is "
             f"{difference(row)}."
             for row in compared[-1:]
-        ] + exact_readings(rows)
+        ] + dense_row_sentences(rows)
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
@@ -333,30 +348,39 @@ class Passkey(LongRun):
 EXPERIMENT = Passkey
 
 
-def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
-    pairs = [(s, dense[question_of(s)]) for s in members if question_of(s) in dense]
-    pairs = [] if members[0]["method"] == Dense.name else pairs
-    both = [(s["correct"], base["correct"]) for s, base in pairs]
-    row = compared_shares([s["correct"] for s in members], both)
+def _row(cell: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
+    """Return the results of one cell.
+
+    Args:
+        cell: all samples of the cell.
+        dense: question -> sample of dense attention.
+    """
+    method = cell[0]["method"]
+    pairs = [(s, dense[question_of(s)]) for s in cell if question_of(s) in dense]
+    pairs = [] if method == Dense.name else pairs
+    paired_outcomes = [(s["correct"], base["correct"]) for s, base in pairs]
+    row = compared_shares([s["correct"] for s in cell], paired_outcomes)
     row["accuracy"] = row.pop("share")
-    row |= {"density": fmean(s["density"] for s in members), "budget": members[0]["budget"]}
-    if all("seconds" in s for s in members):
-        row["seconds"] = round(median(s["seconds"] for s in members), 2)
+    row |= {"density": fmean(s["density"] for s in cell), "budget": cell[0]["budget"]}
+    if all("seconds" in s for s in cell):
+        row["seconds"] = round(median(s["seconds"] for s in cell), 2)
     if pairs:
         row["same"] = sum(s["answer"] == base["answer"] for s, base in pairs)
-    if never_sparse(METHODS[members[0]["method"]], members):
+    if never_sparse(METHODS[method], cell):
         row["never_sparse"] = True
-    if any(s["reached"] is not None for s in members):
-        outside = [s["correct"] for s in members if not s["reached"]]
+    if any(s["reached"] is not None for s in cell):
+        outside = [s["correct"] for s in cell if not s["reached"]]
         row |= {"outside_n": len(outside), "outside_correct": sum(outside)}
-    by_depth: dict[str, list[bool]] = {}
-    for s in members:
-        by_depth.setdefault(f"{s['depth']:g}", []).append(s["correct"])
-    return {**row, "by_depth": {depth: fmean(each) for depth, each in by_depth.items()}}
+    outcomes_by_depth: dict[str, list[bool]] = {}
+    for s in cell:
+        outcomes_by_depth.setdefault(f"{s['depth']:g}", []).append(s["correct"])
+    accuracy_by_depth = {depth: fmean(right) for depth, right in outcomes_by_depth.items()}
+    return {**row, "by_depth": accuracy_by_depth}
 
 
-def _share(part: str, complete: str, row: Row) -> str | None:
-    return f"{row[part]} of {row[complete]}" if row.get(complete) else None
+def _share(count: str, total: str, row: Row) -> str | None:
+    """Format two fields of a row as ``9 of 20``; None if the total is missing or 0."""
+    return f"{row[count]} of {row[total]}" if row.get(total) else None
 
 
 COLUMNS = {

@@ -27,7 +27,7 @@ DENSE, SPARSE = "0.62", "#1764ab"
 
 @dataclass(frozen=True)
 class Settings:
-    """The head whose plan is drawn, and the prompt."""
+    """Settings: the attention head whose plan is drawn, and the prompt."""
 
     text: str = option("licences.txt", "the file with the prompt; a short file is repeated")
     model: str = option("smollm2-32k", "the name of the model")
@@ -39,14 +39,17 @@ class Settings:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """Return the plan of one head for a prompt, a hexadecimal number per query block."""
+    """Return the content of the results file: settings, provenance, and the plan of one head.
+
+    ``rows`` has a hexadecimal number per query block, whose bits are 1 for selected key blocks.
+    """
     import numpy
     import torch
 
     from cab_hf.experiment.loading import load_model
     from cab_hf.patches.plotting import _plan_of
 
-    # before anything is edited during the run
+    # read the commit first, because the working tree may change during the run
     provenance = {
         "device": device_name(torch.device(settings.device)),
         "commit": git_commit(),
@@ -58,13 +61,18 @@ def measure(settings: Settings) -> dict[str, Any]:
     ids = ids.repeat(1, -(-settings.length // ids.shape[1]))[:, : settings.length]
     plan, heads = _plan_of(model, ids, settings.layer)
     plan = plan.select_heads([settings.head // plan.shared_by(heads)])
-    listed = numpy.packbits(plan.to_dense()[0, 0].cpu().numpy(), axis=-1)
-    chosen = {
+    selected = numpy.packbits(plan.to_dense()[0, 0].cpu().numpy(), axis=-1)
+    recorded = {
         name: value for name, value in asdict(settings).items() if name not in ("out", "text")
     }
-    blocks = {"query_block": plan.query_block, "key_block": plan.key_block}
-    rows = [row.tobytes().hex() for row in listed]
-    return {**chosen, **blocks, "density": plan.density(), "provenance": provenance, "rows": rows}
+    return {
+        **recorded,
+        "query_block": plan.query_block,
+        "key_block": plan.key_block,
+        "density": plan.density(),
+        "provenance": provenance,
+        "rows": [row.tobytes().hex() for row in selected],
+    }
 
 
 def draw(results: Path) -> None:
@@ -73,32 +81,38 @@ def draw(results: Path) -> None:
 
     plan = json.loads((results / PLAN).read_text())
     packed = numpy.array([list(bytes.fromhex(row)) for row in plan["rows"]], dtype=numpy.uint8)
-    listed = numpy.unpackbits(packed, axis=-1).astype(bool)
+    selected = numpy.unpackbits(packed, axis=-1).astype(bool)
     times = [
         row
         for row in read_results(results / TIMES).rows
         if row["implementation"] == "cab" and row["length"] in LENGTHS
     ]
     with charts.figure(results / PICTURE, 1, 2, figsize=(10, 4.2)) as ((left, right),):
-        _draw_plan(left, listed, plan)
+        _draw_plan(left, selected, plan)
         _draw_times(right, times)
 
 
-def _draw_plan(axis: Any, listed: Any, plan: dict[str, Any]) -> None:
-    """Draw the listed blocks in blue, other causal blocks in grey."""
+def _draw_plan(axis: Any, selected: Any, plan: dict[str, Any]) -> None:
+    """Draw the selected blocks in blue, and all other causal blocks in grey.
+
+    Args:
+        axis: the axes.
+        selected: bool [query blocks, key blocks].
+        plan: the content of the results file.
+    """
     import numpy
 
-    rows, columns = listed.shape
+    rows, columns = selected.shape
     last_key = numpy.arange(1, rows + 1)[:, None] * plan["query_block"]
     causal = numpy.arange(columns) * plan["key_block"] < last_key
     image = numpy.ones((rows, columns, 3))
     image[causal] = (0.88, 0.88, 0.88)
-    image[listed] = (0.09, 0.39, 0.67)
+    image[selected] = (0.09, 0.39, 0.67)
     edge = plan["length"]
     axis.imshow(image, extent=(0, edge, edge, 0), interpolation="nearest")
     ticks = range(0, edge + 1, edge // 4)
-    axis.set_xticks(ticks, [charts.short(tick) for tick in ticks])
-    axis.set_yticks(ticks, [charts.short(tick) for tick in ticks])
+    axis.set_xticks(ticks, [charts.token_label(tick) for tick in ticks])
+    axis.set_yticks(ticks, [charts.token_label(tick) for tick in ticks])
     axis.set_xlabel("key position, tokens")
     axis.set_ylabel("query position, tokens")
     axis.set_title(
@@ -109,19 +123,21 @@ def _draw_plan(axis: Any, listed: Any, plan: dict[str, Any]) -> None:
 
 
 def _draw_times(axis: Any, times: Sequence[dict[str, Any]]) -> None:
-    """Draw bars of dense attention and of CAB for each prompt length."""
+    """Draw bars of the seconds of dense attention and of CAB for each prompt length."""
     width = 0.3
-    for place, row in enumerate(times):
-        dense, sparse = row["baseline_ms"] / 1000, row["ms"] / 1000
-        first = place == 0
-        axis.bar(place - width / 2, dense, width, color=DENSE, label="dense" if first else None)
-        axis.bar(place + width / 2, sparse, width, color=SPARSE, label="CAB" if first else None)
-        at = {"ha": "center", "va": "bottom", "fontsize": 11}
-        axis.text(place - width / 2, dense, f"{dense:.1f} s", **at)
-        faster = f"{row['over_best']:.1f} × faster\n{sparse:.1f} s"
-        aside = {**at, "ha": "left"}
-        axis.text(place + 0.02, sparse, faster, color=SPARSE, weight="bold", **aside)
-    axis.set_xticks(range(len(times)), [f"{charts.short(row['length'])} tokens" for row in times])
+    for tick, row in enumerate(times):
+        dense_s, cab_s = row["baseline_ms"] / 1000, row["ms"] / 1000
+        # a label for each bar would repeat in the legend
+        labels = ("dense", "CAB") if tick == 0 else (None, None)
+        axis.bar(tick - width / 2, dense_s, width, color=DENSE, label=labels[0])
+        axis.bar(tick + width / 2, cab_s, width, color=SPARSE, label=labels[1])
+        style = {"va": "bottom", "fontsize": 11}
+        axis.text(tick - width / 2, dense_s, f"{dense_s:.1f} s", ha="center", **style)
+        speedup = f"{row['over_best']:.1f} × faster\n{cab_s:.1f} s"
+        axis.text(tick + 0.02, cab_s, speedup, ha="left", color=SPARSE, weight="bold", **style)
+    axis.set_xticks(
+        range(len(times)), [f"{charts.token_label(row['length'])} tokens" for row in times]
+    )
     axis.set_xlim(-0.5, len(times) - 0.5)
     axis.set_ylim(0, 1.1 * max(row["baseline_ms"] for row in times) / 1000)
     axis.set_ylabel("seconds")
@@ -131,7 +147,7 @@ def _draw_times(axis: Any, times: Sequence[dict[str, Any]]) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Compute the plan of one head and write it to a file; return the exit status."""
+    """Compute the plan of one head and write the results file; return the exit status."""
     settings = read_settings(Settings, words, "python -m cab_hf.eval.picture")
     write_atomically(settings.out, json.dumps(measure(settings), indent=1) + "\n")
     return 0

@@ -1,4 +1,4 @@
-"""Weights of a model in 8 or in 4 bits, as libraries quantise them."""
+"""Quantisation of a model's weights to 8 bits by torchao, or to 4 bits by bitsandbytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def linear_layers(model: Any) -> list[nn.Linear]:
 
 
 def to_8_bits(model: Any) -> None:
-    """Convert weights, and the input of every product, to torchao's FP8 with a scale per row."""
+    """Convert the linear layers to torchao's FP8 with a scale per row of weights and inputs."""
     from torchao.quantization import (
         Float8DynamicActivationFloat8WeightConfig,
         PerRow,
@@ -28,10 +28,10 @@ def to_8_bits(model: Any) -> None:
 
 @cache
 def _compile_rounding() -> None:
-    """Compile torchao's rounding of inputs to two kernels.
+    """Compile the two functions by which torchao rounds inputs.
 
-    Separately, its operations take as long as 8-bit products save. Whole layers cannot be compiled:
-    Dynamo of torch 2.11 stops at the weights.
+    Without compilation, rounding takes as long as 8-bit products save. Dynamo of torch 2.11 cannot
+    compile whole layers, because it does not support the quantised weights.
     """
     from torchao.quantization.quantize_.workflows.float8 import float8_tensor
 
@@ -40,26 +40,34 @@ def _compile_rounding() -> None:
 
 
 def to_4_bits(model: Any, dtype: str) -> None:
-    """Convert weights to NF4 by bitsandbytes, as `finetune.load_model` does."""
+    """Convert the linear layers to NF4 by bitsandbytes, as `finetune.load_model` does.
+
+    Args:
+        model: a causal LM of transformers.
+        dtype: name of the dtype in which products are computed.
+    """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     from cab_hf.finetune.models import four_bits
 
     quantization = four_bits(dtype, model.device)["quantization_config"]
-    how = {
+    options = {
         "quant_type": quantization.bnb_4bit_quant_type,
         "compress_statistics": quantization.bnb_4bit_use_double_quant,
         "quant_storage": quantization.bnb_4bit_quant_storage,
     }
     for path, linear in [*model.model.named_modules()]:
         if isinstance(linear, nn.Linear):
-            sizes, compute = (
-                (linear.in_features, linear.out_features),
-                quantization.bnb_4bit_compute_dtype,
+            packed = Linear4bit(
+                linear.in_features,
+                linear.out_features,
+                bias=False,
+                compute_dtype=quantization.bnb_4bit_compute_dtype,
+                **options,
+                device="meta",
             )
-            packed = Linear4bit(*sizes, False, compute, **how, device="meta")
-            packed.weight = Params4bit(linear.weight.data, False, **how)
-            # bitsandbytes packs weights when they move to the device
+            packed.weight = Params4bit(linear.weight.data, requires_grad=False, **options)
+            # bitsandbytes packs the weights when they move to the device
             model.model.set_submodule(path, packed.to(model.device))
     # PEFT reads this attribute
     model.is_loaded_in_4bit = True

@@ -1,8 +1,8 @@
-"""The pages that show results, written from the files of results alone.
+"""Write the pages that show results, from the files of results alone.
 
-The command writes ``eval/results/README.md`` and ``picture.png`` in the same folder as a whole. In
-``README.md``, ``finetune/README.md`` and the pages of ``docs`` it writes the part between
-``<!-- table: NAME -->`` and ``<!-- end -->``, for every NAME of `cab_hf.eval.pages.TABLES`.
+The command writes ``README.md`` and ``picture.png`` in ``eval/results``. In ``README.md``,
+``finetune/README.md`` and the pages of ``docs``, it replaces the text between ``<!-- table: NAME
+-->`` and ``<!-- end -->``, where NAME is a key of `cab_hf.eval.pages.TABLES`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from cab_hf.eval import experiment, picture
@@ -24,7 +23,7 @@ from cab_hf.experiment.log import PACKED, pack, write_atomically
 from cab_hf.experiment.settings import comma_separated, option, read_settings
 
 ROOT = Path(__file__).parents[1]
-# experiments in the order of the page; runs of one experiment by name
+# experiments in the order of the page; runs of one experiment are sorted by name
 ORDER = (
     "passkey",
     "fidelity",
@@ -32,8 +31,7 @@ ORDER = (
     *(f"speed {op}" for op in ("prefill", "serve", "decode", "lora", "context-parallel")),
     "families",
 )
-# bytes of rows from which they are packed, too
-LARGE_RESULTS = 40_000
+LARGE_RESULTS = 40_000  # size of results.json in bytes above which the command compresses the file
 INTRODUCTION = f"""# Results
 
 This page shows every committed run. Each folder is one run of an experiment:
@@ -44,66 +42,72 @@ This page shows every committed run. Each folder is one run of an experiment:
 
 The command below a figure repeats the run. Runs of cab_hf 0.2 selected blocks by means and bounds
 of keys and by outlier queries; their lines name that version."""
-PLACE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
+MARKED = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
 def results_page(results: Path) -> str:
-    """Return the page of all folders in ``results``; ValueError as in `read_results`."""
-    shown = in_order(all_results(results))
-    return "\n\n".join([INTRODUCTION, *map(section, shown)]) + "\n"
+    """Return the page of all result folders in ``results``.
+
+    Raises:
+        ValueError: a folder contains no results.
+    """
+    sections = map(section, in_order(all_results(results)))
+    return "\n\n".join([INTRODUCTION, *sections]) + "\n"
 
 
 def in_order(results: Iterable[Results]) -> list[Results]:
-    """Return results in the order of pages: by `ORDER`, then by name."""
-    return sorted(results, key=lambda each: (*(each.kind.name != x for x in ORDER), each.name))
+    """Return results in the order of pages: by experiment as in `ORDER`, then by name."""
+    return sorted(
+        results, key=lambda result: (*(result.kind.name != name for name in ORDER), result.name)
+    )
 
 
 def section(result: Results) -> str:
-    """Return the section of one folder: table, sentences, figure and command."""
+    """Return the section of one result folder: table, sentences, figure and command."""
     kind = result.kind
-    parts = [
+    paragraphs = [
         f"## {heading(result)}",
         *experiment.summary(kind, result.rows),
         f"![{kind.caption}]({result.name}/{FIGURE})",
         f"{source([result])} All rows: [report]({result.name}/{REPORT}).",
         experiment.command(kind, result.provenance["settings"]),
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(paragraphs)
 
 
 def heading(result: Results) -> str:
-    """Return the title of a section."""
+    """Return the title of the section of a result folder."""
     return f"{result.kind.title}: {result.name}"
 
 
 def page_with_tables(page: str, results: Path, up: str = "") -> str:
-    """Return ``page`` with its tables written again.
+    """Return the text of a page with new tables.
 
     Args:
         page: the text of the page.
         results: the folder of all results.
-        up: path from the folder of the page to the root, ``"../"`` for a page one folder down.
+        up: path from the folder of the page to the root, such as ``"../"`` for a page in ``docs``.
 
     Raises:
         ValueError: a marker has no end, `TABLES` lacks a table, or its results are missing.
     """
 
-    def written(place: re.Match[str]) -> str:
-        name = place[1]
+    def with_table(marked: re.Match[str]) -> str:
+        name = marked[1]
         if name not in TABLES:
             raise ValueError(f"table must be one of {', '.join(TABLES)}, got {name!r} in the page.")
         table = TABLES[name](results).replace("](eval/", f"]({up}eval/")
         return f"<!-- table: {name} -->\n{table}\n<!-- end -->"
 
-    made, count = PLACE.subn(written, page)
+    text, count = MARKED.subn(with_table, page)
     if count != page.count("<!-- table: "):
         raise ValueError("each table in the page must end with <!-- end -->.")
-    return made
+    return text
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The paths of the pages; the README.md in the folder of results shows all results."""
+    """Settings: the paths of the pages and of the results."""
 
     page: str = option(str(ROOT / "README.md"), "page whose tables are written")
     docs: str = option(str(ROOT / "docs"), "folder of more such pages")
@@ -115,12 +119,18 @@ class Settings:
 
 
 def _add(folder: Path, results: Path, undo: ExitStack) -> str:
-    """Copy the parts of a run that pages show to ``results``; return a sentence about its table.
+    """Copy the files of a run that pages show to ``results``.
 
-    The copy is removed on ``undo``.
+    Args:
+        folder: folder of the run.
+        results: folder of all results.
+        undo: a stack that receives a callback for removing the copy.
+
+    Returns:
+        A sentence that names the page or table with the run.
 
     Raises:
-        ValueError: the folder contains no run, or its name is taken.
+        ValueError: the folder contains no run, or ``results`` has a folder of this name.
     """
     run = read_results(folder)
     target = results / folder.resolve().name
@@ -144,29 +154,33 @@ def _add(folder: Path, results: Path, undo: ExitStack) -> str:
 
 
 def _write_pages(settings: Settings, results: Path) -> None:
-    """Write all pages, or none."""
-    page, made = Path(settings.page), partial(page_with_tables, results=results)
-    pages = {results / "README.md": results_page(results), page: made(page.read_text())}
+    """Write all pages, or no page if a table cannot be written."""
+    page = Path(settings.page)
+    pages = {
+        results / "README.md": results_page(results),
+        page: page_with_tables(page.read_text(), results),
+    }
     for path in (*sorted(Path(settings.docs).glob("*.md")), Path(settings.training)):
-        pages[path] = made(path.read_text(), up="../")
+        pages[path] = page_with_tables(path.read_text(), results, up="../")
     for path, text in pages.items():
         write_atomically(path, text)
 
 
 def main(words: Sequence[str]) -> int:
-    """Write all pages, or none, and compress the samples; return the exit status.
+    """Run the command with the options ``words``; return the exit status.
 
-    Runs given by ``--add`` are added only if all pages are written.
+    The command writes all pages or none, and compresses samples. Runs of ``--add`` are copied only
+    if all pages are written.
     """
     prog = f"{experiment.PROG} readme"
     settings = read_settings(Settings, words, prog)
     results = Path(settings.results)
     try:
         with ExitStack() as undo:
-            said = [_add(Path(folder), results, undo) for folder in settings.add]
+            sentences = [_add(Path(folder), results, undo) for folder in settings.add]
             _write_pages(settings, results)
             undo.pop_all()
-        print("".join(f"{each}\n" for each in said), end="")
+        print("".join(f"{sentence}\n" for sentence in sentences), end="")
         picture.draw(results)
         for folder in filter(Path.is_dir, results.iterdir()):
             pack(folder / SAMPLES)

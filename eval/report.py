@@ -1,6 +1,6 @@
 """Results as tables in JSON, CSV and Markdown, and formats of numbers.
 
-pandas is imported only where a table is written.
+Functions that write tables import pandas themselves, so that importing this module is fast.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from cab_hf.experiment.log import drop_packed, write_atomically
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-BAR = re.compile(r"(?<!\\)\|")
+BAR = re.compile(r"(?<!\\)\|")  # a bar without a backslash before it
 MISSING = "–"
-# spaces that align the columns of a table
-PADDING = re.compile(r" {2,}\|")
+PADDING = re.compile(r" {2,}\|")  # spaces that align the columns of a table
 
 
 def write_results(
     folder: Path, rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, Any]
 ) -> None:
     """Write ``{"rows": rows, "provenance": provenance}`` to results.json."""
-    # one row per line: short, with readable diffs
+    # one row per line keeps diffs readable
     lines = ",\n".join(map(json.dumps, rows))
     content = f'{{"rows": [\n{lines}\n],\n"provenance": {json.dumps(provenance)}}}\n'
     path = folder / "results.json"
@@ -39,13 +38,16 @@ def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return the rows as CSV with a header; a mapping in a row becomes one column per key."""
     import pandas
 
-    # objects, so that a missing value does not turn a column of integers into floats
+    # without dtype object, a missing value would turn a column of integers into floats
     cells = [pandas.json_normalize(row).astype(object) for row in rows]
     return pandas.concat(cells).to_csv(index=False, lineterminator="\n") if cells else "\n"
 
 
-def grouped(rows: Sequence[Mapping[str, Any]], *names: str) -> list[list[Mapping[str, Any]]]:
-    """Return groups of rows that are equal in the fields ``names``."""
+def grouped(
+    rows: Sequence[Mapping[str, Any]], names: Iterable[str]
+) -> list[list[Mapping[str, Any]]]:
+    """Return the rows in groups with equal values of the fields ``names``."""
+    names = tuple(names)
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in names), []).append(row)
@@ -55,9 +57,11 @@ def grouped(rows: Sequence[Mapping[str, Any]], *names: str) -> list[list[Mapping
 def markdown_table(
     rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | Mapping[str, Any]
 ) -> str:
-    """Return a Markdown table as `as_markdown` does.
+    """Return a Markdown table with one line per row, formatted by `as_markdown`.
 
-    ``columns`` are keys of the rows, or a dict from heading to a key or a function of the row.
+    Args:
+        rows: the rows.
+        columns: fields of the rows, or heading -> field or function from row to cell.
     """
     from pandas import DataFrame
 
@@ -72,18 +76,19 @@ def as_markdown(table: DataFrame) -> str:
     """Return a Markdown table: floats with two decimals, a dash for None and missing values."""
     cells = table.astype(object).where(table.notna(), None).map(_cell)
     heading, _, *body = cells.to_markdown(index=False, disable_numparse=True).splitlines()
-    # without padding, because a longer cell would change every line of a table in a diff
+    # remove padding: otherwise a longer cell would change all lines of a table in a diff
     lines = [PADDING.sub(" |", line) for line in (heading, *body)]
     lines.insert(1, "| --- " * table.shape[1] + "|")
     return "\n".join(lines)
 
 
 def _cell(value: Any) -> str:
+    """Return a value as the text of a table cell."""
     if value is None:
         return MISSING
     if isinstance(value, float):
         return f"{value:.2f}"
-    # a row must be one line, and a bar would end a cell
+    # a line break would end the row, and a bar would end the cell
     return BAR.sub(r"\|", " ".join(str(value).splitlines()))
 
 
@@ -93,36 +98,51 @@ def with_interval(
     high: float | None,
     write: Callable[[float], str | None] = "{:.2f}".format,
 ) -> str:
-    """Format a value with its interval if there is one, ``0.05 [0.04, 0.06]``."""
+    """Format a value with its interval, such as ``0.05 [0.04, 0.06]``.
+
+    Args:
+        value: the value.
+        low, high: edges of the interval; None without an interval.
+        write: formats a number.
+    """
     return f"{write(value)}" + ("" if low is None else f" [{write(low)}, {write(high)}]")
 
 
 def difference(row: Mapping[str, Any]) -> str | None:
-    """Format ``delta`` of a row with its interval, ``+0.05 [+0.04, +0.06]``; None without one."""
+    """Format ``delta`` of a row with its interval, such as ``+0.05 [+0.04, +0.06]``.
+
+    Returns None if the row has no ``delta``.
+    """
     if row.get("delta") is None:
         return None
     return with_interval(row["delta"], row["delta_low"], row["delta_high"], "{:+.2f}".format)
 
 
 def digits(value: float | None) -> str | None:
-    """Format a number with three significant digits and no exponent."""
+    """Format a number with three significant digits and no exponent; None for None."""
     if not value:
         return None if value is None else "0"
     return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
 def seconds(ms: float) -> str | None:
-    """Format milliseconds as seconds, ``1.37``."""
+    """Format milliseconds as seconds, such as ``1.37``."""
     return digits(ms / 1e3)
 
 
 def percent(share: float | None) -> str | None:
-    """Format a share as ``12.3 %``."""
+    """Format a share as a percentage, such as ``12.3 %``; None for None."""
     return None if share is None else f"{digits(100 * share)} %"
 
 
 def column(write: Callable[[Any], str | None], *path: str) -> Callable[[Mapping[str, Any]], Any]:
-    """Return a column for `markdown_table`: ``write`` of the value at ``path``, if there is one."""
+    """Return a function from row to cell, for `markdown_table`.
+
+    Args:
+        write: formats the value.
+        path: the fields that lead to the value through nested mappings. The cell is None if the
+            value is missing.
+    """
 
     def cell(row: Any) -> str | None:
         for name in path:

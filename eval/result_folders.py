@@ -24,7 +24,15 @@ from cab_hf.experiment.log import file_exists, read_file
 
 @dataclass(frozen=True)
 class Results:
-    """The content of a folder of results."""
+    """The content of a folder of results.
+
+    Attributes:
+        name: name of the folder.
+        rows: the rows of results.json.
+        provenance: settings, device and versions of the run.
+        kind: the experiment that ran.
+        folder: path of the folder.
+    """
 
     name: str
     rows: Sequence[Row]
@@ -34,7 +42,11 @@ class Results:
 
 
 def read_results(folder: Path) -> Results:
-    """Read ``folder``; ValueError if it contains no results of an experiment."""
+    """Return the content of ``folder``.
+
+    Raises:
+        ValueError: the folder contains no results of an experiment.
+    """
     path = folder / RESULTS
     if not file_exists(path):
         raise ValueError(f"{folder} has no {RESULTS}. Measure it again or remove the folder.")
@@ -43,16 +55,19 @@ def read_results(folder: Path) -> Results:
         raise ValueError(f"{path} names no experiment in its provenance. Measure it again.")
     kind = kind_of(provenance, folder)
     rows = [{**kind.ADDED, **row} for row in json.loads(read_file(path))["rows"]]
-    return Results(folder.name, rows, provenance, kind, folder)
+    return Results(name=folder.name, rows=rows, provenance=provenance, kind=kind, folder=folder)
 
 
 def all_results(results: Path) -> list[Results]:
-    """Read all folders in ``results``, by name; ValueError as in `read_results`."""
+    """Return the content of all folders in ``results``, sorted by name."""
     return list(map(read_results, sorted(filter(Path.is_dir, results.iterdir()))))
 
 
 def by_default(result: Results) -> bool:
-    """Return True if `fidelity` ran there with the default of its time at any ``min_length``."""
+    """Return True if the results are those of `fidelity` with the default config of their version.
+
+    ``min_length`` may differ from the default.
+    """
     methods = {row.get("method") for row in result.rows}
     if result.provenance["experiment"] != "fidelity" or "cab" not in methods:
         return False
@@ -66,10 +81,10 @@ def by_default(result: Results) -> bool:
 def source(results: Sequence[Results]) -> str:
     """Return a sentence with the devices, torch versions and commits of runs.
 
-    A second sentence names cab_hf 0.2 if one of the runs selected blocks by its settings.
+    A second sentence names cab_hf 0.2 if one of the runs has settings of that version.
     """
-    runs = [each.provenance for each in results]
-    # after a comma the name has the compute capability whose code ran
+    runs = [result.provenance for result in results]
+    # recorded devices may end with ", code of" and a compute capability
     devices = _listed(run["device"].partition(", code of")[0] for run in runs)
     versions = _listed(run["versions"]["torch"] for run in runs)
     commits = _listed(_short(run["commit"] or "unknown") for run in runs)
@@ -81,18 +96,18 @@ def source(results: Sequence[Results]) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Join distinct names in their order: "a, b and c"."""
+    """Return distinct names in their order, joined as in "a, b and c"."""
     *first, last = dict.fromkeys(names)
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def _has_old_config(settings: Row) -> bool:
-    """Return True if blocks were selected by settings that no longer exist."""
+    """Return True if a config of the run has fields that `CabConfig` no longer has."""
     configs = [settings.get("cab_config"), *settings.get("cab_configs", {}).values()]
     return any(config and not has_current_fields(config) for config in configs)
 
 
 def _short(commit: str) -> str:
-    """Return seven digits of a commit, and "-dirty" if files differed from it."""
-    number, *changed = commit.split("-", 1)
-    return "-".join([number[:7], *changed])
+    """Return the first seven digits of a commit, with a suffix such as "-dirty"."""
+    digits, *suffix = commit.split("-", 1)
+    return "-".join([digits[:7], *suffix])

@@ -1,4 +1,4 @@
-"""Teacher forcing: a model's predictions of a given text."""
+"""Teacher forcing: a model's predictions of the tokens of a text."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from cab_hf.data.needles import Span, Tokens, common_prefix_length, sentence_tok
 from cab_hf.eval.haystack import Prompt
 from cab_hf.eval.kv_cache import cache_of, read_on
 
-LOGITS_AT_ONCE = 1024  # positions whose logits are in float32 at the same time
-CHUNK = 64  # default tokens per call after a prompt
+LOGITS_AT_ONCE = 1024  # number of positions whose logits are converted to float32 at a time
+CHUNK = 64  # default number of tokens per call after a prompt
 
 
 class TeacherForced(NamedTuple):
     """The tokens to read, and the ranges of tokens to predict.
 
     Attributes:
-        ranges: [start, end) of the predicted tokens.
-        prompt: number of prefilled tokens; the rest is read through the KV cache in chunks. None if
-            all tokens are read in one pass.
+        tokens: the token ids.
+        ranges: [start, end) of each range of predicted tokens.
+        prompt: number of prefilled tokens; the model reads the following tokens in chunks through
+            the KV cache. None: the model reads all tokens in one pass.
     """
 
     tokens: Tokens
@@ -33,68 +34,90 @@ class TeacherForced(NamedTuple):
     prompt: int | None = None
 
     @property
-    def places(self) -> list[int]:
+    def positions(self) -> list[int]:
         """The positions of predicted tokens, in order of the ranges."""
-        return [place for span in self.ranges for place in range(*span)]
+        return [position for start, end in self.ranges for position in range(start, end)]
 
 
 def answered(tokenizer: Any, prompt: Prompt) -> TeacherForced:
-    """Return a prompt followed by the key that it asks for."""
+    """Return a prompt followed by the key that it asks for, with the key as predicted range."""
     answers = (prompt.begun, prompt.begun + prompt.key)
     before, complete = (sentence_tokens(tokenizer, answer) for answer in answers)
-    # some tokenizers join the last blank and the first digit
+    # some tokenizers join the last blank of the prompt and the first digit of the key
     same = common_prefix_length(before, complete)
-    kept = prompt.tokens[: len(prompt.tokens) - (len(before) - same)]
-    return TeacherForced(kept + complete[same:], ((len(kept), len(kept) + len(complete) - same),))
+    start = len(prompt.tokens) - (len(before) - same)
+    key = complete[same:]
+    return TeacherForced(prompt.tokens[:start] + key, ((start, start + len(key)),))
 
 
-def greedy_match(model: Any, reading: TeacherForced, **how: Any) -> dict[str, list[bool]]:
-    """Return, for each span, True if ``model`` finds all of its tokens likeliest.
+def greedy_match(model: Any, reading: TeacherForced, **options: Any) -> dict[str, list[bool]]:
+    """Return ``right``: for each range, True if each of its tokens has the largest logit.
 
-    ``how`` are arguments of `after_prompt`.
+    Args:
+        model: the model.
+        reading: the tokens and ranges.
+        options: arguments of `after_prompt`.
     """
-    return right_spans(predictions(model, reading, **how), reading)
+    return right_spans(predictions(model, reading, **options), reading)
 
 
 def right_spans(logits: Tensor, reading: TeacherForced) -> dict[str, list[bool]]:
-    """Return `greedy_match` for given logits [places, vocabulary]."""
-    likeliest = zip(reading.places, logits.argmax(-1).tolist(), strict=True)
-    wrong = {place for place, token in likeliest if token != reading.tokens[place]}
-    return {"right": [wrong.isdisjoint(range(*span)) for span in reading.ranges]}
+    """Return ``right``: for each range, True if each of its tokens has the largest logit.
+
+    Args:
+        logits: logits that predict the tokens of the ranges, [positions, vocabulary].
+        reading: the tokens and ranges.
+    """
+    predicted = zip(reading.positions, logits.argmax(-1).tolist(), strict=True)
+    wrong = {position for position, token in predicted if token != reading.tokens[position]}
+    return {"right": [wrong.isdisjoint(range(start, end)) for start, end in reading.ranges]}
 
 
 def nll(model: Any, reading: TeacherForced) -> dict[str, float | int]:
-    """Return the summed negative log-likelihood of all tokens in the ranges, and their number."""
+    """Return ``nll``, the summed negative log-likelihood of predicted tokens, and ``count``."""
     logits = predictions(model, reading)
-    targets = torch.tensor([reading.tokens[at] for at in reading.places], device=logits.device)
-    parts = zip(logits.split(LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True)
-    nll = sum(F.cross_entropy(few.float(), given, reduction="sum").item() for few, given in parts)
-    return {"nll": nll, "count": len(targets)}
+    targets = target_ids(reading, logits.device)
+    total = sum(
+        F.cross_entropy(chunk.float(), chunk_targets, reduction="sum").item()
+        for chunk, chunk_targets in zip(
+            logits.split(LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True
+        )
+    )
+    return {"nll": total, "count": len(targets)}
 
 
-def distributions(model: Any, reading: TeacherForced, **how: Any) -> Tensor:
-    """Return the log-probabilities of ``model`` at each position, float32 [places, vocabulary].
+def target_ids(reading: TeacherForced, device: torch.device) -> Tensor:
+    """Return the ids of the predicted tokens, int64 [positions]."""
+    return torch.tensor([reading.tokens[i] for i in reading.positions], device=device)
 
-    ``how`` are arguments of `after_prompt`.
+
+def distributions(model: Any, reading: TeacherForced, **options: Any) -> Tensor:
+    """Return the log-probabilities at predicted positions, float32 [positions, vocabulary].
+
+    Args:
+        model: the model.
+        reading: the tokens and ranges.
+        options: arguments of `after_prompt`.
     """
-    return predictions(model, reading, **how).float().log_softmax(-1)
+    return predictions(model, reading, **options).float().log_softmax(-1)
 
 
 def divergence(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[str, float | int]:
-    """Compare log-probabilities ``result`` with those of dense attention.
+    """Compare the log-probabilities of a method with those of dense attention.
 
     Args:
-        result, dense: [places, vocabulary], at the positions of ``reading``.
-        reading: the tokens.
+        result: log-probabilities of the method, [positions, vocabulary].
+        dense: log-probabilities of dense attention, [positions, vocabulary].
+        reading: the tokens and ranges.
 
     Returns:
-        ``kl``, the sum over positions of KL(dense || found) in nats; ``agree``, the number of
-        positions where both find the same token likeliest; ``nll``, the summed negative
-        log-likelihood of the actual tokens by ``result``; and ``count``, the number of positions.
+        ``kl``, the sum over positions of KL(dense || result) in nats; ``agree``, the number of
+        positions with the same likeliest token; ``nll``, the summed negative log-likelihood of the
+        actual tokens by ``result``; and ``count``, the number of positions.
     """
     dense = dense.to(result.device)
     kl = F.kl_div(result, dense, log_target=True, reduction="none").sum(-1, dtype=torch.float64)
-    targets = torch.tensor([reading.tokens[at] for at in reading.places], device=result.device)
+    targets = target_ids(reading, result.device)
     return {
         "kl": kl.sum().item(),
         "agree": int((result.argmax(-1) == dense.argmax(-1)).sum()),
@@ -104,18 +127,28 @@ def divergence(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[st
 
 
 @torch.no_grad()
-def predictions(model: Any, reading: TeacherForced, chunk: int = CHUNK, **how: Any) -> Tensor:
-    """Return logits of span tokens, [places, vocabulary]; ``how`` as in `after_prompt`."""
+def predictions(model: Any, reading: TeacherForced, chunk: int = CHUNK, **options: Any) -> Tensor:
+    """Return the logits that predict the tokens of the ranges, [positions, vocabulary].
+
+    Args:
+        model: the model.
+        reading: the tokens and ranges.
+        chunk, options: arguments of `after_prompt`, without effect if ``reading.prompt`` is None.
+
+    Raises:
+        ValueError: a range starts inside the prompt.
+    """
     ids = torch.tensor([reading.tokens], device=model.device)
-    before = torch.tensor(reading.places, device=model.device) - 1
+    # the logits of a token predict the next token
+    before = torch.tensor(reading.positions, device=model.device) - 1
     if reading.prompt is None:
         return model(ids, logits_to_keep=before, use_cache=False).logits[0]
-    if min(reading.places) < reading.prompt:
+    if min(reading.positions) < reading.prompt:
         raise ValueError(
-            f"places must be after the prompt of {reading.prompt} tokens, got "
-            f"{min(reading.places)}."
+            f"positions must be after the prompt of {reading.prompt} tokens, got "
+            f"{min(reading.positions)}."
         )
-    logits = after_prompt(model, ids, reading.prompt, chunk, **how)
+    logits = after_prompt(model, ids, reading.prompt, chunk, **options)
     return logits[0, before - (reading.prompt - 1)]
 
 
@@ -129,25 +162,25 @@ def after_prompt(
     stepping: Callable[[], AbstractContextManager[Any]] = nullcontext,
     prefill_chunk: int = 0,
 ) -> Tensor:
-    """Return logits for the tokens after a prompt, [B, N - prompt, vocabulary].
+    """Return the logits that predict the tokens after a prompt, [B, N - prompt, vocabulary].
 
     Args:
         model: the model.
         ids: int [B, N], sequences of one length without padding.
-        prompt: tokens that are read first; the rest is read through the KV cache.
-        chunk: tokens after the prompt that are read at once; 1 means decode steps.
+        prompt: tokens that are prefilled; the following tokens are read through the KV cache.
+        chunk: tokens per call after the prompt; 1 means decode steps.
         cache: an empty cache; None for the default of the model.
-        stepping: a context for reading the tokens after the prompt.
-        prefill_chunk: tokens of the prompt that are read at once; 0: all of them.
+        stepping: a function that returns a context for reading the tokens after the prompt.
+        prefill_chunk: tokens per call in the prompt; 0: the whole prompt in one call.
     """
-    read = _prefilled(model, ids[:, :prompt], cache, prefill_chunk)
-    # logits of the last prompt token, and of all later tokens except the last
-    logits, last = [read.logits], ids.shape[1] - 1
+    output = _prefilled(model, ids[:, :prompt], cache, prefill_chunk)
+    # the logits of the last prompt token, and of all later tokens except the last
+    logits, last = [output.logits], ids.shape[1] - 1
     with stepping():
         for start in range(prompt, last, chunk):
-            few = ids[:, start : min(start + chunk, last)]
-            read = read_on(model, few, cache_of(read))
-            logits.append(read.logits)
+            chunk_ids = ids[:, start : min(start + chunk, last)]
+            output = read_on(model, chunk_ids, cache_of(output))
+            logits.append(output.logits)
     return torch.cat(logits, dim=1)
 
 
@@ -159,36 +192,54 @@ def behind_turns(
     cache: Any = None,
     prefill_chunk: int = 0,
 ) -> Tensor:
-    """Return logits at each position of ``reading``, [places, vocabulary]; ranges end chat turns.
+    """Return the logits that predict the end of every chat turn, [positions, vocabulary].
 
-    The tokens before a span are a prompt that continues the cache of earlier turns. The span is
-    read after it as in `after_prompt`, which explains the other arguments.
+    Each range of ``reading`` ends a turn. The tokens of a turn before its range are prefilled,
+    after the cached tokens of earlier turns. The range is then read in chunks.
+
+    Args:
+        model: the model.
+        reading: the tokens of all turns, and a range per turn.
+        chunk, cache, prefill_chunk: as in `after_prompt`.
     """
     ids = torch.tensor([reading.tokens], device=model.device)
-    logits, end = [], 0
+    logits, num_cached = [], 0
     for start, stop in reading.ranges:
-        read = _prefilled(model, ids[:, :start], cache, prefill_chunk, end)
-        cache, end = cache_of(read), stop
-        turn = [read.logits]
-        for few in ids[:, start:stop].split(chunk, dim=1):
-            turn.append(read_on(model, few, cache).logits)
-        # the prediction of the last token belongs to the prompt of the next turn
+        output = _prefilled(
+            model=model,
+            ids=ids[:, :start],
+            cache=cache,
+            prefill_chunk=prefill_chunk,
+            num_cached=num_cached,
+        )
+        cache, num_cached = cache_of(output), stop
+        turn = [output.logits]
+        for chunk_ids in ids[:, start:stop].split(chunk, dim=1):
+            turn.append(read_on(model, chunk_ids, cache).logits)
+        # the last logits predict the first token of the next turn, which is no part of a range
         logits.append(torch.cat(turn, dim=1)[:, :-1])
     return torch.cat(logits, dim=1)[0]
 
 
 def divergence_by_turn(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[str, Any]:
-    """Return the `divergence` of logits ``result`` from ``dense``, both of `behind_turns`.
+    """Compare the logits of a method with those of dense attention, turn by turn.
+
+    Args:
+        result: logits of the method from `behind_turns`, [positions, vocabulary].
+        dense: logits of dense attention, [positions, vocabulary].
+        reading: the tokens, and a range per turn.
 
     Returns:
-        ``turns``, the `divergence` of each span, and the sums over all ranges.
+        ``turns``, the result of `divergence` for each turn, and the sums over all turns.
     """
     dense = dense.to(result.device)
     sizes = [stop - start for start, stop in reading.ranges]
-    turns = [
-        divergence(*(x.float().log_softmax(-1) for x in both), reading._replace(ranges=(span,)))
-        for span, *both in zip(reading.ranges, result.split(sizes), dense.split(sizes), strict=True)
-    ]
+    turns = []
+    for span, turn, dense_turn in zip(
+        reading.ranges, result.split(sizes), dense.split(sizes), strict=True
+    ):
+        log_probs, dense_log_probs = (x.float().log_softmax(-1) for x in (turn, dense_turn))
+        turns.append(divergence(log_probs, dense_log_probs, reading._replace(ranges=(span,))))
     return {"turns": turns, **{name: sum(turn[name] for turn in turns) for name in turns[0]}}
 
 
@@ -201,26 +252,35 @@ def continued(
     stepping: Callable[[], AbstractContextManager[Any]] = nullcontext,
     prefill_chunk: int = 0,
 ) -> Tensor:
-    """Generate ``tokens`` greedy tokens after prompts ``ids`` [B, N]: int [B, tokens].
+    """Generate greedy tokens after prompts, int [B, tokens].
 
-    An end-of-text token does not stop it. The other arguments are those of `after_prompt`.
+    Args:
+        model: the model.
+        ids: the prompts, int [B, N].
+        tokens: number of generated tokens; an end-of-text token does not stop the generation.
+        cache, stepping, prefill_chunk: as in `after_prompt`.
     """
-    read = _prefilled(model, ids, cache, prefill_chunk)
-    written = [read.logits[:, -1:].argmax(-1)]
+    output = _prefilled(model, ids, cache, prefill_chunk)
+    generated = [output.logits[:, -1:].argmax(-1)]
     with stepping():
-        while len(written) < tokens:
-            read = read_on(model, written[-1], cache_of(read))
-            written.append(read.logits[:, -1:].argmax(-1))
-    return torch.cat(written, dim=1)
+        while len(generated) < tokens:
+            output = read_on(model, generated[-1], cache_of(output))
+            generated.append(output.logits[:, -1:].argmax(-1))
+    return torch.cat(generated, dim=1)
 
 
-def _prefilled(model: Any, ids: Tensor, cache: Any, at_once: int, cached: int = 0) -> Any:
-    """Return the output of ``model`` for the last token of prompts ``ids`` [B, N], read in chunks.
+def _prefilled(model: Any, ids: Tensor, cache: Any, prefill_chunk: int, num_cached: int = 0) -> Any:
+    """Read prompts in chunks, and return the model's output for the last token.
 
-    The first ``cached`` tokens are in the cache already.
+    Args:
+        model: the model.
+        ids: the prompts, int [B, N].
+        cache: the cache, or None for the default of the model.
+        prefill_chunk: tokens per call; 0: all tokens in one call.
+        num_cached: number of leading tokens that the cache contains already.
     """
-    with reading_prompt(ids.shape[1], start=cached):
-        for chunk in ids[:, cached:].split(at_once or ids.shape[1], dim=1):
-            read = read_on(model, chunk, cache, logits_to_keep=1)
-            cache = cache_of(read)
-    return read
+    with reading_prompt(ids.shape[1], start=num_cached):
+        for chunk in ids[:, num_cached:].split(prefill_chunk or ids.shape[1], dim=1):
+            output = read_on(model, chunk, cache, logits_to_keep=1)
+            cache = cache_of(output)
+    return output

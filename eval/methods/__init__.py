@@ -1,12 +1,12 @@
-"""The methods that evaluations compare: one class per method, with its source.
+"""The methods that evaluations compare: one class per method, with the paper of the method.
 
-A method is fitted to a `Cell` (base config, budget, length) and then switched on for a model:
+A method is fitted to a `Cell` (base config, budget, length) and then applied to a model:
 
-    with Streaming.fit(cell).applied(model) as density:
+    with Streaming.fit(cell).applied(model) as densities:
         model.generate(...)
-        density()       # per layer, since the last call; None for a dense layer
+        densities()     # a density per layer, since the last call; None for a dense layer
 
-Methods that select blocks are predictors, which importing this package registers.
+Methods that select blocks are predictors. Importing this package registers these predictors.
 """
 
 from cab_hf.eval.methods import last_queries  # noqa: F401  it registers its predictors
@@ -20,16 +20,16 @@ from cab_hf.eval.methods.base import (
     NoNeedle,
     Published,
     Realised,
-    exact_readings,
-    known,
+    dense_row_sentences,
     layers_of,
     never_sparse,
     realised_on,
+    with_known_predictor,
 )
 from cab_hf.eval.methods.blocks import (
-    AsPublished,
-    ByShare,
-    OfRows,
+    AuthorsShareMethod,
+    MassShareMethod,
+    RowShareMethod,
     Streaming,
     TriangleMix,
     logged_config,
@@ -47,22 +47,36 @@ __all__ = [
     "Method",
     "Published",
     "Realised",
-    "exact_readings",
-    "known",
+    "dense_row_sentences",
     "layers_of",
     "logged_config",
     "never_sparse",
     "realised_on",
+    "with_known_predictor",
 ]
 
 COMPARED = (
-    *(Dense, Cab, Published, Streaming, OfRows.by("random"), OfRows.by("antidiagonal")),
-    *(AsPublished.by("xattention"), AsPublished.by("xattention_16")),
-    *(ByShare.by("xattention", "xattention_fitted"), OfRows.by("vertical_slash")),
-    *(AsPublished.by("flexprefill"), ByShare.by("flexprefill", "flexprefill_fitted")),
-    *(ByShare.by("mean_pooled"), TriangleMix, OfRows.by("oracle"), H2O, SnapKV, Fp8),
+    Dense,
+    Cab,
+    Published,
+    Streaming,
+    RowShareMethod.by("random"),
+    RowShareMethod.by("antidiagonal"),
+    AuthorsShareMethod.by("xattention"),
+    AuthorsShareMethod.by("xattention_16"),
+    MassShareMethod.by("xattention", "xattention_fitted"),
+    RowShareMethod.by("vertical_slash"),
+    AuthorsShareMethod.by("flexprefill"),
+    MassShareMethod.by("flexprefill", "flexprefill_fitted"),
+    MassShareMethod.by("mean_pooled"),
+    TriangleMix,
+    RowShareMethod.by("oracle"),
+    H2O,
+    SnapKV,
+    Fp8,
 )
 CONTROLS = {method.name: method for method in (Full, NoNeedle)}
 METHODS: dict[str, type[Method]] = {method.name: method for method in COMPARED} | CONTROLS
-# methods that drop tokens from the cache after a dense prefill, made from the number of tokens
+# methods that drop tokens from the cache after a dense prefill; the constructor takes the number of
+# tokens that remain
 CACHES = {method.name: method for method in (StreamingCache, H2O, SnapKV)}

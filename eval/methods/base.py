@@ -1,4 +1,4 @@
-"""The base class of methods, their cells, and the methods without a predictor of their own."""
+"""The base class of methods, cells to which methods are fitted, and methods without predictor."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from cab_hf.eval.quantised import linear_layers, to_8_bits
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
-BUDGET_STEPS = 1000  # resolution of a fitted share of a row, or of the mass
-CLOSE = 0.01  # times this close to the budget count as equal: measurements are no more exact
-# fields that only CAB uses, for selecting and decoding
+BUDGET_STEPS = 1000  # number of values from 0 to 1 among which a fit chooses
+CLOSE = 0.01  # relative error of measured times: a fit accepts times this close to the budget
+# fields of CabConfig that only CAB uses, for selecting blocks and for decoding
 OWN = ("outlier_queries", "typical_queries", "mass_threshold", "share_threshold")
 OWN += ("sparse_decode", "decode_tokens")
-PROBE_DIM = 16  # head dim of the random q and k for fitting a budget
-SEED = 0  # seed of the probe
+PROBE_DIM = 16  # head dim of the random q and k on which densities are fitted
+SEED = 0  # seed of these q and k
 
-# () -> density per layer since the last call, None for a dense layer
+# function that returns the density of each layer since the last call; None for a dense layer
 LayerDensities = Callable[[], list[float | None]]
-# config -> its density in sparse layers, or ms of attention, on a text of a cell
+# function of a config that returns its density in sparse layers, or its attention time in ms
 Realised = Callable[[CabConfig], float]
 T = TypeVar("T")
 
@@ -44,11 +44,13 @@ class Cell:
 
     Attributes:
         config: CAB's config; block sizes, engine and dense layers apply to every method.
-        budget: the value to match: the density in layers that are not dense, or ms with ``took``.
+        budget: the value to match: the density in layers that are not dense, or ms of attention if
+            ``took`` is set. None if no value is matched.
         length: tokens of the prompts.
-        device: device for fitting.
-        realised: function that measures the density of a config on a text of the cell.
-        layers: number of layers of the model.
+        device: device of the q and k on which densities are fitted.
+        realised: function that measures the density of a config on a text of the cell; None if no
+            method needs it.
+        layers: number of layers of the model; None if no method needs it.
         took: function that measures ms of attention, including block selection; None if densities
             are matched.
     """
@@ -63,9 +65,9 @@ class Cell:
 
     @property
     def shared(self) -> CabConfig:
-        """The part of the config for every method: all fields except CAB's own (`OWN`)."""
-        usual = {name: getattr(CabConfig, name) for name in OWN}
-        return self.config.changed(predictor="rows", **usual)
+        """The config with the defaults of all fields that only CAB uses (`OWN`)."""
+        defaults = {name: getattr(CabConfig, name) for name in OWN}
+        return self.config.changed(predictor="rows", **defaults)
 
 
 def layers_of(model: PreTrainedModel) -> int:
@@ -73,8 +75,12 @@ def layers_of(model: PreTrainedModel) -> int:
     return model.config.get_text_config().num_hidden_layers
 
 
-def known(config: CabConfig) -> CabConfig:
-    """Return ``config``. Raises ValueError if its predictor is not registered."""
+def with_known_predictor(config: CabConfig) -> CabConfig:
+    """Return ``config`` unchanged.
+
+    Raises:
+        ValueError: the predictor of the config is not registered.
+    """
     make_predictor(config)
     return config
 
@@ -82,12 +88,19 @@ def known(config: CabConfig) -> CabConfig:
 def nearest(
     choices: Sequence[T], config_of: Callable[[T], CabConfig], cell: Cell, density: Realised
 ) -> CabConfig:
-    """Return the config nearest to the cell's budget, from configs in order of rising ``density``.
+    """Return the config whose density, or time, is nearest to the cell's budget.
 
-    If the cell matches times, times are compared instead, and the first within `CLOSE` is returned.
+    The search bisects, and measures few configs. For times, it ends at the first config within
+    `CLOSE`.
+
+    Args:
+        choices: parameters of the configs, by ascending density.
+        config_of: function from a parameter to its config.
+        cell: the cell; ``took`` measures times if times are matched.
+        density: function that measures the density of a config.
 
     Raises:
-        ValueError: a density must be matched and the budget is none.
+        ValueError: the budget is None, or is no density although densities are matched.
     """
     measure = cell.took or density
     if cell.budget is None or not (0 < cell.budget <= 1 or cell.took):
@@ -96,39 +109,46 @@ def nearest(
         )
 
     @cache
-    def beyond(place: int) -> float:
-        return measure(config_of(choices[place])) - cell.budget
+    def excess(index: int) -> float:
+        return measure(config_of(choices[index])) - cell.budget
 
-    enough = CLOSE * cell.budget if cell.took else 0.0
+    tolerance = CLOSE * cell.budget if cell.took else 0.0
     low, high = 0, len(choices)
     while low < high:
         middle = (low + high) // 2
-        if abs(beyond(middle)) <= enough:
+        if abs(excess(middle)) <= tolerance:
             return config_of(choices[middle])
-        low, high = (middle + 1, high) if beyond(middle) < 0 else (low, middle)
+        low, high = (middle + 1, high) if excess(middle) < 0 else (low, middle)
     neighbours = range(len(choices))[max(0, low - 1) : low + 1]
-    return config_of(choices[min(neighbours, key=lambda place: abs(beyond(place)))])
+    return config_of(choices[min(neighbours, key=lambda index: abs(excess(index)))])
 
 
 def nearest_on_probe(
     choices: Sequence[T], config_of: Callable[[T], CabConfig], cell: Cell
 ) -> CabConfig:
-    """Return `nearest` by the density on random q and k of one head.
+    """Return the result of `nearest`, with densities on random q and k of one head.
 
-    The density is exact for methods with a fixed number of blocks per row.
+    The density does not depend on q and k for methods with a fixed number of blocks per row.
     """
     length, device = cell.length, cell.device
     generator = torch.Generator(device).manual_seed(SEED)
-    q, k = torch.randn(2, 1, 1, length, PROBE_DIM, generator=generator, device=device)
-    call = LayerContext(KeyRanges.causal(1, length, length, device), PROBE_DIM**-0.5)
-    probe = lambda config: make_predictor(config)(q, k, call).density()  # noqa: E731
-    return nearest(choices, config_of, cell, probe)
+    shape = (2, 1, 1, length, PROBE_DIM)
+    q, k = torch.randn(shape, generator=generator, device=device)
+    context = LayerContext(KeyRanges.causal(1, length, length, device), PROBE_DIM**-0.5)
+
+    def density(config: CabConfig) -> float:
+        return make_predictor(config)(q, k, context).density()
+
+    return nearest(choices, config_of, cell, density)
 
 
 def fitted_sparsity(config: CabConfig, cell: Cell) -> CabConfig:
-    """Return ``config`` with the sparsity that realises the budget, forced blocks included."""
-    dropped = range(BUDGET_STEPS - 1, -1, -1)
-    return nearest_on_probe(dropped, lambda d: replace(config, sparsity=d / BUDGET_STEPS), cell)
+    """Return ``config`` with the ``sparsity`` that matches the cell's budget.
+
+    Forced blocks count in the budget.
+    """
+    steps = range(BUDGET_STEPS - 1, -1, -1)
+    return nearest_on_probe(steps, lambda step: replace(config, sparsity=step / BUDGET_STEPS), cell)
 
 
 def realised_on(model: PreTrainedModel, tokens: Sequence[int]) -> Realised:
@@ -147,25 +167,37 @@ def realised_on(model: PreTrainedModel, tokens: Sequence[int]) -> Realised:
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """The base class of all methods."""
+    """The base class of all methods.
+
+    Attributes:
+        name: name of the method.
+        matched: True if `fit` needs a budget.
+        hides_needle: True if prompts for the method lack the needle.
+        dense_prefill: True if prefill is dense and only decode steps are not.
+        decodes: description of decode steps in reports.
+    """
 
     name: ClassVar[str]
-    matched: ClassVar[bool] = False  # True if `fit` needs a budget
-    hides_needle: ClassVar[bool] = False  # True if its prompts lack the needle
-    dense_prefill: ClassVar[bool] = False  # True if only its decode steps are not dense
-    decodes: ClassVar[str] = "densely"  # how decode steps are computed
+    matched: ClassVar[bool] = False
+    hides_needle: ClassVar[bool] = False
+    dense_prefill: ClassVar[bool] = False
+    decodes: ClassVar[str] = "densely"
 
     @classmethod
     def fit(cls, cell: Cell) -> Method:
-        """Return the method fitted to ``cell``. Raises ValueError if its budget is missing."""
+        """Return the method fitted to ``cell``.
+
+        Raises:
+            ValueError: the method needs a budget and the cell has none.
+        """
         return cls()
 
     @abstractmethod
     def applied(self, model: PreTrainedModel) -> AbstractContextManager[LayerDensities]:
-        """Switch the method on inside the block, and restore the former state afterwards."""
+        """Apply the method to ``model`` inside the block, and restore the model afterwards."""
 
     def cache(self, model: PreTrainedModel) -> Cache:
-        """Return an empty KV cache for texts that ``model`` reads under the method."""
+        """Return an empty KV cache for a text that ``model`` reads while the method is applied."""
         return DynamicCache(config=model.config)
 
     def stepping(self) -> AbstractContextManager[Any]:
@@ -173,13 +205,23 @@ class Method(ABC):
         return nullcontext()
 
     def step_tokens(self, model: PreTrainedModel, length: int) -> float:
-        """Return the tokens whose keys and values have as many bytes as a decode step reads."""
+        """Return the bytes that a decode step reads, as a number of tokens of keys and values.
+
+        Args:
+            model: the model.
+            length: cached tokens.
+        """
         return length
 
     def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool | None:
-        """Return True if queries from ``asking`` on may attend to a token of the needle.
+        """Return True if a query of the question may attend to a token of the needle.
 
-        ``needle`` is [start, end). Returns None if this depends on the text.
+        Returns None if this depends on the text.
+
+        Args:
+            length: tokens of the prompt.
+            asking: position of the first token of the question.
+            needle: [start, end) of the needle in tokens.
         """
         return None
 
@@ -212,18 +254,18 @@ class Fp8(Dense):
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
-        own = {layer: layer.weight for layer in linear_layers(model)}
+        weights = {layer: layer.weight for layer in linear_layers(model)}
         to_8_bits(model)
         try:
             yield lambda: [None]
         finally:
-            for layer, weight in own.items():
+            for layer, weight in weights.items():
                 layer.weight = weight
 
 
 @dataclass(frozen=True)
 class NoNeedle(Dense):
-    """Control: dense attention on prompts without the needle, to measure guessing."""
+    """Control: dense attention on prompts without the needle, which measures the guess rate."""
 
     name = "no_needle"
     hides_needle = True
@@ -231,7 +273,11 @@ class NoNeedle(Dense):
 
 @dataclass(frozen=True)
 class Cab(Method):
-    """CAB with the config of this evaluation (`cab_hf.CabConfig`)."""
+    """CAB.
+
+    Attributes:
+        config: the config.
+    """
 
     name = "cab"
     config: CabConfig
@@ -251,11 +297,11 @@ class Cab(Method):
 
     @torch.no_grad()
     def step_tokens(self, model: PreTrainedModel, length: int) -> float:
-        """Return the bytes of the index and of ``decode_tokens`` rows of K and V, in tokens.
+        """Return the bytes that a decode step reads, as a number of tokens of keys and values.
 
-        This is decode_tokens + length * (bytes per token in the index) / (bytes per token in K and
-        V), the mean over layers. Layers after an anchor read no index, and layers that decode
-        densely read all tokens.
+        The result is the mean over layers. A layer with an index reads decode_tokens + length *
+        (index bytes per token) / (bytes per token in K and V). Layers that use the selection of an
+        anchor read no index, and layers that decode densely read all tokens.
         """
         config, tokens = self.config, self.config.decode_tokens
         if not decodes_sparsely(config, length):
@@ -264,25 +310,26 @@ class Cab(Method):
             cache = self.cache(model)
             ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
             read_on(model, ids, cache)
-        rows = tokens if isinstance(tokens, int) else tokens * length
-        layers = []
-        for at, layer in enumerate(cache.layers):
+        num_keys = tokens if isinstance(tokens, int) else tokens * length
+        layer_tokens = []
+        for number, layer in enumerate(cache.layers):
             index = getattr(layer, "index", None)
             if index is not None:
-                row = layer.keys[0, 0, 0].nbytes + layer.values[0, 0, 0].nbytes
-                layers.append(rows + length * index.nbytes / layer.keys[..., 0].numel() / row)
+                token_bytes = layer.keys[0, 0, 0].nbytes + layer.values[0, 0, 0].nbytes
+                index_bytes = index.nbytes / layer.keys[..., 0].numel()
+                layer_tokens.append(num_keys + length * index_bytes / token_bytes)
             else:
-                shares = config.anchors and at not in config.dense_layers
-                layers.append(rows if shares else length)
-        return fmean(layers)
+                follows_anchor = config.anchors and number not in config.dense_layers
+                layer_tokens.append(num_keys if follows_anchor else length)
+        return fmean(layer_tokens)
 
 
 @dataclass(frozen=True)
 class Full(Cab):
-    """Control: the sparse path with every block kept, which must answer as dense does.
+    """Control: CAB with every block kept, which must answer as dense does.
 
-    Its decode steps are plain PyTorch. Prefill and decode are exact with other kernels than those
-    of `Dense`, so that all differences are rounding.
+    Prefill and decode are exact, but use other kernels than `Dense`; decode steps run in plain
+    PyTorch. All differences to `Dense` are therefore rounding.
     """
 
     name = "full"
@@ -307,32 +354,33 @@ class Published(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Published:
-        kept = ("min_length", "dense_layers", "engine")
-        shared = {field: getattr(cell.config, field) for field in kept}
+        names = ("min_length", "dense_layers", "engine")
+        shared = {name: getattr(cell.config, name) for name in names}
         return cls(fitted_sparsity(CabConfig.published(**shared), cell))
 
 
-def exact_readings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence on the rows whose ``never_sparse`` says that no layer attended sparsely."""
-    result = dict.fromkeys(
+def dense_row_sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence that lists the rows with ``never_sparse``; [] without such rows."""
+    dense_rows = dict.fromkeys(
         f"{row['method']} at {row['length']} tokens" for row in rows if row.get("never_sparse")
     )
-    if not result:
+    if not dense_rows:
         return []
     return [
-        f"No layer attended sparsely under {', '.join(result)}: these results are those of dense "
-        "attention."
+        f"No layer attended sparsely under {', '.join(dense_rows)}: these results are those of "
+        "dense attention."
     ]
 
 
 def never_sparse(method: type[Method], samples: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if a method that selects blocks attended none of its samples sparsely.
+    """Return True if a method that selects blocks attended densely in all samples.
 
-    A method that only limits the cache reads prompts densely, and decodes sparsely.
+    A sample is sparse if prefill was sparse, or if a decode step read fewer tokens than the text
+    has.
     """
-    measured_samples = [s for s in samples if "sparse_density" in s]
-    dense = all(
+    with_density = [s for s in samples if "sparse_density" in s]
+    all_dense = all(
         s["sparse_density"] is None and s.get("step_tokens", s.get("tokens")) == s.get("tokens")
-        for s in measured_samples
+        for s in with_density
     )
-    return issubclass(method, Cab) and bool(measured_samples) and dense
+    return issubclass(method, Cab) and bool(with_density) and all_dense

@@ -1,8 +1,8 @@
 """Methods that select blocks in other ways than CAB: baselines and bounds.
 
-Each is a predictor, registered under the method's name, so that it runs with the same plan, engine
-and model code as CAB. Forced blocks and block sizes are those of the config, even if the original
-forces other blocks or uses 128 x 128.
+Each method is a predictor, registered under the method's name, so that the method runs with the
+same plan, engine and model code as CAB. Forced blocks and block sizes are those of the config, even
+if the original method forces other blocks or uses blocks of 128 x 128.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from cab_hf.predictors import LayerContext, Predictor, make_predictor, register_
 from cab_hf.predictors.attention_mass import block_mass
 from cab_hf.predictors.base import sparsity_of
 
-# tolerance of a share of the mass: sums of thousands of float32 shares are no more exact
+# tolerance of a sum of shares of the mass: the rounding error of thousands of float32 numbers
 TOLERANCE = 1e-5
-# TriangleMix: share of layers with the pattern, from the last one back; window and dense queries in
-# tokens
-TRIANGLE_SHARE, WINDOW, LAST_QUERIES = 0.5, 512, 128
+TRIANGLE_SHARE = 0.5  # TriangleMix: share of the layers that have the pattern, the last ones
+WINDOW = 512  # TriangleMix: tokens of the window
+LAST_QUERIES = 128  # TriangleMix: number of the last queries, which attend densely
 SEED = 0  # seed of the random blocks
-STRIDE = 8  # stride of antidiagonal sums
-# (q [B, H, N_q, D], k [B, H_kv, N_k, D], call, query block, key block) -> scores of the key blocks
-# of a row, highest kept, float32 [B, H, M_q, M_k]
+STRIDE = 8  # stride of antidiagonal sums in tokens
+# function of q [B, H, N_q, D], k [B, H_kv, N_k, D], a LayerContext, query_block and key_block that
+# returns a score per query block and key block, float32 [B, H, M_q, M_k]; high scores are kept
 Score = Callable[..., Tensor]
 
 
@@ -51,61 +51,85 @@ class BlockPredictor(Predictor):
     """The base class of predictors that return a mask of kept blocks."""
 
     @abstractmethod
-    def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
-        """Return the kept blocks, bool, broadcast to [B, H, M_q, M_k].
+    def keep(
+        self, q: Tensor, k: Tensor, call: LayerContext, visible: Tensor, forced: Tensor
+    ) -> Tensor:
+        """Return the kept blocks, bool, broadcastable to [B, H, M_q, M_k].
 
         Args:
-            q, k, call: as in `Predictor.choose`.
-            seen, must: bool [B, 1, M_q, M_k], the blocks that may be kept and that must be kept.
+            q: [B, H, N_q, D].
+            k: [B, H_kv, N_k, D].
+            call: the context of the layer.
+            visible: blocks with a visible key, bool [B, 1, M_q, M_k].
+            forced: blocks that are kept in any case, bool [B, 1, M_q, M_k].
         """
 
     @property
-    def blocks(self) -> tuple[int, int]:
-        return self.config.query_block, self.config.key_block
+    def blocks(self) -> dict[str, int]:
+        """The block sizes as keyword arguments."""
+        return {"query_block": self.config.query_block, "key_block": self.config.key_block}
 
     def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
-        query_block, key_block = self.blocks
-        visible = block_visibility(call.ranges, query_block, key_block)
+        visible = block_visibility(call.ranges, **self.blocks)
         forced = reference.forced_blocks(visible, call.ranges, self.config).unsqueeze(1)
         visible = visible.unsqueeze(1)
-        keep = (self.keep(q, summary, call, visible, forced) & visible) | forced
-        keep = keep.expand(-1, q.shape[1], -1, -1)
-        return BlockPlan.from_dense(keep, call.ranges, query_block=query_block, key_block=key_block)
+        keep = self.keep(q=q, k=summary, call=call, visible=visible, forced=forced)
+        keep = ((keep & visible) | forced).expand(-1, q.shape[1], -1, -1)
+        return BlockPlan.from_dense(keep, call.ranges, **self.blocks)
 
 
 class StreamingPredictor(BlockPredictor):
-    """Forced blocks alone: ``sink_blocks`` and ``local_blocks``."""
+    """A predictor that keeps only forced blocks: ``sink_blocks`` and ``local_blocks``."""
 
     def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
         return ()
 
-    def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
-        return must
+    def keep(
+        self, q: Tensor, k: Tensor, call: LayerContext, visible: Tensor, forced: Tensor
+    ) -> Tensor:
+        return forced
 
 
 class ScorePredictor(BlockPredictor):
-    """Top-k blocks by ``score``: forced blocks and the best ones, 1 - ``sparsity`` of a row."""
+    """A predictor that keeps the top-k blocks of each row.
+
+    A row keeps the share 1 - ``sparsity`` of its visible blocks: the forced blocks, and the blocks
+    with the highest scores.
+
+    Args:
+        config: the config.
+        score: function that scores blocks.
+    """
 
     def __init__(self, config: CabConfig, score: Score) -> None:
         super().__init__(config)
         self.score = score
 
-    def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
-        dropped = torch.tensor(
+    def keep(
+        self, q: Tensor, k: Tensor, call: LayerContext, visible: Tensor, forced: Tensor
+    ) -> Tensor:
+        sparsity = torch.tensor(
             sparsity_of(self.config, call.layer, q.shape[1]), device=q.device, dtype=torch.float64
         )
-        share = (1 - dropped[:, None, None]).clamp(max=self.config.max_density)
-        wanted = reference.share_of_row(seen, share).maximum(must.sum(-1, keepdim=True))
-        score = self.score(q, k, call, *self.blocks)
-        wanted = wanted.squeeze(-1).expand(score.shape[:3])
-        return reference.best_of_rows(score, seen, must, wanted)
+        share = (1 - sparsity[:, None, None]).clamp(max=self.config.max_density)
+        # [B, H or 1, M_q, 1]: number of blocks that a row keeps
+        count = reference.share_of_row(visible, share).maximum(forced.sum(-1, keepdim=True))
+        score = self.score(q, k, call, **self.blocks)
+        count = count.squeeze(-1).expand(score.shape[:3])
+        return reference.best_of_rows(score, visible, forced, count)
 
 
 class SharePredictor(BlockPredictor):
-    """The fewest blocks of a row that contain a share of the mass estimated by ``score``.
+    """A predictor that keeps the fewest blocks of a row with a share of the estimated mass.
 
-    Forced blocks count. The share is ``usual``, or the number after a colon in
-    ``CabConfig.predictor``, which `at_share` has registered.
+    Forced blocks count in the share.
+
+    Args:
+        config: the config. A number after a colon in ``config.predictor`` replaces ``usual``;
+            `at_share` registers such predictors.
+        usual: default of the share.
+        score: function that estimates the mass of blocks; None for subclasses with their own
+            `keep`.
     """
 
     def __init__(self, config: CabConfig, usual: float, score: Score | None = None) -> None:
@@ -114,64 +138,93 @@ class SharePredictor(BlockPredictor):
         self.usual, self.score = usual, score
         self.share = float(share) if share else usual
 
-    def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
-        mass = self.score(q, k, call, *self.blocks)
-        return fewest(normalised(mass), seen, must, self.share)
+    def keep(
+        self, q: Tensor, k: Tensor, call: LayerContext, visible: Tensor, forced: Tensor
+    ) -> Tensor:
+        mass = self.score(q, k, call, **self.blocks)
+        return fewest(normalised(mass), visible, forced, self.share)
 
 
-def random_scores(q: Tensor, k: Tensor, call: LayerContext, *blocks: int) -> Tensor:
+def random_scores(
+    q: Tensor, k: Tensor, call: LayerContext, query_block: int, key_block: int
+) -> Tensor:
     """Score blocks at random, differently for every head and row.
 
-    The seed depends on shapes and keys. A layer recomputed by gradient checkpointing, and a
-    repeated run, select the same blocks. Two samples select different ones, so that their outcomes
-    are independent. A text that is packed or in another batch gets other blocks than alone.
+    The seed depends on the shapes and the keys. Gradient checkpointing and repeated runs therefore
+    select the same blocks again, while different samples have independent blocks. A text in another
+    batch or packed with other texts has other blocks than alone.
+
+    Returns:
+        Scores in [0, 1), float32 [B, H, M_q, M_k].
     """
     content = f"{SEED} {tuple(q.shape)} {tuple(k.shape)} {float(k.double().sum()):.6e}"
     digest = hashlib.sha256(content.encode()).digest()
     generator = torch.Generator(q.device).manual_seed(int.from_bytes(digest[:6], "big"))
-    rows, columns = (-(-x.shape[2] // size) for x, size in zip((q, k), blocks, strict=True))
-    return torch.rand(*q.shape[:2], rows, columns, generator=generator, device=q.device)
+    rows, columns = -(-q.shape[2] // query_block), -(-k.shape[2] // key_block)
+    shape = (*q.shape[:2], rows, columns)
+    return torch.rand(shape, generator=generator, device=q.device)
 
 
 def strided_mass(stride: int) -> Score:
-    """Score blocks by attention mass estimated from strided antidiagonal sums; exact at stride 1.
+    """Return a function that scores blocks by the antidiagonal estimate of XAttention.
 
-    As in XAttention (Xu et al. 2025, arXiv 2503.16428): the logit of a tile of stride x stride
-    tokens is the mean over its antidiagonal. The softmax of a row of tiles, summed over blocks,
-    estimates their mass.
+    As in XAttention (Xu et al. 2025, arXiv 2503.16428), the logit of a tile of stride x stride
+    tokens is the mean over the antidiagonal of the tile. The softmax over a row of tiles, summed
+    over the tiles of a block, estimates the mass of the block. The estimate is exact at stride 1.
     """
-    return lambda q, k, call, *blocks: block_mass(q, k, call.ranges, call.scale, *blocks, stride)
+
+    def score(q: Tensor, k: Tensor, call: LayerContext, query_block: int, key_block: int) -> Tensor:
+        return block_mass(
+            q=q,
+            k=k,
+            ranges=call.ranges,
+            scale=call.scale,
+            query_block=query_block,
+            key_block=key_block,
+            stride=stride,
+        )
+
+    return score
 
 
-def pooled_mass(q: Tensor, k: Tensor, call: LayerContext, *blocks: int) -> Tensor:
-    """Score blocks by the softmax of logits of mean-pooled queries and keys in each row.
+def pooled_mass(
+    q: Tensor, k: Tensor, call: LayerContext, query_block: int, key_block: int
+) -> Tensor:
+    """Score blocks by the softmax over the logits of mean-pooled queries and keys.
 
-    Pooling is that of MInference's block-sparse heads (Jiang et al. 2024, arXiv 2407.02490). Here
-    each row keeps its own share; FlexPrefill (Lai et al. 2025, arXiv 2502.20766) applies the share
-    to all rows together.
+    MInference's block-sparse heads pool in the same way (Jiang et al. 2024, arXiv 2407.02490). Here
+    each row keeps a share of the mass; FlexPrefill (Lai et al. 2025, arXiv 2502.20766) applies the
+    share to all rows together.
+
+    Returns:
+        Scores, float32 [B, H, M_q, M_k]; each row sums to 1.
     """
-    queries = block_means(q, call.ranges.end >= 0, blocks[0])
-    keys = block_means(k, call.ranges.key_valid, blocks[1])
-    seen = block_visibility(call.ranges, *blocks).unsqueeze(1)
-    return share_of_blocks(queries, keys, seen, call.scale)
+    queries = block_means(q, call.ranges.end >= 0, query_block)
+    keys = block_means(k, call.ranges.key_valid, key_block)
+    visible = block_visibility(call.ranges, query_block, key_block).unsqueeze(1)
+    return share_of_blocks(queries, keys, visible, call.scale)
 
 
-def fewest(share: Tensor, seen: Tensor, forced: Tensor, wanted: float) -> Tensor:
-    """Return bool: the fewest entries that sum to ``wanted``, forced ones first.
+def fewest(share: Tensor, visible: Tensor, forced: Tensor, wanted: float) -> Tensor:
+    """Return the fewest entries of the last dimension whose shares sum to ``wanted``.
 
     Args:
-        share: share of each entry of the last dimension.
-        seen, forced: entries that may be kept, and that must be kept; they broadcast with
+        share: share of each entry.
+        visible: bool, entries that may be kept; broadcasts with ``share``.
+        forced: bool, entries that are kept in any case and count in the sum; broadcasts with
             ``share``.
         wanted: share in [0, 1].
+
+    Returns:
+        bool, in the shape of ``share``.
     """
-    # forced entries come first, but their shares count as they are
-    queue = torch.where(forced, 2.0, share).masked_fill(~seen, -1.0)
-    order = queue.argsort(dim=-1, descending=True, stable=True)
-    queued = share.gather(-1, order)
-    before = queued.cumsum(-1) - queued
-    taken = (before < wanted - TOLERANCE) | (wanted >= 1)
-    return (taken.gather(-1, order.argsort(-1)) | forced) & seen
+    # sort forced entries before all others; the sum uses the actual shares
+    priority = torch.where(forced, 2.0, share).masked_fill(~visible, -1.0)
+    order = priority.argsort(dim=-1, descending=True, stable=True)
+    ordered = share.gather(-1, order)
+    sum_before = ordered.cumsum(-1) - ordered
+    taken = (sum_before < wanted - TOLERANCE) | (wanted >= 1)
+    return (taken.gather(-1, order.argsort(-1)) | forced) & visible
 
 
 def normalised(x: Tensor) -> Tensor:
@@ -180,39 +233,47 @@ def normalised(x: Tensor) -> Tensor:
 
 
 def block_means(x: Tensor, valid: Tensor, block: int) -> Tensor:
-    """Return block means of x [B, H, N, D] over tokens ``valid`` [B, N]: [B, H, M, D]."""
-    padding = -x.shape[2] % block
-    real = F.pad(valid, (0, padding)).unflatten(1, (-1, block)).unsqueeze(1)
-    parts = F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, block)).float()
-    total = parts.masked_fill(~real.unsqueeze(-1), 0.0).sum(-2)
-    return total / real.sum(-1).clamp(min=1).unsqueeze(-1)
-
-
-def share_of_blocks(queries: Tensor, keys: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """Return the softmax of query block vectors over the vectors of visible key blocks.
+    """Return the means over blocks of tokens, float32 [B, H, M, D].
 
     Args:
-        queries: [B, H, M_q, D].
-        keys: [B, H_kv, M_k, D].
-        seen: visible blocks.
+        x: [B, H, N, D].
+        valid: tokens that count, bool [B, N].
+        block: tokens per block.
+    """
+    padding = -x.shape[2] % block
+    # [B, 1, M, block]
+    is_valid = F.pad(valid, (0, padding)).unflatten(1, (-1, block)).unsqueeze(1)
+    # [B, H, M, block, D]
+    blocks = F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, block)).float()
+    total = blocks.masked_fill(~is_valid.unsqueeze(-1), 0.0).sum(-2)
+    return total / is_valid.sum(-1).clamp(min=1).unsqueeze(-1)
+
+
+def share_of_blocks(queries: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Return the softmax of a vector per query block over the vectors of visible key blocks.
+
+    Args:
+        queries: a vector per query block, [B, H, M_q, D].
+        keys: a vector per key block, [B, H_kv, M_k, D].
+        visible: bool, broadcastable to [B, H, M_q, M_k].
         scale: factor of the logits.
 
     Returns:
-        [B, H, M_q, M_k], 0 for blocks that are not ``seen``.
+        [B, H, M_q, M_k], 0 for blocks that are not visible.
     """
     grouped = queries.unflatten(1, (keys.shape[1], -1))
     logits = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scale
-    return logits.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0.0)
+    return logits.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible, 0.0)
 
 
 @dataclass(frozen=True)
 class Streaming(Cab):
     """StreamingLLM: attention sinks and a recent window (Xiao et al. 2023, arXiv 2309.17453).
 
-    The original keeps 4 sink tokens and numbers positions inside the cache. Here sinks and window
-    are whole key blocks (one sink block, the window sized for the budget), and tokens keep their
-    positions in the text. Keys outside the window are dropped for good: the last queries of a text
-    have no dense tail, and decoding is limited like prefill in both stages.
+    The original keeps 4 sink tokens, and a token's position is its position in the cache. Here
+    sinks and window are whole key blocks: one sink block, and a window whose size matches the
+    budget. Tokens keep their positions in the text. Keys outside the window are dropped for good:
+    the last queries of a text have no dense tail, and decode steps read only sinks and window.
     """
 
     name = "streaming"
@@ -221,10 +282,11 @@ class Streaming(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Streaming:
-        # a dense tail would attend to keys outside of the window, which must not be found
+        # no dense tail, because its queries would attend to keys outside of the window
         base = cell.shared.changed(predictor=cls.name, sink_blocks=1, dense_tail_blocks=0)
         windows = range(1, -(-cell.length // base.key_block) + 1)
-        return cls(nearest_on_probe(windows, lambda w: replace(base, local_blocks=w), cell))
+        config = nearest_on_probe(windows, lambda window: replace(base, local_blocks=window), cell)
+        return cls(config)
 
     def cache(self, model: PreTrainedModel) -> Cache:
         sinks, window = (
@@ -234,62 +296,74 @@ class Streaming(Cab):
         return sink_cache(model, sinks, sinks + window)
 
     def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool:
-        ranges, nothing = KeyRanges.causal(1, length, length, "cpu"), torch.empty(1, 1, length, 0)
-        seen = make_predictor(self.config)(nothing, nothing, LayerContext(ranges, 1.0)).to_dense()
+        ranges = KeyRanges.causal(1, length, length, "cpu")
+        # the plan depends only on the shape of q and k
+        heads = torch.empty(1, 1, length, 0)
+        keep = make_predictor(self.config)(heads, heads, LayerContext(ranges, 1.0)).to_dense()
         first, last = needle[0] // self.config.key_block, (needle[1] - 1) // self.config.key_block
-        return bool(seen[0, 0, asking // self.config.query_block :, first : last + 1].any())
+        return bool(keep[0, 0, asking // self.config.query_block :, first : last + 1].any())
 
 
 class Chosen(Cab):
-    """The base class of methods whose blocks a predictor selects."""
+    """The base class of methods whose blocks another predictor than CAB's selects.
+
+    Attributes:
+        predictor: name of the predictor.
+    """
 
     predictor: ClassVar[str]
 
     @classmethod
     def by(cls, predictor: str, name: str | None = None) -> type[Chosen]:
-        """Return the method ``name`` with this predictor; the default is the predictor's name."""
+        """Return a subclass for a predictor.
+
+        Args:
+            predictor: name of the predictor.
+            name: name of the method; None: the name of the predictor.
+        """
         return type(name or predictor, (cls,), {"name": name or predictor, "predictor": predictor})
 
 
 @dataclass(frozen=True)
-class OfRows(Chosen):
-    """The base class of methods that keep a share of every row, fitted to the budget.
+class RowShareMethod(Chosen):
+    """The base class of methods that keep the same share of blocks in every row.
 
-    Forced blocks and the dense tail are those of CAB, and count in the budget.
+    The share matches the budget. Forced blocks and the dense tail are those of CAB, and count in
+    the budget.
     """
 
     matched = True
 
     @classmethod
-    def fit(cls, cell: Cell) -> OfRows:
-        # the number of blocks per row does not depend on the selection, so the cheapest selection
-        # is fitted; its time does depend on it
+    def fit(cls, cell: Cell) -> RowShareMethod:
+        # the density is the same for all predictors, so it is fitted with the fastest predictor;
+        # the time depends on the predictor
         predictor = cls.predictor if cell.took else "random"
         fitted = fitted_sparsity(cell.shared.changed(predictor=predictor), cell)
         return cls(replace(fitted, predictor=cls.predictor))
 
 
 @dataclass(frozen=True)
-class AsPublished(Chosen):
-    """The base class of methods at the budget of their authors, without dense tail."""
+class AuthorsShareMethod(Chosen):
+    """The base class of methods with the share of their authors, and without dense tail."""
 
     @classmethod
-    def fit(cls, cell: Cell) -> AsPublished:
+    def fit(cls, cell: Cell) -> AuthorsShareMethod:
         return cls(cell.shared.changed(predictor=cls.predictor, dense_tail_blocks=0))
 
 
 @dataclass(frozen=True)
-class ByShare(Chosen):
-    """The base class of methods with a `SharePredictor`, at the share nearest to the budget.
+class MassShareMethod(Chosen):
+    """The base class of methods with a `SharePredictor`, whose share matches the budget.
 
-    Density, or time, is measured on a text of the cell. Forced blocks and the dense tail are those
-    of CAB, and count in the budget.
+    The fit measures densities, or times, on a text of the cell. Forced blocks and the dense tail
+    are those of CAB, and count in the budget.
     """
 
     matched = True
 
     @classmethod
-    def fit(cls, cell: Cell) -> ByShare:
+    def fit(cls, cell: Cell) -> MassShareMethod:
         if not (cell.took or cell.realised):
             raise ValueError(
                 f"cell must measure the density of a config for method {cls.name}, got "
@@ -297,21 +371,22 @@ class ByShare(Chosen):
             )
         shares = [step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1)]
         base = cell.shared.changed(predictor=cls.predictor)
-        return cls(nearest(shares, lambda x: at_share(base, x), cell, cell.realised))
+        config = nearest(shares, lambda share: at_share(base, share), cell, cell.realised)
+        return cls(config)
 
 
 @dataclass(frozen=True)
 class TriangleMix(Cab):
     """TriangleMix (He et al. 2025, arXiv 2507.21526): a triangle pattern in the deeper layers.
 
-    In these layers a query attends to 8 sink tokens and the latest 512, and the last 128 queries
-    attend to everything. The layers before are dense, 16 of 32 for Llama-3.1-8B. These numbers are
-    those of the example in its code.
+    In the deeper layers, a query attends to 8 sink tokens and the latest 512 tokens, and the last
+    128 queries attend to all tokens. The first layers are dense, 16 of 32 for Llama-3.1-8B. These
+    numbers are from the example in the authors' code.
 
-    The paper finds the layers by the gradient that reaches the omitted part; here they are the
-    second half of any model. Sinks, window and last queries are whole blocks: one sink block, the
-    key blocks with the latest 512 tokens of every query, and the query blocks with one of the last
-    128 tokens. Later queries of a block therefore attend to more than 512 tokens.
+    The paper finds the sparse layers by gradients; here the second half of the layers is sparse.
+    Sinks, window and last queries are whole blocks: one sink block, the key blocks with the latest
+    512 tokens of every query, and the query blocks with one of the last 128 tokens. Later queries
+    of a block therefore attend to more than 512 tokens.
     """
 
     name = "trianglemix"
@@ -323,38 +398,45 @@ class TriangleMix(Cab):
                 "cell must contain the number of layers for method trianglemix, got layers=None. "
                 "Pass Cell.layers."
             )
-        base, dense = cell.shared, cell.layers - round(TRIANGLE_SHARE * cell.layers)
+        base, num_dense = cell.shared, cell.layers - round(TRIANGLE_SHARE * cell.layers)
         triangle = {
             "predictor": Streaming.name,
             "sink_blocks": 1,
-            # counted from the last query of a row; the first query has the fewest keys
+            # the window of the first query of a block starts earliest, and local blocks are counted
+            # from the last query
             "local_blocks": -(-(WINDOW + base.query_block - 1) // base.key_block),
             "dense_tail_blocks": -(-LAST_QUERIES // base.query_block),
-            "dense_layers": tuple(sorted({*range(dense), *base.dense_layers})),
+            "dense_layers": tuple(sorted({*range(num_dense), *base.dense_layers})),
         }
         return cls(base.changed(**triangle))
 
 
 def at_share(base: CabConfig, share: float) -> CabConfig:
-    """Register ``base``, a `SharePredictor`, with another share, under its own predictor name."""
+    """Return ``base`` with another share, and register a predictor for this share.
+
+    Args:
+        base: a config whose predictor is a key of `SHARES`.
+        share: share of the mass.
+    """
     name = f"{base.predictor}:{share}"
     register_predictor(name, SHARES[base.predictor])
     return replace(base, predictor=name)
 
 
 def logged_config(fields: Mapping[str, Any]) -> CabConfig:
-    """Return the config that a log has, and register its predictor if it has a share."""
+    """Return a config from its logged fields, and register its predictor if it names a share."""
     fields = dict(fields)
     predictor, _, share = fields.pop("predictor").partition(":")
     config = CabConfig.from_dict({**fields, "predictor": predictor})
     return at_share(config, float(share)) if share else config
 
 
-# 0.8 is the default of the authors' function. Their runs of LLaMA load a threshold per head, on
-# average 0.76 at stride 8 and 0.91 at 16, found by a search that is left out here.
+# predictor -> function that builds it with the default share of the mass. For xattention, 0.8 is
+# the default of the authors' function. Their runs of LLaMA load a threshold per head, on average
+# 0.76 at stride 8 and 0.91 at stride 16, from a search that is left out here.
 SHARES: dict[str, Callable[[CabConfig], SharePredictor]] = {
     "xattention": partial(SharePredictor, usual=0.8, score=strided_mass(STRIDE)),
-    # the coarser and faster of their two settings
+    # the faster of the two strides of the authors
     "xattention_16": partial(SharePredictor, usual=0.8, score=strided_mass(16)),
     "mean_pooled": partial(SharePredictor, usual=0.95, score=pooled_mass),
 }

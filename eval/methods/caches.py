@@ -21,26 +21,39 @@ from cab_hf.eval.methods.base import Cell, Dense, LayerDensities, Method, layers
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors.attention_mass import attention_rows
 
-SNAP_WINDOW, SNAP_KERNEL = 32, 5  # SnapKV: queries that select, keys per average
-SINKS = 4  # StreamingLLM
+SNAP_WINDOW = 32  # SnapKV: number of the last queries, whose attention ranks keys
+SNAP_KERNEL = 5  # SnapKV: number of neighbouring keys whose attention is averaged
+SINKS = 4  # StreamingLLM: sink tokens
 
 
 class SinkLayer(DynamicLayer):
-    """A layer's cache of the first ``sinks`` tokens and the latest, ``tokens`` in all."""
+    """The cache of a layer with the first tokens and the latest tokens.
+
+    Args:
+        sinks: number of the first tokens.
+        tokens: number of all tokens in the cache.
+    """
 
     def __init__(self, sinks: int, tokens: int) -> None:
         super().__init__()
         self.sinks, self.tokens = sinks, tokens
-        self.cumulative_length = 0  # tokens read so far
+        self.cumulative_length = 0  # number of tokens that were ever added
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
-        """Return the stored and the new tokens [B, H_kv, N, D]; the latest replace the oldest."""
+        """Add tokens, and return keys and values before surplus tokens are dropped.
+
+        Args:
+            key_states, value_states: new tokens, [B, H_kv, n, D].
+
+        Returns:
+            Keys and values of the cached and the new tokens, [B, H_kv, N, D].
+        """
         keys, values = super().update(key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
-        gone = keys.shape[-2] - self.tokens
-        if gone > 0:
+        num_dropped = keys.shape[-2] - self.tokens
+        if num_dropped > 0:
             self.keys, self.values = (
-                torch.cat([x[:, :, : self.sinks], x[:, :, self.sinks + gone :]], dim=2)
+                torch.cat([x[:, :, : self.sinks], x[:, :, self.sinks + num_dropped :]], dim=2)
                 for x in (keys, values)
             )
         return keys, values
@@ -49,22 +62,25 @@ class SinkLayer(DynamicLayer):
         return self.cumulative_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        kept = super().get_seq_length()
-        # all kept tokens precede the queries
-        return kept + query_length, self.cumulative_length - kept
+        num_cached = super().get_seq_length()
+        # (number of keys, position of the first key): all cached tokens precede the queries
+        return num_cached + query_length, self.cumulative_length - num_cached
 
 
 def sink_cache(model: PreTrainedModel, sinks: int, tokens: int) -> Cache:
-    """Return a cache whose layers keep the first ``sinks`` and the latest of ``tokens`` tokens."""
+    """Return a cache of `SinkLayer` for every layer of ``model``."""
     layers = range(layers_of(model))
     return Cache(layers=[SinkLayer(sinks, max(tokens, sinks + 1)) for _ in layers])
 
 
 @dataclass(frozen=True)
 class StreamingCache(Dense):
-    """StreamingLLM's cache after a dense prefill: 4 sinks and the latest of ``tokens`` tokens.
+    """StreamingLLM's cache after a dense prefill: 4 sink tokens and the latest tokens.
 
     Tokens keep their positions in the text, as in `Streaming`.
+
+    Attributes:
+        tokens: number of all tokens in the cache.
     """
 
     name = "streaming"
@@ -78,37 +94,51 @@ class StreamingCache(Dense):
         return min(self.tokens, length)
 
 
-class Kept(NamedTuple):
-    """The tokens that remain in a layer, in the order of the text.
+class CachedTokens(NamedTuple):
+    """The tokens that remain in the cache of a layer, in the order of the text.
 
     Attributes:
-        k, v: [B, H_kv, M, D].
-        received: float32 [B, H_kv, M], attention received, by which tokens are ranked.
+        k, v: keys and values, [B, H_kv, M, D].
+        received: attention that each token received, by which tokens are ranked, float32
+            [B, H_kv, M].
     """
 
     k: Tensor
     v: Tensor
     received: Tensor
 
-    def evicted(self, tokens: int, recent: int) -> Kept:
-        """Keep ``tokens`` tokens or all: the ``recent`` latest, and those that received most."""
+    def evicted(self, tokens: int, recent: int) -> CachedTokens:
+        """Return at most ``tokens`` tokens: the latest, and those that received most attention.
+
+        Args:
+            tokens: number of tokens to keep.
+            recent: number of the latest tokens, which are kept in any case.
+        """
         length = self.received.shape[-1]
         if length <= tokens:
             return self
-        old = length - recent
-        heavy = self.received[..., :old].topk(tokens - recent, dim=-1, sorted=False).indices
-        latest = torch.arange(old, length, device=heavy.device).expand(*heavy.shape[:2], -1)
-        at = torch.cat([heavy.sort(-1).values, latest], dim=-1)
-        k, v = (x.gather(2, at.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])) for x in self[:2])
-        return Kept(k, v, self.received.gather(2, at))
+        num_old = length - recent
+        heavy = self.received[..., :num_old].topk(tokens - recent, dim=-1, sorted=False).indices
+        latest = torch.arange(num_old, length, device=heavy.device)
+        latest = latest.expand(*heavy.shape[:2], -1)
+        # [B, H_kv, tokens]
+        index = torch.cat([heavy.sort(-1).values, latest], dim=-1)
+        k, v = (
+            x.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))
+            for x in (self.k, self.v)
+        )
+        return CachedTokens(k, v, self.received.gather(2, index))
 
 
 @dataclass(frozen=True)
-class KeepsSome(Method):
-    """The base class of caches that keep some tokens per KV head after a dense prefill.
+class EvictingMethod(Method):
+    """The base class of methods that keep some tokens per KV head after a dense prefill.
 
-    The kept tokens are those that receive most attention. Density is the kept share of the prompt's
-    keys. It is no share of prefill work, because prefill is dense. Prompts must have no padding.
+    The tokens that receive most attention are kept. Density is the kept share of the prompt's keys,
+    although prefill is dense. Prompts must have no padding.
+
+    Attributes:
+        tokens: number of kept tokens.
     """
 
     matched = True
@@ -116,7 +146,7 @@ class KeepsSome(Method):
     tokens: int
 
     @classmethod
-    def fit(cls, cell: Cell) -> KeepsSome:
+    def fit(cls, cell: Cell) -> EvictingMethod:
         if cell.budget is None:
             raise ValueError(
                 f"budget must be the share of the prompt's keys that {cls.name} keeps, got None. "
@@ -125,26 +155,40 @@ class KeepsSome(Method):
         return cls(max(2, round(cell.budget * cell.length)))
 
     @abstractmethod
-    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float) -> Kept:
-        """Return the tokens kept after a prompt: q [B, H, N, D], k and v [B, H_kv, N, D]."""
+    def of_prompt(
+        self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float
+    ) -> CachedTokens:
+        """Return the tokens that remain after a prompt.
+
+        Args:
+            q: [B, H, N, D].
+            k, v: [B, H_kv, N, D].
+            ranges: causal ranges of the prompt.
+            scale: factor of the logits.
+        """
 
     @abstractmethod
-    def of_step(self, kept: Kept, given: Tensor) -> Kept:
-        """Return the tokens kept after a step whose query gave attention ``given`` [B, H_kv, M]."""
+    def of_step(self, kept: CachedTokens, attention: Tensor) -> CachedTokens:
+        """Return the tokens that remain after a decode step.
+
+        Args:
+            kept: the tokens before the step, and the new token.
+            attention: attention of the step's query to these tokens, float32 [B, H_kv, M].
+        """
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
-        kept: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
+        kept: WeakKeyDictionary[nn.Module, CachedTokens] = WeakKeyDictionary()
         shares: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
-        attention = f"cab_{self.name}"
-        AttentionInterface.register(attention, partial(self.attend, kept, shares))
-        AttentionMaskInterface.register(attention, sdpa_mask)
-        before = model.config.get_text_config()._attn_implementation
-        model.set_attn_implementation(attention)
+        name = f"cab_{self.name}"
+        AttentionInterface.register(name, partial(self.attend, kept, shares))
+        AttentionMaskInterface.register(name, sdpa_mask)
+        implementation = model.config.get_text_config()._attn_implementation
+        model.set_attn_implementation(name)
         try:
             yield lambda: list(shares.values())
         finally:
-            model.set_attn_implementation(before)
+            model.set_attn_implementation(implementation)
 
     def step_tokens(self, model: PreTrainedModel, length: int) -> float:
         return min(self.tokens, length)
@@ -152,7 +196,7 @@ class KeepsSome(Method):
     @torch.no_grad()
     def attend(
         self,
-        kept: MutableMapping[nn.Module, Kept],
+        kept: MutableMapping[nn.Module, CachedTokens],
         shares: MutableMapping[nn.Module, float],
         module: nn.Module,
         query: Tensor,
@@ -162,22 +206,32 @@ class KeepsSome(Method):
         scaling: float | None = None,
         **kwargs,
     ) -> tuple[Tensor, None]:
-        """Compute attention for transformers: query [B, H, N_q, D] -> ([B, N_q, H, D], None).
+        """Compute attention as a registered function of transformers, and update the kept tokens.
 
-        ``kept`` maps modules to their remaining tokens, ``shares`` to the kept share of the prompt.
+        Args:
+            kept: attention module -> tokens that remain; a prefill replaces the entry.
+            shares: attention module -> kept share of the prompt's keys.
+            module: the attention module.
+            query: [B, H, N_q, D].
+            key, value: [B, H_kv, N_k, D]. In a decode step, only the last token is read.
+            attention_mask: must be None.
+            scaling: factor of the logits; None: head_dim**-0.5.
+
+        Returns:
+            Attention [B, N_q, H, D], and None.
         """
         q_length, kv_length = query.shape[2], key.shape[2]
-        prefill = q_length == kv_length
-        if attention_mask is not None or not (prefill or q_length == 1):
+        is_prefill = q_length == kv_length
+        if attention_mask is not None or not (is_prefill or q_length == 1):
             masked = "" if attention_mask is None else " with a mask"
             raise ValueError(
                 f"{self.name} must get a whole prompt without padding, then single tokens, got "
                 f"{q_length} queries on {kv_length} keys{masked}. Pass one prompt in one call."
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if prefill:
+        if is_prefill:
             ranges = KeyRanges.causal(query.shape[0], q_length, kv_length, query.device)
-            kept[module] = self.of_prompt(query, key, value, ranges, scale)
+            kept[module] = self.of_prompt(q=query, k=key, v=value, ranges=ranges, scale=scale)
             shares[module] = min(1.0, self.tokens / kv_length)
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=True
@@ -185,20 +239,21 @@ class KeepsSome(Method):
         else:
             k, v, received = kept[module]
             k, v = (torch.cat([x, new[:, :, -1:]], 2) for x, new in ((k, key), (v, value)))
+            # [B, H_kv, H / H_kv, D]
             grouped = query.unflatten(1, (key.shape[1], -1)).squeeze(3).float()
             weights = (grouped @ k.float().transpose(-1, -2) * scale).softmax(-1)
-            kept[module] = self.of_step(Kept(k, v, F.pad(received, (0, 1))), weights.sum(2))
+            kept[module] = self.of_step(CachedTokens(k, v, F.pad(received, (0, 1))), weights.sum(2))
             out = (weights @ v.float()).to(query.dtype).flatten(1, 2).unsqueeze(2)
         return out.transpose(1, 2).contiguous(), None
 
 
 def by_kv_head(received: Tensor, k: Tensor) -> Tensor:
-    """Sum attention over the query heads of a group, [B, H, N] -> [B, H_kv, N]."""
+    """Sum ``received`` [B, H, N] over the query heads of each KV head of ``k``: [B, H_kv, N]."""
     return received.unflatten(1, (k.shape[1], -1)).sum(2)
 
 
 @dataclass(frozen=True)
-class H2O(KeepsSome):
+class H2O(EvictingMethod):
     """Heavy-hitter oracle: evict tokens that received little attention.
 
     Zhang et al. 2023, arXiv 2306.14048. Each KV head keeps ``tokens`` tokens: half are the latest,
@@ -210,40 +265,47 @@ class H2O(KeepsSome):
     name = "h2o"
     decodes = "heavy hitters and window"
 
-    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float) -> Kept:
+    def of_prompt(
+        self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float
+    ) -> CachedTokens:
         received = by_kv_head(column_sums(q, k, ranges, scale), k)
-        return Kept(k, v, received).evicted(self.tokens, self.tokens // 2)
+        return CachedTokens(k, v, received).evicted(self.tokens, self.tokens // 2)
 
-    def of_step(self, kept: Kept, given: Tensor) -> Kept:
-        heard = kept._replace(received=kept.received + given)
-        return heard.evicted(self.tokens, self.tokens // 2)
+    def of_step(self, kept: CachedTokens, attention: Tensor) -> CachedTokens:
+        updated = kept._replace(received=kept.received + attention)
+        return updated.evicted(self.tokens, self.tokens // 2)
 
 
 @dataclass(frozen=True)
-class SnapKV(KeepsSome):
+class SnapKV(EvictingMethod):
     """SnapKV: keep the keys that the end of the prompt attends to.
 
-    Li et al. 2024, arXiv 2404.14469. The attention of the prompt's last 32 queries to each key
-    before them, averaged over 5 neighbouring keys, ranks the keys. The best keys and the last 32
-    form ``tokens`` keys, fixed from then on. Decoded tokens are kept as well, so that later steps
-    read more: `step_tokens` counts the first step. Window, average and kernel are the defaults of
-    its code; the paper's runs on LongBench use, as far as we know, the maximum over 7.
+    Li et al. 2024, arXiv 2404.14469. Keys are ranked by the attention that they receive from the
+    prompt's last 32 queries, averaged over 5 neighbouring keys. The best keys and the last 32 keys
+    remain, ``tokens`` in total. Decoded tokens remain as well, so that later steps read more
+    tokens; `step_tokens` counts the first step. The numbers 32 and 5 are the defaults of the
+    authors' code; the paper's runs on LongBench use, as far as we know, the maximum over 7 keys.
 
-    The original selects keys per query head, and repeats keys and values for that. Here attention
-    is summed over the query heads of a group, so that a KV head has one copy.
+    The original repeats keys and values, and selects keys per query head. Here attention is summed
+    over the query heads of a group, so that a KV head has one set of keys.
     """
 
     name = "snapkv"
     decodes = "keys that the end of the prompt attends to"
 
-    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float) -> Kept:
+    def of_prompt(
+        self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float
+    ) -> CachedTokens:
         window = min(SNAP_WINDOW, self.tokens, q.shape[2])
-        received, _ = columns_and_diagonals(q, k, ranges, scale, window)
-        before = by_kv_head(received, k)[..., : k.shape[2] - window]
-        pooled = F.pad(before, (SNAP_KERNEL // 2, SNAP_KERNEL // 2)).unfold(-1, SNAP_KERNEL, 1)
-        return Kept(k, v, F.pad(pooled.mean(-1), (0, window))).evicted(self.tokens, window)
+        received, _ = columns_and_diagonals(
+            q=q, k=k, ranges=ranges, scale=scale, num_queries=window
+        )
+        before_window = by_kv_head(received, k)[..., : k.shape[2] - window]
+        padded = F.pad(before_window, (SNAP_KERNEL // 2, SNAP_KERNEL // 2))
+        pooled = padded.unfold(-1, SNAP_KERNEL, 1).mean(-1)
+        return CachedTokens(k, v, F.pad(pooled, (0, window))).evicted(self.tokens, window)
 
-    def of_step(self, kept: Kept, given: Tensor) -> Kept:
+    def of_step(self, kept: CachedTokens, attention: Tensor) -> CachedTokens:
         return kept
 
 
@@ -256,41 +318,47 @@ def column_sums(q: Tensor, k: Tensor, ranges: KeyRanges, scale: float) -> Tensor
 
 
 def last_queries(ranges: KeyRanges, count: int) -> Tensor:
-    """Return the last ``count`` queries per batch row, int64 [B, R], filled with -1.
+    """Return the indices of the last ``count`` queries per batch row, int64 [B, R].
 
-    Padding queries do not count.
+    Padding queries do not count. Rows with fewer queries are filled with -1.
     """
     query = torch.arange(ranges.q_length, device=ranges.end.device).where(ranges.end >= 0, -1)
     return query.topk(min(count, ranges.q_length), dim=-1).values
 
 
 def columns_and_diagonals(
-    q: Tensor, k: Tensor, ranges: KeyRanges, scale: float, asking: int
+    q: Tensor, k: Tensor, ranges: KeyRanges, scale: float, num_queries: int
 ) -> tuple[Tensor, Tensor]:
-    """Sum the attention of the last ``asking`` queries by key, and by distance.
+    """Sum the attention of the last queries by key (columns), and by distance (diagonals).
 
     Padding queries do not count.
 
     Args:
         q: [B, H, N_q, D].
         k: [B, H_kv, N_k, D].
+        ranges: ranges of the queries over the keys.
+        scale: factor of the logits.
+        num_queries: number of the last queries of a row that count.
 
     Returns:
-        Two float32 [B, H, N_k]: attention per key, and per distance from query to key.
+        Attention per key, and attention per distance from query to key, both float32 [B, H, N_k].
     """
-    query = last_queries(ranges, asking)
-    at = query.clamp(min=0)
+    # [B, R], -1 for missing queries
+    query = last_queries(ranges, num_queries)
+    index = query.clamp(min=0)
     # [B, R]: positions of these queries among the keys
-    last = ranges.end.gather(1, at).where(query >= 0, -1)
-    asked = KeyRanges(ranges.start.gather(1, at), last, ranges.key_valid)
-    own = q.gather(2, at[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
-    key = torch.arange(k.shape[2], device=q.device)
-    vertical, slash = torch.zeros(2, *q.shape[:2], k.shape[2], device=q.device)
-    for start, rows in attention_rows(own, k, asked, scale):
+    positions = ranges.end.gather(1, index).where(query >= 0, -1)
+    query_ranges = KeyRanges(ranges.start.gather(1, index), positions, ranges.key_valid)
+    queries = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+    distances = torch.arange(k.shape[2], device=q.device)
+    shape = (2, *q.shape[:2], k.shape[2])
+    columns, diagonals = torch.zeros(shape, device=q.device)
+    for start, rows in attention_rows(queries, k, query_ranges, scale):
         num_keys = rows.shape[-1]
-        # [B, 1, R, T]: the key at each distance before a query
-        far = (last[:, start : start + rows.shape[2], None] - key[:num_keys]).unsqueeze(1)
-        vertical[..., :num_keys] += rows.sum(2)
-        by_distance = rows.gather(-1, far.clamp(min=0).expand_as(rows))
-        slash[..., :num_keys] += by_distance.masked_fill(far < 0, 0.0).sum(2)
-    return vertical, slash
+        columns[..., :num_keys] += rows.sum(2)
+        # [B, 1, R, num_keys]: the key at each distance before a query
+        key = positions[:, start : start + rows.shape[2], None] - distances[:num_keys]
+        key = key.unsqueeze(1)
+        by_distance = rows.gather(-1, key.clamp(min=0).expand_as(rows))
+        diagonals[..., :num_keys] += by_distance.masked_fill(key < 0, 0.0).sum(2)
+    return columns, diagonals

@@ -1,6 +1,6 @@
 """Methods that select all blocks by the attention of the last queries of a sequence.
 
-If a sequence is read in chunks, these are the last queries of the row's chunk. Packed documents
+If a sequence is read in chunks, the last queries of each chunk select its blocks. Packed documents
 raise an error.
 """
 
@@ -27,65 +27,89 @@ from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, register_predictor
 from cab_hf.predictors.attention_mass import block_sums
 
-ASKING_QUERIES = 64  # vertical_slash
-TAU = 0.1  # FlexPrefill: the divergence below which the pooled estimate of a head is used
-MIN_TOKENS = 1024  # FlexPrefill: minimum tokens of a head in columns, and in diagonals
+ASKING_QUERIES = 64  # vertical_slash: number of the last queries
+TAU = 0.1  # FlexPrefill: root of the divergence below which a head uses the pooled estimate
+MIN_TOKENS = 1024  # FlexPrefill: smallest number of tokens in columns, and in diagonals, of a head
 
 
 class FlexPrefillPredictor(SharePredictor):
     """FlexPrefill (Lai et al. 2025, arXiv 2502.20766), with blocks instead of tokens.
 
-    The last block of queries is attended exactly, and mean-pooled queries and keys estimate the
-    same by block. If the square root of the Jensen-Shannon divergence of both is below tau = 0.1,
-    the head is query-aware: the estimate is computed for all rows, and the fewest blocks with gamma
-    = 0.95 of it over all rows together are kept.
+    For each head, the attention of the last block of queries to key blocks is computed exactly, and
+    estimated from mean-pooled queries and keys. The head is query-aware if the square root of the
+    Jensen-Shannon divergence of the two distributions is below tau = 0.1. Then mean pooling
+    estimates the mass of all blocks, and the head keeps the fewest blocks over all rows with the
+    share gamma = 0.95 of the mass.
 
-    Any other head is vertical-slash: n is the smallest number of columns, token by token, with more
-    than gamma of the last block's attention. The n // key_block + 1 best blocks of columns are
-    kept, and diagonals alike. Every head keeps at least 1,024 tokens of columns and of diagonals,
-    which is the minimum of the paper as far as we know; the README of its code has gamma 0.9 and
-    512 tokens.
+    Any other head is vertical-slash. Let n be the smallest number of columns (single keys) with
+    more than gamma of the last block's attention. The head keeps the n // key_block + 1 best blocks
+    of columns, and diagonals likewise.
+
+    Every head keeps at least 1,024 tokens of columns and of diagonals. As far as we know, this is
+    the minimum of the paper; the README of the authors' code has gamma 0.9 and 512 tokens.
     """
 
     def __init__(self, config: CabConfig) -> None:
         super().__init__(config, usual=0.95)
 
-    def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
+    def keep(
+        self, q: Tensor, k: Tensor, call: LayerContext, visible: Tensor, forced: Tensor
+    ) -> Tensor:
         self.refuse_packed(call.ranges)
-        (query_block, key_block), ranges = self.blocks, call.ranges
+        query_block, key_block = self.config.query_block, self.config.key_block
+        ranges = call.ranges
         gamma = torch.tensor(self.share, device=q.device, dtype=torch.float64)
-        # [B, H, N_k] each, sums to 1: shares of keys, and of distances
+        # [B, H, N_k] each, sums to 1: shares of keys, and shares of distances
         columns, diagonals = map(
-            normalised, columns_and_diagonals(q, k, ranges, call.scale, query_block)
+            normalised,
+            columns_and_diagonals(
+                q=q, k=k, ranges=ranges, scale=call.scale, num_queries=query_block
+            ),
         )
-        keys = block_means(k, ranges.key_valid, key_block)
-        pooled = pooled_last_block(q, keys, ranges, call.scale, query_block, key_block)
-        # [B, H]: heads whose estimate is used; of the pattern they keep only the minimum
-        aware = root_divergence(pooled, in_blocks(columns, key_block)) < TAU
-        asked = gamma.where(~aware.unsqueeze(-1), 0.0)
-        kept = (counted_by_token(x, asked, key_block) for x in (columns, diagonals))
-        keep = touched(*kept, ranges, query_block, key_block)
+        pooled = pooled_last_block(
+            q=q,
+            keys=block_means(k, ranges.key_valid, key_block),
+            ranges=ranges,
+            scale=call.scale,
+            query_block=query_block,
+            key_block=key_block,
+        )
+        # bool [B, H]
+        is_query_aware = root_divergence(pooled, in_blocks(columns, key_block)) < TAU
+        # query-aware heads keep only the minimum of columns and diagonals
+        wanted = gamma.where(~is_query_aware.unsqueeze(-1), 0.0)
+        keep = touched(
+            columns=counted_by_token(columns, wanted, key_block),
+            diagonals=counted_by_token(diagonals, wanted, key_block),
+            ranges=ranges,
+            query_block=query_block,
+            key_block=key_block,
+        )
         group = q.shape[1] // k.shape[1]
-        for head in aware.any(0).nonzero().flatten().tolist():
-            own = q[:, [head]], k[:, [head // group]]
-            # over all rows together: rows with flat attention keep more
-            share = pooled_mass(*own, call, *self.blocks)
-            together = normalised(share.flatten(2))
-            everything = torch.ones_like(together, dtype=torch.bool)
-            held = fewest(together, everything, ~everything, self.share).view_as(share)
-            keep[:, head] |= held[:, 0] & aware[:, head, None, None]
+        for head in is_query_aware.any(0).nonzero().flatten().tolist():
+            mass = pooled_mass(q[:, [head]], k[:, [head // group]], call, **self.blocks)
+            # [B, 1, M_q * M_k]: shares over all rows, so that rows with flat attention keep more
+            share = normalised(mass.flatten(2))
+            everything = torch.ones_like(share, dtype=torch.bool)
+            best = fewest(share, everything, ~everything, self.share).view_as(mass)
+            keep[:, head] |= best[:, 0] & is_query_aware[:, head, None, None]
         return keep
 
 
 class VerticalSlashPredictor(ScorePredictor):
-    """Top-k blocks by `vertical_slash_scores`; packed documents raise an error."""
+    """A predictor that keeps the top-k blocks of each row by `vertical_slash_scores`.
+
+    Packed documents raise an error.
+    """
 
     def __init__(self, config: CabConfig) -> None:
         super().__init__(config, vertical_slash_scores)
 
-    def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
+    def keep(
+        self, q: Tensor, k: Tensor, call: LayerContext, visible: Tensor, forced: Tensor
+    ) -> Tensor:
         self.refuse_packed(call.ranges)
-        return super().keep(q, k, call, seen, must)
+        return super().keep(q=q, k=k, call=call, visible=visible, forced=forced)
 
 
 def vertical_slash_scores(
@@ -94,86 +118,108 @@ def vertical_slash_scores(
     call: LayerContext,
     query_block: int,
     key_block: int,
-    asking: int = ASKING_QUERIES,
+    num_queries: int = ASKING_QUERIES,
 ) -> Tensor:
     """Score blocks by MInference's vertical-slash pattern (Jiang et al. 2024, arXiv 2407.02490).
 
-    The attention of each sequence's last ``asking`` queries is summed over columns (keys) and over
-    diagonals (distances between query and key). The score of a block is that of the best column or
-    diagonal that touches it. Padding queries do not count.
+    The attention of each sequence's last ``num_queries`` queries is summed over columns (keys) and
+    over diagonals (distances between query and key). The score of a block is that of the best
+    column or diagonal that touches the block. Padding queries do not count.
 
-    The original keeps a fixed number of columns and of diagonals per head, token by token, and its
-    kernel gathers single columns. Here every row keeps its share of blocks, and a column costs a
-    whole key block in every row. At an equal number of (query, key) pairs it therefore loses more
-    attention than MInference.
+    The original keeps a fixed number of columns and of diagonals per head, and its kernel gathers
+    single columns. Here every row keeps a share of blocks, and a column costs a whole key block in
+    every row. At an equal number of (query, key) pairs, this loses more attention than MInference.
+
+    Returns:
+        Scores, float32 [B, H, M_q, M_k].
     """
     kv_length, ranges = k.shape[2], call.ranges
-    vertical, slash = columns_and_diagonals(q, k, ranges, call.scale, asking)
-    columns = F.pad(vertical, (0, -kv_length % key_block)).unflatten(-1, (-1, key_block))
+    # [B, H, N_k] each
+    by_key, by_distance = columns_and_diagonals(
+        q=q, k=k, ranges=ranges, scale=call.scale, num_queries=num_queries
+    )
+    columns = F.pad(by_key, (0, -kv_length % key_block)).unflatten(-1, (-1, key_block))
+    # [B, H, 1, M_k]
     columns = columns.amax(-1).unsqueeze(2)
 
-    # distances between a block's first query and the key block's last key and upwards touch the
-    # block
+    # a diagonal touches a block if its distance is at least that between the first query of the
+    # query block and the last key of the key block
     rows = ranges.rows(query_block)
-    ends = torch.arange(key_block - 1, kv_length + key_block - 1, key_block, device=q.device)
-    begins = rows.min_last.long().where(rows.queries > 0, 0)
-    nearest = begins.unsqueeze(-1) - ends
-    # negative distances between queries and later keys have score 0
+    last_keys = torch.arange(key_block - 1, kv_length + key_block - 1, key_block, device=q.device)
+    first_queries = rows.min_last.long().where(rows.queries > 0, 0)
+    # [B, M_q, M_k]
+    smallest = first_queries.unsqueeze(-1) - last_keys
+    # distances to later keys are negative, and have score 0
     num_negative = query_block + key_block - 2
-    window = (nearest + num_negative).clamp(0, kv_length - 1 + num_negative)
-    # entry t: the maximum score of distances t - num_negative to t
-    padded = F.pad(slash, (num_negative, num_negative))
+    window = (smallest + num_negative).clamp(0, kv_length - 1 + num_negative)
+    # entry t: the maximum score of the distances t - num_negative to t
+    padded = F.pad(by_distance, (num_negative, num_negative))
     best = F.max_pool1d(padded, num_negative + 1, stride=1)
-    place = window.flatten(1).unsqueeze(1).expand(-1, best.shape[1], -1)
-    diagonals = best.gather(-1, place).unflatten(-1, window.shape[1:])
+    index = window.flatten(1).unsqueeze(1).expand(-1, best.shape[1], -1)
+    diagonals = best.gather(-1, index).unflatten(-1, window.shape[1:])
     return torch.maximum(columns, diagonals)
 
 
 def pooled_last_block(
-    q: Tensor, keys: Tensor, ranges: KeyRanges, scale: float, query_block: int, block: int
+    q: Tensor, keys: Tensor, ranges: KeyRanges, scale: float, query_block: int, key_block: int
 ) -> Tensor:
-    """Return the pooled estimate of the attention of the last ``query_block`` queries: [B, H, M_k].
+    """Estimate the attention of the last ``query_block`` queries to key blocks by mean pooling.
 
-    It is the softmax over key blocks of the mean query against the mean of each block.
+    Args:
+        q: [B, H, N_q, D].
+        keys: means of the key blocks, [B, H_kv, M_k, D].
+        ranges: ranges of the queries over the keys.
+        scale: factor of the logits.
+        query_block: number of the last queries.
+        key_block: tokens per key block.
+
+    Returns:
+        The softmax over key blocks of the mean query and the mean of each block, [B, H, M_k].
     """
+    # [B, R], -1 for missing queries
     query = last_queries(ranges, query_block)
     index = query.clamp(min=0)[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
-    real = (query >= 0)[:, None, :, None]
-    total = (q.gather(2, index).float() * real).sum(2, keepdim=True)
-    mean = total / real.sum(2, keepdim=True).clamp(min=1)
+    is_valid = (query >= 0)[:, None, :, None]
+    total = (q.gather(2, index).float() * is_valid).sum(2, keepdim=True)
+    mean = total / is_valid.sum(2, keepdim=True).clamp(min=1)
     first, last = (x.gather(1, query.clamp(min=0)) for x in (ranges.start, ranges.end))
-    start = torch.arange(0, ranges.kv_length, block, device=q.device)
-    # [B, 1, 1, M_k]: blocks that are visible to any of these queries
-    begun = (start <= last.amax(-1, keepdim=True)) & (start + block > first[:, :1])
-    return share_of_blocks(mean, keys, begun[:, None, None], scale).squeeze(2)
+    start = torch.arange(0, ranges.kv_length, key_block, device=q.device)
+    # [B, M_k]: blocks that a query of these can see
+    visible = (start <= last.amax(-1, keepdim=True)) & (start + key_block > first[:, :1])
+    return share_of_blocks(mean, keys, visible[:, None, None], scale).squeeze(2)
 
 
 def root_divergence(p: Tensor, q: Tensor) -> Tensor:
-    """Return the square root of the Jensen-Shannon divergence, in nats, over the last dimension."""
-    middle = (p + q) / 2
-    # 0 log 0 is 0, and both are 0 where the middle is 0
-    parts = torch.xlogy(p, p) + torch.xlogy(q, q) - 2 * torch.xlogy(middle, middle)
-    return (parts.sum(-1) / 2).clamp(min=0).sqrt()
+    """Return the square root of the Jensen-Shannon divergence of distributions, in nats.
+
+    Args:
+        p, q: probabilities over the last dimension.
+    """
+    mean = (p + q) / 2
+    # xlogy(0, 0) is 0
+    terms = torch.xlogy(p, p) + torch.xlogy(q, q) - 2 * torch.xlogy(mean, mean)
+    return (terms.sum(-1) / 2).clamp(min=0).sqrt()
 
 
 def in_blocks(share: Tensor, size: int) -> Tensor:
-    """Sum shares over blocks of ``size`` tokens, [..., N] -> [..., M]."""
+    """Sum shares [..., N] over blocks of ``size`` tokens: [..., M]."""
     return block_sums(share, size, -(-share.shape[-1] // size))
 
 
 def counted_by_token(share: Tensor, wanted: Tensor, size: int) -> Tensor:
-    """Select the best blocks of ``size`` tokens, as many as the original: bool [..., M].
+    """Select the blocks with the largest shares, bool [..., M].
 
-    If n is the smallest number of tokens whose shares exceed ``wanted``, the number of blocks is
-    n // size + 1, and at least that of `MIN_TOKENS` tokens. All blocks are kept if ``wanted`` is 1.
+    Let n be the smallest number of tokens whose shares exceed ``wanted``. As in the original, the
+    number of blocks is n // size + 1, and at least that of `MIN_TOKENS` tokens. All blocks are
+    selected if ``wanted`` is 1.
 
     Args:
-        share: [..., N], sums to 1 over tokens.
-        wanted: broadcasts with ``share``.
+        share: share of each token, [..., N], sums to 1.
+        wanted: share in [0, 1]; broadcasts with ``share``.
         size: tokens per block.
     """
-    held = share.sort(dim=-1, descending=True).values.cumsum(-1)
-    tokens = ((held <= wanted) | (wanted >= 1)).sum(-1, keepdim=True) + 1
+    cumulative = share.sort(dim=-1, descending=True).values.cumsum(-1)
+    tokens = ((cumulative <= wanted) | (wanted >= 1)).sum(-1, keepdim=True) + 1
     blocks = in_blocks(share, size)
     count = (tokens // size + 1).clamp(min=-(-MIN_TOKENS // size))
     return reference.top_blocks(blocks, torch.ones_like(blocks, dtype=torch.bool), count)
@@ -182,29 +228,33 @@ def counted_by_token(share: Tensor, wanted: Tensor, size: int) -> Tensor:
 def touched(
     columns: Tensor, diagonals: Tensor, ranges: KeyRanges, query_block: int, key_block: int
 ) -> Tensor:
-    """Return the blocks of each row in a kept column or diagonal, bool [B, H, M_q, M_k].
+    """Return the blocks that a kept column or diagonal touches, bool [B, H, M_q, M_k].
 
     Args:
-        columns: bool [B, H, M_k], by key block.
-        diagonals: bool [B, H, M_k], by distance in key blocks: entry t is the key block t blocks
-            before that of the row's own positions.
+        columns: kept key blocks, bool [B, H, M_k].
+        diagonals: kept distances in key blocks, bool [B, H, M_k]. Entry t stands for the key block
+            that is t blocks before the block with the query.
+        ranges: ranges of the queries over the keys.
+        query_block: tokens per query block.
+        key_block: tokens per key block.
     """
     rows = ranges.rows(query_block)
     block = torch.arange(columns.shape[-1], device=columns.device)
-    inhabited = rows.queries > 0
-    near, far = (
-        (position.long().where(inhabited, -1) // key_block).unsqueeze(-1) - block
+    has_queries = rows.queries > 0
+    # [B, M_q, M_k]: smallest and largest distance between a query of the row and the key block
+    smallest, largest = (
+        (position.long().where(has_queries, -1) // key_block).unsqueeze(-1) - block
         for position in (rows.min_last, rows.max_last)
     )
-    # entry t: number of kept diagonals before t
-    before = F.pad(diagonals.cumsum(-1), (1, 0))
+    # [B, H, M_k + 1], entry t: number of kept diagonals below t
+    counts = F.pad(diagonals.cumsum(-1), (1, 0))
 
-    def kept_before(distance: Tensor) -> Tensor:
-        place = distance.clamp(0, columns.shape[-1]).flatten(1).unsqueeze(1)
-        found = before.gather(-1, place.expand(-1, before.shape[1], -1))
-        return found.unflatten(-1, distance.shape[1:])
+    def count_below(distance: Tensor) -> Tensor:
+        index = distance.clamp(0, columns.shape[-1]).flatten(1).unsqueeze(1)
+        below = counts.gather(-1, index.expand(-1, counts.shape[1], -1))
+        return below.unflatten(-1, distance.shape[1:])
 
-    return columns.unsqueeze(2) | (kept_before(far + 1) > kept_before(near))
+    return columns.unsqueeze(2) | (count_below(largest + 1) > count_below(smallest))
 
 
 register_predictor("vertical_slash", VerticalSlashPredictor)

@@ -1,8 +1,8 @@
 """Find out whether CAB pays for a model, on this device and for texts of your own.
 
-The command loads the model once, measures what fits into the given minutes, and writes a report, a
-figure and settings to a folder. Each measurement is a line of ``rows.jsonl``, so the same command
-continues an interrupted run.
+The command loads the model once, measures the steps that fit into ``--minutes``, and writes a
+report, a figure and settings to a folder. Each measurement is a line of ``rows.jsonl``, so that the
+same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from cab_hf.experiment.settings import (
 from cab_hf.hf.fit import origin_of
 
 BUILT_IN = "built-in"
-# modules of Python whose source follows the reference pages: together they have 200,000 tokens
+# Python modules whose source code is appended to the built-in text; the result has 200,000 tokens
 SOURCES = ("argparse", "doctest", "inspect", "pickle", "subprocess", "tarfile", "turtle", "typing")
 GPU_LENGTHS, CPU_LENGTHS = (8192, 32768, 131072), (1024, 4096)
 ROWS, REPORT, FIGURE, CONFIG = "rows.jsonl", "report.md", "figure.png", "cab_config.json"
-# settings that may differ between runs that continue each other
+# settings that a run may change when it continues an earlier run
 GROWS = ("lengths", "minutes", "kl", "documents", "out")
 
 
 @dataclass(frozen=True)
 class Settings(OnModelSettings):
-    """Settings of a quick check."""
+    """Settings of a quick check. None: a default that depends on the device."""
 
     texts: tuple[str, ...] = option(
         (BUILT_IN,),
@@ -86,55 +86,63 @@ class Settings(OnModelSettings):
             require(self, name, getattr(self, name) > 0, "greater than 0")
         require(self, "kl", self.kl >= 0, "at least 0")
         least = 4 * self.cab_config.query_block
-        enough = self.lengths and self.lengths[0] >= least
-        require(self, "lengths", enough, f"at least {least} tokens each, 4 query blocks")
+        is_valid = self.lengths and self.lengths[0] >= least
+        require(self, "lengths", is_valid, f"at least {least} tokens each, 4 query blocks")
         require(self, "texts", self.texts, f"UTF-8 files or {BUILT_IN}")
-        chooses = self.cab_config.predictor in CAB
-        known = " or ".join(CAB)
-        require(self, "cab", chooses, f"a predictor with a mass_threshold ({known})")
-        searched = self.cab_config.mass_threshold > 0
-        require(self, "cab", searched, "a mass_threshold greater than 0, where the search starts")
-        _ = self.sentences  # raises an error for a file that is no text
+        has_threshold = self.cab_config.predictor in CAB
+        predictors = " or ".join(CAB)
+        require(self, "cab", has_threshold, f"a predictor with a mass_threshold ({predictors})")
+        is_positive = self.cab_config.mass_threshold > 0
+        require(
+            self, "cab", is_positive, "a mass_threshold greater than 0, where the search starts"
+        )
+        _ = self.sentences  # reading the texts raises an error for a file that is no text
 
     @property
     def cab_fields(self) -> dict[str, Any]:
-        """The fields of `CabConfig` in ``--cab``; on a CPU too, the others have their defaults."""
+        """The fields of `CabConfig` in ``--cab``.
+
+        Unlike in other evaluations, a CPU has no other defaults than a GPU.
+        """
         return dict(map(parse_assignment, self.cab))
 
     @cached_property
     def cab_config(self) -> CabConfig:
-        """The settings to start from: ``--cab`` over the defaults."""
+        """The config to start from: the defaults with the fields of ``--cab``."""
         return CabConfig.from_dict(self.cab_fields)
 
     @cached_property
     def sentences(self) -> list[str]:
         """The sentences of all texts."""
-        parts = []
+        sentences = []
         for name in self.texts:
             texts = _built_in() if name == BUILT_IN else [read_text("texts", name)]
-            parts += [each for text in texts for each in split_sentences(text)]
-        return parts
+            sentences += [sentence for text in texts for sentence in split_sentences(text)]
+        return sentences
 
     @property
     def text_sha256(self) -> str:
+        """The hash of all sentences, which identifies the texts in results."""
         return hashlib.sha256("\n".join(self.sentences).encode()).hexdigest()
 
     def recorded(self) -> dict[str, Any]:
-        """Return the settings as results show them, without folders."""
-        given = asdict(self)
-        given["texts"] = [Path(name).name for name in self.texts]
-        given["model"] = Path(self.model).name if Path(self.model).exists() else self.model
-        return {**given, "text_sha256": self.text_sha256, "cab_config": self.cab_config.to_dict()}
+        """Return the settings that results record, without folders."""
+        recorded = asdict(self)
+        recorded["texts"] = [Path(name).name for name in self.texts]
+        recorded["model"] = Path(self.model).name if Path(self.model).exists() else self.model
+        recorded["text_sha256"] = self.text_sha256
+        recorded["cab_config"] = self.cab_config.to_dict()
+        return recorded
 
 
 def _built_in() -> list[str]:
-    """Return texts that every installation of Python contains."""
+    """Return Python's reference pages and the source code of `SOURCES`."""
     sources = (Path(importlib.util.find_spec(name).origin).read_text("utf-8") for name in SOURCES)
     return [built_in_text(), *sources]
 
 
 def main(words: Sequence[str]) -> int:
-    """Measure, write the results and print the table and the advice; return the exit status."""
+    """Run the command with the options ``words``; return the exit status."""
     started = time.perf_counter()
     settings = read_settings(Settings, words, f"{PROG} quickcheck", __doc__.partition("\n")[0])
     run(settings, started)
@@ -142,24 +150,19 @@ def main(words: Sequence[str]) -> int:
 
 
 def run(settings: Settings, started: float) -> list[dict[str, Any]]:
-    """Measure what fits into the given minutes after ``started``; return the rows.
+    """Measure within the time limit, write the results, print the advice, and return the rows.
+
+    Args:
+        settings: settings of the run.
+        started: `time.perf_counter` when the command started; the limit counts from this time.
 
     Raises:
         UsageError: the model, a length or a text cannot be used.
     """
     settings = within_positions(settings)
-    # needed at the end: imported now, its time counts before the deadline
+    # the figure needs matplotlib: an import after the deadline would exceed the time limit
     importlib.import_module("matplotlib.figure")
-    model, tokenizer = load_model(
-        settings.model, settings.device, settings.dtype, settings.trust_remote_code
-    )
-    why = unsupported(model)
-    if why is not None:
-        raise UsageError(
-            f"model must be a causal LM with attention that CAB can compute, got "
-            f"{settings.model!r}, which has {why}. Give a decoder model."
-        )
-    refuse_not_finite(model)
+    model, tokenizer = _load(settings)
     lengths, notes = fitting(settings, tokenizer)
     config = settings.cab_config
     measurements = Measurements(
@@ -182,9 +185,11 @@ def run(settings: Settings, started: float) -> list[dict[str, Any]]:
     identity = {name: value for name, value in recorded.items() if name not in GROWS}
     identity = {"experiment": "quickcheck", **identity, "device": device_name(settings.device)}
     with Log(out / ROWS, identity, key=budget.KEY) as log:
-        # the commit of the code that measures, even if the tree changes meanwhile
+        # before the measurements, so that the commit is that of the running code
         record = provenance(recorded, settings.device, log.started)
-        skipped = _measure(measurements, scope, log, settings, started)
+        skipped = _measure(
+            measurements=measurements, scope=scope, log=log, settings=settings, started=started
+        )
         rows = list(log.records)
     record["finished"] = utc_now()
     command = shlex.join([*PROG.split(), "quickcheck", *spelled(settings)])
@@ -194,18 +199,37 @@ def run(settings: Settings, started: float) -> list[dict[str, Any]]:
         rows=rows,
         notes=notes,
         skipped=skipped,
-        made=record,
+        provenance_record=record,
         command=command,
         model=model,
     )
     return rows
 
 
-def within_positions(settings: Settings) -> Settings:
-    """Return the settings with default lengths that fit the positions of the model.
+def _load(settings: Settings) -> tuple[Any, Any]:
+    """Return the model and its tokenizer.
 
     Raises:
-        UsageError: lengths of the user exceed the positions.
+        UsageError: no layer of the model can attend sparsely.
+    """
+    model, tokenizer = load_model(
+        settings.model, settings.device, settings.dtype, settings.trust_remote_code
+    )
+    reason = unsupported(model)
+    if reason is not None:
+        raise UsageError(
+            f"model must be a causal LM with attention that CAB can compute, got "
+            f"{settings.model!r}, which has {reason}. Give a decoder model."
+        )
+    refuse_not_finite(model)
+    return model, tokenizer
+
+
+def within_positions(settings: Settings) -> Settings:
+    """Return the settings without default lengths that exceed the positions of the model.
+
+    Raises:
+        UsageError: a length that the user chose exceeds the positions.
     """
     most = max_prompt_tokens(load_config(settings.model, settings.trust_remote_code))
     if most is None or settings.lengths[-1] <= most:
@@ -219,34 +243,42 @@ def within_positions(settings: Settings) -> Settings:
 
 
 def fitting(settings: Settings, tokenizer: Any) -> tuple[list[int], list[str]]:
-    """Return the lengths that the texts fill, and a sentence about the other lengths.
+    """Return the lengths for which the texts have enough tokens, and notes about other lengths.
+
+    Returns:
+        Ascending lengths, and one sentence if a length was left out.
 
     Raises:
-        UsageError: the texts are shorter than each length.
+        UsageError: the texts are shorter than the shortest length.
     """
     tokens = count_tokens(tokenizer, settings.sentences, settings.lengths[-1])
-    fit = [length for length in settings.lengths if length <= tokens]
-    named = ", ".join(settings.texts)
-    if not fit:
+    lengths = [length for length in settings.lengths if length <= tokens]
+    names = ", ".join(settings.texts)
+    if not lengths:
         raise UsageError(
             f"texts must have at least {settings.lengths[0]:,} tokens, the shortest of lengths, "
-            f"got {tokens:,} in {named}. Give more texts or shorter lengths."
+            f"got {tokens:,} in {names}. Give more texts or shorter lengths."
         )
     longer = [f"{length:,}" for length in settings.lengths if length > tokens]
     if not longer:
-        return fit, []
+        return lengths, []
     left_out = f"{' and '.join(longer)} tokens are left out"
-    return fit, [f"The texts ({named}) have {tokens:,} tokens, so that {left_out}."]
+    return lengths, [f"The texts ({names}) have {tokens:,} tokens, so that {left_out}."]
 
 
 def _measure(
     measurements: Measurements, scope: Scope, log: Log, settings: Settings, started: float
 ) -> dict[Step, str]:
-    """Measure all steps that fit; return the skipped steps with their reasons."""
-    cost, skipped, ratios = cost_of(measurements.model), {}, []
+    """Measure all steps that fit into the time limit, and append their rows to ``log``.
+
+    Returns:
+        The skipped steps with the reasons.
+    """
+    cost, skipped = cost_of(measurements.model), {}
+    ratios = []  # measured time divided by the estimate, for each measured step
     deadline = started + 60 * settings.minutes - budget.REPORT_SECONDS
     if log.records:
-        _say(f"{len(log.records)} measurements of an earlier run are used again")
+        _print_progress(f"{len(log.records)} measurements of an earlier run are used again")
     while (step := next_step(scope, log.records, skipped)) is not None:
         passes = budget.passes_of(
             step,
@@ -262,11 +294,11 @@ def _measure(
         if not budget.fits(seconds, elapsed, settings.minutes):
             skipped[step] = budget.reason(seconds, elapsed, settings.minutes)
             continue
-        shown = "" if seconds is None else f", about {seconds:.0f} s"
-        _say(f"{elapsed:.0f} s: {step}{shown}")
+        expected = "" if seconds is None else f", about {seconds:.0f} s"
+        _print_progress(f"{elapsed:.0f} s: {step}{expected}")
         try:
             with refusing("model"):
-                new_rows = measurements.measure(step, log.records, deadline)
+                result = measurements.measure(step, log.records, deadline)
         except (torch.cuda.OutOfMemoryError, RuntimeError, ValueError) as error:
             if isinstance(error, UsageError):
                 raise
@@ -274,14 +306,14 @@ def _measure(
             if measurements.is_cuda:
                 torch.cuda.empty_cache()
             continue
-        log.append({**step.fields, **new_rows})
+        log.append({**step.fields, **result})
         if seconds:
             took = time.perf_counter() - started - elapsed
             ratios.append(took * budget.slowdown(ratios) / seconds)
     return skipped
 
 
-def _say(sentence: str) -> None:
+def _print_progress(sentence: str) -> None:
     print(sentence, file=sys.stderr, flush=True)
 
 
@@ -292,27 +324,56 @@ def _write(
     rows: Sequence[advice.Row],
     notes: Sequence[str],
     skipped: dict[Step, str],
-    made: advice.Row,
+    provenance_record: advice.Row,
     command: str,
     model: Any,
 ) -> None:
-    """Write report, figure and config, and print the table and the advice."""
+    """Write report, figure and config, and print the table and the advice.
+
+    Args:
+        settings: settings of the run.
+        scope: scope of the run.
+        rows: all measured rows.
+        notes: sentences about the lengths of texts.
+        skipped: the steps that were not measured, with the reasons.
+        provenance_record: provenance of the run.
+        command: the command line that repeats the run.
+        model: the model, whose identity the config records.
+    """
     out, config, target = Path(settings.out), settings.cab_config, settings.kl
     verdict = advice.verdict(rows, scope.threshold, target, config.query_block)
-    shown = advice.summaries(rows, scope.threshold, verdict.threshold)
-    sentence = advice.sentence(rows, verdict, shown, target, made["device"])
+    summaries = advice.summaries(rows, scope.threshold, verdict.threshold)
+    sentence = advice.sentence(
+        rows=rows,
+        conclusions=verdict,
+        table=summaries,
+        target=target,
+        device=provenance_record["device"],
+    )
     tables = {
-        "": report.table(rows, shown),
+        "": report.table(rows, summaries),
         "Density by layer": report.layers(rows, verdict.threshold),
     }
-    named = [f"{step}: {why}" for step, why in skipped.items()]
     calibrated = advice.advised_config(config, verdict)
     origin = origin_of(model.config, verdict.longest or scope.lengths[-1])
     with writing(out):
-        if shown:
-            report.draw(out / FIGURE, rows, shown, verdict.threshold, target)
+        if summaries:
+            report.draw(
+                path=out / FIGURE,
+                rows=rows,
+                summaries=summaries,
+                threshold=verdict.threshold,
+                target=target,
+            )
         replace(calibrated, origin=origin).save(out / CONFIG)
-        text = report.report(sentence, tables, notes, named, made, command)
+        text = report.report(
+            advice=sentence,
+            tables=tables,
+            notes=notes,
+            skipped=[f"{step}: {reason}" for step, reason in skipped.items()],
+            provenance=provenance_record,
+            command=command,
+        )
         write_atomically(out / REPORT, text)
     print("\n\n".join([tables[""], *notes, sentence]))
     if skipped:
@@ -321,13 +382,13 @@ def _write(
 
 
 def spelled(settings: Settings) -> list[str]:
-    """Return the words of a command line that repeats the run."""
-    words = ["--model", settings.model]
+    """Return the options of a command line that repeats the run, without folders."""
+    options = ["--model", settings.model]
     if settings.texts != (BUILT_IN,):
-        words += ["--texts", ",".join(Path(name).name for name in settings.texts)]
+        options += ["--texts", ",".join(Path(name).name for name in settings.texts)]
     for assignment in settings.cab:
-        words += ["--cab", assignment]
-    words += ["--lengths", ",".join(map(str, settings.lengths))]
+        options += ["--cab", assignment]
+    options += ["--lengths", ",".join(map(str, settings.lengths))]
     for name in ("minutes", "kl", "documents", "runs", "seed"):
-        words += [f"--{name}", f"{getattr(settings, name):g}"]
-    return [*words, "--device", settings.device, "--dtype", settings.dtype]
+        options += [f"--{name}", f"{getattr(settings, name):g}"]
+    return [*options, "--device", settings.device, "--dtype", settings.dtype]

@@ -1,12 +1,12 @@
 """Conclusions from the rows of a quick check: a threshold, a length, and one sentence.
 
-Everything here is a pure function of the measured rows.
+All functions are pure functions of the measured rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil, exp, log
+from math import ceil, exp, isnan, log
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -17,11 +17,11 @@ Row = Mapping[str, Any]
 DENSE, CAB, FULL = "dense", "cab", "full"
 # speed-up from which CAB pays: smaller gains are within the noise of timing
 PAYS = 1.02
-# KL grows like threshold ** 0.75: half of the threshold has 0.6 of the KL
+# exponent of the assumed growth KL ~ threshold ** SLOPE: half of a threshold has 0.6 of the KL
 SLOPE = 0.75
-MOST_POINTS = 5  # thresholds that a search measures, the first one included
+MOST_POINTS = 5  # largest number of thresholds that a search measures, the first one included
 FARTHEST = 8.0  # largest factor between a threshold and the next one
-LEAST_KL = 1e-9  # a KL of 0, every block selected, has no logarithm
+LEAST_KL = 1e-9  # replaces smaller KLs, because a KL of 0 has no logarithm
 CLOSE = 0.8  # a KL between this share of the target and the target ends the search
 
 
@@ -33,13 +33,14 @@ class Point(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """The measurements of one configuration at one length; None was not measured.
+    """The measurements of one configuration at one length; None for values not measured.
 
     Attributes:
+        length: tokens of the prompts.
         name: "dense", "start" (the first threshold) or "advised".
         threshold: ``mass_threshold``; None for dense attention.
         ms: time to the first token, in ms.
-        speedup: time of dense attention divided by time of CAB, from runs in turn.
+        speedup: time of dense attention divided by time of CAB, from alternating runs.
         kl: KL after the prompt, in nats per token.
         recall: (found keys, all keys) in running text.
         border: (found keys, all keys) with answers at the start of a query block.
@@ -60,12 +61,12 @@ class Summary(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Result of a run.
+    """The conclusions from all measurements of a run.
 
     Attributes:
         threshold: the advised ``mass_threshold``.
-        is_close_enough: True if its KL is at most the target at each measured length; None without
-            KL or a target.
+        is_close_enough: True if the KL of the threshold is at most the target at each measured
+            length; None without a KL or a target.
         is_searched: False if the search for a threshold has not ended.
         pays_from: tokens from which CAB pays; None if it does not pay at the longest length.
         is_bound: True if CAB pays at the shortest measured length already.
@@ -81,7 +82,7 @@ class Verdict(NamedTuple):
 
 
 def select(rows: Sequence[Row], **fields: Any) -> list[Row]:
-    """Return the rows with these fields."""
+    """Return the rows whose fields have the given values."""
     return [row for row in rows if all(row[name] == value for name, value in fields.items())]
 
 
@@ -90,37 +91,50 @@ def mean_kl(rows: Sequence[Row], length: int, threshold: float | None, method: s
 
     Rounding can make the sum slightly negative, which counts as 0.
     """
-    some = select(rows, measure="kl", length=length, threshold=threshold, method=method)
-    count = sum(row["count"] for row in some)
-    return max(0.0, sum(row["kl"] for row in some)) / count if count else float("nan")
+    kl_rows = select(rows, measure="kl", length=length, threshold=threshold, method=method)
+    count = sum(row["count"] for row in kl_rows)
+    return max(0.0, sum(row["kl"] for row in kl_rows)) / count if count else float("nan")
 
 
 def longest_kl(rows: Sequence[Row], threshold: float) -> int | None:
-    """Return the longest length with a KL of the first threshold."""
-    some = select(rows, measure="kl", threshold=threshold, method=CAB)
-    return max((row["length"] for row in some), default=None)
+    """Return the longest length at which the KL of ``threshold`` was measured; None without one."""
+    kl_rows = select(rows, measure="kl", threshold=threshold, method=CAB)
+    return max((row["length"] for row in kl_rows), default=None)
 
 
 def points_of(rows: Sequence[Row], length: int, start: float) -> list[Point]:
-    """Return the thresholds measured on all documents of the first threshold, ascending."""
-    some = select(rows, measure="kl", length=length, method=CAB)
-    read: dict[float, set[int]] = {}
-    for row in some:
-        read.setdefault(row["threshold"], set()).add(row["index"])
-    complete = sorted(x for x, indices in read.items() if read.get(start, set()) <= indices)
-    return [Point(x, mean_kl(rows, length, x)) for x in complete]
+    """Return the measured thresholds and their KL, ascending.
+
+    Thresholds that were measured on fewer documents than the first threshold are left out.
+
+    Args:
+        rows: measured rows.
+        length: tokens of the prompts.
+        start: the first threshold.
+    """
+    indices: dict[float, set[int]] = {}
+    for row in select(rows, measure="kl", length=length, method=CAB):
+        indices.setdefault(row["threshold"], set()).add(row["index"])
+    expected = indices.get(start, set())
+    complete = sorted(threshold for threshold in indices if expected <= indices[threshold])
+    return [Point(threshold, mean_kl(rows, length, threshold)) for threshold in complete]
 
 
 def next_threshold(points: Sequence[Point], target: float) -> float | None:
-    """Return the threshold to measure next; None if the search has ended, or without a target (0).
+    """Return the threshold to measure next; None if the search has ended.
 
-    KL is assumed to grow like a power of the threshold. The exponent is that of the two thresholds
-    around the target, else of the two nearest to it; `SLOPE` with one threshold.
+    The search assumes that KL grows like a power of the threshold. The exponent follows from the
+    two thresholds around the target, or else from the two thresholds nearest to the target. With
+    one threshold the exponent is `SLOPE`.
+
+    Args:
+        points: measured thresholds, ascending.
+        target: the accepted KL in nats per token; 0 for no search.
     """
     close = [p for p in points if CLOSE * target <= p.kl <= target]
     if not target or close or not points or len(points) >= MOST_POINTS:
         return None
-    # aim between the two ends of the accepted range
+    # aim at the middle of the accepted range
     aim = target * (1 + CLOSE) / 2
     below = max((p for p in points if p.kl <= target), default=None)
     above = min((p for p in points if p.kl > target), default=None)
@@ -128,12 +142,19 @@ def next_threshold(points: Sequence[Point], target: float) -> float | None:
     slope = _slope(points, below, above)
     factor = exp(log(aim / max(base.kl, LEAST_KL)) / slope)
     factor = min(max(factor, 1 / FARTHEST), FARTHEST)
-    found = float(f"{min(base.threshold * factor, 1.0):.3g}")
-    return None if found <= 0 or any(found == p.threshold for p in points) else found
+    threshold = float(f"{min(base.threshold * factor, 1.0):.3g}")
+    is_measured = any(threshold == p.threshold for p in points)
+    return None if threshold <= 0 or is_measured else threshold
 
 
 def _slope(points: Sequence[Point], below: Point | None, above: Point | None) -> float:
-    """Return the exponent for `next_threshold`."""
+    """Return the exponent of KL in the threshold, for `next_threshold`.
+
+    Args:
+        points: measured thresholds.
+        below: the largest threshold with a KL within the target; None without one.
+        above: the smallest threshold with a KL over the target; None without one.
+    """
     if below and above and below.threshold < above.threshold:
         pair = below, above
     elif len(points) > 1 and not (below and above):
@@ -148,91 +169,120 @@ def _slope(points: Sequence[Point], below: Point | None, above: Point | None) ->
 
 
 def chosen_threshold(points: Sequence[Point], target: float) -> float:
-    """Return the largest measured threshold within the target, else that with the least KL."""
+    """Return the largest threshold with a KL within the target.
+
+    If no threshold is within the target, return the threshold with the smallest KL.
+    """
     within = [p.threshold for p in points if p.kl <= target]
     return max(within) if within else min(points, key=lambda p: p.kl).threshold
 
 
 def pays_from(speedups: Sequence[tuple[int, float]], step: int = 1) -> int | None:
-    """Return the length from which all speed-ups of (length, speed-up) are at least `PAYS`.
+    """Return the length from which all speed-ups are at least `PAYS`.
 
-    The length is interpolated between two measured lengths, linearly in its logarithm, and rounded
-    up to a multiple of ``step``. Returns None if CAB does not pay at the longest length.
+    The length is interpolated between two measured lengths, linearly in its logarithm. Returns None
+    if CAB does not pay at the longest length.
+
+    Args:
+        speedups: pairs of (length, time of dense attention / time of CAB).
+        step: the interpolated length is rounded up to a multiple of this number.
     """
     ascending = sorted(speedups)
-    late = [at for at, (_, gain) in enumerate(ascending) if gain < PAYS]
-    first = late[-1] + 1 if late else 0
+    losses = [i for i, (_, speedup) in enumerate(ascending) if speedup < PAYS]
+    first = losses[-1] + 1 if losses else 0
     if first >= len(ascending):
         return None
-    length, gain = ascending[first]
+    length, speedup = ascending[first]
     if first == 0:
         return length
-    before, loss = ascending[first - 1]
-    share = (PAYS - loss) / (gain - loss)
-    between = exp(log(before) + share * log(length / before))
-    return min(length, ceil(between / step) * step)
+    shorter, lower_speedup = ascending[first - 1]
+    share = (PAYS - lower_speedup) / (speedup - lower_speedup)
+    interpolated = exp(log(shorter) + share * log(length / shorter))
+    return min(length, ceil(interpolated / step) * step)
 
 
 def verdict(rows: Sequence[Row], start: float, target: float, query_block: int) -> Verdict:
-    """Return what ``rows`` say for the first threshold ``start`` and the KL ``target``."""
-    longest, threshold, close, searched = longest_kl(rows, start), start, None, False
+    """Return the conclusions from the rows of a run.
+
+    Args:
+        rows: measured rows.
+        start: the first threshold.
+        target: the accepted KL in nats per token; 0 without a target.
+        query_block: tokens; the length from which CAB pays is rounded up to a multiple.
+    """
+    longest, threshold, is_close_enough = longest_kl(rows, start), start, None
+    is_searched = False
     if longest is not None:
         points = points_of(rows, longest, start)
         threshold = chosen_threshold(points, target)
-        searched = next_threshold(points, target) is None
+        is_searched = next_threshold(points, target) is None
         # shorter lengths count too, if they were measured
-        lengths = {row["length"] for row in select(rows, measure="kl", threshold=threshold)}
+        kl_lengths = {row["length"] for row in select(rows, measure="kl", threshold=threshold)}
         if target:
-            close = all(mean_kl(rows, length, threshold) <= target for length in lengths)
-    # a length without a time of the advised threshold has that of the first threshold
+            is_close_enough = all(
+                mean_kl(rows, length, threshold) <= target for length in kl_lengths
+            )
+    # lengths without a time of the advised threshold use the time of the first threshold
     gains = sorted({**dict(speedups(rows, start)), **dict(speedups(rows, threshold))}.items())
-    found = pays_from(gains, query_block)
+    first_gain = pays_from(gains, query_block)
     lengths = [length for length, _ in gains]
-    bound = found is not None and found == min(lengths)
     return Verdict(
         threshold=threshold,
-        is_close_enough=close,
-        is_searched=searched,
-        pays_from=found,
-        is_bound=bound,
+        is_close_enough=is_close_enough,
+        is_searched=is_searched,
+        pays_from=first_gain,
+        is_bound=first_gain is not None and first_gain == min(lengths),
         longest=max(lengths, default=None),
     )
 
 
 def speedups(rows: Sequence[Row], threshold: float) -> list[tuple[int, float]]:
-    """Return (length, speed-up) of a threshold, ascending."""
-    some = select(rows, measure="ttft", threshold=threshold)
-    return sorted((row["length"], row["dense_ms"] / row["cab_ms"]) for row in some)
+    """Return the (length, speed-up) pairs of a threshold, ascending."""
+    timed = select(rows, measure="ttft", threshold=threshold)
+    return sorted((row["length"], row["dense_ms"] / row["cab_ms"]) for row in timed)
 
 
 def found_keys(
     rows: Sequence[Row], measure: str, length: int, method: str, threshold: float | None
 ) -> tuple[int, int] | None:
-    """Return (found keys, all keys) over documents."""
-    some = select(rows, measure=measure, length=length, method=method, threshold=threshold)
-    right = [each for row in some for each in row["right"]]
-    return (sum(right), len(right)) if right else None
+    """Return (found keys, all keys) over all documents; None if no document was measured.
+
+    Args:
+        rows: measured rows.
+        measure: "recall" or "recall_border".
+        length: tokens of the documents.
+        method: DENSE, CAB or FULL.
+        threshold: ``mass_threshold``; None for DENSE and FULL.
+    """
+    measured = select(rows, measure=measure, length=length, method=method, threshold=threshold)
+    outcomes = [right for row in measured for right in row["right"]]
+    return (sum(outcomes), len(outcomes)) if outcomes else None
 
 
 def summaries(rows: Sequence[Row], start: float, advised: float) -> list[Summary]:
-    """Return a row of the table per length and configuration."""
+    """Return the summaries of dense attention, ``start`` and ``advised`` at every length.
+
+    Thresholds that were not measured at a length are left out.
+    """
     names = {start: "start", advised: "advised"}
     lengths = sorted({r["length"] for r in rows if r["measure"] not in ("probe", "kernels")})
     return [
-        each
+        summary
         for length in lengths
-        for each in (
+        for summary in (
             _dense(rows, length),
             *(_sparse(rows, length, threshold, name) for threshold, name in names.items()),
         )
-        if each is not None
+        if summary is not None
     ]
 
 
 def _dense(rows: Sequence[Row], length: int) -> Summary:
+    """Return the summary of dense attention at a length."""
     timed = select(rows, measure="ttft", length=length)
     recall, border = (
-        found_keys(rows, measure, length, DENSE, None) for measure in ("recall", "recall_border")
+        found_keys(rows=rows, measure=measure, length=length, method=DENSE, threshold=None)
+        for measure in ("recall", "recall_border")
     )
     return Summary(
         length=length,
@@ -249,13 +299,15 @@ def _dense(rows: Sequence[Row], length: int) -> Summary:
 
 
 def _sparse(rows: Sequence[Row], length: int, threshold: float, name: str) -> Summary | None:
+    """Return the summary of a threshold at a length; None if nothing was measured."""
     timed = select(rows, measure="ttft", length=length, threshold=threshold)
     kl = mean_kl(rows, length, threshold)
     recall, border = (
-        found_keys(rows, measure, length, CAB, threshold) for measure in ("recall", "recall_border")
+        found_keys(rows=rows, measure=measure, length=length, method=CAB, threshold=threshold)
+        for measure in ("recall", "recall_border")
     )
     densities = densities_of(rows, length, threshold)
-    if not timed and kl != kl and recall is None and border is None:
+    if not timed and isnan(kl) and recall is None and border is None:
         return None
     return Summary(
         length=length,
@@ -263,7 +315,7 @@ def _sparse(rows: Sequence[Row], length: int, threshold: float, name: str) -> Su
         threshold=threshold,
         ms=timed[0]["cab_ms"] if timed else None,
         speedup=timed[0]["dense_ms"] / timed[0]["cab_ms"] if timed else None,
-        kl=kl if kl == kl else None,
+        kl=None if isnan(kl) else kl,
         recall=recall,
         border=border,
         density=fmean(densities) if densities else None,
@@ -272,80 +324,98 @@ def _sparse(rows: Sequence[Row], length: int, threshold: float, name: str) -> Su
 
 
 def densities_of(rows: Sequence[Row], length: int, threshold: float) -> list[float]:
-    """Return the density of each layer; dense layers count as 1; [] if it was not measured."""
-    some = select(rows, measure="ttft", length=length, threshold=threshold)
-    some = some or select(rows, measure="kl", length=length, threshold=threshold, method=CAB)
-    return [1.0 if x is None else x for x in some[0]["densities"]] if some else []
+    """Return the density of each layer, 1 for dense layers; [] if no density was measured."""
+    measured = select(rows, measure="ttft", length=length, threshold=threshold)
+    measured += select(rows, measure="kl", length=length, threshold=threshold, method=CAB)
+    return [1.0 if x is None else x for x in measured[0]["densities"]] if measured else []
 
 
-def advised_config(base: CabConfig, found: Verdict) -> CabConfig:
-    """Return ``base`` with the advised threshold, and sparse from the length from which CAB pays.
+def advised_config(base: CabConfig, conclusions: Verdict) -> CabConfig:
+    """Return ``base`` with the advised ``mass_threshold`` and ``min_length``.
 
-    If CAB does not pay, all measured lengths stay dense.
+    ``min_length`` is the length from which CAB pays. If CAB does not pay, ``min_length`` exceeds
+    all measured lengths.
     """
-    least = found.pays_from
+    least = conclusions.pays_from
     if least is None:
-        least = max(base.min_length, 2 * (found.longest or 0))
-    return base.changed(mass_threshold=found.threshold, min_length=least)
+        least = max(base.min_length, 2 * (conclusions.longest or 0))
+    return base.changed(mass_threshold=conclusions.threshold, min_length=least)
 
 
 def sentence(
-    rows: Sequence[Row], found: Verdict, table: Sequence[Summary], target: float, device: str
+    rows: Sequence[Row], conclusions: Verdict, table: Sequence[Summary], target: float, device: str
 ) -> str:
-    """Return the advice, one sentence."""
-    if found.longest is None:
+    """Return the advice, one sentence.
+
+    Args:
+        rows: measured rows.
+        conclusions: the conclusions from the rows.
+        table: `summaries` of the rows.
+        target: the accepted KL in nats per token; 0 without a target.
+        device: name of the device.
+    """
+    if conclusions.longest is None:
         return f"On {device}, nothing was timed within the given minutes: raise --minutes."
-    at = found.longest
-    ours = [x for x in table if x.length == at and x.threshold is not None]
-    # the advised threshold first; its time may not be measured
-    ours.sort(key=lambda x: x.threshold != found.threshold)
-    best, dense = ours[0], next(x for x in table if x.length == at and x.threshold is None)
-    kernel = select(rows, measure="ttft", length=at)[0]["kernel"]
-    timed = next(x for x in ours if x.speedup is not None)
-    by_other = "" if timed is best else f" (with mass_threshold={timed.threshold:g})"
-    facts = [
-        f"at {at:,} tokens the first token comes {timed.speedup:.2f} times as fast as with "
-        f"{kernel}{by_other}"
-    ]
-    if best.kl is not None:
-        compared = [f"target {target:g}"] if target else []
-        noise = mean_kl(rows, at, None, FULL)
-        compared += [f"noise {noise:.2g}"] if noise == noise else []
-        among = f" ({', '.join(compared)})" if compared else ""
-        facts.append(f"KL is {best.kl:.3g}{among}")
-    if best.recall or best.border:
-        facts.append(_recalled(best, dense))
-    because = "; ".join(facts)
-    threshold = f"mass_threshold={found.threshold:g}"
-    if found.is_close_enough is False and not found.is_searched:
+    facts = "; ".join(_facts(rows, conclusions, table, target))
+    threshold = f"mass_threshold={conclusions.threshold:g}"
+    if conclusions.is_close_enough is False and not conclusions.is_searched:
         return (
             f"On {device}, raise --minutes and run the same command again, because the search for "
             f"a mass_threshold with a KL of at most {target:g} has not ended ({threshold}: "
-            f"{because})."
+            f"{facts})."
         )
-    if found.is_close_enough is False:
+    if conclusions.is_close_enough is False:
         return (
             f"On {device}, keep dense attention: no measured mass_threshold has a KL of at most "
-            f"{target:g} at every length ({threshold}: {because})."
+            f"{target:g} at every length ({threshold}: {facts})."
         )
-    if found.pays_from is None:
+    if conclusions.pays_from is None:
         return (
-            f"On {device}, keep dense attention up to {at:,} tokens, because CAB saves no time "
-            f"there ({threshold}: {because})."
+            f"On {device}, keep dense attention up to {conclusions.longest:,} tokens, because CAB "
+            f"saves no time there ({threshold}: {facts})."
         )
-    start = "all measured lengths, from" if found.is_bound else "prompts from about"
-    return (
-        f"On {device}, use CAB with {threshold} for {start} {found.pays_from:,} tokens: {because}."
-    )
+    start = "all measured lengths, from" if conclusions.is_bound else "prompts from about"
+    prompts = f"{start} {conclusions.pays_from:,} tokens"
+    return f"On {device}, use CAB with {threshold} for {prompts}: {facts}."
 
 
-def _recalled(ours: Summary, dense: Summary) -> str:
+def _facts(
+    rows: Sequence[Row], conclusions: Verdict, table: Sequence[Summary], target: float
+) -> list[str]:
+    """Return clauses on speed-up, KL and keys at the longest timed length, for `sentence`."""
+    length = conclusions.longest
+    sparse = [x for x in table if x.length == length and x.threshold is not None]
+    # the advised threshold comes first, but may have no time at this length
+    sparse.sort(key=lambda x: x.threshold != conclusions.threshold)
+    best, dense = sparse[0], next(x for x in table if x.length == length and x.threshold is None)
+    kernel = select(rows, measure="ttft", length=length)[0]["kernel"]
+    timed = next(x for x in sparse if x.speedup is not None)
+    other_threshold = "" if timed is best else f" (with mass_threshold={timed.threshold:g})"
+    facts = [
+        f"at {length:,} tokens the first token comes {timed.speedup:.2f} times as fast as with "
+        f"{kernel}{other_threshold}"
+    ]
+    if best.kl is not None:
+        references = [f"target {target:g}"] if target else []
+        noise = mean_kl(rows, length, None, FULL)
+        references += [] if isnan(noise) else [f"noise {noise:.2g}"]
+        note = f" ({', '.join(references)})" if references else ""
+        facts.append(f"KL is {best.kl:.3g}{note}")
+    if best.recall or best.border:
+        facts.append(_recalled(best, dense))
+    return facts
+
+
+def _recalled(sparse: Summary, dense: Summary) -> str:
     """Return a clause on the keys that CAB and dense attention find."""
-    named = {"in running text": (ours.recall, dense.recall)}
-    named["at block starts"] = (ours.border, dense.border)
-    parts = []
-    for place, (found, of_dense) in named.items():
-        if found:
-            other = f" (dense {of_dense[0]})" if of_dense else ""
-            parts.append(f"{found[0]}{other} of {found[1]} keys {place}")
-    return f"CAB finds {' and '.join(parts)}"
+    counts_by_position = {
+        "in running text": (sparse.recall, dense.recall),
+        "at block starts": (sparse.border, dense.border),
+    }
+    clauses = []
+    for position, (counts, dense_counts) in counts_by_position.items():
+        if counts:
+            num_found, num_keys = counts
+            dense_note = f" (dense {dense_counts[0]})" if dense_counts else ""
+            clauses.append(f"{num_found}{dense_note} of {num_keys} keys {position}")
+    return f"CAB finds {' and '.join(clauses)}"

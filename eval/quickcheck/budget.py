@@ -1,6 +1,7 @@
-"""Steps of a quick check, and the estimate of their time from steps that were measured.
+"""The steps of a quick check in order, and estimates of their time from measured steps.
 
-Everything here is a pure function of the measured rows, so that a run continues after a kill.
+All functions are pure functions of the measured rows, so that a run continues after an
+interruption.
 """
 
 from __future__ import annotations
@@ -26,15 +27,14 @@ PROBE, KERNELS, TTFT, KL = "probe", "kernels", "ttft", "kl"
 RECALL, BORDER = "recall", "recall_border"
 # fields of a row that identify its step
 KEY = ("measure", "length", "method", "threshold", "index")
-PROBE_TOKENS = 512  # the shortest probe; longer ones have 4, 16, ... times as many tokens
-PROBE_SECONDS = 0.5  # a probe that takes longer predicts the time of longer prompts well
+PROBE_TOKENS = 512  # tokens of the shortest probe; the next probes have 4, 16, ... times as many
+PROBE_SECONDS = 0.5  # probes grow until they take this long: shorter probes predict times badly
 MARGIN = 1.2  # factor on estimates for a length that was not measured yet
-# time of a pass with every block, before it was measured: the larger of these factors on CAB's time
-# and on that of dense attention
-FULL_OVER_CAB = 1.5
-FULL_OVER_DENSE = 1.3
+# before FULL was measured, its estimate is the larger one of two products
+FULL_OVER_CAB = 1.5  # factor on the time of CAB
+FULL_OVER_DENSE = 1.3  # factor on the time of dense attention
 MOST_SLOWDOWN = 3.0  # largest factor on estimates while other processes slow the machine down
-REPORT_SECONDS = 4.0  # figure and report
+REPORT_SECONDS = 4.0  # time for writing figure and report
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,13 @@ class Step:
 
     @property
     def fields(self) -> dict[str, Any]:
+        """The fields of the step as the beginning of its row."""
         return asdict(self)
 
     def __str__(self) -> str:
-        at = "" if self.threshold is None else f", mass_threshold={self.threshold:g}"
-        return f"{self.measure} of {self.method} at {self.length:,} tokens{at}, text {self.index}"
+        threshold = "" if self.threshold is None else f", mass_threshold={self.threshold:g}"
+        measured = f"{self.measure} of {self.method} at {self.length:,} tokens{threshold}"
+        return f"{measured}, text {self.index}"
 
 
 class Scope(NamedTuple):
@@ -84,10 +86,10 @@ class Scope(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """The size of a model, for the growth of its time with the length of a prompt.
+    """The size of a model, from which the growth of its time with the prompt length follows.
 
     Attributes:
-        parameters: weights that each token is multiplied with.
+        parameters: number of weights that multiply each token.
         attention: layers * query heads * head dim.
     """
 
@@ -105,10 +107,16 @@ def step_of(row: Row) -> Step:
 
 
 def schedule(scope: Scope, rows: Sequence[Row], skipped: Collection[Step] = ()) -> Iterator[Step]:
-    """Yield all steps of which ``rows`` and ``skipped`` allow to decide, the most important first.
+    """Yield the steps of a run, the most important first.
 
-    The threshold is searched at the longest length with a KL. Later steps measure the threshold
-    that the search has found. Steps in ``rows`` and ``skipped`` are yielded too.
+    The first part searches a threshold at the longest length with a KL. The second part measures
+    the threshold that the search has chosen. The iteration ends where later steps depend on results
+    that are still missing.
+
+    Args:
+        scope: the amount of measurements.
+        rows: rows of measured steps, which are yielded too.
+        skipped: steps that were not measured for lack of time, which are yielded too.
     """
     yield from _probes(scope, rows)
     start, documents = scope.threshold, range(scope.documents)
@@ -118,17 +126,20 @@ def schedule(scope: Scope, rows: Sequence[Row], skipped: Collection[Step] = ()) 
         yield Step(TTFT, length, CAB, start)
     for length in scope.lengths:
         for index in documents:
-            yield Step(KL, length, CAB, start, index)
+            yield Step(measure=KL, length=length, threshold=start, index=index)
     longest = longest_kl(rows, start)
     if longest is None:
         return
     points = points_of(rows, longest, start)
-    searched = next_threshold(points, scope.kl)
-    if searched is not None:
-        steps = [Step(KL, longest, CAB, searched, index) for index in documents]
+    next_point = next_threshold(points, scope.kl)
+    if next_point is not None:
+        steps = [
+            Step(measure=KL, length=longest, threshold=next_point, index=index)
+            for index in documents
+        ]
         yield from steps
         if not any(step in skipped for step in steps):
-            # the result of these steps decides
+            # the next threshold depends on the results of these steps
             return
     for length in reversed(scope.lengths):
         yield Step(KL, length, FULL)
@@ -138,40 +149,48 @@ def schedule(scope: Scope, rows: Sequence[Row], skipped: Collection[Step] = ()) 
             yield Step(TTFT, length, CAB, threshold)
         for length, index in ((x, i) for x in reversed(scope.lengths) for i in documents):
             for measure in (RECALL, BORDER):
-                yield Step(measure, length, DENSE, None, index)
-                yield Step(measure, length, CAB, threshold, index)
-            yield Step(KL, length, CAB, threshold, index)
+                yield Step(measure=measure, length=length, method=DENSE, index=index)
+                yield Step(measure=measure, length=length, threshold=threshold, index=index)
+            yield Step(measure=KL, length=length, threshold=threshold, index=index)
 
 
 def _probes(scope: Scope, rows: Sequence[Row]) -> Iterator[Step]:
-    """Yield short passes that predict the time of longer ones, until they take long enough."""
+    """Yield passes over short prompts, each 4 times as long as the one before.
+
+    The passes predict the time of longer prompts. They end with the first that takes
+    `PROBE_SECONDS`, or with the longest that is shorter than all prompts.
+    """
     length = min(PROBE_TOKENS, scope.lengths[0])
     while True:
         for method in (DENSE, CAB):
             yield Step(PROBE, length, method, scope.threshold if method == CAB else None)
-        took = [row for row in rows if (row["measure"], row["length"]) == (PROBE, length)]
-        seconds = [s for row in took for s in row["pass_seconds"].values()]
+        probes = [row for row in rows if (row["measure"], row["length"]) == (PROBE, length)]
+        seconds = [s for row in probes for s in row["pass_seconds"].values()]
         if len(seconds) < 2 or max(seconds) > PROBE_SECONDS or 4 * length > scope.lengths[0]:
             return
         length *= 4
 
 
 def next_step(scope: Scope, rows: Sequence[Row], skipped: Collection[Step] = ()) -> Step | None:
-    """Return the first step that is neither measured nor skipped; None at the end."""
+    """Return the first step that is neither measured nor skipped; None if no step is left."""
     done = {*map(step_of, rows), *skipped}
     return next((step for step in schedule(scope, rows, skipped) if step not in done), None)
 
 
 def slowdown(ratios: Sequence[float]) -> float:
-    """Return the factor on estimates after steps with these ratios of actual to estimated time.
+    """Return the factor on the next estimates, from 1 to `MOST_SLOWDOWN`.
 
-    Other processes can slow a machine down for a while, so the last two steps count.
+    The factor is the largest ratio of the last two steps, because other processes may slow the
+    machine down for a while.
+
+    Args:
+        ratios: measured time divided by the estimate, for each measured step.
     """
-    return min(max(1.0, *ratios[-2:], 1.0), MOST_SLOWDOWN)
+    return min(max([1.0, *ratios[-2:]]), MOST_SLOWDOWN)
 
 
 def passes_of(step: Step, runs: int, warm_ups: int, kernels: int, is_cached: bool) -> Row:
-    """Return the number of passes of the model by method that a step needs.
+    """Return method -> number of forward passes of a step.
 
     Args:
         step: the step.
@@ -192,10 +211,10 @@ def passes_of(step: Step, runs: int, warm_ups: int, kernels: int, is_cached: boo
 
 
 def pass_seconds(rows: Sequence[Row], method: str, length: int, cost: Cost) -> float | None:
-    """Estimate the seconds of one pass; None without a measured pass of the method.
+    """Return the estimated seconds of one forward pass; None without a measured pass.
 
-    The slowest pass of the nearest measured length is scaled with the operations of a dense pass,
-    and by `MARGIN` if the length differs.
+    The estimate is the slowest pass at the nearest measured length, scaled by the operations of a
+    dense pass, and by `MARGIN` if the lengths differ.
     """
     measured = [
         (r["length"], r["pass_seconds"][method]) for r in rows if method in r["pass_seconds"]
@@ -203,30 +222,47 @@ def pass_seconds(rows: Sequence[Row], method: str, length: int, cost: Cost) -> f
     if not measured:
         if method != FULL:
             return None
-        by_cab, by_dense = (pass_seconds(rows, each, length, cost) for each in (CAB, DENSE))
-        if by_cab is None:
+        cab_seconds = pass_seconds(rows, CAB, length, cost)
+        dense_seconds = pass_seconds(rows, DENSE, length, cost)
+        if cab_seconds is None:
             return None
-        return max(FULL_OVER_CAB * by_cab, FULL_OVER_DENSE * (by_dense or 0.0))
-    nearest = min((at for at, _ in measured), key=lambda at: abs(log(at / length)))
-    slowest = max(seconds for at, seconds in measured if at == nearest)
+        return max(FULL_OVER_CAB * cab_seconds, FULL_OVER_DENSE * (dense_seconds or 0.0))
+    nearest = min((tokens for tokens, _ in measured), key=lambda n: abs(log(n / length)))
+    slowest = max(seconds for tokens, seconds in measured if tokens == nearest)
     if nearest == length:
         return slowest
     return MARGIN * slowest * cost.work(length) / cost.work(nearest)
 
 
 def estimate(step: Step, rows: Sequence[Row], passes: Row, cost: Cost) -> float | None:
-    """Estimate the seconds of a step; None if nothing was measured that predicts them."""
-    each = {m: pass_seconds(rows, m, step.length, cost) for m in passes}
-    known = [(count, each[method]) for method, count in passes.items()]
-    return None if None in each.values() else sum(count * seconds for count, seconds in known)
+    """Return the estimated seconds of a step.
+
+    Returns None if a method of the step was not measured at any length.
+
+    Args:
+        step: the step.
+        rows: measured rows.
+        passes: method -> number of passes, from `passes_of`.
+        cost: size of the model.
+    """
+    seconds = {method: pass_seconds(rows, method, step.length, cost) for method in passes}
+    if None in seconds.values():
+        return None
+    return sum(count * seconds[method] for method, count in passes.items())
 
 
 def fits(seconds: float | None, elapsed: float, minutes: float) -> bool:
-    """Return True if a step of ``seconds`` ends in time; a step without an estimate always runs."""
+    """Return True if a step of ``seconds`` ends within the time limit.
+
+    Args:
+        seconds: estimated time; None without an estimate, which counts as fitting.
+        elapsed: seconds since the start of the command.
+        minutes: time limit of the command.
+    """
     return seconds is None or elapsed + seconds + REPORT_SECONDS <= 60 * minutes
 
 
 def reason(seconds: float, elapsed: float, minutes: float) -> str:
-    """Return why a step was skipped."""
+    """Return the reason for skipping a step, for the report; arguments as in `fits`."""
     left = max(0.0, 60 * minutes - elapsed - REPORT_SECONDS)
     return f"needs about {seconds:.0f} s, and {left:.0f} s were left"

@@ -1,10 +1,9 @@
-"""Dense attention kernels that a first token is compared with."""
+"""Dense attention kernels to which quickcheck compares the time to the first token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,23 +11,29 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, flash_attn
+
 SDPA = "sdpa"
 BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "PyTorch's flash": SDPBackend.FLASH_ATTENTION,
 }
-# name -> modules with flash_attn_func, of which the first installed one is used; the wheel of
-# FlashAttention-3 with the forward pass alone has its own module
+# name -> modules that define flash_attn_func; the first installed module is used
 FLASH = {
     "FlashAttention-2": ("flash_attn.flash_attn_interface",),
-    "FlashAttention-3": ("flash_attn_interface", "fa3_fwd_interface"),
-    "FlashAttention-4": ("flash_attn.cute",),
+    "FlashAttention-3": FA3_MODULES,
+    "FlashAttention-4": FA4_MODULES,
 }
-PREFIX = "quickcheck "  # of names that are registered with transformers
+PREFIX = "quickcheck "  # prefix of the names under which kernels are registered with transformers
 
 
 def kernel_names(own: str, on_cpu: bool) -> list[str]:
-    """Return the dense kernels to compare: the model's ``own`` first, and others on a GPU."""
+    """Return the names of the dense kernels to compare.
+
+    Args:
+        own: the model's attention implementation, which comes first.
+        on_cpu: True to compare no other kernel.
+    """
     if on_cpu:
         return [own]
     installed = [name for name, modules in FLASH.items() if any(map(_is_installed, modules))]
@@ -37,7 +42,12 @@ def kernel_names(own: str, on_cpu: bool) -> list[str]:
 
 @contextmanager
 def attending_by(model: Any, name: str, own: str) -> Iterator[None]:
-    """Make ``model``, whose attention is ``own``, attend by the kernel ``name`` inside the block.
+    """Switch the attention of ``model`` to a dense kernel inside the block.
+
+    Args:
+        model: the model.
+        name: one of `kernel_names`.
+        own: the attention implementation that is restored afterwards.
 
     Raises:
         ImportError, NotImplementedError, RuntimeError, ValueError: the kernel cannot run the model.
@@ -66,8 +76,12 @@ def _is_installed(module: str) -> bool:
 
 
 def _flash_attention(modules: tuple[str, ...]) -> Callable[..., tuple[Tensor, None]]:
-    """Return causal attention of a prompt with the signature of transformers' functions."""
-    kernel = import_module(next(filter(_is_installed, modules))).flash_attn_func
+    """Return causal FlashAttention with the signature of transformers' attention functions.
+
+    Args:
+        modules: modules that may define flash_attn_func; the first installed module is used.
+    """
+    kernel = flash_attn("flash_attn_func", modules)
 
     def attention(
         module: Any,
@@ -83,14 +97,8 @@ def _flash_attention(modules: tuple[str, ...]) -> Callable[..., tuple[Tensor, No
     ) -> tuple[Tensor, None]:
         if any(x is not None for x in (attention_mask, sliding_window, softcap, s_aux)):
             raise NotImplementedError("is compared without masks, windows, soft caps and sinks")
-        out = kernel(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            softmax_scale=scaling,
-            causal=True,
-        )
-        # some versions return the log-sum-exp too
-        return out[0] if isinstance(out, tuple) else out, None
+        # flash-attn takes and returns [B, N, H, D], the layout that transformers expects
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return kernel(q, k, v, softmax_scale=scaling), None
 
     return attention

@@ -1,4 +1,4 @@
-"""The measurements of a quick check: one function per kind of step."""
+"""The measurements of a quick check: one method per kind of step."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cab_hf.config import CabConfig
 from cab_hf.data.documents import Document, plain_document, recall_document
+from cab_hf.data.needles import Tokens
 from cab_hf.eval.quickcheck.advice import CAB, DENSE, FULL, Row, select
 from cab_hf.eval.quickcheck.budget import BORDER, KERNELS, KL, PROBE, TTFT, Cost, Step
 from cab_hf.eval.quickcheck.kernels import attending_by, kernel_names
@@ -33,22 +34,22 @@ from cab_hf.patches.inspection import stats
 from cab_hf.patches.switch import cab
 
 CONTINUED = 256  # tokens after the prompt whose distributions are compared
-CONTINUED_SHARE = 8  # smallest ratio of a text to these tokens
-CHUNK = 64  # tokens after a prompt that are read at once
+CONTINUED_SHARE = 8  # at most 1 / 8 of a text is compared
+CHUNK = 64  # tokens after a prompt that are read per call
 KEYS = 16  # largest number of keys per document
-KEY_TOKENS = 60  # upper estimate for the statement or the repeat of a key
-KERNELS_KEPT = 2  # kernels that are timed again at longer lengths
+KEY_TOKENS = 60  # upper bound for the tokens of a sentence that states or repeats a key
+KERNELS_KEPT = 2  # number of the fastest kernels that are timed again at longer lengths
 # largest difference between the probabilities of the next token by two exact kernels
 SAME = 0.1
 GIB = 2**30
 
 
 class OutOfTime(RuntimeError):
-    """An error for a step that was stopped at the deadline."""
+    """The error of a step that was stopped at the deadline."""
 
 
 def cost_of(model: Any) -> Cost:
-    """Return the size of ``model``; a lookup of embeddings costs nothing."""
+    """Return the size of ``model`` without the input embeddings, which multiply nothing."""
     text = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight.numel()
     parameters = sum(p.numel() for p in model.parameters()) - embedding
@@ -61,20 +62,25 @@ def cost_of(model: Any) -> Cost:
 
 
 def num_keys(length: int, border: int) -> int:
-    """Return the number of keys that fit into both halves of a document, at most `KEYS`."""
+    """Return the number of keys for a document of ``length`` tokens, from 1 to `KEYS`.
+
+    Args:
+        length: tokens of the document, whose halves state and repeat every key.
+        border: answers start at multiples of this number of tokens.
+    """
     return max(1, min(KEYS, length // 2 // (KEY_TOKENS + border - 1)))
 
 
 class Measurements:
-    """The model, its documents, and the functions that measure steps.
+    """The measurements on one model and its texts.
 
     Args:
         model: a causal LM on its device.
-        tokenizer: its tokenizer.
+        tokenizer: the model's tokenizer.
         sentences: sentences of the running text.
-        config: settings of CAB; ``mass_threshold`` is replaced.
+        config: settings of CAB; each step replaces ``mass_threshold``.
         seed: seed of the documents.
-        runs: timed runs of a first token, per attention.
+        runs: number of timed runs of the first token, for CAB and for dense attention.
     """
 
     def __init__(
@@ -93,10 +99,11 @@ class Measurements:
         self.kernels = kernel_names(self.own, not self.is_cuda)
         self.warm_ups = int(self.is_cuda)
         self.deadline = inf
-        self.logits: Tensor | None = None  # of the last token of the last timed prompt
+        # logits [vocabulary] of the last token of the latest timed prompt
+        self.logits: Tensor | None = None
         for _, layer in attention_layers(model):
             layer.register_forward_pre_hook(self._stop_late)
-        # (length, index) -> log-probabilities of dense attention after the prompt
+        # (length, index) -> log-probabilities of dense attention, [predicted tokens, vocabulary]
         self.dense_cache: dict[tuple[int, int], Tensor] = {}
 
     def _stop_late(self, *_: Any) -> None:
@@ -104,15 +111,15 @@ class Measurements:
             raise OutOfTime("took longer than estimated, and was stopped")
 
     def measure(self, step: Step, rows: Sequence[Row], deadline: float) -> dict[str, Any]:
-        """Return the results of a step.
+        """Return the measured fields of a step.
 
         Args:
             step: the step.
-            rows: rows measured so far.
-            deadline: time of `time.perf_counter` after which no further layer is computed.
+            rows: rows of earlier steps.
+            deadline: value of `time.perf_counter` after which no further layer is computed.
 
         Raises:
-            OutOfTime: the deadline is over.
+            OutOfTime: the deadline passed during the step.
         """
         self.deadline = deadline
         if step.measure == PROBE:
@@ -126,14 +133,14 @@ class Measurements:
     # --- attention
 
     def config_of(self, step: Step) -> CabConfig:
-        """Return the settings of a step; CAB with every block for FULL."""
+        """Return the config of a step; for FULL, a config that keeps every block."""
         if step.method == FULL:
             return self.config.changed(mass_threshold=0.0, max_density=1.0)
         return self.config.changed(mass_threshold=step.threshold)
 
     @contextmanager
     def attending(self, step: Step) -> Iterator[None]:
-        """Make the model attend as a step demands inside the block."""
+        """Switch the model to the attention of a step inside the block."""
         if step.method == DENSE:
             yield
             return
@@ -142,42 +149,62 @@ class Measurements:
             yield
 
     def kernel(self, name: str) -> AbstractContextManager[None]:
-        """Make the model attend by a dense kernel inside the block."""
+        """Switch the model to a dense kernel of `kernel_names` inside the block."""
         return attending_by(self.model, name, self.own)
 
     # --- time
 
     def prompt(self, length: int, index: int = 0) -> Tensor:
         """Return the tokens of running text, int64 [1, length]."""
-        tokens = plain_document(self.tokenizer, self.sentences, length, index, self.seed)
-        return torch.tensor([tokens], device=self.model.device)
+        return torch.tensor([self.plain_tokens(length, index)], device=self.model.device)
+
+    def plain_tokens(self, length: int, index: int) -> Tokens:
+        """Return the tokens of the running text ``index``, without keys."""
+        return plain_document(
+            tokenizer=self.tokenizer,
+            sentences=self.sentences,
+            length=length,
+            index=index,
+            seed=self.seed,
+        )
 
     @torch.inference_mode()
     def timed(self, ids: Tensor) -> float:
-        """Return the seconds from the call of the model to the logits of the last token."""
-        self._wait()
+        """Return the seconds from the call of the model to the logits of the last token.
+
+        Args:
+            ids: tokens of the prompt, int64 [1, N].
+        """
+        self._synchronize()
         started = time.perf_counter()
         self.logits = after_prompt(self.model, ids, ids.shape[1])[0, -1]
-        self._wait()
+        self._synchronize()
         return time.perf_counter() - started
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize(self.model.device)
 
     def probe(self, step: Step) -> dict[str, Any]:
-        """Time a short prompt after a warm-up run, which compiles kernels."""
+        """Time a pass over a short prompt, after a warm-up run that compiles kernels."""
         ids = self.prompt(step.length)
         with self.attending(step):
             self.timed(ids)
             return {"pass_seconds": {step.method: self.timed(ids)}}
 
     def compared(self, rows: Sequence[Row], length: int) -> list[str]:
-        """Return the dense kernels to compare: all, or the fastest of an earlier comparison."""
+        """Return the dense kernels to compare at a length.
+
+        These are the fastest kernels of an earlier comparison, or all kernels without one.
+        """
         return ranked_kernels(rows, length) or self.kernels
 
     def compare_kernels(self, step: Step, rows: Sequence[Row]) -> dict[str, Any]:
-        """Time the dense kernels; a kernel that fails has a reason instead of a time."""
+        """Time the dense kernels, and check them against the first kernel.
+
+        A kernel that raises an error or returns other probabilities has an entry in ``reasons``
+        instead of ``kernel_ms``.
+        """
         ids, ms, reasons, expected = self.prompt(step.length), {}, {}, None
         for name in self.compared(rows, step.length):
             try:
@@ -187,59 +214,62 @@ class Measurements:
             except OutOfTime:
                 raise
             except Exception as error:
-                # kernels of other packages fail in many ways
+                # kernels of other packages raise many types of errors
                 reasons[name] = first_line(error)[:200]
                 continue
-            found = self.logits.float().softmax(-1)
-            expected = found if expected is None else expected
-            difference = (found - expected).abs().max().item()
+            probabilities = self.logits.float().softmax(-1)
+            expected = probabilities if expected is None else expected
+            difference = (probabilities - expected).abs().max().item()
             if difference <= SAME:
                 ms[name] = 1000 * seconds
             else:
                 reasons[name] = f"differs by {difference:.2g} in a probability"
         if not ms:
-            raise RuntimeError("; ".join(f"{name}: {why}" for name, why in reasons.items()))
+            raise RuntimeError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
         slowest = max(ms.values()) / 1000
         return {"kernel_ms": ms, "reasons": reasons, "pass_seconds": {DENSE: slowest}}
 
     def first_token(self, step: Step, rows: Sequence[Row]) -> dict[str, Any]:
-        """Time the first token by the fastest dense kernel and by CAB, in turn."""
+        """Time the first token with the fastest dense kernel and with CAB, in alternating runs."""
         ids = self.prompt(step.length)
         kernel = (ranked_kernels(rows, step.length) or [self.own])[0]
-        attentions = {DENSE: partial(self.kernel, kernel), CAB: partial(self.attending, step)}
-        seconds: dict[str, list[float]] = {name: [] for name in attentions}
+        contexts = {DENSE: partial(self.kernel, kernel), CAB: partial(self.attending, step)}
+        seconds: dict[str, list[float]] = {name: [] for name in contexts}
         peaks: dict[str, float | None] = {}
+        # runs with a negative number are warm-up runs
         for run in range(-self.warm_ups, self.runs):
-            for name, attention in attentions.items():
-                with attention():
+            for name, context in contexts.items():
+                with context():
                     self._reset_peak()
-                    took = self.timed(ids)
+                    run_seconds = self.timed(ids)
                     if run >= 0:
-                        seconds[name].append(took)
+                        seconds[name].append(run_seconds)
                     peaks[name] = self._peak_gib()
                     if name == CAB:
                         densities = [layer["density"] for layer in stats(self.model, reset=True)]
-        dense, ours = (median(seconds[name]) for name in (DENSE, CAB))
         return {
             "kernel": kernel,
-            "dense_ms": 1000 * dense,
-            "cab_ms": 1000 * ours,
+            "dense_ms": 1000 * median(seconds[DENSE]),
+            "cab_ms": 1000 * median(seconds[CAB]),
             "runs": len(seconds[DENSE]),
             "dense_peak_gib": peaks[DENSE],
             "cab_peak_gib": peaks[CAB],
             "densities": densities,
-            "pass_seconds": {name: max(some) for name, some in seconds.items()},
+            "pass_seconds": {name: max(times) for name, times in seconds.items()},
         }
 
     def _reset_peak(self) -> None:
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.model.device)
         elif Path("/proc/self/clear_refs").exists():
-            # Linux: resets VmHWM, the peak of the resident memory
+            # on Linux, 5 resets VmHWM, the peak of the resident memory
             _try_write(Path("/proc/self/clear_refs"), "5")
 
     def _peak_gib(self) -> float | None:
-        """Return the peak of allocated GPU memory, or of resident memory; None if unknown."""
+        """Return the peak of allocated GPU memory, or of resident memory on a CPU.
+
+        Returns None where the operating system does not report the peak.
+        """
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.model.device) / GIB
         status = Path("/proc/self/status")
@@ -249,35 +279,38 @@ class Measurements:
     # --- quality
 
     def continuation(self, length: int, index: int) -> TeacherForced:
-        """Return running text whose last tokens are predicted after the prompt."""
-        tokens = plain_document(self.tokenizer, self.sentences, length, index, self.seed)
+        """Return running text of ``length`` tokens, whose last tokens are to be predicted."""
+        tokens = self.plain_tokens(length, index)
         prompt = length - max(1, min(CONTINUED, length // CONTINUED_SHARE))
         return TeacherForced(tokens, ((prompt, length),), prompt)
 
     def dense(self, length: int, index: int) -> Tensor:
-        """Return the log-probabilities of dense attention after the prompt."""
-        place = length, index
-        if place not in self.dense_cache:
+        """Return log-probabilities of dense attention, float32 [predicted tokens, vocabulary]."""
+        key = length, index
+        if key not in self.dense_cache:
             reading = self.continuation(length, index)
-            self.dense_cache[place] = distributions(self.model, reading, chunk=CHUNK).cpu()
-        return self.dense_cache[place]
+            self.dense_cache[key] = distributions(self.model, reading, chunk=CHUNK).cpu()
+        return self.dense_cache[key]
 
     def divergence(self, step: Step) -> dict[str, Any]:
-        """Compare the distributions after a prompt with those of dense attention."""
+        """Compare the distributions of a step after a prompt with those of dense attention."""
         dense = self.dense(step.length, step.index)
         reading = self.continuation(step.length, step.index)
         with self.attending(step):
             started = time.perf_counter()
-            ours = distributions(self.model, reading, chunk=CHUNK)
-            self._wait()
-            took = time.perf_counter() - started
+            log_probs = distributions(self.model, reading, chunk=CHUNK)
+            self._synchronize()
+            seconds = time.perf_counter() - started
             densities = [layer["density"] for layer in stats(self.model, reset=True)]
-        found = divergence(ours, dense, reading)
-        kept = {name: found[name] for name in ("kl", "agree", "count")}
-        return {**kept, "densities": densities, "pass_seconds": {step.method: took}}
+        scores = divergence(log_probs, dense, reading)
+        return {
+            **{name: scores[name] for name in ("kl", "agree", "count")},
+            "densities": densities,
+            "pass_seconds": {step.method: seconds},
+        }
 
     def document(self, step: Step) -> Document:
-        """Return a document with as many keys as fit, at most `KEYS`."""
+        """Return the document of a step, with at most `KEYS` keys."""
         border = self.config.query_block if step.measure == BORDER else 1
         keys = num_keys(step.length, border)
         while True:
@@ -292,24 +325,27 @@ class Measurements:
                     border=border,
                 )
             except ValueError:
-                # tokens per sentence depend on the tokenizer
+                # `KEY_TOKENS` is too small for this tokenizer: try fewer keys
                 if keys == 1:
                     raise RuntimeError("no key fits into a document of this length") from None
                 keys //= 2
 
     def recall(self, step: Step) -> dict[str, Any]:
-        """Test which planted keys the model repeats, in text or at starts of query blocks."""
+        """Return, for each key of a document, True if the model predicts its repeat."""
         document = self.document(step)
         with self.attending(step):
             started = time.perf_counter()
-            found = greedy_match(self.model, TeacherForced(document.tokens, document.answers))
-            self._wait()
-            took = time.perf_counter() - started
-        return {**found, "pass_seconds": {step.method: took}}
+            result = greedy_match(self.model, TeacherForced(document.tokens, document.answers))
+            self._synchronize()
+            seconds = time.perf_counter() - started
+        return {**result, "pass_seconds": {step.method: seconds}}
 
 
 def ranked_kernels(rows: Sequence[Row], length: int) -> list[str]:
-    """Return the fastest dense kernels of the nearest compared length, the fastest first."""
+    """Return the fastest dense kernels at the nearest compared length, the fastest first.
+
+    Returns [] if no kernels were compared.
+    """
     compared = select(rows, measure=KERNELS)
     if not compared:
         return []
@@ -318,7 +354,7 @@ def ranked_kernels(rows: Sequence[Row], length: int) -> list[str]:
 
 
 def unsupported(model: nn.Module) -> str | None:
-    """Return why no layer of ``model`` can attend sparsely; None if one can."""
+    """Return the reason why no layer of ``model`` can attend sparsely; None if a layer can."""
     layers = list(attention_layers(model))
     if not layers:
         return "no attention layer that is known to be causal"
@@ -328,6 +364,7 @@ def unsupported(model: nn.Module) -> str | None:
 
 
 def _try_write(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``, unless the operating system denies it."""
     try:
         path.write_text(text)
     except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -35,89 +36,108 @@ METHOD = """\
 * **Peak memory**: allocated memory of the GPU, or resident memory of the process on a CPU."""
 
 
-def table(rows: Sequence[Row], shown: Sequence[Summary]) -> str:
-    """Return the Markdown table of all lengths and configurations."""
-    return markdown(HEADINGS, [_cells(rows, each) for each in shown])
+def table(rows: Sequence[Row], summaries: Sequence[Summary]) -> str:
+    """Return the Markdown table with a line for each length and configuration."""
+    return markdown(HEADINGS, [_cells(rows, summary) for summary in summaries])
 
 
-def _cells(rows: Sequence[Row], each: Summary) -> list[str]:
-    name, kl = each.name, _number(each.kl, "{:.3g}")
-    if each.threshold is None:
-        timed = select(rows, measure="ttft", length=each.length)
+def _cells(rows: Sequence[Row], summary: Summary) -> list[str]:
+    """Return the cells of a line of `table`."""
+    if summary.threshold is None:
+        timed = select(rows, measure="ttft", length=summary.length)
         name = f"dense ({timed[0]['kernel']})" if timed else "dense"
-        noise = mean_kl(rows, each.length, None, FULL)
-        kl = f"0 (noise {noise:.2g})" if noise == noise else "0"
+        noise = mean_kl(rows, summary.length, None, FULL)
+        kl = "0" if isnan(noise) else f"0 (noise {noise:.2g})"
     else:
-        is_advised = name == "advised"
-        name = f"CAB, mass_threshold={each.threshold:g}{' (advised)' if is_advised else ''}"
+        mark = " (advised)" if summary.name == "advised" else ""
+        name = f"CAB, mass_threshold={summary.threshold:g}{mark}"
+        kl = _number(summary.kl, "{:.3g}")
     return [
-        f"{each.length:,}",
+        f"{summary.length:,}",
         name,
-        _number(each.density, "{:.2f}"),
-        _number(each.ms, "{:,.0f}" if (each.ms or 0) >= 100 else "{:.1f}"),
-        _number(each.speedup, "{:.2f}"),
+        _number(summary.density, "{:.2f}"),
+        _number(summary.ms, "{:,.0f}" if (summary.ms or 0) >= 100 else "{:.1f}"),
+        _number(summary.speedup, "{:.2f}"),
         kl,
-        _share(each.recall),
-        _share(each.border),
-        _number(each.peak_gib, "{:.2f}"),
+        _share(summary.recall),
+        _share(summary.border),
+        _number(summary.peak_gib, "{:.2f}"),
     ]
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
+    """Return a Markdown table.
+
+    Args:
+        headings: heading of each column.
+        rows: cells of each line.
+    """
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def _number(value: float | None, how: str) -> str:
-    return NOT_MEASURED if value is None else how.format(value)
+def _number(value: float | None, template: str) -> str:
+    """Format a number, or a dash for None."""
+    return NOT_MEASURED if value is None else template.format(value)
 
 
 def _share(keys: tuple[int, int] | None) -> str:
+    """Format (found keys, all keys) as ``9 of 16``, or a dash for None."""
     return NOT_MEASURED if keys is None else f"{keys[0]} of {keys[1]}"
 
 
 def layers(rows: Sequence[Row], threshold: float) -> str:
-    """Return the Markdown table of the density by layer and length; nothing without densities."""
+    """Return the Markdown table of the density by layer and length; "" without densities."""
     lengths = sorted({row["length"] for row in rows})
-    of_each = {length: densities_of(rows, length, threshold) for length in lengths}
-    of_each = {length: some for length, some in of_each.items() if some}
-    if not of_each:
+    densities = {length: densities_of(rows, length, threshold) for length in lengths}
+    densities = {length: by_layer for length, by_layer in densities.items() if by_layer}
+    if not densities:
         return ""
-    headings = ["layer", *(f"{length:,} tokens" for length in of_each)]
-    by_layer = zip(*of_each.values(), strict=True)
-    lines = [[str(at), *(f"{x:.2f}" for x in some)] for at, some in enumerate(by_layer)]
+    headings = ["layer", *(f"{length:,} tokens" for length in densities)]
+    by_layer = zip(*densities.values(), strict=True)
+    lines = [
+        [str(layer), *(f"{density:.2f}" for density in layer_densities)]
+        for layer, layer_densities in enumerate(by_layer)
+    ]
     return markdown(headings, lines)
 
 
 def draw(
-    path: Path, rows: Sequence[Row], shown: Sequence[Summary], threshold: float, target: float
+    path: Path, rows: Sequence[Row], summaries: Sequence[Summary], threshold: float, target: float
 ) -> None:
-    """Draw time by length, KL by threshold, and density by layer."""
-    lengths = sorted({each.length for each in shown})
-    start = next((x.threshold for x in shown if x.threshold is not None), threshold)
+    """Draw time by length, KL by threshold, and density by layer.
+
+    Args:
+        path: the file to write.
+        rows: all measured rows.
+        summaries: the lines of `table`.
+        threshold: the advised ``mass_threshold``.
+        target: the KL that the user accepts, in nats per token; 0 without a target.
+    """
+    lengths = sorted({summary.length for summary in summaries})
+    start = next((x.threshold for x in summaries if x.threshold is not None), threshold)
     styles = {"dense": "black", "start": "tab:blue", "advised": "tab:orange"}
     with figure(path, 1, 3, figsize=(11, 3.2)) as axes:
         times, kl, density = axes[0]
         for name, colour in styles.items():
-            drawn_rows = [
-                {"length": x.length, "s": x.ms / 1000} for x in shown if x.name == name and x.ms
+            timed_lengths = [
+                {"length": x.length, "s": x.ms / 1000} for x in summaries if x.name == name and x.ms
             ]
-            charts.line(times, drawn_rows, lambda row: row["s"], color=colour, label=name)
+            charts.line(times, timed_lengths, lambda row: row["s"], color=colour, label=name)
         charts.over_tokens(times, lengths, "time to the first token", "seconds")
         for length in lengths:
-            points = points_of(rows, length, start)
-            drawn_rows = [(p.threshold, p.kl) for p in points if p.kl > 0]
-            if drawn_rows:
+            # a logarithmic axis has no 0
+            points = [p for p in points_of(rows, length, start) if p.kl > 0]
+            if points:
                 kl.plot(
-                    [p for p, _ in drawn_rows],
-                    [y for _, y in drawn_rows],
+                    [point.threshold for point in points],
+                    [point.kl for point in points],
                     marker="o",
                     label=f"{length:,} tokens",
                 )
-            layers_of = densities_of(rows, length, threshold)
-            if layers_of:
-                density.plot(layers_of, label=f"{length:,} tokens")
+            layer_densities = densities_of(rows, length, threshold)
+            if layer_densities:
+                density.plot(layer_densities, label=f"{length:,} tokens")
         thresholds = [row["threshold"] for row in select(rows, measure="kl", method=CAB)]
         _kl_axis(kl, thresholds, target, mean_kl(rows, lengths[-1], None, FULL))
         density.set_title(f"density, mass_threshold={threshold:g}", fontsize=10)
@@ -130,9 +150,10 @@ def draw(
 
 
 def _kl_axis(axis: Any, thresholds: Sequence[float], target: float, noise: float) -> None:
+    """Set title, scales, ticks and horizontal lines of the panel with the KL."""
     if target:
         axis.axhline(target, color="black", linestyle="--", label="target")
-    # far smaller noise is of no interest
+    # a line for far smaller noise would only stretch the axis
     if noise > max(target, 1e-6) / 1000:
         axis.axhline(noise, color="grey", linestyle=":", label="noise")
     axis.set_title("KL, nats per token", fontsize=10)
@@ -153,7 +174,7 @@ def report(
     provenance: Row,
     command: str,
 ) -> str:
-    """Return report.md.
+    """Return the content of report.md.
 
     Args:
         advice: the sentence of advice.
@@ -165,15 +186,17 @@ def report(
     """
     (_, first), *others = tables.items()
     packages = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
-    parts = ["# Does CAB pay?", advice, first, *notes, "![time, KL and density](figure.png)"]
-    parts += [f"## {heading}\n\n{each}" for heading, each in others if each]
+    figure_link = "![time, KL and density](figure.png)"
+    paragraphs = ["# Does CAB pay?", advice, first, *notes, figure_link]
+    paragraphs += [f"## {heading}\n\n{text}" for heading, text in others if text]
     if skipped:
-        listed = "\n".join(f"* {each}" for each in skipped)
-        parts.append(f"## Not measured\n\n{listed}\n\nThe same command continues with these steps.")
-    parts += [
+        items = "\n".join(f"* {step}" for step in skipped)
+        remedy = "The same command continues with these steps."
+        paragraphs.append(f"## Not measured\n\n{items}\n\n{remedy}")
+    paragraphs += [
         f"## How it was measured\n\n{METHOD}",
         f"Made on {provenance['device']} with {packages}, commit "
         f"{provenance['commit'] or 'unknown'}; finished {provenance['finished']}:",
         f"```\n{command}\n```",
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(paragraphs) + "\n"

@@ -26,10 +26,10 @@ from cab_hf.eval.speed.runner import (
     Panel,
     Speed,
     SpeedSettings,
+    distinct_values,
     listed,
-    made_of,
-    named,
-    varying,
+    run_description,
+    varying_columns,
 )
 from cab_hf.eval.speed.timing import Bench, in_a_sentence, method_on
 from cab_hf.experiment.settings import flag, option
@@ -41,8 +41,9 @@ from cab_hf.predictors import LayerContext, make_predictor
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}
 EVERYTHING = 1.0  # the budget that keeps all blocks
 ENGINES_ON_GPU = ("flex", "triton")
+# fields of a sample with a value per engine
 OF_ENGINES = ("attend_ms", "total_ms", "total_eager_ms", "peak_mib", "labels")
-# rows of a group differ in length alone
+# fields that are equal in a group of rows; rows of a group differ only in length
 GROUP = ("head_dim", "direction", "blocks", "layout", "budget")
 
 
@@ -81,9 +82,9 @@ class Settings(SpeedSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # the gradients of dense kernels are checked for whole rows alone
-        whole = self.layouts == (WHOLE,) or self.directions == ("forward",)
-        self.check("directions", whole, f"forward for layouts other than {WHOLE}")
+        # only the layout of whole rows has a check of dense kernels' gradients
+        is_checked = self.layouts == (WHOLE,) or self.directions == ("forward",)
+        self.check("directions", is_checked, f"forward for layouts other than {WHOLE}")
 
     def configs(self) -> list[CabConfig]:
         return [self.budgeted(case) for case in self.asked()]
@@ -99,7 +100,7 @@ class Settings(SpeedSettings):
         )
 
     def budgeted(self, case: Mapping[str, Any]) -> CabConfig:
-        """Return the config with the budget of ``case``."""
+        """Return CAB's config with the block sizes and the budget of ``case``."""
         sizes = case["blocks"].split("x")
         self.check("blocks", len(sizes) == 2 and all(map(str.isdigit, sizes)), "like 128x64")
         query_block, key_block = map(int, sizes)
@@ -110,11 +111,16 @@ class Settings(SpeedSettings):
     def planner(
         self, case: Mapping[str, Any], sinks: Tensor | None = None
     ) -> Callable[[Tensor, Tensor, KeyRanges], BlockPlan]:
-        """Return a function (q, k, ranges) -> plan of ``case``, for heads with these ``sinks``."""
+        """Return a function of q, k and ranges that returns a plan.
+
+        Args:
+            case: the case with blocks and budget.
+            sinks: logits [H] of attention sinks; None without sinks.
+        """
         config = self.budgeted(case)
         if case["budget"] == EVERYTHING:
             return lambda q, k, ranges: BlockPlan.causal(
-                ranges, q.shape[1], config.query_block, config.key_block
+                ranges, q.shape[1], query_block=config.query_block, key_block=config.key_block
             )
         predict = make_predictor(config)
         # in a cascade, the first anchor selects blocks
@@ -122,9 +128,10 @@ class Settings(SpeedSettings):
 
         def select(q: Tensor, k: Tensor, ranges: KeyRanges) -> BlockPlan:
             dim = q.shape[-1]
-            channels = llama_channels(dim)
-            call = LayerContext(ranges, dim**-0.5, layer, channels=channels, sinks=sinks)
-            return predict(q, k, call)
+            context = LayerContext(
+                ranges, dim**-0.5, layer, channels=llama_channels(dim), sinks=sinks
+            )
+            return predict(q, k, context)
 
         return select
 
@@ -135,7 +142,10 @@ class Settings(SpeedSettings):
 
 
 class Attention(Speed):
-    """The experiment; a case is one length, head dim, direction, block size, layout and budget."""
+    """The experiment that times selecting blocks and attending in one layer.
+
+    A case is one length, head dim, direction, block size, layout and budget.
+    """
 
     name = "speed attention"
     purpose = "time selecting blocks and attending, forward and backward, next to dense kernels"
@@ -172,14 +182,15 @@ class Attention(Speed):
     @staticmethod
     def described(settings: Mapping[str, Any]) -> str:
         channels = ", ".join(map(str, settings["head_dims"]))
-        record = made_of(
+        description = run_description(
             f"Batch {settings['batch']}, {settings['heads']} query heads and "
             f"{settings['kv_heads']} KV heads of {channels} channels, {settings['dtype']}; inputs "
             f"are {INPUTS}, not those of a model",
             settings,
         )
-        near = settings["dense_up_to"]
-        return f"{record}\n\n≈: extrapolated by N² beyond {near:,} tokens. {dense.BREAK_EVEN}"
+        longest = settings["dense_up_to"]
+        extrapolated = f"≈: extrapolated by N² beyond {longest:,} tokens. {dense.BREAK_EVEN}"
+        return f"{description}\n\n{extrapolated}"
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         sample, settings = super().measure(case), self.settings
@@ -209,12 +220,12 @@ class Attention(Speed):
         if _predicts(sample):
             sample["predict_ms"] = self.time(sample, "predicting", layer.select).ms
         work = engines.Workload(
-            bench.device.type,
-            sample["head_dim"],
-            settings.torch_dtype,
-            sample["direction"] == "backward",
-            plan.query_block,
-            plan.key_block,
+            device=bench.device.type,
+            head_dim=sample["head_dim"],
+            dtype=settings.torch_dtype,
+            training=sample["direction"] == "backward",
+            query_block=plan.query_block,
+            key_block=plan.key_block,
             sinks=settings.sinks,
         )
         for name in settings.engines:
@@ -222,7 +233,7 @@ class Attention(Speed):
             try:
                 engine = engines.choose(name, work)
                 layer.check(engine, plan, backward=work.training)
-                self.time_engine(sample, name, engine, layer, plan)
+                self.time_engine(sample=sample, name=name, engine=engine, layer=layer, plan=plan)
             except Exception as error:
                 # an engine that raises an error or is wrong is reported and not measured
                 sample["not_measured"][name] = in_a_sentence(error)
@@ -232,14 +243,22 @@ class Attention(Speed):
     def time_engine(
         self, sample: dict[str, Any], name: str, engine: Engine, layer: Layer, plan: BlockPlan
     ) -> None:
-        """Add the times of an engine, alone and with block selection, to ``sample``."""
-        q, k, v = layer.placed()
+        """Add the times of an engine to ``sample``, without and with block selection.
+
+        Args:
+            sample: the sample of a case.
+            name: name of the engine in results.
+            engine: the engine.
+            layer: the layer.
+            plan: the plan of the layer.
+        """
+        q, k, v = layer.reordered_inputs()
+        attend = partial(layer.attend, engine=engine, plan=plan)
         if sample["direction"] == "backward":
-            complete = gradients_of(partial(layer.attend, engine), q, k, v, plan)
+            complete = gradients_of(attend, q, k, v)
             sample["attend_ms"][name] = self.bench.time(complete, graph=False).ms
         else:
-            attending = partial(layer.attend, engine, q, k, v, plan)
-            sample["attend_ms"][name] = self.time(sample, name, attending).ms
+            sample["attend_ms"][name] = self.time(sample, name, partial(attend, q, k, v)).ms
             if not _predicts(sample):
                 return
             complete = partial(layer.complete, engine)
@@ -249,56 +268,64 @@ class Attention(Speed):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return rows by `GROUP` and length, with the fastest engine, dense attention and rates.
+        """Return one row per sample, with the fastest engine, dense attention and rates.
 
-        ``ms`` includes block selection; ``ratio`` is relative to the fastest dense kernel.
+        ``ms`` includes block selection, and ``ratio`` is relative to the fastest dense kernel. Rows
+        are sorted by head dim, direction, layout, blocks, budget and length.
         """
         rows = sorted(map(dict, samples), key=itemgetter("blocks", "budget", "length"))
-        # forward before backward, whole rows first
-        order = {layout: place for place, layout in enumerate(LAYOUTS)}
+        layouts = list(LAYOUTS)
         rows.sort(
-            key=lambda row: (row["head_dim"], DIRECTIONS[row["direction"]], order[row["layout"]])
+            key=lambda row: (
+                row["head_dim"],
+                # forward before backward
+                DIRECTIONS[row["direction"]],
+                layouts.index(row["layout"]),
+            )
         )
-        for alike in grouped(rows, "head_dim", "direction", "layout"):
-            for row in alike:
+        for group in grouped(rows, ["head_dim", "direction", "layout"]):
+            for row in group:
                 times = _times(row)
                 row["engine"] = min(times, key=times.__getitem__, default=None)
                 row["ms"] = times.get(row["engine"])
-                row |= dense.compared(row, alike, preferred=()) | {"tflops": rates(row)}
+                row |= dense.compared(row, group, preferred=()) | {"tflops": rates(row)}
         return rows
 
     @classmethod
     def shown(cls, rows: Sequence[Row]) -> list[Row]:
-        """Return one row per engine, with the length at which it becomes faster than dense."""
-        by_name, derived = (*OF_ENGINES, "tflops"), []
-        first = dict.fromkeys(("density", "ms", "baseline", "baseline_ms", "ratio"))
+        """Return one row per engine, with the break-even length against dense attention."""
+        fields, derived = (*OF_ENGINES, "tflops"), []
+        # these columns come first
+        leading = dict.fromkeys(("density", "ms", "baseline", "baseline_ms", "ratio"))
         for row in rows:
             for name, ms in _times(row).items():
-                own = {field: (row[field] or {}).get(name) for field in by_name}
+                of_engine = {field: (row[field] or {}).get(name) for field in fields}
                 ratio = row["baseline_ms"] and ms / row["baseline_ms"]
-                derived.append(
-                    {**first, **row, **own, "ms": ms, "ratio": ratio, "way": f"cab {name}"}
-                )
-        for alike in grouped(derived, *GROUP, "way"):
-            break_even = dense.break_even_shown(alike)
-            for row in alike:
+                of_engine |= {"ms": ms, "ratio": ratio, "way": f"cab {name}"}
+                derived.append({**leading, **row, **of_engine})
+        for group in grouped(derived, [*GROUP, "way"]):
+            break_even = dense.break_even_shown(group)
+            for row in group:
                 row["break_even"] = break_even
         return derived
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """Summarise the smallest budget at the longest input for each direction."""
-        parts = []
-        for some in grouped([row for row in rows if row["ratio"] is not None], "direction"):
-            row = min(some, key=lambda row: (row["budget"], -row["length"], row["ratio"]))
-            alike = [each for each in some if all(each[name] == row[name] for name in GROUP)]
-            by = {"head dim": "head_dim", "blocks": "blocks", "layout": "layout"}
-            which = named(row, varying(rows, by))
+        """Return a sentence per direction on the smallest budget at the longest input."""
+        sentences = []
+        timed = [row for row in rows if row["ratio"] is not None]
+        for direction_rows in grouped(timed, ["direction"]):
+            row = min(direction_rows, key=lambda row: (row["budget"], -row["length"], row["ratio"]))
+            group = [
+                other for other in direction_rows if all(other[name] == row[name] for name in GROUP)
+            ]
+            columns = {"head dim": "head_dim", "blocks": "blocks", "layout": "layout"}
+            values = distinct_values(row, varying_columns(rows, columns))
             share = f"{percent(row['density'])} of the pairs by {row['engine']}"
-            predicting = ["selecting blocks included"] if _predicts(row) else []
-            what = ", ".join([f"{row['direction']} of {share}", *which, *predicting])
-            parts.append(dense.reading(alike, what))
-        return parts
+            selection = ["selecting blocks included"] if _predicts(row) else []
+            subject = ", ".join([f"{row['direction']} of {share}", *values, *selection])
+            sentences.append(dense.reading(group, subject))
+        return sentences
 
 
 EXPERIMENT = Attention
@@ -306,7 +333,7 @@ EXPERIMENT = Attention
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """The attention of one layer: inputs, their order on the block grid, and block selection.
+    """The attention of one layer with fixed inputs.
 
     Attributes:
         q: queries [B, H, N, D].
@@ -323,37 +350,57 @@ class Layer:
     planner: Callable[[Tensor, Tensor, KeyRanges], BlockPlan]
     sinks: Tensor | None
 
-    def placed(self) -> tuple[Tensor, Tensor, Tensor]:
+    def reordered_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v in the order of the layout."""
         return self.layout.queries(self.q), self.layout.keys(self.k), self.layout.keys(self.v)
 
     def select(self) -> BlockPlan:
-        """Select blocks."""
+        """Return the plan of the inputs."""
         layout = self.layout
         return self.planner(layout.queries(self.q), layout.keys(self.k), layout.ranges)
 
-    def attend(self, engine: Engine, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Tensor:
-        """Return attention for results of `placed`, in the order of the inputs."""
-        out = self.layout.attend(engine, q, k, v, plan, q.shape[-1] ** -0.5, sinks=self.sinks)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, engine: Engine, plan: BlockPlan) -> Tensor:
+        """Return attention in the order of the inputs, [B, H, N, D].
+
+        Args:
+            q, k, v: result of `reordered_inputs`.
+            engine: the engine.
+            plan: the plan.
+        """
+        out = self.layout.attend(
+            engine=engine,
+            q=q,
+            k=k,
+            v=v,
+            plan=plan,
+            scale=q.shape[-1] ** -0.5,
+            sinks=self.sinks,
+        )
         return self.layout.restore(out)
 
     def complete(self, engine: Engine) -> Tensor:
-        """Select blocks and attend to them; q and k are moved once for both."""
-        q, k, v = self.placed()
-        return self.attend(engine, q, k, v, self.planner(q, k, self.layout.ranges))
+        """Select blocks and return attention; both use the same reordered q and k."""
+        q, k, v = self.reordered_inputs()
+        plan = self.planner(q, k, self.layout.ranges)
+        return self.attend(q, k, v, engine=engine, plan=plan)
 
     def check(self, engine: Engine, plan: BlockPlan, backward: bool) -> None:
-        """Compare an engine with float32 attention, and its gradients for ``backward``."""
-        q, k, v = self.placed()
-        check_rows(engine.attention(q, k, v, plan, q.shape[-1] ** -0.5), q, k, v, plan)
+        """Compare an engine with float32 attention, and also its gradients for ``backward``.
+
+        Raises:
+            ArithmeticError: a relative error exceeds its tolerance.
+        """
+        q, k, v = self.reordered_inputs()
+        out = engine.attention(q, k, v, plan, scale=q.shape[-1] ** -0.5)
+        check_rows(out=out, q=q, k=k, v=v, plan=plan)
         if backward:
-            check_gradients(engine.attention, q, k, v, self.planner)
+            check_gradients(engine.attention, q=q, k=k, v=v, planner=self.planner)
 
 
 def inputs_of(
     settings: Settings, bench: Bench, case: Mapping[str, Any]
 ) -> tuple[Sequences, Tensor, Tensor, Tensor]:
-    """Return the sequences of a case, and random q, k and v for them."""
+    """Return the sequences of a case, and random q, k and v for these sequences."""
     sequences = Sequences.drawn(
         case["layout"],
         batch=settings.batch,
@@ -361,24 +408,32 @@ def inputs_of(
         seed=settings.seed,
         device=bench.device,
     )
-    heads = settings.random_heads(
-        sequences.slots, case["head_dim"], bench.device, "qkv", sequences.rows
+    q, k, v = settings.random_heads(
+        sequences.slots,
+        head_dim=case["head_dim"],
+        device=bench.device,
+        names="qkv",
+        batch=sequences.rows,
     )
-    return sequences, *heads
+    return sequences, q, k, v
 
 
-# cached for all budgets of a case
+# the cache serves all budgets of a case
 @lru_cache(maxsize=1)
 def time_baselines(
     settings: Settings, bench: Bench, *, layout: str, length: int, head_dim: int, backward: bool
 ) -> dict[str, dict[str, Any]]:
-    """Time every dense baseline on random heads, as `dense.measure`; none if memory runs out."""
+    """Time every dense baseline on random q, k and v.
+
+    Returns:
+        The result of `dense.measure`. If the inputs do not fit into memory, every baseline has this
+        reason.
+    """
     case = {"layout": layout, "length": length, "head_dim": head_dim}
     try:
         sequences, q, k, v = inputs_of(settings, bench, case)
     except torch.OutOfMemoryError as error:
-        why = in_a_sentence(error)
-        return {"not_measured": dict.fromkeys(dense.on(bench.device), why)}
+        return {"not_measured": dict.fromkeys(dense.on(bench.device), in_a_sentence(error))}
     return dense.measure(
         q,
         k,
@@ -392,19 +447,25 @@ def time_baselines(
 
 
 def counted(plan: BlockPlan, heads: int) -> dict[str, float]:
-    """Return density, and listed (query, key) pairs over ``heads``, masked ones included."""
+    """Return density, and the number of (query, key) pairs in listed blocks over all heads.
+
+    Listed pairs include masked pairs, which kernels compute as well.
+    """
     listed = int(plan.full.counts.sum() + plan.partial.counts.sum())
     pairs = listed * plan.shared_by(heads) * plan.query_block * plan.key_block
     return {"density": plan.density(), "listed_pairs": pairs}
 
 
 def rates(row: Row) -> dict[str, float]:
-    """Return TFLOP/s of the engines, over listed blocks, and of the dense kernels of ``row``."""
-    # earlier versions recorded no pairs
+    """Return name -> TFLOP/s of attending, for the engines and dense kernels of a row.
+
+    Engines count the pairs of listed blocks, and dense kernels the causal pairs.
+    """
+    # rows of earlier versions have no causal_pairs
     causal = row["heads"] * (row["causal_pairs"] or row["batch"] * row["length"] ** 2 / 2)
     pairs = {name: row["listed_pairs"] for name in row["attend_ms"]}
     pairs |= dict.fromkeys(row["baselines"], causal)
-    # a pair needs a multiplication and an addition per channel in each of two forward products
+    # each of two forward products needs a multiplication and an addition per pair and channel
     operations = 4 * row["head_dim"] * DIRECTIONS[row["direction"]]
     times = row["attend_ms"] | row["baselines"]
     return {name: operations * pairs[name] / ms / 1e9 for name, ms in times.items()}
@@ -416,5 +477,5 @@ def _predicts(row: Row) -> bool:
 
 
 def _times(row: Row) -> Mapping[str, float]:
-    """Return ms by engine, including block selection if there is any."""
+    """Return engine -> ms, including block selection if the row has a time of block selection."""
     return row["total_ms" if _predicts(row) else "attend_ms"]

@@ -30,7 +30,7 @@ from cab_hf.eval.speed.runner import (
     SpeedSettings,
     densities,
     listed,
-    made_of,
+    run_description,
 )
 from cab_hf.eval.speed.schemes import ring_attention
 from cab_hf.eval.speed.timing import MOST_RUNS
@@ -39,19 +39,24 @@ from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 FORWARD, BOTH = DIRECTIONS = ("forward", "forward+backward")
-# number of checked KV heads: one more than is attended is in transfer
+# number of checked KV heads; with two, the transfer of a head overlaps with attention of the other
 CHECKED_KV_HEADS = 2
 
 
 class Scheme(NamedTuple):
-    """A scheme of attention: a function like `zigzag_attention`, or None for one rank."""
+    """A way to compute attention over ranks, or on one rank.
+
+    Attributes:
+        function: a function like `zigzag_attention`; None for one rank.
+        sparse: True if CAB selects blocks.
+    """
 
     function: Callable[..., tuple[Tensor, Tensor]] | None
     sparse: bool = False
 
     @property
     def against(self) -> str:
-        """The one-rank scheme to which its rate is compared."""
+        """The name of the one-rank scheme with which the rate of the scheme is compared."""
         return "alone+cab" if self.sparse else "alone"
 
 
@@ -63,13 +68,15 @@ OVER_RANKS = {
 }
 SCHEMES = ALONE | OVER_RANKS
 DERIVED = ("iterations_s", "alone_ms", "efficiency")
-# query heads, KV heads, channels per head
+# name -> (query heads, KV heads, channels per head)
 SHAPES = {"llama3-8b": (32, 8, 128), "llama3-70b": (64, 8, 128), "tiny": (4, 2, 16)}
-TURNS = 8  # calls in a timed run, fewer if they take more than a second
-SHORT_SECONDS = 0.5  # seconds for timing block selection alone
-# warm-up tokens of dense attention for longer sequences. A turn that takes more seconds than this
-# is not repeated for being the first. CAB compiles kernels for every length.
-WARM_UP_TOKENS, WARM_UP_SECONDS = 2**17, 2.0
+TURNS = 8  # largest number of calls in a timed run, which takes at most `ROW_SECONDS`
+SHORT_SECONDS = 0.5  # total time of the runs that time block selection
+# Dense attention of longer sequences warms up with WARM_UP_TOKENS tokens, and the first call counts
+# if it takes more than WARM_UP_SECONDS. CAB warms up at every length, because it compiles kernels
+# for every length.
+WARM_UP_TOKENS = 2**17
+WARM_UP_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -93,8 +100,8 @@ class Settings(SpeedSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ours = self.device in ("cuda", "cpu")
-        self.check("device", ours, "cuda or cpu, because every rank uses the GPU with its number")
+        accepted = "cuda or cpu, because every rank uses the GPU with its number"
+        self.check("device", self.device in ("cuda", "cpu"), accepted)
 
     def configs(self) -> list[CabConfig]:
         return [self.budgeted(length) for length in self.lengths]
@@ -105,7 +112,7 @@ class Settings(SpeedSettings):
     head_dim = property(lambda self: SHAPES[self.shape][2])
 
     def budgeted(self, length: int) -> CabConfig:
-        """Return the config at that length."""
+        """Return CAB's config with the budget for sequences of ``length`` tokens."""
         config = self.configured(max_density=self.density_at(length))
         block = max(config.query_block, config.key_block)
         if DENSE_BLOCK_SIZE % block:
@@ -129,7 +136,10 @@ class Settings(SpeedSettings):
 
 
 class ContextParallel(Ranked):
-    """The experiment; a case is one number of ranks, length, direction and scheme."""
+    """The experiment that times attention of one layer over ranks.
+
+    A case is one number of ranks, length, direction and scheme.
+    """
 
     name = "speed context-parallel"
     purpose = "time attention of one layer over the ranks of torchrun, next to one rank"
@@ -144,12 +154,12 @@ class ContextParallel(Ranked):
         *("ran_as", "density", "choose_ms"),
     )
     ADDED = {"each_ms": None}
-    LEAST_RANKS = 1  # one rank is the baseline of several
+    LEAST_RANKS = 1  # a run on one rank measures the baseline of runs on several ranks
     BY = {"direction": "direction", "ranks": "world", "scheme": "scheme"}
     APART = ("direction",)
     HIDDEN = (
         *("runs", "in_a_row", "batch"),
-        *("needed", "collectives_ms", "received_bytes"),  # of earlier versions
+        *("needed", "collectives_ms", "received_bytes"),  # fields of earlier versions
     )
     LONGEST_FIRST = True
     PANELS = (Panel("efficiency over ranks", "efficiency", ("efficiency",), log=False),)
@@ -161,7 +171,7 @@ class ContextParallel(Ranked):
     @staticmethod
     def described(settings: Mapping[str, Any]) -> str:
         heads, kv_heads, head_dim = SHAPES[settings["shape"]]
-        return made_of(
+        return run_description(
             f"One layer of {settings['shape']}: {heads} query and {kv_heads} key heads of "
             f"{head_dim}, {settings['dtype']}; inputs are {INPUTS}; max_density "
             f"{', '.join(settings['max_density'])}",
@@ -184,53 +194,58 @@ class ContextParallel(Ranked):
                     yield {**case, "scheme": scheme}
 
     def turn(self, sample: Mapping[str, Any], ranks: RankGroup, length: int) -> BenchCase:
-        """Return the scheme of a case, on a sequence of ``length`` tokens."""
-        settings, scheme = self.settings, SCHEMES[sample["scheme"]]
-        config = settings.budgeted(sample["length"])
-        return BenchCase(scheme, length, ranks.group, config)
+        """Return the scheme of a case on a sequence of ``length`` tokens."""
+        return BenchCase(
+            scheme=SCHEMES[sample["scheme"]],
+            length=length,
+            group=ranks.group,
+            config=self.settings.budgeted(sample["length"]),
+        )
 
     def find_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
         settings, bench = self.settings, self.bench
         backward = sample["direction"] == BOTH
-        # chunks of two blocks, the last one incomplete
+        # each rank has two chunks of two blocks, and the last block of the sequence is incomplete
         small = self.turn(sample, ranks, 4 * ranks.size * DENSE_BLOCK_SIZE - 37)
-        ranks.together(lambda: check(small, *self.whole(small), backward))
+        ranks.together(lambda: check(small, self.full_inputs(small), backward))
         turn, warm_up = self.turn(sample, ranks, sample["length"]), math.inf
         if turn.length > WARM_UP_TOKENS and not turn.scheme.sparse:
             warm_up = WARM_UP_SECONDS
             short = self.turn(sample, ranks, WARM_UP_TOKENS)
-            ranks.together(short.call(*self.held(short, ranks, backward)))
+            ranks.together(short.call(self.local_inputs(short, ranks, backward)))
         bench.settle()
-        held = self.held(turn, ranks, backward)
-        sample["ran_as"] = turn.label(*held[:3], backward)
+        inputs = self.local_inputs(turn, ranks, backward)
+        sample["ran_as"] = turn.label(inputs)
         sample |= ranks.time_slowest(
             bench,
-            turn.call(*held),
+            turn.call(inputs),
             settings.runs,
             settings.seconds,
             in_a_row=TURNS,
             warm_up=warm_up,
         )._asdict()
         if turn.scheme.sparse:
-            choose = partial(turn.choose, *held[:2])
+            choose = partial(turn.choose, inputs.q, inputs.k)
             pairs = ranks.all_gather(ranks.together(lambda: tuple(map(int, choose().pairs()))))
-            attended, causal = map(sum, zip(*pairs, strict=True))
-            sample["density"] = attended / causal
+            attended = sum(rank_attended for rank_attended, _ in pairs)
+            sample["density"] = attended / sum(rank_causal for _, rank_causal in pairs)
             sample["choose_ms"] = ranks.time_slowest(bench, choose, settings.runs, SHORT_SECONDS).ms
 
-    def whole(self, turn: BenchCase) -> tuple[Tensor, ...]:
-        """Return q, k and v of the whole sequence of a turn."""
+    def full_inputs(self, turn: BenchCase) -> Inputs:
+        """Return q, k and v of the whole sequence of a turn, equal on every rank."""
         settings = self.settings
-        return settings.random_heads(turn.length, settings.head_dim, self.bench.device, "qkv")
+        q, k, v = settings.random_heads(turn.length, settings.head_dim, self.bench.device, "qkv")
+        return Inputs(q, k, v)
 
-    def held(self, turn: BenchCase, ranks: RankGroup, backward: bool) -> list[Tensor]:
-        """Return this rank's part of q, k and v, and a gradient of the output for ``backward``."""
+    def local_inputs(self, turn: BenchCase, ranks: RankGroup, backward: bool) -> Inputs:
+        """Return this rank's shards of q, k and v, and a gradient of the output if ``backward``."""
 
-        def drawn() -> list[Tensor]:
-            held = [turn.sharded(x) for x in self.whole(turn)]
-            return [*held, torch.randn_like(held[0])] if backward else held
+        def draw() -> Inputs:
+            full = self.full_inputs(turn)
+            q, k, v = (turn.sharded(x) for x in (full.q, full.k, full.v))
+            return Inputs(q, k, v, gradient=torch.randn_like(q) if backward else None)
 
-        return ranks.together(drawn)
+        return ranks.together(draw)
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -243,41 +258,58 @@ class ContextParallel(Ranked):
             ms, scheme = row["ms"], SCHEMES[row["scheme"]]
             row["iterations_s"] = ms and 1e3 / ms
             if scheme.function is not None:
-                one = alone.get((scheme.against, row["direction"], row["length"]))
-                row["alone_ms"] = one
-                row["efficiency"] = one / ms / row["world"] if ms and one else None
+                alone_ms = alone.get((scheme.against, row["direction"], row["length"]))
+                row["alone_ms"] = alone_ms
+                row["efficiency"] = alone_ms / ms / row["world"] if ms and alone_ms else None
         return rows
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """Compare the schemes at the longest sequence on most ranks, for each direction."""
-        parts = []
+        """Return a sentence per direction on the schemes at the longest sequence on most ranks."""
+        sentences = []
         compared = [row for row in rows if row["efficiency"] is not None]
-        for some in grouped(compared, "direction"):
-            last = max(some, key=lambda row: (row["world"], row["length"]))
-            (same,) = (x for x in grouped(some, "world", "length") if last in x)
-            same.sort(key=lambda row: -row["efficiency"])
-            shown = ", ".join(f"{row['scheme']} {percent(row['efficiency'])}" for row in same)
-            parts.append(
+        for direction_rows in grouped(compared, ["direction"]):
+            last = max(direction_rows, key=lambda row: (row["world"], row["length"]))
+            (group,) = (x for x in grouped(direction_rows, ["world", "length"]) if last in x)
+            group.sort(key=lambda row: -row["efficiency"])
+            schemes = ", ".join(f"{row['scheme']} {percent(row['efficiency'])}" for row in group)
+            sentences.append(
                 f"{last['direction'].capitalize()} of {last['length']:,} tokens on "
                 f"{last['world']} ranks: rate as a share of {last['world']} times the rate of one "
-                f"rank: {shown}."
+                f"rank: {schemes}."
             )
-        return parts
+        return sentences
 
 
 EXPERIMENT = ContextParallel
 
 
-@dataclass(eq=False)
-class BenchCase:
-    """One scheme on a sequence of ``length`` tokens, on this rank.
+class Inputs(NamedTuple):
+    """The inputs of attention for a whole sequence, or the shards of one rank.
 
     Attributes:
-        group: the ranks of the sequence; unused for one rank.
+        q: queries [1, H, n, D].
+        k, v: keys and values [1, H_kv, n, D].
+        gradient: gradient of the output, [1, H, n, D]; None if only the forward pass runs.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gradient: Tensor | None = None
+
+
+@dataclass(eq=False)
+class BenchCase:
+    """One scheme on one sequence, on this rank.
+
+    Attributes:
+        scheme: the scheme.
+        length: tokens of the whole sequence.
+        group: the ranks of the sequence; None for one rank.
         config: CAB's config, with the engine of all schemes.
-        ranges: ranges of this rank's queries; all calls share them, like the layers of a forward
-            pass.
+        ranges: ranges of this rank's queries, which successive calls share like the layers of a
+            model; None before the first call.
     """
 
     scheme: Scheme
@@ -288,34 +320,32 @@ class BenchCase:
 
     @cached_property
     def sharding(self) -> Sharding | None:
+        """The distribution of the tokens over ranks; None for one rank."""
         if self.scheme.function is None:
             return None
         return sharding_of((self.length,), self.group.size(), DENSE_BLOCK_SIZE)
 
     @property
     def over_ranks(self) -> dict[str, Any]:
-        """The arguments of functions over ranks."""
+        """The keyword arguments that describe the sharded sequence to functions over ranks."""
         return {"group": self.group, "cu_seqlens": (0, self.length), "block": DENSE_BLOCK_SIZE}
 
     def sharded(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens of [B, H, N, D] in the same memory layout.
-
-        One rank alone gets all tokens.
-        """
+        """Return this rank's tokens of ``x`` [B, H, N, D], as [B, H, n, D] in the same layout."""
         if self.sharding is None:
             return x
         slots = self.sharding.sequence_index[self.group.rank()].to(x.device)
         return x.transpose(1, 2).index_select(1, slots).transpose(1, 2)
 
     def without_padding(self, x: Tensor) -> Tensor:
-        """Return this rank's [B, H, n, D] with zeros at padding."""
+        """Return this rank's ``x`` [B, H, n, D] with zeros at padding tokens."""
         if self.sharding is None:
             return x
         return x.masked_fill(~self.sharding.real[self.group.rank()].to(x.device)[:, None], 0.0)
 
     @torch.no_grad()
     def choose(self, q: Tensor, k: Tensor) -> BlockPlan | None:
-        """Return CAB's plan of this rank's queries; None if a scheme attends to all keys."""
+        """Return the plan of this rank's queries; None if a scheme over ranks is dense."""
         if self.sharding is not None:
             if not self.scheme.sparse:
                 return None
@@ -329,76 +359,91 @@ class BenchCase:
         return make_predictor(self.config)(q, k, LayerContext(self.ranges, q.shape[-1] ** -0.5))
 
     def workload(self, q: Tensor, k: Tensor, v: Tensor) -> Workload:
-        """Return the workload of the engine, with the gradients that the inputs need."""
+        """Return the workload of the engine, for training if the inputs require gradients."""
         blocks = self.config.query_block, self.config.key_block
         return Workload.of(
             q, k, v, blocks if self.scheme.sparse else (DENSE_BLOCK_SIZE, DENSE_BLOCK_SIZE)
         )
 
-    def label(self, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> str:
-        """Return the name of the kernels that attend."""
+    def label(self, inputs: Inputs) -> str:
+        """Return the name of the kernels that compute attention of ``inputs``."""
+        backward = inputs.gradient is not None
         with torch.set_grad_enabled(backward):
-            work = self.workload(*(x.detach().requires_grad_(backward) for x in (q, k, v)))
+            q, k, v = (x.detach().requires_grad_(backward) for x in inputs[:3])
+            work = self.workload(q, k, v)
         return engines.choose(self.config.engine, work).label(work)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return attention [B, H, n, D] for results of `sharded`; a plan is made here."""
+        """Select blocks if the scheme is sparse, and return attention [B, H, n, D].
+
+        Args:
+            q, k, v: results of `sharded`.
+        """
         plan = self.choose(q, k)
         if self.sharding is None:
             engine = engines.choose(self.config.engine, self.workload(q, k, v))
-            return engine.attention(q, k, v, plan, q.shape[-1] ** -0.5, return_lse=True)[0]
-        how = {"plan": plan, "engine": self.config.engine, "check": False}
-        return self.scheme.function(q, k, v, **how, **self.over_ranks)[0]
+            return engine.attention(q, k, v, plan, scale=q.shape[-1] ** -0.5, return_lse=True)[0]
+        options = {"plan": plan, "engine": self.config.engine, "check": False}
+        return self.scheme.function(q, k, v, **options, **self.over_ranks)[0]
 
-    def call(self, *heads: Tensor) -> Callable[[], Any]:
-        """Return a function that computes attention of q, k and v repeatedly.
+    def call(self, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
+        """Return a function that computes attention, and gradients if ``inputs`` has a gradient.
 
-        With a gradient of the output, it computes the gradients of q, k and v too.
+        The function returns (attention, gradients of q, k and v), or only attention.
         """
-        if len(heads) == 4:
-            return lambda: outcome(self.attend, *heads)
-        return torch.no_grad()(lambda: (self.attend(*heads),))
+        if inputs.gradient is not None:
+            return lambda: outcome(self.attend, inputs)
+        return torch.no_grad()(lambda: (self.attend(inputs.q, inputs.k, inputs.v),))
 
 
 @torch.enable_grad()
-def outcome(
-    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, gradient: Tensor
-) -> tuple[Tensor, ...]:
-    """Return (attention, the gradients of q, k and v)."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves)
-    return out.detach(), *torch.autograd.grad(out, leaves, gradient)
+def outcome(attend: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
+    """Return attention and the gradients of q, k and v.
+
+    Args:
+        attend: function of q, k and v that returns attention.
+        inputs: the inputs with a gradient of the output.
+    """
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    out = attend(q, k, v)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), inputs.gradient)
 
 
-def check(turn: BenchCase, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> None:
+def check(turn: BenchCase, inputs: Inputs, backward: bool) -> None:
     """Compare a turn with float32 attention of one process over the same sequence.
 
     Args:
         turn: the scheme and sequence.
-        q, k, v: the whole sequence of ``turn.length`` tokens, equal on every rank.
+        inputs: q, k and v of the whole sequence, equal on every rank.
         backward: True to compare gradients too.
 
     Raises:
-        ArithmeticError: the message contains the relative error and its tensor.
+        ArithmeticError: the message contains the relative error and names the tensor.
     """
-    group = q.shape[1] // k.shape[1]
-    q, k, v = q[:, : CHECKED_KV_HEADS * group], k[:, :CHECKED_KV_HEADS], v[:, :CHECKED_KV_HEADS]
+    group = inputs.q.shape[1] // inputs.k.shape[1]
+    q = inputs.q[:, : CHECKED_KV_HEADS * group]
+    k, v = inputs.k[:, :CHECKED_KV_HEADS], inputs.v[:, :CHECKED_KV_HEADS]
     generator = torch.Generator(q.device).manual_seed(0)
     gradient = torch.randn(q.shape, device=q.device, generator=generator).to(q.dtype)
     plan = replace(turn, scheme=ALONE[turn.scheme.against], ranges=None).choose(q, k)
 
-    def exactly(*heads: Tensor) -> Tensor:
-        return REFERENCE.attention(*heads, plan, q.shape[-1] ** -0.5)
+    def attend_exactly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return REFERENCE.attention(q, k, v, plan, scale=q.shape[-1] ** -0.5)
 
-    whole = (q, k, v, gradient)[: 4 if backward else 3]
-    held = [turn.sharded(x) for x in whole]
-    # the loss of padding queries does not count
-    held[3:] = map(turn.without_padding, held[3:])
-    result = turn.call(*held)()
-    floats = [x.float() for x in whole]
-    exact = outcome(exactly, *floats) if backward else [exactly(*floats)]
-    places = ("output", "gradient of q", "gradient of k", "gradient of v")
-    for place, ours, theirs in zip(places, result, exact, strict=False):
-        tolerance = CHECK_TOLERANCE if place == "output" else CHECK_GRADIENT_TOLERANCE
-        pair = map(turn.without_padding, (ours, turn.sharded(theirs)))
-        close(*pair, f"in the {place} at {turn.length} tokens", tolerance)
+    local = Inputs(turn.sharded(q), turn.sharded(k), turn.sharded(v))
+    exact_inputs = Inputs(q.float(), k.float(), v.float())
+    if backward:
+        # padding queries have no loss
+        local = local._replace(gradient=turn.without_padding(turn.sharded(gradient)))
+        exact = outcome(attend_exactly, exact_inputs._replace(gradient=gradient.float()))
+    else:
+        exact = (attend_exactly(exact_inputs.q, exact_inputs.k, exact_inputs.v),)
+    result = turn.call(local)()
+    names = ("output", "gradient of q", "gradient of k", "gradient of v")
+    for name, actual, expected in zip(names, result, exact, strict=False):
+        close(
+            turn.without_padding(actual),
+            turn.without_padding(turn.sharded(expected)),
+            where=f"in the {name} at {turn.length} tokens",
+            tolerance=CHECK_TOLERANCE if name == "output" else CHECK_GRADIENT_TOLERANCE,
+        )

@@ -1,4 +1,4 @@
-"""``speed decode``: time steps that read a part of the cache, in one layer and in a model."""
+"""``speed decode``: time decode steps that read a part of the cache, in a layer and in a model."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from cab_hf.ops.decode import Choice, reference
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-READ_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # bytes of the sum that measures the bandwidth
+READ_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # bytes that the measurement of bandwidth sums
 CAB = "cab"
-ATTENTION, MODEL = PARTS = ("attention", "model")  # the cheap part first
+ATTENTION, MODEL = PARTS = ("attention", "model")  # the faster measurement comes first
 CASE = ("part", "length", "batch", "way", "mode", "budget")
-OF_CAB = ("index", "choose", "attend")  # parts of a cab step
+OF_CAB = ("index", "choose", "attend")  # stages of a cab step, which are also timed separately
 
 
 COMPILED, DYNAMIC = "compiled", "dynamic"
@@ -49,9 +49,10 @@ MODES = {
     "static": "a static cache, eager",
     DYNAMIC: "a dynamic cache, eager",
 }
-# slots are a multiple of it: kernels with a mask pad unaligned slots
+# slots of a static cache are a multiple of this number; kernels with a mask would pad other numbers
 ALIGNED = 128
-# compiled models: one step compiles, one records the CUDA graph, the rest replay it
+# in a compiled model, the first step compiles, the second records a CUDA graph, and later steps
+# replay the graph
 WARM_UP_STEPS = 5
 NOTES = (
     "Attention is that of one layer of this model. All kernels read the cache as transformers "
@@ -68,26 +69,39 @@ NOTES = (
 
 
 def parse_budget(text: str) -> int | float:
-    """Parse ``decode_tokens``: a number of tokens, such as 4096 or 4k, or a share of the keys."""
+    """Parse ``decode_tokens``: a number of tokens, such as 4096 or 4k, or a share such as 0.1."""
     return float(text) if "." in text else parse_length(text)
 
 
 def tokens_of(budget: float, length: int) -> int:
-    """Return the number of keys for a budget of `decode_tokens`."""
+    """Return the number of keys that a step reads.
+
+    Args:
+        budget: ``decode_tokens``: an int is a number of keys, a float a share of all keys.
+        length: number of all keys.
+    """
     return budget if isinstance(budget, int) else round(budget * length)
 
 
 class Step(NamedTuple):
-    """One query per head with its cache, and the float32 result."""
+    """The inputs of a decode step in one layer, and its exact result.
 
-    q: Tensor  # [B, H, 1, D]
-    k: Tensor  # [B, H_kv, N, D], contiguous like caches of transformers
+    Attributes:
+        q: one query per head, [B, H, 1, D].
+        k, v: cached keys and values, [B, H_kv, N, D], contiguous like caches of transformers.
+        weights: attention weights over all keys, float32 [B, H_kv, H / H_kv, N].
+        expected: attention over all keys, float32 [B, H, 1, D].
+    """
+
+    q: Tensor
+    k: Tensor
     v: Tensor
-    weights: Tensor  # [B, H_kv, H / H_kv, N], over all keys
-    expected: Tensor  # [B, H, 1, D]
+    weights: Tensor
+    expected: Tensor
 
     @property
     def scale(self) -> float:
+        """The factor of the logits."""
         return self.q.shape[-1] ** -0.5
 
     @property
@@ -96,24 +110,43 @@ class Step(NamedTuple):
         return 2 * self.k.shape[-1] * self.k.element_size()
 
 
-# cached for all kernels of a case
+# the cache serves all kernels of a case
 @lru_cache(maxsize=1)
 def random_step(
     settings: Settings, length: int, batch: int, head_dim: int, device: torch.device
 ) -> Step:
-    """Return the last token of random inputs, and the cache of all tokens."""
-    q, k, v = settings.random_heads(length, head_dim, device, "qkv", batch)
+    """Return the decode step of the last token of random sequences.
+
+    Args:
+        settings: the settings.
+        length: cached tokens, including the last one.
+        batch: number of sequences.
+        head_dim: channels per head.
+        device: device of all tensors.
+    """
+    q, k, v = settings.random_heads(
+        length, head_dim=head_dim, device=device, names="qkv", batch=batch
+    )
     q, k, v = q[:, :, -1:].contiguous(), k.contiguous(), v.contiguous()
-    grouped = q.float().unflatten(1, (k.shape[1], -1)).squeeze(3) * head_dim**-0.5
-    # one sequence at a time: a cache in float32 is twice the cache
-    logits = [one @ keys.float().transpose(-1, -2) for one, keys in zip(grouped, k, strict=True)]
+    # [B, H_kv, H / H_kv, D]
+    queries = q.float().unflatten(1, (k.shape[1], -1)).squeeze(3) * head_dim**-0.5
+    # one sequence at a time, because a whole cache in float32 needs twice the memory of the cache
+    logits = [
+        sequence_queries @ keys.float().transpose(-1, -2)
+        for sequence_queries, keys in zip(queries, k, strict=True)
+    ]
     weights = torch.stack(logits).softmax(-1)
-    return Step(q, k, v, weights, weighted(weights, v))
+    return Step(q=q, k=k, v=v, weights=weights, expected=weighted(weights, v))
 
 
 def weighted(weights: Tensor, v: Tensor) -> Tensor:
-    """Return float32 [B, H, 1, D] for weights [B, H_kv, G, N] and v [B, H_kv, N, D]."""
-    sums = [one @ values.float() for one, values in zip(weights, v, strict=True)]
+    """Return the weighted sums of values, float32 [B, H, 1, D].
+
+    Args:
+        weights: [B, H_kv, H / H_kv, N].
+        v: [B, H_kv, N, D].
+    """
+    sums = [row @ values.float() for row, values in zip(weights, v, strict=True)]
     return torch.stack(sums).flatten(1, 2).unsqueeze(2)
 
 
@@ -130,15 +163,19 @@ Call = Callable[[], Tensor]
 
 
 def _sdpa(backend: SDPBackend | None, step: Step) -> Call:
+    """Return torch's SDPA with one backend; None: the backend that torch chooses."""
+
     def attend() -> Tensor:
         with nullcontext() if backend is None else sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(*step[:3], scale=step.scale, enable_gqa=True)
+            return F.scaled_dot_product_attention(
+                step.q, step.k, step.v, scale=step.scale, enable_gqa=True
+            )
 
     return attend
 
 
 def _transformers(step: Step) -> Call:
-    """Return the attention of transformers for a static cache: a mask of its slots."""
+    """Return the sdpa attention of transformers over a static cache, with a mask of the slots."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     q, k, v, _, _ = step
@@ -146,20 +183,27 @@ def _transformers(step: Step) -> Call:
     mask = torch.ones(q.shape[0], 1, 1, k.shape[2], dtype=torch.bool, device=q.device)
 
     def attend() -> Tensor:
-        return sdpa_attention_forward(module, q, k, v, mask, scaling=step.scale)[0].transpose(1, 2)
+        out, _ = sdpa_attention_forward(module, q, k, v, attention_mask=mask, scaling=step.scale)
+        return out.transpose(1, 2)
 
     return attend
 
 
 def _flash(modules: tuple[str, ...], name: str, step: Step) -> Call:
-    """Return a function of flash-attn, which takes [B, N, H, D]: views without copies."""
+    """Return a function of flash-attn for [B, H, N, D]; transposed views need no copies.
+
+    Args:
+        modules: as in `flash_attn`.
+        name: name of the function.
+        step: the inputs.
+    """
     kernel = flash_attn(name, modules)
-    q, k, v = (x.transpose(1, 2) for x in step[:3])
-    more: dict[str, Any] = {"softmax_scale": step.scale}
+    q, k, v = (x.transpose(1, 2) for x in (step.q, step.k, step.v))
+    options: dict[str, Any] = {"softmax_scale": step.scale}
     if name == "flash_attn_with_kvcache":
         batch, length, *_ = k.shape
-        more["cache_seqlens"] = torch.full((batch,), length, dtype=torch.int32, device=k.device)
-    return lambda: kernel(q, k, v, **more).transpose(1, 2)
+        options["cache_seqlens"] = torch.full((batch,), length, dtype=torch.int32, device=k.device)
+    return lambda: kernel(q, k, v, **options).transpose(1, 2)
 
 
 DENSE: Mapping[str, Callable[[Step], Call]] = {
@@ -208,25 +252,34 @@ class Settings(models.ModelShape):
         )
 
     def budgeted(self, budget: float) -> CabConfig:
-        """Return the config of cab with that budget."""
+        """Return CAB's config with ``budget`` as decode_tokens."""
         return self.configured(decode_tokens=budget)
 
     def asked(self) -> list[dict[str, Any]]:
         sparse = [(CAB, budget) for budget in self.budgets]
-        dense_ways = {ATTENTION: self.kernels, MODEL: (SDPA,)}
-        # the cheap part first, and the cheap cases of each part
+        dense_kernels = {ATTENTION: self.kernels, MODEL: (SDPA,)}
         return [
-            dict(zip(CASE, (part, length, batch, way, mode, budget), strict=True))
+            {
+                "part": part,
+                "length": length,
+                "batch": batch,
+                "way": way,
+                "mode": mode,
+                "budget": budget,
+            }
             for part in PARTS
             if part in self.parts
             for length, batch in itertools.product(self.lengths, self.batches)
             for mode in (self.modes if part == MODEL else (None,))
-            for way, budget in (*((name, None) for name in dense_ways[part]), *sparse)
+            for way, budget in (*((name, None) for name in dense_kernels[part]), *sparse)
         ]
 
 
 class Decode(runner.Speed):
-    """The experiment; a case is one kernel on a layer's cache, or one mode of a model."""
+    """The experiment that times decode steps.
+
+    A case is one kernel on the cache of a layer, or one attention and mode of a model.
+    """
 
     name = "speed decode"
     purpose = "time decode steps that read a part of the cache, next to dense steps"
@@ -256,57 +309,74 @@ class Decode(runner.Speed):
             self.find_steps(sample)
 
     def find_attention(self, sample: dict[str, Any]) -> None:
+        """Time one kernel on the cache of a layer, and add the results to ``sample``."""
         settings, bench = self.settings, self.bench
         length, batch, budget = sample["length"], sample["batch"], sample["budget"]
         sample["bandwidth"] = bandwidth(bench)
-        step = random_step(settings, length, batch, settings.head_dim, bench.device)
+        step = random_step(
+            settings,
+            length=length,
+            batch=batch,
+            head_dim=settings.head_dim,
+            device=bench.device,
+        )
         if budget is None:
             call = DENSE[sample["way"]](step)
             close(call(), step.expected, "of one query")
             timing = bench.time(call)
-            count = batch * settings.kv_heads * length * step.bytes_a_key
-            sample |= {"kept": length, "mass": 1.0, "bytes": count}
+            read_bytes = batch * settings.kv_heads * length * step.bytes_a_key
+            sample |= {"kept": length, "mass": 1.0, "bytes": read_bytes}
         else:
-            found = time_cab(step, tokens_of(budget, length), bench)
-            timing = found.pop("timing")
-            sample |= {f"{part}_ms": found.pop(part).ms for part in OF_CAB} | found
+            result = time_cab(step, tokens_of(budget, length), bench)
+            timing = result.pop("timing")
+            sample |= {f"{stage}_ms": result.pop(stage).ms for stage in OF_CAB} | result
         sample |= {"ms": timing.ms, "eager_ms": timing.eager, "without_graph": timing.why_not}
 
     def find_steps(self, sample: dict[str, Any]) -> None:
-        """Time steps of the model, each of which writes its token after those in the cache."""
+        """Time decode steps of the model, and add the results to ``sample``.
+
+        Each step appends its token to the cache.
+        """
         settings, bench = self.settings, self.bench
         length, batch, budget = sample["length"], sample["batch"], sample["budget"]
-        compiled = sample["mode"] == COMPILED
-        if compiled and bench.device.type != "cuda":
+        is_compiled = sample["mode"] == COMPILED
+        if is_compiled and bench.device.type != "cuda":
             raise RuntimeError("reduce-overhead makes CUDA graphs, which need a GPU")
         model = models.random_model(settings)
         config = None if budget is None else settings.budgeted(budget)
         slots = -(-(length + WARM_UP_STEPS + settings.steps) // ALIGNED) * ALIGNED
         slots = 0 if sample["mode"] == DYNAMIC else slots
         with models.attending(model, CAB if config else SDPA, config):
-            cache = models.random_cache(model, length, batch, slots, sparse=config is not None)
+            cache = models.random_cache(
+                model, length, batch=batch, slots=slots, sparse=config is not None
+            )
             bench.settle()
             counters.clear()
             try:
-                step = stepping(model, cache, batch, compiled)
-                first, peak = bench.walls(step, WARM_UP_STEPS)
-                times, later = bench.walls(step, settings.steps)
+                step = stepping(model, cache, batch, is_compiled)
+                warm_up_ms, warm_up_peak = bench.walls(step, WARM_UP_STEPS)
+                step_ms, step_peak = bench.walls(step, settings.steps)
             finally:
-                if compiled:
-                    # frees graphs and their memory
+                if is_compiled:
+                    # free the CUDA graphs and their memory
                     torch._dynamo.reset()
-        sample |= {"ms": statistics.median(times), "first_s": first[0] / 1e3}
-        sample |= {"tokens_s": batch / sample["ms"] * 1e3, "peak_gib": peak and max(peak, later)}
-        kept = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
-        sample["cache_gib"] = kept / 2**30
+        ms = statistics.median(step_ms)
+        cache_bytes = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+        sample |= {
+            "ms": ms,
+            "first_s": warm_up_ms[0] / 1e3,
+            "tokens_s": batch / ms * 1e3,
+            "peak_gib": warm_up_peak and max(warm_up_peak, step_peak),
+            "cache_gib": cache_bytes / 2**30,
+        }
         if config is not None:
-            found = (getattr(layer, "index", None) for layer in cache.layers)
-            indices = [index for index in found if index is not None]
+            layer_indices = (getattr(layer, "index", None) for layer in cache.layers)
+            indices = [index for index in layer_indices if index is not None]
             sample["index_gib"] = sum(index.nbytes for index in indices) / 2**30
-            sparse = decodes_sparsely(config, cache.layers[0].keys.shape[2])
+            is_sparse = decodes_sparsely(config, cache.layers[0].keys.shape[2])
             sample["ran_as"] = (
                 f"{len(indices)} layers select the keys they read"
-                if sparse
+                if is_sparse
                 else "dense: too few tokens to save time"
             )
         if skipped := counters["inductor"]["cudagraph_skips"]:
@@ -314,33 +384,32 @@ class Decode(runner.Speed):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return attention rows, then model rows, with the fastest dense kernel.
+        """Return one row per sample, sorted by part, length and batch.
 
-        Rows are sorted by length and batch. ``over_best`` is the speed-up of a row over that
-        kernel, ``over_same`` the speed-up over sdpa in the same mode.
+        ``over_best`` is the speed-up of a row over the fastest dense kernel, and ``over_same`` the
+        speed-up over sdpa in the same mode.
         """
         compared = ("baseline", "baseline_ms", "over_best", "over_same")
         rows = runner.by_length(samples, (*compared, "gb_s", "of_bandwidth"))
         rows.sort(key=lambda row: (PARTS.index(row["part"]), row["length"], row["batch"]))
 
-        def way(row: Row) -> str:
+        def name_of(row: Row) -> str:
             return " ".join(filter(None, (row["way"], row["mode"])))
 
-        for alike in grouped(rows, "part", "length", "batch"):
-            timed = [row for row in alike if row["ms"] is not None]
-            # by name and, for a model, by mode
-            others = {way(row): row["ms"] for row in timed if row["budget"] is None}
-            best = dense.against(others, preferred=())
+        for group in grouped(rows, ["part", "length", "batch"]):
+            timed = [row for row in group if row["ms"] is not None]
+            dense_ms = {name_of(row): row["ms"] for row in timed if row["budget"] is None}
+            best = dense.against(dense_ms, preferred=())
             for row in timed:
                 if row["bytes"]:
                     row["gb_s"] = row["bytes"] / row["ms"] / 1e6
                     row["of_bandwidth"] = row["gb_s"] / row["bandwidth"]
                 if row["budget"] is None or best is None:
                     continue
-                row |= {"baseline": best, "baseline_ms": others[best]}
-                row["over_best"] = others[best] / row["ms"]
-                same = others.get(way({**row, "way": SDPA}))
-                row["over_same"] = same and same / row["ms"]
+                row |= {"baseline": best, "baseline_ms": dense_ms[best]}
+                row["over_best"] = dense_ms[best] / row["ms"]
+                sdpa_ms = dense_ms.get(name_of({**row, "way": SDPA}))
+                row["over_same"] = sdpa_ms and sdpa_ms / row["ms"]
         return rows
 
 
@@ -348,17 +417,24 @@ EXPERIMENT = Decode
 
 
 def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -> Callable[[], Any]:
-    """Return a function that reads a token of each sequence and returns the likeliest next ones."""
+    """Return a function that decodes one greedy token of each sequence.
+
+    Args:
+        model: the model.
+        cache: the cache, to which each step appends its token.
+        batch: number of sequences.
+        compiled: True to compile the forward pass.
+    """
     forward = model.__call__
     if compiled:
         forward = torch.compile(forward, mode="reduce-overhead", fullgraph=True)
-    # token 0 is padding with a zero embedding
+    # not token 0, which is padding and has a zero embedding
     tokens = torch.ones(batch, 1, dtype=torch.long, device=model.device)
     cached = cache_arguments(model, cache)
 
     def step() -> None:
         if compiled:
-            # the result of the last step is not needed any more
+            # the graph may overwrite the result of the step before
             torch.compiler.cudagraph_mark_step_begin()
         logits = forward(tokens, **cached).logits
         tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
@@ -368,7 +444,18 @@ def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -
 
 @torch.no_grad()
 def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
-    """Return the `Timing` of a cab step that reads ``wanted`` keys, of its parts, and its reads.
+    """Check and time a cab step.
+
+    Args:
+        step: the inputs.
+        wanted: number of keys to read per KV head.
+        bench: the clock.
+
+    Returns:
+        ``timing`` of the step; ``index``, ``choose`` and ``attend``, the timings of its stages;
+        ``kept``, the mean number of read keys; ``mass``, the share of attention on these keys;
+        ``bytes``, the bytes that the step reads; and ``full_error``, the relative error with all
+        keys selected.
 
     Raises:
         ArithmeticError: the result differs from float32 attention over the selection, or from the
@@ -376,38 +463,45 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
     """
     q, k, v, weights, expected = step
     channels, length = llama_channels(q.shape[-1]), k.shape[2]
+    # the index contains all keys; each step writes the last key again
     index = decode.index_keys(k, channels)
-    place = torch.tensor([length - 1], device=q.device)
-    so_far, most = (
+    last_slot = torch.tensor([length - 1], device=q.device)
+    all_keys, wanted_keys = (
         torch.tensor([count], dtype=torch.int32, device=q.device) for count in (length, wanted)
     )
 
     def write() -> None:
-        decode.write_index(index, k[:, :, -1:], channels, place)
+        decode.write_index(index, k[:, :, -1:], channels, last_slot)
 
-    def choose(most: Tensor = most) -> Choice:
-        return decode.choose(q, index, step.scale, so_far, most, channels)
+    def choose(num_keys: Tensor = wanted_keys) -> Choice:
+        return decode.choose(
+            q, index, scale=step.scale, length=all_keys, wanted=num_keys, channels=channels
+        )
 
     def attend(choice: Choice) -> Tensor:
-        return decode.attend(q, k, v, choice, step.scale, so_far)
+        return decode.attend(q, k, v, choice, scale=step.scale, length=all_keys)
 
     def complete() -> Tensor:
         write()
         return attend(choose())
 
-    everything, choice = attend(choose(so_far)), choose()
+    everything, choice = attend(choose(all_keys)), choose()
     close(everything, expected, "with all keys selected")
     kept_weights = weights * choice.to_mask().unsqueeze(2)
-    alone = attend(choice.for_layer(q.device))
     close(
-        alone,
+        attend(choice.for_layer(q.device)),
         weighted(kept_weights / kept_weights.sum(-1, keepdim=True), v),
         "over the selected keys",
     )
-    # one sequence at a time, because a cache in float32 is twice the cache
+    # one sequence at a time, because a whole cache in float32 needs twice the memory of the cache
     exact = [
         reference.attend(
-            q[[i]].float(), k[[i]], v[[i]], Choice(*(x[[i]] for x in choice)), step.scale, so_far
+            q=q[[i]].float(),
+            k=k[[i]],
+            v=v[[i]],
+            choice=Choice(*(x[[i]] for x in choice)),
+            scale=step.scale,
+            length=all_keys,
         )
         for i in range(len(q))
     ]

@@ -1,7 +1,7 @@
 """Dense causal attention, the baseline of sparse attention: the fastest available kernels.
 
-Kernels are imported only when they are needed. A baseline that is not installed is reported with a
-reason instead of an error.
+Kernels are imported only when they are timed. If a kernel is not installed, results record the
+reason, and the run continues.
 """
 
 from __future__ import annotations
@@ -30,43 +30,50 @@ from cab_hf.plan import BlockPlan, KeyRanges
 # q [B, H, N, D], k and v [B, H_kv, N, D], scale -> [B, H, N, D]
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
-# no multiple of any kernel's tile; below 512 tokens ffpa calls SDPA
+# tokens of a check: no multiple of a tile, and at least 512 tokens, because ffpa calls SDPA below
 CHECK_LENGTH = 600
-# bf16 operands have errors up to 1e-2, gradients a few times that; a wrong layout about 1
+# largest relative error in a check: rounding to bf16 causes up to 1e-2, and a wrong layout about 1
 CHECK_TOLERANCE = 2e-2
 CHECK_GRADIENT_TOLERANCE = 5e-2
-CHECK_BLOCKS = (128, 64)
-CHECKED_QUERIES = 32  # consecutive queries at the start, in the middle and at the end
+CHECK_BLOCKS = (128, 64)  # query block and key block of the plans in a check
+CHECKED_QUERIES = 32  # checked queries at the start, in the middle and at the end of a sequence
 MEASURED = ("baselines", "not_measured", "without_graph")
 COMPARED = ("baseline", "baseline_ms", "extrapolated", "ratio")
-PREFERRED = ("FA3", "cuDNN")  # baselines of ratios: the first that ran
+PREFERRED = ("FA3", "cuDNN")  # baselines of ratios, in order of preference
 BREAK_EVEN = "A break-even lies between two measured lengths, on a line through their logarithms."
 FLASH_DIMS = range(1, 257)
 WIDE_DIMS = range(257, 1025)
-# the wheel with the forward pass alone has its own module
+# a wheel of FlashAttention-3 with only the forward pass has the module fa3_fwd_interface
 FA3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")
 FA4_MODULES = ("flash_attn.cute",)
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """One dense kernel; ``load`` imports and returns it, or raises ImportError."""
+    """One dense kernel.
+
+    Attributes:
+        load: function that imports and returns the kernel, or raises ImportError.
+        version: function that returns the version of the kernel's library; None for torch.
+        head_dims: supported head dims.
+        grouped: True if the kernel supports fewer KV heads than query heads. For other kernels, KV
+            heads are repeated before the clock starts.
+        continues: True if the kernel takes fewer queries than keys for the last queries, as in a
+            call with a cache. PyTorch's kernels take them for the first queries.
+    """
 
     load: Callable[[], Attend]
-    # version of its library; None for torch itself
     version: Callable[[], str | None] = lambda: None
-    # supported inputs
     head_dims: range = range(1, 1 << 16)
-    # True if the kernel takes fewer key heads; else they are repeated before the clock starts
     grouped: bool = True
-    # True if fewer queries than keys are the last ones, as in a call over a cache; PyTorch's
-    # kernels take them for the first ones
     continues: bool = False
 
-    def heads(self, q: Tensor, *keys: Tensor) -> list[Tensor]:
-        """Return q, and ``keys`` with the number of heads that the kernel takes."""
-        group = 1 if self.grouped else q.shape[1] // keys[0].shape[1]
-        return [q, *(x.repeat_interleave(group, dim=1) if group > 1 else x for x in keys)]
+    def heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v, with KV heads repeated unless the kernel supports fewer of them."""
+        group = 1 if self.grouped else q.shape[1] // k.shape[1]
+        if group == 1:
+            return q, k, v
+        return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
 
 def on(device: torch.device | str) -> dict[str, Baseline]:
@@ -75,64 +82,95 @@ def on(device: torch.device | str) -> dict[str, Baseline]:
 
 
 def against(measured: Mapping[str, float], preferred: Iterable[str] = PREFERRED) -> str | None:
-    """Return the baseline for a ratio: the first preferred of name -> ms, else the fastest."""
+    """Return the name of the baseline to which a time is compared; None without measurements.
+
+    Args:
+        measured: name -> ms of each measured baseline.
+        preferred: names in order of preference. If none was measured, the fastest baseline counts.
+    """
     first = next((name for name in preferred if name in measured), None)
     return first or min(measured, key=measured.__getitem__, default=None)
 
 
 def compared(row: Row, rows: Iterable[Row], preferred: Iterable[str] = PREFERRED) -> dict[str, Any]:
-    """Return `COMPARED`: a baseline of the row's length, its ms, and the ratio of ``row`` to it.
+    """Return the fields `COMPARED` of a row: baseline, its ms, and the ratio of the row to it.
 
-    Without one, the value is extrapolated from the longest of ``rows``, which differ in length
-    alone; None if ``row`` is shorter.
+    If no baseline was measured at the row's length, the time is extrapolated from the longest
+    measured length. All fields are None if the row is shorter than that length.
+
+    Args:
+        row: the row.
+        rows: rows that differ from ``row`` only in length.
+        preferred: as in `against`.
     """
-    measured = (each for each in rows if each["baselines"])
-    longest = max(measured, key=lambda each: each["length"], default=None)
+    measured = (other for other in rows if other["baselines"])
+    longest = max(measured, key=lambda other: other["length"], default=None)
     source = row if row["baselines"] else longest
     if source is None or source["length"] > row["length"]:
         return dict.fromkeys(COMPARED)
     name = against(source["baselines"], preferred)
-    # quadratic in the length
+    # dense attention is quadratic in the length
     ms = source["baselines"][name] * (row["length"] / source["length"]) ** 2
-    ratio = None if row["ms"] is None else row["ms"] / ms
-    return dict(zip(COMPARED, (name, ms, source is not row, ratio), strict=True))
+    return {
+        "baseline": name,
+        "baseline_ms": ms,
+        "extrapolated": source is not row,
+        "ratio": None if row["ms"] is None else row["ms"] / ms,
+    }
 
 
 def time_shown(row: Row) -> str | None:
-    """Format the time that a row is compared with: ``≈ 842 FA3`` if it is extrapolated."""
+    """Format the dense time of a row, such as ``842 FA3``, or ``≈ 842 FA3`` if extrapolated.
+
+    Returns None if the row has no dense time.
+    """
     if row["baseline_ms"] is None:
         return None
     return f"{'≈ ' * row['extrapolated']}{digits(row['baseline_ms'])} {row['baseline']}"
 
 
 def break_even(points: Sequence[tuple[int, float]]) -> float | None:
-    """Return the length from which a ratio stays below 1, for (length, ratio) by length, or None.
+    """Return the length from which a ratio stays below 1; None if the last ratio is 1 or above.
 
-    Between two measured lengths it is on a straight line through the logarithms of both.
+    Between two measured lengths, the logarithm of the ratio is interpolated linearly in the
+    logarithm of the length.
+
+    Args:
+        points: (length, ratio), ascending in length.
     """
-    lost = max((place for place, (_, ratio) in enumerate(points) if ratio >= 1), default=None)
-    if lost is None:
+    last_loss = max((i for i, (_, ratio) in enumerate(points) if ratio >= 1), default=None)
+    if last_loss is None:
         return points[0][0]
-    if lost == len(points) - 1:
+    if last_loss == len(points) - 1:
         return None
-    (length, ratio), (longer, lower) = points[lost : lost + 2]
+    (length, ratio), (longer, lower) = points[last_loss : last_loss + 2]
     return length * (longer / length) ** (math.log(ratio) / math.log(ratio / lower))
 
 
 def break_even_shown(rows: Iterable[Row]) -> str | None:
-    """Format the break-even of the ``ratio`` of rows by length, for a cell or a sentence."""
+    """Format the break-even length of the ``ratio`` of rows; None if no row has a ratio.
+
+    Args:
+        rows: rows of one configuration, ascending in length.
+    """
     points = [(row["length"], row["ratio"]) for row in rows if row["ratio"] is not None]
     if not points:
         return None
     length = break_even(points)
     if length is None:
         return f"at no length up to {points[-1][0]:,} tokens"
-    always = all(ratio < 1 for _, ratio in points)
-    return f"{'at every length from' if always else 'from about'} {round(length):,} tokens on"
+    is_always_faster = all(ratio < 1 for _, ratio in points)
+    start = "at every length from" if is_always_faster else "from about"
+    return f"{start} {round(length):,} tokens on"
 
 
 def reading(rows: Sequence[Row], what: str) -> str:
-    """Compare ``what`` with dense attention in a sentence, for rows by length with a ``ratio``."""
+    """Return a sentence that compares the times of rows with dense attention.
+
+    Args:
+        rows: rows of one configuration with a ``ratio``, ascending in length.
+        what: subject of the sentence.
+    """
     last = rows[-1]
     return (
         f"At {last['length']:,} tokens {what} takes {percent(last['ratio'])} of "
@@ -143,51 +181,80 @@ def reading(rows: Sequence[Row], what: str) -> str:
 
 @torch.enable_grad()
 def gradients_of(
-    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *more: Any
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """Return a function that computes the gradients of q, k and v after one forward pass.
+    """Run one forward pass, and return a function that computes the gradients of q, k and v.
+
+    Args:
+        attend: function of q, k and v that returns attention.
+        q: [B, H, N, D].
+        k, v: [B, H_kv, N, D].
 
     Raises:
-        RuntimeError: nothing can be differentiated.
+        RuntimeError: the kernel has no backward.
     """
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    # a compiled backward that may overwrite saved tensors runs only once
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    # without donated buffers, a compiled backward can run more than once
     with torch._functorch.config.patch(donated_buffer=False):
-        out = attend(*leaves, *more)
+        out = attend(q, k, v)
     if not out.requires_grad:
         raise RuntimeError("it has no backward")
-    # equal for every layout: a gradient is compared with that of another kernel
+    # the same gradient of the output for every kernel, whatever its memory layout
     generator = torch.Generator(out.device).manual_seed(0)
-    drawn = torch.randn(out.shape[2:], generator=generator, device=out.device)
-    gradient = torch.empty_like(out).copy_(drawn)
-    return lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)
+    values = torch.randn(out.shape[2:], generator=generator, device=out.device)
+    gradient = torch.empty_like(out).copy_(values)
+    return lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
 
 
 def close(result: Tensor, expected: Tensor, where: str, tolerance: float = CHECK_TOLERANCE) -> None:
-    """Raise ArithmeticError with the relative error unless the two agree."""
+    """Raise ArithmeticError if the relative error of ``result`` exceeds ``tolerance``.
+
+    Args:
+        result: the tensor to check.
+        expected: float32 tensor of the same shape.
+        where: end of the message, which names the tensor.
+        tolerance: largest relative error in the 2-norm.
+    """
     error = float((result.float() - expected).norm() / expected.norm())
-    if not error <= tolerance:  # written so that NaN fails too
+    if not error <= tolerance:  # a NaN also fails this comparison
         raise ArithmeticError(f"wrong by {error:.2g} (relative) {where}")
 
 
 def check_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
-    """Compare some rows with float32 attention under the plan; padding queries are left out."""
+    """Compare attention of some queries with float32 attention; padding queries are left out.
+
+    Args:
+        out: attention to check, [B, H, N, D].
+        q: [B, H, N, D].
+        k, v: [B, H_kv, N, D].
+        plan: the plan of the attention.
+
+    Raises:
+        ArithmeticError: the relative error exceeds `CHECK_TOLERANCE`.
+    """
     last = max(0, plan.q_length - CHECKED_QUERIES)
     for start in dict.fromkeys((0, last // 2, last)):
         stop = min(start + CHECKED_QUERIES, plan.q_length)
-        where = f"in queries {start} to {stop - 1}"
         padding = (plan.ranges.end[:, start:stop] < 0)[:, None, :, None]
         if not padding.all():
-            pair = out[:, :, start:stop], exact_rows(q, k, v, plan, start, stop)
-            close(*(x.masked_fill(padding, 0.0) for x in pair), where)
+            expected = exact_rows(q=q, k=k, v=v, plan=plan, start=start, stop=stop)
+            close(
+                out[:, :, start:stop].masked_fill(padding, 0.0),
+                expected.masked_fill(padding, 0.0),
+                where=f"in queries {start} to {stop - 1}",
+            )
 
 
 def exact_rows(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, start: int, stop: int) -> Tensor:
-    """Return float32 attention of queries ``start`` to ``stop`` under the plan, [B, H, rows, D]."""
+    """Return float32 attention of the queries ``start`` to ``stop`` - 1 under the plan.
+
+    Returns:
+        [B, H, stop - start, D].
+    """
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
 
     def grouped(x: Tensor) -> Tensor:
-        # [B, H, rows, .] -> [B, H_kv, group * rows, .]: no key is repeated
+        # [B, H, rows, .] -> [B, H_kv, group * rows, .], so that no key is repeated
         return x.unflatten(1, (kv_heads, group)).flatten(2, 3)
 
     mask = plan.token_mask(start, stop).repeat_interleave(plan.shared_by(q.shape[1]), dim=1)
@@ -204,29 +271,61 @@ def check_gradients(
     v: Tensor,
     planner: Callable[[Tensor, Tensor, KeyRanges], BlockPlan],
 ) -> None:
-    """Compare gradients with those of the float32 reference, on the first tokens."""
+    """Compare the gradients of q, k and v with those of the float32 reference.
+
+    Only the first `CHECK_LENGTH` tokens are checked.
+
+    Args:
+        attend: function of q, k, v, plan and ``scale`` that returns attention.
+        q: [B, H, N, D].
+        k, v: [B, H_kv, N, D].
+        planner: function of q, k and ranges that returns a plan.
+
+    Raises:
+        ArithmeticError: a relative error exceeds `CHECK_GRADIENT_TOLERANCE`.
+    """
     q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
     batch, _, length, dim = q.shape
     plan = planner(q, k, KeyRanges.causal(batch, length, length, q.device))
-    floats = (x.float() for x in (q, k, v))
-    result = gradients_of(attend, q, k, v, plan, dim**-0.5)()
-    exact = gradients_of(REFERENCE.attention, *floats, plan, dim**-0.5)()
-    for name, ours, theirs in zip("qkv", result, exact, strict=True):
+    options = {"plan": plan, "scale": dim**-0.5}
+    result = gradients_of(partial(attend, **options), q, k, v)()
+    reference = partial(REFERENCE.attention, **options)
+    exact = gradients_of(reference, q.float(), k.float(), v.float())()
+    for name, gradient, expected in zip("qkv", result, exact, strict=True):
         where = f"in the gradient of {name} at {length} tokens"
-        close(ours, theirs, where, CHECK_GRADIENT_TOLERANCE)
+        close(gradient, expected, where, CHECK_GRADIENT_TOLERANCE)
 
 
 def check_dense(attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool = False) -> None:
-    """Run `check_rows` of causal attention on the first tokens, and `check_gradients` if asked."""
+    """Compare causal attention of the first `CHECK_LENGTH` tokens with float32 attention.
+
+    Args:
+        attend: the kernel to check.
+        q: [B, H, N_q, D].
+        k, v: [B, H_kv, N_k, D].
+        backward: True to compare gradients too.
+
+    Raises:
+        ArithmeticError: a relative error exceeds its tolerance.
+    """
 
     def causal(q: Tensor, k: Tensor, ranges: KeyRanges) -> BlockPlan:
-        return BlockPlan.causal(ranges, q.shape[1], *CHECK_BLOCKS)
+        return causal_plan(ranges, q.shape[1])
 
     q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    check_rows(attend(q, k, v, q.shape[-1] ** -0.5), q, k, v, causal(q, k, ranges))
+    out = attend(q, k, v, q.shape[-1] ** -0.5)
+    check_rows(out=out, q=q, k=k, v=v, plan=causal(q, k, ranges))
     if backward:
-        check_gradients(lambda q, k, v, plan, scale: attend(q, k, v, scale), q, k, v, causal)
+        check_gradients(
+            lambda q, k, v, plan, scale: attend(q, k, v, scale), q=q, k=k, v=v, planner=causal
+        )
+
+
+def causal_plan(ranges: KeyRanges, heads: int) -> BlockPlan:
+    """Return a plan of all visible blocks, with the blocks of a check."""
+    query_block, key_block = CHECK_BLOCKS
+    return BlockPlan.causal(ranges, heads, query_block=query_block, key_block=key_block)
 
 
 @torch.no_grad()
@@ -240,10 +339,20 @@ def measure(
     baselines: Mapping[str, Baseline] | None = None,
     check: Callable[[Attend, Tensor, Tensor, Tensor, bool], None] = check_dense,
 ) -> dict[str, dict[str, Any]]:
-    """Time every baseline on q [B, H, N, D], k and v [B, H_kv, N, D], or record why it did not run.
+    """Time every baseline, or record why it did not run.
 
-    The result contains, by `MEASURED` and name: ms, the reason for missing ms, and the reason for a
-    time without a graph. ``backward`` times the backward pass alone, called from Python.
+    Args:
+        q: [B, H, N, D].
+        k, v: [B, H_kv, N, D].
+        scale: factor of the logits.
+        bench: the clock.
+        backward: True to time only the backward pass, called from Python.
+        baselines: the baselines by name; None: those for the device.
+        check: function that raises an error if a kernel is wrong, as `check_dense` does.
+
+    Returns:
+        Three mappings from names, under the keys `MEASURED`: ms of each baseline, the reason for
+        missing ms, and the reason for ms without a CUDA graph.
     """
     result = {field: {} for field in MEASURED}
     for name, baseline in (on(bench.device) if baselines is None else baselines).items():
@@ -252,58 +361,75 @@ def measure(
                 low, high = baseline.head_dims[0], baseline.head_dims[-1]
                 raise RuntimeError(f"it supports head dims {low} to {high}, not {q.shape[-1]}")
             attend, heads = baseline.load(), baseline.heads(q, k, v)
-            check(attend, *heads, backward)
-            call = (gradients_of if backward else partial)(attend, *heads, scale)
+            query, key, value = heads
+            check(attend, query, key, value, backward=backward)
+            call = _call_of(attend, heads, scale, backward)
             timing = bench.time(call, graph=not backward)
         except Exception as error:
             # a kernel that is missing, raises an error or is wrong is reported and not measured
             result["not_measured"][name] = in_a_sentence(error)
             continue
         finally:
-            # free the tensors that one baseline saved for its backward before the next one
-            call = heads = None
+            # free repeated heads and tensors saved for the backward before the next baseline
+            call = heads = query = key = value = None
         result["baselines"][name] = timing.ms
         if timing.why_not:
             result["without_graph"][name] = timing.why_not
     return result
 
 
+def _call_of(
+    attend: Attend, heads: tuple[Tensor, Tensor, Tensor], scale: float, backward: bool
+) -> Callable[[], Any]:
+    """Return a function without arguments that computes attention, or its gradients."""
+    q, k, v = heads
+    if backward:
+        return gradients_of(lambda q, k, v: attend(q, k, v, scale), q, k, v)
+    return lambda: attend(q, k, v, scale)
+
+
 def _sdpa(backend: SDPBackend) -> Callable[[], Attend]:
+    """Return a loader of torch's scaled_dot_product_attention with one backend."""
+
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        gqa = q.shape[1] != k.shape[1]
+        has_groups = q.shape[1] != k.shape[1]
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=gqa
+                q, k, v, is_causal=True, scale=scale, enable_gqa=has_groups
             )
 
     return lambda: attend
 
 
 def flash_attn(name: str, modules: Sequence[str]) -> Callable[..., Tensor]:
-    """Return a causal function of flash-attn, from the first of ``modules`` that is installed.
+    """Return a function of flash-attn as causal attention that returns only the output.
+
+    Args:
+        name: name of the function.
+        modules: modules that may define the function; the first installed module is used.
 
     Raises:
-        ImportError: none is installed.
+        ImportError: no module is installed.
     """
     kernel = getattr(import_module(next(filter(find_spec, modules), modules[-1])), name)
 
-    def attend(*tensors: Tensor, **more: Any) -> Tensor:
-        out = kernel(*tensors, causal=True, **more)
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        out = kernel(q, k, v, causal=True, **options)
         # some versions return the log-sum-exp too
         return out[0] if isinstance(out, tuple) else out
 
     return attend
 
 
-def _flash(*modules: str) -> Callable[[], Attend]:
-    """Return flash-attn's function, which takes [B, N, H, D], for views without copies."""
+def _flash(modules: Sequence[str]) -> Callable[[], Attend]:
+    """Return a loader of flash-attn for [B, H, N, D]; transposed views need no copies."""
 
     def load() -> Attend:
         kernel = flash_attn("flash_attn_func", modules)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            turned = (x.transpose(1, 2) for x in (q, k, v))
-            return kernel(*turned, softmax_scale=scale).transpose(1, 2)
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return kernel(q, k, v, softmax_scale=scale).transpose(1, 2)
 
         return attend
 
@@ -311,7 +437,11 @@ def _flash(*modules: str) -> Callable[[], Attend]:
 
 
 def _ffpa(backend: str) -> Callable[[], Attend]:
-    """Return ffpa-attn with its Triton or its CuTe kernels; it selects no other kernel."""
+    """Return a loader of ffpa-attn.
+
+    Args:
+        backend: "triton" or "cutedsl". An input for which ffpa-attn would use SDPA raises an error.
+    """
 
     def load() -> Attend:
         from ffpa_attn import ffpa_attn_func
@@ -330,7 +460,7 @@ def _ffpa(backend: str) -> Callable[[], Attend]:
 
 
 def _package(*names: str) -> Callable[[], str | None]:
-    """Return the version of the first of these packages that is installed."""
+    """Return a function that returns name and version of the first installed package, or None."""
 
     def version() -> str | None:
         for name in names:
@@ -348,13 +478,13 @@ def _cudnn_version() -> str | None:
 
 ON_GPU = {
     "FA3": Baseline(
-        _flash(*FA3_MODULES),
+        _flash(FA3_MODULES),
         _package("flash_attn_3", "flash-attn-3", "fa3-fwd"),
         head_dims=FLASH_DIMS,
         continues=True,
     ),
     "FA4": Baseline(
-        _flash(*FA4_MODULES), _package("flash-attn-4"), head_dims=FLASH_DIMS, continues=True
+        _flash(FA4_MODULES), _package("flash-attn-4"), head_dims=FLASH_DIMS, continues=True
     ),
     "cuDNN": Baseline(_sdpa(SDPBackend.CUDNN_ATTENTION), _cudnn_version, head_dims=FLASH_DIMS),
     "flash": Baseline(_sdpa(SDPBackend.FLASH_ATTENTION), head_dims=FLASH_DIMS),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -17,7 +17,7 @@ from cab_hf.call.layout import BlockLayout
 from cab_hf.call.mask import MaskInfo
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.dense import Attend, Baseline, check_dense, check_rows
-from cab_hf.plan import BlockPlan, KeyRanges
+from cab_hf.plan import KeyRanges
 
 WHOLE, PADDED, PACKED = "whole", "padded", "packed"
 LAYOUTS = {
@@ -35,7 +35,7 @@ class Sequences:
         layout: one of `LAYOUTS`.
         rows: rows of the tensors.
         slots: tokens per row, including padding.
-        places: (row, first slot, slot after the last) of every sequence, in order.
+        places: (row, first slot, slot after the last token) of every sequence, in order.
         device: device of all tensors.
     """
 
@@ -49,26 +49,35 @@ class Sequences:
     def drawn(
         cls, layout: str, batch: int, length: int, seed: int, device: torch.device | str
     ) -> Sequences:
-        """Draw sequences of a ``layout``; larger batches start with the lengths of smaller ones."""
+        """Return sequences of random lengths; larger batches start with the same lengths.
+
+        Args:
+            layout: one of `LAYOUTS`.
+            batch: number of sequences; `PACKED` documents fill as many tokens.
+            length: tokens of the longest sequence.
+            seed: seed of the lengths.
+            device: device of all tensors.
+        """
         draw = partial(random.Random(seed).randint, -(-length // 2), length)
         device = torch.device(device)
         if layout == PACKED:
             borders, end = [0], batch * length
             while borders[-1] < end:
                 borders.append(min(borders[-1] + draw(), end))
-            return cls(layout, 1, end, tuple((0, *pair) for pair in pairwise(borders)), device)
+            places = tuple((0, start, stop) for start, stop in pairwise(borders))
+            return cls(layout=layout, rows=1, slots=end, places=places, device=device)
         lengths = [length if layout == WHOLE else draw() for _ in range(batch)]
-        places = tuple((row, length - own, length) for row, own in enumerate(lengths))
-        return cls(layout, batch, length, places, device)
+        places = tuple((row, length - tokens, length) for row, tokens in enumerate(lengths))
+        return cls(layout=layout, rows=batch, slots=length, places=places, device=device)
 
     @property
     def causal_pairs(self) -> int:
-        """The causal pairs of all sequences, half of all pairs within each."""
+        """The number of causal pairs: half of all (query, key) pairs within each sequence."""
         return sum(length**2 for length in self.lengths) // 2
 
     @property
     def lengths(self) -> list[int]:
-        """The tokens of each sequence."""
+        """The number of tokens of each sequence."""
         return [stop - start for _, start, stop in self.places]
 
     @cached_property
@@ -79,7 +88,7 @@ class Sequences:
 
     @cached_property
     def ranges(self) -> KeyRanges:
-        """The ranges of the token in each slot."""
+        """The range of keys that the token in each slot may attend to."""
         first = torch.zeros(self.rows, self.slots, dtype=torch.int32)
         last = torch.full_like(first, -1)
         for row, start, stop in self.places:
@@ -99,29 +108,36 @@ class Sequences:
         return mask
 
     def block_layout(self, query_block: int, key_block: int) -> BlockLayout:
-        """Return the order of the tokens on a grid of such blocks."""
+        """Return the order of the tokens on a grid of blocks of the given sizes."""
         if self.layout == WHOLE:
             ranges = KeyRanges.causal(self.rows, self.slots, self.slots, self.device)
             return BlockLayout(ranges, self.slots)
         return self.mask().layout(query_block, key_block, self.device)
 
     def check(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> None:
-        """Run `check_rows` of dense attention within each sequence.
+        """Compare dense attention within each sequence with float32 attention.
 
-        Gradients are checked for whole rows alone.
+        Args:
+            attend: the kernel to check.
+            q: [rows, H, slots, D].
+            k, v: [rows, H_kv, slots, D].
+            backward: True to check gradients too, which only the layout `WHOLE` supports.
+
+        Raises:
+            ArithmeticError: a relative error exceeds its tolerance.
         """
         if self.layout == WHOLE:
-            check_dense(attend, q, k, v, backward)
+            check_dense(attend, q, k, v, backward=backward)
             return
         out = attend(q, k, v, q.shape[-1] ** -0.5)
-        check_rows(out, q, k, v, BlockPlan.causal(self.ranges, 1, *dense.CHECK_BLOCKS))
+        check_rows(out=out, q=q, k=k, v=v, plan=dense.causal_plan(self.ranges, heads=1))
 
 
 def baselines(sequences: Sequences) -> dict[str, Baseline]:
-    """Return kernels for dense attention of ``sequences`` on their device, by name.
+    """Return the kernels for dense attention of ``sequences`` by name.
 
     Masks and lengths are computed before the clock starts, because a model computes them once for
-    all layers. Removing and restoring padding is part of a layer.
+    all layers. The timed call includes removing and restoring padding, as every layer does both.
     """
     if sequences.layout == WHOLE:
         return dense.on(sequences.device)
@@ -132,68 +148,95 @@ def baselines(sequences: Sequences) -> dict[str, Baseline]:
         )
         for name, load, grouped in VARLEN
     }
-    # a mask of all pairs is the largest tensor, so it comes last
+    # the mask of all pairs needs the most memory, so this kernel comes last
     on_gpu = varlen if sequences.device.type == "cuda" else {}
     return {**on_gpu, "masked SDPA": masked}
 
 
 def _masked(sequences: Sequences) -> Attend:
-    """Return SDPA with a mask of all pairs, bool [B or 1, 1, N, N], as transformers makes it."""
+    """Return SDPA with a mask of all pairs, bool [B or 1, 1, N, N], as transformers builds it."""
     slots = sequences.slots
-    seen = sequences.mask().dense_rows(0, slots, 0, slots, sequences.device)
+    mask = sequences.mask().dense_rows(0, slots, 0, slots, device=sequences.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
     return attend
 
 
-# q, k and v [tokens, H or H_kv, D] of concatenated sequences, cumulative lengths int32
-# [sequences + 1], the longest, a scale -> [tokens, H, D]
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+# function with keywords q, k and v [tokens, H or H_kv, D] of concatenated sequences, cu_seqlens
+# int32 [sequences + 1], longest (tokens of the longest sequence) and scale -> [tokens, H, D]
+Kernel = Callable[..., Tensor]
 
 
 def _varlen(sequences: Sequences, load: Callable[[], Kernel]) -> Attend:
-    """Return a kernel of concatenated sequences as a kernel of rows, with zeros at padding."""
-    kernel, cu_seq_lens, longest = load(), sequences.cu_seq_lens, max(sequences.lengths)
-    padded = sequences.layout == PADDED
-    real = sequences.ranges.key_valid.flatten().nonzero().squeeze(1) if padded else None
+    """Return a kernel for concatenated sequences as a kernel for rows, with zeros at padding."""
+    kernel, cu_seqlens, longest = load(), sequences.cu_seq_lens, max(sequences.lengths)
+    is_padded = sequences.layout == PADDED
+    # int64 [tokens]: slots of all tokens in the flattened batch
+    tokens = sequences.ranges.key_valid.flatten().nonzero().squeeze(1) if is_padded else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         # [B, H, N, D] -> [B * N, H, D]
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-        if padded:
-            q, k, v = (x.index_select(0, real) for x in (q, k, v))
-        out = kernel(q, k, v, cu_seq_lens, longest, scale)
-        if padded:
+        if is_padded:
+            q, k, v = (x.index_select(0, tokens) for x in (q, k, v))
+        out = kernel(q=q, k=k, v=v, cu_seqlens=cu_seqlens, longest=longest, scale=scale)
+        if is_padded:
             slots = out.new_zeros(sequences.rows * sequences.slots, *out.shape[1:])
-            out = slots.index_copy_(0, real, out)
+            out = slots.index_copy_(0, tokens, out)
         return out.unflatten(0, (sequences.rows, sequences.slots)).transpose(1, 2)
 
     return attend
 
 
-def _flash(*modules: str) -> Kernel:
+def _flash(modules: Sequence[str]) -> Kernel:
+    """Return flash_attn_varlen_func from the first installed module."""
     kernel = dense.flash_attn("flash_attn_varlen_func", modules)
-    return lambda q, k, v, borders, longest, scale: kernel(
-        *(q, k, v),
-        **{"cu_seqlens_q": borders, "cu_seqlens_k": borders, "softmax_scale": scale},
-        **{"max_seqlen_q": longest, "max_seqlen_k": longest},
-    )
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float
+    ) -> Tensor:
+        return kernel(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            softmax_scale=scale,
+        )
+
+    return attend
 
 
 def _torch_varlen() -> Kernel:
+    """Return torch's varlen_attn."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # no keys after a query: causal
-    return lambda q, k, v, borders, longest, scale: varlen_attn(
-        *(q, k, v, borders, borders, longest, longest), scale=scale, window_size=(-1, 0)
-    )
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float
+    ) -> Tensor:
+        return varlen_attn(
+            query=q,
+            key=k,
+            value=v,
+            cu_seq_q=cu_seqlens,
+            cu_seq_k=cu_seqlens,
+            max_q=longest,
+            max_k=longest,
+            scale=scale,
+            # no window on the left and no keys on the right: causal attention
+            window_size=(-1, 0),
+        )
+
+    return attend
 
 
-# name, loader, True if all versions take fewer key heads
+# (name, loader, True if all versions support fewer KV heads than query heads)
 VARLEN = (
-    ("FA3 varlen", partial(_flash, *dense.FA3_MODULES), True),
-    ("FA4 varlen", partial(_flash, *dense.FA4_MODULES), True),
+    ("FA3 varlen", partial(_flash, dense.FA3_MODULES), True),
+    ("FA4 varlen", partial(_flash, dense.FA4_MODULES), True),
     ("flash varlen", _torch_varlen, False),
 )

@@ -1,7 +1,7 @@
-"""``speed lora``: time a LoRA step of a whole model, by attention.
+"""``speed lora``: time a step of LoRA fine-tuning of a whole model, by attention.
 
-Under torchrun it measures scaling over ranks: each rank learns its own sequence, or all ranks share
-one.
+Under torchrun the command measures scaling over ranks: each rank trains on its own sequence (ddp,
+fsdp2), or the ranks share one sequence (cp).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import SDPA
 from cab_hf.eval.speed.rank_group import Ranked, RankGroup, by_torchrun
 from cab_hf.eval.speed.runner import CAB_DENSE, Panel
-from cab_hf.eval.speed.ttft import GAIN, beside_dense, speed_ups
+from cab_hf.eval.speed.ttft import GAIN, speed_ups, with_dense_ratios
 from cab_hf.experiment.settings import by_device, flag, number_or_auto, option
 from cab_hf.finetune.cost_model import GIB, Cost, Fit, Room, fit, host_bytes, plan_bytes
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
@@ -46,10 +46,9 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALPHA = 32.0
 LEARNING_RATE = 1e-4
 CLIP = 1.0
-# tokens of the longest step in a search
-LONGEST = 2**20
-# tokens of the step that compiles all kernels, the default min_length: a timed step may take a
-# minute
+LONGEST = 2**20  # largest estimated length of a step, in tokens
+# largest number of tokens of the warm-up step, which compiles all kernels. A longer warm-up step
+# would take up to a minute.
 WARM_UP_TOKENS = 2**15
 SPREADING = (
     "Alone is one rank while the others wait. ddp: torch's DistributedDataParallel, a sequence "
@@ -65,7 +64,7 @@ class Settings(models.LongestSettings):
     """Settings of a run of training steps."""
 
     KEYS = {"length": "lengths", "implementation": "implementations"}
-    # the block size with the fastest gradients
+    # with key blocks of 128, the backward pass is fastest
     DEFAULTS = {**runner.KEEPS_ALL, "key_block": 128}
     POSITIVE = (*models.LongestSettings.POSITIVE, "rank", "runs", "multiple")
     FROM_0 = (*models.LongestSettings.FROM_0, "tile_tokens", "offload_layers")
@@ -93,24 +92,26 @@ class Settings(models.LongestSettings):
     )
 
     def __post_init__(self) -> None:
-        asked = self.implementations
+        implementations = self.implementations
         if not self.spread:
             self._set("spread", SPREADS if by_torchrun() else (ALONE,))
         super().__post_init__()
-        if self.is_spread and not asked:
+        if self.is_spread and not implementations:
             self._set("implementations", (CAB_DENSE, CAB))
-        known = (SDPA, CAB_DENSE, CAB, *dense.on(self.device))
-        self.check_choice("implementations", known)
-        across = CP not in self.spread or set(self.implementations) & set(NAMES)
-        ours = ", ".join(name for name in NAMES if name in known)
-        text = f"some of {ours} if a sequence is sharded ({CP})"
-        self.check("implementations", across, text)
+        accepted = (SDPA, CAB_DENSE, CAB, *dense.on(self.device))
+        self.check_choice("implementations", accepted)
+        supports_cp = CP not in self.spread or set(self.implementations) & set(NAMES)
+        cp_names = ", ".join(name for name in NAMES if name in accepted)
+        self.check(
+            "implementations", supports_cp, f"some of {cp_names} if a sequence is sharded ({CP})"
+        )
         self.check("qlora", not (self.qlora and self.is_spread), "left out if ranks share a step")
-        every = not self.longest or any(":" not in part for part in self.max_density)
-        self.check("max_density", every, "one share for all lengths with --longest")
+        has_default = not self.longest or any(":" not in part for part in self.max_density)
+        self.check("max_density", has_default, "one share for all lengths with --longest")
 
     @property
     def is_spread(self) -> bool:
+        """True if several ranks share a step."""
         return self.spread != (ALONE,)
 
     @property
@@ -125,7 +126,10 @@ class Settings(models.LongestSettings):
 
 
 class LoraStep(Ranked):
-    """The experiment; a case is one length, one attention, and one way to share a step."""
+    """The experiment that times training steps.
+
+    A case is one length, one attention, one of `SPREADS` and one number of ranks.
+    """
 
     name = "speed lora"
     purpose = "time a step of LoRA fine-tuning of a LLaMA, by attention"
@@ -160,81 +164,109 @@ class LoraStep(Ranked):
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         settings = self.settings
-        for how in settings.spread:
-            place = {"spread": how, "world": 1 if how == ALONE else self.ranks.size}
-            asked = [x for x in settings.asked() if how != CP or x["implementation"] in NAMES]
-            for case in asked:
-                yield {**case, **place, "sought": False}
+        for spread in settings.spread:
+            fields = {"spread": spread, "world": 1 if spread == ALONE else self.ranks.size}
+            cases = [x for x in settings.asked() if spread != CP or x["implementation"] in NAMES]
+            for case in cases:
+                yield {**case, **fields, "sought": False}
             if settings.longest:
-                for way in dict.fromkeys(case["implementation"] for case in asked):
-                    here = {**place, "implementation": way}
-                    estimate = self.estimated(here)
-                    yield from self.search(here, samples, settings.multiple, estimate)
+                for implementation in dict.fromkeys(case["implementation"] for case in cases):
+                    searched = {**fields, "implementation": implementation}
+                    estimate = self.estimated(searched)
+                    yield from self.search(searched, samples, settings.multiple, estimate)
 
-    def estimated(self, place: Mapping[str, Any]) -> int:
-        """Return the estimated longest sequence whose step fits at ``place``; 0 on a CPU."""
+    def estimated(self, case: Mapping[str, Any]) -> int:
+        """Return the tokens of the longest sequence whose step fits, by the cost model; 0 on a CPU.
+
+        Args:
+            case: spread, number of ranks and implementation.
+        """
         step, room = self.settings.multiple, room_of(self.bench.room())
         lengths = range(step, LONGEST, step) if room.device < inf else range(0)
-        # one by one: where tiles start, a longer sequence needs less memory than a shorter one
+        # no bisection: memory does not grow monotonically, because long sequences use tiles
         for length in reversed(lengths):
-            if room.holds(self.fitted(place, length, room)[1].memory):
+            if room.holds(self.fitted(case, length, room)[1].memory):
                 return length
         return 0
 
-    def fitted(self, place: Mapping[str, Any], length: int, room: Room) -> tuple[int, Fit]:
-        """Return (tokens of a tile or 0, memory and offloaded layers) of a step at ``place``."""
-        settings, how, world = self.settings, place["spread"], place["world"]
-        cp, cost = world if how == CP else 1, train_state(settings).cost
+    def fitted(self, case: Mapping[str, Any], length: int, room: Room) -> tuple[int, Fit]:
+        """Return tile and offloading with which a step uses memory best.
+
+        Args:
+            case: spread, number of ranks and implementation.
+            length: tokens of the sequence.
+            room: available memory.
+
+        Returns:
+            The tokens of an MLP tile, or 0 without tiles; and the offloaded layers with the
+            estimated memory.
+        """
+        settings, spread, world = self.settings, case["spread"], case["world"]
+        cp, cost = world if spread == CP else 1, train_state(settings).cost
         tile = tile_of(length // cp, settings.tile_tokens)
-        more = {"itemsize": settings.torch_dtype.itemsize, "tile": tile, "cp": cp}
-        more["shards"] = world if how == FSDP2 else 1
-        if place["implementation"] == CAB:
-            more["plans"] = plan_bytes(cost, settings.budgeted(length), length, cp=cp)
-        return tile, fit(cost, length, room, settings.offload_layers, **more)
+        plans = {}
+        if case["implementation"] == CAB:
+            plans["plans"] = plan_bytes(cost, settings.budgeted(length), length, cp=cp)
+        return tile, fit(
+            cost,
+            length,
+            room,
+            settings.offload_layers,
+            itemsize=settings.torch_dtype.itemsize,
+            tile=tile,
+            cp=cp,
+            shards=world if spread == FSDP2 else 1,
+            **plans,
+        )
 
     def find_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
-        """Add the results of a step of ``ranks`` to ``sample``."""
-        settings, length, how = self.settings, sample["length"], sample["spread"]
-        # hooks of an earlier distributed step live until it is collected
+        settings, length, spread = self.settings, sample["length"], sample["spread"]
+        # free the hooks of an earlier distributed step, which are in reference cycles
         gc.collect()
         sample["room_gib"] = self.bench.room()
         tile, (offloaded, _) = self.fitted(sample, length, room_of(sample["room_gib"]))
-        sharing = ranks.size if how == CP else 1
-        host = save_memory(settings, length // sharing, tile, offloaded)
-        sample |= {"tile_tokens": tile, "offloaded": offloaded, "host_gib": host}
+        sharing = ranks.size if spread == CP else 1
+        host_gib = save_memory(settings, length // sharing, tile, offloaded)
+        sample |= {"tile_tokens": tile, "offloaded": offloaded, "host_gib": host_gib}
         runs = 1 if sample["sought"] else settings.runs
-        with training(settings, length, sample["implementation"], how, ranks) as (call, known):
+        with training(
+            settings=settings,
+            length=length,
+            implementation=sample["implementation"],
+            spread=spread,
+            ranks=ranks,
+        ) as (call, attention_fields):
             ranks.together(lambda: call(min(length, WARM_UP_TOKENS)))
-            # do not count the attention of the warm-up step
-            known()
+            # reset the count, which includes the warm-up step
+            attention_fields()
             ranks.together(self.bench.settle)
             result = ranks.time_slowest(self.bench, lambda: call(length), runs, warm_up=0)
-            sample |= {"fits": True, **known()}
+            sample |= {"fits": True, **attention_fields()}
         cost, density = train_state(settings).cost, sample["density"]
-        done = step_flops(cost, length, density)
+        operations = step_flops(cost, length, density)
         sample |= {
             "ms": result.ms,
             "peak_gib": result.peak_gib,
-            "ceiling": step_flops(cost, length) / done,
-            "tflops": done / sharing / result.ms / 1e9,
+            "ceiling": step_flops(cost, length) / operations,
+            "tflops": operations / sharing / result.ms / 1e9,
         }
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return rows as for the time to the first token, among rows with equal ranks."""
-        rows, alone = [], {}
-        for alike in grouped(samples, "spread", "world"):
-            rows += beside_dense(alike)
+        """Return a row per sample, with ratios to dense attention and to one rank alone."""
+        rows, tokens_s_alone = [], {}
+        for group in grouped(samples, ["spread", "world"]):
+            rows += with_dense_ratios(group)
         for row in rows:
             sequences = row["world"] if row["spread"] in (DDP, FSDP2) else 1
             tokens = sequences * row["length"] / row["world"]
             row |= {"tokens_s": row["ms"] and tokens / row["ms"] * 1e3, "efficiency": None}
             if row["spread"] == ALONE:
-                alone[row["length"], row["implementation"]] = row["tokens_s"]
+                tokens_s_alone[row["length"], row["implementation"]] = row["tokens_s"]
         for row in rows:
-            complete = alone.get((row["length"], row["implementation"]))
-            if complete and row["tokens_s"]:
-                row["efficiency"] = row["tokens_s"] / complete
+            alone = tokens_s_alone.get((row["length"], row["implementation"]))
+            if alone and row["tokens_s"]:
+                row["efficiency"] = row["tokens_s"] / alone
         return rows
 
     @classmethod
@@ -246,30 +278,46 @@ EXPERIMENT = LoraStep
 
 
 def step_flops(cost: Cost, length: int, density: float = 1.0) -> float:
-    """Return the operations of a step of one sequence, with that share of its pairs attended."""
+    """Return the floating-point operations of a training step on one sequence.
+
+    Args:
+        cost: cost model of the model.
+        length: tokens of the sequence.
+        density: share of the causal (query, key) pairs that is attended.
+    """
     attention = sum(cost.attention(cost.pairs(torch.arange(length)[None])))
     return cost.products(length) + density * attention
 
 
 def room_of(gib: float | None) -> Room:
-    """Return the memory of a device with ``gib`` GiB, and of the host; unlimited for a CPU."""
+    """Return the available memory of the device and of the host.
+
+    Args:
+        gib: GiB that torch can allocate; None: unlimited, as on a CPU.
+    """
     return Room(inf if gib is None else gib * GIB, host_bytes())
 
 
 class TrainState(NamedTuple):
-    """A model in training with its loss, and the cost of its step."""
+    """A model in training.
+
+    Attributes:
+        objective: module that returns the loss of the model.
+        cost: cost model of a step.
+    """
 
     objective: Objective
     cost: Cost
 
     @property
     def trainable(self) -> list[nn.Parameter]:
+        """The weights of the adapters."""
         return [p for p in self.objective.parameters() if p.requires_grad]
 
 
 @lru_cache(maxsize=1)
 def train_state(settings: Settings) -> TrainState:
-    """Return the random model with trainable adapters."""
+    """Return the random model with trainable LoRA adapters; the latest model is cached."""
     model = models.random_model(settings)
     if settings.qlora:
         to_4_bits(model, settings.dtype)
@@ -280,96 +328,132 @@ def train_state(settings: Settings) -> TrainState:
 
 
 def save_memory(settings: Settings, tokens: int, tile: int, offloaded: int) -> float:
-    """Set up tiles for ``tokens`` per rank (0: none) and offloading; return the pinned GiB."""
+    """Set up MLP tiles and offloading, and return the GiB of pinned host memory.
+
+    Args:
+        settings: the settings.
+        tokens: tokens per rank.
+        tile: tokens of a tile; 0: no tiles.
+        offloaded: number of layers whose inputs are offloaded to the host.
+    """
     model = train_state(settings).objective.model
     # one tile of all tokens, and of the padding of ranks, means no tiles
     compute_in_tiles(model, tile or sys.maxsize)
     offload = Offload(offloaded, torch.device(settings.device))
-    # free the earlier pinned memory first: the host may have no room for both
+    # `enable` frees the pinned memory of an earlier case before `reserve` pins more
     offload.enable(model)
-    # the timed part must not allocate
+    # pin memory now, so that the timed step does not
     offload.reserve(tokens * settings.hidden * settings.torch_dtype.itemsize)
     return offload.host_bytes / GIB
 
 
 def batch_of(settings: Settings, tokens: int, number: int = 0) -> Batch:
-    """Return sequence [1, tokens] of that number: random tokens, each predicting another one."""
-    drawn = models.random_tokens(settings, tokens + 1, number)
+    """Return a batch of one random sequence [1, tokens]; labels are the next random tokens.
+
+    Args:
+        settings: vocabulary, device and seed.
+        tokens: length of the sequence.
+        number: number of the sequence.
+    """
+    ids = models.random_tokens(settings, tokens + 1, number)
     positions = torch.arange(tokens, device=settings.device)[None]
-    return {"input_ids": drawn[:, :-1], "position_ids": positions, "labels": drawn[:, 1:]}
+    return {"input_ids": ids[:, :-1], "position_ids": positions, "labels": ids[:, 1:]}
 
 
 @contextmanager
 def training(
-    settings: Settings, length: int, way: str, how: str = ALONE, ranks: RankGroup | None = None
+    settings: Settings,
+    length: int,
+    implementation: str,
+    spread: str = ALONE,
+    ranks: RankGroup | None = None,
 ) -> Iterator[tuple[Callable[[int], None], Callable[[], dict[str, Any]]]]:
-    """Return a step on ``tokens``, and a function that counts attention since its last call.
+    """Set up training inside the block.
 
-    The count is over all ranks.
+    Args:
+        settings: the settings.
+        length: tokens of the sequence, for the budget of CAB.
+        implementation: the attention.
+        spread: one of `SPREADS`.
+        ranks: the ranks that train together; None: one rank.
+
+    Yields:
+        A function that takes a step on sequences of a number of tokens; and a function that returns
+        `models.attended_by` over all ranks since its last call.
     """
     ranks = RankGroup() if ranks is None else ranks
     model, config = models.random_model(settings), settings.budgeted(length)
 
-    def known() -> dict[str, Any]:
-        found = models.attended_by(model, length, way, reset=True)
-        if how != CP:
-            return found | {"density": ranks.mean(found["density"])}
-        density = ranks.mean(found["density"], ranks.pairs(length, block_of(model)))
-        # sharded sequences are not described
+    def attention_fields() -> dict[str, Any]:
+        fields = models.attended_by(model, length, implementation, reset=True)
+        if spread != CP:
+            return fields | {"density": ranks.mean(fields["density"])}
+        density = ranks.mean(fields["density"], ranks.pairs(length, block_of(model)))
+        # `describe` does not describe attention over ranks
         return {"density": density, "ran_as": None}
 
-    if how != ALONE:
-        # half of all adapter weights are initially zero
-        draw = torch.Generator(settings.device).manual_seed(settings.seed)
+    if spread != ALONE:
+        # LoRA initialises half of the adapter weights with zeros, for which half of the gradients
+        # are zero
+        generator = torch.Generator(settings.device).manual_seed(settings.seed)
         with torch.no_grad():
             for parameter in train_state(settings).trainable:
-                parameter.normal_(std=models.INITIAL_STD, generator=draw)
+                parameter.normal_(std=models.INITIAL_STD, generator=generator)
     try:
-        with models.attending(model, way, config), shared(settings, how, ranks) as backward:
-            # sharding has replaced the weights
+        with (
+            models.attending(model, implementation, config),
+            distributed_backward(settings, spread, ranks) as backward,
+        ):
+            # read the parameters after `distributed_backward`, because FSDP2 replaces them
             trainable = train_state(settings).trainable
-            fused = torch.device(settings.device).type == "cuda"
-            optimizer = torch.optim.AdamW(trainable, LEARNING_RATE, fused=fused)
+            is_cuda = torch.device(settings.device).type == "cuda"
+            optimizer = torch.optim.AdamW(trainable, LEARNING_RATE, fused=is_cuda)
             try:
-                yield partial(train_step, backward, trainable, optimizer), known
+                yield partial(train_step, backward, trainable, optimizer), attention_fields
             finally:
                 for parameter in trainable:
                     parameter.grad = None
     finally:
-        if how == FSDP2:
-            # this rank holds only a part of the model
+        if spread == FSDP2:
+            # the cached model is sharded, and other cases need a whole model
             models.forget_model()
             train_state.cache_clear()
 
 
 @contextmanager
-def shared(settings: Settings, how: str, ranks: RankGroup) -> Iterator[Callable[[int], None]]:
-    """Return a function that computes this rank's gradients; `FSDP2` leaves the weights sharded."""
+def distributed_backward(
+    settings: Settings, spread: str, ranks: RankGroup
+) -> Iterator[Callable[[int], None]]:
+    """Distribute the model over ranks, and yield a function that computes gradients.
+
+    The function takes the tokens of a sequence, and accumulates this rank's gradients. After the
+    block, `FSDP2` leaves the weights sharded.
+    """
     objective = wrapped = train_state(settings).objective
-    batch, scale, inside = partial(batch_of, settings), 1, nullcontext()
-    if how in (DDP, FSDP2):
+    batch, scale, context = partial(batch_of, settings), 1, nullcontext()
+    if spread in (DDP, FSDP2):
         batch = partial(batch, number=ranks.rank)
-    if how == FSDP2:
-        # as in accelerate: layers are gathered one by one, and the other modules form one more unit
+    if spread == FSDP2:
+        # as accelerate does: a unit per decoder layer, and a unit of all other modules
         mesh = DeviceMesh.from_group(ranks.group, torch.device(settings.device).type)
         for layer in models.random_model(settings).model.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         fully_shard(objective, mesh=mesh)
-    if how in (DDP, CP):
+    if spread in (DDP, CP):
         wrapped = DistributedDataParallel(objective, process_group=ranks.group)
-    if how == CP:
+    if spread == CP:
         block, scale = block_of(objective.model), ranks.size
-        # a recomputed layer gathers again by itself
-        inside = context_parallel(objective.model, ranks.group, block=block, regather_kv=False)
+        # gradient checkpointing recomputes a layer, which gathers K and V again in any case
+        context = context_parallel(objective.model, ranks.group, block=block, regather_kv=False)
 
     def backward(tokens: int) -> None:
-        given = batch(tokens)
-        if how == CP:
-            given = sharded(given, ranks.group, block)
-        # each rank divides by the tokens of all ranks that share a sequence
-        (wrapped(given) * (scale / tokens)).backward()
+        own_batch = batch(tokens)
+        if spread == CP:
+            own_batch = sharded(own_batch, ranks.group, block)
+        # DDP averages gradients over ranks; ``scale`` undoes this for ranks that share a sequence
+        (wrapped(own_batch) * (scale / tokens)).backward()
 
-    with inside:
+    with context:
         yield backward
 
 
@@ -379,7 +463,14 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     tokens: int,
 ) -> None:
-    """Take a step on ``tokens`` per sequence."""
+    """Take an optimizer step on a sequence of ``tokens`` tokens.
+
+    Args:
+        backward: function that computes gradients, from `distributed_backward`.
+        trainable: the trained parameters.
+        optimizer: the optimizer of these parameters.
+        tokens: tokens of the sequence.
+    """
     backward(tokens)
     torch.nn.utils.clip_grad_norm_(trainable, CLIP)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Shared parts of speed ops on a whole model: its shape and weights, and its attention."""
+"""Shared parts of speed ops on a whole model: shape, random weights and attention."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from cab_hf.eval.kv_cache import cache_arguments
 from cab_hf.eval.quantised import to_8_bits
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.dense import CHECK_LENGTH, check_dense
-from cab_hf.eval.speed.runner import KEEPS_ALL, SpeedSettings, densities, made_of
+from cab_hf.eval.speed.runner import KEEPS_ALL, SpeedSettings, densities, run_description
 from cab_hf.experiment.settings import by_device, option
 
-# transformers is imported on demand: --help does not need it
+# functions import transformers themselves, so that --help is fast
 if TYPE_CHECKING:
     from transformers import Cache, LlamaConfig, PreTrainedModel
 
 SDPA = "sdpa"  # the default attention of transformers
-# variant of CAB -> settings in addition to the budget
+# name of CAB in results -> fields of CabConfig in addition to the budget
 CAB = {"cab": {}, "cab-always": {"min_length": 0}}
 INITIAL_STD = 0.02
 ROPE_THETA = 500_000.0
-# notes of reports: the attentions, and their upper bounds
+# notes of reports on the attention implementations, and on upper bounds of the speed-up
 WAYS = (
     "sdpa is the implementation of transformers; other dense kernels replace it. cab computes "
     "prompts shorter than min_length densely, cab-always computes none densely. Density: "
@@ -41,8 +41,8 @@ GAINS = (
     "Upper bound: operations of the dense model divided by those at the measured density. TFLOP/s "
     f"count attended pairs. {dense.BREAK_EVEN}"
 )
-# implementations of the rest of a model, in the order of a run: liger-kernel replaces the RoPE of
-# transformers for good
+# implementations of norms, RoPE and MLPs. A run measures them in this order, because liger-kernel
+# replaces the RoPE of transformers until the process ends.
 PLAIN, FP8, LIGER = "plain", "fp8", "liger"
 VARIANTS = (PLAIN, FP8, LIGER, f"{FP8}+{LIGER}")
 TOGETHER = (
@@ -64,30 +64,36 @@ class ModelShape(SpeedSettings):
     head_dim: int | None = by_device(128, 16, "head dim", int)
     vocab: int | None = by_device(128_256, 256, "vocabulary size", int)
 
-    # positions for the longest sequence
-    positions = property(lambda self: max(self.lengths))
+    @property
+    def positions(self) -> int:
+        """The number of positions of the model, that of the longest sequence."""
+        return max(self.lengths)
 
-    def flops(self, length: int, density: float = 1.0, behind: int = 0) -> float:
-        """Return the operations of reading a prompt, with that share of the pairs attended.
+    def flops(self, length: int, density: float = 1.0, num_cached: int = 0) -> float:
+        """Return the floating-point operations of the matrix products of a prefill.
 
-        They are those of products alone, including the logits of the last token. Pairs are the
-        causal half of all pairs, and those with the cached tokens before the prompt.
+        The products include the logits of the last token.
+
+        Args:
+            length: tokens of the prompt.
+            density: share of the causal (query, key) pairs that is attended.
+            num_cached: tokens in the cache before the prompt.
         """
-        heads = 2 * (self.heads + self.kv_heads) * self.head_dim
-        weights = self.layers * self.hidden * (heads + 3 * self.intermediate)
-        pairs = density * (length * behind + length**2 / 2)
+        projections = 2 * (self.heads + self.kv_heads) * self.head_dim
+        weights = self.layers * self.hidden * (projections + 3 * self.intermediate)
+        pairs = density * (length * num_cached + length**2 / 2)
         attention = self.layers * self.heads * 4 * self.head_dim * pairs
         return 2.0 * (length * weights + self.hidden * self.vocab) + attention
 
     def cache_gib(self, length: int) -> float:
         """Return the GiB of the keys and values of a prompt."""
-        a_token = 2 * self.layers * self.kv_heads * self.head_dim * self.torch_dtype.itemsize
-        return length * a_token / 2**30
+        channels = 2 * self.layers * self.kv_heads * self.head_dim
+        return length * channels * self.torch_dtype.itemsize / 2**30
 
 
 @dataclass(frozen=True)
 class ModelSettings(ModelShape):
-    """Settings of ops that let the model read prompts, with density as an option."""
+    """Settings of ops in which a model reads prompts, with the option ``max_density``."""
 
     DEFAULTS = KEEPS_ALL
 
@@ -96,10 +102,15 @@ class ModelSettings(ModelShape):
     def configs(self) -> list[CabConfig]:
         return [self.budgeted(length) for length in self.lengths]
 
-    def budgeted(self, length: int, way: str = "cab") -> CabConfig:
-        """Return the config at that length; ``way`` is one of `CAB`, or dense without budget."""
+    def budgeted(self, length: int, implementation: str = "cab") -> CabConfig:
+        """Return CAB's config with the budget for prompts of ``length`` tokens.
+
+        Args:
+            length: tokens of the prompt.
+            implementation: the attention; `CAB` contains fields for variants of CAB.
+        """
         config = self.configured(max_density=self.density_at(length))
-        return dataclasses.replace(config, **CAB.get(way, {}))
+        return dataclasses.replace(config, **CAB.get(implementation, {}))
 
 
 @dataclass(frozen=True)
@@ -118,9 +129,9 @@ class LongestSettings(ModelSettings):
 
 
 def described(settings: Mapping[str, Any]) -> str:
-    """Describe the model, the config and the clock for a report."""
+    """Return a description of the model, the config and the clock for a report."""
     budgets = settings.get("max_density")
-    return made_of(
+    return run_description(
         f"A LLaMA with random weights (standard deviation {INITIAL_STD}): {settings['layers']} "
         f"layers of {settings['hidden']} channels ({settings['intermediate']} in the MLP), "
         f"{settings['heads']} query and {settings['kv_heads']} key heads of "
@@ -152,14 +163,18 @@ def llama_config(settings: ModelShape) -> LlamaConfig:
 
 
 def random_model(settings: ModelShape, variant: str = PLAIN) -> PreTrainedModel:
-    """Return the model, made on its device and in its dtype.
+    """Return a model with random weights, which are created on the device and in the dtype.
 
-    No weight exists on another device or in another dtype. ``variant`` is one of `VARIANTS`. Only
-    the last model is cached.
+    The latest model is cached.
+
+    Args:
+        settings: shape, dtype, device and seed.
+        variant: one of `VARIANTS`.
     """
     return _random_model(settings, variant)
 
 
+# `random_model` passes both arguments explicitly, so that a default does not become another key
 @lru_cache(maxsize=1)
 def _random_model(settings: ModelShape, variant: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
@@ -186,13 +201,17 @@ def _by_liger(model: PreTrainedModel) -> None:
     )
 
 
+# part of a variant -> function that changes the model
 HASTENED = {FP8: to_8_bits, LIGER: _by_liger}
 
 
 def random_tokens(settings: ModelShape, length: int, seed: int = 0) -> Tensor:
-    """Return random tokens int64 [1, length], equal on all ranks.
+    """Return random tokens, int64 [1, length], equal on all ranks.
 
-    ``seed`` is added to the seed of the run.
+    Args:
+        settings: vocabulary, device and seed.
+        length: tokens.
+        seed: number that is added to the seed of the settings.
     """
     generator = torch.Generator(settings.device).manual_seed(settings.seed + seed)
     return torch.randint(settings.vocab, (1, length), generator=generator, device=settings.device)
@@ -201,18 +220,29 @@ def random_tokens(settings: ModelShape, length: int, seed: int = 0) -> Tensor:
 def random_cache(
     model: PreTrainedModel, length: int, batch: int = 1, slots: int = 0, sparse: bool = False
 ) -> Cache:
-    """Return random keys and values: static with ``slots``, with an index of keys if ``sparse``."""
+    """Return a cache of random keys and values.
+
+    Args:
+        model: the model.
+        length: cached tokens.
+        batch: number of sequences.
+        slots: slots of a static cache; 0: a dynamic cache.
+        sparse: True to add an index of keys for sparse decoding.
+    """
     from transformers import DynamicCache, StaticCache
 
     from cab_hf import index_cache
 
-    text = model.config
-    cache = StaticCache(config=text, max_cache_len=slots) if slots else DynamicCache(config=text)
+    config = model.config
+    if slots:
+        cache = StaticCache(config=config, max_cache_len=slots)
+    else:
+        cache = DynamicCache(config=config)
     cache = index_cache(model, cache) if sparse else cache
     generator = torch.Generator(model.device).manual_seed(0)
     like = {"device": model.device, "dtype": model.dtype, "generator": generator}
-    shape = (batch, text.num_key_value_heads, length, text.head_dim)
-    for layer in range(text.num_hidden_layers):
+    shape = (batch, config.num_key_value_heads, length, config.head_dim)
+    for layer in range(config.num_hidden_layers):
         cache.update(torch.randn(shape, **like), torch.randn(shape, **like), layer)
     return cache
 
@@ -221,83 +251,98 @@ def random_cache(
 def prefilling(
     settings: ModelSettings,
     length: int,
-    way: str,
+    implementation: str,
     chunk: int = 0,
-    behind: int = 0,
+    num_cached: int = 0,
     variant: str = PLAIN,
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]], Callable[[], None]]]:
-    """Return functions that read random tokens, count attention, and reset the cache.
-
-    The model attends by ``way``, and computes the logits of the last token. The second function is
-    `attended_by`. A `DynamicCache` with random keys and values precedes the prompt if a number of
-    cached tokens is given.
+    """Switch the attention of a model inside the block, and yield functions for a prefill.
 
     Args:
         settings: the settings.
         length: tokens of the prompt.
-        way: the attention.
-        chunk: tokens per call into a static cache of exactly their length: a dynamic cache would
-            copy all keys and values of a layer at every chunk. 0: all tokens.
+        implementation: the attention, as in `attending`.
+        chunk: tokens per call. A prompt in chunks is read into a static cache of its length,
+            because a dynamic cache would copy the keys and values of a layer for every chunk. 0:
+            the whole prompt in one call.
+        num_cached: tokens before the prompt in a `DynamicCache` of random keys and values.
         variant: one of `VARIANTS`.
+
+    Yields:
+        A function that reads a random prompt and returns the output for the last token; a function
+        that returns `attended_by`; and a function that removes the prompt from the cache.
     """
     from transformers import StaticCache
 
     model, prompt = random_model(settings, variant), random_tokens(settings, length)
-    cached = random_cache(model, behind) if behind else None
+    cached = random_cache(model, num_cached) if num_cached else None
 
     @torch.inference_mode()
     def call() -> Any:
         cache = cached
         if chunk:
             cache = StaticCache(config=model.config, max_cache_len=length)
-            # before any other allocation, while free memory is contiguous
+            # allocate the cache before all other tensors, while free memory is contiguous
             cache.early_initialization(
-                1, settings.kv_heads, settings.head_dim, model.dtype, model.device
+                batch_size=1,
+                num_heads=settings.kv_heads,
+                head_dim=settings.head_dim,
+                dtype=model.dtype,
+                device=model.device,
             )
-        with reading(behind + length, start=behind):
-            for piece in prompt.split(chunk or length, dim=1):
-                read = model(piece, **cache_arguments(model, cache), logits_to_keep=1)
-        return read
+        with reading(num_cached + length, start=num_cached):
+            for chunk_ids in prompt.split(chunk or length, dim=1):
+                output = model(chunk_ids, **cache_arguments(model, cache), logits_to_keep=1)
+        return output
 
     def crop() -> None:
-        asked = cached.get_seq_length() - behind if behind else 0
-        # a crop by nothing differs between versions of transformers
-        if asked:
-            cached.crop(-asked)
+        num_added = cached.get_seq_length() - num_cached if num_cached else 0
+        # do not crop 0 tokens, because versions of transformers treat crop(0) differently
+        if num_added:
+            cached.crop(-num_added)
 
-    with attending(model, way, settings.budgeted(length, way), continues=behind > 0):
-        yield call, partial(attended_by, model, behind + length, way), crop
+    config = settings.budgeted(length, implementation)
+    with attending(model, implementation, config, continues=num_cached > 0):
+        yield call, partial(attended_by, model, num_cached + length, implementation), crop
 
 
 @contextmanager
 def attending(
-    model: PreTrainedModel, way: str, config: CabConfig | None = None, continues: bool = False
+    model: PreTrainedModel,
+    implementation: str,
+    config: CabConfig | None = None,
+    continues: bool = False,
 ) -> Iterator[None]:
-    """Make ``model`` attend by ``way`` inside the block, and reset its counts.
+    """Switch the attention of ``model`` inside the block, and reset its statistics.
 
-    ``way`` is one of `CAB`, a baseline, or an ``attn_implementation`` of transformers.
-    ``continues`` is True if calls continue a cache.
+    Args:
+        model: the model.
+        implementation: one of `CAB`, a baseline of `dense`, or an ``attn_implementation`` of
+            transformers.
+        config: the config of CAB; None for other attention.
+        continues: True if calls continue a cache.
 
     Raises:
-        ImportError, RuntimeError, ValueError: ``way`` is not installed, cannot continue a cache, or
-            is unknown to transformers.
+        ImportError, RuntimeError, ValueError: the attention is not installed, cannot continue a
+            cache, or is unknown to transformers.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     from cab_hf.patches import cab, stats
 
     stats(model, reset=True)
-    if way in CAB:
+    if implementation in CAB:
         with cab(model, config):
             yield
         return
-    name, baseline = way, dense.on(model.device).get(way)
+    name, baseline = implementation, dense.on(model.device).get(implementation)
     if baseline is not None:
         if continues and not baseline.continues:
-            first = "it takes queries for the first tokens"
-            raise RuntimeError(f"{way} cannot continue a cache: {first}")
-        name = f"speed_{way.replace(' ', '_')}"
-        ALL_ATTENTION_FUNCTIONS[name] = _function(model, way, baseline, continues)
+            raise RuntimeError(
+                f"{implementation} cannot continue a cache: it takes queries for the first tokens"
+            )
+        name = f"speed_{implementation.replace(' ', '_')}"
+        ALL_ATTENTION_FUNCTIONS[name] = _function(model, implementation, baseline, continues)
     try:
         model.set_attn_implementation(name)
         yield
@@ -310,43 +355,65 @@ def attending(
 def _function(
     model: PreTrainedModel, name: str, baseline: dense.Baseline, continues: bool
 ) -> Callable[..., tuple[Tensor, None]]:
-    """Return a checked dense baseline with the signature of transformers' attention functions."""
+    """Return a dense baseline with the signature of transformers' attention functions.
+
+    The kernel is compared with float32 attention first.
+
+    Args:
+        model: the model.
+        name: name of the baseline, for messages.
+        baseline: the baseline.
+        continues: True to check fewer queries than keys, as in a call with a cache.
+
+    Raises:
+        ArithmeticError: the kernel is wrong.
+    """
     kernel = baseline.load()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return kernel(*baseline.heads(q, k, v), scale)
+        q, k, v = baseline.heads(q, k, v)
+        return kernel(q, k, v, scale)
 
-    def attention(module: Any, *given: Any, scaling: float, **_: Any) -> tuple[Tensor, None]:
-        *heads, mask = given
+    def attention(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
         if mask is not None:
             raise ValueError(
                 f"{name} must get no mask, because it is causal here, got one from transformers. "
                 "Use prompts without padding."
             )
-        return attend(*heads, scaling).transpose(1, 2), None
+        return attend(q, k, v, scaling).transpose(1, 2), None
 
-    text = model.config
+    config = model.config
     like = {"device": model.device, "dtype": model.dtype}
-    queries = CHECK_LENGTH // 2 if continues else CHECK_LENGTH
-    q = torch.randn(1, text.num_attention_heads, queries, text.head_dim, **like)
-    k, v = torch.randn(2, 1, text.num_key_value_heads, CHECK_LENGTH, text.head_dim, **like)
+    q_length = CHECK_LENGTH // 2 if continues else CHECK_LENGTH
+    q = torch.randn((1, config.num_attention_heads, q_length, config.head_dim), **like)
+    kv_shape = (2, 1, config.num_key_value_heads, CHECK_LENGTH, config.head_dim)
+    k, v = torch.randn(kv_shape, **like)
     check_dense(attend, q, k, v, backward=model.training)
     return attention
 
 
 def attended_by(
-    model: PreTrainedModel, length: int, way: str, reset: bool = False
+    model: PreTrainedModel, length: int, implementation: str, reset: bool = False
 ) -> dict[str, Any]:
-    """Return the attention since the last reset.
+    """Return a summary of the attention since the last reset.
 
-    ``density`` is attended over causal pairs in all layers, and ``ran_as`` describes CAB on
-    sequences of that length.
+    Args:
+        model: the model.
+        length: tokens of the sequences.
+        implementation: the attention, as in `attending`.
+        reset: True to reset the statistics.
+
+    Returns:
+        ``density``, the share of attended causal pairs, mean over layers; and ``ran_as``, a
+        description of CAB on such sequences, or None for other attention.
     """
     from cab_hf.patches import describe, stats
 
     # dense layers attend to all pairs
-    layers = [1.0 if x["density"] is None else x["density"] for x in stats(model, reset=reset)]
+    densities = [1.0 if x["density"] is None else x["density"] for x in stats(model, reset=reset)]
     lines = []
-    if way in CAB:
+    if implementation in CAB:
         lines = describe(model, tokens=length, training=model.training).splitlines()[1:-1]
-    return {"density": fmean(layers), "ran_as": "; ".join(map(str.strip, lines)) or None}
+    return {"density": fmean(densities), "ran_as": "; ".join(map(str.strip, lines)) or None}

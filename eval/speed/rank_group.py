@@ -1,6 +1,7 @@
 """The ranks of a speed op: their joint calls, and the time of the slowest rank.
 
-Rank 0 runs the experiment and writes; the others measure the cases that it names.
+Rank 0 runs the experiment, broadcasts each case and writes all files. The other ranks measure the
+broadcast cases together with rank 0.
 """
 
 from __future__ import annotations
@@ -26,14 +27,22 @@ from cab_hf.eval.speed.runner import Speed, SpeedSettings
 from cab_hf.eval.speed.timing import MOST_RUNS, Bench, in_a_sentence
 from cab_hf.experiment.settings import UsageError, read_settings
 
-Found = TypeVar("Found")
-# time that ranks wait for one that works alone
+Result = TypeVar("Result")
+# time that ranks wait while rank 0 measures a case of one rank
 PATIENCE = timedelta(hours=2)
-ROW_SECONDS = 1.0  # seconds of several calls in a row
+ROW_SECONDS = 1.0  # largest time of a run of several calls in a row
 
 
 class Slowest(NamedTuple):
-    """Median ms per call over ``runs``, each with ``in_a_row`` calls, and the highest peak."""
+    """The time of a call on the slowest rank.
+
+    Attributes:
+        ms: median milliseconds per call over all runs.
+        peak_gib: highest peak of allocated memory of any rank, in GiB; None on a CPU.
+        runs: number of runs.
+        in_a_row: calls per run.
+        each_ms: milliseconds per call of each run.
+    """
 
     ms: float
     peak_gib: float | None
@@ -44,9 +53,12 @@ class Slowest(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """Synchronised ranks; without groups, one rank alone.
+    """Ranks that measure together.
 
-    The measured calls run on ``group``; ``control`` contains the same ranks on the CPU.
+    Attributes:
+        group: process group of the measured calls; None for a single rank.
+        control: process group of the same ranks on the CPU, for control messages; None for a single
+            rank.
     """
 
     group: ProcessGroup | None = None
@@ -60,48 +72,58 @@ class RankGroup:
     def size(self) -> int:
         return 1 if self.group is None else self.group.size()
 
-    def all_gather(self, value: Found) -> list[Found]:
-        """Return the values of all ranks, in order."""
+    def all_gather(self, value: Result) -> list[Result]:
+        """Return the values of all ranks, in the order of the ranks."""
         if self.control is None:
             return [value]
         result: list[Any] = [None] * self.size
         dist.all_gather_object(result, value, group=self.control)
         return result
 
-    def from_rank_0(self, value: Found) -> Found:
+    def from_rank_0(self, value: Result) -> Result:
         """Return the value of rank 0 on every rank."""
         return self.all_gather(value)[0]
 
     def mean(self, value: float, weight: float = 1) -> float:
-        """Return the mean over the ranks."""
+        """Return the weighted mean of a value over the ranks."""
         pairs = self.all_gather((value, weight))
-        return sum(x * by for x, by in pairs) / sum(by for _, by in pairs)
+        weighted_sum = sum(rank_value * rank_weight for rank_value, rank_weight in pairs)
+        return weighted_sum / sum(rank_weight for _, rank_weight in pairs)
 
     def pairs(self, length: int, block: int) -> int:
-        """Return the causal pairs of this rank's queries for a sequence in blocks of ``block``."""
+        """Return the number of causal (query, key) pairs of this rank's queries.
+
+        Args:
+            length: tokens of the sharded sequence.
+            block: tokens of which the chunks of ranks are multiples.
+        """
         sharding = sharding_of((length,), self.size, block)
         return int((sharding.positions[self.rank] + 1)[sharding.real[self.rank]].sum())
 
-    def together(self, call: Callable[[], Found]) -> Found:
-        """Return the result of ``call`` on this rank after it has returned on all.
+    def together(self, call: Callable[[], Result]) -> Result:
+        """Call ``call`` on all ranks, and return this rank's result after all ranks have returned.
 
         Raises:
-            RuntimeError: on every rank if it failed on any; the message contains that error.
+            RuntimeError: on every rank if the call failed on any rank. The message is that of the
+                first rank that failed.
         """
         if self.control is None:
             return call()
-        result, why = None, None
+        result, message = None, None
         try:
             result = call()
         except RankLost:
-            # the others cannot be reached any more
+            # messages cannot reach the other ranks any more
             raise
         except Exception as error:
-            why = in_a_sentence(error)
-        given = self.all_gather(why)
-        failed = [f"rank {rank}: {each}" for rank, each in enumerate(given) if each is not None]
-        if failed:
-            raise RuntimeError(failed[0] if None in given else given[0])
+            message = in_a_sentence(error)
+        messages = self.all_gather(message)
+        failures = [
+            f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None
+        ]
+        if failures:
+            # if all ranks failed, the number of the rank adds nothing
+            raise RuntimeError(failures[0] if None in messages else messages[0])
         return result
 
     def time_slowest(
@@ -114,12 +136,20 @@ class RankGroup:
         warm_up: float = math.inf,
         before: Callable[[], Any] = lambda: None,
     ) -> Slowest:
-        """Time ``call``, which all ranks start together: at least ``least`` runs, for ``seconds``.
+        """Time a call that all ranks start together.
 
-        A run has at most ``in_a_row`` calls, as many as take `ROW_SECONDS` according to an earlier
-        call: later calls are launched while earlier ones compute, as in the layers of a model. The
-        first call does not count unless it takes more than ``warm_up`` seconds. ``before`` is
-        called before each run and is not timed.
+        A run can consist of several calls. The host then launches the kernels of a call while the
+        device computes the call before, as in successive layers of a model.
+
+        Args:
+            bench: the clock of this rank.
+            call: the function to time.
+            least: smallest number of runs.
+            seconds: total time of all runs, if they are more than ``least``.
+            in_a_row: largest number of calls per run; a run takes at most `ROW_SECONDS`.
+            warm_up: the first call counts as a run if it takes more than this many seconds;
+                otherwise it is a warm-up call.
+            before: a function that is called before each run and is not timed.
         """
 
         def begin() -> None:
@@ -127,31 +157,38 @@ class RankGroup:
             if self.group is not None:
                 dist.barrier(self.group)
 
-        def walls(runs: int, row: int = 1) -> tuple[list[float], float | None]:
-            """Return (ms per call of the slowest rank in each run, the highest peak)."""
+        def walls(runs: int, num_calls: int = 1) -> tuple[list[float], float | None]:
+            """Return (ms per call of the slowest rank in each run, highest peak of any rank)."""
 
-            def some() -> None:
-                for _ in range(row):
+            def call_repeatedly() -> None:
+                for _ in range(num_calls):
                     call()
 
-            calls = some if row > 1 else call
-            mine = self.together(lambda: bench.walls(calls, runs, begin))
-            times, peaks = zip(*self.all_gather(mine), strict=True)
-            slowest = [max(run) / row for run in zip(*times, strict=True)]
+            timed = call_repeatedly if num_calls > 1 else call
+            own = self.together(lambda: bench.walls(timed, runs, begin))
+            results = self.all_gather(own)
+            slowest = [max(times[run] for times, _ in results) / num_calls for run in range(runs)]
+            peaks = [peak for _, peak in results]
             return slowest, None if None in peaks else max(peaks)
 
-        each, peak = walls(1)
-        if each[0] <= warm_up * 1e3:
-            each, peak = walls(1)
-        took = max(each[0], 1e-6)
-        row = max(1, min(in_a_row, int(ROW_SECONDS * 1e3 / took)))
-        runs = min(MOST_RUNS, max(least, int(seconds * 1e3 / (row * took))))
-        if row > 1:
-            each, peak = walls(runs, row)
+        each_ms, peak = walls(1)
+        if each_ms[0] <= warm_up * 1e3:
+            each_ms, peak = walls(1)
+        call_ms = max(each_ms[0], 1e-6)
+        num_calls = max(1, min(in_a_row, int(ROW_SECONDS * 1e3 / call_ms)))
+        runs = min(MOST_RUNS, max(least, int(seconds * 1e3 / (num_calls * call_ms))))
+        if num_calls > 1:
+            each_ms, peak = walls(runs, num_calls)
         elif runs > 1:
-            more, peak = walls(runs - 1)
-            each += more
-        return Slowest(statistics.median(each), peak, runs, row, each)
+            later_ms, peak = walls(runs - 1)
+            each_ms += later_ms
+        return Slowest(
+            ms=statistics.median(each_ms),
+            peak_gib=peak,
+            runs=runs,
+            in_a_row=num_calls,
+            each_ms=each_ms,
+        )
 
 
 def by_torchrun() -> bool:
@@ -161,9 +198,13 @@ def by_torchrun() -> bool:
 
 @contextmanager
 def launched(device: str, command: str) -> Iterator[RankGroup]:
-    """Return the ranks that torchrun has started.
+    """Initialise torch.distributed and yield the ranks that torchrun has started.
 
-    There is one rank per GPU of this host, or per process on the CPU.
+    On "cuda", every rank uses the GPU with its number.
+
+    Args:
+        device: "cuda" or "cpu".
+        command: the module and its command, for messages.
 
     Raises:
         UsageError: torchrun has started no ranks, or ranks on several hosts.
@@ -179,9 +220,9 @@ def launched(device: str, command: str) -> Iterator[RankGroup]:
             "several. Start them on one host."
         )
     if torch.device(device).type == "cuda":
-        mine = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(mine)
-        dist.init_process_group("nccl", device_id=mine)
+        gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(gpu)
+        dist.init_process_group("nccl", device_id=gpu)
     else:
         dist.init_process_group("gloo")
     try:
@@ -192,9 +233,12 @@ def launched(device: str, command: str) -> Iterator[RankGroup]:
 
 
 class Ranked(Speed):
-    """The base class of ops that run on the ranks of torchrun; some run without it too.
+    """The base class of ops that can run on the ranks of torchrun.
 
-    A rank that fails while the others wait ends the run, at the latest by torch's timeout.
+    A rank that fails while the other ranks wait ends the run, at the latest by torch's timeout.
+
+    Attributes:
+        LEAST_RANKS: smallest number of ranks in a run under torchrun.
     """
 
     LEAST_RANKS = 2
@@ -205,11 +249,12 @@ class Ranked(Speed):
 
     @staticmethod
     def needs_ranks(settings: SpeedSettings) -> bool:
-        """Return True if the settings ask for ranks, from torchrun or not."""
+        """Return True if the op must run on the ranks of torchrun."""
         return by_torchrun()
 
     @property
     def is_ranked(self) -> bool:
+        """True if results depend on the number of ranks."""
         return self.ranks.size > 1 or self.needs_ranks(self.settings)
 
     @classmethod
@@ -224,11 +269,11 @@ class Ranked(Speed):
 
     @staticmethod
     def programs(settings: Mapping[str, Any]) -> list[str]:
-        worlds = settings.get("worlds") or ()
-        return [f"torchrun --nproc_per_node={n} -m cab_hf.eval" for n in worlds] or [PROG]
+        world_sizes = settings.get("worlds") or ()
+        return [f"torchrun --nproc_per_node={n} -m cab_hf.eval" for n in world_sizes] or [PROG]
 
     def recorded(self) -> dict[str, Any]:
-        """Return the settings, with the number of ranks if ranks matter."""
+        """Return the settings, and the number of ranks if results depend on it."""
         worlds = {"worlds": [self.ranks.size]} if self.is_ranked else {}
         return {**super().recorded(), **worlds}
 
@@ -254,7 +299,7 @@ class Ranked(Speed):
         try:
             run(self)
         except RankLost:
-            # all other ranks have stopped
+            # no rank waits for another case
             raise
         except Exception:
             self.ranks.from_rank_0(None)
@@ -270,7 +315,7 @@ class Ranked(Speed):
         return super().reported(error)
 
     def find(self, sample: dict[str, Any]) -> None:
-        """Call `find_on_ranks`; a case of one rank is measured by rank 0 while the others wait."""
+        """Measure a case on all ranks, or a case of one rank on rank 0 while other ranks wait."""
         if sample["world"] > 1:
             return self.find_on_ranks(sample, self.ranks)
         try:
@@ -281,4 +326,9 @@ class Ranked(Speed):
 
     @abstractmethod
     def find_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
-        """Add the results of the ranks of ``ranks`` to ``sample``; each rank calls it."""
+        """Measure a case together with the other ranks, and add the results to ``sample``.
+
+        Args:
+            sample: the fields of the case.
+            ranks: the ranks that call this method.
+        """

@@ -1,4 +1,4 @@
-"""The runner of all speed ops: settings, cases, errors, tables and lines over tokens."""
+"""The base class of all speed ops: settings, cases, errors, tables and line charts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Experiment, Row, default_of, is_earlier, unlike_default
-from cab_hf.eval.methods import known
+from cab_hf.eval.methods import with_known_predictor
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, seconds
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.timing import Bench, Timing, bench_on, in_a_sentence, ran_out
@@ -33,15 +33,14 @@ from cab_hf.experiment.settings import (
 )
 
 DTYPES = ("bfloat16", "float16", "float32")
-# no block is below the threshold, so every row uses its whole budget
+# a threshold that drops no block, so that the density is exactly max_density
 KEEPS_ALL = {"mass_threshold": 0.0}
-# inputs with the structure of text: directions, tokens that share one, its size relative to the
-# noise
-TOPICS = 64
-TOPIC_TOKENS = 512
-TOPIC_STRENGTH = 0.8
+# random inputs have the block structure of text: runs of tokens about one topic
+TOPICS = 64  # number of topics, each a direction in the space of q and k
+TOPIC_TOKENS = 512  # tokens of a run
+TOPIC_STRENGTH = 0.8  # norm of the direction relative to the norm of the noise
 INPUTS = "random with the block structure of text (runs of tokens that share a direction)"
-AROUND = (0.9, 1.1)  # factors of an estimated length at which a search starts
+AROUND = (0.9, 1.1)  # factors of an estimated length that a search tries first
 CAB_DENSE = "cab_dense"  # exact attention, over ranks as well
 HEADINGS = {
     **{"length": "tokens", "implementation": "attention", "way": "attention", "world": "ranks"},
@@ -54,7 +53,7 @@ HEADINGS = {
 }
 SHARES = ("efficiency", "of_bandwidth", "gap", "density", "mass")
 TIMES = "{:.2f}×".format
-# field of a sample -> its meaning; the field contains a text, or texts by name
+# field of a sample -> kind of remark; the field contains a reason, or name -> reason
 REMARKS = {
     "ran_as": "ran as",
     "error": "not measured",
@@ -62,41 +61,56 @@ REMARKS = {
     "without_graph": "no CUDA graph, so its time is eager",
     "not_measured": "not measured",
 }
-MADE_BY = ("device", "versions", "baselines", "commit")  # fields of the provenance
+# fields of the provenance in which all samples of a folder must agree
+MADE_BY = ("device", "versions", "baselines", "commit")
 
 
 def powers(low: int, high: int) -> Any:
-    """Declare the option of lengths, by default 2^low to 2^high tokens; few short ones on a CPU."""
-    every = tuple(2**n for n in range(low, high + 1))
-    return listed(every, (256, 512), "tokens", parse_length)
+    """Return a field for an option of lengths.
+
+    The default is all powers of 2 from 2^low to 2^high tokens, and 256 and 512 tokens on a CPU.
+    """
+    lengths = tuple(2**n for n in range(low, high + 1))
+    return listed(lengths, (256, 512), "tokens", parse_length)
 
 
 def listed(gpu: tuple, cpu: tuple | None, help: str, parse: Callable[[str], Any] = str) -> Any:
-    """Declare an option of several values, `by_device` unless ``cpu`` is None."""
-    words = comma_separated(parse)
-    return option(gpu, help, words) if cpu is None else by_device(gpu, cpu, help, words)
+    """Return a field for an option of comma-separated values.
+
+    Args:
+        gpu: default on a GPU.
+        cpu: default on a CPU; None: the default of a GPU.
+        help: help text.
+        parse: parses one value.
+    """
+    parse_all = comma_separated(parse)
+    return option(gpu, help, parse_all) if cpu is None else by_device(gpu, cpu, help, parse_all)
 
 
 def densities(*default: str) -> Any:
-    """Declare the option of CAB's budget, which may differ by length."""
+    """Return a field for the option ``max_density``, which may have a value per length."""
     return listed(default, None, "max_density of CAB, or LENGTH:DENSITY for one length")
 
 
 @dataclass(frozen=True)
 class SpeedSettings:
-    """Settings of every speed run. None means a default that depends on the device.
+    """Settings of every speed run. None: a default that depends on the device.
 
     Subclasses define ``method``, a description of the measurement.
 
+    Attributes:
+        KEYS: field of a case -> option that lists its values; the last field varies fastest.
+        DEFAULTS: fields of CabConfig whose default differs here.
+        POSITIVE: options with a number, or numbers, of at least 1.
+        FROM_0: options with a number of at least 0.
+        CHOICES: option -> accepted values.
+
     Raises:
-        ValueError: an option is out of range. The message contains its name and value.
+        ValueError: an option is out of range. The message contains the option and its value.
     """
 
-    # field of a case -> option that lists its values; the last one varies fastest
     KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths"}
-    # fields of CabConfig with another default here
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
-    # fields with numbers from 1 up, and from 0 up, or lists of them
     POSITIVE: ClassVar[tuple[str, ...]] = ()
     FROM_0: ClassVar[tuple[str, ...]] = ()
     CHOICES: ClassVar[Mapping[str, Iterable[str]]] = {}
@@ -112,14 +126,14 @@ class SpeedSettings:
 
     def __post_init__(self) -> None:
         device = "cuda" if self.device is None else self.device
-        on_gpu = device == "cuda" or device.removeprefix("cuda:").isdigit()
-        if on_gpu and not torch.cuda.is_available():
+        is_cuda = device == "cuda" or device.removeprefix("cuda:").isdigit()
+        if is_cuda and not torch.cuda.is_available():
             raise ValueError(
                 f"device must be a CUDA device, got {device!r}, and torch finds none. Run it on a "
                 "machine with a GPU, or try tiny lengths with --device cpu."
             )
-        # `Speed.check` requires a GPU, not the parser of settings
-        if not on_gpu:
+        # `Speed.check` checks that the GPU with the given number exists
+        if not is_cuda:
             computing_device(device)
         self._set("device", device)
         fill_by_device(self, torch.device(device).type == "cpu")
@@ -135,24 +149,24 @@ class SpeedSettings:
         for name, choices in {"dtype": DTYPES, **self.CHOICES}.items():
             self.check_choice(name, choices)
         if hasattr(self, "kv_heads"):
-            divides = self.heads > 0 and self.heads % self.kv_heads == 0
-            self.check("heads", divides, f"a multiple of kv_heads={self.kv_heads}")
-        # raises an error before the run instead of during it
+            is_multiple = self.heads > 0 and self.heads % self.kv_heads == 0
+            self.check("heads", is_multiple, f"a multiple of kv_heads={self.kv_heads}")
+        # raise an error for invalid configs before the run instead of during it
         _ = self.cab_config, self.configs()
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     def check(self, name: str, holds: object, accepted: str) -> None:
-        """Raise an error for the field ``name`` unless ``holds``."""
+        """Raise an error about the option ``name`` unless ``holds`` is true."""
         require(self, name, holds, accepted)
 
     def check_choice(self, name: str, choices: Iterable[str]) -> None:
-        """Raise an error unless the field ``name``, or each of its values, is in ``choices``."""
-        given = getattr(self, name)
-        several = isinstance(given, tuple)
-        values = set(given if several else (given,))
-        accepted = f"{'out' if several else 'one'} of {', '.join(choices)}"
+        """Raise an error unless the option ``name``, or each of its values, is in ``choices``."""
+        value = getattr(self, name)
+        is_list = isinstance(value, tuple)
+        values = set(value if is_list else (value,))
+        accepted = f"{'out' if is_list else 'one'} of {', '.join(choices)}"
         self.check(name, values and values <= set(choices), accepted)
 
     @property
@@ -161,37 +175,50 @@ class SpeedSettings:
 
     @cached_property
     def cab_config(self) -> CabConfig:
-        """CAB's config: ``--cab`` over the defaults."""
+        """CAB's config: `DEFAULTS` with the fields of ``--cab``."""
         return self.configured()
 
     def configured(self, **fixed: Any) -> CabConfig:
-        """Return ``--cab`` over `DEFAULTS`.
+        """Return `DEFAULTS` with the fields of ``--cab`` and the fields ``fixed``.
 
         Raises:
-            ValueError: ``--cab`` sets a field that is ``fixed`` elsewhere.
+            ValueError: ``--cab`` sets a field of ``fixed``.
         """
         fields = dict(map(parse_assignment, self.cab))
-        twice = sorted(fixed.keys() & fields.keys())
-        if twice:
+        conflicts = sorted(fixed.keys() & fields.keys())
+        if conflicts:
             raise ValueError(
-                f"cab must not set {twice[0]}, which is another option or measured here. Use that "
-                "option."
+                f"cab must not set {conflicts[0]}, which is another option or measured here. Use "
+                "that option."
             )
-        return known(CabConfig(**self.DEFAULTS).changed(**fields, **fixed))
+        return with_known_predictor(CabConfig(**self.DEFAULTS).changed(**fields, **fixed))
 
     def option_by_length(self, name: str, parse: Callable[[str], Any]) -> dict[int | None, Any]:
-        """Parse the option ``name``, written as in `densities`: length -> value, None for others.
+        """Return length -> value of an option with parts ``VALUE`` or ``LENGTH:VALUE``.
 
-        Returns {} if it cannot be parsed.
+        The key None has the value for all other lengths. Returns {} if a part cannot be parsed.
         """
-        written = [part.rpartition(":") for part in getattr(self, name)]
+        parts = [part.rpartition(":") for part in getattr(self, name)]
         try:
-            return {parse_length(at) if colon else None: parse(x) for at, colon, x in written}
+            return {
+                parse_length(length) if colon else None: parse(value)
+                for length, colon, value in parts
+            }
         except ValueError:
             return {}
 
     def value_at(self, name: str, length: int, parse: Callable[[str], Any], what: str) -> Any:
-        """Return the value of such an option at a length; raises an error if it is missing or 0."""
+        """Return the value of an option at a length, as `option_by_length` reads the option.
+
+        Args:
+            name: the option.
+            length: tokens.
+            parse: parses one value.
+            what: kind of value, for the message.
+
+        Raises:
+            ValueError: the option has no value for the length, or 0.
+        """
         values = self.option_by_length(name, parse)
         value = values.get(length, values.get(None))
         accepted = f"a {what}, or LENGTH:{what.upper()} pairs that include {length:,} tokens"
@@ -199,17 +226,23 @@ class SpeedSettings:
         return value
 
     def density_at(self, length: int) -> float:
-        """Return ``max_density`` at a length, for subclasses that have it."""
+        """Return the option ``max_density`` at a length, for subclasses with this option."""
         return self.value_at("max_density", length, float, "share")
 
     def random_heads(
         self, length: int, head_dim: int, device: torch.device, names: str, batch: int = 0
     ) -> tuple[Tensor, ...]:
-        """Return random q, k or v by letter, [B, H, N, D] views of [B, N, H * D] as at prefill.
+        """Return random q, k or v, each a [B, H, N, D] view of [B, N, H, D] as in a prefill.
 
-        They have the block structure of text: in q and k, runs of `TOPIC_TOKENS` tokens share one
-        of `TOPICS` directions. On white noise almost no block could be left out. Settings need
-        ``heads`` and ``kv_heads``. B is ``batch``, or the batch of the settings.
+        The tensors have the block structure of text: in q and k, runs of `TOPIC_TOKENS` tokens
+        share one of `TOPICS` directions. With white noise, almost no block could be dropped.
+
+        Args:
+            length: tokens N.
+            head_dim: channels per head.
+            device: device of the tensors.
+            names: letters of the tensors to return, such as "qkv".
+            batch: rows B; 0: the batch of the settings.
         """
         generator = torch.Generator(device).manual_seed(self.seed)
         like = {"device": device, "dtype": self.torch_dtype, "generator": generator}
@@ -218,28 +251,35 @@ class SpeedSettings:
         runs = torch.randint(
             TOPICS, (-(-length // TOPIC_TOKENS),), device=device, generator=generator
         )
-        shared = topics[runs.repeat_interleave(TOPIC_TOKENS)[:length]]
-        made = []
+        directions = topics[runs.repeat_interleave(TOPIC_TOKENS)[:length]]
+        tensors = []
         for name in names:
             heads = self.heads if name == "q" else self.kv_heads
             x = torch.randn(batch or self.batch, length, heads, head_dim, **like)
             if name != "v":
-                x += shared[:, None]
-            made.append(x.transpose(1, 2))
-        return tuple(made)
+                x += directions[:, None]
+            tensors.append(x.transpose(1, 2))
+        return tuple(tensors)
 
     def configs(self) -> list[CabConfig]:
-        """Return the configs of all cases if they differ."""
+        """Return the configs of all cases, unless all cases have `cab_config`."""
         return []
 
     def asked(self) -> list[dict[str, Any]]:
-        """Return the cases that the settings ask for."""
-        lists = (getattr(self, name) for name in self.KEYS.values())
+        """Return the cases of the settings: all combinations of the values in `KEYS`."""
+        lists = [getattr(self, name) for name in self.KEYS.values()]
         return [dict(zip(self.KEYS, values, strict=True)) for values in itertools.product(*lists)]
 
 
 class Panel(NamedTuple):
-    """A panel of a figure over tokens, left out if no row has a value of its ``fields``."""
+    """A panel of a line chart over tokens.
+
+    Attributes:
+        title: title of the panel.
+        unit: label of the vertical axis.
+        fields: fields of a row that are drawn, one line each.
+        log: True for a logarithmic vertical axis.
+    """
 
     title: str
     unit: str
@@ -247,45 +287,56 @@ class Panel(NamedTuple):
     log: bool = True
 
     def shows(self, rows: Sequence[Row]) -> bool:
+        """Return True if a row has a value to draw."""
         return any(row.get(field) is not None for row in rows for field in self.fields)
 
 
 class Speed(Experiment):
     """The base class of speed ops.
 
-    Samples are comparable only with equal code, GPU, versions and baselines.
+    A folder contains only samples of equal code, GPU, versions and baselines, because other samples
+    are not comparable.
+
+    Attributes:
+        SHAPE: settings that each sample repeats.
+        BY: heading -> field that distinguishes rows of one length; the field "way" is the
+            attention.
+        APART: headings of `BY` whose values get separate rows of panels.
+        DENSE: fields in addition to the length on which the ``baselines`` of a row depend.
+        OF_DENSE: drawn field -> field of a row that maps dense kernels to values.
+        HIDDEN: fields without a column.
+        LONGEST_FIRST: True if the first table contains only the longest length.
+        PANELS: panels of the figure.
+        NOTES: setting -> note on runs with the setting; "" -> note on all runs.
+        described: function that returns a description of inputs and clock from recorded settings.
+        FOUND: fields of a sample that `find` fills.
+        BY_NAME: fields of a sample that `find` fills with values by name.
     """
 
     CASE = ("length",)
-    GROWS = ("lengths", "cab")  # cab_config is recorded next to the words that define it
-    # settings that a sample repeats
+    GROWS = ("lengths", "cab")  # ``cab`` may grow, because identity contains cab_config
     SHAPE: ClassVar[tuple[str, ...]]
-    # fields that distinguish rows of one length, heading -> field; "way" is the attention
     BY: ClassVar[Mapping[str, str]] = {}
-    # headings of fields whose values have separate panels
     APART: ClassVar[Sequence[str]] = ()
-    # fields in addition to the length on which the ``baselines`` of a row depend
     DENSE: ClassVar[Sequence[str]] = ()
-    # drawn field -> field that contains it by name of a kernel
     OF_DENSE: ClassVar[Mapping[str, str]] = {"ms": "baselines"}
-    # fields without a column
     HIDDEN: ClassVar[Sequence[str]] = ()
-    # True if the first table contains the longest length alone
     LONGEST_FIRST: ClassVar[bool] = False
     PANELS: ClassVar[Sequence[Panel]]
-    # notes on all runs under "", and notes on runs with a setting
     NOTES: ClassVar[Mapping[str, str]]
-    # function that describes inputs and clock from recorded settings
     described: ClassVar[Callable[[Mapping[str, Any]], str]]
-    # fields of a sample that `find` fills, and fields with values by name
     FOUND: ClassVar[tuple[str, ...]]
     BY_NAME: ClassVar[tuple[str, ...]] = ()
 
     @cached_property
     def bench(self) -> Bench:
+        """The clock of the device."""
         settings = self.settings
-        limits = getattr(settings, "seconds", None), getattr(settings, "gpu_gib", 0.0)
-        return bench_on(settings.device, *limits)
+        return bench_on(
+            settings.device,
+            seconds=getattr(settings, "seconds", None),
+            gib=getattr(settings, "gpu_gib", 0.0),
+        )
 
     def check(self) -> None:
         computing_device(self.settings.device)
@@ -296,23 +347,24 @@ class Speed(Experiment):
         return {**super().recorded(), **fields}
 
     def provenance(self, started: str) -> dict[str, Any]:
-        versions = {n: each.version() for n, each in dense.on(self.settings.device).items()}
+        kernels = dense.on(self.settings.device)
+        versions = {name: kernel.version() for name, kernel in kernels.items()}
         baselines = {name: version for name, version in versions.items() if version}
         return {**super().provenance(started), "baselines": baselines}
 
     def identity(self) -> dict[str, Any]:
-        made = self.provenance("")
-        return {**super().identity(), **{name: made[name] for name in MADE_BY}}
+        record = self.provenance("")
+        return {**super().identity(), **{name: record[name] for name in MADE_BY}}
 
     def cases(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
         return self.settings.asked()
 
     def expected(self) -> int | None:
-        sought = getattr(self.settings, "longest", False)
-        return None if sought else sum(1 for _ in self.cases(()))
+        is_search = getattr(self.settings, "longest", False)
+        return None if is_search else sum(1 for _ in self.cases(()))
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the results of `find`, or those before an error, and the error."""
+        """Return the results of `find`; after an error, the results before it and ``error``."""
         sample = {"op": self.name.removeprefix("speed "), **case}
         sample |= {name: getattr(self.settings, name) for name in self.SHAPE}
         sample |= dict.fromkeys((*self.FOUND, "error"))
@@ -326,11 +378,11 @@ class Speed(Experiment):
 
     @abstractmethod
     def find(self, sample: dict[str, Any]) -> None:
-        """Add the results to ``sample``, which contains the fields of its case."""
+        """Measure a case, and add the results to ``sample``, which contains the case's fields."""
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return rows by length; an op may derive more."""
+        """Return one row per sample, sorted by length; subclasses may derive other rows."""
         return by_length(samples)
 
     @classmethod
@@ -340,222 +392,309 @@ class Speed(Experiment):
 
     @classmethod
     def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
-        shown, tables = cls.shown(rows), {}
+        table_rows, tables = cls.shown(rows), {}
         if cls.LONGEST_FIRST:
-            most = max((row["length"] for row in shown), default=0)
-            longest = [row for row in shown if row["length"] == most]
-            if len(longest) < len(shown):
+            most = max((row["length"] for row in table_rows), default=0)
+            longest = [row for row in table_rows if row["length"] == most]
+            if len(longest) < len(table_rows):
                 tables["At the longest length"] = cls.table(longest)
-        tables["All cases"] = cls.table(shown)
+        tables["All cases"] = cls.table(table_rows)
         if any(row.get("baselines") for row in rows):
             names = (*cls.DENSE, "length")
-            once = [alike[0] for alike in grouped(rows, *names)]
-            ways = [{name: row[name] for name in names} | row["baselines"] for row in once]
-            same = [n for n in cls.ADDED if len({row.get(n) for row in rows}) == 1]
-            tables["Dense attention, ms"] = table(ways, same)
+            # rows of a group have the same baselines
+            firsts = [group[0] for group in grouped(rows, names)]
+            lines = [{name: row[name] for name in names} | row["baselines"] for row in firsts]
+            constant = [name for name in cls.ADDED if len({row.get(name) for row in rows}) == 1]
+            tables["Dense attention, ms"] = table(lines, constant)
         return tables | cls.remarks(rows)
 
     @classmethod
     def table(cls, rows: Sequence[Row]) -> str:
-        """Return the `table` without settings that all rows share, and without remarks."""
+        """Return a `table` without remarks and without settings in which all rows agree."""
         settings = ("op", *cls.SHAPE, *cls.ADDED)
-        same = [n for n in settings if all(row.get(n) == rows[0].get(n) for row in rows)]
+        constant = [
+            name for name in settings if all(row.get(name) == rows[0].get(name) for row in rows)
+        ]
         # fields that distinguish rows come first
         names = dict.fromkeys(("length", *cls.BY.values(), *rows[0])) if rows else ()
         ordered = [{name: row[name] for name in names if name in row} for row in rows]
-        return table(ordered, (*same, *REMARKS, *cls.HIDDEN))
+        return table(ordered, (*constant, *REMARKS, *cls.HIDDEN))
 
     @classmethod
     def remarks(cls, rows: Sequence[Row]) -> dict[str, str]:
-        """Return `remarks` by the fields that differ among rows; missing values are dashes."""
-        told = {h: name for h, name in cls.BY.items() if not cls.DENSE or name in cls.DENSE}
-        by = varying(rows, told)
-        dashes = [{name: "–" for name in by.values() if row[name] is None} for row in rows]
-        return remarks([{**row, **x} for row, x in zip(rows, dashes, strict=True)], by)
+        """Return the table `remarks`, with columns for fields of `BY` that differ among rows."""
+        columns = {
+            heading: name for heading, name in cls.BY.items() if not cls.DENSE or name in cls.DENSE
+        }
+        columns = varying_columns(rows, columns)
+        with_dashes = [
+            {**row, **{name: "–" for name in columns.values() if row[name] is None}} for row in rows
+        ]
+        return remarks(with_dashes, columns)
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """Return sentences that the first table does not show; none by default."""
+        """Return sentences about the rows; none by default."""
         return []
 
     @classmethod
     def notes(cls, settings: Mapping[str, Any]) -> str:
-        texts = [text for name, text in cls.NOTES.items() if not name or settings.get(name)]
-        return "\n\n".join([cls.described(settings), *texts])
+        notes = [note for name, note in cls.NOTES.items() if not name or settings.get(name)]
+        return "\n\n".join([cls.described(settings), *notes])
 
     @classmethod
     def lines(cls, rows: Sequence[Row]) -> list[Row]:
-        """Return rows to draw: the shown ones, and one for each dense kernel."""
+        """Return the rows to draw: those of `shown`, and one for each dense kernel and length."""
         names, lines = (*cls.DENSE, "length"), list(cls.shown(rows))
-        for first, *_ in grouped(rows, *names) if cls.OF_DENSE else ():
-            place = dict.fromkeys(cls.BY.values()) | {field: first[field] for field in names}
-            for way in first.get("baselines") or ():
-                values = {field: first[named].get(way) for field, named in cls.OF_DENSE.items()}
-                lines.append({**place, "way": way, **values})
+        for first, *_ in grouped(rows, names) if cls.OF_DENSE else ():
+            fields = dict.fromkeys(cls.BY.values()) | {field: first[field] for field in names}
+            for kernel in first.get("baselines") or ():
+                values = {field: first[by].get(kernel) for field, by in cls.OF_DENSE.items()}
+                lines.append({**fields, "way": kernel, **values})
         return lines
 
     @classmethod
     def draw(cls, path: Path, rows: Sequence[Row]) -> None:
-        """Draw the panels side by side, one row for each value of `APART`; dense lines are grey."""
+        """Draw `PANELS` side by side, with a row of panels for each value of `APART`.
+
+        Lines of dense kernels are grey.
+        """
         lines = cls.lines(rows)
         panels = [panel for panel in cls.PANELS if panel.shows(lines)]
-        # dense kernels have no blocks and no budget: missing fields do not separate panels
-        panel_fields = varying(rows, {heading: cls.BY[heading] for heading in cls.APART})
-        by = {h: name for h, name in varying(lines, cls.BY).items() if h not in cls.APART}
-        groups, across = grouped(rows, *panel_fields.values()), max(1, len(panels))
-        with charts.figure(
-            path, len(groups), across, figsize=(5.5 * across, 4.6 * len(groups))
-        ) as (axes):
-            for beside, some in zip(axes, groups, strict=True):
-                lengths, drawn = [row["length"] for row in some], cls.lines(some)
-                for axis, panel in zip(beside, panels, strict=False):
+        # compare rows, not lines: lines of dense kernels have None in fields such as blocks, which
+        # must not count as another value
+        panel_fields = varying_columns(rows, {heading: cls.BY[heading] for heading in cls.APART})
+        line_fields = {
+            heading: name
+            for heading, name in varying_columns(lines, cls.BY).items()
+            if heading not in cls.APART
+        }
+        groups, num_panels = grouped(rows, panel_fields.values()), max(1, len(panels))
+        size = (5.5 * num_panels, 4.6 * len(groups))
+        with charts.figure(path, len(groups), num_panels, figsize=size) as axes:
+            for row_of_axes, group in zip(axes, groups, strict=True):
+                lengths, drawn = [row["length"] for row in group], cls.lines(group)
+                for axis, panel in zip(row_of_axes, panels, strict=False):
                     axis.set_visible(panel.shows(drawn))
-                    cls.draw_lines(axis, panel, drawn, by)
-                    title = ", ".join([*named(some[0], panel_fields), panel.title])
+                    cls.draw_lines(axis, panel, drawn, line_fields)
+                    title = ", ".join([*distinct_values(group[0], panel_fields), panel.title])
                     charts.over_tokens(axis, lengths, title, panel.unit, log=panel.log)
 
     @classmethod
     def draw_lines(
         cls, axis: Any, panel: Panel, rows: Sequence[Row], by: Mapping[str, str]
     ) -> None:
-        """Draw the lines of a panel by ``by``; several fields are drawn for cab alone."""
-        greys, several = itertools.cycle(charts.GREYS), len(panel.fields) > 1
-        for alike, field in itertools.product(grouped(rows, *by.values()), panel.fields):
-            dense = "way" in cls.BY and not is_ours(alike[0][cls.BY["way"]])
-            if dense and several:
+        """Draw the lines of a panel.
+
+        A panel with several fields has no lines of dense kernels.
+
+        Args:
+            axis: the axes of the panel.
+            panel: the panel.
+            rows: the rows to draw.
+            by: heading -> field that distinguishes lines.
+        """
+        greys, has_several = itertools.cycle(charts.GREYS), len(panel.fields) > 1
+        for group, field in itertools.product(grouped(rows, by.values()), panel.fields):
+            is_dense = "way" in cls.BY and not is_ours(group[0][cls.BY["way"]])
+            if is_dense and has_several:
                 continue
-            look = {"color": next(greys), "marker": "s"} if dense else {}
-            label = ", ".join([*named(alike[0], by), *[heading_of(field)] * several])
+            style = {"color": next(greys), "marker": "s"} if is_dense else {}
+            label = ", ".join([*distinct_values(group[0], by), *[heading_of(field)] * has_several])
             charts.line(
-                axis, alike, lambda row, field=field: row.get(field), label=label or None, **look
+                axis, group, lambda row, field=field: row.get(field), label=label or None, **style
             )
 
     def time(self, sample: dict[str, Any], what: str, call: Callable[[], Any]) -> Timing:
-        """Call `Bench.time`, and record in ``sample`` why ``what`` has no CUDA graph, if so."""
+        """Time ``call``, and add the reason to ``sample`` if the call has no CUDA graph.
+
+        Args:
+            sample: the sample, with the field ``without_graph``.
+            what: name of the timed call in this field.
+            call: the function to time.
+        """
         timing = self.bench.time(call)
         if timing.why_not:
             sample["without_graph"][what] = timing.why_not
         return timing
 
     def reported(self, error: Exception) -> dict[str, Any]:
-        """Return the fields for ``error``; ``fits`` is False if memory ran out, else None."""
+        """Return the fields of a sample after an error.
+
+        ``fits`` is False if memory ran out, or else None.
+        """
         fits = {"fits": False if ran_out(error) else None} if "fits" in self.FOUND else {}
         return {"error": in_a_sentence(error), **fits}
 
     def search(
-        self, place: Mapping[str, Any], samples: Sequence[Row], step: int, estimate: int = 0
+        self, fields: Mapping[str, Any], samples: Sequence[Row], step: int, estimate: int = 0
     ) -> Iterator[dict[str, Any]]:
-        """Yield cases at ``place`` until the longest multiple of ``step`` that fits is known.
+        """Yield cases until the longest length that fits into memory is known.
 
-        Yields none if the memory is unknown, and stops after an error for another reason. The first
-        cases are a little below and above the ``estimate``.
+        Yields no case if the memory of the device is unknown. The search ends after an error for
+        another reason than memory.
+
+        Args:
+            fields: the fields of the cases, without the length.
+            samples: a list that the runner extends with the sample of each case.
+            step: number of tokens of which lengths are multiples.
+            estimate: estimated length; the first cases are a little shorter and longer. 0: none.
         """
         while True:
-            same = [row for row in samples if place.items() <= row.items()]
-            tried = {row["length"]: row["fits"] for row in same}
+            own_samples = [row for row in samples if fields.items() <= row.items()]
+            tried = {row["length"]: row["fits"] for row in own_samples}
             length = next_length(tried, step, [int(share * estimate) for share in AROUND])
             if None in tried.values() or length is None or self.bench.room() is None:
                 return
-            yield {**place, "length": length, "sought": True}
+            yield {**fields, "length": length, "sought": True}
 
 
 def next_length(
     tried: Mapping[int, bool | None], step: int, likely: Iterable[int] = ()
 ) -> int | None:
-    """Return the next length to try for the longest multiple of ``step`` that fits, or None.
+    """Return the next length to try in the search for the longest length that fits.
 
-    ``tried`` maps lengths to True if they fit. Until one does not fit, the next length is the
-    shortest of the ``likely`` ones above all that fit, or twice the longest. Then the interval is
-    halved.
+    Until a length does not fit, the next length is the shortest ``likely`` length above all lengths
+    that fit, or else twice the longest length that fits. Then the search halves the interval.
+
+    Args:
+        tried: length -> True if the length fits, and False if it does not fit.
+        step: number of tokens of which lengths are multiples.
+        likely: lengths to try first.
+
+    Returns:
+        The length; None if the longest length is known.
     """
     least = max((length // step for length, fits in tried.items() if fits), default=0)
     fails = min((length for length, fits in tried.items() if not fits), default=None)
     if fails is None:
         above = [length // step for length in likely if length // step > least]
         return min(above, default=max(1, 2 * least)) * step
-    # the longest multiple that may fit
+    # the longest multiple of step below the shortest length that does not fit
     most = (fails - 1) // step
     return (least + most + 1) // 2 * step if most > least else None
 
 
 def longest(rows: Sequence[Row], by: Mapping[str, str]) -> list[str]:
-    """Describe the longest length that fits for rows equal in ``by``, heading -> field."""
-    parts = []
-    for alike in grouped(rows, *by.values()):
-        fits = [row for row in alike if row["fits"]]
-        fails = [row["length"] for row in alike if row["fits"] is False]
-        if fits and fails and any(row["sought"] for row in alike):
+    """Return a sentence on the longest length that fits, for each group of searched rows.
+
+    Args:
+        rows: the rows.
+        by: heading -> field that distinguishes groups.
+    """
+    sentences = []
+    for group in grouped(rows, by.values()):
+        fits = [row for row in group if row["fits"]]
+        fails = [row["length"] for row in group if row["fits"] is False]
+        if fits and fails and any(row["sought"] for row in group):
             last = max(fits, key=itemgetter("length"))
-            which = "".join(f" for {each}" for each in named(last, varying(rows, by)))
+            values = "".join(
+                f" for {value}" for value in distinct_values(last, varying_columns(rows, by))
+            )
             estimate = f"; estimated: {last['estimate']:,}" if last.get("estimate") else ""
-            parts.append(
-                f"{last['length']:,} tokens are the longest that fit{which}: "
+            sentences.append(
+                f"{last['length']:,} tokens are the longest that fit{values}: "
                 f"{seconds(last['ms'])} s, {digits(last['peak_gib'])} of "
                 f"{digits(last['room_gib'])} GiB at the peak; {min(fails):,} tokens do not "
                 f"fit{estimate}."
             )
-    return parts
+    return sentences
 
 
 def by_length(samples: Sequence[Row], derived: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the samples by length, with columns for ``derived`` values."""
+    """Return a row per sample, sorted by length, with None in the fields ``derived``."""
     ordered = sorted(samples, key=lambda sample: sample["length"])
     return [{**sample, **dict.fromkeys(derived)} for sample in ordered]
 
 
-def made_of(shape: str, settings: Mapping[str, Any]) -> str:
-    """Describe inputs, config and clock for a report; ``settings`` are recorded ones."""
+def run_description(shape: str, settings: Mapping[str, Any]) -> str:
+    """Return a description of inputs, config and clock for a report.
+
+    Args:
+        shape: description of the inputs.
+        settings: the recorded settings.
+    """
     recorded = settings["cab_config"]
-    config, default = unlike_default(recorded), default_of(recorded)
-    chosen = f"CabConfig with {config}" if config else "default CabConfig"
+    changed, default = unlike_default(recorded), default_of(recorded)
+    config = f"CabConfig with {changed}" if changed else "default CabConfig"
     if is_earlier(recorded):
-        chosen += " (the earlier default: 8 typical queries on every key)"
+        config += " (the earlier default: 8 typical queries on every key)"
     if recorded.keys() - default.keys():
-        chosen = "block selection of cab_hf 0.2, with the settings in the command"
-    return f"{shape}; {chosen}.\n\nMethod: {settings['method']}."
+        config = "block selection of cab_hf 0.2, with the settings in the command"
+    return f"{shape}; {config}.\n\nMethod: {settings['method']}."
 
 
-def varying(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:
-    """Return the ``columns``, heading -> field, that differ among rows."""
-    return {h: name for h, name in columns.items() if len({row.get(name) for row in rows}) > 1}
+def varying_columns(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:
+    """Return the columns whose values differ among rows.
+
+    Args:
+        rows: the rows.
+        columns: heading -> field.
+    """
+    return {
+        heading: name
+        for heading, name in columns.items()
+        if len({row.get(name) for row in rows}) > 1
+    }
 
 
 def remarks(rows: Sequence[Row], by: Mapping[str, str]) -> dict[str, str]:
-    """Return a table of `REMARKS` by the fields that distinguish rows besides length, or {}."""
+    """Return the remarks in the fields `REMARKS` as a table under "Remarks"; {} without remarks.
+
+    Equal remarks at several lengths, or on several names, share a line.
+
+    Args:
+        rows: the rows.
+        by: heading -> field that distinguishes rows of one length.
+    """
+    # (values of ``by``, kind, reason), name -> formatted lengths
     lengths: dict[tuple, dict[str, None]] = {}
     for (field, kind), row in itertools.product(REMARKS.items(), rows):
-        said = row.get(field) or {}
-        for name, text in (said if isinstance(said, Mapping) else {"": said}).items():
-            what = (*(row[each] for each in by.values()), kind, text)
-            lengths.setdefault((what, name), {})[f"{row['length']:,}"] = None
-    # equal remarks of several names are joined
+        reasons = row.get(field) or {}
+        for name, reason in (reasons if isinstance(reasons, Mapping) else {"": reasons}).items():
+            key = (*(row[column] for column in by.values()), kind, reason)
+            lengths.setdefault((key, name), {})[f"{row['length']:,}"] = None
+    # (values of ``by``, kind, reason, lengths) -> names
     names: dict[tuple, list[str]] = {}
-    for (what, name), where in lengths.items():
-        names.setdefault((*what, ", ".join(where)), []).append(name)
+    for (key, name), key_lengths in lengths.items():
+        names.setdefault((*key, ", ".join(key_lengths)), []).append(name)
     headings = (*(HEADINGS.get(x, x) for x in by), "what", "reason", "tokens", "for")
-    lines = [dict(zip(headings, (*k, ", ".join(of)), strict=True)) for k, of in names.items()]
-    shown = headings if any(line["for"] for line in lines) else headings[:-1]
-    return {"Remarks": markdown_table(lines, shown)} if lines else {}
+    lines = [
+        dict(zip(headings, (*key, ", ".join(key_names)), strict=True))
+        for key, key_names in names.items()
+    ]
+    columns = headings if any(line["for"] for line in lines) else headings[:-1]
+    return {"Remarks": markdown_table(lines, columns)} if lines else {}
 
 
-def named(row: Row, by: Mapping[str, str]) -> list[str]:
-    """Return the values that distinguish a row from others; numbers follow their headings."""
+def distinct_values(row: Row, by: Mapping[str, str]) -> list[str]:
+    """Return the values of a row that distinguish it; headings precede numbers, as in "ranks 2".
+
+    Args:
+        row: the row.
+        by: heading -> field; fields with None are left out.
+    """
     values = {heading: row[name] for heading, name in by.items() if row[name] is not None}
     return [x if isinstance(x, str) else f"{heading} {x:g}" for heading, x in values.items()]
 
 
 def heading_of(name: str) -> str:
-    """Return the heading of a field."""
+    """Return the table heading of a field."""
     return HEADINGS.get(name, name.replace("_", " ").replace("gib", "GiB"))
 
 
 def is_ours(name: Any) -> bool:
-    """Return True if ``name`` is a sparse attention."""
+    """Return True if ``name`` names sparse attention by cab_hf."""
     return str(name).startswith("cab") and name != CAB_DENSE
 
 
 def table(rows: Sequence[Row], hidden: Sequence[str] = ()) -> str:
-    """Return numbers and names in ``rows`` without flags, one column per field with a value."""
+    """Return a Markdown table with a column per field that contains numbers or names.
+
+    Args:
+        rows: the rows.
+        hidden: fields without a column.
+    """
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {}
     for name in names:
@@ -574,5 +713,5 @@ def written(name: str, row: Row) -> str | None:
         return percent(value)
     if "over_" in name or name == "ceiling":
         return TIMES(value)
-    shown = f"{value:,}" if isinstance(value, int) else digits(value)
-    return f"≈ {shown}" if name == "baseline_ms" and row.get("extrapolated") else shown
+    number = f"{value:,}" if isinstance(value, int) else digits(value)
+    return f"≈ {number}" if name == "baseline_ms" and row.get("extrapolated") else number

@@ -21,10 +21,14 @@ from cab_hf.plan import KeyRanges, cached_per_ranges
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
-    """Compute `zigzag_attention` by passing K and V around the ring of ranks.
+    """Compute attention like `zigzag_attention`, but pass K and V around the ring of ranks.
 
-    Outputs are merged by log-sum-exp. ``heads_k_stride`` and ``regather_kv`` have no effect: all
-    heads are sent, and received tensors are kept.
+    Outputs over the keys of different ranks are merged by their log-sum-exp.
+
+    Args:
+        q, k, v: as in `zigzag_attention`.
+        settings: as in `zigzag_attention`. ``heads_k_stride`` and ``regather_kv`` have no effect,
+            because a ring sends all heads at once and saves received tensors for the backward.
 
     Raises:
         NotImplementedError: ``plan`` is set, or gradients are needed from an engine whose
@@ -36,73 +40,98 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Te
         )
     settings = {**zigzag_attention.__kwdefaults__, **settings}
     layout, engine, _, scale = zigzag.check_arguments(q, k, v, **settings)
-    training = Workload.of(q, k, v, (0, 0)).training
-    if training and engine is not engines.REFERENCE:
+    is_training = Workload.of(q, k, v, (0, 0)).training
+    if is_training and engine is not engines.REFERENCE:
         raise NotImplementedError(
             "engine must have gradients of its log-sum-exp for ring_attention, got "
             f"{engine.name!r}. Use engine='reference'."
         )
-    return _around(q, k, v, layout, engine, scale)
+    return _ring(q=q, k=k, v=v, layout=layout, engine=engine, scale=scale)
 
 
-def _around(
+def _ring(
     q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, engine: Engine, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Run W steps around the ring, each over the keys of one rank."""
+    """Attend in one step per rank to the keys of that rank, and merge the results.
+
+    Returns:
+        Attention [B, H, n, D], and the log-sum-exp [B, H, n] without gradients.
+    """
     rank, world = layout.group.rank(), layout.group.size()
     out = lse = None
-    both = torch.cat((k, v), dim=-1)
+    kv = torch.cat((k, v), dim=-1)
     for step in range(world):
         if step + 1 < world:
-            # sent to the next rank while this step computes
-            received, works = _hop(both.detach(), layout.group, 1)
-        keys, values = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
-        ranges = _seen_of(layout.ranges, layout.shard_map, (rank - step) % world)
+            # the transfer to the next rank overlaps with the computation of this step
+            received, works = _send_on(kv.detach(), layout.group, 1)
+        keys, values = kv[..., : k.shape[-1]], kv[..., k.shape[-1] :]
+        ranges = _ranges_over(layout.ranges, layout.shard_map, (rank - step) % world)
         plan = full_plan(ranges, layout.shard_map.sharding.dense_block_size)
-        result = engine.attention(q, keys, values, plan, scale, return_lse=True)
-        # merged in at least float32, and rounded once
-        result = result[0].to(result[1].dtype), result[1]
-        out, lse = result if step == 0 else _merged((out, lse), result)
+        step_out, step_lse = engine.attention(q, keys, values, plan, scale=scale, return_lse=True)
+        # merge in at least float32, so that the output is rounded only once
+        step_out = step_out.to(step_lse.dtype)
+        if step == 0:
+            out, lse = step_out, step_lse
+        else:
+            out, lse = _merged(out, lse, step_out, step_lse)
         if step + 1 < world:
             for work in works:
                 finish(work, layout.group)
-            both = _Passed.apply(both, received, layout.group)
+            kv = _Passed.apply(kv, received, layout.group)
     return out.to(q.dtype), lse.detach()
 
 
-def _merged(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge (out [B, H, N, D], log-sum-exp [B, H, N]) over the keys of two parts."""
-    (one, first), (other, second) = parts
-    # a query without keys has no weight; the mask keeps NaN out of gradients
-    blind = (first == -torch.inf) & (second == -torch.inf)
-    lse = torch.stack((first, second)).masked_fill(blind, 0.0)
-    total = lse.logsumexp(0)
-    weight = (lse - total).exp().unsqueeze(-1)
-    return one * weight[0] + other * weight[1], total.masked_fill(blind, -torch.inf)
+def _merged(
+    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merge attention over two sets of keys.
+
+    Args:
+        out, other_out: attention over each set, [B, H, N, D].
+        lse, other_lse: log-sum-exp over each set, [B, H, N].
+
+    Returns:
+        Attention and log-sum-exp over both sets.
+    """
+    # a query without keys in both sets has weight 0; the mask keeps NaN out of the gradients
+    has_no_keys = (lse == -torch.inf) & (other_lse == -torch.inf)
+    both = torch.stack((lse, other_lse)).masked_fill(has_no_keys, 0.0)
+    total = both.logsumexp(0)
+    weight = (both - total).exp().unsqueeze(-1)
+    merged = out * weight[0] + other_out * weight[1]
+    return merged, total.masked_fill(has_no_keys, -torch.inf)
 
 
 @cached_per_ranges
-def _seen_of(ranges: KeyRanges, shard_map: ShardMap, holder: int) -> KeyRanges:
-    """Return the ranges of this rank's queries over another rank's keys, in their order."""
+def _ranges_over(ranges: KeyRanges, shard_map: ShardMap, rank: int) -> KeyRanges:
+    """Return the ranges of this rank's queries over the keys of another rank.
+
+    Args:
+        ranges: ranges of this rank's queries over the tokens of all ranks.
+        shard_map: the positions of the tokens of all ranks.
+        rank: the rank whose keys are attended to.
+    """
     sharding, device = shard_map.sharding, ranges.start.device
-    real = sharding.real[holder].to(device)
-    # padding is ordered between the last token of its document and the first of the next
-    order = 2 * (shard_map.document_start + sharding.positions[holder].to(device)) + (~real).long()
+    real = sharding.real[rank].to(device)
+    # even numbers for tokens and odd numbers for padding: padding sorts after the last token of its
+    # document and before the next document
+    order = 2 * (shard_map.document_start + sharding.positions[rank].to(device)) + (~real).long()
     first = torch.searchsorted(order, 2 * ranges.start.to(order.dtype))
     last = torch.searchsorted(order, 2 * ranges.end.to(order.dtype), right=True) - 1
-    seen = (ranges.end >= 0) & (first <= last)
+    has_keys = (ranges.end >= 0) & (first <= last)
     return KeyRanges(
-        first.where(seen, 0).to(torch.int32),
-        last.where(seen, -1).to(torch.int32),
+        first.where(has_keys, 0).to(torch.int32),
+        last.where(has_keys, -1).to(torch.int32),
         real.expand(ranges.start.shape[0], -1),
         consecutive=False,
     )
 
 
-def _hop(x: Tensor, group: ProcessGroup, step: int) -> tuple[Tensor, list[dist.Work]]:
-    """Send ``x`` to the next rank.
+def _send_on(x: Tensor, group: ProcessGroup, step: int) -> tuple[Tensor, list[dist.Work]]:
+    """Start sending ``x`` to rank + ``step``, and receiving from rank - ``step``.
 
-    Returns the tensor of the rank ``step`` before, and the work to wait for.
+    Returns:
+        The tensor that will contain the received values, and the transfers to wait for.
     """
     rank, world = group.rank(), group.size()
     x = x.contiguous()
@@ -117,9 +146,9 @@ def _hop(x: Tensor, group: ProcessGroup, step: int) -> tuple[Tensor, list[dist.W
 
 
 class _Passed(torch.autograd.Function):
-    """An autograd function that maps the sent to the received tensor.
+    """An autograd function that maps the sent tensor to the received tensor.
 
-    Gradients return the same way.
+    Its backward sends the gradient of the received tensor back to the sender.
     """
 
     @staticmethod
@@ -129,7 +158,7 @@ class _Passed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        returned, works = _hop(grad, ctx.group, -1)
+        returned, works = _send_on(grad, ctx.group, -1)
         for work in works:
             finish(work, ctx.group)
         return returned, None, None

@@ -25,7 +25,7 @@ from cab_hf.experiment.settings import by_device, flag, option, parse_length
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingManager, PreTrainedModel
 
-# seconds to wait for a token before checking that the generation still runs
+# seconds to wait for a token before checking that the manager still runs
 LOOK_AGAIN = 0.1
 # fields of `summary_of`
 SUMMARY = (
@@ -33,18 +33,16 @@ SUMMARY = (
     *("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "preempted"),
 )
 FLASH = ("flash_attention_3", "flash_attention_4", "flash_attention_2")
-# vLLM with its own attention
-VLLM = "vllm"
+VLLM = "vllm"  # name of vLLM's own attention, and of the engine
 KNOWN = (SDPA, *FLASH, CAB_DENSE, *CAB, VLLM)
-# new tokens of a warm-up request
-WARM_UP_TOKENS = 8
-# recorded fields of the final config of a manager
+WARM_UP_TOKENS = 8  # generated tokens of a warm-up request
+# fields of a manager's config that results record
 BATCHING = (
     *("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch"),
     *("max_blocks_per_request", "max_memory_percent", "use_cuda_graph", "use_async_batching"),
     *("allow_block_sharing", "scheduler_type"),
 )
-# factors by which a field is smaller than that of the best dense implementation
+# field of a row -> field whose speed-up over the best dense implementation it contains
 OVER = {"over_best": "total_s", "ttft_over_best": "ttft_p99", "tpot_over_best": "tpot_p99"}
 NOTES = (
     "All implementations serve the same trace of random prompts. ttft: s from arrival to the "
@@ -73,7 +71,7 @@ class Settings(models.ModelSettings):
         ("16", "131072:4"), ("2",), "requests per length, or LENGTH:COUNT for one length"
     )
     implementations: tuple[str, ...] | None = runner.listed(
-        # the slowest comes last: sdpa attends to all pairs of a batch with a mask
+        # sdpa comes last, because it computes all pairs of a batch with a mask and is the slowest
         (*FLASH, CAB_DENSE, "cab", SDPA),
         (SDPA, CAB_DENSE, *CAB),
         "attention implementations",
@@ -95,11 +93,12 @@ class Settings(models.ModelSettings):
         if self.engine == VLLM and self.implementations is None:
             object.__setattr__(self, "implementations", (VLLM, "cab"))
         super().__post_init__()
-        known = (VLLM, *CAB) if self.engine == VLLM else set(KNOWN) - {VLLM}
-        ways = f"some of {', '.join(known)} with engine {self.engine}"
-        self.check("implementations", set(self.implementations) <= set(known), ways)
-        named = self.option_by_length("requests", int).keys() <= {None, *self.lengths}
-        self.check("requests", named, f"for lengths among {', '.join(map(str, self.lengths))}")
+        supported = (VLLM, *CAB) if self.engine == VLLM else set(KNOWN) - {VLLM}
+        accepted = f"some of {', '.join(supported)} with engine {self.engine}"
+        self.check("implementations", set(self.implementations) <= set(supported), accepted)
+        are_lengths = self.option_by_length("requests", int).keys() <= {None, *self.lengths}
+        accepted = f"for lengths among {', '.join(map(str, self.lengths))}"
+        self.check("requests", are_lengths, accepted)
         counts = self.counts.values()
         self.check("requests", min(counts) > 0, "numbers from 1 up")
         densities = {self.density_at(length) for length in self.lengths}
@@ -118,17 +117,20 @@ class Settings(models.ModelSettings):
 
     @property
     def counts(self) -> dict[int, int]:
-        """The number of requests by length."""
-        return {at: self.value_at("requests", at, int, "count") for at in self.lengths}
+        """Length of prompts -> number of requests."""
+        return {length: self.value_at("requests", length, int, "count") for length in self.lengths}
 
-    longest = property(lambda self: self.lengths[-1])
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompts."""
+        return self.lengths[-1]
 
     @property
     def method(self) -> str:
-        arrive = f"a Poisson process of {self.rate:g} requests/s" if self.rate else "all at once"
+        arrivals = f"a Poisson process of {self.rate:g} requests/s" if self.rate else "all at once"
         counts = ", ".join(f"{count} of {length:,}" for length, count in self.counts.items())
         return (
-            f"requests ({counts} tokens, the first {self.shared} shared) arrive {arrive} and "
+            f"requests ({counts} tokens, the first {self.shared} shared) arrive {arrivals} and "
             f"generate {self.new_tokens} tokens each, after at most {self.warm_up} of every "
             f"length with {WARM_UP_TOKENS}; the time of a token is that at which the manager has "
             "it on the host; the peak is all allocated memory"
@@ -136,7 +138,10 @@ class Settings(models.ModelSettings):
 
 
 class Serve(runner.Speed):
-    """The experiment; a case is one attention, and all serve the same trace."""
+    """The experiment that serves a trace of requests; a case is one attention implementation.
+
+    All cases serve the same trace.
+    """
 
     name = "speed serve"
     purpose = "serve requests of mixed lengths by continuous batching, next to dense attention"
@@ -158,57 +163,69 @@ class Serve(runner.Speed):
     described = staticmethod(models.described)
 
     def find(self, sample: dict[str, Any]) -> None:
-        settings, implementation, longest = (
-            self.settings,
-            sample["implementation"],
-            sample["longest"],
-        )
+        settings, implementation = self.settings, sample["implementation"]
+        longest = sample["longest"]
         counts = settings.counts
-        few = {length: min(count, settings.warm_up) for length, count in counts.items()}
-        # another seed: measured requests must not share a beginning with warm-up requests
-        before = trace_of(few, settings.seed + 1, settings.vocab)
-        trace = trace_of(counts, settings.seed, settings.vocab, settings.rate, settings.shared)
+        warm_up_counts = {length: min(count, settings.warm_up) for length, count in counts.items()}
+        # another seed, so that measured requests share no prefix with warm-up requests
+        warm_up_trace = trace_of(warm_up_counts, settings.seed + 1, settings.vocab)
+        trace = trace_of(
+            counts,
+            seed=settings.seed,
+            vocab=settings.vocab,
+            rate=settings.rate,
+            shared=settings.shared,
+        )
         config = settings.budgeted(longest, implementation)
         if settings.engine == VLLM:
             from cab_hf.eval.speed import vllm
 
             sample |= vllm.measured(
-                settings, implementation, config, (before, WARM_UP_TOKENS), trace
+                settings=settings,
+                implementation=implementation,
+                config=config,
+                warm_up_trace=warm_up_trace,
+                warm_up_tokens=WARM_UP_TOKENS,
+                trace=trace,
             )
             return
         model, served = models.random_model(settings), []
         with (
             models.attending(model, implementation, config),
-            managing(model, settings, implementation) as manager,
+            batching_manager(model, settings, implementation) as manager,
         ):
-            serve(manager, before, WARM_UP_TOKENS)
+            serve(manager, warm_up_trace, WARM_UP_TOKENS)
             models.attended_by(model, longest, implementation, reset=True)
-            given = manager, trace, settings.new_tokens
-            _, sample["peak_gib"] = self.bench.walls(lambda: served.extend(serve(*given)), 1)
-            used = manager.continuous_batching_config
-            sample["batching"] = {field: getattr(used, field) for field in BATCHING}
-            sample["cache_gib"] = settings.cache_gib(used.num_blocks * used.page_size)
+            _, sample["peak_gib"] = self.bench.walls(
+                lambda: served.extend(serve(manager, trace, settings.new_tokens)), 1
+            )
+            batching = manager.continuous_batching_config
+            sample["batching"] = {field: getattr(batching, field) for field in BATCHING}
+            sample["cache_gib"] = settings.cache_gib(batching.num_blocks * batching.page_size)
             sample |= {**models.attended_by(model, longest, implementation), "served": served}
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the results of the trace, each with the fastest dense implementation."""
+        """Return a row per sample, with `SUMMARY` and speed-ups over the best dense attention."""
         derived = dict.fromkeys((*SUMMARY, "baseline", *OVER))
         rows = [{**sample, **derived} for sample in samples]
-        ran = [row for row in rows if row["served"]]
-        for row in ran:
+        served_rows = [row for row in rows if row["served"]]
+        for row in served_rows:
             row |= summary_of(row["served"], row["new_tokens"])
-        others = {row["implementation"]: row for row in ran if row["implementation"] not in CAB}
-        best = dense.against({n: row["total_s"] for n, row in others.items()}, preferred=())
-        for row in ran if best else ():
+        dense_rows = {
+            row["implementation"]: row for row in served_rows if row["implementation"] not in CAB
+        }
+        total_s = {name: row["total_s"] for name, row in dense_rows.items()}
+        best = dense.against(total_s, preferred=())
+        for row in served_rows if best else ():
             row["baseline"] = best
             for name, field in OVER.items():
-                row[name] = others[best][field] / row[field]
+                row[name] = dense_rows[best][field] / row[field]
         return rows
 
     @classmethod
     def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
-        """Return tables of all requests, and of each length."""
+        """Return a table over all requests, a table by length, and remarks."""
         return {
             "All requests": cls.table(rows),
             "By length": table(by_length(rows)),
@@ -224,41 +241,50 @@ EXPERIMENT = Serve
 
 
 def by_length(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the results of requests of each length, for every row."""
+    """Return a row per implementation and length of prompts, with the `SUMMARY` of its requests."""
     return [
-        {"implementation": row["implementation"], "length": some[0]["length"]}
-        | {"requests": len(some), **summary_of(some, row["new_tokens"])}
+        {
+            "implementation": row["implementation"],
+            "length": requests[0]["length"],
+            "requests": len(requests),
+            **summary_of(requests, row["new_tokens"]),
+        }
         for row in rows
-        for some in grouped(sorted(row["served"] or (), key=itemgetter("length")), "length")
+        for requests in grouped(sorted(row["served"] or (), key=itemgetter("length")), ["length"])
     ]
 
 
 @contextmanager
-def managing(
-    model: PreTrainedModel, settings: Settings, way: str
+def batching_manager(
+    model: PreTrainedModel, settings: Settings, implementation: str
 ) -> Iterator[ContinuousBatchingManager]:
-    """Yield a manager that serves ``model``, sized for the trace.
+    """Yield a manager of continuous batching that serves ``model``.
 
-    Managers of all implementations are equal but for CUDA graphs.
+    Managers of all implementations have the same cache, and differ only in CUDA graphs.
+
+    Args:
+        model: the model.
+        settings: settings of the cache and of the trace.
+        implementation: the attention.
 
     Raises:
-        Exception: the error that ended the generation and made a request fail.
+        Exception: the error of the manager's thread that made a request fail.
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
-    # batches with prompts have many shapes, each captured on first use
-    decode_only = way in FLASH and not settings.prefill_graphs
+    # no graphs of batches with prompts: each of their many shapes would be captured on first use
+    decode_only = implementation in FLASH and not settings.prefill_graphs
     batching = ContinuousBatchingConfig(
         page_size=settings.page_size,
         num_blocks=settings.blocks,
         max_batch_tokens=settings.batch_tokens,
         max_memory_percent=settings.memory,
         use_cuda_graph=(False, True) if decode_only else None,
-        # measure exactly the requested implementation
+        # otherwise the manager could replace the requested implementation
         auto_switch_to_flash=False,
     )
-    # all requests have equal lengths: no token ends one early
+    # without an end-of-text token, all requests generate the same number of tokens
     tokens = {"max_new_tokens": settings.new_tokens, "eos_token_id": -1, "pad_token_id": 0}
     hints = WorkloadHints(settings.longest, settings.new_tokens, sum(settings.counts.values()))
     try:
@@ -269,104 +295,125 @@ def managing(
         ) as manager:
             yield manager
     except RequestFailed as error:
-        # requests receive the error as a sentence only
+        # the request has only the message, and the thread has the error itself
         raise manager.background_thread_status.fatal_error or error from None
 
 
 class Request(NamedTuple):
-    """A prompt, and its arrival in seconds after the first one."""
+    """A request of a trace.
+
+    Attributes:
+        arrives: seconds after the arrival of the first request.
+        prompt: token ids.
+    """
 
     arrives: float
     prompt: list[int]
 
 
 class RequestFailed(RuntimeError):
-    """An error for a request that the manager gave up."""
+    """The error of a request that the manager has aborted."""
 
 
 def trace_of(
     counts: Mapping[int, int], seed: int, vocab: int, rate: float = 0.0, shared: int = 0
 ) -> list[Request]:
-    """Return requests in random order with random tokens, ``counts`` of each length.
+    """Return requests with random tokens, in random order.
 
-    They arrive at ``rate`` per second by a Poisson process, or at once if the rate is 0. All start
-    with the same ``shared`` tokens.
+    Args:
+        counts: length of prompts -> number of requests.
+        seed: seed of tokens, order and arrivals.
+        vocab: vocabulary size.
+        rate: requests per second of a Poisson process; 0: all requests arrive at once.
+        shared: number of tokens at the start that all prompts share.
     """
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     lengths = [length for length, count in counts.items() for _ in range(count)]
-    draw.shuffle(lengths)
-    beginning = draw.choices(range(vocab), k=shared)
-    made, arrives = [], 0.0
+    rng.shuffle(lengths)
+    prefix = rng.choices(range(vocab), k=shared)
+    requests, arrives = [], 0.0
     for length in lengths:
-        made.append(Request(arrives, beginning + draw.choices(range(vocab), k=length - shared)))
-        arrives += draw.expovariate(rate) if rate else 0.0
-    return made
+        prompt = prefix + rng.choices(range(vocab), k=length - shared)
+        requests.append(Request(arrives, prompt))
+        arrives += rng.expovariate(rate) if rate else 0.0
+    return requests
 
 
 def serve(
     manager: ContinuousBatchingManager, trace: Sequence[Request], new_tokens: int
 ) -> list[dict[str, Any]]:
-    """Submit requests when they arrive, and wait until all have ``new_tokens``.
+    """Submit requests when they arrive, and wait until each has ``new_tokens`` generated tokens.
 
     Returns:
-        For each request its ``length``; the seconds after the start when it ``arrived`` and when
-        its ``first`` and ``last`` token appeared; and ``preempted``, True if it was put back for
-        lack of pages, and read again from its start.
+        A mapping per request. ``length``: tokens of the prompt. ``arrived``, ``first`` and
+        ``last``: seconds after the start at which the request was submitted, and at which its first
+        and its last token appeared. ``preempted``: True if the manager dropped the request's cache
+        for lack of pages, and read the request again.
 
     Raises:
-        RequestFailed: the message is the manager's for the first failed request.
+        RequestFailed: a request failed, or the manager stopped.
     """
-    began, running = time.perf_counter(), len(trace)
-    served = {str(number): {"length": len(each.prompt)} for number, each in enumerate(trace)}
-    waiting, handed_in = deque(zip(served, trace, strict=True)), {}
-    while running:
-        patience = LOOK_AGAIN
+    began, num_running = time.perf_counter(), len(trace)
+    served = {str(number): {"length": len(request.prompt)} for number, request in enumerate(trace)}
+    waiting, submitted = deque(zip(served, trace, strict=True)), {}
+    while num_running:
+        timeout = LOOK_AGAIN
         if waiting:
             name, request = waiting[0]
-            until = began + request.arrives - time.perf_counter()
-            if until <= 0:
+            until_arrival = began + request.arrives - time.perf_counter()
+            if until_arrival <= 0:
                 waiting.popleft()
                 served[name]["arrived"] = time.perf_counter() - began
-                told = {"streaming": True, "record_timestamps": True}
-                manager.add_request(request.prompt, name, new_tokens, **told)
-                handed_in[name] = time.perf_counter()
+                options = {"streaming": True, "record_timestamps": True}
+                manager.add_request(request.prompt, name, new_tokens, **options)
+                submitted[name] = time.perf_counter()
                 continue
-            patience = min(patience, until)
-        output = manager.get_result(timeout=patience)
+            timeout = min(timeout, until_arrival)
+        output = manager.get_result(timeout=timeout)
         if output is None:
             if not manager.is_running():
                 raise RequestFailed("the generation ended before all requests were complete")
             continue
         if output.error is not None:
             raise RequestFailed(output.error)
-        # time at which the token appeared, before it waited here
+        # the time at which the token appeared, not the time at which this loop received it
         name, now = output.request_id, output.timestamps[-1] - began
         served[name].setdefault("first", now)
-        # a request that is read again is another request with the same name
-        preempted = output.created_time > handed_in[name]
-        served[name] |= {"last": now, "preempted": preempted}
-        running -= output.is_finished()
+        # after a preemption, the manager creates another request with the same name
+        is_preempted = output.created_time > submitted[name]
+        served[name] |= {"last": now, "preempted": is_preempted}
+        num_running -= output.is_finished()
     return rounded(served.values())
 
 
 def rounded(served: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return requests with times rounded to the microsecond, as a log stores them."""
+    """Return the results of requests with times rounded to microseconds, for short logs."""
     return [
-        {what: round(x, 6) if isinstance(x, float) else x for what, x in each.items()}
-        for each in served
+        {
+            field: round(value, 6) if isinstance(value, float) else value
+            for field, value in request.items()
+        }
+        for request in served
     ]
 
 
 def summary_of(served: Sequence[Mapping[str, Any]], new_tokens: int) -> dict[str, float]:
-    """Return `SUMMARY`; ``ttft`` is seconds to the first token, ``tpot`` ms per later token."""
-    total = max(each["last"] for each in served) - min(each["arrived"] for each in served)
-    ttft = [each["first"] - each["arrived"] for each in served]
-    tpot = [(each["last"] - each["first"]) / (new_tokens - 1) * 1e3 for each in served]
+    """Return the fields `SUMMARY` over all requests.
+
+    ``ttft`` is the time to the first token in seconds, and ``tpot`` the time per later token in ms.
+
+    Args:
+        served: the result of `serve`.
+        new_tokens: generated tokens per request.
+    """
+    total = max(x["last"] for x in served) - min(x["arrived"] for x in served)
+    ttft = [x["first"] - x["arrived"] for x in served]
+    tpot = [(x["last"] - x["first"]) / (new_tokens - 1) * 1e3 for x in served]
     return {
         "total_s": total,
-        "prompt_tokens_s": sum(each["length"] for each in served) / total,
+        "prompt_tokens_s": sum(x["length"] for x in served) / total,
         "output_tokens_s": len(served) * new_tokens / total,
         **{f"ttft_p{p}": float(np.percentile(ttft, p)) for p in (50, 99)},
         **{f"tpot_p{p}": float(np.percentile(tpot, p)) for p in (50, 99)},
-        "preempted": sum(each["preempted"] for each in served),
+        "preempted": sum(x["preempted"] for x in served),
     }

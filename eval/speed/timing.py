@@ -1,4 +1,4 @@
-"""Clocks: the time of a call and its peak memory."""
+"""Clocks that measure the time and the peak memory of a call."""
 
 from __future__ import annotations
 
@@ -15,31 +15,45 @@ from typing import Any
 import torch
 
 WARM_UP_CALLS = 3
-WARM_UP_SECONDS = 0.1  # an idle GPU needs a while to reach its clock rate
+WARM_UP_SECONDS = 0.1  # smallest warm-up time, in which an idle GPU reaches its clock rate
 LEAST_RUNS = 5
 MOST_RUNS = 100
 SECONDS_A_CASE = 1.5
-# messages of CUDA's libraries, as opposed to torch, for missing memory
+# parts of error messages by which CUDA's libraries, unlike torch, report missing memory
 NO_MEMORY = ("out of memory", "ALLOC_FAILED")
 FLUSHED_BYTES = 256 << 20  # several times the L2 cache of any current GPU
 
 
 def method_on(device: str, seconds: float = SECONDS_A_CASE, graph: bool = True) -> str:
-    """Describe how `Bench.time` measures on a device; ``graph`` as there."""
-    how = (
+    """Return a description of how `Bench.time` measures on a device, for reports.
+
+    Args:
+        device: the device.
+        seconds: time limit of a case, as in `Bench`.
+        graph: as in `Bench.time`.
+    """
+    method = (
         f"median of {LEAST_RUNS} to {MOST_RUNS} runs ({seconds} s if there is time for more) "
         f"after at least {WARM_UP_CALLS} calls and {WARM_UP_SECONDS} s of warm-up, by "
     )
     if torch.device(device).type == "cpu":
-        return f"{how}time.perf_counter; a functional check, no result"
-    how += f"CUDA events with a cold L2 cache: {FLUSHED_BYTES >> 20} MiB are read before every run"
+        return f"{method}time.perf_counter; a functional check, no result"
+    method += (
+        f"CUDA events with a cold L2 cache: {FLUSHED_BYTES >> 20} MiB are read before every run"
+    )
     replayed = "; ms is the replay of a CUDA graph if one could be made, for dense attention too"
-    return f"{how}{replayed}" if graph else how
+    return f"{method}{replayed}" if graph else method
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds per call, from Python and of a CUDA graph, or the reason for no graph."""
+    """The time of a call.
+
+    Attributes:
+        eager: milliseconds of a call from Python.
+        graph: milliseconds of a replayed CUDA graph; None if no graph was timed.
+        why_not: reason why no graph could be captured; None if a graph was timed or not requested.
+    """
 
     eager: float
     graph: float | None = None
@@ -47,36 +61,50 @@ class Timing:
 
     @property
     def ms(self) -> float:
+        """The milliseconds of the graph, or else of the call from Python."""
         return self.eager if self.graph is None else self.graph
 
 
 class Bench:
-    """The clock of a CPU, without CUDA graph and peak; ``seconds`` limits a case."""
+    """The clock of a CPU, which measures neither CUDA graphs nor peak memory.
+
+    Args:
+        device: the device.
+        seconds: time limit of a case; at least `LEAST_RUNS` runs are timed. None: `SECONDS_A_CASE`.
+    """
 
     def __init__(self, device: str, seconds: float | None = None) -> None:
         self.device = torch.device(device)
         self.seconds = seconds
 
     def settle(self) -> None:
-        """Release unused memory if memory is scarce."""
+        """Release the unused memory of a GPU."""
 
     def peak(self, call: Callable[[], Any]) -> tuple[Any, float | None]:
-        """Return (the result of ``call``, its peak memory in MiB including the result)."""
+        """Return the result of ``call``, and its peak memory in MiB including the result.
+
+        The peak is None on a CPU.
+        """
         return call(), None
 
     def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
-        """Return the median over many runs; with ``graph`` a CUDA graph is timed as well."""
+        """Return the median time over many runs.
+
+        Args:
+            call: the function to time.
+            graph: True to time a CUDA graph of the call too, on a GPU.
+        """
         return Timing(statistics.median(self.walls(call, self._warm_up(call))[0]))
 
     def _warm_up(self, call: Callable[[], Any]) -> int:
-        """Call until warm; return the number of timed runs that fit into the time of one case."""
+        """Run warm-up calls; return the number of timed runs that fit into the time of one case."""
         began = time.perf_counter()
-        for done in itertools.count(1):
+        for num_calls in itertools.count(1):
             started = time.perf_counter()
             call()
             self._wait()
             now = time.perf_counter()
-            if done >= WARM_UP_CALLS and now - began >= WARM_UP_SECONDS:
+            if num_calls >= WARM_UP_CALLS and now - began >= WARM_UP_SECONDS:
                 break
         seconds = SECONDS_A_CASE if self.seconds is None else self.seconds
         return min(MOST_RUNS, max(LEAST_RUNS, int(seconds / max(now - started, 1e-9))))
@@ -84,7 +112,16 @@ class Bench:
     def walls(
         self, call: Callable[[], Any], runs: int, before: Callable[[], Any] = lambda: None
     ) -> tuple[list[float], float | None]:
-        """Return (the ms of every run, peak GiB allocated); ``before`` precedes each, untimed."""
+        """Return the milliseconds of every run by the wall clock, and the peak GiB allocated.
+
+        Args:
+            call: the function to time.
+            runs: number of runs.
+            before: a function that is called before each run and is not timed.
+
+        Returns:
+            A list of ``runs`` times; and the peak, or None on a CPU.
+        """
         times = []
         for _ in range(runs):
             before()
@@ -96,32 +133,35 @@ class Bench:
         return times, None
 
     def room(self) -> float | None:
-        """Return the GiB that can be allocated, including those in use."""
+        """Return the GiB that torch can allocate, including allocated GiB; None on a CPU."""
         return None
 
     def _wait(self) -> None:
-        """Return when the device is done."""
+        """Wait until the device has finished all kernels."""
 
 
 class GpuBench(Bench):
     """The clock of a GPU: CUDA events, cold L2 cache, CUDA graphs and peak memory.
 
-    ``gib`` limits the allocation, to simulate a smaller GPU; 0: no limit.
+    Args:
+        device, seconds: as in `Bench`.
+        gib: limit of allocated GiB, to simulate a smaller GPU; 0: no limit.
     """
 
     def __init__(self, device: str, seconds: float | None = None, gib: float = 0.0) -> None:
         super().__init__(device, seconds)
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
-        # read, not written: otherwise the write-back would be timed with short calls
+        # the L2 cache is flushed by reading this tensor, because a write would be written back to
+        # memory during the timed call
         self.flushed = torch.zeros(FLUSHED_BYTES // 8, device=self.device, dtype=torch.int64)
         self.most = gib or inf
         if gib:
             _, total = torch.cuda.mem_get_info(self.device)
             share = (gib * 2**30 + FLUSHED_BYTES) / total
-            # the API needs a device number here
-            at = torch.cuda.current_device()
-            torch.cuda.set_per_process_memory_fraction(min(share, 1.0), at)
+            # the function accepts no device without a number
+            number = torch.cuda.current_device()
+            torch.cuda.set_per_process_memory_fraction(min(share, 1.0), number)
 
     def settle(self) -> None:
         gc.collect()
@@ -144,7 +184,7 @@ class GpuBench(Bench):
             captured = self._captured(call)
             return Timing(eager, self._median(captured.replay))
         except Exception as error:
-            # ending a broken capture raises too: the first error is the reason
+            # ending a failed capture raises another error; the first error is the reason
             while error.__context__ is not None:
                 error = error.__context__
             return Timing(eager, why_not=in_a_sentence(error))
@@ -170,7 +210,14 @@ class GpuBench(Bench):
     def by_events(
         self, call: Callable[[], Any], runs: int, flushes: int = 1, before: Any = lambda: None
     ) -> float:
-        """Return the median ms of ``runs``, with ``flushes`` flushes of the cache before each."""
+        """Return the median milliseconds of a call by CUDA events.
+
+        Args:
+            call: the function to time.
+            runs: number of runs.
+            flushes: flushes of the L2 cache before each run.
+            before: a function that is called before each run and is not timed.
+        """
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
         for start, end in events:
             before()
@@ -186,6 +233,7 @@ class GpuBench(Bench):
         self.flushed.amax()
 
     def _captured(self, call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        """Return a CUDA graph of ``call``, captured after warm-up calls on the same stream."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -200,16 +248,16 @@ class GpuBench(Bench):
 
 
 def bench_on(device: str, seconds: float | None = None, gib: float = 0.0) -> Bench:
-    """Return the clock of that device."""
+    """Return the clock for ``device``; arguments as in `Bench` and `GpuBench`."""
     on_gpu = torch.device(device).type == "cuda"
     return GpuBench(device, seconds, gib) if on_gpu else Bench(device, seconds)
 
 
 def in_a_sentence(error: BaseException) -> str:
-    """Return an error as one line without a full stop."""
+    """Return the message of an error as one line without a full stop."""
     if isinstance(error, torch.OutOfMemoryError):
-        wanted = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
-        return "out of memory" + (f": tried to allocate {wanted[1]}" if wanted else "")
+        size = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
+        return "out of memory" + (f": tried to allocate {size[1]}" if size else "")
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
@@ -220,6 +268,7 @@ def in_a_sentence(error: BaseException) -> str:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Return True if ``error`` reports that memory ran out, here or on another rank."""
-    given = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
-    return given or isinstance(error, torch.OutOfMemoryError)
+    """Return True if ``error`` reports that memory ran out, on this rank or on another one."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)

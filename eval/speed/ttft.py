@@ -1,7 +1,7 @@
 """``speed ttft``: time to the first token of a prompt, or of a question after a cache.
 
-``--longest`` also searches for the longest prompt that fits. Under torchrun, the prompt is sharded
-over the ranks, which read it together.
+``--longest`` also searches for the longest prompt that fits into memory. Under torchrun, the prompt
+is sharded over the ranks.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from cab_hf.eval.speed.rank_group import Ranked, RankGroup, by_torchrun
 from cab_hf.eval.speed.runner import CAB_DENSE, TIMES, Panel
 from cab_hf.experiment.settings import by_device, flag, option, parse_length
 
-# tokens per rank and MLP call: half a million tokens make tensors of 14 GiB
+# largest number of tokens per MLP call on a rank: half a million tokens need tensors of 14 GiB
 MLP_TOKENS = 2**16
-# warm-up tokens that compile all kernels if ranks share a prompt
+# largest number of warm-up tokens if ranks share a prompt; they compile all kernels
 WARM_UP_TOKENS = 2**17
-# warm-up tokens that compile all kernels for the single prefills of a search
+# warm-up tokens of a search, which reads each prompt only once; they compile all kernels
 SHORT_WARM_UP_TOKENS = 2**14
-# chunks that start a cache and continue one, so that the kernels of both are compiled
+# warm-up chunks: the first compiles the kernels for an empty cache, the second for a filled cache
 WARM_UP_CHUNKS = 2
 CONTINUED = (
     "A DynamicCache is cropped before every run, untimed. It copies keys and values of a layer "
@@ -58,7 +58,7 @@ GAIN = Panel(
 
 @dataclass(frozen=True)
 class Settings(models.LongestSettings):
-    """Settings of a run of whole prefills."""
+    """Settings of a run of prefills."""
 
     KEYS = {"variant": "variants", "length": "lengths", "implementation": "implementations"}
     POSITIVE = (*models.LongestSettings.POSITIVE, "runs", "multiple")
@@ -86,15 +86,15 @@ class Settings(models.LongestSettings):
         implementations = self.implementations
         super().__post_init__()
         self._set("variants", tuple(sorted(self.variants, key=VARIANTS.index)))
-        alone = not by_torchrun() or self.variants == (PLAIN,)
-        self.check("variants", alone, f"{PLAIN} if ranks share a prompt")
-        # attentions that work over ranks
-        known = (CAB_DENSE, *CAB)
+        is_supported = not by_torchrun() or self.variants == (PLAIN,)
+        self.check("variants", is_supported, f"{PLAIN} if ranks share a prompt")
+        # implementations that support a sequence over ranks
+        supported = (CAB_DENSE, *CAB)
         if not by_torchrun():
-            known = (SDPA, *known, *dense.on(self.device))
+            supported = (SDPA, *supported, *dense.on(self.device))
         elif not implementations:
-            self._set("implementations", known)
-        self.check_choice("implementations", known)
+            self._set("implementations", supported)
+        self.check_choice("implementations", supported)
         block = self.cab_config.query_block
         if self.chunk:
             self.check("chunk", not by_torchrun() and not self.behind, "0 for ranks or a question")
@@ -107,15 +107,15 @@ class Settings(models.LongestSettings):
             self.check(
                 "longest", not by_torchrun() and not self.behind, "off for ranks or a question"
             )
-            every = any(":" not in part for part in self.max_density)
-            self.check("max_density", every, "one share for all lengths with --longest")
+            has_default = any(":" not in part for part in self.max_density)
+            self.check("max_density", has_default, "one share for all lengths with --longest")
         if self.behind:
             self.check("behind", not by_torchrun(), "0 if ranks share a prompt")
-            enough = (
+            accepted = (
                 f"at least query_block={block} each after a cache, because fewer tokens are read "
                 "densely"
             )
-            self.check("lengths", self.lengths[0] >= block, enough)
+            self.check("lengths", self.lengths[0] >= block, accepted)
 
     @property
     def positions(self) -> int:
@@ -123,24 +123,29 @@ class Settings(models.LongestSettings):
 
     @property
     def method(self) -> str:
-        behind = f", after {self.behind:,} random ones in the cache" if self.behind else ""
-        text = (
+        cached = f", after {self.behind:,} random ones in the cache" if self.behind else ""
+        method = (
             f"median of {self.runs} runs by time.perf_counter after one warm-up run, from the "
-            f"call of the model on random tokens{behind} to the logits of the last one; the peak "
+            f"call of the model on random tokens{cached} to the logits of the last one; the peak "
             "is all allocated memory"
         )
         if self.chunk:
-            text += (
+            method += (
                 f"; chunks of {self.chunk:,} tokens are read into a static cache of their length"
             )
         if self.longest:
-            text += "; prompts of the search are read once, after a short warm-up prompt"
-        warming = f"{models.TOGETHER}; the warm-up run has at most {WARM_UP_TOKENS:,} tokens"
-        return text + (warming if by_torchrun() else "")
+            method += "; prompts of the search are read once, after a short warm-up prompt"
+        if by_torchrun():
+            method += models.TOGETHER
+            method += f"; the warm-up run has at most {WARM_UP_TOKENS:,} tokens"
+        return method
 
 
 class TimeToFirstToken(Ranked):
-    """The experiment; a case is one length, one attention, and one number of ranks."""
+    """The experiment that times prefills of a whole model.
+
+    A case is one length, one attention, one variant of the model, and one number of ranks.
+    """
 
     name = "speed ttft"
     purpose = "time to the first token of a LLaMA, by attention"
@@ -166,46 +171,55 @@ class TimeToFirstToken(Ranked):
         for case in settings.asked():
             yield {**case, "world": self.ranks.size, "sought": False}
         for case in settings.asked() if settings.longest else ():
-            # the search chooses the lengths
+            # one search per variant and implementation: the search chooses the lengths
             if case["length"] == settings.lengths[0]:
-                place = {"variant": case["variant"], "implementation": case["implementation"]}
+                fields = {"variant": case["variant"], "implementation": case["implementation"]}
                 estimate = self.estimated(case["implementation"])
-                yield from self.search({**place, "world": 1}, samples, settings.multiple, estimate)
+                yield from self.search({**fields, "world": 1}, samples, settings.multiple, estimate)
 
-    def estimated(self, way: str) -> int:
-        """Return the longest prompt by `cab_hf.eval.fits`; 0 if the memory is unknown."""
+    def estimated(self, implementation: str) -> int:
+        """Return the tokens of the longest prompt that fits, estimated by `cab_hf.eval.fits`.
+
+        Returns 0 if the memory of the device is unknown.
+        """
         settings, room_gib = self.settings, self.bench.room()
         if room_gib is None:
             return 0
-        prompts = replace(prompts_of(settings), config=settings.cab_config)
-        if way not in CAB:
-            # no blocks are selected
+        prompts = replace(prompt_memory(settings), config=settings.cab_config)
+        if implementation not in CAB:
+            # dense attention needs no memory for selecting blocks
             prompts = replace(prompts, heads=frozenset())
         cache = STATIC if settings.chunk else DYNAMIC
         return prompts.longest(room_gib * GIB, settings.chunk or None, cache)
 
     def find_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
         settings, bench = self.settings, self.bench
-        length, implementation, behind = sample["length"], sample["implementation"], settings.behind
+        length, implementation = sample["length"], sample["implementation"]
+        num_cached = settings.behind
         runs = 1 if sample["sought"] else settings.runs
         if ranks.size > 1:
             ranks.together(bench.settle)
-            # a shorter prompt has warmed it up, so that the first call counts
+            # `prefilling_across` reads a shorter warm-up prompt, so that the first call counts
             prefill, warm_up = prefilling_across(settings, length, implementation, ranks), 0.0
         else:
             variant, warm_up = sample["variant"], inf
             if sample["sought"]:
                 short = WARM_UP_CHUNKS * settings.chunk or SHORT_WARM_UP_TOKENS
-                read_once(settings, min(length, short), implementation, variant)
+                warm_up_prefill(settings, min(length, short), implementation, variant)
                 warm_up = 0.0
             sample |= self.memory(length, implementation, variant)
             prefill = models.prefilling(
-                settings, length, implementation, settings.chunk, behind, variant
+                settings,
+                length,
+                implementation,
+                chunk=settings.chunk,
+                num_cached=num_cached,
+                variant=variant,
             )
-        with prefill as (call, known, crop):
+        with prefill as (call, attention_fields, crop):
             ms, peak, *_ = ranks.time_slowest(bench, call, runs, warm_up=warm_up, before=crop)
-            sample |= known()
-        done = settings.flops(length, sample["density"], behind)
+            sample |= attention_fields()
+        operations = settings.flops(length, sample["density"], num_cached)
         if peak is not None and sample["cache_gib"] is not None:
             sample["rest_gib"] = peak - sample["weights_gib"] - sample["cache_gib"]
         sample |= {
@@ -213,22 +227,27 @@ class TimeToFirstToken(Ranked):
             "tokens_s": length / ms * 1e3,
             "fits": True,
             "peak_gib": peak,
-            "ceiling": settings.flops(length, 1.0, behind) / done,
-            "tflops": done / ms / 1e9 / ranks.size,
+            "ceiling": settings.flops(length, 1.0, num_cached) / operations,
+            "tflops": operations / ms / 1e9 / ranks.size,
         }
 
-    def memory(self, length: int, way: str, variant: str) -> dict[str, Any]:
-        """Return the GiB of cache and weights, the GiB that can be allocated, and the estimate."""
+    def memory(self, length: int, implementation: str, variant: str) -> dict[str, Any]:
+        """Return the GiB of cache and weights, the GiB that torch can allocate, and `estimated`."""
         settings = self.settings
+        # load the model before asking for free memory
         model = models.random_model(settings, variant)
-        weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers())) / 2**30
-        sizes = {"cache_gib": settings.cache_gib(length + settings.behind), "weights_gib": weights}
-        estimate = self.estimated(way) if settings.longest else 0
-        return {**sizes, "room_gib": self.bench.room(), "estimate": estimate}
+        weights_bytes = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+        estimate = self.estimated(implementation) if settings.longest else 0
+        return {
+            "cache_gib": settings.cache_gib(length + settings.behind),
+            "weights_gib": weights_bytes / 2**30,
+            "room_gib": self.bench.room(),
+            "estimate": estimate,
+        }
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [row for alike in grouped(samples, "variant") for row in beside_dense(alike)]
+        return [row for group in grouped(samples, ["variant"]) for row in with_dense_ratios(group)]
 
     @classmethod
     def readings(cls, rows: Sequence[Row]) -> list[str]:
@@ -239,73 +258,87 @@ EXPERIMENT = TimeToFirstToken
 
 
 def speed_ups(rows: Sequence[Row]) -> list[str]:
-    """Summarise the speed-up of each of `CAB` at the longest prompt, with its upper bound."""
-    parts = []
-    ours = [
-        {**row, "where": where(row)}
+    """Return a sentence per variant of CAB on its speed-up at the longest prompt.
+
+    Rows of other models, caches and ranks get sentences of their own.
+    """
+    sentences = []
+    cab_rows = [
+        {**row, "where": row_conditions(row)}
         for row in rows
         if row["ratio"] is not None and row["implementation"] in CAB
     ]
-    for group in grouped(ours, "where", "implementation"):
+    for group in grouped(cab_rows, ["where", "implementation"]):
         last = group[-1]
-        parts.append(
+        sentences.append(
             f"At {last['length']:,} tokens{last['where']} {last['implementation']} is "
             f"{TIMES(last['over_best'])} as fast as {last['baseline']}, the fastest dense "
             f"attention. Attending {percent(last['density'])} of the pairs can make it at "
             f"most {TIMES(last['ceiling'])} as fast. It is faster "
             f"{dense.break_even_shown(group)}."
         )
-    return parts
+    return sentences
 
 
 @lru_cache
-def prompts_of(settings: Settings) -> Prompts:
-    """Return the shapes from which `cab_hf.eval.fits` estimates the longest prompt."""
+def prompt_memory(settings: Settings) -> Prompts:
+    """Return the memory that prompts of the model need, for estimates of the longest prompt."""
     return Prompts.of(models.llama_config(settings))
 
 
-# once per process, because compiled kernels are cached
+# the cache makes later calls no-ops, because compiled kernels stay in the process
 @lru_cache
-def read_once(settings: Settings, length: int, way: str, variant: str) -> None:
-    """Read a prompt, so that all kernels are compiled."""
-    with models.prefilling(settings, length, way, settings.chunk, variant=variant) as (call, *_):
+def warm_up_prefill(settings: Settings, length: int, implementation: str, variant: str) -> None:
+    """Read a prompt of ``length`` tokens, so that all kernels are compiled."""
+    with models.prefilling(
+        settings, length, implementation, chunk=settings.chunk, variant=variant
+    ) as (call, *_):
         call()
 
 
-def beside_dense(samples: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return rows by length, each with sdpa and the fastest dense attention at its length."""
+def with_dense_ratios(samples: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return a row per sample, sorted by length, with its ratio to dense attention.
+
+    The ratio compares a row with sdpa, and with the fastest dense attention, at the same length and
+    number of ranks.
+    """
     derived = ("baseline", "baseline_ms", "ratio", "over_sdpa", "over_best")
-    # attentions keep their order
     rows = runner.by_length(samples, derived)
-    for alike in grouped(rows, "length", "world"):
-        timed = {row["implementation"]: row["ms"] for row in alike if row["ms"]}
-        others = {name: ms for name, ms in timed.items() if name not in CAB}
-        best = dense.against(others, preferred=())
-        for row in alike:
+    for group in grouped(rows, ["length", "world"]):
+        dense_ms = {
+            row["implementation"]: row["ms"]
+            for row in group
+            if row["ms"] and row["implementation"] not in CAB
+        }
+        best = dense.against(dense_ms, preferred=())
+        for row in group:
             if best is None or row["ms"] is None:
                 continue
-            ms, first = row["ms"], others[best]
-            row |= {"baseline": best, "baseline_ms": first, "ratio": ms / first}
-            row["over_best"] = first / ms
-            row["over_sdpa"] = others[SDPA] / ms if SDPA in others else None
+            ms, best_ms = row["ms"], dense_ms[best]
+            row |= {"baseline": best, "baseline_ms": best_ms, "ratio": ms / best_ms}
+            row["over_best"] = best_ms / ms
+            row["over_sdpa"] = dense_ms[SDPA] / ms if SDPA in dense_ms else None
     return rows
 
 
 @contextmanager
 def prefilling_across(
-    settings: models.ModelSettings, length: int, way: str, ranks: RankGroup
+    settings: models.ModelSettings, length: int, implementation: str, ranks: RankGroup
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]], Callable[[], None]]]:
-    """Return `models.prefilling` over the ranks of ``ranks``, with compiled kernels."""
+    """Yield the functions of `models.prefilling` for a prompt that is sharded over ranks.
+
+    A warm-up prompt of at most `WARM_UP_TOKENS` tokens compiles all kernels first.
+    """
     from cab_hf import context_parallel
     from cab_hf.finetune.parallel import block_of
     from cab_hf.finetune.tiles import compute_in_tiles
 
     model, prompt = models.random_model(settings), models.random_tokens(settings, length)
-    with models.attending(model, way, settings.budgeted(length, way)):
+    with models.attending(model, implementation, settings.budgeted(length, implementation)):
         block = block_of(model)
 
-        def known() -> dict[str, Any]:
-            density = models.attended_by(model, length, way)["density"]
+        def attention_fields() -> dict[str, Any]:
+            density = models.attended_by(model, length, implementation)["density"]
             return {"density": ranks.mean(density, ranks.pairs(length, block))}
 
         compute_in_tiles(model, MLP_TOKENS)
@@ -313,22 +346,29 @@ def prefilling_across(
             with context_parallel(model, ranks.group, block=block):
                 ranks.together(reading(model, prompt[:, :WARM_UP_TOKENS], ranks, block))
                 # do not count the attention of the warm-up prompt
-                models.attended_by(model, length, way, reset=True)
-                yield reading(model, prompt, ranks, block), known, lambda: None
+                models.attended_by(model, length, implementation, reset=True)
+                yield reading(model, prompt, ranks, block), attention_fields, lambda: None
         finally:
             # one tile of all tokens means no tiles
             compute_in_tiles(model, sys.maxsize)
 
 
 def reading(model: nn.Module, prompt: Tensor, ranks: RankGroup, block: int) -> Callable[[], Any]:
-    """Return a function that reads this rank's tokens of a prompt [1, N].
+    """Return a function that reads this rank's shard of a prompt.
 
-    The rank with the last token returns its logits.
+    The function returns the output of ``model``, with logits of the prompt's last token on the rank
+    that has this token.
+
+    Args:
+        model: the model.
+        prompt: token ids of the whole prompt, int64 [1, N].
+        ranks: the ranks.
+        block: tokens of which the chunks of ranks are multiples.
     """
     from cab_hf.distributed import shard
 
     own_shard = shard({"input_ids": prompt}, ranks.group, block)
-    # later padding has the same position
+    # the first slot with the last position; padding slots after it have the same position
     last = torch.where(own_shard["position_ids"][0] == prompt.shape[1] - 1)[0][:1]
 
     @torch.inference_mode()
@@ -338,10 +378,11 @@ def reading(model: nn.Module, prompt: Tensor, ranks: RankGroup, block: int) -> C
     return call
 
 
-def where(row: Row) -> str:
-    """Describe variant, cache and ranks of a row, as the end of a clause."""
-    # training steps have no cache, and one variant
-    made = "" if row.get("variant", PLAIN) == PLAIN else f" with {row['variant']}"
-    behind = f" after {row['behind']:,} in the cache" if row.get("behind") else ""
-    by = "" if row.get("spread", "alone") == "alone" else f" by {row['spread']}"
-    return made + behind + (f" on {row['world']} ranks{by}" if row["world"] > 1 else "")
+def row_conditions(row: Row) -> str:
+    """Return the end of a clause with variant, cache and ranks of a row, "" for the defaults."""
+    # rows of training steps lack the fields of caches and variants
+    variant = "" if row.get("variant", PLAIN) == PLAIN else f" with {row['variant']}"
+    cache = f" after {row['behind']:,} in the cache" if row.get("behind") else ""
+    spread = "" if row.get("spread", "alone") == "alone" else f" by {row['spread']}"
+    ranks = f" on {row['world']} ranks{spread}" if row["world"] > 1 else ""
+    return variant + cache + ranks

@@ -27,47 +27,58 @@ if TYPE_CHECKING:
 OWN, CUSTOM = "FLASH_ATTN", "CUSTOM"
 
 
-def measured(*given: Any) -> dict[str, Any]:
-    """Return the result of `serve_traces` in a process of its own: engines do not free memory."""
+def measured(**arguments: Any) -> dict[str, Any]:
+    """Return the result of `serve_traces` in another process, whose end frees all GPU memory."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        return process.submit(serve_traces, *given).result()
+        return process.submit(serve_traces, **arguments).result()
 
 
 def serve_traces(
     settings: Settings,
-    way: str,
+    implementation: str,
     config: CabConfig,
-    warm_up: tuple[Sequence[Request], int],
+    warm_up_trace: Sequence[Request],
+    warm_up_tokens: int,
     trace: Sequence[Request],
 ) -> dict[str, Any]:
-    """Make an engine and serve two traces; return the results of the second one.
+    """Build an engine, serve a warm-up trace and a trace, and return the results of the second.
 
     Args:
         settings: the settings.
-        way: one of `CAB`, which attends by ``config``, or vLLM's own attention.
+        implementation: one of `CAB`, or vLLM's own attention.
         config: the config of CAB.
-        warm_up: the first trace, and the tokens to generate for each of its requests.
-        trace: the second trace.
+        warm_up_trace: requests that are served first.
+        warm_up_tokens: generated tokens of a warm-up request.
+        trace: the measured requests.
+
+    Returns:
+        The fields of a sample: ``served`` from `serve`, ``peak_gib``, and `engine_fields`.
     """
-    engine, served = engine_of(settings, way, config), []
-    serve(engine, *warm_up)
+    engine, served = engine_of(settings, implementation, config), []
+    serve(engine, warm_up_trace, warm_up_tokens)
     _, peak = bench_on(settings.device).walls(
         lambda: served.extend(serve(engine, trace, settings.new_tokens)), 1
     )
-    return {**used(engine, settings), "served": served, "peak_gib": peak}
+    return {**engine_fields(engine, settings), "served": served, "peak_gib": peak}
 
 
-def engine_of(settings: Settings, way: str, config: CabConfig) -> LLMEngine:
-    """Return an engine with random weights, sized for the trace."""
-    # counts of attended pairs and of preempted requests exist only in the process of the engine
+def engine_of(settings: Settings, implementation: str, config: CabConfig) -> LLMEngine:
+    """Return an engine of vLLM with random weights, for the lengths of the trace.
+
+    Args:
+        settings: shape of the model, cache and trace.
+        implementation: one of `CAB`, or vLLM's own attention.
+        config: the config of CAB.
+    """
+    # run the engine in this process, where `serve` and `engine_fields` read its counts
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
     options: dict[str, Any] = {}
-    if way in CAB:
+    if implementation in CAB:
         options["additional_config"] = {"cab": config.to_dict()}
     if settings.device != "cpu":
-        options["attention_backend"] = CUSTOM if way in CAB else OWN
+        options["attention_backend"] = CUSTOM if implementation in CAB else OWN
         options["gpu_memory_utilization"] = settings.memory
     longest = settings.longest + settings.new_tokens
     with TemporaryDirectory() as folder:
@@ -91,27 +102,27 @@ def engine_of(settings: Settings, way: str, config: CabConfig) -> LLMEngine:
 
 
 def serve(engine: LLMEngine, trace: Sequence[Request], new_tokens: int) -> list[dict[str, Any]]:
-    """Submit requests when they arrive, and wait until all have ``new_tokens``.
+    """Submit requests when they arrive, and wait until each has ``new_tokens`` generated tokens.
 
     Returns:
-        As `cab_hf.eval.speed.serve.serve`.
+        A mapping per request, as `cab_hf.eval.speed.serve.serve` returns it.
     """
     from vllm import SamplingParams
 
-    scheduler, gave_way = engine.engine_core.engine_core.scheduler, set()
+    scheduler, preempted = engine.engine_core.engine_core.scheduler, set()
     preempt = scheduler._preempt_request
 
-    def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
-        gave_way.add(request.request_id)
+    def record_and_preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.add(request.request_id)
         return preempt(request, *args, **kwargs)
 
-    scheduler._preempt_request = noted
+    scheduler._preempt_request = record_and_preempt
     sampling = SamplingParams(
         temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
     )
     attended.clear()
     began = time.perf_counter()
-    served = {str(number): {"length": len(each.prompt)} for number, each in enumerate(trace)}
+    served = {str(number): {"length": len(request.prompt)} for number, request in enumerate(trace)}
     waiting = deque(zip(served, trace, strict=True))
     while waiting or engine.has_unfinished_requests():
         now = time.perf_counter() - began
@@ -123,22 +134,29 @@ def serve(engine: LLMEngine, trace: Sequence[Request], new_tokens: int) -> list[
             time.sleep(max(0.0, waiting[0][1].arrives - now))
             continue
         for output in engine.step():
-            each, now = served[output.request_id], time.perf_counter() - began
-            each.setdefault("first", now)
-            each["last"] = now
+            result, now = served[output.request_id], time.perf_counter() - began
+            result.setdefault("first", now)
+            result["last"] = now
     scheduler._preempt_request = preempt
-    for name, each in served.items():
-        each["preempted"] = any(x.split("-")[0] == name for x in gave_way)
+    for name, result in served.items():
+        # vLLM appends a suffix to the id of a request
+        result["preempted"] = any(request_id.split("-")[0] == name for request_id in preempted)
     return rounded(served.values())
 
 
-def used(engine: LLMEngine, settings: Settings) -> dict[str, Any]:
-    """Return the memory and settings of the engine since its last trace started, as in samples."""
+def engine_fields(engine: LLMEngine, settings: Settings) -> dict[str, Any]:
+    """Return the fields of a sample on the engine: settings, cache, and density of the last trace.
+
+    Args:
+        engine: the engine.
+        settings: shape of the model.
+    """
     from vllm import __version__
 
     config = engine.vllm_config
     cache, scheduler = config.cache_config, config.scheduler_config
     pages = cache.num_gpu_blocks
+    # (attended pairs, causal pairs) of each sparse layer
     density = fmean([float(x[0] / x[1]) for x in attended.values()]) if attended else 1.0
     return {
         "batching": {

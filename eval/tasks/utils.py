@@ -1,14 +1,14 @@
 """Documents and scores of the tasks in this folder, called by lm-evaluation-harness.
 
-The questions are written in `cab_hf.data.documents`, `cab_hf.eval.haystack` and
-`cab_hf.data.tasks`. Every function receives all of ``--model_args`` and ``--metadata`` as keywords
-and ignores unknown ones. Lengths take turns, so that ``--limit`` keeps documents of every length.
+`cab_hf.data.documents`, `cab_hf.eval.haystack` and `cab_hf.data.tasks` build the questions. Every
+function receives all of ``--model_args`` and ``--metadata`` as keywords and ignores unknown
+keywords. Consecutive documents have different lengths, so that ``--limit`` includes every length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,7 +31,9 @@ def passkey_documents(
     seed: int = 0,
     **others: Any,
 ) -> Documents:
-    """Return ``samples`` prompts per length, those of ``cab_hf.eval passkey``, depths in turn.
+    """Return the prompts of ``cab_hf.eval passkey``, ``samples`` per length.
+
+    Successive samples of a length have successive depths.
 
     Args:
         max_seq_lengths: lengths in tokens.
@@ -39,19 +41,21 @@ def passkey_documents(
         keys: number of hidden keys.
         haystack: UTF-8 file whose sentences surround the keys; noise by default.
         seed: seed of the prompts.
+        others: arguments of `load_tokenizer`.
     """
-    hay = Haystack(load_tokenizer(**others), "text" if haystack else "noise", keys, haystack)
+    builder = Haystack(load_tokenizer(**others), "text" if haystack else "noise", keys, haystack)
     documents = []
     for number, length in product(range(samples), max_seq_lengths):
-        index, depth = divmod(number, len(DEPTHS))
-        prompt = hay.prompt(length, DEPTHS[depth], index, seed)
-        place = {"length": length, "depth": DEPTHS[depth], "index": index}
-        documents.append({"text": prompt.text, "key": prompt.key, **place})
+        index, depth_index = divmod(number, len(DEPTHS))
+        depth = DEPTHS[depth_index]
+        prompt = builder.prompt(length, depth, index, seed)
+        document = {"text": prompt.text, "key": prompt.key}
+        documents.append({**document, "length": length, "depth": depth, "index": index})
     return documents
 
 
 def _as_split(make: Callable[..., Documents]) -> Callable[..., dict[str, Any]]:
-    """Wrap documents as a data set, which a task's file requires."""
+    """Return a function that wraps the documents of ``make`` as the data set of a task."""
 
     def split(**metadata: Any) -> dict[str, Any]:
         import datasets
@@ -62,7 +66,7 @@ def _as_split(make: Callable[..., Documents]) -> Callable[..., dict[str, Any]]:
 
 
 def found(document: dict[str, Any], replies: Sequence[str]) -> dict[str, float]:
-    """Score whether the reply contains the key, under the document's length."""
+    """Return the length of the document -> 1.0 if the reply contains the key, or else 0.0."""
     return {str(document["length"]): float(answered(replies[0], document["key"]))}
 
 
@@ -75,36 +79,50 @@ def recall_documents(
     seed: int = 0,
     **others: Any,
 ) -> Documents:
-    """Return, for each key in the documents of each length, the text before it and its digits.
+    """Return, for each key of each document, the text before the repeated key and its digits.
 
-    lm_eval scores a final blank of the text together with the digits. Other arguments are those of
-    `passkey_documents`.
+    lm_eval scores a final blank of the text together with the digits.
+
+    Args:
+        keys: keys per document.
+        documents: documents per length.
+        max_seq_lengths, haystack, seed, others: as in `passkey_documents`.
     """
     tokenizer, sentences = load_tokenizer(**others), _sentences(haystack)
-    begun = len(leading_tokens(tokenizer))  # lm_eval adds them again
+    # lm_eval adds the leading special tokens again
+    num_leading = len(leading_tokens(tokenizer))
 
     def text(tokens: Sequence[int]) -> str:
-        return tokenizer.decode(tokens[begun:], clean_up_tokenization_spaces=False)
+        return tokenizer.decode(tokens[num_leading:], clean_up_tokenization_spaces=False)
 
-    def asked(length: int, index: int) -> Documents:
-        tokens, _, answers = recall_document(tokenizer, sentences, length, keys, index, seed)
-        place = {"length": length, "index": index}
-        parts = [(text(tokens[:start]), text(tokens[:end])) for start, end in answers]
-        return [
-            {"text": before, "key": complete[len(before) :], **place} for before, complete in parts
-        ]
+    def questions_of(length: int, index: int) -> Documents:
+        document = recall_document(
+            tokenizer=tokenizer,
+            sentences=sentences,
+            length=length,
+            keys=keys,
+            index=index,
+            seed=seed,
+        )
+        questions = []
+        for start, end in document.answers:
+            before, complete = text(document.tokens[:start]), text(document.tokens[:end])
+            key = complete[len(before) :]
+            questions.append({"text": before, "key": key, "length": length, "index": index})
+        return questions
 
-    made: Documents = []
+    questions: Documents = []
     for index in range(documents):
-        alike = [asked(length, index) for length in max_seq_lengths]
-        made += chain(*zip(*alike, strict=True))
-    return made
+        by_length = [questions_of(length, index) for length in max_seq_lengths]
+        for key in range(keys):
+            questions += [questions_of_length[key] for questions_of_length in by_length]
+    return questions
 
 
 def recalled(document: dict[str, Any], replies: Sequence[tuple[float, bool]]) -> dict[str, float]:
-    """Score whether each token of the key was the likeliest, under the document's length."""
-    ((_, likeliest),) = replies
-    return {str(document["length"]): float(likeliest)}
+    """Return the length of the document -> 1.0 if the key was the greedy reply, or else 0.0."""
+    ((_, is_greedy),) = replies
+    return {str(document["length"]): float(is_greedy)}
 
 
 def task_documents(
@@ -116,27 +134,36 @@ def task_documents(
     seed: int = 0,
     **others: Any,
 ) -> Documents:
-    """Return ``samples`` prompts per length of one of `TASKS`, with the answers to each.
+    """Return ``samples`` prompts per length of one of `TASKS`, with the expected answers.
 
-    Prompt and answers together have that length, plus or minus a token if the text starts inside a
-    word. Other arguments are those of `passkey_documents`.
+    A prompt and its answers together have the length, plus or minus one token if the text starts
+    inside a word.
+
+    Args:
+        task_name: key of `TASKS`.
+        max_seq_lengths, samples, haystack, seed, others: as in `passkey_documents`.
     """
     tokenizer, sentences = load_tokenizer(**others), _sentences(haystack)
-    # lm_eval adds special tokens to a prompt again; a chat template contains them
-    begun = len(leading_tokens(tokenizer)) if tokenizer.chat_template is None else 0
+    # lm_eval adds the leading special tokens again, unless a chat template contains them
+    num_leading = len(leading_tokens(tokenizer)) if tokenizer.chat_template is None else 0
     documents = []
     for index, length in product(range(samples), max_seq_lengths):
-        example = TASKS[task_name].make(tokenizer, sentences, length, index, seed)
-        prompt = example.tokens[begun : example.prompt]
-        text = tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
-        place = {"length": length, "index": index}
+        example = TASKS[task_name].make(
+            tokenizer=tokenizer, sentences=sentences, length=length, index=index, seed=seed
+        )
+        prompt = example.tokens[num_leading : example.prompt]
         replies = list(example.replies)
-        documents.append({"text": text, "key": ", ".join(replies), "replies": replies, **place})
+        document = {
+            "text": tokenizer.decode(prompt, clean_up_tokenization_spaces=False),
+            "key": ", ".join(replies),
+            "replies": replies,
+        }
+        documents.append({**document, "length": length, "index": index})
     return documents
 
 
 def said(document: dict[str, Any], replies: Sequence[str]) -> dict[str, float]:
-    """Score the share of answers in the reply, under the document's length.
+    """Return the length of the document -> share of the expected answers that the reply contains.
 
     Order, case and blanks do not matter, as in RULER (Hsieh et al. 2024, arXiv 2404.06654).
     """
@@ -153,7 +180,11 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     **others: Any,
 ) -> Any:
-    """Load the tokenizer that measures documents, named as for RULER's tasks."""
+    """Load the tokenizer by which the lengths of documents are measured.
+
+    The arguments have the names that RULER's tasks use: ``tokenizer``, or else ``pretrained``, or
+    else ``model`` names the tokenizer.
+    """
     from transformers import AutoTokenizer
 
     name = tokenizer or pretrained or model
@@ -166,7 +197,7 @@ def load_tokenizer(
 
 
 def _sentences(haystack: str | None) -> Sequence[str]:
-    """Return the sentences of a UTF-8 file; noise without one."""
+    """Return the sentences of the UTF-8 file ``haystack``; None: the sentences of noise."""
     return split_sentences(Path(haystack).read_text("utf-8-sig")) if haystack else NOISE
 
 

@@ -314,7 +314,7 @@ def test_quickcheck_page_equals_committed_report():
 @pytest.fixture
 def without_figure(monkeypatch):
     """Figures are off, because drawing takes longer than the measurements of a tiny model."""
-    monkeypatch.setattr(report, "draw", lambda *_: None)
+    monkeypatch.setattr(report, "draw", lambda **_: None)
 
 
 @pytest.fixture

@@ -254,13 +254,13 @@ def test_figure_shows_tasks_side_by_side(tmp_path, monkeypatch):
         for method, probe, index in product(("dense", "cab", "random"), probes, range(3))
         if (method, probe) != ("random", "copying")
     ]
-    axis, by_name = Figure().subplots(), fidelity_figure._by_name
+    axis, draw_tasks = Figure().subplots(), fidelity_figure._draw_tasks
     drawn = []
     # on an axis that can be read afterwards
-    monkeypatch.setattr(fidelity_figure, "_by_name", lambda _, *given: drawn.append(given))
+    monkeypatch.setattr(fidelity_figure, "_draw_tasks", lambda _, *given: drawn.append(given))
     Fidelity.draw(tmp_path / "figure.png", Fidelity.rows(samples, {}))
     (given,) = drawn
-    by_name(axis, *given)
+    draw_tasks(axis, *given)
     assert [label.get_text() for label in axis.get_xticklabels()] == ["UUIDs", "copying"]
     marks = {}
     for each in axis.containers:

@@ -74,7 +74,7 @@ def test_antidiagonal_score_by_hand():
 def test_vertical_slash_scores_equal_eager_attention(length):
     q, k = random_qk(length)
     call = LayerContext(KeyRanges.causal(1, length, length, "cpu"), 0.25)
-    score = last_queries.vertical_slash_scores(q, k, call, 32, 16, asking=20)
+    score = last_queries.vertical_slash_scores(q, k, call, 32, 16, num_queries=20)
     attention = eager_probabilities(q, k, 0.25)[:, :, -20:]
     distance = torch.arange(length)[-20:, None] - torch.arange(length)
     column = attention.sum(2)

@@ -100,10 +100,10 @@ def test_step_writes_index_of_new_key(monkeypatch):
 def test_wrong_cab_step_is_not_timed(monkeypatch):
     attend = ops.attend
 
-    def wrong(q, k, v, choice, *told):
+    def wrong(q, k, v, choice, **options):
         # correct only if all keys are selected
         everything = choice.to_mask().all()
-        return attend(q, k, v if everything else v.roll(1, dims=2), choice, *told)
+        return attend(q, k, v if everything else v.roll(1, dims=2), choice, **options)
 
     monkeypatch.setattr(ops, "attend", wrong)
     row = sample_of(Decode, tiny(), CASE)

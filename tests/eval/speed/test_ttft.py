@@ -37,7 +37,7 @@ def test_operations_by_hand_are_those_of_the_model():
     assert settings.flops(10, 0.25) == linear + 0.25 * attention
     # after a cache: FLOPs of all tokens minus FLOPs of the cached ones
     cached = 2 * 4 * 4 * 8 * (30**2 - 20**2) / 2
-    assert settings.flops(10, behind=20) == linear + cached
+    assert settings.flops(10, num_cached=20) == linear + cached
     made = model.random_model(settings)
     counted = [p.numel() for n, p in made.named_parameters() if "proj" in n or "lm_head" in n]
     assert settings.flops(1, 0.0) == 2 * sum(counted)
@@ -90,7 +90,7 @@ def test_ttft_row_by_hand(length, behind, least, most):
 def test_question_after_cache_is_routed_by_its_own_length(least, is_dense, monkeypatch):
     monkeypatch.setattr(break_even, "POINTS", {"cpu": ((100, least),)})
     settings = tiny(lengths=(70,), behind=90, cab=(*BLOCKS, "min_length=16"))
-    with model.prefilling(settings, 70, "cab", behind=90) as (call, known, _):
+    with model.prefilling(settings, 70, "cab", num_cached=90) as (call, known, _):
         call()
         assert (known()["density"] == 1.0) is is_dense
 
@@ -166,7 +166,7 @@ def test_question_reuses_cropped_cache(way):
         cache = model.random_cache(made, 90)
         read = made(model.random_tokens(settings, 70), past_key_values=cache)
     expected = read.logits[:, -1:]
-    with model.prefilling(settings, 70, way, behind=90) as (call, known, crop):
+    with model.prefilling(settings, 70, way, num_cached=90) as (call, known, crop):
         for _ in range(3):
             crop()
             read = call()
