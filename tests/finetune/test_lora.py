@@ -478,7 +478,7 @@ def test_run_starts_from_adapter_of_another_run(tmp_path, finished):
     assert_same(actual, saved)
     assert any(x.any() for name, x in actual.items() if "lora_B" in name)
     for words in (["--rank", "3"], ["--targets", "q_proj"]):
-        with pytest.raises(UsageError, match="does not fit .*. Use the base .* rank, alpha"):
+        with pytest.raises(UsageError, match="does not fit .*. Give the base .* rank, alpha"):
             begun(*words)
     # a run continues only with the same adapter
     assert run(tmp_path, *adapter) == 0

@@ -213,7 +213,8 @@ def test_damaged_or_foreign_file_error_names_file(llama, tmp_path, capsys, file,
     capsys.readouterr()
     assert main([str(llama), str(tmp_path / "merged")]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert f"{file} of adapter adapter must be a file as PEFT saves it, got another one (" in line
+    expected = "must be a file in PEFT's format, got a file that cannot be read ("
+    assert f"{file} of adapter adapter {expected}" in line
     assert not (tmp_path / "merged").exists()
 
 

@@ -12,7 +12,7 @@ from cab_hf import CabConfig
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune.models import stretch_positions, with_lora
 from cab_hf.finetune.objective import learning_rate
-from cab_hf.finetune.settings import FREE, Settings, read
+from cab_hf.finetune.settings import CHANGEABLE, Settings, read
 
 FOLDER = Path(__file__).parents[2] / "finetune"
 DATA = ("text.jsonl",)
@@ -100,7 +100,7 @@ def test_accumulation_steps_follow_tokens_per_step():
 
 def test_identity_excludes_output_options():
     one, same = settings(), settings(out="elsewhere", save_every=1)
-    assert one.identity(2) == same.identity(2) and not set(FREE) & one.identity(2).keys()
+    assert one.identity(2) == same.identity(2) and not set(CHANGEABLE) & one.identity(2).keys()
     for other in ({"lr": 1e-3}, {"steps": 300}, {"seed": 1}, {"cp": 2}, {"train": "all"}):
         assert settings(**other).identity(2) != one.identity(2)
     assert one.identity(1) != one.identity(2)

@@ -27,7 +27,7 @@ from cab_hf.finetune import lora, train
 
 rank, step = int(os.environ["RANK"]), train.Run._step
 
-def meddled(run, at, asked):
+def meddled(run, at, stop_request):
     # not in the resumed run
     if run.out.name == "killed" and at == 3 and not run.done:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -35,7 +35,7 @@ def meddled(run, at, asked):
         os.kill(os.getpid(), signal.SIGTERM)
     if run.out.name == "spoilt" and at == 3 and rank == 1:
         run._clip = lambda: spoil(run.model)
-    return step(run, at, asked)
+    return step(run, at, stop_request)
 
 def spoil(model):
     # on one rank, after gradients were averaged
@@ -52,13 +52,13 @@ def built(settings, device):
         model.get_base_model().model.layers[1].mlp.up_proj.weight.data[3, 3] += 1e-3
     return model, tokenizer
 
-def opened(settings, *arguments):
+def opened(settings, **arguments):
     if "spoilt-source" in settings.out and rank == 1:
         # the data path of another machine
         fields = {name: getattr(settings, name) for name in ("data", "validation")}
         moved = {name: [each.replace("/0/", "/1/") for each in x] for name, x in fields.items()}
         settings = replace(settings, **moved)
-    return open_data(settings, *arguments)
+    return open_data(settings=settings, **arguments)
 
 train.build, train.open_data = built, opened
 # the same processes start several runs
