@@ -239,13 +239,13 @@ def test_unbuildable_type_does_not_stop_sweep(model_type, ranks, timeout, memory
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_dead_process_does_not_stop_sweep(ranks, monkeypatch):
-    def killed(*given):
-        group = start_processes(*given)
+    def start_and_kill_one(*args, **kwargs):
+        group = start_processes(*args, **kwargs)
         group.processes[0].kill()
         return group
 
     with monkeypatch.context() as patch:
-        patch.setattr(model_sweep, "start_processes", killed)
+        patch.setattr(model_sweep, "start_processes", start_and_kill_one)
         fields = {"not_built": "its process died with exit code -9"}
         assert in_processes("llama", ranks, 120, 24) == fields
     assert in_processes("gemma", ranks, 120, 24)["model"] == "GemmaForCausalLM"

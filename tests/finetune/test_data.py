@@ -495,7 +495,7 @@ def test_unreadable_data_raises(tmp_path, files, message, streaming):
 
 @pytest.mark.parametrize("name", ["none.jsonl", "./none", "/nowhere/a", "text", "folder:main"])
 def test_missing_path_raises_without_hub_request(tmp_path, monkeypatch, name):
-    """For some of these names, datasets would read the working directory or a folder in it."""
+    """datasets would read the working directory, or a folder in it, for some of these names."""
     write_file(tmp_path / "folder" / "a.txt", "a b c")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=f"must be an existing file or folder, got '{name}'"):
