@@ -1,4 +1,4 @@
-"""Adapters in folders that PEFT writes: read, checked against their base, and loaded."""
+"""Read adapter folders that PEFT wrote, compare them with their base model, and load them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from safetensors.torch import load_file
 from cab_hf.experiment import models as run_models
 from cab_hf.experiment.settings import UsageError, first_line, refused_as
 
-ADVICE = "Use the base (--model, or --base), rank, alpha, targets and norms of its training"
+ADVICE = (
+    "Give the base model (--model, or --base), rank, alpha, targets and norms that the adapter was "
+    "trained with"
+)
 WEIGHTS = "adapter_model.safetensors"
-# fields of a model that `save_adapter` records
+# type of each field that `save_adapter` records about the base model
 RECORDED_FIELDS = {
     "sha256": str,
     "rope_parameters": dict,
@@ -27,7 +30,12 @@ RECORDED_FIELDS = {
 
 
 def read_adapter_config(adapter: Path) -> Any:
-    """Return PEFT's config of an adapter; UsageError if it, its weights or LoRA is missing."""
+    """Return the PEFT config of the adapter in the folder ``adapter``.
+
+    Raises:
+        UsageError: the config or the weights are missing or unreadable, or the adapter is no LoRA
+            adapter.
+    """
     from peft import LoraConfig, PeftConfig
 
     if not all((adapter / name).is_file() for name in (run_models.ADAPTER_CONFIG, WEIGHTS)):
@@ -38,7 +46,7 @@ def read_adapter_config(adapter: Path) -> Any:
     with reading(adapter, run_models.ADAPTER_CONFIG):
         config = PeftConfig.from_pretrained(str(adapter))
         kind = config.peft_type.value
-    # the header contains the length of the file
+    # opening a truncated file raises, because its header contains the length of the file
     with reading(adapter, WEIGHTS), safe_open(adapter / WEIGHTS, "pt"):
         pass
     if not isinstance(config, LoraConfig):
@@ -51,61 +59,73 @@ def read_adapter_config(adapter: Path) -> Any:
 
 
 def reading(adapter: Path, file: str) -> AbstractContextManager[None]:
-    """Turn any error inside the block into a UsageError that names a file of an adapter."""
+    """Turn any error inside the block into a UsageError that names ``file`` of ``adapter``."""
     return refused_as(
         lambda error: (
-            f"{file} of adapter {adapter.name} must be a file as PEFT saves it, got another one "
-            f"({first_sentence(error)}). Give the folder as it was saved."
+            f"{file} of adapter {adapter.name} must be a file in PEFT's format, got a file that "
+            f"cannot be read ({first_sentence(error)}). Give the folder as it was saved."
         )
     )
 
 
 def first_sentence(error: Exception) -> str:
+    """Return the first sentence of the message of ``error``, without its full stop."""
     return first_line(error).partition(". ")[0]
 
 
 def read_base(adapter: Path) -> dict[str, Any]:
-    """Return the record of `save_adapter` about the base of an adapter; {} without a record."""
+    """Return the fields that `save_adapter` recorded about the base model of an adapter.
+
+    The fields are those of `RECORDED_FIELDS`. The dict is empty if PEFT alone saved the adapter.
+    """
     file = adapter / run_models.BASE
     if not file.is_file():
         return {}
     with reading(adapter, run_models.BASE):
-        text = json.loads(file.read_text("utf-8"))
-        for name, kind in RECORDED_FIELDS.items():
-            if not isinstance(text.get(name), kind | None):
-                raise ValueError(f"{name} is {text[name]!r}")
-    return text
+        fields = json.loads(file.read_text("utf-8"))
+        for name, field_type in RECORDED_FIELDS.items():
+            if not isinstance(fields.get(name), field_type | None):
+                raise ValueError(f"{name} is {fields[name]!r}")
+    return fields
 
 
 def check_base(adapter: Path, base: str, fields: Mapping[str, Any], recorded: str | None) -> None:
-    """Raise an error for a base in which an adapter was not trained.
+    """Raise a UsageError unless ``adapter`` was trained on the base model ``base``.
 
-    Bases are compared by content if it is recorded, else by name. ``fields`` is the result of
-    `read_base`, ``recorded`` is the name in PEFT's config.
+    The SHA-256 of the weights is compared if ``fields`` has one, else the name of the model.
+
+    Args:
+        adapter: folder of the adapter.
+        base: name or folder of the base model.
+        fields: the result of `read_base`.
+        recorded: name of the base model in PEFT's config; None: the name is not checked.
     """
     if fields.get("sha256"):
         expected_base, actual_base = fields["sha256"], run_models.content_sha256(base)
-        of, has = (
-            f"a model with SHA-256 {expected_base[:12]}",
-            f"base {name_of(base)!r} has {actual_base[:12]}",
-        )
+        expected_text = f"a model with SHA-256 {expected_base[:12]}"
+        actual_text = f"base {name_of(base)!r} has {actual_base[:12]}"
     else:
         expected_base, actual_base = name_of(recorded or base), name_of(base)
-        of, has = repr(expected_base), f"base is {actual_base!r}"
+        expected_text, actual_text = repr(expected_base), f"base is {actual_base!r}"
     if actual_base != expected_base:
-        raise UsageError(f"adapter {adapter.name} was trained in {of}, and {has}. {ADVICE}.")
+        raise UsageError(
+            f"adapter {adapter.name} was trained in {expected_text}, and {actual_text}. {ADVICE}."
+        )
 
 
 def name_of(model: str) -> str:
-    """Return the name of a model, or of its folder without the path."""
+    """Return the last part of the path if ``model`` is a folder, else ``model`` itself."""
     return Path(model).name if Path(model).exists() else model
 
 
 def load_weights(adapted: Any, adapter: Path) -> list[str]:
     """Load the weights in the folder ``adapter`` into ``adapted``, a PeftModel.
 
-    PEFT saves an adapter of the head or the embeddings with the weights of these layers, which are
-    loaded too. Returns the names of such weights that changed.
+    If an adapter changes the head or the embeddings, PEFT also saves the base weights of these
+    layers. This function loads such base weights too.
+
+    Returns:
+        The names of base weights whose values changed.
 
     Raises:
         UsageError: the weights belong to other modules or shapes, or cannot be read.
@@ -113,51 +133,68 @@ def load_weights(adapted: Any, adapter: Path) -> list[str]:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     with reading(adapter, WEIGHTS):
-        result = load_file(adapter / WEIGHTS)
-    complete = get_peft_model_state_dict(adapted, save_embedding_layers=True)
+        saved = load_file(adapter / WEIGHTS)
+    with_embeddings = get_peft_model_state_dict(adapted, save_embedding_layers=True)
     expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    others = {name: complete[name] for name in result if name in complete and name not in expected}
-    expected |= others
-    # a head tied to trained embeddings may be stored once
-    written = {expected[name].data_ptr(): x for name, x in result.items() if name in expected}
-    for name, x in expected.items():
-        if name not in result and x.data_ptr() in written:
-            result[name] = written[x.data_ptr()]
-    for name in sorted(expected.keys() | result.keys()):
-        ours, theirs = (
-            f"of shape {list(x[name].shape)}" if name in x else "missing"
-            for x in (expected, result)
+    base_weights = {
+        name: with_embeddings[name]
+        for name in saved
+        if name in with_embeddings and name not in expected
+    }
+    expected |= base_weights
+    # PEFT may save the shared weight of a tied head and embeddings under one name only
+    saved_by_address = {
+        expected[name].data_ptr(): x for name, x in saved.items() if name in expected
+    }
+    for name, weight in expected.items():
+        if name not in saved and weight.data_ptr() in saved_by_address:
+            saved[name] = saved_by_address[weight.data_ptr()]
+    for name in sorted(expected.keys() | saved.keys()):
+        in_base, in_adapter = (
+            f"of shape {list(weights[name].shape)}" if name in weights else "missing"
+            for weights in (expected, saved)
         )
-        if ours != theirs:
-            part = name.removeprefix("base_model.model.")
-            text = f"{part} is {theirs} in the adapter and {ours} in the base"
-            raise misfit(adapter, adapted, text)
-    same = {name: torch.equal(result[name].to(x.dtype), x.cpu()) for name, x in others.items()}
-    set_peft_model_state_dict(adapted, result)
-    return [name for name in same if not same[name]]
+        if in_base != in_adapter:
+            module = name.removeprefix("base_model.model.")
+            reason = f"{module} is {in_adapter} in the adapter and {in_base} in the base"
+            raise misfit(adapter, adapted, reason)
+    changed = [
+        name
+        for name, weight in base_weights.items()
+        if not torch.equal(saved[name].to(weight.dtype), weight.cpu())
+    ]
+    set_peft_model_state_dict(adapted, saved)
+    return changed
 
 
-def misfit(adapter: Path, base: Any, why: str) -> UsageError:
-    """Return the error for an adapter that does not fit ``base``, a model."""
+def misfit(adapter: Path, base: Any, reason: str) -> UsageError:
+    """Return a UsageError that says why ``adapter`` does not fit the model ``base``."""
     name = name_of(base.config.name_or_path) or type(base).__name__
-    return UsageError(f"adapter {adapter.name} does not fit base {name!r}: {why}. {ADVICE}.")
+    return UsageError(f"adapter {adapter.name} does not fit base {name!r}: {reason}. {ADVICE}.")
 
 
 def begin_with(adapted: Any, adapter: Path) -> None:
-    """Load an adapter that was trained in the same base into ``adapted``, a PeftModel.
+    """Start training from saved weights: load the folder ``adapter`` into ``adapted``, a PeftModel.
 
-    Its positions may have been stretched differently.
+    Both must have the same base model, but their RoPE scaling may differ.
 
     Raises:
-        UsageError: the base, modules, rank or alpha differ, or there is no adapter.
+        UsageError: the base, modules, rank or alpha differ, or the folder has no adapter.
     """
-    config, ours = read_adapter_config(adapter), adapted.active_peft_config
+    config, active_config = read_adapter_config(adapter), adapted.active_peft_config
     base = adapted.get_base_model()
-    check_base(adapter, base.name_or_path, read_base(adapter), config.base_model_name_or_path)
-    theirs, wanted = ((x.r, x.lora_alpha) for x in (config, ours))
-    if theirs != wanted:
+    check_base(
+        adapter=adapter,
+        base=base.name_or_path,
+        fields=read_base(adapter),
+        recorded=config.base_model_name_or_path,
+    )
+    in_adapter, in_settings = ((x.r, x.lora_alpha) for x in (config, active_config))
+    if in_adapter != in_settings:
         raise misfit(
-            adapter, base, f"its rank and alpha are {theirs}, and the settings have {wanted}"
+            adapter,
+            base,
+            f"its rank and alpha are {in_adapter}, and the settings have {in_settings}",
         )
     changed = load_weights(adapted, adapter)
     if changed:

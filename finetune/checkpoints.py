@@ -1,9 +1,10 @@
-"""Checkpoints that survive a kill, with everything that a run needs to resume exactly.
+"""Atomic checkpoints from which a run resumes bit-identically, even after a kill.
 
-A checkpoint is a folder ``step-00000050``. It contains a file of the state that all processes
-share, a file per process, and the adapter or the trained model. It is written under another name,
-synced to disk and renamed, so that a folder with its final name is complete. Only then an older
-checkpoint is removed. Checksums are verified on reading.
+A checkpoint is a folder such as ``step-00000050``. The folder contains a file of the state that all
+processes share, a file per process, and the adapter or the trained model. Processes write the
+folder under a temporary name, sync the folder to disk and rename it, so that a folder with its
+final name is complete. The oldest checkpoint is removed after that. `Checkpoints.load` verifies
+checksums.
 """
 
 from __future__ import annotations
@@ -29,63 +30,71 @@ from cab_hf.experiment.cache import file_sha256
 from cab_hf.experiment.log import writing
 from cab_hf.experiment.settings import UsageError, refused_as
 
-KEPT = 2  # number of newest checkpoints that are kept
-SHARED, MINE, ADAPTER = "shared.pt", "process-{}.pt", "adapter"
-NAME = re.compile(r"step-\d{8,}")
+NUM_KEPT = 2  # number of newest checkpoints that are not removed
+# files in a checkpoint: state that all processes share, and state of one process by its rank
+SHARED, PER_PROCESS = "shared.pt", "process-{}.pt"
+ADAPTER = "adapter"  # folder in a checkpoint
+NAME = re.compile(r"step-\d{8,}")  # name of a complete checkpoint
 State = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of a run, in one folder that all of its processes can access."""
+    """The checkpoints of a run, in one folder that all processes of the run can access."""
 
     folder: Path
-    rank: int
-    processes: int
+    rank: int  # of this process
+    processes: int  # number of processes
     wait: Callable[[], None]  # a barrier of all processes
-    result: str = ADAPTER  # name of the trained weights, a folder in each checkpoint
+    result: str = ADAPTER  # name of the folder with the trained weights in each checkpoint
 
     def newest(self) -> Path | None:
         """Return the folder of the last complete checkpoint; None if there is none."""
         return next(reversed(self._complete()), None)
 
     def save(
-        self, step: int, shared: State, mine: State, write_result: Callable[[Path], None]
+        self, step: int, shared: State, own_state: State, write_result: Callable[[Path], None]
     ) -> Path:
-        """Save the checkpoint of ``step`` and return its folder. All processes must call it.
+        """Save the checkpoint of ``step`` and return its folder.
+
+        All processes must call this method.
 
         Args:
-            step: number of the step.
+            step: number of finished optimizer steps.
             shared: state that is equal in all processes; process 0 saves it.
-            mine: state of this process.
-            write_result: function that writes into the folder it receives; process 0 calls it.
+            own_state: state of this process.
+            write_result: function that writes the trained weights into a new folder, its argument;
+                process 0 calls it.
 
         Raises:
             LogError: the checkpoint cannot be written. Older checkpoints do not change.
         """
         target = self.folder / f"step-{step:08d}"
-        aside = self.folder / f".{target.name}.partial"
+        partial = self.folder / f".{target.name}.partial"
         with writing(target):
             if self.rank == 0:
                 self.clear()
-                aside.mkdir(parents=True)
+                partial.mkdir(parents=True)
             self.wait()
-            _write(mine, aside / MINE.format(self.rank))
+            _write(own_state, partial / PER_PROCESS.format(self.rank))
             if self.rank == 0:
-                write_result(aside / self.result)
+                write_result(partial / self.result)
                 fields = {"step": step, "processes": self.processes}
-                _write({**shared, **fields, "adapter": self._sums_of(aside)}, aside / SHARED)
+                _write({**shared, **fields, "adapter": self._sums_of(partial)}, partial / SHARED)
             self.wait()
             if self.rank == 0:
-                self._publish(aside, target)
+                self._publish(partial, target)
         self.wait()
         return target
 
     def load(self, folder: Path) -> tuple[State, State]:
-        """Load (shared, mine) of a checkpoint, with tensors on the CPU.
+        """Load the checkpoint in ``folder``; return the ``shared`` and ``own_state`` of `save`.
+
+        Tensors are on the CPU.
 
         Raises:
-            UsageError: another number of processes made it, or a byte of it has changed.
+            UsageError: a run with another number of processes wrote the checkpoint, or a byte of a
+                file has changed.
         """
         shared = _read(folder / SHARED)
         if shared["processes"] != self.processes:
@@ -99,30 +108,34 @@ class Checkpoints:
             raise UsageError(
                 _unreadable(folder, f"{self.result}/{name} has changed since it was saved")
             )
-        return shared, _read(folder / MINE.format(self.rank))
+        return shared, _read(folder / PER_PROCESS.format(self.rank))
 
     def _sums_of(self, folder: Path) -> dict[str, str]:
-        """Return the SHA-256 of the files of the trained weights in a checkpoint, by name."""
-        place = folder / self.result
-        files = (file for file in place.rglob("*") if file.is_file())
-        return {str(file.relative_to(place)): file_sha256(file) for file in files}
+        """Return the SHA-256 of each file of the trained weights in a checkpoint, by path."""
+        weights = folder / self.result
+        files = (file for file in weights.rglob("*") if file.is_file())
+        return {str(file.relative_to(weights)): file_sha256(file) for file in files}
 
     def _complete(self) -> list[Path]:
-        """Return the folders of complete checkpoints, the newest last."""
+        """Return the folders of complete checkpoints, sorted by step."""
         complete = (path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name))
         return sorted(complete, key=lambda path: int(path.name.removeprefix("step-")))
 
     def clear(self) -> None:
-        """Remove folders that a kill left half-written or half-removed; for process 0."""
-        for left in self.folder.glob(".step-*"):
-            shutil.rmtree(left)
+        """Remove folders that a killed run left half-written or half-removed.
 
-    def _publish(self, aside: Path, target: Path) -> None:
-        for path in (*aside.rglob("*"), aside):
+        Only process 0 may call this method.
+        """
+        for incomplete in self.folder.glob(".step-*"):
+            shutil.rmtree(incomplete)
+
+    def _publish(self, partial: Path, target: Path) -> None:
+        """Sync ``partial`` to disk, rename the folder to ``target``, and remove old checkpoints."""
+        for path in (*partial.rglob("*"), partial):
             put_on_disk(path)
-        os.rename(aside, target)
+        os.rename(partial, target)
         put_on_disk(self.folder)
-        for old in self._complete()[:-KEPT]:
+        for old in self._complete()[:-NUM_KEPT]:
             # a half-removed folder must not look complete
             hidden = old.with_name(f".{old.name}.removed")
             os.rename(old, hidden)
@@ -130,7 +143,8 @@ class Checkpoints:
 
 
 def _write(state: State, path: Path) -> None:
-    # with a path, torch gives no reason for a failure
+    """Save ``state`` with torch.save and sync the file to disk."""
+    # torch.save to an open file reports why a write failed; torch.save to a path does not
     with open(path, "wb") as file:
         torch.save(state, file)
     put_on_disk(path)
@@ -139,30 +153,31 @@ def _write(state: State, path: Path) -> None:
 def _read(path: Path) -> State:
     """Read a file of `_write`, with tensors on the CPU; UsageError if a byte has changed."""
 
-    def sentence(error: Exception) -> str:
-        # torch's own message explains how to run the code in the file
-        why = getattr(error, "strerror", None) or "damaged"
-        return _unreadable(path.parent, f"{path.name}: {why}")
+    def message(error: Exception) -> str:
+        # torch's own message suggests weights_only=False, which would run code from the file
+        reason = getattr(error, "strerror", None) or "damaged"
+        return _unreadable(path.parent, f"{path.name}: {reason}")
 
-    with refused_as(sentence):
+    with refused_as(message):
         # torch writes checksums but does not verify them
-        with zipfile.ZipFile(path) as parts:
-            whole = parts.testzip() is None
-        state = torch.load(path, map_location="cpu", weights_only=True) if whole else None
+        with zipfile.ZipFile(path) as archive:
+            is_intact = archive.testzip() is None
+        state = torch.load(path, map_location="cpu", weights_only=True) if is_intact else None
         if not isinstance(state, dict):
             raise ValueError(f"{path} is no checkpoint")
     return state
 
 
-def _unreadable(folder: Path, why: str) -> str:
+def _unreadable(folder: Path, reason: str) -> str:
+    """Return the error message for a checkpoint ``folder`` that cannot be read."""
     return (
-        f"checkpoint {folder.name} cannot be read ({why}). Remove the folder, and the run "
+        f"checkpoint {folder.name} cannot be read ({reason}). Remove the folder, and the run "
         "continues from the checkpoint before it."
     )
 
 
 def put_on_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
+    """Sync the content of a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -172,29 +187,35 @@ def put_on_disk(path: Path) -> None:
 
 @contextmanager
 def asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after SIGTERM, which has no other effect in the block."""
-    asked = []
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+    """Yield a function that returns True after this process received SIGTERM.
+
+    SIGTERM has no other effect inside the block.
+    """
+    signals = []
+    previous_handler = signal.signal(signal.SIGTERM, lambda *_: signals.append(True))
     try:
-        yield lambda: bool(asked)
+        yield lambda: bool(signals)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by name."""
+    """Return the parameters of ``model`` that require gradients, by name."""
     return {name: each for name, each in model.named_parameters() if each.requires_grad}
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return a copy of the whole tensor on the CPU. All processes must call it if it is sharded."""
+    """Return a copy of the unsharded tensor on the CPU.
+
+    All processes must call this function if ``tensor`` is sharded.
+    """
     tensor = tensor.detach()
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return tensor.to("cpu", copy=True)
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the trained parameters by name, each `gathered`."""
+    """Return unsharded CPU copies of the trained parameters, by name."""
     return {name: gathered(each) for name, each in trained(model).items()}
 
 
@@ -213,7 +234,7 @@ def load_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 
 def optimizer_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, State]:
-    """Return the `gathered` state of the optimizer for each trained parameter, by name."""
+    """Return unsharded CPU copies of the optimizer state of each trained parameter, by name."""
     return {
         name: {key: gathered(value) for key, value in optimizer.state[each].items()}
         for name, each in trained(model).items()
@@ -229,7 +250,8 @@ def load_optimizer(
     for name, parameter in trained(model).items():
         if name in saved:
             moments = dict(saved[name])
-            # a fused step counter is on the device, others on the CPU; it is never sharded
+            # fused optimizers have the step counter on the device, others on the CPU; no optimizer
+            # shards the counter
             steps = moments.pop("step")
             state = {key: _sharded_like(x, parameter) for key, x in moments.items()}
             state["step"] = steps.to(parameter.device) if fused else steps
@@ -237,6 +259,7 @@ def load_optimizer(
 
 
 def _sharded_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return ``value`` on the device of ``parameter``, sharded like ``parameter``."""
     value = value.to(parameter.device)
     if isinstance(parameter, DTensor):
         return distribute_tensor(value, parameter.device_mesh, parameter.placements)
@@ -245,10 +268,10 @@ def _sharded_like(value: Tensor, parameter: Tensor) -> Tensor:
 
 def random_state() -> State:
     """Return the state of every random generator that this process may use."""
-    kind, keys, *rest = np.random.get_state()
+    algorithm, keys, *position = np.random.get_state()
     return {
         "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), *rest),
+        "numpy": (algorithm, keys.tolist(), *position),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }

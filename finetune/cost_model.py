@@ -1,8 +1,8 @@
-"""Measurements of a step: FLOPs, MFU, density and memory.
+"""Estimates of the FLOPs, MFU, density and memory of a training step.
 
-Useful FLOPs count the forward and backward pass over the attended pairs, without recomputation.
-Dense-equivalent FLOPs count the same step with every causal pair. Mixtures of experts are not
-counted.
+Useful FLOPs count the forward and backward pass over the attended (query, key) pairs, without
+recomputation. Dense-equivalent FLOPs count the same step with every causal pair. FLOPs of mixtures
+of experts are unknown.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ GIB = 2**30
 USABLE = PINNABLE = 0.9
 # file with the memory limit of a container on Linux
 CONTAINER = Path("/sys/fs/cgroup/memory.max")
-# the longest list as a share of a row's blocks, without a bound
+# assumed length of the longest key-block list, as a share of all key blocks, if a threshold selects
 WIDEST = 0.25
-# bf16 without sparsity, by a part of the GPU's name in torch; from the makers' data sheets
+# dense bfloat16 TFLOP/s by a part of the GPU's name in torch, from the vendors' data sheets
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -39,57 +39,57 @@ PEAK_TFLOPS = {
     "L40S": 362.0,
     "RTX 4090": 165.0,
 }
-# FLOPs per weight and token: two each for the forward product, the gradient of the input, and the
-# gradient of the weight
+# FLOPs per weight and token: two each for the forward product, the gradient of the input and, if
+# the weight is trained, the gradient of the weight
 FROZEN, TRAINED = 4, 6
-# FLOPs per pair and channel: two products forward and four backward
+# FLOPs per attended pair and channel: two products in the forward pass and four in the backward
+# pass, each with two FLOPs
 ATTENTION = 12
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The facts that determine the FLOPs and the memory of a model's training step."""
+    """The sizes of a model that determine the FLOPs and the memory of its training step."""
 
-    frozen: int  # weights of linear layers, which multiply every token
-    trained: int
-    windows: tuple[int | None, ...]  # sliding window of each layer in tokens
-    # per layer: heads times head dim, the mean of keys and values if these differ
-    channels: tuple[int, ...]
-    kv_channels: tuple[int, ...]
-    heads: int  # query heads of the layer with the most
-    inner: int  # channels inside the widest MLP
-    parameters: int
-    trained_parameters: int
+    frozen: int  # number of frozen weights of linear layers
+    trained: int  # number of trained weights of linear layers
+    windows: tuple[int | None, ...]  # per layer: sliding window in tokens; None: full attention
+    channels: tuple[int, ...]  # per layer: query heads times head dim; see `_channels`
+    kv_channels: tuple[int, ...]  # per layer: KV heads times head dim
+    heads: int  # largest number of query heads of a layer
+    inner: int  # intermediate size of the widest MLP
+    parameters: int  # number of all parameters
+    trained_parameters: int  # number of all trained parameters
     weight_bytes: int  # bytes of frozen parameters and buffers
-    uncounted: str | None  # why the number of weights per token is unknown
-    untiled: tuple[str, ...]  # see `tiles.untiled_mlps`
-    config: Any = field(repr=False)
+    uncounted: str | None  # reason why the FLOPs of products with weights are unknown; None: known
+    untiled: tuple[str, ...]  # class names; see `tiles.untiled_mlps`
+    config: Any = field(repr=False)  # text config of the model
 
     @classmethod
     def of(cls, model: nn.Module) -> Cost:
         """Return the cost of a causal language model of transformers or PEFT."""
         config = model.config.get_text_config()
-        kinds = getattr(config, "layer_types", None)
-        kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
-        # if layers differ, the model's own config raises errors for the differing fields
-        differ = getattr(config, "is_heterogeneous", False)
-        layers = config.per_layer_config if differ else [config] * len(kinds)
-        slides = getattr(config, "use_sliding_window", True) is not False
+        layer_types = getattr(config, "layer_types", None)
+        layer_types = layer_types or ["sliding_attention"] * config.num_hidden_layers
+        # the config of a model with different layers raises an error for fields that differ
+        has_different_layers = getattr(config, "is_heterogeneous", False)
+        layers = config.per_layer_config if has_different_layers else [config] * len(layer_types)
+        uses_windows = getattr(config, "use_sliding_window", True) is not False
         windows = [
             getattr(layer, "sliding_window", None) if kind == "sliding_attention" else None
-            for layer, kind in zip(layers, kinds, strict=True)
+            for layer, kind in zip(layers, layer_types, strict=True)
         ]
-        # old model types have no grouped heads
         heads = [layer.num_attention_heads for layer in layers]
+        # configs of old model types have no field for KV heads
         kv_heads = [
             getattr(x, "num_key_value_heads", None) or x.num_attention_heads for x in layers
         ]
         linear, parameters = list(_linear_layers(model)), list(model.parameters())
         frozen = [p for p in (*parameters, *model.buffers()) if not p.requires_grad]
         return cls(
-            frozen=sum(size for size, trained in linear if not trained),
-            trained=sum(size for size, trained in linear if trained),
-            windows=tuple(windows if slides else [None] * len(kinds)),
+            frozen=sum(size for size, is_trained in linear if not is_trained),
+            trained=sum(size for size, is_trained in linear if is_trained),
+            windows=tuple(windows if uses_windows else [None] * len(layer_types)),
             channels=tuple(map(_channels, layers, heads)),
             kv_channels=tuple(map(_channels, layers, kv_heads)),
             heads=max(heads),
@@ -103,36 +103,45 @@ class Cost:
         )
 
     def products(self, tokens: int) -> float:
-        """Return the FLOPs of products with weights, forward and backward; 0 if ``uncounted``."""
-        used = 0 if self.uncounted else FROZEN * self.frozen + TRAINED * self.trained
-        return float(tokens) * used
+        """Return the FLOPs of products of ``tokens`` with weights, forward and backward.
+
+        Returns 0 if ``uncounted`` is set.
+        """
+        flops_per_token = 0 if self.uncounted else FROZEN * self.frozen + TRAINED * self.trained
+        return float(tokens) * flops_per_token
 
     def pairs(self, positions: Tensor) -> tuple[int, ...]:
-        """Return the (query, key) pairs of a head that each layer may attend.
+        """Return for each layer the number of causal (query, key) pairs of a head.
 
-        ``positions``, int [B, N], restart with each document.
+        Args:
+            positions: int [B, N], position ids that restart with each document.
         """
-        seen = positions.to(torch.int64) + 1
-        by_window = {each: int(seen.clamp(max=each or 2**62).sum()) for each in {*self.windows}}
-        return tuple(by_window[window] for window in self.windows)
+        num_keys = positions.to(torch.int64) + 1
+        pairs_of_window = {
+            window: int(num_keys.clamp(max=window or 2**62).sum()) for window in {*self.windows}
+        }
+        return tuple(pairs_of_window[window] for window in self.windows)
 
     def attention(self, pairs: Sequence[float]) -> list[float]:
-        """Return the FLOPs of each layer, forward and backward, for ``pairs`` in every head."""
+        """Return for each layer the FLOPs of attention, forward and backward.
+
+        ``pairs`` has the number of attended pairs in each head of every layer.
+        """
         return [ATTENTION * n * own for n, own in zip(pairs, self.channels, strict=True)]
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[int, bool]]:
-    """Yield (weights, True if trained) of every linear layer."""
+    """Yield (number of weights, True if trained) for every linear layer."""
     for name, module in model.named_modules():
-        # an adapter's layer contains the layer it wraps and two others; a trained copy exists in
-        # addition to the frozen layer that it is used for
-        wraps = hasattr(module, "base_layer") or ".original_module" in f".{name}"
-        if not wraps and hasattr(module, "in_features") and hasattr(module, "weight"):
+        # count a weight once: a LoRA layer wraps the layer `base_layer`, and PEFT stores a frozen
+        # `original_module` next to a trained copy
+        is_wrapper = hasattr(module, "base_layer") or ".original_module" in f".{name}"
+        if not is_wrapper and hasattr(module, "in_features") and hasattr(module, "weight"):
             yield module.in_features * module.out_features, module.weight.requires_grad
 
 
 def _uncounted(model: nn.Module) -> str | None:
-    """Return why the weights per token are unknown; None if every token uses all weights."""
+    """Return why FLOPs per token are unknown; None if every token uses all weights."""
     for name, module in model.named_modules():
         if "experts" in name or isinstance(getattr(module, "top_k", None), int):
             return f"{name} is part of a mixture of experts, of which a token uses only some"
@@ -140,23 +149,30 @@ def _uncounted(model: nn.Module) -> str | None:
 
 
 def _channels(config: Any, heads: int) -> int:
-    """Return heads times head dim from the config of a layer."""
-    # latent attention: keys without and with positions, and values
-    parts = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    latent = [getattr(config, name, None) for name in parts]
-    if all(isinstance(part, int) for part in latent):
-        return heads * sum(latent) // 2
-    own = getattr(config, "head_dim", None)
-    return heads * (own or config.hidden_size // config.num_attention_heads)
+    """Return ``heads`` times head dim; ``config`` is the config of the layer.
+
+    The head dim is the mean of the head dims of keys and values if these differ.
+    """
+    # multi-head latent attention: channels of a key without RoPE, with RoPE, and of a value
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    latent_dims = [getattr(config, name, None) for name in names]
+    if all(isinstance(dim, int) for dim in latent_dims):
+        return heads * sum(latent_dims) // 2
+    head_dim = getattr(config, "head_dim", None)
+    return heads * (head_dim or config.hidden_size // config.num_attention_heads)
 
 
 def _widest_mlp(config: Any) -> int:
+    """Return the largest intermediate size of an MLP in the config of a layer."""
     sizes = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return sizes if isinstance(sizes, int) else max(sizes)
 
 
 def peak_flops(device: torch.device, given_tflops: float = 0.0) -> float | None:
-    """Return the peak FLOP/s of a device in bfloat16; None if unknown."""
+    """Return the peak bfloat16 FLOP/s of a device; None if unknown.
+
+    ``given_tflops`` overrides the lookup by the name of the GPU; 0: look up.
+    """
     if not given_tflops and device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         given_tflops = next((x for part, x in PEAK_TFLOPS.items() if part in name), 0.0)
@@ -164,7 +180,7 @@ def peak_flops(device: torch.device, given_tflops: float = 0.0) -> float | None:
 
 
 def peak_gib(device: torch.device) -> float | None:
-    """Return the peak of allocated GiB since the last call; None on a CPU."""
+    """Return the peak of allocated GPU memory in GiB since the last call; None on a CPU."""
     if device.type != "cuda":
         return None
     peak = torch.cuda.max_memory_allocated(device) / GIB
@@ -173,64 +189,73 @@ def peak_gib(device: torch.device) -> float | None:
 
 
 def count(cost: Cost, positions: Tensor, layers: Iterable[Mapping[str, Any]]) -> Tensor:
-    """Count the work of a micro batch, float64 [4].
-
-    The entries are tokens, FLOPs of products with weights, FLOPs of attended pairs, and FLOPs of
-    all causal pairs.
+    """Count the tokens and FLOPs of a micro batch.
 
     Args:
         cost: the cost of the model.
-        positions: int [B, N], restarting with each document.
-        layers: the result of `cab_hf.stats`; layers without a density attend to all pairs.
+        positions: int [B, N], position ids that restart with each document.
+        layers: the result of `cab_hf.stats`; a density of None means dense attention.
+
+    Returns:
+        float64 [4]: tokens, FLOPs of products with weights, FLOPs of attended pairs, and FLOPs of
+        all causal pairs.
     """
-    causal = cost.attention(cost.pairs(positions))
+    causal_flops = cost.attention(cost.pairs(positions))
     densities = (1.0 if x["density"] is None else x["density"] for x in layers)
-    attended = sum(flops * share for flops, share in zip(causal, densities, strict=True))
+    attended_flops = sum(
+        flops * density for flops, density in zip(causal_flops, densities, strict=True)
+    )
     tokens = positions.numel()
-    return torch.tensor([tokens, cost.products(tokens), attended, sum(causal)], dtype=torch.float64)
+    counts = [tokens, cost.products(tokens), attended_flops, sum(causal_flops)]
+    return torch.tensor(counts, dtype=torch.float64)
 
 
 def line(
     totals: Sequence[float], seconds: float, processes: int, peak: float | None
 ) -> dict[str, float | None]:
-    """Return the speed of a step, as recorded in the log.
+    """Return throughput, MFU and density of a step, as recorded in the log.
 
     Args:
         totals: sums of `count` over all micro batches and processes.
         seconds: duration of the step.
         processes: number of processes.
-        peak: peak FLOP/s of a device, or None.
+        peak: peak FLOP/s of a device; None: MFU is unknown.
     """
-    tokens, products, attended, causal = totals
-    reached = None if peak is None else seconds * processes * peak
+    tokens, products, attended_flops, causal_flops = totals
+    peak_flops_of_step = None if peak is None else seconds * processes * peak
+    dense_flops = products + causal_flops
     return {
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "tokens_per_second_per_gpu": tokens / seconds / processes,
-        "mfu": reached and (products + attended) / reached,
-        "mfu_dense_equivalent": reached and (products + causal) / reached,
-        "density": attended / causal if causal else 1.0,
+        "mfu": peak_flops_of_step and (products + attended_flops) / peak_flops_of_step,
+        "mfu_dense_equivalent": peak_flops_of_step and dense_flops / peak_flops_of_step,
+        "density": attended_flops / causal_flops if causal_flops else 1.0,
     }
 
 
 class Memory(NamedTuple):
-    """The peak memory of a step in bytes, part by part; the last three parts are on the host."""
+    """The peak memory of a training step in bytes.
+
+    The first four fields are on the device, the last three on the host.
+    """
 
     weights: float
-    optimizer: float
-    layers: float  # tensors that layers keep for the backward pass
-    working: float  # the larger of the loss and a layer's backward pass
+    optimizer: float  # trained values, gradients and moments
+    layers: float  # tensors that layers save for the backward pass
+    working: float  # temporary tensors: the larger of the loss and a layer's backward pass
     checkpoints: float  # offloaded inputs of layers
-    plans: float
-    sharded: float  # weights and optimizer, if they are on the host
+    plans: float  # block plans that gradient checkpointing reads again
+    sharded: float  # weights and optimizer states, if FSDP2 offloads both to the host
 
     @property
     def total(self) -> float:
-        """The total of the device."""
+        """The bytes on the device."""
         return sum(self[:4])
 
     @property
     def host(self) -> float:
+        """The bytes on the host."""
         return sum(self[4:])
 
 
@@ -258,125 +283,188 @@ def memory(
         cost: the cost of the model.
         tokens: tokens of a micro batch.
         itemsize: bytes of an activation.
-        checkpointing: True if layers keep only their input.
-        shards, cp: number of processes over which weights, and tokens, are sharded.
-        loss_tokens: tokens whose logits exist at once.
-        quantised: bytes per weight of the layers, if ``cost`` has another dtype.
-        tile: tokens that MLPs compute at a time; 0: all of them.
+        checkpointing: True if layers save only their input.
+        shards: number of processes over which weights are sharded.
+        cp: number of processes over which each sequence is sharded.
+        loss_tokens: tokens whose logits exist at a time.
+        quantised: bytes per quantised weight of the layers; None: ``cost`` has the actual bytes.
+        tile: tokens that MLPs compute at a time; 0: all tokens.
         offloaded: number of layers whose checkpoints are on the host.
         plans: bytes of plans on the host; see `plan_bytes`.
         short_texts: True if packed documents may be shorter than CAB's ``min_length``.
-        mask_pairs, mask_itemsize: pairs of tokens in a mask, and bytes per pair in every layer.
+        mask_pairs: (query, key) pairs of a materialised mask; 0: no mask.
+        mask_itemsize: bytes per pair of the mask in each layer.
         weights_on_host: True if weights stay on the host until a layer needs them, as in FSDP2
             offloading.
     """
-    config, layers, wide = cost.config, cost.config.num_hidden_layers, itemsize >= 4
-    # the widest layer, which is the peak if layers keep only their input
-    hidden, channels = config.hidden_size, max(cost.channels)
-    x, size = itemsize * hidden, tokens / cp
-    q, kv = itemsize * channels, 2 * itemsize * max(cost.kv_channels)
-    # keys and values of the whole sequence while a layer attends; cosines and sines of positions
-    temporary = (kv * tokens if cp > 1 else 0.0) + size * 2 * itemsize * channels / cost.heads
-    logits = (4 if wide else 4 + itemsize) * min(size, loss_tokens) * config.vocab_size
-    # the input of a layer, its norm, q, k, v, the output of attention, their sum and its norm
-    kept = 4 * x + 2 * q + kv
-    if 0 < tile < size and not cost.untiled:
-        # either the MLP's output and input, with equally large tiles of float32 computation; both
-        # norms are freed by then
-        in_mlp = 2 * x + tile / size * 6 * 4 * cost.inner
-        # or the inputs and outputs of attention: their gradients in 16 bits, which some kernels sum
-        # in float32, and the norm before attention
-        in_attention = 2 * q + kv - x + (0 if wide else q + 4 * (channels + hidden))
-        flowing = max(in_mlp, in_attention)
-        # the last layer's output, its norm, the gradient of the norm, and the same scaled
-        loss = size * 4 * x + logits
-        again = kept - x
-    else:
-        # norms compute in float32
-        kept += itemsize * 3 * cost.inner + (0 if wide else 2 * 4 * hidden)
-        # short documents are attended separately: their queries and outputs exist twice
-        kept += 2 * q if short_texts and not checkpointing else 0
-        flowing = x + itemsize * 2 * cost.inner
-        loss = size * x + logits
-        again = kept
+    config, layers = cost.config, cost.config.num_hidden_layers
+    own_tokens = tokens / cp
+    hidden_bytes = itemsize * config.hidden_size
+    activations = _activations(
+        cost,
+        tokens=own_tokens,
+        itemsize=itemsize,
+        loss_tokens=loss_tokens,
+        tile=tile,
+        # documents shorter than min_length take a separate path, which copies queries and outputs
+        copies_queries=short_texts and not checkpointing,
+    )
+    # with cp > 1 the gathered keys and values of the sequence; cosines and sines of all positions
+    kv_bytes = 2 * itemsize * max(cost.kv_channels)
+    rotary_bytes = 2 * itemsize * max(cost.channels) / cost.heads
+    temporary = (kv_bytes * tokens if cp > 1 else 0.0) + own_tokens * rotary_bytes
     mask = mask_itemsize * mask_pairs
-    # the checkpoint of a layer is fetched while the next layer's is still there
+    recomputed = (own_tokens * activations.recomputed + mask) * checkpointing
+    backward = own_tokens * activations.gradients + recomputed + temporary
+    # the backward pass fetches the checkpoint of a layer while it still uses the next layer's
     num_on_device = max(layers - offloaded, min(2, layers)) if offloaded else layers
-    optimizer = 16 * cost.trained_parameters  # a value, its gradient and two moments
-    saved = 0.0 if quantised is None else itemsize - quantised
-    weights = cost.weight_bytes - (cost.frozen - hidden * config.vocab_size) * saved
-    # a layer that computes, and the next one
+    if checkpointing:
+        saved_by_layers = own_tokens * hidden_bytes * num_on_device
+    else:
+        saved_by_layers = (own_tokens * activations.saved + mask) * layers
+    optimizer = 16 * cost.trained_parameters  # float32: a value, its gradient and two moments
+    bytes_saved_per_weight = 0.0 if quantised is None else itemsize - quantised
+    # embeddings and head are not quantised
+    num_quantised = cost.frozen - config.hidden_size * config.vocab_size
+    weights = cost.weight_bytes - num_quantised * bytes_saved_per_weight
+    # FSDP2 gathers the weights of the layer that computes and of the next layer
     gathered = 2 * weights / layers if shards > 1 or weights_on_host else 0.0
-    here, there = (0, 1) if weights_on_host else (1, 0)
+    on_device, on_host = (0, 1) if weights_on_host else (1, 0)
     return Memory(
-        weights=here * weights / shards + gathered,
-        optimizer=here * optimizer / shards,
-        layers=size * x * num_on_device if checkpointing else (size * kept + mask) * layers,
-        # the last layers' gradients start where the loss ends
-        working=max(loss, size * flowing + (size * again + mask) * checkpointing + temporary)
-        + mask_pairs,
-        checkpoints=offloaded * -(-size * x // CHUNK_BYTES) * CHUNK_BYTES,
+        weights=on_device * weights / shards + gathered,
+        optimizer=on_device * optimizer / shards,
+        layers=saved_by_layers,
+        # tensors of the loss are freed before the backward pass of the last layer
+        working=max(activations.loss, backward) + mask_pairs,
+        checkpoints=offloaded * -(-own_tokens * hidden_bytes // CHUNK_BYTES) * CHUNK_BYTES,
         plans=plans,
-        sharded=there * (weights + optimizer) / shards,
+        sharded=on_host * (weights + optimizer) / shards,
+    )
+
+
+class _Activations(NamedTuple):
+    """Bytes of activations, per token except for ``loss``."""
+
+    saved: float  # tensors that a layer saves for its backward pass
+    recomputed: float  # tensors that exist after recomputing a layer from its input
+    gradients: float  # tensors of a layer's backward pass in addition to the saved tensors
+    loss: float  # peak of the loss for all tokens
+
+
+def _activations(
+    cost: Cost, tokens: float, itemsize: int, loss_tokens: int, tile: int, copies_queries: bool
+) -> _Activations:
+    """Estimate the activations of the widest layer, and of the loss of ``tokens`` tokens.
+
+    Args:
+        cost: the cost of the model.
+        tokens: tokens of a micro batch in this process.
+        itemsize, loss_tokens, tile: as in `memory`.
+        copies_queries: True if queries and outputs of attention are saved twice.
+    """
+    hidden, vocabulary, is_float32 = cost.config.hidden_size, cost.config.vocab_size, itemsize >= 4
+    channels = max(cost.channels)
+    # bytes per token of a hidden state, of queries, and of keys with values
+    x, q, kv = itemsize * hidden, itemsize * channels, 2 * itemsize * max(cost.kv_channels)
+    logits = (4 if is_float32 else 4 + itemsize) * min(tokens, loss_tokens) * vocabulary
+    # input of the layer, its norm, q, k, v, output of attention, residual sum and its norm
+    saved = 4 * x + 2 * q + kv
+    if 0 < tile < tokens and not cost.untiled:
+        # peak in the MLP: its output and input, and float32 tiles; both norms are freed by then
+        in_mlp = 2 * x + tile / tokens * 6 * 4 * cost.inner
+        # peak in attention: gradients of inputs and outputs in 16 bits, which some kernels sum in
+        # float32, and the norm before attention
+        in_attention = 2 * q + kv - x + (0 if is_float32 else q + 4 * (channels + hidden))
+        return _Activations(
+            saved=saved,
+            recomputed=saved - x,
+            gradients=max(in_mlp, in_attention),
+            # output of the last layer, its norm, and the unscaled and scaled gradient of the norm
+            loss=tokens * 4 * x + logits,
+        )
+    # norms compute in float32
+    saved += itemsize * 3 * cost.inner + (0 if is_float32 else 2 * 4 * hidden)
+    saved += 2 * q if copies_queries else 0
+    return _Activations(
+        saved=saved,
+        recomputed=saved,
+        gradients=x + itemsize * 2 * cost.inner,
+        loss=tokens * x + logits,
     )
 
 
 def plan_bytes(cost: Cost, config: CabConfig, length: int, rows: int = 1, cp: int = 1) -> float:
-    """Estimate the host memory of the plans of all layers, for ``rows`` of ``length`` tokens.
+    """Estimate the bytes of host memory for the block plans of all layers.
 
-    Lists have the width of the longest list; with a threshold this is at most `WIDEST` of all
-    blocks.
+    All key-block lists of a plan are padded to the longest list, which is assumed to have at most
+    `WIDEST` of all key blocks.
+
+    Args:
+        cost: the cost of the model.
+        config: the config of CAB.
+        length: tokens of a sequence.
+        rows: sequences of a micro batch.
+        cp: number of processes over which each sequence is sharded.
     """
     if length < config.min_length:
         return 0.0
-    key_blocks = -(-length // config.key_block)
-    listed = min(config.max_density, WIDEST) * key_blocks + 2
-    listed += key_blocks / config.sampled_one_in if config.sampled_one_in else 0
-    entries = rows * cost.heads * length / cp / config.query_block * listed
-    size = (2 if key_blocks < 2**15 else 4) * entries
-    # torch pins powers of two
-    return cost.config.num_hidden_layers * 2.0 ** math.ceil(math.log2(size))
+    num_key_blocks = -(-length // config.key_block)
+    list_length = min(config.max_density, WIDEST) * num_key_blocks + 2
+    list_length += num_key_blocks / config.sampled_one_in if config.sampled_one_in else 0
+    num_entries = rows * cost.heads * length / cp / config.query_block * list_length
+    bytes_per_layer = (2 if num_key_blocks < 2**15 else 4) * num_entries
+    # torch rounds pinned memory up to a power of two
+    return cost.config.num_hidden_layers * 2.0 ** math.ceil(math.log2(bytes_per_layer))
 
 
 class Room(NamedTuple):
-    """Bytes available to a process on its device and on its host."""
+    """Memory that is available to a process, in bytes, on its device and on its host."""
 
     device: float
     host: float
 
     def holds(self, needed: Memory) -> bool:
-        """Return True if a step with that memory fits."""
+        """Return True if a step that needs the memory ``needed`` fits."""
         return needed.total <= USABLE * self.device and needed.host <= PINNABLE * self.host
 
 
 def host_bytes(given_gib: float = 0.0) -> float:
-    """Return the share of a process in the memory of its host, or in ``given_gib``."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Return the bytes of host memory for each process on this host.
+
+    ``given_gib`` is the memory of the host in GiB; 0: the memory of this machine or container.
+    """
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if CONTAINER.exists() and (limit := CONTAINER.read_text().strip()).isdigit():
-        machine = min(machine, int(limit))
-    return (given_gib * GIB or machine) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        machine_bytes = min(machine_bytes, int(limit))
+    return (given_gib * GIB or machine_bytes) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 class Fit(NamedTuple):
-    """The number of layers with offloaded checkpoints, and the memory of a step."""
+    """The number of layers with offloaded checkpoints, and the memory that a step then needs."""
 
     offloaded: int
     memory: Memory
 
 
 def fit(cost: Cost, tokens: int, room: Room, offloaded: int | None = None, **how: Any) -> Fit:
-    """Return the step with ``offloaded`` layers, or with the fewest layers that fit into ``room``.
+    """Return the smallest number of offloaded layers with which a step fits, and its memory.
 
-    If no number fits, offload as many layers as the host has memory for: more would end other
-    processes there. ``tokens`` and ``how`` are arguments of `memory`.
+    If no number fits, the result offloads as many layers as fit into the memory of the host.
+
+    Args:
+        cost: the cost of the model.
+        tokens: tokens of a micro batch.
+        room: available memory.
+        offloaded: number of offloaded layers; None: find the smallest number.
+        how: other arguments of `memory`.
     """
-    # the device holds two at a time, however few it keeps
+    # two checkpoints are always on the device, so that offloading the last two saves nothing
     most = max(0, cost.config.num_hidden_layers - 2) if how.get("checkpointing", True) else 0
     counts = range(most + 1) if offloaded is None else [offloaded]
-    steps = (Fit(count, memory(cost, tokens, offloaded=count, **how)) for count in counts)
-    fitted = next(steps)
-    for more in steps:
-        if room.holds(fitted.memory) or more.memory.host > PINNABLE * room.host:
+    candidates = (Fit(count, memory(cost, tokens, offloaded=count, **how)) for count in counts)
+    fitted = next(candidates)
+    for candidate in candidates:
+        if room.holds(fitted.memory) or candidate.memory.host > PINNABLE * room.host:
             break
-        fitted = more
+        fitted = candidate
     return fitted

@@ -1,4 +1,4 @@
-"""The figure of a run, drawn from its log."""
+"""Draw the loss, density and MFU of a run from its log."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from cab_hf.experiment.figure import figure
 
-STEP, EVALUATION = "step", "evaluation"  # kinds of records
-# (label, kind of record, field) of the lines
+STEP, EVALUATION = "step", "evaluation"  # kinds of records in a log
+# label, kind of record and field of each line, for the upper and the lower axes
 LOSSES = (("training", STEP, "loss"), ("held out", EVALUATION, "held_out_loss"))
 SHARES = (
     ("density", STEP, "density"),
@@ -19,26 +19,35 @@ SHARES = (
 
 
 def draw(path: Path | str, records: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the loss and the shares (keys found, density, MFU) over steps, as PNG."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for each in records:
-        for length, share in each.get("passkey", {}).items():
-            points = found.setdefault(f"keys found, {int(length):,} tokens", [])
-            points.append((each["step"], share))
+    """Write a PNG of loss, share of found pass keys, density and MFU over steps.
+
+    Args:
+        path: file to write.
+        records: records of a training log, of kinds `STEP` and `EVALUATION`.
+    """
+    passkey_lines: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        for length, share in record.get("passkey", {}).items():
+            points = passkey_lines.setdefault(f"keys found, {int(length):,} tokens", [])
+            points.append((record["step"], share))
     with figure(path, 2, 1, sharex=True, figsize=(7, 6)) as axes:
-        losses, shares = axes[:, 0]
-        for axis, kinds, lines in ((losses, LOSSES, {}), (shares, SHARES, found)):
-            for label, kind, field in kinds:
+        loss_axis, share_axis = axes[:, 0]
+        for axis, fields, lines in (
+            (loss_axis, LOSSES, {}),
+            (share_axis, SHARES, passkey_lines),
+        ):
+            for label, kind, field in fields:
                 chosen = (x for x in records if x["kind"] == kind and x.get(field) is not None)
-                lines[label] = sorted((each["step"], each[field]) for each in chosen)
+                lines[label] = sorted((record["step"], record[field]) for record in chosen)
             for label, points in lines.items():
                 if points:
+                    steps, values = zip(*points, strict=True)
                     style = {"marker": "o"} if len(points) < 30 else {}
-                    axis.plot(*zip(*points, strict=True), label=label, markersize=3, **style)
+                    axis.plot(steps, values, label=label, markersize=3, **style)
             axis.grid(alpha=0.3)
             if axis.get_legend_handles_labels()[0]:
                 axis.legend(fontsize=8)
-        losses.set_ylabel("loss per token")
-        shares.set_ylabel("share")
-        shares.set_ylim(0, 1.05)
-        shares.set_xlabel("step")
+        loss_axis.set_ylabel("loss per token")
+        share_axis.set_ylabel("share")
+        share_axis.set_ylim(0, 1.05)
+        share_axis.set_xlabel("step")

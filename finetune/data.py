@@ -1,4 +1,4 @@
-"""Documents packed into sequences of one length; each document attends to itself alone."""
+"""Pack documents into sequences of equal length; a document attends to itself only."""
 
 from __future__ import annotations
 
@@ -24,39 +24,40 @@ from cab_hf.finetune.sources import (
 )
 
 HOLD_OUT = 100  # one of this number of documents is held out
-Item = dict[str, Tensor]
+Item = dict[str, Tensor]  # a packed sequence; see `Packed`
 
 
 class Packed:
-    """An endless iterator over packed sequences: the share of one process.
+    """An endless iterator over the packed sequences of one process.
 
     A sequence is a dict of int64 tensors [length]: ``input_ids``; ``position_ids``, which restart
     in each document; and ``labels``, already shifted: the next token, or -100 if the next token
     belongs to another document, is padding or has no label.
 
-    The next document comes from the source with the largest deficit to its share of the tokens. The
-    rest of a document that does not fit into a sequence continues in a later sequence as a document
-    of its own. The last token before the cut still predicts the first token after it. Synthetic
-    documents are never cut: they wait for the next sequence, and padding fills this sequence if
-    nothing else fits.
+    The next document comes from the source whose share of the packed tokens is furthest below its
+    requested share. If a text document does not fit, its remaining tokens start a later sequence as
+    a separate document. The last token before the cut still predicts the first token after the
+    cut. Synthetic documents are never cut: they start the next sequence, and padding fills the
+    current sequence if no other document fits.
 
-    Sequence i belongs to process i % ``world``. Every process packs all sequences but makes tensors
-    of its own only, so that the order does not depend on ``world``.
+    Sequence i belongs to process i % ``world``. Every process packs all sequences but builds the
+    tensors of its own sequences only, so that the order does not depend on ``world``.
 
     Args:
         tokenizer: the tokenizer of the model.
-        sources: sources with their shares of the tokens. Synthetic documents are hidden in texts of
-            all sources, including those with a share of 0.
+        sources: sources with their shares of the tokens. Synthetic documents hide their keys in
+            text from all text sources, including sources with a share of 0.
         length: tokens per sequence.
-        seed: seed of the order of documents; sources have their own seeds.
-        rank, world: this process, and the number of processes.
-        hold_out: one of every ``hold_out`` documents of a source, the first in the order of its
-            data, is reserved for `held_out`; 0 reserves none.
-        only_held_out: True to pack the reserved documents instead of the others.
+        seed: seed of the order of documents, in addition to the seed of each source.
+        rank: rank of this process.
+        world: number of processes.
+        hold_out: one of ``hold_out`` consecutive documents of a source is reserved for
+            `held_out`; 0 reserves none.
+        only_held_out: True to pack the reserved documents instead of all others.
         vocabulary: number of tokens in the model's vocabulary; None: no limit.
 
     Raises:
-        UsageError: no source has a share; or, while reading, a document cannot be used.
+        UsageError: all sources have a share of 0; or, while reading, a document cannot be used.
     """
 
     def __init__(
@@ -79,17 +80,17 @@ class Packed:
             )
         self.length, self.rank, self.world = length, rank, world
         self._tokenizer, self._vocabulary = tokenizer, vocabulary or math.inf
-        # padding has no label
-        padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        self._padding = next(x for x in padding if x is not None and x < self._vocabulary)
+        # any token in the vocabulary can be padding, because padding has no label
+        candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        self._padding = next(x for x in candidates if x is not None and x < self._vocabulary)
         part = Part(hold_out, only_held_out)
         texts = [source for source, _ in sources if isinstance(source, TextSource)]
         self._cursors = []
-        for place, (source, share) in enumerate(sources):
+        for number, (source, share) in enumerate(sources):
             if not share:
                 continue
-            # an entry named twice is shuffled twice
-            salt = f"{seed}/{place}"
+            # two entries of the same source get different orders
+            salt = f"{seed}/{number}"
             if isinstance(source, TextSource):
                 documents = TextDocuments(source, part=part, salt=salt, tokenizer=tokenizer)
             else:
@@ -102,7 +103,7 @@ class Packed:
                     others=texts,
                 )
             self._cursors.append(SourceCursor(documents, share))
-        self._num_packed = 0  # sequences of all processes
+        self._num_packed = 0  # number of sequences that all processes together have packed
 
     @property
     def epoch(self) -> int:
@@ -129,60 +130,68 @@ class Packed:
         return item
 
     def state_dict(self) -> State:
-        """Return the position after the last sequence, JSON-able and equal in all processes."""
+        """Return the JSON-able position after the last sequence, equal in all processes."""
         self._finish_round()
         return {"made": self._num_packed, "cursors": [each.state_dict() for each in self._cursors]}
 
     def load_state_dict(self, state: State) -> None:
-        """Resume from a position in the same data; ``world`` must divide the sequences made."""
+        """Resume from a result of `state_dict` for the same sources.
+
+        ``world`` must divide the number of sequences that were packed before.
+        """
         self._num_packed = state["made"]
-        for cursor, place in zip(self._cursors, state["cursors"], strict=True):
-            cursor.load_state_dict(place)
+        for cursor, position in zip(self._cursors, state["cursors"], strict=True):
+            cursor.load_state_dict(position)
 
     def _finish_round(self) -> None:
-        """Skip the sequences of the other processes after this one's last sequence."""
+        """Skip sequences of other processes until the next sequence belongs to process 0."""
         while self._num_packed % self.world:
             self._pack()
 
     def _pack(self) -> list[Document]:
-        """Return the pieces of the next sequence."""
+        """Return the documents of the next sequence, without padding."""
         pieces, num_free = [], self.length
         while num_free:
-            by_lag = sorted(self._cursors, key=lambda cursor: cursor.taken / cursor.share)
-            furthest_behind = next((cursor for cursor in by_lag if cursor.fits(num_free)), None)
-            if furthest_behind is None:
+            by_deficit = sorted(
+                self._cursors, key=lambda cursor: cursor.num_packed_tokens / cursor.share
+            )
+            cursor = next((cursor for cursor in by_deficit if cursor.fits(num_free)), None)
+            if cursor is None:
                 break
-            pieces.append(furthest_behind.take(num_free))
+            pieces.append(cursor.take(num_free))
             num_free -= pieces[-1].size
         self._num_packed += 1
         return pieces
 
 
 def prefetched(packed: Packed, depth: int = 2, workers: int = 1) -> Iterator[tuple[Item, State]]:
-    """Yield sequences with their end positions; a worker makes them during earlier steps.
+    """Yield each sequence of ``packed`` with the position after it, packed ahead by a worker.
 
-    The worker is a process: a thread would compete with the thread that launches kernels, and with
-    several workers `datasets` would read a stream in another order. The worker starts with the
-    first sequence. Errors of the worker are raised here.
+    The worker is a process, because a thread would slow down the thread that launches kernels. More
+    than one worker would read a stream of `datasets` in another order. The worker starts with the
+    first sequence. This iterator raises errors of the worker.
 
     Args:
         packed: the sequences.
-        depth: number of sequences that the worker makes ahead.
-        workers: 1, or 0 for no worker.
+        depth: number of sequences that the worker packs ahead.
+        workers: 1; or 0 to pack in this process.
     """
-    # the seed of the worker must not come from the generator of the run
-    how: dict[str, Any] = {"batch_size": None, "generator": torch.Generator()}
+    # a separate generator, so that seeding the worker does not change the random state of the run
+    options: dict[str, Any] = {"batch_size": None, "generator": torch.Generator()}
     if workers:
-        # open files cannot be pickled
-        how |= {"num_workers": 1, "prefetch_factor": depth, "multiprocessing_context": "fork"}
-    for item, place in DataLoader(_WithPlaces(packed), **how):
+        # fork, because open files cannot be pickled
+        options |= {"num_workers": 1, "prefetch_factor": depth, "multiprocessing_context": "fork"}
+    for item, position in DataLoader(_WithPositions(packed), **options):
         if isinstance(item, Exception):
             raise item
-        yield item, place
+        yield item, position
 
 
-class _WithPlaces(IterableDataset):
-    """Sequences with their end positions; an error is the last item."""
+class _WithPositions(IterableDataset):
+    """Pairs of a packed sequence and the position after it.
+
+    After an error of ``packed``, the last pair is (error, None).
+    """
 
     def __init__(self, packed: Packed) -> None:
         self._packed = packed
@@ -196,40 +205,55 @@ class _WithPlaces(IterableDataset):
 
 
 class SourceCursor:
-    """The documents of a source as they are packed, piece by piece; ``taken`` tokens so far."""
+    """A reader of one source that cuts documents into the pieces that fit into sequences.
+
+    Attributes:
+        documents: the documents of the source.
+        share: requested share of the packed tokens.
+        num_packed_tokens: tokens of this source that were packed.
+    """
 
     def __init__(self, documents: TextDocuments | RetrievalDocuments, share: float) -> None:
         self.documents, self.share = documents, share
-        self.taken = self._done = 0  # tokens of all documents, and of the current one
-        self._begun: State = {}  # position of the current document
-        self._document: Document | None = None
+        self.num_packed_tokens = 0
+        self._document: Document | None = None  # the current document; None: read the next
+        self._start: State = {}  # position of the source before the current document
+        self._num_document_tokens = 0  # tokens of the current document that were packed
 
-    def fits(self, room: int) -> bool:
-        """Return True if the next piece fits into ``room`` tokens; text documents may be cut."""
-        return not self.documents.never_cut or self._next().size <= room
+    def fits(self, num_free: int) -> bool:
+        """Return True if `take` can return a piece of at most ``num_free`` tokens."""
+        return not self.documents.never_cut or self._current().size <= num_free
 
-    def take(self, room: int) -> Document:
-        """Return the next piece, with at most ``room`` tokens."""
-        document = self._next()
-        piece = document.piece(self._done, min(document.size, self._done + room))
-        self.taken, self._done = self.taken + piece.size, self._done + piece.size
-        # a last single token is dropped: it is already a label, and has no next token to predict
-        if document.size - self._done < 2:
-            self._document, self._done = None, 0
+    def take(self, num_free: int) -> Document:
+        """Return the next piece, with at most ``num_free`` tokens."""
+        document, start = self._current(), self._num_document_tokens
+        piece = document.piece(start, min(document.size, start + num_free))
+        self.num_packed_tokens += piece.size
+        self._num_document_tokens += piece.size
+        # drop a single last token, which is already a label and has no next token to predict
+        if document.size - self._num_document_tokens < 2:
+            self._document, self._num_document_tokens = None, 0
         return piece
 
-    def _next(self) -> Document:
+    def _current(self) -> Document:
+        """Return the current document, after reading the next document if necessary."""
         if self._document is None:
-            self._begun = self.documents.state_dict()
+            self._start = self.documents.state_dict()
             self._document = next(self.documents)
         return self._document
 
     def state_dict(self) -> State:
-        begun = self.documents.state_dict() if self._document is None else self._begun
-        return {"taken": self.taken, "begun": begun, "done": self._done}
+        """Return the JSON-able position of the next piece."""
+        start = self.documents.state_dict() if self._document is None else self._start
+        return {
+            "taken": self.num_packed_tokens,
+            "begun": start,
+            "done": self._num_document_tokens,
+        }
 
     def load_state_dict(self, state: State) -> None:
-        self.taken, self._done = state["taken"], state["done"]
+        """Set the position to a result of `state_dict`."""
+        self.num_packed_tokens, self._num_document_tokens = state["taken"], state["done"]
         self.documents.load_state_dict(state["begun"])
         self._document = None
 
@@ -244,13 +268,27 @@ def held_out(
     hold_out: int = HOLD_OUT,
     vocabulary: int | None = None,
 ) -> list[Item]:
-    """Return ``count`` fixed sequences of the documents that `Packed` reserves.
+    """Return the first ``count`` sequences of the documents that `Packed` reserves.
 
-    Returns fewer if the reserved documents are too few. ``hold_out`` is 1 for sources that training
-    does not read. Other arguments and errors are those of `Packed`.
+    The list is shorter if there are too few reserved documents.
+
+    Args:
+        tokenizer, sources, length, seed, vocabulary: as in `Packed`.
+        count: largest number of sequences.
+        hold_out: as in `Packed`; 1 to use all documents of sources that training does not read.
+
+    Raises:
+        UsageError: as in `Packed`.
     """
-    how = {"hold_out": hold_out, "only_held_out": True, "vocabulary": vocabulary}
-    packed = Packed(tokenizer, sources, length, seed, **how)
+    packed = Packed(
+        tokenizer=tokenizer,
+        sources=sources,
+        length=length,
+        seed=seed,
+        hold_out=hold_out,
+        only_held_out=True,
+        vocabulary=vocabulary,
+    )
     sequences: list[Item] = []
     while len(sequences) < count and not packed.epoch:
         sequences.append(next(packed))
@@ -258,12 +296,18 @@ def held_out(
 
 
 def _as_tensors(pieces: Sequence[Document], length: int, padding: int) -> Item:
-    """Concatenate pieces, with padding as one more document."""
+    """Concatenate documents to tensors [length], with padding as the last document.
+
+    Args:
+        pieces: the documents.
+        length: tokens of the sequence.
+        padding: id of the padding token.
+    """
     sizes = [piece.size for piece in pieces]
-    left = length - sum(sizes)
-    end = np.full(left, padding, np.int32), np.full(left, IGNORED, np.int32)
+    num_padding = length - sum(sizes)
+    end = np.full(num_padding, padding, np.int32), np.full(num_padding, IGNORED, np.int32)
     tokens, labels = zip(*(piece.make() for piece in pieces), end, strict=True)
-    positions = [np.arange(size) for size in (*sizes, left)]
+    positions = [np.arange(size) for size in (*sizes, num_padding)]
     columns = {"input_ids": tokens, "position_ids": positions, "labels": labels}
-    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+    joined = {name: np.concatenate(arrays) for name, arrays in columns.items()}
     return {name: torch.from_numpy(each.astype(np.int64)) for name, each in joined.items()}

@@ -1,4 +1,4 @@
-"""Estimates of the FLOPs and the memory of a run, without its weights, and of whether it fits."""
+"""Estimate the FLOPs and the memory of a run without loading weights, and check that it fits."""
 
 from __future__ import annotations
 
@@ -25,23 +25,29 @@ from cab_hf.finetune.sources import is_local
 from cab_hf.finetune.tiles import tile_of
 from cab_hf.hf.model_config import cab_config_of
 
-# 4 bits and the scales of NF4 with double quantisation
+# bytes per weight of NF4 with double quantisation: 4 bits and the scales
 FOUR_BIT_BYTES = 0.52
-# ``shards`` and ``weights_on_host`` of `cost_model.memory`
+# arguments ``shards`` and ``weights_on_host`` of `cost_model.memory`
 Spread = Mapping[str, Any]
-# the longest length is a multiple of it
+# tokens: the reported longest length is a multiple of this number
 STEP = 2**10
-# options that save memory, the cheapest first
+# options that save memory, the fastest first
 SAVINGS = "--micro-batch, --checkpointing, --tile-tokens, --qlora, --cp or --length"
 
 
 def skeleton(settings: Settings) -> nn.Module:
-    """Build the `runs.models.skeleton` of the model to train; errors as for `models.load_model`."""
-    trusted = settings.trust_remote_code
-    config = run_models.load_config(settings.model, trusted)
+    """Return the model of the settings on the meta device, without weights.
+
+    Errors are those of `models.load_model`.
+    """
+    config = run_models.load_config(settings.model, settings.trust_remote_code)
     stretch_positions(config, settings.model, **settings.positions())
-    how = {"attn_implementation": settings.attention, "dtype": settings.dtype}
-    return run_models.skeleton(config, trusted, **how)
+    return run_models.skeleton(
+        config,
+        settings.trust_remote_code,
+        attn_implementation=settings.attention,
+        dtype=settings.dtype,
+    )
 
 
 def report(
@@ -51,26 +57,35 @@ def report(
     fitted: cost_model.Fit,
     room: cost_model.Room,
 ) -> str:
-    """Return the text of `--dry-run` for a model with its adapter, trained by ``processes``."""
+    """Return the text that ``--dry-run`` prints.
+
+    Args:
+        settings: the settings of the run.
+        cost: the cost of the model with its adapter.
+        processes: number of processes.
+        fitted: offloaded layers and memory of a step.
+        room: available memory of a process.
+    """
     replicas, accumulation = settings.replicas(processes), settings.accumulation(processes)
     tokens = replicas * settings.length * settings.micro_batch * accumulation
-    # one document per sequence has the most pairs
+    # an upper bound: sequences of one document have the most pairs
     pairs = cost.pairs(torch.arange(settings.length)[None])
-    attention = sum(cost.attention(pairs)) * tokens / settings.length
-    flops, needed = cost.products(tokens) + attention, fitted.memory
-    flops_note = f"{flops:.3e} with dense attention, which is {attention / flops:.0%} of them"
-    parts = [f"{name} {x / cost_model.GIB:.2f}" for name, x in needed._asdict().items()]
-    each = "each" if settings.cp == 1 else f"for every {settings.cp} processes"
+    attention_flops = sum(cost.attention(pairs)) * tokens / settings.length
+    flops, needed = cost.products(tokens) + attention_flops, fitted.memory
+    attention_share = attention_flops / flops
+    flops_text = f"{flops:.3e} with dense attention, which is {attention_share:.0%} of them"
+    sizes = [f"{name} {x / cost_model.GIB:.2f}" for name, x in needed._asdict().items()]
+    per_replica = "each" if settings.cp == 1 else f"for every {settings.cp} processes"
     return "\n".join(
         [
             json.dumps(asdict(settings), indent=2),
             f"parameters: {cost.parameters:,}, trained: {cost.trained_parameters:,}",
             f"step: {tokens:,} tokens in {processes} processes, {accumulation} micro batches "
-            + each,
-            f"FLOPs per step: {f'unknown: {cost.uncounted}' if cost.uncounted else flops_note}",
+            + per_replica,
+            f"FLOPs per step: {f'unknown: {cost.uncounted}' if cost.uncounted else flops_text}",
             f"estimated memory per process: {needed.total / cost_model.GIB:.2f} GiB "
-            f"({', '.join(parts[:4])}); on its host: {needed.host / cost_model.GIB:.2f} GiB "
-            f"({', '.join(parts[4:])})",
+            f"({', '.join(sizes[:4])}); on its host: {needed.host / cost_model.GIB:.2f} GiB "
+            f"({', '.join(sizes[4:])})",
             transfer(settings, fitted),
             f"{'fits into' if room.holds(needed) else 'does not fit into'} "
             f"{room.device / cost_model.GIB:.1f} GiB",
@@ -79,12 +94,13 @@ def report(
 
 
 def room_of(settings: Settings, device: torch.device) -> cost_model.Room:
-    """Return the available memory, or the memory that the settings give."""
-    host, given = cost_model.host_bytes(settings.host_gib), settings.gpu_gib * cost_model.GIB
-    if not given and device.type == "cuda":
-        given = torch.cuda.get_device_properties(device).total_memory
-    # without a GPU the model is on the host
-    return cost_model.Room(given, host) if given else cost_model.Room(host, 0)
+    """Return the memory of this machine, or the memory in ``--gpu-gib`` and ``--host-gib``."""
+    host_bytes = cost_model.host_bytes(settings.host_gib)
+    device_bytes = settings.gpu_gib * cost_model.GIB
+    if not device_bytes and device.type == "cuda":
+        device_bytes = torch.cuda.get_device_properties(device).total_memory
+    # without a GPU the host is the device
+    return cost_model.Room(device_bytes or host_bytes, host_bytes if device_bytes else 0)
 
 
 def fit(
@@ -94,24 +110,32 @@ def fit(
     room: cost_model.Room,
     length: int = 0,
 ) -> cost_model.Fit:
-    """Return the `cost_model.fit` of these settings, or of another ``length`` of a sequence."""
+    """Return the `cost_model.fit` of a run.
+
+    Args:
+        settings: the settings of the run.
+        cost: the cost of the model with its adapter.
+        spread: the result of `spread_of`.
+        room: available memory of a process.
+        length: tokens of a sequence; 0: the length in the settings.
+    """
     length, rows, plans = length or settings.length, settings.micro_batch, 0.0
     if settings.attention in SPARSE and settings.checkpointing and room.host:
         config = cab_config_of(cost.config, settings.attention).changed(**settings.cab_config())
-        plans = cost_model.plan_bytes(cost, config, length, rows, settings.cp)
+        plans = cost_model.plan_bytes(cost, config, length=length, rows=rows, cp=settings.cp)
     return cost_model.fit(
-        cost,
-        length * rows,
-        room,
-        # on a CPU checkpoints and plans share the memory of the model
-        settings.offload_layers if room.host else 0,
-        # if all weights are trained, norms and sums of layers are float32
+        cost=cost,
+        tokens=length * rows,
+        room=room,
+        # on a CPU, offloading saves no memory
+        offloaded=settings.offload_layers if room.host else 0,
+        # the dtype of weights: norms and residual sums are float32 if all weights are trained
         itemsize=getattr(torch, settings.weights_dtype).itemsize,
         checkpointing=settings.checkpointing,
         **spread,
         cp=settings.cp,
         loss_tokens=CHUNK_LOGITS // cost.config.vocab_size,
-        # the weights of a loaded model are in 4 bits already
+        # `cost` counts 4-bit weights correctly only if the model is loaded
         quantised=FOUR_BIT_BYTES if settings.qlora and settings.dry_run else None,
         tile=tile_of(length * rows // settings.cp, settings.tile_tokens),
         plans=plans,
@@ -123,7 +147,7 @@ def fit(
 
 
 def transfer(settings: Settings, fitted: cost_model.Fit) -> str:
-    """Return a line about the copies between host and GPU per micro batch, and their time."""
+    """Return a sentence with the bytes and seconds of copies between host and GPU."""
     if not fitted.offloaded:
         return "offloaded: no checkpoints"
     size, speed = 2 * fitted.memory.checkpoints, settings.link_gbs
@@ -141,14 +165,23 @@ def refuse_too_long(
     room: cost_model.Room,
     fitted: cost_model.Fit,
 ) -> None:
-    """Raise a UsageError with the longest length that fits if a step does not fit."""
+    """Raise a UsageError that names the longest length that fits, if a step does not fit.
+
+    Args:
+        settings, cost, spread, room: as in `fit`.
+        fitted: the result of `fit`.
+    """
     if room.holds(fitted.memory):
         return
     step = STEP * settings.cp
+
+    def fits(length: int) -> bool:
+        shorter = fit(settings=settings, cost=cost, spread=spread, room=room, length=length)
+        return room.holds(shorter.memory)
+
+    # no bisection: above the length where tiles start, a step may need less memory than below
     lengths = range((settings.length - 1) // step * step, 0, -step)
-    # one by one: where tiles start, a longer sequence needs less memory than a shorter one
-    fitting = (n for n in lengths if room.holds(fit(settings, cost, spread, room, n).memory))
-    most = next(fitting, None)
+    most = next(filter(fits, lengths), None)
     longest = "no length fits" if most is None else f"the longest length that fits is {most}"
     raise UsageError(
         f"length must be small enough for a step in {room.device / cost_model.GIB:.1f} GiB of a "
@@ -159,22 +192,26 @@ def refuse_too_long(
 
 
 def print_report(settings: Settings, accelerator: Accelerator) -> None:
-    """Print the settings, the cost of a step and whether it fits."""
+    """Print the settings and the cost of a step; raise a UsageError if the step does not fit."""
     processes, spread = accelerator.num_processes, spread_of(accelerator)
     settings.accumulation(processes)
-    # sources that need a network are not opened for an estimate
+    # check sources that need no network
     named = [*settings.sources(), *settings.sources("validation")]
-    open_sources(settings, [each for each in named if is_local(each[0])])
+    open_sources(settings, [(name, share) for name, share in named if is_local(name)])
     model = adapted(settings, skeleton(settings))
     cost, room = cost_model.Cost.of(model), room_of(settings, accelerator.device)
-    fitted = fit(settings, cost, spread, room)
+    fitted = fit(settings=settings, cost=cost, spread=spread, room=room)
     if accelerator.is_main_process:
-        print(report(settings, cost, processes, fitted, room))
-    refuse_too_long(settings, cost, spread, room, fitted)
+        text = report(settings=settings, cost=cost, processes=processes, fitted=fitted, room=room)
+        print(text)
+    refuse_too_long(settings=settings, cost=cost, spread=spread, room=room, fitted=fitted)
 
 
 def spread_of(accelerator: Accelerator) -> dict[str, Any]:
-    """Return where accelerate puts the weights, for `fit`."""
+    """Return the arguments ``shards`` and ``weights_on_host`` of `cost_model.memory`.
+
+    The dict is empty without FSDP, that is for the defaults.
+    """
     if accelerator.distributed_type != DistributedType.FSDP:
         return {}
     offloaded = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)

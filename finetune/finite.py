@@ -1,6 +1,6 @@
-"""Checks that steps and checkpoints contain finite numbers only; logs check it as well.
+"""Check that steps and checkpoints contain finite numbers only.
 
-A single NaN spreads to every trained value, and from there into every checkpoint.
+A single NaN spreads to every trained value, and then into every checkpoint.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from cab_hf.finetune.objective import one_sum
 def require_finite_step(
     step: int, loss: float, norm: float, model: nn.Module, accelerator: Any
 ) -> None:
-    """Raise an error for an optimizer step with numbers that are not finite.
+    """Raise an error before an optimizer step if the loss or the gradient norm is not finite.
 
-    All processes must call it.
+    All processes must call this function.
 
     Args:
         step: number of the step.
@@ -34,31 +34,34 @@ def require_finite_step(
         accelerator: accelerate's accelerator.
 
     Raises:
-        UsageError: in every process. The message names the step, and the first parameter that is
-            not finite or has such a gradient.
+        UsageError: the loss or the norm is not finite in some process. All processes raise. The
+            message names the first weight or gradient that is not finite.
     """
-    wrong = not (math.isfinite(loss) and math.isfinite(norm))
-    if one_sum([float(wrong)], accelerator) == [0.0]:
+    is_wrong = not (math.isfinite(loss) and math.isfinite(norm))
+    if one_sum([float(is_wrong)], accelerator) == [0.0]:
         return
-    culprits = []
-    if wrong:
+    reasons = []
+    if is_wrong:
         gradients = ((name, x.grad) for name, x in trained(model).items() if x.grad is not None)
-        for what, tensors in (("weight", model.named_parameters()), ("gradient", gradients)):
+        for kind, tensors in (("weight", model.named_parameters()), ("gradient", gradients)):
             name = first_not_finite(tensors)
             if name is not None:
-                culprits.append(f"a {what} that is not finite, the first in {name}")
-    why, *_ = [*gather_object(culprits), f"a loss of {loss} and a gradient norm of {norm}"]
+                reasons.append(f"a {kind} that is not finite, the first in {name}")
+    reasons = [*gather_object(reasons), f"a loss of {loss} and a gradient norm of {norm}"]
     raise UsageError(
-        f"step {step} has {why}. It was skipped, and nothing of it is saved. Give a smaller lr or "
-        "--clip if the run was stable until then, else another model or --dtype."
+        f"step {step} has {reasons[0]}. It was skipped, and nothing of it is saved. Give a smaller "
+        "lr or --clip if the run was stable until then, else another model or --dtype."
     )
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first tensor with NaN or infinity in the local shard, or None."""
-    for name, each in tensors:
-        each = each.to_local() if isinstance(each, DTensor) else each
-        if each.is_floating_point() and not torch.isfinite(each).all():
+    """Return the name of the first tensor with NaN or infinity; None if all are finite.
+
+    ``tensors`` yields (name, tensor). Only the local shard of a DTensor counts.
+    """
+    for name, tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.is_floating_point() and not torch.isfinite(local).all():
             return name
     return None
 
@@ -66,7 +69,13 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
 def require_finite_state(
     step: int, parameters: Mapping[str, Tensor], optimizer: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
-    """Raise an error for parameters or moments that are not finite before they are saved."""
+    """Raise a UsageError if parameters or optimizer states to be saved are not finite.
+
+    Args:
+        step: number of the step.
+        parameters: the result of `checkpoints.parameters_of`.
+        optimizer: the result of `checkpoints.optimizer_of`.
+    """
     moments = ((name, each) for name, state in optimizer.items() for each in state.values())
     name = first_not_finite([*parameters.items(), *moments])
     if name is not None:

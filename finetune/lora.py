@@ -5,8 +5,8 @@ and products are computed in ``--dtype``.
 
 ``accelerate launch --config_file finetune/accelerate/fsdp2_8gpu.yaml finetune/lora.py --config
 finetune/configs/llama3_8b_32k.yaml`` uses several GPUs. ``python finetune/lora.py ...`` runs one
-process. ``--cp N`` shards every sequence over N processes, for sequences that one process cannot
-hold. The same command resumes a run of the same settings in the same folder.
+process. ``--cp N`` shards every sequence over N processes, for sequences that do not fit into the
+memory of one GPU. The same command resumes a stopped run if its settings have not changed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ __all__ = ["PROG", "main", "read"]
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Train as ``words`` (default: the command line) specify; return the exit status."""
+    """Train with the options in ``words``; return the exit status.
+
+    ``words`` are the words of a command line; None: the arguments of this process.
+    """
     settings = read(sys.argv[1:] if words is None else words)
-    # import torch and transformers only if there is work to do
+    # imported late, because --help and errors of options do not need torch and transformers
     from cab_hf.finetune import train
 
     return train.run(settings)

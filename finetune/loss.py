@@ -1,8 +1,8 @@
-"""Cross-entropy of hidden states and the weight of a head, without all logits of a sequence.
+"""Chunked cross-entropy from hidden states and the weight of the head.
 
-The logits of 128k tokens with a vocabulary of 128k take 32 GiB in bfloat16. Here only a chunk of
-tokens has logits at a time. The gradient of a chunk is computed with its logits, so that nothing is
-computed twice.
+The logits of 128k tokens with a vocabulary of 128k take 32 GiB in bfloat16. This loss computes the
+logits of one chunk of tokens at a time. The forward pass also computes the gradient of each chunk,
+so that the backward pass does not compute logits again.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from cab_hf.checks import require
 
 IGNORED = -100  # label of a token without a loss
 
-# logits of one chunk: 256 MiB in float32, and products large enough to keep a GPU busy
+# number of logits in a chunk: 256 MiB in float32, and matrix products large enough for a GPU
 CHUNK_LOGITS = 2**26
-# tiles of matrix products are complete if chunks are multiples of it
+# tokens: chunks are multiples of this number, so that matrix products have complete tiles
 CHUNK_STEP = 128
 
 
@@ -28,16 +28,16 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the sum of -log softmax(hidden weight^T)[label] over labelled tokens, a float scalar.
 
-    The result is a sum, so that ranks and micro batches can be added before the division. Products
-    use autocast's dtype if autocast is on, else the narrower dtype of both inputs. Softmax and sums
-    use float32, or float64 if the products do.
+    The result is a sum, so that the losses of ranks and micro batches can be added and then divided
+    by the number of labels. Products use autocast's dtype if autocast is on, else the narrower
+    dtype of both inputs. Softmax and sums use float32, or float64 for float64 products.
 
     Args:
         hidden: [B, N, D], the last hidden states, scaled as the model scales its logits.
         weight: [V, D], the weight of the head.
-        labels: int64 [B, N], already shifted: the token that each token predicts. Tokens with -100
-            are ignored and cost nothing.
-        chunk_tokens: tokens whose logits exist at a time; by default as many as have 2^26 logits.
+        labels: int64 [B, N], already shifted: the token that each token predicts. The logits of
+            tokens with label -100 are not computed.
+        chunk_tokens: tokens per chunk; None: about 2^26 logits per chunk.
 
     Raises:
         ValueError: a label is outside the vocabulary.
@@ -52,31 +52,49 @@ def linear_cross_entropy(
     w, target = weight.to(dtype), labels.reshape(-1)
     labelled = (target != IGNORED).nonzero().squeeze(-1)
     if labelled.numel():
-        # one device sync; a gather outside the vocabulary would crash a CUDA process
-        least, most = torch.stack(target[labelled].aminmax()).tolist()
-        worst, last = least if least < 0 else most, weight.shape[0] - 1
+        # this check costs one device sync; a label outside the vocabulary would crash CUDA
+        smallest, largest = torch.stack(target[labelled].aminmax()).tolist()
+        label, last = smallest if smallest < 0 else largest, weight.shape[0] - 1
         accepted = f"from 0 to {last}, or {IGNORED} for tokens without a loss"
-        require(0 <= worst <= last, "labels", worst, accepted)
-    whole_tiles = max(1, CHUNK_LOGITS // (weight.shape[0] * CHUNK_STEP)) * CHUNK_STEP
-    chunk = chunk_tokens or whole_tiles
+        require(0 <= label <= last, "labels", label, accepted)
+    default_chunk = max(1, CHUNK_LOGITS // (weight.shape[0] * CHUNK_STEP)) * CHUNK_STEP
+    chunk = chunk_tokens or default_chunk
     return _ChunkedCrossEntropy.apply(h, w, target, labelled, chunk, torch.is_grad_enabled())
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The summed loss; the forward pass computes its gradient, and the backward pass scales it."""
+    """The summed loss; the forward pass also computes the gradient, which backward() scales."""
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, w: Tensor, target: Tensor, labelled: Tensor, chunk: int, learning: bool
+        ctx: Any,
+        h: Tensor,
+        w: Tensor,
+        target: Tensor,
+        labelled: Tensor,
+        chunk: int,
+        has_gradients: bool,
     ) -> Tensor:
-        """Compute the loss of h [T, D], w [V, D] and target [T] over the tokens ``labelled``."""
-        wide = torch.float64 if h.dtype == torch.float64 else torch.float32
-        dh = torch.zeros_like(h) if learning and ctx.needs_input_grad[0] else None
-        dw = torch.zeros_like(w, dtype=wide) if learning and ctx.needs_input_grad[1] else None
-        total = torch.zeros((), dtype=wide, device=h.device)
+        """Return the summed loss over the tokens ``labelled``, a scalar.
+
+        Args:
+            ctx: context of autograd.
+            h: [T, D], hidden states.
+            w: [V, D], weight of the head.
+            target: int64 [T], labels.
+            labelled: int64 [L], indices of tokens with a label.
+            chunk: tokens per chunk.
+            has_gradients: True to compute gradients.
+        """
+        accumulator = torch.float64 if h.dtype == torch.float64 else torch.float32
+        needs_dh = has_gradients and ctx.needs_input_grad[0]
+        needs_dw = has_gradients and ctx.needs_input_grad[1]
+        dh = torch.zeros_like(h) if needs_dh else None
+        dw = torch.zeros_like(w, dtype=accumulator) if needs_dw else None
+        total = torch.zeros((), dtype=accumulator, device=h.device)
         for tokens in labelled.split(chunk) if labelled.numel() else ():
             h_c = h[tokens]
-            loss, dlogits = _softmax_and_loss(h_c, w, target[tokens], wide)
+            loss, dlogits = _softmax_and_loss(h_c, w, target[tokens], accumulator)
             total += loss
             if dh is not None:
                 dh[tokens] = dlogits @ w
@@ -93,15 +111,25 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _softmax_and_loss(
-    h: Tensor, w: Tensor, target: Tensor, wide: torch.dtype
+    h: Tensor, w: Tensor, target: Tensor, accumulator: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of one chunk h [C, D], a scalar, and its gradient by the logits [C, V]."""
-    # [C, V]; everything below is in place except the last cast
-    logits = (h @ w.T).to(wide)
+    """Return the summed loss of a chunk and the gradient of the loss by the logits.
+
+    Args:
+        h: [C, D], hidden states of the chunk.
+        w: [V, D], weight of the head.
+        target: int64 [C], labels.
+        accumulator: dtype of softmax and sums.
+
+    Returns:
+        The loss, a scalar of dtype ``accumulator``, and the gradient [C, V] in the dtype of ``h``.
+    """
+    # [C, V]; the operations on `logits` are in place to save memory
+    logits = (h @ w.T).to(accumulator)
     target = target.unsqueeze(-1)
-    own = logits.gather(1, target)
+    target_logits = logits.gather(1, target)
     lse = logits.logsumexp(-1, keepdim=True)
     p = logits.sub_(lse).exp_()
-    loss = (lse - own).sum()
-    p.scatter_add_(1, target, torch.full_like(own, -1))
+    loss = (lse - target_logits).sum()
+    p.scatter_add_(1, target, torch.full_like(target_logits, -1))
     return loss, p.to(h.dtype)

@@ -1,7 +1,7 @@
 """Merge an adapter into its base: ``python -m cab_hf.finetune.merge ADAPTER OUT``.
 
-The merged model is written next to OUT and read again. OUT appears after its logits have been
-compared with those of the base with the adapter.
+The command writes the merged model to a temporary folder, loads it again, and compares its logits
+with the logits of the base with the adapter. If the logits agree, the folder is renamed to OUT.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from cab_hf.experiment.settings import UsageError, flag, option, read_settings, 
 from cab_hf.finetune import adapters
 
 PROG = "python -m cab_hf.finetune.merge"
+# number of sequences, and tokens per sequence, whose logits are compared
 TEXTS, TOKENS = 2, 64
-# tolerance as a share of the largest logit: errors of SmolLM2 were a third of it in narrow dtypes,
-# and 3e-6 in float32
+# largest difference of a logit as a share of the largest logit; differences measured with SmolLM2
+# were a third of the bound in bfloat16 and float16, and 3e-6 in float32
 BOUNDS = {"bfloat16": 0.13, "float16": 0.015, "float32": 1e-4, "float64": 1e-9}
 CARD = """---
 {front}
@@ -59,7 +60,11 @@ Without `cab_hf`, and without `attn_implementation`, attention is dense.
 
 @dataclass(frozen=True)
 class MergeSettings:
-    """Options of the command, including ADAPTER and OUT."""
+    """Options of ``python -m cab_hf.finetune.merge``.
+
+    Raises:
+        UsageError: ``adapter`` or ``out`` is missing, or ``dtype`` is unknown.
+    """
 
     adapter: str = option(
         "", "folder that finetune/lora.py or PEFT saved; may be the first word without --adapter"
@@ -80,13 +85,16 @@ class MergeSettings:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Merge as ``words`` (default: the command line) specify; return the exit status."""
-    words, named = list(sys.argv[1:] if words is None else words), []
+    """Merge an adapter with the options in ``words``; return the exit status.
+
+    ``words`` are the words of a command line; None: the arguments of this process.
+    """
+    words, positional = list(sys.argv[1:] if words is None else words), []
     # ADAPTER and OUT may come first without the names of their options
     for name in ("--adapter", "--out"):
         if words and not words[0].startswith("-"):
-            named += [name, words.pop(0)]
-    settings = read_settings(MergeSettings, named + words, PROG, __doc__.partition("\n")[0])
+            positional += [name, words.pop(0)]
+    settings = read_settings(MergeSettings, positional + words, PROG, __doc__.partition("\n")[0])
     try:
         difference = merge(settings)
     except (UsageError, NotImplementedError) as error:
@@ -100,8 +108,8 @@ def merge(settings: MergeSettings) -> float:
     """Write the merged model to ``settings.out``; return the largest difference of a logit.
 
     Raises:
-        UsageError: the adapter is missing or belongs to another base, the folder exists already, or
-            the merged model computes other logits.
+        UsageError: the adapter is missing or belongs to another base, ``settings.out`` exists, or
+            the logits of the merged model exceed the bound of `compare`.
     """
     adapter, out = Path(settings.adapter), Path(settings.out)
     if out.exists():
@@ -114,41 +122,59 @@ def merge(settings: MergeSettings) -> float:
             "--base."
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
-    with scratch, warnings.catch_warnings():
-        # both models compute densely here
+    temporary = tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
+    with temporary, warnings.catch_warnings():
+        # logits are compared with dense attention on purpose
         warnings.filterwarnings("ignore", message=".* has a cab_config, which nothing uses")
-        folder = Path(scratch.name) / "merged"
-        expected = _write(folder, adapter, base, config, settings)
+        folder = Path(temporary.name) / "merged"
+        expected = _write(folder, adapter=adapter, base=base, config=config, settings=settings)
         difference = compare(folder, expected, settings)
-        write_atomically(folder / "README.md", card(out.name, folder, base, config, difference))
+        text = card(name=out.name, folder=folder, base=base, config=config, difference=difference)
+        write_atomically(folder / "README.md", text)
         os.rename(folder, out)
     return difference
 
 
 def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeSettings) -> Tensor:
-    """Write the merged model to ``folder``; return the logits that it must have."""
-    base_name, trusted = adapters.read_base(adapter), settings.trust_remote_code
+    """Write the merged model to ``folder``; return the logits of the base with the adapter.
+
+    Args:
+        folder: folder of the merged model.
+        adapter: folder of the adapter.
+        base: name or folder of the base model.
+        config: PEFT's config of the adapter.
+        settings: options of the command.
+
+    Returns:
+        [TEXTS, TOKENS, V], the result of `probe`.
+    """
+    base_fields, trusted = adapters.read_base(adapter), settings.trust_remote_code
     model_config = run_models.load_config(base, trusted)
     with adapters.reading(adapter, run_models.BASE):
-        run_models.restore(model_config.get_text_config(), base_name)
+        run_models.restore(model_config.get_text_config(), base_fields)
     dtype = settings.dtype or _name_of_dtype(model_config.dtype or torch.float32)
     if dtype not in BOUNDS:
         raise UsageError(
             f"base {adapters.name_of(base)!r} must have floating-point weights, got {dtype}. Give "
             "--dtype bfloat16."
         )
-    options = {"config": model_config, "trust_remote_code": trusted}
-    model, tokenizer = run_models.load_model(base, settings.device, dtype, **options)
-    # PEFT warns if it differs from the recorded name
+    model, tokenizer = run_models.load_model(
+        base, settings.device, dtype, config=model_config, trust_remote_code=trusted
+    )
+    # PEFT warns if this name differs from the name in its config
     model.name_or_path = base
-    # a model from the hub is in the cache by now
-    adapters.check_base(adapter, base, base_name, config.base_model_name_or_path)
+    # checked after loading, when the files of a model from the hub are in the cache
+    adapters.check_base(
+        adapter=adapter,
+        base=base,
+        fields=base_fields,
+        recorded=config.base_model_name_or_path,
+    )
     adapted = attach(model, adapter, config)
     expected = probe(adapted)
     _untie(adapted)
     with warnings.catch_warnings():
-        # PEFT warns that it unties weights that were trained separately
+        # PEFT warns about tied weights, which `_untie` has separated
         warnings.simplefilter("ignore")
         merged = adapted.merge_and_unload()
     merged.config.use_cache = True
@@ -159,10 +185,20 @@ def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeS
 
 
 def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
-    """Return ``model`` with the adapter in ``adapter``; UsageError if they do not fit."""
+    """Return ``model`` with the weights of an adapter, a PeftModel in eval mode.
+
+    Args:
+        model: the base model.
+        adapter: folder of the adapter.
+        config: PEFT's config of the adapter.
+
+    Raises:
+        UsageError: the adapter does not fit the model.
+    """
     from peft import get_peft_model
 
-    # other errors concern values that PEFT does not check on reading
+    # get_peft_model raises a ValueError if modules do not fit, and other errors for bad config
+    # values, which PEFT does not check when it reads the config
     with adapters.reading(adapter, run_models.ADAPTER_CONFIG):
         try:
             adapted = get_peft_model(model, config).eval()
@@ -173,7 +209,7 @@ def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
 
 
 def _untie(adapted: Any) -> None:
-    """Give a tied head a weight of its own if an adapter changes the head or the embeddings."""
+    """Untie head and embeddings of a PeftModel if the adapter changes one of both."""
     causal = adapted.get_base_model()
     modules = causal.get_output_embeddings(), causal.get_input_embeddings()
     head, embeddings = (getattr(module, "base_layer", module) for module in modules)
@@ -186,41 +222,56 @@ def _untie(adapted: Any) -> None:
 
 @torch.no_grad()
 def probe(model: nn.Module) -> Tensor:
-    """Return the logits [TEXTS, TOKENS, V] of fixed tokens, on the CPU."""
-    vocabulary, drawn = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (TEXTS, TOKENS), generator=drawn).to(model.device)
+    """Return the logits [TEXTS, TOKENS, V] of fixed random tokens, on the CPU."""
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (TEXTS, TOKENS), generator=generator).to(model.device)
     return model(tokens, use_cache=False).logits.cpu()
 
 
 def compare(folder: Path, expected: Tensor, settings: MergeSettings) -> float:
-    """Return the largest difference between logits of the model in ``folder`` and ``expected``.
+    """Load a merged model and return the largest difference of its logits to ``expected``.
+
+    Args:
+        folder: folder of the merged model.
+        expected: [TEXTS, TOKENS, V], logits of the base with the adapter.
+        settings: options of the command.
 
     Raises:
-        UsageError: the difference exceeds the rounding of the model's dtype, or is NaN.
+        UsageError: the difference is larger than `BOUNDS` allows for the dtype, or is NaN.
     """
     merged = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", trust_remote_code=settings.trust_remote_code
     )
-    result, dtype = probe(merged.to(settings.device).eval()), _name_of_dtype(merged.dtype)
-    difference = (result.double() - expected.double()).abs().max().item()
-    most = BOUNDS[dtype] * expected.double().abs().max().item()
-    if not difference <= most:
+    logits, dtype = probe(merged.to(settings.device).eval()), _name_of_dtype(merged.dtype)
+    difference = (logits.double() - expected.double()).abs().max().item()
+    bound = BOUNDS[dtype] * expected.double().abs().max().item()
+    if not difference <= bound:
         raise UsageError(
             f"the merged model has a logit that differs by {difference:.2g} from that of base and "
-            f"adapter, more than {most:.2g}, the rounding of {dtype}. Merge in a wider --dtype."
+            f"adapter, more than {bound:.2g}, the rounding of {dtype}. Merge in a wider --dtype."
         )
     return difference
 
 
 def _name_of_dtype(dtype: torch.dtype) -> str:
+    """Return the name of a torch dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
 def card(name: str, folder: Path, base: str, config: Any, difference: float) -> str:
-    """Return the model card of a merged model, with front matter for the hub."""
-    model = json.loads((folder / "config.json").read_text("utf-8"))
-    model = model.get("text_config", model)
-    rope = (model.get("rope_parameters") or {}).get("rope_type", "default")
+    """Return the model card of a merged model, with front matter for the hub.
+
+    Args:
+        name: name of the merged model.
+        folder: folder of the merged model.
+        base: name or folder of the base model.
+        config: PEFT's config of the adapter.
+        difference: the result of `compare`.
+    """
+    model_config = json.loads((folder / "config.json").read_text("utf-8"))
+    model_config = model_config.get("text_config", model_config)
+    rope = (model_config.get("rope_parameters") or {}).get("rope_type", "default")
     stretched = "" if rope == "default" else f", stretched by {rope}"
     targets = config.target_modules or ()
     if isinstance(targets, str):
@@ -228,13 +279,13 @@ def card(name: str, folder: Path, base: str, config: Any, difference: float) -> 
     else:
         names = [*targets, *(getattr(config, "target_parameters", None) or ())]
         layers = ", ".join(map(plain, sorted(names)))
-    saved_names = {each.rpartition(".")[2] for each in config.modules_to_save or ()}
+    fully_trained = {each.rpartition(".")[2] for each in config.modules_to_save or ()}
     rows = {
         "base": plain(adapters.name_of(base)),
         "adapter": f"LoRA, rank {config.r}, alpha {config.lora_alpha:g}",
         "layers": layers,
-        "trained completely": ", ".join(map(plain, sorted(saved_names))),
-        "positions": f"{model.get('max_position_embeddings')}{stretched}",
+        "trained completely": ", ".join(map(plain, sorted(fully_trained))),
+        "positions": f"{model_config.get('max_position_embeddings')}{stretched}",
         "largest logit difference to base with adapter": f"{difference:.2g}",
         "made with": ", ".join(f"{package} {version}" for package, version in versions().items()),
     }

@@ -1,4 +1,4 @@
-"""Models to train: loaded for a length, with adapters, and run without their head."""
+"""Load models for long sequences, add LoRA adapters, and return hidden states instead of logits."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from cab_hf.finetune.settings import ROPES, suggestion
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.patches import apply_cab
 
-# of Llama 3.1, the source of this scaling
+# parameters of the RoPE scaling "llama3", as in the config of Llama 3.1
 LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-# the name in PEFT
+# PEFT's name for all linear layers except the head
 ALL_LINEAR = "all-linear"
+# config fields of models that apply tanh to their logits
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
@@ -40,25 +41,25 @@ def load_model(
     trust_remote_code: bool = False,
     **rope: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal LM in eval mode with positions for ``length`` tokens, and its tokenizer.
+    """Load a causal LM and its tokenizer; the model is in eval mode.
 
     Args:
         name: ``smollm2``, ``tiny`` (a random LLaMA with byte tokens), a folder, or a name on the
             hub.
         attn_implementation: the attention implementation.
-        cab_config: settings of "cab". Fields in a mapping change the settings in the model's
-            config, which are the default, else `CabConfig()`.
+        cab_config: config of "cab". None: the ``cab_config`` in the model's config, or else
+            `CabConfig()`. A mapping changes single fields of this default.
         dtype: name of the torch dtype of the weights.
         device: the device of the model.
-        length: tokens of a sequence; None: no check.
+        length: tokens of a sequence; None: do not check that positions reach it.
         qlora: True for weights in 4 bits (NF4, bitsandbytes), with products in ``dtype``.
         trust_remote_code: True to run Python code that comes with the model.
         rope: ``rope``, ``rope_factor`` and ``rope_theta`` of `stretch_positions`.
 
     Raises:
         UsageError: the model does not exist or cannot be loaded.
-        ValueError: positions do not reach ``length``, a scaling does not fit the model, dtype or
-            ``cab_config`` is invalid, or bitsandbytes is missing for qlora.
+        ValueError: ``length`` exceeds the positions of the model, the model does not support the
+            RoPE scaling, dtype or ``cab_config`` is invalid, or qlora lacks bitsandbytes.
     """
     config = run_models.load_config(name, trust_remote_code)
     stretch_positions(config, name, length, **rope)
@@ -66,21 +67,29 @@ def load_model(
     options |= four_bits(dtype, device) if qlora else {}
     model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
     for module in model.modules() if qlora else ():
-        # otherwise bitsandbytes packs weights when a CPU evaluates, and gradients stop there
+        # in eval mode on a CPU, bitsandbytes would repack weights to a format without gradients
         module.support_avx512bf16_for_cpu = False
-    # PEFT records it as the base of an adapter: a name instead of a path
+    # PEFT records this name as the base of an adapter; transformers may have set a path
     model.name_or_path = name
     if attn_implementation in SPARSE:
-        complete = cab_config is None or isinstance(cab_config, CabConfig)
-        apply_cab(model, cab_config) if complete else apply_cab(model, **cab_config)
+        is_complete = cab_config is None or isinstance(cab_config, CabConfig)
+        apply_cab(model, cab_config) if is_complete else apply_cab(model, **cab_config)
     elif isinstance(cab_config, Mapping):
-        # dense attention does not use them, but bad fields raise the same errors
+        # dense attention does not use the fields; this call only raises errors for bad fields
         cab_config_of(model.config.get_text_config()).changed(**cab_config)
     return model, tokenizer
 
 
 def four_bits(dtype: str, device: Any) -> dict[str, Any]:
-    """Return arguments of ``from_pretrained`` for 4-bit weights; errors as in `load_model`."""
+    """Return arguments of ``from_pretrained`` that load weights in 4 bits.
+
+    Args:
+        dtype: name of the torch dtype of products and of weights that stay unquantised.
+        device: the device of the model.
+
+    Raises:
+        ValueError: bitsandbytes is not installed.
+    """
     installed = find_spec("bitsandbytes") is not None
     require(installed, "qlora", True, "off, unless bitsandbytes is installed")
     from transformers import BitsAndBytesConfig
@@ -104,54 +113,57 @@ def stretch_positions(
     rope_factor: float | None = None,
     rope_theta: float | None = None,
 ) -> None:
-    """Change the rotary positions of ``config`` in place so that they reach ``length`` tokens.
+    """Change the RoPE scaling of ``config`` in place so that positions reach ``length`` tokens.
 
     Args:
         config: the config of the model.
         name: name of the model, for error messages.
-        length: tokens to reach; None: no check.
-        rope: None leaves positions unchanged. ``linear`` divides all frequencies by the factor.
-            ``dynamic`` raises theta with the longest position of a call. ``yarn`` and ``llama3``
-            divide low frequencies. ``theta`` uses another base.
-        rope_factor: factor of the number of positions; by default the factor that ``length`` needs.
-        rope_theta: the base of ``theta``; by default theta * factor^(D / (D - 2)), which divides
-            the lowest frequency by the factor (NTK-aware). At a factor of 16 SmolLM2 needed four
-            times as much (``configs/smollm2_128k_start.yaml``).
+        length: tokens of the longest sequence; None: no check.
+        rope: the scaling. None leaves positions unchanged. ``linear`` divides all frequencies by
+            the factor. ``dynamic`` raises theta with the longest position of a call. ``yarn`` and
+            ``llama3`` divide low frequencies. ``theta`` uses another RoPE base.
+        rope_factor: new number of positions divided by the old; None: the smallest sufficient
+            factor.
+        rope_theta: RoPE base for ``theta``; None: theta * factor^(D / (D - 2)), which divides the
+            lowest frequency by the factor (NTK-aware). With a factor of 16, SmolLM2 needed four
+            times this base (``configs/smollm2_128k_start.yaml``).
 
     Raises:
-        ValueError: positions do not reach ``length``, the model has a scaling already, or it has no
-            rotary positions.
+        ValueError: positions do not reach ``length``, the model already has a RoPE scaling, or the
+            model has no RoPE.
     """
     if rope is None:
-        reach = run_models.max_prompt_tokens(config)
-        most = f"at most {reach} for model {name!r} without rope (one of {', '.join(ROPES)})"
-        require(None in (length, reach) or length <= reach, "length", length, most)
+        most = run_models.max_prompt_tokens(config)
+        accepted = f"at most {most} for model {name!r} without rope (one of {', '.join(ROPES)})"
+        require(None in (length, most) or length <= most, "length", length, accepted)
         return
-    text = config.get_text_config()
-    parameters = getattr(text, "rope_parameters", None) or {}
-    original = getattr(text, "max_position_embeddings", None)
+    text_config = config.get_text_config()
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    original = getattr(text_config, "max_position_embeddings", None)
     kind = (original and parameters.get("rope_type")) or "no RoPE, or other ones in other layers"
-    unscaled = f"none for model {name!r}, which has positions of {kind}"
-    require(kind == "default", "rope", rope, unscaled)
+    accepted = f"none for model {name!r}, which has positions of {kind}"
+    require(kind == "default", "rope", rope, accepted)
     needed = 1.0 if length is None else max(1.0, length / original)
-    unneeded = f"none for length {length}, which the {original} positions of the model reach"
-    require(rope_factor or needed > 1, "rope", rope, unneeded)
+    accepted = f"none for length {length}, which the {original} positions of the model reach"
+    require(rope_factor or needed > 1, "rope", rope, accepted)
     factor = rope_factor or needed
     require(factor >= needed, "rope_factor", factor, f"{needed:g} or more for length {length}")
     if rope == "theta":
-        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        dim = getattr(text_config, "head_dim", None)
+        dim = dim or text_config.hidden_size // text_config.num_attention_heads
         dim = int(dim * parameters.get("partial_rotary_factor", 1.0))
-        base = rope_theta or parameters["rope_theta"] * factor ** (dim / (dim - 2))
-        scaled = {"rope_theta": base}
+        theta = rope_theta or parameters["rope_theta"] * factor ** (dim / (dim - 2))
+        changes = {"rope_theta": theta}
     else:
-        scaled = {"rope_type": rope, "factor": factor}
+        changes = {"rope_type": rope, "factor": factor}
     if rope in ("yarn", "llama3"):
-        scaled["original_max_position_embeddings"] = original
-    scaled |= LLAMA3_FACTORS if rope == "llama3" else {}
-    text.rope_parameters = {**parameters, **scaled}
+        changes["original_max_position_embeddings"] = original
+    changes |= LLAMA3_FACTORS if rope == "llama3" else {}
+    text_config.rope_parameters = {**parameters, **changes}
     if rope not in ("linear", "dynamic"):
-        # those two need the original number, the others have it next to their factor
-        text.max_position_embeddings = round(factor * original)
+        # linear and dynamic are relative to this number; other scalings ignore it or record the
+        # original number next to the factor
+        text_config.max_position_embeddings = round(factor * original)
 
 
 def with_lora(
@@ -162,31 +174,31 @@ def with_lora(
     dropout: float = 0.0,
     norms: bool = False,
 ) -> Any:
-    """Return ``model`` with float32 LoRA adapters and all other weights frozen, a PeftModel.
+    """Add float32 LoRA adapters to ``model`` and freeze all other weights; return a PeftModel.
 
-    Adapters compute their products in the dtype of the model, as under autocast.
+    The products of adapters have the dtype of the model, as under autocast.
 
     Args:
         model: a causal language model.
         targets: last names of linear layers, such as ``q_proj``, or ``all-linear`` for all layers
             except the head.
         rank: rank of the adapters.
-        alpha: the product of an adapter is scaled by ``alpha / rank``.
-        dropout: dropout of the inputs of adapters.
-        norms: True to train all norms too.
+        alpha: outputs of adapters are scaled by ``alpha / rank``.
+        dropout: dropout probability of the inputs of adapters.
+        norms: True to train all norms too, in float32.
 
     Raises:
-        ValueError: a target is no layer of the model; a head that is tied to the embeddings has an
-            adapter; or a head has dropout.
+        ValueError: a target is no linear layer of the model; a head that is tied to the embeddings
+            is a target; or a head is a target and ``dropout`` is not 0.
     """
     from peft import LoraConfig, get_peft_model
     from peft.utils import ModulesToSaveWrapper
 
-    listed = sorted(set(targets.split(",") if isinstance(targets, str) else targets))
-    targets = ALL_LINEAR if listed == [ALL_LINEAR] else listed
+    names = sorted(set(targets.split(",") if isinstance(targets, str) else targets))
+    targets = ALL_LINEAR if names == [ALL_LINEAR] else names
     if targets != ALL_LINEAR:
         _check_targets(model, targets, dropout)
-    # transformers has no common class of norms
+    # selected by name, because the norms of transformers have no common base class
     norm_names = {
         _last_name(n) for n, m in model.named_modules() if type(m).__name__.endswith("Norm")
     }
@@ -201,22 +213,23 @@ def with_lora(
     adapted = get_peft_model(model, config)
     for parameter in adapted.parameters():
         if parameter.requires_grad and parameter.dtype.itemsize < torch.float32.itemsize:
-            # small updates would be rounded away
+            # updates are smaller than the rounding of a 16-bit weight
             parameter.data = parameter.data.float()
     dtype = model.dtype
     for wrapper in adapted.modules():
         if isinstance(wrapper, ModulesToSaveWrapper):
             for norm in wrapper.modules_to_save.values():
-                # a norm trained in float32 returns the dtype of the model
+                # a float32 norm would return float32
                 norm.register_forward_hook(lambda module, inputs, output: output.to(dtype))
     round_products(adapted)
     return adapted
 
 
 class CastLinear(nn.Linear):
-    """A linear layer that computes in the dtype of its input, whatever the dtype of its weight."""
+    """A linear layer that casts its weight to the dtype of its input before the product."""
 
     def __init__(self, layer: nn.Linear) -> None:
+        """Share weight and bias with ``layer``."""
         has_bias = layer.bias is not None
         super().__init__(layer.in_features, layer.out_features, has_bias, device="meta")
         self.weight, self.bias = layer.weight, layer.bias
@@ -227,15 +240,15 @@ class CastLinear(nn.Linear):
 
 
 def round_products(adapted: nn.Module) -> None:
-    """Make adapters of linear layers compute in the dtype of their input, as under autocast.
+    """Make the LoRA adapters of a PeftModel compute in the dtype of their input.
 
-    PEFT would convert their input and output to float32, which moves several times the bytes of the
-    adapted layer.
+    Otherwise PEFT casts inputs and outputs of adapters to float32, which moves several times the
+    bytes of the adapted layer.
     """
     for module in adapted.modules():
         if not hasattr(module, "lora_A"):
             continue
-        # PEFT's switch, which `peft.helpers.disable_input_dtype_casting` sets temporarily
+        # the attribute that `peft.helpers.disable_input_dtype_casting` sets temporarily
         module.cast_input_dtype_enabled = False
         for adapters in (module.lora_A, module.lora_B):
             for name, layer in adapters.items():
@@ -243,18 +256,21 @@ def round_products(adapted: nn.Module) -> None:
 
 
 def enable_gradient_checkpointing(model: nn.Module) -> None:
-    """Make layers keep only their input and recompute the rest in the backward pass."""
-    # transformers has renamed it
-    old = model.gradient_checkpointing_enable
-    getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
+    """Make decoder layers save only their input and recompute activations in the backward pass."""
+    # newer versions of transformers have another name for this method
+    old_method = model.gradient_checkpointing_enable
+    enable = getattr(model, "activation_checkpointing_enable", old_method)
+    enable({"use_reentrant": False})
     causal = causal_model(model)
     if hasattr(causal, "_require_grads_hook"):
-        # frozen embeddings need no gradient, and their output would stay in memory
+        # PEFT makes the output of frozen embeddings require gradients, which would cost memory and
+        # is needed only for reentrant checkpoints
         causal.disable_input_require_grads()
 
 
 def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: float) -> None:
-    # layers of bitsandbytes have this class too
+    """Raise the ValueErrors of `with_lora`."""
+    # quantised layers of bitsandbytes are subclasses of nn.Linear
     names = {_last_name(name) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for target in targets:
         hint = suggestion(target, sorted(names))
@@ -265,30 +281,34 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: floa
             f"names of linear layers of this model ({hint.rstrip('.')})",
         )
     head = model.get_output_embeddings()
-    tied = head is not None and head.weight is model.get_input_embeddings().weight
-    head = next((_last_name(name) for name, m in model.named_modules() if m is head), None)
-    alone = f"without {head!r}, which shares its weight with the embeddings in this model"
-    require(not (tied and head in targets), "targets", targets, alone)
-    # the loss adds an adapter of the head to its weight
+    is_tied = head is not None and head.weight is model.get_input_embeddings().weight
+    head_name = next((_last_name(name) for name, m in model.named_modules() if m is head), None)
+    accepted = f"without {head_name!r}, which shares its weight with the embeddings in this model"
+    require(not (is_tied and head_name in targets), "targets", targets, accepted)
+    # the loss computes logits with the sum of the head's weight and its adapter, without dropout
     require(
-        not dropout or head not in targets, "dropout", dropout, f"0 if targets contain {head!r}"
+        not dropout or head_name not in targets,
+        "dropout",
+        dropout,
+        f"0 if targets contain {head_name!r}",
     )
 
 
 def _last_name(name: str) -> str:
+    """Return the part of a module's name after the last dot."""
     return name.rpartition(".")[2]
 
 
 def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the hidden states that enter the head, and the weight of the head.
+    """Call ``model``; return the hidden states before the head, and the weight of the head.
 
-    The head returns its input meanwhile. Operations of the model on logits, such as scaling, then
-    apply to the hidden states, which is equivalent if they are linear. The call goes through all
-    wrappers of the model, so that all hooks run.
+    During the call, the head returns its input. If the model scales its logits, it scales the
+    hidden states instead, which is equivalent. The call uses all wrappers of the model, so that all
+    hooks run.
 
     Args:
-        model: a causal LM, with or without adapters. Under FSDP the weight exists only while the
-            wrapped module runs: call this function, and use the weight, inside of it.
+        model: a causal LM, with or without adapters. Under FSDP the weight exists only inside the
+            forward pass of the wrapped module: call this function, and use the weight, there.
         batch: ``input_ids`` int64 [B, N] and other inputs of the model; labels are ignored.
 
     Returns:
@@ -296,7 +316,7 @@ def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tenso
         product of an adapter.
 
     Raises:
-        NotImplementedError: the logits of the head are no such product.
+        NotImplementedError: the logits are not hidden states times one weight.
     """
     weights = []
 
@@ -305,15 +325,16 @@ def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tenso
         return hidden
 
     head = _head_of(causal_model(model))
-    before = vars(head).get("forward")
+    # another library may have replaced the method in this object
+    original_forward = vars(head).get("forward")
     head.forward = forward
     try:
         inputs = {name: x for name, x in batch.items() if name != "labels"}
         hidden = model(**inputs, use_cache=False).logits
     finally:
         del head.forward
-        if before is not None:
-            head.forward = before
+        if original_forward is not None:
+            head.forward = original_forward
     return hidden, weights[-1]
 
 
@@ -323,16 +344,20 @@ def causal_model(model: nn.Module) -> PreTrainedModel:
 
 
 def _head_of(causal: PreTrainedModel) -> nn.Module:
-    """Return the module that computes logits; NotImplementedError if they are no scaled product."""
-    head, text = causal.get_output_embeddings(), causal.config.get_text_config()
-    caps = {name: getattr(text, name, None) for name in SOFT_CAPS}
-    wrong = [f"caps its logits ({name}={x})" for name, x in caps.items() if x is not None]
+    """Return the head of a causal LM.
+
+    Raises:
+        NotImplementedError: the logits are not hidden states times one weight.
+    """
+    head, text_config = causal.get_output_embeddings(), causal.config.get_text_config()
+    caps = {name: getattr(text_config, name, None) for name in SOFT_CAPS}
+    reasons = [f"caps its logits ({name}={x})" for name, x in caps.items() if x is not None]
     if head is None or getattr(head, "bias", None) is not None:
-        wrong.append("has no head" if head is None else "has a head with a bias")
-    if wrong:
+        reasons.append("has no head" if head is None else "has a head with a bias")
+    if reasons:
         raise NotImplementedError(
             "model must compute logits as hidden states times one weight, got "
-            f"{type(causal).__name__}, which {wrong[0]}. Train another model."
+            f"{type(causal).__name__}, which {reasons[0]}. Train another model."
         )
     return head
 
@@ -352,30 +377,32 @@ def save_adapter(
     folder: Path | str,
     state_dict: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write an adapter, its tokenizer, and the facts of its base for `cab_hf.finetune.merge`.
+    """Write an adapter, its tokenizer, and a record of its base model into a folder.
+
+    `cab_hf.finetune.merge` and `cab_hf.finetune.adapters` read the record.
 
     Args:
-        adapted: the result of `with_lora`, unwrapped.
+        adapted: the result of `with_lora`, without wrappers such as DDP.
         tokenizer: the tokenizer of the model.
         folder: the folder to write.
-        state_dict: its parameters, gathered if FSDP has sharded them.
+        state_dict: trained parameters by name, unsharded; None: the parameters of ``adapted``.
     """
     folder = Path(folder)
-    # PEFT would ask the hub whether the embeddings have grown
+    # by default PEFT asks the hub whether the vocabulary has grown
     adapted.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
     tokenizer.save_pretrained(folder)
     causal = causal_model(adapted)
-    text = causal.config.get_text_config()
+    text_config = causal.config.get_text_config()
     fields = {"sha256": loaded_sha256(causal)}
-    fields |= {name: getattr(text, name, None) for name in run_models.RESTORED}
+    fields |= {name: getattr(text_config, name, None) for name in run_models.RESTORED}
     write_atomically(folder / run_models.BASE, json.dumps(fields, indent=2) + "\n")
 
 
 def loaded_sha256(model: nn.Module) -> str:
-    """Return the `content_sha256` of a loaded model, with or without adapters.
+    """Return the SHA-256 of the files of a loaded model, with or without adapters.
 
-    Its files are read only once: checkpoints are many, bases are large, and files that are replaced
-    later are not the loaded ones.
+    The first call for a model stores the result in it. Later calls are fast, and do not see files
+    that were replaced after loading.
     """
     causal = causal_model(model)
     if not hasattr(causal, "_cab_sha256"):

@@ -1,9 +1,9 @@
-"""Layer checkpoints offloaded to pinned host memory, copied while layers compute.
+"""Offload the inputs of layers to pinned host memory while layers compute.
 
-Gradient checkpointing keeps the input of each layer, [B, N, D]. torch's ``save_on_cpu`` copies it
-on the compute stream, into memory that is pinned for each copy. Here a second stream copies to the
-host while the layer computes, and back during the backward pass of the next layer. Memory is pinned
-once.
+Gradient checkpointing saves the input of each layer, [B, N, D]. torch's ``save_on_cpu`` would copy
+that input on the compute stream, and pin memory for each copy. This module copies on a second
+stream: to the host while the layer computes, and back during the backward pass of the next layer.
+Pinned memory is reused.
 """
 
 from __future__ import annotations
@@ -21,39 +21,43 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cab_hf.checks import require
 
-# a power of two, because torch rounds pinned memory up to one
+# bytes of a chunk of pinned memory: a power of two, because torch rounds pinned memory up to one
 CHUNK_BYTES = 2**28
 
 
 class Offload:
-    """Offloading of the checkpoints of the first ``layers`` of a model.
+    """Offloading of the checkpoints of the first ``layers`` layers of a model.
 
-    The backward passes of these layers come last, when the device has few other checkpoints.
+    A checkpoint is the input of a layer, which gradient checkpointing saves. The first layers are
+    offloaded because their backward passes come last.
 
     Args:
-        layers: number of layers.
-        device: the device of the model. A CPU makes copies too, without a stream.
-        chunk_bytes: size of a chunk of pinned memory; a checkpoint uses as many chunks as it needs.
+        layers: number of layers with offloaded checkpoints.
+        device: the device of the model. On a CPU, checkpoints are copied too, without a stream.
+        chunk_bytes: size of a chunk of pinned memory. A checkpoint may use several chunks.
 
     Attributes:
-        host_bytes: size of all chunks, in use or not.
+        host_bytes: bytes of all chunks, free or in use.
     """
 
     def __init__(self, layers: int, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.layers, self.chunk_bytes = layers, chunk_bytes
         self.host_bytes = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._free: list[Tensor] = []
-        # the latest saved input; an abandoned pass drops it
+        self._free: list[Tensor] = []  # chunks that are not in use
+        # weak reference to the latest saved input, which autograd owns
         self._last: Callable[[], _Input | None] = lambda: None
 
-    def reserve(self, bytes_of_one: int) -> None:
-        """Pin the memory of all checkpoints now instead of in the first step."""
-        while self.host_bytes < self.layers * self._chunks_of(bytes_of_one) * self.chunk_bytes:
+    def reserve(self, checkpoint_bytes: int) -> None:
+        """Pin the memory of all checkpoints now instead of in the first step.
+
+        ``checkpoint_bytes`` is the size of the input of a layer.
+        """
+        while self.host_bytes < self.layers * self._num_chunks(checkpoint_bytes) * self.chunk_bytes:
             self._free.append(self._pinned())
 
     def enable(self, model: nn.Module) -> None:
-        """Take over the checkpoints of a model with gradient checkpointing.
+        """Offload the first checkpoints of ``model``, which must have gradient checkpointing.
 
         Raises:
             ValueError: transformers checkpoints fewer layers of the model.
@@ -65,28 +69,33 @@ class Offload:
             layer._gradient_checkpointing_func = partial(self._checkpoint, index)
 
     def _checkpoint(
-        self, index: int, function: Callable[..., Any], hidden: Tensor, *more: Any
+        self, index: int, function: Callable[..., Any], hidden: Tensor, *args: Any
     ) -> Any:
-        """Call ``function`` of a layer, and recompute it in the backward pass."""
-        # these hooks see the inputs only: inside, the hooks of torch's checkpoint apply
+        """Call ``function`` of layer ``index`` on ``hidden`` under gradient checkpointing."""
+        # these hooks receive the inputs of the layer only: torch's checkpoint installs its own
+        # hooks for the tensors inside
         pack = partial(self._pack, index, hidden.data_ptr())
         with saved_tensors_hooks(pack, self._unpack):
-            return checkpoint(function, hidden, *more, use_reentrant=False)
+            return checkpoint(function, hidden, *args, use_reentrant=False)
 
-    def _pack(self, index: int, hidden: int, x: Tensor) -> Tensor | _Input:
-        if x.data_ptr() != hidden or not x.numel():
+    def _pack(self, index: int, hidden_address: int, x: Tensor) -> Tensor | _Input:
+        """Return an `_Input` for the hidden states of layer ``index``, other tensors unchanged.
+
+        Starts the copy to the host, and frees the device memory of the previous layer's input.
+        """
+        if x.data_ptr() != hidden_address or not x.numel():
             return x.detach()
-        last = self._last()
-        if last is not None and last.chunks:
-            # the copy started a layer ago; afterwards the memory belongs to the compute stream
-            # again
-            self._wait_for(last)
-            last.tensor = None
-        saved_input = _Input(self, x.detach().contiguous(), last if index else None)
+        previous = self._last()
+        if previous is not None and previous.chunks:
+            # this copy started one layer ago; after the wait, the compute stream may reuse the
+            # memory
+            self._wait_for(previous)
+            previous.tensor = None
+        saved_input = _Input(self, x.detach().contiguous(), previous if index else None)
         if index < self.layers:
-            count = self._chunks_of(x.nbytes)
             saved_input.chunks = [
-                self._free.pop() if self._free else self._pinned() for _ in range(count)
+                self._free.pop() if self._free else self._pinned()
+                for _ in range(self._num_chunks(x.nbytes))
             ]
             self._copy(
                 saved_input, zip(saved_input.chunks, self._pieces(saved_input.tensor), strict=True)
@@ -94,48 +103,55 @@ class Offload:
         self._last = weakref.ref(saved_input)
         return saved_input
 
-    def _unpack(self, kept: Tensor | _Input) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        self._fetch(kept)
-        self._wait_for(kept)
-        if kept.before is not None:
-            self._fetch(kept.before)
-        return kept.tensor
+    def _unpack(self, packed: Tensor | _Input) -> Tensor:
+        """Return the tensor of a result of `_pack`, and start fetching the previous layer's."""
+        if isinstance(packed, Tensor):
+            return packed
+        self._fetch(packed)
+        self._wait_for(packed)
+        if packed.previous is not None:
+            self._fetch(packed.previous)
+        return packed.tensor
 
-    def _fetch(self, kept: _Input) -> None:
-        """Start copying a checkpoint to the device, unless it is there."""
-        if kept.tensor is None:
-            # allocated by the compute stream, which waits for the copy before it reads or frees the
+    def _fetch(self, saved: _Input) -> None:
+        """Start copying a checkpoint to the device if it is only on the host."""
+        if saved.tensor is None:
+            # allocated on the compute stream, which waits for the copy before it reads or frees the
             # memory
-            kept.tensor = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
-            self._copy(kept, zip(self._pieces(kept.tensor), kept.chunks, strict=True))
+            saved.tensor = torch.empty(saved.shape, dtype=saved.dtype, device=saved.device)
+            self._copy(saved, zip(self._pieces(saved.tensor), saved.chunks, strict=True))
 
-    def _copy(self, kept: _Input, pairs: Any) -> None:
-        """Copy pairs (to, from) of pieces of a checkpoint, after the work queued so far."""
+    def _copy(self, saved: _Input, pairs: Any) -> None:
+        """Copy each (target, source) of ``pairs``, pieces of a checkpoint, on the copy stream.
+
+        The copies start after all work that the compute stream has queued.
+        """
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(kept.device))
-        # a stream of None has no effect
+            self._stream.wait_stream(torch.cuda.current_stream(saved.device))
+        # without a stream, on a CPU, this context has no effect
         with torch.cuda.stream(self._stream):
-            for to, source in pairs:
-                size = min(to.numel(), source.numel())
-                to[:size].copy_(source[:size], non_blocking=True)
+            for target, source in pairs:
+                size = min(target.numel(), source.numel())
+                target[:size].copy_(source[:size], non_blocking=True)
         if self._stream is not None:
-            kept.copied = self._stream.record_event()
+            saved.copied = self._stream.record_event()
 
-    def _wait_for(self, kept: _Input) -> None:
+    def _wait_for(self, saved: _Input) -> None:
         """Make the compute stream wait for the last copy of a checkpoint."""
-        if kept.copied is not None:
-            torch.cuda.current_stream(kept.device).wait_event(kept.copied)
-            kept.copied = None
+        if saved.copied is not None:
+            torch.cuda.current_stream(saved.device).wait_event(saved.copied)
+            saved.copied = None
 
     def _pieces(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the bytes of ``x``, uint8, split into pieces of at most ``chunk_bytes``."""
         return x.view(-1).view(torch.uint8).split(self.chunk_bytes)
 
-    def _chunks_of(self, size: int) -> int:
-        return -(-size // self.chunk_bytes)
+    def _num_chunks(self, num_bytes: int) -> int:
+        """Return the number of chunks for a tensor of ``num_bytes``."""
+        return -(-num_bytes // self.chunk_bytes)
 
     def _pinned(self) -> Tensor:
+        """Allocate a chunk of host memory, pinned if the device is a GPU."""
         self.host_bytes += self.chunk_bytes
         return torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
 
@@ -144,21 +160,23 @@ class _Input:
     """The input of a layer between its forward and its backward pass.
 
     Attributes:
-        tensor: the input on the device; None while it is only on the host.
-        before: the input of the layer before, which is needed next.
-        chunks: pinned memory with the input; empty if it is not offloaded.
-        copied: event after the last copy, until the compute stream has waited for it.
+        owner: the `Offload` that owns the chunks.
+        tensor: the input on the device; None while the input is only on the host.
+        previous: the input of the previous layer, which the backward pass needs next; None for the
+            first layer.
+        chunks: pinned memory with a copy of the input; empty if the input is not offloaded.
+        copied: event after the last copy; None after the compute stream has waited for the event.
     """
 
-    def __init__(self, owner: Offload, tensor: Tensor, before: _Input | None) -> None:
-        self.owner, self.before = owner, before
+    def __init__(self, owner: Offload, tensor: Tensor, previous: _Input | None) -> None:
+        self.owner, self.previous = owner, previous
         self.tensor: Tensor | None = tensor
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.chunks: list[Tensor] = []
         self.copied: torch.cuda.Event | None = None
 
     def __del__(self) -> None:
-        # its memory returns to the compute stream, even if a backward pass was abandoned
+        # the compute stream may reuse the device memory, even without a backward pass
         self.owner._wait_for(self)
-        # copies on one stream are ordered: no later copy overtakes those of this checkpoint
+        # reusing chunks is safe: copies on one stream run in the order in which they start
         self.owner._free.extend(self.chunks)

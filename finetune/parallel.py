@@ -1,4 +1,4 @@
-"""Groups of processes that share a sequence, and the part of each process."""
+"""Context parallelism of a training run: groups of processes that share a sequence."""
 
 from __future__ import annotations
 
@@ -18,19 +18,27 @@ from cab_hf.finetune.settings import Settings
 from cab_hf.hf.model_config import cab_config_of as cab_config
 from cab_hf.plan import DENSE_BLOCK_SIZE
 
-# inputs of a model in a shard, without labels
+# model inputs of a sharded batch
 INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q")
 
 
 class Parallel:
-    """The processes as replicas of ``cp`` consecutive ranks each.
+    """The processes of a run, grouped to replicas of ``cp`` consecutive ranks.
 
-    A replica trains on its own sequences, each sharded over its processes. With ``cp`` 1 every
-    process is a replica, and batches are not sharded.
+    Each replica trains on different sequences, and shards each sequence over its processes. With
+    ``cp`` 1, each process is a replica, and batches are not sharded.
+
+    Args:
+        settings: the settings of the run.
+        model: the model to train.
+        accelerator: accelerate's accelerator.
 
     Attributes:
         replicas: number of replicas.
         replica: index of the replica of this process.
+        group: processes of this replica; None with ``cp`` 1.
+        block: tokens; a process's chunk of a sequence is a multiple of this number.
+        regather_kv: True to gather keys and values again in the backward pass.
 
     Raises:
         UsageError: ``cp`` does not divide the number of processes.
@@ -39,7 +47,7 @@ class Parallel:
     def __init__(self, settings: Settings, model: nn.Module, accelerator: Any) -> None:
         self.replicas = settings.replicas(accelerator.num_processes)
         self.replica = accelerator.process_index // settings.cp
-        # a recomputed layer gathers again by itself
+        # with gradient checkpointing, the recomputed forward pass gathers keys and values again
         self.regather_kv = not settings.checkpointing
         self.group, self.block = None, DENSE_BLOCK_SIZE
         if settings.cp > 1:
@@ -49,7 +57,7 @@ class Parallel:
             self.block = block_of(model)
 
     def attending(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Make ``model`` attend to sequences that are sharded over its replica in the block."""
+        """Return a context in which ``model`` attends to sequences that its replica shards."""
         if self.group is None:
             return nullcontext()
         return cab_hf.context_parallel(
@@ -57,17 +65,23 @@ class Parallel:
         )
 
     def sharded(self, batch: Batch) -> Batch:
-        """Return this process's part, [1, n] tensors, of a batch of its replica, [B, N] tensors.
+        """Return this process's shard of a batch.
 
-        Each token and label is in one process of the replica; labels of padding are -100. Rows are
-        concatenated, because documents attend to themselves alone.
+        Each token is in the shard of one process of the replica. Labels of padding are -100. Rows
+        are concatenated, which is possible because a document attends to itself only.
+
+        Args:
+            batch: [B, N] tensors, equal in all processes of the replica.
+
+        Returns:
+            [1, n] tensors; the unchanged ``batch`` with ``cp`` 1.
         """
         return batch if self.group is None else sharded(batch, self.group, self.block)
 
     def positions(self, sharded: Batch) -> Tensor:
-        """Return the positions of a sharded batch in its documents, int64 [B, n].
+        """Return the position ids of this process's tokens without padding, int64 [B, n].
 
-        Padding is left out.
+        ``sharded`` is the result of `Parallel.sharded`.
         """
         if self.group is None:
             return sharded["position_ids"]
@@ -77,15 +91,24 @@ class Parallel:
 
 
 def block_of(model: nn.Module) -> int:
-    """Return the number of tokens of which the chunks of processes are multiples."""
+    """Return the block size of ``model`` in tokens for `cab_hf.context_parallel`.
+
+    The result is the least common multiple of the block sizes of dense and sparse attention.
+    """
     config = cab_config(model.config.get_text_config())
     return math.lcm(DENSE_BLOCK_SIZE, config.query_block, config.key_block)
 
 
 def sharded(batch: Batch, group: ProcessGroup, block: int) -> Batch:
-    """Return a process's tokens of a batch [B, N], whose labels, if any, are already shifted."""
+    """Return this process's shard of a batch, [1, n] tensors.
+
+    Args:
+        batch: [B, N] tensors; labels, if any, are already shifted.
+        group: processes over which the batch is sharded.
+        block: tokens; the chunks of processes are multiples of this number.
+    """
     row = {name: each.reshape(1, -1) for name, each in batch.items()}
     if "labels" in row:
         row["shift_labels"] = row.pop("labels")
-    mine = shard(row, group, block)
-    return {name: mine[name] for name in (*INPUTS, "labels") if name in mine}
+    own_shard = shard(row, group, block)
+    return {name: own_shard[name] for name in (*INPUTS, "labels") if name in own_shard}

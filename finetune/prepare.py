@@ -1,4 +1,4 @@
-"""Functions that open the model and the data of a run from its settings."""
+"""Load the model and open the data of a run from its settings."""
 
 from __future__ import annotations
 
@@ -15,12 +15,22 @@ from cab_hf.finetune.models import enable_gradient_checkpointing, load_model, wi
 from cab_hf.finetune.objective import Batch
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.settings import ALL, Settings
-from cab_hf.finetune.sources import Source, first_held_out, make_source, refuse_overlap
+from cab_hf.finetune.sources import (
+    Source,
+    TextSource,
+    first_held_out,
+    make_source,
+    refuse_overlap,
+)
 from cab_hf.hf.token_mixers import refuse_token_mixers
 
 
 def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
-    """Return the model with its trained weights on ``device``, and its tokenizer."""
+    """Load the model of the settings for training; return the model and its tokenizer.
+
+    The model has adapters, or all weights require gradients. If the settings name an adapter, its
+    weights are loaded.
+    """
     model, tokenizer = load_model(
         settings.model,
         attn_implementation=settings.attention,
@@ -40,7 +50,12 @@ def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
 
 
 def adapted(settings: Settings, model: nn.Module) -> nn.Module:
-    """Return ``model`` with the adapter of the settings, or with all weights trained."""
+    """Add a LoRA adapter to ``model``, or make all weights trained, as in the settings.
+
+    Raises:
+        UsageError: layers other than attention mix tokens.
+        ValueError: as in `with_lora`.
+    """
     refuse_token_mixers(
         model,
         "such layers would mix documents that are packed into one sequence. Train a model in "
@@ -65,51 +80,88 @@ def open_data(
     notify: Callable[[str], None],
     vocabulary: int,
 ) -> tuple[Packed, list[Batch], dict[str, dict[str, str | None]]]:
-    """Open the sequences of this process's replica and those of the held-out loss.
-
-    The third result maps setting and name to the SHA-256 of each source.
+    """Open the training and the held-out sequences of this process's replica.
 
     Args:
         settings: the settings of the run.
         tokenizer: the tokenizer of the model.
         parallel: the replicas.
-        notify: prints a sentence about each source with held-out documents.
-        vocabulary: as in `Packed`.
+        notify: function that prints a sentence for each source with held-out documents.
+        vocabulary: number of tokens in the model's vocabulary.
+
+    Returns:
+        The training sequences; the held-out sequences; and for the settings "data" and "validation"
+        a dict from the name of each source to its SHA-256.
     """
-    training, own = (open_sources(settings, settings.sources(x)) for x in ("data", "validation"))
-    refuse_overlap(training, own)
-    read = {
+    training, validation = (
+        open_sources(settings, settings.sources(x)) for x in ("data", "validation")
+    )
+    refuse_overlap(training, validation)
+    sha256_of = {
         setting: {
             name: source.sha256
             for (name, _), (source, _) in zip(settings.sources(setting), opened, strict=True)
         }
-        for setting, opened in (("data", training), ("validation", own))
+        for setting, opened in (("data", training), ("validation", validation))
     }
-    # hold out documents only if the loss needs them
-    hold_out = HOLD_OUT if settings.held_out and not own else 0
+    # reserve training documents only for a held-out loss without validation sources
+    hold_out = HOLD_OUT if settings.held_out and not validation else 0
     for source, _ in training if hold_out else ():
         if source.rows:
-            first = first_held_out(source, tokenizer, hold_out)
-            count = len(range(first, source.rows, hold_out))
-            which = f"document {first + 1}"
-            which += f" and every {hold_out}th after it" if count > 1 else ""
-            notify(
-                f"source {source.name!r}: {count} of {source.rows} documents are held out for the "
-                f"loss and not trained on ({which}); --held-out 0 holds out none."
-            )
-    length, count = settings.length, settings.held_out
-    how = {"hold_out": hold_out, "vocabulary": vocabulary}
-    place = {"rank": parallel.replica, "world": parallel.replicas}
-    packed = Packed(tokenizer, training, length, settings.seed, **place, **how)
-    how["hold_out"] = hold_out or 1
-    kept = held_out(tokenizer, own or training, length, count, **how) if count else []
-    return packed, kept, read
+            notify(held_out_notice(source, tokenizer, hold_out))
+    packed = Packed(
+        tokenizer=tokenizer,
+        sources=training,
+        length=settings.length,
+        seed=settings.seed,
+        rank=parallel.replica,
+        world=parallel.replicas,
+        hold_out=hold_out,
+        vocabulary=vocabulary,
+    )
+    held_out_sequences = []
+    if settings.held_out:
+        held_out_sequences = held_out(
+            tokenizer=tokenizer,
+            sources=validation or training,
+            length=settings.length,
+            count=settings.held_out,
+            # use all documents of validation sources
+            hold_out=hold_out or 1,
+            vocabulary=vocabulary,
+        )
+    return packed, held_out_sequences, sha256_of
+
+
+def held_out_notice(source: TextSource, tokenizer: Any, hold_out: int) -> str:
+    """Return a sentence that says which documents of ``source`` are not trained on.
+
+    ``hold_out`` is as in `Packed`.
+    """
+    first = first_held_out(source, tokenizer, hold_out)
+    count = len(range(first, source.rows, hold_out))
+    numbers = f"document {first + 1}"
+    numbers += f" and every {hold_out}th after it" if count > 1 else ""
+    return (
+        f"source {source.name!r}: {count} of {source.rows} documents are held out for the loss and "
+        f"not trained on ({numbers}); --held-out 0 holds out none."
+    )
 
 
 def open_sources(
     settings: Settings, named: Sequence[tuple[str, float]]
 ) -> list[tuple[Source, float]]:
-    """Open the sources ``named``, each with its share."""
-    names = ("text_field", "split", "streaming", "seed")
-    how = {name: getattr(settings, name) for name in names}
-    return [(make_source(name, **how), share) for name, share in named]
+    """Open the sources in ``named``, pairs of name and share; return pairs of source and share."""
+    return [
+        (
+            make_source(
+                name,
+                text_field=settings.text_field,
+                split=settings.split,
+                streaming=settings.streaming,
+                seed=settings.seed,
+            ),
+            share,
+        )
+        for name, share in named
+    ]

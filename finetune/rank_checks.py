@@ -1,7 +1,7 @@
-"""Checks that all processes of a run have the same settings, weights and data.
+"""Check that all processes of a run have the same settings, weights and data.
 
-A process with other weights or data would train without an error, and its loss would be
-meaningless.
+If a process had other weights or data, training would raise no error, but its result would be
+wrong.
 """
 
 from __future__ import annotations
@@ -24,47 +24,55 @@ from cab_hf.distributed.exchange import RankLost, failures_of_others, publish_fa
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune.settings import Settings
 
-# paths, which may differ between machines; the content of the files is compared
-PLACES = ("model", "calibration", "data", "validation", "out")
-# integers with the same number of bytes
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK = 2**24  # numbers per step
+# settings with paths, which may differ between machines; file contents are compared instead
+PATHS = ("model", "calibration", "data", "validation", "out")
+# integer dtype by the bytes of an element
+INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK = 2**24  # elements of which a checksum is computed at a time, to limit memory
 
 
 def facts_of(
     settings: Settings, model: nn.Module, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Return settings, weights and tokens by name for `require_equal`; call it before sharding."""
-    fields = {name: value for name, value in asdict(settings).items() if name not in PLACES}
-    fields = {f"--{name.replace('_', '-')}": repr(value) for name, value in fields.items()}
+    """Return what all processes must have in common, by name: settings, tokenizer and weights.
+
+    The result is the argument of `require_equal`. Call this function before FSDP shards the model.
+    """
+    fields = {name: value for name, value in asdict(settings).items() if name not in PATHS}
+    facts = {f"--{name.replace('_', '-')}": repr(value) for name, value in fields.items()}
     config = {name: x for name, x in model.config.to_dict().items() if name != "_name_or_path"}
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    tokens = backend.to_str() if backend else sorted(tokenizer.get_vocab().items())
-    tokens = [tokens, tokenizer.special_tokens_map]
-    for name, x in {"the config of the model": config, "the tokenizer": tokens}.items():
-        fields[name] = sha256(json.dumps(x, default=str, sort_keys=True).encode()).hexdigest()
-    # with FSDP one process reads the weights and sends them to the others
+    vocabulary = backend.to_str() if backend else sorted(tokenizer.get_vocab().items())
+    tokens = [vocabulary, tokenizer.special_tokens_map]
+    for name, content in {"the config of the model": config, "the tokenizer": tokens}.items():
+        text = json.dumps(content, default=str, sort_keys=True)
+        facts[name] = sha256(text.encode()).hexdigest()
+    # with FSDP one process loads the weights and broadcasts them
     weights = () if is_fsdp_enabled() else model.named_parameters()
-    return {**fields, **{f"weight {name}": checksum(each) for name, each in weights}}
+    return {**facts, **{f"weight {name}": checksum(weight) for name, weight in weights}}
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a checksum of the bits of a tensor and their positions, equal on every device."""
+    """Return a checksum of the bits of a tensor and of their order, equal on every device."""
     tensor = tensor.detach().contiguous().flatten()
-    bits = tensor.view(BITS[tensor.element_size()])
+    bits = tensor.view(INTEGER_DTYPES[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for number, chunk in enumerate(bits.split(CHUNK) if bits.numel() else ()):
-        # an odd factor keeps all bits, and sums of integers do not depend on their order
-        place = torch.arange(len(chunk), device=chunk.device) + number * CHUNK
-        total += ((2 * place + 1) * (chunk.to(torch.int64) + 1)).sum()
+        # a change of one element always changes the sum, because odd factors are invertible modulo
+        # 2^64; integer sums do not depend on the order of summation
+        index = torch.arange(len(chunk), device=chunk.device) + number * CHUNK
+        total += ((2 * index + 1) * (chunk.to(torch.int64) + 1)).sum()
     return int(total)
 
 
 def require_equal(facts: Mapping[str, Any]) -> None:
-    """Raise an error unless all processes have the same ``facts``. All processes must call it.
+    """Raise an error unless all processes have the same ``facts``.
+
+    All processes must call this function.
 
     Raises:
-        UsageError: in every process. The message names the first differing fact and the processes.
+        UsageError: a process has another fact than process 0. All processes raise, and the message
+            names the fact and the process.
     """
     first, *others = gather_object([dict(facts)])
     for rank, other in enumerate(others, 1):
@@ -79,17 +87,17 @@ def require_equal(facts: Mapping[str, Any]) -> None:
 
 @contextmanager
 def ending_together() -> Iterator[None]:
-    """Raise a UsageError with the reason of another process that stopped.
+    """Turn the error of a lost connection into a UsageError that says why another process stopped.
 
-    Without it, this process would only report a lost connection.
+    Also publish errors in the block to the other processes.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     try:
         yield
     except Exception as error:
-        # errors of collectives; NotImplementedError is Python's
-        lost = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
-        causes = failures_of_others(group) if lost and group is not None else []
+        # collectives raise RuntimeErrors, of which NotImplementedError is a subclass
+        is_lost = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+        causes = failures_of_others(group) if is_lost and group is not None else []
         causes = [str(error)] if isinstance(error, RankLost) else causes
         if causes:
             raise UsageError(

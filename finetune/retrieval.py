@@ -1,7 +1,7 @@
-"""Documents for learning retrieval: keys hidden in running text and asked for again.
+"""Synthetic documents that train retrieval: keys hidden in running text, and questions about them.
 
-The wording is that of the evaluations, but no document is the same: seeds of evaluations start with
-a whole number, and seeds of these documents with ``finetune/``.
+The wording of questions equals the wording of the evaluations. No document is equal, because seeds
+of evaluations start with an integer, and seeds of these documents with ``finetune/``.
 """
 
 from __future__ import annotations
@@ -35,34 +35,38 @@ from cab_hf.data.tasks import TASKS, statement
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune.settings import suggestion
 
-PREFIX = "retrieval"
-# number of keys per document: one key asked for at the end, without or with distractors; several
-# keys asked for in turn; and several keys repeated in running text
+PREFIX = "retrieval"  # of the names of synthetic sources
+# number of keys per document by kind. "passkey": a question about one key at the end;
+# "distractors": the same, with sentences that contain similar numbers; "multi": questions about
+# several keys; "recall": running text that repeats several keys
 KEYS = {"passkey": 1, "distractors": 1, "multi": 4, "recall": 12}
-# numbers of keys of recall in documents too short for all
+# numbers of keys of "recall" that are tried if a document is too short for 12 keys
 FEWER_KEYS = (6, 3)
-# sentences and keys that are all repeated in another order, and keys alone: such a document has
-# thousands of answers, others have a few
+# kinds that repeat all of their sentences in another order: text with keys, or keys only; such
+# documents have thousands of labelled tokens, documents of other kinds a few
 REPEATS, KEYS_ALONE = "repeats", "keys"
-# wordings of keys alone: models find a key sooner if it is close to its name
+# wordings of kind "keys"; models learn a key faster if it is close to its name
 WORDINGS = ("{} {}.", "{} is {}.", "The pass key for {} is {}.")
-BEGINNING = 3  # tokens of a repeated sentence that are given, to identify it
+BEGINNING = 3  # first tokens of a repeated sentence, which identify the sentence and have no labels
 KINDS = (*KEYS, REPEATS, KEYS_ALONE, *TASKS)
 
 
 def is_entry(name: str) -> bool:
-    """Return True if a source with this name is synthetic."""
+    """Return True if the source ``name`` has the prefix of synthetic sources."""
     return name.partition(":")[0] == PREFIX
 
 
 def parse_entry(name: str) -> tuple[tuple[str, ...], int | None]:
-    """Parse ``retrieval:KIND+KIND:LENGTH`` to (kinds, tokens of a document or None).
+    """Parse a source name such as ``retrieval:passkey+multi:8192``.
+
+    Returns:
+        The kinds, and the tokens of a document; None without a length.
 
     Raises:
-        UsageError: a kind is unknown, or the length is no number of tokens.
+        UsageError: a kind is unknown, or the length is no positive integer.
     """
-    _, kinds, length, *others = [*name.split(":"), "", ""]
-    if any(others) or not (length.isdecimal() and int(length) or not length):
+    _, kinds, length, *extra_fields = [*name.split(":"), "", ""]
+    if any(extra_fields) or not (length.isdecimal() and int(length) or not length):
         raise UsageError(
             f"{PREFIX} must be {PREFIX}:KINDS:LENGTH with a number of tokens as LENGTH, got "
             f"{name!r}."
@@ -77,55 +81,63 @@ def parse_entry(name: str) -> tuple[tuple[str, ...], int | None]:
 def retrieval_document(
     kind: str, tokenizer: Any, sentences: Sequence[str], length: int, index: int, seed: Any = 0
 ) -> Document:
-    """Build a document of ``length`` tokens that asks for keys hidden in its text.
+    """Build a document of ``length`` tokens with keys hidden in its text, and their repetition.
 
     Args:
         kind: one of `KINDS`.
         tokenizer: the tokenizer of the model.
-        sentences: sentences of the running text; they repeat if they are too few.
+        sentences: sentences of the running text, which repeat if the text is too short.
         length: tokens of the document.
         index: number of the document.
         seed: seed of the document; any value with a string form.
+
     Raises:
         ValueError: ``length`` is too small for the keys and questions.
     """
-    own_seed = f"finetune/{seed}"
+    document_seed = f"finetune/{seed}"
     if kind in TASKS:
-        example = TASKS[kind].make(tokenizer, sentences, length, index, own_seed)
+        example = TASKS[kind].make(tokenizer, sentences, length, index=index, seed=document_seed)
         return Document(example.tokens, example.needles, example.answers)
-    rng = random.Random(f"{own_seed}/{kind}/{length}/{index}")
+    rng = random.Random(f"{document_seed}/{kind}/{length}/{index}")
     if kind in (REPEATS, KEYS_ALONE):
-        return _said_again(tokenizer, sentences if kind == REPEATS else (), length, rng)
+        return _repeated(tokenizer, sentences if kind == REPEATS else (), length, rng)
     if kind != "recall":
-        return _asked_at_the_end(tokenizer, sentences, length, rng, kind)
-    for keys in (KEYS[kind], *FEWER_KEYS):
+        return _questions_at_end(
+            tokenizer=tokenizer, sentences=sentences, length=length, rng=rng, kind=kind
+        )
+    for num_keys in (KEYS[kind], *FEWER_KEYS):
         try:
-            return recall_document(tokenizer, sentences, length, keys, index, own_seed)
+            return recall_document(
+                tokenizer, sentences, length, num_keys, index=index, seed=document_seed
+            )
         except ValueError as error:
-            no_room = error
-    raise no_room
+            too_short = error
+    raise too_short
 
 
-def _said_again(
+def _repeated(
     tokenizer: Any, sentences: Sequence[str], length: int, rng: random.Random
 ) -> Document:
-    """Return sentences and keys in two orders; in the second all but their starts are answers."""
-    begun = leading_tokens(tokenizer)
-    half, odd = divmod(length - len(begun), 2)
+    """Return a document that states sentences and keys twice, the second time in another order.
+
+    Answers are the labelled tokens of the second statements; see `_to_be_repeated`.
+    """
+    leading = leading_tokens(tokenizer)
+    half, num_missing = divmod(length - len(leading), 2)
     pieces: list[tuple[Tokens, Span]] = []
     for piece, labels in _to_be_repeated(tokenizer, sentences, rng):
-        room = half - sum(len(each) for each, _ in pieces)
-        if len(piece) >= room:
-            pieces.append((piece[:room], (0, 0)))
+        num_free = half - sum(len(tokens) for tokens, _ in pieces)
+        if len(piece) >= num_free:
+            pieces.append((piece[:num_free], (0, 0)))
             break
         pieces.append((piece, labels))
-    tokens = [*begun, *chain(*(piece for piece, _ in pieces))]
-    ends = [*accumulate((len(piece) for piece, _ in pieces), initial=len(begun))]
+    tokens = [*leading, *chain(*(piece for piece, _ in pieces))]
+    ends = [*accumulate((len(piece) for piece, _ in pieces), initial=len(leading))]
     needles, answers = [], []
-    for which in rng.sample(range(len(pieces)), len(pieces)):
-        piece, (start, end) = pieces[which]
+    for index in rng.sample(range(len(pieces)), len(pieces)):
+        piece, (start, end) = pieces[index]
         if start < end:
-            needles.append((ends[which], ends[which + 1]))
+            needles.append((ends[index], ends[index + 1]))
             answers.append((len(tokens) + start, len(tokens) + end))
         tokens.extend(piece)
     if not answers:
@@ -133,58 +145,72 @@ def _said_again(
             f"length must have room for a key that is said twice, got {length}. Give a larger "
             "length."
         )
-    return Document((*tokens, *tokens[-1:] * odd), tuple(needles), tuple(answers))
+    # repeat the last token if the number of tokens is odd
+    return Document((*tokens, *tokens[-1:] * num_missing), tuple(needles), tuple(answers))
 
 
 def _to_be_repeated(
     tokenizer: Any, sentences: Sequence[str], rng: random.Random
 ) -> Iterator[tuple[Tokens, Span]]:
-    """Yield four keys and a sentence in turn: tokens, and the part with labels in the repeat.
+    """Yield tokens of key statements and sentences, without end.
 
-    Half of the keys belong to lockers, and all of them once each name has one, because names are
-    few. Without ``sentences``, names come first.
+    Four key statements precede each sentence. Every second key belongs to a locker with a random
+    number, the others to names. After the last name, all keys belong to lockers. Without
+    ``sentences``, the first keys belong to names, and all others to lockers.
+
+    Yields:
+        The tokens, and the range of tokens that have labels when the tokens are repeated.
     """
     names = iter(rng.sample(NAMES, len(NAMES)))
     for sentence in endless(sentences, rng) if sentences else repeat(None):
-        for place in range(4):
-            name = next(names, None) if place % 2 or sentence is None else None
-            whose = name or f"locker {rng.choice(NUMBERS)}"
-            key = Key(f" for {whose}", str(rng.choice(NUMBERS)))
-            alone = rng.choice(WORDINGS).format(whose, key.digits) if sentence is None else None
-            text = alone or statement(key)
-            # the number of a locker may equal its key
-            where = span_of(tokenizer, text, key.digits, text.rindex(key.digits))
-            yield sentence_tokens(tokenizer, text), where
+        for number in range(4):
+            name = next(names, None) if number % 2 or sentence is None else None
+            owner = name or f"locker {rng.choice(NUMBERS)}"
+            key = Key(f" for {owner}", str(rng.choice(NUMBERS)))
+            if sentence is None:
+                text = rng.choice(WORDINGS).format(owner, key.digits)
+            else:
+                text = statement(key)
+            # rindex, because the number of a locker may equal its key
+            labels = span_of(tokenizer, text, key.digits, text.rindex(key.digits))
+            yield sentence_tokens(tokenizer, text), labels
         if sentence is None:
             continue
         tokens = sentence_tokens(tokenizer, sentence)
         yield tokens, (min(BEGINNING, len(tokens)), len(tokens))
 
 
-def _asked_at_the_end(
+def _questions_at_end(
     tokenizer: Any, sentences: Sequence[str], length: int, rng: random.Random, kind: str
 ) -> Document:
-    keys = KEYS[kind]
-    drawn_keys = draw_keys(rng, keys, named=keys > 1)
-    statements = [sentence_tokens(tokenizer, key.statement) for key in drawn_keys]
-    # keys are asked for in this order and stated in any: question, answer, next question
-    questions = [QUESTION.format(whose=key.whose) for key in drawn_keys]
-    questions[0] = "\n\n".join([instruction(keys), TEXT, questions[0]])
-    answered = [f"{ANSWER.format(whose=key.whose)}{key.digits}." for key in drawn_keys]
-    turns = chain(*zip(questions, answered, strict=True))
-    head, after = around_text(tokenizer, list(turns))
-    tail = sentence_tokens(tokenizer, after)
+    """Return a document with keys hidden in text, and a question and answer for each at its end.
+
+    Args:
+        tokenizer, sentences, length: as in `retrieval_document`.
+        rng: generator that draws keys and positions.
+        kind: "passkey", "distractors" or "multi".
+    """
+    num_keys = KEYS[kind]
+    keys = draw_keys(rng, num_keys, named=num_keys > 1)
+    statements = [sentence_tokens(tokenizer, key.statement) for key in keys]
+    # turns of a chat: instruction, text and first question; answer; second question; ...
+    questions = [QUESTION.format(whose=key.whose) for key in keys]
+    questions[0] = "\n\n".join([instruction(num_keys), TEXT, questions[0]])
+    answers = [f"{ANSWER.format(whose=key.whose)}{key.digits}." for key in keys]
+    turns = chain(*zip(questions, answers, strict=True))
+    head, after_text = around_text(tokenizer, list(turns))
+    tail = sentence_tokens(tokenizer, after_text)
 
     num_free = length - len(head) - len(tail) - sum(map(len, statements))
     if num_free < 0:
         raise ValueError(
-            f"length must have room for the question and {keys} keys, which take "
+            f"length must have room for the question and {num_keys} keys, which take "
             f"{length - num_free} tokens, got {length}. Give a larger length."
         )
-    text = endless(sentences, rng, drawn_keys if kind == "distractors" else None)
+    text = endless(sentences, rng, keys if kind == "distractors" else None)
     pieces = cut_to_length((sentence_tokens(tokenizer, sentence) for sentence in text), num_free)
     borders = [rng.randrange(len(pieces) + 1) for _ in statements]
     tokens, needles = with_statements(head, pieces, statements, borders)
-    ranges = (span_of(tokenizer, after, key.digits) for key in drawn_keys)
-    answers = ((len(tokens) + start, len(tokens) + end) for start, end in ranges)
-    return Document((*tokens, *tail), tuple(needles), tuple(answers))
+    digit_spans = (span_of(tokenizer, after_text, key.digits) for key in keys)
+    answer_spans = ((len(tokens) + start, len(tokens) + end) for start, end in digit_spans)
+    return Document((*tokens, *tail), tuple(needles), tuple(answer_spans))

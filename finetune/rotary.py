@@ -1,6 +1,7 @@
-"""The state of rotary embeddings that depend on the longest sequence so far, for checkpoints.
+"""Save and load the state of rotary embeddings, which may depend on the longest sequence so far.
 
-An example is ``dynamic`` of transformers, whose frequencies change with the longest sequence.
+An example is RoPE type ``dynamic`` of transformers: its frequencies change with the longest
+sequence.
 """
 
 from __future__ import annotations
@@ -11,31 +12,32 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# the longest length so far per kind of layer, and the scale of attention
-REMEMBERED = ("seq_len_cached", "attention_scaling")
+# ends of the names of attributes with the longest length so far, and the scale of attention
+STATE_SUFFIXES = ("seq_len_cached", "attention_scaling")
 
+# by name of the module: attribute names and values
 State = dict[str, dict[str, Any]]
 
 
 def rotary_state(model: nn.Module) -> State:
-    """Return copies of the state of every rotary embedding of ``model``, by name."""
+    """Return copies of the state of every rotary embedding of ``model``, by name of the module."""
     result = {}
     for name, module in model.named_modules():
-        rotary = hasattr(module, "rope_type") or hasattr(module, "max_seq_len_cached")
-        if rotary and next(module.buffers(), None) is not None:
-            # buffers that are in no state dict, and numbers
-            own = {x: getattr(module, x) for x in module._non_persistent_buffers_set}
-            own |= {x: value for x, value in vars(module).items() if x.endswith(REMEMBERED)}
-            result[name] = {x: copy.deepcopy(y) for x, y in own.items() if y is not None}
+        is_rotary = hasattr(module, "rope_type") or hasattr(module, "max_seq_len_cached")
+        if is_rotary and next(module.buffers(), None) is not None:
+            # buffers that `state_dict` of torch leaves out
+            state = {x: getattr(module, x) for x in module._non_persistent_buffers_set}
+            state |= {x: value for x, value in vars(module).items() if x.endswith(STATE_SUFFIXES)}
+            result[name] = {x: copy.deepcopy(y) for x, y in state.items() if y is not None}
     return result
 
 
 def load_rotary_state(model: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set rotary embeddings to the result of `rotary_state`."""
+    """Set the rotary embeddings of ``model`` to a result of `rotary_state`."""
     for name, fields in state.items():
         module = model.get_submodule(name)
         device = next(module.buffers()).device
         for field, value in fields.items():
-            # not in place: two buffers may be one tensor
-            on_device = value.to(device, copy=True) if isinstance(value, Tensor) else value
-            setattr(module, field, on_device)
+            # replaced instead of changed in place, because two buffers may be the same tensor
+            new_value = value.to(device, copy=True) if isinstance(value, Tensor) else value
+            setattr(module, field, new_value)

@@ -1,4 +1,4 @@
-"""The settings of a fine-tuning run: options of its command line and of a YAML file."""
+"""Settings of a fine-tuning run, from the command line and a YAML file."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from cab_hf.experiment.settings import (
     spell,
 )
 
-# this module does not import torch, so that a command line is parsed in a second
+# this module must not import torch, so that --help takes less than a second
 PROG = "finetune/lora.py"
 DTYPES = ("bfloat16", "float32")
 ROPES = ("linear", "dynamic", "yarn", "llama3", "theta")
-# tokens per process above which tiles are the default, and tokens per tile
-TILED_ABOVE, TILE = 2**17, 2**13
+TILED_ABOVE = 2**17  # tokens per process above which MLPs compute in tiles by default
+TILE = 2**13  # default number of tokens per tile
 # values of --train
 ADAPTER, ALL = "adapter", "all"
 NAMED = comma_separated(str)
-# lower bounds of numeric settings
-LEAST = {
+# names of numeric settings by their lower bound
+LOWER_BOUNDS = {
     1: ("rank", "steps", "micro_batch", "save_every", "cp"),
     2: ("length",),
     0: (
@@ -42,8 +42,8 @@ LEAST = {
         *("tile_tokens", "offload_layers"),
     ),
 }
-# settings that may change when a run resumes: they determine where and how often, not what
-FREE = (
+# settings that may change when a run resumes, because they do not change the trained weights
+CHANGEABLE = (
     *("out", "save_every", "eval_every", "dry_run", "cpu", "peak_tflops"),
     *("offload_layers", "gpu_gib", "host_gib", "link_gbs", "data_workers"),
 )
@@ -51,10 +51,10 @@ FREE = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of ``finetune/lora.py``; lengths and rates are in tokens and steps.
+    """Options of ``finetune/lora.py``; lengths are in tokens, intervals in optimizer steps.
 
     Raises:
-        ValueError: an option is out of range. The message contains its name and value.
+        ValueError: an option is out of range. The message contains the name and the value.
     """
 
     # model
@@ -147,14 +147,14 @@ class Settings:
         choices = {"train": (ADAPTER, ALL), "dtype": DTYPES, "adapter_dtype": DTYPES}
         for name, accepted in {**choices, "rope": ("none", *ROPES)}.items():
             require(self, name, getattr(self, name) in accepted, f"one of {', '.join(accepted)}")
-        for least, names in LEAST.items():
+        for bound, names in LOWER_BOUNDS.items():
             for name in names:
                 value = getattr(self, name)
-                require(self, name, value is None or value >= least, f"{least} or more")
-        adapted, scaled = self.train == ADAPTER, self.rope != "none"
-        offloading = self.checkpointing or not self.offload_layers
-        reach = 2 <= max(self.passkey_lengths, default=2) <= self.length
-        for name, holds, accepted in (
+                require(self, name, value is None or value >= bound, f"{bound} or more")
+        trains_adapter, scales_rope = self.train == ADAPTER, self.rope != "none"
+        can_offload = self.checkpointing or not self.offload_layers
+        has_valid_passkeys = 2 <= max(self.passkey_lengths, default=2) <= self.length
+        for name, is_valid, accepted in (
             ("lr", self.lr > 0, "a number above 0"),
             ("alpha", self.alpha > 0, "a number above 0"),
             ("link_gbs", self.link_gbs > 0, "a number above 0"),
@@ -162,59 +162,63 @@ class Settings:
             ("dropout", 0 <= self.dropout < 1, "in [0, 1)"),
             ("beta2", 0 <= self.beta2 < 1, "in [0, 1)"),
             ("lr_end", 0 <= self.lr_end <= 1, "in [0, 1]"),
-            ("offload_layers", offloading, "0 without checkpointing"),
-            ("dropout", adapted or not self.dropout, "0 with train=all"),
-            ("qlora", adapted or not self.qlora, "off with train=all"),
-            ("adapter", adapted or not self.adapter, "left out with train=all"),
-            ("rope_factor", scaled or not self.rope_factor, "0 without rope"),
+            ("offload_layers", can_offload, "0 without checkpointing"),
+            ("dropout", trains_adapter or not self.dropout, "0 with train=all"),
+            ("qlora", trains_adapter or not self.qlora, "off with train=all"),
+            ("adapter", trains_adapter or not self.adapter, "left out with train=all"),
+            ("rope_factor", scales_rope or not self.rope_factor, "0 without rope"),
             ("rope_theta", self.rope == "theta" or not self.rope_theta, "0 without rope=theta"),
             ("data", self.data, "at least one source, such as text.jsonl"),
             ("targets", self.targets, "at least one linear layer, such as q_proj"),
             ("warmup", self.warmup < self.steps, f"less than steps={self.steps}"),
-            ("passkey_lengths", reach, f"at most length={self.length}, and 2 or more"),
+            ("passkey_lengths", has_valid_passkeys, f"at most length={self.length}, and 2 or more"),
         ):
-            require(self, name, holds, accepted)
+            require(self, name, is_valid, accepted)
         for name in ("targets", "rank", "alpha"):
-            usual = getattr(Settings, name)
-            accepted = f"left out, or {spell(usual)}, with train=all, because only LoRA uses it"
-            require(self, name, adapted or getattr(self, name) == usual, accepted)
+            default = getattr(Settings, name)
+            accepted = f"left out, or {spell(default)}, with train=all, because only LoRA uses it"
+            require(self, name, trains_adapter or getattr(self, name) == default, accepted)
         if self.cp > 1:
             from cab_hf.plan import DENSE_BLOCK_SIZE
 
-            # only these attend to a sequence that is sharded over processes
+            # other attention implementations would attend to the shard of one process only
             accepted = f"one of {', '.join(NAMES)} with cp={self.cp}"
             require(self, "attention", self.attention in NAMES, accepted)
-            # an early and a late chunk of a document for each process
+            # each process gets an early and a late chunk, to balance causal attention
             least = 2 * self.cp * DENSE_BLOCK_SIZE
             require(self, "length", self.length >= least, f"{least} or more with cp={self.cp}")
-        # these raise errors for values that cannot be parsed
-        self.cab_config(), self.sources(), self.sources("validation")
+        # these calls raise errors for values that cannot be parsed
+        self.cab_config()
+        self.sources()
+        self.sources("validation")
 
     def sources(self, field: str = "data") -> list[tuple[str, float]]:
-        """Return (name, weight) of every source in ``data``, or in ``validation``.
+        """Return (name, weight) of every source in a setting.
 
-        A path that exists under its whole name, such as a folder ``year=2024``, has no weight.
+        ``field`` is "data" or "validation". If a path such as ``year=2024`` exists, the text after
+        ``=`` is part of the path and the weight is 1.
         """
         results = []
         for text in getattr(self, field):
-            weighed = "=" in text and not os.path.exists(os.path.expanduser(text))
-            name, weight = text.rsplit("=", 1) if weighed else (text, "1")
+            has_weight = "=" in text and not os.path.exists(os.path.expanduser(text))
+            name, weight_text = text.rsplit("=", 1) if has_weight else (text, "1")
             try:
-                number = float(weight)
+                weight = float(weight_text)
             except ValueError:
-                number = -1.0
+                weight = -1.0
+            is_valid = bool(name) and 0 <= weight < float("inf")
             accepted = "NAME or NAME=WEIGHT with a weight of 0 or more"
-            require(self, field, name and 0 <= number < float("inf"), accepted, text)
-            results.append((name, number))
+            require(self, field, is_valid, accepted, value=text)
+            results.append((name, weight))
         return results
 
     @property
     def weights_dtype(self) -> str:
-        """The dtype of the loaded weights: trained weights are never rounded."""
+        """The name of the dtype of loaded weights: float32 if all weights are trained."""
         return "float32" if self.train == ALL else self.dtype
 
     def positions(self) -> dict[str, Any]:
-        """The arguments of `models.stretch_positions`; without ``rope`` positions do not change."""
+        """Return ``length`` and the RoPE arguments of `models.stretch_positions`."""
         return {
             "length": self.length,
             "rope": None if self.rope == "none" else self.rope,
@@ -223,14 +227,14 @@ class Settings:
         }
 
     def cab_config(self) -> dict[str, Any]:
-        """Return the fields of CabConfig from --cab, or all fields if --calibration is set.
+        """Return the fields of CabConfig in --cab; all fields if --calibration is set.
 
         Raises:
-            ValueError: if the calibration cannot be read, or refuses a field of --cab.
+            ValueError: the calibration cannot be read, or a field of --cab is invalid.
         """
         fields = dict(map(parse_assignment, self.cab))
         if not self.calibration:
-            # the model refuses unknown fields when it is loaded
+            # `models.load_model` raises errors for invalid fields
             return fields
         try:
             saved = CabConfig.calibrated(self.calibration)
@@ -249,40 +253,43 @@ class Settings:
         return processes // self.cp
 
     def accumulation(self, processes: int) -> int:
-        """Return the micro batches of each of the `replicas` per optimizer step.
+        """Return the number of micro batches that a replica accumulates per optimizer step.
 
         Raises:
-            UsageError: as in `replicas`, or ``tokens_per_step`` is no multiple of the tokens that
-                all processes compute at once.
+            UsageError: as in `replicas`, or ``tokens_per_step`` is no multiple of the tokens in one
+                micro batch of all replicas.
         """
         replicas = self.replicas(processes)
-        at_once = replicas * self.length * self.micro_batch
-        micro_batches, rest = divmod(self.tokens_per_step or at_once, at_once)
-        if rest:
-            who = "processes" if self.cp == 1 else f"groups of {self.cp} processes"
+        tokens = replicas * self.length * self.micro_batch
+        micro_batches, remainder = divmod(self.tokens_per_step or tokens, tokens)
+        if remainder:
+            unit = "processes" if self.cp == 1 else f"groups of {self.cp} processes"
             raise UsageError(
-                f"tokens_per_step must be a multiple of {at_once} ({replicas} {who} x length "
+                f"tokens_per_step must be a multiple of {tokens} ({replicas} {unit} x length "
                 f"{self.length} x micro_batch {self.micro_batch}), got {self.tokens_per_step}."
             )
         return micro_batches
 
     def evaluated_lengths(self) -> tuple[int, ...]:
-        """The lengths in tokens of the documents with hidden keys."""
+        """Return the lengths in tokens of the pass-key documents of an evaluation."""
         return self.passkey_lengths or (self.length // 2, self.length)
 
     def identity(self, world: int) -> dict[str, Any]:
-        """Return the facts, JSON-able, that two runs must share to use the same checkpoints."""
-        fields = {name: value for name, value in asdict(self).items() if name not in FREE}
+        """Return the JSON-able settings that must be equal when a run resumes.
+
+        ``world`` is the number of processes.
+        """
+        fields = {name: value for name, value in asdict(self).items() if name not in CHANGEABLE}
         return {"run": "lora", **fields, "processes": world}
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
-    """Return the likely meaning of an unknown name, or all known names."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
+    """Return "did you mean X?" for an unknown ``name``, or a sentence with all ``known`` names."""
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {matches[0]}?" if matches else f"known are {', '.join(known)}."
 
 
 def read(words: Sequence[str]) -> Settings:
-    """Parse a command line to settings; errors end the process with status 2."""
+    """Parse the words of a command line to settings; exit with status 2 on errors."""
     purpose = "Fine-tune a causal language model on long documents, by LoRA or with all weights."
     return read_settings(Settings, words, PROG, purpose)

@@ -1,7 +1,7 @@
-"""Sources of documents, read epoch after epoch without end, each with a resumable position.
+"""Sources of documents: endless iterators over shuffled epochs, with resumable positions.
 
-A ``state_dict`` is JSON: the position of the next document. Documents that were read ahead are read
-again.
+A ``state_dict`` is JSON-able and contains the position of the next document. After a resume,
+documents that were read ahead are read again.
 """
 
 from __future__ import annotations
@@ -29,46 +29,54 @@ from cab_hf.finetune.retrieval import is_entry, parse_entry, retrieval_document
 from cab_hf.finetune.settings import suggestion
 
 State = dict[str, Any]
-# reader of `datasets` by file suffix; a byte order mark is no text
+# by file suffix: constructor of `datasets.Dataset`, and its arguments; utf-8-sig removes a byte
+# order mark
 KINDS = {
     ".txt": ("from_text", {"sample_by": "document", "encoding": "utf-8-sig"}),
     ".jsonl": ("from_json", {}),
     ".json": ("from_json", {}),
     ".parquet": ("from_parquet", {}),
 }
-# number of texts that are shuffled together, because a stream cannot be shuffled as a whole
+# number of texts of a stream that are shuffled together, because a stream cannot be shuffled as a
+# whole
 BLOCK_STREAMED = 256
-# an upper bound: sentences around keys repeat only if a source has no more of them
+# an upper bound on characters per token, so that the text around keys is long enough
 CHARACTERS_A_TOKEN = 6
-# characters at the start of a text that show whether it has two tokens
+# characters at the start of a text that are tokenized to check that the text has two tokens
 LOOKED_AT = 256
-# arguments of a tokenizer for the tokens of a text alone
+# tokenizer arguments that return the tokens of a text without special tokens
 TOKENS_ALONE = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-# keys are at sentence ends: text without any, such as tables, is cut into these pieces
+# splits text without sentence ends, such as tables, into pieces of up to 600 characters, because
+# keys are inserted between sentences
 SHORT = re.compile(r"\s*\S.{0,600}(?!\S)|\s*\S.{0,600}", re.DOTALL)
+# tokens and labels of a document
 Arrays = tuple[np.ndarray, np.ndarray]
 
 
 class Document(NamedTuple):
-    """A document of ``size`` tokens, or a piece of one, made only when it is needed.
+    """A document, or a piece of a document, whose tokens are computed lazily.
 
-    ``make()`` returns tokens, int32 [size], and labels, int32 [size]: the token that each token
-    predicts, already shifted, or IGNORED.
+    Attributes:
+        size: number of tokens.
+        make: function that returns tokens, int32 [size], and labels, int32 [size]: the token that
+            each token predicts, already shifted, or IGNORED.
     """
 
     size: int
     make: Callable[[], Arrays]
 
     def piece(self, start: int, end: int) -> Document:
-        """Return its tokens from ``start`` to ``end``."""
+        """Return the tokens from ``start`` to ``end``, exclusive, as a document."""
         return Document(end - start, lambda: tuple(each[start:end] for each in self.make()))
 
 
 class Part(NamedTuple):
-    """The held-out documents of a source, or all others.
+    """A rule that selects either the held-out documents of a source or all other documents.
 
-    Document ``first`` and every ``every``-th document after it are held out, in the order of the
-    data. If ``every`` is 0, no document is held out.
+    Attributes:
+        every: one of ``every`` consecutive documents is held out; 0: none.
+        held_out: True to select the held-out documents, False to select all others.
+        first: number of the first held-out document in the order of the data.
     """
 
     every: int
@@ -76,7 +84,7 @@ class Part(NamedTuple):
     first: int = 0
 
     def has(self, number: Any) -> Any:
-        """Return True if a document is in this part, by its number or an array of numbers."""
+        """Return True if this part contains document ``number``, an int or an array of ints."""
         is_held_out = number % self.every == self.first if self.every else number < 0
         return is_held_out == self.held_out
 
@@ -86,13 +94,13 @@ class TextSource:
     """Texts that `datasets` reads."""
 
     name: str
-    dataset: Any  # a Dataset or an IterableDataset
-    text_field: str
-    seed: int = 0
+    dataset: Any  # datasets.Dataset or datasets.IterableDataset
+    text_field: str  # field of a row that contains the text
+    seed: int = 0  # of the order of documents
     shuffle: bool = True
-    # files of the dataset with their SHA-256; for a data set on the hub its commit
+    # SHA-256 of each file by path; for a data set on the hub, the hash of its commit by name
     files: dict[Path, str] = field(default_factory=dict)
-    sha256: str | None = None  # of all files
+    sha256: str | None = None  # of the content of all files
 
     @property
     def rows(self) -> int | None:
@@ -105,9 +113,9 @@ class RetrievalSource:
     """Synthetic documents: keys hidden in the text of other sources. Only answers have labels."""
 
     name: str
-    kinds: tuple[str, ...]  # from `retrieval.KINDS`, in turn; a kind named twice has two turns
-    length: int | None  # tokens of a document; None: those of a sequence
-    seed: int = 0
+    kinds: tuple[str, ...]  # elements of `retrieval.KINDS`; documents cycle through the tuple
+    length: int | None  # tokens of a document; None: the length of a sequence
+    seed: int = 0  # of the keys and their positions
 
     rows = sha256 = None
     files: ClassVar[dict[Path, str]] = {}
@@ -126,25 +134,30 @@ def make_source(
 ) -> Source:
     """Open a source of documents.
 
-    * ``NAME.txt`` is one document; a ``.jsonl`` or ``.parquet`` file has one document per row.
-    * A folder contains such files of one kind.
-    * ``manuals`` is the source of `cab_hf.finetune.pypi_docs`.
-    * ``retrieval:passkey+multi:8192`` are kinds of `retrieval.KINDS` and a number of tokens.
-    * ``NAME`` or ``NAME:CONFIG`` is a data set on the hub.
+    A name has one of these forms:
+
+    * ``FILE.txt``, which is one document;
+    * ``FILE.jsonl``, ``FILE.json`` or ``FILE.parquet``, with one document per row;
+    * a folder of such files with the same suffix;
+    * ``manuals``, the documents of `cab_hf.finetune.pypi_docs`;
+    * ``retrieval:passkey+multi:8192``: kinds of `retrieval.KINDS`, and the tokens of a document;
+    * ``NAME`` or ``NAME:CONFIG``: a data set on the hub.
 
     Args:
-        name: one of these.
-        text_field: field of a row with its text; text files and manuals have their own.
+        name: the name of the source.
+        text_field: field of a row that contains the text; ignored for text files and manuals.
         split: split of a data set on the hub.
-        streaming: True to read during training instead of downloading and indexing first. Then
-            blocks of 256 documents are shuffled, in the order of the stream.
-        seed: seed of the order of the documents, or of the synthetic documents.
+        streaming: True to read the data during training instead of downloading and indexing it
+            first. Documents are then shuffled in blocks of 256.
+        seed: seed of the order of documents, or of synthetic documents.
 
     Raises:
-        UsageError: the source does not exist, cannot be read, or has no text or no such field.
+        UsageError: the source does not exist, cannot be read, or has no documents or no field
+            ``text_field``.
     """
     if is_entry(name):
-        return RetrievalSource(name, *parse_entry(name), seed)
+        kinds, length = parse_entry(name)
+        return RetrievalSource(name=name, kinds=kinds, length=length, seed=seed)
     paths = [manuals_file()] if name == MANUALS else _local_files(name)
     if name == MANUALS or (paths and paths[0].suffix == ".txt"):
         text_field = "text"
@@ -162,142 +175,176 @@ def make_source(
     if text_field not in fields:
         hint = suggestion(text_field, fields)
         raise UsageError(f"source {name!r} has no field {text_field!r}; {hint}")
-    # results and checkpoints contain the name of a file without its folder
-    shown, sums = Path(name).name if paths else name, list(files.values())
-    content = sums[0] if len(sums) == 1 else sha256("".join(sums).encode()).hexdigest()
-    rows = dataset.select_columns([text_field])
-    return TextSource(shown, rows, text_field, seed, files=files, sha256=content)
+    return TextSource(
+        # results and checkpoints contain the name of a file without its folder
+        name=Path(name).name if paths else name,
+        dataset=dataset.select_columns([text_field]),
+        text_field=text_field,
+        seed=seed,
+        files=files,
+        sha256=_combined_hash(list(files.values())),
+    )
+
+
+def _combined_hash(hashes: Sequence[str]) -> str:
+    """Return the only hash, or the SHA-256 of the concatenation of several hashes."""
+    return hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest()
 
 
 def is_local(name: str) -> bool:
-    """Return True if `make_source` needs no network; UsageError for a path that does not exist."""
+    """Return True if `make_source` can open the source ``name`` without a network.
+
+    Raises:
+        UsageError: ``name`` is the path of a missing file or folder.
+    """
     return is_entry(name) or (name != MANUALS and bool(_local_files(name)))
 
 
 def refuse_overlap(
     training: Sequence[tuple[Source, float]], validation: Sequence[tuple[Source, float]]
 ) -> None:
-    """Raise an error if a run would be validated on a text of its training data.
+    """Raise a UsageError if a training file and a validation file have the same content.
 
-    Sources without a share do not count.
-
-    Raises:
-        UsageError: names a source of ``validation`` with a file that ``training`` has too.
+    ``training`` and ``validation`` are pairs of source and share. Sources with a share of 0 do not
+    count.
     """
-    own, others = ([source for source, share in each if share] for each in (training, validation))
-    source_of = {content: source.name for source in own for content in source.files.values()}
-    for source in others:
-        for file, content in source.files.items():
-            if content in source_of:
+    training_sources, validation_sources = (
+        [source for source, share in pairs if share] for pairs in (training, validation)
+    )
+    source_of_hash = {
+        file_hash: source.name for source in training_sources for file_hash in source.files.values()
+    }
+    for source in validation_sources:
+        for file, file_hash in source.files.items():
+            if file_hash in source_of_hash:
                 raise UsageError(
                     f"validation must contain other texts than data, got {source.name!r} and "
-                    f"{source_of[content]!r}, where {file.name} is the same text. Give other "
-                    "texts, or leave validation out to hold out documents of data."
+                    f"{source_of_hash[file_hash]!r}, where {file.name} is the same text. Give "
+                    "other texts, or leave validation out to hold out documents of data."
                 )
 
 
 def _local_files(name: str) -> list[Path]:
-    """Return the files at the path ``name``; an empty list if it is no path."""
+    """Return the file, or the files in the folder, at path ``name``; [] if ``name`` is no path.
+
+    Raises:
+        UsageError: the path does not exist, or its files have unknown or different suffixes.
+    """
     path, known = Path(os.path.expanduser(name)), ", ".join(KINDS)
     if not path.is_file() and not path.is_dir():
-        local = path.suffix in KINDS or path.is_absolute() or name.startswith((".", "~"))
-        # datasets would also read the folder before a colon
-        if local or Path(name.split(":")[0]).is_dir():
-            raise _nothing_there(name)
+        is_path = path.suffix in KINDS or path.is_absolute() or name.startswith((".", "~"))
+        # for FOLDER:CONFIG, datasets would read the folder
+        if is_path or Path(name.split(":")[0]).is_dir():
+            raise _missing_path(name)
         return []
     files = [path]
     if path.is_dir():
-        shown = (file for file in path.rglob("*") if file.suffix in KINDS and not file.is_dir())
-        # hidden files are copies of editors
-        files = sorted(x for x in shown if "/." not in f"/{x.relative_to(path).as_posix()}")
-    kinds = sorted({file.suffix for file in files})
-    if len(kinds) != 1 or kinds[0] not in KINDS:
+        readable = (file for file in path.rglob("*") if file.suffix in KINDS and not file.is_dir())
+        # hidden files are often backups of editors
+        files = sorted(x for x in readable if "/." not in f"/{x.relative_to(path).as_posix()}")
+    suffixes = sorted({file.suffix for file in files})
+    if len(suffixes) != 1 or suffixes[0] not in KINDS:
         raise UsageError(
             f"source {name!r} must be a file of {known}, or a folder of files of one of these "
-            f"kinds, got {' and '.join(kinds) or 'no'} files."
+            f"kinds, got {' and '.join(suffixes) or 'no'} files."
         )
     return files
 
 
-def _nothing_there(name: str) -> UsageError:
+def _missing_path(name: str) -> UsageError:
+    """Return the error for a source that is neither a path nor a data set on the hub."""
     return UsageError(
-        f"source must be an existing file or folder, got {name!r}. Give the path of one."
+        f"source must be an existing file or folder, got {name!r}. Give the path of a file or "
+        "folder."
     )
 
 
 def _open_hub(name: str, split: str, streaming: bool) -> tuple[Any, str | None]:
-    """Open a data set on the hub; return it with the hash of its commit."""
+    """Open the data set ``name`` on the hub; return the data set and the hash of its commit."""
     from datasets import load_dataset, load_dataset_builder
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
     path, _, config = name.partition(":")
     if path in _PACKAGED_DATASETS_MODULES:
-        # datasets would read any files in the working directory
-        raise _nothing_there(name)
-    content = load_dataset_builder(path, config or None).hash
-    return load_dataset(path, config or None, split=split, streaming=streaming), content
+        # datasets treats names such as "json" as readers of all files in the working directory
+        raise _missing_path(name)
+    commit = load_dataset_builder(path, config or None).hash
+    return load_dataset(path, config or None, split=split, streaming=streaming), commit
 
 
 def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
-    """Read the rows of exactly these ``files``, by SHA-256; None if all are empty."""
+    """Open ``files``, which have the same suffix, with `datasets`; None if all files are empty.
+
+    Args:
+        files: SHA-256 of each file by path, with which datasets names its cache.
+        streaming: True to return an IterableDataset instead of a Dataset.
+        options: further arguments of the reader.
+
+    Raises:
+        ValueError: a file is compressed.
+    """
     from datasets import Dataset
     from datasets.data_files import DataFilesDict, DataFilesList
     from datasets.utils.extract import Extractor
 
-    read, usual = KINDS[next(iter(files)).suffix]
-    # datasets cannot infer the fields of an empty file; an empty text is a document, skipped later
-    filled = {
-        os.path.abspath(file): (content,)
-        for file, content in files.items()
-        if file.stat().st_size or (read == "from_text" and len(files) > 1)
+    reader, reader_options = KINDS[next(iter(files)).suffix]
+    # datasets fails for empty files without rows; an empty text file is a document that is skipped
+    nonempty = {
+        os.path.abspath(file): (file_hash,)
+        for file, file_hash in files.items()
+        if file.stat().st_size or (reader == "from_text" and len(files) > 1)
     }
-    for file in filled:
-        # datasets caches extracted files by path alone
-        if read != "from_parquet" and Extractor.infer_extractor_format(file):
+    for file in nonempty:
+        # the cache of datasets does not notice a change of a compressed file
+        if reader != "from_parquet" and Extractor.infer_extractor_format(file):
             raise ValueError(f"{Path(file).name} is compressed")
-    if not filled:
+    if not nonempty:
         return None
-    # a path alone would be a pattern, cached by its time stamp
-    named = DataFilesDict(train=DataFilesList(list(filled), list(filled.values())))
-    # unlike load_dataset, these readers call no server that counts loads
-    how = {"split": "train", "streaming": streaming, **usual, **options}
-    return getattr(Dataset, read)(named, **how)
+    # datasets would expand a str as a pattern, and use the time stamp as the key of its cache
+    data_files = DataFilesDict(train=DataFilesList(list(nonempty), list(nonempty.values())))
+    # unlike load_dataset, the methods of Dataset do not report their use to a server
+    return getattr(Dataset, reader)(
+        data_files, split="train", streaming=streaming, **reader_options, **options
+    )
 
 
 def _reading(name: str, files: Sequence[Path], text_field: str) -> AbstractContextManager[None]:
-    """Turn any error inside the block into a UsageError that names the source.
+    """Turn any error inside the block into a UsageError that names the source ``name``.
 
-    The message names the first of several ``files`` that cannot be read or lacks the field.
+    If the source has several ``files``, the message names the first file that cannot be read or
+    has no field ``text_field``.
     """
 
-    def sentence(error: Exception) -> str:
-        bad, features = "", None
+    def message(error: Exception) -> str:
+        file_name, features = "", None
         for file in files if len(files) > 1 else ():
             try:
                 dataset = _open_files({file: ""}, True, features=features)
                 if any(text_field not in row for row in dataset or ()):
                     raise ValueError(f"it has no field {text_field!r}")
-            except Exception as of_file:
-                bad, error = f"{file.name}: ", of_file
+            except Exception as file_error:
+                file_name, error = f"{file.name}: ", file_error
                 break
             features = features or (dataset and dataset.features)
-        # the error of datasets only says that it failed, and its cause says why
+        # datasets wraps the error that has the reason
         error = error.__cause__ or error
-        why = error.details() if hasattr(error, "details") else first_line(error)
+        reason = error.details() if hasattr(error, "details") else first_line(error)
         return (
-            f"source {name!r} cannot be read ({bad}{why}). Give readable files or another data set."
+            f"source {name!r} cannot be read ({file_name}{reason}). Give readable files or another "
+            "data set."
         )
 
-    return refused_as(sentence)
+    return refused_as(message)
 
 
 def first_held_out(source: TextSource, tokenizer: Any, every: int) -> int:
-    """Return the number of the first document that is held out: below ``every``.
+    """Return the number of the first held-out document, from 0 to ``every - 1``.
 
-    Its place is that of the first document with at least two tokens, so that the held-out part is
-    not an empty row. Without such a document the number is 0.
+    Every ``every``-th document from this number on is held out. The held-out documents include the
+    first document with two tokens or more, so that they are not all empty. The number is 0 if all
+    documents are shorter.
     """
-    # reading a stream moves its place
+    # reading a stream changes its position
     rows = source.dataset if source.rows is not None else copy.deepcopy(source.dataset)
     with _reading(source.name, [*source.files], source.text_field):
         for number, row in enumerate(rows):
@@ -309,10 +356,20 @@ def first_held_out(source: TextSource, tokenizer: Any, every: int) -> int:
 
 
 class Texts:
-    """The texts of a source, without end, in a new random order each epoch.
+    """An endless iterator over the texts of a source, in a new random order each epoch.
 
-    All rows are shuffled together. A stream is shuffled block by block, because the buffer of
-    datasets' own shuffling is lost when a run resumes. ``salt`` seeds the order.
+    Rows of a data set are shuffled together. A stream is shuffled block by block, because the
+    shuffle buffer of datasets is lost when a run resumes.
+
+    Args:
+        source: the source.
+        part: the held-out documents, or all others.
+        salt: seed of the order, in addition to the seed of the source.
+        tokenizer: the tokenizer of the model, which `first_held_out` uses; None: the first held-out
+            document is ``part.first``.
+
+    Raises:
+        UsageError: ``part`` has no documents of the source.
     """
 
     def __init__(self, source: TextSource, part: Part, salt: str, tokenizer: Any = None) -> None:
@@ -322,7 +379,7 @@ class Texts:
         self._seed = f"finetune/{salt}/{source.seed}"
         self._first: State = {"epoch": 0, "row": 0, "block": 0}
         if source.rows is None:
-            # a second reader of the source must not move this one
+            # copied, because another reader of the same source has its own position
             self._dataset = copy.deepcopy(source.dataset)
             self._first["dataset"] = copy.deepcopy(self._dataset.state_dict())
         elif not part.has(np.arange(source.rows)).any():
@@ -331,7 +388,7 @@ class Texts:
 
     @property
     def epoch(self) -> int:
-        """The number of times that all texts were read."""
+        """The number of complete passes over the texts."""
         return self._next["epoch"]
 
     def __next__(self) -> str:
@@ -342,39 +399,41 @@ class Texts:
         return self._texts[self._taken - 1]
 
     def at_most_twice(self) -> Iterator[str]:
-        """Yield texts until all of them have been read again from the start."""
-        begun = self.epoch
-        while self.epoch <= begun + 1:
+        """Yield texts until the end of the next epoch, so that each text was read at least once."""
+        first_epoch = self.epoch
+        while self.epoch <= first_epoch + 1:
             yield Texts.__next__(self)
 
     def state_dict(self) -> State:
-        """Return the position of the next text.
+        """Return the JSON-able position of the next text.
 
-        The position is the start of its block, and the number of texts taken from the block.
+        The position is the start of the current block, and the number of texts read from the block.
         """
         return {"begun": self._begun, "taken": self._taken}
 
     def load_state_dict(self, state: State) -> None:
+        """Set the position to a result of `state_dict`."""
         self._begun, self._taken = state["begun"], state["taken"]
         self._go_to(self._begun)
         self._texts = self._read() if self._taken else []
 
-    def _go_to(self, place: State) -> None:
+    def _go_to(self, position: State) -> None:
         """Set the position of the next block."""
-        self._next, source = place, self._source
+        self._next, source = position, self._source
         if source.rows is None:
-            self._dataset.load_state_dict(copy.deepcopy(place["dataset"]))
-            self._rows = enumerate(self._dataset, place["row"])
+            self._dataset.load_state_dict(copy.deepcopy(position["dataset"]))
+            self._rows = enumerate(self._dataset, position["row"])
             return
         order = np.flatnonzero(self._part.has(np.arange(source.rows)))
         if source.shuffle:
-            drawn = random.Random(f"{self._seed}/{place['epoch']}").getrandbits(32)
-            # the draws of this generator are the same in every version of numpy
-            order = np.random.RandomState(drawn).permutation(order)
-        self._rows = ((number, source.dataset[number]) for number in order[place["row"] :].tolist())
+            seed = random.Random(f"{self._seed}/{position['epoch']}").getrandbits(32)
+            # RandomState returns the same numbers in every version of numpy
+            order = np.random.RandomState(seed).permutation(order)
+        numbers = order[position["row"] :].tolist()
+        self._rows = ((number, source.dataset[number]) for number in numbers)
 
     def _read(self) -> list[str]:
-        """Read the next block, from the next epoch if this one has ended."""
+        """Return the texts of the next block, which may be the first block of the next epoch."""
         with _reading(self._source.name, [*self._source.files], self._source.text_field):
             texts = self._read_block()
             if not texts and self._next["block"]:
@@ -385,25 +444,31 @@ class Texts:
         return texts
 
     def _read_block(self) -> list[str]:
+        """Return the texts of the next block, and move the position; [] at the end of an epoch.
+
+        A block is one text of a data set, or up to `BLOCK_STREAMED` texts of a stream.
+        """
         texts: list[str] = []
-        place, streamed = dict(self._next), self._source.rows is None
+        position, is_stream = dict(self._next), self._source.rows is None
         for number, row in self._rows:
-            place["row"] += 1
+            position["row"] += 1
             if self._part.has(number):
                 texts.append(self._checked(row.get(self._source.text_field), number))
-            if len(texts) == (BLOCK_STREAMED if streamed else 1):
+            if len(texts) == (BLOCK_STREAMED if is_stream else 1):
                 break
-        if texts and streamed:
-            # only then: right after a load, a data set returns positions from the first row
-            place["dataset"] = copy.deepcopy(self._dataset.state_dict())
+        if texts and is_stream:
+            # not for an empty block: if no row was read since load_state_dict, the state of a
+            # stream of datasets is the first row
+            position["dataset"] = copy.deepcopy(self._dataset.state_dict())
             if self._source.shuffle:
-                seed = f"{self._seed}/{place['epoch']}/{place['block']}"
+                seed = f"{self._seed}/{position['epoch']}/{position['block']}"
                 random.Random(seed).shuffle(texts)
-        place["block"] += bool(texts)
-        self._next = place
+        position["block"] += bool(texts)
+        self._next = position
         return texts
 
     def _checked(self, text: Any, number: int) -> str:
+        """Return ``text``, or "" for None and blank text; UsageError if ``text`` is no string."""
         if not isinstance(text, str | None):
             raise UsageError(
                 f"field {self._source.text_field!r} of source {self._source.name!r} must contain "
@@ -412,6 +477,7 @@ class Texts:
         return text if text and text.strip() else ""
 
     def _no_documents(self) -> UsageError:
+        """Return the error for a source without documents in the part."""
         which = "held-out documents" if self._part.held_out else "documents"
         rule = f"one in {self._part.every}" if self._part.every else "none"
         return UsageError(
@@ -421,9 +487,10 @@ class Texts:
 
 
 class TextDocuments(Texts):
-    """Texts as tokens: special tokens before a text, the text, and the end-of-text token.
+    """An endless iterator over the tokenized texts of a source.
 
-    Texts with fewer than two tokens are skipped.
+    A document has the leading special tokens of the tokenizer, the text, and the end-of-text token.
+    Texts with fewer than two tokens are skipped. Arguments are those of `Texts`.
     """
 
     never_cut = False  # a document may continue in the next sequence
@@ -438,8 +505,8 @@ class TextDocuments(Texts):
             ids = self._tokenizer(text, **TOKENS_ALONE)["input_ids"]
             if len(ids) >= 2:
                 tokens = np.asarray((*self._before, *ids, *self._after), dtype=np.int32)
-                made = tokens, np.append(tokens[1:], np.int32(IGNORED))
-                return Document(len(tokens), lambda made=made: made)
+                arrays = tokens, np.append(tokens[1:], np.int32(IGNORED))
+                return Document(len(tokens), lambda arrays=arrays: arrays)
         which, remedy = "documents", "or leave the source out"
         if self._part.held_out and self._part.every > 1:
             which, remedy = "held-out documents", "or use --held-out 0 or --validation"
@@ -453,18 +520,22 @@ class TextDocuments(Texts):
 
 
 class RetrievalDocuments:
-    """Synthetic documents that cycle through the kinds and through the sources of their text.
+    """An endless iterator over synthetic documents, which cycles through the kinds of a source.
 
     Args:
-        length: tokens of a sequence, and of a document if its source has no length.
-        others: sources of the text; without any the text is `NOISE`.
+        source: the kinds and the length of documents.
+        part: seeds differ between held-out documents and all others.
+        salt: seed of the documents, in addition to the seed of the source.
+        tokenizer: the tokenizer of the model.
+        length: tokens of a sequence, and of a document if ``source.length`` is None.
+        others: sources of the text around keys, used in turn; without sources the text is `NOISE`.
 
     Raises:
         UsageError: a document is longer than a sequence, or too short for its keys.
     """
 
-    epoch = None  # synthetic documents never end
-    never_cut = True  # a question without its text cannot be answered
+    epoch = None  # there are always new synthetic documents
+    never_cut = True  # a question cannot be answered without the text that contains the key
 
     def __init__(
         self,
@@ -485,8 +556,9 @@ class RetrievalDocuments:
         self._seed = f"{salt}/{source.seed}/{part.held_out}"
         salt = f"{salt}/{source.name}"
         self._haystacks = [Texts(other, part, salt, tokenizer) for other in others]
-        for turn in range(len(source.kinds)):
-            self.make(turn, ())
+        # raise errors for a length that is too small before training starts
+        for index in range(len(source.kinds)):
+            self.make(index, ())
 
     def __next__(self) -> Document:
         index, excerpts = self._index, self._excerpts()
@@ -494,50 +566,66 @@ class RetrievalDocuments:
         return Document(self._length, lambda: self.make(index, excerpts))
 
     def make(self, index: int, excerpts: Sequence[str]) -> Arrays:
-        """Return tokens and labels of a document; UsageError if it is too short for its keys."""
+        """Return tokens and labels of document ``index``.
+
+        ``excerpts`` are the text around keys; without excerpts the text is `NOISE`.
+
+        Raises:
+            UsageError: the document is too short for its keys.
+        """
         kinds = self._source.kinds
-        kind, around = kinds[index % len(kinds)], list(_sentences(excerpts)) or NOISE
         try:
             document = retrieval_document(
-                kind, self._tokenizer, around, self._length, index, self._seed
+                kind=kinds[index % len(kinds)],
+                tokenizer=self._tokenizer,
+                sentences=list(_sentences(excerpts)) or NOISE,
+                length=self._length,
+                index=index,
+                seed=self._seed,
             )
         except ValueError as error:
-            # each document draws other names and numbers, so a later one may be longer than the
-            # first
+            # also possible after the first documents, because keys of later documents may have
+            # more tokens
             raise UsageError(f"source {self._source.name!r}: {error}") from None
         tokens = np.asarray(document.tokens, dtype=np.int32)
         labels = np.full_like(tokens, IGNORED)
         for start, end in document.answers:
-            # the token before predicts each token
+            # labels are shifted: token i predicts token i + 1
             labels[start - 1 : end - 1] = tokens[start:end]
         return tokens, labels
 
     def _excerpts(self) -> list[str]:
-        """Return text for one document; a longer text is cut at a drawn place."""
+        """Return texts that are long enough for the next document.
+
+        A random range is cut out of a text that is too long.
+        """
         if not self._haystacks:
             return []
-        turn = self._index // len(self._source.kinds)
+        cycle = self._index // len(self._source.kinds)
         rng = random.Random(f"finetune/{self._seed}/text/{self._index}")
-        num_characters, excerpts = self._length * CHARACTERS_A_TOKEN, []
-        for text in self._haystacks[turn % len(self._haystacks)].at_most_twice():
-            start = rng.randrange(max(1, len(text) - num_characters))
-            excerpt = text[start : start + num_characters]
+        num_missing, excerpts = self._length * CHARACTERS_A_TOKEN, []
+        for text in self._haystacks[cycle % len(self._haystacks)].at_most_twice():
+            start = rng.randrange(max(1, len(text) - num_missing))
+            excerpt = text[start : start + num_missing]
             if excerpt.strip():
                 excerpts.append(excerpt)
-                num_characters -= len(excerpt)
-            if num_characters <= 0:
+                num_missing -= len(excerpt)
+            if num_missing <= 0:
                 break
         return excerpts
 
     def state_dict(self) -> State:
+        """Return the JSON-able position of the next document."""
         return {"index": self._index, "texts": [each.state_dict() for each in self._haystacks]}
 
     def load_state_dict(self, state: State) -> None:
+        """Set the position to a result of `state_dict`."""
         self._index = state["index"]
-        for texts, place in zip(self._haystacks, state["texts"], strict=True):
-            texts.load_state_dict(place)
+        for texts, position in zip(self._haystacks, state["texts"], strict=True):
+            texts.load_state_dict(position)
 
 
 def _sentences(excerpts: Sequence[str]) -> Iterator[str]:
+    """Yield the sentences of ``excerpts``, cut into pieces of up to 600 characters."""
     for sentence in chain.from_iterable(map(split_sentences, excerpts)):
         yield from (piece.strip(" ") for piece in SHORT.findall(sentence))

@@ -1,4 +1,4 @@
-"""A run of ``finetune/lora.py``: its parts, its steps and its files."""
+"""The training loop of ``finetune/lora.py``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
@@ -43,27 +43,28 @@ from cab_hf.finetune.settings import ALL, PROG, Settings
 from cab_hf.finetune.tiles import compute_in_tiles, tile_of
 from cab_hf.finetune.validation import Validation
 
+# files and a folder in the output folder of a run
 LOG, CURVE, RESULTS = "log.jsonl", "curve.png", "results.json"
 CHECKPOINTS = "checkpoints"
-# errors caused by settings, wherever they are raised
+# types of errors that settings may cause
 OF_SETTINGS = (ValueError, NotImplementedError)
 
 
 def run(settings: Settings) -> int:
-    """Train, or with ``dry_run`` print the cost; return the exit status."""
-    rank, refused = int(os.environ.get("RANK", 0)), OF_SETTINGS if settings.dry_run else ()
+    """Train, or print the estimated cost if ``dry_run`` is set; return the exit status."""
+    rank, expected_errors = int(os.environ.get("RANK", 0)), OF_SETTINGS if settings.dry_run else ()
     try:
-        with accelerating(settings) as accelerator, ending_together(), refusing(refused):
+        with accelerating(settings) as accelerator, ending_together(), refusing(expected_errors):
             if settings.dry_run:
                 dry_run.print_report(settings, accelerator)
             else:
                 Run(settings, accelerator).train()
     except (UsageError, NotImplementedError) as error:
-        of = f" (process {rank})" if rank else ""
-        print(f"{PROG}{of}: {' '.join(str(error).split())}", file=sys.stderr)
+        process = f" (process {rank})" if rank else ""
+        print(f"{PROG}{process}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except OSError as error:
-        # the disk may be full in any folder, also in a cache of data
+        # any disk may be full, for example the disk with the cache of datasets
         if error.errno not in logs.DISK_FULL:
             raise
         print(f"{PROG}: {error.strerror}. Free disk space, and the run continues.", file=sys.stderr)
@@ -73,10 +74,10 @@ def run(settings: Settings) -> int:
 
 @contextmanager
 def accelerating(settings: Settings) -> Iterator[Accelerator]:
-    """Connect the processes of this run inside the block."""
+    """Yield an Accelerator, which connects the processes of the run until the block ends."""
     accelerator = Accelerator(
         cpu=settings.cpu or not torch.cuda.is_available(),
-        # the objective controls autocast: frozen weights need none, whatever a launcher sets
+        # `Objective` controls autocast; this value overrides the setting of a launcher
         mixed_precision="no",
         project_dir=settings.out,
     )
@@ -88,7 +89,7 @@ def accelerating(settings: Settings) -> Iterator[Accelerator]:
 
 @contextmanager
 def refusing(errors: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Turn ``errors``, and a device out of memory, into a UsageError of one line."""
+    """Turn ``errors`` of the block, and errors of GPU memory, into a UsageError."""
     try:
         yield
     except errors as error:
@@ -101,11 +102,15 @@ def refusing(errors: tuple[type[Exception], ...]) -> Iterator[None]:
 
 
 class Run:
-    """A run, resumed if its folder contains a checkpoint.
+    """A training run, which resumes from the newest checkpoint in its folder.
+
+    Args:
+        settings: the settings of the run.
+        accelerator: accelerate's accelerator.
 
     Raises:
         UsageError: the settings do not fit the model, the data or the machine, or the folder
-            contains a run of other settings.
+            contains a run with other settings.
     """
 
     def __init__(self, settings: Settings, accelerator: Accelerator) -> None:
@@ -115,35 +120,46 @@ class Run:
         require_run(self.out)
         with refusing(OF_SETTINGS):
             self.accumulation = settings.accumulation(self.processes)
-            # the same adapter in every process
+            # adapters are initialised randomly and must be equal in all processes
             set_seed(settings.seed)
             self.model, self.tokenizer = build(settings, accelerator.device)
             cost = cost_model.Cost.of(self.model)
             self._fit_into_memory(cost)
             self.parallel = Parallel(settings, self.model, accelerator)
             vocabulary = self.model.config.get_text_config().vocab_size
-            packed, held_out, self.read = open_data(
-                settings, self.tokenizer, self.parallel, self._tell, vocabulary
+            packed, held_out, self.source_hashes = open_data(
+                settings=settings,
+                tokenizer=self.tokenizer,
+                parallel=self.parallel,
+                notify=self._tell,
+                vocabulary=vocabulary,
             )
-            self._agree()
-        self.packed, self.place = packed, packed.state_dict()
+            self._require_equal_processes()
+        self.packed = packed
+        self.position = packed.state_dict()  # after the last sequence that was trained on
         self.data = prefetched(packed, 2 * settings.micro_batch, settings.data_workers)
         self.cost = cost
         if cost.uncounted:
             self._tell(f"MFU is not reported: {cost.uncounted}.")
         self.objective, self.optimizer = self._prepare()
-        self.validation = Validation(self.tokenizer, held_out, settings, accelerator, self.parallel)
-        self.checkpoints = Checkpoints(
-            self.out / CHECKPOINTS,
-            self.rank,
-            self.processes,
-            accelerator.wait_for_everyone,
-            TRAINED if settings.train == ALL else checkpoints.ADAPTER,
+        self.validation = Validation(
+            tokenizer=self.tokenizer,
+            held_out=held_out,
+            settings=settings,
+            accelerator=accelerator,
+            parallel=self.parallel,
         )
-        self.done = self._resume()
+        self.checkpoints = Checkpoints(
+            folder=self.out / CHECKPOINTS,
+            rank=self.rank,
+            processes=self.processes,
+            wait=accelerator.wait_for_everyone,
+            result=TRAINED if settings.train == ALL else checkpoints.ADAPTER,
+        )
+        self.done = self._resume()  # number of finished steps
 
     def _fit_into_memory(self, cost: cost_model.Cost) -> None:
-        """Set up tiles of MLPs and offloading of checkpoints, as given or as necessary."""
+        """Set up tiles and offloading as in the settings, or as the memory estimate requires."""
         settings, device = self.settings, self.accelerator.device
         tokens = settings.length * settings.micro_batch // settings.cp
         tile = tile_of(tokens, settings.tile_tokens)
@@ -154,26 +170,28 @@ class Run:
         offloaded = settings.offload_layers
         if offloaded is None and device.type == "cuda":
             spread, room = dry_run.spread_of(self.accelerator), dry_run.room_of(settings, device)
-            fitted = dry_run.fit(settings, cost, spread, room)
-            dry_run.refuse_too_long(settings, cost, spread, room, fitted)
+            fitted = dry_run.fit(settings=settings, cost=cost, spread=spread, room=room)
+            dry_run.refuse_too_long(
+                settings=settings, cost=cost, spread=spread, room=room, fitted=fitted
+            )
             offloaded = fitted.offloaded
             if offloaded:
                 self._tell(f"{dry_run.transfer(settings, fitted)}.")
         if offloaded:
             Offload(offloaded, device).enable(self.model)
 
-    def _agree(self) -> None:
-        """Raise an error if processes have different settings, texts or weights."""
+    def _require_equal_processes(self) -> None:
+        """Raise a UsageError if processes have different settings, data or weights."""
         if self.processes == 1:
             return
         facts = facts_of(self.settings, self.model, self.tokenizer)
-        for field, sums in self.read.items():
-            for number, sha256 in enumerate(sums.values(), 1):
+        for field, hashes in self.source_hashes.items():
+            for number, sha256 in enumerate(hashes.values(), 1):
                 facts[f"the content of source {number} of --{field}"] = sha256
         require_equal({**facts, "the content of --calibration": calibration_sha256(self.settings)})
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return the loss and the optimizer, distributed over the processes."""
+        """Return the objective and the optimizer, wrapped by accelerate for all processes."""
         settings = self.settings
         optimizer = torch.optim.AdamW(
             checkpoints.trained(self.model).values(),
@@ -182,35 +200,35 @@ class Run:
             weight_decay=settings.weight_decay,
             fused=self.accelerator.device.type == "cuda",
         )
-        rounded = settings.dtype != settings.weights_dtype
-        autocast = getattr(torch, settings.dtype) if rounded else None
+        needs_autocast = settings.dtype != settings.weights_dtype
+        autocast = getattr(torch, settings.dtype) if needs_autocast else None
         objective = Objective(self.model, autocast)
         objective, optimizer = self.accelerator.prepare(objective, optimizer)
         return objective.train(), optimizer
 
     def _resume(self) -> int:
-        """Resume from the newest checkpoint; return the number of its steps."""
-        # different dropout in every process
+        """Load the newest checkpoint; return the number of its steps, 0 without a checkpoint."""
+        # dropout masks must differ between processes
         set_seed(self.settings.seed + self.rank)
-        # all ranks use the checkpoint that rank 0 finds: file systems of hosts may differ
+        # all ranks use the checkpoint that rank 0 finds, because file systems may be out of sync
         (newest,) = broadcast_object_list([self.checkpoints.newest()])
         if newest is None:
             return 0
-        # opening the log raises an error for other settings before a checkpoint is read; an empty
-        # log would become this run's
+        # opening the log raises an error for other settings before the checkpoint is read; opening
+        # an empty log would write this run's settings
         log = self.out / LOG
-        empty = log.is_file() and b"\n" not in log.read_bytes()
-        if logs.file_exists(log) and not empty:
+        is_empty = log.is_file() and b"\n" not in log.read_bytes()
+        if logs.file_exists(log) and not is_empty:
             with self._log():
                 pass
         shared, own_state = self.checkpoints.load(newest)
         if self.accelerator.is_main_process:
-            wanted = logs.as_recorded(self._identity)
-            logs.require_identity(newest, json.loads(shared["identity"]), wanted)
+            identity = logs.as_recorded(self._identity)
+            logs.require_identity(newest, json.loads(shared["identity"]), identity)
         checkpoints.load_parameters(self.model, shared["parameters"])
         checkpoints.load_optimizer(self.optimizer, self.model, shared["optimizer"])
-        self.place = json.loads(own_state["data"])
-        self.packed.load_state_dict(self.place)
+        self.position = json.loads(own_state["data"])
+        self.packed.load_state_dict(self.position)
         checkpoints.load_random_state(own_state["random"])
         load_rotary_state(self.model, own_state["rotary"])
         return shared["step"]
@@ -223,93 +241,116 @@ class Run:
         bar = tqdm(total=self.settings.steps, initial=self.done, unit="step", disable=silent)
         with self._log() as log, attending, stopping as stop_request, bar:
             if log is not None:
-                noted = [x["step"] for x in log.records if x["kind"] == curve.STEP]
-                count = sum(step <= self.done for step in noted)
-                if count < self.done:
-                    self._tell(f"{LOG} has {count} of the {self.done} steps that were made before.")
+                logged_steps = [x["step"] for x in log.records if x["kind"] == curve.STEP]
+                num_logged = sum(step <= self.done for step in logged_steps)
+                if num_logged < self.done:
+                    self._tell(
+                        f"{LOG} has {num_logged} of the {self.done} steps that were made before."
+                    )
             for step in range(self.done + 1, self.settings.steps + 1):
                 record, stop = self._step(step, stop_request)
                 self._note(log, curve.STEP, step, record)
                 bar.set_postfix(loss=f"{record['loss']:.3f}", refresh=False)
                 bar.update()
-                last = step == self.settings.steps
-                if due(self.settings.eval_every, step, last):
-                    # its sequences may be longer than all before
+                is_last = step == self.settings.steps
+                if due(self.settings.eval_every, step, is_last):
+                    # evaluation may change the RoPE state, because its sequences may be longer
                     rotary = rotary_state(self.model)
                     result = self.validation.measure(self.objective)
                     load_rotary_state(self.model, rotary)
                     self._note(log, curve.EVALUATION, step, result)
-                    # evaluation attends too
+                    # the densities of training must not include the evaluation
                     cab_hf.stats(self.model, reset=True)
-                if stop or due(self.settings.save_every, step, last):
+                if stop or due(self.settings.save_every, step, is_last):
                     self._save(step)
-                if stop and not last:
+                if stop and not is_last:
                     self._tell(f"stopped at step {step} on request; the same command continues.")
                     return
             if log is not None:
                 self._end(log)
 
-    def _step(self, step: int, asked: Any) -> tuple[dict[str, Any], bool]:
-        """Train one step; return its line of the log, and whether to stop after it."""
+    def _step(self, step: int, stop_request: Callable[[], bool]) -> tuple[dict[str, Any], bool]:
+        """Train one optimizer step.
+
+        Args:
+            step: number of the step.
+            stop_request: function that returns True if this process received SIGTERM.
+
+        Returns:
+            The fields of the step in the log; and True if some process received SIGTERM.
+        """
         settings, accelerator, start = self.settings, self.accelerator, time.perf_counter()
         micro_batches = []
         for _ in range(self.accumulation):
             sequences = []
             for _ in range(settings.micro_batch):
-                sequence, self.place = next(self.data)
+                sequence, self.position = next(self.data)
                 sequences.append(sequence)
             micro_batches.append(self.parallel.sharded(default_collate(sequences)))
-        mine = float(sum(labelled(batch) for batch in micro_batches))
-        (tokens,) = one_sum([mine], accelerator)
+        num_labels = float(sum(labelled(batch) for batch in micro_batches))
+        (num_labels,) = one_sum([num_labels], accelerator)
         rate = learning_rate(step, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss, counted = self._gradients(micro_batches, tokens)
+        loss, counts = self._gradients(micro_batches, num_labels)
         norm = self._clip()
-        finite.require_finite_step(step, loss, norm, self.model, accelerator)
+        finite.require_finite_step(
+            step=step, loss=loss, norm=norm, model=self.model, accelerator=accelerator
+        )
         self.optimizer.step()
         self.optimizer.zero_grad()
-        loss, stop, *totals = one_sum([loss, float(asked()), *counted.tolist()], accelerator)
+        loss, stop, *totals = one_sum([loss, float(stop_request()), *counts.tolist()], accelerator)
         peak = None
         if self.cost.uncounted is None:
             peak = cost_model.peak_flops(accelerator.device, settings.peak_tflops)
-        # the sum was a device sync
-        speed = cost_model.line(totals, time.perf_counter() - start, self.processes, peak)
+        # the time needs no device sync, because reading the sum was one
+        speed = cost_model.line(
+            totals=totals,
+            seconds=time.perf_counter() - start,
+            processes=self.processes,
+            peak=peak,
+        )
         peak_gib = cost_model.peak_gib(accelerator.device)
-        record = {"loss": loss / max(1.0, tokens), "grad_norm": norm, "lr": rate}
+        record = {"loss": loss / max(1.0, num_labels), "grad_norm": norm, "lr": rate}
         return {**record, **speed, "peak_gib": peak_gib}, stop > 0
 
     def _gradients(
-        self, micro_batches: Sequence[Batch], tokens: float
+        self, micro_batches: Sequence[Batch], num_labels: float
     ) -> tuple[float, torch.Tensor]:
-        """Compute the gradients of a step of ``tokens``.
+        """Compute the gradients of a step.
 
-        Returns the summed loss of this process and the `cost_model.count`.
+        Args:
+            micro_batches: the batches of this process.
+            num_labels: number of labels in all processes.
+
+        Returns:
+            The summed loss of this process, and the sum of `cost_model.count` over the batches.
         """
-        # gradients are averaged over the processes, and the loss is the mean over all tokens; each
-        # token is in one process, with or without sharded sequences
-        scale = self.processes / max(1.0, tokens)
+        # the loss is the mean over the labels of all processes; the factor `processes` cancels the
+        # average of gradients over processes by DDP and FSDP
+        scale = self.processes / max(1.0, num_labels)
         total = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
-        counted = torch.zeros(4, dtype=torch.float64)
-        for place, batch in enumerate(micro_batches, 1):
+        counts = torch.zeros(4, dtype=torch.float64)
+        for number, batch in enumerate(micro_batches, 1):
             on_device = {name: each.to(total.device) for name, each in batch.items()}
-            alone = place < len(micro_batches)
-            with self.accelerator.no_sync(self.objective) if alone else nullcontext():
+            # gradients are exchanged after the last micro batch
+            is_last = number == len(micro_batches)
+            with nullcontext() if is_last else self.accelerator.no_sync(self.objective):
                 loss = self.objective(on_device)
                 self.accelerator.backward(loss * scale)
             total += loss.detach()
             positions = self.parallel.positions(batch)
-            counted += cost_model.count(self.cost, positions, cab_hf.stats(self.model, reset=True))
-        return total.item(), counted
+            counts += cost_model.count(self.cost, positions, cab_hf.stats(self.model, reset=True))
+        return total.item(), counts
 
     def _clip(self) -> float:
-        """Clip the gradients of all processes together; return their norm before."""
+        """Clip the gradients by their norm over all processes; return the norm before clipping."""
         trained = list(checkpoints.trained(self.model).values())
         norm = nn.utils.clip_grad_norm_(trained, self.settings.clip or float("inf"))
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
     def _save(self, step: int) -> None:
-        # all processes contribute their parts of sharded tensors
+        """Save the checkpoint of ``step``; all processes must call this method."""
         parameters = checkpoints.parameters_of(self.model)
         optimizer = checkpoints.optimizer_of(self.optimizer, self.model)
         finite.require_finite_state(step, parameters, optimizer)
@@ -318,7 +359,7 @@ class Run:
             shared["identity"] = json.dumps(self._identity)
         own_state = {
             "random": checkpoints.random_state(),
-            "data": json.dumps(self.place),
+            "data": json.dumps(self.position),
             "rotary": rotary_state(self.model),
         }
 
@@ -334,7 +375,7 @@ class Run:
         self.checkpoints.save(step, shared, own_state, write_result)
 
     def _end(self, log: logs.Log) -> None:
-        """Write the trained weights, a curve, and the provenance of both."""
+        """Copy the trained weights to the output folder; write the curve and the provenance."""
         settings = {name: x for name, x in asdict(self.settings).items() if name != "out"}
         evaluations = [each for each in log.records if each["kind"] == curve.EVALUATION]
         results = {
@@ -352,43 +393,47 @@ class Run:
         self._tell(f"{self.settings.steps} steps; {self.out / name}, {self.out / CURVE}")
 
     def _log(self) -> Any:
-        """Open the log in the process that writes it; a repeated record counts once."""
+        """Return a context that yields the log in the main process, and None in other processes."""
         if not self.accelerator.is_main_process:
             return nullcontext()
         return logs.Log(self.out / LOG, self._identity, ("kind", "step"))
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """The facts that two runs must share to use the same folder: settings and data."""
+        """The settings, and the SHA-256 of input files, which must be equal when a run resumes."""
         settings = self.settings
-        sums = {"model": loaded_sha256(self.model), "calibration": calibration_sha256(settings)}
-        sums |= self.read
+        hashes = {"model": loaded_sha256(self.model), "calibration": calibration_sha256(settings)}
+        hashes |= self.source_hashes
         if settings.adapter:
-            sums["adapter"] = file_sha256(Path(settings.adapter) / WEIGHTS)
-        return {**settings.identity(self.processes), "sha256": sums}
+            hashes["adapter"] = file_sha256(Path(settings.adapter) / WEIGHTS)
+        return {**settings.identity(self.processes), "sha256": hashes}
 
     def _note(self, log: logs.Log | None, kind: str, step: int, record: Mapping[str, Any]) -> None:
+        """Append a record of ``kind`` to ``log`` if this process writes the log."""
         if log is not None:
             log.append({"kind": kind, "step": step, **record})
 
     def _tell(self, sentence: str) -> None:
+        """Print ``sentence`` in the main process."""
         if self.accelerator.is_main_process:
             tqdm.write(sentence)
 
 
-def due(every: int, step: int, last: bool) -> bool:
-    return bool(every) and (last or step % every == 0)
+def due(every: int, step: int, is_last: bool) -> bool:
+    """Return True if ``step`` is a multiple of ``every`` or the last step; False if every is 0."""
+    return bool(every) and (is_last or step % every == 0)
 
 
 def calibration_sha256(settings: Settings) -> str | None:
+    """Return the SHA-256 of the file in ``--calibration``; None without a calibration."""
     return file_sha256(Path(settings.calibration)) if settings.calibration else None
 
 
 def require_run(folder: Path) -> None:
-    """Raise an error for a folder with other content than a run."""
-    held = {path.name for path in folder.glob("[!.]*")} if folder.is_dir() else set()
-    if held and not held & {LOG, CHECKPOINTS}:
+    """Raise a UsageError if ``folder`` contains files but no log and no checkpoints."""
+    names = {path.name for path in folder.glob("[!.]*")} if folder.is_dir() else set()
+    if names and not names & {LOG, CHECKPOINTS}:
         raise UsageError(
             f"out must be a new or an empty folder or the folder of a run, got {folder}, which "
-            f"contains {min(held)!r} and no run."
+            f"contains {min(names)!r} and no run."
         )

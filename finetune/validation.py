@@ -1,4 +1,4 @@
-"""Validation of a run: the loss of held-out texts, and keys found in long documents."""
+"""Evaluate a model during training: held-out loss, and retrieval of pass keys."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from cab_hf.finetune.objective import Batch, labelled, one_sum
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.settings import Settings
 
-# no evaluation and no training document has this seed
+# differs from all seeds of eval/ and of training documents
 SEED = "finetune/validation"
 
 
 class Validation:
-    """The fixed questions of every evaluation, divided among the replicas.
+    """The held-out sequences and pass-key documents of a run, divided among its replicas.
 
-    All replicas compute equally often, because a sharded model must be called by all processes at
-    once. The last round is filled up with further documents.
+    All replicas call the model equally often, because FSDP needs the calls of all processes.
+    Replicas without a remaining document repeat a sequence or use an additional document.
 
     Args:
-        held_out: sequences that are excluded from training, [N] tensors each.
-        settings: the number of keys, and the lengths of their documents.
+        tokenizer: the tokenizer of the model.
+        held_out: sequences that training does not use, dicts of [N] tensors; may be empty.
+        settings: number of pass keys, and lengths of their documents.
+        accelerator: accelerate's accelerator.
+        parallel: the replicas.
 
     Raises:
-        UsageError: a document of one of the lengths is too short for a key.
+        UsageError: one of the lengths is too short for a document with a key.
     """
 
     def __init__(
@@ -43,65 +46,82 @@ class Validation:
         parallel: Parallel,
     ) -> None:
         self.accelerator, self.parallel, self.held_out = accelerator, parallel, held_out
-        # made before training, so that documents that are too short raise an error now
-        mine = self._mine(settings.passkeys)
+        # built before training, so that a length that is too short raises an error early
+        indices = self._own_indices(settings.passkeys)
         try:
             self.documents = {
-                length: {x: recall_document(tokenizer, NOISE, length, 1, x, SEED) for x in mine}
-                for length in (settings.evaluated_lengths() if mine else ())
+                length: {
+                    index: recall_document(tokenizer, NOISE, length, 1, index=index, seed=SEED)
+                    for index in indices
+                }
+                for length in (settings.evaluated_lengths() if indices else ())
             }
         except ValueError as error:
             raise UsageError(f"passkey_lengths: {error}") from error
 
     @torch.no_grad()
     def measure(self, objective: nn.Module) -> dict[str, Any]:
-        """Return ``held_out_loss`` per token, and ``passkey``, the share of keys per length."""
+        """Evaluate the model in ``objective``, an `Objective`, in eval mode.
+
+        All processes must call this method.
+
+        Returns:
+            ``held_out_loss``: the mean loss per label; None without held-out sequences.
+            ``passkey``: by length, a str, the share of documents with a correctly predicted key.
+        """
         objective.eval()
         try:
-            result = {str(length): self._passkey(objective, length) for length in self.documents}
+            shares = {str(length): self._passkey(objective, length) for length in self.documents}
             loss = self._loss(objective) if self.held_out else None
         finally:
             objective.train()
-        return {"held_out_loss": loss, "passkey": result}
+        return {"held_out_loss": loss, "passkey": shares}
 
-    def _mine(self, count: int) -> range:
-        """Return this process's numbers of ``count`` questions, equally many on each replica."""
+    def _own_indices(self, count: int) -> range:
+        """Return the indices of this replica's documents out of ``count`` documents.
+
+        All ranges have the same length, so that indices may be ``count`` or larger.
+        """
         replicas = self.parallel.replicas
         return range(self.parallel.replica, -(-count // replicas) * replicas, replicas)
 
     def _loss(self, objective: nn.Module) -> float:
-        loss, tokens = 0.0, 0.0
-        for index in self._mine(len(self.held_out)):
+        """Return the mean loss per label of the held-out sequences of all replicas."""
+        loss, num_labels = 0.0, 0.0
+        for index in self._own_indices(len(self.held_out)):
             batch = self._sharded(self.held_out[index % len(self.held_out)])
-            part = objective(batch).item()
-            # repeated documents are not counted
+            batch_loss = objective(batch).item()
+            # a repeated sequence does not count
             if index < len(self.held_out):
-                loss, tokens = loss + part, tokens + labelled(batch).item()
-        loss, tokens = one_sum([loss, tokens], self.accelerator)
-        return loss / max(1.0, tokens)
+                loss, num_labels = loss + batch_loss, num_labels + labelled(batch).item()
+        loss, num_labels = one_sum([loss, num_labels], self.accelerator)
+        return loss / max(1.0, num_labels)
 
     def _passkey(self, objective: nn.Module, length: int) -> float:
+        """Return the share of documents of ``length`` tokens with a correctly predicted key."""
         documents = self.documents[length]
-        missed = [0.0] * (len(documents) * self.parallel.replicas)
+        num_wrong = [0.0] * (len(documents) * self.parallel.replicas)
         for index, document in documents.items():
-            missed[index] = float(self._missed(objective, document))
-        # tokens of one key may be on several ranks
-        missed = one_sum(missed, self.accelerator)
-        return missed.count(0.0) / len(missed)
+            num_wrong[index] = float(self._num_wrong_tokens(objective, document))
+        # a key may have tokens in several processes, and is correct if no process has wrong tokens
+        num_wrong = one_sum(num_wrong, self.accelerator)
+        return num_wrong.count(0.0) / len(num_wrong)
 
-    def _missed(self, objective: nn.Module, document: Document) -> int:
-        """Count the wrongly predicted tokens of the repeated key in this process's part."""
+    def _num_wrong_tokens(self, objective: nn.Module, document: Document) -> int:
+        """Count the wrongly predicted tokens of the repeated key in this process's shard."""
         start, end = document.answers[0]
         tokens = torch.tensor(document.tokens)
         labels = torch.full_like(tokens, IGNORED)
         labels[start - 1 : end - 1] = tokens[start:end]
         positions = torch.arange(len(tokens))
         batch = self._sharded({"input_ids": tokens, "position_ids": positions, "labels": labels})
-        (expected,) = batch["labels"]
-        places = (expected != IGNORED).nonzero().squeeze(1)
-        return int((objective(batch, places) != expected[places]).sum())
+        (labels,) = batch["labels"]
+        query_indices = (labels != IGNORED).nonzero().squeeze(1)
+        predicted = objective(batch, query_indices)
+        return int((predicted != labels[query_indices]).sum())
 
     def _sharded(self, sequence: Batch) -> Batch:
-        """Return this process's part of a sequence, [N] tensors, on its device."""
-        mine = self.parallel.sharded({name: each[None] for name, each in sequence.items()})
-        return {name: each.to(self.accelerator.device) for name, each in mine.items()}
+        """Return this process's shard of a sequence, [N] tensors, as a batch on its device."""
+        batch = {name: tensor[None] for name, tensor in sequence.items()}
+        own_shard = self.parallel.sharded(batch)
+        return {name: tensor.to(self.accelerator.device) for name, tensor in own_shard.items()}

@@ -1,3 +1,5 @@
+"""Fixtures for all tests, and settings of Triton and torch."""
+
 import os
 
 import pytest
@@ -5,13 +7,13 @@ import pytest
 
 @pytest.fixture
 def gpu():
-    """Return the CUDA device, for tests marked ``gpu``."""
+    """Return the CUDA device; fail without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
         pytest.fail("this test needs a CUDA device; `make test` leaves it out")
     yield torch.device("cuda")
-    # parallel test processes share the device: release cached memory for the other processes
+    # release cached memory, because parallel test processes share the device
     torch.cuda.empty_cache()
 
 
@@ -27,7 +29,7 @@ def uninitialised_is_nan():
 
 @pytest.fixture
 def by_pointers(monkeypatch):
-    """Make kernels read tiles by pointers, as on GPUs before Hopper and on AMD's."""
+    """Make kernels read tiles by pointers, as on GPUs before Hopper and on AMD GPUs."""
     from cab_hf.ops import launch
 
     monkeypatch.setattr(launch, "reads_by_descriptor", lambda device: False)
@@ -35,7 +37,7 @@ def by_pointers(monkeypatch):
 
 @pytest.fixture
 def one_process(tmp_path):
-    """Create a process group of this process alone."""
+    """Create a gloo process group of one process."""
     import torch
 
     store = f"file://{tmp_path / 'store'}"
@@ -46,7 +48,10 @@ def one_process(tmp_path):
 
 @pytest.fixture
 def processes(tmp_path):
-    """Return a function (count, timeout) -> `Ranks` of ``count`` new processes that may die."""
+    """Return a function (count, timeout) that starts `Ranks` for one test.
+
+    Tests may kill these processes, unlike the processes of fixture ``ranks``.
+    """
     from ranks import Ranks
 
     started = []
@@ -62,7 +67,7 @@ def processes(tmp_path):
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
-    """Return a folder with a tiny model and its tokenizer, read only."""
+    """Return a folder with a tiny model and its tokenizer, which tests must not change."""
     from words import save_llama
 
     return save_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
@@ -79,17 +84,17 @@ def ranks(tmp_path_factory):
 
 
 def pytest_configure(config):
-    # kernels run in Triton's interpreter wherever they are not tested on a GPU; vLLM's cannot
+    # run kernels in Triton's interpreter without a GPU; kernels of vLLM do not run there
     if config.option.markexpr not in ("gpu", "vllm"):
         os.environ["TRITON_INTERPRET"] = "1"
     if "not slow" in config.option.markexpr:
         os.environ.setdefault("FIXED_CASES", "500")
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        # the workers of pytest-xdist import torch, not the process that waits for them
+        # with pytest-xdist, the main process runs no tests and needs no torch
         return
 
     import torch
 
-    # many small products: threads that wait for each other cost more than they bring
+    # tests compute many small products, for which more threads are slower
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     torch.set_num_threads(max(1, min(2, torch.get_num_threads()) // workers))

@@ -13,19 +13,19 @@ import cab_hf
 
 ROOT = Path(__file__).parents[1]
 # layers in import order: a module imports from its own layer and earlier ones; "a b" share one
-FLOORS = [
+LAYERS = [
     *("checks", "capability", "config", "hf", "experiment", "data", "plan", "break_even"),
     *("ops", "selection", "predictors", "call", "engines", "layers", "distributed", "decode"),
     *("route", "dispatch", "calibration", "batching vllm", "attention", "patches", "finetune"),
     "eval",
 ]
-RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names.split()}
-# modules that import lazily by name
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names.split()}
+# modules without a layer, because they import lazily by name
 FREE = {"__init__", "registration"}
 
 
 def imported(source):
-    """Return modules of cab_hf named by a source: in statements, attributes and strings."""
+    """Yield the modules that a source imports, in statements, attributes and strings."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "cab_hf":
@@ -38,32 +38,32 @@ def imported(source):
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "cab_hf":
             yield cab_hf._HOME.get(node.attr, f"cab_hf.{node.attr}")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            # module names in import_module, find_spec and tables; messages contain spaces
+            # arguments of import_module and find_spec; other texts contain spaces
             yield from re.findall(r"^cab_hf\.[\w.]+$", node.value)
 
 
 def upward(path, source):
-    """Return the imports of a file from layers above its own."""
+    """Return the modules that a file imports from layers above its own layer."""
     parts = Path(path).with_suffix("").parts
-    floor = parts[1] if parts[0] == "cab_hf" else parts[0]
-    if floor in FREE:
+    layer = parts[1] if parts[0] == "cab_hf" else parts[0]
+    if layer in FREE:
         return set()
     names = {name for name in imported(source) if re.match(r"cab_hf\.(?!__)", name)}
-    # KeyError: a new module needs a floor
-    return {name for name in names if RANK[name.split(".")[1]] > RANK[floor]}
+    # a KeyError here means that a new module is missing in `LAYERS`
+    return {name for name in names if RANK[name.split(".")[1]] > RANK[layer]}
 
 
 def test_imports_run_one_way():
-    result = set()
+    upward_imports = set()
     for folder in ("cab_hf", "patches", "calibration", "finetune", "eval"):
         for file in (ROOT / folder).rglob("*.py"):
             path = file.relative_to(ROOT).as_posix()
-            result |= {(path, name) for name in upward(path, file.read_text())}
-    assert not result
+            upward_imports |= {(path, name) for name in upward(path, file.read_text())}
+    assert not upward_imports
 
 
 @pytest.mark.parametrize(
-    ("source", "seen"),
+    ("source", "expected"),
     [
         ("from cab_hf.patches.switch import apply_cab", {"cab_hf.patches.switch"}),
         ("from cab_hf import apply_cab, plan", {"cab_hf.patches"}),
@@ -75,8 +75,8 @@ def test_imports_run_one_way():
         ("'call cab_hf.apply_cab(model)'; import_module('cab_hf.plan')", set()),
     ],
 )
-def test_upward_import_is_detected(source, seen):
-    assert upward("cab_hf/engines/masked.py", source) == seen
+def test_upward_import_is_detected(source, expected):
+    assert upward("cab_hf/engines/masked.py", source) == expected
 
 
 def test_ops_do_not_import_transformers():
@@ -89,16 +89,16 @@ def imports_within(folder):
     files = {f"cab_hf.{folder}.{x.stem}": x for x in (ROOT / "cab_hf" / folder).glob("*.py")}
     result = {}
     for name, file in files.items():
-        source = ast.walk(ast.parse(file.read_text()))
-        froms = [node for node in source if isinstance(node, ast.ImportFrom)]
-        named = {f"{node.module}.{x.name}" for node in froms for x in node.names}
-        named |= set(imported(file.read_text()))
-        result[name] = {x for x in named if x in files and x != name}
+        nodes = ast.walk(ast.parse(file.read_text()))
+        from_imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        names = {f"{node.module}.{x.name}" for node in from_imports for x in node.names}
+        names |= set(imported(file.read_text()))
+        result[name] = {x for x in names if x in files and x != name}
     return result
 
 
 def cycle(graph):
-    """Return the modules in an import cycle, and the modules that import such a module."""
+    """Return the modules of an import graph that are in a cycle or import such a module."""
     while graph:
         leaves = {name for name, targets in graph.items() if not targets & graph.keys()}
         if not leaves:
@@ -119,7 +119,7 @@ def test_import_cycle_is_found():
     assert cycle(graph) == {"a", "b", "c", "d"}
 
 
-# wrappers around functions of transformers, and checks of values
+# modules that the section does not list: wrappers of transformers functions, and checks of values
 WRAPPERS = {"registration.py", "batching/hooks.py", "batching/batch.py", "checks.py"}
 
 
@@ -128,19 +128,16 @@ def test_files_of_a_sparse_prefill_are_listed():
     page = (ROOT / "docs" / "house.md").read_text()
     section = page[page.index("### Files of one sparse prefill") : page.index("## Questions")]
     listed = set(re.findall(r"`([\w/]+\.py)`", section))
-    model, package, called = (
-        cab_hf.apply_cab(tiny_model(), SPARSE),
-        Path(cab_hf.__file__).parent,
-        set(),
-    )
+    model = cab_hf.apply_cab(tiny_model(), SPARSE)
+    package, called = Path(cab_hf.__file__).parent, set()
 
-    def note(frame, event, argument):
+    def record_file(frame, event, argument):
         file = Path(frame.f_code.co_filename)
         if event == "call" and file.is_relative_to(package):
             called.add(file.relative_to(package).as_posix())
 
     model(tokens(1, 300))
-    sys.setprofile(note)
+    sys.setprofile(record_file)
     try:
         model(tokens(1, 300))
     finally:

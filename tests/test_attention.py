@@ -1,4 +1,4 @@
-"""Logits of whole models on "cab", against sdpa and against other input layouts."""
+"""Logits of models with "cab" equal sdpa at full budget, and do not depend on the layout."""
 
 import copy
 
@@ -25,16 +25,14 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 @pytest.fixture(scope="module")
 def llama():
+    """Return a tiny LLaMA."""
     return tiny_model()
 
 
 @pytest.fixture(scope="module")
 def shallow():
-    """Return a model of one layer, for slow tests of behaviour common to all layers."""
+    """Return a tiny LLaMA of one layer."""
     return tiny_model(num_hidden_layers=1)
-
-
-# --- full budget is exact
 
 
 @families
@@ -61,8 +59,9 @@ PACKED = pytest.mark.parametrize(
         pytest.param((148, 1, 1), id="one-token-last"),
     ],
 )
-BESIDE = pytest.mark.parametrize(
-    "beside",
+# arguments of `packed`
+PACKED_OPTIONS = pytest.mark.parametrize(
+    "options",
     [
         pytest.param({"use_cache": True}, id="cache"),
         pytest.param({"use_cache": False, "left": 0, "right": 0}, id="mask"),
@@ -75,49 +74,49 @@ BESIDE = pytest.mark.parametrize(
 
 
 def packed(lengths, use_cache, left=None, right=0):
-    """Return (inputs, indices of real tokens) of packed documents with padding."""
+    """Return model inputs of packed documents, and the index of tokens that are not padding.
+
+    ``left`` and ``right`` are numbers of padding tokens. With ``left`` None there is no mask.
+    """
     ids = tokens(1, sum(lengths))
     positions = positions_of(lengths)
     inputs = {"use_cache": use_cache}
     if left is None:
         return inputs | {"input_ids": ids, "position_ids": positions}, slice(None)
-    real = torch.cat([torch.zeros(left), torch.ones(sum(lengths)), torch.zeros(right)]).bool()
-    # tokens and positions of padding must not matter
-    inputs["input_ids"] = tokens(1, len(real), seed=5).masked_scatter(real, ids)
-    filler = torch.arange(len(real)).flip(0).unsqueeze(0)
-    inputs["position_ids"] = filler.masked_scatter(real, positions)
-    return inputs | {"attention_mask": real.long().unsqueeze(0)}, real
+    mask = torch.cat([torch.zeros(left), torch.ones(sum(lengths)), torch.zeros(right)]).bool()
+    # padding has random tokens and descending positions, which must not matter
+    inputs["input_ids"] = tokens(1, len(mask), seed=5).masked_scatter(mask, ids)
+    padding_positions = torch.arange(len(mask)).flip(0).unsqueeze(0)
+    inputs["position_ids"] = padding_positions.masked_scatter(mask, positions)
+    return inputs | {"attention_mask": mask.long().unsqueeze(0)}, mask
 
 
 @PACKED
-@BESIDE
+@PACKED_OPTIONS
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
 @pytest.mark.parametrize("family", ["llama", "qwen3-some-sliding"])
 def test_packed_documents_match_sdpa_with_and_without_mask_and_cache(
-    family, implementation, lengths, beside
+    family, implementation, lengths, options
 ):
     """Without mask and cache, sdpa detects documents by position ids."""
     model = tiny_model(family, num_hidden_layers=2)
     expected = logits(model, **packed(lengths, use_cache=False)[0])
     cab_hf.apply_cab(model, FULL)
     model.set_attn_implementation(implementation)
-    inputs, real = packed(lengths, **beside)
+    inputs, real = packed(lengths, **options)
     torch.testing.assert_close(logits(model, **inputs)[:, real], expected, **EXACT)
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_jumping_or_repeated_positions_match_sdpa(llama, use_cache):
-    places = torch.arange(150)
-    leaping = torch.where(places < 60, places, places + 40)
+    indices = torch.arange(150)
+    jumping = torch.where(indices < 60, indices, indices + 40)
     inputs = {"input_ids": tokens(1, 150), "use_cache": use_cache}
-    for positions in (leaping, places + 7):
+    for positions in (jumping, indices + 7):
         inputs["position_ids"] = positions.unsqueeze(0)
         expected = logits(llama, **inputs)
         with cab_hf.cab(llama, FULL):
             torch.testing.assert_close(logits(llama, **inputs), expected, **EXACT)
-
-
-# --- generation
 
 
 @families
@@ -145,9 +144,6 @@ def test_full_budget_generates_tokens_of_sdpa(family, options, padding):
     assert model.generate(ids, attention_mask=mask, **options).tolist() == expected.tolist()
 
 
-# --- causality
-
-
 PUBLISHED = [
     CabConfig.published(0.6, curvature, query_block=32, key_block=16, min_length=0)
     for curvature in ("forman", "additive")
@@ -157,7 +153,7 @@ PUBLISHED = [
 @pytest.mark.parametrize("config", [SPARSE, *PUBLISHED], ids=["sparse", "forman", "additive"])
 @pytest.mark.parametrize("changed", [slice(200, 201), slice(224, 320)], ids=["one", "the-rest"])
 def test_changed_tokens_leave_earlier_query_blocks_unchanged(llama, config, changed):
-    """Disturb some tokens: every query block before theirs stays bit for bit."""
+    """Query blocks before the changed tokens are bit-identical."""
     ids = tokens(1, 320)
     other = ids.clone()
     other[0, changed] = (ids[0, changed] + 1) % 60 + 3
@@ -168,17 +164,16 @@ def test_changed_tokens_leave_earlier_query_blocks_unchanged(llama, config, chan
     assert not torch.equal(before[:, changed.start :], after[:, changed.start :])
 
 
-# --- a sequence selects the same blocks alone and in a batch; test_properties.py has all layouts
-
-
-@pytest.mark.parametrize("given_by", ["position_ids", "position_ids with a cache", "cu_seq_lens"])
-def test_packed_logits_equal_single_document_logits(llama, given_by):
+@pytest.mark.parametrize(
+    "documents_by", ["position_ids", "position_ids with a cache", "cu_seq_lens"]
+)
+def test_packed_logits_equal_single_document_logits(llama, documents_by):
     lengths = (170, 33, 240)
     documents = [tokens(1, n, seed=n) for n in lengths]
     positions = positions_of(lengths)
-    inputs = {"input_ids": torch.cat(documents, 1), "use_cache": given_by.endswith("cache")}
+    inputs = {"input_ids": torch.cat(documents, 1), "use_cache": documents_by.endswith("cache")}
     inputs["position_ids"] = positions
-    if given_by == "cu_seq_lens":
+    if documents_by == "cu_seq_lens":
         ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
         # positions do not restart, so documents follow from the lengths only
@@ -187,10 +182,10 @@ def test_packed_logits_equal_single_document_logits(llama, given_by):
     with cab_hf.cab(llama, SPARSE):
         packed = logits(llama, **inputs)[0].split(lengths)
         for document, start, actual in zip(documents, starts, packed, strict=True):
-            shift = start if given_by == "cu_seq_lens" else 0
-            place = torch.arange(shift, shift + document.shape[1]).unsqueeze(0)
-            alone = logits(llama, input_ids=document, position_ids=place)[0]
-            torch.testing.assert_close(actual, alone, **EXACT)
+            shift = start if documents_by == "cu_seq_lens" else 0
+            own_positions = torch.arange(shift, shift + document.shape[1]).unsqueeze(0)
+            expected = logits(llama, input_ids=document, position_ids=own_positions)[0]
+            torch.testing.assert_close(actual, expected, **EXACT)
 
 
 ONES = {"attention_mask": torch.ones(2, 150, dtype=torch.int64)}
@@ -203,14 +198,14 @@ WITH_POSITIONS = {
 MASK_ONLY = ["llama4_text", "gpt_bigcode", "persimmon", "ctrl", "moshi", "fuyu", "whisper"]
 
 
-@pytest.mark.parametrize("given", WITH_POSITIONS.values(), ids=WITH_POSITIONS)
+@pytest.mark.parametrize("fields", WITH_POSITIONS.values(), ids=WITH_POSITIONS)
 @pytest.mark.parametrize("model_type", slow_but(MASK_ONLY, 0, 1))
-def test_layers_without_position_ids_separate_documents(model_type, given):
+def test_layers_without_position_ids_separate_documents(model_type, fields):
     model = cab_hf.apply_cab(tiny_model_of(model_type), FULL)
     ids = tokens(2, 150) + FIRST_TOKEN
-    packed = logits(model, input_ids=ids, position_ids=positions_of((70, 80)), **given)
-    alone = logits(model, input_ids=ids[:, 70:], use_cache=False)
-    torch.testing.assert_close(packed[:, 70:], alone, **EXACT)
+    packed = logits(model, input_ids=ids, position_ids=positions_of((70, 80)), **fields)
+    expected = logits(model, input_ids=ids[:, 70:], use_cache=False)
+    torch.testing.assert_close(packed[:, 70:], expected, **EXACT)
 
 
 @torch.no_grad()
@@ -218,16 +213,16 @@ def test_model_without_position_ids_separates_documents():
     model = tiny_model_of("granitemoehybrid", layer_types=["full_attention"] * 4)
     cab_hf.apply_cab(model, FULL)
     ids = tokens(1, 150) + FIRST_TOKEN
-    given = {"position_ids": positions_of((70, 80)), "use_cache": False}
-    alone = logits(model, input_ids=ids[:, 70:], use_cache=False)
-    torch.testing.assert_close(logits(model, input_ids=ids, **given)[:, 70:], alone, **EXACT)
+    fields = {"position_ids": positions_of((70, 80)), "use_cache": False}
+    expected = logits(model, input_ids=ids[:, 70:], use_cache=False)
+    torch.testing.assert_close(logits(model, input_ids=ids, **fields)[:, 70:], expected, **EXACT)
 
 
 @pytest.mark.parametrize(
     ("ends", "lengths"),
     [
-        pytest.param([0, 60, 150], [(60, 90), (60, 90)], id="of-one-row"),
-        pytest.param([0, 60, 150, 190, 250, 300], [(60, 90), (40, 60, 50)], id="of-all-rows"),
+        pytest.param([0, 60, 150], [(60, 90), (60, 90)], id="ends-of-one-row"),
+        pytest.param([0, 60, 150, 190, 250, 300], [(60, 90), (40, 60, 50)], id="ends-of-all-rows"),
     ],
 )
 def test_cumulative_lengths_separate_documents_of_a_batch(llama, ends, lengths):
@@ -235,57 +230,60 @@ def test_cumulative_lengths_separate_documents_of_a_batch(llama, ends, lengths):
     ends = torch.tensor(ends, dtype=torch.int32)
     with cab_hf.cab(llama, SPARSE):
         result = logits(llama, input_ids=ids, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
-        for row, answers, split in zip(ids, result, lengths, strict=True):
-            documents = [x.split(split) for x in (row, positions, answers)]
-            for document, place, answer in zip(*documents, strict=True):
-                alone = logits(llama, input_ids=document[None], position_ids=place[None])[0]
-                torch.testing.assert_close(answer, alone, **EXACT)
+        for row, row_logits, row_lengths in zip(ids, result, lengths, strict=True):
+            documents = zip(
+                row.split(row_lengths),
+                positions.split(row_lengths),
+                row_logits.split(row_lengths),
+                strict=True,
+            )
+            for document, own_positions, actual in documents:
+                inputs = {"input_ids": document[None], "position_ids": own_positions[None]}
+                torch.testing.assert_close(actual, logits(llama, **inputs)[0], **EXACT)
 
 
 @pytest.mark.parametrize("lengths", [(150,), (150, 192), (128, 150)], ids=str)
 def test_last_chunk_below_query_block_is_dense(shallow, lengths):
-    """Such a chunk cannot be distinguished from a step of assisted decoding."""
+    """A chunk shorter than a query block looks like a step of assisted decoding."""
     longest, row = max(lengths), lengths.index(150)
     ids = tokens(len(lengths), longest)
-    real = torch.stack([torch.arange(longest) < n for n in lengths])
+    mask = torch.stack([torch.arange(longest) < n for n in lengths])
     with cab_hf.cab(shallow, SPARSE, redundancy=0.0, dense_tail_blocks=0), torch.no_grad():
-        complete = shallow(ids[[row], :150]).logits
-        cache = shallow(ids[:, :128], attention_mask=real[:, :128]).past_key_values
-        actual = shallow(ids[:, 128:], attention_mask=real, past_key_values=cache).logits
-    # one layer: its keys and values are the same whatever was attended
-    exact = logits(shallow, input_ids=ids[[row], :150])
-    torch.testing.assert_close(actual[row, :22], exact[0, 128:], **EXACT)
-    assert not torch.allclose(exact[0, 128:], complete[0, 128:], atol=1e-3)
+        one_prefill = shallow(ids[[row], :150]).logits
+        cache = shallow(ids[:, :128], attention_mask=mask[:, :128]).past_key_values
+        actual = shallow(ids[:, 128:], attention_mask=mask, past_key_values=cache).logits
+    # the cache of a single layer does not depend on sparsity
+    dense = logits(shallow, input_ids=ids[[row], :150])
+    torch.testing.assert_close(actual[row, :22], dense[0, 128:], **EXACT)
+    assert not torch.allclose(dense[0, 128:], one_prefill[0, 128:], atol=1e-3)
 
 
 def test_chunks_of_whole_query_blocks_equal_one_prefill_without_curvature(llama):
     """Curvature reads rows of earlier chunks, and a dense tail follows the end of each chunk."""
     ids = tokens(1, 328)
     with cab_hf.cab(llama, SPARSE, redundancy=0.0, dense_tail_blocks=0), torch.no_grad():
-        complete = llama(ids).logits
-        cache, pieces = None, []
-        for piece in ids.split(96, dim=1):
-            out = llama(piece, past_key_values=cache, use_cache=True)
+        expected = llama(ids).logits
+        cache, chunk_logits = None, []
+        for chunk in ids.split(96, dim=1):
+            out = llama(chunk, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            pieces.append(out.logits)
-    torch.testing.assert_close(torch.cat(pieces, 1), complete, **EXACT)
-
-
-# --- training
+            chunk_logits.append(out.logits)
+    torch.testing.assert_close(torch.cat(chunk_logits, 1), expected, **EXACT)
 
 
 def losses(model, steps=20):
+    """Train ``model`` and return the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model.train()
-    seen = []
+    step_losses = []
     for step in range(steps):
         ids = tokens(2, 96, seed=step)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(loss.item())
-    return torch.tensor(seen)
+        step_losses.append(loss.item())
+    return torch.tensor(step_losses)
 
 
 def test_full_budget_training_losses_match_dense():
@@ -302,12 +300,12 @@ def test_gradient_checkpointing_gives_the_same_gradients(family):
     model = cab_hf.apply_cab(tiny_model(family), SPARSE).train()
     expected = gradients(model, ids)
     model.gradient_checkpointing_enable()
-    for actual, wanted in zip(gradients(model, ids), expected, strict=True):
-        torch.testing.assert_close(actual, wanted)
+    for actual, gradient in zip(gradients(model, ids), expected, strict=True):
+        torch.testing.assert_close(actual, gradient)
 
 
 def test_unselected_keys_get_no_gradient(llama):
-    """A key outside of every selected block gets no gradient from the rows that skip it."""
+    """The last query of a single layer gives gradients to selected blocks only."""
     model = copy.deepcopy(llama)
     cab_hf.apply_cab(
         model, CabConfig.published(0.9, "none", query_block=32, key_block=16, min_length=0)
@@ -318,12 +316,9 @@ def test_unselected_keys_get_no_gradient(llama):
     model.config.num_hidden_layers = 1
     out = model(inputs_embeds=embeddings, use_cache=False).logits
     out[0, -1].sum().backward()
-    moved = embeddings.grad[0].abs().sum(-1).unflatten(0, (-1, 16)).sum(-1) > 0
-    assert moved[-1]
-    assert not moved.all()
-
-
-# --- other doors
+    has_gradient = embeddings.grad[0].abs().sum(-1).unflatten(0, (-1, 16)).sum(-1) > 0
+    assert has_gradient[-1]
+    assert not has_gradient.all()
 
 
 @pytest.mark.parametrize(
@@ -339,18 +334,18 @@ def test_unselected_keys_get_no_gradient(llama):
 @pytest.mark.parametrize("padding", [0, 37])
 def test_output_is_contiguous(monkeypatch, family, fields, padding):
     """AFMoE and JetMoE call `view` on the output."""
-    given = []
+    results = []
     model = cab_hf.apply_cab(tiny_model(family), FULL, **fields)
     attend = AttentionInterface._global_mapping["cab"]
 
-    def keep(*args, **kwargs):
-        given.append(attend(*args, **kwargs))
-        return given[-1]
+    def record_result(*args, **kwargs):
+        results.append(attend(*args, **kwargs))
+        return results[-1]
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "cab", keep)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "cab", record_result)
     ids, mask = left_padded(tokens(2, 150), padding)
     logits(model, input_ids=ids, attention_mask=mask)
-    assert len(given) == 3 and all(out.is_contiguous() for out, _ in given)
+    assert len(results) == 3 and all(out.is_contiguous() for out, _ in results)
 
 
 @pytest.mark.parametrize(
@@ -423,10 +418,10 @@ def test_float32_queries_of_adapters_are_cast_to_model_dtype():
             return super().forward(x).float()
 
     for layer in model.model.layers:
-        old = layer.self_attn.q_proj
-        new = Adapter(old.in_features, old.out_features, bias=False, dtype=torch.bfloat16)
-        new.load_state_dict(old.state_dict())
-        layer.self_attn.q_proj = new
+        q_proj = layer.self_attn.q_proj
+        adapter = Adapter(q_proj.in_features, q_proj.out_features, bias=False, dtype=torch.bfloat16)
+        adapter.load_state_dict(q_proj.state_dict())
+        layer.self_attn.q_proj = adapter
     assert torch.isfinite(logits(model, input_ids=tokens(1, 150))).all()
 
 
@@ -440,9 +435,11 @@ def test_blockwise_dense_matches_sdpa_with_one_plan_for_all_layers(monkeypatch):
         expected = model(input_ids=ids, attention_mask=mask).logits
         model.set_attn_implementation("cab_dense")
         monkeypatch.setattr(engines, "exact", lambda work, *lengths: engines.REFERENCE)
-        made = []
+        calls = []
         causal = BlockPlan.causal
-        monkeypatch.setattr(BlockPlan, "causal", lambda *a: made.append(a) or causal(*a))
+        monkeypatch.setattr(
+            BlockPlan, "causal", lambda *args, **kw: calls.append(args) or causal(*args, **kw)
+        )
         actual = model(input_ids=ids, attention_mask=mask).logits
-    assert len(made) == 1
+    assert len(calls) == 1
     torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], **EXACT)

@@ -1,4 +1,4 @@
-"""Managers of continuous batching: switching attention, and sharing prefix blocks."""
+"""Managers of continuous batching: switching attention while they run, and prefix sharing."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ pytestmark = SERVING
 def test_apply_cab_raises_under_manager_of_other_attention():
     model = tiny_model()
     manager = managed(model)
-    # a later one does not hide it
+    # stopping a later manager does not hide the first manager
     managed(model).stop()
     try:
         with pytest.raises(NotImplementedError, match="continuous batching runs on LlamaForCausal"):
@@ -88,7 +88,7 @@ def test_exception_inside_cab_block_is_not_replaced():
     try:
         assert implementations(model) == ["sdpa", "sdpa"]
         manager.add_request(PROMPTS[0])
-        # no earlier request: the manager compares with its settings at start
+        # without earlier requests, the manager compares with the settings at its start
         assert "was switched to 'sdpa' while" in manager.get_result(timeout=60).error
     finally:
         manager.stop()
@@ -102,6 +102,7 @@ CHANGES = {
 
 
 def answered(manager, prompts):
+    """Return the generated tokens, or the error, of each prompt."""
     names = [manager.add_request(prompt) for prompt in prompts]
     answers = [manager.get_result(timeout=60) for _ in names]
     return [
@@ -144,14 +145,14 @@ def test_persistent_manager_does_not_share_blocks_across_settings():
 
 
 @pytest.mark.parametrize(
-    ("change", "what"),
+    ("change", "message"),
     [
         (CHANGES["cab_config"], "llama received another cab_config while"),
         (CHANGES["cab_dense"], "llama was switched from 'cab' to 'cab_dense' while"),
     ],
     ids=CHANGES,
 )
-def test_settings_are_fixed_during_a_request(change, what):
+def test_settings_are_fixed_during_a_request(change, message):
     manager = managed(model := on_cab(tiny_model(), LOW))
     try:
         manager.add_request(PROMPTS[0], max_new_tokens=2000, streaming=True, eos_token_id=-1)
@@ -161,7 +162,7 @@ def test_settings_are_fixed_during_a_request(change, what):
         manager._generation_thread.join(60)
         answers = iter(lambda: manager.get_result(timeout=0), None)
         errors = (answer.error for answer in answers if answer.error)
-        assert what in next(errors)
+        assert message in next(errors)
     finally:
         manager.stop()
 
@@ -173,7 +174,7 @@ def test_chunks_end_at_query_blocks_of_current_settings():
         GREEDY, continuous_batching_config=batching(max_batch_tokens=96)
     ) as manager:
         for query_block in (32, 64):
-            # 96 tokens are no whole number of the larger blocks
+            # 96 tokens are no multiple of 64
             on_cab(model, dataclasses.replace(low, query_block=query_block))
             for prompt in LONG:
                 assert answered(manager, [prompt]) == generated(model, [prompt])
@@ -195,13 +196,13 @@ def test_persistent_manager_of_other_attention_raises():
     model = on_cab(tiny_model())
     expected = generated(model, PROMPTS[:1])
 
-    def kept():
+    def generate():
         answers = model.generate_batch(PROMPTS[:1], GREEDY, batching(), persistent_manager=True)
         return [answer.generated_tokens for answer in answers.values()]
 
-    assert kept() == kept() == expected
+    assert generate() == generate() == expected
     cab_hf.remove_cab(model)
     with pytest.raises(NotImplementedError, match="destroy_cached_continuous_batching_manager()"):
-        kept()
+        generate()
     model.destroy_cached_continuous_batching_manager()
-    assert kept() == expected
+    assert generate() == expected

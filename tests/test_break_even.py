@@ -1,4 +1,4 @@
-"""Dense attention where measurements say that it is faster: few queries after a long cache."""
+"""Break-even points: few queries after a long cache are computed densely."""
 
 import json
 from dataclasses import replace
@@ -22,6 +22,7 @@ CONFIG = replace(SPARSE, min_length=100)
 
 @pytest.fixture(autouse=True)
 def points(monkeypatch):
+    """Replace the measured points with `POINTS`."""
     monkeypatch.setattr(break_even, "POINTS", POINTS)
 
 
@@ -43,33 +44,41 @@ def test_last_point_below_kv_length_decides(q_length, kv_length, device, expecte
 def test_committed_points_are_ascending_and_name_their_device():
     measured = json.loads(break_even.PATH.read_text())
     assert set(measured) == {"cpu", "cuda"}
-    for each in measured.values():
-        keys = [keys for keys, _ in each["points"]]
-        assert each["device"] and keys == sorted(set(keys))
+    for entry in measured.values():
+        key_counts = [num_keys for num_keys, _ in entry["points"]]
+        assert entry["device"] and key_counts == sorted(set(key_counts))
 
 
-def way(q_length, kv_length, config=CONFIG, **fields):
-    work = Workload("cpu", 16, torch.float32, False, config.query_block, config.key_block)
+def route_of(q_length, kv_length, config=CONFIG, **fields):
+    """Return the route of a call; ``fields`` are further fields of `MaskInfo`."""
+    work = Workload(
+        device="cpu",
+        head_dim=16,
+        dtype=torch.float32,
+        training=False,
+        query_block=config.query_block,
+        key_block=config.key_block,
+    )
     mask = MaskInfo(1, q_length, kv_length, kv_length - q_length, **fields)
     return route(mask, config, work, sparse=True, layer=SimpleNamespace(layer_idx=0))
 
 
 @pytest.mark.parametrize(
-    ("lengths", "fields", "family"),
+    ("q_length", "kv_length", "fields", "family"),
     [
-        pytest.param((500, 500), {}, "sparse", id="whole-prompt"),
-        pytest.param((48, 500), {}, "dense", id="question"),
-        pytest.param((64, 500), {}, "sparse", id="long-question"),
-        pytest.param((48, 300), {}, "sparse", id="short-cache"),
-        pytest.param((48, 500), {"config": replace(CONFIG, min_length=0)}, "sparse", id="always"),
+        pytest.param(500, 500, {}, "sparse", id="prompt"),
+        pytest.param(48, 500, {}, "dense", id="question"),
+        pytest.param(64, 500, {}, "sparse", id="long-question"),
+        pytest.param(48, 300, {}, "sparse", id="short-cache"),
+        pytest.param(48, 500, {"config": replace(CONFIG, min_length=0)}, "sparse", id="always"),
         # all chunks of a prompt have the same route
-        pytest.param((48, 500), {"prompt": Prompt(700)}, "sparse", id="chunk-of-a-prompt"),
-        pytest.param((48, 500), {"prompt": Prompt(700, start=640)}, "dense", id="of-a-question"),
-        pytest.param((48, 300), {"prompt": Prompt(700, start=640)}, "dense", id="whole-length"),
+        pytest.param(48, 500, {"prompt": Prompt(700)}, "sparse", id="chunk-of-prompt"),
+        pytest.param(48, 500, {"prompt": Prompt(700, start=640)}, "dense", id="chunk-of-question"),
+        pytest.param(48, 300, {"prompt": Prompt(700, start=640)}, "dense", id="first-chunk"),
     ],
 )
-def test_short_question_after_long_cache_is_dense(lengths, fields, family):
-    actual = way(*lengths, **fields)
+def test_short_question_after_long_cache_is_dense(q_length, kv_length, fields, family):
+    actual = route_of(q_length, kv_length, **fields)
     assert actual.method.partition("_")[0] == family
     if family == "dense":
         assert actual.reason == (
@@ -81,24 +90,24 @@ def test_short_question_after_long_cache_is_dense(lengths, fields, family):
 def test_reading_counts_queries_after_cached_tokens(start, family):
     with reading(700, start=start):
         prompt = prompt_of(1, None, 700)
-    assert way(48, 500, prompt=prompt).method.partition("_")[0] == family
+    assert route_of(48, 500, prompt=prompt).method.partition("_")[0] == family
 
 
 @pytest.mark.parametrize(("question", "is_dense"), [(48, True), (96, False)])
 def test_generate_computes_short_question_densely(question, is_dense):
     ids = tokens(1, 416 + question)
-    logits = []
-    for config in (replace(CONFIG, mass_threshold=0.6, share_threshold=1.0), "dense"):
+    sparse_config = replace(CONFIG, mass_threshold=0.6, share_threshold=1.0)
+
+    def first_logits(implementation):
+        """Return the logits after the question; the cache has 416 tokens of dense prefill."""
         model = tiny_model()
-        if config == "dense":
-            model.set_attn_implementation("sdpa")
-        else:
-            cab_hf.apply_cab(model, config)
+        if implementation == "cab":
+            cab_hf.apply_cab(model, sparse_config)
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
             model.set_attn_implementation("sdpa")
             model(ids[:, :416], past_key_values=cache)
-            model.set_attn_implementation("sdpa" if config == "dense" else "cab")
+            model.set_attn_implementation(implementation)
         result = model.generate(
             ids,
             past_key_values=cache,
@@ -107,11 +116,12 @@ def test_generate_computes_short_question_densely(question, is_dense):
             output_logits=True,
             return_dict_in_generate=True,
         )
-        logits.append(result.logits[0])
-    assert torch.allclose(*logits, atol=1e-4) is is_dense
+        return result.logits[0]
+
+    assert torch.allclose(first_logits("cab"), first_logits("sdpa"), atol=1e-4) is is_dense
 
 
 def test_points_start_at_default_min_length():
     """`min_length` applies to whole prompts, and points apply to prompts after a cache."""
-    for keys, queries in json.loads(break_even.PATH.read_text())["cpu"]["points"]:
-        assert keys >= CabConfig().min_length and queries <= keys
+    for num_keys, num_queries in json.loads(break_even.PATH.read_text())["cpu"]["points"]:
+        assert num_keys >= CabConfig().min_length and num_queries <= num_keys

@@ -15,16 +15,19 @@ PUBLISHED = CabConfig.published(0.7, query_block=32, key_block=32, min_length=0)
 
 @pytest.fixture
 def folder(tmp_path):
+    """Return a folder with a saved tiny model."""
     tiny_model().save_pretrained(tmp_path)
     return tmp_path
 
 
 def load(folder, name=CAB_FRC, **settings):
+    """Load the model in ``folder`` with the attention implementation ``name``."""
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name, **settings).eval()
 
 
 @torch.no_grad()
 def logits(model):
+    """Return the logits of 700 random tokens."""
     return model(tokens(1, 700)).logits
 
 
@@ -32,17 +35,17 @@ def test_cab_frc_equals_cab_with_published_config(folder, monkeypatch):
     assert CAB_FRC in NAMES
     config = tiny_model().config
 
-    def made(name, **settings):
+    def new_logits(name, **settings):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=name, **settings)
         return logits(model.eval())
 
-    # sparse at this length
+    # the true published config is dense for 700 tokens
     monkeypatch.setattr(CabConfig, "published", lambda: PUBLISHED)
-    expected = made("cab", cab_config=PUBLISHED)
-    assert torch.equal(made(CAB_FRC), expected)
-    assert torch.equal(made(CAB_FRC, cab_config=PUBLISHED), expected)
-    assert not torch.equal(made("sdpa"), expected)
+    expected = new_logits("cab", cab_config=PUBLISHED)
+    assert torch.equal(new_logits(CAB_FRC), expected)
+    assert torch.equal(new_logits(CAB_FRC, cab_config=PUBLISHED), expected)
+    assert not torch.equal(new_logits("sdpa"), expected)
 
 
 def test_cab_frc_without_config_uses_published_settings(folder):
@@ -86,9 +89,9 @@ def test_settings_survive_save_and_load(folder, tmp_path):
     model = load(folder, cab_config=PUBLISHED)
     expected = logits(model)
     model.save_pretrained(tmp_path / "again")
-    again = load(tmp_path / "again")
-    assert cab_config_of(again.config) == PUBLISHED
-    assert torch.equal(logits(again), expected)
+    loaded = load(tmp_path / "again")
+    assert cab_config_of(loaded.config) == PUBLISHED
+    assert torch.equal(logits(loaded), expected)
     load(folder).save_pretrained(tmp_path / "plain")
     assert cab_config_of(load(tmp_path / "plain").config) == CabConfig.published()
 
@@ -116,12 +119,12 @@ def test_apply_cab_keeps_name_while_predictor_is_frc(folder):
 
 
 def test_generate_decodes_sparsely_with_cab_frc(folder):
-    wide = {"sparse_decode": True, "decode_tokens": 128}
-    model = load(folder, cab_config=PUBLISHED.changed(**wide))
-    twin = load(folder, "cab", cab_config=PUBLISHED.changed(**wide))
-    how = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    decode_fields = {"sparse_decode": True, "decode_tokens": 128}
+    model = load(folder, cab_config=PUBLISHED.changed(**decode_fields))
+    cab_model = load(folder, "cab", cab_config=PUBLISHED.changed(**decode_fields))
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
     ids = tokens(1, 700)
-    actual, expected = (each.generate(ids, **how) for each in (model, twin))
+    actual, expected = (each.generate(ids, **options) for each in (model, cab_model))
     assert torch.equal(actual.sequences, expected.sequences)
     cache = actual.past_key_values
     assert type(cache.layers[0]).__name__ == "IndexedDynamicLayer"
@@ -131,15 +134,15 @@ def test_padded_rows_equal_single_rows(folder):
     model = load(folder, cab_config=PUBLISHED)
     ids, mask = tokens(2, 600), torch.ones(2, 600, dtype=torch.long)
     mask[0, :45] = 0
-    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
-        batch = model(ids, attention_mask=mask, position_ids=places).logits[0, 45:]
-        alone = model(ids[:1, 45:]).logits[0]
-    torch.testing.assert_close(batch, alone, atol=2e-5, rtol=1e-4)
+        actual = model(ids, attention_mask=mask, position_ids=positions).logits[0, 45:]
+        expected = model(ids[:1, 45:]).logits[0]
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_load_model_accepts_cab_frc(folder):
-    # of a model that brings settings of another predictor
+    # the saved config has another predictor
     load(folder, "cab", cab_config=SPARSE).save_pretrained(folder)
     with pytest.raises(
         ValueError, match="must have predictor 'frc' with attn_implementation 'cab_frc'"

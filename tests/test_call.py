@@ -1,4 +1,4 @@
-"""State that layers of a forward pass share: layer context, and plans passed between layers."""
+"""State of a forward pass: plans shared by layers, documents in masks, and short sequences."""
 
 from dataclasses import FrozenInstanceError, fields
 
@@ -22,6 +22,8 @@ SELECTED_LAYERS = []
 
 
 class FirstLayerDecides(RowsPredictor):
+    """Predictor whose first layer selects the plan of all layers."""
+
     def encode_keys(self, k, valid=None, channels=()):
         return k, valid, channels
 
@@ -56,12 +58,14 @@ def test_recompute_finds_shared_state_of_forward_pass():
         expected = gradients(model, ids)
         model.gradient_checkpointing_enable()
         SELECTED_LAYERS.clear()
-        for actual, wanted in zip(gradients(model, ids), expected, strict=True):
-            torch.testing.assert_close(actual, wanted)
+        for actual, gradient in zip(gradients(model, ids), expected, strict=True):
+            torch.testing.assert_close(actual, gradient)
         assert SELECTED_LAYERS == [0]
 
 
 class Counted(RowsPredictor):
+    """Predictor that appends the layer of each selection to `SELECTED_LAYERS`."""
+
     def choose(self, q, summary, call):
         SELECTED_LAYERS.append(call.layer)
         return super().choose(q, summary, call)
@@ -89,18 +93,18 @@ def test_plan_saved_for_recompute_has_narrow_indices(monkeypatch):
     saved = []
     narrowed = forward_state.narrowed
 
-    def watched(plan):
+    def record_narrowed(plan):
         saved.append((plan, narrowed(plan)))
         return saved[-1][1]
 
     with cab_hf.cab(model, SPARSE):
         expected = gradients(model, ids)
-        monkeypatch.setattr(forward_state, "narrowed", watched)
+        monkeypatch.setattr(forward_state, "narrowed", record_narrowed)
         monkeypatch.setattr(forward_state, "MIN_TRIMMED_BYTES", 0)
         assert all(map(torch.equal, gradients(model, ids), expected))
     assert len(saved) == model.config.num_hidden_layers
-    for plan, small in saved:
-        for lists, stored in ((plan.full, small.full), (plan.partial, small.partial)):
+    for plan, narrow_plan in saved:
+        for lists, stored in ((plan.full, narrow_plan.full), (plan.partial, narrow_plan.partial)):
             assert lists.width == max(1, lists.counts.max())
             assert 2 * stored.indices.nbytes == lists.indices.nbytes
             assert torch.equal(stored.to_dense(19), lists.to_dense(19))
@@ -118,15 +122,12 @@ def test_layer_called_twice_selects_two_plans(checkpointing):
         assert SELECTED_LAYERS == [0, 0, 2]
         if checkpointing:
             model.gradient_checkpointing_enable()
-        for actual, wanted in zip(gradients(model, ids), expected, strict=True):
-            torch.testing.assert_close(actual, wanted)
-
-
-# --- documents
+        for actual, gradient in zip(gradients(model, ids), expected, strict=True):
+            torch.testing.assert_close(actual, gradient)
 
 
 @pytest.mark.parametrize(
-    ("positions", "real", "documents"),
+    ("positions", "mask_row", "documents"),
     [
         pytest.param([0, 1, 2, 3], None, None, id="one"),
         pytest.param([0, 1, 0, 1], None, [0, 0, 1, 1], id="two"),
@@ -143,17 +144,17 @@ def test_layer_called_twice_selects_two_plans(checkpointing):
         pytest.param([1, 2, 3, 4], [0, 0, 0, 0], None, id="padding-only"),
     ],
 )
-def test_positions_that_restart_start_documents(positions, real, documents):
-    padding = None if real is None else torch.tensor([real, [1] * 4])
-    rows = 1 if real is None else 2
+def test_positions_that_restart_start_documents(positions, mask_row, documents):
+    padding = None if mask_row is None else torch.tensor([mask_row, [1] * 4])
+    rows = 1 if mask_row is None else 2
     mask = cab_mask(rows, 4, 4, attention_mask=padding)
     mask, _ = mask.with_documents(torch.tensor([positions, [0, 1, 2, 3]][:rows]))
     if documents is None:
         assert mask.doc_ids is None
     else:
-        wanted = [documents, [0] * 4][:rows]
+        expected = [documents, [0] * 4][:rows]
         is_real = torch.ones(rows, 4, dtype=torch.bool) if padding is None else padding.bool()
-        assert mask.doc_ids[is_real].tolist() == torch.tensor(wanted)[is_real].tolist()
+        assert mask.doc_ids[is_real].tolist() == torch.tensor(expected)[is_real].tolist()
 
 
 def test_mask_without_padding_is_dropped():
@@ -163,12 +164,12 @@ def test_mask_without_padding_is_dropped():
 
 
 def test_lengths_count_document_tokens_without_padding():
-    real = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
-    mask = cab_mask(2, 6, 6, attention_mask=real)
+    padding = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
+    mask = cab_mask(2, 6, 6, attention_mask=padding)
     mask, _ = mask.with_documents(torch.tensor([[0, 0, 1, 2, 0, 0], [0, 1, 0, 1, 0, 1]]))
     assert [[x.tokens for x in row] for row in mask.lengths] == [[3, 1, 0], [2, 2, 2]]
-    # a chunk after a cache: (queries, tokens so far)
-    mask = cab_mask(2, 2, 6, q_offset=4, attention_mask=real)
+    # for a chunk after a cache, lengths are (queries, keys)
+    mask = cab_mask(2, 2, 6, q_offset=4, attention_mask=padding)
     mask, _ = mask.with_documents(torch.tensor([[3, 4], [4, 5]]))
     assert mask.lengths == [[(1, 4)], [(2, 6)]] and mask.longest == (2, 6)
 
@@ -234,11 +235,26 @@ DETECTED = [
 
 @pytest.mark.parametrize(("arguments", "doc_ids", "lengths"), DETECTED)
 def test_detect_packing_finds_documents_and_padding(arguments, doc_ids, lengths):
-    known = {"position_ids": None, "cu_seqlens": None, "padding_mask": None, **arguments}
-    found = detect_packing(**known, batch=2, queries=slice(0, 4), kv_length=4)
-    assert (found.doc_ids is None) if doc_ids is None else found.doc_ids.tolist() == doc_ids
-    assert found.lengths == lengths
-    assert (found.padding_mask is None) == (lengths is None)
+    arguments = {"position_ids": None, "cu_seqlens": None, "padding_mask": None, **arguments}
+    packing = detect_packing(**arguments, batch=2, queries=slice(0, 4), kv_length=4)
+    assert (packing.doc_ids is None) if doc_ids is None else packing.doc_ids.tolist() == doc_ids
+    assert packing.lengths == lengths
+    assert (packing.padding_mask is None) == (lengths is None)
+
+
+def layout_of(rows, length, padding_mask=None, doc_ids=None, lengths=None):
+    """Return the `BlockLayout` of a prefill of ``rows`` with ``length`` tokens each."""
+    return BlockLayout.build(
+        batch=rows,
+        q_length=length,
+        kv_length=length,
+        q_offset=0,
+        padding_mask=padding_mask,
+        doc_ids=doc_ids,
+        align=16,
+        device=torch.device("cpu"),
+        options=LayoutOptions(lengths=lengths),
+    )
 
 
 def test_masks_are_frozen_and_share_detected_documents():
@@ -258,13 +274,10 @@ def test_compiled_packed_documents_with_mask_raise(monkeypatch):
     with pytest.raises(
         NotImplementedError, match="attention_mask is set under torch.compile for packed documents"
     ):
-        BlockLayout.build(1, 4, 4, 0, document > 0, document, 16, torch.device("cpu"))
+        layout_of(1, 4, padding_mask=document > 0, doc_ids=document)
 
 
-# --- short documents
-
-
-@pytest.mark.parametrize("known", [True, False], ids=["known-lengths", "unknown-lengths"])
+@pytest.mark.parametrize("has_lengths", [True, False], ids=["known-lengths", "unknown-lengths"])
 @pytest.mark.parametrize(
     ("least", "rows"),
     [
@@ -274,47 +287,34 @@ def test_compiled_packed_documents_with_mask_raise(monkeypatch):
         pytest.param({"queries": 0, "tokens": 41}, [[0, 1], [0, 1, 2]], id="all"),
     ],
 )
-def test_rows_below_min_length_belong_to_short_sequences(least, rows, known):
-    real = torch.arange(40) >= torch.tensor([[20], [0]])
-    lengths = [[Length(20, 20)], [Length(40, 40)]] if known else None
-    layout = BlockLayout.build(
-        batch=2,
-        q_length=40,
-        kv_length=40,
-        q_offset=0,
-        padding_mask=real,
-        doc_ids=None,
-        align=16,
-        device=torch.device("cpu"),
-        options=LayoutOptions(lengths=lengths),
-    )
+def test_rows_below_min_length_belong_to_short_sequences(least, rows, has_lengths):
+    padding_mask = torch.arange(40) >= torch.tensor([[20], [0]])
+    lengths = [[Length(20, 20)], [Length(40, 40)]] if has_lengths else None
+    layout = layout_of(2, 40, padding_mask=padding_mask, lengths=lengths)
     actual = layout.rows_below_min_length(**least, query_block=16)
-    if known and rows == [[], []]:
+    if has_lengths and rows == [[], []]:
         assert actual is None
         return
     assert [[row for row in batch if row >= 0] for batch in actual.tolist()] == rows
-    # with known lengths, the result has no more columns than the largest row needs
-    assert not known or actual.shape[1] == max(map(len, rows))
+    # with known lengths, the result has as many columns as the longest list
+    assert not has_lengths or actual.shape[1] == max(map(len, rows))
 
 
 def test_plain_call_has_no_rows_below_min_length():
-    layout = BlockLayout.build(1, 40, 40, 0, None, None, 16, torch.device("cpu"))
+    layout = layout_of(1, 40)
     assert layout.rows_below_min_length(99, 99, 16) is None
 
 
 def test_layout_of_padding_only_has_empty_ranges():
     document = torch.tensor([[0, 0, 1, 1]])
-    layout = BlockLayout.build(1, 4, 4, 0, document < 0, document, 16, torch.device("cpu"))
+    layout = layout_of(1, 4, padding_mask=document < 0, doc_ids=document)
     assert layout.ranges.end.tolist() == [[-1]]
     assert not layout.restore(layout.queries(torch.ones(1, 1, 4, 2))).any()
 
 
-# --- what models do with a mask
-
-
 @pytest.fixture
 def gemma():
-    """Return a model that slices its mask before layers that share KV of other layers."""
+    """Return a model that slices its mask for layers that read KV of other layers."""
     sizes = SIZES | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 40}
     config = Gemma4TextConfig(
         **sizes,
@@ -358,9 +358,9 @@ def test_last_queries_of_padded_batch_equal_single_rows(gemma, logits_to_keep):
     cab_hf.apply_cab(gemma, SPARSE)
     ids, mask = tokens(2, 600), torch.ones(2, 600, dtype=torch.long)
     mask[0, :40] = 0
-    batch = gemma(ids, attention_mask=mask, logits_to_keep=logits_to_keep).logits
-    alone = gemma(ids[1:], logits_to_keep=logits_to_keep).logits
-    torch.testing.assert_close(batch[1:], alone, atol=2e-5, rtol=1e-4)
+    actual = gemma(ids, attention_mask=mask, logits_to_keep=logits_to_keep).logits
+    expected = gemma(ids[1:], logits_to_keep=logits_to_keep).logits
+    torch.testing.assert_close(actual[1:], expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Compute capability for kernels and engines, and the variable that overrides it."""
+"""The variable CAB_HF_CAPABILITY overrides the compute capability for kernels and engines."""
 
 import pytest
 import torch
@@ -10,8 +10,9 @@ from cab_hf.ops.attention import ffpa, flash
 from cab_hf.selection import gather, tiles
 
 
-@pytest.fixture(params=[(8, 0), (8, 9), (9, 0), (0, 0)], ids=lambda x: "{}.{}".format(*x))
+@pytest.fixture(params=[(8, 0), (8, 9), (9, 0), (0, 0)], ids=lambda x: f"{x[0]}.{x[1]}")
 def named(request, monkeypatch):
+    """Set the variable to a compute capability, and return the capability."""
     monkeypatch.setattr(capability, "NAMED", request.param)
     monkeypatch.setattr(launch, "NAMED", request.param)
     return request.param
@@ -19,17 +20,19 @@ def named(request, monkeypatch):
 
 def test_environment_variable_selects_capability(named):
     x = torch.zeros(1, dtype=torch.bfloat16)
-    hopper = named == (9, 0)
+    is_hopper = named == (9, 0)
     assert (gather.scored_dtype(x) == tiles.FP8) == (named >= (8, 9))
-    assert launch.reads_by_descriptor("cuda") == launch.early(x)["EARLY"] == hopper
+    assert launch.reads_by_descriptor("cuda") == launch.early(x)["EARLY"] == is_hopper
     assert launch.packed(x) == (named != (0, 0))
     reason = flash.unavailable(128, x.dtype, 128, 64)
-    assert ("runs on sm_90" in (reason or "")) != hopper
-    assert ("Hopper" in (ffpa.unavailable("cuda", 512, x.dtype, False, 4096) or "")) != hopper
+    assert ("runs on sm_90" in (reason or "")) != is_hopper
+    reason = ffpa.unavailable("cuda", 512, x.dtype, False, length=4096)
+    assert ("Hopper" in (reason or "")) != is_hopper
 
 
 def test_provenance_records_overridden_capability(named):
-    assert device_name("cpu").endswith(", code of compute capability {}.{}".format(*named))
+    major, minor = named
+    assert device_name("cpu").endswith(f", code of compute capability {major}.{minor}")
 
 
 def test_no_override_without_the_variable():

@@ -1,4 +1,4 @@
-"""Compiled models equal eager models and need few graphs."""
+"""Compiled models equal eager models, without graph breaks and with few graphs."""
 
 from dataclasses import replace
 
@@ -21,20 +21,20 @@ EXACT = {"atol": 2e-5, "rtol": 1e-4}
 
 @pytest.fixture(scope="module")
 def shallow():
-    """Return a model of one layer, for slow tests of behaviour common to all layers."""
+    """Return a tiny LLaMA of one layer."""
     return tiny_model(num_hidden_layers=1)
 
 
 PADDED = {"attention_mask": torch.arange(130)[None] >= 20}
-# documents stay where they are: only at full budget that is all the same
+# under torch.compile, packed documents are not aligned to blocks, which changes sparse results
 PACKED = {"position_ids": (torch.arange(130) % 70)[None], "use_cache": False}
 CALLED = [
-    # break-even points are read above min_length only
+    # calls shorter than min_length read no break-even points
     pytest.param(replace(SPARSE, min_length=100), {}, "REFERENCE", id="plain"),
     pytest.param(FULL, PACKED, "TRITON", id="packed-by-lists"),
     pytest.param(SPARSE, {"use_cache": False}, "REFERENCE", id="training-call"),
     pytest.param(SPARSE, PADDED, "REFERENCE", id="padded"),
-    # an engine that reads lists alone: the tail is named
+    # the engine of kernels reads lists only, which include the dense tail
     pytest.param(SPARSE, {}, "TRITON", id="plain-by-lists"),
     pytest.param(SPARSE, PADDED, "TRITON", id="padded-by-lists"),
 ]
@@ -49,18 +49,18 @@ def test_compiles_without_a_graph_break(shallow, config, inputs, engine, monkeyp
         torch._dynamo.reset()
         compiled = torch.compile(shallow, fullgraph=True, backend="aot_eager")
         actual = logits(compiled, input_ids=ids, **inputs)
-    kept = inputs.get("attention_mask", torch.ones(1, 130)).bool()
-    torch.testing.assert_close(actual[kept], expected[kept], **EXACT)
+    is_real = inputs.get("attention_mask", torch.ones(1, 130)).bool()
+    torch.testing.assert_close(actual[is_real], expected[is_real], **EXACT)
 
 
 def test_attention_without_mask_compiles_without_graph_break(shallow):
     q, k, v = qkv(q_length=130, heads=4, kv_heads=2, dim=16)
     layer = shallow.model.layers[0].self_attn
     with cab_hf.cab(shallow, SPARSE), torch.no_grad():
-        expected, _ = cab_attention(layer, q, k, v, None)
+        expected, _ = cab_attention(layer, q, k, v, attention_mask=None)
         torch._dynamo.reset()
         compiled = torch.compile(cab_attention, fullgraph=True, backend="aot_eager")
-        actual, _ = compiled(layer, q, k, v, None)
+        actual, _ = compiled(layer, q, k, v, attention_mask=None)
     torch.testing.assert_close(actual, expected, **EXACT)
 
 
@@ -68,28 +68,30 @@ MASK = {"attention_mask": torch.ones(1, 130, dtype=torch.int64), "use_cache": Fa
 
 
 @pytest.mark.parametrize("family", ["llama", "llama4"])
-@pytest.mark.parametrize("beside", ["mask", "cache", "static-cache"])
+@pytest.mark.parametrize("kind", ["mask", "cache", "static-cache"])
 @torch.no_grad()
-def test_compiled_packed_documents_with_mask_or_cache_raise(family, beside):
+def test_compiled_packed_documents_with_mask_or_cache_raise(family, kind):
     model = cab_hf.apply_cab(tiny_model(family, num_hidden_layers=1), FULL)
 
-    def given():
-        if beside == "static-cache":
+    def mask_or_cache():
+        if kind == "static-cache":
             return cache_arguments(model, StaticCache(model.config, max_cache_len=200))
-        return MASK if beside == "mask" else {"use_cache": True}
+        return MASK if kind == "mask" else {"use_cache": True}
 
     torch._dynamo.reset()
     compiled, ids = torch.compile(model, fullgraph=True, backend="aot_eager"), tokens(1, 130)
-    expected = logits(model, input_ids=ids, **given())
-    torch.testing.assert_close(logits(compiled, input_ids=ids, **given()), expected, **EXACT)
+    expected = logits(model, input_ids=ids, **mask_or_cache())
+    torch.testing.assert_close(
+        logits(compiled, input_ids=ids, **mask_or_cache()), expected, **EXACT
+    )
     packed = {"input_ids": ids, "position_ids": PACKED["position_ids"]}
     with pytest.raises(NotImplementedError, match="^position_ids pack documents in a compiled"):
-        logits(compiled, **packed, **given())
+        logits(compiled, **packed, **mask_or_cache())
 
 
 @pytest.mark.slow
 def test_changed_settings_recompile(shallow):
-    """dynamo makes numbers symbolic if they differ from an earlier compilation."""
+    """TorchDynamo makes numbers symbolic if they differ from an earlier compilation."""
     ids = tokens(1, 130)
     torch._dynamo.reset()
     for fields in ({}, {"mass_threshold": 0.08}, {"query_block": 64, "sink_blocks": 2}):
@@ -100,18 +102,23 @@ def test_changed_settings_recompile(shallow):
 
 
 def read_plainly(model, ids):
+    """Return the logits of a prefill without cache."""
     return model(ids, use_cache=False).logits
 
 
 def read_padded(model, ids):
+    """Return the logits of a prefill with left padding in row 0, without the padding."""
     ids, mask = left_padded(ids, 45)
     mask = torch.cat([mask[:1], torch.ones_like(mask[1:])])
     return model(ids, attention_mask=mask, use_cache=False).logits[:, 45:]
 
 
 def read_into_a_static_cache(model, ids):
+    """Return the logits of a prefill into a static cache."""
     cache = StaticCache(model.config, max_cache_len=512)
-    cache.early_initialization(len(ids), 2, 16, torch.float32, "cpu")
+    cache.early_initialization(
+        batch_size=len(ids), num_heads=2, head_dim=16, dtype=torch.float32, device="cpu"
+    )
     return model(ids, past_key_values=cache).logits
 
 
@@ -123,6 +130,7 @@ def trained(model, ids):
     return torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
 
+# config, None for "cab_dense"; and family of the model
 COMPILED = {
     "sparse": (replace(SPARSE, outlier_queries=0), "llama"),
     "outliers": (SPARSE, "llama"),
@@ -141,9 +149,9 @@ NAMES = [f"{name}-{read.__name__}" for name in COMPILED for read in READ]
 @pytest.mark.parametrize("case", slow_but(NAMES, *map(NAMES.index, QUICK)))
 @pytest.mark.parametrize("dynamic", slow_but([True, None], 0))
 def test_many_prompt_lengths_compile_at_most_three_graphs(case, dynamic):
-    """One extra graph is for the first length, or for a loss."""
-    name, way = case.split("-")
-    (config, family), read = COMPILED[name], globals()[way]
+    """The first length, and the loss, may need an additional graph."""
+    name, function = case.split("-")
+    (config, family), read = COMPILED[name], globals()[function]
     model, graphs = tiny_model(family, num_hidden_layers=1), []
     cab_hf.apply_cab(model, config or FULL)
     if config is None:

@@ -15,6 +15,7 @@ from cab_hf.hf.fit import require_layers
 
 CASCADE = {"predictor": "cascade", "anchors": (0,)}
 NAN, INFINITE = float("nan"), float("inf")
+# values of wrong types, or out of range, for most fields
 OF_OTHER_KINDS = [
     *(None, True, 1, -1, 1.5, NAN, INFINITE, 2**40, "x", "", b"x", {}, {"a": 1}, {1}, object()),
     *((), (1,), ((1,),), ((),), (None,), [[]], [["x"]], [[True]], [[NAN]], [[-1]], [[2, 1], [1]]),
@@ -83,9 +84,9 @@ ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
     ],
 )
 def test_out_of_range_value_raises_with_field_name(field, value):
-    with pytest.raises(ValueError, match=rf"CabConfig\.{field} must be .*, got ") as refused:
+    with pytest.raises(ValueError, match=rf"CabConfig\.{field} must be .*, got ") as raised:
         CabConfig(**{field: value})
-    assert len(str(refused.value)) < 200
+    assert len(str(raised.value)) < 200
 
 
 @pytest.mark.parametrize("base", [{}, CASCADE], ids=["rows", "cascade"])
@@ -94,8 +95,8 @@ def test_wrong_type_raises_or_serialises(field, base):
     for value in OF_OTHER_KINDS:
         try:
             config = CabConfig(**{**base, field: value})
-        except ValueError as refused:
-            assert re.match(rf"CabConfig\.{field} (is|must be) ", str(refused))
+        except ValueError as error:
+            assert re.match(rf"CabConfig\.{field} (is|must be) ", str(error))
         else:
             assert CabConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -211,12 +212,12 @@ UNREAD = [
 
 @pytest.mark.parametrize(("fields", "sentence"), UNREAD)
 def test_unused_field_raises(fields, sentence):
-    refused = f"CabConfig.{sentence}"
-    with pytest.raises(ValueError, match=refused):
+    message = f"CabConfig.{sentence}"
+    with pytest.raises(ValueError, match=message):
         CabConfig(**fields)
-    with pytest.raises(ValueError, match=refused):
+    with pytest.raises(ValueError, match=message):
         CabConfig.from_dict(fields)
-    with pytest.raises(ValueError, match=refused):
+    with pytest.raises(ValueError, match=message):
         CabConfig().changed(**fields)
 
 
@@ -248,7 +249,7 @@ def test_replace_resets_fields_that_become_unused():
 
 
 @pytest.mark.parametrize(
-    ("fields", "named"),
+    ("fields", "names"),
     [
         ({"topk": 3}, "'topk'"),
         ({"topk": 3, "self": 1, "cls": 2}, "'topk', 'self' or 'cls'"),
@@ -265,11 +266,11 @@ def test_replace_resets_fields_that_become_unused():
     + [lambda fields: CabConfig.published(**fields)],
     ids=["from_dict", "constructor", "changed", "published"],
 )
-def test_unknown_fields_are_listed_in_one_error(make, fields, named):
-    with pytest.raises(ValueError) as refused:
+def test_unknown_fields_are_listed_in_one_error(make, fields, names):
+    with pytest.raises(ValueError) as raised:
         make(fields)
     known = ", ".join(field.name for field in dataclasses.fields(CabConfig))
-    assert str(refused.value) == f"CabConfig has no field {named}; its fields are {known}."
+    assert str(raised.value) == f"CabConfig has no field {names}; its fields are {known}."
 
 
 def test_from_dict_with_other_types_raises():
@@ -281,13 +282,13 @@ def test_from_dict_with_other_types_raises():
 
 def test_old_name_of_outlier_queries_loads_with_warning(monkeypatch):
     monkeypatch.setattr(checks, "_warned", set())
-    with pytest.warns(UserWarning, match="exact_queries is now outlier_queries") as given:
+    with pytest.warns(UserWarning, match="exact_queries is now outlier_queries") as warned:
         saved = CabConfig.from_dict({"exact_queries": 8, "typical_queries": 8})
         assert CabConfig.from_dict({"exact_queries": 8}) == CabConfig(outlier_queries=8)
         assert CabConfig().changed(exact_queries=8) == CabConfig(outlier_queries=8)
         assert CabConfig(exact_queries=8) == CabConfig(outlier_queries=8)
-    assert len(given) == 1
-    # typical queries were scored on every key
+    assert len(warned) == 1
+    # configs with the old name scored typical queries on every key
     assert saved == CabConfig(outlier_queries=8, typical_queries=8, typical_key_stride=1)
     with pytest.raises(ValueError, match="got both"):
         CabConfig.from_dict({"exact_queries": 8, "outlier_queries": 8})
@@ -324,5 +325,5 @@ def test_docstring_states_default_of_every_field(name):
     entries = re.split(r"^    (?=\w+: )", inspect.getdoc(CabConfig), flags=re.MULTILINE)
     (entry,) = [each for each in entries if each.startswith(f"{name}: ")]
     default = getattr(CabConfig(), name)
-    shown = f'``"{default}"``' if isinstance(default, str) else repr(default)
-    assert f"Default {shown}." in " ".join(entry.split())
+    text = f'``"{default}"``' if isinstance(default, str) else repr(default)
+    assert f"Default {text}." in " ".join(entry.split())

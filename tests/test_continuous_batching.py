@@ -47,8 +47,8 @@ allocators = pytest.importorskip(
     ),
 )
 def test_full_budget_equals_dense_attention(family, name, changes):
-    own = {"layer_types": ["full_attention"] * 3} if family == "granite-swa" else {}
-    model = tiny_model(family, **own)
+    fields = {"layer_types": ["full_attention"] * 3} if family == "granite-swa" else {}
+    model = tiny_model(family, **fields)
     expected = generated(model)
     on_cab(model).set_attn_implementation(name)
     assert served(model, **changes) == expected
@@ -56,23 +56,24 @@ def test_full_budget_equals_dense_attention(family, name, changes):
 
 @pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
 def test_decode_steps_read_pages_without_gather(changes, monkeypatch):
-    """A kernel reads the pages of decode steps in place; only prompts are gathered."""
+    """The kernel of decode steps reads pages in place; only the keys of prompts are gathered."""
     monkeypatch.setattr(batch.decode, "has_kernels", lambda *_: True)
     model, gathered = tiny_model(), []
     expected = generated(model)
     update = allocators.FullAttentionCacheAllocator.update
 
-    def watched(self, keys, values, layer, read, write):
+    def recording_update(self, keys, values, layer, read, write):
         gathered.append((len(read), len(write)))
+        # transformers calls this method with positional arguments
         return update(self, keys, values, layer, read, write)
 
-    monkeypatch.setattr(allocators.FullAttentionCacheAllocator, "update", watched)
+    monkeypatch.setattr(allocators.FullAttentionCacheAllocator, "update", recording_update)
     assert served(on_cab(model), **changes) == expected
     if "max_blocks_per_request" not in changes:
         # decode-only batches gather no keys; other batches gather the keys of their prompts only
         longest = max(map(len, PROMPTS))
         assert all(read == 0 for read, written in gathered if written <= len(PROMPTS))
-        # at most two prompts share a batch: one ends, and the next begins
+        # at most two prompts share a batch: the end of one prompt and the start of the next
         assert max(read - written for read, written in gathered) < 2 * longest
 
 
@@ -85,31 +86,31 @@ def test_sparse_sequence_equals_single_generation(changes):
 def test_chunked_prompt_selects_same_blocks_as_whole_prompt():
     model = on_cab(tiny_model(), dataclasses.replace(SPARSE, dense_tail_blocks=1))
     for prompt, answer in zip(PROMPTS, generated(model), strict=True):
-        # 90 tokens are no whole number of query blocks
+        # 90 tokens are no multiple of the query block
         assert served(model, [prompt], max_batch_tokens=90) == [answer]
 
 
-@pytest.mark.parametrize("room", [96, 100, 133])
-def test_chunks_of_several_prompts_select_same_blocks_as_whole_prompts(room, monkeypatch):
-    """No chunk starts or ends inside of a query block, also in shared batches."""
-    seen = routed(monkeypatch)
+@pytest.mark.parametrize("batch_tokens", [96, 100, 133])
+def test_chunks_of_several_prompts_select_same_blocks_as_whole_prompts(batch_tokens, monkeypatch):
+    """Chunks start and end at multiples of the query block, also in batches of several prompts."""
+    routes = routed(monkeypatch)
     model = on_cab(tiny_model(), LOW)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (340, 77, 201, 20, 150, 96)]
     expected = generated(model, prompts)
-    assert served(model, prompts, max_batch_tokens=room, page_size=32) == expected
-    ends = set(map(len, prompts))
-    read = [(text.q_offset, text.kv_length) for text, _ in seen if text.q_length > 1]
-    assert all(start % 32 == 0 and (end % 32 == 0 or end in ends) for start, end in read)
-    assert any(end % 32 for _, end in read)
+    assert served(model, prompts, max_batch_tokens=batch_tokens, page_size=32) == expected
+    prompt_ends = set(map(len, prompts))
+    chunks = [(mask.q_offset, mask.kv_length) for mask, _ in routes if mask.q_length > 1]
+    assert all(start % 32 == 0 and (end % 32 == 0 or end in prompt_ends) for start, end in chunks)
+    assert any(end % 32 for _, end in chunks)
 
 
 @pytest.mark.parametrize(("answers", "end"), [(1, 340), (2, 339)])
 def test_dense_tail_applies_to_prompt_end_only(answers, end, monkeypatch):
-    """Several answers share the prompt except its last token, which each answer reads itself.
+    """The dense tail, 2 blocks of 32, starts in the third chunk and includes the fourth.
 
-    The tail of 2 blocks of 32 begins in the third chunk, and the last one is all of it.
+    Several answers share the prefill of the prompt except for its last token.
     """
-    seen = routed(monkeypatch)
+    routes = routed(monkeypatch)
     model = on_cab(tiny_model(), dataclasses.replace(SPARSE, dense_tail_blocks=2))
     model.generate_batch(
         tokens(1, 340).tolist(),
@@ -120,9 +121,9 @@ def test_dense_tail_applies_to_prompt_end_only(answers, end, monkeypatch):
         warmup=False,
     )
     tails = {
-        text.kv_length: way.config.dense_tail_blocks if way.method == "sparse" else way.method
-        for text, way in seen
-        if text.q_length > 1
+        mask.kv_length: route.config.dense_tail_blocks if route.method == "sparse" else route.method
+        for mask, route in routes
+        if mask.q_length > 1
     }
     assert tails == {96: 0, 192: 0, 288: 2, end: "dense_masked"}
 
@@ -141,48 +142,48 @@ def test_common_prefixes_share_pages():
 
 
 def test_preempted_requests_are_resumed(monkeypatch):
-    times, offload = [], OffloadingManager.offload_requests
+    results, offload = [], OffloadingManager.offload_requests
     monkeypatch.setattr(
         OffloadingManager,
         "offload_requests",
-        lambda self: times.append(offload(self)) or times[-1],
+        lambda self: results.append(offload(self)) or results[-1],
     )
     model = tiny_model()
     expected = generated(model)
     assert served(on_cab(model), num_blocks=26) == expected
-    assert any(times)
+    assert any(results)
 
 
 def test_preempted_request_reads_its_answer_as_decode(monkeypatch):
-    """Without offloading the request restarts, with its answer appended to its prompt."""
-    again, create = [], RequestState.create_equivalent_initial_request
+    """Without offloading, a preempted request restarts with its answer appended to its prompt."""
+    answer_lengths, create = [], RequestState.create_equivalent_initial_request
     monkeypatch.setattr(
         RequestState,
         "create_equivalent_initial_request",
-        lambda self: again.append(len(self.generated_tokens)) or create(self),
+        lambda self: answer_lengths.append(len(self.generated_tokens)) or create(self),
     )
     model = on_cab(tiny_model(), LOW)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (300, 250, 320, 280, 310)]
     greedy = GenerationConfig(max_new_tokens=60, do_sample=False, pad_token_id=0, eos_token_id=-1)
 
-    def answers(pages):
-        settings = batching(num_blocks=pages, page_size=32, allow_block_sharing=False)
+    def answers(num_pages):
+        settings = batching(num_blocks=num_pages, page_size=32, allow_block_sharing=False)
         result = model.generate_batch(prompts, greedy, settings, warmup=False)
         return [answer.generated_tokens for answer in result.values()]
 
     expected = answers(400)
-    assert not again
+    assert not answer_lengths
     assert answers(48) == expected
-    assert max(again) > 1
+    assert max(answer_lengths) > 1
 
 
 def test_last_chunk_of_one_token_is_prefill(monkeypatch):
-    seen = routed(monkeypatch)
+    routes = routed(monkeypatch)
     model = on_cab(tiny_model(num_hidden_layers=1), dataclasses.replace(LOW, dense_tail_blocks=0))
     prompt = tokens(1, 97)[0].tolist()
     served(model, [prompt], max_batch_tokens=96)
-    kinds = [(text.q_offset, text.q_length, way.method) for text, way in seen[:3]]
-    assert kinds == [(0, 96, "sparse"), (96, 1, "sparse"), (97, 1, "dense")]
+    calls = [(mask.q_offset, mask.q_length, route.method) for mask, route in routes[:3]]
+    assert calls == [(0, 96, "sparse"), (96, 1, "sparse"), (97, 1, "dense")]
 
 
 def test_cancelled_request_leaves_others_unchanged():
@@ -202,6 +203,7 @@ def test_cancelled_request_leaves_others_unchanged():
 
 
 def in_a_context(model):
+    """Return the generated tokens of the first prompt by the context manager."""
     with model.continuous_batching_context_manager(
         GREEDY, continuous_batching_config=batching()
     ) as manager:
@@ -209,6 +211,7 @@ def in_a_context(model):
         return [manager.get_result(timeout=60).generated_tokens]
 
 
+# ways to run continuous batching
 BEGINNINGS = {
     "generate_batch": lambda model: served(model, PROMPTS[:1]),
     "context": in_a_context,
@@ -216,8 +219,8 @@ BEGINNINGS = {
 
 
 @pytest.fixture
-def flash_is_there(monkeypatch):
-    """Pretend that flash attention is installed; transformers then switches models to it."""
+def flash_is_installed(monkeypatch):
+    """Make transformers believe that FlashAttention is installed, so that it switches models."""
     monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True)
     monkeypatch.setattr(
         transformers.PreTrainedModel,
@@ -226,17 +229,18 @@ def flash_is_there(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("way", BEGINNINGS.values(), ids=BEGINNINGS)
-def test_cab_is_not_switched_to_flash_attention(way, request):
+@pytest.mark.parametrize("serve", BEGINNINGS.values(), ids=BEGINNINGS)
+def test_cab_is_not_switched_to_flash_attention(serve, request):
     model = tiny_model()
     expected = generated(model, PROMPTS[:1])
     on_cab(model)
-    request.getfixturevalue("flash_is_there")
-    assert way(model) == expected
+    request.getfixturevalue("flash_is_installed")
+    assert serve(model) == expected
     assert implementations(model) == ["cab", "cab"]
 
 
 def tiny_hybrid():
+    """Return a model with an attention layer and a convolution layer."""
     return transformers.Lfm2ForCausalLM(
         transformers.Lfm2Config(
             vocab_size=64,
@@ -251,6 +255,7 @@ def tiny_hybrid():
 
 
 def tiny_deepseek():
+    """Return a model with multi-head latent attention."""
     return transformers.DeepseekV3ForCausalLM(
         transformers.DeepseekV3Config(
             vocab_size=64,
@@ -269,6 +274,7 @@ def tiny_deepseek():
     ).eval()
 
 
+# function that builds the model, and the reason in the error
 REFUSED = {
     "vision-language": (tiny_llava, "some of its parts use another attention"),
     "window": (lambda: tiny_model("mistral-sliding"), "a sliding window of 40 tokens"),
@@ -276,6 +282,7 @@ REFUSED = {
     "linear": (tiny_hybrid, "layers that mix tokens without attention"),
     "latent": (tiny_deepseek, "multi-head latent attention"),
 }
+# entry points that start continuous batching
 STARTS = {
     **BEGINNINGS,
     "generate": lambda model: model.generate(
@@ -286,13 +293,14 @@ STARTS = {
 }
 
 
-def require_refused(model, way, reason, request):
+def require_refused(model, start, reason, request):
+    """Assert that the entry point ``start`` raises an error and does not switch attention."""
     on_cab(model)
-    before = implementations(model)
-    request.getfixturevalue("flash_is_there")
+    names = implementations(model)
+    request.getfixturevalue("flash_is_installed")
     with pytest.raises(NotImplementedError, match=f"has attn_implementation='cab'.*{reason}"):
-        way(model)
-    assert "cab" in before and implementations(model) == before
+        start(model)
+    assert "cab" in names and implementations(model) == names
 
 
 @pytest.mark.parametrize(("build", "reason"), REFUSED.values(), ids=REFUSED)
@@ -300,22 +308,22 @@ def test_unsupported_models_raise_before_switching(build, reason, request):
     require_refused(build(), STARTS["init_continuous_batching"], reason, request)
 
 
-@pytest.mark.parametrize("way", STARTS.values(), ids=STARTS)
-def test_every_entry_point_raises_for_unsupported_models(way, request):
-    require_refused(tiny_model("mistral-sliding"), way, "a sliding window", request)
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_every_entry_point_raises_for_unsupported_models(start, request):
+    require_refused(tiny_model("mistral-sliding"), start, "a sliding window", request)
 
 
 @pytest.mark.parametrize("name", ["cab", "cab_dense"])
 def test_describe_reports_continuous_batching_support(name):
-    served_as = "each sequence by itself" + (", decode dense" if name == "cab" else "")
+    supported = "each sequence by itself" + (", decode dense" if name == "cab" else "")
     windowed = "refused, it has layers under a sliding window of 40 tokens"
     chunked = "refused, it has layers that attend in chunks of 40 tokens"
-    said = {"llama": served_as, "mistral-sliding": windowed, "llama4": chunked}
-    for family, says in said.items():
+    text_of_family = {"llama": supported, "mistral-sliding": windowed, "llama4": chunked}
+    for family, text in text_of_family.items():
         model = on_cab(tiny_model(family))
         model.set_attn_implementation(name)
         *layers, last = cab_hf.describe(model).splitlines()
-        assert last.startswith(f"  generate_batch: {says}")
+        assert last.startswith(f"  generate_batch: {text}")
         assert any("decode:" in line for line in layers) == (name == "cab")
 
 
@@ -344,14 +352,15 @@ def test_error_names_required_transformers_version(monkeypatch, request):
     ],
 )
 def test_cuda_graphs_or_compile_raise_when_unsupported(changes, sentence, monkeypatch):
-    # there is no accelerator to capture on here
-    resolve = "get_accelerator_graph_name"
+    # make transformers believe that there is an accelerator with graphs
+    function = "get_accelerator_graph_name"
     module = "transformers.generation.continuous_batching.initialization"
-    monkeypatch.setattr(f"{module}.{resolve}", lambda: "cuda")
+    monkeypatch.setattr(f"{module}.{function}", lambda: "cuda")
     with pytest.raises(NotImplementedError, match=sentence):
         on_cab(tiny_model()).init_continuous_batching(GREEDY, batching(**changes))
 
 
+# settings, and the warning; None: no warning
 GRID = {
     "max_batch_tokens": (
         {"max_batch_tokens": 31, "page_size": 32},
@@ -364,8 +373,8 @@ GRID = {
 }
 
 
-def began(name, changes, monkeypatch):
-    """Return the warnings at the start of continuous batching."""
+def start_warnings(name, changes, monkeypatch):
+    """Return the warnings about query blocks at the start of continuous batching."""
     monkeypatch.setattr(checks, "_warned", set())
     model = on_cab(tiny_model())
     model.set_attn_implementation(name)
@@ -377,9 +386,9 @@ def began(name, changes, monkeypatch):
 
 @pytest.mark.parametrize(("changes", "sentence"), GRID.values(), ids=GRID)
 def test_batch_or_page_size_unaligned_to_query_blocks_warns(changes, sentence, monkeypatch):
-    said = began("cab", changes, monkeypatch)
-    assert [text.startswith(sentence) for text in said] == [True] * (sentence is not None)
-    assert not began("cab_dense", changes, monkeypatch)
+    messages = start_warnings("cab", changes, monkeypatch)
+    assert [text.startswith(sentence) for text in messages] == [True] * (sentence is not None)
+    assert not start_warnings("cab_dense", changes, monkeypatch)
 
 
 def test_other_implementations_are_unchanged():

@@ -22,10 +22,9 @@ from cab_hf.patches import calibration as passes
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "finetune" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# words of a sentence
-LONGEST = 25
-# many blocks in a short prompt
-LENGTH = 900
+LONGEST = 25  # largest number of words in a sentence
+LENGTH = 900  # tokens of prompts
+# small blocks, so that a short prompt has many
 SMALL = cab_hf.CabConfig(query_block=16, key_block=16, min_length=0, share_threshold=1.0)
 # options of other programs
 FOREIGN = {
@@ -33,7 +32,7 @@ FOREIGN = {
     *("--pre", "--help", "--tasks", "--model_args", "--metadata", "--trust_remote_code"),
     *("--attn-implementation", "--continuous-batching", "--attention-backend"),
     *("--additional-config", "--scheduler-cls"),
-    # tests/vllm checks that vLLM has these
+    # options of vLLM; tests/vllm checks that vLLM has these options
     *("--tensor-parallel-size", "--pipeline-parallel-size", "--nnodes", "--node-rank"),
     *("--master-addr", "--headless", "--api-server-count", "--data-parallel-size"),
     # docker and pip
@@ -42,6 +41,7 @@ FOREIGN = {
 
 
 def blocks(page, language):
+    """Return the code blocks of a page in a language."""
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
@@ -50,7 +50,10 @@ SNIPPETS = {page.stem: blocks(page, "python") for page in PAGES[1:] if blocks(pa
 
 @pytest.fixture
 def snippet_names(one_process, model_folder, monkeypatch):
-    """Return the names that snippets use; a tiny model replaces every model that they load."""
+    """Return the global names that snippets use.
+
+    A tiny model replaces all models that snippets load.
+    """
     model, tokenizer = cab_hf.load_model(model_folder, device="cpu", cab_config=SMALL)
     monkeypatch.setattr(cab_hf, "load_model", lambda name: (model, tokenizer))
     monkeypatch.setattr(passes, "LENGTH", LENGTH)
@@ -68,11 +71,11 @@ def snippet_names(one_process, model_folder, monkeypatch):
 
 
 def on_this_machine(block):
-    """Return the block with a short answer and a small cache."""
-    small = {"max_new_tokens=64": "max_new_tokens=2", "max_batch_tokens=8192": "num_blocks=8"}
-    small |= {"max_length=32768": "max_length=64, bf16=False"}
-    for given, less in small.items():
-        block = block.replace(given, less)
+    """Return a code block with a short answer, a small cache and short sequences."""
+    changes = {"max_new_tokens=64": "max_new_tokens=2", "max_batch_tokens=8192": "num_blocks=8"}
+    changes |= {"max_length=32768": "max_length=64, bf16=False"}
+    for original, smaller in changes.items():
+        block = block.replace(original, smaller)
     return block
 
 
@@ -89,14 +92,15 @@ def test_python_blocks_of_page_run(page, snippet_names, monkeypatch, tmp_path):
         exec(on_this_machine(block), snippet_names)
 
 
-def kinds(group=evaluations, before=()):
-    """Yield the words of each command and its settings."""
-    for name, module in group.COMMANDS.items():
+def kinds(group=evaluations, prefix=()):
+    """Yield the words of each command, such as ("speed", "lora"), and its settings class."""
+    for name, module_name in group.COMMANDS.items():
         if name in ("harness", "speed"):
             continue
-        module = import_module(module)
-        kind = module.EXPERIMENT.Settings if hasattr(module, "EXPERIMENT") else module.Settings
-        yield (*before, name), kind
+        module = import_module(module_name)
+        has_experiment = hasattr(module, "EXPERIMENT")
+        settings_class = module.EXPERIMENT.Settings if has_experiment else module.Settings
+        yield (*prefix, name), settings_class
 
 
 KINDS = {**dict(kinds()), **dict(kinds(speed, ("speed",)))}
@@ -107,11 +111,12 @@ def commands(page):
     text = page.read_text().replace("\\\n", " ")
     for line in re.findall(r"-m cab_hf\.eval +([a-z][^`\n]*)|(finetune/lora\.py +[^`\n]*)", text):
         words = shlex.split("".join(line))
-        # placeholders
+        # replace and remove placeholders
         yield [word.replace("FOLDER", ".") for word in words if word not in ("...", "COMMAND")]
 
 
 def read(words, file):
+    """Parse the words of a command; ``file`` replaces the JSON files in its options."""
     if words[0].endswith("lora.py"):
         words = [word.replace("finetune/", f"{ROOT}/finetune/") for word in words[1:]]
         return read_settings(finetune.Settings, words, "lora")
@@ -119,11 +124,10 @@ def read(words, file):
     if name not in KINDS:
         assert name[0] == "harness" or len(words) == 1
         return None
-    # placeholders
     words = [word.replace("FILE.json", str(file)) for word in words[len(name) :]]
     words = [f"{word.partition('=')[0]}={file}" if ".json" in word else word for word in words]
-    device = "device" in KINDS[name].__dataclass_fields__ and "--device" not in words
-    return read_settings(KINDS[name], [*words, *["--device", "cpu"] * device], "eval")
+    needs_device = "device" in KINDS[name].__dataclass_fields__ and "--device" not in words
+    return read_settings(KINDS[name], [*words, *["--device", "cpu"] * needs_device], "eval")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -141,11 +145,11 @@ def test_commands_of_page_parse(page, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_options_named_by_page_exist(page):
-    every = (*KINDS.values(), finetune.Settings, merge.MergeSettings)
-    names = {name for kind in every for name in kind.__dataclass_fields__} | {"config"}
-    known = FOREIGN | {"--" + name.replace("_", "-") for name in names}
-    told = set(re.findall(r"(?<![\w<!-])--[a-z][\w-]*", page.read_text()))
-    assert told <= known, told - known
+    classes = (*KINDS.values(), finetune.Settings, merge.MergeSettings)
+    names = {name for each in classes for name in each.__dataclass_fields__} | {"config"}
+    existing = FOREIGN | {"--" + name.replace("_", "-") for name in names}
+    options = set(re.findall(r"(?<![\w<!-])--[a-z][\w-]*", page.read_text()))
+    assert options <= existing, options - existing
 
 
 def sentences(text):
@@ -154,8 +158,8 @@ def sentences(text):
         text = re.sub(pattern, "\n\n", text, flags=re.DOTALL)
     text = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", text))
-    for part in re.split(r"\n\s*\n|\n\s*(?:[*-]|\d+\.) |\n#+ ", text):
-        yield from re.split(r"(?<=[.!?:;])\s+", " ".join(part.split()))
+    for paragraph in re.split(r"\n\s*\n|\n\s*(?:[*-]|\d+\.) |\n#+ ", text):
+        yield from re.split(r"(?<=[.!?:;])\s+", " ".join(paragraph.split()))
 
 
 @pytest.mark.parametrize(
@@ -164,5 +168,5 @@ def sentences(text):
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_page_sentences_are_short(page):
-    long = [each for each in sentences(page.read_text()) if len(each.split()) > LONGEST]
-    assert not long
+    too_long = [each for each in sentences(page.read_text()) if len(each.split()) > LONGEST]
+    assert not too_long

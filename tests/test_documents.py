@@ -10,7 +10,7 @@ from cab_hf.data.documents import asked_document, plain_document, recall_documen
 from cab_hf.data.needles import NOISE, running, sentence_tokens, span_of, split_sentences
 
 LENGTH, KEYS = 900, 6
-PLACE = {"length": LENGTH, "keys": KEYS, "index": 0, "seed": 0}
+ARGUMENTS = {"length": LENGTH, "keys": KEYS, "index": 0, "seed": 0}
 CODE = (
     "import os\n\n\ndef area(width, height):\n    both = width * height  \n    return both\n" * 12
 )
@@ -20,43 +20,49 @@ TOKENIZERS = {"words": make_tokenizer(), "merging": make_merging_tokenizer()}
 
 
 def text_of(tokenizer, tokens):
-    """Decode without spaces, which a tokenizer of words puts between digits."""
+    """Decode tokens and remove spaces, because a tokenizer puts spaces between digits."""
     return tokenizer.decode(tokens).replace(" ", "")
+
+
+def span_text(tokenizer, document, span):
+    """Return the `text_of` of a range (start, end) of a document's tokens."""
+    start, end = span
+    return text_of(tokenizer, document.tokens[start:end])
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("sentences", [NOISE, split_sentences(TEXT)], ids=["noise", "text"])
 def test_spans_locate_statements_and_answers(name, sentences):
     tokenizer = TOKENIZERS[name]
-    document = recall_document(tokenizer, sentences, **PLACE)
+    document = recall_document(tokenizer, sentences, **ARGUMENTS)
     assert len(document.tokens) == LENGTH
     assert len(document.needles) == len(document.answers) == KEYS
     for needle, answer in zip(document.needles, document.answers, strict=True):
         assert needle[1] <= LENGTH // 2 <= answer[0]
-        stated = text_of(tokenizer, document.tokens[slice(*needle)])
-        digits = text_of(tokenizer, document.tokens[slice(*answer)])
-        whose, key = re.fullmatch(r"Thepasskeyfor(\w+)is(\d+)\.Rememberit\..*", stated).groups()
+        stated = span_text(tokenizer, document, needle)
+        digits = span_text(tokenizer, document, answer)
+        owner, key = re.fullmatch(r"Thepasskeyfor(\w+)is(\d+)\.Rememberit\..*", stated).groups()
         assert digits == key
         before = text_of(tokenizer, document.tokens[answer[0] - 30 : answer[0]])
-        assert before.endswith(f"thepasskeyfor{whose}is")
+        assert before.endswith(f"thepasskeyfor{owner}is")
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_answers_can_start_at_block_borders(name):
-    tokenizer, place = TOKENIZERS[name], {**PLACE, "length": 2 * LENGTH}
+    tokenizer, arguments = TOKENIZERS[name], {**ARGUMENTS, "length": 2 * LENGTH}
     plain, document = (
-        recall_document(tokenizer, split_sentences(TEXT), **place, border=border)
+        recall_document(tokenizer, split_sentences(TEXT), **arguments, border=border)
         for border in (1, 32)
     )
-    assert plain == recall_document(tokenizer, split_sentences(TEXT), **place)
+    assert plain == recall_document(tokenizer, split_sentences(TEXT), **arguments)
     assert len(document.tokens) == len(plain.tokens) == 2 * LENGTH
     assert document.needles == plain.needles
     for answer, other in zip(document.answers, plain.answers, strict=True):
         assert answer[0] % 32 == 0 and LENGTH <= answer[0] < answer[1] <= 2 * LENGTH
-        assert document.tokens[slice(*answer)] == plain.tokens[slice(*other)]
-        said = [x.tokens[at - 6 : at] for x, at in ((document, answer[0]), (plain, other[0]))]
-        assert said[0] == said[1]
-        # a sentence has ended where the repeat begins
+        # the six tokens before an answer are equal too
+        own_tokens = document.tokens[answer[0] - 6 : answer[1]]
+        assert own_tokens == plain.tokens[other[0] - 6 : other[1]]
+        # each repetition starts after the end of a sentence
         before = text_of(tokenizer, document.tokens[answer[0] - 60 : answer[0]])
         assert re.search(r"[.!?]\W?Aswassaidabove", before)
     assert any(answer[0] % 32 for answer in plain.answers)
@@ -64,26 +70,26 @@ def test_answers_can_start_at_block_borders(name):
 
 def test_key_repetitions_are_reordered():
     for index in range(8):
-        place = {**PLACE, "keys": 2, "index": index}
-        document = recall_document(TOKENIZERS["words"], NOISE, **place)
+        arguments = {**ARGUMENTS, "keys": 2, "index": index}
+        document = recall_document(TOKENIZERS["words"], NOISE, **arguments)
         assert list(document.needles) == sorted(document.needles)
         assert list(document.answers) != sorted(document.answers)
 
 
 @pytest.mark.parametrize("change", ["index", "seed", "keys", "length"])
 def test_document_depends_on_seed_and_index_only(change):
-    document = recall_document(make_tokenizer(), NOISE, **PLACE)
-    assert recall_document(make_tokenizer(), list(NOISE), **PLACE) == document
-    other = recall_document(make_tokenizer(), NOISE, **{**PLACE, change: PLACE[change] + 1})
+    document = recall_document(make_tokenizer(), NOISE, **ARGUMENTS)
+    assert recall_document(make_tokenizer(), list(NOISE), **ARGUMENTS) == document
+    other = recall_document(make_tokenizer(), NOISE, **{**ARGUMENTS, change: ARGUMENTS[change] + 1})
     assert other.answers[:2] != document.answers[:2]
 
 
 def test_plain_document_is_contiguous_source_text():
-    tokenizer, words = TOKENIZERS["words"], " ".join([*NOISE, *NOISE])
+    tokenizer, text = TOKENIZERS["words"], " ".join([*NOISE, *NOISE])
     # the noise has far fewer tokens than the document, so the document repeats the noise
     tokens = plain_document(tokenizer, NOISE, 100, index=3)
     assert len(tokens) == 100
-    assert text_of(tokenizer, tokens[:20]) in words.replace(" ", "")
+    assert text_of(tokenizer, tokens[:20]) in text.replace(" ", "")
     starts = {plain_document(tokenizer, NOISE, 20, index) for index in range(12)}
     assert len(starts) > 2
 
@@ -92,7 +98,7 @@ def test_document_starts_with_special_tokens():
     tokenizer = TOKENIZERS["merging"]
     for tokens in (
         plain_document(tokenizer, NOISE, 50, 0),
-        recall_document(tokenizer, NOISE, **PLACE).tokens,
+        recall_document(tokenizer, NOISE, **ARGUMENTS).tokens,
     ):
         assert tokens[0] == tokenizer.bos_token_id
         assert tokenizer.bos_token_id not in tokens[1:]
@@ -118,23 +124,20 @@ def test_leading_space_token_belongs_to_digits():
 )
 def test_too_short_document_raises(make, change, message):
     with pytest.raises(ValueError, match=message):
-        make(TOKENIZERS["words"], NOISE, **{**PLACE, **change})
+        make(TOKENIZERS["words"], NOISE, **{**ARGUMENTS, **change})
 
 
 def test_one_long_sentence_leaves_space_for_needles():
     tokenizer = TOKENIZERS["words"]
-    # at some seeds the long one is all of the second half
+    # for some seeds, the long sentence fills the second half of the document
     sentences = [*NOISE, " ".join(NOISE * 30)]
     for seed in range(20):
-        document = recall_document(tokenizer, sentences, **PLACE | {"seed": seed})
+        document = recall_document(tokenizer, sentences, **ARGUMENTS | {"seed": seed})
         assert len(document.tokens) == LENGTH
         for start, end in document.needles:
             assert end <= LENGTH // 2 and "pass key" in tokenizer.decode(document.tokens[start:end])
         for start, _ in document.answers:
             assert start >= LENGTH // 2
-
-
-# --- sentences
 
 
 def test_source_code_is_split_at_lines():
@@ -145,50 +148,46 @@ def test_source_code_is_split_at_lines():
         "\n    both = width * height",
         "\n    return both",
     ]
-    # as it was, but for blanks at the ends of lines
+    # the joined lines equal the source without blanks at line ends
     assert running(lines) == CODE.replace("height  \n", "height\n").strip()
 
 
 def test_prose_is_split_at_sentences_across_lines():
-    long = "A" + "\nword" * 61 + "."
-    sentences = split_sentences(f"{long} {TEXT * 9}")
-    assert sentences[0] == " ".join(long.split())
+    long_sentence = "A" + "\nword" * 61 + "."
+    sentences = split_sentences(f"{long_sentence} {TEXT * 9}")
+    assert sentences[0] == " ".join(long_sentence.split())
     assert sentences[1:5] == split_sentences(TEXT)[:4]
     assert running(NOISE) == " ".join(NOISE)
 
 
 def test_copies_occur_twice_outside_of_needles():
     tokenizer = make_tokenizer()
-    document = recall_document(tokenizer, split_sentences(TEXT), 900, 3, 0)
+    document = recall_document(tokenizer, split_sentences(TEXT), 900, 3, index=0)
     changed, copies = documents.with_copies(document, 2, 40)
     assert len(copies) == 2 and len(changed.tokens) == 900
     assert (changed.needles, changed.answers) == (document.needles, document.answers)
     for source, target in copies:
         assert source + 40 <= 450 <= target
-        again = changed.tokens[target : target + 40]
-        assert (
-            again == changed.tokens[source : source + 40] == document.tokens[source : source + 40]
-        )
+        original = document.tokens[source : source + 40]
+        assert changed.tokens[target : target + 40] == original
+        assert changed.tokens[source : source + 40] == original
     for start, end in (*document.needles, *document.answers):
         assert changed.tokens[start:end] == document.tokens[start:end]
     assert documents.with_copies(document, 2, 40) == (changed, copies)
     assert documents.with_copies(document, 2, 800)[1] == ()
 
 
-# --- documents with keys repeated after a prompt
-
-
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_prompt_states_all_keys_and_answers_repeat_them(name):
     tokenizer = TOKENIZERS[name]
-    document, prompt = asked_document(tokenizer, NOISE, **PLACE)
+    document, prompt = asked_document(tokenizer, NOISE, **ARGUMENTS)
     assert len(document.tokens) == LENGTH
     for needle, answer in zip(document.needles, document.answers, strict=True):
         assert needle[1] <= prompt <= answer[0] < answer[1] <= LENGTH
-        stated = text_of(tokenizer, document.tokens[slice(*needle)])
-        digits = text_of(tokenizer, document.tokens[slice(*answer)])
+        stated = span_text(tokenizer, document, needle)
+        digits = span_text(tokenizer, document, answer)
         assert re.fullmatch(r"\d{5}", digits) and stated.count(digits) == 2
-    behind = text_of(tokenizer, document.tokens[prompt:])
-    assert behind.startswith("Aswassaid") and behind.count("Aswassaid") == KEYS
-    # answers are in another order than statements
+    after_prompt = text_of(tokenizer, document.tokens[prompt:])
+    assert after_prompt.startswith("Aswassaid") and after_prompt.count("Aswassaid") == KEYS
+    # the order of answers differs from the order of statements
     assert list(document.answers) != sorted(document.answers)

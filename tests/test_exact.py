@@ -1,4 +1,4 @@
-"""Dense attention: single queries under masks and static caches, and gradients."""
+"""Dense attention of this package: decode steps, sliding windows and gradients."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from cab_hf.ops import Workload, decode
 
 @pytest.mark.parametrize("family", ["llama", "granite-swa", "llama4", "gemma2"])
 def test_full_budget_has_the_gradients_of_dense_attention(family):
-    """Gradients of all weights are compared, sinks included."""
+    """Gradients of all parameters, including sinks, are compared."""
     model, ids = tiny_model(family), tokens(2, 150)
     expected = gradients(model, ids)
     actual = gradients(cab_hf.apply_cab(model, FULL), ids)
@@ -42,13 +42,13 @@ def test_dense_step_with_gradients_uses_no_kernel(monkeypatch):
     assert not decode.has_kernels(x.detach())
 
 
-def windowed(**more):
-    """Return a mask of two rows: 90 queries after 30 keys, with a window of 40."""
-    return MaskInfo(2, 90, 120, 30, window=40, **more)
+def windowed(**fields):
+    """Return a mask of two rows: 90 queries after 30 cached keys, with a window of 40."""
+    return MaskInfo(2, 90, 120, 30, window=40, **fields)
 
 
 PADDED = torch.arange(120) >= torch.tensor([[50], [0]])
-# a row of several turns, each with its own padding
+# rows of several turns with padding between them
 HOLES = (torch.arange(120) % 37 > 9).expand(2, -1)
 WINDOWED = {
     "chunk": windowed(),
@@ -80,7 +80,7 @@ def test_blockwise_window_matches_rowwise_window(mask):
     call = Call(
         q=q, k=k, v=v, scale=0.2, layer=None, config=CabConfig(), sparse=False, work=work, mask=mask
     )
-    rows, blocks = dense_masked(call), dense_blockwise(call, REFERENCE)
+    expected, actual = dense_masked(call), dense_blockwise(call, REFERENCE)
     valid = torch.ones(2, 120, dtype=torch.bool) if mask.padding_mask is None else mask.padding_mask
-    real = valid[:, -mask.q_length :, None].unsqueeze(1)
-    torch.testing.assert_close(blocks * real, rows * real, atol=1e-5, rtol=1e-4)
+    is_real = valid[:, -mask.q_length :, None].unsqueeze(1)
+    torch.testing.assert_close(actual * is_real, expected * is_real, atol=1e-5, rtol=1e-4)

@@ -1,7 +1,7 @@
-"""All causal model types of transformers, tiny: they attend exactly, or raise an error.
+"""Tiny models of all causal types of transformers attend exactly with "cab", or raise an error.
 
-By default the test measures the types below. `MODEL_SWEEP=FOLDER pytest -m slow
-tests/test_families.py` measures all types, and writes samples.jsonl, results.json and report.md in
+By default the tests examine the types below. `MODEL_SWEEP=FOLDER pytest -m slow
+tests/test_families.py` examines all types, and writes samples.jsonl, results.json and report.md to
 FOLDER/families (one process) and FOLDER/families-context-parallel (two ranks). The same command
 continues an interrupted sweep.
 """
@@ -38,7 +38,7 @@ from cab_hf.eval.families import (
 
 SWEEP = os.environ.get(FOLDER)
 NAMES = {1: "families", 2: "families-context-parallel"}
-# with experts, latent keys, windows, recurrent layers, cross-attention, layers that differ
+# types with experts, latent keys, windows, recurrent layers, cross-attention or different layers
 EXACT_TYPES = """
     llama mistral ministral mixtral qwen2 qwen3 qwen3_moe gemma gemma3 gemma4_text phi3 phimoe olmo2
     granite cohere2 glm4 deepseek_v3 smollm3 starcoder2 stablelm gpt_neox opt bert minimax
@@ -51,15 +51,16 @@ CHANGED_TYPES = [
         ("llama4", 1), marks=since("5.24", "chunks are counted from the start of the row")
     ),
 ]
-UNREACHED = "attn_implementation=.*[.]$"  # no registered function reaches the attention
-# type -> pattern of the error
+# error for types whose attention does not use registered functions
+UNREACHED = "attn_implementation=.*[.]$"
+# pattern of the error by type
 REFUSED_TYPES = {
     **dict.fromkeys(("deepseek_v4", "doge", "minimax_m3_vl_text", "deepseek_v32"), ""),
     **dict.fromkeys(
         ("falcon", "bloom", "mpt", "gpt_neo", "xglm", "openai-gpt", "mamba"), UNREACHED
     ),
 }
-# over ranks: with experts and the loss of routers, latent keys, windows, learnt positions
+# types with experts and the loss of routers, latent keys, windows or learnt positions
 EXACT_OVER_RANKS = "llama mixtral gemma3 deepseek_v3 gpt2"
 REFUSED_OVER_RANKS = {
     "bamba": r"BambaForCausalLM has layers that mix tokens without attention \(BambaMixer\)",
@@ -70,7 +71,7 @@ REFUSED_OVER_RANKS = {
     "llama4": "attends in chunks of 64 tokens",
     "bloom": "must reach its attention through",
 }
-# (type, ranks) -> pattern of the error, None for exact types
+# pattern of the error by (type, number of ranks); None for exact types
 EXPECTED = {
     **dict.fromkeys([(name, 1) for name in EXACT_TYPES.split()]),
     **{(name, 1): why for name, why in REFUSED_TYPES.items()},
@@ -86,7 +87,7 @@ if SWEEP:
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Use one thread, as the processes of a sweep do: the models are small."""
+    """Use one thread, as the processes of a sweep do."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -94,7 +95,7 @@ def one_thread():
 
 
 def row_of(model_type, ranks=1):
-    """Return the row of a type; all results are written if the environment names a folder."""
+    """Return the result row of a type, and write all results if MODEL_SWEEP is set."""
     if SWEEP:
         out = str(Path(SWEEP, NAMES[ranks]))
         rows = run(Sweep(Settings(types=(model_type,), ranks=ranks, out=out)))
@@ -103,28 +104,26 @@ def row_of(model_type, ranks=1):
     return judged({"model_type": model_type, **sample})
 
 
-def name_of(case):
-    return f"{case[0]}-ranks-{case[1]}"
+def case_params():
+    """Return `CASES` with ids; all are slow except for the first."""
+    params = [x if hasattr(x, "marks") else pytest.param(x) for x in CASES]
+    for param in slow_but(params, *([] if SWEEP else [0])):
+        ((model_type, ranks),) = param.values
+        name = f"{model_type}-ranks-{ranks}"
+        yield pytest.param((model_type, ranks), id=name, marks=param.marks)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(*each.values, id=name_of(each.values[0]), marks=each.marks)
-        for each in slow_but(
-            [x if hasattr(x, "marks") else pytest.param(x) for x in CASES], *([] if SWEEP else [0])
-        )
-    ],
-)
+@pytest.mark.parametrize("case", case_params())
 def test_model_type_is_exact_or_raises(case):
-    row = row_of(*case)
+    model_type, ranks = case
+    row = row_of(model_type, ranks)
     if case not in EXPECTED:
         assert row["verdict"] in (EXACT, REFUSED, NOT_BUILT), row
     elif EXPECTED[case] is not None:
         assert row["verdict"] == REFUSED and re.search(EXPECTED[case], row["said"]), row
     else:
         assert row["verdict"] == EXACT and row["layers"] > 0, row
-        if case[1] == 1:
+        if ranks == 1:
             assert row["by_name"] == row["applied"] == row.get("windowed", EXACT) == EXACT, row
             assert row["layers"] >= row["sparse"] > 0 and row["reads_padding"] == []
 
@@ -135,21 +134,21 @@ def test_windows_and_dynamic_rope_are_exact_over_ranks(build):
     assert row_of("mistral" if build == "dynamic" else "mixtral", 2)[build] == EXACT
 
 
-# --- verdicts
-
-
 def without_the_first_key(module, query, key, value, _mask, **options):
+    """Attend with sdpa to all keys except for the first."""
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
     mask[1:, 0] = False
     return sdpa(module, query, key, value, mask[None, None], **options)
 
 
-def not_a_number(module, query, *arguments, **options):
+def not_a_number(module, query, *args, **kwargs):
+    """Return an output of NaN."""
     return query.transpose(1, 2) * float("nan"), None
 
 
-def a_traceback(module, *arguments, **options):
+def a_traceback(module, *args, **kwargs):
+    """Raise an error that is not an error of this project."""
     raise KeyError("cab")
 
 
@@ -171,7 +170,10 @@ OFF, BROKEN = {"difference": 2e-4}, {"failed": "KeyError: 'cab'"}
 
 
 def sample_of(by_name, applied, layers):
-    """Return the sample of a type with the outcomes of two inputs for each of two switches."""
+    """Return the sample of a type in one process.
+
+    ``by_name`` and ``applied`` are lists with the outcomes of two inputs.
+    """
     sample = {"model_type": "x", "model": "X", "reads_padding": []}
     for name, outcomes in (("by_name", by_name), ("applied", applied)):
         inputs = dict(zip(("plain", "left padded"), outcomes, strict=True))
@@ -183,38 +185,35 @@ NAN = {"difference": float("nan")}
 STEP = {"loss": 1e-7, "logits": 1e-7, "gradients": 9e-6, "layers": 2}
 
 
-def sample_over_ranks(text, packed, _):
+def sample_over_ranks(text, packed):
+    """Return the sample of a type over ranks with the outcomes of two inputs."""
     return {"model_type": "x", "model": "X", "plain": {"one text": text, "packed": packed}}
 
 
-@pytest.mark.parametrize(
-    ("sample", "one", "other", "layers", "verdict"),
-    [
-        pytest.param(sample_of, [FINE, FINE], [FINE, FINE], 2, EXACT, id="exact"),
-        pytest.param(sample_of, [FINE, FINE], [FINE, FINE], 0, NOT_OURS, id="not-reached"),
-        pytest.param(sample_of, [NO, NO], [NO, NO], 2, REFUSED, id="refused"),
-        pytest.param(sample_of, [FINE, NO], [FINE, NO], 2, IN_PART, id="one-input-refused"),
-        pytest.param(sample_of, [FINE, FINE], [NO, NO], 2, IN_PART, id="one-switch-refused"),
-        pytest.param(sample_of, [FINE, OFF], [NO, NO], 2, WRONG, id="one-input-off"),
-        pytest.param(sample_of, [BROKEN, BROKEN], [NO, NO], 2, FAILS, id="one-switch-fails"),
-        pytest.param(sample_of, [FINE, NAN], [FINE, FINE], 2, WRONG, id="not-a-number"),
-        *(
-            pytest.param(sample_over_ranks, text, packed, None, verdict, id=f"ranks-{name}")
-            for name, text, packed, verdict in (
-                ("exact", STEP, STEP, EXACT),
-                ("refused", NO, NO, REFUSED),
-                ("one-input-refused", STEP, NO, IN_PART),
-                ("gradients-off", STEP, {**STEP, "gradients": 2e-5}, WRONG),
-                ("not-a-number", {**STEP, "logits": math.inf}, STEP, WRONG),
-                ("loss-off", {**STEP, "loss": 2e-5}, STEP, WRONG),
-                ("an-error", BROKEN, NO, FAILS),
-                ("not-reached", {**STEP, "layers": 0}, STEP, NOT_OURS),
-            )
-        ),
-    ],
-)
-def test_verdict_is_the_worst_outcome(sample, one, other, layers, verdict):
-    assert judged(sample(one, other, layers))["verdict"] == verdict
+# sample and verdict
+SAMPLES = {
+    "exact": (sample_of([FINE, FINE], [FINE, FINE], 2), EXACT),
+    "not-reached": (sample_of([FINE, FINE], [FINE, FINE], 0), NOT_OURS),
+    "refused": (sample_of([NO, NO], [NO, NO], 2), REFUSED),
+    "one-input-refused": (sample_of([FINE, NO], [FINE, NO], 2), IN_PART),
+    "one-switch-refused": (sample_of([FINE, FINE], [NO, NO], 2), IN_PART),
+    "one-input-off": (sample_of([FINE, OFF], [NO, NO], 2), WRONG),
+    "one-switch-fails": (sample_of([BROKEN, BROKEN], [NO, NO], 2), FAILS),
+    "not-a-number": (sample_of([FINE, NAN], [FINE, FINE], 2), WRONG),
+    "ranks-exact": (sample_over_ranks(STEP, STEP), EXACT),
+    "ranks-refused": (sample_over_ranks(NO, NO), REFUSED),
+    "ranks-one-input-refused": (sample_over_ranks(STEP, NO), IN_PART),
+    "ranks-gradients-off": (sample_over_ranks(STEP, {**STEP, "gradients": 2e-5}), WRONG),
+    "ranks-not-a-number": (sample_over_ranks({**STEP, "logits": math.inf}, STEP), WRONG),
+    "ranks-loss-off": (sample_over_ranks({**STEP, "loss": 2e-5}, STEP), WRONG),
+    "ranks-an-error": (sample_over_ranks(BROKEN, NO), FAILS),
+    "ranks-not-reached": (sample_over_ranks({**STEP, "layers": 0}, STEP), NOT_OURS),
+}
+
+
+@pytest.mark.parametrize(("sample", "verdict"), SAMPLES.values(), ids=SAMPLES)
+def test_verdict_is_the_worst_outcome(sample, verdict):
+    assert judged(sample)["verdict"] == verdict
 
 
 def test_inputs_whose_padding_changes_the_model_are_not_compared():
@@ -222,30 +221,27 @@ def test_inputs_whose_padding_changes_the_model_are_not_compared():
     assert row["verdict"] == EXACT and row["reads_padding"] == ["left padded"]
 
 
-# --- processes and files
-
-
 @pytest.mark.parametrize(
-    ("model_type", "ranks", "timeout", "memory", "why"),
+    ("model_type", "ranks", "timeout", "memory", "message"),
     [
         ("llama", 1, 0.01, 12, "took longer than 0.01 seconds"),
         ("llama", 2, 0.001, 24, "took longer than 0.001 seconds"),
         ("gemma4_assistant", 1, 120, 12, "hidden_size_per_layer_input|Gemma4AssistantConfig"),
     ],
 )
-def test_unbuildable_type_does_not_stop_sweep(model_type, ranks, timeout, memory, why):
-    assert re.search(why, in_processes(model_type, ranks, timeout, memory)["not_built"])
+def test_unbuildable_type_does_not_stop_sweep(model_type, ranks, timeout, memory, message):
+    assert re.search(message, in_processes(model_type, ranks, timeout, memory)["not_built"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_dead_process_does_not_stop_sweep(ranks, monkeypatch):
-    def killed(*given):
-        group = start_processes(*given)
+    def start_and_kill_one(*args, **kwargs):
+        group = start_processes(*args, **kwargs)
         group.processes[0].kill()
         return group
 
     with monkeypatch.context() as patch:
-        patch.setattr(model_sweep, "start_processes", killed)
+        patch.setattr(model_sweep, "start_processes", start_and_kill_one)
         fields = {"not_built": "its process died with exit code -9"}
         assert in_processes("llama", ranks, 120, 24) == fields
     assert in_processes("gemma", ranks, 120, 24)["model"] == "GemmaForCausalLM"

@@ -1,7 +1,7 @@
-"""Plans and logits equal those that were stored, so that a refactoring changes no bit of them.
+"""Plans equal stored plans, and logits are close to stored logits.
 
-Inputs are multiples of 1/8, so that dot products are exact on every CPU. If a change of results is
-intended, rewrite the stored values:
+Inputs are multiples of 1/8, so that dot products are exact on every CPU. After an intended change
+of results, rewrite the stored values:
 
     PYTHONPATH=tests/shared python tests/test_frozen_plans.py
 """
@@ -50,7 +50,7 @@ PLANS = {
     "frc-padded": (FRC, {"batch": 2}, "padded", {}),
     "frc-additive": (replace(FRC, curvature="additive"), {}, "packed", {}),
 }
-# the interpreter takes seconds per case
+# few cases, because Triton's interpreter takes seconds per case
 BY_KERNELS = slow_but(
     ["chunk", "capped-listed", "every-4th-key", "padded", "capped", "frc-padded"], 0
 )
@@ -58,31 +58,33 @@ LAYOUTS = ["causal", "padded"]
 
 
 def drawn(batch=1, length=300, kv_length=None, heads=4, kv_heads=2, dim=32):
-    """Return q and k, multiples of 1/8, whose blocks differ."""
+    """Return random q and k, multiples of 1/8, [B, H, N, D]."""
     generator = torch.Generator().manual_seed(0)
     shapes = (batch, heads, length, dim), (batch, kv_heads, kv_length or length, dim)
     return [(16 * torch.randn(shape, generator=generator)).round() / 8 for shape in shapes]
 
 
 def inputs_of(name):
+    """Return config, q, k, ranges and further arguments of `plan_by_reference` for a plan."""
     config, sizes, layout, options = PLANS[name]
-    q, k, ranges = laid_in(layout, *drawn(**sizes), config.query_block)
+    q, k = drawn(**sizes)
+    q, k, ranges = laid_in(layout, q, k, config.query_block)
     return config, q, k, ranges, options
 
 
 def hash_of(plan):
     """Return a hash of the lists of a plan, without their unused entries."""
-    numbers = [plan.full.counts, plan.partial.counts]
-    numbers += [part.indices.masked_fill(~part.listed(), -1) for part in (plan.full, plan.partial)]
-    # the width of lists is an upper bound
-    numbers = [x[..., : int(x.ge(0).sum(-1).max())] if x.ndim > 3 else x for x in numbers]
-    rows = plan.dense_rows if plan.dense_rows is not None else torch.empty(0)
-    text = json.dumps([x.tolist() for x in (*numbers, rows)])
+    tensors = [plan.full.counts, plan.partial.counts]
+    tensors += [x.indices.masked_fill(~x.listed(), -1) for x in (plan.full, plan.partial)]
+    # cut index lists to the longest list, because their width is only an upper bound
+    tensors = [x[..., : int(x.ge(0).sum(-1).max())] if x.ndim > 3 else x for x in tensors]
+    dense_rows = plan.dense_rows if plan.dense_rows is not None else torch.empty(0)
+    text = json.dumps([x.tolist() for x in (*tensors, dense_rows)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def logits_of(layout):
-    """Return some logits of a sparse tiny model; its weights do not depend on library versions."""
+    """Return some logits of a tiny model whose weights do not depend on library versions."""
     model, ids = tiny_model(), tokens(2, 300)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -99,6 +101,7 @@ def logits_of(layout):
 
 @pytest.fixture(scope="module")
 def frozen():
+    """Return the stored hashes of plans and the stored logits."""
     return json.loads(FILE.read_text())
 
 
@@ -121,14 +124,18 @@ def test_logits_are_close_to_stored_values(layout, frozen):
 
 
 def write():
-    """Store the plans and logits of this machine, if no rounding decides about a plan."""
+    """Store the plans and logits of this machine.
+
+    Raises:
+        ValueError: a plan changes if queries are scaled by 1 - 1e-6 or 1 + 1e-6.
+    """
     plans = {}
     for name in PLANS:
         config, q, k, ranges, options = inputs_of(name)
-        scaled = [
+        plans_of_scaled = [
             plan_by_reference(config, q * x, k, ranges, **options) for x in (1, 1 - 1e-6, 1 + 1e-6)
         ]
-        plans[name], *others = map(hash_of, scaled)
+        plans[name], *others = map(hash_of, plans_of_scaled)
         if any(other != plans[name] for other in others):
             raise ValueError(f"{name} must not depend on rounding. Change its inputs.")
     logits = {x: [round(number, 4) for number in logits_of(x).tolist()] for x in LAYOUTS}

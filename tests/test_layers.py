@@ -1,4 +1,6 @@
-"""Attention layers: dense at full budget, masked below, causal and differentiable."""
+"""Attention layers equal masked attention, in outputs and gradients."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -19,30 +21,28 @@ lengths = pytest.mark.parametrize("length", [1, 32, 63, 111, 205])
 
 
 def attention(sparsity=0.6, **settings):
+    """Return a random layer whose attention is far from uniform."""
     torch.manual_seed(0)
-    made = CABAttention(DIM, HEADS, BLOCK, sparsity, **settings)
+    layer = CABAttention(DIM, HEADS, BLOCK, sparsity, **settings)
     with torch.no_grad():
-        # attention far from uniform
-        made.q_proj.weight.mul_(4)
-        made.k_proj.weight.mul_(4)
-    return made
+        layer.q_proj.weight.mul_(4)
+        layer.k_proj.weight.mul_(4)
+    return layer
 
 
 def inputs(length, batch=2):
+    """Return random inputs [B, N, DIM]."""
     return torch.randn(batch, length, DIM, generator=torch.Generator().manual_seed(1))
 
 
 def masked_attention(x, q_weight, k_weight, v_weight, o_weight, mask):
     """Compute the layer in plain PyTorch under ``mask``."""
-    heads = [
+    q, k, v = (
         F.linear(x, weight).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2)
         for weight in (q_weight, k_weight, v_weight)
-    ]
-    out = F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
+    )
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return F.linear(out.transpose(1, 2).flatten(2), o_weight)
-
-
-# --- meaning
 
 
 @formulas
@@ -54,10 +54,9 @@ def test_full_budget_equals_dense_attention(formula, kv_heads, length, causal):
     x = inputs(length)
     mask = torch.ones(length, length, dtype=torch.bool)
     mask = mask.tril() if causal else mask
-    weights = [weight.detach() for weight in layer.parameters()]
-    assert_within_budget(
-        layer(x).detach(), lambda *values: masked_attention(*values, mask), x, *weights
-    )
+    q_weight, k_weight, v_weight, o_weight = (x.detach() for x in layer.parameters())
+    compute = partial(masked_attention, mask=mask)
+    assert_within_budget(layer(x).detach(), compute, x, q_weight, k_weight, v_weight, o_weight)
 
 
 @groups
@@ -69,11 +68,12 @@ def test_outputs_and_gradients_match_masked_attention(kv_heads, length, causal):
     out, plan = layer(x, return_plan=True)
     expected = masked_attention(x, *layer.parameters(), plan.token_mask())
     torch.testing.assert_close(out, expected)
-    seed = torch.randn_like(out)
-    wanted = (x, *layer.parameters())
-    actual = torch.autograd.grad(out, wanted, seed)
-    for gradient, exact in zip(actual, torch.autograd.grad(expected, wanted, seed), strict=True):
-        torch.testing.assert_close(gradient, exact, rtol=1e-4, atol=1e-4)
+    grad_out = torch.randn_like(out)
+    leaves = (x, *layer.parameters())
+    actual = torch.autograd.grad(out, leaves, grad_out)
+    exact = torch.autograd.grad(expected, leaves, grad_out)
+    for gradient, exact_gradient in zip(actual, exact, strict=True):
+        torch.testing.assert_close(gradient, exact_gradient, rtol=1e-4, atol=1e-4)
 
 
 @formulas
@@ -97,20 +97,20 @@ def test_plan_equals_published_config(formula):
 def test_bidirectional_plan_selects_earlier_and_later_blocks(formula):
     plan = attention(formula=formula, causal=False)(inputs(300), return_plan=True)[1]
     require_valid(plan)
-    kept = plan.to_dense()
-    assert (kept.sum(-1) == 4).all(), "ceil(0.4 * 10) blocks a row"
-    assert kept.diagonal(dim1=2, dim2=3).all()
-    assert kept.triu(1).any() and kept.tril(-1).any()
+    is_selected = plan.to_dense()
+    assert (is_selected.sum(-1) == 4).all(), "a row must have ceil(0.4 * 10) blocks"
+    assert is_selected.diagonal(dim1=2, dim2=3).all()
+    assert is_selected.triu(1).any() and is_selected.tril(-1).any()
 
 
 @formulas
 def test_later_blocks_do_not_change_earlier_outputs(formula):
     layer = attention(formula=formula)
     x = inputs(205)
-    later = x.clone()
-    later[:, 128:] = 5 - 2 * later[:, 128:]
-    torch.testing.assert_close(layer(later)[:, :128], layer(x)[:, :128])
-    assert not torch.allclose(layer(later)[:, 128:], layer(x)[:, 128:])
+    changed = x.clone()
+    changed[:, 128:] = 5 - 2 * changed[:, 128:]
+    torch.testing.assert_close(layer(changed)[:, :128], layer(x)[:, :128])
+    assert not torch.allclose(layer(changed)[:, 128:], layer(x)[:, 128:])
 
 
 @both_ways
@@ -126,9 +126,6 @@ def test_higher_sparsity_lowers_density():
     assert density[0] == 1 and density[0] > density[1] > density[2]
 
 
-# --- the layer around it
-
-
 @both_ways
 def test_every_parameter_of_a_layer_gets_a_gradient(causal):
     layer = CABAttentionLayer(DIM, HEADS, BLOCK, 0.6, causal=causal, num_kv_heads=2, bias=True)
@@ -138,7 +135,7 @@ def test_every_parameter_of_a_layer_gets_a_gradient(causal):
     out.square().mean().backward()
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
-        # one number added to every key of a head changes no softmax
+        # the bias of keys adds the same number to all logits of a query, so its gradient may be 0
         assert parameter.grad.any() or name == "attention.k_proj.bias", name
     assert x.grad.abs().sum() > 0
 
@@ -146,9 +143,9 @@ def test_every_parameter_of_a_layer_gets_a_gradient(causal):
 def test_layer_equals_composition_of_its_parts():
     layer = CABAttentionLayer(DIM, HEADS, BLOCK, 0.6)
     x = inputs(100)
-    middle = x + layer.attention(F.rms_norm(x, (DIM,)))
-    wide, _, narrow = layer.mlp
-    expected = middle + narrow(F.gelu(wide(F.rms_norm(middle, (DIM,)))))
+    residual = x + layer.attention(F.rms_norm(x, (DIM,)))
+    up, _, down = layer.mlp
+    expected = residual + down(F.gelu(up(F.rms_norm(residual, (DIM,)))))
     torch.testing.assert_close(layer(x), expected)
 
 
@@ -157,7 +154,7 @@ def test_training_lowers_the_loss():
     layer = CABAttentionLayer(DIM, HEADS, BLOCK, 0.6, mlp_ratio=2)
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
     x = inputs(96)
-    # the token before: attention is needed
+    # the target is the previous token, which only attention can copy
     target = x.roll(1, dims=1)
     losses = []
     for _ in range(20):
@@ -173,9 +170,6 @@ def test_training_lowers_the_loss():
 def test_bias_option_applies_to_all_projections(bias):
     layer = CABAttentionLayer(DIM, HEADS, bias=bias)
     assert any("bias" in name for name in layer.state_dict()) is bias
-
-
-# --- refusals
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`cab_hf.load_model`: settings apply to every kind of model name."""
+"""Loading models: `cab_hf.load_model`, and cab_config at all entry points of transformers."""
 
 import json
 import re
@@ -17,15 +17,18 @@ from cab_hf.experiment import models, offline_models
 
 @pytest.fixture
 def standing_in(model_folder, tmp_path, monkeypatch):
-    """Replace the embedded model and a hub model by the saved model."""
+    """Replace the embedded model and a hub model by the tiny model in ``model_folder``.
+
+    Returns a dict from elements of `NAMES` to the name of the model.
+    """
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(offline_models, "find_smollm2_gguf", lambda scratch: scratch / "model.gguf")
     monkeypatch.setattr(offline_models, "_check_gguf", lambda gguf: None)
     copied = lambda gguf, to: shutil.copytree(model_folder, to)  # noqa: E731
     monkeypatch.setattr(offline_models, "convert_gguf", copied)
     source = models._source
-    of_hub = {"someone/tiny": str(model_folder)}
-    monkeypatch.setattr(models, "_source", lambda name: of_hub.get(name) or source(name))
+    hub_models = {"someone/tiny": str(model_folder)}
+    monkeypatch.setattr(models, "_source", lambda name: hub_models.get(name) or source(name))
     return {"folder": str(model_folder), "path": model_folder, "hub": "someone/tiny"}
 
 
@@ -41,14 +44,14 @@ def test_load_model_returns_model_on_cab(standing_in, name):
     assert tokenizer.pad_token is not None
 
 
-@pytest.mark.parametrize("message", ["config", "dict", "file"])
+@pytest.mark.parametrize("kind", ["config", "dict", "file"])
 @pytest.mark.parametrize("name", NAMES)
-def test_settings_apply_to_hub_path_and_embedded_names(standing_in, name, message, tmp_path):
+def test_settings_apply_to_hub_path_and_embedded_names(standing_in, name, kind, tmp_path):
     SPARSE.save(tmp_path / "own.json")
-    given = {"config": SPARSE, "dict": SPARSE.to_dict(), "file": str(tmp_path / "own.json")}[
-        message
-    ]
-    model, _ = cab_hf.load_model(standing_in.get(name, name), device="cpu", cab_config=given)
+    configs = {"config": SPARSE, "dict": SPARSE.to_dict(), "file": str(tmp_path / "own.json")}
+    model, _ = cab_hf.load_model(
+        standing_in.get(name, name), device="cpu", cab_config=configs[kind]
+    )
     assert model.config.cab_config == SPARSE.to_dict()
     ids = torch.randint(3, 50, (1, 300), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -57,27 +60,29 @@ def test_settings_apply_to_hub_path_and_embedded_names(standing_in, name, messag
 
 
 @pytest.mark.parametrize(
-    ("there", "message", "device", "dtype"),
+    ("has_gpu", "arguments", "device", "dtype"),
     [
-        pytest.param(True, {}, "cuda", torch.bfloat16, id="a-gpu"),
-        pytest.param(False, {}, "cpu", torch.float32, id="none"),
-        pytest.param(True, {"device": "cpu"}, "cpu", torch.float32, id="cpu-beside-a-gpu"),
-        pytest.param(True, {"device": "cuda:1"}, "cuda:1", torch.bfloat16, id="another-gpu"),
-        pytest.param(False, {"dtype": "float16"}, "cpu", "float16", id="a-name"),
-        pytest.param(False, {"dtype": torch.float16}, "cpu", torch.float16, id="a-dtype"),
+        pytest.param(True, {}, "cuda", torch.bfloat16, id="gpu"),
+        pytest.param(False, {}, "cpu", torch.float32, id="no-gpu"),
+        pytest.param(True, {"device": "cpu"}, "cpu", torch.float32, id="cpu-with-gpu"),
+        pytest.param(True, {"device": "cuda:1"}, "cuda:1", torch.bfloat16, id="second-gpu"),
+        pytest.param(False, {"dtype": "float16"}, "cpu", "float16", id="dtype-name"),
+        pytest.param(False, {"dtype": torch.float16}, "cpu", torch.float16, id="dtype"),
     ],
 )
-def test_default_dtype_and_device_follow_the_machine(monkeypatch, there, message, device, dtype):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    seen, load = [], models.load_model
+def test_default_dtype_and_device_follow_the_machine(
+    monkeypatch, has_gpu, arguments, device, dtype
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    calls, load = [], models.load_model
 
-    def watched(name, device, dtype, *others, **options):
-        seen.append((device, dtype))
-        return load(name, "cpu", "float32", *others, **options)
+    def load_on_cpu(name, device, dtype, *args, **kwargs):
+        calls.append((device, dtype))
+        return load(name, "cpu", "float32", *args, **kwargs)
 
-    monkeypatch.setattr(models, "load_model", watched)
-    cab_hf.load_model("tiny", **message)
-    assert seen == [(device, dtype)]
+    monkeypatch.setattr(models, "load_model", load_on_cpu)
+    cab_hf.load_model("tiny", **arguments)
+    assert calls == [(device, dtype)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
@@ -86,7 +91,7 @@ def test_dtype_accepts_dtype_or_name(dtype):
 
 
 @pytest.mark.parametrize(
-    ("message", "sentence"),
+    ("arguments", "message"),
     [
         pytest.param({"dtype": "float13"}, "dtype must be a torch dtype", id="dtype"),
         pytest.param({"dtype": 16}, "dtype must be a torch dtype", id="dtype-kind"),
@@ -95,18 +100,19 @@ def test_dtype_accepts_dtype_or_name(dtype):
         pytest.param({"cab_config": "none.json"}, "'none.json' is not a file", id="file"),
     ],
 )
-def test_invalid_arguments_raise_before_reading_files(message, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        cab_hf.load_model("tiny", device="cpu", **message)
+def test_invalid_arguments_raise_before_reading_files(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        cab_hf.load_model("tiny", device="cpu", **arguments)
 
 
 def _file(folder, fields):
+    """Save ``fields`` to a JSON file and return its path."""
     (folder / "own.json").write_text(json.dumps(fields))
     return folder / "own.json"
 
 
 def _saved_model(folder, fields):
-    """Save a model whose config has ``fields`` as cab_config."""
+    """Save a model whose cab_config is ``fields``, and return ``folder``."""
     tiny_model().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "cab_config": fields}))
@@ -114,6 +120,7 @@ def _saved_model(folder, fields):
 
 
 def _loaded(folder, fields):
+    """Save a model, and load it with ``fields`` as cab_config."""
     tiny_model().save_pretrained(folder)
     load = AutoModelForCausalLM.from_pretrained
     return load(folder, attn_implementation="cab", cab_config=fields)
@@ -175,34 +182,31 @@ def test_cab_model_shorter_than_min_length_warns(monkeypatch, recwarn):
     cab_hf.load_model("tiny", device="cpu", attn_implementation="sdpa")
     assert not [each for each in recwarn if "positions" in str(each.message)]
     cab_hf.load_model("tiny", device="cpu")
-    (given,) = [str(each.message) for each in recwarn if "positions" in str(each.message)]
-    assert re.match(r"tiny-\w+ has 4,096 positions and min_length is 16,384", given)
+    (message,) = [str(each.message) for each in recwarn if "positions" in str(each.message)]
+    assert re.match(r"tiny-\w+ has 4,096 positions and min_length is 16,384", message)
     cab_hf.load_model("tiny", device="cpu", cab_config=CabConfig(min_length=4096))
-
-
-# --- settings
 
 
 def test_loading_by_name_keeps_the_saved_config(tmp_path):
     model = cab_hf.apply_cab(tiny_model(), SPARSE)
     model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path, attn_implementation="cab")
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="cab")
     ids = tokens(1, 200)
-    assert torch.equal(logits(again, input_ids=ids), logits(model, input_ids=ids))
-    assert cab_hf.stats(again) == cab_hf.stats(model)
+    assert torch.equal(logits(loaded, input_ids=ids), logits(model, input_ids=ids))
+    assert cab_hf.stats(loaded) == cab_hf.stats(model)
 
 
 @pytest.mark.parametrize("chosen", [SPARSE, SPARSE.to_dict()], ids=["CabConfig", "dict"])
 def test_from_pretrained_accepts_cab_config(tmp_path, chosen):
     model = tiny_model()
     model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(
+    loaded = type(model).from_pretrained(
         tmp_path, attn_implementation="cab", cab_config=chosen, dtype=torch.float32
     )
     ids = tokens(1, 200)
     expected = logits(cab_hf.apply_cab(model, SPARSE), input_ids=ids)
-    assert torch.equal(logits(again, input_ids=ids), expected)
-    again.save_pretrained(tmp_path)
+    assert torch.equal(logits(loaded, input_ids=ids), expected)
+    loaded.save_pretrained(tmp_path)
     assert type(model).from_pretrained(tmp_path).config.cab_config == SPARSE.to_dict()
 
 

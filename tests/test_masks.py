@@ -1,4 +1,4 @@
-"""Masks: padding with a cache, non-causal patterns, and the masks of models."""
+"""Masks: padding with a cache, bidirectional patterns, and models that compute with masks."""
 
 import copy
 
@@ -23,6 +23,7 @@ from cab_hf.eval.kv_cache import cache_arguments, read_on
 
 @pytest.fixture(scope="module")
 def model():
+    """Return a tiny LLaMA with "cab" at full budget."""
     return cab_hf.apply_cab(tiny_model(), FULL)
 
 
@@ -30,7 +31,10 @@ CACHED = 200  # tokens in the cache before a call with 60 tokens
 
 
 def logits_after_cache(model, mask, kind="dynamic"):
-    """Return logits of a second call with ``mask`` for 260 tokens, after 200 cached ones."""
+    """Return the logits of 60 tokens after 200 cached tokens, with the attention mask ``mask``.
+
+    ``kind`` is the kind of the cache, "dynamic" or "static".
+    """
     ids = tokens(2, 260)
     cache = transformers.DynamicCache(config=model.config)
     if kind == "static":
@@ -39,23 +43,24 @@ def logits_after_cache(model, mask, kind="dynamic"):
     return read_on(model, ids[:, CACHED:], cache, attention_mask=mask).logits
 
 
+# ranges of tokens in a mask that is too short
 SHORT = [
-    pytest.param(slice(CACHED, 260), id="of-the-new-tokens"),
-    pytest.param(slice(0, CACHED), id="of-the-old-tokens"),
-    pytest.param(slice(0, 259), id="one-short"),
+    pytest.param(slice(CACHED, 260), id="new-tokens"),
+    pytest.param(slice(0, CACHED), id="cached-tokens"),
+    pytest.param(slice(0, 259), id="one-missing"),
 ]
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("part", SHORT)
+@pytest.mark.parametrize("tokens_in_mask", SHORT)
 @torch.no_grad()
-def test_padding_mask_shorter_than_cache_and_call_raises(model, part, kind):
+def test_padding_mask_shorter_than_cache_and_call_raises(model, tokens_in_mask, kind):
     mask = torch.ones(2, 260, dtype=torch.int64)
     mask[0, :7] = 0
     logits_after_cache(model, mask, kind)
-    sentence = f"attention_mask has {mask[:, part].shape[1]} tokens and there are 260 keys"
-    with pytest.raises(ValueError, match=sentence):
-        logits_after_cache(model, mask[:, part], kind)
+    message = f"attention_mask has {mask[:, tokens_in_mask].shape[1]} tokens and there are 260 keys"
+    with pytest.raises(ValueError, match=message):
+        logits_after_cache(model, mask[:, tokens_in_mask], kind)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -80,7 +85,7 @@ def test_gpt2_with_static_cache_generates_dense_tokens(padding):
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
 
-    def answer():
+    def logits():
         return model.generate(
             input_ids=ids,
             attention_mask=mask,
@@ -92,9 +97,9 @@ def test_gpt2_with_static_cache_generates_dense_tokens(padding):
             disable_compile=True,
         ).logits
 
-    expected = answer()
+    expected = logits()
     cab_hf.apply_cab(model, FULL)
-    torch.testing.assert_close(answer(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(), expected, rtol=1e-4, atol=1e-4)
 
 
 def prefix_model():
@@ -104,16 +109,18 @@ def prefix_model():
 
 
 def prefixed(prefix):
+    """Return inputs of `prefix_model` whose first ``prefix`` tokens are bidirectional."""
     types = (torch.arange(64) < prefix).long()[None]
     return {"input_ids": tokens(1, 64), "token_type_ids": types, "use_cache": False}
 
 
+# functions that return the logits of a model in a graph mode
 GRAPHS = {
-    "eager": lambda model, given: model(**given).logits,
-    "compiled": lambda model, given: torch.compile(model, backend="eager")(**given).logits,
-    "traced": lambda model, given: torch.compile(model, backend="aot_eager")(**given).logits,
-    "exported": lambda model, given: (
-        torch.export.export(model, (), given, strict=False).module()(**given).logits
+    "eager": lambda model, inputs: model(**inputs).logits,
+    "compiled": lambda model, inputs: torch.compile(model, backend="eager")(**inputs).logits,
+    "traced": lambda model, inputs: torch.compile(model, backend="aot_eager")(**inputs).logits,
+    "exported": lambda model, inputs: (
+        torch.export.export(model, (), inputs, strict=False).module()(**inputs).logits
     ),
 }
 
@@ -129,18 +136,23 @@ def test_bidirectional_prefix_raises_in_every_graph_mode(call):
 @torch.no_grad()
 def test_prefix_model_without_prefix_equals_sdpa(call):
     model = prefix_model()
-    found = call(model, prefixed(0))
+    actual = call(model, prefixed(0))
     model.set_attn_implementation("sdpa")
-    torch.testing.assert_close(found, model(**prefixed(0)).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual, model(**prefixed(0)).logits, rtol=1e-4, atol=1e-4)
 
 
 def mask_with_image(image_slots, q_offset, q_length=8):
-    """Return the mask of a call with a cache, for a prompt with an image in these slots."""
+    """Return the mask of a call after ``q_offset`` cached tokens.
+
+    ``image_slots`` are the tokens of an image, which attend to each other in both directions.
+    """
     groups = torch.full((1, 16), -1)
     groups[:, image_slots] = 0
-    pattern = or_masks(causal_mask_function, blockwise_overlay(groups))
-    keys = q_offset + q_length
-    return cab_mask(1, q_length, keys, q_offset, mask_function=pattern, config=BertConfig())
+    mask_function = or_masks(causal_mask_function, blockwise_overlay(groups))
+    kv_length = q_offset + q_length
+    return cab_mask(
+        1, q_length, kv_length, q_offset, mask_function=mask_function, config=BertConfig()
+    )
 
 
 def test_bidirectional_image_tokens_are_searched_in_queries_only():
@@ -152,7 +164,7 @@ def test_bidirectional_image_tokens_are_searched_in_queries_only():
 
 
 def test_window_of_multimodal_mask_is_detected_without_image():
-    # the mask function of Gemma 3 for a prompt without image
+    # Gemma 3 uses this mask function also for prompts without an image
     groups = torch.full((1, 60), -1)
     pattern = and_masks(
         or_masks(causal_mask_function, blockwise_overlay(groups)), sliding_window_overlay(7)

@@ -1,4 +1,4 @@
-"""A NaN or an infinity reaches the queries that attend to its key, and no query block before it."""
+"""NaN and infinity reach all queries that may attend to the key, but no earlier query block."""
 
 from dataclasses import replace
 
@@ -23,6 +23,7 @@ VALUES = [torch.nan, torch.inf, -torch.inf]
 
 
 def config(**fields):
+    """Return a config with small blocks."""
     return CabConfig(**{**BLOCKS, "mass_threshold": 0.05, "share_threshold": 0.3, **fields})
 
 
@@ -45,9 +46,10 @@ CAPPED = [
 ]
 
 
-def with_value(x, at, value):
+def with_value(x, index, value):
+    """Return a copy of ``x`` [B, H, N, D] with ``value`` in the tokens ``index``."""
     x = x.clone()
-    x[:, :, at] = value
+    x[:, :, index] = value
     return x
 
 
@@ -64,13 +66,17 @@ def test_nan_key_does_not_change_kernel_selection_of_earlier_blocks(config):
 
 
 def _assert_same_earlier_selection(select, config, prefix, value):
-    """Replace q and k of a whole token, as in layers after the first NaN."""
+    """Replace q and k of all tokens from `AT` on, and compare the blocks of earlier queries.
+
+    ``prefix`` is the number of cached keys.
+    """
     shape = {"q_length": LENGTH, "kv_length": LENGTH + prefix, "heads": 2, "kv_heads": 1}
     q, k = loud(**shape)
     ranges = KeyRanges.causal(1, LENGTH, LENGTH + prefix, "cpu")
     expected = select(config, q, k, ranges).to_dense()
-    broken = with_value(q, slice(AT, None), value), with_value(k, AT + prefix, value)
-    actual = select(config, *broken, ranges).to_dense()
+    broken_q = with_value(q, slice(AT, None), value)
+    broken_k = with_value(k, AT + prefix, value)
+    actual = select(config, broken_q, broken_k, ranges).to_dense()
     row = AT // config.query_block
     assert row > 3 and not expected[:, :, row - 1].all()
     assert torch.equal(actual[:, :, :row], expected[:, :, :row])
@@ -88,13 +94,13 @@ def test_kernels_select_blocks_with_nan_key(config):
 
 
 def _assert_selected(select, config, value):
-    """Replace one channel of one key of one of two KV heads."""
+    """Replace one channel of a key in KV head 1, and check that its block is selected."""
     q, k = loud(q_length=LENGTH, heads=4, kv_heads=2, dim=32)
-    ranges, at = KeyRanges.causal(1, LENGTH, LENGTH, "cpu"), 70
+    ranges, index = KeyRanges.causal(1, LENGTH, LENGTH, "cpu"), 70
     expected = select(config, q, k, ranges).to_dense()
-    k[:, 1, at, 5] = value
+    k[:, 1, index, 5] = value
     actual = select(config, q, k, ranges).to_dense()
-    rows, column = slice(at // config.query_block, None), at // config.key_block
+    rows, column = slice(index // config.query_block, None), index // config.key_block
     assert actual[:, 2:, rows, column].all() and not expected[:, 2:, rows, column].all()
     assert torch.equal(actual[:, :2], expected[:, :2])
 
@@ -120,10 +126,12 @@ def test_nan_scored_query_selects_all_blocks(select, value):
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     settings = config(outlier_queries=0, typical_queries=8, typical_key_stride=1)
     expected = select(settings, q, k, ranges).to_dense()
-    at = int(typical_queries(ranges, 32, settings.typical_queries)[0, 5, 1])
-    q[:, 1, at, 3] = value
+    index = int(typical_queries(ranges, 32, settings.typical_queries)[0, 5, 1])
+    q[:, 1, index, 3] = value
     actual = select(settings, q, k, ranges).to_dense()
-    assert actual[0, 1, 5, : (at + 16) // 16].all() and not expected[0, 1, 5, : at // 16].all()
+    assert (
+        actual[0, 1, 5, : (index + 16) // 16].all() and not expected[0, 1, 5, : index // 16].all()
+    )
     expected[:, 1, 5] = actual[:, 1, 5]
     assert torch.equal(actual, expected)
 
@@ -153,18 +161,19 @@ def test_nan_key_does_not_change_earlier_query_blocks(
     ranges = KeyRanges.causal(1, q_length, kv_length, "cpu")
     plan = BlockPlan.causal(ranges, 2, query_block, key_block)
     position = int(ranges.end[0, 2 * query_block - 1]) + 1
-    expected = attend(q, k, v, plan, 0.2)
-    actual = attend(q, with_value(k, position, value), with_value(v, position, value), plan, 0.2)
+    expected = attend(q, k, v, plan, scale=0.2)
+    broken_k, broken_v = with_value(k, position, value), with_value(v, position, value)
+    actual = attend(q, broken_k, broken_v, plan, scale=0.2)
     first = 2 * query_block
     torch.testing.assert_close(actual[:, :, :first], expected[:, :, :first])
     assert not actual[:, :, first:].isfinite().all()
 
 
-@pytest.mark.parametrize("exact", [0, 8], ids=["estimate", "exact-queries"])
-def test_nan_token_leaves_earlier_logits_finite(exact):
+@pytest.mark.parametrize("outlier_queries", [0, 8])
+def test_nan_token_leaves_earlier_logits_finite(outlier_queries):
     model = tiny_model()
     ids = tokens(1, 160)
-    settings = replace(SMALL, mass_threshold=0.08, outlier_queries=exact)
+    settings = replace(SMALL, mass_threshold=0.08, outlier_queries=outlier_queries)
     apply_cab(model, settings)
     with torch.no_grad():
         model.model.embed_tokens.weight[VOCABULARY - 1] = torch.nan
@@ -203,22 +212,22 @@ def test_nan_token_reaches_all_later_logits(settings):
 @pytest.mark.parametrize("value", VALUES, ids=str)
 @pytest.mark.parametrize("attend", [ENGINES[0], ENGINES[2]])
 def test_full_budget_output_is_finite_where_sdpa_is(attend, value, name):
-    """One channel is not finite: its products are infinite with either sign, or NaN."""
+    """One channel of a key, value or query is not finite, so that logits are infinite or NaN."""
     inputs = dict(zip("qkv", qkv(q_length=LENGTH, heads=4, kv_heads=2, dim=32), strict=True))
     inputs[name][:, :, 70, 5] = value
     q, k, v = inputs.values()
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     plan = plan_by_reference(config(mass_threshold=0.0), q, k, ranges)
-    actual = attend(q, k, v, plan, 0.2).isfinite()
-    # row by row, since a mask does not remove NaN
-    rows = [
+    actual = attend(q, k, v, plan, scale=0.2).isfinite()
+    # a call per query, because a mask does not remove NaN
+    outputs = [
         F.scaled_dot_product_attention(
             q[:, :, [i]], k[:, :, : i + 1], v[:, :, : i + 1], scale=0.2, enable_gqa=True
         )
         for i in range(LENGTH)
     ]
-    expected = torch.cat(rows, dim=2).isfinite()
-    # queries of the same block may attend to the key, because whole blocks are computed
+    expected = torch.cat(outputs, dim=2).isfinite()
+    # earlier queries in the block of the key may be NaN, because blocks are computed completely
     rows = [*range(64), *range(96, LENGTH)] if name != "q" else [*range(LENGTH)]
     assert torch.equal(actual[:, :, rows], expected[:, :, rows])
     assert not expected.all()

@@ -1,4 +1,4 @@
-"""The notebooks of `examples` run completely, on shorter sequences."""
+"""The notebooks in `examples` run on short sequences, and are committed without outputs."""
 
 from pathlib import Path
 
@@ -14,11 +14,12 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture(autouse=True)
 def as_many_threads_as_here(monkeypatch):
+    """Make notebooks use as many threads as this process."""
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
 
 
 def executed(name):
-    """Run a notebook and return (printed output, number of pictures) of each cell."""
+    """Run a notebook; return the printed output and the number of pictures of all cells."""
     notebook = nbformat.read(EXAMPLES / name, as_version=4)
     resources = {"metadata": {"path": str(EXAMPLES)}}
     nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()

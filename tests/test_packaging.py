@@ -1,4 +1,4 @@
-"""The wheel works outside of the tree, the public names are listed, and importing is cheap."""
+"""The wheel works without the source tree, public names are listed, and imports are fast."""
 
 import configparser
 import importlib.util
@@ -20,26 +20,31 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def setup():
+    """Return the parsed setup.cfg."""
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
     return parser
 
 
-def folder_of(package, places):
-    """Return the folder of a package in the tree."""
-    for name in sorted(places, key=len, reverse=True):
+def folder_of(package, package_dirs):
+    """Return the folder of a package in the source tree.
+
+    ``package_dirs`` is the option ``package_dir`` of setup.cfg.
+    """
+    for name in sorted(package_dirs, key=len, reverse=True):
         if package == name or package.startswith(name + "."):
-            return ROOT / places[name] / package[len(name) :].strip(".").replace(".", "/")
+            return ROOT / package_dirs[name] / package[len(name) :].strip(".").replace(".", "/")
     raise AssertionError(f"{package} has no folder")
 
 
 def test_every_package_folder_is_listed(setup):
-    listed = setup["options"]["packages"].split()
-    places = dict(line.split(" = ") for line in setup["options"]["package_dir"].strip().split("\n"))
-    actual = {folder_of(package, places) for package in listed}
-    tops = {ROOT / place for place in places.values()}
-    present = {init.parent for top in tops for init in top.rglob("__init__.py")}
-    assert actual == present
+    packages = setup["options"]["packages"].split()
+    lines = setup["options"]["package_dir"].strip().split("\n")
+    package_dirs = dict(line.split(" = ") for line in lines)
+    listed = {folder_of(package, package_dirs) for package in packages}
+    top_folders = {ROOT / folder for folder in package_dirs.values()}
+    existing = {init.parent for folder in top_folders for init in folder.rglob("__init__.py")}
+    assert listed == existing
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +60,7 @@ def wheel(tmp_path_factory):
     return path
 
 
-# runs without the tree; the model is smaller than any that a user has
+# program that uses an installed cab_hf
 WORKS = """
 import importlib.resources, pathlib, sys
 import torch
@@ -98,7 +103,7 @@ def test_wheel_works_in_fresh_environment_outside_of_the_tree(wheel, tmp_path):
     requirements.mkdir()
     for folder in (Path(place) for place in sys.path if place.endswith("site-packages")):
         for path in folder.iterdir():
-            # not this environment's own cab_hf, which is the tree
+            # leave out cab_hf of this environment, which is the source tree
             if "cab_hf" not in path.name and path.suffix != ".pth":
                 (requirements / path.name).unlink(missing_ok=True)
                 (requirements / path.name).symlink_to(path)
@@ -157,6 +162,7 @@ def test_metadata_has_author_and_summary(setup):
 
 
 def fresh(code):
+    """Run code in a new Python process and return the printed words."""
     return subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     ).stdout.split()

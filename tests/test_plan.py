@@ -1,4 +1,4 @@
-"""Handwritten plans: blocks, token masks and lists."""
+"""Plans and block layouts of small handwritten cases."""
 
 import dataclasses
 
@@ -12,9 +12,10 @@ from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, block_visibility
 
 @pytest.fixture
 def plan():
-    """Return a plan of six queries and six keys in 2 x 2 blocks; the last row skips a block."""
-    keep = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)[None, None]
-    return BlockPlan.from_dense(keep, KeyRanges.causal(1, 6, 6, "cpu"), query_block=2, key_block=2)
+    """Return a plan of 6 queries and 6 keys in 2 x 2 blocks; the last row has no middle block."""
+    selected = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)[None, None]
+    ranges = KeyRanges.causal(1, 6, 6, "cpu")
+    return BlockPlan.from_dense(selected, ranges, query_block=2, key_block=2)
 
 
 def test_block_indices_of_handwritten_plan(plan):
@@ -47,7 +48,7 @@ def test_derived_range_tensors_are_cached_across_layers(plan):
     ranges = plan.ranges
     before = ranges.rows(2), ranges.blocked(2), ranges.pairs()
     density = plan.density()
-    # the plan of another layer, of the same ranges
+    # another plan with the same ranges
     dataclasses.replace(plan).density()
     after = ranges.rows(2), ranges.blocked(2), ranges.pairs()
     assert all(x is y for x, y in zip(before, after, strict=True))
@@ -59,7 +60,7 @@ def test_derived_range_tensors_are_cached_across_layers(plan):
 
 
 def test_transpose_of_handwritten_plan(plan):
-    full, partial = (part.transpose(plan.kv_blocks) for part in (plan.full, plan.partial))
+    full, partial = (lists.transpose(plan.kv_blocks) for lists in (plan.full, plan.partial))
     assert full.counts.tolist() == [[[2, 0, 0]]]
     assert full.indices[0, 0, 0, :2].tolist() == [1, 2]
     assert partial.to_dense(3)[0, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
@@ -67,29 +68,32 @@ def test_transpose_of_handwritten_plan(plan):
 
 @pytest.mark.parametrize("width", [None, 7])
 def test_from_dense_and_to_dense_are_inverse(width):
-    chosen = torch.rand(2, 3, 5, 11, generator=torch.Generator().manual_seed(0)) < 0.4
-    lists = BlockIndices.from_dense(chosen, width and int(chosen.sum(-1).max()))
-    assert torch.equal(lists.to_dense(11), chosen)
+    selected = torch.rand(2, 3, 5, 11, generator=torch.Generator().manual_seed(0)) < 0.4
+    lists = BlockIndices.from_dense(selected, width and int(selected.sum(-1).max()))
+    assert torch.equal(lists.to_dense(11), selected)
     assert not lists.indices[~lists.listed()].any()
 
 
-@pytest.mark.parametrize("blocks", [(32, 16), (16, 32), (16, 16)], ids=str)
-@pytest.mark.parametrize("lengths", [(1, 1), (15, 15), (16, 16), (17, 17), (205, 205), (40, 131)])
-def test_density_equals_token_mask_count(lengths, blocks):
-    ranges = KeyRanges.causal(2, *lengths, "cpu")
-    complete = BlockPlan.causal(ranges, 3, *blocks)
-    keep = torch.rand(complete.to_dense().shape, generator=torch.Generator().manual_seed(1)) < 0.5
-    plan = BlockPlan.from_dense(keep, ranges, query_block=blocks[0], key_block=blocks[1])
+@pytest.mark.parametrize(("query_block", "key_block"), [(32, 16), (16, 32), (16, 16)])
+@pytest.mark.parametrize(
+    ("q_length", "kv_length"), [(1, 1), (15, 15), (16, 16), (17, 17), (205, 205), (40, 131)]
+)
+def test_density_equals_token_mask_count(q_length, kv_length, query_block, key_block):
+    ranges = KeyRanges.causal(2, q_length, kv_length, "cpu")
+    dense = BlockPlan.causal(ranges, 3, query_block, key_block)
+    generator = torch.Generator().manual_seed(1)
+    selected = torch.rand(dense.to_dense().shape, generator=generator) < 0.5
+    plan = BlockPlan.from_dense(selected, ranges, query_block=query_block, key_block=key_block)
     require_valid(plan)
     assert int(plan.pairs()[0]) == int(plan.token_mask().sum())
-    assert complete.density() == 1
-    assert int(complete.pairs()[1]) == int(complete.token_mask().sum())
+    assert dense.density() == 1
+    assert int(dense.pairs()[1]) == int(dense.token_mask().sum())
 
 
 def test_from_dense_drops_invisible_blocks():
     ranges = KeyRanges.causal(1, 64, 64, "cpu")
-    keep = torch.ones(1, 1, 4, 4, dtype=torch.bool)
-    plan = BlockPlan.from_dense(keep, ranges, query_block=16, key_block=16)
+    selected = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    plan = BlockPlan.from_dense(selected, ranges, query_block=16, key_block=16)
     assert torch.equal(plan.to_dense(), block_visibility(ranges, 16, 16).unsqueeze(1))
 
 
@@ -113,37 +117,40 @@ def test_from_dense_with_wrong_shape_raises():
 )
 def test_complete_rows_attend_all_blocks(before, rows, after):
     ranges = KeyRanges.causal(1, 16, 16, "cpu")
-    keep = torch.eye(4, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
+    selected = torch.eye(4, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
     before = None if before is None else torch.tensor(before)
-    plan = BlockPlan.from_dense(keep, ranges, query_block=4, key_block=4, dense_rows=before)
+    plan = BlockPlan.from_dense(selected, ranges, query_block=4, key_block=4, dense_rows=before)
     actual = plan.with_dense_rows(torch.tensor(rows))
     require_valid(actual)
-    complete = torch.tensor([row in after for row in range(4)])
-    everything = block_visibility(ranges, 4, 4)[0]
-    wanted = torch.where(complete[:, None], everything, keep[0, 0])
-    assert torch.equal(actual.to_dense(), wanted.expand(1, 2, -1, -1))
-    assert torch.equal(actual.is_dense(), complete.expand(1, 1, -1))
-
-
-# --- layouts
+    is_dense = torch.tensor([row in after for row in range(4)])
+    all_blocks = block_visibility(ranges, 4, 4)[0]
+    expected = torch.where(is_dense[:, None], all_blocks, selected[0, 0])
+    assert torch.equal(actual.to_dense(), expected.expand(1, 2, -1, -1))
+    assert torch.equal(actual.is_dense(), is_dense.expand(1, 1, -1))
 
 
 def layout(valid=None, document=None, q_length=None, align=4):
-    given = valid if valid is not None else document
-    batch, length = given.shape
+    """Return the `BlockLayout` of a padding mask or document ids, [B, N]."""
+    batch, length = (valid if valid is not None else document).shape
     q_length = q_length or length
-    slot = length - q_length
     return BlockLayout.build(
-        batch, q_length, length, slot, valid, document, align, torch.device("cpu")
+        batch=batch,
+        q_length=q_length,
+        kv_length=length,
+        q_offset=length - q_length,
+        padding_mask=valid,
+        doc_ids=document,
+        align=align,
+        device=torch.device("cpu"),
     )
 
 
 def test_layout_removes_padding():
-    it = layout(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 1]]).bool())
-    assert it.ranges.end.tolist() == [[0, 1, -1, -1], [0, 1, 2, -1], [0, 1, -1, -1]]
+    block_layout = layout(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 1]]).bool())
+    assert block_layout.ranges.end.tolist() == [[0, 1, -1, -1], [0, 1, 2, -1], [0, 1, -1, -1]]
     x = torch.arange(1.0, 5)[None, None, :, None].expand(3, 1, 4, 1)
-    assert it.keys(x)[..., 0].tolist()[0][0][:2] == [3, 4]
-    assert it.restore(it.queries(x))[:, 0, :, 0].tolist() == [
+    assert block_layout.keys(x)[..., 0].tolist()[0][0][:2] == [3, 4]
+    assert block_layout.restore(block_layout.queries(x))[:, 0, :, 0].tolist() == [
         [0, 0, 3, 4],
         [1, 2, 3, 0],
         [1, 0, 0, 4],
@@ -151,14 +158,14 @@ def test_layout_removes_padding():
 
 
 def test_chunk_after_padding_keeps_block_alignment():
-    it = layout(torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]).bool(), q_length=2)
-    assert it.ranges.end.tolist() == [[1, 2], [4, 5]]
+    block_layout = layout(torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]).bool(), q_length=2)
+    assert block_layout.ranges.end.tolist() == [[1, 2], [4, 5]]
 
 
 def test_layout_aligns_documents_to_blocks():
-    it = layout(document=torch.tensor([[0, 0, 1, 1, 1, 2]]))
-    assert it.ranges.end.tolist() == [[0, 1, -1, -1, 4, 5, 6, -1, 8]]
-    assert it.ranges.start.tolist()[0][4:7] == [4, 4, 4]
-    assert it.ranges.key_valid.int().tolist() == [[1, 1, 0, 0, 1, 1, 1, 0, 1]]
+    block_layout = layout(document=torch.tensor([[0, 0, 1, 1, 1, 2]]))
+    assert block_layout.ranges.end.tolist() == [[0, 1, -1, -1, 4, 5, 6, -1, 8]]
+    assert block_layout.ranges.start.tolist()[0][4:7] == [4, 4, 4]
+    assert block_layout.ranges.key_valid.int().tolist() == [[1, 1, 0, 0, 1, 1, 1, 0, 1]]
     x = torch.arange(1.0, 7)[None, None, :, None]
-    assert it.restore(it.queries(x)).flatten().tolist() == [1, 2, 3, 4, 5, 6]
+    assert block_layout.restore(block_layout.queries(x)).flatten().tolist() == [1, 2, 3, 4, 5, 6]

@@ -1,7 +1,7 @@
-"""Properties of attention for all paddings, packings, chunks and budgets.
+"""Properties of attention for random paddings, packings, chunks and budgets.
 
-2,000 cases, always the same, of which `make test` draws a quarter; ``CASES=20000`` draws as many
-others.
+By default there are 2,000 fixed cases, of which `make test` uses 500. ``CASES=20000`` draws 20,000
+new cases.
 """
 
 import os
@@ -27,15 +27,15 @@ from cab_hf.predictors import LayerContext, make_predictor
 
 CASES, FIXED = (int(os.environ.get(name, n)) for name, n in (("CASES", 0), ("FIXED_CASES", 2000)))
 BLOCKS = ((16, 16), (32, 16), (64, 16), (48, 16), (32, 32), (16, 32), (16, 48), (32, 64))
-# a difference that rounding makes, as a share of the largest number
+# allowed difference by rounding, as a share of the largest number
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
-# pairs of its channels turn, so that of large heads half are scored
+# a layer with RoPE, so that half of the channels of large heads are scored
 LAYER = LlamaAttention(LlamaConfig(hidden_size=16, num_attention_heads=1, num_hidden_layers=1), 0)
 EVERYTHING = {"mass_threshold": 0.0, "max_density": 1.0}
 
 
 def cases(share):
-    """Run this share of all cases, without shrinking, because cases are small."""
+    """Return hypothesis settings for a share of all cases."""
     return settings(
         max_examples=int((CASES or FIXED) * share),
         derandomize=not CASES,
@@ -46,10 +46,9 @@ def cases(share):
     )
 
 
-# --- what is drawn
-
-
 class Heads(NamedTuple):
+    """Numbers of query and KV heads, head dim, dtype, and seed of q, k and v."""
+
     query: int
     key: int
     dim: int
@@ -68,7 +67,7 @@ class Heads(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Window in tokens, seed of one sink per query head, and soft cap of a layer; None without."""
+    """Features of a layer: window in tokens, seed of the sinks, and soft cap; None: without."""
 
     window: int | None = None
     sinks: int | None = None
@@ -84,7 +83,7 @@ class Features(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row of a batch: padding before, inside and after it, and lengths of its documents."""
+    """A row of a batch: padding tokens before, inside and after, and document lengths."""
 
     left: int
     hole: int
@@ -93,10 +92,11 @@ class Row(NamedTuple):
 
     @property
     def tokens(self):
+        """The number of tokens without padding."""
         return sum(self.lengths)
 
     def document(self):
-        """Return the document of each slot, [N]; -1 for padding."""
+        """Return the document id of each slot, [N]; -1 for padding."""
         ids = torch.repeat_interleave(torch.tensor(self.lengths))
         middle = self.tokens // 2
 
@@ -108,18 +108,17 @@ class Row(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Documents [B, N] as in `Row.document`, and the arguments that describe them."""
+    """A batch of packed and padded documents."""
 
-    document: torch.Tensor
-    given_by: str
+    document: torch.Tensor  # [B, N], rows as in `Row.document`
+    given_by: str  # arguments that describe the documents; see `batches`
 
     @property
     def arguments(self):
         """Return keyword arguments for `attend`."""
         real = self.document >= 0
-        filled = torch.where(real, self.document, 0)
-        # padding gets the number of the previous document
-        filled = filled.cummax(-1).values
+        # padding gets the id of the previous document
+        filled = torch.where(real, self.document, 0).cummax(-1).values
         begins = F.pad(filled[:, 1:] != filled[:, :-1], (1, 0), value=True)
         arguments = {} if real.all() and self.given_by != "positions, ones" else {"real": real}
         arguments["by_mask"] = self.given_by == "positions of the mask"
@@ -130,8 +129,8 @@ class Batch(NamedTuple):
         first = torch.where(begins & real, rank, 0)
         for row in range(len(real)):
             for document in range(int(filled[row].max()) + 1):
-                mine = self.document[row] == document
-                first[row, mine] = int(rank[row][mine].min())
+                is_in_document = self.document[row] == document
+                first[row, is_in_document] = int(rank[row][is_in_document].min())
         positions = torch.where(real, rank - first, torch.arange(real.shape[1]).flip(0))
         return arguments | {"positions": positions}
 
@@ -144,14 +143,15 @@ class Batch(NamedTuple):
         return visible.unsqueeze(1)
 
     def texts(self):
-        """Yield (row, slots) of every document."""
-        for row, document in enumerate(self.document):
-            for one in range(int(document.max()) + 1):
-                yield row, (document == one).nonzero().flatten()
+        """Yield the row and the slots of each document."""
+        for row, doc_ids in enumerate(self.document):
+            for doc_id in range(int(doc_ids.max()) + 1):
+                yield row, (doc_ids == doc_id).nonzero().flatten()
 
 
 @st.composite
 def heads(draw):
+    """Draw a `Heads`."""
     kv_heads = draw(st.integers(1, 2))
     return Heads(
         query=kv_heads * draw(st.integers(1, 3)),
@@ -164,6 +164,7 @@ def heads(draw):
 
 @st.composite
 def features(draw):
+    """Draw a `Features`."""
     return Features(
         window=draw(st.sampled_from((None, None, 1, 20, 70))),
         sinks=draw(st.one_of(st.none(), st.integers(0, 2**16))),
@@ -173,12 +174,13 @@ def features(draw):
 
 @st.composite
 def batches(draw, longest=120):
+    """Draw a `Batch` of one or two rows with up to ``longest`` tokens."""
     rows = []
     for _ in range(draw(st.integers(1, 2))):
         tokens = draw(st.integers(1, longest))
         cuts = draw(st.lists(st.integers(0, tokens), max_size=3))
         if draw(st.booleans()):
-            # documents of one token
+            # add a document of one token
             cuts += [min(cut + 1, tokens) for cut in cuts[:1]]
         ends = sorted({*cuts, tokens} - {0})
         lengths = tuple(b - a for a, b in zip([0, *ends], ends, strict=False))
@@ -186,7 +188,7 @@ def batches(draw, longest=120):
         rows.append(Row(draw(padding), draw(padding), draw(padding), lengths))
     documents = [row.document() for row in rows]
     length = max(map(len, documents))
-    # a row is as long as the longest
+    # pad all rows to the length of the longest row
     left = draw(st.booleans())
     padded = [
         F.pad(x, (length - len(x), 0) if left else (0, length - len(x)), value=-1)
@@ -200,7 +202,7 @@ def batches(draw, longest=120):
 
 @st.composite
 def budgets(draw, **fixed):
-    """Draw settings of all predictors."""
+    """Draw a `CabConfig`; ``fixed`` are fields that are not drawn."""
     query_block, key_block = draw(st.sampled_from(BLOCKS))
     fields = {
         "query_block": query_block,
@@ -220,9 +222,6 @@ def budgets(draw, **fixed):
     return CabConfig.reading({**fields, **fixed})
 
 
-# --- what is computed
-
-
 def attend(
     config,
     q,
@@ -238,9 +237,19 @@ def attend(
     sinks=None,
     softcap=None,
 ):
-    """Return the output of "cab", [B, N, H, D], called as by a layer of a model.
+    """Call "cab" as a layer of a model does, and return its output [B, N, H, D].
 
-    With ``by_mask`` the mask has the positions, and the layer has none.
+    Args:
+        config: the CabConfig.
+        q, k, v: [B, H, N, D].
+        past: number of cached keys before the queries.
+        real: padding mask, bool [B, N_k]; None: no padding.
+        positions: position ids [B, N]; None: not passed.
+        ends: cumulative lengths of documents; None: not passed.
+        sparse: False for "cab_dense".
+        by_mask: True if the mask function receives the positions instead of the layer.
+        window: sliding window in tokens; None: no window.
+        sinks, softcap: sinks of heads and soft cap of logits; None: without.
     """
     LAYER.config.cab_config = config.to_dict()
     LAYER.config.num_attention_heads = q.shape[1]
@@ -258,90 +267,102 @@ def attend(
     function = cab_attention if sparse else cab_dense_attention
     fields = {"position_ids": positions, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
     fields |= {"s_aux": sinks, "softcap": softcap}
-    return function(LAYER, q, k, v, mask, **fields)[0]
+    return function(LAYER, q, k, v, attention_mask=mask, **fields)[0]
 
 
 def masked(q, k, v, seen, sinks=None, softcap=None):
-    """Return attention [B, N, H, D] under the mask ``seen``, bool [B, 1 or H, N_q, N_k]."""
+    """Return attention [B, N, H, D] under the mask ``seen``, bool [B, 1 or H, N_q, N_k].
+
+    The output of queries without keys is 0.
+    """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    blind = ~seen.any(-1, keepdim=True)
+    has_no_keys = ~seen.any(-1, keepdim=True)
     if sinks is None and softcap is None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | blind)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | has_no_keys)
     else:
         wide = torch.promote_types(q.dtype, torch.float32)
         logits = (q @ k.mT).to(wide) * q.shape[-1] ** -0.5
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        logits = logits.masked_fill(~(seen | blind), -torch.inf)
+        logits = logits.masked_fill(~(seen | has_no_keys), -torch.inf)
         if sinks is not None:
             column = sinks.to(wide).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
             logits = torch.cat([logits, column], dim=-1)
         out = logits.softmax(-1)[..., : k.shape[2]].to(q.dtype) @ v
-    return out.masked_fill(blind, 0.0).transpose(1, 2)
+    return out.masked_fill(has_no_keys, 0.0).transpose(1, 2)
 
 
 def assert_is(actual, q, k, v, seen, kept, **features):
-    """Assert at most twice the error of plain PyTorch at the tokens ``kept``, bool [B, N]."""
-    exact = masked(*(x.double() for x in (q, k, v)), seen, **features)
-    plain = masked(q, k, v, seen, **features)
+    """Assert that ``actual`` has at most twice the error of plain PyTorch.
+
+    Args:
+        actual: output of `attend`.
+        q, k, v, seen, features: arguments of `masked`.
+        kept: bool [B, N], tokens that are compared.
+    """
+    exact = masked(q.double(), k.double(), v.double(), seen=seen, **features)
+    plain = masked(q, k, v, seen=seen, **features)
     assert actual.dtype == q.dtype and torch.isfinite(actual).all()
-    error, usual = ((x.double() - exact)[kept].abs().max() for x in (actual, plain))
-    assert error <= 2 * (usual + EPS[q.dtype] * exact.abs().max())
+    error, plain_error = ((x.double() - exact)[kept].abs().max() for x in (actual, plain))
+    assert error <= 2 * (plain_error + EPS[q.dtype] * exact.abs().max())
 
 
 def assert_same(actual, expected):
+    """Assert that two outputs are equal up to rounding."""
     allowed = ROUNDING[expected.dtype] * max(1.0, float(expected.abs().max()))
     assert (actual.double() - expected.double()).abs().max() <= allowed
-
-
-# --- what holds
 
 
 @cases(0.25)
 @given(st.data())
 def test_full_budget_equals_masked_attention(data):
-    """Threshold 0 and "cab_dense" equal a token mask in every layout."""
+    """Attention with threshold 0, and "cab_dense", equal attention under a token mask."""
     shape, batch, layer = data.draw(heads()), data.draw(batches()), data.draw(features())
     config = data.draw(budgets(**EVERYTHING))
-    q, k, v = shape.draw(*batch.document.shape)
+    num_rows, length = batch.document.shape
+    q, k, v = shape.draw(num_rows, length)
     more, sparse = layer.arguments(shape.query, shape.dtype), data.draw(st.booleans())
     out = attend(config, q, k, v, **batch.arguments, **more, sparse=sparse, window=layer.window)
-    assert_is(out, q, k, v, batch.seen(layer.window), batch.document >= 0, **more)
+    seen = batch.seen(layer.window)
+    assert_is(out, q, k, v, seen=seen, kept=batch.document >= 0, **more)
 
 
 @cases(0.3)
 @given(st.data())
 def test_padded_and_packed_sequences_equal_single_sequences(data):
-    """Padding and packing change no sequence, at any budget."""
+    """Padding and packing do not change the output of a sequence, at any budget."""
     shape, batch = data.draw(heads()), data.draw(batches())
     predictor = data.draw(st.sampled_from(("rows",) * 5 + ("streaming", "oracle")))
     config = data.draw(budgets(predictor=predictor))
-    q, k, v = shape.draw(*batch.document.shape)
+    num_rows, length = batch.document.shape
+    q, k, v = shape.draw(num_rows, length)
     more = data.draw(features()).arguments(shape.query, shape.dtype)
     out = attend(config, q, k, v, **batch.arguments, **more)
     for row, slots in batch.texts():
-        alone = attend(config, *(x[row : row + 1, :, slots] for x in (q, k, v)), **more)
-        assert_same(out[row : row + 1, slots], alone)
+        own_q, own_k, own_v = (x[row : row + 1, :, slots] for x in (q, k, v))
+        expected = attend(config, own_q, own_k, own_v, **more)
+        assert_same(out[row : row + 1, slots], expected)
 
 
 @cases(0.1)
 @given(st.data())
 def test_nan_key_reaches_all_queries_that_see_it(data):
-    """This holds at any budget and layout; other rows and heads stay finite."""
+    """At any budget and in any layout, other rows and heads stay finite."""
     shape, batch = data.draw(heads()), data.draw(batches())
     predictor = data.draw(st.sampled_from(("rows", "rows", "frc")))
     config = data.draw(budgets(predictor=predictor))
-    q, k, v = shape.draw(*batch.document.shape)
+    num_rows, length = batch.document.shape
+    q, k, v = shape.draw(num_rows, length)
     row, slot = data.draw(st.sampled_from((batch.document >= 0).nonzero().tolist()))
     head = data.draw(st.integers(0, shape.key - 1))
     k[row, head, slot, data.draw(st.integers(0, shape.dim - 1))] = torch.nan
     out = attend(config, q, k, v, **batch.arguments)
-    spoilt = out[row].unflatten(1, (shape.key, -1))
+    row_output = out[row].unflatten(1, (shape.key, -1))
     seen = batch.seen()[row, 0]
-    # PyTorch's attention of a query whose logits are all NaN is 0 for few keys
-    assert spoilt[seen[:, slot] & (seen.sum(-1) > 1), head].isnan().all()
+    # PyTorch may return 0 instead of NaN for a query with a single key
+    assert row_output[seen[:, slot] & (seen.sum(-1) > 1), head].isnan().all()
     assert out[torch.arange(len(out)) != row].isfinite().all()
-    assert spoilt[:, torch.arange(shape.key) != head].isfinite().all()
+    assert row_output[:, torch.arange(shape.key) != head].isfinite().all()
 
 
 @cases(0.15)
@@ -364,23 +385,22 @@ def test_output_equals_attention_under_token_mask_of_plan(data):
         tail = max(0, length - config.dense_tail_blocks * config.query_block)
         assert torch.equal(seen[0, :, tail:], causal[tail:].expand_as(seen[0, :, tail:]))
     else:
-        # so few queries are exact
+        # fewer queries than a query block are dense
         seen = causal[None, None]
     kept = torch.ones(1, length, dtype=torch.bool)
-    assert_is(attend(config, q, k, v), q, k, v, seen, kept)
+    assert_is(attend(config, q, k, v), q, k, v, seen=seen, kept=kept)
 
 
 @cases(0.1)
 @given(st.data())
 def test_chunks_of_whole_query_blocks_equal_one_prefill(data):
-    """Without dense tails; a rest below one query block is dense."""
+    """There is no dense tail, but a last chunk shorter than a query block is dense."""
     shape = data.draw(heads())
-    plain = {"dense_tail_blocks": 0, "min_length": 0}
-    config = data.draw(budgets(**plain))
+    config = data.draw(budgets(dense_tail_blocks=0, min_length=0))
     size = config.query_block
     chunk = size * data.draw(st.integers(1, 3))
     lengths = data.draw(st.lists(st.integers(1, 160), min_size=1, max_size=2))
-    # each row begins at a border of the query blocks, wherever the chunk begins
+    # each row starts at a multiple of the query block, perhaps inside a chunk
     lefts = [size * data.draw(st.integers(0, 2)) for _ in lengths]
     total = max(map(sum, zip(lefts, lengths, strict=True)))
     slots = torch.arange(total)
@@ -390,19 +410,20 @@ def test_chunks_of_whole_query_blocks_equal_one_prefill(data):
     q, k, v = shape.draw(len(lengths), total)
     cache, pieces = DynamicCache(), []
     for start in range(0, total, chunk):
-        mine = slice(start, min(start + chunk, total))
-        keys, values = cache.update(k[:, :, mine], v[:, :, mine], 0)
+        tokens = slice(start, min(start + chunk, total))
+        keys, values = cache.update(k[:, :, tokens], v[:, :, tokens], 0)
         pieces.append(
-            attend(config, q[:, :, mine], keys, values, past=start, real=real[:, : mine.stop])
+            attend(config, q[:, :, tokens], keys, values, past=start, real=real[:, : tokens.stop])
         )
     actual = torch.cat(pieces, dim=1)
     for row, (left, length) in enumerate(zip(lefts, lengths, strict=True)):
-        text = [x[row : row + 1, :, left : left + length] for x in (q, k, v)]
-        complete, exact = attend(config, *text), attend(config, *text, sparse=False)
-        # the queries of this text in the chunk that it ends in
-        rest = length - max(0, (left + length - 1) // chunk * chunk - left)
-        border = length - rest if rest < size else length
-        expected = torch.cat((complete[:, :border], exact[:, border:]), dim=1)
+        own_q, own_k, own_v = (x[row : row + 1, :, left : left + length] for x in (q, k, v))
+        sparse_out = attend(config, own_q, own_k, own_v)
+        dense_out = attend(config, own_q, own_k, own_v, sparse=False)
+        # queries of this row in its last chunk
+        num_last = length - max(0, (left + length - 1) // chunk * chunk - left)
+        border = length - num_last if num_last < size else length
+        expected = torch.cat((sparse_out[:, :border], dense_out[:, border:]), dim=1)
         assert_same(actual[row : row + 1, left : left + length], expected)
 
 
@@ -426,4 +447,4 @@ def test_chunks_at_full_budget_equal_masked_attention(data):
         pieces.append(attend(config, q[:, :, start:stop], keys, values, **arguments, **more))
         start = stop
     seen = batch.seen(layer.window)
-    assert_is(torch.cat(pieces, 1), q, k, v, seen, batch.document >= 0, **more)
+    assert_is(torch.cat(pieces, 1), q, k, v, seen=seen, kept=batch.document >= 0, **more)

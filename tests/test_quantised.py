@@ -1,4 +1,4 @@
-"""Models with quantised weights, and quantised KV caches, on "cab"."""
+"""Models with quantised weights or quantised KV caches work with "cab"."""
 
 import pytest
 import torch
@@ -19,28 +19,32 @@ from cab_hf.eval import quantised
 FULL = {"query_block": 32, "key_block": 16, "min_length": 0, "mass_threshold": 0.0}
 SPARSE = FULL | {"mass_threshold": 0.1, "share_threshold": 1.0}
 LENGTH = 300
-# four bits have blocks of 64 weights
+# multiples of 64, because 4-bit formats have blocks of 64 weights
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 64}
-# warnings of libraries
+# libraries for quantisation warn
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def torchao(name):
+    """Return the config of a quantisation of torchao."""
     quantization = pytest.importorskip("torchao.quantization")
     return TorchAoConfig(getattr(quantization, name)())
 
 
 def bitsandbytes(**options):
+    """Return a config of bitsandbytes."""
     pytest.importorskip("bitsandbytes")
     return BitsAndBytesConfig(**options)
 
 
 def quanto():
+    """Return a config of quanto with 8-bit weights."""
     pytest.importorskip("optimum.quanto")
     return QuantoConfig(weights="int8")
 
 
-# name -> (config, tolerance of log-probabilities; larger if activations are quantised)
+# function that returns the config, and tolerance of log-probabilities, which is larger if
+# activations are quantised
 WEIGHTS = {
     "torchao-int8": (lambda: torchao("Int8WeightOnlyConfig"), 1e-4),
     "torchao-fp8": (lambda: torchao("Float8WeightOnlyConfig"), 1e-4),
@@ -56,78 +60,89 @@ WEIGHTS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
+    """Return a folder with a saved tiny model."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny_model(**SIZES).save_pretrained(folder)
     return folder
 
 
 def sparse_model():
+    """Return the tiny model with "cab"."""
     model = tiny_model(**SIZES)
     cab_hf.apply_cab(model, SPARSE)
     return model
 
 
-def answers(model):
+def log_probabilities(model):
+    """Return the log-probabilities of 300 random tokens."""
     with torch.no_grad():
         return model(tokens(1, LENGTH)).logits.float().log_softmax(-1)
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_quantised_weights_match_sdpa(saved, kind):
-    config, apart = WEIGHTS[kind]
+    config, tolerance = WEIGHTS[kind]
 
-    def loaded(**options):
+    def load(**options):
         quantised = {"quantization_config": config(), "dtype": torch.float32}
         return AutoModelForCausalLM.from_pretrained(saved, **quantised, **options).eval()
 
-    require_as_by_sdpa(loaded, apart)
+    require_as_by_sdpa(load, tolerance)
 
 
-def require_as_by_sdpa(loaded, apart):
-    dense = answers(loaded(attn_implementation="sdpa"))
-    model = loaded(attn_implementation="cab", cab_config=FULL)
-    assert (answers(model) - dense).abs().mean() < apart
+def require_as_by_sdpa(load, tolerance):
+    """Assert that a model equals sdpa at full budget, and is sparse with `SPARSE`.
+
+    ``load`` returns the model for keyword arguments of ``from_pretrained``.
+    """
+    dense = log_probabilities(load(attn_implementation="sdpa"))
+    model = load(attn_implementation="cab", cab_config=FULL)
+    assert (log_probabilities(model) - dense).abs().mean() < tolerance
     cab_hf.apply_cab(model, SPARSE)
-    answers(model)
+    log_probabilities(model)
     assert cab_hf.stats(model)[0]["density"] < 0.95
 
 
 def test_compiled_torchao_rounding_is_accurate(monkeypatch):
-    place = pytest.importorskip("torchao.quantization.quantize_.workflows.float8.float8_tensor")
+    module = pytest.importorskip("torchao.quantization.quantize_.workflows.float8.float8_tensor")
     names = ("_choose_scale_float8", "_quantize_affine_float8")
-    before = [getattr(place, name) for name in names]
-    for name, function in zip(names, before, strict=True):
+    originals = [getattr(module, name) for name in names]
+    for name, function in zip(names, originals, strict=True):
         # monkeypatch restores the functions after the test
-        monkeypatch.setattr(place, name, function)
+        monkeypatch.setattr(module, name, function)
     quantised._compile_rounding.__wrapped__()
-    assert all(getattr(place, n) is not each for n, each in zip(names, before, strict=True))
+    assert all(getattr(module, n) is not each for n, each in zip(names, originals, strict=True))
     for shape in ((1, 300, 256), (1, 200, 256), (1, 200, 96)):
         x = torch.randn(shape, dtype=torch.bfloat16)
-        rounded = place.Float8Tensor.from_hp(x)
+        rounded = module.Float8Tensor.from_hp(x)
         assert rounded.qdata.dtype == torch.float8_e4m3fn
         scale = x.abs().amax(-1, keepdim=True).float() / 448
         torch.testing.assert_close(rounded.scale, scale, rtol=2**-8, atol=0)
-        # three mantissa bits
-        close = {"rtol": 2**-4, "atol": 2**-10 * scale.max().item()}
-        torch.testing.assert_close(rounded.qdata.float() * rounded.scale, x.float(), **close)
+        # float8_e4m3fn has three mantissa bits
+        tolerance = {"rtol": 2**-4, "atol": 2**-10 * scale.max().item()}
+        torch.testing.assert_close(rounded.qdata.float() * rounded.scale, x.float(), **tolerance)
 
 
-# of which activations are rounded too where both have 8 bits
-@pytest.mark.parametrize(("scheme", "apart"), [("W4A16", 1e-4), ("W8A8", 0.05)])
-def test_compressed_weights_match_sdpa(tmp_path, scheme, apart):
+# W8A8 also quantises activations
+@pytest.mark.parametrize(("scheme", "tolerance"), [("W4A16", 1e-4), ("W8A8", 0.05)])
+def test_compressed_weights_match_sdpa(tmp_path, scheme, tolerance):
     pytest.importorskip("compressed_tensors")
     model = tiny_model(**SIZES)
     compress(model, scheme, tmp_path)
 
-    def loaded(**options):
+    def load(**options):
         return AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **options)
 
-    assert (answers(loaded(attn_implementation="sdpa")) - answers(tiny_model(**SIZES))).any()
-    require_as_by_sdpa(loaded, apart)
+    quantised_result = log_probabilities(load(attn_implementation="sdpa"))
+    assert (quantised_result - log_probabilities(tiny_model(**SIZES))).any()
+    require_as_by_sdpa(load, tolerance)
 
 
 def compress(model, scheme, folder):
-    """Save a model as llm-compressor would, with scales of the extremes of its weights."""
+    """Quantise a model and save it in the format of llm-compressor.
+
+    Scales are computed from the smallest and the largest weight of each group.
+    """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationConfig,
@@ -138,15 +153,17 @@ def compress(model, scheme, folder):
 
     group = preset_name_to_scheme(scheme, ["Linear"])
     if group.weights.group_size:
-        # the model is narrower than groups usually are
+        # the layers of the model are narrower than the default group
         group.weights.group_size = SIZES["hidden_size"]
     config = QuantizationConfig(config_groups={"all": group}, ignore=["lm_head"])
     apply_quantization_config(model, config)
     for layer in model.modules():
         if hasattr(layer, "weight_scale"):
-            how = layer.quantization_scheme.weights
-            groups = layer.weight.detach().unflatten(1, (-1, how.group_size or layer.in_features))
-            scale, zero = calculate_qparams(groups.amin(2), groups.amax(2), how)
+            weight_arguments = layer.quantization_scheme.weights
+            groups = layer.weight.detach().unflatten(
+                1, (-1, weight_arguments.group_size or layer.in_features)
+            )
+            scale, zero = calculate_qparams(groups.amin(2), groups.amax(2), weight_arguments)
             layer.weight_scale.data.copy_(scale)
             if hasattr(layer, "weight_zero_point"):
                 layer.weight_zero_point.data.copy_(zero)
@@ -158,6 +175,7 @@ def compress(model, scheme, folder):
 
 @pytest.fixture
 def four_bits():
+    """Return arguments of a 4-bit cache of quanto."""
     pytest.importorskip("optimum.quanto")
     return {"backend": "quanto", "nbits": 4, "residual_length": 32}
 
@@ -178,11 +196,11 @@ def test_quantised_cache_does_not_change_sparse_prefill(four_bits):
 def test_sparse_decode_with_quantised_cache_warns_and_is_dense(four_bits, monkeypatch):
     monkeypatch.setattr(checks, "_warned", set())
     model, ids = sparse_model(), tokens(1, LENGTH)
-    given = {"cache_implementation": "quantized", "cache_config": four_bits}
-    given |= {"max_new_tokens": 4, "do_sample": False}
-    dense = model.generate(ids, **given)
+    options = {"cache_implementation": "quantized", "cache_config": four_bits}
+    options |= {"max_new_tokens": 4, "do_sample": False}
+    dense = model.generate(ids, **options)
     with (
         cab_hf.cab(model, sparse_decode=True, decode_tokens=128),
         pytest.warns(UserWarning, match="decode steps are dense.*QuantizedCache"),
     ):
-        assert torch.equal(model.generate(ids, **given), dense)
+        assert torch.equal(model.generate(ids, **options), dense)

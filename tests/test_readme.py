@@ -1,4 +1,4 @@
-"""The README's code runs, its models exist, and links of all pages resolve."""
+"""Code in the README runs, its models exist, and the links of all pages resolve."""
 
 import json
 import re
@@ -18,9 +18,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "guide.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-
-
-# the layers and heads of the model that the README loads
+# layers, heads and positions of the model that the README loads
 LLAMA = LlamaConfig(
     vocab_size=8,
     hidden_size=4096,
@@ -34,7 +32,7 @@ LLAMA = LlamaConfig(
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """Replace every model that the README loads by a tiny one with as many positions."""
+    """Make loading functions return a tiny model with 131,072 positions."""
     folder = save_llama(tmp_path / "tiny")
     config = json.loads((folder / "config.json").read_text())
     config["max_position_embeddings"] = LLAMA.max_position_embeddings
@@ -46,25 +44,25 @@ def hub(monkeypatch, tmp_path):
         return load(folder, **options)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
-    # the model from PyPI as well
+    # replace the embedded model too
     monkeypatch.setattr(models, "made_folder", lambda name: folder)
 
 
 def on_this_machine(block):
-    """Return the block without a GPU and with a short prompt."""
+    """Return a code block that runs on the CPU with a short prompt."""
     return block.replace('"cuda"', '"cpu"').replace("* 1150", "* 20")
 
 
 def test_python_blocks_of_readme_run(hub, capsys):
-    place, printed = {}, []
+    names, printed = {}, []
     with torch.no_grad():
         for block in BLOCKS:
-            exec(on_this_machine(block), place)
+            exec(on_this_machine(block), names)
             printed.append(capsys.readouterr().out)
-    assert place["output"].shape[1] > place["inputs"].input_ids.shape[1] > 200
+    assert names["output"].shape[1] > names["inputs"].input_ids.shape[1] > 200
     assert "'density'" in printed[0]
     assert "a prompt of 131072 tokens" in printed[1] and "  layers 0-1: sparse" in printed[1]
-    model = place["model"]
+    model = names["model"]
     assert model.config._attn_implementation == "cab"
     assert cab_hf.CabConfig.from_dict(model.config.cab_config) == cab_hf.CabConfig.published()
 
@@ -74,8 +72,8 @@ def test_guide_shows_current_output_of_describe():
     with torch.device("meta"):
         model = LlamaForCausalLM(LLAMA).eval()
     model.set_attn_implementation("cab")
-    says = cab_hf.describe(model).replace("engine reference", "engine flex (FLASH)")
-    assert f"```\n{says}\n```" in GUIDE
+    text = cab_hf.describe(model).replace("engine reference", "engine flex (FLASH)")
+    assert f"```\n{text}\n```" in GUIDE
 
 
 def test_readme_models_load_without_hub():
@@ -98,7 +96,7 @@ def test_readme_states_current_defaults():
 
 
 def anchors(page):
-    """Return the anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors that GitHub gives to the headings of a page."""
     headings = re.findall(
         r"^#+ (.+)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE
     )

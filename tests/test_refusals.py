@@ -27,6 +27,7 @@ from cab_hf.config import ENGINES
 
 @pytest.fixture(scope="module")
 def model():
+    """Return a tiny LLaMA with "cab"."""
     return cab_hf.apply_cab(tiny_model(), FULL)
 
 
@@ -64,6 +65,7 @@ MLA = {
 }
 
 
+# functions that apply a transform to `call` and its argument `ids`
 TRANSFORMS = {
     "torch.jit.trace": lambda call, ids: torch.jit.trace(call, (ids,), check_trace=False),
     "torch.vmap": lambda call, ids: torch.vmap(lambda row: call(row[None]))(ids),
@@ -76,6 +78,7 @@ TRANSFORMS = {
 
 
 def _faked(call, ids):
+    """Call ``call`` with fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         return call(mode.from_tensor(ids))
 
@@ -86,7 +89,7 @@ def test_functional_transforms_raise_or_equal_plain_call(name, kind):
     """The error names the transform; otherwise the result equals a plain call."""
     settings = {"full": FULL, "exact": SMALL.changed(min_length=500)}
     model, ids = apply_cab(tiny_model(), settings.get(kind, SMALL)), tokens(2, 200)
-    # tracing rejects weights with gradients as constants
+    # torch.jit.trace rejects constants that require gradients
     model.requires_grad_(False)
     if kind == "dense":
         model.set_attn_implementation("cab_dense")
@@ -106,10 +109,10 @@ def test_functional_transforms_raise_or_equal_plain_call(name, kind):
             call(row[None], scale).sum().backward()
             torch.testing.assert_close(gradient, scale.grad, rtol=1e-3, atol=1e-3)
         return
-    with pytest.raises(NotImplementedError, match=name.split(" over ")[0]) as caught:
+    with pytest.raises(NotImplementedError, match=name.split(" over ")[0]) as raised:
         transform(call, ids)
     if "trace" in name:
-        assert "torch.export" in str(caught.value)
+        assert "torch.export" in str(raised.value)
 
 
 def test_active_context_parallel_mesh_raises(model, monkeypatch):
@@ -123,6 +126,7 @@ def test_active_context_parallel_mesh_raises(model, monkeypatch):
 
 
 def bert():
+    """Return a bidirectional model with "cab"."""
     sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
     model = BertModel(BertConfig(**sizes, num_attention_heads=2, num_hidden_layers=1))
     model.set_attn_implementation("cab")
@@ -146,10 +150,10 @@ def test_remedies_named_by_dropout_error_work(model_type, field, setting, tmp_pa
     cab_hf.apply_cab(model, FULL).train()
     with pytest.raises(
         ValueError, match="dropout must be 0, got 0.2: 'cab' has no attention"
-    ) as refused:
+    ) as raised:
         model(tokens(1, 40), use_cache=False)
-    assert f"Load the model with {field}=0.0 in its config" in str(refused.value)
-    assert f"set {setting}" in str(refused.value)
+    assert f"Load the model with {field}=0.0 in its config" in str(raised.value)
+    assert f"set {setting}" in str(raised.value)
     path, _, class_name = setting.partition(" = 0.0 in every ")
     *parts, name = path.removeprefix("model.").removesuffix(" = 0.0").split(".")
     for module in model.modules():
@@ -158,15 +162,15 @@ def test_remedies_named_by_dropout_error_work(model_type, field, setting, tmp_pa
                 module = getattr(module, part)
             setattr(module, name, 0.0)
     model(tokens(1, 40), use_cache=False)
-    again = type(model).from_pretrained(tmp_path, **{field: 0.0})
-    cab_hf.apply_cab(again, FULL).train()(tokens(1, 40), use_cache=False)
+    reloaded = type(model).from_pretrained(tmp_path, **{field: 0.0})
+    cab_hf.apply_cab(reloaded, FULL).train()(tokens(1, 40), use_cache=False)
 
 
 def test_unexplained_dropout_error_names_eval(model):
     module = model.model.layers[0].self_attn
     q = torch.randn(1, 6, 40, 8)
     with pytest.raises(ValueError, match=r"has no attention dropout\. Call model\.eval\(\)\.$"):
-        cab_attention(module, q, q, q, None, dropout=0.3)
+        cab_attention(module, q, q, q, attention_mask=None, dropout=0.3)
 
 
 @pytest.mark.parametrize(
@@ -192,11 +196,11 @@ def test_invalid_saved_config_raises(saved):
     assert model.config._attn_implementation == "sdpa"
     model.config.cab_config = None
     model.set_attn_implementation("cab")
-    # a model that attends so already keeps its settings
+    # a failed assignment to a model with "cab" keeps its settings
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
         model.config.cab_config = saved
     assert model.config.cab_config is None
-    # no assignment shows that fields of a dict have changed
+    # a change inside a dict is no assignment, and raises in the next call
     vars(model.config)["cab_config"] = saved
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
         model(tokens(1, 40))
@@ -204,25 +208,25 @@ def test_invalid_saved_config_raises(saved):
         cab_hf.describe(model)
 
 
-@pytest.mark.parametrize("message", ["mass_threshold=0.08", "", "nowhere.json"])
-def test_unknown_calibration_name_raises(message):
+@pytest.mark.parametrize("path", ["mass_threshold=0.08", "", "nowhere.json"])
+def test_unknown_calibration_name_raises(path):
     model = tiny_model()
-    for give in (
-        lambda: setattr(model.config, "cab_config", message),
-        lambda: apply_cab(model, message),
+    for set_config in (
+        lambda: setattr(model.config, "cab_config", path),
+        lambda: apply_cab(model, path),
     ):
-        with pytest.raises(ValueError, match=f"{message!r} is not a file. Pass a file written by"):
-            give()
+        with pytest.raises(ValueError, match=f"{path!r} is not a file. Pass a file written by"):
+            set_config()
     assert model.config.cab_config is None
 
 
-@pytest.mark.parametrize("message", [3, 0.8, [("redundancy", 0.8)], type(SMALL)], ids=repr)
-def test_settings_of_wrong_type_raise(message):
+@pytest.mark.parametrize("config", [3, 0.8, [("redundancy", 0.8)], type(SMALL)], ids=repr)
+def test_settings_of_wrong_type_raise(config):
     model = tiny_model()
-    sentence = "config must be a CabConfig, a dict of its fields, or the path of a .*, got "
-    with pytest.raises(ValueError, match=sentence):
-        apply_cab(model, message)
-    with pytest.raises(ValueError, match=sentence), cab_hf.cab(model, message):
+    message = "config must be a CabConfig, a dict of its fields, or the path of a .*, got "
+    with pytest.raises(ValueError, match=message):
+        apply_cab(model, config)
+    with pytest.raises(ValueError, match=message), cab_hf.cab(model, config):
         pass
     assert model.config._attn_implementation == "sdpa"
 
@@ -238,47 +242,51 @@ def test_invalid_saved_config_raises_when_compiled(saved):
 
 
 def call(query, key=None, mask=None, attend=cab_attention, **kwargs):
+    """Call an attention function as a layer would; ``key`` None: the query."""
     module = torch.nn.Module()
     module.config = tiny_model().config
     module.config.cab_config = FULL
     module.layer_idx = 0
     module.num_key_value_groups = 1
     key = query if key is None else key
-    return attend(module, query, key, key, mask, **kwargs)
+    return attend(module, query, key, key, attention_mask=mask, **kwargs)
 
 
-EIGHT = torch.zeros(1, 1, 8, 16)
+EIGHT = torch.zeros(1, 1, 8, 16)  # queries of eight tokens
 
 
 def prefix(batch, head, query, key):
+    """Return True for causal pairs, and for the first four keys."""
     return (key <= query) | (key < 4)
 
 
-def prefixed_mask(**how):
-    """Build a mask with a mask function. It raises only in a layer that uses it."""
-    return cab_mask(1, 8, 8, mask_function=prefix, config=BertConfig(), **how)
+def prefixed_mask(**options):
+    """Return a mask with a function that is not causal; only layers that use it raise errors."""
+    return cab_mask(1, 8, 8, mask_function=prefix, config=BertConfig(), **options)
 
 
 def forward(**inputs):
-    """Return a call of a model on two sequences of 40 tokens."""
+    """Return a function that calls a model with two sequences of 40 tokens."""
     return lambda model: model(tokens(2, 40), use_cache=False, **inputs)
 
 
 def padded(rows, length):
+    """Return `forward` with a padding mask [rows, length]."""
     return forward(attention_mask=(torch.arange(length) > 0).expand(rows, -1))
 
 
 def attention(**arguments):
-    """Return a call of the attention function on eight tokens."""
+    """Return a function that calls the attention function with eight tokens."""
     return lambda _: call(**{"query": EIGHT, **arguments})
 
 
 def settings(config=None, **fields):
+    """Return a function that calls `apply_cab`."""
     return lambda model: apply_cab(model, config, **fields)
 
 
 def training(**fields):
-    """Return a training step of a new model."""
+    """Return a function that runs a training step of a new model."""
     attributes = {name: fields.pop(name) for name in ("attention_dropout",) if name in fields}
 
     def step(_):
@@ -289,7 +297,7 @@ def training(**fields):
 
 
 def with_cropped_cache(lost):
-    """Return a decode step with a cache in which one layer lacks tokens."""
+    """Return a function that runs a decode step after one layer of the cache lost tokens."""
 
     def step(model):
         cache, ids = DynamicCache(config=model.config), tokens(1, 201)
@@ -301,13 +309,15 @@ def with_cropped_cache(lost):
 
 
 def vmap_over_mask(model):
+    """Call a model under torch.vmap with a padding mask per row."""
+
     def row_logits(row):
         return model(row[None], attention_mask=torch.ones_like(row[None])).logits
 
     torch.vmap(row_logits)(tokens(2, 200))
 
 
-# condition: call of a model, type of the exception, argument that the message names
+# function of a model that raises, type of the error, argument that the message names
 REFUSALS = {
     "output_attentions": (forward(output_attentions=True), ValueError, "output_attentions"),
     "unknown-keyword": (forward(foo=3), ValueError, "foo"),
@@ -361,10 +371,10 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize(("refused", "error", "argument"), REFUSALS.values(), ids=REFUSALS)
-def test_refused_call_raises_and_names_argument(refused, error, argument):
+@pytest.mark.parametrize(("function", "error", "argument"), REFUSALS.values(), ids=REFUSALS)
+def test_refused_call_raises_and_names_argument(function, error, argument):
     with pytest.raises(error, match=rf"\b{argument}\b"):
-        refused(apply_cab(tiny_model(), FULL))
+        function(apply_cab(tiny_model(), FULL))
 
 
 def test_config_lists_all_engines():
@@ -380,9 +390,9 @@ def test_window_as_wide_as_sequence_has_no_effect():
     "name", [*sorted(MEANINGS), "softmax_scale", "cu_seq_lens_k", "temperature", "logits_mask"]
 )
 def test_unsupported_keyword_raises(name, attend):
-    with pytest.raises((NotImplementedError, ValueError), match=f"^{name} must be None") as refused:
+    with pytest.raises((NotImplementedError, ValueError), match=f"^{name} must be None") as raised:
         call(EIGHT, attend=attend, **{name: torch.ones(1, 1, 8, 8)})
-    assert str(refused.value).count(". ") <= 1
+    assert str(raised.value).count(". ") <= 1
     # None is accepted
     call(EIGHT, attend=attend, **{name: None})
 
@@ -393,6 +403,7 @@ def test_keywords_unrelated_to_attention_are_accepted():
     assert torch.equal(call(q, **values)[0], call(q)[0])
 
 
+# outputs of tokenizers, and columns of Trainer, that are no inputs of attention
 TOKENIZED = {
     "special_tokens_mask": torch.zeros(1, 40, dtype=torch.int64),
     "offset_mapping": torch.zeros(1, 40, 2, dtype=torch.int64),
@@ -413,9 +424,9 @@ def test_tokenizer_outputs_and_trainer_columns_do_not_change_logits(model, name)
 @pytest.mark.parametrize("attend", [cab_attention, cab_dense_attention])
 def test_window_applies_without_mask(attend):
     q = torch.randn(1, 1, 60, 16, generator=torch.Generator().manual_seed(0))
-    slot = torch.arange(60)
-    seen = (slot <= slot[:, None]) & (slot > slot[:, None] - 7)
-    expected = F.scaled_dot_product_attention(q, q, q, attn_mask=seen).transpose(1, 2)
+    index = torch.arange(60)
+    is_visible = (index <= index[:, None]) & (index > index[:, None] - 7)
+    expected = F.scaled_dot_product_attention(q, q, q, attn_mask=is_visible).transpose(1, 2)
     torch.testing.assert_close(call(q, attend=attend, sliding_window=7)[0], expected)
 
 
@@ -448,7 +459,7 @@ def test_model_known_unsupported_only_at_call_raises(name, fields, sentence):
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "works"),
+    ("name", "fields", "other_implementation"),
     [
         pytest.param("FalconForCausalLM", {}, "sdpa", id="falcon"),
         pytest.param("GPTNeoForCausalLM", {}, "eager", id="gpt-neo"),
@@ -462,19 +473,23 @@ def test_model_known_unsupported_only_at_call_raises(name, fields, sentence):
     ],
 )
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
-def test_model_without_attention_interface_raises_at_load(name, fields, works, implementation):
+def test_model_without_attention_interface_raises_at_load(
+    name, fields, other_implementation, implementation
+):
     model_class = getattr(transformers, name)
     config = model_class.config_class(**fields)
     config._attn_implementation = implementation
     with (
         torch.device("meta"),
-        pytest.raises(ValueError, match=f"^{name} computes no attention .* '{works}'"),
+        pytest.raises(
+            ValueError, match=f"^{name} computes no attention .* '{other_implementation}'"
+        ),
     ):
         model_class(config)
 
 
 def test_model_without_attention_interface_raises_at_apply_cab():
-    """A model without attention would accept any name."""
+    """transformers accepts any implementation name for a model without attention."""
     config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
     model = transformers.MambaForCausalLM(config)
     with pytest.raises(ValueError, match="MambaForCausalLM computes no attention"):
@@ -482,7 +497,7 @@ def test_model_without_attention_interface_raises_at_apply_cab():
 
 
 def test_model_with_unreadable_source_is_accepted(monkeypatch):
-    """The source of classes in a notebook is not available."""
+    """The source code of classes in a notebook is not available."""
 
     class Own(LlamaForCausalLM):
         pass

@@ -1,4 +1,4 @@
-"""Permutation of tokens into a layout and back, against elementwise indices."""
+"""`TokenPermutation` equals a gather with an index per element, in outputs and gradients."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ CPU = torch.device("cpu")
 FIRST = torch.arange(LENGTH)[None] >= torch.tensor([[9], [0]])
 LAST = torch.arange(LENGTH)[None] < torch.tensor([[63], [111]])
 PACKED = torch.tensor([[0] * 40 + [1] + [2] * 70, [0] * 111])
-# queries, valid, document
-TEXTS = {
+# number of queries, padding mask, document ids
+CASES = {
     "left-padded": (LENGTH, FIRST, None),
     "right-padded": (LENGTH, LAST, None),
     "nothing-but-padding": (LENGTH, FIRST & torch.tensor([[True], [False]]), None),
@@ -22,23 +22,34 @@ TEXTS = {
     "packed": (LENGTH, None, PACKED),
     "packed-padded": (LENGTH, LAST & FIRST, PACKED),
 }
+# functions that change the strides of a tensor [B, H, N, D]
 LAYOUTS = {
     "by-token": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "by-head": lambda x: x.contiguous(),
-    # queries in one projection with keys and values
+    # queries are a slice of a fused projection
     "of-one-projection": lambda x: (
         torch.cat((x, x), 1).transpose(1, 2).contiguous().narrow(2, 0, HEADS).transpose(1, 2)
     ),
 }
 
 
-def layout_of(text):
-    queries, *others = TEXTS[text]
-    return BlockLayout.build(2, queries, LENGTH, LENGTH - queries, *others, align=16, device=CPU)
+def layout_of(case):
+    """Return the `BlockLayout` of one of `CASES`."""
+    q_length, padding_mask, doc_ids = CASES[case]
+    return BlockLayout.build(
+        batch=2,
+        q_length=q_length,
+        kv_length=LENGTH,
+        q_offset=LENGTH - q_length,
+        padding_mask=padding_mask,
+        doc_ids=doc_ids,
+        align=16,
+        device=CPU,
+    )
 
 
 def by_number(x, index):
-    """Gather rows of x [B, H, N, D] by an index per element."""
+    """Gather rows of x [B, H, N, D] with an index per element."""
     batch, heads, _, dim = x.shape
     index = index.view(batch, -1)
     index = index - (torch.arange(batch) * x.shape[2])[:, None]
@@ -46,10 +57,12 @@ def by_number(x, index):
 
 
 def apply_by_number(order, x):
+    """Compute `TokenPermutation.apply` by `by_number`."""
     return by_number(x, order.source)
 
 
 def undo_by_number(order, x):
+    """Compute `TokenPermutation.undo` by `by_number`."""
     result = by_number(x, order.target)
     if order.padding is None:
         return result
@@ -57,47 +70,50 @@ def undo_by_number(order, x):
 
 
 def noise(length, dtype=torch.float32, seed=0):
+    """Return a random tensor [2, HEADS, length, DIM]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(2, HEADS, length, DIM, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_permutation_and_gradients_match_elementwise_index(text, layout, dtype):
-    order = layout_of(text).query_order
-    tokens, places = TEXTS[text][0], order.vacant.shape[1]
-    x = LAYOUTS[layout](noise(tokens, dtype)).requires_grad_()
-    y = LAYOUTS[layout](noise(places, dtype, 1)).requires_grad_()
-    # results never depend on empty places
-    grad = noise(places, dtype, 2).masked_fill(order.vacant[:, None, :, None], 0.0)
+def test_permutation_and_gradients_match_elementwise_index(case, layout, dtype):
+    order = layout_of(case).query_order
+    num_tokens, num_slots = CASES[case][0], order.vacant.shape[1]
+    x = LAYOUTS[layout](noise(num_tokens, dtype)).requires_grad_()
+    y = LAYOUTS[layout](noise(num_slots, dtype, 1)).requires_grad_()
+    # later operations give no gradient to empty slots
+    grad = noise(num_slots, dtype, 2).masked_fill(order.vacant[:, None, :, None], 0.0)
     for actual, expected, leaf, upstream in (
         (order.apply(x), apply_by_number(order, x), x, grad),
-        (order.undo(y), undo_by_number(order, y), y, noise(tokens, dtype, 3)),
+        (order.undo(y), undo_by_number(order, y), y, noise(num_tokens, dtype, 3)),
     ):
         assert torch.equal(actual, expected)
-        gradients = [torch.autograd.grad(out, leaf, upstream)[0] for out in (actual, expected)]
-        assert torch.equal(*gradients)
+        (gradient,) = torch.autograd.grad(actual, leaf, upstream)
+        (expected_gradient,) = torch.autograd.grad(expected, leaf, upstream)
+        assert torch.equal(gradient, expected_gradient)
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_attention_in_layout_is_bit_identical(text):
-    laid = layout_of(text)
-    orders = laid.query_order, laid.key_order, laid.key_order
-    leaves = [x.requires_grad_() for x in qkv(2, q_length=TEXTS[text][0], kv_length=LENGTH, dim=16)]
+@pytest.mark.parametrize("case", CASES)
+def test_attention_in_layout_is_bit_identical(case):
+    block_layout = layout_of(case)
+    orders = block_layout.query_order, block_layout.key_order, block_layout.key_order
+    leaves = [x.requires_grad_() for x in qkv(2, q_length=CASES[case][0], kv_length=LENGTH, dim=16)]
 
-    def attended(apply, undo):
+    def out_and_gradients(apply, undo):
         q, k, v = map(apply, orders, leaves)
-        plan = random_plan(q, k, (32, 16), ranges=laid.ranges)
-        out = undo(laid.query_order, reference.attention(q, k, v, plan, 0.2))
+        plan = random_plan(q, k, (32, 16), ranges=block_layout.ranges)
+        out = undo(block_layout.query_order, reference.attention(q, k, v, plan, scale=0.2))
         return out, *torch.autograd.grad(out.square().sum(), leaves)
 
-    expected = attended(apply_by_number, undo_by_number)
-    assert all(map(torch.equal, attended(TokenPermutation.apply, TokenPermutation.undo), expected))
+    actual = out_and_gradients(TokenPermutation.apply, TokenPermutation.undo)
+    expected = out_and_gradients(apply_by_number, undo_by_number)
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_empty_slot_has_zero_gradient():
-    """The gradient is zero even if the output gradient is NaN there."""
+    """The gradient of an empty slot is zero even if its output gradient is NaN."""
     order = layout_of("packed").key_order
     x = noise(LENGTH).requires_grad_()
     grad = noise(order.vacant.shape[1]).masked_fill(order.vacant[:, None, :, None], torch.nan)
@@ -105,9 +121,9 @@ def test_empty_slot_has_zero_gradient():
     assert torch.isfinite(result).all()
 
 
-@pytest.mark.parametrize("text", ["left-padded", "packed-padded"])
-def test_round_trip_is_twice_differentiable(text):
-    order = layout_of(text).query_order
+@pytest.mark.parametrize("case", ["left-padded", "packed-padded"])
+def test_round_trip_is_twice_differentiable(case):
+    order = layout_of(case).query_order
     x = torch.randn(2, 1, LENGTH, 1, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: order.undo(order.apply(x).square()), x)
 
@@ -116,11 +132,13 @@ def test_permutation_compiles_without_graph_break():
     order = layout_of("left-padded").query_order
     x = noise(LENGTH).requires_grad_()
 
-    def moved(x):
+    def square_in_layout(x):
         return order.undo(order.apply(x).square())
 
     torch._dynamo.reset()
-    actual = torch.compile(moved, fullgraph=True, backend="aot_eager")(x)
-    assert torch.equal(actual, moved(x))
-    gradients = [torch.autograd.grad(out.sum(), x)[0] for out in (actual, moved(x))]
-    assert torch.equal(*gradients)
+    actual = torch.compile(square_in_layout, fullgraph=True, backend="aot_eager")(x)
+    expected = square_in_layout(x)
+    assert torch.equal(actual, expected)
+    (gradient,) = torch.autograd.grad(actual.sum(), x)
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), x)
+    assert torch.equal(gradient, expected_gradient)

@@ -1,4 +1,4 @@
-"""The channels with the slowest rotation, for attention layers of several models."""
+"""`slow_channels` returns the channels with the slowest rotation for layers of several models."""
 
 import sys
 from functools import partial
@@ -36,7 +36,7 @@ SIZES = {
     "head_dim": 64,
     "pad_token_id": 0,
 }
-# slow channels if RoPE pairs channels 32 apart, and if it pairs neighbours
+# slow channels if RoPE rotates pairs (i, i + 32), or pairs (2 i, 2 i + 1)
 HALVES = (*range(16, 32), *range(48, 64))
 NEIGHBOURS = tuple(range(32, 64))
 
@@ -48,7 +48,8 @@ def attention_of(model):
     )
 
 
-def made(config_class, model_class, **fields):
+def new_model(config_class, model_class, **fields):
+    """Return a random model with the sizes `SIZES`."""
     torch.manual_seed(0)
     return model_class(config_class(**{**SIZES, **fields})).eval()
 
@@ -60,30 +61,32 @@ def made(config_class, model_class, **fields):
             pytest.param(HALVES, partial(tiny_model, family, head_dim=64), id=family)
             for family in ("llama", "mistral", "qwen3")
         ),
-        pytest.param(NEIGHBOURS, lambda: made(CohereConfig, CohereForCausalLM), id="cohere"),
-        pytest.param(NEIGHBOURS, lambda: made(Ernie4_5Config, Ernie4_5ForCausalLM), id="ernie"),
+        pytest.param(NEIGHBOURS, lambda: new_model(CohereConfig, CohereForCausalLM), id="cohere"),
+        pytest.param(
+            NEIGHBOURS, lambda: new_model(Ernie4_5Config, Ernie4_5ForCausalLM), id="ernie"
+        ),
     ],
 )
 def test_slow_channels_are_those_with_lowest_measured_rotation(channels, make):
-    """The reference measures the model's rotation of a vector between two positions."""
+    """The expected channels change least if the model rotates a vector by one position."""
     model = make()
     assert slow_channels(attention_of(model), 64) == channels
     rotary = next(each for name, each in model.named_modules() if name.endswith("rotary_emb"))
     ones = torch.ones(1, 1, 2, 64)
-    turns = rotary(ones, torch.arange(2)[None])
+    cos, sin = rotary(ones, torch.arange(2)[None])
     rotate = sys.modules[type(attention_of(model)).__module__].apply_rotary_pos_emb
-    rotated, _ = rotate(ones, ones, *turns)
-    turned = (rotated[0, 0, 1] - rotated[0, 0, 0]).abs()
-    assert turned[list(channels)].max() < turned[[*set(range(64)) - set(channels)]].min()
+    rotated, _ = rotate(ones, ones, cos, sin)
+    change = (rotated[0, 0, 1] - rotated[0, 0, 0]).abs()
+    assert change[list(channels)].max() < change[[*set(range(64)) - set(channels)]].min()
 
 
 @pytest.mark.parametrize(
     ("make", "head_dim"),
     [
         pytest.param(lambda: tiny_model(), 16, id="small-heads"),
-        pytest.param(lambda: made(PhiConfig, PhiForCausalLM), 64, id="phi-in-part"),
-        pytest.param(lambda: made(GlmConfig, GlmForCausalLM), 64, id="glm-in-part"),
-        pytest.param(lambda: made(GPTNeoXConfig, GPTNeoXForCausalLM), 64, id="neox-in-part"),
+        pytest.param(lambda: new_model(PhiConfig, PhiForCausalLM), 64, id="phi-in-part"),
+        pytest.param(lambda: new_model(GlmConfig, GlmForCausalLM), 64, id="glm-in-part"),
+        pytest.param(lambda: new_model(GPTNeoXConfig, GPTNeoXForCausalLM), 64, id="neox-in-part"),
     ],
 )
 def test_unknown_rotation_keeps_all_channels(make, head_dim):
@@ -91,9 +94,8 @@ def test_unknown_rotation_keeps_all_channels(make, head_dim):
 
 
 def test_no_rotation_keeps_all_channels():
-    # a module of torch has no rotate_half
+    # the Python module of this class has no function rotate_half
     assert slow_channels(nn.Linear(2, 2), 64) == ()
-    # nor does a missing model
     assert slow_channels(None, 64) == ()
 
 
@@ -101,14 +103,14 @@ def test_no_rotation_keeps_all_channels():
     ("fields", "channels"),
     [
         pytest.param({}, HALVES, id="plain"),
-        pytest.param({"partial_rotary_factor": 0.5}, (), id="in-part"),
-        pytest.param({"partial_rotary_factor": 1.0}, HALVES, id="the-whole-of-it"),
-        pytest.param({"qk_rope_head_dim": 32}, (), id="a-part-of-its-own"),
+        pytest.param({"partial_rotary_factor": 0.5}, (), id="half-of-channels"),
+        pytest.param({"partial_rotary_factor": 1.0}, HALVES, id="all-channels"),
+        pytest.param({"qk_rope_head_dim": 32}, (), id="separate-channels"),
         pytest.param({"rope_parameters": {"partial_rotary_factor": 0.25}}, (), id="in-parameters"),
         pytest.param(
             {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.25}}},
             (),
-            id="in-those-of-a-kind-of-layer",
+            id="in-parameters-by-layer-type",
         ),
     ],
 )
@@ -137,7 +139,7 @@ def test_unrotated_full_attention_layers_keep_all_channels(family):
     kinds = ["sliding_attention", "full_attention"]
     config = getattr(transformers, f"{family}Config")
     fields = {"num_hidden_layers": 2, "layer_types": kinds, "sliding_window": 16}
-    model = made(config, getattr(transformers, f"{family}ForCausalLM"), **fields)
+    model = new_model(config, getattr(transformers, f"{family}ForCausalLM"), **fields)
     layers = [
         each for each in model.modules() if hasattr(each, "layer_idx") and hasattr(each, "q_proj")
     ]
@@ -146,13 +148,13 @@ def test_unrotated_full_attention_layers_keep_all_channels(family):
 
 def test_prefill_scores_slow_channels(monkeypatch):
     scored = []
-    own = cab_hf.predictors.RowsPredictor.encode_keys
+    original = cab_hf.predictors.RowsPredictor.encode_keys
 
-    def watched(self, k, valid=None, channels=()):
+    def recording_encode(self, k, valid=None, channels=()):
         scored.append(channels)
-        return own(self, k, valid, channels)
+        return original(self, k, valid, channels)
 
-    monkeypatch.setattr(cab_hf.predictors.RowsPredictor, "encode_keys", watched)
+    monkeypatch.setattr(cab_hf.predictors.RowsPredictor, "encode_keys", recording_encode)
     model = tiny_model(head_dim=64)
     with cab_hf.cab(model, SPARSE), torch.no_grad():
         model(tokens(1, 100))

@@ -14,10 +14,17 @@ from cab_hf.engines import Workload
 from cab_hf.route import route
 
 SMALL = CabConfig(query_block=32, key_block=16, min_length=100, dense_layers=(3,))
-CPU = Workload("cpu", 16, torch.float32, False, 32, 16)
+CPU = Workload(
+    device="cpu",
+    head_dim=16,
+    dtype=torch.float32,
+    training=False,
+    query_block=32,
+    key_block=16,
+)
 
 
-def way(
+def route_of(
     config=SMALL,
     sparse=True,
     layer=0,
@@ -26,13 +33,23 @@ def way(
     longest=None,
     index=None,
     slots=None,
-    **masked,
+    **mask_fields,
 ):
+    """Return the route of a call.
+
+    Args:
+        config, sparse, index: as in `route`.
+        layer: index of the layer.
+        q_length, kv_length: queries and keys of the call.
+        longest: (queries, tokens) of the longest document; None: lengths are unknown.
+        slots: slots of a static cache; None: no static cache.
+        mask_fields: further fields of `MaskInfo`.
+    """
     lengths = None if longest is None else [[Length(queries=longest[0], tokens=longest[1])]]
     if longest is not None:
-        masked["doc_ids"] = torch.zeros(1, kv_length)
+        mask_fields["doc_ids"] = torch.zeros(1, kv_length)
     details = MaskDetails(cache_length=slots, lengths=lengths)
-    mask = MaskInfo(1, q_length, kv_length, 0, **masked, details=details)
+    mask = MaskInfo(1, q_length, kv_length, 0, **mask_fields, details=details)
     layer = SimpleNamespace(layer_idx=layer)
     return route(mask, config, CPU, sparse=sparse, layer=layer, index=index)
 
@@ -57,7 +74,7 @@ def way(
     ],
 )
 def test_prefill_route_and_reason_by_call(changes, method, reason):
-    actual = way(**changes)
+    actual = route_of(**changes)
     assert actual.method == method
     assert (actual.reason is None) if reason is None else reason in actual.reason
     assert actual.engine is (engines.REFERENCE if method == "sparse" else engines.SDPA)
@@ -85,16 +102,18 @@ INDEX = KeyIndex(torch.zeros(1, 1, 512, 16), ())
     ],
 )
 def test_decode_step_route_and_reason_by_call(changes, reason):
-    actual = way(**{"config": STEP, "q_length": 1, "kv_length": 512, "index": INDEX, **changes})
+    actual = route_of(
+        **{"config": STEP, "q_length": 1, "kv_length": 512, "index": INDEX, **changes}
+    )
     assert (actual.method == "sparse_decode") == (reason is None)
     assert (actual.reason is None) if reason is None else reason in actual.reason
 
 
 def test_configured_engine_is_used_or_raises():
     config = CabConfig(query_block=32, key_block=16, min_length=0, engine="flex")
-    assert way(config).engine is engines.FLEX
+    assert route_of(config).engine is engines.FLEX
     with pytest.raises(ValueError, match="engine is 'triton', which runs on cuda"):
-        way(CabConfig(min_length=0, engine="triton"))
+        route_of(CabConfig(min_length=0, engine="triton"))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +129,7 @@ def test_exact_engine_receives_length_only_without_mask(monkeypatch, changes, le
     monkeypatch.setattr(
         engines, "exact", lambda work, *lengths: calls.append(lengths) or engines.TRITON
     )
-    actual = way(sparse=False, **changes)
+    actual = route_of(sparse=False, **changes)
     assert actual.method == "dense_blockwise" and actual.engine is engines.TRITON
     assert calls == [length]
 
@@ -127,4 +146,4 @@ def test_exact_engine_receives_length_only_without_mask(monkeypatch, changes, le
     ],
 )
 def test_sdpa_is_masked_unless_causal_or_single_query(changes, method):
-    assert way(sparse=False, **changes).method == method
+    assert route_of(sparse=False, **changes).method == method

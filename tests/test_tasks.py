@@ -1,4 +1,4 @@
-"""Tasks: the prompt contains the answers once, at every length."""
+"""Tasks of long documents: prompts contain the answers, and have the requested length."""
 
 import re
 from collections import Counter
@@ -16,28 +16,29 @@ TOKENIZERS = {
     "chat": make_tokenizer(CHAT),
     "merging": make_merging_tokenizer(),
 }
-# tasks that count words have no position of the answer
+# tasks whose answers depend on counts of words, without needles
 COUNTING = ("common_words", "frequent_words")
 HIDING = [name for name in TASKS if name not in COUNTING]
 tasks = pytest.mark.parametrize("name", TASKS)
 
 
 def example_of(name, tokenizer="merging", length=LENGTH, index=0, seed=0, sentences=NOISE):
-    return TASKS[name].make(TOKENIZERS[tokenizer], sentences, length, index, seed)
+    """Return an example of the task ``name``."""
+    return TASKS[name].make(TOKENIZERS[tokenizer], sentences, length, index=index, seed=seed)
 
 
 def text_of(tokens):
+    """Decode tokens of tokenizer "merging"."""
     return TOKENIZERS["merging"].decode(tokens, clean_up_tokenization_spaces=False)
 
 
-# --- one function per task that answers from the prompt only
-
-
 def listed(text):
+    """Return the words after the instruction of a prompt."""
     return text.split("\n\n", 1)[1].split()
 
 
 def common_words(text, question):
+    """Return the ten most frequent words."""
     counts = Counter(listed(text))
     often, seldom = counts.most_common(11)[0][1], counts.most_common(11)[10][1]
     assert often == 10 * seldom
@@ -45,6 +46,7 @@ def common_words(text, question):
 
 
 def frequent_words(text, question):
+    """Return the three most frequent words, without the dots."""
     dots, *ranked = Counter(listed(text)).most_common(5)
     assert dots[0] == "...."
     counts = [count for _, count in (dots, *ranked)]
@@ -53,35 +55,42 @@ def frequent_words(text, question):
 
 
 def one_key(text, question):
-    (whose,) = re.findall(r"pass key( for [\w ]+)\?", question)
-    return re.findall(rf"The pass key{whose} is (\d+)\.", text)
+    """Return the pass key of the name or locker in the question."""
+    (owner,) = re.findall(r"pass key( for [\w ]+)\?", question)
+    return re.findall(rf"The pass key{owner} is (\d+)\.", text)
 
 
 def several_values(text, question):
+    """Return all pass keys of the name in the question."""
     (name,) = re.findall(r"pass keys for (\w+),", question)
     return re.findall(rf"One of the pass keys for {name} is (\d+)\.", text)
 
 
 def uuid(text, question):
+    """Return the JSON value of the key in the question."""
     (key,) = re.findall(r"the key ([\w-]+)\?", question)
     return re.findall(f'"{key}": "([^"]+)",', text)
 
 
 def copying(text, question):
-    (begun,) = re.findall(r'"(.+)"', question)
-    assert len(begun.split()) == 5
-    return re.findall(rf"{begun} ((?:[^.]+\.){{2}}[^.]+)\.", text)
+    """Return the text after the five words in the question."""
+    (first_words,) = re.findall(r'"(.+)"', question)
+    assert len(first_words.split()) == 5
+    return re.findall(rf"{first_words} ((?:[^.]+\.){{2}}[^.]+)\.", text)
 
 
 def tracking(text, question):
-    known = dict.fromkeys(re.findall(r"value (\d+),", question))
+    """Return the variables that have the value in the question, directly or by assignment."""
+    # the value, then the variables
+    names = dict.fromkeys(re.findall(r"value (\d+),", question))
     for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", text):
-        if source in known:
-            known[name] = None
-    return list(known)[1:]
+        if source in names:
+            names[name] = None
+    return list(names)[1:]
 
 
 def two_facts(text, question):
+    """Return the pass key of the deputy of the name in the question."""
     (chief,) = re.findall(r"the deputy of (\w+)\?", question)
     (deputy,) = re.findall(rf"The deputy of {chief} is (\w+)\.", text)
     return re.findall(rf"The pass key for {deputy} is (\d+)\.", text)
@@ -106,29 +115,27 @@ def test_prompt_contains_the_answers(name, sentences):
 @tasks
 def test_spans_locate_answers(name):
     example = example_of(name)
-    said = [text_of(example.tokens[slice(*span)]).strip() for span in example.answers]
-    assert said == list(example.replies)
+    answers = [text_of(example.tokens[start:end]).strip() for start, end in example.answers]
+    assert answers == list(example.replies)
     assert example.answers[0][0] == example.prompt
-    # the prompt ends with the start of an answer, and nothing follows the answers
-    behind = text_of(example.tokens[example.prompt :])
-    assert behind.strip() == f"{', '.join(example.replies)}."
+    # the answers follow the prompt, and are the end of the document
+    after_prompt = text_of(example.tokens[example.prompt :])
+    assert after_prompt.strip() == f"{', '.join(example.replies)}."
 
 
 @pytest.mark.parametrize("name", HIDING)
 def test_answer_occurs_only_in_needles(name):
     for index in range(4):
         example = example_of(name, index=index)
-        needles = text_of([t for span in example.needles for t in example.tokens[slice(*span)]])
+        spans = [range(start, end) for start, end in example.needles]
+        needles = text_of([example.tokens[index] for span in spans for index in span])
         assert all(reply in needles for reply in example.replies)
-        others, done = [], 0
+        others, previous_end = [], 0
         for start, end in sorted(example.needles):
-            others += example.tokens[done:start]
-            done = end
-        others += example.tokens[done : example.prompt]
+            others += example.tokens[previous_end:start]
+            previous_end = end
+        others += example.tokens[previous_end : example.prompt]
         assert not any(reply in text_of(others) for reply in example.replies)
-
-
-# --- lengths and places
 
 
 @tasks
@@ -138,8 +145,8 @@ def test_prompt_and_answers_have_the_length(name, tokenizer):
         example = example_of(name, tokenizer, length)
         assert len(example.tokens) == length
         assert 0 < example.prompt == example.answers[0][0]
-        ends = [place for span in example.answers for place in span]
-        assert ends == sorted(set(ends)) and ends[-1] <= length
+        borders = [index for span in example.answers for index in span]
+        assert borders == sorted(set(borders)) and borders[-1] <= length
         assert len(example.answers) == len(example.replies)
         assert all(0 < start < end <= example.prompt for start, end in example.needles)
 
@@ -151,7 +158,7 @@ def test_needle_depths_differ_between_examples(name):
     if len(examples[0].needles) > 1:
         return
     starts = sorted(example.needles[0][0] / LENGTH for example in examples)
-    # depths are evenly spaced
+    # depths are about evenly spaced
     gaps = [b - a for a, b in zip([0, *starts], [*starts, 1], strict=True)]
     assert min(gaps[1:-1]) > 0 and max(gaps) < 0.2
 
@@ -167,11 +174,11 @@ def test_two_facts_occur_in_both_orders():
 
 def test_similar_keys_differ_in_one_digit():
     text = text_of(example_of("alike_keys").tokens)
-    asked = re.search(r"for locker (\d+)\?", text)[1]
-    lockers = set(re.findall(r"The pass key for locker (\d+) is \d+\. ", text)) - {asked}
+    target = re.search(r"for locker (\d+)\?", text)[1]
+    lockers = set(re.findall(r"The pass key for locker (\d+) is \d+\. ", text)) - {target}
     assert len(lockers) == 15
     for locker in lockers:
-        assert sum(a != b for a, b in zip(locker, asked, strict=True)) == 1
+        assert sum(a != b for a, b in zip(locker, target, strict=True)) == 1
 
 
 def test_common_word_counts_match_ruler():
@@ -181,16 +188,13 @@ def test_common_word_counts_match_ruler():
     assert set(counts) <= {30, 3, 1} and counts[30] == 10 and counts[3] > 100 > 5 > counts[1]
 
 
-# --- what an example is made of
-
-
 @tasks
 @pytest.mark.parametrize("change", ["index", "seed", "length"])
 def test_example_depends_on_seed_and_index_only(name, change):
-    place = {"length": LENGTH, "index": 0, "seed": 0}
-    example = example_of(name, **place)
-    assert example_of(name, **place, sentences=list(NOISE)) == example
-    other = example_of(name, **{**place, change: place[change] + 1})
+    arguments = {"length": LENGTH, "index": 0, "seed": 0}
+    example = example_of(name, **arguments)
+    assert example_of(name, **arguments, sentences=list(NOISE)) == example
+    other = example_of(name, **{**arguments, change: arguments[change] + 1})
     assert not {*other.replies} & {*example.replies}
 
 

@@ -1,4 +1,4 @@
-"""Layers that mix tokens without attention: detection, and errors if unsupported."""
+"""Layers that mix tokens without attention are detected, and raise where documents would mix."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import cab_hf
 from cab_hf.finetune import lora
 from cab_hf.hf.token_mixers import token_mixers
 
+# class of the layer by model type
 MIXERS = {
     "bamba": "BambaMixer",
     "jamba": "JambaMambaMixer",
@@ -25,7 +26,7 @@ MIXERS = {
     "olmo_hybrid": "OlmoHybridGatedDeltaNet",
     "recurrent_gemma": "RecurrentGemmaRecurrentBlock",
 }
-# with experts, latent keys, layers that differ, towers that convolve pictures and sound
+# types with experts, latent keys, different layers, or encoders of images and sound
 ATTENTION_ALONE = "llama mixtral deepseek_v3 gemma3 gemma4 qwen3_moe olmo2 gpt2 moshi"
 
 
@@ -35,7 +36,7 @@ def test_other_token_mixers_raise_under_context_parallel(model_type, one_process
     sentence = rf"mix tokens without attention \({MIXERS[model_type]}.*\); inside context_parallel"
     with pytest.raises(NotImplementedError, match=sentence), cab_hf.context_parallel(model):
         pass
-    # the block leaves no state
+    # the failed block leaves no state in the model
     model(torch.full((1, 8), FIRST_TOKEN))
 
 
@@ -50,11 +51,11 @@ def test_hybrid_with_attention_layers_only_has_no_token_mixers():
 
 
 @pytest.mark.parametrize("attention", ["cab", "sdpa"])
-@pytest.mark.parametrize("what", ["", "--dry-run"], ids=["train", "dry-run"])
-def test_packed_training_raises_for_other_token_mixers(attention, what, tmp_path, capsys):
+@pytest.mark.parametrize("options", [[], ["--dry-run"]], ids=["train", "dry-run"])
+def test_packed_training_raises_for_other_token_mixers(attention, options, tmp_path, capsys):
     tiny_model("bamba").save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
-    words = [*SMALL, "--model", str(tmp_path), "--attention", attention, *filter(None, [what])]
+    words = [*SMALL, "--model", str(tmp_path), "--attention", attention, *options]
     assert lora.main([*words, "--out", str(tmp_path / "out")]) == 2
     sentence = "BambaForCausalLM has layers that mix tokens without attention (BambaMixer); such"
     assert sentence in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Sequences that continue: prompt chunks, questions about one document, and chats."""
+"""Prompt chunks, questions after a cached document, chats, drafts and nested calls."""
 
 import copy
 from dataclasses import replace
@@ -17,6 +17,7 @@ CHAT = (130, 40, 1, 77, 52)  # tokens of five turns
 
 
 def cache_of(model, kind):
+    """Return an empty cache; "static" has 512 slots."""
     if kind == "static":
         return StaticCache(model.config, max_cache_len=512)
     return DynamicCache(config=model.config)
@@ -24,18 +25,20 @@ def cache_of(model, kind):
 
 @torch.no_grad()
 def read(model, ids, cache):
+    """Return the logits of ``ids`` after the tokens in ``cache``, which is extended."""
     return model(ids, past_key_values=cache, use_cache=True).logits
 
 
 @torch.no_grad()
-def whole(model, *parts):
+def one_prefill(model, parts):
+    """Return the logits of the concatenated token ids ``parts`` in one call without cache."""
     return model(torch.cat(parts, dim=1), use_cache=False).logits
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", "cropped"])
 @pytest.mark.parametrize("budget", ["full", "sparse"])
 def test_document_cache_serves_several_questions(kind, budget):
-    """Every question has a copy of the document's cache, or the cache is cropped afterwards."""
+    """Each question uses a copy of the document's cache, or crops the cache afterwards."""
     config = {"full": FULL, "sparse": replace(SPARSE, dense_tail_blocks=0)}[budget]
     model = cab_hf.apply_cab(tiny_model(), config)
     document, cache = tokens(1, DOCUMENT), cache_of(model, kind)
@@ -47,7 +50,7 @@ def test_document_cache_serves_several_questions(kind, budget):
             cache.crop(-QUESTION)
         else:
             answer = read(model, question, copy.deepcopy(cache))
-        expected = whole(model, document, question)[:, DOCUMENT:]
+        expected = one_prefill(model, [document, question])[:, DOCUMENT:]
         torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -57,7 +60,7 @@ def test_chat_turns_equal_one_sequence_at_full_budget(kind):
     turns = [tokens(1, length, seed=length) for length in CHAT]
     cache = cache_of(model, kind)
     answers = torch.cat([read(model, turn, cache) for turn in turns], dim=1)
-    torch.testing.assert_close(answers, whole(model, *turns), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(answers, one_prefill(model, turns), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("padding", [0, 40])
@@ -65,7 +68,7 @@ def test_chunked_generate_selects_same_blocks_as_one_prefill(padding):
     model = cab_hf.apply_cab(tiny_model(), SPARSE)
     ids = tokens(2, 352)
     mask = torch.ones_like(ids)
-    # left padding of one row: chunks of the row end inside of its query blocks
+    # with left padding, chunks of row 0 end inside its query blocks
     mask[0, :padding] = 0
 
     def scores(**options):
@@ -73,17 +76,17 @@ def test_chunked_generate_selects_same_blocks_as_one_prefill(padding):
         result = model.generate(ids, attention_mask=mask, do_sample=False, **fixed, **options)
         return torch.stack(result.scores, dim=1)
 
-    whole, chunks = scores(), scores(prefill_chunk_size=96)
-    torch.testing.assert_close(chunks[1], whole[1], rtol=1e-4, atol=1e-4)
+    expected, actual = scores(), scores(prefill_chunk_size=96)
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-4)
     if padding == 0:
-        torch.testing.assert_close(chunks, whole, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_only_calls_prepared_by_generate_have_a_prompt():
     model, other = (cab_hf.apply_cab(tiny_model(num_hidden_layers=1)) for _ in range(2))
-    config, ids, found = model.config, tokens(1, 8), []
+    config, ids, prompts = model.config, tokens(1, 8), []
     handle = model.model.register_forward_hook(
-        lambda *_: found.append([scope.prompt_of(1, each.config, None) for each in (model, other)])
+        lambda *_: prompts.append([scope.prompt_of(1, x.config, None) for x in (model, other)])
     )
     prompt = scope.Prompt(300, lengths=(300,))
     with scope.generating(model):
@@ -93,15 +96,15 @@ def test_only_calls_prepared_by_generate_have_a_prompt():
         generation.prepare(model, lambda: {"input_ids": None})
         assert scope.prompt_of(1, config, None) is None
         model(ids)
-        # a batch with another number of rows
+        # another number of rows than the prompt
         assert scope.prompt_of(2, config, None) is None
         model(ids)
         with scope.without_prompt():
             generation.prepare(model, lambda: {"input_ids": None})
             model(ids)
     handle.remove()
-    nothing = [None, None]
-    assert found == [nothing, [prompt, None], nothing, nothing]
+    no_prompts = [None, None]
+    assert prompts == [no_prompts, [prompt, None], no_prompts, no_prompts]
     assert not model._forward_pre_hooks and not model._forward_hooks
 
 
@@ -118,18 +121,27 @@ def first_logits(model, ids, steps=1, **options):
 
 
 def assert_chunks_equal_one_call(length, tail, chunk=64, **fields):
+    """Assert that chunked prefill of a prompt and one prefill have the same logits.
+
+    Args:
+        length: tokens of the prompt.
+        tail: number of dense blocks at the end of the prompt.
+        chunk: tokens per chunk.
+        fields: fields of CabConfig.
+    """
     config, ids = replace(SPARSE, dense_tail_blocks=tail, **fields), tokens(1, length, seed=length)
 
-    def read(threshold, **options):
+    def last_logits(threshold, **options):
         model = cab_hf.apply_cab(tiny_model(), replace(config, mass_threshold=threshold))
         return first_logits(model, ids, **options)
 
-    # chunked sums round differently, so a mass may cross a threshold: retry with another one
+    # rounding may move a mass across the threshold, in which case another threshold is tried
     for threshold in (config.mass_threshold, config.mass_threshold * (1 + 1e-5)):
-        expected, found = read(threshold), read(threshold, prefill_chunk_size=chunk)
-        if torch.allclose(found, expected, rtol=1e-4, atol=1e-4):
+        expected = last_logits(threshold)
+        actual = last_logits(threshold, prefill_chunk_size=chunk)
+        if torch.allclose(actual, expected, rtol=1e-4, atol=1e-4):
             return
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("tail", [0, 1, 2])
@@ -159,12 +171,13 @@ def test_chunks_of_whole_query_blocks_equal_one_call_at_every_length(tail):
 
 
 def test_query_blocks_start_at_first_token_of_sequence():
-    # after a chunk that ends inside of a block, the blocks equal those of one call
+    # the first chunk ends inside a block; later blocks equal the blocks of one call
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), replace(SPARSE, dense_tail_blocks=0))
     ids, cache = tokens(1, 256), cache_of(model, "dynamic")
     read(model, ids[:, :50], cache)
-    found = read(model, ids[:, 50:], cache)
-    torch.testing.assert_close(found[:, 14:], whole(model, ids)[:, 64:], rtol=1e-4, atol=1e-4)
+    actual = read(model, ids[:, 50:], cache)
+    expected = one_prefill(model, [ids])
+    torch.testing.assert_close(actual[:, 14:], expected[:, 64:], rtol=1e-4, atol=1e-4)
 
 
 def test_query_blocks_of_padded_rows_start_at_first_real_token():
@@ -173,25 +186,25 @@ def test_query_blocks_of_padded_rows_start_at_first_real_token():
     mask[0, :45] = 0
     with torch.no_grad():
         model(ids[:, :64], attention_mask=mask[:, :64], past_key_values=cache, use_cache=True)
-        found = model(
+        actual = model(
             ids[:, 64:], attention_mask=mask, past_key_values=cache, use_cache=True
         ).logits
-    alone = whole(model, ids[:1, 45:])
-    # the first call has 19 real tokens of row 0, so its first query block is cut
-    torch.testing.assert_close(found[:1, 13:], alone[:, 32:], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found[1:], whole(model, ids[1:])[:, 64:], rtol=1e-4, atol=1e-4)
+    padded_row, other_row = one_prefill(model, [ids[:1, 45:]]), one_prefill(model, [ids[1:]])
+    # the first call has 19 real tokens of row 0, so that its first query block is cut
+    torch.testing.assert_close(actual[:1, 13:], padded_row[:, 32:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual[1:], other_row[:, 64:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_chunked_rows_have_separate_prompt_ends(padding):
     model = cab_hf.apply_cab(tiny_model(), SPARSE)
-    long, short = tokens(1, 224), tokens(1, 160, seed=2)
-    rows = slice(64, 224) if padding == "left" else slice(0, 160)
-    ids, mask = torch.cat([long, torch.zeros_like(long)]), torch.zeros(2, 224).long()
-    ids[1, rows], mask[0], mask[1, rows] = short, 1, 1
-    found = first_logits(model, ids, attention_mask=mask, prefill_chunk_size=64)
+    long_ids, short_ids = tokens(1, 224), tokens(1, 160, seed=2)
+    short_slice = slice(64, 224) if padding == "left" else slice(0, 160)
+    ids, mask = torch.cat([long_ids, torch.zeros_like(long_ids)]), torch.zeros(2, 224).long()
+    ids[1, short_slice], mask[0], mask[1, short_slice] = short_ids, 1, 1
+    actual = first_logits(model, ids, attention_mask=mask, prefill_chunk_size=64)
     expected = first_logits(model, ids, attention_mask=mask)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -207,14 +220,22 @@ def test_chunked_rows_have_separate_prompt_ends(padding):
 def test_short_right_padded_row_is_dense_in_chunks(options):
     fields = {"min_length": 200, "mass_threshold": 0.6, "share_threshold": 1.0}
     model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, **fields))
-    short, ids, mask, found = tokens(1, 190), tokens(2, 400), torch.ones(2, 400).long(), []
-    ids[0, :190], ids[0, 190:], mask[0, 190:] = short, 0, 0
-    alone = whole(model, short)
-    handle = model.lm_head.register_forward_hook(lambda *call: found.append(call[-1]))
+    short_ids, ids, mask, chunk_logits = (
+        tokens(1, 190),
+        tokens(2, 400),
+        torch.ones(2, 400).long(),
+        [],
+    )
+    ids[0, :190], ids[0, 190:], mask[0, 190:] = short_ids, 0, 0
+    expected = one_prefill(model, [short_ids])
+    handle = model.lm_head.register_forward_hook(
+        lambda module, args, output: chunk_logits.append(output)
+    )
     options = {"prefill_chunk_size": 64, "logits_to_keep": 0, **options}
     first_logits(model, ids, attention_mask=mask, **options)
     handle.remove()
-    torch.testing.assert_close(torch.cat(found, 1)[:1, :190], alone, rtol=1e-4, atol=1e-4)
+    actual = torch.cat(chunk_logits, 1)[:1, :190]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 ORIGIN = {"model": "llama", "layers": 4, "heads": 6, "kv_heads": 2, "length": 300}
@@ -251,27 +272,27 @@ def test_failed_draft_restores_the_model():
 
 @pytest.mark.parametrize("budget", ["dense-steps", "sparse-steps"])
 def test_last_chunk_of_one_token_is_not_a_decode_step(budget):
-    sparse = {"sparse_decode": True, "decode_tokens": 128} if budget == "sparse-steps" else {}
-    assert_chunks_equal_one_call(641, 1, 128, **sparse)
+    fields = {"sparse_decode": True, "decode_tokens": 128} if budget == "sparse-steps" else {}
+    assert_chunks_equal_one_call(641, 1, 128, **fields)
 
 
 def repeated(length, seed):
-    """Return a prompt with repetitions, for prompt-lookup drafts."""
+    """Return a prompt of repeated tokens, from which prompt lookup makes drafts."""
     return tokens(1, max(8, length // 4), seed=seed).repeat(1, 5)[:, :length]
 
 
 def count_changed_answers(prompts, **fields):
-    """Count the prompts whose tokens change with a draft."""
+    """Return the number of ``prompts`` prompts whose generated tokens change with drafts."""
     model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, **fields))
     assistant = tiny_model(num_hidden_layers=1)
-    wrong = 0
+    num_changed = 0
     for seed in range(prompts):
         ids = repeated(150 + 7 * seed % 400, seed)
         generation = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, **GREEDY}
         expected = model.generate(ids, **generation)
         for draft in ({"prompt_lookup_num_tokens": 5}, {"assistant_model": assistant}):
-            wrong += not torch.equal(model.generate(ids, **generation, **draft), expected)
-    return wrong
+            num_changed += not torch.equal(model.generate(ids, **generation, **draft), expected)
+    return num_changed
 
 
 STEPS = [
@@ -299,12 +320,12 @@ def test_drafts_do_not_change_tokens(prompts, fields):
 def test_answer_is_dense_in_every_call_pattern(options):
     model, ids = cab_hf.apply_cab(tiny_model(), SPARSE), tokens(1, 200)
     expected = first_logits(model, ids, 4, **{"num_beams": options.get("num_beams", 1)})
-    found = first_logits(model, ids, 4, **{**options, "disable_compile": True})
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    actual = first_logits(model, ids, 4, **{**options, "disable_compile": True})
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 class Streamer:
-    """Streamer of `generate` that calls a function for every token."""
+    """Streamer of `generate` that calls a function for each token."""
 
     def __init__(self, call):
         self._call = call
@@ -316,22 +337,23 @@ class Streamer:
         pass
 
 
-def place(where, call):
+def options_with_call(kind, call):
     """Return options of `generate` that run ``call`` at every step."""
-    if where == "processor":
+    if kind == "processor":
         return {"logits_processor": [lambda _, scores: (call(), scores)[1]]}
-    if where == "criterion":
+    if kind == "criterion":
         criterion = torch.zeros(1, dtype=torch.bool)
         return {"stopping_criteria": [lambda *_, **__: (call(), criterion)[1]]}
-    if where == "prefix":
+    if kind == "prefix":
         return {"prefix_allowed_tokens_fn": lambda *_: (call(), list(range(64)))[1]}
     return {"streamer": Streamer(call)}
 
 
+# calls of a model inside `generate` of the same or another model
 FOREIGN = {
-    "text": lambda model: whole(model, tokens(1, 200, seed=5)),
+    "text": lambda model: one_prefill(model, [tokens(1, 200, seed=5)]),
     # the same number of rows and tokens as the outer call
-    "alike": lambda model: whole(model, tokens(1, 300, seed=5)),
+    "alike": lambda model: one_prefill(model, [tokens(1, 300, seed=5)]),
     "padded": lambda model: padded(model, tokens(2, 420, seed=6)),
     "generate": lambda model: first_logits(model, tokens(1, 260, seed=7)),
 }
@@ -339,6 +361,7 @@ FOREIGN = {
 
 @torch.no_grad()
 def padded(model, ids):
+    """Return the logits of ``ids`` with left padding in row 0."""
     mask = torch.ones_like(ids)
     mask[0, :100] = 0
     return model(ids, attention_mask=mask, use_cache=False).logits
@@ -348,7 +371,7 @@ DRAFTS, NO_CACHE = {"prompt_lookup_num_tokens": 4}, {"use_cache": False}
 
 
 @pytest.mark.parametrize(
-    ("where", "whose", "options"),
+    ("kind", "model_of_call", "options"),
     [
         pytest.param("processor", "same", {}, id="processor"),
         pytest.param("processor", "other", {}, id="processor-of-another-model"),
@@ -358,30 +381,31 @@ DRAFTS, NO_CACHE = {"prompt_lookup_num_tokens": 4}, {"use_cache": False}
         pytest.param("streamer", "same", DRAFTS, id="streamer-with-drafts"),
     ],
 )
-def test_nested_model_call_inside_generate_has_no_prompt_end(where, whose, options):
+def test_nested_model_call_inside_generate_has_no_prompt_end(kind, model_of_call, options):
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=2), replace(SPARSE, min_length=210))
     ids = tokens(1, 300)
-    nested_model = model if whose == "same" else cab_hf.apply_cab(copy.deepcopy(model))
-    wanted = {name: call(nested_model) for name, call in FOREIGN.items()}
-    alone, found = first_logits(model, ids, 2, **options), []
+    is_same = model_of_call == "same"
+    nested_model = model if is_same else cab_hf.apply_cab(copy.deepcopy(model))
+    expected_nested = {name: call(nested_model) for name, call in FOREIGN.items()}
+    expected, nested = first_logits(model, ids, 2, **options), []
 
-    def call():
-        found.append({name: call(nested_model) for name, call in FOREIGN.items()})
+    def call_nested():
+        nested.append({name: call(nested_model) for name, call in FOREIGN.items()})
 
-    together = first_logits(model, ids, 2, **options, **place(where, call))
-    torch.testing.assert_close(found[-1], wanted)
-    torch.testing.assert_close(together, alone)
+    actual = first_logits(model, ids, 2, **options, **options_with_call(kind, call_nested))
+    torch.testing.assert_close(nested[-1], expected_nested)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_nested_model_call_inside_forward_has_no_prompt_end():
     model, nested_model = (cab_hf.apply_cab(tiny_model(), SPARSE) for _ in range(2))
-    wanted, found = FOREIGN["text"](nested_model), []
+    expected, nested = FOREIGN["text"](nested_model), []
     handle = model.model.layers[0].register_forward_hook(
-        lambda *_: found.append(FOREIGN["text"](nested_model))
+        lambda *_: nested.append(FOREIGN["text"](nested_model))
     )
     first_logits(model, tokens(1, 300))
     handle.remove()
-    torch.testing.assert_close(found[0], wanted)
+    torch.testing.assert_close(nested[0], expected)
 
 
 def test_repeated_generate_does_not_recompile():
@@ -395,9 +419,9 @@ def test_repeated_generate_does_not_recompile():
     torch._dynamo.reset()
     model.compile(backend=count, dynamic=True)
     first_logits(model, ids, 3)
-    before = len(compiled)
+    num_compiled = len(compiled)
     first_logits(model, ids, 3)
-    assert len(compiled) == before > 0
+    assert len(compiled) == num_compiled > 0
 
 
 @pytest.mark.parametrize(
@@ -421,44 +445,50 @@ def test_virtual_tokens_are_part_of_the_prompt(kind, options):
     }
     torch.manual_seed(0)
     model = peft.get_peft_model(tiny_model(), configs[kind]()).eval()
-    # the short row has 220 tokens, and reaches min_length=250 with the virtual tokens only
+    # row 0 has 220 tokens, so that it reaches min_length=250 only with 40 virtual tokens
     ids, mask = tokens(2, 300), torch.ones(2, 300).long()
     ids[0, :80], mask[0, :80] = 0, 0
 
-    def read():
+    def generated_and_expected():
         with torch.no_grad():
             expected = model(ids, attention_mask=mask, use_cache=kind == "prefix").logits[:, -1]
-        found = first_logits(model, ids, attention_mask=mask, **options)[:, 0]
-        return found[:: options.get("num_beams", 1)], expected
+        generated = first_logits(model, ids, attention_mask=mask, **options)[:, 0]
+        return generated[:: options.get("num_beams", 1)], expected
 
-    if not torch.allclose(*read(), rtol=1e-4, atol=1e-4):
+    actual, expected = generated_and_expected()
+    if not torch.allclose(actual, expected, rtol=1e-4, atol=1e-4):
         pytest.skip("generate of this transformers drops the prefix of this PEFT")
     cab_hf.apply_cab(model, replace(SPARSE, mass_threshold=0.1, min_length=250))
-    torch.testing.assert_close(*read(), rtol=1e-4, atol=1e-4)
+    actual, expected = generated_and_expected()
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_guidance_has_a_separate_prompt_end():
     model, ids = cab_hf.apply_cab(tiny_model(), SPARSE), tokens(1, 200)
     guidance = {"guidance_scale": 2.0, "negative_prompt_ids": tokens(1, 150, seed=3)}
-    expected = 2 * whole(model, ids)[:, -1].log_softmax(-1)
-    unconditional = whole(model, guidance["negative_prompt_ids"])[:, -1].log_softmax(-1)
-    expected = expected - unconditional
+    conditional, unconditional = (
+        one_prefill(model, [prompt])[:, -1].log_softmax(-1)
+        for prompt in (ids, guidance["negative_prompt_ids"])
+    )
+    expected = 2 * conditional - unconditional
     options = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 1}
-    found = model.generate(
+    result = model.generate(
         ids, attention_mask=torch.ones_like(ids), **GREEDY, **guidance, **options
     )
-    torch.testing.assert_close(found.scores[0], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result.scores[0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_question_after_document_is_the_prompt_end():
-    # generate treats the question as the end of the prompt (dense tail), not as a decode step
+    # a question of one token belongs to the dense tail of the prompt, and is no decode step
     document, question = tokens(1, DOCUMENT), tokens(1, 1, seed=2)
-    model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, sparse_decode=True, decode_tokens=0.05))
-    both = torch.cat([document, question], 1)
-    dense = cab_hf.apply_cab(tiny_model(), SPARSE)
-    logits = []
-    for each in (model, dense):
-        cache = cab_hf.index_cache(each) if each is model else cache_of(each, "dynamic")
-        read(each, document, cache)
-        logits.append(first_logits(each, both, past_key_values=cache))
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    fields = {"sparse_decode": True, "decode_tokens": 0.05}
+
+    def answer_logits(model, cache):
+        read(model, document, cache)
+        return first_logits(model, torch.cat([document, question], 1), past_key_values=cache)
+
+    sparse_decode = cab_hf.apply_cab(tiny_model(), replace(SPARSE, **fields))
+    dense_decode = cab_hf.apply_cab(tiny_model(), SPARSE)
+    actual = answer_logits(sparse_decode, cab_hf.index_cache(sparse_decode))
+    expected = answer_logits(dense_decode, cache_of(dense_decode, "dynamic"))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, the newest two remain, and a run resumes exactly."""
+"""Checkpoints: incomplete folders are ignored, the newest two remain, damage raises."""
 
 import io
 import os
@@ -20,172 +20,184 @@ from cab_hf.finetune.checkpoints import Checkpoints, asked_to_stop
 
 
 class Killed(BaseException):
-    """Exception that no handler catches, in place of a kill."""
+    """Exception that simulates a kill, because `except Exception` does not catch it."""
 
 
 @pytest.fixture
-def kept(tmp_path):
+def checkpoint_folder(tmp_path):
+    """Return the empty checkpoints of a run with one process."""
     return Checkpoints(tmp_path / "checkpoints", 0, 1, lambda: None)
 
 
-def adapter(folder):
+def write_adapter(folder):
+    """Write an adapter of one text file into a new folder."""
     folder.mkdir()
     (folder / "weights").write_text("of the adapter")
 
 
-def save(kept, step):
-    return kept.save(step, {"value": torch.full((3,), step)}, {"data": str(step)}, adapter)
+def save(checkpoint_folder, step):
+    """Save a small checkpoint of ``step`` and return its folder."""
+    shared = {"value": torch.full((3,), step)}
+    return checkpoint_folder.save(step, shared, {"data": str(step)}, write_adapter)
 
 
-def names(kept):
-    return sorted(path.name for path in kept.folder.iterdir())
+def names(checkpoint_folder):
+    """Return the sorted names of complete and incomplete checkpoints."""
+    return sorted(path.name for path in checkpoint_folder.folder.iterdir())
 
 
-def test_newest_two_checkpoints_remain(kept):
-    assert kept.newest() is None
-    # ordered as numbers
+def test_newest_two_checkpoints_remain(checkpoint_folder):
+    assert checkpoint_folder.newest() is None
+    # the order of numbers differs from the order of names
     for step in (2, 4, 99_999_999, 100_000_000):
-        save(kept, step)
-    assert names(kept) == ["step-100000000", "step-99999999"]
-    shared, mine = kept.load(kept.newest())
-    assert (shared["step"], shared["value"][0], mine["data"]) == (10**8, 10**8, "100000000")
-    assert (kept.newest() / "adapter" / "weights").read_text() == "of the adapter"
+        save(checkpoint_folder, step)
+    assert names(checkpoint_folder) == ["step-100000000", "step-99999999"]
+    shared, own_state = checkpoint_folder.load(checkpoint_folder.newest())
+    assert (shared["step"], shared["value"][0], own_state["data"]) == (10**8, 10**8, "100000000")
+    assert (checkpoint_folder.newest() / "adapter" / "weights").read_text() == "of the adapter"
 
 
+# function in which step 3 is killed, number of calls before that, and newest complete step
 KILLS = {
-    "before anything is written": ("save", 0, 2),
-    "with the shared part missing": ("save", 1, 2),
-    "before all is on disk": ("put_on_disk", 2, 2),
-    "before it has its name": ("rename", 0, 2),
-    "before an old one is taken away": ("rename", 1, 3),
-    "while an old one is taken away": ("rmtree", 0, 3),
+    "before the first file": ("save", 0, 2),
+    "before the shared file": ("save", 1, 2),
+    "before all files are synced": ("put_on_disk", 2, 2),
+    "before the folder is renamed": ("rename", 0, 2),
+    "before an old checkpoint is renamed": ("rename", 1, 3),
+    "before an old checkpoint is removed": ("rmtree", 0, 3),
 }
 
 
-@pytest.mark.parametrize(("where", "left", "newest"), KILLS.values(), ids=KILLS)
-def test_incomplete_checkpoint_is_ignored(kept, monkeypatch, where, left, newest):
-    save(kept, 1)
-    save(kept, 2)
-    owner = {"save": torch, "put_on_disk": checkpoints, "rename": os, "rmtree": checkpoints.shutil}
-    true, calls = getattr(owner[where], where), []
+@pytest.mark.parametrize(("function", "num_calls", "newest"), KILLS.values(), ids=KILLS)
+def test_incomplete_checkpoint_is_ignored(
+    checkpoint_folder, monkeypatch, function, num_calls, newest
+):
+    save(checkpoint_folder, 1)
+    save(checkpoint_folder, 2)
+    owners = {"save": torch, "put_on_disk": checkpoints, "rename": os, "rmtree": checkpoints.shutil}
+    original, calls = getattr(owners[function], function), []
 
-    def killed(*arguments, **options):
-        calls.append(arguments)
-        if len(calls) > left:
+    def killed(*args, **kwargs):
+        calls.append(args)
+        if len(calls) > num_calls:
             raise Killed
-        return true(*arguments, **options)
+        return original(*args, **kwargs)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(owner[where], where, killed)
+    with monkeypatch.context() as patch:
+        patch.setattr(owners[function], function, killed)
         with pytest.raises(Killed):
-            save(kept, 3)
-    assert kept.newest().name == f"step-{newest:08d}"
-    assert kept.load(kept.newest())[0]["step"] == newest
-    save(kept, 4)
+            save(checkpoint_folder, 3)
+    assert checkpoint_folder.newest().name == f"step-{newest:08d}"
+    assert checkpoint_folder.load(checkpoint_folder.newest())[0]["step"] == newest
+    save(checkpoint_folder, 4)
     # the incomplete folder of the killed run is removed
-    assert names(kept) == [f"step-{newest:08d}", "step-00000004"]
+    assert names(checkpoint_folder) == [f"step-{newest:08d}", "step-00000004"]
 
 
-def test_files_are_synced_before_rename(kept, monkeypatch):
-    done = []
+def test_files_are_synced_before_rename(checkpoint_folder, monkeypatch):
+    events = []
     sync, rename = checkpoints.put_on_disk, os.rename
-    monkeypatch.setattr(checkpoints, "put_on_disk", lambda path: (done.append(path), sync(path)))
-    monkeypatch.setattr(os, "rename", lambda *names: (done.append("renamed"), rename(*names)))
-    target = save(kept, 1)
-    before = {path.name for path in done[: done.index("renamed")]}
-    assert {path.name for path in target.rglob("*")} <= before
-    assert done[-1] == kept.folder
+    monkeypatch.setattr(checkpoints, "put_on_disk", lambda path: (events.append(path), sync(path)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append("renamed"), rename(a, b)))
+    target = save(checkpoint_folder, 1)
+    synced_before = {path.name for path in events[: events.index("renamed")]}
+    assert {path.name for path in target.rglob("*")} <= synced_before
+    assert events[-1] == checkpoint_folder.folder
 
 
-@pytest.mark.parametrize("part", ["mine", "shared", "adapter"])
-def test_full_disk_error_is_the_same_for_all_libraries(kept, part):
-    save(kept, 1)
+@pytest.mark.parametrize("large_part", ["own_state", "shared", "adapter"])
+def test_full_disk_error_is_the_same_for_all_libraries(checkpoint_folder, large_part):
+    save(checkpoint_folder, 1)
     large, small = {"x": torch.zeros(50_000)}, {"x": torch.zeros(1)}
 
     def write_adapter(folder):
         folder.mkdir()
-        save_file(large if part == "adapter" else small, folder / "adapter.safetensors")
+        save_file(large if large_part == "adapter" else small, folder / "adapter.safetensors")
 
-    given = [large if part == name else small for name in ("shared", "mine")]
-    # simulate a full disk: the system refuses to write files above this size in bytes
+    shared = large if large_part == "shared" else small
+    own_state = large if large_part == "own_state" else small
+    # simulate a full disk by a limit on the size of files in bytes
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         with pytest.raises(LogError, match=r"step-00000002 cannot be written \(.*too large"):
-            kept.save(2, *given, write_adapter)
+            checkpoint_folder.save(2, shared, own_state, write_adapter)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert names(kept) == [".step-00000002.partial", "step-00000001"]
-    save(kept, 2)
-    assert names(kept) == ["step-00000001", "step-00000002"]
+    assert names(checkpoint_folder) == [".step-00000002.partial", "step-00000001"]
+    save(checkpoint_folder, 2)
+    assert names(checkpoint_folder) == ["step-00000001", "step-00000002"]
 
 
-def test_other_process_count_raises(kept):
-    folder = save(kept, 1)
-    more = Checkpoints(kept.folder, 0, 2, lambda: None)
+def test_other_process_count_raises(checkpoint_folder):
+    folder = save(checkpoint_folder, 1)
+    checkpoints_of_two = Checkpoints(checkpoint_folder.folder, 0, 2, lambda: None)
     with pytest.raises(UsageError, match="made by 1 processes, and this run has 2. Start as many"):
-        more.load(folder)
+        checkpoints_of_two.load(folder)
 
 
-def damaged(content):
-    """Flip one bit of the tensor."""
-    at = content.index(torch.full((64,), 3.0).numpy().tobytes()) + 100
-    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+def flip_bit(content):
+    """Flip one bit of the tensor in a file's content."""
+    index = content.index(torch.full((64,), 3.0).numpy().tobytes()) + 100
+    return content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :]
 
 
 class Foreign:
     """Class that torch unpickles only from a trusted file."""
 
 
-def foreign(_):
-    written = io.BytesIO()
-    torch.save(Foreign(), written)
-    return written.getvalue()
+def pickled_class(_):
+    """Return a file of torch.save that contains an object of `Foreign`."""
+    buffer = io.BytesIO()
+    torch.save(Foreign(), buffer)
+    return buffer.getvalue()
 
 
-CHANGES = {"a bit": damaged, "truncated": lambda content: content[: len(content) // 2]}
-CHANGES |= {"text": lambda _: b"no checkpoint", "foreign": foreign, "gone": None}
+# functions of a file's content; None removes the file
+CHANGES = {"flipped bit": flip_bit, "truncated": lambda content: content[: len(content) // 2]}
+CHANGES |= {"text": lambda _: b"no checkpoint", "pickled class": pickled_class, "missing": None}
 
 
 @pytest.mark.parametrize("file", ["shared.pt", "process-0.pt", "adapter/weights"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_damaged_checkpoint_raises(kept, file, change):
+def test_damaged_checkpoint_raises(checkpoint_folder, file, change):
     def write_adapter(folder):
         folder.mkdir()
         save_file({"x": torch.full((64,), 3.0)}, folder / "weights")
 
     for step in (1, 2):
         state = {"x": torch.full((64,), 3.0)}
-        folder = kept.save(step, state, state, write_adapter)
+        folder = checkpoint_folder.save(step, state, state, write_adapter)
     if change is None:
         (folder / file).unlink()
     else:
         (folder / file).write_bytes(change((folder / file).read_bytes()))
-    with pytest.raises(UsageError) as refusal:
-        kept.load(kept.newest())
-    result = str(refusal.value)
-    assert result.startswith(f"checkpoint step-00000002 cannot be read ({file}")
-    assert result.endswith(
+    with pytest.raises(UsageError) as raised:
+        checkpoint_folder.load(checkpoint_folder.newest())
+    message = str(raised.value)
+    assert message.startswith(f"checkpoint step-00000002 cannot be read ({file}")
+    assert message.endswith(
         "). Remove the folder, and the run continues from the checkpoint before it."
     )
-    assert "weights_only" not in result and len(result.splitlines()) == 1
+    assert "weights_only" not in message and len(message.splitlines()) == 1
     shutil.rmtree(folder)
-    assert kept.load(kept.newest())[0]["step"] == 1
+    assert checkpoint_folder.load(checkpoint_folder.newest())[0]["step"] == 1
 
 
 def test_sigterm_sets_stop_flag_only():
-    before = signal.getsignal(signal.SIGTERM)
-    with asked_to_stop() as asked:
-        assert not asked()
+    previous_handler = signal.getsignal(signal.SIGTERM)
+    with asked_to_stop() as stop_requested:
+        assert not stop_requested()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert asked()
-    assert signal.getsignal(signal.SIGTERM) is before
+        assert stop_requested()
+    assert signal.getsignal(signal.SIGTERM) is previous_handler
 
 
 def test_checkpoint_has_trained_parameters_and_generator_states():
-    """test_lora checks that resumed steps are bit-identical."""
+    """`test_stopped_run_resumes_bit_identically` checks the steps of a resumed run."""
 
     def draws():
+        """Return a number of each random generator."""
         return random.random(), float(np.random.rand()), torch.rand(1).item()
 
     state = checkpoints.random_state()

@@ -1,4 +1,4 @@
-"""FLOPs against torch's counter, pairs against formulas, memory against measured tensors."""
+"""Cost model: FLOPs equal torch's counter, memory is close to the bytes of tensors."""
 
 import re
 from pathlib import Path
@@ -30,6 +30,7 @@ RESULTS = Path(__file__).parents[2] / "eval" / "results"
 
 
 def adapted(**overrides):
+    """Return the tiny model with LoRA adapters and eager attention."""
     model = tiny_model(attn_implementation="eager", **overrides)
     return with_lora(model, TARGETS, rank=4, alpha=8)
 
@@ -37,7 +38,7 @@ def adapted(**overrides):
 def test_flops_equal_torch_flop_counter():
     length = 64
     model = adapted().train()
-    # otherwise the first layer has no input gradient, and fewer operations
+    # without this call the first layer computes no gradient of its input
     model.enable_input_require_grads()
     counter = FlopCounterMode(display=False)
     with counter:
@@ -56,8 +57,8 @@ def test_weight_flops_depend_on_trained_parameters():
     assert cost.frozen == layers * frozen + vocabulary * hidden
     assert cost.trained == cost.trained_parameters == layers * trained
     # q, k, v, o, gate, up, down, an embedding, a head and norms
-    rest = vocabulary * hidden + (2 * layers + 1) * hidden
-    assert cost.parameters == cost.frozen + cost.trained + rest
+    embeddings_and_norms = vocabulary * hidden + (2 * layers + 1) * hidden
+    assert cost.parameters == cost.frozen + cost.trained + embeddings_and_norms
 
 
 def test_mixture_of_experts_flops_are_unknown():
@@ -83,15 +84,15 @@ def test_attention_flops_follow_heads_of_each_layer():
 
 def test_pairs_respect_documents_rows_and_windows():
     cost = cost_model.Cost.of(tiny_model())
-    documents = {10: [[0, 1, 2, 3]], 6: [[0, 1, 0, 1]], 17: [[0, 1, 2, 3], [0, 0, 1, 2]]}
-    for pairs, positions in documents.items():
+    positions_by_pairs = {10: [[0, 1, 2, 3]], 6: [[0, 1, 0, 1]], 17: [[0, 1, 2, 3], [0, 0, 1, 2]]}
+    for pairs, positions in positions_by_pairs.items():
         assert cost.pairs(torch.tensor(positions)) == (pairs,) * 3
     cost = cost_model.Cost.of(tiny_model("mistral-sliding"))
     # 40 + 39 + ... + 1 pairs for the first 40 tokens, and 40 for each later token
     assert cost.pairs(torch.arange(60)[None]) == (820 + 20 * 40,) * 3
-    some = cost_model.Cost.of(tiny_model("qwen3-some-sliding"))
-    assert sorted(some.pairs(torch.arange(60)[None])) == [1620, 1620, 1830]
-    assert some.windows == (None, 40, 40)
+    mixed = cost_model.Cost.of(tiny_model("qwen3-some-sliding"))
+    assert sorted(mixed.pairs(torch.arange(60)[None])) == [1620, 1620, 1830]
+    assert mixed.windows == (None, 40, 40)
 
 
 def test_log_line_has_density_and_pairs():
@@ -112,22 +113,24 @@ H200 = cost_model.Room(140 * cost_model.GIB, 128 * cost_model.GIB)
 
 
 def four_layers(vocabulary, dtype=torch.float32, **options):
+    """Return a model of four layers with LoRA adapters on attention, in training mode."""
     sizes = {"hidden_size": 128, "intermediate_size": 448, "vocab_size": vocabulary}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
     model = tiny_model(num_hidden_layers=4, **sizes, **heads, **options)
     return with_lora(model.to(dtype), ATTENTION, 4, 8).train()
 
 
-HELD = {
-    "a layer is the peak": (64, torch.float32, True),
-    "the loss is the peak": (8192, torch.float32, True),
-    "layers keep all": (64, torch.float32, False),
+# vocabulary, dtype and checkpointing
+STEPS = {
+    "peak in a layer": (64, torch.float32, True),
+    "peak in the loss": (8192, torch.float32, True),
+    "no checkpointing": (64, torch.float32, False),
     "bfloat16": (64, torch.bfloat16, True),
-    "bfloat16, layers keep all": (64, torch.bfloat16, False),
+    "bfloat16, no checkpointing": (64, torch.bfloat16, False),
 }
 
 
-@pytest.mark.parametrize(("vocabulary", "dtype", "checkpointing"), HELD.values(), ids=HELD)
+@pytest.mark.parametrize(("vocabulary", "dtype", "checkpointing"), STEPS.values(), ids=STEPS)
 def test_memory_estimate_is_close_to_measurement(vocabulary, dtype, checkpointing):
     model = four_layers(vocabulary, dtype, attn_implementation="sdpa")
     if checkpointing:
@@ -142,14 +145,14 @@ def test_memory_estimate_is_close_to_measurement(vocabulary, dtype, checkpointin
 
 
 @pytest.mark.parametrize("offloaded", [0, 3])
-@pytest.mark.parametrize("vocabulary", [64, 8192], ids=["a layer is the peak", "the loss is"])
+@pytest.mark.parametrize("vocabulary", [64, 8192], ids=["peak in a layer", "peak in the loss"])
 def test_memory_estimate_includes_tiles_and_offloading(vocabulary, offloaded):
     length, tile = 1024, 64
     model = four_layers(vocabulary)
     enable_gradient_checkpointing(model)
     compute_in_tiles(model, tile)
-    # chunks of the size of a checkpoint
-    offload = Offload(offloaded, torch.device("cpu"), length * 128 * 4)
+    checkpoint_bytes = length * 128 * 4
+    offload = Offload(offloaded, torch.device("cpu"), chunk_bytes=checkpoint_bytes)
     offload.enable(model)
     with TensorBytes(*model.parameters(), *model.buffers()) as tensor_bytes:
         Objective(model)(batch(length)).backward()
@@ -157,19 +160,20 @@ def test_memory_estimate_includes_tiles_and_offloading(vocabulary, offloaded):
     estimate = cost_model.memory(
         cost, length, itemsize=4, loss_tokens=2**26, tile=tile, offloaded=offloaded
     )
-    # before the first optimizer step
+    # the step above has no optimizer, and its tensors on the host are on the CPU as well
     actual = tensor_bytes.peak - offload.host_bytes + estimate.optimizer
     assert estimate.total == pytest.approx(actual, rel=0.05)
-    # in pieces of 256 MiB
+    # each checkpoint takes a chunk of 256 MiB
     assert estimate.host == estimate.checkpoints == offloaded * 2**28
 
 
-# a layer of LLaMA-3-8B, whose checkpoint of 2^17 tokens is 1 GiB; and of SmolLM2-135M
+# LLaMA-3-8B; the checkpoint of a layer with 2^17 tokens has 1 GiB
 LARGE = {
     **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
     **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256},
     **{"head_dim": 128, "max_position_embeddings": 2**20},
 }
+# SmolLM2-135M
 SMALL = {
     **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30},
     **{"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152},
@@ -179,14 +183,16 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def large():
+    """Return the cost of LLaMA-3-8B with LoRA adapters on attention."""
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LARGE)).bfloat16()
     model = with_lora(model, ATTENTION, 16, 32)
     return cost_model.Cost.of(model)
 
 
-def long_step(length, **more):
-    return Settings(data=("a.txt",), rank=16, length=length, **more)
+def settings_of(length, **options):
+    """Return settings of a run with sequences of ``length`` tokens."""
+    return Settings(data=("a.txt",), rank=16, length=length, **options)
 
 
 @pytest.mark.parametrize(
@@ -196,35 +202,36 @@ def long_step(length, **more):
         # 120 GiB of checkpoints and 32 of plans, and two checkpoints on the device
         (2**19, 80, 176, 30),
     ],
-    ids=["room for all", "room for some", "room for two"],
+    ids=["all layers fit", "some layers fit", "two layers fit"],
 )
 def test_smallest_sufficient_number_of_layers_is_offloaded(large, length, gpu, host, offloaded):
     room = cost_model.Room(gpu * cost_model.GIB, host * cost_model.GIB)
-    fitted = dry_run.fit(long_step(length), large, {}, room)
+    fitted = dry_run.fit(settings_of(length), large, {}, room)
     assert room.holds(fitted.memory) and fitted.offloaded == offloaded
     assert fitted.memory.checkpoints == offloaded * length * 4096 * 2
-    fewer = dry_run.fit(long_step(length, offload_layers=max(0, offloaded - 1)), large, {}, room)
+    fewer = dry_run.fit(settings_of(length, offload_layers=max(0, offloaded - 1)), large, {}, room)
     assert not offloaded or not room.holds(fewer.memory)
 
 
 def test_offloading_is_limited_by_host_memory(large):
     room = cost_model.Room(40 * cost_model.GIB, 100 * cost_model.GIB)
-    fitted = dry_run.fit(long_step(2**19, attention="cab_dense"), large, {}, room)
+    fitted = dry_run.fit(settings_of(2**19, attention="cab_dense"), large, {}, room)
     assert not room.holds(fitted.memory)
-    # 4 GiB each
+    # each checkpoint has 4 GiB
     assert fitted.offloaded == 22 and fitted.memory.host == 88 * cost_model.GIB
 
 
 def test_oversized_step_error_names_longest_length(large):
-    asked = long_step(2**20)
-    fitted = dry_run.fit(asked, large, {}, H200)
-    with pytest.raises(UsageError, match="got 1048576; ") as told:
-        dry_run.refuse_too_long(asked, large, {}, H200, fitted)
-    longest = int(re.search(r"that fits is (\d+)", str(told.value))[1])
+    settings = settings_of(2**20)
+    fitted = dry_run.fit(settings, large, {}, H200)
+    with pytest.raises(UsageError, match="got 1048576; ") as raised:
+        dry_run.refuse_too_long(settings, large, {}, H200, fitted=fitted)
+    longest = int(re.search(r"that fits is (\d+)", str(raised.value))[1])
     for length, fits in ((longest, True), (longest + 1024, False)):
-        assert H200.holds(dry_run.fit(long_step(length), large, {}, H200).memory) == fits
+        assert H200.holds(dry_run.fit(settings_of(length), large, {}, H200).memory) == fits
 
 
+# model type, settings, and peak GiB measured on an H200
 PACKED = {
     "32k": ("llama", {"length": 2**15, "micro_batch": 2}, 48.3),
     "128k": ("llama", {"length": 2**17, "tile_tokens": 0}, 93.1),
@@ -236,61 +243,72 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize(("kind", "settings", "peak_gib"), PACKED.values(), ids=PACKED)
-def test_packed_step_estimate_matches_h200_measurement(kind, settings, peak_gib):
+@pytest.mark.parametrize(("model_type", "settings", "peak_gib"), PACKED.values(), ids=PACKED)
+def test_packed_step_estimate_matches_h200_measurement(model_type, settings, peak_gib):
     """The model is SmolLM2-135M without checkpointing; most documents are below `min_length`."""
-    config = transformers.AutoConfig.for_model(kind, **SMALL)
+    config = transformers.AutoConfig.for_model(model_type, **SMALL)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     if "train" not in settings:
         model = with_lora(model.bfloat16(), ATTENTION, 32, 64)
-    asked = Settings(data=("a.txt",), checkpointing=False, **settings)
-    memory = dry_run.fit(asked, cost_model.Cost.of(model), {}, H200).memory
+    run_settings = Settings(data=("a.txt",), checkpointing=False, **settings)
+    memory = dry_run.fit(run_settings, cost_model.Cost.of(model), {}, H200).memory
     assert memory.total / cost_model.GIB == pytest.approx(peak_gib, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["", "-131k", "-262k", "-524k", "-4-bits-24", "-4-bits-48"])
 def test_step_estimate_matches_committed_runs(large, name):
     """The steps have the shape of LLaMA-3-8B, with the recorded number of offloaded layers."""
-    read = read_results(RESULTS / f"speed-lora{name}")
-    four_bits = dry_run.FOUR_BIT_BYTES if read.provenance["settings"].get("qlora") else None
-    rows = [row for row in read.rows if row["implementation"] == "cab" and row["fits"] is not False]
+    results = read_results(RESULTS / f"speed-lora{name}")
+    four_bits = dry_run.FOUR_BIT_BYTES if results.provenance["settings"].get("qlora") else None
+    rows = [
+        row for row in results.rows if row["implementation"] == "cab" and row["fits"] is not False
+    ]
     for row in rows:
-        tiled = {"tile": row["tile_tokens"], "offloaded": row["offloaded"]}
-        memory = cost_model.memory(large, row["length"], quantised=four_bits, **tiled)
+        memory = cost_model.memory(
+            large,
+            row["length"],
+            quantised=four_bits,
+            tile=row["tile_tokens"],
+            offloaded=row["offloaded"],
+        )
         assert memory.total / cost_model.GIB == pytest.approx(row["peak_gib"], rel=0.03)
     assert rows
 
 
 def test_4_bit_weights_are_counted_at_stored_size(large):
-    run, skeleton = (
-        dry_run.fit(long_step(2**13, qlora=True, dry_run=dry), large, {}, H200).memory.weights
+    loaded, estimated = (
+        dry_run.fit(settings_of(2**13, qlora=True, dry_run=dry), large, {}, H200).memory.weights
         for dry in (False, True)
     )
-    assert run == large.weight_bytes
+    assert loaded == large.weight_bytes
     # weights have 4 bits and scales instead of 16 bits, except for embeddings and head
-    assert 0.3 * run < skeleton < 0.45 * run
+    assert 0.3 * loaded < estimated < 0.45 * loaded
 
 
 @pytest.mark.parametrize(("gpu_gib", "offloaded"), [(1.0, None), (0.092, 2), (0.06, "refused")])
 def test_gpu_offloads_number_of_layers_of_estimate(monkeypatch, gpu_gib, offloaded):
     enabled = []
-    kept = SimpleNamespace(enable=enabled.append)
-    monkeypatch.setattr(train, "Offload", lambda *how: enabled.append(how) or kept)
+    offload = SimpleNamespace(enable=enabled.append)
+    monkeypatch.setattr(train, "Offload", lambda *args: enabled.append(args) or offload)
     device = torch.device("cuda")
-    alone = {"distributed_type": DistributedType.NO, "num_processes": 1, "is_main_process": True}
-    started = object.__new__(train.Run)
-    started.accelerator = SimpleNamespace(device=device, **alone)
+    run = object.__new__(train.Run)
+    run.accelerator = SimpleNamespace(
+        device=device,
+        distributed_type=DistributedType.NO,
+        num_processes=1,
+        is_main_process=True,
+    )
     fields = {"gpu_gib": gpu_gib, "host_gib": 8.0, "attention": "cab_dense", "length": 2**15}
-    started.settings = Settings(data=("a.txt",), tile_tokens=16, **fields)
-    started.model = with_lora(tiny_model(num_hidden_layers=8), ("q_proj",), 4, 8)
-    cost = cost_model.Cost.of(started.model)
+    run.settings = Settings(data=("a.txt",), tile_tokens=16, **fields)
+    run.model = with_lora(tiny_model(num_hidden_layers=8), ("q_proj",), 4, 8)
+    cost = cost_model.Cost.of(run.model)
     if offloaded == "refused":
         with pytest.raises(UsageError, match="got 32768; the longest length that fits is"):
-            started._fit_into_memory(cost)
+            run._fit_into_memory(cost)
         return
-    started._fit_into_memory(cost)
-    assert enabled == ([] if offloaded is None else [(offloaded, device), started.model])
+    run._fit_into_memory(cost)
+    assert enabled == ([] if offloaded is None else [(offloaded, device), run.model])
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "bloom", "gemma4_text", "deepseek_v3"])
@@ -303,11 +321,12 @@ def test_memory_estimate_reads_all_config_spellings(kind):
 
 
 def test_report_has_offload_bytes_and_time(large):
-    settings = long_step(2**19, link_gbs=25.0)
-    printed = dry_run.report(settings, large, 1, dry_run.fit(settings, large, {}, H200), H200)
-    # 17 times 4 GiB there and back
-    travel = f"copies 136.0 GiB out and back in {136 * 2**30 / 25e9:.1f} s at 25 GB/s"
-    assert f"checkpoints of the first 17 layers; each micro batch {travel}" in printed
+    settings = settings_of(2**19, link_gbs=25.0)
+    fitted = dry_run.fit(settings, large, {}, H200)
+    printed = dry_run.report(settings, large, processes=1, fitted=fitted, room=H200)
+    # 4 GiB to the host and back for each of 17 layers
+    copies = f"copies 136.0 GiB out and back in {136 * 2**30 / 25e9:.1f} s at 25 GB/s"
+    assert f"checkpoints of the first 17 layers; each micro batch {copies}" in printed
     assert "on its host: 100.00 GiB (checkpoints 68.00, plans 32.00, sharded 0.00)" in printed
     assert "fits into 140.0 GiB" in printed
 
@@ -315,9 +334,9 @@ def test_report_has_offload_bytes_and_time(large):
 def test_processes_divide_container_memory_limit(tmp_path, monkeypatch):
     file = tmp_path / "memory.max"
     monkeypatch.setattr(cost_model, "CONTAINER", file)
-    complete = cost_model.host_bytes()
+    without_limit = cost_model.host_bytes()
     file.write_text("max\n")
-    assert cost_model.host_bytes() == complete
+    assert cost_model.host_bytes() == without_limit
     file.write_text(f"{2**20}\n")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert cost_model.host_bytes() == 2**18
@@ -325,22 +344,24 @@ def test_processes_divide_container_memory_limit(tmp_path, monkeypatch):
 
 
 def test_host_weights_reduce_memory_for_checkpoints(large):
-    here = cost_model.memory(large, 2**19, tile=2**13, shards=2)
-    there = cost_model.memory(large, 2**19, tile=2**13, shards=2, weights_on_host=True)
-    moved = (large.weight_bytes + 16 * large.trained_parameters) / 2
-    assert here.total - there.total == pytest.approx(there.host) == pytest.approx(moved)
-    # the device has the weights that two layers need
-    assert there.weights == pytest.approx(large.weight_bytes / 16)
+    on_gpu = cost_model.memory(large, 2**19, tile=2**13, shards=2)
+    on_host = cost_model.memory(large, 2**19, tile=2**13, shards=2, weights_on_host=True)
+    moved_bytes = (large.weight_bytes + 16 * large.trained_parameters) / 2
+    difference = on_gpu.total - on_host.total
+    assert difference == pytest.approx(on_host.host) == pytest.approx(moved_bytes)
+    # the device has the weights of 2 of 32 layers
+    assert on_host.weights == pytest.approx(large.weight_bytes / 16)
 
 
 @pytest.mark.parametrize(
     ("config", "share"),
-    # 4,096 query blocks and 8,192 key blocks in each of 32 heads, in 16 bits: by top-p, by a
-    # budget, and attended exactly
+    # share of 8,192 key blocks in the longest list: assumed for a threshold, rounded up from a
+    # budget, and without a plan
     [({}, 1 / 4), ({"max_density": 0.06}, 1 / 16), ({"min_length": 2**20}, 0)],
 )
 def test_plan_memory_follows_longest_list(large, config, share):
-    entries = 32 * 4096 * 8192 * share
-    # rounded up to a power of two
+    heads, query_blocks, key_blocks, layers, entry_bytes = 32, 4096, 8192, 32, 2
+    plan = heads * query_blocks * key_blocks * share * entry_bytes
+    # the bytes of a plan are rounded up to a power of two
     actual = cost_model.plan_bytes(large, CabConfig(**config), 2**19)
-    assert actual in (32 * 2 * entries, 64 * 2 * entries)
+    assert actual in (layers * plan, 2 * layers * plan)

@@ -1,4 +1,4 @@
-"""Documents as sequences: packing, shares of sources, and resuming after a kill."""
+"""Data sources and packing: order of documents, shares, resuming, held-out documents, errors."""
 
 import gzip
 import json
@@ -33,29 +33,31 @@ LENGTH = 48
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch, tmp_path_factory):
-    """Use small blocks, so that a few dozen documents are several blocks."""
-    # datasets caches files in the folder of the test and reports no downloads
+    """Shuffle streams in blocks of 8 documents, and use a temporary cache of datasets."""
+    # do not report downloads to a server
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
     monkeypatch.setattr(sources, "BLOCK_STREAMED", 8)
 
 
 def text(number):
-    """Return the document of a number: its digits and 2 to about 60 names."""
+    """Return a document that starts with ``number``, followed by 2 to about 60 names."""
     names = NAMES[number % len(NAMES) :] + NAMES
     return f"{number} " + " ".join(names[: 2 + number * 7 % 59])
 
 
 def texts_of(count):
+    """Return the documents of the numbers from 0 to ``count - 1``."""
     return [text(number) for number in range(count)]
 
 
 def in_memory(texts, **options):
+    """Return a source of texts without a file."""
     dataset = datasets.Dataset.from_dict({"text": texts})
     return sources.TextSource("memory", dataset, "text", **options)
 
 
-def put(path, *texts):
+def write_file(path, *texts):
     """Write texts to a file in the format of its suffix and return the file's name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
@@ -67,20 +69,23 @@ def put(path, *texts):
     return str(path)
 
 
-def written(folder, ending, texts):
-    """Write texts to several files of one kind and return the name of the source."""
-    size = 1 if ending == "txt" else -(-len(texts) // 3)
-    for start in range(0, len(texts), size):
-        put(folder / ending / f"{start:03}.{ending}", *texts[start : start + size])
-    (folder / ending / "README.md").write_text("what these are")
-    return str(folder / ending)
+def write_folder(folder, suffix, texts):
+    """Write texts to several files with one suffix, and return the path of their folder."""
+    texts_per_file = 1 if suffix == "txt" else -(-len(texts) // 3)
+    for start in range(0, len(texts), texts_per_file):
+        file_texts = texts[start : start + texts_per_file]
+        write_file(folder / suffix / f"{start:03}.{suffix}", *file_texts)
+    (folder / suffix / "README.md").write_text("a description of the data")
+    return str(folder / suffix)
 
 
 def firsts(packed, count):
+    """Return the next ``count`` sequences."""
     return list(islice(packed, count))
 
 
 def assert_same(actual, expected):
+    """Assert that two non-empty lists of sequences are bit-identical."""
     assert len(actual) == len(expected) > 0
     for one, other in zip(actual, expected, strict=True):
         assert one.keys() == other.keys()
@@ -88,9 +93,9 @@ def assert_same(actual, expected):
             assert torch.equal(one[name], other[name]), name
 
 
-def letters():
-    """Return a tokenizer of letters; `.` ends a document and `_` is padding."""
-    vocabulary = {letter: at for at, letter in enumerate("_.abcdefghijklmnopqrstuvwxyz")}
+def letter_tokenizer():
+    """Return a tokenizer with a token per letter; `.` is end-of-text and `_` is padding."""
+    vocabulary = {letter: index for index, letter in enumerate("_.abcdefghijklmnopqrstuvwxyz")}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="_"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=".", pad_token="_")
@@ -101,13 +106,13 @@ def spelled(tokenizer, tokens):
     return "".join("-" if t < 0 else tokenizer.convert_ids_to_tokens(int(t)) for t in tokens)
 
 
-STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["at once", "streaming"])
-ENDINGS = pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
+STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["indexed", "streaming"])
+SUFFIXES = pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
 
 
-def letters_of(texts, length, tokenizer=None):
-    """Return tokens, positions and labels of endless sequences as letters and digits."""
-    tokenizer = tokenizer or letters()
+def spelled_sequences(texts, length, tokenizer=None):
+    """Yield for each sequence a string "tokens positions labels" of letters and digits."""
+    tokenizer = tokenizer or letter_tokenizer()
     texts = texts if isinstance(texts, sources.TextSource) else in_memory(texts, shuffle=False)
     for item in Packed(tokenizer, [(texts, 1)], length, 0, hold_out=0):
         assert {x.dtype for x in item.values()} == {torch.int64}
@@ -123,19 +128,19 @@ def letters_of(texts, length, tokenizer=None):
         (8, "abcde.fg 01234501 bcde.-g.  hijklmno 01234567 ijklmno."),
         (4, "abcd 0123 bcde  e.fg 0101 .-g.  hijk 0123 ijkl"),
     ],
-    ids=["rests go on", "a last token has been predicted", "shorter than a document"],
+    ids=["cut document continues", "single last token is dropped", "document of two sequences"],
 )
 def test_documents_are_concatenated(length, expected):
-    sequences = letters_of(["a b c d e", "f g", "h i j k l m n o"], length)
+    sequences = spelled_sequences(["a b c d e", "f g", "h i j k l m n o"], length)
     assert "  ".join(islice(sequences, expected.count("  ") + 1)) == expected
 
 
 def test_special_tokens_start_documents_but_not_continuations():
-    tokenizer = letters()
+    tokenizer = letter_tokenizer()
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
         "z $A", special_tokens=[("z", tokenizer.convert_tokens_to_ids("z"))]
     )
-    sequences = islice(letters_of(["a b c d", "e f"], 4, tokenizer), 3)
+    sequences = islice(spelled_sequences(["a b c d", "e f"], 4, tokenizer), 3)
     assert [each.partition(" ")[0] for each in sequences] == ["zabc", "d.ze", "f.za"]
 
 
@@ -144,7 +149,7 @@ def test_short_documents_are_skipped(streaming):
     source = in_memory(["a b c", "", "d"], shuffle=False)
     if streaming:
         source = replace(source, dataset=source.dataset.to_iterable_dataset())
-    assert next(letters_of(source, 8)).partition(" ")[0] == "abc.abc."
+    assert next(spelled_sequences(source, 8)).partition(" ")[0] == "abc.abc."
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "cab"])
@@ -156,8 +161,8 @@ def test_packed_logits_equal_single_document_logits(implementation):
     packed = Packed(TOKENIZER, [(source, 1)], 150, 0, hold_out=0)
 
     @torch.no_grad()
-    def logits(ids, at):
-        return model(ids[None], position_ids=at[None], use_cache=False).logits[0]
+    def logits(ids, positions):
+        return model(ids[None], position_ids=positions[None], use_cache=False).logits[0]
 
     for item in firsts(packed, 2):
         ids, positions = item["input_ids"], item["position_ids"]
@@ -165,9 +170,9 @@ def test_packed_logits_equal_single_document_logits(implementation):
         assert len(starts) > 2
         actual = logits(ids, positions)
         for start, end in zip(starts, [*starts[1:], 150], strict=True):
-            alone = logits(ids[start:end], torch.arange(end - start))
-            torch.testing.assert_close(actual[start:end], alone, atol=2e-5, rtol=1e-4)
-        # as one document they are another text
+            expected = logits(ids[start:end], torch.arange(end - start))
+            torch.testing.assert_close(actual[start:end], expected, atol=2e-5, rtol=1e-4)
+        # without document borders the logits differ
         assert not torch.allclose(logits(ids, torch.arange(150))[-1], actual[-1], atol=1e-2)
 
 
@@ -176,45 +181,47 @@ RETRIEVAL = "retrieval:passkey+distractors+multi:260"
 
 def test_sources_have_configured_token_shares():
     shares = {"a": 0.5, "b": 0.3, "c": 0.2}
-    mixed = [(in_memory([f"{name} " * 20] * 9), share) for name, share in shares.items()]
-    tokenizer = letters()
-    packed = Packed(tokenizer, mixed, 64, 0, hold_out=0)
-    seen = "".join(spelled(tokenizer, item["input_ids"]) for item in firsts(packed, 40))
+    mixture = [(in_memory([f"{name} " * 20] * 9), share) for name, share in shares.items()]
+    tokenizer = letter_tokenizer()
+    packed = Packed(tokenizer, mixture, 64, 0, hold_out=0)
+    letters = "".join(spelled(tokenizer, item["input_ids"]) for item in firsts(packed, 40))
+    num_letters = len(letters) - letters.count(".")
     for name, share in shares.items():
-        assert seen.count(name) / (len(seen) - seen.count(".")) == pytest.approx(share, abs=0.02)
+        assert letters.count(name) / num_letters == pytest.approx(share, abs=0.02)
 
 
-@pytest.mark.parametrize("mixture", ["text alone", "retrieval beside"])
+@pytest.mark.parametrize("mixture", ["text", "text and retrieval"])
 @STREAMING
-@ENDINGS
-def test_killed_run_continues_at_same_sequence(tmp_path, ending, streaming, mixture):
-    name = written(tmp_path, ending, texts_of(40))
+@SUFFIXES
+def test_killed_run_continues_at_same_sequence(tmp_path, suffix, streaming, mixture):
+    name = write_folder(tmp_path, suffix, texts_of(40))
 
-    def opened():
-        beside = [(make_source(RETRIEVAL), 0.4)] if mixture == "retrieval beside" else []
-        mixed = [(make_source(name, streaming=streaming), 0.6), *beside]
-        return Packed(TOKENIZER, mixed, 280, 5, hold_out=10)
+    def new_packed():
+        pairs = [(make_source(name, streaming=streaming), 0.6)]
+        pairs += [(make_source(RETRIEVAL), 0.4)] if mixture == "text and retrieval" else []
+        return Packed(TOKENIZER, pairs, 280, 5, hold_out=10)
 
-    packed, states, items = opened(), [], []
-    # more than two epochs, and the end of each
+    packed, states, items = new_packed(), [], []
+    # read more than two epochs
     while packed.epoch < 2 or len(items) % 5:
         states.append(json.dumps(packed.state_dict()))
         items.append(next(packed))
     assert len(items) < 80
-    for at in range(0, len(items), 3):
-        # a state also rewinds an iterator that is further ahead
-        again = opened() if at % 2 else packed
-        again.load_state_dict(json.loads(states[at]))
-        assert json.dumps(again.state_dict()) == states[at]
-        assert_same(firsts(again, 4)[: len(items) - at], items[at : at + 4])
+    for index in range(0, len(items), 3):
+        # a state also moves an iterator back
+        resumed = new_packed() if index % 2 else packed
+        resumed.load_state_dict(json.loads(states[index]))
+        assert json.dumps(resumed.state_dict()) == states[index]
+        assert_same(firsts(resumed, 4)[: len(items) - index], items[index : index + 4])
     assert max(map(len, states)) < 3000
 
 
 @STREAMING
 def test_order_differs_per_epoch_and_seed(tmp_path, streaming):
-    name = written(tmp_path, "jsonl", texts_of(40))
+    name = write_folder(tmp_path, "jsonl", texts_of(40))
 
     def numbers(salt, shuffle=True, **options):
+        """Return the numbers of the documents in three epochs."""
         source = replace(make_source(name, streaming=streaming, **options), shuffle=shuffle)
         texts = sources.Texts(source, sources.Part(0), str(salt))
         return [[int(next(texts).split()[0]) for _ in range(40)] for _ in range(3)]
@@ -227,39 +234,43 @@ def test_order_differs_per_epoch_and_seed(tmp_path, streaming):
     assert numbers(0, shuffle=False) == [list(range(40))] * 3
 
 
-def mixed():
+def text_and_retrieval():
+    """Return pairs of source and share: texts, and retrieval documents in these texts."""
     return [(in_memory(texts_of(40)), 0.6), (make_source(RETRIEVAL), 0.4)]
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_order_is_independent_of_world_size(world):
-    alone = firsts(Packed(TOKENIZER, mixed(), 280, 0), 12)
-    ranks = [Packed(TOKENIZER, mixed(), 280, 0, rank=r, world=world) for r in range(world)]
-    for round_ in range(12 // world):
-        assert_same(list(map(next, ranks)), alone[round_ * world : (round_ + 1) * world])
+    sequences = firsts(Packed(TOKENIZER, text_and_retrieval(), 280, 0), 12)
+    ranks = [
+        Packed(TOKENIZER, text_and_retrieval(), 280, 0, rank=rank, world=world)
+        for rank in range(world)
+    ]
+    for start in range(0, 12, world):
+        assert_same(list(map(next, ranks)), sequences[start : start + world])
         states = [json.dumps(rank.state_dict()) for rank in ranks]
         assert len(set(states)) == 1
-    # and the state of one rank continues in another world size
-    packed = Packed(TOKENIZER, mixed(), 280, 0)
+    # one process can resume from the state of several processes
+    packed = Packed(TOKENIZER, text_and_retrieval(), 280, 0)
     firsts(ranks[0], 4)
     packed.load_state_dict(ranks[0].state_dict())
-    expected = firsts(Packed(TOKENIZER, mixed(), 280, 0), 12 + 4 * world + 2)[-2:]
+    expected = firsts(Packed(TOKENIZER, text_and_retrieval(), 280, 0), 12 + 4 * world + 2)[-2:]
     assert_same(firsts(packed, 2), expected)
-    assert packed.state_dict() != Packed(TOKENIZER, mixed(), 280, 0).state_dict()
+    assert packed.state_dict() != Packed(TOKENIZER, text_and_retrieval(), 280, 0).state_dict()
 
 
 @pytest.mark.parametrize(("world", "workers"), [(1, 0), (1, 1), (2, 1)])
 def test_prefetching_keeps_sequences_and_state(world, workers):
-    def opened():
-        return Packed(TOKENIZER, mixed(), 280, 0, rank=world - 1, world=world)
+    def new_packed():
+        return Packed(TOKENIZER, text_and_retrieval(), 280, 0, rank=world - 1, world=world)
 
-    expected, ahead = firsts(opened(), 8), prefetched(opened(), workers=workers)
-    drawn = torch.get_rng_state()
-    items, states = zip(*firsts(ahead, 4), strict=True)
+    expected, pairs = firsts(new_packed(), 8), prefetched(new_packed(), workers=workers)
+    rng_state = torch.get_rng_state()
+    items, states = zip(*firsts(pairs, 4), strict=True)
     assert_same(items, expected[:4])
-    assert torch.equal(torch.get_rng_state(), drawn)
+    assert torch.equal(torch.get_rng_state(), rng_state)
     # the state with a worker continues without a worker, and vice versa
-    packed = opened()
+    packed = new_packed()
     packed.load_state_dict(json.loads(json.dumps(states[-1])))
     assert packed.state_dict() == states[-1]
     items, _ = zip(*firsts(prefetched(packed, workers=1 - workers), 4), strict=True)
@@ -274,7 +285,7 @@ def test_prefetch_error_raises_at_its_sequence(workers):
 
 
 def numbers_in(items):
-    """Return the four-digit numbers of the documents in these sequences."""
+    """Return the four-digit numbers at the start of the documents in ``items``."""
     ids = torch.cat([item["input_ids"] for item in items])
     match = re.findall(r"(?<!\d )(\d \d \d \d)(?! \d)", TOKENIZER.decode(ids))
     return {number.replace(" ", "") for number in match}
@@ -283,41 +294,42 @@ def numbers_in(items):
 @STREAMING
 def test_training_excludes_held_out_documents(tmp_path, streaming):
     numbered = [text(1000 + number) for number in range(60)]
-    source = make_source(written(tmp_path, "jsonl", numbered), streaming=streaming)
+    source = make_source(write_folder(tmp_path, "jsonl", numbered), streaming=streaming)
     for seed in (0, 1):
-        kept = held_out(TOKENIZER, [(source, 1)], LENGTH, 99, seed, hold_out=10)
-        packed = Packed(TOKENIZER, [(source, 1)], LENGTH, seed, hold_out=10)
+        fields = {"tokenizer": TOKENIZER, "sources": [(source, 1)], "length": LENGTH, "seed": seed}
+        reserved = held_out(count=99, hold_out=10, **fields)
+        packed = Packed(hold_out=10, **fields)
         trained = []
         while packed.epoch < 2:
             trained.append(next(packed))
         every_tenth = {str(1000 + number) for number in range(0, 60, 10)}
-        assert numbers_in(kept) == every_tenth
+        assert numbers_in(reserved) == every_tenth
         # each held-out document occurs once, except for at most one repeated sequence
-        assert len(kept) < 8
+        assert len(reserved) < 8
         assert numbers_in(trained) == {str(1000 + number) for number in range(60)} - every_tenth
-        assert_same(held_out(TOKENIZER, [(source, 1)], LENGTH, 99, seed, hold_out=10), kept)
-        assert_same(held_out(TOKENIZER, [(source, 1)], LENGTH, 2, seed, hold_out=10), kept[:2])
-    # hold_out=1 holds out the whole source
-    complete = held_out(TOKENIZER, [(source, 1)], LENGTH, 99, hold_out=1)
-    assert numbers_in(complete) == {str(1000 + number) for number in range(60)}
+        assert_same(held_out(count=99, hold_out=10, **fields), reserved)
+        assert_same(held_out(count=2, hold_out=10, **fields), reserved[:2])
+    # hold_out=1 holds out all documents
+    reserved = held_out(TOKENIZER, [(source, 1)], LENGTH, 99, hold_out=1)
+    assert numbers_in(reserved) == {str(1000 + number) for number in range(60)}
 
 
 @STREAMING
-@pytest.mark.parametrize("ending", ["jsonl", "parquet", "txt"])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "txt"])
 @pytest.mark.parametrize("empty", [[""], ["a"], ["", " \n", "a", "", ""]], ids=repr)
-def test_first_non_empty_document_is_held_out(tmp_path, ending, streaming, empty):
+def test_first_non_empty_document_is_held_out(tmp_path, suffix, streaming, empty):
     numbered = [text(1000 + number) for number in range(25)]
-    name = written(tmp_path, ending, [*empty, *numbered])
+    name = write_folder(tmp_path, suffix, [*empty, *numbered])
     source = make_source(name, streaming=streaming)
     # one of 4 documents is held out
     first = len(empty) % 4
-    apart = {str(1000 + number) for number in range(25) if (number + len(empty)) % 4 == first}
-    kept = held_out(TOKENIZER, [(source, 1)], LENGTH, 99, hold_out=4)
+    expected = {str(1000 + number) for number in range(25) if (number + len(empty)) % 4 == first}
+    reserved = held_out(TOKENIZER, [(source, 1)], LENGTH, 99, hold_out=4)
     packed, trained = Packed(TOKENIZER, [(source, 1)], LENGTH, 0, hold_out=4), []
     while packed.epoch < 2:
         trained.append(next(packed))
-    assert numbers_in(kept) == apart and "1000" in apart
-    assert numbers_in(trained) == {str(1000 + number) for number in range(25)} - apart
+    assert numbers_in(reserved) == expected and "1000" in expected
+    assert numbers_in(trained) == {str(1000 + number) for number in range(25)} - expected
     assert first_held_out(source, TOKENIZER, 4) == first
 
 
@@ -326,11 +338,16 @@ def test_first_non_empty_document_is_held_out(tmp_path, ending, streaming, empty
     [(12, "1 of 13 documents"), (250, r"3 of 251 documents .* and every 100th after it")],
 )
 def test_run_reports_held_out_documents(tmp_path, rows, sentence):
-    name = put(tmp_path / "a.jsonl", "", *texts_of(rows))
-    told, place = [], SimpleNamespace(replica=0, replicas=1)
-    settings = Settings(data=(name,), length=LENGTH, held_out=1)
-    open_data(settings, TOKENIZER, place, told.append, len(TOKENIZER))
-    (line,) = told
+    name = write_file(tmp_path / "a.jsonl", "", *texts_of(rows))
+    lines = []
+    open_data(
+        settings=Settings(data=(name,), length=LENGTH, held_out=1),
+        tokenizer=TOKENIZER,
+        parallel=SimpleNamespace(replica=0, replicas=1),
+        notify=lines.append,
+        vocabulary=len(TOKENIZER),
+    )
+    (line,) = lines
     assert re.match(rf"source 'a.jsonl': {sentence}", line) and "(document 2" in line
 
 
@@ -348,39 +365,39 @@ def test_empty_documents_error_names_split(texts, only_held_out, sentence):
         next(packed)
 
 
-@pytest.mark.parametrize("added", ["<more>", "."], ids=["in a text", "behind a text"])
-def test_token_outside_of_vocabulary_raises(added):
-    tokenizer = letters()
+@pytest.mark.parametrize("kind", ["text", "end-of-text"])
+def test_token_outside_of_vocabulary_raises(kind):
+    tokenizer = letter_tokenizer()
     tokenizer.add_tokens("<more>")
-    if added == ".":
+    if kind == "end-of-text":
         tokenizer.eos_token = "<more>"
-    more = len(tokenizer) - 1
-    known = [(in_memory(["a b c <more>" if added == "<more>" else "a b c"] * 3), 1)]
-    packed = Packed(tokenizer, known, 8, 0, hold_out=0, vocabulary=more)
-    with pytest.raises(UsageError, match=rf"data must .*, got token {more} \('<more>'\)"):
+    added_token = len(tokenizer) - 1
+    mixture = [(in_memory(["a b c <more>" if kind == "text" else "a b c"] * 3), 1)]
+    packed = Packed(tokenizer, mixture, 8, 0, hold_out=0, vocabulary=added_token)
+    with pytest.raises(UsageError, match=rf"data must .*, got token {added_token} \('<more>'\)"):
         next(packed)
-    next(Packed(tokenizer, known, 8, 0, hold_out=0, vocabulary=more + 1))
-    # padding uses a token of the vocabulary
-    tokenizer = letters()
+    next(Packed(tokenizer, mixture, 8, 0, hold_out=0, vocabulary=added_token + 1))
+    # padding uses a token inside the vocabulary
+    tokenizer = letter_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
-    padded = [(make_source("retrieval:keys:70"), 1)]
-    packed = Packed(tokenizer, padded, 80, 0, vocabulary=len(tokenizer) - 1)
+    mixture = [(make_source("retrieval:keys:70"), 1)]
+    packed = Packed(tokenizer, mixture, 80, 0, vocabulary=len(tokenizer) - 1)
     assert next(packed)["input_ids"][70:].tolist() == [tokenizer.eos_token_id] * 10
 
 
 def test_hub_names_load_through_datasets(monkeypatch):
-    asked = []
+    calls = []
 
     def load_dataset(*args, **options):
-        asked.append((args, options))
+        calls.append((args, options))
         return datasets.Dataset.from_dict({"story": texts_of(9), "title": ["a"] * 9})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     builder = SimpleNamespace(hash="a commit")
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *named: builder)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *arguments: builder)
     source = make_source("someone/books:small", text_field="story", split="validation")
-    named = ("someone/books", "small")
-    assert asked == [(named, {"split": "validation", "streaming": False})]
+    arguments = ("someone/books", "small")
+    assert calls == [(arguments, {"split": "validation", "streaming": False})]
     assert source.sha256 == "a commit" and source.dataset.column_names == ["story"]
 
 
@@ -391,26 +408,29 @@ def read_from(name, streaming=False):
 
 
 @STREAMING
-@ENDINGS
-@pytest.mark.parametrize(("named", "matched"), [("d[1]/a", "d1/a"), ("a?", "ab"), ("**/a", "c/a")])
-def test_path_is_not_expanded_as_glob(tmp_path, ending, named, matched, streaming):
-    for name in (named, matched):
-        put(tmp_path / f"{name}.{ending}", name)
-    assert read_from(tmp_path / f"{named}.{ending}", streaming) == [named]
-    if "/" in named and "*" not in named:
-        assert read_from((tmp_path / named).parent, streaming) == [named]
+@SUFFIXES
+@pytest.mark.parametrize(
+    ("pattern", "matched"), [("d[1]/a", "d1/a"), ("a?", "ab"), ("**/a", "c/a")]
+)
+def test_path_is_not_expanded_as_glob(tmp_path, suffix, pattern, matched, streaming):
+    for name in (pattern, matched):
+        write_file(tmp_path / f"{name}.{suffix}", name)
+    assert read_from(tmp_path / f"{pattern}.{suffix}", streaming) == [pattern]
+    if "/" in pattern and "*" not in pattern:
+        assert read_from((tmp_path / pattern).parent, streaming) == [pattern]
 
 
 def test_fingerprint_depends_on_content_only(tmp_path):
-    """Names, folders and time stamps of files do not matter."""
-    content, read = [], []
-    for place, texts in (("one", "abcd"), ("two", "abcd"), ("three", "bacd")):
+    """Names, folders and time stamps of files do not change the fingerprint."""
+    fingerprints, texts_read = [], []
+    for folder, texts in (("one", "abcd"), ("two", "abcd"), ("three", "bacd")):
         for number, text in enumerate(texts):
-            os.utime(put(tmp_path / place / f"{place}-{number}.txt", text), (1.7e9, 1.7e9))
-        content.append(make_source(str(tmp_path / place)).sha256)
-        read.append(read_from(tmp_path / place))
-    assert content[0] == content[1] != content[2]
-    assert read == [[*"abcd"], [*"abcd"], [*"bacd"]]
+            file = write_file(tmp_path / folder / f"{folder}-{number}.txt", text)
+            os.utime(file, (1.7e9, 1.7e9))
+        fingerprints.append(make_source(str(tmp_path / folder)).sha256)
+        texts_read.append(read_from(tmp_path / folder))
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+    assert texts_read == [[*"abcd"], [*"abcd"], [*"bacd"]]
 
 
 FILES = {".checkpoints/a": "old", ".a": "old", "b/.old/c/a": "old", "b.txt/a": "\ufeffnew"}
@@ -418,9 +438,9 @@ FILES = {".checkpoints/a": "old", ".a": "old", "b/.old/c/a": "old", "b.txt/a": "
 
 def test_folder_is_read_recursively_without_hidden_files(tmp_path):
     folder = tmp_path / ".shown"
-    # a byte order mark is no text
+    # one file has a byte order mark, which must be removed
     for name, text in FILES.items():
-        put(folder / f"{name}.txt", text)
+        write_file(folder / f"{name}.txt", text)
     assert read_from(folder) == ["new"]
 
 
@@ -428,6 +448,7 @@ LINE = json.dumps({"content": "a b c", "title": "x"}) + "\n"
 
 
 def row(text):
+    """Return a line of a .jsonl file."""
     return json.dumps({"text": text}) + "\n"
 
 
@@ -457,10 +478,10 @@ def row(text):
     ],
 )
 def test_unreadable_data_raises(tmp_path, files, message, streaming):
-    """Write files of these contents (None: a broken link); "." reads the whole folder."""
-    ending = [*files][-1].rpartition(".")[2]
+    """``files`` maps names to contents (None: a broken link); the first name is the source."""
+    suffix = [*files][-1].rpartition(".")[2]
     if "2" in "".join(files):
-        files |= {f"{number}.{ending}": "a b" if ending == "txt" else row("a b") for number in "13"}
+        files |= {f"{number}.{suffix}": "a b" if suffix == "txt" else row("a b") for number in "13"}
     for name, content in files.items():
         if content is None:
             (tmp_path / name).symlink_to(tmp_path / "gone")
@@ -474,8 +495,8 @@ def test_unreadable_data_raises(tmp_path, files, message, streaming):
 
 @pytest.mark.parametrize("name", ["none.jsonl", "./none", "/nowhere/a", "text", "folder:main"])
 def test_missing_path_raises_without_hub_request(tmp_path, monkeypatch, name):
-    """datasets would read the working directory, or a folder in it, by some of these names."""
-    put(tmp_path / "folder" / "a.txt", "a b c")
+    """datasets would read the working directory, or a folder in it, for some of these names."""
+    write_file(tmp_path / "folder" / "a.txt", "a b c")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=f"must be an existing file or folder, got '{name}'"):
         make_source(name)
@@ -485,40 +506,41 @@ def test_missing_path_raises_without_hub_request(tmp_path, monkeypatch, name):
     ("training", "validation", "refused"),
     [
         *(("a.txt", "a.txt", True), ("a.txt", "copy.txt", True), ("a.txt", "texts", True)),
-        # as long, synthetic, and text around keys
+        # another text of the same length, synthetic documents, and a share of 0
         *(("a.txt", "b.txt", False), ("retrieval:passkey:256", "retrieval:passkey:256", False)),
         ("a.txt=0", "a.txt", False),
     ],
 )
 def test_validation_on_training_source_raises(tmp_path, monkeypatch, training, validation, refused):
     for name in ("a.txt", "copy.txt", "texts/inside.txt"):
-        put(tmp_path / name, "It rained.")
-    put(tmp_path / "b.txt", "It snowed.")
+        write_file(tmp_path / name, "It rained.")
+    write_file(tmp_path / "b.txt", "It snowed.")
     monkeypatch.chdir(tmp_path)
     name, _, share = training.partition("=")
-    given = [(make_source(name), float(share or 1))], [(make_source(validation), 1.0)]
+    training_pairs = [(make_source(name), float(share or 1))]
+    validation_pairs = [(make_source(validation), 1.0)]
     with (
         pytest.raises(UsageError, match="validation must .* 'a.txt'") if refused else nullcontext()
     ):
-        sources.refuse_overlap(*given)
+        sources.refuse_overlap(training_pairs, validation_pairs)
 
 
-@ENDINGS
+@SUFFIXES
 @STREAMING
-def test_local_files_make_no_network_request(tmp_path, monkeypatch, ending, streaming):
-    asked = []
+def test_local_files_make_no_network_request(tmp_path, monkeypatch, suffix, streaming):
+    hosts = []
 
     def look_up(host, *_, **__):
-        asked.append(host)
+        hosts.append(host)
         raise socket.gaierror
 
-    # the defaults without environment variables
+    # the default settings of datasets, which allow network requests
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    source = make_source(written(tmp_path, ending, texts_of(9)), streaming=streaming)
+    source = make_source(write_folder(tmp_path, suffix, texts_of(9)), streaming=streaming)
     firsts(Packed(TOKENIZER, [(source, 1)], LENGTH, 0), 3)
-    assert asked == []
+    assert hosts == []
 
 
 @pytest.mark.parametrize(
@@ -539,5 +561,5 @@ def test_local_files_make_no_network_request(tmp_path, monkeypatch, ending, stre
 )
 def test_invalid_settings_raise(name, share, hold_out, message):
     with pytest.raises(UsageError, match=message):
-        mixed = [(make_source(name) if name else in_memory(texts_of(9)), share)]
-        Packed(TOKENIZER, mixed, LENGTH, 0, hold_out=hold_out, only_held_out=not hold_out)
+        mixture = [(make_source(name) if name else in_memory(texts_of(9)), share)]
+        Packed(TOKENIZER, mixture, LENGTH, 0, hold_out=hold_out, only_held_out=not hold_out)

@@ -1,4 +1,4 @@
-"""Tiled MLPs and offloaded checkpoints: equal gradients, less memory."""
+"""Tiled MLPs and offloaded checkpoints do not change gradients, and save memory."""
 
 import gc
 import weakref
@@ -30,34 +30,36 @@ tiled = partial(adapted, TARGETS)
 step = partial(train_step, length=LENGTH)
 
 
-def check_alike(results, expected):
-    assert results.keys() == expected.keys()
-    for name, wanted in expected.items():
-        assert (results[name] - wanted).norm() <= 3e-6 * wanted.norm(), name
+def assert_close(actual, expected):
+    """Assert that losses and gradients, tensors by name, are equal up to rounding."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (actual[name] - tensor).norm() <= 3e-6 * tensor.norm(), name
 
 
+# function that returns the model, and True if norms are trained
 KINDS = {
     "llama": (tiny_model, False),
-    "norms trained": (tiny_model, True),
-    "norms of heads": (partial(tiny_model, "qwen3"), False),
-    "norms behind": (lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)), False),
-    "a norm for each head": (
+    "trained norms": (tiny_model, True),
+    "norms of queries": (partial(tiny_model, "qwen3"), False),
+    "norms after layers": (lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)), False),
+    "norms with a weight per head": (
         lambda: CohereForCausalLM(CohereConfig(**SIZES, use_qk_norm=True)),
         False,
     ),
 }
 
 
-@pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointed", "all kept"])
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "no checkpointing"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiled_losses_and_gradients_equal_untiled(kind, checkpointing):
-    made, norms = KINDS[kind]
-    expected = step(tiled(made, checkpointing, norms=norms))
-    model = tiled(made, checkpointing, norms=norms)
+    make, norms = KINDS[kind]
+    expected = step(tiled(make, checkpointing, norms=norms))
+    model = tiled(make, checkpointing, norms=norms)
     assert untiled_mlps(model) == []
     compute_in_tiles(model, TILE_TOKENS)
-    check_alike(step(model), expected)
-    # and without gradients
+    assert_close(step(model), expected)
+    # a call without gradients is tiled too
     with torch.no_grad():
         torch.testing.assert_close(Objective(model)(batch(LENGTH)), expected["loss"])
 
@@ -66,7 +68,7 @@ def test_batch_rows_share_tiles():
     model = tiled()
     expected = train_step(model, length=100, rows=3)
     compute_in_tiles(model, 70)
-    check_alike(train_step(model, length=100, rows=3), expected)
+    assert_close(train_step(model, length=100, rows=3), expected)
 
 
 def test_recompute_repeats_dropout():
@@ -86,7 +88,7 @@ def test_recompute_repeats_dropout():
 
 def test_tiles_limit_largest_mlp_tensor(monkeypatch):
     inner, length = 1024, 2048
-    # logits of 128 tokens
+    # a chunk of the loss has 128 tokens
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 2**16)
     model = tiny_model(intermediate_size=inner, num_hidden_layers=1, vocab_size=512)
     model = with_lora(model.bfloat16(), TARGETS, 4, 8).train()
@@ -99,7 +101,7 @@ def test_tiles_limit_largest_mlp_tensor(monkeypatch):
         return tensor_bytes.largest
 
     assert largest(length) >= length * inner * 2
-    # q is the largest then: not float32, not of inner channels, not of the vocabulary
+    # the largest tensor is q in bfloat16, not an MLP tensor, a float32 tensor or logits
     assert largest(TILE_TOKENS) == length * 96 * 2
 
 
@@ -121,35 +123,35 @@ def test_experts_are_not_tiled_and_are_reported():
     model.zero_grad()
     assert untiled_mlps(model) == ["MixtralSparseMoeBlock"]
     compute_in_tiles(model, TILE_TOKENS)
-    check_alike(step(model), expected)
-    # the estimate does not count on tiles then
+    assert_close(step(model), expected)
+    # the memory estimate assumes no tiles for such a model
     cost = cost_model.Cost.of(model)
     assert cost_model.memory(cost, LENGTH, tile=TILE_TOKENS) == cost_model.memory(cost, LENGTH)
 
 
-# --- checkpoints of layers in the host's memory
-
 LAYERS, HIDDEN = 4, 48
-CHECKPOINT = LENGTH * HIDDEN * 4
-# no divisor of a checkpoint
-CHUNK = 10_000
+CHECKPOINT_BYTES = LENGTH * HIDDEN * 4
+# bytes of a chunk of host memory, which do not divide the bytes of a checkpoint
+CHUNK_BYTES = 10_000
 CPU = torch.device("cpu")
 
 
 def four_layers(dropout=0.0):
-    made = partial(tiny_model, num_hidden_layers=LAYERS, hidden_size=HIDDEN)
-    return adapted(("q_proj", "o_proj", "up_proj"), made, dropout=dropout)
+    """Return an adapted model of four layers with gradient checkpointing."""
+    make = partial(tiny_model, num_hidden_layers=LAYERS, hidden_size=HIDDEN)
+    return adapted(("q_proj", "o_proj", "up_proj"), make, dropout=dropout)
 
 
 def offloaded(layers):
-    """Return a model with the checkpoints of ``layers`` layers offloaded, and its `Offload`."""
-    model, offload = four_layers(), Offload(layers, CPU, CHUNK)
-    offload.reserve(CHECKPOINT)
+    """Return a model whose first ``layers`` checkpoints are offloaded, and its `Offload`."""
+    model, offload = four_layers(), Offload(layers, CPU, CHUNK_BYTES)
+    offload.reserve(CHECKPOINT_BYTES)
     offload.enable(model)
     return model, offload
 
 
-def free(offload):
+def free_bytes(offload):
+    """Return the bytes of chunks that are not in use."""
     return sum(chunk.nbytes for chunk in offload._free)
 
 
@@ -158,7 +160,7 @@ def free(offload):
 def test_offloaded_step_is_bit_identical(layers, dropout):
     model = four_layers(dropout)
     expected = step(model).values()
-    Offload(layers, CPU, CHUNK).enable(model)
+    Offload(layers, CPU, CHUNK_BYTES).enable(model)
     # the second step reuses the memory of the first
     for _ in range(2):
         assert all(map(torch.equal, step(model).values(), expected))
@@ -166,38 +168,38 @@ def test_offloaded_step_is_bit_identical(layers, dropout):
 
 def test_pinned_memory_is_allocated_once_and_released():
     model, offload = offloaded(3)
-    # 57,600 bytes are six chunks
+    # the 57,600 bytes of a checkpoint take six chunks
     for length in (LENGTH, 100, LENGTH):
-        assert offload.host_bytes == free(offload) == 3 * 6 * CHUNK
+        assert offload.host_bytes == free_bytes(offload) == 3 * 6 * CHUNK_BYTES
         train_step(model, length)
-    assert offload.host_bytes == free(offload) == 3 * 6 * CHUNK
+    assert offload.host_bytes == free_bytes(offload) == 3 * 6 * CHUNK_BYTES
 
 
 def test_two_checkpoints_at_most_are_on_the_device():
     model, offload = offloaded(LAYERS)
-    kept, most = weakref.WeakSet(), []
+    checkpoints, counts = weakref.WeakSet(), []
     pack, unpack = offload._pack, offload._unpack
 
-    def on_device():
-        return sum(each.tensor is not None for each in kept)
+    def num_on_device():
+        return sum(each.tensor is not None for each in checkpoints)
 
-    def packing(*args):
-        made = pack(*args)
-        if not isinstance(made, torch.Tensor):
-            kept.add(made)
-            most.append(on_device())
-        return made
-
-    def unpacking(made):
-        result = unpack(made)
+    def counting_pack(index, hidden_address, x):
+        packed = pack(index, hidden_address, x)
         # torch also saves tensors other than checkpoints
-        if not isinstance(made, torch.Tensor):
-            most.append(on_device())
-        return result
+        if not isinstance(packed, torch.Tensor):
+            checkpoints.add(packed)
+            counts.append(num_on_device())
+        return packed
 
-    offload._pack, offload._unpack = packing, unpacking
+    def counting_unpack(packed):
+        tensor = unpack(packed)
+        if not isinstance(packed, torch.Tensor):
+            counts.append(num_on_device())
+        return tensor
+
+    offload._pack, offload._unpack = counting_pack, counting_unpack
     step(model)
-    assert most == [1] * LAYERS + [2] * (LAYERS - 1) + [1] and not kept
+    assert counts == [1] * LAYERS + [2] * (LAYERS - 1) + [1] and not checkpoints
 
 
 def test_aborted_backward_releases_memory():
@@ -206,14 +208,14 @@ def test_aborted_backward_releases_memory():
     with left_halfway(model, 2):
         step(model)
     gc.collect()
-    assert free(offload) == offload.host_bytes
+    assert free_bytes(offload) == offload.host_bytes
     assert all(map(torch.equal, step(model).values(), expected))
 
 
 def test_two_forward_passes_can_be_open():
     model = four_layers()
     _, *expected = step(model).values()
-    Offload(3, CPU, CHUNK).enable(model)
+    Offload(3, CPU, CHUNK_BYTES).enable(model)
     model.zero_grad()
     losses = [Objective(model)(batch(LENGTH)) for _ in range(2)]
     sum(losses).backward()

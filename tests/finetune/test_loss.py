@@ -1,4 +1,4 @@
-"""The chunked loss: cross-entropy and its gradients without full logits."""
+"""The chunked loss equals cross-entropy of full logits, and limits memory."""
 
 import pytest
 import torch
@@ -9,34 +9,39 @@ from torch.nn import functional as F
 from cab_hf.finetune.loss import IGNORED, linear_cross_entropy
 
 VOCABULARY, CHANNELS = 51, 24
+# range of tokens without a label, by the tokens that have labels
 LABELS = {"all": slice(0, 0), "some": slice(3, 20), "none in the first chunk": slice(0, 9)}
 LABELS |= {"one": slice(0, -1), "none": slice(None)}
 
 
-def made(batch=2, length=37, ignored=slice(0, 0), dtype=torch.float64, seed=0):
-    """Return hidden [B, N, D], weight [V, D] and labels [B, N], some of them ignored."""
-    draw = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(batch, length, CHANNELS, generator=draw, dtype=dtype)
-    weight = torch.randn(VOCABULARY, CHANNELS, generator=draw, dtype=dtype)
-    labels = torch.randint(VOCABULARY, (batch, length), generator=draw)
+def inputs(batch=2, length=37, ignored=slice(0, 0), dtype=torch.float64, seed=0):
+    """Return random hidden [B, N, D], weight [V, D] and labels [B, N].
+
+    Tokens in the range ``ignored`` have no label.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(batch, length, CHANNELS, generator=generator, dtype=dtype)
+    weight = torch.randn(VOCABULARY, CHANNELS, generator=generator, dtype=dtype)
+    labels = torch.randint(VOCABULARY, (batch, length), generator=generator)
     labels.view(-1)[ignored] = IGNORED
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
 def by_torch(hidden, weight, labels):
+    """Return the summed cross-entropy of full logits."""
     logits = (hidden @ weight.T).flatten(0, -2)
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def gradients(total, *of):
-    # a mean and not a sum: the gradient from later operations counts too
-    return torch.autograd.grad(total / 7, of)
+def gradients(total, *tensors):
+    """Return the gradients of ``total / 7``; the division checks the gradient of the loss."""
+    return torch.autograd.grad(total / 7, tensors)
 
 
 @pytest.mark.parametrize("ignored", LABELS.values(), ids=LABELS)
 @pytest.mark.parametrize("chunk", [1, 8, 1000, None])
 def test_loss_equals_torch_cross_entropy(ignored, chunk):
-    hidden, weight, labels = made(ignored=ignored)
+    hidden, weight, labels = inputs(ignored=ignored)
     total = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk)
     expected = by_torch(hidden, weight, labels)
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
@@ -44,23 +49,26 @@ def test_loss_equals_torch_cross_entropy(ignored, chunk):
     torch.testing.assert_close(actual, gradients(expected, hidden, weight), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 111), (3, 63), (1, 205)], ids=str)
-def test_float32_error_is_below_1e_6_at_any_length(shape):
-    hidden, weight, labels = made(*shape, dtype=torch.float32)
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 111), (3, 63), (1, 205)])
+def test_float32_error_is_below_1e_6_at_any_length(batch, length):
+    hidden, weight, labels = inputs(batch, length, dtype=torch.float32)
     total = linear_cross_entropy(hidden, weight, labels, chunk_tokens=16)
     actual = total, *gradients(total, hidden, weight)
-    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    expected = by_torch(*wide, labels)
-    for ours, exact in zip(actual, (expected, *gradients(expected, *wide)), strict=True):
+    hidden_64, weight_64 = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    total_64 = by_torch(hidden_64, weight_64, labels)
+    expected = total_64, *gradients(total_64, hidden_64, weight_64)
+    for ours, exact in zip(actual, expected, strict=True):
         assert (ours - exact).abs().max() <= 1e-6 * exact.abs().max()
 
 
 def test_ignored_positions_may_be_nan():
-    hidden, weight, labels = made(ignored=slice(5, 12))
-    spoiled = hidden.detach().clone()
-    spoiled.view(-1, CHANNELS)[5:12] = torch.nan
-    spoiled.requires_grad_()
-    actual = gradients(linear_cross_entropy(spoiled, weight, labels), spoiled, weight)
+    hidden, weight, labels = inputs(ignored=slice(5, 12))
+    hidden_with_nan = hidden.detach().clone()
+    hidden_with_nan.view(-1, CHANNELS)[5:12] = torch.nan
+    hidden_with_nan.requires_grad_()
+    actual = gradients(
+        linear_cross_entropy(hidden_with_nan, weight, labels), hidden_with_nan, weight
+    )
     expected = gradients(linear_cross_entropy(hidden, weight, labels), hidden, weight)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
@@ -74,7 +82,7 @@ def test_ignored_positions_may_be_nan():
     ids=["bfloat16", "head trained in float32", "hidden in float32", "autocast"],
 )
 def test_products_use_low_precision_and_sums_float32(hidden_dtype, weight_dtype, autocast):
-    hidden, weight, labels = made(1, 300, dtype=torch.float32)
+    hidden, weight, labels = inputs(1, 300, dtype=torch.float32)
     hidden, weight = (
         x.detach().to(torch.bfloat16).to(dtype).requires_grad_()
         for x, dtype in ((hidden, hidden_dtype), (weight, weight_dtype))
@@ -86,29 +94,29 @@ def test_products_use_low_precision_and_sums_float32(hidden_dtype, weight_dtype,
     assert total.dtype == torch.float32
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
     exact = gradients(by_torch(hidden.double(), weight.double(), labels), hidden, weight)
-    for ours, wanted, of in zip(
+    for ours, expected, tensor in zip(
         gradients(total, hidden, weight), exact, (hidden, weight), strict=True
     ):
-        assert ours.dtype == of.dtype
-        assert (ours - wanted).abs().max() <= 0.02 * wanted.abs().max()
+        assert ours.dtype == tensor.dtype
+        assert (ours - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
 def test_frozen_inputs_get_no_gradient():
-    hidden, weight, labels = made()
+    hidden, weight, labels = inputs()
     frozen = weight.detach()
     total = linear_cross_entropy(hidden, frozen, labels)
     expected = gradients(by_torch(hidden, frozen, labels), hidden)
     torch.testing.assert_close(gradients(total, hidden), expected)
     with torch.no_grad():
-        alone = linear_cross_entropy(hidden, weight, labels)
-    assert not alone.requires_grad and alone == total
+        without_grad = linear_cross_entropy(hidden, weight, labels)
+    assert not without_grad.requires_grad and without_grad == total
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["head frozen", "head trained"])
 def test_largest_tensor_is_one_chunk_of_logits(trained):
-    hidden, weight, labels = made(1, 640, dtype=torch.float32)
+    hidden, weight, labels = inputs(1, 640, dtype=torch.float32)
     weight.requires_grad_(trained)
-    # 640 x 51 logits would be the largest of all
+    # full logits, 640 x 51, would be larger than all other tensors
     with TensorBytes(hidden, weight) as tensor_bytes:
         linear_cross_entropy(hidden, weight, labels, chunk_tokens=32).backward()
     assert hidden.grad.abs().sum() > 0
@@ -116,7 +124,7 @@ def test_largest_tensor_is_one_chunk_of_logits(trained):
 
 
 class Head(nn.Module):
-    """One layer and a head, frozen or not, in one module for DDP."""
+    """A linear layer and a head, which is frozen unless ``trained`` is True, with the loss."""
 
     def __init__(self, trained):
         super().__init__()
@@ -131,18 +139,18 @@ class Head(nn.Module):
 @pytest.mark.parametrize("trained", [False, True], ids=["head frozen", "head trained"])
 @pytest.mark.parametrize("ignored", [LABELS["some"], LABELS["none"]], ids=["some", "none"])
 def test_ddp_reduces_all_gradients(one_process, trained, ignored):
-    hidden, _, labels = made(ignored=ignored, dtype=torch.float32)
-    alone, spread = Head(trained), nn.parallel.DistributedDataParallel(Head(trained))
-    # DDP refuses a second pass when a parameter had no gradient in the first
+    hidden, _, labels = inputs(ignored=ignored, dtype=torch.float32)
+    reference, ddp = Head(trained), nn.parallel.DistributedDataParallel(Head(trained))
+    # DDP raises in the second pass if a parameter had no gradient in the first
     for _ in range(2):
-        spread(hidden, labels).backward()
-        alone(hidden, labels).backward()
-    for ours, expected in zip(spread.module.parameters(), alone.parameters(), strict=True):
+        ddp(hidden, labels).backward()
+        reference(hidden, labels).backward()
+    for ours, expected in zip(ddp.module.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, expected.grad)
 
 
 @pytest.mark.parametrize("label", [51, -1])
 def test_labels_outside_of_vocabulary_raise(label):
-    hidden, weight, _ = made()
+    hidden, weight, _ = inputs()
     with pytest.raises(ValueError, match=f"labels must be from 0 to 50, .*, got {label}"):
         linear_cross_entropy(hidden, weight, torch.full((2, 37), label))

@@ -1,4 +1,4 @@
-"""Merging an adapter into its base changes the adapted weights only."""
+"""Merged models equal their base with the adapter; adapters of other bases raise."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ CONFIG = "adapter_config.json"
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Return model folders by name: one of `save_llama`, and one with tied embeddings."""
+    """Return the folders of two models: "llama", and "tied" with tied embeddings."""
     folder, tokenizer = tmp_path_factory.mktemp("bases"), make_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
     tiny_model(tie_word_embeddings=True, **sizes).save_pretrained(folder / "tied")
@@ -35,9 +35,9 @@ def bases(tmp_path_factory):
     return {"llama": save_llama(folder / "llama"), "tied": folder / "tied"}
 
 
-def trained(base, folder, targets=LINEAR, dtype="float32", given=LENGTH, **options):
-    """Save an adapter of ``base`` in ``folder``, as after training; return the adapted model."""
-    model, tokenizer = load_model(str(base), cab_config=SPARSE, dtype=dtype, **given)
+def trained(base, folder, targets=LINEAR, dtype="float32", rope=LENGTH, **options):
+    """Save a random adapter of ``base`` in ``folder``; return the adapted model."""
+    model, tokenizer = load_model(str(base), cab_config=SPARSE, dtype=dtype, **rope)
     torch.manual_seed(1)
     adapted = with_lora(model, targets, 4, 8.0, **options)
     with torch.no_grad():
@@ -49,11 +49,13 @@ def trained(base, folder, targets=LINEAR, dtype="float32", given=LENGTH, **optio
 
 
 def merged_into(tmp_path, **options):
+    """Merge the folder ``adapter`` into the folder ``merged``; return the logit difference."""
     folders = {"adapter": str(tmp_path / "adapter"), "out": str(tmp_path / "merged")}
     return merge(MergeSettings(**folders, **options))
 
 
 def loaded(folder, **options):
+    """Load a model in eval mode with the dtype of its weights."""
     options |= {"dtype": "auto", "trust_remote_code": False}
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
@@ -72,13 +74,13 @@ def test_merged_model_equals_base_with_adapter(bases, tmp_path, base, options):
     difference = merged_into(tmp_path, dtype=options.get("dtype", ""))
     merged, ids = loaded(tmp_path / "merged"), tokens(2, 90)
     adapted.set_attn_implementation("sdpa")
-    expected, plain = adapted(ids).logits.float(), loaded(bases[base])(ids).logits.float()
+    expected, base_logits = adapted(ids).logits.float(), loaded(bases[base])(ids).logits.float()
     actual = merged(ids).logits.float()
-    off = 1e-4 if merged.dtype == torch.float32 else 0.1
-    assert difference < off * expected.abs().max()
-    assert (actual - expected).abs().max() < off * expected.abs().max()
+    tolerance = 1e-4 if merged.dtype == torch.float32 else 0.1
+    assert difference < tolerance * expected.abs().max()
+    assert (actual - expected).abs().max() < tolerance * expected.abs().max()
     # the adapter changes the logits by more than the tolerance
-    assert (plain - expected).abs().max() > 3 * off * expected.abs().max()
+    assert (base_logits - expected).abs().max() > 3 * tolerance * expected.abs().max()
     assert merged.config.rope_parameters["factor"] == 2.0
     assert merged.config.tie_word_embeddings == (base == "tied")
     assert merged.num_parameters() == loaded(bases[base]).num_parameters()
@@ -102,20 +104,21 @@ def test_merged_model_loads_with_from_pretrained(bases, tmp_path, capsys):
     assert tokenizer("It rained.").input_ids == make_tokenizer()("It rained.").input_ids
 
 
-OF_PEFT = {
+# arguments of LoraConfig
+LORA_OPTIONS = {
     "head": {"target_modules": ["q_proj", "lm_head"]},
     "embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
     "both": {"target_modules": ["embed_tokens", "lm_head"]},
     "expression": {"target_modules": ".*(q_proj|lm_head)"},
-    "embeddings whole": {"target_modules": ["lm_head"], "modules_to_save": ["embed_tokens"]},
-    "head whole": {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]},
+    "embeddings trained": {"target_modules": ["lm_head"], "modules_to_save": ["embed_tokens"]},
+    "head trained": {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]},
 }
 
 
 @pytest.mark.parametrize("base", ["llama", "tied"])
-@pytest.mark.parametrize("options", OF_PEFT.values(), ids=OF_PEFT)
+@pytest.mark.parametrize("options", LORA_OPTIONS.values(), ids=LORA_OPTIONS)
 def test_head_and_embeddings_saved_by_peft_are_merged(bases, tmp_path, base, options):
-    """PEFT saves full weights of head and embeddings in addition to their adapter."""
+    """PEFT also saves the base weights of adapted heads and embeddings."""
     torch.manual_seed(1)
     config = LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **options)
     adapted = get_peft_model(loaded(bases[base]), config).eval()
@@ -128,17 +131,17 @@ def test_head_and_embeddings_saved_by_peft_are_merged(bases, tmp_path, base, opt
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_run_starts_from_head_saved_by_peft(bases, tmp_path, changed):
-    adapted, begun = (
+    adapted, new_model = (
         with_lora(load_model(str(bases["llama"]), dtype="float32")[0], ("lm_head",), 4, 8.0)
         for _ in range(2)
     )
     adapted.get_base_model().lm_head.base_layer.weight.data += changed
     adapted.save_pretrained(tmp_path / "adapter")
     if not changed:
-        begin_with(begun, tmp_path / "adapter")
+        begin_with(new_model, tmp_path / "adapter")
         return
     with pytest.raises(UsageError, match="lm_head.base_layer.weight differs in the adapter"):
-        begin_with(begun, tmp_path / "adapter")
+        begin_with(new_model, tmp_path / "adapter")
 
 
 def rewrite(file, **fields):
@@ -148,13 +151,13 @@ def rewrite(file, **fields):
 
 @pytest.fixture
 def llama(bases, tmp_path):
-    """Return the folder of an adapter of ``llama``, trained at its own positions."""
-    trained(bases["llama"], tmp_path / "adapter", given={})
+    """Return the folder of an adapter of the base "llama", trained without RoPE scaling."""
+    trained(bases["llama"], tmp_path / "adapter", rope={})
     return tmp_path / "adapter"
 
 
 def test_adapter_without_base_file_is_checked_by_name(bases, llama, tmp_path):
-    # as PEFT would have saved it
+    # PEFT alone writes no such file
     (llama / BASE).unlink()
     rewrite(llama / CONFIG, base_model_name_or_path="someone/llama")
     with pytest.raises(UsageError, match="was trained in 'someone/llama', and base is 'tied'"):
@@ -164,15 +167,15 @@ def test_adapter_without_base_file_is_checked_by_name(bases, llama, tmp_path):
 
 
 def test_base_is_identified_by_content(bases, llama, tmp_path):
-    place = shutil.copytree(bases["llama"], tmp_path / "elsewhere" / "llama")
-    merged_into(tmp_path, base=str(place))
-    weights = load_file(place / "model.safetensors")
+    copied_base = shutil.copytree(bases["llama"], tmp_path / "elsewhere" / "llama")
+    merged_into(tmp_path, base=str(copied_base))
+    weights = load_file(copied_base / "model.safetensors")
     weights["lm_head.weight"] += 1
-    save_file(weights, place / "model.safetensors", {"format": "pt"})
+    save_file(weights, copied_base / "model.safetensors", {"format": "pt"})
     shutil.rmtree(tmp_path / "merged")
-    sentence = "adapter was trained in a model with SHA-256 [0-9a-f]{12}, and base 'llama' has"
-    with pytest.raises(UsageError, match=sentence):
-        merged_into(tmp_path, base=str(place))
+    message = "adapter was trained in a model with SHA-256 [0-9a-f]{12}, and base 'llama' has"
+    with pytest.raises(UsageError, match=message):
+        merged_into(tmp_path, base=str(copied_base))
     assert not (tmp_path / "merged").exists()
 
 
@@ -193,8 +196,8 @@ def test_adapter_of_other_shapes_raises(llama, tmp_path, sizes, sentence):
         merged_into(tmp_path, base=str(other))
 
 
-# truncated, of another content, or with another field: an unknown kind, a rank of text,
-# targets of no kind, and an expression that is none
+# file, and its change: None truncates the file, bytes replace its content, and a dict sets invalid
+# fields of a JSON file
 DAMAGES = [
     *((WEIGHTS, None), (WEIGHTS, b"of another program"), (CONFIG, None), (CONFIG, b"[]")),
     *((CONFIG, {"peft_type": "OTHER"}), (CONFIG, {"r": "8"}), (CONFIG, {"target_modules": 7})),
@@ -213,7 +216,8 @@ def test_damaged_or_foreign_file_error_names_file(llama, tmp_path, capsys, file,
     capsys.readouterr()
     assert main([str(llama), str(tmp_path / "merged")]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert f"{file} of adapter adapter must be a file as PEFT saves it, got another one (" in line
+    expected = "must be a file in PEFT's format, got a file that cannot be read ("
+    assert f"{file} of adapter adapter {expected}" in line
     assert not (tmp_path / "merged").exists()
 
 
@@ -222,7 +226,7 @@ def test_merge_that_fails_verification_is_removed(bases, tmp_path, monkeypatch, 
     trained(bases["llama"], tmp_path / "adapter", norms=True)
     save = merging.PreTrainedModel.save_pretrained
 
-    def spoiled(model, folder, **options):
+    def save_spoilt(model, folder, **options):
         with torch.no_grad():
             if spoilt in ("adapter", "numbers"):
                 model.model.norm.weight.add_(0.01 if spoilt == "adapter" else torch.nan)
@@ -230,7 +234,7 @@ def test_merge_that_fails_verification_is_removed(bases, tmp_path, monkeypatch, 
                 model.config.rope_parameters["factor"] = 1.0
         save(model, folder, **options)
 
-    monkeypatch.setattr(merging.PreTrainedModel, "save_pretrained", spoiled)
+    monkeypatch.setattr(merging.PreTrainedModel, "save_pretrained", save_spoilt)
     if spoilt == "nothing":
         merged_into(tmp_path)
         return
@@ -243,8 +247,9 @@ def test_merge_that_fails_verification_is_removed(bases, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("targets", ["names", "expression"])
 def test_model_card_describes_the_merge(bases, tmp_path, targets):
-    place = shutil.copytree(bases["llama"], tmp_path / "a: b|c")
-    trained(place, tmp_path / "adapter", norms=True)
+    # the name contains characters with a meaning in YAML and Markdown
+    base = shutil.copytree(bases["llama"], tmp_path / "a: b|c")
+    trained(base, tmp_path / "adapter", norms=True)
     layers = "down_proj, q_proj, v_proj"
     if targets == "expression":
         # PEFT accepts an expression in place of a list of names
@@ -252,7 +257,7 @@ def test_model_card_describes_the_merge(bases, tmp_path, targets):
         expression = r".*\.(q_proj|v_proj|down_proj)"
         rewrite(tmp_path / "adapter" / CONFIG, target_modules=expression)
     merged_into(tmp_path)
-    page = (tmp_path / "merged" / "README.md").read_text()
+    card = (tmp_path / "merged" / "README.md").read_text()
     for line in (
         "# merged",
         "| base | a: b\\|c |",
@@ -261,9 +266,9 @@ def test_model_card_describes_the_merge(bases, tmp_path, targets):
         "| trained completely | input_layernorm, norm, post_attention_layernorm |",
         "| positions | 4096, stretched by yarn |",
     ):
-        assert line in page.split("\n"), page
-    assert yaml.safe_load(page.split("---")[1])["base_model"] == "a: b|c"
-    assert str(tmp_path) not in page
+        assert line in card.split("\n"), card
+    assert yaml.safe_load(card.split("---")[1])["base_model"] == "a: b|c"
+    assert str(tmp_path) not in card
 
 
 @pytest.mark.parametrize(
@@ -275,6 +280,6 @@ def test_model_card_describes_the_merge(bases, tmp_path, targets):
     ],
 )
 def test_invalid_command_lines_exit(words, sentence, capsys):
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as raised:
         main(words)
-    assert stopped.value.code == 2 and sentence in capsys.readouterr().err
+    assert raised.value.code == 2 and sentence in capsys.readouterr().err

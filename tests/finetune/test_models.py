@@ -1,4 +1,4 @@
-"""Models to train: RoPE scaling, adapters in float32, and losses from hidden states."""
+"""Loading models to train: RoPE scaling, float32 adapters, and losses from hidden states."""
 
 import json
 
@@ -40,29 +40,34 @@ SMALL = {
 
 def test_4_bit_weights_pass_gradients_after_evaluation():
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    given = {"dtype": "float32", "attn_implementation": "sdpa"}
-    quantised, plain = load_model("tiny", qlora=True, **given)[0], load_model("tiny", **given)[0]
+    options = {"dtype": "float32", "attn_implementation": "sdpa"}
+    quantised, _ = load_model("tiny", qlora=True, **options)
+    reference, _ = load_model("tiny", **options)
     with torch.no_grad():
         for name, weight in quantised.named_parameters():
-            exact = weight
+            dequantised = weight
             if isinstance(weight, bitsandbytes.nn.Params4bit):
-                exact = bitsandbytes.functional.dequantize_4bit(weight, weight.quant_state)
-            plain.get_parameter(name).copy_(exact)
-    ids, found = tokens(1, 100), []
-    for model in map(adapted, (quantised, plain)):
+                dequantised = bitsandbytes.functional.dequantize_4bit(weight, weight.quant_state)
+            reference.get_parameter(name).copy_(dequantised)
+    ids = tokens(1, 100)
+
+    def gradients(model):
         with torch.no_grad():
             model.eval()(ids)
         model.train()(input_ids=ids, labels=ids).loss.backward()
-        found.append([x.grad for x in model.parameters() if x.requires_grad])
-    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-3)
+        return [x.grad for x in model.parameters() if x.requires_grad]
+
+    actual, expected = gradients(adapted(quantised)), gradients(adapted(reference))
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-3)
 
 
 def double(**options):
+    """Return the tiny model in float64."""
     return tiny_model(**options).double()
 
 
 def adapted(model=None, targets=LINEAR, rank=4, alpha=8.0, **options):
-    """Return a model with adapters that are not zero."""
+    """Return a model with random LoRA adapters whose products are not zero."""
     torch.manual_seed(1)
     wrapped = with_lora(model or tiny_model(), targets, rank, alpha, **options)
     with torch.no_grad():
@@ -73,7 +78,7 @@ def adapted(model=None, targets=LINEAR, rank=4, alpha=8.0, **options):
 
 
 def batch_of(length=90, rows=2):
-    """Return packed documents with shifted labels; the last of each document is ignored."""
+    """Return packed documents with shifted labels; last tokens of documents have no label."""
     ids = tokens(rows, length)
     labels = torch.cat([ids[:, 1:], torch.full((rows, 1), IGNORED)], dim=1)
     labels[:, [40, 50]] = IGNORED
@@ -82,16 +87,20 @@ def batch_of(length=90, rows=2):
 
 
 def by_logits(model, batch):
+    """Return the summed cross-entropy of the logits of ``model``."""
     inputs = {name: x for name, x in batch.items() if name != "labels"}
     logits = model(**inputs, use_cache=False).logits.flatten(0, 1)
     return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
 
 
 def by_hidden(model, batch):
-    return linear_cross_entropy(*forward_hidden(model, batch), batch["labels"], chunk_tokens=16)
+    """Return the chunked loss of the hidden states of ``model``."""
+    hidden, weight = forward_hidden(model, batch)
+    return linear_cross_entropy(hidden, weight, batch["labels"], chunk_tokens=16)
 
 
 def trainable(model):
+    """Return the parameters that require gradients, by name."""
     return {name: x for name, x in model.named_parameters() if x.requires_grad}
 
 
@@ -112,21 +121,23 @@ def test_chunked_loss_equals_loss_of_logits(make):
     expected, actual = by_logits(model, batch), by_hidden(model, batch)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=0)
     parameters = trainable(model).values()
-    ours, theirs = (torch.autograd.grad(x, parameters) for x in (actual, expected))
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-    assert all(x.abs().sum() > 0 for x in ours)
-    # without labels, the head returns logits again
+    actual_grads, expected_grads = (
+        torch.autograd.grad(loss, parameters) for loss in (actual, expected)
+    )
+    torch.testing.assert_close(actual_grads, expected_grads, rtol=1e-9, atol=1e-9)
+    assert all(x.abs().sum() > 0 for x in actual_grads)
+    # after `forward_hidden`, the model returns logits again
     assert model(batch["input_ids"]).logits.shape[-1] == 64
 
 
 def test_unsupported_output_heads_raise():
     capped = Gemma2ForCausalLM(Gemma2Config(**SMALL, final_logit_softcapping=30.0))
-    said = {
+    model_by_message = {
         r"got Gemma2ForCausalLM, which caps its logits \(final_logit_softcapping=30.0\)": capped,
         "has a head with a bias": PhiForCausalLM(PhiConfig(**SMALL)),
     }
-    for sentence, model in said.items():
-        with pytest.raises(NotImplementedError, match=sentence):
+    for message, model in model_by_message.items():
+        with pytest.raises(NotImplementedError, match=message):
             forward_hidden(model.eval(), batch_of())
 
 
@@ -134,14 +145,15 @@ LLAMA = {"max_position_embeddings": 1000, "head_dim": 16}
 
 
 def frequencies(config, length):
+    """Return the RoPE frequencies after a call with ``length`` positions."""
     rotary = LlamaRotaryEmbedding(config)
     rotary(torch.ones(1), torch.arange(length).unsqueeze(0))
     return rotary.inv_freq
 
 
 @pytest.mark.parametrize(
-    # shares that the lowest and the highest frequency keep; with dynamic theta grows with the
-    # call, by (4 x 4000 / 1000 - 3)^(16 / 14)
+    # new divided by old frequency, for the lowest and the highest frequency; "dynamic" multiplies
+    # theta by (4 x 4000 / 1000 - 3)^(16 / 14)
     ("rope", "lowest", "highest"),
     [
         *(("linear", 1 / 4, 1 / 4), ("dynamic", 13.0 ** -(16 / 14 * 14 / 16), 1)),
@@ -162,16 +174,16 @@ def test_rope_scaling_follows_its_name(rope, lowest, highest):
 def test_settings_are_compared_with_settings_of_the_model(tmp_path, attention):
     folder = save_llama(tmp_path / "model")
     file = folder / "config.json"
-    recipe = {"cab_config": CabConfig.published(0.9).to_dict()}
-    file.write_text(json.dumps(json.loads(file.read_text()) | recipe))
+    saved_fields = {"cab_config": CabConfig.published(0.9).to_dict()}
+    file.write_text(json.dumps(json.loads(file.read_text()) | saved_fields))
 
-    def load(**given):
-        load_model(str(folder), cab_config=given, attn_implementation=attention)
+    def load(**fields):
+        load_model(str(folder), cab_config=fields, attn_implementation=attention)
 
-    # the default reads no sparsity, and this recipe no threshold
+    # the saved config reads sparsity but no mass_threshold, unlike the default config
     load(sparsity=0.8)
-    refusal = "mass_threshold is 0.08, which predictor='frc' does not read"
-    with pytest.raises(ValueError, match=refusal):
+    message = "mass_threshold is 0.08, which predictor='frc' does not read"
+    with pytest.raises(ValueError, match=message):
         load(mass_threshold=0.08)
 
 
@@ -194,24 +206,27 @@ def test_model_is_loaded_for_training(tmp_path):
 def test_adapter_products_equal_autocast():
     torch.manual_seed(0)
     x = torch.randn(2, 7, 48, dtype=torch.bfloat16)
-    results = []
-    for ours in (True, False):
+
+    def results(rounds_products):
+        """Return the output and the gradients of an adapted linear layer."""
         torch.manual_seed(1)
         layer = nn.Sequential()
         layer.q_proj = nn.Linear(48, 32, bias=False, dtype=torch.bfloat16)
         layer = get_peft_model(layer, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]))
         for parameter in trainable(layer).values():
             parameter.data = torch.randn_like(parameter, dtype=torch.float32)
-        if ours:
+        if rounds_products:
             models.round_products(layer)
-        read = x.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=not ours):
-            out = layer(read)
+        inputs = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=not rounds_products):
+            out = layer(inputs)
         out.float().square().sum().backward()
-        results.append([out, read.grad, *(each.grad for each in trainable(layer).values())])
-    assert [each.dtype for each in results[0]] == [torch.bfloat16] * 2 + [torch.float32] * 2
-    for actual, expected in zip(*results, strict=True):
-        assert torch.equal(actual, expected)
+        return [out, inputs.grad, *(each.grad for each in trainable(layer).values())]
+
+    actual = results(rounds_products=True)
+    assert [each.dtype for each in actual] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    for tensor, expected in zip(actual, results(rounds_products=False), strict=True):
+        assert torch.equal(tensor, expected)
 
 
 @pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
@@ -219,11 +234,11 @@ def test_trained_parameters_and_dtypes(norms):
     wrapped = with_lora(tiny_model().to(torch.bfloat16), LINEAR, 2, 4.0, norms=norms)
     trained = trainable(wrapped)
     assert {x.dtype for x in trained.values()} == {torch.float32}
-    kinds = {name.split(".modules_to_save")[0].rpartition(".")[2] for name in trained}
+    last_names = {name.split(".modules_to_save")[0].rpartition(".")[2] for name in trained}
     expected = {"norm", "input_layernorm", "post_attention_layernorm"} if norms else set()
-    assert {kind for kind in kinds if "lora" not in kind and kind != "weight"} == expected
+    assert {name for name in last_names if "lora" not in name and name != "weight"} == expected
     assert sum("lora_A" in name for name in trained) == 3 * len(LINEAR)
-    # without autocast, in the model's own dtype
+    # products have the dtype of the model without autocast
     hidden, weight = forward_hidden(wrapped, batch_of())
     assert hidden.dtype == torch.bfloat16
     assert wrapped(tokens(1, 5)).logits.isfinite().all()
@@ -235,12 +250,15 @@ def test_trained_parameters_and_dtypes(norms):
 def test_saved_adapter_records_its_base(tmp_path):
     model, tokenizer = load_model("tiny", cab_config=SPARSE, length=8192, rope="linear")
     models.save_adapter(adapted(model, norms=True), tokenizer, tmp_path)
-    shown = json.loads((tmp_path / BASE).read_text())
-    assert shown["sha256"] == content_sha256("tiny")
-    assert shown["rope_parameters"]["factor"] == 2.0 and shown["max_position_embeddings"] == 4096
-    assert shown["cab_config"] == SPARSE.to_dict()
-    recorded = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert recorded["base_model_name_or_path"] == "tiny"
+    base_fields = json.loads((tmp_path / BASE).read_text())
+    assert base_fields["sha256"] == content_sha256("tiny")
+    assert (
+        base_fields["rope_parameters"]["factor"] == 2.0
+        and base_fields["max_position_embeddings"] == 4096
+    )
+    assert base_fields["cab_config"] == SPARSE.to_dict()
+    peft_config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert peft_config["base_model_name_or_path"] == "tiny"
 
 
 def test_gathered_parameters_save_like_the_model(tmp_path):
@@ -253,7 +271,7 @@ def test_gathered_parameters_save_like_the_model(tmp_path):
         for parameter in trainable(model).values():
             parameter.zero_()
     models.save_adapter(model, tokenizer, tmp_path / "gathered", gathered)
-    own, theirs = (
-        load_file(tmp_path / place / "adapter_model.safetensors") for place in ("own", "gathered")
+    expected, actual = (
+        load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("own", "gathered")
     )
-    torch.testing.assert_close(theirs, own, rtol=0, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Sequences sharded across processes: equal to one process, resumable, counted once."""
+"""Context parallelism in training: results equal one process, and shards hold each token once."""
 
 import time
 from types import SimpleNamespace
@@ -22,33 +22,33 @@ from cab_hf.finetune.rank_checks import ending_together, facts_of
 from cab_hf.finetune.settings import Settings
 from cab_hf.finetune.validation import Validation
 
-# two documents and a rest of padding to a sequence
+# options of a run with two documents and padding in each sequence
 WORDS = [
     *("--config", str(ROOT / "finetune" / "configs" / "tiny_cpu.yaml"), "--cpu", "--dropout", "0"),
     *("--data", "retrieval:passkey:200", "--validation", "retrieval:passkey:200"),
     *("--steps", "4", "--save-every", "9", "--eval-every", "4", "--held-out", "3"),
 ]
-# one document to a sequence, whose last positions one process holds alone
+# options for one document per sequence, whose last positions are in one process only
 WHOLE = ["--data", "retrieval:passkey:511", "--validation", "retrieval:passkey:511"]
 TILED = ["--tile-tokens", "100", "--offload-layers", "1"]
 RUNS = {
     "cab": [],
     "little": TILED,
-    # processes draw different samples, except if all blocks are sampled
+    # samples differ between numbers of processes, unless all blocks are sampled
     "all-sampled": ["--cab", "sampled_one_in=1"],
     "cab_dense": ["--attention", "cab_dense", "--checkpointing", "false"],
     "turns": ["--micro-batch", "2", "--tokens-per-step", "2048"],
 }
-# accelerate shards weights on GPUs only; on a CPU the device type must be set
+# program that makes accelerate use FSDP2 on a CPU in the run "fsdp2", and checks the parameters
 SHARDED = """
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
 from cab_hf.finetune import checkpoints, lora, train
 
 class Sharding(Accelerator):
-    def __init__(self, **told):
-        super().__init__(**told)
-        if told["project_dir"].endswith("fsdp2"):
+    def __init__(self, **options):
+        super().__init__(**options)
+        if options["project_dir"].endswith("fsdp2"):
             self.state.distributed_type = DistributedType.FSDP
             self.state.fsdp_plugin = FullyShardedDataParallelPlugin(
                 fsdp_version=2,
@@ -61,13 +61,14 @@ train.Accelerator, learn = Sharding, train.Run.train
 
 def checked(run):
     trained = checkpoints.trained(run.model).values()
-    spread = {type(each).__name__ == "DTensor" for each in trained}
-    assert spread == {run.out.name == "fsdp2"}
+    is_sharded = {type(each).__name__ == "DTensor" for each in trained}
+    assert is_sharded == {run.out.name == "fsdp2"}
     learn(run)
 
 train.Run.train = checked
 """
 
+# names of runs that must be identical: resumed after a kill, and not interrupted
 ENDS = ("killed", "whole")
 
 
@@ -85,24 +86,24 @@ def test_sequence_parallel_training_equals_one_process(tmp_path):
     script = tmp_path / "meddled.py"
     script.write_text(SHARDED + MEDDLED)
 
-    def words(name, *own):
-        return " ".join([*WORDS, *own, "--out", str(tmp_path / name)])
+    def command(name, options=()):
+        return " ".join([*WORDS, *options, "--out", str(tmp_path / name)])
 
     few = few_positions(tmp_path / "few")
     runs = {**RUNS, "dynamic": ["--model", few, "--rope", "dynamic", *WHOLE]}
-    ends = [" ".join([*TRAIN[1:], "--cp", "2", "--out", str(tmp_path / name)]) for name in ENDS]
-    together = [words(f"{name}-of-two", *own, "--cp", "2") for name, own in runs.items()]
-    assert launched([*LAUNCH, str(script), " / ".join([*together, ends[0]])]).returncode != 0
+    resumed = [" ".join([*TRAIN[1:], "--cp", "2", "--out", str(tmp_path / x)]) for x in ENDS]
+    of_two = [command(f"{name}-of-two", [*options, "--cp", "2"]) for name, options in runs.items()]
+    assert launched([*LAUNCH, str(script), " / ".join([*of_two, resumed[0]])]).returncode != 0
     assert [step for _, step, _ in losses(tmp_path / "killed")] == [1, 2]
-    others = [*ends, words("replicas"), words("fsdp2", "--cp", "2", *TILED)]
-    grid = ["--num_processes", "4", str(script), words("grid", "--cp", "2")]
-    for given in ([str(script), " / ".join(others)], grid):
-        done = launched([*LAUNCH, *given])
-        assert done.returncode == 0, done.stderr[-3000:]
+    others = [*resumed, command("replicas"), command("fsdp2", ["--cp", "2", *TILED])]
+    grid = ["--num_processes", "4", str(script), command("grid", ["--cp", "2"])]
+    for words in ([str(script), " / ".join(others)], grid):
+        process = launched([*LAUNCH, *words])
+        assert process.returncode == 0, process.stderr[-3000:]
     assert_same_run(*(tmp_path / name for name in ENDS))
 
-    for name, own in runs.items():
-        assert lora.main([*WORDS, *own, "--out", str(tmp_path / f"{name}-of-one")]) == 0
+    for name, options in runs.items():
+        assert lora.main([*WORDS, *options, "--out", str(tmp_path / f"{name}-of-one")]) == 0
         assert_runs_are_close(tmp_path / f"{name}-of-two", tmp_path / f"{name}-of-one")
     assert_runs_are_close(tmp_path / "fsdp2", tmp_path / "cab-of-one")
     assert_runs_are_close(tmp_path / "grid", tmp_path / "replicas")
@@ -112,7 +113,7 @@ def test_sequence_parallel_training_equals_one_process(tmp_path):
 
 
 def few_positions(folder):
-    """Save the tiny model with a quarter of the positions that its runs need in ``folder``."""
+    """Save the tiny model with 128 positions into ``folder``; the runs need 512."""
     model, tokenizer = load_model("tiny", attn_implementation="sdpa", dtype="float32")
     model.config.max_position_embeddings = 128
     model.save_pretrained(folder)
@@ -120,114 +121,127 @@ def few_positions(folder):
     return str(folder)
 
 
-def assert_runs_are_close(actual, meant):
+def assert_runs_are_close(actual, expected):
+    """Assert that the logs of two runs, folders, are equal up to rounding."""
     for field in ("loss", "grad_norm"):
-        assert steps(actual, field) == pytest.approx(steps(meant, field), rel=1e-5), field
-    # counted once, wherever it was computed
-    assert steps(actual, "density") == pytest.approx(steps(meant, "density"), rel=1e-9)
-    counted = [
-        [tokens * seconds for tokens, seconds in zip(*both, strict=True)]
-        for both in (
-            (steps(out, "tokens_per_second"), steps(out, "seconds")) for out in (actual, meant)
-        )
-    ]
-    assert counted[0] == pytest.approx(counted[1])
+        assert steps(actual, field) == pytest.approx(steps(expected, field), rel=1e-5), field
+    # each pair and token is counted in one process
+    assert steps(actual, "density") == pytest.approx(steps(expected, "density"), rel=1e-9)
+    assert tokens_of(actual) == pytest.approx(tokens_of(expected))
     (one,), (other,) = (
         [each for each in read_log(out / train.LOG)[1] if each["kind"] == "evaluation"]
-        for out in (actual, meant)
+        for out in (actual, expected)
     )
     assert one["held_out_loss"] == pytest.approx(other["held_out_loss"], rel=1e-5)
     assert one["passkey"] == other["passkey"]
 
 
+def tokens_of(out):
+    """Return the tokens of each step of a run."""
+    rates, durations = steps(out, "tokens_per_second"), steps(out, "seconds")
+    return [rate * seconds for rate, seconds in zip(rates, durations, strict=True)]
+
+
 def parallel_of(group, cp, attention="cab"):
-    """Return the device mesh of all processes and the accelerator's part of it."""
+    """Return the `Parallel` of this process, and an object with the used accelerator fields."""
     settings = Settings(model="tiny", data=("a.txt",), attention=attention, cp=cp)
     accelerator = SimpleNamespace(
         num_processes=group.size(),
         process_index=group.rank(),
         device=torch.device("cpu"),
-        reduce=summed,
+        reduce=all_reduce,
     )
     model, _ = load_model("tiny", attn_implementation=attention, dtype="float32", device="cpu")
     return Parallel(settings, model, accelerator), accelerator
 
 
-def summed(x, _):
+def all_reduce(x, _):
+    """Return the sum of ``x`` over all processes, as accelerate's `reduce` does."""
     torch.distributed.all_reduce(x)
     return x
 
 
-def sequence(length=1100, documents=(700, 1, 150, 249)):
+def random_batch(length=1100, documents=(700, 1, 150, 249)):
+    """Return two rows of documents with these lengths; all labels differ."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 64, (2, length), generator=generator)
     positions = torch.cat([torch.arange(size) for size in documents]).expand(2, -1)
-    # each has its own, so that none is counted twice
+    # different labels show whether a token occurs twice
     labels = torch.arange(2 * length).view(2, length)
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
 
 
-def dealt_on_a_process(group, batch):
+def shard_on_a_process(group, batch):
+    """Return the number of replicas, the index, the shard and the positions of this process."""
     parallel, _ = parallel_of(group, 2)
-    mine = parallel.sharded(batch)
-    return parallel.replicas, parallel.replica, mine, parallel.positions(mine)
+    own_shard = parallel.sharded(batch)
+    return parallel.replicas, parallel.replica, own_shard, parallel.positions(own_shard)
 
 
 def test_each_replica_holds_every_token_once(four):
-    batch = sequence()
-    actual = four.run(4, dealt_on_a_process, batch)
+    batch = random_batch()
+    actual = four.run(4, shard_on_a_process, batch)
     assert [each[:2] for each in actual] == [(2, 0), (2, 0), (2, 1), (2, 1)]
-    for pair in (actual[:2], actual[2:]):
-        labels = torch.cat([mine["labels"][0] for _, _, mine, _ in pair])
-        ids = torch.cat([mine["input_ids"][0] for _, _, mine, _ in pair])
-        held = labels != -100
-        assert labels[held].sort().values.tolist() == list(range(2200))
-        assert torch.equal(ids[held], batch["input_ids"].flatten()[labels[held]])
-        positions = torch.cat([real[0] for *_, real in pair])
+    for replica in (actual[:2], actual[2:]):
+        labels = torch.cat([own_shard["labels"][0] for _, _, own_shard, _ in replica])
+        ids = torch.cat([own_shard["input_ids"][0] for _, _, own_shard, _ in replica])
+        has_label = labels != -100
+        assert labels[has_label].sort().values.tolist() == list(range(2200))
+        assert torch.equal(ids[has_label], batch["input_ids"].flatten()[labels[has_label]])
+        positions = torch.cat([own_positions[0] for *_, own_positions in replica])
         assert torch.equal(positions.sort().values, batch["position_ids"].flatten().sort().values)
 
 
-class Knowing(nn.Module):
-    """Model that predicts the next token of memorised documents, except at chosen errors."""
+class Memorised(nn.Module):
+    """Objective that predicts the next token of known documents, or wrong tokens only.
 
-    def __init__(self, documents, errs):
+    ``documents`` are the `Validation.documents`. Predictions are wrong if ``is_wrong`` is True.
+    """
+
+    def __init__(self, documents, is_wrong):
         super().__init__()
-        self.documents, self.errs = documents, errs
+        self.documents, self.is_wrong = documents, is_wrong
 
-    def forward(self, batch, places):
-        ids, at = batch["input_ids"][0], batch["position_ids"][0]
+    def forward(self, batch, query_indices):
+        ids, positions = batch["input_ids"][0], batch["position_ids"][0]
         for document in self.documents[int(batch["cu_seq_lens_q"][-1])].values():
             tokens = torch.tensor(document.tokens)
             # padding is 0
-            if ((tokens[at] == ids) | (ids == 0)).all():
-                return tokens[at[places] + 1] + self.errs
+            if ((tokens[positions] == ids) | (ids == 0)).all():
+                return tokens[positions[query_indices] + 1] + self.is_wrong
 
 
-def passkeys_on_a_process(group, erring):
+def passkeys_on_a_process(group, wrong_ranks):
+    """Return the shares of correct keys by length, and the documents of this process."""
     parallel, accelerator = parallel_of(group, 2)
     _, tokenizer = load_model("tiny", attn_implementation="cab", dtype="float32", device="cpu")
-    asked = Settings(data=("a.txt",), length=1024, passkeys=7, passkey_lengths=(300, 1024))
-    result = Validation(tokenizer, [], asked, accelerator, parallel)
-    outcome = result.measure(Knowing(result.documents, group.rank() in erring))["passkey"]
-    return outcome, result.documents
+    validation = Validation(
+        tokenizer=tokenizer,
+        held_out=[],
+        settings=Settings(data=("a.txt",), length=1024, passkeys=7, passkey_lengths=(300, 1024)),
+        accelerator=accelerator,
+        parallel=parallel,
+    )
+    objective = Memorised(validation.documents, group.rank() in wrong_ranks)
+    return validation.measure(objective)["passkey"], validation.documents
 
 
 def test_passkey_counts_when_all_ranks_predict_their_part(four):
-    everyone = four.run(4, passkeys_on_a_process, ())
-    assert [result for result, _ in everyone] == [{"300": 1.0, "1024": 1.0}] * 4
-    # the second process of each replica errs
+    results = four.run(4, passkeys_on_a_process, ())
+    assert [shares for shares, _ in results] == [{"300": 1.0, "1024": 1.0}] * 4
+    # if the second process of each replica is wrong, keys in the first process are correct
     expected = {}
     for length in (300, 1024):
         sharding = sharding_of((length,), 2)
-        documents = {**everyone[0][1][length], **everyone[2][1][length]}
+        documents = {**results[0][1][length], **results[2][1][length]}
         # each replica has four documents of every length
         assert sorted(documents) == list(range(8))
-        starts = [document.answers[0] for document in documents.values()]
-        first = [
+        answers = [document.answers[0] for document in documents.values()]
+        is_in_first = [
             bool((sharding.shard_index[start - 1 : end - 1] < sharding.tokens).all())
-            for start, end in starts
+            for start, end in answers
         ]
-        expected[str(length)] = sum(first) / 8
+        expected[str(length)] = sum(is_in_first) / 8
     assert 0 < expected["1024"] < 1
     assert [result for result, _ in four.run(4, passkeys_on_a_process, (1, 3))] == [expected] * 4
 
@@ -239,10 +253,10 @@ def test_dry_run_divides_memory_by_ranks(tmp_path):
     skeleton = prepare.adapted(one, dry_run.skeleton(one))
     cost = cost_model.Cost.of(skeleton)
     room = cost_model.Room(2**40, 2**40)
-    alone, shared = (dry_run.fit(each, cost, {}, room).memory for each in (one, four))
-    assert shared.layers == alone.layers / 4 and shared.weights == alone.weights
-    # every rank gathers keys and values of the whole sequence
-    assert alone.working / 4 < shared.working < alone.working
+    of_one, of_four = (dry_run.fit(each, cost, {}, room).memory for each in (one, four))
+    assert of_four.layers == of_one.layers / 4 and of_four.weights == of_one.weights
+    # every rank gathers keys and values of the complete sequence
+    assert of_one.working / 4 < of_four.working < of_one.working
 
 
 @pytest.mark.parametrize("name", ["the tokenizer", "the config of the model"])
@@ -258,21 +272,23 @@ def test_different_tokenizer_or_config_raises_on_all_ranks(name):
     assert {each for each in before if before[each] != after[each]} == {name}
 
 
-def stopping(group, error):
+def stop_on_rank_1(group, error):
+    """Raise ``error`` on rank 1, and then the error of a lost connection on rank 0."""
     with ending_together():
         if group.rank() == 1:
             raise error
         while not failures_of_others(torch.distributed.group.WORLD):
             time.sleep(0.01)
-        # the error of gloo
+        # gloo raises this error
         raise RuntimeError("Connection closed by peer [127.0.0.1]:21654.")
 
 
 @pytest.mark.parametrize(
-    "error", [UsageError("source 'a' is gone."), KeyError("a bug")], ids=["refused", "a bug"]
+    "error", [UsageError("source 'a' is gone."), KeyError("a bug")], ids=["usage", "bug"]
 )
 def test_ranks_report_why_another_rank_stopped(processes, error):
-    first, second = processes(2).outcomes(2, stopping, error)
-    why = f"rank 1 stopped: {type(error).__name__}: {error}"
-    assert first.kind == "UsageError" and f"because another one stopped: {why}" in first.sentence
+    first, second = processes(2).outcomes(2, stop_on_rank_1, error)
+    reason = f"rank 1 stopped: {type(error).__name__}: {error}"
+    assert first.kind == "UsageError"
+    assert f"because another one stopped: {reason}" in first.sentence
     assert (second.kind, second.sentence) == (type(error).__name__, str(error))

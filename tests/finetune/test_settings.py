@@ -1,4 +1,4 @@
-"""Settings of fine-tuning: files, command lines, and errors."""
+"""Settings of fine-tuning: config files, command lines, and errors."""
 
 import re
 from pathlib import Path
@@ -12,14 +12,15 @@ from cab_hf import CabConfig
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune.models import stretch_positions, with_lora
 from cab_hf.finetune.objective import learning_rate
-from cab_hf.finetune.settings import FREE, Settings, read
+from cab_hf.finetune.settings import CHANGEABLE, Settings, read
 
 FOLDER = Path(__file__).parents[2] / "finetune"
 DATA = ("text.jsonl",)
 
 
-def settings(**given):
-    return Settings(**{"data": DATA, **given})
+def settings(**fields):
+    """Return settings with the source `DATA` and other ``fields``."""
+    return Settings(**{"data": DATA, **fields})
 
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "configs").iterdir()), ids=lambda path: path.stem)
@@ -28,8 +29,8 @@ def test_shipped_configs_are_valid(path):
     # the LLaMA configs are for eight GPUs
     assert actual.data and actual.accumulation(8 if "llama3" in path.stem else 1) >= 1
     CabConfig.from_dict(actual.cab_config())
-    given = yaml.safe_load(path.read_text())
-    assert actual.length == given["length"] and actual.model == given["model"]
+    fields = yaml.safe_load(path.read_text())
+    assert actual.length == fields["length"] and actual.model == fields["model"]
 
 
 @pytest.mark.parametrize(
@@ -44,16 +45,16 @@ def test_accelerate_configs_are_valid(name, kind, processes):
 
     actual = load_config_from_file(str(FOLDER / "accelerate" / f"{name}.yaml"))
     assert (actual.distributed_type.value, actual.num_processes) == (kind, processes)
-    # autocast is the run's own business
+    # `train` controls autocast
     assert actual.mixed_precision == "no"
 
 
 def test_calibration_sets_all_fields_and_assignments_override(tmp_path):
-    own, file = CabConfig.published(((0.5, 0.9), (0.0, 0.9))), str(tmp_path / "own.json")
-    own.save(file)
-    assert settings(calibration=file).cab_config() == own.to_dict()
-    given = settings(calibration=file, cab=("min_length=64",)).cab_config()
-    assert given == {**own.to_dict(), "min_length": 64}
+    config, file = CabConfig.published(((0.5, 0.9), (0.0, 0.9))), str(tmp_path / "own.json")
+    config.save(file)
+    assert settings(calibration=file).cab_config() == config.to_dict()
+    fields = settings(calibration=file, cab=("min_length=64",)).cab_config()
+    assert fields == {**config.to_dict(), "min_length": 64}
 
 
 def test_field_unknown_to_calibration_raises(tmp_path):
@@ -77,11 +78,11 @@ def test_command_line_overrides_file(tmp_path):
 
 
 def test_existing_path_with_equals_sign_has_no_weight(tmp_path):
-    """Folders of partitioned data have such names."""
+    """Folders of partitioned data sets have names such as year=2024."""
     (tmp_path / "year=2024").mkdir()
-    named = str(tmp_path / "year=2024")
-    data = (named, f"{named}=0.5", str(tmp_path / "year=2023"))
-    expected = [(named, 1.0), (named, 0.5), (str(tmp_path / "year"), 2023.0)]
+    folder = str(tmp_path / "year=2024")
+    data = (folder, f"{folder}=0.5", str(tmp_path / "year=2023"))
+    expected = [(folder, 1.0), (folder, 0.5), (str(tmp_path / "year"), 2023.0)]
     assert Settings(data=data).sources() == expected
 
 
@@ -91,23 +92,23 @@ def test_accumulation_steps_follow_tokens_per_step():
     assert settings(**fields, tokens_per_step=2**16).accumulation(4) == 8
     with pytest.raises(UsageError, match="tokens_per_step must be a multiple of 6144"):
         settings(**fields, tokens_per_step=2**16).accumulation(3)
-    # with context parallelism, each group of cp processes has one sequence
-    shared = settings(length=1024, tokens_per_step=8192, cp=2)
-    assert shared.accumulation(4) == 4
+    # with context parallelism, cp processes share a sequence
+    with_cp = settings(length=1024, tokens_per_step=8192, cp=2)
+    assert with_cp.accumulation(4) == 4
     with pytest.raises(UsageError, match="tokens_per_step must be a multiple of 6144"):
-        shared.accumulation(12)
+        with_cp.accumulation(12)
 
 
 def test_identity_excludes_output_options():
     one, same = settings(), settings(out="elsewhere", save_every=1)
-    assert one.identity(2) == same.identity(2) and not set(FREE) & one.identity(2).keys()
+    assert one.identity(2) == same.identity(2) and not set(CHANGEABLE) & one.identity(2).keys()
     for other in ({"lr": 1e-3}, {"steps": 300}, {"seed": 1}, {"cp": 2}, {"train": "all"}):
         assert settings(**other).identity(2) != one.identity(2)
     assert one.identity(1) != one.identity(2)
 
 
 @pytest.mark.parametrize(
-    # half way along the cosine it is the mean of both ends
+    # halfway through the cosine, the rate is the mean of the peak and the last rate
     ("step", "rate"),
     [(1, 0.5), (2, 1.0), (6, 0.6), (10, 0.2)],
 )
@@ -116,7 +117,7 @@ def test_learning_rate_schedule_values(step, rate):
     assert learning_rate(step, schedule) == pytest.approx(rate)
 
 
-# rows of settings as YAML, of each of which the last is refused, by its name
+# cases of settings in YAML, separated by |; the error names the last setting of a case
 REFUSED = """
 train: lora | train: all, qlora: true | train: all, dropout: 0.1 | train: all, rank: 8
 train: all, alpha: 8.0 | train: all, targets: [q_proj] | train: all, adapter: a
@@ -130,10 +131,10 @@ passkey_lengths: [9999] | calibration: smollm3
 
 @pytest.mark.parametrize("row", [row.strip() for row in re.split(r"\||\n", REFUSED.strip())])
 def test_invalid_settings_raise(row):
-    given = yaml.safe_load(f"{{{row}}}")
-    given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
-    with pytest.raises(ValueError, match=rf"^{[*given][-1]} "):
-        settings(**given)
+    fields = yaml.safe_load(f"{{{row}}}")
+    fields = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+    with pytest.raises(ValueError, match=rf"^{[*fields][-1]} "):
+        settings(**fields)
 
 
 POSITIONS = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2}
@@ -142,7 +143,7 @@ SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "config"),
+    ("name", "arguments", "config"),
     [
         ("length", {"rope": None, "length": 1001}, {}),
         ("rope_factor", {"length": 4000, "rope_factor": 2.0}, {}),
@@ -150,26 +151,26 @@ SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
         ("rope", {"length": 900}, {}),
         ("rope", {"length": 4000}, {"rope_parameters": SCALED}),
     ],
-    ids=["no scaling", "little", "shrunk", "unneeded", "scaled"],
+    ids=["too long", "factor too small", "factor below 1", "unneeded", "model has a scaling"],
 )
-def test_invalid_rope_settings_raise(name, given, config):
-    given = {"rope": "yarn", "length": None, **given}
+def test_invalid_rope_settings_raise(name, arguments, config):
+    arguments = {"rope": "yarn", "length": None, **arguments}
     with pytest.raises(ValueError, match=f"^{name} must be "):
-        stretch_positions(LlamaConfig(**POSITIONS, **config), "a-model", **given)
+        stretch_positions(LlamaConfig(**POSITIONS, **config), "a-model", **arguments)
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "tied"),
+    ("name", "arguments", "is_tied"),
     [
         ("targets", {"targets": ["q_prj"]}, False),
         ("dropout", {"targets": ["lm_head"], "dropout": 0.1}, False),
         ("targets", {"targets": ["lm_head"]}, True),
     ],
-    ids=["near", "head", "tied"],
+    ids=["unknown target", "dropout of the head", "tied head"],
 )
-def test_invalid_adapter_settings_raise(name, given, tied):
+def test_invalid_adapter_settings_raise(name, arguments, is_tied):
     with pytest.raises(ValueError, match=f"^{name} must be "):
-        with_lora(tiny_model(tie_word_embeddings=tied), rank=2, alpha=4.0, **given)
+        with_lora(tiny_model(tie_word_embeddings=is_tied), rank=2, alpha=4.0, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_invalid_command_line_exits_with_one_line(words, message, tmp_path, caps
     file = tmp_path / "run.yaml"
     file.write_text("targts: [q_proj]\n")
     words = [str(file) if word == "FILE" else word for word in words]
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         read(["--data", "a.txt", *words])
     (line,) = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and line.startswith("finetune/lora.py: ") and message in line
+    assert raised.value.code == 2 and line.startswith("finetune/lora.py: ") and message in line

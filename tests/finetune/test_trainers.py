@@ -1,4 +1,4 @@
-"""Trainers of other libraries train a model with CAB as they train it with sdpa."""
+"""Trainers of transformers and TRL train models with CAB."""
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ STEPS = {
 
 
 def by_transformers(model, tokenizer, folder):
+    """Return a Trainer of transformers on random tokens."""
     ids = torch.randint(3, 60, (4, 300), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": x, "labels": x} for x in ids]
     adapted = get_peft_model(model, LORA)
@@ -27,23 +28,31 @@ def by_transformers(model, tokenizer, folder):
 
 
 def by_trl(model, tokenizer, folder):
-    """Train with TRL on packed documents; attention across documents would change the loss."""
+    """Return a trainer of TRL on packed documents.
+
+    Attention across documents would change the loss.
+    """
     trl = pytest.importorskip("trl", reason="trl is not installed; `pip install '.[dev]'`")
     words = TEXT.split()
     texts = [" ".join((words[i:] + words[:i]) * (6 + 3 * (i % 3))) for i in range(12)]
     arguments = trl.SFTConfig(str(folder), packing=True, max_length=400, bf16=False, **STEPS)
     rows = Dataset.from_dict({"text": texts})
-    given = {"train_dataset": rows, "processing_class": tokenizer, "peft_config": LORA}
-    return trl.SFTTrainer(model, arguments, **given)
+    return trl.SFTTrainer(
+        model, arguments, train_dataset=rows, processing_class=tokenizer, peft_config=LORA
+    )
 
 
-def trained(make, model_folder, folder, attention, config=None):
-    """Return (loss of each step, density of each layer)."""
+def train(make_trainer, model_folder, folder, config=None):
+    """Train with "cab" and ``config``; None: "sdpa".
+
+    Returns the loss of each step, and the density of each layer.
+    """
     torch.manual_seed(0)
+    attention = "sdpa" if config is None else "cab"
     model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation=attention)
     if config is not None:
         cab_hf.apply_cab(model, config)
-    trainer = make(model, AutoTokenizer.from_pretrained(model_folder), folder)
+    trainer = make_trainer(model, AutoTokenizer.from_pretrained(model_folder), folder)
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     densities = [row["density"] for row in cab_hf.stats(trainer.model)]
@@ -51,11 +60,13 @@ def trained(make, model_folder, folder, attention, config=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [by_transformers, by_trl])
-def test_full_budget_losses_match_sdpa_and_threshold_lowers_density(make, model_folder, tmp_path):
-    expected, _ = trained(make, model_folder, tmp_path, "sdpa")
-    losses, densities = trained(make, model_folder, tmp_path, "cab", FULL)
+@pytest.mark.parametrize("make_trainer", [by_transformers, by_trl])
+def test_full_budget_losses_match_sdpa_and_threshold_lowers_density(
+    make_trainer, model_folder, tmp_path
+):
+    expected, _ = train(make_trainer, model_folder, tmp_path)
+    losses, densities = train(make_trainer, model_folder, tmp_path, FULL)
     assert len(losses) == 2 and losses == pytest.approx(expected, abs=2e-4)
     assert densities == [1.0, 1.0]
-    _, densities = trained(make, model_folder, tmp_path, "cab", SPARSE)
+    _, densities = train(make_trainer, model_folder, tmp_path, SPARSE)
     assert all(0 < density < 1 for density in densities)

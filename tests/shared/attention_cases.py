@@ -1,4 +1,4 @@
-"""Plans and gradients that every engine must reproduce, on the CPU and on a GPU."""
+"""Inputs, plans and error budgets for tests of attention engines, on the CPU and on a GPU."""
 
 import torch
 from budget import EPS
@@ -10,69 +10,83 @@ from cab_hf.ops import reference
 from cab_hf.plan import KeyRanges
 
 
-def random_plan(q, k, blocks, share=0.4, ranges=None, heads=None, **complete):
-    """Return a plan with every diagonal block and each other block with probability ``share``.
+def random_plan(q, k, blocks, share=0.4, ranges=None, heads=None, **fields):
+    """Return a plan with all diagonal blocks, and other blocks with probability ``share``.
 
-    ``complete`` may have ``dense_rows``, see `BlockPlan.from_dense`.
+    Args:
+        q, k: [B, H, N_q, D] and [B, H_kv, N_k, D].
+        blocks: (query block, key block).
+        share: probability of a block.
+        ranges: `KeyRanges`; None: causal.
+        heads: number of heads of the plan; None: the heads of q.
+        fields: further arguments of `BlockPlan.from_dense`, such as ``dense_rows``.
     """
     query_block, key_block = blocks
     ranges = ranges or KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     shape = BlockPlan.causal(ranges, heads or q.shape[1], query_block, key_block).to_dense().shape
-    keep = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < share
-    keep = keep.to(q.device)
-    row = ranges.rows(query_block).min_last // key_block
-    diagonal = torch.arange(shape[-1], device=q.device) >= row.unsqueeze(-1)
-    keep = keep | diagonal.unsqueeze(1)
+    is_selected = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < share
+    is_selected = is_selected.to(q.device)
+    last_key_block = ranges.rows(query_block).min_last // key_block
+    is_diagonal = torch.arange(shape[-1], device=q.device) >= last_key_block.unsqueeze(-1)
+    is_selected = is_selected | is_diagonal.unsqueeze(1)
     return BlockPlan.from_dense(
-        keep, ranges, query_block=query_block, key_block=key_block, **complete
+        is_selected, ranges, query_block=query_block, key_block=key_block, **fields
     )
 
 
 def seeds(count):
+    """Return random seeds, int64 [count]."""
     return torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(0))
 
 
 def laid_out(layout, batch, length, kv_length, align, device):
-    """Return the `BlockLayout` of causal, left-padded or packed inputs, or of a chunk.
+    """Return the `BlockLayout` of an input.
 
-    The chunk begins inside of a query block, and ``align`` later tokens of its sequence follow.
+    Args:
+        layout: "causal"; "padded", with left padding in row 0; "packed", with two documents; or
+            "chunk", a prefill chunk that starts inside a query block and is followed by ``align``
+            tokens of its sequence.
+        batch: number of rows.
+        length: number of queries.
+        kv_length: number of keys.
+        align: tokens; documents start at multiples of this number.
+        device: device of the layout.
     """
     valid = torch.ones(batch, kv_length, dtype=torch.bool)
-    document = None
+    doc_ids = None
     if layout == "padded":
         valid[0, : kv_length // 5] = False
     if layout == "packed":
-        document = (torch.arange(kv_length) >= kv_length // 3).long().expand(batch, -1).to(device)
+        doc_ids = (torch.arange(kv_length) >= kv_length // 3).long().expand(batch, -1).to(device)
     options = LayoutOptions()
     if layout == "chunk":
         options = LayoutOptions(
             block_offset=(kv_length - length) % align, sequence_end=kv_length + align
         )
-    laid = BlockLayout.build(
-        batch,
-        length,
-        kv_length,
-        kv_length - length,
-        None if layout in ("causal", "chunk") else valid.to(device),
-        document,
+    return BlockLayout.build(
+        batch=batch,
+        q_length=length,
+        kv_length=kv_length,
+        q_offset=kv_length - length,
+        padding_mask=None if layout in ("causal", "chunk") else valid.to(device),
+        doc_ids=doc_ids,
         align=align,
         device=device,
         options=options,
     )
-    return laid
 
 
 def draw(device, dtype, q_length, kv_length=None, batch=1, heads=6, kv_heads=2, dim=16):
-    """Return q, k, v and the output gradient; q has the strides of a model."""
+    """Return random q, k, v and output gradient, [B, H, N, D] with the strides of [B, N, H, D]."""
     generator = torch.Generator().manual_seed(0)
 
-    def normal(length, count):
-        x = torch.randn(batch, length, count, dim, generator=generator)
+    def normal(length, num_heads):
+        x = torch.randn(batch, length, num_heads, dim, generator=generator)
         return x.to(device, dtype).transpose(1, 2)
 
     kv_length = kv_length or q_length
     sizes = ((q_length, heads), (kv_length, kv_heads), (kv_length, kv_heads), (q_length, heads))
-    return [normal(*size) for size in sizes]
+    return [normal(length, num_heads) for length, num_heads in sizes]
 
 
 def case(
@@ -86,21 +100,36 @@ def case(
     sample_period=None,
     **shape,
 ):
-    """Return (q, k, v, gradient, plan) of one case.
+    """Return q, k, v, output gradient and plan of a test case.
 
-    ``dense_rows`` is one list of rows per batch row, or "tail". One of ``sample_period`` unlisted
-    blocks is sampled.
+    Args:
+        device, dtype: of the tensors.
+        blocks: (query block, key block).
+        layout: as in `laid_out`.
+        plan_heads: number of heads of the plan; None: the heads of q.
+        share: probability that the plan has a block.
+        dense_rows: query blocks with dense attention, a list per row of the batch; "tail" for the
+            last query block of each sequence; None: no dense rows.
+        sample_period: one of ``sample_period`` unselected blocks is sampled; None: no sample.
+        shape: sizes for `draw`.
     """
     q, k, v, grad = draw(device, dtype, **shape)
-    batch, kv_length = q.shape[0], k.shape[2]
-    laid = laid_out(layout, batch, q.shape[2], kv_length, max(blocks), device)
-    q, grad, k, v = laid.queries(q), laid.queries(grad), laid.keys(k), laid.keys(v)
-    pattern = q if plan_heads is None else q[:, :plan_heads]
+    block_layout = laid_out(
+        layout=layout,
+        batch=q.shape[0],
+        length=q.shape[2],
+        kv_length=k.shape[2],
+        align=max(blocks),
+        device=device,
+    )
+    q, grad = block_layout.queries(q), block_layout.queries(grad)
+    k, v, ranges = block_layout.keys(k), block_layout.keys(v), block_layout.ranges
     if dense_rows == "tail":
-        dense_rows = laid.ranges.tail_rows(blocks[0], blocks[0])
+        dense_rows = ranges.tail_rows(blocks[0], blocks[0])
     elif dense_rows is not None:
         dense_rows = torch.tensor(dense_rows, device=device)
-    plan = random_plan(pattern, k, blocks, share, laid.ranges, dense_rows=dense_rows)
+    plan_queries = q if plan_heads is None else q[:, :plan_heads]
+    plan = random_plan(plan_queries, k, blocks, share=share, ranges=ranges, dense_rows=dense_rows)
     if sample_period is not None:
         plan = plan.with_sample(sample_period, seeds(1)[0].to(device))
     require_valid(plan)
@@ -108,9 +137,19 @@ def case(
 
 
 def with_gradients(attend, inputs, grad, plan, scale, through_lse=False, **logits):
-    """Return {"out", "lse", "dq", "dk", "dv"}; with ``through_lse``, the loss reads lse too."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    results = out, lse = attend(*leaves, plan, scale, return_lse=True, **logits)
+    """Return the results of an engine by name: "out", "lse", "dq", "dk" and "dv".
+
+    Args:
+        attend: the engine, a function like `reference.attention`.
+        inputs: q, k and v.
+        grad: gradient of the output.
+        plan: the plan.
+        scale: scale of logits.
+        through_lse: True if the loss depends on the log-sum-exp too.
+        logits: further arguments of the engine, such as ``softcap``.
+    """
+    q, k, v = leaves = [x.detach().requires_grad_() for x in inputs]
+    results = out, lse = attend(q, k, v, plan, scale=scale, return_lse=True, **logits)
     has_keys = (plan.ranges.end >= 0)[:, None, :, None]
     grads = [grad.to(out.dtype) * has_keys, (grad * has_keys).sum(-1).to(lse.dtype)]
     num_outputs = 2 if through_lse else 1
@@ -119,26 +158,30 @@ def with_gradients(attend, inputs, grad, plan, scale, through_lse=False, **logit
 
 
 def assert_engine_within_budget(attend, q, k, v, grad, plan, scale, **how):
-    """Assert that output, log-sum-exp and gradients have at most twice PyTorch's error."""
-    actual = with_gradients(attend, (q, k, v), grad, plan, scale, **how)
-    plain = with_gradients(reference.attention, (q, k, v), grad, plan, scale, **how)
-    double_inputs = [x.double() for x in (q, k, v)]
-    exact = with_gradients(reference.attention, double_inputs, grad.double(), plan, scale, **how)
+    """Assert that output, log-sum-exp and gradients have at most twice PyTorch's error.
+
+    Arguments are those of `with_gradients`.
+    """
+    fields = {"plan": plan, "scale": scale, **how}
+    inputs, double_inputs = (q, k, v), [x.double() for x in (q, k, v)]
+    actual = with_gradients(attend, inputs, grad, **fields)
+    plain = with_gradients(reference.attention, inputs, grad, **fields)
+    exact = with_gradients(reference.attention, double_inputs, grad.double(), **fields)
     has_keys = (plan.ranges.end >= 0)[:, None]
     for name in actual:
-        result, usual, expected = (x[name].detach().double() for x in (actual, plain, exact))
+        result, baseline, expected = (x[name].detach().double() for x in (actual, plain, exact))
         if name == "lse":
             is_empty = expected == -torch.inf
             assert torch.equal((result == -torch.inf) & has_keys, is_empty & has_keys)
-            result, usual, expected = (
-                x.masked_fill(is_empty, 0.0) for x in (result, usual, expected)
+            result, baseline, expected = (
+                x.masked_fill(is_empty, 0.0) for x in (result, baseline, expected)
             )
         # outputs of padding queries are not used
         elif name in ("out", "dq"):
-            result, usual, expected = (
-                x * has_keys.unsqueeze(-1) for x in (result, usual, expected)
+            result, baseline, expected = (
+                x * has_keys.unsqueeze(-1) for x in (result, baseline, expected)
             )
         error = (result - expected).abs().max()
         eps = EPS[q.dtype] * expected.abs().max()
-        allowed = 2 * ((usual - expected).abs().max() + eps)
+        allowed = 2 * ((baseline - expected).abs().max() + eps)
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"

@@ -1,4 +1,4 @@
-"""Requests of continuous batching and the managers that serve them, for tests."""
+"""Prompts, settings and helper functions for tests of continuous batching."""
 
 import dataclasses
 
@@ -11,8 +11,9 @@ import cab_hf
 from cab_hf import dispatch
 
 GREEDY = GenerationConfig(max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=2)
-PAGES = {"max_blocks_per_request": 64}
+PAGES = {"max_blocks_per_request": 64}  # block tables for decode
 LOW = dataclasses.replace(SPARSE, mass_threshold=0.08, outlier_queries=0)
+# arguments of `batching`
 WAYS = {
     "at-once": {},
     "chunks": {"max_batch_tokens": 96},
@@ -25,17 +26,20 @@ PROMPTS += [BEGINNING + tokens(1, 40 + i, seed=i)[0].tolist() for i in range(3)]
 
 
 def batching(**changes):
+    """Return the config of continuous batching with ``changes`` of its fields."""
     return ContinuousBatchingConfig(
         **{"num_blocks": 400, "page_size": 16, "max_batch_tokens": 4096, **changes}
     )
 
 
 def served(model, prompts=PROMPTS, **changes):
+    """Return the generated tokens of each prompt by continuous batching."""
     answers = model.generate_batch(prompts, GREEDY, batching(**changes), warmup=False)
     return [answer.generated_tokens for answer in answers.values()]
 
 
 def generated(model, prompts=PROMPTS):
+    """Return the generated tokens of each prompt by `generate` without batching."""
     return [
         model.generate(torch.tensor([prompt]), generation_config=GREEDY)[0, len(prompt) :].tolist()
         for prompt in prompts
@@ -43,27 +47,30 @@ def generated(model, prompts=PROMPTS):
 
 
 def on_cab(model, config=FULL):
+    """Return ``model`` under `apply_cab`."""
     return cab_hf.apply_cab(model, config)
 
 
 def implementations(model):
+    """Return the attention implementation of each transformers model inside ``model``."""
     modules = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
     return [module.config._attn_implementation for module in modules]
 
 
 def managed(model):
+    """Return a started manager of continuous batching."""
     manager = model.init_continuous_batching(GREEDY, batching())
     manager.start()
     return manager
 
 
 def routed(monkeypatch):
-    """Return a list that receives (mask, route) of every sequence that is served."""
+    """Return a list to which every call of `dispatch.route` appends (mask, route)."""
     routes, original = [], dispatch.route
 
-    def watched(mask, *arguments, **options):
-        routes.append((mask, original(mask, *arguments, **options)))
+    def recording_route(mask, *args, **kwargs):
+        routes.append((mask, original(mask, *args, **kwargs)))
         return routes[-1][1]
 
-    monkeypatch.setattr(dispatch, "route", watched)
+    monkeypatch.setattr(dispatch, "route", recording_route)
     return routes

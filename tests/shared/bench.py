@@ -1,4 +1,4 @@
-"""Fast runs of speed commands, and fake benches."""
+"""Fast runs of speed commands, and fake benches with fixed times."""
 
 import json
 import os
@@ -15,16 +15,24 @@ from cab_hf.eval.speed.timing import Bench, Timing
 from cab_hf.plan import BlockPlan
 
 ROOT = Path(__file__).parents[2]
-# standalone: each launch has its own rendezvous, so that launches may run at once
+# --standalone chooses a free port, so that several launches can run at the same time
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-# a model for commands that run whole models; small blocks, so that short prompts have unlisted ones
+# sizes of a random model, and fields of CabConfig with blocks so small that short prompts have
+# unselected blocks
 TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=1")
 FILES = ["figure.png", "report.md", "results.csv", "results.json", "samples.jsonl"]
 
 
 def speed_run(op, out, *words, drawn=False):
-    """Return results.json of ``speed OP`` on the CPU; figures are slow and off by default."""
+    """Run ``speed OP`` on the CPU and return its results.json.
+
+    Args:
+        op: name of the command.
+        out: folder of the results.
+        words: further options.
+        drawn: True to draw the figure, which is slow.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if not drawn:
             patch.setattr(named(f"speed {op}"), "draw", lambda *_: None)
@@ -33,7 +41,7 @@ def speed_run(op, out, *words, drawn=False):
 
 
 def torchrun(*words):
-    """Run two ranks of a module or a script and return the finished process."""
+    """Run a module or a script in two ranks and return the finished process."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, *TORCHRUN, *words],
@@ -47,26 +55,36 @@ def torchrun(*words):
 
 def refused(capsys, op, *words):
     """Return the error message of a ``speed OP`` command that exits with status 2."""
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit) as raised:
         main(["speed", op, *words])
-    assert stop.value.code == 2
+    assert raised.value.code == 2
     return capsys.readouterr().err
 
 
 def sample_of(kind, settings, case, bench=None):
-    """Return the sample of ``case`` on a bench, by default `FakeBench`."""
+    """Return the sample of ``case``.
+
+    Args:
+        kind: class of the experiment.
+        settings: settings of the experiment.
+        case: fields of the case.
+        bench: the bench; None: `FakeBench`.
+    """
     experiment = kind(settings)
     experiment.bench = FakeBench() if bench is None else bench
     return {**case, **experiment.measure(case)}
 
 
 def shown(kind, rows):
-    """Return all tables of ``rows``."""
+    """Return the text of all tables that the experiment ``kind`` makes of ``rows``."""
     return "\n".join(kind.tables(rows).values())
 
 
 class FakeBench(timing.Bench):
-    """Fake bench of a GPU: every call takes 2 ms in a CUDA graph and 3 ms from Python."""
+    """Bench that reports 2 ms per call in a CUDA graph, 3 ms per call from Python, and 5 GiB.
+
+    ``why_not`` is the reason why there is no CUDA graph; None: there is a graph.
+    """
 
     def __init__(self, why_not=None):
         super().__init__("cpu")
@@ -81,7 +99,7 @@ class FakeBench(timing.Bench):
 
 
 class Clock(FakeBench):
-    """Fake clock: every run takes half a second and 2 GiB."""
+    """Bench that reports half a second and 2 GiB for every run."""
 
     def walls(self, call, runs, before=lambda: None):
         before()
@@ -90,7 +108,7 @@ class Clock(FakeBench):
 
 
 class DensityBench(Bench):
-    """Fake bench: attention takes (pairs / 100) ms, selection and dense attention 10 ms."""
+    """Bench that reports 100 ms times density for calls with a plan, and 10 ms for others."""
 
     def __init__(self):
         super().__init__("cpu")

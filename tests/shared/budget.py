@@ -2,11 +2,15 @@
 
 import torch
 
+# largest relative rounding error
 EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def assert_within_budget(actual, compute, *inputs):
-    """Assert err(found, fp64) <= 2 (err(plain, fp64) + eps max|fp64|); plain is ``compute``."""
+    """Assert err(actual, exact) <= 2 (err(plain, exact) + eps max|exact|).
+
+    ``plain`` is ``compute`` of the inputs, and ``exact`` is ``compute`` of the inputs in float64.
+    """
     exact = compute(*(x.double() for x in inputs))
     plain = compute(*inputs)
     assert actual.dtype == plain.dtype and actual.shape == plain.shape

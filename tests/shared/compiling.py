@@ -1,8 +1,11 @@
-"""Compile every kernel as its launcher does, for a GPU that this machine does not have.
+"""Compile all kernels for a GPU that this machine does not have, without running them.
 
-Triton's interpreter runs kernels that its compiler rejects: names that change their type, tiles
-that exceed shared memory. Run as a script, in an environment of its own: whether kernels are
-interpreted, and which GPU they are chosen for, is fixed at import.
+Triton's interpreter runs kernels that its compiler rejects, for example because a variable changes
+its type or tiles exceed shared memory. This module is a script for a new process, because Triton
+reads TRITON_INTERPRET at import.
+
+Usage: ``compiling.py CHIP LAUNCHES``. LAUNCHES is JSON: a list of [function of this module, fields
+of CabConfig, dtype, further arguments].
 """
 
 import json
@@ -27,14 +30,14 @@ from cab_hf.predictors import LayerContext, frc
 from cab_hf.selection import QuantizedKeys, api
 from cab_hf.selection.reference import ScoreOptions
 
-# a compute capability, or AMD's name of a GPU
+# compute capability of an NVIDIA GPU, such as 9.0, or architecture of an AMD GPU, such as gfx942
 CHIP = sys.argv[1]
 NVIDIA = CHIP[0].isdigit()
 LENGTH, HEADS, KV_HEADS = 1024, 4, 2
 
 
 class NoDevice:
-    """The part of a Triton driver that compilation needs."""
+    """A Triton driver with the methods that compilation needs."""
 
     def get_current_target(self):
         if NVIDIA:
@@ -48,8 +51,8 @@ class NoDevice:
         return 0
 
 
-def drawn(dtype, dim, queries=LENGTH, keys=LENGTH):
-    """Return q and k of zeros, and their ranges."""
+def zeros(dtype, dim, queries=LENGTH, keys=LENGTH):
+    """Return q and k of zeros, [B, H, N, D], and their causal `KeyRanges`."""
     q, k = (
         torch.zeros(1, heads, length, dim, dtype=dtype)
         for heads, length in ((HEADS, queries), (KV_HEADS, keys))
@@ -58,45 +61,58 @@ def drawn(dtype, dim, queries=LENGTH, keys=LENGTH):
 
 
 def choose(config, dtype, dim, lengths=((LENGTH, LENGTH),), softcap=None):
-    """Launch the selection kernels of "rows" and the pair count; with sinks if capped."""
+    """Launch the selection kernels of predictor "rows" and the kernel that counts pairs.
+
+    ``lengths`` are pairs (queries, keys). With ``softcap``, logits have sinks too.
+    """
     logits = {"sinks": torch.zeros(HEADS) if softcap else None, "softcap": softcap}
     channels = llama_channels(dim)
-    for sizes in lengths:
-        q, k, ranges = drawn(dtype, dim, *sizes)
-        keys = QuantizedKeys(*api._quantize(k, channels))
-        options = ScoreOptions(1.0, channels, **logits)
-        chosen = api._select_by_kernels(q, keys, ranges=ranges, config=config, options=options)
-    tail = ranges.tail_rows(config.query_block, config.query_block)
-    plan = BlockPlan(*chosen, ranges, config.query_block, config.key_block, dense_rows=tail)
+    options = ScoreOptions(1.0, channels, **logits)
+    for num_queries, num_keys in lengths:
+        q, k, ranges = zeros(dtype, dim, num_queries, num_keys)
+        values, exponents = api._quantize(k, channels)
+        keys = QuantizedKeys(values, exponents)
+        full, partial = api._select_by_kernels(
+            q, keys, ranges=ranges, config=config, options=options
+        )
+    plan = BlockPlan(
+        full=full,
+        partial=partial,
+        ranges=ranges,
+        query_block=config.query_block,
+        key_block=config.key_block,
+        dense_rows=ranges.tail_rows(config.query_block, config.query_block),
+    )
     pairs.add_pairs(plan)
     pairs.add_pairs(replace(plan, dense_rows=None, sampled=plan.full))
 
 
 def choose_by_frc(config, dtype, dim, lengths=((LENGTH, LENGTH),)):
-    """Launch the kernels of predictor "frc"."""
+    """Launch the kernels of predictor "frc"; ``lengths`` are pairs (queries, keys)."""
     frc.has_kernels = lambda x: True
-    for sizes in lengths:
-        q, k, ranges = drawn(dtype, dim, *sizes)
+    for num_queries, num_keys in lengths:
+        q, k, ranges = zeros(dtype, dim, num_queries, num_keys)
         frc.FrcPredictor(config)(q, k, LayerContext(ranges, 1.0, 0))
 
 
 def decode(config, dtype, dim):
-    """Launch a sparse decode step and a dense one."""
-    q, k, ranges = drawn(dtype, dim)
+    """Launch the kernels of a sparse and of a dense decode step, without and with sinks."""
+    q, k, ranges = zeros(dtype, dim)
     channels, q = llama_channels(dim), q[:, :, :1]
     index = kernels.index_keys(k, channels)
-    numbers = torch.tensor([LENGTH]), torch.tensor([128], dtype=torch.int32)
-    choice = kernels.choose(q, index, 1.0, *numbers, channels, ranges.key_valid)
-    kernels.attend(q, k, k, choice, 1.0, numbers[0], ranges.key_valid)
-    kernels.attend(q, k, k, choice.for_layer(k.device), 1.0)
+    length, wanted = torch.tensor([LENGTH]), torch.tensor([128], dtype=torch.int32)
+    fields = {"scale": 1.0, "length": length, "wanted": wanted, "channels": channels}
+    choice = kernels.choose(q, index, valid=ranges.key_valid, **fields)
+    kernels.attend(q, k, k, choice, scale=1.0, length=length, valid=ranges.key_valid)
+    kernels.attend(q, k, k, choice.for_layer(k.device), scale=1.0)
     sinks = torch.zeros(HEADS)
-    kernels.choose(q, index, 1.0, *numbers, channels, sinks=sinks)
-    kernels.attend(q, k, k, choice.for_layer(k.device), 1.0, sinks=sinks)
+    kernels.choose(q, index, sinks=sinks, **fields)
+    kernels.attend(q, k, k, choice.for_layer(k.device), scale=1.0, sinks=sinks)
 
 
 def attend(config, dtype, dim, softcap=None):
-    """Launch attention under a plan, its backward pass, and the kernels around an engine."""
-    q, k, ranges = drawn(dtype, dim)
+    """Launch block attention, its backward pass, and the kernels that merge and mask outputs."""
+    q, k, ranges = zeros(dtype, dim)
     plan = BlockPlan.causal(ranges, HEADS, config.query_block, config.key_block)
     plan_arguments = block.op_arguments(plan, 1.0, softcap)
     out, lse = block.forward_op(q, k, k, **plan_arguments)
@@ -110,49 +126,56 @@ def attend(config, dtype, dim, softcap=None):
         lse=lse,
         **plan_arguments,
     )
-    some = torch.arange(128)[None]
-    merge.write_merged(q, lse, q[:, :, :256], lse[:, :, :256], some, some >= 0)
+    query = torch.arange(128)[None]
+    merge.write_merged(
+        out=q,
+        lse=lse,
+        parts=q[:, :, :256],
+        sums=lse[:, :, :256],
+        query=query,
+        real=query >= 0,
+    )
     merge.share_with_sinks(out, lse, torch.zeros(HEADS))
     flash._blank(out, lse, ranges.end)
 
 
 def record():
-    """Return lists, by name, of the kernels launched from now on; none of them runs."""
-    driver.set_active(NoDevice())
-    run, result = jit.JITFunction.run, {}
+    """Make launches compile kernels without running them.
 
-    def compile_only(self, *arguments, grid, warmup=False, **options):
-        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
-        result.setdefault(self.fn.__name__, {})[kernel.hash] = kernel
+    Returns a dict to which each launch adds its compiled kernel: name -> hash -> kernel.
+    """
+    driver.set_active(NoDevice())
+    run, compiled = jit.JITFunction.run, {}
+
+    def compile_only(self, *args, grid, warmup=False, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.setdefault(self.fn.__name__, {})[kernel.hash] = kernel
         return kernel
 
     jit.JITFunction.run = compile_only
-    return result
+    return compiled
 
 
 def stack(kernel):
-    """Return the bytes of register spills per thread."""
+    """Return the bytes of local memory per thread, to which registers are spilled."""
     if not NVIDIA:
         return int(re.search(r"private_segment_fixed_size: *(\d+)", kernel.asm["amdgcn"])[1])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", said)[1])
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
 if __name__ == "__main__":
-    launched = record()
-    for what, settings, dtype, *given in json.loads(sys.argv[2]):
-        globals()[what](CabConfig(**settings), getattr(torch, dtype), *given)
-    seen = {name: list(each.values()) for name, each in launched.items()}
-    # of all kernels of a name: how many, and the most shared memory and stack
-    print(
-        json.dumps(
-            {
-                name: (len(each), max(x.metadata.shared for x in each), max(map(stack, each)))
-                for name, each in seen.items()
-            }
-        )
-    )
+    kernels_by_name = record()
+    for function, settings, dtype, *arguments in json.loads(sys.argv[2]):
+        globals()[function](CabConfig(**settings), getattr(torch, dtype), *arguments)
+    # for each name: number of kernels, largest shared memory and largest stack
+    result = {}
+    for name, by_hash in kernels_by_name.items():
+        compiled_kernels = by_hash.values()
+        shared = max(kernel.metadata.shared for kernel in compiled_kernels)
+        result[name] = (len(compiled_kernels), shared, max(map(stack, compiled_kernels)))
+    print(json.dumps(result))

@@ -12,7 +12,7 @@ from cab_hf.hf.rotary import llama_channels
 from cab_hf.ops import Workload, decode
 from cab_hf.ops.decode import kernels, reference
 
-# heads, KV heads, slots, written slots, D, D_v, tokens to select, other options
+# heads, KV heads, cache slots, written slots, D, D_v, number of keys to select, other options
 CASES = {
     "group-of-3": (6, 2, 1500, 1300, 64, 64, 200, {}),
     "padding": (6, 2, 1500, 1300, 64, 64, 200, {"padding": 100}),
@@ -26,6 +26,7 @@ CASES = {
     "sinks-and-local-tokens-only": (6, 2, 1500, 1300, 64, 64, 80, {}),
     "far-from-zero": (6, 2, 1500, 1300, 64, 64, 200, {"shift": 40.0}),
     "few-written": (6, 2, 1500, 40, 64, 64, 200, {}),
+    # caches so large that shares are estimated from a sample of keys
     "a-sample": (8, 2, 35000, 34321, 64, 64, 2000, {}),
     "a-sample-of-padding": (3, 3, 35000, 34321, 64, 64, 2000, {"padding": 9000}),
     "little-of-a-sample": (6, 2, 70000, 900, 64, 64, 200, {}),
@@ -36,19 +37,19 @@ CASES = {
 
 
 def step_of(case, dtype=torch.float32, device="cpu", batch=2):
-    """Return (q, k, v, arguments of ``choose`` that follow the index) of one of `CASES`.
+    """Return q, k, v and further arguments of ``choose`` for one of `CASES`.
 
-    These arguments are scale, length, wanted, channels, valid and sinks.
+    The arguments after ``index`` are scale, length, wanted, channels, valid and sinks.
     """
     heads, kv_heads, slots, written, dim, value_dim, wanted, options = case
     generator = torch.Generator().manual_seed(0)
 
-    def noise(*shape):
-        return torch.randn(*shape, generator=generator)
+    def noise(num_heads, length, channels):
+        return torch.randn(batch, num_heads, length, channels, generator=generator)
 
-    q = 2 * noise(batch, heads, 1, dim)
-    k, v = noise(batch, kv_heads, slots, dim), noise(batch, kv_heads, slots, value_dim)
-    # shift all logits of a head by about the same amount
+    q = 2 * noise(heads, 1, dim)
+    k, v = noise(kv_heads, slots, dim), noise(kv_heads, slots, value_dim)
+    # add about the same number to all logits of a head
     k = k + options.get("shift", 0.0) * q.unflatten(1, (kv_heads, -1)).mean(2) / 4
     q, k, v = (x.to(device, dtype) for x in (q, k, v))
     valid = None
@@ -65,35 +66,37 @@ def step_of(case, dtype=torch.float32, device="cpu", batch=2):
 
 def require_step_equals_reference(case, dtype=torch.float32, device="cpu"):
     """Assert that index, selection and attention of the kernels match the reference."""
-    q, k, v, choose_args = step_of(case, dtype, device)
-    index, meant = (ops.index_keys(k, choose_args[3]) for ops in (kernels, reference))
-    for actual, expected in zip(index, meant, strict=True):
+    q, k, v, (scale, length, wanted, channels, valid, sinks) = step_of(case, dtype, device)
+    index, expected_index = (ops.index_keys(k, channels) for ops in (kernels, reference))
+    for actual, expected in zip(index, expected_index, strict=True):
         assert torch.equal(actual, expected)
-    scale, length, wanted, channels, valid, sinks = choose_args
-    choice, expected = (ops.choose(q, index, *choose_args) for ops in (kernels, reference))
-    _, *ranks = reference.score_keys(q, index, scale, length, channels, valid, sinks)
+    fields = {"length": length, "valid": valid, "sinks": sinks}
+    choice, expected = (
+        ops.choose(q, index, scale, wanted=wanted, channels=channels, **fields)
+        for ops in (kernels, reference)
+    )
+    _, *ranks = reference.score_keys(q, index, scale, channels=channels, **fields)
     steps, limit = ranks[0], reference.last_read_level(*ranks, length, wanted)
-    kept = choice.to_mask()
-    assert torch.equal(kept.sum(-1), choice.counts)
+    is_selected = choice.to_mask()
+    assert torch.equal(is_selected.sum(-1), choice.counts)
     # kernels add sums in another order, which may shift the rounded shares of a head by one step
-    assert ((kept == (steps <= limit)) | ((steps - limit).abs() <= 2)).all()
-    assert (kept == expected.to_mask()).float().mean() > 0.999
+    assert ((is_selected == (steps <= limit)) | ((steps - limit).abs() <= 2)).all()
+    assert (is_selected == expected.to_mask()).float().mean() > 0.999
     torch.testing.assert_close(choice.unread, expected.unread, rtol=1e-2, atol=0.1)
-    close = 1e-4 if dtype == torch.float32 else 2e-2
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     for selected in (choice, choice.for_layer(q.device)):
-        out, meant = (
-            ops.attend(q, k, v, selected, scale, length, valid, sinks)
-            for ops in (kernels, reference)
+        out, expected_out = (
+            ops.attend(q, k, v, selected, scale=scale, **fields) for ops in (kernels, reference)
         )
-        torch.testing.assert_close(out, meant, rtol=close, atol=close)
+        torch.testing.assert_close(out, expected_out, rtol=tolerance, atol=tolerance)
 
 
 def masks_of_a_step(device="cpu"):
-    """Return {name: mask of one query on 300 slots of a batch of 2}."""
+    """Return masks of a decode step by name: 2 rows with one query and up to 300 keys."""
     valid = torch.ones(2, 300, dtype=torch.bool, device=device)
     valid[0, :77] = False
-    at = torch.tensor(250, device=device)
-    static = {"kv_length": None, "q_offset": at, "details": MaskDetails(cache_length=300)}
+    position = torch.tensor(250, device=device)
+    static = {"kv_length": None, "q_offset": position, "details": MaskDetails(cache_length=300)}
     cases = {
         "static": static,
         "static-padding": {**static, "padding_mask": valid},
@@ -103,7 +106,7 @@ def masks_of_a_step(device="cpu"):
         "window": {"kv_length": 300, "q_offset": 299, "window": 40},
         "padding-window": {"kv_length": 300, "q_offset": 299, "padding_mask": valid, "window": 250},
     }
-    return {name: MaskInfo(2, 1, **case) for name, case in cases.items()}
+    return {name: MaskInfo(2, 1, **fields) for name, fields in cases.items()}
 
 
 def require_dense_step_equals_sdpa(mask, monkeypatch, dtype=torch.float32, device="cpu"):
@@ -116,5 +119,5 @@ def require_dense_step_equals_sdpa(mask, monkeypatch, dtype=torch.float32, devic
     )
     actual = dense_masked(call)
     monkeypatch.setattr(decode, "has_kernels", lambda *tensors: False)
-    close = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    torch.testing.assert_close(actual, dense_masked(call), rtol=close, atol=close)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(actual, dense_masked(call), rtol=tolerance, atol=tolerance)

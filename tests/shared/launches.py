@@ -1,4 +1,4 @@
-"""Launches of finetune/lora.py, and comparisons of their results."""
+"""Run commands in new processes, and compare the results of training runs."""
 
 import os
 import subprocess
@@ -12,56 +12,59 @@ from cab_hf.experiment.log import read_log
 from cab_hf.finetune import train
 
 ROOT = Path(__file__).parents[2]
+# commands as in finetune/README.md
 LAUNCH = ["accelerate", "launch", "--config_file", "finetune/accelerate/cpu_2.yaml"]
 TRAIN = ["finetune/lora.py", "--config", "finetune/configs/tiny_cpu.yaml"]
+# options of a run of four short steps on the CPU
 SMALL = [
     *("--config", str(ROOT / "finetune" / "configs" / "tiny_cpu.yaml"), "--cpu"),
     *("--data", "retrieval:passkey:256", "--length", "256", "--steps", "4", "--save-every", "9"),
     *("--eval-every", "0", "--held-out", "0", "--passkey-lengths", "256"),
 ]
-# training program that injects faults, chosen by the name of the output folder
+# program that runs several trainings in the same processes, and injects errors into runs whose
+# output folder has one of the names below
 MEDDLED = """
 import os, signal, sys
 from dataclasses import replace
 from cab_hf.finetune import lora, train
 
-rank, step = int(os.environ["RANK"]), train.Run._step
+rank, original_step = int(os.environ["RANK"]), train.Run._step
 
-def meddled(run, at, asked):
-    # not in the resumed run
-    if run.out.name == "killed" and at == 3 and not run.done:
+def step_with_error(run, step, stop_request):
+    # run.done is 0 unless the run was resumed
+    if run.out.name == "killed" and step == 3 and not run.done:
         os.kill(os.getpid(), signal.SIGKILL)
-    if run.out.name == "stopped" and at == 3 and rank == 1:
+    if run.out.name == "stopped" and step == 3 and rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
-    if run.out.name == "spoilt" and at == 3 and rank == 1:
-        run._clip = lambda: spoil(run.model)
-    return step(run, at, asked)
+    if run.out.name == "spoilt" and step == 3 and rank == 1:
+        run._clip = lambda: write_nan(run.model)
+    return original_step(run, step, stop_request)
 
-def spoil(model):
-    # on one rank, after gradients were averaged
+def write_nan(model):
+    # called in one process after gradients were averaged
     parameter = next(each for each in model.parameters() if each.requires_grad)
     parameter.grad[0, 0] = float("nan")
     return float("nan")
 
-train.Run._step = meddled
+train.Run._step = step_with_error
 build, open_data = train.build, train.open_data
 
-def built(settings, device):
+def build_with_error(settings, device):
     model, tokenizer = build(settings, device)
     if settings.out.endswith("spoilt-weights") and rank == 1:
         model.get_base_model().model.layers[1].mlp.up_proj.weight.data[3, 3] += 1e-3
     return model, tokenizer
 
-def opened(settings, *arguments):
+def open_other_data(settings, **kwargs):
     if "spoilt-source" in settings.out and rank == 1:
-        # the data path of another machine
+        # rank 1 reads another file with the same name
         fields = {name: getattr(settings, name) for name in ("data", "validation")}
         moved = {name: [each.replace("/0/", "/1/") for each in x] for name, x in fields.items()}
         settings = replace(settings, **moved)
-    return open_data(settings, *arguments)
+    return open_data(settings=settings, **kwargs)
 
-train.build, train.open_data = built, opened
-# the same processes start several runs
+train.build, train.open_data = build_with_error, open_other_data
+# keep the process group for the next run
 train.Accelerator.end_training = lambda self: None
 for words in sys.argv[1].split(" / "):
     status = lora.main(words.split())
@@ -74,10 +77,13 @@ for words in sys.argv[1].split(" / "):
 
 
 def launched(words):
-    """Run a command of this Python or its accelerate and return the finished process."""
+    """Run a command and return the finished process.
+
+    ``words`` start with "python", or with "accelerate" and "launch".
+    """
     module = ["-m", "accelerate.commands.launch"] if words[0] == "accelerate" else []
     command = [sys.executable, *module, *words[2 if module else 1 :]]
-    # without Triton's interpreter, which is slow and off for users
+    # users do not run Triton's interpreter, which is slow
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
@@ -85,6 +91,7 @@ def launched(words):
 
 
 def losses(out):
+    """Return kind, step and loss of each record in the log of a run."""
     _, records = read_log(out / train.LOG)
     return [
         (each["kind"], each["step"], each.get("loss", each.get("held_out_loss")))
@@ -93,6 +100,7 @@ def losses(out):
 
 
 def steps(out, field):
+    """Return a field of each step in the log of a run."""
     _, records = read_log(out / train.LOG)
     return [each[field] for each in records if each["kind"] == "step"]
 
@@ -104,12 +112,13 @@ def saved_weights(out):
 
 
 def assert_same(weights, expected):
+    """Assert that two dicts of tensors are bit-identical."""
     assert weights.keys() == expected.keys()
     assert all(torch.equal(x, expected[name]) for name, x in weights.items())
 
 
 def assert_same_run(one, other):
-    """Assert that two runs are bit-identical."""
+    """Assert that losses, gradient norms, densities and weights of two runs are bit-identical."""
     assert losses(one) == losses(other)
     for field in ("grad_norm", "density"):
         assert steps(one, field) == steps(other, field)

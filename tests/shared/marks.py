@@ -11,7 +11,10 @@ def before(version):
 
 
 def since(version, why):
-    """Return a mark for tests that need this version of transformers; ``why`` ends a clause."""
+    """Return a mark that skips a test if transformers is older than ``version``.
+
+    ``why`` completes the reason "before transformers VERSION ...".
+    """
     return pytest.mark.skipif(before(version), reason=f"before transformers {version} {why}")
 
 
@@ -19,9 +22,9 @@ SERVING = since("5.19", "continuous batching is refused")
 
 
 def slow_but(cases, *fast):
-    """Mark all ``cases`` of a parametrised test as slow, except the indices ``fast``.
+    """Return ``cases`` of a parametrised test, marked as slow except for the indices ``fast``.
 
-    A case is a `pytest.param`, a tuple of several arguments, or the one argument.
+    A case is a `pytest.param`, a tuple of arguments, or a single argument.
     """
     params = []
     for index, case in enumerate(cases):

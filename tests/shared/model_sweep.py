@@ -1,8 +1,8 @@
-"""Sweep over model types: each type, tiny and random, with its own attention and with "cab".
+"""Sweep over model types: compare "cab" with the own attention of tiny random models.
 
-One process compares logits: loaded by name and under `apply_cab`, with and without padding, and of
-packed documents. Several processes compare a training step inside `cab_hf.context_parallel` with
-the step of one process.
+One process compares logits of models that are loaded with "cab" or changed by `apply_cab`, with and
+without padding, and for packed documents. Several processes compare a training step inside
+`cab_hf.context_parallel` with the step of one process.
 """
 
 from __future__ import annotations
@@ -65,26 +65,26 @@ from cab_hf.eval.families import (
 )
 from cab_hf.patches import apply_cab
 
-BLOCK = 32
-# the fork server of Python 3.11 does not search the folder of this module
+BLOCK = 32  # tokens: chunks of processes are multiples of this number
+# modules that the fork server imports; Python 3.11 cannot import this module there
 PRELOADED = ["cab_hf.eval.families", "cab_hf.patches", "torch.multiprocessing"]
 PRELOADED += ["transformers.models.auto.modeling_auto", "transformers.masking_utils"]
-SAMPLE = "sample.json"  # file with the result of the processes of a type
-# settings of types with routers, whose auxiliary loss is part of the loss
+SAMPLE = "sample.json"  # file with the result of rank 0
+# config fields that add the auxiliary loss of routers to the loss
 ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
-# fewer positions than a test has, with frequencies that depend on the longest position
+# RoPE whose frequencies depend on the longest position, with fewer positions than the inputs
 DYNAMIC = {
     "rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 4.0},
     "max_position_embeddings": 64,
 }
-# arguments that only a loss needs
+# model arguments that only the loss needs
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
 # distinguishes errors of this project from errors of other libraries
 OURS = re.compile("cab|context_parallel")
 
 
 class Sweep(Families):
-    """The experiment that measures the types of its settings, each in its own processes."""
+    """An experiment that examines each model type of its settings in new processes."""
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         for model_type in self.settings.types:
@@ -96,22 +96,30 @@ class Sweep(Families):
 
 
 def in_processes(model_type: str, ranks: int, timeout: float, memory: float) -> dict[str, Any]:
-    """Return the sample of a type, from one process or from the first process of a gloo group.
-
-    A type that needs more than ``timeout`` seconds, or crashes a process, counts as not built.
+    """Examine a model type in new processes, and return the sample of rank 0.
 
     Args:
         model_type: the type.
-        ranks: number of processes.
-        timeout: seconds.
-        memory: GiB of address space per process.
+        ranks: number of processes, a gloo group if there are several.
+        timeout: seconds after which the processes are killed.
+        memory: limit of address space per process in GiB.
+
+    Returns:
+        The result of `examine` or `examine_over_ranks`; {"not_built": reason} after a timeout or a
+        crash of a process.
     """
-    # children are forked from a process that has imported all libraries and computed nothing
+    # fork children from a process that has imported all libraries but not used any threads
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     ends = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
-        words = model_type, memory, ranks, folder
-        group = start_processes(_child, words, ranks, False, True, "forkserver")
+        group = start_processes(
+            _child,
+            args=(model_type, memory, ranks, folder),
+            nprocs=ranks,
+            join=False,
+            daemon=True,
+            start_method="forkserver",
+        )
         try:
             while not group.join(max(0.0, ends - time.monotonic())):
                 if time.monotonic() > ends:
@@ -127,6 +135,7 @@ def in_processes(model_type: str, ranks: int, timeout: float, memory: float) -> 
 
 
 def _child(rank: int, model_type: str, memory: float, ranks: int, folder: str) -> None:
+    """Examine a type in process ``rank`` of ``ranks``; rank 0 writes the sample to ``folder``."""
     limit = round(memory * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     torch.set_num_threads(1)
@@ -138,12 +147,12 @@ def _child(rank: int, model_type: str, memory: float, ranks: int, folder: str) -
         sample = examine_over_ranks(model_type)
     if rank == 0:
         Path(folder, SAMPLE).write_text(json.dumps(sample))
-    # otherwise this process would wait for ranks of its group that stopped
+    # exit without waiting for other ranks of the group, which may have stopped
     os._exit(0)
 
 
 def examine(model_type: str) -> dict[str, Any]:
-    """Return the outcome of a type per part of `PARTS` in one process, or {"not_built": why}."""
+    """Return the outcomes of `compare` for a type in one process, or {"not_built": reason}."""
     try:
         model, expected, reads_padding = built(model_type)
         result = {
@@ -162,11 +171,16 @@ def examine(model_type: str) -> dict[str, Any]:
 
 
 def built(model_type: str, **values: Any) -> tuple[PreTrainedModel, dict[str, Tensor], list[str]]:
-    """Return a model, its logits with its own attention, and the inputs whose padding it reads."""
+    """Build a model of a type with its own attention.
+
+    Returns:
+        The model; its logits by name of the input; and the names of inputs for which padding tokens
+        change the logits of other tokens.
+    """
     model = tiny_model(model_type, **values)
-    expected = {name: logits(model, **given) for name, given in inputs().items()}
-    padded = {name: logits(model, **given) for name, given in inputs(FIRST_TOKEN).items()}
-    read = [
+    expected = {name: logits(model, **fields) for name, fields in inputs().items()}
+    padded = {name: logits(model, **fields) for name, fields in inputs(FIRST_TOKEN).items()}
+    reads_padding = [
         name
         for name in expected
         if _difference(padded[name], expected[name]) > LIMITS["difference"]
@@ -175,15 +189,16 @@ def built(model_type: str, **values: Any) -> tuple[PreTrainedModel, dict[str, Te
         with separate_documents(model):
             separate = logits(model, **packed_inputs()[PACKED])
     except Exception:
-        # the type does not accept position ids
-        return model, expected, read
-    return model, expected | dict.fromkeys(packed_inputs(), separate), read
+        # models of some types do not accept position ids
+        return model, expected, reads_padding
+    return model, expected | dict.fromkeys(packed_inputs(), separate), reads_padding
 
 
 def inputs(padding: int | None = None) -> dict[str, dict[str, Any]]:
-    """Return arguments of a model by name: two rows of tokens, the first one padded.
+    """Return model arguments by name: two rows of tokens without padding, or with padding in row 0.
 
-    Padding tokens are random, or ``padding``. They do not change a model that applies its mask.
+    ``padding`` is the padding token; None: random tokens. Padding tokens must not change the logits
+    of other tokens.
     """
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(FIRST_TOKEN, VOCABULARY, (2, TOKENS), generator=generator)
@@ -198,40 +213,40 @@ def inputs(padding: int | None = None) -> dict[str, dict[str, Any]]:
 
 
 def packed_inputs() -> dict[str, dict[str, Any]]:
-    """Return arguments of a model by name: the tokens of `inputs`, packed as `DOCUMENTS`.
+    """Return model arguments by name: the tokens of `inputs`, packed as `DOCUMENTS`.
 
-    A mask and a cache must not change the logits.
+    A mask of ones and a cache must not change the logits.
     """
-    alone = packed(inputs()["plain"]) | {"use_cache": False}
-    mask = {"attention_mask": torch.ones_like(alone["input_ids"])}
+    fields = packed(inputs()["plain"]) | {"use_cache": False}
+    mask = {"attention_mask": torch.ones_like(fields["input_ids"])}
     return {
-        PACKED: alone,
-        f"{PACKED}, mask": alone | mask,
-        f"{PACKED}, cache": alone | {"use_cache": True},
+        PACKED: fields,
+        f"{PACKED}, mask": fields | mask,
+        f"{PACKED}, cache": fields | {"use_cache": True},
     }
 
 
 @contextmanager
 def separate_documents(model: PreTrainedModel) -> Iterator[None]:
-    """Mask other `DOCUMENTS` in the model's own attention inside the ``with`` block."""
+    """Restrict the model's own attention to the same document of `DOCUMENTS` inside the block."""
     name = model.config.get_text_config()._attn_implementation
-    make = ALL_MASK_ATTENTION_FUNCTIONS[name]
+    make_mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
     lengths = torch.tensor(DOCUMENTS)
     document = torch.arange(len(DOCUMENTS)).repeat_interleave(lengths).expand(2, -1)
 
-    def make_separate(*arguments: Any, **options: Any) -> Any:
-        own_document = packed_sequence_mask_function(document)
-        options["mask_function"] = and_masks(options["mask_function"], own_document)
-        return make(*arguments, **{**options, "allow_is_causal_skip": False})
+    def make_document_mask(*args: Any, **kwargs: Any) -> Any:
+        same_document = packed_sequence_mask_function(document)
+        kwargs["mask_function"] = and_masks(kwargs["mask_function"], same_document)
+        return make_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
 
-    AttentionMaskInterface.register(name, make_separate)
+    AttentionMaskInterface.register(name, make_document_mask)
     try:
         yield
     finally:
-        AttentionMaskInterface.register(name, make)
+        AttentionMaskInterface.register(name, make_mask)
 
 
-def logits(model: PreTrainedModel, attention_mask: Tensor | None = None, **given: Any) -> Tensor:
+def logits(model: PreTrainedModel, attention_mask: Tensor | None = None, **fields: Any) -> Tensor:
     """Return the logits of all tokens that are not padding, [tokens, vocabulary].
 
     Raises:
@@ -241,7 +256,7 @@ def logits(model: PreTrainedModel, attention_mask: Tensor | None = None, **given
     torch.manual_seed(2)
     masked = {} if attention_mask is None else {"attention_mask": attention_mask}
     with torch.no_grad():
-        result = model(**given, **masked).logits
+        result = model(**fields, **masked).logits
     result = result.flatten(0, 1) if attention_mask is None else result[attention_mask.bool()]
     if not result.isfinite().all():
         raise ValueError("its logits are not finite")
@@ -249,16 +264,16 @@ def logits(model: PreTrainedModel, attention_mask: Tensor | None = None, **given
 
 
 def by_name(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model with the same weights, made with ``attn_implementation="cab"``."""
+    """Return a new model with the same weights and ``attn_implementation="cab"``."""
     config = copy.deepcopy(model.config)
     config.get_text_config().cab_config = FULL.to_dict()
-    named = type(model)._from_config(config, dtype=torch.float32, attn_implementation="cab")
-    named.load_state_dict(model.state_dict())
-    return named.eval()
+    cab_model = type(model)._from_config(config, dtype=torch.float32, attn_implementation="cab")
+    cab_model.load_state_dict(model.state_dict())
+    return cab_model.eval()
 
 
 def applied(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy under `apply_cab`."""
+    """Return a copy of ``model`` that `apply_cab` has changed."""
     return apply_cab(copy.deepcopy(model), FULL)
 
 
@@ -267,13 +282,23 @@ def compare(
     model: PreTrainedModel,
     expected: Mapping[str, Tensor],
 ) -> dict[str, Any]:
-    """Return the outcome of every input, and the numbers of layers that ran by cab and sparsely."""
+    """Compare the logits of a model with "cab" with ``expected``.
+
+    Args:
+        switch: `by_name` or `applied`.
+        model: model with its own attention.
+        expected: logits by name of the input.
+
+    Returns:
+        ``inputs``: {"difference": largest difference of a logit} by name, or an `outcome`;
+        ``layers`` and ``sparse``: numbers of layers with attention by "cab", and by a plan.
+    """
     with counted("cab") as layers:
         try:
             cab_model = switch(model)
         except Exception as error:
-            every = dict.fromkeys(expected, outcome(error))
-            return {"inputs": every, "layers": 0, "sparse": 0}
+            outcomes = dict.fromkeys(expected, outcome(error))
+            return {"inputs": outcomes, "layers": 0, "sparse": 0}
         result = {}
         for name, arguments in (inputs() | packed_inputs()).items():
             if name not in expected:
@@ -289,19 +314,20 @@ def compare(
 
 
 def _difference(result: Tensor, expected: Tensor) -> float:
+    """Return the largest absolute difference."""
     return float((result - expected).abs().max())
 
 
 @contextmanager
 def counted(implementation: str) -> Iterator[set[nn.Module]]:
-    """Count the modules that attend by ``implementation`` inside the block."""
+    """Yield a set that collects the modules that attend by ``implementation`` inside the block."""
     function, modules = ALL_ATTENTION_FUNCTIONS[implementation], set()
 
-    def counting(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+    def recording(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         modules.add(module)
-        return function(module, *arguments, **options)
+        return function(module, *args, **kwargs)
 
-    AttentionInterface.register(implementation, counting)
+    AttentionInterface.register(implementation, recording)
     try:
         yield modules
     finally:
@@ -309,7 +335,7 @@ def counted(implementation: str) -> Iterator[set[nn.Module]]:
 
 
 def outcome(error: Exception) -> dict[str, str]:
-    """Return the outcome of an error: "refused" for an error of ours, else "failed"."""
+    """Return {"refused": message} for an error that this project raises, else {"failed": ...}."""
     text = " ".join(str(error).split())
     if isinstance(error, ValueError | NotImplementedError) and OURS.search(text):
         return {"refused": text}
@@ -317,17 +343,15 @@ def outcome(error: Exception) -> dict[str, str]:
 
 
 def _last_line(error: Exception) -> str:
+    """Return the type and message of an error in up to 300 characters."""
     return " ".join(traceback.format_exception_only(error)[-1].split())[:300]
 
 
-# --- one type, on every rank
-
-
 class StepMode(NamedTuple):
-    """The mode of a step: its dtype, and whether the type's own loss is used."""
+    """The mode of a training step."""
 
     dtype: str
-    own_loss: bool
+    own_loss: bool  # True for the loss of the model, False for the loss of this module
 
 
 MODES = tuple(StepMode(dtype, own) for own in (True, False) for dtype in ("float64", "float32"))
@@ -342,40 +366,39 @@ class Step(NamedTuple):
 
 
 def examine_over_ranks(model_type: str) -> dict[str, Any]:
-    """Return the outcome of a type in each build of `builds`, or ``{"not_built": why}``.
+    """Return the outcomes of `step_of_build` for each of `builds`, or {"not_built": reason}.
 
-    All ranks must call this, and return the same. Each rank also computes the step of a single
-    process.
+    All ranks must call this function, and return equal results. Each rank also computes the step of
+    a single process.
     """
     try:
-        given = builds(model_type)
+        fields_by_build = builds(model_type)
     except Exception as error:
         return {"not_built": _last_line(error)}
     result: dict[str, Any] = {}
-    for name, fields in given.items():
+    for name, fields in fields_by_build.items():
         try:
-            each = step_of_build(model_type, fields)
+            build_result = step_of_build(model_type, fields)
         except Exception as error:
-            # ranks are out of step; the group of this rank ends with its process
+            # after an error in one rank, the ranks cannot continue together
             return {"model": None, **result, name: {TEXT: {"failed": _last_line(error)}}}
-        if "not_built" not in each:
-            inputs = each.pop("inputs")
-            result = {**each, **result, name: inputs}
+        if "not_built" not in build_result:
+            inputs = build_result.pop("inputs")
+            result = {**build_result, **result, name: inputs}
         elif name == "plain":
-            return each
+            return build_result
     return result
 
 
 def builds(model_type: str) -> dict[str, dict[str, Any]]:
-    """Return the fields of `tiny_config` for each build, by name."""
-    config = tiny_config(model_type)
-    has = vars(config)
-    routers = {name: value for name, value in ROUTERS.items() if name in has}
+    """Return arguments of `tiny_config` by variant: "plain", "windowed" and "dynamic"."""
+    config_fields = vars(tiny_config(model_type))
+    routers = {name: value for name, value in ROUTERS.items() if name in config_fields}
     result = {"plain": routers}
     windows = window_fields(model_type)
     if windows:
         result["windowed"] = {**routers, **windows}
-    rope = has.get("rope_parameters") or {}
+    rope = config_fields.get("rope_parameters") or {}
     if rope.get("rope_type") == "default":
         fields = {**rope, **DYNAMIC["rope_parameters"]}
         result["dynamic"] = {**routers, **DYNAMIC, "rope_parameters": fields}
@@ -383,7 +406,7 @@ def builds(model_type: str) -> dict[str, dict[str, Any]]:
 
 
 def step_of_build(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the outcome of every input of one build."""
+    """Return the outcomes of `over_ranks` by input for one variant of a type."""
     try:
         model = tiny_model(model_type, **fields)
     except Exception as error:
@@ -394,14 +417,14 @@ def step_of_build(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return {**fields_of_model, "inputs": dict.fromkeys((TEXT, PACKED), outcome(error))}
     try:
-        alone, mode, expected = in_one_process(model_type, fields)
-        apply_cab(alone, FULL)
+        single_model, mode, expected = in_one_process(model_type, fields)
+        apply_cab(single_model, FULL)
     except Exception as error:
         return {"not_built": _last_line(error)}
     model = model.to(getattr(torch, mode.dtype))
     result = {TEXT: over_ranks(model, texts(), mode, expected)}
     try:
-        expected = step(alone, packed(texts()), mode)
+        expected = step(single_model, packed(texts()), mode)
     except Exception as error:
         result[PACKED] = outcome(error)
     else:
@@ -412,7 +435,7 @@ def step_of_build(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 def in_one_process(
     model_type: str, fields: Mapping[str, Any]
 ) -> tuple[PreTrainedModel, StepMode, Step]:
-    """Return a model, the first of `MODES` that it supports, and its step with own attention."""
+    """Return a model, the first of `MODES` that works, and its step with its own attention."""
     for mode in MODES:
         model = tiny_model(model_type, **fields).to(getattr(torch, mode.dtype))
         try:
@@ -426,7 +449,7 @@ def in_one_process(
 
 
 def texts() -> dict[str, Tensor]:
-    """Return two rows of tokens; the first seven labels of a row are ignored."""
+    """Return a batch of two rows; the first seven tokens of each row have no label."""
     ids = inputs()["plain"]["input_ids"]
     labels = ids.clone()
     labels[:, :7] = -100
@@ -440,7 +463,7 @@ def packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def step(model: PreTrainedModel, inputs: Mapping[str, Tensor], mode: StepMode) -> Step:
-    """Run a training step on a batch, or on the result of `cab_hf.distributed.shard`."""
+    """Compute the loss and gradients of a batch, or of a result of `cab_hf.distributed.shard`."""
     model.zero_grad()
     # some types draw random numbers in the forward pass
     torch.manual_seed(2)
@@ -460,19 +483,26 @@ def step(model: PreTrainedModel, inputs: Mapping[str, Tensor], mode: StepMode) -
 
 
 def _loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the mean loss of a batch, or a rank's share of it."""
+    """Return the mean loss of a batch; for a shard, its summed loss divided by all labels."""
     shifted = inputs.get("shift_labels")
     if shifted is None:
         shifted = F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
-    counted = inputs.get("num_items_in_batch", (shifted != IGNORED).sum())
-    return F.cross_entropy(logits.flatten(0, 1), shifted.flatten(), reduction="sum") / counted
+    num_labels = inputs.get("num_items_in_batch", (shifted != IGNORED).sum())
+    return F.cross_entropy(logits.flatten(0, 1), shifted.flatten(), reduction="sum") / num_labels
 
 
 def over_ranks(
     model: PreTrainedModel, batch: Mapping[str, Tensor], mode: StepMode, expected: Step
 ) -> dict[str, Any]:
-    """Return the error of a step over ranks relative to ``expected``, or why there was no step."""
-    own_step, why = None, None
+    """Return the relative error of a step that is sharded over all ranks, or an `outcome`.
+
+    Args:
+        model: model with "cab".
+        batch: the complete batch, equal in all ranks.
+        mode: mode of the step.
+        expected: the step of one process.
+    """
+    own_step, failure = None, None
     with counted("cab") as layers:
         try:
             with cab_hf.context_parallel(model, block=BLOCK):
@@ -481,32 +511,33 @@ def over_ranks(
         except distributed.RankLost:
             raise
         except Exception as error:
-            why = outcome(error)
-    reasons: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, why)
-    if any(reasons):
-        same = len({tuple(each or ()) for each in reasons}) == 1
-        return why if same else {"failed": f"ranks differ: {reasons}"}
+            failure = outcome(error)
+    failures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    if any(failures):
+        are_equal = len({tuple(each or ()) for each in failures}) == 1
+        return failure if are_equal else {"failed": f"ranks differ: {failures}"}
     logits = distributed.unshard(own_step.logits, inputs["cu_seq_lens_q"], block=BLOCK)
-    for summed in (own_step.loss, *own_step.gradients.values()):
-        dist.all_reduce(summed)
+    for tensor in (own_step.loss, *own_step.gradients.values()):
+        dist.all_reduce(tensor)
     largest = max(float(x.abs().max()) for x in expected.gradients.values())
-    gradients = (
-        _relative(own_step.gradients[name], meant, LEAST_SCALE * largest)
-        for name, meant in expected.gradients.items()
+    gradient_errors = (
+        _relative_error(own_step.gradients[name], gradient, LEAST_SCALE * largest)
+        for name, gradient in expected.gradients.items()
     )
-    off = {
-        "loss": _relative(own_step.loss, expected.loss),
-        "logits": _relative(logits, expected.logits),
-        "gradients": max(gradients),
+    errors = {
+        "loss": _relative_error(own_step.loss, expected.loss),
+        "logits": _relative_error(logits, expected.logits),
+        "gradients": max(gradient_errors),
     }
-    if wrong := [name for name, by in off.items() if not math.isfinite(by)]:
-        return {"failed": f"its {' and '.join(wrong)} are not finite"}
-    return {**off, "layers": len(layers)}
+    if not_finite := [name for name, error in errors.items() if not math.isfinite(error)]:
+        return {"failed": f"its {' and '.join(not_finite)} are not finite"}
+    return {**errors, "layers": len(layers)}
 
 
-def _relative(result: Tensor, meant: Tensor, least: float = 0.0) -> float:
-    off = float((result - meant).abs().max())
-    if math.isnan(off):
+def _relative_error(result: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """Return max |result - expected| / max(max |expected|, least); infinity for NaN."""
+    error = float((result - expected).abs().max())
+    if math.isnan(error):
         return math.inf
-    return off / max(float(meant.abs().max()), least) if off else 0.0
+    return error / max(float(expected.abs().max()), least) if error else 0.0

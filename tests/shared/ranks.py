@@ -1,4 +1,4 @@
-"""Processes with a gloo group, started once for many cases."""
+"""A pool of processes with gloo groups, which runs functions on several ranks."""
 
 import contextlib
 import multiprocessing
@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# imported once, by the process that all others are forked from
+# modules that the fork server imports once for all processes
 PRELOADED = [
     "torch.distributed",
     "cab_hf.attention",
@@ -20,30 +20,34 @@ PRELOADED = [
     ),
     "transformers.models.smollm3.modeling_smollm3",
 ]
-# seconds after which a call counts as hanging
+# seconds that a call may take
 PATIENCE = 120
 
 
 class Ranks:
-    """Pool of ``count`` processes; the first W form a group of W ranks."""
+    """Pool of ``count`` processes; the first W processes form the group of W ranks.
+
+    ``folder`` is for the store of the groups, ``timeout`` the timeout of collectives in seconds.
+    """
 
     def __init__(self, count, folder, timeout=60):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.pipes, self.processes = [], []
         for rank in range(count):
-            ours, theirs = context.Pipe()
-            settings = rank, count, f"file://{folder}/store", timeout, theirs
-            process = context.Process(target=_serve, args=settings, daemon=True)
+            parent_end, child_end = context.Pipe()
+            arguments = rank, count, f"file://{folder}/store", timeout, child_end
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
-            theirs.close()
-            self.pipes.append(ours)
+            child_end.close()
+            self.pipes.append(parent_end)
             self.processes.append(process)
 
     def run(self, world, function, *arguments):
-        """Return ``function(group, *arguments)`` of each rank of a group of ``world``.
+        """Return ``function(group, *arguments)`` of each rank of the group of ``world`` ranks.
 
-        The first exception of a rank is raised here, with its traceback.
+        Raises:
+            AssertionError: a rank raised an error. The message is the traceback of the rank.
         """
         results = self.outcomes(world, function, *arguments)
         failed = [result for result in results if isinstance(result, Failure)]
@@ -52,13 +56,14 @@ class Ranks:
         return results
 
     def outcomes(self, world, function, *arguments):
-        """Return the same as `run`, with `Failure` for a rank that raised and None if it died."""
+        """Return the results of `run`, with `Failure` for an error and None for a dead rank."""
         pipes = self.pipes[:world]
         for pipe in pipes:
             pipe.send((world, function, arguments))
         return [self._answer(pipe) for pipe in pipes]
 
     def _answer(self, pipe):
+        """Return the next result of a process, or None if the process died."""
         try:
             assert pipe.poll(PATIENCE), "a rank hangs"
             return pipe.recv()
@@ -66,6 +71,7 @@ class Ranks:
             return None
 
     def close(self):
+        """End all processes."""
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
@@ -75,7 +81,7 @@ class Ranks:
 
 
 class Failure:
-    """Exception of a rank."""
+    """The error of a rank: name of its type, message, and traceback."""
 
     def __init__(self, error):
         self.kind, self.sentence = type(error).__name__, str(error)
@@ -83,13 +89,14 @@ class Failure:
 
 
 def _serve(rank, count, store, timeout, pipe):
+    """Join the groups as ``rank`` of ``count``, and run the functions from ``pipe`` until None."""
     torch.set_num_threads(1)
     wait = timedelta(seconds=timeout)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=wait)
     worlds = [world for world in (1, 2, 4, 8) if world <= count] + [count]
     groups = {world: dist.new_group(range(world), timeout=wait) for world in worlds}
-    while (job := pipe.recv()) is not None:
-        world, function, arguments = job
+    while (call := pipe.recv()) is not None:
+        world, function, arguments = call
         torch.manual_seed(0)
         try:
             result = function(groups[world], *arguments)

@@ -1,4 +1,4 @@
-"""Predictors of published methods, and their selections for random queries and keys."""
+"""Configs of predictors of published methods, and the blocks that predictors select."""
 
 import torch
 from valid_plan import require_valid
@@ -12,12 +12,14 @@ SMALL = cab_hf.CabConfig(min_length=0, query_block=32, key_block=16, dense_tail_
 
 
 def random_qk(length, heads=6, kv_heads=2, dim=16, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    q = torch.randn(1, heads, length, dim, generator=draw)
-    return q, torch.randn(1, kv_heads, length, dim, generator=draw)
+    """Return random q [1, H, N, D] and k [1, H_kv, N, D]."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(1, heads, length, dim, generator=generator)
+    return q, torch.randn(1, kv_heads, length, dim, generator=generator)
 
 
 def eager_probabilities(q, k, scale):
+    """Return the probabilities of causal attention, [1, H, N, N]."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     length = q.shape[2]
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
@@ -25,6 +27,10 @@ def eager_probabilities(q, k, scale):
 
 
 def config_of(name, share=None, **fields):
+    """Return a config with predictor ``name``.
+
+    ``share`` is passed to `blocks.at_share`, to select that share of blocks; None: unchanged.
+    """
     config = SMALL.changed(predictor=name, dense_tail_blocks=0, **fields)
     return config if share is None else blocks.at_share(config, share)
 
@@ -49,5 +55,5 @@ RIVALS = {
         for name in ("flexprefill", "mean_pooled", "xattention", "xattention_16")
     },
 }
-# the selection of every row depends on the last queries of the sequence, as in the original
+# predictors whose selection for any query depends on the last queries, as in their publications
 USES_LAST_QUERIES = ("flexprefill", "random", "vertical_slash")

@@ -1,4 +1,4 @@
-"""Selections of the reference and of the kernels, for tests that compare them."""
+"""Plans by the reference and by the kernels, and inputs for tests that compare both."""
 
 import pytest
 import torch
@@ -15,7 +15,10 @@ from cab_hf.selection.reference import ScoreOptions
 
 
 def plan_by_reference(config, q, k, ranges=None, scale=0.25, channels=(), **logits):
-    """Return the plan of the config's predictor by the reference implementation."""
+    """Return the plan of the predictor in ``config`` by the reference implementation.
+
+    ``logits`` are ``sinks`` and ``softcap``. ``ranges`` None: causal.
+    """
     ranges = ranges or KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     context = LayerContext(ranges, scale, 0, channels=channels, **logits)
     plan = make_predictor(config)(q, k, context)
@@ -24,42 +27,67 @@ def plan_by_reference(config, q, k, ranges=None, scale=0.25, channels=(), **logi
 
 
 def plan_by_kernels(config, q, k, ranges, scale=0.25, channels=()):
-    """Return the plan of the kernels in the interpreter."""
+    """Return the plan of the predictor in ``config`` by kernels in Triton's interpreter."""
     if config.predictor == "rows":
-        return rows_plan_by_kernels(config, q, k, ranges, scale, channels)
+        return rows_plan_by_kernels(config, q, k, ranges, scale=scale, channels=channels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frc, "has_kernels", lambda x: True)
-        return plan_by_reference(config, q, k, ranges, scale)
+        return plan_by_reference(config, q, k, ranges, scale=scale)
 
 
 def rows_plan_by_kernels(config, q, k, ranges, scale=0.25, channels=(), dtype=None, **logits):
-    """Return the plan of `RowsPredictor` by the kernels in the interpreter; keys as ``dtype``."""
-    keys = QuantizedKeys(*gather.quantize(k, channels, dtype or k.dtype))
+    """Return the plan of `RowsPredictor` by kernels in Triton's interpreter.
+
+    Args:
+        config, q, k, ranges, scale, channels: as in `LayerContext`.
+        dtype: dtype of the quantized keys; None: the dtype of k.
+        logits: ``sinks`` and ``softcap``.
+    """
+    values, exponents = gather.quantize(k, channels, dtype or k.dtype)
+    keys = QuantizedKeys(values, exponents)
     options = ScoreOptions(scale, channels, **logits)
-    lists = api._select_by_kernels(q, keys, ranges=ranges, config=config, options=options)
+    full, partial = api._select_by_kernels(q, keys, ranges=ranges, config=config, options=options)
+    query_block, key_block = blocks_of(config)
     plan = BlockPlan(
-        *lists, ranges, *blocks_of(config), dense_rows=ranges.tail_rows(*tail_of(config))
+        full=full,
+        partial=partial,
+        ranges=ranges,
+        query_block=query_block,
+        key_block=key_block,
+        dense_rows=ranges.tail_rows(*tail_of(config)),
     )
     require_valid(plan)
     return plan
 
 
 def loud(**shape):
-    """Return q and k with masses that are neither flat nor concentrated on one block."""
+    """Return q and k of scale 2, so that attention is neither uniform nor on a single block.
+
+    ``shape`` has sizes for `tiny.qkv`.
+    """
     q, k, _ = qkv(**shape)
     return 2 * q, 2 * k
 
 
 def laid_in(layout, q, k, align):
-    """Return (q, k, ranges) in a layout."""
+    """Return q, k and `KeyRanges` in a layout of `laid_out`, or "in-place".
+
+    "in-place" has sequences that start at token 37, inside a block, as under torch.compile.
+    """
     batch, length = q.shape[0], q.shape[2]
     if layout == "in-place":
-        # without the block layout, as under torch.compile: sequences start inside of blocks
         last = torch.arange(length, dtype=torch.int32).expand(batch, -1)
         first = ((last >= 37).int() * 37).contiguous()
         return q, k, KeyRanges(first, last, torch.ones(batch, length, dtype=torch.bool))
-    laid = laid_out(layout, batch, length, k.shape[2], align, "cpu")
-    return laid.queries(q), laid.keys(k), laid.ranges
+    block_layout = laid_out(
+        layout=layout,
+        batch=batch,
+        length=length,
+        kv_length=k.shape[2],
+        align=align,
+        device="cpu",
+    )
+    return block_layout.queries(q), block_layout.keys(k), block_layout.ranges
 
 
 def heads_on(
@@ -73,7 +101,10 @@ def heads_on(
     dtype=torch.bfloat16,
     topics=32,
 ):
-    """Return q and k with the strides of a model and runs of similar tokens, as in text."""
+    """Return random q and k, [B, H, N, D] with the strides of [B, N, H, D].
+
+    As in real text, runs of 300 tokens are similar; each run has one of ``topics`` directions.
+    """
     generator = torch.Generator(device).manual_seed(0)
     like = {"device": device, "generator": generator}
     topic_keys = torch.randn(topics, dim, **like)

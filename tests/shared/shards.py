@@ -1,4 +1,4 @@
-"""Shard sequences across ranks and join them again."""
+"""Shard tensors across ranks, join shards, and compare gradients of ranks with one process."""
 
 import torch
 from tiny import tiny_model
@@ -8,7 +8,7 @@ from cab_hf.call.packing import Length
 from cab_hf.distributed.sharding import lengths_between, sharding_of
 
 BLOCK = 32
-# document boundaries by name; None is one document that fills all ranks
+# boundaries of documents in tokens; None: one document that needs no padding
 BOUNDARIES = {
     "causal": None,
     "padded": [0, 461],
@@ -17,43 +17,44 @@ BOUNDARIES = {
 
 
 def sharding_for(world, ends):
+    """Return the sharding of documents over ``world`` ranks; ``ends`` are from `BOUNDARIES`."""
     lengths = (2 * world * BLOCK * 2,) if ends is None else lengths_between(ends)
     return sharding_of(lengths, world, BLOCK)
 
 
 def shard_of(x, sharding, rank):
-    """Return a rank's shard of [B, H, N, D]; padding has values that must not matter."""
+    """Return the shard of ``x`` [B, H, N, D] of a rank; padding is 7, which must not matter."""
     shard = x[:, :, sharding.sequence_index[rank]].clone()
     shard[:, :, ~sharding.real[rank]] = 7.0
     return shard
 
 
 def together(shards, sharding):
-    """Join the shards of all ranks to [B, H, N, ...]."""
+    """Return the tensor [B, H, N, ...] of the shards of all ranks, without padding."""
     return torch.cat(shards, dim=2)[:, :, sharding.shard_index]
 
 
 def layout_of(sharding, align):
-    """Return the layout of a single process with the whole sequence."""
-    document = torch.arange(len(sharding.lengths)).repeat_interleave(torch.tensor(sharding.lengths))
-    document = document[None] if len(sharding.lengths) > 1 else None
-    lengths = [[Length(length, length) for length in sharding.lengths]]
-    total = sharding.length
+    """Return the `BlockLayout` of one process that has all tokens of ``sharding``."""
+    doc_ids = torch.arange(len(sharding.lengths)).repeat_interleave(torch.tensor(sharding.lengths))
     return BlockLayout.build(
         batch=1,
-        q_length=total,
-        kv_length=total,
+        q_length=sharding.length,
+        kv_length=sharding.length,
         q_offset=0,
         padding_mask=None,
-        doc_ids=document,
+        doc_ids=doc_ids[None] if len(sharding.lengths) > 1 else None,
         align=align,
         device=torch.device("cpu"),
-        options=LayoutOptions(lengths=lengths),
+        options=LayoutOptions(lengths=[[Length(length, length) for length in sharding.lengths]]),
     )
 
 
 def model_of(implementation, config=None, **settings):
-    """Return a tiny model of two layers with this attention implementation."""
+    """Return a tiny model of two layers with an attention implementation.
+
+    ``config`` is the CabConfig of the model; None: the default.
+    """
     model = tiny_model(**{"num_hidden_layers": 2, **settings})
     model.set_attn_implementation(implementation)
     if config is not None:
@@ -62,7 +63,11 @@ def model_of(implementation, config=None, **settings):
 
 
 def assert_same_gradients(actual, expected):
-    """Assert that the summed gradients of all ranks equal those of one process, by name."""
-    for name, meant in expected.items():
+    """Assert that the gradients of all ranks sum to the gradients of one process.
+
+    ``actual`` has the gradients of each rank by name, and ``expected`` the gradients of one
+    process.
+    """
+    for name, gradient in expected.items():
         total = sum(gradients[name] for gradients in actual)
-        assert (total - meant).abs().max() <= 1e-4 * meant.abs().max(), name
+        assert (total - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name

@@ -1,4 +1,4 @@
-"""Count the bytes of tensors while code runs."""
+"""Measure the bytes of tensors while code runs, on any device."""
 
 import weakref
 
@@ -8,7 +8,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class TensorBytes(TorchDispatchMode):
-    """Dispatch mode that counts tensor bytes: now, at the peak, and of the largest new tensor."""
+    """Dispatch mode that counts the bytes of tensors that operations create.
+
+    Args:
+        existing: tensors that count from the start.
+
+    Attributes:
+        now: bytes of all living tensors.
+        peak: largest value of ``now``.
+        largest: bytes of the largest tensor that an operation has created.
+    """
 
     def __init__(self, *existing):
         super().__init__()
@@ -19,6 +28,7 @@ class TensorBytes(TorchDispatchMode):
         self.largest = 0
 
     def _count(self, tensor):
+        """Add the storage of ``tensor`` unless it was added before."""
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
         if key not in self._storages:

@@ -41,6 +41,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# config class, model class and further config fields
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
@@ -53,14 +54,14 @@ FAMILIES = {
         {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
     ),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {}),
-    # its heads have sinks, and its layers windows but for the first
+    # heads have sinks, and all layers except the first have sliding windows
     "granite-swa": (
         GraniteSWAConfig,
         GraniteSWAForCausalLM,
         {"sliding_window": 40, "attention_multiplier": 0.25},
     ),
-    # logits are soft-capped, which not every version of sdpa does, and the first and the last layer
-    # have windows
+    # logits are soft-capped, which sdpa ignores in some versions; the first and the last layer have
+    # sliding windows
     "gemma2": (
         Gemma2Config,
         Gemma2ForCausalLM,
@@ -71,7 +72,7 @@ FAMILIES = {
             "attn_implementation": "eager",
         },
     ),
-    # layers attend in chunks, but for the last
+    # all layers except the last have chunked attention
     "llama4": (
         Llama4TextConfig,
         Llama4ForCausalLM,
@@ -93,10 +94,10 @@ SPARSE = replace(
     share_threshold=0.5,
     outlier_queries=4,
     typical_queries=4,
-    # of these short texts, two are most
+    # the default of two blocks would be a large part of a short sequence
     dense_tail_blocks=1,
 )
-# the blocks of `SPARSE` as a command line has them, scored by the default's queries
+# fields of `SPARSE` for the command line, except for the numbers of scored queries
 SPARSE_WORDS = (
     "query_block=32",
     "key_block=16",
@@ -107,10 +108,18 @@ SPARSE_WORDS = (
 
 
 def tiny_model(family="llama", model_class=None, **overrides):
-    """Create a model with random weights of a scale at which attention is not uniform."""
-    config_class, causal_class, own = FAMILIES[family]
+    """Return a random model in eval mode whose attention is far from uniform.
+
+    Args:
+        family: key of `FAMILIES`.
+        model_class: class of the model; None: the causal LM of the family.
+        overrides: config fields.
+    """
+    config_class, causal_class, family_fields = FAMILIES[family]
     torch.manual_seed(0)
-    model = (model_class or causal_class)(config_class(**{**SIZES, **own, **overrides})).eval()
+    model = (model_class or causal_class)(
+        config_class(**{**SIZES, **family_fields, **overrides})
+    ).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
@@ -121,7 +130,7 @@ def tiny_model(family="llama", model_class=None, **overrides):
 
 
 def tiny_llava():
-    """Create a tiny LLaVA: an image encoder and a LLaMA; token 2 is the image token."""
+    """Return a random LLaVA, an image encoder with a LLaMA, whose image token is 2."""
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
     torch.manual_seed(0)
@@ -134,16 +143,20 @@ def tiny_llava():
 
 
 def tokens(batch, length, seed=1):
+    """Return random token ids, int64 [batch, length], without special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
 
 
 def qkv(batch=1, heads=6, kv_heads=2, q_length=200, kv_length=None, dim=16, seed=0, **kind):
-    """Return random q, k, v; q has the strides of a model."""
+    """Return random q, k and v, [B, H, N, D] with the strides of [B, N, H, D].
+
+    ``kind`` are arguments of `Tensor.to`, such as ``dtype``. ``kv_length`` None: ``q_length``.
+    """
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(length, count):
-        x = torch.randn(batch, length, count, dim, generator=generator)
+    def draw(length, num_heads):
+        x = torch.randn(batch, length, num_heads, dim, generator=generator)
         return x.to(**kind).transpose(1, 2)
 
     kv_length = kv_length or q_length

@@ -1,8 +1,8 @@
-"""A tiny random model of every causal language model type in transformers.
+"""Tiny random models of all causal language model types in transformers.
 
-Configs start from the defaults of the types. Every size with a known name is reduced, in nested
-configs too, and lists with one entry per layer keep one entry of each kind. `REPAIRS` corrects the
-rest.
+A config starts from the defaults of its type. Sizes in `SIZES` are reduced, also in nested configs.
+Lists with an entry per layer are shortened to cycles of their different entries. `REPAIRS` has
+fields of types for which that is not enough.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
-# smaller ids are special tokens
+# smallest token id that is no special token
 FIRST_TOKEN = 32
-# size -> config fields; windows are shorter than test sequences, to detect errors outside of them
+# lines of a size and config fields with that size; sliding windows are shorter than test sequences
 SIZE_TABLE = """
 64 hidden_size d_model n_embd emb_dim embedding_dim embedding_size input_embedding_size
 64 output_embedding_size word_embed_proj_dim lru_width hidden_size_global backbone_hidden_size
@@ -74,12 +74,12 @@ SIZES = {
 LAYERS, HEADS = SIZES["num_hidden_layers"], SIZES["num_attention_heads"]
 KV_HEADS, HEAD_DIM, HIDDEN = SIZES["num_key_value_heads"], SIZES["head_dim"], SIZES["hidden_size"]
 VOCABULARY, WINDOW = SIZES["vocab_size"], SIZES["sliding_window"]
-# sizes without default that the model of a type needs
+# fields that are set even if their default is None
 ALWAYS = ("head_dim", "num_key_value_heads")
 KINDS = ("sliding_attention", "full_attention")
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 SOME_SLIDING = list(KINDS) * (LAYERS // 2)
-# type -> further fields of its config
+# further config fields by type
 REPAIRS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"use_cache": False},
@@ -102,7 +102,7 @@ REPAIRS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * (LAYERS // 2)},
     "ministral": {"layer_types": SOME_SLIDING},
-    # it has windows in all layers; `window_fields` adds them again
+    # no sliding windows, which `window_fields` adds
     "mistral": {"sliding_window": None},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
@@ -123,7 +123,7 @@ REPAIRS: dict[str, dict[str, Any]] = {
 
 
 def causal_types() -> list[str]:
-    """Return all types of `AutoModelForCausalLM`, in order."""
+    """Return all types of `AutoModelForCausalLM`, sorted."""
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING))
 
 
@@ -138,20 +138,24 @@ def tiny_config(model_type: str, **values: Any) -> PreTrainedConfig:
 def window_fields(model_type: str) -> dict[str, Any]:
     """Return arguments of `tiny_config` that add sliding windows to a type without them."""
     config = tiny_config(model_type)
-    has = {field.name for field in dataclasses.fields(config)}
-    own = vars(config)
-    kinds = set(own.get("layer_types") or ())
+    names = {field.name for field in dataclasses.fields(config)}
+    values = vars(config)
+    layer_types = set(values.get("layer_types") or ())
     fields = {"sliding_window": WINDOW, "use_sliding_window": True}
-    if kinds == {"full_attention"}:
+    if layer_types == {"full_attention"}:
         fields["layer_types"] = SOME_SLIDING
-    elif kinds or (getattr(config, "use_sliding_window", True) and own.get("sliding_window")):
+    elif layer_types or (
+        getattr(config, "use_sliding_window", True) and values.get("sliding_window")
+    ):
         return {}
-    return {name: fields[name] for name in fields if name in has and "sliding_window" in has}
+    return {name: fields[name] for name in fields if name in names and "sliding_window" in names}
 
 
-def _tiny(default: PreTrainedConfig, given: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """Return a reduced copy of ``default``."""
-    # bypass the properties: some raise errors for values that differ between layers
+def _tiny(
+    default: PreTrainedConfig, overrides: Mapping[str, Any] | None = None
+) -> PreTrainedConfig:
+    """Return a reduced copy of ``default``, with the fields ``overrides``."""
+    # vars() avoids properties, some of which raise errors for values that differ between layers
     values = vars(default)
     layers = values.get("num_hidden_layers")
     fields: dict[str, Any] = {}
@@ -164,33 +168,34 @@ def _tiny(default: PreTrainedConfig, given: Mapping[str, Any] | None = None) -> 
         elif name in ALWAYS or (value and isinstance(value, int) and not isinstance(value, bool)):
             fields |= _number(name, value)
     if "kv_lora_rank" in fields:
-        # keys and values of all heads come from one small vector
+        # multi-head latent attention has as many KV heads as query heads
         fields["num_key_value_heads"] = HEADS
-    return type(default)(**{**fields, **REPAIRS.get(default.model_type, {}), **(given or {})})
+    return type(default)(**{**fields, **REPAIRS.get(default.model_type, {}), **(overrides or {})})
 
 
 def _number(name: str, value: int | None) -> dict[str, int]:
+    """Return the reduced value of an integer field by name; {} to keep the default."""
     if name in SIZES:
         return {name: SIZES[name]}
-    special = name.endswith(("token_id", "token_index"))
-    return {name: value % FIRST_TOKEN} if special else {}
+    is_token = name.endswith(("token_id", "token_index"))
+    return {name: value % FIRST_TOKEN} if is_token else {}
 
 
 def _of_each_kind(entries: list[Any] | tuple[Any, ...]) -> list[Any]:
-    """Return `LAYERS` entries, cycling through the kinds of ``entries``."""
-    kinds = [each for place, each in enumerate(entries) if each not in entries[:place]]
-    return [kinds[layer % len(kinds)] for layer in range(LAYERS)]
+    """Return `LAYERS` entries that cycle through the different entries of a list."""
+    different = [each for index, each in enumerate(entries) if each not in entries[:index]]
+    return [different[layer % len(different)] for layer in range(LAYERS)]
 
 
 def tiny_model(model_type: str, **values: Any) -> PreTrainedModel:
-    """Return a float32 model of `tiny_config` with attention that is far from uniform.
+    """Return a random float32 model of `tiny_config` whose attention is far from uniform.
 
-    Default random weights are so small that wrong attention would hardly show.
+    With the default initialisation, wrong attention would hardly change the logits.
     """
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
     torch.manual_seed(0)
-    config = _taken_by(kind, tiny_config(model_type, **values))
-    model = kind._from_config(config, dtype=torch.float32).eval()
+    config = _config_for(model_class, tiny_config(model_type, **values))
+    model = model_class._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.Linear | Conv1D):
@@ -199,7 +204,8 @@ def tiny_model(model_type: str, **values: Any) -> PreTrainedModel:
     return model
 
 
-def _taken_by(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return ``config``, or its part for a model of text alone."""
-    inside = (each for each in vars(config).values() if isinstance(each, kind.config_class))
-    return config if isinstance(config, kind.config_class) else next(inside, config)
+def _config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return ``config``, or the nested config that ``model_class`` needs."""
+    config_class = model_class.config_class
+    nested = (each for each in vars(config).values() if isinstance(each, config_class))
+    return config if isinstance(config, config_class) else next(nested, config)

@@ -11,7 +11,14 @@ from cab_hf.finetune.objective import Objective
 
 
 def adapted(targets, made=tiny_model, checkpointing=True, **options):
-    """Return a trainable model with adapters that are not small."""
+    """Return a model in training mode with random LoRA adapters.
+
+    Args:
+        targets: names of the adapted layers.
+        made: function that returns the model.
+        checkpointing: True for gradient checkpointing.
+        options: further arguments of `with_lora`.
+    """
     torch.manual_seed(0)
     model = with_lora(made(), targets, 4, 8, **options).train()
     for parameter in model.parameters():
@@ -23,13 +30,14 @@ def adapted(targets, made=tiny_model, checkpointing=True, **options):
 
 
 def batch(length, rows=1):
+    """Return a batch of random tokens for `Objective`."""
     ids = tokens(rows, length)
     positions = torch.arange(length).expand(rows, -1)
     return {"input_ids": ids, "position_ids": positions, "labels": ids}
 
 
 def train_step(model, length, rows=1):
-    """Return the loss and all gradients of a step by name."""
+    """Return the loss, as "loss", and the gradients of a step by name."""
     torch.manual_seed(1)
     model.zero_grad()
     total = Objective(model)(batch(length, rows))
@@ -40,16 +48,16 @@ def train_step(model, length, rows=1):
 
 @contextmanager
 def left_halfway(model, layer):
-    """Abort the backward pass when it reaches the input of a layer, given by its number."""
+    """Interrupt the backward pass in the block when it reaches the input of layer ``layer``."""
 
-    def stop(_gradient):
+    def interrupt(_gradient):
         raise KeyboardInterrupt
 
-    def watch(_layer, inputs):
+    def add_hook(_layer, inputs):
         if inputs[0].requires_grad:
-            inputs[0].register_hook(stop)
+            inputs[0].register_hook(interrupt)
 
-    handle = model.get_base_model().model.layers[layer].register_forward_pre_hook(watch)
+    handle = model.get_base_model().model.layers[layer].register_forward_pre_hook(add_hook)
     with pytest.raises(KeyboardInterrupt):
         yield
     handle.remove()

@@ -1,4 +1,4 @@
-"""Tokenizers for the filler of needle tests: of words and digits, and of merged bytes."""
+"""Tiny tokenizers for needle tests, and a tiny saved model with a tokenizer."""
 
 from tiny import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -14,7 +14,7 @@ CHAT = (
 
 
 def make_tokenizer(chat_template=None):
-    """Create a tokenizer with a tiny vocabulary of words and single digits."""
+    """Return a tokenizer with a token for each word of needle tests and for each digit."""
     texts = [
         *needles.NOISE,
         *needles.DISTRACTORS,
@@ -43,21 +43,21 @@ def make_tokenizer(chat_template=None):
 
 
 def make_merging_tokenizer():
-    """Create a byte-level BPE tokenizer with a leading space in words and a BOS token."""
+    """Return a byte-level BPE tokenizer with a BOS token, whose words start with a space."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     numbers = [f"The number is {number}." for number in range(10_000, 100_000, 991)]
-    kept = {"vocab_size": 600, "special_tokens": ["<s>"], "show_progress": False}
-    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **kept)
+    options = {"vocab_size": 600, "special_tokens": ["<s>"], "show_progress": False}
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **options)
     tokenizer.train_from_iterator([*needles.NOISE, *numbers], trainer)
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
 
 
 def save_llama(folder):
-    """Save a tiny model and its tokenizer in ``folder`` and return the folder."""
+    """Save a tiny LLaMA of two layers and its tokenizer in ``folder``; return the folder."""
     tokenizer = make_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
     tiny_model(num_hidden_layers=2, **sizes).save_pretrained(folder)
