@@ -1,4 +1,4 @@
-"""The calibrate command: config files, and the densities that they reach."""
+"""The calibrate command: saved configs, their densities, and refused targets."""
 
 from pathlib import Path
 
@@ -9,32 +9,34 @@ from words import TEXT
 
 import cab_hf
 from cab_hf import CabConfig
-from cab_hf.calibration import anchors as of_anchors
+from cab_hf.calibration import anchors as anchor_fit
 from cab_hf.calibration.density import require_target
 from cab_hf.config import Origin
 from cab_hf.eval import calibrate
 from cab_hf.eval.__main__ import main
-from cab_hf.patches import calibration as of_models
+from cab_hf.patches import calibration as calibration_passes
 
-# higher than the defaults: a short sequence has few blocks, each with a large share of the mass
+# higher than the default thresholds: in a short sequence, each block has a large share of the mass
 THRESHOLDS = (0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01)
 SMALL = ("query_block=16", "key_block=16", "share_threshold=1.0")
 
 
 @pytest.fixture
 def book(tmp_path, monkeypatch):
-    for module in (of_models, calibrate):
+    """Write a short text, and let `calibrate` hide few keys and try high thresholds."""
+    for module in (calibration_passes, calibrate):
         monkeypatch.setattr(module, "KEYS", 2)
-    monkeypatch.setattr(of_anchors, "THRESHOLDS", THRESHOLDS)
+    monkeypatch.setattr(anchor_fit, "THRESHOLDS", THRESHOLDS)
     file = tmp_path / "book.txt"
     file.write_text(TEXT)
     return file
 
 
 def command(model_folder, book, out, *more):
-    given = ["--model", model_folder, "--texts", book, "--out", out, "--length", 300]
-    given += ["--device", "cpu", *(word for field in SMALL for word in ("--cab", field))]
-    return main(["calibrate", *map(str, (*given, *more))])
+    """Run the command with the options ``more``, and return its exit status."""
+    options = ["--model", model_folder, "--texts", book, "--out", out, "--length", 300]
+    options += ["--device", "cpu", *(word for field in SMALL for word in ("--cab", field))]
+    return main(["calibrate", *map(str, (*options, *more))])
 
 
 def test_calibrate_writes_config_per_target_density(model_folder, book, tmp_path, capsys):
@@ -103,7 +105,7 @@ def test_calibrate_saves_anchors_and_head_map(model_folder, book, tmp_path, caps
 def test_layer_importance_is_one_minus_cosine(model_folder):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     ids = torch.arange(3, 40)[None]
-    with torch.no_grad(), of_models._changes(model) as actual:
+    with torch.no_grad(), calibration_passes._changes(model) as actual:
         states = model(ids, output_hidden_states=True).hidden_states
     cosine = torch.cosine_similarity(states[0], states[1], dim=-1).mean()
     assert sorted(actual) == [0, 1] and actual[0] == pytest.approx(float(1 - cosine), abs=1e-6)
