@@ -32,8 +32,8 @@ def book(tmp_path, monkeypatch):
     return file
 
 
-def command(model_folder, book, out, *more):
-    """Run the command with the options ``more``, and return its exit status."""
+def command(model_folder, book, out, more):
+    """Run the command with the options in the list ``more``, and return its exit status."""
     options = ["--model", model_folder, "--texts", book, "--out", out, "--length", 300]
     options += ["--device", "cpu", *(word for field in SMALL for word in ("--cab", field))]
     return main(["calibrate", *map(str, (*options, *more))])
@@ -41,10 +41,12 @@ def command(model_folder, book, out, *more):
 
 def test_calibrate_writes_config_per_target_density(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
-    assert command(model_folder, book, out, "--target-densities", "0.6,0.9") == 0
+    assert command(model_folder, book, out, ["--target-densities", "0.6,0.9"]) == 0
     low, high = (CabConfig.calibrated(out / f"cab_config-{x}.json") for x in (0.6, 0.9))
     assert low.predictor == "rows" and 0 < high.mass_threshold < low.mass_threshold < 1
-    assert low.origin == Origin(Path(model_folder).name, 2, 6, 2, 300)
+    assert low.origin == Origin(
+        model=Path(model_folder).name, layers=2, heads=6, kv_heads=2, length=300
+    )
     assert low.query_block == 16 and low.min_length == CabConfig().min_length
     assert (out / "figure.png").stat().st_size > 3_000
     # the printed densities, measured on the calibration text, reach the targets
@@ -64,15 +66,16 @@ def test_unreachable_density_is_refused_before_model_load(
 ):
     monkeypatch.setattr("cab_hf.eval.calibrate.load_model", None)
     words = ("--target-densities", "0.9,0.1", *more)
-    assert command(model_folder, book, tmp_path / "run", *words) == 2
+    assert command(model_folder, book, tmp_path / "run", words) == 2
     shown = capsys.readouterr().err
     assert "target_densities: target_density must be at least 0." in shown
     assert not (tmp_path / "run").exists()
 
 
 def test_target_above_max_density_is_refused(model_folder, book, tmp_path, capsys):
-    out, option = tmp_path / "run", "--target-densities"
-    assert command(model_folder, book, out, option, "0.6,0.9", "--cab", "max_density=0.7") == 2
+    out = tmp_path / "run"
+    words = ["--target-densities", "0.6,0.9", "--cab", "max_density=0.7"]
+    assert command(model_folder, book, out, words) == 2
     shown = capsys.readouterr().err
     assert "target_densities: target_density must be at most 0." in shown and "got 0.9" in shown
     assert not (tmp_path / "run").exists()
@@ -86,8 +89,8 @@ def test_calibrate_defaults_use_default_config_and_reachable_targets():
 
 
 def test_calibrate_saves_anchors_and_head_map(model_folder, book, tmp_path, capsys):
-    out, words = tmp_path / "run", ("--target-densities", "0.8", "--anchors")
-    assert command(model_folder, book, out, *words, 1) == 0
+    out, words = tmp_path / "run", ["--target-densities", "0.8", "--anchors"]
+    assert command(model_folder, book, out, [*words, 1]) == 0
     config = CabConfig.calibrated(out / "cab_config-0.8.json")
     assert (config.predictor, config.anchors, config.max_density) == ("cascade", (0,), 1.0)
     assert THRESHOLDS[-1] <= config.mass_threshold <= THRESHOLDS[0]
@@ -95,9 +98,9 @@ def test_calibrate_saves_anchors_and_head_map(model_folder, book, tmp_path, caps
     # heads of the second layer use the blocks of heads of the first layer
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "config-" in line]
     assert float(rows[0][2]) == pytest.approx(0.8, abs=0.05) and 0.5 < float(rows[0][3]) < 0.95
-    assert command(model_folder, book, out, *words, 2) == 0
+    assert command(model_folder, book, out, [*words, 2]) == 0
     assert CabConfig.calibrated(out / "cab_config-0.8.json").anchors == (0, 1)
-    assert command(model_folder, book, tmp_path / "too-many", *words, 3) == 2
+    assert command(model_folder, book, tmp_path / "too-many", [*words, 3]) == 2
     assert "anchors must be 1 to 2, the number of sparse layers, got 3" in capsys.readouterr().err
     assert not (tmp_path / "too-many").exists()
 

@@ -120,7 +120,7 @@ def test_predictions_at_block_borders_ignore_later_tokens(model_folder, monkeypa
     options = {"device": "cpu", "lengths": (900,), "keys": 2}
     options |= {"cab": sparse_words, "methods": ("cab",)}
     measured = Fidelity(Settings(model=str(model_folder), **options))
-    reading = measured.reading("noise", 900, probe, None, 0)
+    reading = measured.reading("noise", 900, probe, depth=None, index=0)
     case = {"method": "cab", "text": "noise", "length": 900, "budget": None, "fitted": None}
 
     def prediction_of(tokens, at):
@@ -216,7 +216,7 @@ def test_turns_are_compared_with_dense(rows_of_run):
 def test_continuation_is_exact_except_with_evicted_keys(model_folder):
     options = {"device": "cpu", "lengths": (640,), "cab": SPARSE_WORDS, "methods": ("cab",)}
     measured = Fidelity(Settings(model=str(model_folder), **options))
-    reading = measured.reading("noise", 640, "continuation", None, 0)
+    reading = measured.reading("noise", 640, "continuation", depth=None, index=0)
     assert reading.prompt == 640 - 80
     question = {"text": "noise", "length": 640, "index": 0, "probe": "continuation"}
     measured_nll = {}

@@ -40,6 +40,7 @@ def difference_of(both, only_ours, only_base, neither, is_swapped=False):
 @pytest.mark.parametrize(
     ("counts", "difference", "low", "high"),
     [
+        # counts: both, only ours, only base, neither
         # both methods are always right: phi is undefined and counts as 0
         ((10, 0, 0, 0), 0.0, -Z2 / (10 + Z2), Z2 / (10 + Z2)),
         # the methods always agree: phi = (25 - 10 / 2) / 25 = 0.8; width² is half² (1 + 1 - 1.6)

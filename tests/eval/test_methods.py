@@ -1,6 +1,7 @@
 """Baselines of passkey and fidelity: fitted budgets, evicted keys, and restored models."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -75,9 +76,8 @@ class Decoding:
     def attend(self, queries, num_keys):
         """Return the output of the method for a slice of queries over the first keys."""
         k, v = self.k[:, :, :num_keys], self.v[:, :, :num_keys]
-        out, _ = self.method.attend(
-            self.kept, self.shares, self.module, self.q[:, :, queries], k, v, None, 0.25
-        )
+        attend = partial(self.method.attend, self.kept, self.shares)
+        out, _ = attend(self.module, self.q[:, :, queries], k, v, attention_mask=None, scaling=0.25)
         return out
 
     def check_steps(self, alive, after):

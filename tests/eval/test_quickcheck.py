@@ -49,7 +49,7 @@ COST = Cost(parameters=1e8, attention=2e4)
 def kl_row(length, threshold, kl, index=0, method=CAB):
     """Return the row of a measured KL over 10 tokens."""
     return {
-        **Step(KL, length, method, threshold, index).fields,
+        **Step(KL, length, method, threshold, index=index).fields,
         **{"kl": kl * 10, "count": 10, "densities": [0.5, None]},
         "pass_seconds": {method: 1.0},
     }
@@ -408,22 +408,22 @@ def test_interrupted_quickcheck_continues(model_folder, book, tmp_path, monkeypa
 def test_only_budget_settings_may_change_in_a_resumed_run(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(words(model_folder, book, out)) == 0
-    assert main(words(model_folder, book, out, "--lengths", "160", "--kl", 0.1)) == 0
-    assert main(words(model_folder, book, out, "--seed", 1)) == 2
+    assert main(words(model_folder, book, out, ["--lengths", "160", "--kl", 0.1])) == 0
+    assert main(words(model_folder, book, out, ["--seed", 1])) == 2
     assert "seed" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("without_figure")
 def test_steps_over_budget_are_skipped_and_reported(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(words(model_folder, book, out, "--minutes", 0.001)) == 0
+    assert main(words(model_folder, book, out, ["--minutes", 0.001])) == 0
     text = (out / REPORT).read_text()
     assert "## Not measured" in text and "took longer than estimated" in text
     assert "nothing was timed" in text and CabConfig.calibrated(out / CONFIG)
     assert not rows_of(out) and not (out / FIGURE).exists()
     assert "steps were skipped" in capsys.readouterr().out
     # the same command with more minutes measures the skipped steps
-    assert main(words(model_folder, book, out, "--minutes", 5)) == 0
+    assert main(words(model_folder, book, out, ["--minutes", 5])) == 0
     assert "## Not measured" not in (out / REPORT).read_text()
 
 
@@ -442,7 +442,7 @@ def test_failed_step_is_reported_and_others_run(model_folder, book, tmp_path, mo
 @pytest.mark.usefixtures("without_figure")
 def test_lengths_beyond_texts_are_skipped(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(words(model_folder, book, out, "--lengths", "160,2k")) == 0
+    assert main(words(model_folder, book, out, ["--lengths", "160,2k"])) == 0
     message = "so that 2,048 tokens are left out."
     assert message in capsys.readouterr().out and message in (out / REPORT).read_text()
     assert {row["length"] for row in rows_of(out)} == {160}
@@ -533,7 +533,7 @@ def test_random_weights_are_timed_at_max_density(book, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["random_model.py", *arguments])
     runpy.run_path(str(EXAMPLES / "random_model.py"), run_name="__main__")
     options = ("--kl", 0, "--cab", "mass_threshold=1e-6", "--cab", "max_density=0.5", *CAB_WORDS)
-    assert main(words(folder, book, out, options, "--lengths", "640")) == 0
+    assert main(words(folder, book, out, [*options, "--lengths", "640"])) == 0
     (density,) = next(row["densities"] for row in rows_of(out) if row["measure"] == KL)
     # above 0.5, because the first blocks and the blocks of the dense tail are always selected
     assert 0.5 <= density < 0.75

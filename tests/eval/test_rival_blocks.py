@@ -21,6 +21,9 @@ from cab_hf.eval.methods import blocks, caches, last_queries
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, attention_mass, make_predictor
 
+# scale and block sizes of `rivals.SMALL`
+BLOCK_MASS = {"scale": 0.25, "query_block": 32, "key_block": 16}
+
 
 @pytest.fixture(autouse=True)
 def lower_minimum_of_flexprefill(monkeypatch):
@@ -45,13 +48,13 @@ def test_block_mass_equals_summed_eager_attention(length, row_blocks, monkeypatc
     logits_per_row_block = q.shape[1] * 32 * length
     monkeypatch.setattr(attention_mass, "LOGITS_AT_A_TIME", row_blocks * logits_per_row_block)
     ranges = KeyRanges.causal(1, length, length, "cpu")
-    mass = attention_mass.block_mass(q, k, ranges, 0.25, 32, 16)
+    mass = attention_mass.block_mass(q, k, ranges, **BLOCK_MASS)
     probabilities = eager_probabilities(q, k, 0.25)
     torch.testing.assert_close(mass, sums_over_blocks(probabilities, 16, 32))
     torch.testing.assert_close(caches.column_sums(q, k, ranges, 0.25), probabilities.sum(2))
     # only the first 40 queries are real: 32 in the first block and 8 in the second
     ranges = replace(ranges, end=torch.where(torch.arange(length) < 40, ranges.end, -1))
-    mass = attention_mass.block_mass(q, k, ranges, 0.25, 32, 16).sum(-1)
+    mass = attention_mass.block_mass(q, k, ranges, **BLOCK_MASS).sum(-1)
     expected = torch.tensor([32.0, 8.0, *[0.0] * (-(-length // 32) - 2)])
     torch.testing.assert_close(mass, expected.expand(1, 6, -1))
 
@@ -61,7 +64,7 @@ def test_antidiagonal_score_by_hand():
     stride = blocks.STRIDE
     q, k = random_qk(2 * stride, heads=1, kv_heads=1, dim=1)
     ranges = KeyRanges.causal(1, 2 * stride, 2 * stride, "cpu")
-    (_, rows), *later_chunks = attention_mass.attention_rows(q, k, ranges, 2.0, stride)
+    (_, rows), *later_chunks = attention_mass.attention_rows(q, k, ranges, scale=2.0, stride=stride)
     q, k = q.flatten(), k.flatten()
     second_tile = range(stride, 2 * stride)
     first_logit = sum(q[i] * k[2 * stride - 1 - i] for i in second_tile) * 2 / stride
@@ -75,7 +78,7 @@ def test_antidiagonal_score_by_hand():
 def test_vertical_slash_scores_equal_eager_attention(length):
     q, k = random_qk(length)
     call = LayerContext(KeyRanges.causal(1, length, length, "cpu"), 0.25)
-    score = last_queries.vertical_slash_scores(q, k, call, 32, 16, asking=20)
+    score = last_queries.vertical_slash_scores(q, k, call, query_block=32, key_block=16, asking=20)
     attention = eager_probabilities(q, k, 0.25)[:, :, -20:]
     distance = torch.arange(length)[-20:, None] - torch.arange(length)
     column = attention.sum(2)
@@ -160,7 +163,7 @@ def test_xattention_selects_fewest_blocks_above_threshold(name, stride, share):
     q, k = 4 * q, 4 * k
     keep = blocks_selected_by(config_of(name, share, sink_blocks=1, local_blocks=0), q, k)
     ranges = KeyRanges.causal(1, 320, 320, "cpu")
-    mass = attention_mass.block_mass(q, k, ranges, 0.25, 32, 16, stride=stride)
+    mass = attention_mass.block_mass(q, k, ranges, **BLOCK_MASS, stride=stride)
     mass = mass / mass.sum(-1, keepdim=True)
     for head in range(6):
         for row in range(10):
@@ -184,12 +187,13 @@ def test_columns_and_diagonals_map_to_blocks_by_hand():
     # the diagonal at a distance of three key blocks
     diagonal[..., 3] = True
     visible = torch.ones(6, 6, dtype=torch.bool).tril()[1::2]
-    keep = last_queries.touched(column, none, ranges, 4, 2)[0, 0] & visible
+    keep = last_queries.touched(column, none, ranges, query_block=4, key_block=2)[0, 0] & visible
     assert keep.nonzero().tolist() == [[0, 1], [1, 1], [2, 1]]
-    keep = last_queries.touched(none, diagonal, ranges, 4, 2)[0, 0] & visible
+    keep = last_queries.touched(none, diagonal, ranges, query_block=4, key_block=2)[0, 0] & visible
     assert keep.nonzero().tolist() == [[1, 0], [2, 1], [2, 2]]
     # query blocks of 2 tokens are half of a key block of 4 tokens
-    keep = last_queries.touched(none, diagonal, KeyRanges.causal(1, 24, 24, "cpu"), 2, 4)[0, 0]
+    ranges = KeyRanges.causal(1, 24, 24, "cpu")
+    keep = last_queries.touched(none, diagonal, ranges, query_block=2, key_block=4)[0, 0]
     assert keep.nonzero().tolist() == [[6, 0], [7, 0], [8, 1], [9, 1], [10, 2], [11, 2]]
 
 

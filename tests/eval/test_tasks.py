@@ -91,7 +91,7 @@ def test_task_file_makes_documents_of_task(name, utils, folder):
     documents = utils.task_documents(**options, pretrained=folder, **task["dataset_kwargs"])
     tokenizer = make_tokenizer()
     for index, document in enumerate(documents):
-        example = TASKS[name].make(tokenizer, NOISE, 800, index, 3)
+        example = TASKS[name].make(tokenizer, NOISE, 800, index=index, seed=3)
         assert tokenizer.decode(example.tokens[: example.prompt]) == document["text"]
         assert document["replies"] == list(example.replies)
         num_tokens = len(tokenizer(document["text"])["input_ids"])

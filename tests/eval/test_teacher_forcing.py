@@ -195,9 +195,9 @@ def test_task_probes_are_prompts_with_answers(model_folder):
     experiment = Fidelity(Settings(model=str(model_folder), **options))
     other_tasks = [name for name in TASKS if name != "uuid"]
     assert experiment.settings.probes == ("uuid", *other_tasks, "pass")
-    example = TASKS["tracking"].make(make_tokenizer(), NOISE, 600, 1, 0)
+    example = TASKS["tracking"].make(make_tokenizer(), NOISE, 600, index=1, seed=0)
     expected = TeacherForced(example.tokens, example.answers, example.prompt)
-    assert experiment.reading("noise", 600, "tracking", None, 1) == expected
+    assert experiment.reading("noise", 600, "tracking", depth=None, index=1) == expected
 
 
 class NewModel:
