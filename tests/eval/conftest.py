@@ -1,4 +1,4 @@
-"""Fixtures that replace libraries that are not installed."""
+"""Fixtures that replace packages that are not installed."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from cab_hf.eval.quantised import linear_layers
 
 @pytest.fixture
 def halved_for_fp8(monkeypatch):
-    """Weights are halved where torchao, on a GPU, would round them to 8 bits."""
+    """Make the method ``fp8`` halve the weights, because torchao and a GPU are missing here."""
 
     def halve(model):
         for layer in linear_layers(model):

@@ -1,4 +1,4 @@
-"""The calibrate command: config files, and the densities that they reach."""
+"""The calibrate command: saved configs, their densities, and refused targets."""
 
 from pathlib import Path
 
@@ -9,40 +9,44 @@ from words import TEXT
 
 import cab_hf
 from cab_hf import CabConfig
-from cab_hf.calibration import anchors as of_anchors
+from cab_hf.calibration import anchors as anchor_fit
 from cab_hf.calibration.density import require_target
 from cab_hf.config import Origin
 from cab_hf.eval import calibrate
 from cab_hf.eval.__main__ import main
-from cab_hf.patches import calibration as of_models
+from cab_hf.patches import calibration as calibration_passes
 
-# higher than the defaults: a short sequence has few blocks, each with a large share of the mass
+# higher than the default thresholds: in a short sequence, each block has a large share of the mass
 THRESHOLDS = (0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01)
 SMALL = ("query_block=16", "key_block=16", "share_threshold=1.0")
 
 
 @pytest.fixture
 def book(tmp_path, monkeypatch):
-    for module in (of_models, calibrate):
+    """Write a short text, and let `calibrate` hide few keys and try high thresholds."""
+    for module in (calibration_passes, calibrate):
         monkeypatch.setattr(module, "KEYS", 2)
-    monkeypatch.setattr(of_anchors, "THRESHOLDS", THRESHOLDS)
+    monkeypatch.setattr(anchor_fit, "THRESHOLDS", THRESHOLDS)
     file = tmp_path / "book.txt"
     file.write_text(TEXT)
     return file
 
 
-def command(model_folder, book, out, *more):
-    given = ["--model", model_folder, "--texts", book, "--out", out, "--length", 300]
-    given += ["--device", "cpu", *(word for field in SMALL for word in ("--cab", field))]
-    return main(["calibrate", *map(str, (*given, *more))])
+def command(model_folder, book, out, more):
+    """Run the command with the options in the list ``more``, and return its exit status."""
+    options = ["--model", model_folder, "--texts", book, "--out", out, "--length", 300]
+    options += ["--device", "cpu", *(word for field in SMALL for word in ("--cab", field))]
+    return main(["calibrate", *map(str, (*options, *more))])
 
 
 def test_calibrate_writes_config_per_target_density(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
-    assert command(model_folder, book, out, "--target-densities", "0.6,0.9") == 0
+    assert command(model_folder, book, out, ["--target-densities", "0.6,0.9"]) == 0
     low, high = (CabConfig.calibrated(out / f"cab_config-{x}.json") for x in (0.6, 0.9))
     assert low.predictor == "rows" and 0 < high.mass_threshold < low.mass_threshold < 1
-    assert low.origin == Origin(Path(model_folder).name, 2, 6, 2, 300)
+    assert low.origin == Origin(
+        model=Path(model_folder).name, layers=2, heads=6, kv_heads=2, length=300
+    )
     assert low.query_block == 16 and low.min_length == CabConfig().min_length
     assert (out / "figure.png").stat().st_size > 3_000
     # the printed densities, measured on the calibration text, reach the targets
@@ -62,15 +66,16 @@ def test_unreachable_density_is_refused_before_model_load(
 ):
     monkeypatch.setattr("cab_hf.eval.calibrate.load_model", None)
     words = ("--target-densities", "0.9,0.1", *more)
-    assert command(model_folder, book, tmp_path / "run", *words) == 2
+    assert command(model_folder, book, tmp_path / "run", words) == 2
     shown = capsys.readouterr().err
     assert "target_densities: target_density must be at least 0." in shown
     assert not (tmp_path / "run").exists()
 
 
 def test_target_above_max_density_is_refused(model_folder, book, tmp_path, capsys):
-    out, option = tmp_path / "run", "--target-densities"
-    assert command(model_folder, book, out, option, "0.6,0.9", "--cab", "max_density=0.7") == 2
+    out = tmp_path / "run"
+    words = ["--target-densities", "0.6,0.9", "--cab", "max_density=0.7"]
+    assert command(model_folder, book, out, words) == 2
     shown = capsys.readouterr().err
     assert "target_densities: target_density must be at most 0." in shown and "got 0.9" in shown
     assert not (tmp_path / "run").exists()
@@ -84,8 +89,8 @@ def test_calibrate_defaults_use_default_config_and_reachable_targets():
 
 
 def test_calibrate_saves_anchors_and_head_map(model_folder, book, tmp_path, capsys):
-    out, words = tmp_path / "run", ("--target-densities", "0.8", "--anchors")
-    assert command(model_folder, book, out, *words, 1) == 0
+    out, words = tmp_path / "run", ["--target-densities", "0.8", "--anchors"]
+    assert command(model_folder, book, out, [*words, 1]) == 0
     config = CabConfig.calibrated(out / "cab_config-0.8.json")
     assert (config.predictor, config.anchors, config.max_density) == ("cascade", (0,), 1.0)
     assert THRESHOLDS[-1] <= config.mass_threshold <= THRESHOLDS[0]
@@ -93,9 +98,9 @@ def test_calibrate_saves_anchors_and_head_map(model_folder, book, tmp_path, caps
     # heads of the second layer use the blocks of heads of the first layer
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "config-" in line]
     assert float(rows[0][2]) == pytest.approx(0.8, abs=0.05) and 0.5 < float(rows[0][3]) < 0.95
-    assert command(model_folder, book, out, *words, 2) == 0
+    assert command(model_folder, book, out, [*words, 2]) == 0
     assert CabConfig.calibrated(out / "cab_config-0.8.json").anchors == (0, 1)
-    assert command(model_folder, book, tmp_path / "too-many", *words, 3) == 2
+    assert command(model_folder, book, tmp_path / "too-many", [*words, 3]) == 2
     assert "anchors must be 1 to 2, the number of sparse layers, got 3" in capsys.readouterr().err
     assert not (tmp_path / "too-many").exists()
 
@@ -103,7 +108,7 @@ def test_calibrate_saves_anchors_and_head_map(model_folder, book, tmp_path, caps
 def test_layer_importance_is_one_minus_cosine(model_folder):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     ids = torch.arange(3, 40)[None]
-    with torch.no_grad(), of_models._input_changes(model) as actual:
+    with torch.no_grad(), calibration_passes._input_changes(model) as actual:
         states = model(ids, output_hidden_states=True).hidden_states
     cosine = torch.cosine_similarity(states[0], states[1], dim=-1).mean()
     assert sorted(actual) == [0, 1] and actual[0] == pytest.approx(float(1 - cosine), abs=1e-6)

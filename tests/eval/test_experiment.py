@@ -1,4 +1,4 @@
-"""The experiment runner: measuring, output files, printed text and resuming."""
+"""The experiment runner: measured cases, output files, printed text and resumed runs."""
 
 import csv
 import errno
@@ -19,21 +19,26 @@ from cab_hf.experiment.log import LogError, pack, read_log
 from cab_hf.experiment.settings import UsageError, comma_separated, option
 
 FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
-
-
+# lengths that `Powers` has measured in the current test
 MEASURED: list[int] = []
+# the function that the fixture `powers_command` replaces
 NAMED = experiment.named
 
 
 @dataclass(frozen=True)
 class Settings:
+    """Settings of `Powers`."""
+
     lengths: tuple[int, ...] = option((1, 2), "tokens", comma_separated(int))
     power: int = option(2, "of the length", int)
     out: str = option("powers", "folder")
 
 
 class Powers(Experiment):
-    """Experiment that raises lengths, and then the longest length + 1, to a power."""
+    """Experiment that raises numbers to a power: the lengths, then the longest length + 1.
+
+    The last case has the field ``sought``, as the search for the longest prompt has.
+    """
 
     name = "powers"
     purpose = "raise lengths to a power"
@@ -76,25 +81,28 @@ class Powers(Experiment):
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
+def powers_command(monkeypatch):
+    """Add `Powers` to the commands by name, and forget the measured lengths."""
     MEASURED.clear()
     monkeypatch.setattr(
         experiment, "named", lambda name: {"powers": Powers}.get(name) or NAMED(name)
     )
 
 
-def start(out, **more):
-    return run(Powers(Settings(out=str(out), **more)))
+def start(out, **fields):
+    """Run `Powers` with these fields of its settings, and return the rows."""
+    return run(Powers(Settings(out=str(out), **fields)))
 
 
-def read(out):
+def contents(out):
+    """Return {file name: bytes} of the files in a folder."""
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
 def test_run_writes_five_files_and_prints_paths(tmp_path, capsys):
     rows = start(tmp_path)
     assert [(row["length"], row["value"]) for row in rows] == [(1, 1), (2, 4), (3, 9)]
-    assert read(tmp_path).keys() == FILES
+    assert contents(tmp_path).keys() == FILES
     content = json.loads((tmp_path / "results.json").read_text())
     assert content["rows"] == rows
     assert content["provenance"]["experiment"] == "powers"
@@ -110,13 +118,13 @@ def test_run_writes_five_files_and_prints_paths(tmp_path, capsys):
 
 
 def test_interrupted_run_continues(tmp_path, monkeypatch):
-    def stopping(powers, case):
+    def interrupted_at_length_2(powers, case):
         if case["length"] == 2:
             raise KeyboardInterrupt
         return measure(powers, case)
 
     measure = Powers.measure
-    monkeypatch.setattr(Powers, "measure", stopping)
+    monkeypatch.setattr(Powers, "measure", interrupted_at_length_2)
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path / "killed")
     monkeypatch.setattr(Powers, "measure", measure)
@@ -127,41 +135,45 @@ def test_interrupted_run_continues(tmp_path, monkeypatch):
     assert next(logs) == next(logs)
 
 
-class Tried(Powers):
-    """`Powers` of a device that has no memory for some lengths."""
+class PowersOutOfMemory(Powers):
+    """`Powers` on a device that runs out of memory at some lengths.
+
+    Attributes:
+        too_long: the lengths whose case fails.
+    """
 
     FAILED = "error"
-    full: tuple[int, ...] = ()
+    too_long: tuple[int, ...] = ()
 
     def sample(self, case):
-        if case["length"] in self.full:
+        if case["length"] in self.too_long:
             return {**case, "error": "out of memory"}
         return super().sample(case)
 
 
 def test_failed_case_is_reported_and_retried(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Tried, "full", (2,))
+    monkeypatch.setattr(PowersOutOfMemory, "too_long", (2,))
     settings = Settings(out=str(tmp_path / "out"), lengths=(1, 2, 3))
-    rows = run(Tried(settings))
+    rows = run(PowersOutOfMemory(settings))
     assert [row["length"] for row in rows] == MEASURED == [1, 3, 4]
     assert "1 cases failed (out of memory). The report lists them" in capsys.readouterr().out
     report = (tmp_path / "out" / "report.md").read_text()
     table = "| length | cases | why |\n| --- | --- | --- |\n| 2 | 1 | out of memory |"
     assert f"## Not measured yet\n\n{table}" in report
-    monkeypatch.setattr(experiment, "named", {"powers": Tried}.get)
+    monkeypatch.setattr(experiment, "named", {"powers": PowersOutOfMemory}.get)
     assert render(tmp_path / "out") == rows
     assert (tmp_path / "out" / "report.md").read_text() == report
-    monkeypatch.setattr(Tried, "full", ())
-    rows = run(Tried(settings))
+    monkeypatch.setattr(PowersOutOfMemory, "too_long", ())
+    rows = run(PowersOutOfMemory(settings))
     assert MEASURED == [1, 3, 4, 2] and [row["length"] for row in rows] == [1, 2, 3, 4]
     report = (tmp_path / "out" / "report.md").read_text()
     assert "Not measured yet" not in report and render(tmp_path / "out") == rows
     # a run without any successful case writes no report
-    monkeypatch.setattr(Tried, "full", (1, 2))
-    monkeypatch.setattr(Tried, "cases", lambda *_: [{"length": 1}, {"length": 2}])
+    monkeypatch.setattr(PowersOutOfMemory, "too_long", (1, 2))
+    monkeypatch.setattr(PowersOutOfMemory, "cases", lambda *_: [{"length": 1}, {"length": 2}])
     with pytest.raises(UsageError, match="no case could be measured: out of memory. Give shorter"):
-        run(Tried(Settings(out=str(tmp_path / "none"))))
-    assert read(tmp_path / "none").keys() == {"samples.jsonl"}
+        run(PowersOutOfMemory(Settings(out=str(tmp_path / "none"))))
+    assert contents(tmp_path / "none").keys() == {"samples.jsonl"}
 
 
 def test_sample_without_field_of_rows_is_refused(tmp_path, monkeypatch):
@@ -182,41 +194,42 @@ def test_sample_without_field_of_rows_is_refused(tmp_path, monkeypatch):
 
 def test_repeated_run_keeps_samples_and_provenance(tmp_path, monkeypatch):
     start(tmp_path)
-    before = read(tmp_path)
+    before = contents(tmp_path)
     monkeypatch.setattr(provenance, "utc_now", lambda: "later")
     start(tmp_path)
-    assert MEASURED == [1, 2, 3] and read(tmp_path) == before
+    assert MEASURED == [1, 2, 3] and contents(tmp_path) == before
     # packed samples are read as well
     pack(tmp_path / "samples.jsonl")
     (tmp_path / "results.csv").unlink()
     render(tmp_path)
-    assert read(tmp_path).keys() == (FILES - {"samples.jsonl"}) | {"samples.jsonl.xz"}
+    assert contents(tmp_path).keys() == (FILES - {"samples.jsonl"}) | {"samples.jsonl.xz"}
     start(tmp_path)
-    assert MEASURED == [1, 2, 3] and read(tmp_path) == before
+    assert MEASURED == [1, 2, 3] and contents(tmp_path) == before
 
 
 def test_extended_run_updates_command(tmp_path, monkeypatch):
     start(tmp_path)
-    bars = []
+    closed_bars = []
 
     class Bar(experiment.tqdm):
         def close(self):
-            bars.append((self.n, self.initial, self.smoothing))
+            closed_bars.append((self.n, self.initial, self.smoothing))
             super().close()
 
     monkeypatch.setattr(experiment, "tqdm", Bar)
     rows = start(tmp_path, lengths=(1, 2, 5))
-    # two of four cases are in the log, and do not count in the estimate of the remaining time
-    assert bars[0] == (4, 2, 0)
+    # the bar starts at 2 of 4 cases, which are in the log. Without smoothing, the estimate of the
+    # remaining time uses the cases of this run only
+    assert closed_bars[0] == (4, 2, 0)
     assert [row["length"] for row in rows] == [1, 2, 3, 5, 6] and MEASURED == [1, 2, 3, 5, 6]
     assert "powers --lengths 1,2,5\n" in (tmp_path / "report.md").read_text()
 
 
-@pytest.mark.parametrize("of", ["measure", "rows"])
+@pytest.mark.parametrize("method", ["measure", "rows"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nonfinite_number_is_not_written(tmp_path, monkeypatch, of, value):
+def test_nonfinite_number_is_not_written(tmp_path, monkeypatch, method, value):
     result = {"value": value, "sought": False}
-    monkeypatch.setattr(Powers, of, lambda *_: [result] if of == "rows" else result)
+    monkeypatch.setattr(Powers, method, lambda *_: [result] if method == "rows" else result)
     with pytest.raises(LogError, match="must contain finite numbers only"):
         run(Powers(Settings(out=str(tmp_path))))
     assert not (tmp_path / "results.json").exists()
@@ -225,12 +238,16 @@ def test_nonfinite_number_is_not_written(tmp_path, monkeypatch, of, value):
 
 
 def test_report_lists_repeated_texts_of_all_runs(tmp_path, monkeypatch, capsys):
-    said, made = [], Powers.provenance
-    monkeypatch.setattr(Powers, "provenance", lambda *_: {**made(*_), "repeated": list(said)})
+    sentences, provenance_of = [], Powers.provenance
+    monkeypatch.setattr(
+        Powers,
+        "provenance",
+        lambda powers, started: {**provenance_of(powers, started), "repeated": list(sentences)},
+    )
     for length in (1, 5):
-        said[:] = [f"texts of {length} tokens repeat it."]
+        sentences[:] = [f"texts of {length} tokens repeat it."]
         start(tmp_path, lengths=(length,))
-        assert said[0] in capsys.readouterr().out
+        assert sentences[0] in capsys.readouterr().out
     report = (tmp_path / "report.md").read_text()
     assert "texts of 1 tokens repeat it." in report and "texts of 5 tokens repeat it." in report
 
@@ -243,14 +260,14 @@ def test_conflicting_folder_is_refused_before_writing(tmp_path, monkeypatch):
     (tmp_path / "mine" / "report.md").write_text("mine")
     with pytest.raises(LogError, match="contains report.md and no samples.jsonl"):
         start(tmp_path / "mine")
-    assert read(tmp_path / "mine") == {"report.md": b"mine"} and not MEASURED
+    assert contents(tmp_path / "mine") == {"report.md": b"mine"} and not MEASURED
     start(tmp_path / "out")
-    before = read(tmp_path / "out")
+    before = contents(tmp_path / "out")
     with pytest.raises(LogError, match="made with power 2, this run has 3. Give another --out"):
         start(tmp_path / "out", power=3)
     with pytest.raises(LogError, match="made with experiment 'powers', this run has 'roots'"):
         run(Roots(Settings(out=str(tmp_path / "out"))))
-    assert read(tmp_path / "out") == before
+    assert contents(tmp_path / "out") == before
 
     def refuse(powers):
         raise UsageError("lengths must be short")
@@ -266,22 +283,22 @@ def test_invalid_results_file_is_refused_before_measuring(tmp_path, content):
     start(tmp_path)
     MEASURED.clear()
     (tmp_path / "results.json").write_text(content)
-    for going_on in (lambda: start(tmp_path, lengths=(7,)), lambda: render(tmp_path)):
+    for continue_run in (lambda: start(tmp_path, lengths=(7,)), lambda: render(tmp_path)):
         with pytest.raises(LogError, match="results.json must contain results of a run"):
-            going_on()
+            continue_run()
     assert not MEASURED
 
 
 def test_write_error_names_the_folder(tmp_path, monkeypatch):
-    def full(*arguments):
+    def fail_on_full_disk(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(experiment, "write_atomically", full)
+    monkeypatch.setattr(experiment, "write_atomically", fail_on_full_disk)
     with pytest.raises(LogError, match=f"{tmp_path} cannot be written .No space left on device"):
         start(tmp_path)
     monkeypatch.undo()
     start(tmp_path)
-    assert MEASURED == [1, 2, 3] and read(tmp_path).keys() == FILES
+    assert MEASURED == [1, 2, 3] and contents(tmp_path).keys() == FILES
 
 
 @pytest.mark.parametrize(
@@ -322,11 +339,11 @@ def test_listing_commands_does_not_import_torch():
 
 def test_commands_are_listed_and_unknown_ones_refused(capsys):
     for name in ("fidelity", "passkey", *(f"speed {op}" for op in speed.COMMANDS)):
-        kind = experiment.named(name)
-        assert __main__._purpose(kind.__module__) == kind.purpose
+        experiment_class = experiment.named(name)
+        assert __main__._purpose(experiment_class.__module__) == experiment_class.purpose
     assert __main__.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    # one column of names, as wide as the longest
+    # the column of names is as wide as the longest name
     assert f"  {'passkey':10}  find a number hidden in a long text\n" in shown
     assert "  calibrate  " in shown and "families" not in shown
     for words in (["magic"], []):

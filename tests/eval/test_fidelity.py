@@ -1,4 +1,4 @@
-"""The fidelity command: settings, probes, output files and resuming."""
+"""The fidelity command: settings, probes, times, output files and resumed runs."""
 
 import json
 from functools import cache, partial
@@ -27,6 +27,7 @@ command = partial(long_runs.command, "fidelity")
 
 @pytest.fixture
 def book(tmp_path):
+    """Return the path of a text file."""
     file = tmp_path / "book.txt"
     file.write_text(TEXT)
     return str(file)
@@ -36,24 +37,31 @@ def book(tmp_path):
 
 
 def test_variants_are_parsed_into_configs(tmp_path):
-    plain, complete = tmp_path / "plain.json", tmp_path / "whole.json"
-    plain.write_text(json.dumps({"mass_threshold": 0.7}))
-    complete.write_text(
+    cab_fields, model_config = tmp_path / "fields.json", tmp_path / "model.json"
+    cab_fields.write_text(json.dumps({"mass_threshold": 0.7}))
+    model_config.write_text(
         json.dumps({"cab_config": CabConfig(mass_threshold=0.6).to_dict(), "other": 1})
     )
     several = tmp_path / "several.yaml"
     several.write_text("d: {mass_threshold: 0.4}\ne:\n  mass_threshold: 0.3\n  dense_layers: [1]\n")
-    parts = ("a=mass_threshold=0.8,dense_layers=(0,2),engine=gather", f"b={plain}", f"c={complete}")
-    parts += (str(several),)
-    settings = Settings(variant=parts, cab=("mass_threshold=0.5",))
+    variants = ("a=mass_threshold=0.8,dense_layers=(0,2),engine=gather", f"b={cab_fields}")
+    variants += (f"c={model_config}", str(several))
+    settings = Settings(variant=variants, cab=("mass_threshold=0.5",))
     configs = settings.configs
-    masses = {"cab": 0.5, "cab:a": 0.8, "cab:b": 0.7, "cab:c": 0.6, "cab:d": 0.4, "cab:e": 0.3}
-    assert {name: config.mass_threshold for name, config in configs.items()} == masses
+    thresholds = {
+        "cab": 0.5,
+        "cab:a": 0.8,
+        "cab:b": 0.7,
+        "cab:c": 0.6,
+        "cab:d": 0.4,
+        "cab:e": 0.3,
+    }
+    assert {name: config.mass_threshold for name, config in configs.items()} == thresholds
     assert (configs["cab:a"].dense_layers, configs["cab:a"].engine) == ((0, 2), "gather")
     assert configs["cab:e"].dense_layers == (1,)
     assert {config.min_length for config in configs.values()} == {0}
     recorded = Fidelity(settings).recorded()
-    assert recorded["variant"][1:] == ["b=plain.json", "c=whole.json", "several.yaml"]
+    assert recorded["variant"][1:] == ["b=fields.json", "c=model.json", "several.yaml"]
     assert str(tmp_path) not in json.dumps(recorded)
 
 
@@ -69,18 +77,18 @@ def test_example_variants_file_is_valid():
 
 def test_fidelity_command_writes_expected_rows(model_folder, tmp_path, book, capsys, monkeypatch):
     monkeypatch.setattr(probes, "BORDER", 32)
-    more = ("--texts", f"noise,{book}", "--budgets", "match,0.5", "--variant", f"wide={SMALL}")
-    more += ("--probes", "pass,recall,recall_border,perplexity,perplexity_border")
+    options = ("--texts", f"noise,{book}", "--budgets", "match,0.5", "--variant", f"wide={SMALL}")
+    options += ("--probes", "pass,recall,recall_border,perplexity,perplexity_border")
     methods = "dense,full,cab,random,no_needle"
-    results = command(model_folder, tmp_path / "out", *more, methods=methods)
+    results = command(model_folder, tmp_path / "out", *options, methods=methods)
     rows = results["rows"]
     arms = [*((name, None) for name in ("dense", "cab", "cab:wide")), ("random", "match")]
     arms += [("random", 0.5), ("full", None), ("no_needle", None)]
     cells = [(row["text"], row["method"], row["budget"]) for row in rows]
     assert cells == [(text, *arm) for text in ("noise", "book") for arm in arms]
-    for dense, cab, wide, matched, half, full, hidden in (rows[:7], rows[7:]):
+    for dense, cab, wide, matched, half, full, no_needle in (rows[:7], rows[7:]):
         assert dense["density"] == full["density"] == 1
-        # a CPU is not timed
+        # attention is not timed on a CPU
         assert dense["attend_ms"] is cab["over_dense"] is None
         assert cab["density"] < wide["density"] < 1
         assert matched["fitted"] == pytest.approx(cab["density"])
@@ -89,9 +97,9 @@ def test_fidelity_command_writes_expected_rows(model_folder, tmp_path, book, cap
         for row in (cab, wide, matched, half):
             assert (row["pass"]["n"], row["recall"]["n"], row["recall"]["pairs"]) == (2, 2, 2)
             assert row["perplexity"]["ratio"] > 0
-        # documents have no needle to hide
-        assert "pass" in hidden and "recall" not in hidden
-        # tokens 160, 192, 224, 256 and 288
+        # the documents of recall have no needle, which this method would remove
+        assert "pass" in no_needle and "recall" not in no_needle
+        # the query blocks in the second half start at tokens 160, 192, 224, 256 and 288
         assert dense["perplexity_border"]["tokens"] == 5
         for row in (dense, cab, wide, matched, half, full):
             assert row["recall_border"]["n"] == row["recall"]["n"] == 2
@@ -112,24 +120,26 @@ def test_predictions_at_block_borders_ignore_later_tokens(model_folder, monkeypa
     options = {"device": "cpu", "lengths": (900,), "keys": 2}
     options |= {"cab": sparse_words, "methods": ("cab",)}
     measured = Fidelity(Settings(model=str(model_folder), **options))
-    reading = measured.reading("noise", 900, probe, None, 0)
+    reading = measured.reading("noise", 900, probe, depth=None, index=0)
     case = {"method": "cab", "text": "noise", "length": 900, "budget": None, "fitted": None}
 
-    def before(tokens, at):
+    def prediction_of(tokens, at):
+        """Return the prediction of token ``at``."""
         with measured.method(case).applied(measured.model):
             return teacher_forcing.predictions(
                 measured.model, TeacherForced(tokens, ((at, at + 1),))
             )
 
-    changes = 0
+    num_changed = 0
     for at, _ in reading.ranges:
-        others = reading.tokens[:at] + tuple(reversed(reading.tokens[at:]))
-        changes += not torch.equal(before(reading.tokens, at), before(others, at))
-    assert (changes > 0) == (probe == "recall")
+        changed = reading.tokens[:at] + tuple(reversed(reading.tokens[at:]))
+        is_equal = torch.equal(prediction_of(reading.tokens, at), prediction_of(changed, at))
+        num_changed += not is_equal
+    assert (num_changed > 0) == (probe == "recall")
 
 
 TIGHT = "tiny=query_block=32,key_block=16,dense_tail_blocks=1,max_density=0.05"
-BEHIND = (
+CONTINUATIONS = (
     *("--probes", "continuation,asked", "--lengths", 640, "--documents", 2, "--asked", 2),
     *("--budgets", "0.05"),
 )
@@ -137,7 +147,7 @@ TURNS = (
     *("--probes", "turns", "--lengths", 900, "--documents", 2, "--budgets", "0.05"),
     *("--variant", TIGHT, "--cab", "mass_threshold=0.2"),
 )
-# sparse decoding starts at 4 x 128 tokens, and 640 exceed them
+# 640 tokens: sparse decoding needs at least 4 x decode_tokens = 512
 DECODING = (
     *("--probes", "decode,decode_asked,greedy", "--lengths", 640, "--documents", 2, "--asked", 2),
     *("--decoded", 24, "--written", 8, "--continuations", 3, "--match", "cab:sparse"),
@@ -147,41 +157,46 @@ DECODING = (
 
 
 @pytest.fixture(scope="module")
-def complete(model_folder, tmp_path_factory):
-    """Return a cached function: command words of a run -> rows by method."""
+def rows_of_run(model_folder, tmp_path_factory):
+    """Return a cached function from the options of a run to its rows by method."""
 
     @cache
-    def rows(words):
-        methods = {BEHIND: "full,cab,streaming", TURNS: "full,cab,random,streaming"}
-        methods = methods.get(words, "full,streaming,h2o,snapkv")
-        out = tmp_path_factory.mktemp("complete")
-        more = {"methods": f"dense,{methods}", "drawn": words != BEHIND}
-        run = command(model_folder, out, *words, **more)
+    def rows(options):
+        methods = {CONTINUATIONS: "full,cab,streaming", TURNS: "full,cab,random,streaming"}
+        methods = methods.get(options, "full,streaming,h2o,snapkv")
+        run = command(
+            model_folder,
+            tmp_path_factory.mktemp("run"),
+            *options,
+            methods=f"dense,{methods}",
+            drawn=options != CONTINUATIONS,
+        )
         return {row["method"]: row for row in run["rows"]}
 
     return rows
 
 
-def test_continuation_is_compared_with_dense(complete):
-    rows = complete(BEHIND)
-    behind = {name: row["continuation"] for name, row in rows.items()}
-    # an eighth of 640 tokens, of two documents
-    assert {result["tokens"] for result in behind.values()} == {2 * 80}
-    assert (behind["dense"]["kl"], behind["dense"]["agreement"]) == (0, 1)
-    assert "ratio" not in behind["dense"]
-    assert behind["full"]["kl"] == pytest.approx(0, abs=1e-7)
-    assert behind["full"]["ratio"] == pytest.approx(1, abs=1e-5)
-    # a window that drops all earlier keys
-    assert behind["streaming"]["kl"] > behind["cab"]["kl"] > 10 * abs(behind["full"]["kl"])
-    for actual in behind.values():
+def test_continuation_is_compared_with_dense(rows_of_run):
+    rows = rows_of_run(CONTINUATIONS)
+    continuations = {name: row["continuation"] for name, row in rows.items()}
+    # the last eighth of 640 tokens, in two documents
+    assert {result["tokens"] for result in continuations.values()} == {2 * 80}
+    assert (continuations["dense"]["kl"], continuations["dense"]["agreement"]) == (0, 1)
+    assert "ratio" not in continuations["dense"]
+    assert continuations["full"]["kl"] == pytest.approx(0, abs=1e-7)
+    assert continuations["full"]["ratio"] == pytest.approx(1, abs=1e-5)
+    # streaming drops all keys before its window
+    kl = {name: result["kl"] for name, result in continuations.items()}
+    assert kl["streaming"] > kl["cab"] > 10 * abs(kl["full"])
+    for actual in continuations.values():
         assert 0 <= actual["kl_low"] <= max(actual["kl"], 0) <= actual["kl_high"]
     assert {row["asked"]["n"] for row in rows.values()} == {4}
 
 
-def test_turns_are_compared_with_dense(complete):
-    rows = complete(TURNS)
+def test_turns_are_compared_with_dense(rows_of_run):
+    rows = rows_of_run(TURNS)
     turns = {name: row["turns"]["turns"] for name, row in rows.items()}
-    # an eighth of 180 tokens, of two documents
+    # the last eighth of the 180 tokens of a turn, in two documents
     assert {turn["tokens"] for each in turns.values() for turn in each} == {2 * 22}
     assert {len(each) for each in turns.values()} == {5}
     assert {(turn["kl"], turn["agreement"]) for turn in turns["dense"]} == {(0, 1)}
@@ -199,37 +214,38 @@ def test_turns_are_compared_with_dense(complete):
 
 
 def test_continuation_is_exact_except_with_evicted_keys(model_folder):
-    given = {"device": "cpu", "lengths": (640,), "cab": SPARSE_WORDS, "methods": ("cab",)}
-    measured = Fidelity(Settings(model=str(model_folder), **given))
-    reading = measured.reading("noise", 640, "continuation", None, 0)
+    options = {"device": "cpu", "lengths": (640,), "cab": SPARSE_WORDS, "methods": ("cab",)}
+    measured = Fidelity(Settings(model=str(model_folder), **options))
+    reading = measured.reading("noise", 640, "continuation", depth=None, index=0)
     assert reading.prompt == 640 - 80
-    place = {"text": "noise", "length": 640, "index": 0, "probe": "continuation", "fitted": 0.1}
-    likely = {}
+    question = {"text": "noise", "length": 640, "index": 0, "probe": "continuation"}
+    measured_nll = {}
     for name in ("cab", "streaming"):
-        case = {"method": name, "budget": None, **place}
+        case = {"method": name, "budget": None, **question, "fitted": 0.1}
         method = measured.method(case)
         with method.applied(measured.model):
-            # only the cache of a method can drop keys of the prompt
+            # this call uses a complete cache; the cache of streaming drops keys of the prompt
             complete = distributions(measured.model, reading, chunk=measured.settings.chunk)
             measured.dense_of(case)
-            likely[name] = measured.read(case, reading, method)["nll"]
-        exact = -complete[range(80), list(reading.tokens[560:])].sum().item()
-        assert (likely[name] == pytest.approx(exact, abs=1e-3)) == (name == "cab")
+            measured_nll[name] = measured.read(case, reading, method)["nll"]
+        exact_nll = -complete[range(80), list(reading.tokens[560:])].sum().item()
+        assert (measured_nll[name] == pytest.approx(exact_nll, abs=1e-3)) == (name == "cab")
 
 
-def test_decode_is_compared_with_dense(complete):
-    rows = complete(DECODING)
+def test_decode_is_compared_with_dense(rows_of_run):
+    rows = rows_of_run(DECODING)
     caches = ("streaming", "h2o", "snapkv")
     assert list(rows) == ["dense", "cab:sparse", "cab:dense", *caches, "full"]
-    # the index has 16 channels in half a byte and a scale of two, keys and values 32 in four
-    kept = {
+    # bytes per key: the index has 16 channels of half a byte and a scale of 2 bytes. K and V
+    # together have 32 channels of 4 bytes
+    step_tokens = {
         "cab:dense": 640,
         "dense": 640,
         "full": 640,
         "cab:sparse": 128 + 640 * 10 / 128,
         **dict.fromkeys(caches, 178),
     }
-    assert {name: row["step_tokens"] for name, row in rows.items()} == kept
+    assert {name: row["step_tokens"] for name, row in rows.items()} == step_tokens
     assert {row["decode"]["tokens"] for row in rows.values()} == {2 * 24}
     assert {row["decode_asked"]["n"] for row in rows.values()} == {4}
     assert {row["greedy"]["n"] for row in rows.values()} == {3}
@@ -238,17 +254,17 @@ def test_decode_is_compared_with_dense(complete):
     assert decode["full"]["kl"] == pytest.approx(0, abs=1e-7)
     for name in ("cab:sparse", *caches):
         assert decode[name]["kl"] > 1e-6 > abs(decode["full"]["kl"])
-    # both use the same prefill, so the difference comes from decode steps
+    # the two configs have the same prefill, so the difference comes from decode steps
     assert decode["cab:sparse"]["kl"] != pytest.approx(decode["cab:dense"]["kl"], rel=1e-2)
     assert (rows["full"]["greedy"]["equal"], rows["full"]["greedy"]["prefix"]) == (3, 8)
     assert "equal" not in rows["dense"]["greedy"]
 
 
-def test_batched_decode_equals_single_decode(model_folder, tmp_path, monkeypatch, complete):
-    # two continuations and documents at once, then one
+def test_batched_decode_equals_single_decode(model_folder, tmp_path, monkeypatch, rows_of_run):
+    # with this limit a batch has one sequence of 640 tokens
     monkeypatch.setattr(fidelity, "TOKENS_AT_ONCE", 640)
     for alone in command(model_folder, tmp_path, *DECODING, methods="dense,h2o")["rows"]:
-        together = complete(DECODING)[alone["method"]]
+        together = rows_of_run(DECODING)[alone["method"]]
         assert alone["decode"]["kl"] == pytest.approx(together["decode"]["kl"], abs=1e-6)
         assert alone["decode_asked"] == together["decode_asked"]
         assert alone["greedy"] == together["greedy"]
@@ -256,19 +272,22 @@ def test_batched_decode_equals_single_decode(model_folder, tmp_path, monkeypatch
 
 @pytest.fixture
 def kill(monkeypatch):
-    """Return a function (n) -> list of cases measured later; the n-th case is interrupted."""
+    """Return a function that interrupts the n-th case measured after its call; None: no case.
+
+    The function returns a list, to which every case that is measured later is appended.
+    """
     measure = Fidelity.measure
 
     def kill(n):
         calls = []
 
-        def counted(self, case):
+        def measure_or_interrupt(self, case):
             calls.append(case)
             if len(calls) == n:
                 raise KeyboardInterrupt
             return measure(self, case)
 
-        monkeypatch.setattr(Fidelity, "measure", counted)
+        monkeypatch.setattr(Fidelity, "measure", measure_or_interrupt)
         return calls
 
     return kill
@@ -277,25 +296,25 @@ def kill(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "at"),
     [
-        pytest.param(BEHIND, 6, id="continuations"),
+        pytest.param(CONTINUATIONS, 6, id="continuations"),
         pytest.param(TURNS, 4, id="turns, the first document of a variant"),
-        pytest.param(DECODING, 2, id="decoding, the second of two read together"),
+        pytest.param(DECODING, 2, id="decoding, the second of two in a batch"),
     ],
 )
-def test_resumed_run_equals_uninterrupted_run(model_folder, tmp_path, kill, complete, words, at):
+def test_resumed_run_equals_uninterrupted_run(model_folder, tmp_path, kill, rows_of_run, words, at):
     methods = "dense" if words is DECODING else "dense,cab"
     kill(at)
     with pytest.raises(KeyboardInterrupt):
         command(model_folder, tmp_path, *words, methods=methods)
     for row in command(model_folder, tmp_path, *words, methods=methods)["rows"]:
-        assert row == complete(words)[row["method"]]
+        assert row == rows_of_run(words)[row["method"]]
 
 
 # --- time
 
 
 class CountingBench(Bench):
-    """Clock whose n-th call takes n milliseconds."""
+    """A clock that returns n milliseconds for its n-th call."""
 
     def __init__(self):
         super().__init__("cpu")
@@ -311,7 +330,7 @@ def test_layer_times_are_summed(model_folder):
     model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
     clock, tokens = AttentionClock(CountingBench()), tuple(range(3, 63)) * 10
     dense = clock.time(model, tokens, None)
-    # one shape is measured once, and there are two layers
+    # both layers have the same shape, which is timed once: 1 ms each
     assert dense == {"predict_ms": 0.0, "attend_ms": 2.0, "dense_ms": 2.0, "dense_kernel": "SDPA"}
     config = CabConfig(min_length=0, query_block=32, key_block=16)
     result = clock.time(model, tokens, config)
@@ -336,10 +355,9 @@ def test_selection_time_uses_share_reported_by_authors(name, share, model_folder
     assert result["attend_ms"] == 2 + 3
 
 
-def test_rivals_without_kernel_have_reported_share():
-    rivals = {method.predictor for method in METHODS.values() if issubclass(method, Chosen)}
-    rivals |= {"streaming"}
-    assert set(attention_time.REPORTED) == rivals
+def test_baselines_without_selection_kernel_have_reported_share():
+    predictors = {method.predictor for method in METHODS.values() if issubclass(method, Chosen)}
+    assert set(attention_time.REPORTED) == predictors | {"streaming"}
 
 
 def test_rows_contain_times_and_quality(model_folder, tmp_path, monkeypatch):
@@ -359,7 +377,7 @@ def test_cpu_is_timed_only_for_equal_time():
     assert type(Fidelity(Settings(device="cpu", equal="time")).clock.bench) is Bench
 
 
-RIVALS = (
+BASELINES = (
     "random,antidiagonal,xattention_fitted,vertical_slash,flexprefill_fitted,mean_pooled,streaming"
 )
 TIMED = ("--probes", "continuation", "--lengths", "900", "--equal", "time")
@@ -367,16 +385,16 @@ TIMED = ("--probes", "continuation", "--lengths", "900", "--equal", "time")
 
 def test_fitted_budget_matches_attention_time(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
-    # a lower minimum, because FlexPrefill would select all blocks of such a short sequence
+    # with the default minimum, FlexPrefill would select all blocks of such a short sequence
     monkeypatch.setattr(last_queries, "MIN_TOKENS", 32)
-    results = command(model_folder, tmp_path, *TIMED, methods=f"dense,cab,{RIVALS}")
+    results = command(model_folder, tmp_path, *TIMED, methods=f"dense,cab,{BASELINES}")
     rows = {row["method"]: row for row in results["rows"]}
-    cab = rows["cab"]["predict_ms"] + rows["cab"]["attend_ms"]
-    for name in RIVALS.split(","):
+    cab_ms = rows["cab"]["predict_ms"] + rows["cab"]["attend_ms"]
+    for name in BASELINES.split(","):
         row = rows[name]
-        assert row["predict_ms"] + row["attend_ms"] == pytest.approx(cab, rel=0.05)
+        assert row["predict_ms"] + row["attend_ms"] == pytest.approx(cab_ms, rel=0.05)
         assert row["over_match"] == pytest.approx(1, abs=0.05)
-        assert row["fitted"] == cab
+        assert row["fitted"] == cab_ms
         assert row["continuation"]["n"] == 1
     assert rows["antidiagonal"]["density"] < rows["random"]["density"]
     assert "over_match" not in rows["dense"] and "over_match" not in rows["cab"]
@@ -385,25 +403,26 @@ def test_fitted_budget_matches_attention_time(model_folder, tmp_path, monkeypatc
 def test_resumed_run_reuses_fitted_budgets(model_folder, tmp_path, monkeypatch, kill):
     """The second part of the run measures other times, but does not fit again."""
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
-    more = (*TIMED, "--probes", "continuation,recall", "--documents", "2")
-    # the second sample of the third method
+    options = (*TIMED, "--probes", "continuation,recall", "--documents", "2")
+    # case 12 is the second sample of the third method
     calls = kill(12)
     with pytest.raises(KeyboardInterrupt):
-        command(model_folder, tmp_path, *more)
+        command(model_folder, tmp_path, *options)
     assert calls[-1]["method"] == "random"
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: CountingBench())
-    command(model_folder, tmp_path, *more)
-    ours = [each for each in read_log(tmp_path / "samples.jsonl")[1] if each["method"] == "random"]
-    assert ["fitted_config" in each for each in ours] == [True, *[False] * 4]
-    assert len({each["density"] for each in ours if each["probe"] == "recall"}) == 1
+    command(model_folder, tmp_path, *options)
+    _, samples = read_log(tmp_path / "samples.jsonl")
+    samples = [sample for sample in samples if sample["method"] == "random"]
+    assert ["fitted_config" in sample for sample in samples] == [True, *[False] * 4]
+    assert len({sample["density"] for sample in samples if sample["probe"] == "recall"}) == 1
 
 
 def test_every_method_has_rows(model_folder, tmp_path, halved_for_fp8):
-    # methods with dense prefill are dense without decoding
+    # methods with dense prefill differ from dense attention in decode steps only
     names = [name for name, method in METHODS.items() if not method.dense_prefill]
-    more = ("--probes", "continuation", "--lengths", "600", "--budgets", "0.5")
-    rows = command(model_folder, tmp_path, *more, methods=",".join(names))["rows"]
-    # documents have no needle, so no_needle has no rows
+    options = ("--probes", "continuation", "--lengths", "600", "--budgets", "0.5")
+    rows = command(model_folder, tmp_path, *options, methods=",".join(names))["rows"]
+    # the documents have no needle, so the method no_needle has no rows
     assert [row["method"] for row in rows] == [name for name in names if name != "no_needle"]
     densities = {row["method"]: row["density"] for row in rows}
     assert densities["mean_pooled"] == pytest.approx(0.5, abs=0.06)

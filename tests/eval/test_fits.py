@@ -19,7 +19,7 @@ from cab_hf.finetune.cost_model import GIB
 
 RESULTS = Path(__file__).parents[2] / "eval" / "results"
 LENGTH = 300
-# the shape of committed runs
+# the model shape of the committed runs
 LLAMA = LlamaConfig(
     vocab_size=128_256,
     hidden_size=4096,
@@ -30,18 +30,18 @@ LLAMA = LlamaConfig(
     head_dim=128,
 )
 CHUNKS = [2048, 8192, 32_768]
-
-
-# the samples with which the committed runs were measured
+# the sampled queries and keys of the committed runs
 MEASURED = CabConfig(typical_queries=8, typical_key_stride=1)
 
 
 @pytest.fixture(scope="module")
 def llama():
+    """Return the estimate for prompts of the model and the config of the committed runs."""
     return dataclasses.replace(fits.Prompts.of(LLAMA), config=MEASURED)
 
 
 def rows(name):
+    """Return the rows of a committed run."""
     return read_results(RESULTS / name).rows
 
 
@@ -59,27 +59,29 @@ def test_estimated_weights_and_cache_equal_real_model(model_type):
     assert prompts.weights == sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     cache = DynamicCache(config=model.config)
     read_on(model, tokens(1, LENGTH), cache)
-    kept = [x for x in cache.layers if isinstance(getattr(x, "keys", None), torch.Tensor)]
-    expected = sum(x.keys.nbytes + x.values.nbytes for x in kept if x.keys.ndim == 4)
-    # a sliding-window layer caches its window without the current token
-    spare = sum(size for size, window in prompts.layers if window)
+    with_keys = [x for x in cache.layers if isinstance(getattr(x, "keys", None), torch.Tensor)]
+    expected = sum(x.keys.nbytes + x.values.nbytes for x in with_keys if x.keys.ndim == 4)
+    # a layer with a sliding window may cache the window without the current token
+    bytes_of_current_token = sum(size for size, window in prompts.layers if window)
     actual = prompts.needed(LENGTH, None, fits.DYNAMIC).cache
-    assert expected > 0 and actual in (expected, expected + spare)
+    assert expected > 0 and actual in (expected, expected + bytes_of_current_token)
 
 
 def test_estimated_cache_bytes_equal_static_cache(llama):
     cache = StaticCache(config=LLAMA, max_cache_len=LENGTH)
-    cache.early_initialization(1, 8, 128, torch.bfloat16, "meta")
+    cache.early_initialization(
+        batch_size=1, num_heads=8, head_dim=128, dtype=torch.bfloat16, device="meta"
+    )
     size = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
     for chunk in (None, 128):
         assert llama.needed(LENGTH, chunk, fits.STATIC).cache == size
     layer = size / 32
     assert llama.needed(LENGTH, 128, fits.DYNAMIC).cache == size + layer / 2
-    away = llama.needed(LENGTH, None, fits.OFFLOADED)
-    assert (away.cache, away.host) == (2 * layer, size)
+    offloaded = llama.needed(LENGTH, None, fits.OFFLOADED)
+    assert (offloaded.cache, offloaded.host) == (2 * layer, size)
 
 
-# --- what committed runs measured on a GPU
+# --- committed measurements on a GPU
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -107,35 +109,36 @@ def test_selection_memory_estimate_matches_measurement(llama):
 
 
 def test_longest_prompt_estimate_matches_search(llama):
-    found = [row for row in rows("speed-prefill") if row["fits"]][-1]
-    longest = llama.longest(found["room_gib"] * GIB, 32_768, fits.STATIC)
-    assert longest == pytest.approx(found["length"], rel=0.1)
+    measured = [row for row in rows("speed-prefill") if row["fits"]][-1]
+    longest = llama.longest(measured["room_gib"] * GIB, 32_768, fits.STATIC)
+    assert longest == pytest.approx(measured["length"], rel=0.1)
 
 
 @pytest.mark.parametrize("gib", [24, 48, 80])
 @pytest.mark.parametrize("chunk", [0, 8192])
 def test_longest_prompt_estimate_matches_search_on_small_gpus(llama, gib, chunk):
-    """``room`` is the whole memory of the GPU, or the part that tensors can use."""
-    for way in ("cab_dense", "cab"):
-        ran = rows(f"speed-prefill-{gib}-{'chunks' if chunk else 'whole'}")
-        found = [row for row in ran if row["fits"] and row["implementation"] == way][-1]
+    """Estimates for the limit of the measurement, and for the limit minus the reserve for CUDA."""
+    for implementation in ("cab_dense", "cab"):
+        run = rows(f"speed-prefill-{gib}-{'chunks' if chunk else 'whole'}")
+        run = [row for row in run if row["fits"] and row["implementation"] == implementation]
+        measured = run[-1]
         cache = fits.STATIC if chunk else fits.DYNAMIC
-        assert found["room_gib"] == gib
-        for room in (gib, gib - fits.CUDA_GIB):
-            longest = llama.longest(room * GIB, chunk or None, cache)
-            assert longest == pytest.approx(found["length"], rel=0.1)
+        assert measured["room_gib"] == gib
+        for tensors_gib in (gib, gib - fits.CUDA_GIB):
+            longest = llama.longest(tensors_gib * GIB, chunk or None, cache)
+            assert longest == pytest.approx(measured["length"], rel=0.1)
 
 
 # --- the command
 
 
 def test_longest_prompt_fits_and_next_step_does_not(llama):
-    room = 20 * GIB
+    limit = 20 * GIB
     for chunk in (None, 8192):
         for cache in fits.CACHES:
-            longest = llama.longest(room, chunk, cache)
-            assert llama.needed(longest, chunk, cache).total <= room
-            assert llama.needed(longest + fits.STEP, chunk, cache).total > room
+            longest = llama.longest(limit, chunk, cache)
+            assert llama.needed(longest, chunk, cache).total <= limit
+            assert llama.needed(longest + fits.STEP, chunk, cache).total > limit
 
 
 def test_model_type_without_meta_support_is_refused():

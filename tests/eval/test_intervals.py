@@ -8,7 +8,7 @@ import pytest
 from cab_hf.eval.intervals import mean_interval, mean_of_intervals, paired_difference, wilson
 
 Z2 = NormalDist().inv_cdf(0.975) ** 2
-# half of the width of Wilson's interval at 5 of 10
+# half of the width of Wilson's interval for 5 of 10
 HALF = 0.263407
 
 
@@ -24,32 +24,41 @@ def test_wilson_by_hand(correct, n, low, high):
     assert wilson(correct, n) == pytest.approx((low, high), abs=1e-6)
 
 
-def paired(both, only_ours, only_base, neither, turned=False):
+def difference_of(both, only_ours, only_base, neither, is_swapped=False):
+    """Return `paired_difference` of two methods from the counts of their right answers.
+
+    Args:
+        both, neither: questions that both methods answer, or none of the two.
+        only_ours, only_base: questions that only one method answers.
+        is_swapped: True for the difference base minus ours.
+    """
     pairs = [(1, 1)] * both + [(1, 0)] * only_ours + [(0, 1)] * only_base + [(0, 0)] * neither
     ours, base = zip(*pairs, strict=True)
-    return paired_difference(base, ours) if turned else paired_difference(ours, base)
+    return paired_difference(base, ours) if is_swapped else paired_difference(ours, base)
 
 
 @pytest.mark.parametrize(
-    ("table", "difference", "low", "high"),
+    ("counts", "difference", "low", "high"),
     [
-        # both perfect: no correlation can be seen, the two intervals join at a right angle
+        # counts: both, only ours, only base, neither
+        # both methods are always right: phi is undefined and counts as 0
         ((10, 0, 0, 0), 0.0, -Z2 / (10 + Z2), Z2 / (10 + Z2)),
         # the methods always agree: phi = (25 - 10 / 2) / 25 = 0.8; width² is half² (1 + 1 - 1.6)
         ((5, 0, 0, 5), 0.0, -HALF * math.sqrt(0.4), HALF * math.sqrt(0.4)),
         # the methods never agree: phi = -25 / 25, and the half widths add up
         ((0, 5, 5, 0), 0.0, -2 * HALF, 2 * HALF),
-        # every sample only ours: 1 - 0, and each end from its own side
+        # only our method is right: the difference is 1 - 0
         ((0, 10, 0, 0), 1.0, 1 - math.sqrt(2) * Z2 / (10 + Z2), 1.0),
     ],
 )
-def test_paired_difference_by_hand(table, difference, low, high):
-    assert paired(*table) == pytest.approx((difference, low, high), abs=2e-6)
+def test_paired_difference_by_hand(counts, difference, low, high):
+    assert difference_of(*counts) == pytest.approx((difference, low, high), abs=2e-6)
 
 
 def test_paired_difference_is_antisymmetric():
-    difference, low, high = paired(11, 2, 5, 3)
-    assert paired(11, 2, 5, 3, turned=True) == pytest.approx((-difference, -high, -low))
+    counts = {"both": 11, "only_ours": 2, "only_base": 5, "neither": 3}
+    difference, low, high = difference_of(**counts)
+    assert difference_of(**counts, is_swapped=True) == pytest.approx((-difference, -high, -low))
     assert low < difference < high
 
 
@@ -64,7 +73,8 @@ def test_invalid_counts_and_unequal_pairs_raise():
 @pytest.mark.parametrize(
     ("level", "freedom", "quantile"),
     [
-        # one degree is Cauchy's: tan(pi / 2 * level); two are level * sqrt(2 / (1 - level²))
+        # with 1 degree of freedom (Cauchy) the quantile is tan(pi / 2 * level)
+        # with 2 degrees of freedom the quantile is level * sqrt(2 / (1 - level²))
         *((0.95, 1, math.tan(math.pi / 2 * 0.95)), (0.95, 2, 0.95 * math.sqrt(2 / (1 - 0.95**2)))),
         *((0.95, 3, 3.182446), (0.95, 19, 2.093024)),
         *((0.999, 20, 3.849516), (0.95, 2001, 1.961147)),
@@ -83,7 +93,7 @@ def test_paired_mean_and_mean_of_intervals_by_hand():
     spread = 4.302653 * 0.1 / math.sqrt(3)
     actual = mean_interval([0.5, 0.6, 0.9], [0.5, 0.5, 0.7], 0.95)
     assert actual == pytest.approx((0.1, 0.1 - spread, 0.1 + spread), abs=1e-5)
-    # pairs that never differ have an interval of no width
+    # if all differences are equal, the interval has width 0
     assert mean_interval([0.5, 0.25], [0.25, 0.0]) == (0.25, 0.25, 0.25)
     one, other = (0.5, 0.4, 0.7), (0.1, 0.0, 0.5)
     assert mean_of_intervals([one]) == pytest.approx(one)

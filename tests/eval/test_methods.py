@@ -1,6 +1,7 @@
-"""Baselines: fitted budgets, evicted keys, and restored models."""
+"""Baselines of passkey and fidelity: fitted budgets, evicted keys, and restored models."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from cab_hf.predictors import LayerContext, make_predictor
 
 LENGTH = 600
 CELL = Cell(SMALL, 0.4, LENGTH)
-# cell of top-p methods in a model of two layers: the realised density equals the share
-SHARED = replace(CELL, realised=lambda config: float(config.predictor.partition(":")[2]), layers=2)
+# the same cell for top-p methods and two layers; it reports the share as the realised density
+TOP_P_CELL = replace(
+    CELL, realised=lambda config: float(config.predictor.partition(":")[2]), layers=2
+)
 MATCHED = [name for name, method in METHODS.items() if method.matched]
 
 
@@ -27,8 +30,8 @@ def model():
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch):
-    """Lower FlexPrefill's minimum, which would select all of these short sequences."""
+def lower_minimum_of_flexprefill(monkeypatch):
+    """Lower FlexPrefill's minimum, with which it selects all blocks of a short sequence."""
     monkeypatch.setattr(last_queries, "MIN_TOKENS", 32)
 
 
@@ -43,12 +46,22 @@ def logits(model, ids):
 
 
 def generate(model, ids, tokens=4):
-    plan = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
-    return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=plan)
+    """Return the prompt ``ids`` with ``tokens`` tokens of a greedy answer."""
+    greedy = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
 
 
 class Decoding:
-    """A prompt and decode steps with a cache, and the sets of keys left per KV head."""
+    """One attention layer that computes a prompt and decode steps by an eviction method.
+
+    Attributes:
+        method: the eviction method.
+        prompt, steps: number of tokens of the prompt and after it.
+        kept, shares, module: state of the method, and the layer to which the state belongs.
+        q, k, v: queries, keys and values of all tokens.
+        out: output of the prompt.
+        probabilities: attention probabilities of the prompt, [1, H, prompt, prompt].
+    """
 
     def __init__(self, method, prompt, steps):
         self.method, self.prompt, self.steps = method, prompt, steps
@@ -60,13 +73,20 @@ class Decoding:
         self.probabilities = eager_probabilities(q, k, 0.25)
         assert self.shares == {self.module: min(1, method.tokens / prompt)}
 
-    def attend(self, queries, keys):
-        given = self.q[:, :, queries], self.k[:, :, :keys], self.v[:, :, :keys]
-        out, _ = self.method.attend(self.kept, self.shares, self.module, *given, None, 0.25)
+    def attend(self, queries, num_keys):
+        """Return the output of the method for a slice of queries over the first keys."""
+        k, v = self.k[:, :, :num_keys], self.v[:, :, :num_keys]
+        attend = partial(self.method.attend, self.kept, self.shares)
+        out, _ = attend(self.module, self.q[:, :, queries], k, v, attention_mask=None, scaling=0.25)
         return out
 
     def check_steps(self, alive, after):
-        """Compare every step; ``after(head, positions, weights)`` returns the keys that remain."""
+        """Compare every decode step with attention over the keys that are left.
+
+        Args:
+            alive: positions of the keys left after the prompt, for each KV head.
+            after: function (head, positions, weights) that returns the keys left after a step.
+        """
         for at in range(self.prompt, self.prompt + self.steps):
             out = self.attend(slice(at, at + 1), at + 1)
             for head in range(2):
@@ -78,7 +98,7 @@ class Decoding:
 
 
 def test_h2o_evicts_keys_with_least_attention():
-    """Compare with evicted sets of keys per KV head, from complete attention probabilities."""
+    """The expected keys of each KV head are computed from complete attention probabilities."""
     tokens, prompt = 11, 40
     decoding = Decoding(caches.H2O(tokens), prompt, steps=12)
     received = decoding.probabilities.sum(2).unflatten(1, (2, 3)).sum(2)[0].tolist()
@@ -100,16 +120,16 @@ def test_h2o_evicts_keys_with_least_attention():
 
 @pytest.mark.parametrize(("tokens", "prompt"), [(45, 100), (20, 100), (90, 40)])
 def test_snapkv_keeps_keys_attended_by_prompt_end(tokens, prompt):
-    """Compare with evicted sets of keys per KV head, from complete attention probabilities."""
+    """The expected keys of each KV head are computed from complete attention probabilities."""
     decoding = Decoding(caches.SnapKV(tokens), prompt, steps=3)
     expected = decoding.probabilities @ decoding.v[:, :, :prompt].repeat_interleave(3, dim=1)
     torch.testing.assert_close(decoding.out.transpose(1, 2), expected)
 
     window = min(32, tokens, prompt)
-    given = decoding.probabilities[0, :, -window:, : prompt - window].sum(1)
+    mass = decoding.probabilities[0, :, -window:, : prompt - window].sum(1)
     alive = []
-    for row in given.unflatten(0, (2, 3)).sum(1).tolist():
-        # mean over five neighbours, with zeros outside of the row
+    for row in mass.unflatten(0, (2, 3)).sum(1).tolist():
+        # the mean over five neighbours counts zeros outside of the row
         pooled = [sum(row[max(0, at - 2) : at + 3]) / 5 for at in range(len(row))]
         best = sorted(range(len(row)), key=lambda at: -pooled[at])[: max(0, tokens - window)]
         alive.append([*sorted(best), *range(prompt - window, prompt)])
@@ -127,10 +147,10 @@ def test_streaming_decode_attends_to_sinks_and_window(model, ids, method, sinks,
     with method.applied(model):
         steps = after_prompt(model, ids, prompt, cache=method.cache(model))
     row, column = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
-    kept = (column < sinks) | (column >= row - (tokens - sinks)) | (row < prompt)
+    is_kept = (column < sinks) | (column >= row - (tokens - sinks)) | (row < prompt)
     with torch.no_grad():
-        complete = model(ids, attention_mask=((column <= row) & kept)[None, None]).logits
-    torch.testing.assert_close(steps, complete[:, prompt - 1 : -1], atol=1e-4, rtol=1e-4)
+        masked = model(ids, attention_mask=((column <= row) & is_kept)[None, None]).logits
+    torch.testing.assert_close(steps, masked[:, prompt - 1 : -1], atol=1e-4, rtol=1e-4)
 
 
 def test_streaming_cache_drops_keys_outside_prefill_window(model, ids):
@@ -138,48 +158,48 @@ def test_streaming_cache_drops_keys_outside_prefill_window(model, ids):
     cache = streaming.cache(model)
     with streaming.applied(model):
         after_prompt(model, ids, 560, cache=cache)
-    kept = (streaming.config.local_blocks + 1) * streaming.config.key_block
-    assert {layer.keys.shape[2] for layer in cache.layers} == {kept}
-    # the last token is not fed to the model: only its logits are compared
+    num_kept = (streaming.config.local_blocks + 1) * streaming.config.key_block
+    assert {layer.keys.shape[2] for layer in cache.layers} == {num_kept}
+    # `after_prompt` does not pass the last token to the model
     assert cache.get_seq_length() == LENGTH - 1
 
 
 def test_step_tokens_count_index_bytes(model):
-    """Bytes of an index row are converted to tokens: K and V of a token have 2 * 16 channels."""
+    """The index of a key counts as bytes / (2 * 16 * 4) tokens, the bytes of one K and V."""
     config = SMALL.changed(sparse_decode=True, decode_tokens=128)
     sparse = methods.Cab(config)
     with sparse.applied(model):
         cache = sparse.cache(model)
         model(torch.zeros(1, 3, dtype=torch.long), past_key_values=cache)
     index = cache.layers[0].index
-    a_token = index.nbytes / index.scales.numel() / (2 * 16 * 4)
-    assert sparse.step_tokens(model, LENGTH) == 128 + LENGTH * a_token
+    index_share = index.nbytes / index.scales.numel() / (2 * 16 * 4)
+    assert sparse.step_tokens(model, LENGTH) == 128 + LENGTH * index_share
     # a sequence below 4 * decode_tokens is decoded densely
     assert sparse.step_tokens(model, 511) == 511
     share = methods.Cab(config.changed(decode_tokens=0.1))
-    assert share.step_tokens(model, LENGTH) == pytest.approx(60 + LENGTH * a_token)
+    assert share.step_tokens(model, LENGTH) == pytest.approx(60 + LENGTH * index_share)
     one_dense = methods.Cab(config.changed(dense_layers=(1,)))
-    both = 128 + LENGTH * a_token, LENGTH
-    assert one_dense.step_tokens(model, LENGTH) == pytest.approx(sum(both) / 2)
+    per_layer = 128 + LENGTH * index_share, LENGTH
+    assert one_dense.step_tokens(model, LENGTH) == pytest.approx(sum(per_layer) / 2)
     assert methods.Cab(SMALL).step_tokens(model, LENGTH) == LENGTH
     assert caches.H2O(50).step_tokens(model, LENGTH) == 50
 
 
-KEEPS_SOME = [name for name, method in METHODS.items() if method.dense_prefill]
+EVICTION_METHODS = [name for name, method in METHODS.items() if method.dense_prefill]
 
 
-@pytest.mark.parametrize("name", KEEPS_SOME)
+@pytest.mark.parametrize("name", EVICTION_METHODS)
 def test_eviction_cache_has_dense_prefill_and_sparse_decode(name, model, ids):
     before = logits(model, ids)
-    text = generate(model, ids)
+    dense_answer = generate(model, ids)
     with METHODS[name](2 * LENGTH).applied(model):
         torch.testing.assert_close(logits(model, ids), before, atol=1e-4, rtol=1e-4)
-        assert torch.equal(generate(model, ids), text)
-    step = text[:, LENGTH : LENGTH + 1]
+        assert torch.equal(generate(model, ids), dense_answer)
+    first_token = dense_answer[:, LENGTH : LENGTH + 1]
 
     def second_token_logits():
         cache = model(ids, use_cache=True).past_key_values
-        return model(step, past_key_values=cache).logits
+        return model(first_token, past_key_values=cache).logits
 
     with torch.no_grad():
         dense = second_token_logits()
@@ -187,7 +207,7 @@ def test_eviction_cache_has_dense_prefill_and_sparse_decode(name, model, ids):
             assert (second_token_logits() - dense).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("name", KEEPS_SOME)
+@pytest.mark.parametrize("name", EVICTION_METHODS)
 def test_eviction_cache_with_padding_or_chunks_raises(name, model, ids):
     mask = torch.ones_like(ids)
     mask[:, :5] = 0
@@ -199,7 +219,7 @@ def test_eviction_cache_with_padding_or_chunks_raises(name, model, ids):
             model(ids[:, 300:], past_key_values=cache)
 
 
-# --- all of them
+# --- all methods
 
 
 def test_fp8_without_torchao_raises(monkeypatch):
@@ -213,7 +233,7 @@ def test_method_restores_model_after_error(name, model, ids, halved_for_fp8):
     before = logits(model, ids)
     with (
         pytest.raises(RuntimeError, match="in the middle"),
-        METHODS[name].fit(SHARED).applied(model) as densities,
+        METHODS[name].fit(TOP_P_CELL).applied(model) as densities,
     ):
         generate(model, ids)
         assert densities()
@@ -228,19 +248,19 @@ def test_matched_method_reaches_budget(name, model, ids):
     budget = 0.3
     # the published recipe has blocks of 64 tokens, so its density has coarser steps
     tolerance = 0.06 if name == "published" else 0.03
-    # without dense tail rows, which would exceed the budget of such a short sequence
+    # dense tail rows would exceed the budget of such a short sequence
     cell = replace(CELL, config=replace(CELL.config, dense_tail_blocks=0), budget=budget)
     cell = replace(cell, realised=methods.realised_on(model, ids[0].tolist()))
     with METHODS[name].fit(cell).applied(model) as densities:
         logits(model, ids)
         assert densities() == pytest.approx([budget] * 2, abs=tolerance)
     with pytest.raises(ValueError, match="budget"):
-        METHODS[name].fit(replace(SHARED, budget=None))
+        METHODS[name].fit(replace(TOP_P_CELL, budget=None))
 
 
 @pytest.mark.parametrize("name", ["xattention_fitted", "flexprefill_fitted", "mean_pooled"])
 def test_fitted_share_is_restored_from_log(name):
-    config = METHODS[name].fit(SHARED).config
+    config = METHODS[name].fit(TOP_P_CELL).config
     predictor = name.removesuffix("_fitted")
     assert config.predictor == f"{predictor}:0.4"
     assert blocks.logged_config(config.to_dict()) == config
@@ -251,7 +271,7 @@ def test_fitted_share_is_restored_from_log(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_dense_tail_applies_to_methods_matched_by_blocks(name, halved_for_fp8):
-    cell = replace(SHARED, config=replace(SMALL, dense_tail_blocks=3))
+    cell = replace(TOP_P_CELL, config=replace(SMALL, dense_tail_blocks=3))
     config = getattr(METHODS[name].fit(cell), "config", None)
     if config is None or name == "trianglemix":  # TriangleMix has its own last queries
         return
@@ -262,7 +282,7 @@ def test_dense_tail_applies_to_methods_matched_by_blocks(name, halved_for_fp8):
 def test_trianglemix_has_dense_and_triangle_layers(model, ids, monkeypatch):
     monkeypatch.setattr(blocks, "WINDOW", 70)
     monkeypatch.setattr(blocks, "LAST_QUERIES", 40)
-    method = blocks.TriangleMix.fit(SHARED)
+    method = blocks.TriangleMix.fit(TOP_P_CELL)
     assert method.config.dense_layers == (0,)
     with method.applied(model) as densities:
         logits(model, ids)
@@ -271,17 +291,17 @@ def test_trianglemix_has_dense_and_triangle_layers(model, ids, monkeypatch):
     call = LayerContext(KeyRanges.causal(1, 320, 320, "cpu"), 0.25, layer=1)
     plan = make_predictor(method.config)(*random_qk(320), call)
     rows, block = torch.arange(10)[:, None], torch.arange(20)
-    # a window of 70 tokens for every query of a 32-query block covers seven blocks of 16 keys; the
+    # the windows of 70 tokens of the queries in a 32-query block cover seven blocks of 16 keys. The
     # last 40 queries are in two query blocks
     expected = (block == 0) | (block > 2 * rows + 1 - 7) | (rows >= 8)
     expected &= block <= 2 * rows + 1
     assert torch.equal(plan.to_dense()[0], expected.expand(6, -1, -1))
     query, key = torch.arange(320)[:, None], torch.arange(320)
     window = (key <= query) & (key > query - 70)
-    kept = plan.to_dense()[0, 0].repeat_interleave(32, 0).repeat_interleave(16, 1)
-    assert kept[window].all()
-    # dense_layers of the config are added
-    cell = replace(SHARED, config=replace(SMALL, dense_layers=(5,)), layers=7)
+    selected = plan.to_dense()[0, 0].repeat_interleave(32, 0).repeat_interleave(16, 1)
+    assert selected[window].all()
+    # the method adds the dense_layers of the config to its own
+    cell = replace(TOP_P_CELL, config=replace(SMALL, dense_layers=(5,)), layers=7)
     assert blocks.TriangleMix.fit(cell).config.dense_layers == (0, 1, 2, 5)
     with pytest.raises(ValueError, match="cell must contain the number of layers"):
         blocks.TriangleMix.fit(CELL)

@@ -1,4 +1,4 @@
-"""The HTML page of results: content, and no external resources."""
+"""The HTML page of results: its content, its resources, and the command that writes it."""
 
 import base64
 import json
@@ -14,11 +14,12 @@ from cab_hf.eval.passkey import Passkey
 from cab_hf.eval.report import markdown_table
 
 RESULTS = Path(__file__).parents[2] / "eval" / "results"
+# text with special characters of HTML and Markdown
 HOSTILE = 'a <b>, c & d | "e" <script>alert(1)</script> ![x](https://host/x.png)'
 
 
-def found(pattern, text):
-    """Return the groups of all matches of a pattern as text."""
+def matches(pattern, text):
+    """Return the group of every match of ``pattern``, with HTML entities decoded."""
     return [unescape(each) for each in re.findall(pattern, text, re.DOTALL)]
 
 
@@ -41,49 +42,51 @@ class FixedReport(Passkey):
         return "What *value* means.\n\nNothing < 3."
 
 
-def write(folder, rows, **made):
-    """Write a folder of results, with a figure."""
+def write(folder, rows, **provenance):
+    """Write a result folder with a figure; ``provenance`` replaces fields of the provenance."""
     folder.mkdir(parents=True)
-    made = {
+    provenance = {
         **{"experiment": "passkey", "device": "a GPU", "commit": "0123456789"},
         **{"versions": {"torch": "2"}, "finished": "today", "settings": {"keys": 4}},
-        **made,
+        **provenance,
     }
-    report.write_results(folder, rows, made)
+    report.write_results(folder, rows, provenance)
     with charts.figure(folder / "figure.png", 1, 1, figsize=(1, 1)):
         pass
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(result_folders, "kind_of", lambda made, _: FixedReport)
+    """Return a result folder of `FixedReport`."""
+    monkeypatch.setattr(result_folders, "kind_of", lambda provenance, _: FixedReport)
     rows = [{"name": HOSTILE, "value": 0.5}, {"name": "b", "value": None}]
     write(tmp_path / "runs" / "told", rows)
     return tmp_path / "runs" / "told"
 
 
-def made(*folders):
+def page_of(*folders):
+    """Return the HTML page of result folders."""
     return page.page(page.read_all(folders))
 
 
 @pytest.fixture(scope="module")
 def committed():
     """Return the page of all committed results."""
-    return made(RESULTS)
+    return page_of(RESULTS)
 
 
 # --- content
 
 
 def test_section_has_report_parts_and_escapes_html(folder):
-    text = made(folder)
-    assert found("<h2><a[^>]*>(.*?)</a></h2>", text) == ["Told <i>: told"]
-    assert found("<summary>(.*?)</summary>", text) == [
+    text = page_of(folder)
+    assert matches("<h2><a[^>]*>(.*?)</a></h2>", text) == ["Told <i>: told"]
+    assert matches("<summary>(.*?)</summary>", text) == [
         "Others & more",
         "Notes",
         "Versions and config",
     ]
-    assert found("<p>(It says.*?)</p>", text) == [
+    assert matches("<p>(It says.*?)</p>", text) == [
         f"It says {HOSTILE.replace('![x](https://host/x.png)', '')}"
         '!<a href="https://host/x.png">x</a>.'
     ]
@@ -95,40 +98,40 @@ def test_section_has_report_parts_and_escapes_html(folder):
 
 
 def test_page_links_sections_and_loads_no_external_resource(committed):
-    links = found(r'href="#([^"]+)"', committed)
+    links = matches(r'href="#([^"]+)"', committed)
     names = [path.parent.name for path in RESULTS.glob("*/results.json*")]
     # per section: a link in the contents, a link in the heading and a link to the top
     assert sorted(links) == sorted([*names, *names, *["top"] * len(names)])
-    assert sorted(found(r'<section id="([^"]+)"', committed)) == sorted(names)
+    assert sorted(matches(r'<section id="([^"]+)"', committed)) == sorted(names)
     loading = {"script", "link", "iframe", "object", "embed", "base", "video"}
     assert not loading & set(re.findall(r"<(\w+)", committed))
     sources = re.findall(r'\ssrc\s*=\s*"(.{22})', committed)
     assert sources and set(sources) == {"data:image/png;base64,"}
     assert not any(word in committed for word in ("srcset", "url(", "@import"))
-    (policy,) = found(r'http-equiv="[^"]+" content="([^"]+)"', committed)
+    (policy,) = matches(r'http-equiv="[^"]+" content="([^"]+)"', committed)
     assert policy.startswith("default-src 'none'; img-src data:;")
 
 
 @pytest.mark.parametrize("name", ["speed-ttft", "families", "smollm2-8192-1key"])
 def test_section_equals_report_with_figure_and_command(name):
-    complete = (RESULTS / name / "report.md").read_text()
-    result, text = result_folders.read_results(RESULTS / name), made(RESULTS / name)
-    lines = [line for line in complete.splitlines() if line.startswith("| ")]
+    report_text = (RESULTS / name / "report.md").read_text()
+    result, text = result_folders.read_results(RESULTS / name), page_of(RESULTS / name)
+    lines = [line for line in report_text.splitlines() if line.startswith("| ")]
     rows = [re.split(r" (?<!\\)\| ", line[2:-2]) for line in lines if "| --- |" not in line]
-    # cells as plain text, without Markdown
+    # the page shows cells without Markdown
     plain = [[re.sub(r"\\(\|)|`|\*\*", r"\1", cell) for cell in row] for row in rows]
-    cells = found(r"<t[hd][ >](.*?)</t[hd]>", text)
+    cells = matches(r"<t[hd][ >](.*?)</t[hd]>", text)
     cells = [re.sub(r"^[^<>]*\">|^>?|<[^>]+>", "", cell) for cell in cells]
     assert cells == [cell for row in plain for cell in row]
-    assert found(r"<h2><a[^>]*>(.*?)</a></h2>", text) == [readme.heading(result)]
-    headings = re.findall("^## (.+)$", complete, re.MULTILINE)
-    assert found(r"<summary>(.*?)</summary>", text)[: len(headings)] == headings
+    assert matches(r"<h2><a[^>]*>(.*?)</a></h2>", text) == [readme.heading(result)]
+    headings = re.findall("^## (.+)$", report_text, re.MULTILINE)
+    assert matches(r"<summary>(.*?)</summary>", text)[: len(headings)] == headings
     ((alternative, picture),) = re.findall(r'<img alt="([^"]+)" src="[^,]+,([^"]+)">', text)
     assert base64.b64decode(picture) == (RESULTS / name / "figure.png").read_bytes() and alternative
     command = experiment.command(result.kind, result.provenance["settings"])
-    (said,) = found(r"<figcaption>(.*?)</figcaption>", text)
-    said = re.sub("<[^>]+>", "", said).strip()
-    assert said == f"{result.kind.caption}\n{command.strip('`').strip()}"
+    (figure_caption,) = matches(r"<figcaption>(.*?)</figcaption>", text)
+    figure_caption = re.sub("<[^>]+>", "", figure_caption).strip()
+    assert figure_caption == f"{result.kind.caption}\n{command.strip('`').strip()}"
 
 
 def test_folders_are_deduplicated_and_named_by_path(folder, tmp_path):
@@ -139,8 +142,8 @@ def test_folders_are_deduplicated_and_named_by_path(folder, tmp_path):
     results = page.read_all([folder, tmp_path / "more"])
     text, names = page.page(results), {str(folder), str(tmp_path / "more" / "told")}
     assert {each.name for each in results} == names
-    assert set(found(r"<h2><a[^>]*>(.*?)</a>", text)) == {f"Told <i>: {name}" for name in names}
-    assert len(set(found(r'<section id="([^"]+)"', text))) == 2
+    assert set(matches(r"<h2><a[^>]*>(.*?)</a>", text)) == {f"Told <i>: {name}" for name in names}
+    assert len(set(matches(r'<section id="([^"]+)"', text))) == 2
 
 
 # --- the command
@@ -159,25 +162,26 @@ def test_page_command_writes_one_file(folder, tmp_path, capsys):
     out = tmp_path / "a" / "page"
     assert run(capsys, folder, "--out", out)[0] == 0
     assert [path.name for path in out.iterdir()] == ["index.html"]
-    assert (out / "index.html").read_text() == made(folder)
+    assert (out / "index.html").read_text() == page_of(folder)
 
 
-def rows_of_another_kind(folder):
+def with_invalid_rows(folder):
+    """Return the content of results.json with a number instead of a row."""
     return json.dumps({**json.loads((folder / "results.json").read_text()), "rows": [3]})
 
 
-# (file, other content, error); None removes the file
+# content None removes the file, or the folder if the name is empty
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("", None, "told has no results.json. Measure it again"),
         ("results.json", None, "told has no results.json. Measure"),
         ("results.json", "{", "must contain results of a run"),
-        ("results.json", rows_of_another_kind, "shown: TypeError: "),
+        ("results.json", with_invalid_rows, "shown: TypeError: "),
         ("figure.png", None, "shown: FileNotFoundError: "),
         ("figure.png", "version https://git-lfs", "figure.png is no PNG"),
     ],
-    ids=["gone", "no results", "broken", "rows", "no figure", "figure"],
+    ids=["no folder", "no results", "broken", "invalid rows", "no figure", "invalid figure"],
 )
 def test_folder_without_results_is_refused(folder, tmp_path, capsys, name, content, message):
     path = folder / name
@@ -187,13 +191,13 @@ def test_folder_without_results_is_refused(folder, tmp_path, capsys, name, conte
         path.unlink()
     else:
         shutil.rmtree(path)
-    status, said = run(capsys, folder, "--out", tmp_path / "out")
-    assert status == 2 and said.count("\n") == 1 and not (tmp_path / "out").exists()
-    assert said.startswith("python -m cab_hf.eval: report: ") and message in said
+    status, error = run(capsys, folder, "--out", tmp_path / "out")
+    assert status == 2 and error.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert error.startswith("python -m cab_hf.eval: report: ") and message in error
 
 
 def test_missing_folders_or_file_as_output_are_refused(folder, tmp_path, capsys):
-    status, said = run(capsys, "--out", tmp_path / "out")
-    assert status == 2 and "folders must be result folders, got none" in said
-    status, said = run(capsys, folder, "--out", folder / "figure.png")
-    assert status == 2 and "figure.png cannot be written (File exists)" in said
+    status, error = run(capsys, "--out", tmp_path / "out")
+    assert status == 2 and "folders must be result folders, got none" in error
+    status, error = run(capsys, folder, "--out", folder / "figure.png")
+    assert status == 2 and "figure.png cannot be written (File exists)" in error

@@ -9,8 +9,8 @@ from long_runs import FILES, command
 from words import CHAT, TEXT, make_tokenizer
 
 from cab_hf.data import needles
-from cab_hf.eval import haystack, passkey
-from cab_hf.eval.haystack import Haystack, answered
+from cab_hf.eval import passkey
+from cab_hf.eval.haystack import FILLERS, Haystack, answered
 from cab_hf.eval.passkey import Passkey
 from cab_hf.experiment import models
 from cab_hf.experiment.log import read_log
@@ -28,30 +28,31 @@ def tokenizer():
 
 @pytest.fixture
 def text_file(tmp_path):
+    """Return the path of a text file."""
     file = tmp_path / "book.txt"
     file.write_text(TEXT)
     return file
 
 
 @pytest.mark.parametrize("keys", [1, 4])
-@pytest.mark.parametrize("filler", haystack.FILLERS)
+@pytest.mark.parametrize("filler", FILLERS)
 @pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
 def test_prompt_has_needle_at_depth_and_fits_length(chat, filler, keys, depth, text_file):
     tokenizer = make_tokenizer(chat)
-    hay = Haystack(tokenizer, filler, keys, text_file if filler == "text" else None)
+    haystack = Haystack(tokenizer, filler, keys, text_file if filler == "text" else None)
     for length in (250, 611):
-        prompt = hay.prompt(length, depth, index=0)
-        # a missing word has at most five tokens (a number) with this tokenizer
+        prompt = haystack.prompt(length, depth, index=0)
+        # the prompt is shorter than the length by less than a word, which has at most five tokens
         assert length - 5 < len(prompt.tokens) <= length
         start, end = prompt.needle
         needle = tokenizer.decode(prompt.tokens[start:end]).replace(" ", "")
         assert needle.startswith("Thepasskey")
         assert needle.count(prompt.key) == 2
-        # the haystack is between instruction and question; other needles shift the depth slightly
-        haystack_tokens = length - 40 * keys
-        tolerance = (20 + 30 * keys) / haystack_tokens
-        assert start / haystack_tokens == pytest.approx(depth, abs=tolerance)
+        # the text is between instruction and question; other needles shift the depth slightly
+        text_tokens = length - 40 * keys
+        tolerance = (20 + 30 * keys) / text_tokens
+        assert start / text_tokens == pytest.approx(depth, abs=tolerance)
         question = tokenizer.decode(prompt.tokens[prompt.asking :]).replace(" ", "")
         assert question.startswith("Whatisthepasskey")
         assert prompt.asking >= end
@@ -60,7 +61,7 @@ def test_prompt_has_needle_at_depth_and_fits_length(chat, filler, keys, depth, t
 def test_needles_are_at_sentence_borders(tokenizer):
     render, needles = Haystack(tokenizer).render, [(0.5, "HERE."), (0.9, "THERE.")]
     sentences = ["The grass is green."] * 10
-    # all sentences have equal length, so depth 0.5 is after the fifth of ten
+    # the ten sentences have equal lengths, so depth 0.5 is after the fifth sentence
     expected = [*sentences[:5], "HERE.", *sentences[5:9], "THERE.", *sentences[9:]]
     assert " ".join(expected) in render("", needles, sentences)
     assert "HERE" not in render("", [], sentences)
@@ -70,36 +71,36 @@ def test_needles_are_at_sentence_borders(tokenizer):
     "change", [{"index": 1}, {"depth": 0.25}, {"length": 301}, {"seed": 1}], ids=str
 )
 def test_prompt_depends_on_length_depth_index_and_seed(tokenizer, change):
-    place = {"length": 300, "depth": 0.5, "index": 0, "seed": 0}
-    prompt = Haystack(tokenizer).prompt(**place)
-    assert Haystack(tokenizer).prompt(**place) == prompt
-    assert Haystack(tokenizer).prompt(**{**place, **change}).key != prompt.key
+    arguments = {"length": 300, "depth": 0.5, "index": 0, "seed": 0}
+    prompt = Haystack(tokenizer).prompt(**arguments)
+    assert Haystack(tokenizer).prompt(**arguments) == prompt
+    assert Haystack(tokenizer).prompt(**{**arguments, **change}).key != prompt.key
 
 
 def test_samples_start_at_different_sentences(tokenizer, text_file):
-    for hay in (Haystack(tokenizer), Haystack(tokenizer, "text", file=text_file)):
-        starts = {hay.prompt(300, 1.0, index).tokens[:30] for index in range(12)}
+    for haystack in (Haystack(tokenizer), Haystack(tokenizer, "text", file=text_file)):
+        starts = {haystack.prompt(300, 1.0, index).tokens[:30] for index in range(12)}
         assert len(starts) > 2
 
 
 def test_hide_needle_removes_keys_only(tokenizer):
-    hay = Haystack(tokenizer, keys=4)
-    shown, hidden = (hay.prompt(400, 0.5, 0, hide_needle=hide) for hide in (False, True))
+    haystack = Haystack(tokenizer, keys=4)
+    shown, hidden = (haystack.prompt(400, 0.5, 0, hide_needle=hide) for hide in (False, True))
     assert hidden.key == shown.key
     assert hidden.needle is None
     text = tokenizer.decode(hidden.tokens).replace(" ", "")
     assert not any(letter.isdigit() for letter in text)
-    # each needle: two sentences with a key of 5 digits, one of "Remember it ."
+    # a needle has two sentences with the key, and the sentence "Remember it."
     assert len(shown.tokens) - len(hidden.tokens) == 4 * len(
         tokenizer(needles.NEEDLE.format(whose=" for Bob", key="12345"))["input_ids"]
     )
 
 
 def test_keys_are_distinct_from_distractors(tokenizer):
-    hay = Haystack(tokenizer, "distractors", keys=8)
-    text = tokenizer.decode(hay.prompt(1200, 0.5, 0).tokens).replace(" ", "")
+    haystack = Haystack(tokenizer, "distractors", keys=8)
+    text = tokenizer.decode(haystack.prompt(1200, 0.5, 0).tokens).replace(" ", "")
     counts = sorted(text.count(f"passkeyfor{name}is") for name in needles.NAMES)
-    # once in each needle, and once more in the beginning of the answer
+    # each key is named in its needle, and one key also in the beginning of the answer
     assert counts[-9:] == [0, 1, 1, 1, 1, 1, 1, 1, 2]
     assert "number" in text
 
@@ -125,11 +126,11 @@ def test_depths_are_parsed_as_count_or_list():
 
 
 def test_passkey_command_asks_all_methods_the_same_prompts(model_folder, tmp_path):
-    # without a dense tail, because tail rows attend to all keys outside of the window
-    more = ("--cab", "dense_tail_blocks=0", "--controls", "1", "--trust-remote-code")
+    # queries of a dense tail would attend to keys outside of the window of streaming
+    options = ("--cab", "dense_tail_blocks=0", "--controls", "1", "--trust-remote-code")
     methods = ["dense", "cab", *MATCHED]
     results = command(
-        "passkey", model_folder, tmp_path, *more, methods=",".join(methods), drawn=True
+        "passkey", model_folder, tmp_path, *options, methods=",".join(methods), drawn=True
     )
     assert {path.name for path in tmp_path.iterdir()} == FILES
     rows = {row["method"]: row for row in results["rows"]}
@@ -149,40 +150,42 @@ def test_passkey_command_asks_all_methods_the_same_prompts(model_folder, tmp_pat
     assert (settings["model"], settings["trust_remote_code"]) == (model_folder.name, True)
     assert "--trust-remote-code True" in (tmp_path / "report.md").read_text()
     assert str(tmp_path) not in json.dumps(results)
-    asked = {}
+    questions_by_depth = {}
     for sample in read_log(tmp_path / "samples.jsonl")[1]:
         question = (sample["expected"], tuple(sample["needle"] or ()), sample["tokens"])
         if sample["method"] != "no_needle":
-            asked.setdefault(sample["depth"], set()).add(question)
-    assert [len(questions) for questions in asked.values()] == [1, 1, 1]
+            questions_by_depth.setdefault(sample["depth"], set()).add(question)
+    assert [len(questions) for questions in questions_by_depth.values()] == [1, 1, 1]
 
 
 def test_stage_both_uses_sparse_decode(model_folder, tmp_path, monkeypatch):
-    steps, attend = [], decode.attend
+    choices, attend = [], decode.attend
 
-    def attending(q, k, v, choice, *told, **more):
-        steps.append(choice)
-        return attend(q, k, v, choice, *told, **more)
+    def record_choice_and_attend(q, k, v, choice, *args, **kwargs):
+        choices.append(choice)
+        return attend(q, k, v, choice, *args, **kwargs)
 
-    monkeypatch.setattr(decode, "attend", attending)
+    monkeypatch.setattr(decode, "attend", record_choice_and_attend)
     for stage in ("prefill", "both"):
-        more = ("--stage", stage, "--budget", "0.3")
+        options = ("--stage", stage, "--budget", "0.3")
         out = tmp_path / stage
-        results = command("passkey", model_folder, out, *more, methods="cab,random,streaming")
-        # two layers, and several tokens after the first for each of three prompts
-        assert bool(steps) == (stage == "both") and len(steps) % 2 == 0
-    # sinks and local tokens are more than an eighth of such a short sequence
-    kept = torch.cat([choice.counts.flatten() for choice in steps])
-    always_read = SINK_TOKENS + LOCAL_TOKENS
-    assert always_read > LENGTH // 8 and set(kept.tolist()) == {always_read}
+        results = command("passkey", model_folder, out, *options, methods="cab,random,streaming")
+        # each step has one call for each of the two layers
+        assert bool(choices) == (stage == "both") and len(choices) % 2 == 0
+    # an eighth of this short sequence has fewer keys than the sinks and local tokens together
+    num_keys = torch.cat([choice.counts.flatten() for choice in choices])
+    assert LENGTH // 8 < SINK_TOKENS + LOCAL_TOKENS and set(num_keys.tolist()) == {
+        SINK_TOKENS + LOCAL_TOKENS
+    }
     assert "decoded" not in (tmp_path / "prefill" / "report.md").read_text()
     lines = Passkey.tables(results["rows"])["Accuracy"].splitlines()[2:]
     decoded = [line.strip("| ").split(" | ")[-1] for line in lines]
-    # values of cab, streaming and random
+    # the lines are those of cab, streaming and random
     assert decoded == ["sparsely", "sinks and window", "densely"]
 
 
-OWN_OPTIONS = {
+# fields of a model's generation config, all of which passkey replaces
+GENERATION_FIELDS = {
     "logits": {
         **{"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "guidance_scale": 5.0},
         **{"encoder_repetition_penalty": 9.0, "encoder_no_repeat_ngram_size": 1},
@@ -206,12 +209,12 @@ OWN_OPTIONS = {
 
 @pytest.fixture(scope="module")
 def answers(model_folder, tmp_path_factory):
-    """Return a function (generation config fields) -> answers of the model."""
+    """Return a function from fields of the generation config to the answers of the model."""
 
     def answers(**fields):
         folder = shutil.copytree(model_folder, tmp_path_factory.mktemp("own") / "model")
-        given = {"eos_token_id": 1, "pad_token_id": 1, **fields}
-        (folder / "generation_config.json").write_text(json.dumps(given))
+        generation_config = {"eos_token_id": 1, "pad_token_id": 1, **fields}
+        (folder / "generation_config.json").write_text(json.dumps(generation_config))
         command("passkey", folder, folder.parent / "run", methods="dense")
         return [sample["answer"] for sample in read_log(folder.parent / "run" / "samples.jsonl")[1]]
 
@@ -219,13 +222,14 @@ def answers(model_folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plain(answers):
+def default_answers(answers):
+    """Return the answers of the model without fields in its generation config."""
     return answers()
 
 
-@pytest.mark.parametrize("fields", OWN_OPTIONS.values(), ids=OWN_OPTIONS)
-def test_generation_config_does_not_change_greedy_answers(answers, plain, fields):
-    assert answers(**fields) == plain and all(plain)
+@pytest.mark.parametrize("fields", GENERATION_FIELDS.values(), ids=GENERATION_FIELDS)
+def test_generation_config_does_not_change_greedy_answers(answers, default_answers, fields):
+    assert answers(**fields) == default_answers and all(default_answers)
 
 
 def test_greedily_restores_generation_config(model_folder):

@@ -1,4 +1,4 @@
-"""The quickcheck command: budget, search, advice, and runs on a tiny model."""
+"""The quickcheck command: time limit, search, advice, and runs on a tiny model."""
 
 import importlib.machinery
 import json
@@ -38,20 +38,25 @@ from cab_hf.eval.quickcheck.measure import Measurements, OutOfTime, num_keys, ra
 from cab_hf.experiment.settings import UsageError, read_settings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-START, TARGET = 0.0027, 0.02
+# the first threshold of a search
+START = 0.0027
+# the KL to reach, in nats per token
+TARGET = 0.02
 CAB_WORDS = ("--cab", "query_block=32", "--cab", "key_block=32")
 COST = Cost(parameters=1e8, attention=2e4)
 
 
 def kl_row(length, threshold, kl, index=0, method=CAB):
+    """Return the row of a measured KL over 10 tokens."""
     return {
-        **Step(KL, length, method, threshold, index).fields,
+        **Step(KL, length, method, threshold, index=index).fields,
         **{"kl": kl * 10, "count": 10, "densities": [0.5, None]},
         "pass_seconds": {method: 1.0},
     }
 
 
 def time_row(length, threshold, dense_ms, cab_ms):
+    """Return the row of a timed first token."""
     return {
         **Step(TTFT, length, CAB, threshold).fields,
         **{"dense_ms": dense_ms, "cab_ms": cab_ms, "kernel": "sdpa", "densities": [0.25, None]},
@@ -61,6 +66,7 @@ def time_row(length, threshold, dense_ms, cab_ms):
 
 
 def recall_row(length, method, threshold, right):
+    """Return the row of a recall measurement; ``right`` has a bool for each key."""
     fields = Step(RECALL, length, method, threshold).fields
     return {**fields, "right": right, "pass_seconds": {method: 1.0}}
 
@@ -72,8 +78,8 @@ def recall_row(length, method, threshold, right):
 @pytest.mark.parametrize("slope", [0.5, 0.75, 1.2])
 def test_search_finds_threshold_of_power_law(target, slope):
     measured = [Point(START, 0.02)]
-    while (found := advice.next_threshold(sorted(measured), target)) is not None:
-        measured.append(Point(found, 0.02 * (found / START) ** slope))
+    while (threshold := advice.next_threshold(sorted(measured), target)) is not None:
+        measured.append(Point(threshold, 0.02 * (threshold / START) ** slope))
         assert len(measured) <= advice.MOST_POINTS
     chosen = advice.chosen_threshold(measured, target)
     kl = dict(measured)[chosen]
@@ -81,21 +87,25 @@ def test_search_finds_threshold_of_power_law(target, slope):
 
 
 @pytest.mark.parametrize(
-    ("points", "found"),
+    ("points", "expected"),
     [
         ([], None),
-        ([(0.0027, 0.019)], None),  # close enough
-        ([(0.0027, 0.0)], 0.0216),  # no further than a factor of 8
-        ([(0.02, 0.0008), (0.08, 0.0008)], 0.64),  # a plateau
-        ([(0.5, 0.001)], 1.0),  # a share of attention is at most 1
+        # the KL is close enough to the target
+        ([(0.0027, 0.019)], None),
+        # the next threshold differs by a factor of 8 at most
+        ([(0.0027, 0.0)], 0.0216),
+        # the KL does not grow
+        ([(0.02, 0.0008), (0.08, 0.0008)], 0.64),
+        # a share of attention is at most 1
+        ([(0.5, 0.001)], 1.0),
         ([(1.0, 0.001)], None),
-        ([(0.1, 0.5), (0.2, 0.6), (0.3, 0.7), (0.4, 0.8), (0.5, 0.9)], None),  # enough points
+        # five thresholds are the maximum
+        ([(0.1, 0.5), (0.2, 0.6), (0.3, 0.7), (0.4, 0.8), (0.5, 0.9)], None),
     ],
 )
-def test_next_threshold_by_hand(points, found):
-    assert (
-        advice.next_threshold([Point(threshold, kl) for threshold, kl in points], TARGET) == found
-    )
+def test_next_threshold_by_hand(points, expected):
+    measured = [Point(threshold, kl) for threshold, kl in points]
+    assert advice.next_threshold(measured, TARGET) == expected
 
 
 def test_unreachable_target_selects_threshold_with_least_kl():
@@ -112,25 +122,27 @@ def test_threshold_needs_kl_of_all_documents():
     assert advice.points_of(rows, 8192, START)[1].kl == pytest.approx(0.03)
 
 
-# --- the length from which CAB pays
+# --- the length from which CAB saves time
 
 
 @pytest.mark.parametrize(
-    ("gains", "found"),
+    ("speedups", "expected"),
     [
         ([], None),
         ([(8192, 0.9), (32768, 1.3), (131072, 2.1)], 12544),
         ([(8192, 1.1), (32768, 1.3)], 8192),
-        ([(8192, 0.5), (32768, 1.01)], None),  # within the noise of timing
-        ([(8192, 1.2), (32768, 0.9)], None),  # no later length counts
+        # a speed-up of 1.01 is within the noise of timing
+        ([(8192, 0.5), (32768, 1.01)], None),
+        # CAB must save time at the longest length
+        ([(8192, 1.2), (32768, 0.9)], None),
         ([(32768, 1.3), (8192, 1.02)], 8192),
     ],
 )
-def test_break_even_length(gains, found):
-    assert advice.pays_from(gains, step=128) == found
+def test_break_even_length(speedups, expected):
+    assert advice.pays_from(speedups, step=128) == expected
 
 
-# --- budget
+# --- time limit
 
 
 def test_time_estimate_grows_with_length():
@@ -140,8 +152,8 @@ def test_time_estimate_grows_with_length():
     assert passes == {DENSE: 4, CAB: 4}
     ratio = COST.work(32768) / COST.work(8192)
     assert budget.estimate(step, rows, passes, COST) == pytest.approx(1.2 * ratio * (4 * 1.5))
-    same = Step(TTFT, 8192, CAB, 0.001)
-    assert budget.estimate(same, rows, passes, COST) == pytest.approx(4 * 1.5)
+    other_threshold = Step(TTFT, 8192, CAB, 0.001)
+    assert budget.estimate(other_threshold, rows, passes, COST) == pytest.approx(4 * 1.5)
 
 
 @pytest.mark.parametrize(
@@ -156,25 +168,26 @@ def test_full_budget_pass_is_estimated_from_other_passes(cab_ms, seconds):
 @pytest.mark.parametrize("minutes", [0.5, 2, 10, 30])
 @pytest.mark.parametrize("speed", [2e9, 2e10, 4e12])
 def test_run_stays_within_its_minutes(minutes, speed):
-    """The time of a pass differs from its work by up to 30%."""
+    """The simulated time of a pass differs by up to 15 % from the time that its work predicts."""
     scope = Scope((8192, 32768, 131072), START, TARGET, documents=2, kernels=3)
-    rows, skipped, elapsed, draw = [], {}, 10.0, count()
+    rows, skipped, elapsed, numbers = [], {}, 10.0, count()
     while (step := next_step(scope, rows, skipped)) is not None:
-        passes = budget.passes_of(step, 3, 1, 3, is_cached=False)
+        passes = budget.passes_of(step, runs=3, warm_ups=1, kernels=3, is_cached=False)
         seconds = budget.estimate(step, rows, passes, COST)
         if not budget.fits(seconds, elapsed, minutes):
             skipped[step] = budget.reason(seconds, elapsed, minutes)
             continue
-        noise = 1 + 0.3 * ((next(draw) * 0.618) % 1 - 0.5)
-        share = {DENSE: 1.0, CAB: 0.6, FULL: 1.2}
-        each = {m: noise * share[m] * COST.work(step.length) / speed for m in passes}
-        elapsed += sum(passes[m] * each[m] for m in passes)
+        noise = 1 + 0.3 * ((next(numbers) * 0.618) % 1 - 0.5)
+        work = COST.work(step.length)
+        relative_work = {DENSE: 1.0, CAB: 0.6, FULL: 1.2}
+        pass_seconds = {name: noise * relative_work[name] * work / speed for name in passes}
+        elapsed += sum(passes[name] * pass_seconds[name] for name in passes)
         kl = 0.02 * ((step.threshold or 0) / START) ** 0.75
-        found = {"kl": kl, "count": 1, "densities": [0.5]}
-        rows.append({**step.fields, **found, "pass_seconds": each})
-    # the first probes have no estimate
+        result = {"kl": kl, "count": 1, "densities": [0.5]}
+        rows.append({**step.fields, **result, "pass_seconds": pass_seconds})
+    # the first four steps, probes, have no estimate and may exceed the time
     assert elapsed + budget.REPORT_SECONDS <= 1.1 * 60 * minutes or len(rows) <= 4
-    assert all("were left" in why for why in skipped.values())
+    assert all("were left" in reason for reason in skipped.values())
 
 
 def test_schedule_measures_selected_threshold_and_ends():
@@ -189,19 +202,21 @@ def test_schedule_measures_selected_threshold_and_ends():
         )
         assert len(rows) < 60
     steps = [(row["measure"], row["length"], row["threshold"]) for row in rows]
-    found = advice.verdict([r for r in rows if r["measure"] != TTFT], START, TARGET, 128)
-    assert found.threshold < START and found.is_close_enough
+    without_times = [row for row in rows if row["measure"] != TTFT]
+    verdict = advice.verdict(without_times, START, TARGET, query_block=128)
+    assert verdict.threshold < START and verdict.is_close_enough
     for length in scope.lengths:
-        assert (TTFT, length, found.threshold) in steps
-        assert (RECALL, length, found.threshold) in steps
-    # steps that are necessary for advice come first
-    assert [x[0] for x in steps[:4]] == ["probe", "probe", TTFT, TTFT]
+        assert (TTFT, length, verdict.threshold) in steps
+        assert (RECALL, length, verdict.threshold) in steps
+    # the steps without which no advice is possible come first
+    assert [measure for measure, _, _ in steps[:4]] == ["probe", "probe", TTFT, TTFT]
 
 
 def test_skipped_search_step_keeps_measured_thresholds():
     scope, skipped = Scope((512,), START, TARGET), {}
-    done = [Step("probe", 512, DENSE), Step("probe", 512, CAB, START), Step(TTFT, 512, CAB, START)]
-    rows = [{**step.fields, "pass_seconds": {DENSE: 9.0, CAB: 9.0}} for step in done]
+    probes = [Step("probe", 512, DENSE), Step("probe", 512, CAB, START)]
+    measured = [*probes, Step(TTFT, 512, CAB, START)]
+    rows = [{**step.fields, "pass_seconds": {DENSE: 9.0, CAB: 9.0}} for step in measured]
     rows += [kl_row(512, START, 0.05)]
     step = next_step(scope, rows, skipped)
     assert step.measure == KL and step.threshold < START
@@ -232,11 +247,14 @@ def test_kernels_are_ranked_at_nearest_length():
 
 
 def advised(rows, target=TARGET):
-    found = advice.verdict(rows, START, target, 128)
-    table = advice.summaries(rows, START, found.threshold)
-    return found, advice.sentence(rows, found, table, target, "NVIDIA H200")
+    """Return (verdict, sentence of advice) for measured rows."""
+    verdict = advice.verdict(rows, START, target, query_block=128)
+    table = advice.summaries(rows, START, verdict.threshold)
+    sentence = advice.sentence(rows, verdict, table, target, device="NVIDIA H200")
+    return verdict, sentence
 
 
+# rows of a model for which CAB is slower at 8,192 tokens and faster at 32,768
 FAST = [
     time_row(8192, START, 100, 120),
     time_row(32768, START, 1000, 800),
@@ -245,13 +263,12 @@ FAST = [
     recall_row(32768, DENSE, None, [True, True, True]),
     recall_row(32768, CAB, START, [True, True, False]),
 ]
-
-
+# lower thresholds, whose KL stays above the target 0.001
 LOWER = [kl_row(32768, START / 2**at, 0.01) for at in range(1, 5)]
 
 
 @pytest.mark.parametrize(
-    ("rows", "target", "said", "least"),
+    ("rows", "target", "message", "min_length"),
     [
         (FAST, TARGET, "use CAB with mass_threshold=0.0027 for prompts from about", 15104),
         (FAST[1:], TARGET, "for all measured lengths, from 32,768 tokens", 32768),
@@ -260,13 +277,13 @@ LOWER = [kl_row(32768, START / 2**at, 0.01) for at in range(1, 5)]
         (FAST, 0.001, "raise --minutes and run the same command again", 15104),
         ([], TARGET, "nothing was timed within the given minutes", 16384),
     ],
-    ids=["pays", "all", "slow", "kl", "search", "no time"],
+    ids=["from a length", "all lengths", "slow", "high KL", "search not ended", "no time"],
 )
-def test_advice_is_one_sentence(rows, target, said, least):
-    found, sentence = advised(rows, target)
-    assert said in sentence and sentence.count(". ") == 0 and sentence.endswith(".")
-    config = advice.advised_config(CabConfig(), found)
-    assert config.min_length == pytest.approx(least, rel=0.05)
+def test_advice_is_one_sentence(rows, target, message, min_length):
+    verdict, sentence = advised(rows, target)
+    assert message in sentence and sentence.count(". ") == 0 and sentence.endswith(".")
+    config = advice.advised_config(CabConfig(), verdict)
+    assert config.min_length == pytest.approx(min_length, rel=0.05)
 
 
 def test_advice_states_speed_kl_and_recall():
@@ -284,20 +301,20 @@ def test_advice_states_threshold_of_the_time():
 
 def test_lengths_timed_at_another_threshold_count():
     rows = [*FAST, kl_row(32768, 0.0029, 0.0199), time_row(8192, 0.0029, 100, 90)]
-    found, _ = advised(rows)
-    assert (found.threshold, found.longest, found.pays_from) == (0.0029, 32768, 8192)
+    verdict, _ = advised(rows)
+    assert (verdict.threshold, verdict.longest, verdict.pays_from) == (0.0029, 32768, 8192)
 
 
 def test_target_0_keeps_configured_threshold():
     assert advice.next_threshold([Point(START, 0.5)], 0.0) is None
-    found, sentence = advised(FAST, 0.0)
-    assert found.threshold == START and "use CAB with mass_threshold=0.0027" in sentence
+    verdict, sentence = advised(FAST, 0.0)
+    assert verdict.threshold == START and "use CAB with mass_threshold=0.0027" in sentence
     assert "KL is 0.018 (noise 0.0018)" in sentence
 
 
 def test_advice_considers_larger_kl_at_shorter_length():
-    found, sentence = advised([*FAST, kl_row(8192, START, 0.05)])
-    assert not found.is_close_enough and "keep dense attention" in sentence
+    verdict, sentence = advised([*FAST, kl_row(8192, START, 0.05)])
+    assert not verdict.is_close_enough and "keep dense attention" in sentence
 
 
 # --- runs
@@ -313,19 +330,23 @@ def test_quickcheck_page_equals_committed_report():
 
 @pytest.fixture
 def without_figure(monkeypatch):
-    """Figures are off, because drawing takes longer than the measurements of a tiny model."""
+    """Draw no figure, because drawing takes longer than measuring a tiny model."""
     monkeypatch.setattr(report, "draw", lambda **_: None)
 
 
 @pytest.fixture
 def book(tmp_path):
+    """Return the path of a text file."""
     file = tmp_path / "book.txt"
     file.write_text(f"{TEXT} " * 60)
     return file
 
 
 def words(model, book, out, *more):
-    """Return the words of a command, with small blocks unless ``more`` has --cab."""
+    """Return the words of a command with the options ``more``.
+
+    The command has small blocks, unless ``more`` contains --cab.
+    """
     command = ["--model", model, "--texts", book, "--out", out, "--lengths", "160,320"]
     command += ["--device", "cpu", "--runs", 1]
     for word in more:
@@ -337,6 +358,7 @@ def words(model, book, out, *more):
 
 
 def rows_of(out):
+    """Return the measured rows in the log of a run."""
     return [json.loads(line) for line in (out / ROWS).read_text().splitlines()[1:]]
 
 
@@ -345,8 +367,8 @@ def test_quickcheck_writes_rows_report_figure_and_config(model_folder, book, tmp
     assert main(words(model_folder, book, out)) == 0
     shown = capsys.readouterr().out
     text = (out / REPORT).read_text()
-    (told,) = re.findall(r"^On \S+, .*\.$", shown, re.MULTILINE)
-    assert told in text and "| 320 | dense (sdpa) | 1.00 |" in text
+    (sentence,) = re.findall(r"^On \S+, .*\.$", shown, re.MULTILINE)
+    assert sentence in text and "| 320 | dense (sdpa) | 1.00 |" in text
     assert "## Density by layer" in text and "## Not measured" not in text
     assert (out / FIGURE).stat().st_size > 3_000
     measured = {row["measure"] for row in rows_of(out)}
@@ -363,13 +385,13 @@ def test_quickcheck_writes_rows_report_figure_and_config(model_folder, book, tmp
 def test_interrupted_quickcheck_continues(model_folder, book, tmp_path, monkeypatch):
     out, measure, steps = tmp_path / "run", Measurements.measure, []
 
-    def dies(self, step, rows, deadline):
+    def interrupt_after_five_steps(self, step, rows, deadline):
         if len(steps) == 5:
             raise KeyboardInterrupt
         steps.append(step)
         return measure(self, step, rows, deadline)
 
-    monkeypatch.setattr(Measurements, "measure", dies)
+    monkeypatch.setattr(Measurements, "measure", interrupt_after_five_steps)
     with pytest.raises(KeyboardInterrupt):
         main(words(model_folder, book, out))
     before = rows_of(out)
@@ -386,31 +408,31 @@ def test_interrupted_quickcheck_continues(model_folder, book, tmp_path, monkeypa
 def test_only_budget_settings_may_change_in_a_resumed_run(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(words(model_folder, book, out)) == 0
-    assert main(words(model_folder, book, out, "--lengths", "160", "--kl", 0.1)) == 0
-    assert main(words(model_folder, book, out, "--seed", 1)) == 2
+    assert main(words(model_folder, book, out, ["--lengths", "160", "--kl", 0.1])) == 0
+    assert main(words(model_folder, book, out, ["--seed", 1])) == 2
     assert "seed" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("without_figure")
 def test_steps_over_budget_are_skipped_and_reported(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(words(model_folder, book, out, "--minutes", 0.001)) == 0
+    assert main(words(model_folder, book, out, ["--minutes", 0.001])) == 0
     text = (out / REPORT).read_text()
     assert "## Not measured" in text and "took longer than estimated" in text
     assert "nothing was timed" in text and CabConfig.calibrated(out / CONFIG)
     assert not rows_of(out) and not (out / FIGURE).exists()
     assert "steps were skipped" in capsys.readouterr().out
-    # the same command with more minutes measures them
-    assert main(words(model_folder, book, out, "--minutes", 5)) == 0
+    # the same command with more minutes measures the skipped steps
+    assert main(words(model_folder, book, out, ["--minutes", 5])) == 0
     assert "## Not measured" not in (out / REPORT).read_text()
 
 
 @pytest.mark.usefixtures("without_figure")
 def test_failed_step_is_reported_and_others_run(model_folder, book, tmp_path, monkeypatch):
-    def fails(self, step):
+    def run_out_of_memory(self, step):
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr(Measurements, "recall", fails)
+    monkeypatch.setattr(Measurements, "recall", run_out_of_memory)
     out = tmp_path / "run"
     assert main(words(model_folder, book, out)) == 0
     assert "text 0: CUDA out of memory" in (out / REPORT).read_text()
@@ -420,7 +442,7 @@ def test_failed_step_is_reported_and_others_run(model_folder, book, tmp_path, mo
 @pytest.mark.usefixtures("without_figure")
 def test_lengths_beyond_texts_are_skipped(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(words(model_folder, book, out, "--lengths", "160,2k")) == 0
+    assert main(words(model_folder, book, out, ["--lengths", "160,2k"])) == 0
     message = "so that 2,048 tokens are left out."
     assert message in capsys.readouterr().out and message in (out / REPORT).read_text()
     assert {row["length"] for row in rows_of(out)} == {160}
@@ -428,6 +450,7 @@ def test_lengths_beyond_texts_are_skipped(model_folder, book, tmp_path, capsys):
 
 @pytest.fixture
 def bert(tmp_path):
+    """Return the folder of a tiny BERT, which is not causal."""
     folder, tokenizer = tmp_path / "bert", make_tokenizer()
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
     config = BertConfig(**sizes, num_hidden_layers=1, vocab_size=len(tokenizer), pad_token_id=1)
@@ -437,7 +460,7 @@ def bert(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("options", "message"),
     [
         (["--texts", "none.txt"], "texts must be a UTF-8 text file, got 'none.txt'"),
         (["--lengths", "2k"], "texts must have at least 2,048 tokens"),
@@ -453,15 +476,15 @@ def bert(tmp_path):
 )
 @pytest.mark.usefixtures("without_figure")
 def test_invalid_input_is_refused_in_one_sentence(
-    model_folder, book, tmp_path, capsys, monkeypatch, more, said
+    model_folder, book, tmp_path, capsys, monkeypatch, options, message
 ):
     monkeypatch.chdir(tmp_path)
     try:
-        status = main(words(model_folder, book, tmp_path / "run", more))
+        status = main(words(model_folder, book, tmp_path / "run", options))
     except SystemExit as error:
         status = error.code
     shown = capsys.readouterr().err.strip().splitlines()[-1]
-    assert status == 2 and said in shown
+    assert status == 2 and message in shown
     assert not (tmp_path / "run" / REPORT).exists()
 
 
@@ -495,8 +518,8 @@ def test_command_in_report_repeats_the_run(model_folder, book, tmp_path, monkeyp
 @pytest.mark.slow
 def test_quickcheck_of_smollm2_on_cpu(tmp_path):
     out = tmp_path / "run"
-    given = ["--model", "smollm2", "--device", "cpu", "--out", str(out), "--minutes", "3"]
-    assert main(["quickcheck", *given]) == 0
+    options = ["--model", "smollm2", "--device", "cpu", "--out", str(out), "--minutes", "3"]
+    assert main(["quickcheck", *options]) == 0
     assert {TTFT, KL} <= {row["measure"] for row in rows_of(out)}
     assert CabConfig.calibrated(out / CONFIG).origin.layers == 30
 
@@ -506,13 +529,13 @@ def test_random_weights_are_timed_at_max_density(book, tmp_path, monkeypatch):
     out, folder = tmp_path / "run", tmp_path / "random"
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 258}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    words_of = [str(folder), *(f"{name}={value}" for name, value in shape.items())]
-    monkeypatch.setattr(sys, "argv", ["random_model.py", *words_of])
+    arguments = [str(folder), *(f"{name}={value}" for name, value in shape.items())]
+    monkeypatch.setattr(sys, "argv", ["random_model.py", *arguments])
     runpy.run_path(str(EXAMPLES / "random_model.py"), run_name="__main__")
-    given = ("--kl", 0, "--cab", "mass_threshold=1e-6", "--cab", "max_density=0.5", *CAB_WORDS)
-    assert main(words(folder, book, out, given, "--lengths", "640")) == 0
+    options = ("--kl", 0, "--cab", "mass_threshold=1e-6", "--cab", "max_density=0.5", *CAB_WORDS)
+    assert main(words(folder, book, out, [*options, "--lengths", "640"])) == 0
     (density,) = next(row["densities"] for row in rows_of(out) if row["measure"] == KL)
-    # the first and the last blocks are always kept
+    # above 0.5, because the first blocks and the blocks of the dense tail are always selected
     assert 0.5 <= density < 0.75
     assert CabConfig.calibrated(out / CONFIG).mass_threshold == 1e-6
 
@@ -523,8 +546,10 @@ def flash(monkeypatch):
 
     def attend(q, k, v, softmax_scale, causal):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        how = {"is_causal": causal, "scale": softmax_scale, "enable_gqa": True}
-        return functional.scaled_dot_product_attention(q, k, v, **how).transpose(1, 2), None
+        out = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True
+        )
+        return out.transpose(1, 2), None
 
     for name, function in (("fa3_fwd_interface", attend), ("broken", lambda q, *_, **__: q * 9)):
         module = types.ModuleType(name)
@@ -542,11 +567,12 @@ def test_dense_kernels_are_compared_and_checked(flash):
         model.lm_head.weight.mul_(100)
     measurements = Measurements(model, tokenizer, [TEXT], SMALL, seed=0, runs=1)
     measurements.kernels = kernels.kernel_names("sdpa", on_cpu=False)
-    found = measurements.measure(Step("kernels", 300, DENSE), [], math.inf)
-    assert {"sdpa", "FlashAttention-3", "cab_dense"} <= found["kernel_ms"].keys()
-    assert "differs by" in found["reasons"]["FlashAttention-2"]
-    assert "cuDNN" in found["reasons"]
-    row = {**Step("kernels", 300, DENSE).fields, **found, "kernel_ms": {"FlashAttention-3": 1.0}}
+    step = Step("kernels", 300, DENSE)
+    compared = measurements.measure(step, [], math.inf)
+    assert {"sdpa", "FlashAttention-3", "cab_dense"} <= compared["kernel_ms"].keys()
+    assert "differs by" in compared["reasons"]["FlashAttention-2"]
+    assert "cuDNN" in compared["reasons"]
+    row = {**step.fields, **compared, "kernel_ms": {"FlashAttention-3": 1.0}}
     timed = measurements.measure(Step(TTFT, 300, CAB, START), [row], math.inf)
     assert timed["kernel"] == "FlashAttention-3" and timed["dense_ms"] > 0
     assert model.config._attn_implementation == "sdpa"

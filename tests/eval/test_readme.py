@@ -1,4 +1,4 @@
-"""Tables of pages equal the committed results; the readme command checks its input."""
+"""Tables of the pages equal the committed results, and the readme command checks its input."""
 
 import json
 import re
@@ -16,17 +16,28 @@ from cab_hf.experiment import loading
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
+# result folders of the default table, at 32,768 and 131,072 tokens
 SHORT, LONG = pages.DEFAULT
-# methods of a fidelity run -> labels in the default table
+# method of a fidelity run -> label in the default table
 CONFIGURATIONS = {"dense": "dense", "cab": "default"}
+# a page with an outdated table
 PAGE = "a\n<!-- table: default -->\nstale\n<!-- end -->\nb\n"
 
 
-def write(folder, rows, versions=("torch",), settings=(), **made):
+def write(folder, rows, versions=("torch",), settings=(), **provenance):
+    """Write a result folder and return its results.
+
+    Args:
+        folder: the folder.
+        rows: rows of the results.
+        versions: names of packages whose version is recorded.
+        settings: settings that replace the defaults of this function.
+        provenance: fields of the provenance that replace the defaults of this function.
+    """
     folder.mkdir(exist_ok=True)
-    given = {"keys": 1, "filler": "noise", "methods": ["cab"], "device": "cuda", "note": "x"}
-    made = {"experiment": "passkey", "device": "a GPU", "commit": "0123456789", **made}
-    made |= {"versions": dict.fromkeys(versions, "2"), "settings": given | dict(settings)}
+    defaults = {"keys": 1, "filler": "noise", "methods": ["cab"], "device": "cuda", "note": "x"}
+    made = {"experiment": "passkey", "device": "a GPU", "commit": "0123456789", **provenance}
+    made |= {"versions": dict.fromkeys(versions, "2"), "settings": defaults | dict(settings)}
     report.write_results(folder, rows, made)
     return read_results(folder)
 
@@ -42,10 +53,10 @@ def fidelity_rows(length, methods):
     """Return rows of two texts; method n has n times the KL and 1 / n of the time."""
     for text, share in (("one", 0.5), ("other", 1.0)):
         for number, method in enumerate(methods, 1):
-            place = {"text": text, "length": length, "method": method, "density": 1 / number}
+            case = {"text": text, "length": length, "method": method, "density": 1 / number}
             times = {"predict_ms": 10.0, "attend_ms": 90.0, "over_dense": 1 / number}
             yield {
-                **place,
+                **case,
                 **times,
                 "continuation": {"kl": number / 100},
                 "recall": {"share": share},
@@ -75,13 +86,13 @@ def results(tmp_path):
 
 
 def test_committed_pages_equal_rendered_tables():
-    shown = ""
+    text_of_pages = ""
     for path in (ROOT / "README.md", ROOT / "finetune" / "README.md", *ROOT.glob("docs/*.md")):
         page = path.read_text()
         up = "" if path.parent == ROOT else "../"
         assert readme.page_with_tables(page, RESULTS, up) == page, path
-        shown += page
-    assert all(f"<!-- table: {name} -->" in shown for name in TABLES)
+        text_of_pages += page
+    assert all(f"<!-- table: {name} -->" in text_of_pages for name in TABLES)
     page = (RESULTS / "README.md").read_text()
     assert readme.results_page(RESULTS) == page
     folders = {path.name for path in RESULTS.iterdir() if path.is_dir()}
@@ -90,15 +101,16 @@ def test_committed_pages_equal_rendered_tables():
 
 def test_committed_reports_equal_rendered_rows():
     for result in all_results(RESULTS):
-        made = experiment.report_text(result.kind, result.rows, result.provenance)
-        assert made == (result.folder / "report.md").read_text(), result.name
+        rendered = experiment.report_text(result.kind, result.rows, result.provenance)
+        assert rendered == (result.folder / "report.md").read_text(), result.name
 
 
 def test_committed_results_stay_below_size_limit():
-    for place, most in ((RESULTS, 5_000_000), (ROOT / "cab_hf" / "adapters", 10_000_000)):
-        files = [path for path in place.rglob("*") if path.is_file()]
-        # rendering a copy in place writes results.csv files, which git ignores
-        assert sum(path.stat().st_size for path in files if path.suffix != ".csv") < most
+    limits = {RESULTS: 5_000_000, ROOT / "cab_hf" / "adapters": 10_000_000}
+    for folder, max_bytes in limits.items():
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        # rendering a committed run writes results.csv, which git ignores
+        assert sum(path.stat().st_size for path in files if path.suffix != ".csv") < max_bytes
     assert not list(RESULTS.rglob("*.jsonl")) and len(list(RESULTS.glob("*/samples.jsonl.xz"))) > 9
 
 
@@ -139,11 +151,11 @@ def test_default_table_shows_speed_and_quality_of_one_config(results):
     assert readme.page_with_tables(page, results) == page
     shown = table("default", results)
     assert [row[:2] for row in shown[:2]] == [["32,768", "dense"], ["32,768", "default"]]
-    # attention, speed-up, KL; recall after the prompt was not measured
+    # the cells from the threshold to the recall; recall after the prompt was not measured
     threshold = CabConfig().mass_threshold
     assert shown[1][2:9] == [str(threshold), "0.50", "100", "2.00", "0.0200", "–", "0.75"]
-    long = shown[len(CONFIGURATIONS) + 1]
-    assert long[:3] == ["131,072", "default", f"{threshold / 4:g}"]
+    long_default = shown[len(CONFIGURATIONS) + 1]
+    assert long_default[:3] == ["131,072", "default", f"{threshold / 4:g}"]
 
 
 def test_default_table_results_have_clean_commits():
@@ -178,10 +190,10 @@ def test_picture_command_writes_plan_and_image(results, monkeypatch, tmp_path):
 
 def fidelity_run(folder, config, model="a", **settings):
     """Write a fidelity run of ``config`` with two texts."""
-    asked = {"recall": {"ratio": 0.9}, "tasks": {"delta": -0.013}}
+    probes = {"recall": {"ratio": 0.9}, "tasks": {"delta": -0.013}}
     rows = [
         {"text": text, "length": 32768, "method": "cab", "density": 0.2, "over_dense": 0.5}
-        | {"continuation": {"kl": 0.02}, **asked}
+        | {"continuation": {"kl": 0.02}, **probes}
         for text in ("one", "other")
     ]
     full = {"length": 32768, "method": "full", "continuation": {"kl": 0.001}}
@@ -224,8 +236,8 @@ def test_models_table_lists_models_of_default_runs(results):
     others = {"model": "e", "cab_configs": {"cab": default}}
     rows = [{"method": "full", "length": 32768, "density": 1.0}]
     write(results / "by-others", rows, experiment="fidelity", settings=others)
-    kept = ["0.20", "0.50", "0.0200 (0.00100)", "–", "× 0.90", "–", "-1.3 points"]
-    assert table("models", results) == 2 * [["a", "32,768", "2", *kept]]
+    cells = ["0.20", "0.50", "0.0200 (0.00100)", "–", "× 0.90", "–", "-1.3 points"]
+    assert table("models", results) == 2 * [["a", "32,768", "2", *cells]]
 
 
 # --- the command
@@ -233,14 +245,14 @@ def test_models_table_lists_models_of_default_runs(results):
 
 @pytest.fixture
 def words(results, tmp_path_factory, monkeypatch):
-    """Words of the command for a page of the default and one more page, in ``docs``."""
+    """Return the words of the command for a page with the default table and a page without."""
     docs = tmp_path_factory.mktemp("docs")
     (docs / "page.md").write_text(PAGE)
     (docs / "more.md").write_text("no tables are needed here")
     monkeypatch.setattr(readme, "results_page", lambda results: "all\n")
-    given = {"page": docs / "page.md", "docs": docs / "none", "training": docs / "more.md"}
-    given["results"] = results
-    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    options = {"page": docs / "page.md", "docs": docs / "none", "training": docs / "more.md"}
+    options["results"] = results
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 def test_add_run_is_idempotent_or_refused(results, words, tmp_path_factory, capsys):
@@ -276,7 +288,7 @@ def test_command_writes_pages_and_packs_large_files(results, words, monkeypatch)
     assert (results / "README.md").read_text() == "all\n"
     assert Path(words[1]).read_text() == readme.page_with_tables(PAGE, results)
     assert (results / picture.PICTURE).stat().st_size > 5_000
-    # many rows are packed as well, and read as before
+    # large results are compressed as well, and give the same rows
     before = read_results(folder)
     monkeypatch.setattr(readme, "LARGE_RESULTS", 0)
     assert readme.main(words) == 0

@@ -18,12 +18,13 @@ from cab_hf import dispatch
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.passkey import Passkey
 
-# options that keep each command small
+# options with which each command is fast
 SMALL = {
     "passkey": "--methods dense,cab --lengths 300 --depths 1 --samples 1 --controls 0",
     "fidelity": "--methods dense --lengths 900 --pass-samples 1 --documents 1 --keys 2",
     "calibrate": "--length 1500 --documents 1 --target-densities 0.9",
 }
+# content of the text and config files in the folder of the tests, by name
 FILES = {
     **dict.fromkeys(("book.txt", "a/b.txt", "b.md", "b.json"), TEXT.encode()),
     **{
@@ -40,7 +41,7 @@ FILES = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Return a folder with a tiny model and with invalid input files."""
-    folder = tmp_path_factory.mktemp("given")
+    folder = tmp_path_factory.mktemp("inputs")
     save_llama(folder / "own")
     for name in ("a", "folder"):
         (folder / name).mkdir()
@@ -51,7 +52,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def refused(folder, tmp_path, capsys, monkeypatch):
-    """Return a function (command, words) -> error text, in a directory with `FILES`."""
+    """Return a function that runs a command with invalid words, and returns the error.
+
+    The working directory contains `FILES`. The function checks that the error is one line on
+    stderr, that the exit status is 2, and that no file was written.
+    """
     monkeypatch.chdir(folder)
     out = tmp_path / "out"
 
@@ -65,26 +70,33 @@ def refused(folder, tmp_path, capsys, monkeypatch):
             status = main([*words, *([] if "--out=" in " ".join(words) else ["--out", str(out)])])
         except SystemExit as stop:
             status = stop.code
-        said = capsys.readouterr().err
-        assert status == 2 and said.count("\n") == 1 and said.startswith("python -m cab_hf.eval")
+        error = capsys.readouterr().err
+        assert status == 2 and error.count("\n") == 1 and error.startswith("python -m cab_hf.eval")
         assert not out.exists()
-        return said
+        return error
 
     return run
 
 
-def table(lines):
-    """Yield the cases of ``option=value ... > message ; ...``; the default is the last option."""
+def cases_of(lines):
+    """Yield the test cases of the lines of `TABLES`: (words, pattern of the error).
+
+    A case is ``option=value ... > expected``, and cases are separated by `` ; `` or a line break.
+    ``expected`` is the name of the refused setting, or a part of the error. Without ``expected``,
+    the refused setting is the last option of the case.
+    """
     for case in re.split(r" ; |\n", lines.strip()):
-        words, _, said = case.partition(" > ")
+        words, _, expected = case.partition(" > ")
         words = [f"--{word}" for word in words.split()]
-        name = said or words[-1].strip("-").partition("=")[0].replace("-", "_")
-        message = rf"\b{name}( is | must |: |')" if re.fullmatch(r"\w+", name) else re.escape(said)
+        name = expected or words[-1].strip("-").partition("=")[0].replace("-", "_")
+        is_setting = re.fullmatch(r"\w+", name)
+        message = rf"\b{name}( is | must |: |')" if is_setting else re.escape(expected)
         yield pytest.param(" ".join(words), message, id=case)
 
 
+# option that replaces LENGTH in the cases of a command
 LENGTH = {"passkey": "lengths", "fidelity": "lengths", "calibrate": "length"}
-# cases by the commands that accept these options
+# command, or several commands with the same options -> cases, see `cases_of`
 TABLES = {
     "passkey fidelity calibrate": """
 model=no/such/model > model 'no/such/model' does not exist
@@ -175,9 +187,9 @@ shared=256 ; memory=2 ; page-size=2 ; warm-up=0 ; batch-tokens=0 ; blocks=0
         pytest.param(command, *case.values, id=f"{command} {case.id}")
         for commands, lines in TABLES.items()
         for command in ([commands] if "speed" in commands else commands.split())
-        for case in table(
+        for case in cases_of(
             lines.replace("LENGTH", LENGTH.get(command, "")).replace(
-                # the first file that a command writes
+                # the first file that the command writes
                 "/FIRST",
                 "" if command == "calibrate" else "/samples.jsonl",
             )
@@ -211,78 +223,85 @@ def test_invalid_text_file_is_refused_in_one_line(refused, command, file, kind):
 def test_invalid_page_arguments_are_refused_in_one_line(folder, monkeypatch, capsys, words):
     monkeypatch.chdir(folder)
     assert main(["readme", *words.split()]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("python -m cab_hf.eval readme: ") and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("python -m cab_hf.eval readme: ") and error.count("\n") == 1
 
 
 @pytest.fixture
 def run(folder, tmp_path, capsys):
-    """Return a function (command, model) -> (status, last line on stderr)."""
+    """Return a function that runs a command with a model.
+
+    The function returns (exit status, last line on stderr).
+    """
 
     def run(command, model=folder / "own"):
         words = f"{command} --model {model} {SMALL[command]} --device cpu --out {tmp_path}/out"
-        more = ["--methods", "dense,cab"] if command == "fidelity" else []
-        return main([*words.split(), *more]), (capsys.readouterr().err.splitlines() or [""])[-1]
+        methods = ["--methods", "dense,cab"] if command == "fidelity" else []
+        return main([*words.split(), *methods]), (capsys.readouterr().err.splitlines() or [""])[-1]
 
     return run
 
 
 def saved(model, folder):
+    """Save a model and a tokenizer in ``folder``, and return the folder."""
     for each in (model, make_tokenizer()):
         each.save_pretrained(folder)
     return folder
 
 
-NAN = "model.embed_tokens.weight", float("nan")
+NAN = float("nan")
 
 
 @pytest.mark.parametrize(
-    ("command", "weights", "damage"),
-    [*((command, *NAN) for command in SMALL), ("passkey", "lm_head.weight", float("inf"))],
+    ("command", "weights", "value"),
+    [
+        *((command, "model.embed_tokens.weight", NAN) for command in SMALL),
+        ("passkey", "lm_head.weight", float("inf")),
+    ],
     ids=[*SMALL, "infinite-outputs"],
 )
-def test_nonfinite_model_is_refused(folder, tmp_path, run, command, weights, damage):
+def test_nonfinite_model_is_refused(folder, tmp_path, run, command, weights, value):
     model = LlamaForCausalLM.from_pretrained(folder / "own")
-    model.get_parameter(weights).data[:] = damage
-    status, said = run(command, saved(model, tmp_path / "damaged"))
+    model.get_parameter(weights).data[:] = value
+    status, error = run(command, saved(model, tmp_path / "damaged"))
     assert status == 2
-    assert "model: The model's outputs are not finite (NaN or infinite) under" in said
+    assert "model: The model's outputs are not finite (NaN or infinite) under" in error
     assert not (tmp_path / "out" / "results.json").exists()
 
 
 @pytest.mark.parametrize("command", ["passkey", "fidelity"])
 def test_unsupported_model_is_refused(tmp_path, run, command):
-    """The library raises in a forward pass."""
+    """The library raises the error in a forward pass."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 1}
-    masking = DogeForCausalLM(DogeConfig(**sizes, vocab_size=len(make_tokenizer())))
-    status, said = run(command, saved(masking, tmp_path / "doge"))
-    assert status == 2 and "model: doge computes with its attention mask" in said
+    doge = DogeForCausalLM(DogeConfig(**sizes, vocab_size=len(make_tokenizer())))
+    status, error = run(command, saved(doge, tmp_path / "doge"))
+    assert status == 2 and "model: doge computes with its attention mask" in error
 
 
 def test_nonfinite_outputs_of_one_method_name_its_attention(run, monkeypatch):
     monkeypatch.setattr(dispatch, "sparse", lambda call, *_: call.q * float("nan"))
-    status, said = run("passkey")
-    assert status == 2 and "not finite (NaN or infinite) under cab attention" in said
+    status, error = run("passkey")
+    assert status == 2 and "not finite (NaN or infinite) under cab attention" in error
 
 
 @pytest.mark.parametrize("error", [ValueError("of a builtin"), KeyError("lost"), RuntimeError()])
 def test_bug_raises_its_exception(run, monkeypatch, error):
-    def broken(self, prompt, method):
+    def raise_error(self, prompt, method):
         raise error
 
-    # raised in the test, outside of cab_hf
-    monkeypatch.setattr(Passkey, "answer", broken)
+    # the error comes from code outside of cab_hf
+    monkeypatch.setattr(Passkey, "answer", raise_error)
     with pytest.raises(type(error)):
         run("passkey")
 
 
 def test_length_beyond_positions_includes_generated_tokens(tmp_path, refused):
-    """Learned positions must include the generated tokens."""
+    """GPT-2 has learned positions, and needs one for each generated token."""
     sizes = {"n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 300, "eos_token_id": 1}
     model = GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=len(make_tokenizer())))
-    shown = "lengths must be at most 292, the positions"
-    assert shown in refused("passkey", "--lengths 293", str(saved(model, tmp_path / "gpt2")))
+    message = "lengths must be at most 292, the positions"
+    assert message in refused("passkey", "--lengths 293", str(saved(model, tmp_path / "gpt2")))
 
 
 def test_length_up_to_positions_is_accepted(tmp_path, run):

@@ -1,4 +1,4 @@
-"""Reports: rows by hand, tables and sentences in one golden file, and cells."""
+"""Reports: rows computed by hand, tables and sentences in a golden file, and table cells."""
 
 import json
 import math
@@ -16,52 +16,62 @@ from cab_hf.experiment.log import read_file, read_log
 from cab_hf.experiment.markdown import code, plain
 
 RESULTS = Path(__file__).parents[2] / "eval" / "results"
-# a section a scene of `SCENES`: its sentences and tables, as they were read and found right
+# golden file, with the sentences and tables of each entry of `SCENES`
 GOLDEN = Path(__file__).with_name("reports.md")
+# settings of a passkey run
 PREFILL = {"stage": "prefill", "filler": "noise"}
+# text name with special characters of Markdown
 HOSTILE = "a|b `c`\n## $d$.txt"
 
 
 def sample(method, probe, index, text="noise", **result):
-    """One of fidelity."""
-    place = {"method": method, "text": text, "length": 8, "budget": None, "probe": probe}
-    fixed = {"depth": None, "index": index, "fitted": None, "density": 1.0}
-    return {**place, **fixed, **result}
+    """Return a fidelity sample; ``result`` replaces fields."""
+    case = {"method": method, "text": text, "length": 8, "budget": None, "probe": probe}
+    defaults = {"depth": None, "index": index, "fitted": None, "density": 1.0}
+    return {**case, **defaults, **result}
 
 
-def asked(method, index, correct, **more):
-    """Return one passkey sample."""
-    place = {"method": method, "length": 8, "keys": 1, "depth": 0.5, "index": index}
-    fixed = {"budget": None, "density": 1.0, "reached": None, "answer": str(correct)}
-    return {**place, "correct": correct, **fixed, **more}
+def passkey_sample(method, index, correct, **result):
+    """Return a passkey sample; ``result`` replaces fields."""
+    case = {"method": method, "length": 8, "keys": 1, "depth": 0.5, "index": index}
+    defaults = {"budget": None, "density": 1.0, "reached": None, "answer": str(correct)}
+    return {**case, "correct": correct, **defaults, **result}
 
 
-def read(method, right, density=1.0, index=0, **more):
-    return sample(method, "recall", index, right=right, density=density, **more)
+def recall_sample(method, right, density=1.0, index=0, **result):
+    """Return a fidelity sample of recall; ``right`` has a bool for each key."""
+    return sample(method, "recall", index, right=right, density=density, **result)
 
 
-def matched(method, density, budget="match", **more):
-    return read(method, [True], density, **{"budget": budget, "fitted": 0.2, **more})
+def matched(method, density, budget="match", **result):
+    """Return a recall sample of a method that is matched to the density 0.2."""
+    fields = {"budget": budget, "fitted": 0.2, **result}
+    return recall_sample(method, [True], density, **fields)
 
 
-def by_hand():
-    def surprise(method, index, nll, density):
+def recall_and_perplexity():
+    """Return samples of recall and perplexity of dense, cab and a variant of cab."""
+
+    def perplexity_sample(method, index, nll, density):
         return sample(method, "perplexity", index, nll=nll, count=10, density=density)
 
     return [
-        *(read("dense", [True, True]), read("dense", [True, False], index=1)),
-        *(surprise("dense", 0, 10.0, 1.0), surprise("dense", 1, 20.0, 1.0)),
-        *(read("cab:a", [True, False], 0.2), surprise("cab:a", 0, 11.0, 0.3)),
-        *(read("cab", [True, False], 0.1), read("cab", [False, False], 0.2, 1)),
+        *(recall_sample("dense", [True, True]), recall_sample("dense", [True, False], index=1)),
+        *(perplexity_sample("dense", 0, 10.0, 1.0), perplexity_sample("dense", 1, 20.0, 1.0)),
+        *(recall_sample("cab:a", [True, False], 0.2), perplexity_sample("cab:a", 0, 11.0, 0.3)),
+        *(recall_sample("cab", [True, False], 0.1), recall_sample("cab", [False, False], 0.2, 1)),
         # dense has no sample of the third document
-        read("cab", [True, True], 0.3, 2),
-        *(surprise("cab", 0, 11.0, 0.2), surprise("cab", 1, 23.0, 0.2)),
+        recall_sample("cab", [True, True], 0.3, 2),
+        *(perplexity_sample("cab", 0, 11.0, 0.2), perplexity_sample("cab", 1, 23.0, 0.2)),
         sample("cab", "question_first", 0, right=[True], density=0.9),
     ]
 
 
 def tasks():
-    """Return task samples: dense answers 1 of 2 tracking keys, cab none; both answer uuid."""
+    """Return samples of two tasks and of pass.
+
+    Dense attention answers one of two tracking keys, and cab none. Both methods answer uuid.
+    """
     return [
         sample(method, probe, 0, right=right)
         for method, keys in (("dense", [True, False]), ("cab", [False, False]))
@@ -69,117 +79,144 @@ def tasks():
     ]
 
 
-def scene_of_decoding():
-    # cab equals dense in 4, 3 and 0 leading tokens; equal tokens after a difference do not count
-    wrote = {"dense": ([1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8])}
-    wrote |= {"full": wrote["dense"], "cab": ([1, 2, 3, 4], [1, 2, 3, 9], [0, 6, 7, 8])}
-    more = {"step_tokens": 2.0, "count": 10, "nll": 1.0, "agree": 8}
-    return [
-        each
-        for (method, written), kl in zip(wrote.items(), (0.0, 0.5, 2.0), strict=True)
-        for each in (
-            sample(method, "decode", 0, kl=kl, **more),
-            *(sample(method, "greedy", i, written=w, **more) for i, w in enumerate(written)),
-        )
-    ]
+def decoding():
+    """Return samples of decode and greedy.
 
-
-def scene_of_turns():
-    """Return turns with KL 1 to 5 per token in one document, and twice that in the other."""
+    The continuations of cab equal those of dense attention in 4, 3 and 0 leading tokens. Equal
+    tokens after a difference do not count.
+    """
+    continuations = {"dense": ([1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8])}
+    continuations["full"] = continuations["dense"]
+    continuations["cab"] = ([1, 2, 3, 4], [1, 2, 3, 9], [0, 6, 7, 8])
+    kl = {"dense": 0.0, "full": 0.5, "cab": 2.0}
+    fields = {"step_tokens": 2.0, "count": 10, "nll": 1.0, "agree": 8}
     samples = []
-    for method, index in product(("dense", "cab"), (0, 1)):
-        scale = (index + 1.0) * (method == "cab")
-        turns = [{"kl": 2 * scale * at, "agree": 1, "nll": 1.0, "count": 2} for at in range(1, 6)]
-        sums = {name: sum(turn[name] for turn in turns) for name in turns[0]}
-        samples.append(sample(method, "turns", index, turns=turns, **sums))
+    for method, written in continuations.items():
+        samples.append(sample(method, "decode", 0, kl=kl[method], **fields))
+        samples += [
+            sample(method, "greedy", index, written=tokens, **fields)
+            for index, tokens in enumerate(written)
+        ]
     return samples
 
 
-def scene_with_fewer_samples():
-    cases = [("dense", "recall", 3), ("dense", "asked", 2), ("cab", "recall", 3)]
-    # random and cab have no samples of the probe asked, which is allowed
-    cases += [("random", "recall", 2), ("oracle", "recall", 1), ("oracle", "asked", 1)]
-    samples = [sample(x, probe, i, right=[True]) for x, probe, n in cases for i in range(n)]
-    # another text has its own number of samples
+def turns():
+    """Return samples of two documents: KL 1 to 5 per token in five turns, and 2 to 10."""
+    samples = []
+    for method, index in product(("dense", "cab"), (0, 1)):
+        scale = (index + 1.0) * (method == "cab")
+        by_turn = [{"kl": 2 * scale * at, "agree": 1, "nll": 1.0, "count": 2} for at in range(1, 6)]
+        sums = {name: sum(turn[name] for turn in by_turn) for name in by_turn[0]}
+        samples.append(sample(method, "turns", index, turns=by_turn, **sums))
+    return samples
+
+
+def fewer_samples():
+    """Return samples of methods of which random and oracle have fewer samples than dense.
+
+    random and cab have no samples of the probe asked, which is allowed.
+    """
+    counts = [("dense", "recall", 3), ("dense", "asked", 2), ("cab", "recall", 3)]
+    counts += [("random", "recall", 2), ("oracle", "recall", 1), ("oracle", "asked", 1)]
+    samples = [
+        sample(method, probe, index, right=[True])
+        for method, probe, count in counts
+        for index in range(count)
+    ]
+    # the number of samples is compared within a text
     return [*samples, sample("cab", "recall", 0, "other", right=[True])]
 
 
-def dense_in_fact(**more):
-    sparse = read("cab:a", [True], 0.3, sparse_density=0.3)
-    return [*(read(x, [True], sparse_density=None, **more) for x in ("dense", "cab")), sparse]
+def cab_without_sparse_layers(**result):
+    """Return samples of dense and cab, which had no sparse layer, and of a sparse variant."""
+    samples = [
+        recall_sample(method, [True], sparse_density=None, **result) for method in ("dense", "cab")
+    ]
+    return [*samples, recall_sample("cab:a", [True], 0.3, sparse_density=0.3)]
 
 
 def passkeys():
+    """Return passkey samples of four methods."""
     return [
-        *(asked("dense", i, i < 3) for i in range(4)),
-        *(asked("cab", i, i < 2, density=0.1 * i) for i in range(4)),
-        *(asked("streaming", i, i < 2, reached=i == 0) for i in range(3)),
-        asked("full", 2, True),
+        *(passkey_sample("dense", i, i < 3) for i in range(4)),
+        *(passkey_sample("cab", i, i < 2, density=0.1 * i) for i in range(4)),
+        *(passkey_sample("streaming", i, i < 2, reached=i == 0) for i in range(3)),
+        passkey_sample("full", 2, True),
     ]
 
 
 def dense_passkeys(method):
-    samples = [asked(name, 0, True, sparse_density=None) for name in ("dense", "h2o", "cab")]
-    samples += [asked("random", 0, True, density=0.4, sparse_density=0.4)]
-    return [*samples, asked(method, 1, True, sparse_density=None)]
+    """Return passkey samples of methods without sparse layers; ``method`` has one of them too."""
+    samples = [
+        passkey_sample(name, 0, True, sparse_density=None) for name in ("dense", "h2o", "cab")
+    ]
+    samples += [passkey_sample("random", 0, True, density=0.4, sparse_density=0.4)]
+    return [*samples, passkey_sample(method, 1, True, sparse_density=None)]
 
 
 TIMES = {"predict_ms": 0.0, "attend_ms": 12.0, "dense_ms": 20.0, "match_ms": 10.0}
+# heading in the golden file -> samples
 SCENES = {
-    "by hand": by_hand(),
+    "recall and perplexity": recall_and_perplexity(),
     "tasks": tasks(),
-    # a method with some of the tasks only has no comparable mean
+    # a method without a task has no mean that is comparable with the mean of dense
     "some tasks": [x for x in tasks() if (x["method"], x["probe"]) != ("cab", "uuid")],
-    "decoding": scene_of_decoding(),
-    "turns": scene_of_turns(),
-    "fewer cases": scene_with_fewer_samples(),
-    "a time that no budget takes": [sample("random", "time", 0, **TIMES, dense_kernel="SDPA")],
-    "a density that is not the matched one": [
-        # density of the sparse layers only; others are dense
+    "decoding": decoding(),
+    "turns": turns(),
+    "fewer samples": fewer_samples(),
+    "unreachable time": [sample("random", "time", 0, **TIMES, dense_kernel="SDPA")],
+    "density differs from the matched density": [
+        # sparse_density is the density of the sparse layers only
         matched("random", 0.6, sparse_density=0.21),
         matched("streaming", 0.2, sparse_density=0.22),
         matched("oracle", 0.3, 0.2, sparse_density=0.3),
-        # a cache that keeps some tokens, and one matched by time, in ms
+        # h2o drops keys from the cache and has no sparse layers; published is matched by time
         matched("h2o", 0.5, sparse_density=None),
         matched("published", 0.3, sparse_density=0.3, fitted_config={}),
     ],
-    "dense attention in fact": dense_in_fact(),
-    "sparse in fact": [*dense_in_fact()[::2], read("cab", [True], sparse_density=0.2)],
-    # a cache that dropped keys after a dense prefill is not dense attention
-    "a dense prefill": [*dense_in_fact(tokens=8, step_tokens=2.0)],
-    "a name of another kind": [
+    "cab without sparse layers": cab_without_sparse_layers(),
+    "cab with sparse layers": [
+        *cab_without_sparse_layers()[::2],
+        recall_sample("cab", [True], sparse_density=0.2),
+    ],
+    # a method that drops keys after a dense prefill is not dense attention
+    "dense prefill and fewer keys": [*cab_without_sparse_layers(tokens=8, step_tokens=2.0)],
+    "text name with special characters": [
         sample(method, "pass", 0, text, right=[True])
         for text in ("prose", HOSTILE)
         for method in ("dense", "cab")
     ],
-    "passkey by hand": passkeys(),
-    # one of the samples of random was sparse
-    "passkey, random in part sparse": dense_passkeys("random"),
-    "passkey, published dense in fact": dense_passkeys("published"),
+    "passkey": passkeys(),
+    # one sample of random was sparse
+    "passkey, random partly sparse": dense_passkeys("random"),
+    "passkey, published without sparse layers": dense_passkeys("published"),
 }
 
 
 def rows_of(scene):
+    """Return the rows of a report from the samples of a scene."""
     if scene.startswith("passkey"):
         return Passkey.rows(SCENES[scene], PREFILL)
     return Fidelity.rows(SCENES[scene], {})
 
 
-def shown(scene):
-    kind, rows = Passkey if scene.startswith("passkey") else Fidelity, rows_of(scene)
-    tables = [f"{title}\n\n{table}" for title, table in kind.tables(rows).items()]
-    return "\n\n".join([f"## {scene}", *kind.readings(rows), *tables]) + "\n"
+def section_of(scene):
+    """Return the section of the golden file: sentences and tables of a scene."""
+    experiment = Passkey if scene.startswith("passkey") else Fidelity
+    rows = rows_of(scene)
+    tables = [f"{title}\n\n{table}" for title, table in experiment.tables(rows).items()]
+    return "\n\n".join([f"## {scene}", *experiment.readings(rows), *tables]) + "\n"
 
 
 def test_rendered_reports_equal_golden_file():
-    assert "\n".join(map(shown, SCENES)) == GOLDEN.read_text()
+    assert "\n".join(map(section_of, SCENES)) == GOLDEN.read_text()
 
 
 # --- rows
 
 
 def test_rows_by_hand():
-    dense, cab, other = rows = rows_of("by hand")
+    dense, cab, variant = rows = rows_of("recall and perplexity")
     assert [row["method"] for row in rows] == ["dense", "cab", "cab:a"]
     assert "delta" not in dense["recall"]
     assert dense["perplexity"]["value"] == pytest.approx(math.exp(1.5))
@@ -193,13 +230,13 @@ def test_rows_by_hand():
     interval = map(math.exp, mean_interval([1.1, 2.3], [1.0, 2.0]))
     actual = [perplexity[name] for name in ("ratio", "ratio_low", "ratio_high")]
     assert actual == pytest.approx(list(interval))
-    # one document has a ratio and no interval
-    assert other["perplexity"]["ratio"] == pytest.approx(math.exp(0.1))
-    assert "ratio_low" not in other["perplexity"]
+    # a single document gives a ratio without an interval
+    assert variant["perplexity"]["ratio"] == pytest.approx(math.exp(0.1))
+    assert "ratio_low" not in variant["perplexity"]
 
 
 def test_rows_of_passkey_by_hand():
-    dense, cab, streaming, full = rows_of("passkey by hand")
+    dense, cab, streaming, full = rows_of("passkey")
     assert (dense["n"], dense["correct"], dense["accuracy"]) == (4, 3, 0.75)
     assert "delta" not in dense
     assert cab["density"] == pytest.approx(0.15)
@@ -240,7 +277,7 @@ def test_committed_rows_equal_rows_of_samples(name):
         assert json.loads(json.dumps(Fidelity.rows(samples, settings))) == content["rows"]
         return
     assert identity.items() <= {"experiment": "passkey", **settings}.items()
-    # as shown: the last digits are the library's
+    # the last digits, which tables do not show, depend on the version of scipy
     assert Passkey.tables(Passkey.rows(samples, settings)) == Passkey.tables(content["rows"])
 
 
@@ -255,12 +292,12 @@ def test_figure_shows_tasks_side_by_side(tmp_path, monkeypatch):
         if (method, probe) != ("random", "copying")
     ]
     axis, draw_tasks = Figure().subplots(), fidelity_figure._draw_tasks
-    drawn = []
-    # on an axis that can be read afterwards
-    monkeypatch.setattr(fidelity_figure, "_draw_tasks", lambda _, *given: drawn.append(given))
+    calls = []
+    # record the arguments, and draw later on an axis that the test can read
+    monkeypatch.setattr(fidelity_figure, "_draw_tasks", lambda _, *args: calls.append(args))
     Fidelity.draw(tmp_path / "figure.png", Fidelity.rows(samples, {}))
-    (given,) = drawn
-    draw_tasks(axis, *given)
+    (args,) = calls
+    draw_tasks(axis, *args)
     assert [label.get_text() for label in axis.get_xticklabels()] == ["UUIDs", "copying"]
     marks = {}
     for each in axis.containers:
@@ -271,7 +308,7 @@ def test_figure_shows_tasks_side_by_side(tmp_path, monkeypatch):
 
 
 def test_text_name_with_dollar_signs_is_not_typeset(tmp_path):
-    Fidelity.draw(tmp_path / "figure.png", rows_of("a name of another kind"))
+    Fidelity.draw(tmp_path / "figure.png", rows_of("text name with special characters"))
 
 
 @pytest.mark.parametrize("panels", [1, 3, 10])
@@ -298,12 +335,13 @@ def test_csv_integers_stay_integers_with_missing_values():
 
 
 def one_cell(value):
+    """Return the only cell of a Markdown table."""
     _, _, line = report.markdown_table([{"x": value}], ["x"]).splitlines()
     return line.removeprefix("| ").removesuffix(" |")
 
 
 @pytest.mark.parametrize(
-    ("write", "text", "shown"),
+    ("write", "text", "expected"),
     [
         *((one_cell, "a|b", r"a\|b"), (one_cell, r"a\|b", r"a\|b"), (one_cell, "a\nb", "a b")),
         *((one_cell, "**0.00**", "**0.00**"), (plain, "my_text-1.txt", "my_text-1.txt")),
@@ -313,8 +351,8 @@ def one_cell(value):
         *((code, "(q|v)", r"`(q\|v)`"), (code, "`a", "`` `a ``")),
     ],
 )
-def test_markdown_in_text_is_escaped(write, text, shown):
-    assert write(text) == shown
+def test_markdown_in_text_is_escaped(write, text, expected):
+    assert write(text) == expected
 
 
 def test_difference_is_shown_with_interval():

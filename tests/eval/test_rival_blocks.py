@@ -1,4 +1,4 @@
-"""Block selection of other methods, compared with hand calculations and eager attention."""
+"""Block selection of the baselines, compared with hand calculations and eager attention."""
 
 import math
 from dataclasses import replace
@@ -21,51 +21,55 @@ from cab_hf.eval.methods import blocks, caches, last_queries
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, attention_mass, make_predictor
 
+# scale and block sizes of `rivals.SMALL`
+BLOCK_MASS = {"scale": 0.25, "query_block": 32, "key_block": 16}
+
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch):
-    """Lower FlexPrefill's minimum, which would select all of these short sequences."""
+def lower_minimum_of_flexprefill(monkeypatch):
+    """Lower FlexPrefill's minimum, with which it selects all blocks of a short sequence."""
     monkeypatch.setattr(last_queries, "MIN_TOKENS", 32)
 
 
-# --- exact attention in pieces
+# --- exact attention, computed in chunks of rows
 
 
-def blocks_of(rows, *sizes):
-    """Sum over blocks of ``sizes`` columns and rows."""
-    for size in sizes:
-        rows = torch.stack([part.sum(-1) for part in rows.split(size, -1)], -1).transpose(-1, -2)
-    return rows
+def sums_over_blocks(probabilities, key_block, query_block):
+    """Return the sums of probabilities [..., N_q, N_k] over blocks, [..., M_q, M_k]."""
+    for size in (key_block, query_block):
+        sums = [part.sum(-1) for part in probabilities.split(size, -1)]
+        probabilities = torch.stack(sums, -1).transpose(-1, -2)
+    return probabilities
 
 
 @pytest.mark.parametrize(("length", "row_blocks"), [(96, 1), (205, 2), (205, 100)])
 def test_block_mass_equals_summed_eager_attention(length, row_blocks, monkeypatch):
     q, k = random_qk(length)
-    a_row = q.shape[1] * 32 * length
-    monkeypatch.setattr(attention_mass, "LOGITS_AT_A_TIME", row_blocks * a_row)
+    logits_per_row_block = q.shape[1] * 32 * length
+    monkeypatch.setattr(attention_mass, "LOGITS_AT_A_TIME", row_blocks * logits_per_row_block)
     ranges = KeyRanges.causal(1, length, length, "cpu")
-    mass = attention_mass.block_mass(q, k, ranges, 0.25, 32, 16)
-    complete = eager_probabilities(q, k, 0.25)
-    torch.testing.assert_close(mass, blocks_of(complete, 16, 32))
-    torch.testing.assert_close(caches.column_sums(q, k, ranges, 0.25), complete.sum(2))
-    # rows of padding have no attention mass
+    mass = attention_mass.block_mass(q, k, ranges, **BLOCK_MASS)
+    probabilities = eager_probabilities(q, k, 0.25)
+    torch.testing.assert_close(mass, sums_over_blocks(probabilities, 16, 32))
+    torch.testing.assert_close(caches.column_sums(q, k, ranges, 0.25), probabilities.sum(2))
+    # only the first 40 queries are real: 32 in the first block and 8 in the second
     ranges = replace(ranges, end=torch.where(torch.arange(length) < 40, ranges.end, -1))
-    mass = attention_mass.block_mass(q, k, ranges, 0.25, 32, 16).sum(-1)
+    mass = attention_mass.block_mass(q, k, ranges, **BLOCK_MASS).sum(-1)
     expected = torch.tensor([32.0, 8.0, *[0.0] * (-(-length // 32) - 2)])
     torch.testing.assert_close(mass, expected.expand(1, 6, -1))
 
 
 def test_antidiagonal_score_by_hand():
-    """One head, dim 1: the logit of a tile is the mean of its antidiagonal products."""
+    """One head with one channel: the logit of a tile is the mean product on its antidiagonal."""
     stride = blocks.STRIDE
     q, k = random_qk(2 * stride, heads=1, kv_heads=1, dim=1)
     ranges = KeyRanges.causal(1, 2 * stride, 2 * stride, "cpu")
-    (_, rows), *rest = attention_mass.attention_rows(q, k, ranges, 2.0, stride)
+    (_, rows), *later_chunks = attention_mass.attention_rows(q, k, ranges, scale=2.0, stride=stride)
     q, k = q.flatten(), k.flatten()
-    second = range(stride, 2 * stride)
-    first_logit = sum(q[i] * k[2 * stride - 1 - i] for i in second) * 2 / stride
-    second_logit = sum(q[i] * k[3 * stride - 1 - i] for i in second) * 2 / stride
-    assert not rest
+    second_tile = range(stride, 2 * stride)
+    first_logit = sum(q[i] * k[2 * stride - 1 - i] for i in second_tile) * 2 / stride
+    second_logit = sum(q[i] * k[3 * stride - 1 - i] for i in second_tile) * 2 / stride
+    assert not later_chunks
     torch.testing.assert_close(rows[0, 0, 0], torch.tensor([1.0, 0.0]))
     torch.testing.assert_close(rows[0, 0, 1], torch.stack([first_logit, second_logit]).softmax(0))
 
@@ -79,13 +83,13 @@ def test_vertical_slash_scores_equal_eager_attention(length):
     distance = torch.arange(length)[-20:, None] - torch.arange(length)
     column = attention.sum(2)
     diagonal = torch.stack([(attention * (distance == d)).sum((2, 3)) for d in range(length)], -1)
-    for row in range(length // 32):  # whole rows
+    for row in range(length // 32):  # query blocks without the incomplete last block
         for block in range(2 * row + 2):
             keys = slice(16 * block, min(16 * block + 16, length))
             nearest = max(0, 32 * row - keys.stop + 1)
-            touched = diagonal[..., nearest : 32 * row + 32 - keys.start].amax(-1)
-            best = torch.maximum(column[..., keys].amax(-1), touched)
-            torch.testing.assert_close(score[:, :, row, block], best)
+            best_diagonal = diagonal[..., nearest : 32 * row + 32 - keys.start].amax(-1)
+            expected = torch.maximum(column[..., keys].amax(-1), best_diagonal)
+            torch.testing.assert_close(score[:, :, row, block], expected)
 
 
 @pytest.mark.parametrize("name", RIVALS)
@@ -113,30 +117,42 @@ def test_later_tokens_do_not_change_selection(name):
 
 @pytest.mark.parametrize("name", [name for name in RIVALS if name != "random"])
 @pytest.mark.parametrize(
-    ("documents", "real"),
+    ("documents", "is_real"),
     [([90, 205, 150], None), ([90, 205], [False, True]), ([205, 90], [True, False])],
     ids=["packed", "padded-left", "padded-right"],
 )
-def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(name, documents, real):
-    """A sequence of 205 tokens is packed with other documents, or padded."""
-    of_tokens = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))[None]
-    valid = None if real is None else torch.tensor(real)[of_tokens]
-    length = of_tokens.shape[1]
+def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(name, documents, is_real):
+    """Compare the blocks of a sequence of 205 tokens, in a row and alone."""
+    document_of_token = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))[
+        None
+    ]
+    valid = None if is_real is None else torch.tensor(is_real)[document_of_token]
+    length = document_of_token.shape[1]
     q, k = random_qk(length)
-    document = of_tokens if real is None else None
-    layout = BlockLayout.build(1, length, length, 0, valid, document, 32, q.device)
+    layout = BlockLayout.build(
+        batch=1,
+        q_length=length,
+        kv_length=length,
+        q_offset=0,
+        padding_mask=valid,
+        doc_ids=document_of_token if is_real is None else None,
+        align=32,
+        device=q.device,
+    )
     config = RIVALS[name]
-    given = layout.queries(q), layout.keys(k), LayerContext(layout.ranges, 0.25)
-    if real is None and name in USES_LAST_QUERIES:
+    predictor = make_predictor(config)
+    q_laid, k_laid = layout.queries(q), layout.keys(k)
+    call = LayerContext(layout.ranges, 0.25)
+    if is_real is None and name in USES_LAST_QUERIES:
         with pytest.raises(NotImplementedError, match=f"packed document, got '{config.predictor}'"):
-            make_predictor(config)(*given)
+            predictor(q_laid, k_laid, call)
         return
-    keep = make_predictor(config)(*given).to_dense()
-    mine = of_tokens[0] == documents.index(205)
-    alone = blocks_selected_by(RIVALS[name], q[:, :, mine], k[:, :, mine])
-    # the previous document of 90 tokens is padded to 96, a multiple of the block size
-    row, block = (3, 6) if real is None else (0, 0)
-    assert torch.equal(keep[:, :, row : row + 7, block : block + 13], alone)
+    selected = predictor(q_laid, k_laid, call).to_dense()
+    in_sequence = document_of_token[0] == documents.index(205)
+    alone = blocks_selected_by(config, q[:, :, in_sequence], k[:, :, in_sequence])
+    # the layout pads the previous document from 90 tokens to 96, a multiple of the block size
+    row, block = (3, 6) if is_real is None else (0, 0)
+    assert torch.equal(selected[:, :, row : row + 7, block : block + 13], alone)
 
 
 @pytest.mark.parametrize(
@@ -147,36 +163,37 @@ def test_xattention_selects_fewest_blocks_above_threshold(name, stride, share):
     q, k = 4 * q, 4 * k
     keep = blocks_selected_by(config_of(name, share, sink_blocks=1, local_blocks=0), q, k)
     ranges = KeyRanges.causal(1, 320, 320, "cpu")
-    mass = attention_mass.block_mass(q, k, ranges, 0.25, 32, 16, stride=stride)
+    mass = attention_mass.block_mass(q, k, ranges, **BLOCK_MASS, stride=stride)
     mass = mass / mass.sum(-1, keepdim=True)
     for head in range(6):
         for row in range(10):
-            own = {0, 2 * row, 2 * row + 1}
-            others = sorted(set(range(2 * row)) - own, key=lambda j: -mass[0, head, row, j])
-            kept, total = set(own), sum(mass[0, head, row, j].item() for j in own)
+            forced = {0, 2 * row, 2 * row + 1}
+            others = sorted(set(range(2 * row)) - forced, key=lambda j: -mass[0, head, row, j])
+            expected, total = set(forced), sum(mass[0, head, row, j].item() for j in forced)
             for block in others:
                 if total >= (share or 0.8) - 1e-5:
                     break
-                kept.add(block)
+                expected.add(block)
                 total += mass[0, head, row, block].item()
-            assert set(keep[0, head, row].nonzero().flatten().tolist()) == kept
+            assert set(keep[0, head, row].nonzero().flatten().tolist()) == expected
 
 
 def test_columns_and_diagonals_map_to_blocks_by_hand():
-    """A query block spans two key blocks: rows 0 to 2 have key blocks 0-1, 2-3 and 4-5."""
+    """Query blocks of 4 tokens span two key blocks: row m has the key blocks 2 m and 2 m + 1."""
     ranges = KeyRanges.causal(1, 12, 12, "cpu")
-    nothing = torch.zeros(1, 1, 6, dtype=torch.bool)
-    column, far = nothing.clone(), nothing.clone()
+    none = torch.zeros(1, 1, 6, dtype=torch.bool)
+    column, diagonal = none.clone(), none.clone()
     column[..., 1] = True
-    # distance of three key blocks
-    far[..., 3] = True
+    # the diagonal at a distance of three key blocks
+    diagonal[..., 3] = True
     visible = torch.ones(6, 6, dtype=torch.bool).tril()[1::2]
-    keep = last_queries.touched(column, nothing, ranges, 4, 2)[0, 0] & visible
+    keep = last_queries.touched(column, none, ranges, query_block=4, key_block=2)[0, 0] & visible
     assert keep.nonzero().tolist() == [[0, 1], [1, 1], [2, 1]]
-    keep = last_queries.touched(nothing, far, ranges, 4, 2)[0, 0] & visible
+    keep = last_queries.touched(none, diagonal, ranges, query_block=4, key_block=2)[0, 0] & visible
     assert keep.nonzero().tolist() == [[1, 0], [2, 1], [2, 2]]
-    # query blocks are half a key block
-    keep = last_queries.touched(nothing, far, KeyRanges.causal(1, 24, 24, "cpu"), 2, 4)[0, 0]
+    # query blocks of 2 tokens are half of a key block of 4 tokens
+    ranges = KeyRanges.causal(1, 24, 24, "cpu")
+    keep = last_queries.touched(none, diagonal, ranges, query_block=2, key_block=4)[0, 0]
     assert keep.nonzero().tolist() == [[6, 0], [7, 0], [8, 1], [9, 1], [10, 2], [11, 2]]
 
 
@@ -186,40 +203,44 @@ def test_root_divergence_by_hand():
     expected = ((math.log(4 / 3) + math.log(2 / 3) / 2 + math.log(2) / 2) / 2) ** 0.5
     assert last_queries.root_divergence(p, q).item() == pytest.approx(expected)
     assert last_queries.root_divergence(p, p) == 0
-    apart = last_queries.root_divergence(p, torch.tensor([0.0, 0.0, 1.0]))
-    assert apart.item() == pytest.approx(math.log(2) ** 0.5)
+    disjoint = last_queries.root_divergence(p, torch.tensor([0.0, 0.0, 1.0]))
+    assert disjoint.item() == pytest.approx(math.log(2) ** 0.5)
 
 
 @pytest.mark.parametrize("tau", [0.0, 9.0], ids=["vertical-slash", "query-aware"])
 def test_flexprefill_selection_equals_eager_attention(tau, monkeypatch):
-    """Compare the selected blocks with a loop over heads and rows; all heads have one pattern."""
+    """The threshold TAU gives all heads the vertical-slash pattern, or the query-aware pattern."""
     length = 205
     monkeypatch.setattr(last_queries, "TAU", tau)
-    gamma, least = 0.6, 2
+    gamma, min_blocks = 0.6, 2
     q, k = random_qk(length)
     keep = blocks_selected_by(
         config_of("flexprefill", gamma, sink_blocks=0, local_blocks=0), 3 * q, k
     )
     rows, blocks = -(-length // 32), -(-length // 16)
 
-    def best(shares, wanted):
-        kept, total = set(), 0.0
-        for place in sorted(shares, key=lambda place: -shares[place]):
+    def fewest_with_share(shares, wanted):
+        """Return the keys of the largest values of ``shares`` that sum to ``wanted``."""
+        chosen, total = set(), 0.0
+        for key in sorted(shares, key=lambda key: -shares[key]):
             if total >= wanted:
                 break
-            kept.add(place)
-            total += shares[place]
-        return kept
+            chosen.add(key)
+            total += shares[key]
+        return chosen
 
-    def by_token(shares, wanted):
+    def best_blocks(shares, wanted):
+        """Return as many blocks as the best tokens with the share ``wanted`` fill."""
         tokens, total = 1, 0.0
         for share in sorted(shares, reverse=True):
             total += share
             if total > wanted:
                 break
             tokens += 1
-        whole = {j: sum(shares[16 * j : 16 * j + 16]) for j in range(blocks)}
-        return set(sorted(whole, key=lambda j: -whole[j])[: max(least, tokens // 16 + 1)])
+        of_block = {j: sum(shares[16 * j : 16 * j + 16]) for j in range(blocks)}
+        return set(
+            sorted(of_block, key=lambda j: -of_block[j])[: max(min_blocks, tokens // 16 + 1)]
+        )
 
     attention = eager_probabilities(3 * q, k, 0.25)[0, :, -32:] / 32
     distance = torch.arange(length)[-32:, None] - torch.arange(length)
@@ -230,26 +251,25 @@ def test_flexprefill_selection_equals_eager_attention(tau, monkeypatch):
     for head in range(6):
         column = attention[head].sum(0).tolist()
         diagonal = [attention[head][distance == t].sum().item() for t in range(length)]
-        asked = 0.0 if tau else gamma
-        columns, diagonals = by_token(column, asked), by_token(diagonal, asked)
-        pooled = {
-            (row, j): share / rows
-            for row in range(rows)
-            for j, share in enumerate(logits[head, row, : max(own[row]) + 1].softmax(0).tolist())
-        }
-        aware = best(pooled, gamma) if tau else set()
+        share = 0.0 if tau else gamma
+        columns, diagonals = best_blocks(column, share), best_blocks(diagonal, share)
+        pooled = {}
         for row in range(rows):
-            seen = range(max(own[row]) + 1)
-            # the last row may be half a block
-            near, far = 2 * row, (min(32 * row + 32, length) - 1) // 16
-            on = {t - d for t in range(near, far + 1) for d in diagonals}
-            expected = own[row] | ((columns | on) & set(seen))
-            expected |= {j for j in seen if (row, j) in aware}
+            probabilities = logits[head, row, : max(own[row]) + 1].softmax(0).tolist()
+            pooled |= {(row, j): each / rows for j, each in enumerate(probabilities)}
+        query_aware = fewest_with_share(pooled, gamma) if tau else set()
+        for row in range(rows):
+            visible = range(max(own[row]) + 1)
+            # the last query block may have the keys of one key block only
+            first, last = 2 * row, (min(32 * row + 32, length) - 1) // 16
+            on_diagonals = {t - d for t in range(first, last + 1) for d in diagonals}
+            expected = own[row] | ((columns | on_diagonals) & set(visible))
+            expected |= {j for j in visible if (row, j) in query_aware}
             assert set(keep[0, head, row].nonzero().flatten().tolist()) == expected
 
 
 def test_flexprefill_divergence_is_small_for_constant_blocks():
-    """Block means are exact for keys that are constant within their block."""
+    """Keys are constant within a block, so block means give the exact attention."""
     k = random_qk(20)[1].repeat_interleave(16, dim=2)
     q = random_qk(10)[0].repeat_interleave(32, dim=2)
     ranges = KeyRanges.causal(1, 320, 320, "cpu")
@@ -322,7 +342,7 @@ def test_row_share_includes_forced_blocks(name):
 
 
 def test_single_query_has_a_plan():
-    """Each predictor must accept one query after many keys."""
+    """One query after 199 cached keys attends to the first and the last key block."""
     q, k = random_qk(200)
     ranges = KeyRanges.causal(1, 1, 200, "cpu")
     for config in RIVALS.values():

@@ -25,13 +25,15 @@ from cab_hf.experiment.models import smollm2_folder
 from cab_hf.experiment.settings import UsageError
 
 LENGTHS = [300, 450]
-LONGER = (650, 700)  # enough tokens for the twelve keys of cab_recall
+# lengths with space for the twelve keys of cab_recall
+LONGER = (650, 700)
 WITH_KEYS = ["cab_passkey", "cab_passkey_multi", "cab_recall"]
 NAMES = [*WITH_KEYS, *(f"cab_{name}" for name in TASKS)]
 SPARSE = (
     *("query_block=32", "key_block=16", "min_length=0"),
     *("mass_threshold=0.08", "engine=reference"),
 )
+# function of the task module -> arguments
 MAKERS = {
     "passkey_documents": {"keys": 2},
     "recall_documents": {"keys": 3, "documents": 2},
@@ -50,6 +52,7 @@ def utils():
 
 @pytest.fixture(scope="module")
 def folder(model_folder):
+    """Return the path of the tiny model as a string, as lm_eval needs it."""
     return str(model_folder)
 
 
@@ -84,15 +87,15 @@ def test_task_files_resolve_functions(name, utils):
 def test_task_file_makes_documents_of_task(name, utils, folder):
     task = read_task(f"cab_{name}.yaml", utils)
     assert task["dataset_kwargs"] == {"task_name": name}
-    asked = {"max_seq_lengths": [800], "samples": 2, "seed": 3}
-    documents = utils.task_documents(**asked, pretrained=folder, **task["dataset_kwargs"])
+    options = {"max_seq_lengths": [800], "samples": 2, "seed": 3}
+    documents = utils.task_documents(**options, pretrained=folder, **task["dataset_kwargs"])
     tokenizer = make_tokenizer()
     for index, document in enumerate(documents):
-        example = TASKS[name].make(tokenizer, NOISE, 800, index, 3)
+        example = TASKS[name].make(tokenizer, NOISE, 800, index=index, seed=3)
         assert tokenizer.decode(example.tokens[: example.prompt]) == document["text"]
         assert document["replies"] == list(example.replies)
-        read = tokenizer(document["text"])["input_ids"]
-        assert len(read) + task["generation_kwargs"]["max_gen_toks"] > 800 >= len(read)
+        num_tokens = len(tokenizer(document["text"])["input_ids"])
+        assert num_tokens + task["generation_kwargs"]["max_gen_toks"] > 800 >= num_tokens
 
 
 @pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
@@ -100,23 +103,28 @@ def test_bos_token_is_added_once(chat, utils, tmp_path):
     tokenizer = make_merging_tokenizer()
     tokenizer.chat_template = chat and "<s>" + chat
     tokenizer.save_pretrained(tmp_path)
-    asked = {"task_name": "two_facts", "max_seq_lengths": [900], "samples": 1}
-    (document,) = utils.task_documents(**asked, pretrained=str(tmp_path))
+    options = {"task_name": "two_facts", "max_seq_lengths": [900], "samples": 1}
+    (document,) = utils.task_documents(**options, pretrained=str(tmp_path))
     example = TASKS["two_facts"].make(tokenizer, NOISE, 900, 0)
     # lm_eval adds special tokens to texts that do not start with them
-    read = tokenizer(document["text"], add_special_tokens=chat is None)["input_ids"]
-    assert tuple(read[:9]) == example.tokens[:9]
-    assert read.count(tokenizer.bos_token_id) == 1
+    ids = tokenizer(document["text"], add_special_tokens=chat is None)["input_ids"]
+    assert tuple(ids[:9]) == example.tokens[:9]
+    assert ids.count(tokenizer.bos_token_id) == 1
 
 
 def test_passkey_documents_equal_command_prompts(utils, folder):
-    asked = {"max_seq_lengths": LENGTHS, "samples": 7, "keys": 4, "seed": 3}
+    options = {"max_seq_lengths": LENGTHS, "samples": 7, "keys": 4, "seed": 3}
     result = utils.passkey_documents(
-        **asked, pretrained=folder, dtype="float32", mass_threshold=0.08
+        **options, pretrained=folder, dtype="float32", mass_threshold=0.08
     )
-    hay = Haystack(make_tokenizer(), keys=4)
-    places = [(depth, 0) for depth in passkey.parse_depths("5")] + [(0.0, 1), (0.25, 1)]
-    expected = [hay.prompt(length, *place, seed=3) for place in places for length in LENGTHS]
+    haystack = Haystack(make_tokenizer(), keys=4)
+    depths_and_indices = [(depth, 0) for depth in passkey.parse_depths("5")]
+    depths_and_indices += [(0.0, 1), (0.25, 1)]
+    expected = [
+        haystack.prompt(length, depth, index, seed=3)
+        for depth, index in depths_and_indices
+        for length in LENGTHS
+    ]
     assert [(d["text"], d["key"]) for d in result] == [(p.text, p.key) for p in expected]
     generation = read_task("cab_passkey.yaml", utils)["generation_kwargs"]
     assert generation["max_gen_toks"] == passkey.ANSWER_TOKENS
@@ -126,7 +134,7 @@ def test_passkey_documents_equal_command_prompts(utils, folder):
 @pytest.mark.parametrize("text", [None, TEXT], ids=["noise", "text"])
 @pytest.mark.parametrize(("model", "keys"), slow_but([("merging", 4), ("smollm2", 12)], 0))
 def test_recall_documents_have_tokens_of_teacher_forcing(model, keys, text, utils, tmp_path):
-    """The tokens of text and key equal those of the document up to the end of the key."""
+    """The tokens of a prompt and its key equal the tokens of the teacher-forced document."""
     if model == "merging":
         make_merging_tokenizer().save_pretrained(folder := tmp_path / "tokenizer")
     else:
@@ -135,45 +143,45 @@ def test_recall_documents_have_tokens_of_teacher_forcing(model, keys, text, util
     file = None if text is None else tmp_path / "book.txt"
     if file:
         file.write_text(text)
-    given = {"keys": keys, "documents": 1, "max_seq_lengths": [900], "haystack": file}
+    options = {"keys": keys, "documents": 1, "max_seq_lengths": [900], "haystack": file}
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    made = recall_document(tokenizer, sentences, 900, keys, 0)
-    actual = utils.recall_documents(**given, pretrained=folder)
-    for document, (start, end) in zip(actual, made.answers, strict=True):
-        assert document["key"] == tokenizer.decode(made.tokens[start:end])
+    forced = recall_document(tokenizer, sentences, 900, keys, index=0)
+    actual = utils.recall_documents(**options, pretrained=folder)
+    for document, (start, end) in zip(actual, forced.answers, strict=True):
+        assert document["key"] == tokenizer.decode(forced.tokens[start:end])
         assert len(document["key"].strip()) == 5 and (model == "merging" or end - start == 5)
-        read = tokenizer(document["text"] + document["key"])["input_ids"]
-        assert tuple(read) == made.tokens[:end]
+        ids = tokenizer(document["text"] + document["key"])["input_ids"]
+        assert tuple(ids) == forced.tokens[:end]
 
 
-@pytest.mark.parametrize(("maker", "given"), MAKERS.items(), ids=MAKERS)
-def test_documents_are_deterministic_and_alternate_lengths(maker, given, utils, folder, tmp_path):
-    make, given = getattr(utils, maker), {"max_seq_lengths": LENGTHS, **given}
-    actual = make(**given, pretrained=folder)
-    assert make(**given, tokenizer=folder) == actual
-    assert make(**given, pretrained=folder, seed=1) != actual
+@pytest.mark.parametrize(("maker", "options"), MAKERS.items(), ids=MAKERS)
+def test_documents_are_deterministic_and_alternate_lengths(maker, options, utils, folder, tmp_path):
+    make, options = getattr(utils, maker), {"max_seq_lengths": LENGTHS, **options}
+    actual = make(**options, pretrained=folder)
+    assert make(**options, tokenizer=folder) == actual
+    assert make(**options, pretrained=folder, seed=1) != actual
     (file := tmp_path / "book.txt").write_text(TEXT)
-    for document in make(**given, pretrained=folder, haystack=str(file)):
+    for document in make(**options, pretrained=folder, haystack=str(file)):
         assert "It rained all day" in document["text"]
         assert "grass" not in document["text"]
     assert [document["length"] for document in actual] == LENGTHS * (len(actual) // 2)
-    # a key that is repeated early in the second half has a prompt of half the document
-    least = 0.98 if maker == "passkey_documents" else 0.5
+    # the prompt of a key ends where the document repeats the key, in its second half
+    least_share = 0.98 if maker == "passkey_documents" else 0.5
     for document in actual:
-        tokens = len(make_tokenizer()(document["text"])["input_ids"])
-        assert least * document["length"] < tokens <= document["length"]
+        num_tokens = len(make_tokenizer()(document["text"])["input_ids"])
+        assert least_share * document["length"] < num_tokens <= document["length"]
 
 
 def test_default_number_of_documents(utils, folder):
-    passkeys, recalled = utils.passkey_documents, utils.recall_documents
-    for make, keys, number in ((passkeys, 1, 20), (recalled, 12, 48)):
+    makers = (utils.passkey_documents, 1, 20), (utils.recall_documents, 12, 48)
+    for make, keys, count in makers:
         result = make(keys=keys, pretrained=folder)
-        assert [document["length"] for document in result] == [4096] * number
-    # one prompt per key of a document; documents have different keys
+        assert [document["length"] for document in result] == [4096] * count
+    # a document gives one prompt per key, and all keys differ
     assert [document["index"] for document in result] == [at // 12 for at in range(48)]
     assert len({document["key"] for document in result}) == 48
     with pytest.raises(ValueError, match="tokenizer must be a name or path"):
-        passkeys(samples=1, dtype="float32")
+        utils.passkey_documents(samples=1, dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +189,7 @@ def test_default_number_of_documents(utils, folder):
     [
         *(("found", "48213.", 1.0), ("found", "11111 or 48213", 0.0), ("found", "", 0.0)),
         *(("recalled", (-0.5, True), 1.0), ("recalled", (-0.5, False), 0.0)),
-        # order, spaces and case do not matter
+        # the score ignores order, spaces and case
         *(("said", "ABCDE, 48213.", 1.0), ("said", "4 8 2 1 3 and abcde", 1.0)),
         *(("said", "ABCDE, ABCDE.", 0.5), ("said", "", 0.0)),
     ],
@@ -191,7 +199,9 @@ def test_reply_is_scored_under_its_length(scorer, reply, score, utils):
     assert getattr(utils, scorer)(document, [reply]) == {"8192": score}
 
 
+# arguments without names of our models
 OTHERS = "--model_args pretrained=gpt2", "-a pretrained=someone/smollm2-large"
+# arguments of the command -> arguments of lm_eval, where HERE is the folder of smollm2
 PASSED_ON = {
     **{words: words for words in (*OTHERS, '--metadata {"seed":1}')},
     "-a dtype=float32,pretrained=smollm2,mass_threshold=0.08": (
@@ -209,8 +219,8 @@ def test_arguments_are_passed_to_lm_eval(words, monkeypatch):
     ours = ["--include_path", str(harness.TASKS)]
     assert harness.handed_on(words.split()) == [*PASSED_ON[words].split(), *ours]
     # --include_path of the user replaces ours
-    for given in (["--include_path", "mine"], ["--include_path=mine"]):
-        assert harness.handed_on(given) == given
+    for arguments in (["--include_path", "mine"], ["--include_path=mine"]):
+        assert harness.handed_on(arguments) == arguments
 
 
 def test_misspelt_model_argument_raises():
@@ -226,8 +236,8 @@ def test_misspelt_model_argument_raises():
 def test_missing_lm_eval_error_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert harness.main(["--tasks", "cab_passkey"]) == 2
-    (given,) = capsys.readouterr().err.splitlines()
-    assert "pip install 'cab_hf[harness]'" in given
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "pip install 'cab_hf[harness]'" in error
 
 
 def test_help_explains_cab_arguments(capsys):
@@ -237,12 +247,14 @@ def test_help_explains_cab_arguments(capsys):
 
 def test_config_fields_do_not_clash_with_hflm_arguments():
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
-    theirs = inspect.signature(huggingface.HFLM).parameters
-    assert not {field.name for field in fields(CabConfig)} & set(theirs)
+    parameters = inspect.signature(huggingface.HFLM).parameters
+    assert not {field.name for field in fields(CabConfig)} & set(parameters)
 
 
-@pytest.mark.parametrize("asked", ["loglikelihood", "loglikelihood_rolling", "generate_until"])
-def test_batched_requests_equal_single_requests(asked, folder):
+@pytest.mark.parametrize(
+    "request_type", ["loglikelihood", "loglikelihood_rolling", "generate_until"]
+)
+def test_batched_requests_equal_single_requests(request_type, folder):
     """lm_eval pads shorter requests of a batch, on the right for likelihood requests."""
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
@@ -250,19 +262,19 @@ def test_batched_requests_equal_single_requests(asked, folder):
     from cab_hf.eval.lm import CabLM
 
     texts = [f"{TEXT[start:]} " * times for start, times in ((0, 25), (22, 9), (41, 20))]
-    more = {"loglikelihood": (" the end",), "loglikelihood_rolling": ()}
-    more["generate_until"] = ({"max_gen_toks": 4, "until": []},)
-    requests = [Instance(asked, {}, (text, *more[asked]), 0) for text in texts]
+    arguments = {"loglikelihood": (" the end",), "loglikelihood_rolling": ()}
+    arguments["generate_until"] = ({"max_gen_toks": 4, "until": []},)
+    requests = [Instance(request_type, {}, (text, *arguments[request_type]), 0) for text in texts]
     config = {"query_block": 32, "key_block": 16, "min_length": 0, "mass_threshold": 0.08}
 
     def answers(batch_size):
         model = CabLM(folder, device="cpu", dtype="float32", batch_size=batch_size, **config)
-        return getattr(model, asked)(requests, disable_tqdm=True)
+        return getattr(model, request_type)(requests, disable_tqdm=True)
 
     alone, together = answers(1), answers(3)
-    if asked == "loglikelihood":
+    if request_type == "loglikelihood":
         alone, together = ([score for score, _ in each] for each in (alone, together))
-    expected = alone if asked == "generate_until" else pytest.approx(alone, abs=1e-3)
+    expected = alone if request_type == "generate_until" else pytest.approx(alone, abs=1e-3)
     assert together == expected
 
 
@@ -274,8 +286,8 @@ def test_harness_reports_density_and_refuses_dense_runs(capsys):
         harness.what_was_attended(model)
     remove_cab(model)
     assert harness.what_was_attended(model) == {}
-    rarely = {"mass_threshold": 0.08, "share_threshold": 0.5}
-    config = CabConfig.from_dict(apply_cab(model, SMALL, **rarely).config.cab_config)
+    thresholds = {"mass_threshold": 0.08, "share_threshold": 0.5}
+    config = CabConfig.from_dict(apply_cab(model, SMALL, **thresholds).config.cab_config)
     model(tokens(1, 300))
     result = harness.what_was_attended(model)
     assert result["cab_config"] == config.to_dict() and 0 < result["cab_density"] < 1
@@ -284,20 +296,29 @@ def test_harness_reports_density_and_refuses_dense_runs(capsys):
     assert json.loads(line.partition("config ")[2]) == json.loads(json.dumps(config.to_dict()))
 
 
-def run(out, folder, model, arguments, names=WITH_KEYS, more=()):
-    """Run the harness; return (results, samples by task) as lm_eval writes them."""
-    given = {"max_seq_lengths": LONGER, "samples": 3, "documents": 1}
+def run(out, folder, model, arguments, names=WITH_KEYS, options=()):
+    """Run the harness, and return (results, samples by task) as lm_eval writes them.
+
+    Args:
+        out: folder for the results.
+        folder: folder of the model.
+        model: "cab" or "hf", the model class of lm_eval.
+        arguments: further --model_args.
+        names: tasks.
+        options: further options of the command.
+    """
+    metadata = {"max_seq_lengths": LONGER, "samples": 3, "documents": 1}
     words = ["--tasks", ",".join(names), "--model", model, "--device", "cpu", "--log_samples"]
-    words += more
+    words += options
     words += ["--model_args", f"pretrained={folder},dtype=float32,{arguments}"]
-    words += ["--metadata", json.dumps(given), "--output_path", str(out)]
+    words += ["--metadata", json.dumps(metadata), "--output_path", str(out)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [])
         assert main(["harness", "--", *words]) == 0
     (results,) = out.rglob("results_*.json")
     samples = {}
     for name in names:
-        # a file's name ends with the date
+        # the file name ends with the date
         (file,) = out.rglob(f"samples_{name}_2*.jsonl")
         samples[name] = [json.loads(line) for line in file.read_text().splitlines()]
     content = json.loads(results.read_text())
@@ -335,11 +356,13 @@ def test_harness_run_without_valid_scores_is_refused(
 
 @pytest.fixture(scope="module")
 def runs(folder, tmp_path_factory):
-    """Results of lm_eval by method of the passkey command."""
+    """Return the results of lm_eval by method: cab, and dense attention by the class hf."""
     pytest.importorskip("lm_eval")
-    models = {"cab": ("cab", ",".join(SPARSE)), "dense": ("hf", "attn_implementation=sdpa")}
     out = tmp_path_factory.mktemp("runs")
-    return {name: run(out / name, folder, *model) for name, model in models.items()}
+    return {
+        "cab": run(out / "cab", folder, "cab", ",".join(SPARSE)),
+        "dense": run(out / "dense", folder, "hf", "attn_implementation=sdpa"),
+    }
 
 
 def test_lm_eval_reports_accuracy_and_stderr_per_length(runs):
@@ -358,15 +381,17 @@ def test_lm_eval_answers_equal_passkey_command_answers(runs, folder):
     command = passkey.Passkey(passkey.Settings(**options, cab=SPARSE))
     for method, (_, samples) in runs.items():
         for sample in samples["cab_passkey"]:
-            place = {name: sample["doc"][name] for name in ("length", "depth", "index")}
-            case = {"method": method, "keys": 1, "budget": None, **place}
+            question = {name: sample["doc"][name] for name in ("length", "depth", "index")}
+            case = {"method": method, "keys": 1, "budget": None, **question}
             assert command.measure(case)["answer"] == sample["resps"][0][0]
 
 
 def test_lm_eval_runs_every_task(folder, tmp_path):
     pytest.importorskip("lm_eval")
     names = [f"cab_{name}" for name in TASKS]
-    results, samples = run(tmp_path, folder, "cab", ",".join(SPARSE), names, ["--limit", "1"])
+    results, samples = run(
+        tmp_path, folder, "cab", ",".join(SPARSE), names=names, options=["--limit", "1"]
+    )
     for name in names:
         (sample,) = samples[name]
         assert sample["doc"]["length"] == LONGER[0]

@@ -1,4 +1,4 @@
-"""Teacher-forced scores, compared with hand calculations and with one forward pass."""
+"""Teacher-forced scores, compared with calculations by hand and with one forward pass."""
 
 import math
 import warnings
@@ -32,8 +32,8 @@ from cab_hf.eval.teacher_forcing import (
 )
 
 
-def answering(logits):
-    """Return a model with fixed logits [length, vocabulary] for every input."""
+def model_with(logits):
+    """Return a model with the logits [length, vocabulary] for every input."""
 
     def model(ids, logits_to_keep, use_cache):
         return SimpleNamespace(logits=logits[None, logits_to_keep])
@@ -43,17 +43,17 @@ def answering(logits):
 
 
 @pytest.mark.parametrize(
-    ("said", "right"),
+    ("predictions", "right"),
     [
-        pytest.param([0, 1, 2, 3, 4, 5, 6, 7], [True, True], id="all"),
-        pytest.param([0, 1, 2, 9, 4, 5, 6, 7], [False, True], id="last digit of the first"),
-        pytest.param([0, 9, 2, 3, 4, 9, 6, 7], [False, False], id="first digits"),
-        pytest.param([9, 1, 2, 3, 9, 5, 6, 9], [True, True], id="what is not asked"),
+        pytest.param([0, 1, 2, 3, 4, 5, 6, 7], [True, True], id="all tokens"),
+        pytest.param([0, 1, 2, 9, 4, 5, 6, 7], [False, True], id="last token of an answer"),
+        pytest.param([0, 9, 2, 3, 4, 9, 6, 7], [False, False], id="first tokens of both answers"),
+        pytest.param([9, 1, 2, 3, 9, 5, 6, 9], [True, True], id="tokens outside of answers"),
     ],
 )
-def test_answer_is_correct_if_all_tokens_match(said, right):
-    # token i is predicted at position i - 1
-    model = answering(F.one_hot(torch.tensor([*said[1:], 0]), 20).float())
+def test_answer_is_correct_if_all_tokens_match(predictions, right):
+    # the logits at position i - 1 predict token i
+    model = model_with(F.one_hot(torch.tensor([*predictions[1:], 0]), 20).float())
     reading = TeacherForced(tuple(range(8)), ((1, 4), (5, 7)))
     assert greedy_match(model, reading) == {"right": right}
 
@@ -61,14 +61,15 @@ def test_answer_is_correct_if_all_tokens_match(said, right):
 def test_perplexity_covers_the_second_half(monkeypatch):
     monkeypatch.setattr(teacher_forcing, "LOGITS_AT_ONCE", 3)
     logits = torch.randn(9, 20, generator=torch.Generator().manual_seed(0))
-    result = nll(answering(logits), TeacherForced(tuple(range(9)), ((4, 9),)))
-    likely = logits.log_softmax(-1)
+    result = nll(model_with(logits), TeacherForced(tuple(range(9)), ((4, 9),)))
+    log_probabilities = logits.log_softmax(-1)
+    expected = -sum(log_probabilities[i - 1, i].item() for i in range(4, 9))
     assert result["count"] == 5
-    assert result["nll"] == pytest.approx(-sum(likely[i - 1, i].item() for i in range(4, 9)))
+    assert result["nll"] == pytest.approx(expected)
 
 
 def test_divergence_by_hand():
-    """Use two positions and three tokens; the distributions differ at the first position only.
+    """The distributions over three tokens differ at the first of two positions.
 
     KL([1/2, 1/4, 1/4] || [1/4, 1/2, 1/4]) = 1/2 log 2 - 1/4 log 2.
     """
@@ -82,37 +83,37 @@ def test_divergence_by_hand():
     assert divergence(dense, dense, TeacherForced((0, 1, 2), ((1, 3),)))["kl"] == 0
 
 
-def read(length):
-    """Return (tiny model, ``length`` tokens)."""
+def model_and_tokens(length):
+    """Return a tiny model and ``length`` random tokens."""
     return tiny_model(num_hidden_layers=2), tuple(random_tokens(1, length)[0].tolist())
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_continuation_logits_equal_one_pass(chunk):
-    (model, tokens), ranges = read(90), ((50, 51), (60, 90))
-    complete = distributions(model, TeacherForced(tokens, ranges))
-    behind = distributions(model, TeacherForced(tokens, ranges, prompt=50), chunk=chunk)
-    torch.testing.assert_close(behind, complete, atol=1e-4, rtol=1e-4)
+    (model, tokens), ranges = model_and_tokens(90), ((50, 51), (60, 90))
+    one_pass = distributions(model, TeacherForced(tokens, ranges))
+    continued = distributions(model, TeacherForced(tokens, ranges, prompt=50), chunk=chunk)
+    torch.testing.assert_close(continued, one_pass, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="must be after the prompt of 70 tokens, got 50"):
         distributions(model, TeacherForced(tokens, ranges, prompt=70))
 
 
 def test_prompt_is_prefilled_in_chunks():
-    model, tokens = read(290)
-    # the best half of every row, where attention hardly differs from block to block
+    model, tokens = model_and_tokens(290)
+    # half of the blocks of every row: blocks have similar shares, so small changes select others
     cab_hf.apply_cab(model, SMALL_BLOCKS, mass_threshold=0.0, max_density=0.5)
-    text = TeacherForced(tokens, ((260, 290),), prompt=256)
-    complete, blocks, others = (
-        distributions(model, text, chunk=7, prefill_chunk=each) for each in (0, 64, 80)
+    reading = TeacherForced(tokens, ((260, 290),), prompt=256)
+    one_pass, whole_blocks, split_blocks = (
+        distributions(model, reading, chunk=7, prefill_chunk=size) for size in (0, 64, 80)
     )
-    # chunks that end inside of a query block of 32 select by fewer queries
-    torch.testing.assert_close(blocks, complete, atol=1e-4, rtol=1e-4)
-    assert (others - complete).abs().max() > 1e-3
+    # chunks of 80 tokens split query blocks of 32, and the parts select blocks separately
+    torch.testing.assert_close(whole_blocks, one_pass, atol=1e-4, rtol=1e-4)
+    assert (split_blocks - one_pass).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("prefill_chunk", [0, 32])
 def test_turn_logits_equal_one_pass(prefill_chunk):
-    model, tokens = read(190)
+    model, tokens = model_and_tokens(190)
     reading = TeacherForced(tokens, ((60, 75), (110, 111), (180, 190)))
     expected = distributions(model, reading)
     actual = behind_turns(model, reading, 7, prefill_chunk=prefill_chunk).log_softmax(-1)
@@ -120,14 +121,14 @@ def test_turn_logits_equal_one_pass(prefill_chunk):
 
 
 def test_turns_share_one_cache():
-    """All turns extend one cache; the tokens after each prompt are computed exactly."""
-    (model, tokens), calls = read(50), []
+    """Each call is recorded as (tokens of the call, cached tokens)."""
+    (model, tokens), calls = model_and_tokens(50), []
 
-    def look(model, given, more):
-        cached = more[cache_name(model)]
-        calls.append((given[0].shape[1], cached.get_seq_length() if cached else 0))
+    def record_call(model, args, kwargs):
+        cache = kwargs[cache_name(model)]
+        calls.append((args[0].shape[1], cache.get_seq_length() if cache else 0))
 
-    model.register_forward_pre_hook(look, with_kwargs=True)
+    model.register_forward_pre_hook(record_call, with_kwargs=True)
     behind_turns(model, TeacherForced(tokens, ((18, 20), (45, 50))), 3)
     assert calls == [(18, 0), (2, 18), (25, 20), (3, 45), (2, 48)]
 
@@ -136,8 +137,9 @@ def test_turns_share_one_cache():
 def test_turns_divide_sequence_into_equal_parts(length):
     ranges = fidelity.turn_ends(length)
     ends = [0, *(stop for _, stop in ranges)]
-    assert {b - a - length // 5 for a, b in pairwise(ends)} <= {0, 1} and ends[-1] == length
-    # at most 256 tokens, and at most an eighth of a turn
+    turns = {stop - start for start, stop in pairwise(ends)}
+    assert turns <= {length // 5, length // 5 + 1} and ends[-1] == length
+    # at most 256 tokens of a turn, and at most an eighth of the turn
     assert {stop - start for start, stop in ranges} == {min(256, length // 5 // 8)}
 
 
@@ -165,54 +167,57 @@ def test_key_follows_prompt(chat, keys, question_first):
 
 
 def test_multi_key_asks_for_one_key(model_folder, tmp_path):
-    more = ("--probes", "pass,multi_key,continuation,asked", "--asked", "0")
-    (row,) = command("fidelity", model_folder, tmp_path, *more, methods="dense")["rows"]
+    options = ("--probes", "pass,multi_key,continuation,asked", "--asked", "0")
+    (row,) = command("fidelity", model_folder, tmp_path, *options, methods="dense")["rows"]
     assert row["multi_key"]["n"] == row["pass"]["n"] == 2
     assert "continuation" in row and "asked" not in row
 
 
 def test_every_task_is_scored(model_folder, tmp_path):
-    more = ("--probes", "tasks", "--lengths", 600, "--task-samples", 2)
+    options = ("--probes", "tasks", "--lengths", 600, "--task-samples", 2)
     results = command(
-        "fidelity", model_folder, tmp_path, *more, methods="dense,full,no_needle", drawn=True
+        "fidelity", model_folder, tmp_path, *options, methods="dense,full,no_needle", drawn=True
     )
     rows = {row["method"]: row for row in results["rows"]}
-    # tasks have no needle, so no_needle has no rows
+    # tasks have no needle, so the method no_needle has no rows
     assert list(rows) == ["dense", "full"]
     for name, task in TASKS.items():
-        answers = len(task.make(make_tokenizer(), NOISE, 600, 0).answers)
-        assert {row[name]["n"] for row in rows.values()} == {2 * answers}
-        # full uses exact attention with other kernels than dense
+        num_answers = len(task.make(make_tokenizer(), NOISE, 600, 0).answers)
+        assert {row[name]["n"] for row in rows.values()} == {2 * num_answers}
+        # the method full computes exact attention by other kernels than dense
         assert rows["full"][name]["correct"] == rows["dense"][name]["correct"]
-        assert rows["full"][name]["pairs"] == 2 * answers and rows["full"][name]["delta"] == 0
+        assert rows["full"][name]["pairs"] == 2 * num_answers and rows["full"][name]["delta"] == 0
     assert rows["full"]["tasks"]["n"] == len(TASKS)
 
 
 def test_task_probes_are_prompts_with_answers(model_folder):
-    given = {"device": "cpu", "lengths": (600,), "probes": ("uuid", "tasks", "pass")}
-    measured = Fidelity(Settings(model=str(model_folder), **given))
-    assert measured.settings.probes == ("uuid", *(n for n in TASKS if n != "uuid"), "pass")
-    example = TASKS["tracking"].make(make_tokenizer(), NOISE, 600, 1, 0)
+    options = {"device": "cpu", "lengths": (600,), "probes": ("uuid", "tasks", "pass")}
+    experiment = Fidelity(Settings(model=str(model_folder), **options))
+    other_tasks = [name for name in TASKS if name != "uuid"]
+    assert experiment.settings.probes == ("uuid", *other_tasks, "pass")
+    example = TASKS["tracking"].make(make_tokenizer(), NOISE, 600, index=1, seed=0)
     expected = TeacherForced(example.tokens, example.answers, example.prompt)
-    assert measured.reading("noise", 600, "tracking", None, 1) == expected
+    assert experiment.reading("noise", 600, "tracking", depth=None, index=1) == expected
 
 
-class Model:
-    """Model that returns its cache argument."""
+class NewModel:
+    """A model with the cache argument of new transformers versions. It returns this argument."""
 
     def forward(self, ids, cache=None, use_cache=None):
         return {NAME: (cache, use_cache)}
 
-    def __call__(self, *given, **named):
-        return self.forward(*given, **named)
+    def __call__(self, *args, **kwargs):
+        return self.forward(*args, **kwargs)
 
 
-class ModelBefore(Model):
+class OldModel(NewModel):
+    """A model with the cache argument of old transformers versions. It returns this argument."""
+
     def forward(self, ids, past_key_values=None, use_cache=None):
         return {NAME_BEFORE: (past_key_values, use_cache)}
 
 
-@pytest.mark.parametrize(("model", "name"), [(Model(), NAME), (ModelBefore(), NAME_BEFORE)])
+@pytest.mark.parametrize(("model", "name"), [(NewModel(), NAME), (OldModel(), NAME_BEFORE)])
 def test_cache_argument_name_follows_model(model, name):
     assert cache_name(model) == name
     assert cache_of(read_on(model, torch.zeros(1, 1), "a cache")) == ("a cache", True)

@@ -1,9 +1,11 @@
+"""A fixture that shortens the timing of all cases."""
+
 import pytest
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick():
-    """Every case is timed as few times as can be."""
+def time_one_call_per_case():
+    """Time one call of each case, without warm-up beyond one call."""
     from cab_hf.eval.speed import timing
     from cab_hf.experiment import provenance
 
@@ -12,6 +14,6 @@ def quick():
             patch.setattr(timing, name, 0.0)
         for name in ("WARM_UP_CALLS", "LEAST_RUNS", "MOST_RUNS"):
             patch.setattr(timing, name, 1)
-        # somebody may commit while the tests run
+        # a commit during the tests must not change the provenance
         patch.setattr(provenance, "git_commit", lambda: "0" * 40)
         yield

@@ -1,4 +1,4 @@
-"""``speed attention``: rows by hand, rejected kernels, and report sentences."""
+"""``speed attention``: rows computed by hand, rejected kernels, baselines, and sentences."""
 
 import sys
 from functools import partial
@@ -20,36 +20,47 @@ KEY = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16"}
 KEY |= {"layout": "whole", "budget": 0.2}
 
 
-def measured(case, bench=None, **more):
-    return sample_of(Attention, tiny(**more), case, bench)
+def measured(case, bench=None, **fields):
+    """Return the sample of a case with these fields of the settings."""
+    return sample_of(Attention, tiny_settings(**fields), case, bench)
 
 
-def derive(samples):
+def rows_of(samples):
+    """Return the rows of a report."""
     return Attention.rows(samples, {})
 
 
-def tiny(**more):
-    return Settings(device="cpu", heads=4, kv_heads=2, head_dims=(16,), seconds=0.0, **more)
+def tiny_settings(**fields):
+    """Return settings of a layer with few heads and channels."""
+    return Settings(device="cpu", heads=4, kv_heads=2, head_dims=(16,), seconds=0.0, **fields)
 
 
-def row_of(length, ms, baselines=None, direction="forward", budget=0.1, **more):
-    """A sample, as `Attention.measure` makes it: half of all pairs attended."""
+def sample(length, ms, baselines=None, direction="forward", budget=0.1, **result):
+    """Return a sample of `Attention.measure` with half of all pairs; ``result`` replaces fields.
+
+    Args:
+        length: tokens of the sequence.
+        ms: time of attention.
+        baselines: times of dense kernels, in ms.
+        direction: "forward" or "backward".
+        budget: the density that the case sets.
+    """
     key = {"length": length, "head_dim": 8, "direction": direction, "budget": budget}
     pairs = length**2 / 4
     shape = {"batch": 1, "heads": 2, "blocks": "32x16", **Attention.ADDED}
     counted = {"density": 0.5, "listed_pairs": 2 * pairs}
-    total = direction == "forward" and budget != 1
-    times = {"attend_ms": {"triton": ms}, "total_ms": {"triton": ms + 1} if total else {}}
+    selects = direction == "forward" and budget != 1
+    times = {"attend_ms": {"triton": ms}, "total_ms": {"triton": ms + 1} if selects else {}}
     costs = {"predict_ms": 1.0, "total_eager_ms": times["total_ms"], "peak_mib": {}, "labels": {}}
     fields = {"baselines": baselines or {}, "not_measured": {}, "without_graph": {}, "error": None}
-    return key | shape | counted | times | costs | fields | more
+    return key | shape | counted | times | costs | fields | result
 
 
 # --- the row
 
 
 def test_pairs_and_density_by_hand():
-    # 80 queries in blocks of 32, 32 and 16; the rows list 2, 4 and 5 key blocks of 16
+    # the 80 queries are in blocks of 32, 32 and 16, which list 2, 4 and 5 key blocks of 16 keys
     plan = BlockPlan.causal(KeyRanges.causal(1, 80, 80, "cpu"), 2, 32, 16)
     counted = attention.counted(plan, heads=4)
     assert counted["density"] == 1
@@ -57,55 +68,59 @@ def test_pairs_and_density_by_hand():
 
 
 def test_rates_by_hand():
-    row, back = derive(
-        [row_of(1000, 2.0, {"FA3": 4.0}), row_of(1000, 2.0, {"FA4": 4.0}, "backward")]
+    forward, backward = rows_of(
+        [sample(1000, 2.0, {"FA3": 4.0}), sample(1000, 2.0, {"FA4": 4.0}, "backward")]
     )
-    # four operations a pair and channel; 500,000 pairs in listed blocks
-    assert row["tflops"]["triton"] == pytest.approx(4 * 8 * 500_000 / 2e-3 / 1e12)
-    assert row["tflops"]["FA3"] == pytest.approx(4 * 8 * 2 * 1000**2 / 2 / 4e-3 / 1e12)
-    assert (row["engine"], row["ms"], row["ratio"]) == ("triton", 3.0, 0.75)
-    assert back["tflops"]["triton"] == pytest.approx(2.5 * row["tflops"]["triton"])
-    assert (back["ms"], back["ratio"]) == (2.0, 0.5)
-    # a ratio is over the fastest
-    (row,) = derive([row_of(1000, 2.0, {"FA3": 4.0, "FA4": 2.0})])
+    # 4 operations per pair and channel, and 500,000 pairs in listed blocks
+    assert forward["tflops"]["triton"] == pytest.approx(4 * 8 * 500_000 / 2e-3 / 1e12)
+    assert forward["tflops"]["FA3"] == pytest.approx(4 * 8 * 2 * 1000**2 / 2 / 4e-3 / 1e12)
+    assert (forward["engine"], forward["ms"], forward["ratio"]) == ("triton", 3.0, 0.75)
+    assert backward["tflops"]["triton"] == pytest.approx(2.5 * forward["tflops"]["triton"])
+    assert (backward["ms"], backward["ratio"]) == (2.0, 0.5)
+    # the ratio compares with the fastest baseline
+    (row,) = rows_of([sample(1000, 2.0, {"FA3": 4.0, "FA4": 2.0})])
     assert (row["baseline"], row["ratio"]) == ("FA4", 1.5)
 
 
 def test_dense_attention_is_measured_once_for_all_budgets(monkeypatch):
     calls = []
     monkeypatch.setattr(dense, "measure", lambda *_, backward, **__: calls.append(backward) or {})
-    bench, settings = FakeBench(), tiny(lengths=(96,), densities=(0.2, 1.0))
+    bench, settings = FakeBench(), tiny_settings(lengths=(96,), densities=(0.2, 1.0))
     for case in settings.asked():
         sample_of(Attention, settings, case, bench)
     assert calls == [False, True]
 
 
 def test_graph_capture_error_is_reported():
-    row = measured(KEY, FakeBench("it waits"))
+    row = measured(KEY, FakeBench("it waits"))  # the reason why a graph cannot be captured
     assert set(row["without_graph"]) >= {"predicting", "reference", "predicting and reference"}
-    said = "| no CUDA graph, so its time is eager | it waits | 192 | predicting, reference"
-    assert said in shown(Attention, derive([row]))
+    line = "| no CUDA graph, so its time is eager | it waits | 192 | predicting, reference"
+    assert line in shown(Attention, rows_of([row]))
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_sinks_are_included_in_time(monkeypatch, direction):
-    seen = []
+    shapes = []
 
     def with_sinks(out, lse, sinks):
-        seen.append(sinks.shape)
+        shapes.append(sinks.shape)
         return reference.with_sinks(out, lse, sinks)
 
     monkeypatch.setattr(layout, "with_sinks", with_sinks)
     row = measured(KEY | {"direction": direction}, sinks=True)
     assert row["attend_ms"] and not row["not_measured"]
-    assert set(seen) == {(4,)}
+    assert set(shapes) == {(4,)}
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_composite_engine_is_timed(monkeypatch, direction):
-    """Engines of a GPU consist of kernels and the code around them."""
-    made = partial(lambda kernel, *given, **more: kernel(*given, **more), reference.attention)
-    engine = REFERENCE._replace(load=lambda: made)
+    """An engine may be a function that wraps a kernel, as on a GPU."""
+
+    def call(kernel, *args, **kwargs):
+        return kernel(*args, **kwargs)
+
+    composite = partial(call, reference.attention)
+    engine = REFERENCE._replace(load=lambda: composite)
     monkeypatch.setitem(engines.ENGINES, "reference", (engine,))
     row = measured(KEY | {"direction": direction})
     assert row["attend_ms"] and not row["not_measured"]
@@ -115,7 +130,7 @@ def test_composite_engine_is_timed(monkeypatch, direction):
 
 
 @pytest.mark.parametrize(
-    ("garbage", "why"),
+    ("change", "error"),
     [
         (lambda out: torch.zeros_like(out), "wrong by 1 (relative)"),
         (lambda out: out.roll(1, dims=1), "wrong by"),
@@ -123,17 +138,21 @@ def test_composite_engine_is_timed(monkeypatch, direction):
     ],
     ids=["zeros", "other heads", "nan"],
 )
-def test_wrong_output_is_not_timed(monkeypatch, garbage, why):
+def test_wrong_output_is_not_timed(monkeypatch, change, error):
     attend = reference.attention
-    monkeypatch.setattr(reference, "attention", lambda *q, **x: garbage(attend(*q, **x)))
+    monkeypatch.setattr(
+        reference, "attention", lambda *args, **kwargs: change(attend(*args, **kwargs))
+    )
     row = measured(KEY)
     assert row["attend_ms"] == row["total_ms"] == {}
-    assert why in row["not_measured"]["reference"] and "queries" in row["not_measured"]["reference"]
+    assert (
+        error in row["not_measured"]["reference"] and "queries" in row["not_measured"]["reference"]
+    )
     assert row["baselines"] == {"SDPA": 2.0}
 
 
 def test_wrong_gradient_is_not_timed(monkeypatch):
-    class Wrong(torch.autograd.Function):
+    class WrongGradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx, out):
             return out.clone()
@@ -144,26 +163,26 @@ def test_wrong_gradient_is_not_timed(monkeypatch):
 
     attend = reference.attention
 
-    def wrong(*known, **logits):
-        # calls 1 and 2 are the engine under test; later calls are the float32 reference
-        wrong.calls += 1
-        out = attend(*known, **logits)
-        return Wrong.apply(out) if wrong.calls < 3 else out
+    def attend_with_wrong_gradient(*args, **kwargs):
+        # calls 1 and 2 are those of the engine; later calls compute the float32 reference
+        attend_with_wrong_gradient.calls += 1
+        out = attend(*args, **kwargs)
+        return WrongGradient.apply(out) if attend_with_wrong_gradient.calls < 3 else out
 
-    wrong.calls = 0
-    monkeypatch.setattr(reference, "attention", wrong)
+    attend_with_wrong_gradient.calls = 0
+    monkeypatch.setattr(reference, "attention", attend_with_wrong_gradient)
     row = measured(KEY | {"direction": "backward"})
     assert row["attend_ms"] == {}
     assert "in the gradient of q" in row["not_measured"]["reference"]
 
 
 def test_exact_rows_equal_full_output():
-    settings = tiny()
+    settings = tiny_settings()
     q, k, v = settings.random_heads(300, 16, torch.device("cpu"), "qkv")
     plan = settings.planner(KEY)(q, k, KeyRanges.causal(1, 300, 300, "cpu"))
-    full = REFERENCE.attention(q, k, v, plan, 0.25)
+    full = REFERENCE.attention(q, k, v, plan, scale=0.25)
     for start, stop in ((0, 32), (100, 150), (268, 300)):
-        actual = dense.exact_rows(q, k, v, plan, start, stop)
+        actual = dense.exact_rows(q, k, v, plan, start=start, stop=stop)
         torch.testing.assert_close(actual, full[:, :, start:stop])
 
 
@@ -175,7 +194,7 @@ SDPA = dense.ON_CPU["SDPA"]
 
 def times_of(baselines, backward=False, head_dim=16):
     """Return the times of ``baselines`` by `dense.measure`."""
-    q, k, v = tiny().random_heads(300, head_dim, torch.device("cpu"), "qkv")
+    q, k, v = tiny_settings().random_heads(300, head_dim, torch.device("cpu"), "qkv")
     return dense.measure(q, k, v, head_dim**-0.5, FakeBench(), backward, baselines)
 
 
@@ -188,14 +207,14 @@ def test_unsupported_head_dim_is_reported():
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_kv_heads_are_repeated_for_kernels_without_gqa(backward):
-    seen = []
+    kv_heads = []
 
     def attend(q, k, v, scale):
-        seen.append((k.shape[1], v.shape[1]))
+        kv_heads.append((k.shape[1], v.shape[1]))
         return SDPA.load()(q, k, v, scale)
 
     measured = times_of({"efficient": dense.Baseline(lambda: attend, grouped=False)}, backward)
-    assert measured["not_measured"] == {} and set(seen) == {(4, 4)}
+    assert measured["not_measured"] == {} and set(kv_heads) == {(4, 4)}
 
 
 def test_baseline_with_wrong_gradient_is_not_timed():
@@ -204,26 +223,26 @@ def test_baseline_with_wrong_gradient_is_not_timed():
 
     wrong = {"FA4": dense.Baseline(lambda: attend)}
     assert times_of(wrong)["baselines"] == {"FA4": 2.0}
-    told = times_of(wrong, backward=True)["not_measured"]["FA4"]
-    assert "in the gradient of v at 300 tokens" in told
+    error = times_of(wrong, backward=True)["not_measured"]["FA4"]
+    assert "in the gradient of v at 300 tokens" in error
 
 
-@pytest.mark.parametrize("hands_over", [False, True])
-def test_ffpa_fallback_is_not_measured(monkeypatch, hands_over):
+@pytest.mark.parametrize("falls_back", [False, True])
+def test_ffpa_fallback_is_not_measured(monkeypatch, falls_back):
     def attend(q, k, v, is_causal, scale, enable_gqa, backend):
         assert is_causal and enable_gqa and backend == "cutedsl"
         return SDPA.load()(q, k, v, scale)
 
     class Meta:
         from_kwargs = classmethod(lambda cls, backend: cls())
-        fallback = staticmethod(lambda q, k, mask, dropout: hands_over)
+        fallback = staticmethod(lambda q, k, mask, dropout: falls_back)
 
     package, functional = ModuleType("ffpa_attn"), ModuleType("ffpa_attn.functional")
     package.ffpa_attn_func, functional.FFPAAttnMeta = attend, Meta
     monkeypatch.setitem(sys.modules, "ffpa_attn", package)
     monkeypatch.setitem(sys.modules, "ffpa_attn.functional", functional)
     measured = times_of({"ffpa CuTe": dense.ON_GPU["ffpa CuTe"]}, head_dim=320)
-    if hands_over:
+    if falls_back:
         assert measured["not_measured"] == {"ffpa CuTe": "it would call SDPA instead"}
     else:
         assert measured["baselines"] == {"ffpa CuTe": 2.0}
@@ -232,14 +251,14 @@ def test_ffpa_fallback_is_not_measured(monkeypatch, hands_over):
 @pytest.mark.parametrize(
     ("points", "length", "message"),
     [
-        # a slope of -1 in logarithms: the ratio halves as the length doubles
+        # the ratio halves if the length doubles
         ([(1000, 2.0), (4000, 0.5)], 2000, "from about 2,000 tokens on"),
         ([(1000, 0.9), (2000, 2.0), (8000, 0.5)], 4000, "from about 4,000"),
         ([(1000, 1.0), (2000, 0.5)], 1000, "from about 1,000"),
         ([(1000, 0.5), (2000, 0.4)], 1000, "at every length from 1,000"),
         ([(1000, 0.5), (2000, 1.0)], None, "no length up to 2,000"),
     ],
-    ids=["between", "the last time", "at one", "always", "never"],
+    ids=["between two lengths", "last crossing", "at a length", "always", "never"],
 )
 def test_break_even_length_is_interpolated(points, length, message):
     assert dense.break_even(points) == (None if length is None else pytest.approx(length))
@@ -248,9 +267,9 @@ def test_break_even_length_is_interpolated(points, length, message):
 
 
 def test_budgeted_config_has_max_density_and_zero_threshold():
-    config = tiny().budgeted(KEY)
+    config = tiny_settings().budgeted(KEY)
     assert (config.max_density, config.mass_threshold, config.min_length) == (0.2, 0.0, 0)
     assert (config.query_block, config.key_block) == (32, 16)
-    settings = tiny(cab=("mass_threshold=0.08", "typical_queries=4"))
+    settings = tiny_settings(cab=("mass_threshold=0.08", "typical_queries=4"))
     config = settings.budgeted(KEY)
     assert (config.mass_threshold, config.typical_queries) == (0.08, 4)

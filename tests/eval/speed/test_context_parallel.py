@@ -1,4 +1,4 @@
-"""``speed context-parallel``: a killed and resumed run of two processes, and rows by hand."""
+"""``speed context-parallel``: a killed and resumed run of two processes, errors, and times."""
 
 import json
 
@@ -15,30 +15,31 @@ from cab_hf.eval.speed.timing import Bench
 
 # 900 tokens leave padding on a rank
 QUICK = ["--device", "cpu", "--lengths", "900", "--seconds", "0", "--runs", "2"]
-# the same program, killed on rank 0 at the case of that number
+# the command with a first argument n: rank 0 is killed at the n-th case; 0 kills no process
 KILLED = """
 import os, signal, sys
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.speed.context_parallel import ContextParallel
 from cab_hf.experiment import provenance
 
-# somebody may commit between two runs
+# a commit between two runs must not change the provenance
 provenance.git_commit = lambda: "0" * 40
-measure, asked, last = ContextParallel.measure, [], int(sys.argv[1])
+measure, cases, last = ContextParallel.measure, [], int(sys.argv[1])
 
-def meddled(self, case):
-    asked.append(case)
-    if len(asked) == last:
+def measure_or_die(self, case):
+    cases.append(case)
+    if len(cases) == last:
         os.kill(os.getpid(), signal.SIGKILL)
     return measure(self, case)
 
-ContextParallel.measure = meddled
+ContextParallel.measure = measure_or_die
 raise SystemExit(main(sys.argv[2:]))
 """
 
 
-def settings_of(**more):
-    return Settings(**{"device": "cpu", "lengths": (600,), "seconds": 0.0, "runs": 1, **more})
+def settings_of(**fields):
+    """Return settings of one short run; ``fields`` replaces fields."""
+    return Settings(**{"device": "cpu", "lengths": (600,), "seconds": 0.0, "runs": 1, **fields})
 
 
 @pytest.mark.slow
@@ -47,114 +48,120 @@ def test_killed_run_continues(tmp_path):
     script.write_text(KILLED)
     words = ["speed", "context-parallel", *QUICK, "--out", str(folder)]
     assert torchrun(str(script), "7", *words).returncode != 0
-    left = (folder / "samples.jsonl").read_text()
-    done = torchrun(str(script), "0", *words)
-    assert done.returncode == 0, done.stderr[-3000:]
-    complete = (folder / "samples.jsonl").read_text()
-    # a header and six cases, of ten
-    assert left.count("\n") == 7 and complete.startswith(left) and complete.count("\n") == 11
+    interrupted_log = (folder / "samples.jsonl").read_text()
+    process = torchrun(str(script), "0", *words)
+    assert process.returncode == 0, process.stderr[-3000:]
+    complete_log = (folder / "samples.jsonl").read_text()
+    # the logs have a header, and six or ten cases
+    assert interrupted_log.count("\n") == 7 and complete_log.count("\n") == 11
+    assert complete_log.startswith(interrupted_log)
     results = json.loads((folder / "results.json").read_text())
     rows = results["rows"]
     assert results["provenance"]["settings"]["worlds"] == [2]
-    every = [*context_parallel.ALONE, *context_parallel.OVER_RANKS]
-    assert [(r["direction"], r["scheme"]) for r in rows] == [
-        (way, scheme) for way in DIRECTIONS for scheme in every
+    schemes = [*context_parallel.ALONE, *context_parallel.OVER_RANKS]
+    assert [(row["direction"], row["scheme"]) for row in rows] == [
+        (direction, scheme) for direction in DIRECTIONS for scheme in schemes
     ]
     for row in rows:
-        # on the CPU a ring is differentiated as well
+        # the engine of a CPU has the gradients that ring attention needs
         assert row["error"] is None and len(row["each_ms"]) == 2
         if row["scheme"] in context_parallel.OVER_RANKS:
             assert row["efficiency"] == row["alone_ms"] / row["ms"] / 2
     sparse = [row for row in rows if "cab" in row["scheme"]]
-    for one, many in zip(sparse[::2], sparse[1::2], strict=True):
-        # the plan of one process, whose rows the ranks share out
-        assert one["density"] == many["density"] < 1
+    for alone, over_ranks in zip(sparse[::2], sparse[1::2], strict=True):
+        # the ranks use the plan of one process
+        assert alone["density"] == over_ranks["density"] < 1
     assert "torchrun --nproc_per_node=2 -m cab_hf.eval" in (folder / "report.md").read_text()
 
 
-def sample_on(group, scheme, direction, meddle):
-    """The sample of a case, on each rank of a group, with something wrong."""
+def sample_on(group, scheme, direction, damage):
+    """Return the sample of a case on a rank, after ``damage(group, patch)`` patched a function."""
     with pytest.MonkeyPatch.context() as patch:
-        meddle(group, patch)
+        damage(group, patch)
         case = {"world": 2, "length": 600, "direction": direction, "scheme": scheme}
         return ContextParallel(settings_of(), RankGroup(group, group)).measure(case)
 
 
 def bad_output(group, patch):
-    """Attention that is wrong on one rank."""
-    meddle_with_grouped(patch, lambda out: out + group.rank())
+    """Make attention wrong on rank 1."""
+    change_output_of_grouped(patch, lambda out: out + group.rank())
 
 
 def bad_gradient(group, patch):
-    """Attention with half of the correct gradient."""
-    meddle_with_grouped(patch, lambda out: out / 2 + out.detach() / 2)
+    """Halve the gradient of attention."""
+    change_output_of_grouped(patch, lambda out: out / 2 + out.detach() / 2)
 
 
-def meddle_with_grouped(patch, change):
-    def wrong(*heads, **settings):
-        out, lse = distributed.zigzag_attention(*heads, **settings)
+def change_output_of_grouped(patch, change):
+    """Apply ``change`` to the output of the scheme "grouped"."""
+
+    def attend(q, k, v, **settings):
+        out, lse = distributed.zigzag_attention(q, k, v, **settings)
         return change(out), lse
 
-    patch.setitem(context_parallel.SCHEMES, "grouped", context_parallel.Scheme(wrong))
+    patch.setitem(context_parallel.SCHEMES, "grouped", context_parallel.Scheme(attend))
 
 
 def gpu_engine(group, patch):
-    """The engines of a GPU: their log-sum-exp has no gradient."""
+    """Select the engine of a GPU, whose log-sum-exp has no gradient."""
     patch.setattr(engines, "choose", lambda name, work: engines.FLEX)
 
 
-def no_room(group, patch):
-    def full(*_, **__):
+def out_of_memory(group, patch):
+    """Raise an out-of-memory error when the inputs are allocated."""
+
+    def run_out_of_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB. GPU 0")
 
-    patch.setattr(Settings, "random_heads", full)
+    patch.setattr(Settings, "random_heads", run_out_of_memory)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "direction", "meddle", "why"),
+    ("scheme", "direction", "damage", "error"),
     [
         pytest.param("grouped", FORWARD, bad_output, "wrong by", id="output"),
         pytest.param("grouped", BOTH, bad_gradient, "the gradient of q", id="gradient"),
         pytest.param(
             "ring", BOTH, gpu_engine, "must have gradients of its log-sum-exp", id="no-gradient"
         ),
-        pytest.param("grouped", FORWARD, no_room, "out of memory", id="memory"),
+        pytest.param("grouped", FORWARD, out_of_memory, "out of memory", id="memory"),
     ],
 )
-def test_wrong_or_out_of_memory_case_is_not_timed(ranks, scheme, direction, meddle, why):
-    for sample in ranks.run(2, sample_on, scheme, direction, meddle):
-        assert sample["ms"] is None and why in sample["error"]
+def test_wrong_or_out_of_memory_case_is_not_timed(ranks, scheme, direction, damage, error):
+    for sample in ranks.run(2, sample_on, scheme, direction, damage):
+        assert sample["ms"] is None and error in sample["error"]
 
 
-class Paced(Bench):
-    """Clock of rank r: r + 1 ms for the first run, and 10 (2 - r) ms for later runs."""
+class RankBench(Bench):
+    """Fake bench of rank r: the calls take 1000 ms, r + 1 ms, and then 10 (2 - r) ms each."""
 
     def __init__(self, rank):
         super().__init__("cpu")
         self.rank, self.calls = rank, 0
 
     def walls(self, call, runs, before=lambda: None):
-        made = []
+        times = []
         for _ in range(runs):
             before()
             call()
             self.calls += 1
-            # the first warms up
-            made.append(1000.0 if self.calls == 1 else self.rank + 1.0)
+            # the first call is usually the warm-up
+            times.append(1000.0 if self.calls == 1 else self.rank + 1.0)
             if self.calls > 2:
-                made[-1] = 10.0 * (2 - self.rank)
-        return made, 3.0 + self.rank
+                times[-1] = 10.0 * (2 - self.rank)
+        return times, 3.0 + self.rank
 
 
-def paced(group, *how):
+def slowest_time(group, *arguments):
+    """Return (ms, runs, calls per run, calls, peak GiB) that `time_slowest` reports on a rank."""
     calls = []
-    rank_group, bench = RankGroup(group, group), Paced(group.rank())
-    result = rank_group.time_slowest(bench, lambda: calls.append(1), *how)
+    rank_group, bench = RankGroup(group, group), RankBench(group.rank())
+    result = rank_group.time_slowest(bench, lambda: calls.append(1), *arguments)
     return result.ms, result.runs, result.in_a_row, len(calls), result.peak_gib
 
 
 @pytest.mark.parametrize(
-    ("how", "meant"),
+    ("arguments", "expected"),
     [
         # the slowest rank is rank 1 in the first run (2 ms) and rank 0 later (20 ms)
         pytest.param((3, 0.0), (20.0, 3, 1, 4), id="slowest"),
@@ -164,12 +171,13 @@ def paced(group, *how):
         pytest.param((1, 0.0, 1, 0.5), (1000.0, 1, 1, 1), id="long-first-call-counts"),
     ],
 )
-def test_time_is_that_of_slowest_rank(ranks, how, meant):
-    for result in ranks.run(2, paced, *how):
-        assert result == (*meant, 4.0)
+def test_time_is_that_of_slowest_rank(ranks, arguments, expected):
+    for result in ranks.run(2, slowest_time, *arguments):
+        assert result == (*expected, 4.0)
 
 
 def together(group, failing):
+    """Return results of `RankGroup.together` and `from_rank_0`, or the error of failing ranks."""
     rank_group = RankGroup(group, group)
 
     def call():
@@ -196,10 +204,10 @@ def test_failing_rank_fails_all_ranks(ranks, failing, actual):
 
 
 def test_rows_by_hand():
-    def sample(scheme, length, ms, world=2, **more):
-        blank = dict.fromkeys((*ContextParallel.FOUND, "error"))
+    def sample(scheme, length, ms, world=2, **result):
+        empty = dict.fromkeys((*ContextParallel.FOUND, "error"))
         case = {"world": world, "length": length, "direction": FORWARD, "scheme": scheme}
-        return {**blank, **case, "ms": ms, **more}
+        return {**empty, **case, "ms": ms, **result}
 
     samples = [
         sample("grouped", 2048, 100.0),
@@ -221,23 +229,23 @@ def test_single_rank_measures_baselines(one_process, tmp_path):
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["provenance"]["settings"]["worlds"] == [1]
     assert {(row["scheme"], row["direction"]) for row in results["rows"]} == {
-        (name, way) for name in context_parallel.ALONE for way in DIRECTIONS
+        (scheme, direction) for scheme in context_parallel.ALONE for direction in DIRECTIONS
     }
     assert all(row["ms"] > 0 for row in results["rows"])
 
 
 def test_long_sequence_is_warmed_up_with_shorter_sequence(monkeypatch):
     monkeypatch.setattr("cab_hf.eval.speed.context_parallel.WARM_UP_TOKENS", 256)
-    seen = []
+    lengths = []
     attend = context_parallel.BenchCase.attend
 
-    def watched(self, q, k, v):
-        seen.append(self.length)
+    def record_length_and_attend(self, q, k, v):
+        lengths.append(self.length)
         return attend(self, q, k, v)
 
-    monkeypatch.setattr(context_parallel.BenchCase, "attend", watched)
-    measured = ContextParallel(settings_of(), RankGroup())
+    monkeypatch.setattr(context_parallel.BenchCase, "attend", record_length_and_attend)
+    experiment = ContextParallel(settings_of(), RankGroup())
     case = {"world": 1, "length": 600, "direction": FORWARD, "scheme": "alone"}
-    assert measured.measure(case)["error"] is None
-    # lengths of calls: check, warm-up, second warm-up, count of calls, timed runs
-    assert seen[:3] == [4 * 128 - 37, 256, 600] and set(seen[2:]) == {600}
+    assert experiment.measure(case)["error"] is None
+    # the calls check the output, warm up at two lengths, count the runs, and are timed
+    assert lengths[:3] == [4 * 128 - 37, 256, 600] and set(lengths[2:]) == {600}

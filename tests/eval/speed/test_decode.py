@@ -1,4 +1,4 @@
-"""``speed decode``: bytes per step, rows compared with dense ones, and rejected kernels."""
+"""``speed decode``: bytes per step, comparison with dense kernels, and rejected kernels."""
 
 import sys
 from types import ModuleType
@@ -20,30 +20,32 @@ WORDS = [word for name, value in TINY.items() for word in (f"--{name.replace('_'
 WORDS = [*map(str, WORDS), "--seconds", "0", "--steps", "2"]
 
 
-def tiny(**more):
-    fields = {"lengths": (600,), "batches": (2,), "budgets": (128,), "steps": 3, "seconds": 0.0}
-    return Settings(device="cpu", **{**TINY, **fields, **more})
+def tiny_settings(**fields):
+    """Return settings of a tiny model and one case; ``fields`` replaces fields."""
+    cases = {"lengths": (600,), "batches": (2,), "budgets": (128,), "steps": 3, "seconds": 0.0}
+    return Settings(device="cpu", **{**TINY, **cases, **fields})
 
 
 def step_of(settings):
-    return decode.random_step(settings, 600, 2, 16, torch.device("cpu"))
+    """Return random inputs of a step with 600 keys, batch 2 and head dim 16."""
+    return decode.random_step(settings, 600, 2, 16, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["SDPA", "transformers", "flash"])
 def test_dense_baselines_of_cpu_are_timed(name):
-    step = step_of(tiny())
-    result = F.scaled_dot_product_attention(*step[:3], enable_gqa=True)
+    step = step_of(tiny_settings())
+    result = F.scaled_dot_product_attention(step.q, step.k, step.v, enable_gqa=True)
     torch.testing.assert_close(step.expected, result)
     torch.testing.assert_close(step.weights.sum(-1), torch.ones(2, 2, 3))
     torch.testing.assert_close(decode.DENSE[name](step)(), step.expected)
-    row = sample_of(Decode, tiny(), CASE | {"way": name, "budget": None})
+    row = sample_of(Decode, tiny_settings(), CASE | {"way": name, "budget": None})
     assert (row["error"], row["ms"], row["eager_ms"], row["kept"]) == (None, 2.0, 3.0, 600)
-    # K and V of 600 tokens, two texts of two heads, 16 channels in float32
+    # K and V of 600 tokens, for a batch of 2, 2 KV heads and 16 channels in float32
     assert row["bytes"] == 2 * 600 * 2 * 2 * 16 * 4
 
 
 def test_flash_attn_gets_token_major_views_and_lengths(monkeypatch):
-    step = step_of(tiny())
+    step = step_of(tiny_settings())
 
     def kernel(q, k, v, softmax_scale, cache_seqlens, causal):
         assert q.shape == (2, 1, 6, 16) and k.shape == v.shape == (2, 600, 2, 16)
@@ -62,12 +64,12 @@ def test_wrong_kernel_has_error_row(monkeypatch):
         return lambda: torch.zeros_like(step.expected)
 
     monkeypatch.setitem(decode.DENSE, "SDPA", zeros)
-    row = sample_of(Decode, tiny(), CASE | {"way": "SDPA", "budget": None})
+    row = sample_of(Decode, tiny_settings(), CASE | {"way": "SDPA", "budget": None})
     assert row["ms"] is None and "wrong by 1" in row["error"]
 
 
 def test_bytes_of_cab_step_by_hand():
-    settings = tiny(lengths=(600,))
+    settings = tiny_settings(lengths=(600,))
     row = sample_of(Decode, settings, CASE)
     assert row["error"] is None and row["full_error"] < 1e-5
     assert (row["ms"], row["index_ms"], row["choose_ms"], row["attend_ms"]) == (2.0,) * 4
@@ -75,44 +77,43 @@ def test_bytes_of_cab_step_by_hand():
     step = step_of(settings)
     channels = decode.llama_channels(16)
     index = ops.index_keys(step.k, channels).nbytes
-    # the index, and K and V of the selected keys
-    rows = 2 * 2
-    assert row["bytes"] == index + rows * row["kept"] * 2 * 16 * 4
-    everything = sample_of(Decode, settings, CASE | {"budget": 600})
-    assert everything["kept"] == 600 and everything["mass"] == pytest.approx(1)
+    # the step loads the index, and K and V of the selected keys
+    batch_times_heads = 2 * 2
+    assert row["bytes"] == index + batch_times_heads * row["kept"] * 2 * 16 * 4
+    all_keys = sample_of(Decode, settings, CASE | {"budget": 600})
+    assert all_keys["kept"] == 600 and all_keys["mass"] == pytest.approx(1)
 
 
 def test_step_writes_index_of_new_key(monkeypatch):
     written, write_index = [], ops.write_index
 
-    def counted(index, k, channels, start):
+    def record_position_and_write(index, k, channels, start):
         written.append((k.shape[2], int(start)))
         write_index(index, k, channels, start)
 
-    monkeypatch.setattr(ops, "write_index", counted)
-    assert sample_of(Decode, tiny(), CASE | {"budget": 600})["error"] is None
-    # one key at a time, after all others
+    monkeypatch.setattr(ops, "write_index", record_position_and_write)
+    assert sample_of(Decode, tiny_settings(), CASE | {"budget": 600})["error"] is None
+    # each step writes one key, at the last position
     assert set(written) == {(1, 599)}
-    # a budget may be a share of the text
+    # a budget below 1 is a share of the sequence
     assert decode.tokens_of(0.25, 600) == 150 and decode.tokens_of(128, 600) == 128
 
 
 def test_wrong_cab_step_is_not_timed(monkeypatch):
     attend = ops.attend
 
-    def wrong(q, k, v, choice, **options):
-        # correct only if all keys are selected
-        everything = choice.to_mask().all()
-        return attend(q, k, v if everything else v.roll(1, dims=2), choice, **options)
+    def wrong_unless_all_keys_are_selected(q, k, v, choice, **options):
+        v = v if choice.to_mask().all() else v.roll(1, dims=2)
+        return attend(q, k, v, choice, **options)
 
-    monkeypatch.setattr(ops, "attend", wrong)
-    row = sample_of(Decode, tiny(), CASE)
+    monkeypatch.setattr(ops, "attend", wrong_unless_all_keys_are_selected)
+    row = sample_of(Decode, tiny_settings(), CASE)
     assert row["ms"] is None and "over the selected keys" in row["error"]
 
 
 @torch.no_grad()
 def test_steps_write_tokens_and_match_between_caches():
-    model = random_model(tiny())
+    model = random_model(tiny_settings())
     caches = []
     for static in (True, False):
         cache = random_cache(model, 40, 2, slots=decode.ALIGNED if static else 0)
@@ -129,7 +130,7 @@ def test_steps_write_tokens_and_match_between_caches():
 
 @pytest.mark.parametrize("mode", ["static", "dynamic"])
 def test_model_row_counts_cache_and_index(mode, monkeypatch):
-    settings, choices, choose = tiny(), [], ops.choose
+    settings, choices, choose = tiny_settings(), [], ops.choose
     monkeypatch.setattr(
         ops, "choose", lambda *args, **kwargs: choices.append(args) or choose(*args, **kwargs)
     )
@@ -139,14 +140,14 @@ def test_model_row_counts_cache_and_index(mode, monkeypatch):
     for row in (dense, sparse):
         assert row["ms"] > 0
         assert row["tokens_s"] == pytest.approx(2 / row["ms"] * 1e3)
-        # slots for the prompt, warm-up steps and timed steps, aligned
+        # a static cache has slots for all steps, rounded up to a multiple of ALIGNED
         tokens = 640 if mode == "static" else 600 + decode.WARM_UP_STEPS + 3
         assert row["cache_gib"] * 2**30 == 2 * 2 * 2 * 2 * tokens * 16 * 4
     assert dense["index_gib"] is None and dense["ran_as"] is None
     assert 0 < sparse["index_gib"] < sparse["cache_gib"]
     assert sparse["ran_as"] == "2 layers select the keys they read"
     assert len(choices) == 2 * (decode.WARM_UP_STEPS + 3)
-    # of 600 tokens 256 are too many for a choice to pay
+    # 256 of 600 tokens are too many for a sparse step, which would save no time
     row = sample_of(Decode, settings, MODEL | {"mode": mode, "budget": 256})
     assert row["error"] is None and row["ran_as"].startswith("dense: ")
     assert len(choices) == 2 * (decode.WARM_UP_STEPS + 3)
@@ -154,6 +155,7 @@ def test_model_row_counts_cache_and_index(mode, monkeypatch):
 
 def test_cab_is_compared_with_fastest_dense_kernel():
     def sample(way, ms, budget=None, mode=None, batch=1):
+        """Return a sample of the kernel or attention ``way``; a mode means the whole model."""
         part = "model" if mode else "attention"
         case = {"part": part, "length": 1000, "batch": batch, "way": way, "mode": mode}
         fields = dict.fromkeys((*Decode.SHAPE, *Decode.FOUND, "error"))
@@ -173,15 +175,15 @@ def test_cab_is_compared_with_fastest_dense_kernel():
     rows = Decode.rows(samples[::-1], {})
     attention, model = (row for row in rows if row["way"] == "cab")
     assert (attention["baseline"], attention["over_best"]) == ("FA3", 4.0)
-    # 2 MB in a millisecond, of 1,000 GB/s
+    # 2 MB in 1 ms are 2 GB/s, of a bandwidth of 1,000 GB/s
     assert (attention["gb_s"], attention["of_bandwidth"]) == (2.0, 0.002)
     assert attention["over_same"] is None
     assert (model["baseline"], model["over_best"]) == ("sdpa dynamic", 1.6)
     assert model["over_same"] == 2.0
     head, _, *lines = Decode.tables(rows)["All cases"].splitlines()
     cells = [dict(zip(head.split(" | "), x.split(" | "), strict=True)) for x in lines]
-    (shown,) = (x for x in cells if (x["attention"], x["mode"]) == ("cab", "compiled"))
-    assert (shown["ms"], shown["baseline"], shown["speed-up"]) == ("5.00", "sdpa dynamic", "1.60×")
+    (cab,) = (x for x in cells if (x["attention"], x["mode"]) == ("cab", "compiled"))
+    assert (cab["ms"], cab["baseline"], cab["speed-up"]) == ("5.00", "sdpa dynamic", "1.60×")
 
 
 @pytest.mark.gpu
@@ -203,9 +205,9 @@ def test_gpu_uses_cuda_graphs_and_compiled_steps(gpu, tmp_path):
 
 
 def test_decode_run_writes_all_rows(tmp_path):
-    words = ("--lengths", "512,640", "--batches", "1,2", "--kernels", "SDPA,FA3")
-    rows = speed_run("decode", tmp_path, *WORDS, *words, drawn=True)["rows"]
-    # two lengths and batches: two kernels and cab; three modes of sdpa and cab
+    options = ("--lengths", "512,640", "--batches", "1,2", "--kernels", "SDPA,FA3")
+    rows = speed_run("decode", tmp_path, *WORDS, *options, drawn=True)["rows"]
+    # four pairs of length and batch: two kernels and cab, and three modes of sdpa and of cab
     assert [row["part"] for row in rows] == ["attention"] * 4 * 3 + ["model"] * 4 * 6
     failed = {row["way"] if row["mode"] is None else row["mode"] for row in rows if row["error"]}
     assert failed == {"FA3", "compiled"}

@@ -1,4 +1,4 @@
-"""Dense baselines of all speed ops: which one a ratio uses, their inputs, checks and times."""
+"""Dense baselines of the speed commands: their selection, inputs, checks and times."""
 
 import json
 import sys
@@ -18,12 +18,13 @@ CASE = {"length": 256, "head_dim": 16, "direction": "forward", "blocks": "32x16"
 CASE |= {"layout": "whole", "budget": 0.2}
 
 
-def tiny(**more):
-    return Settings(device="cpu", heads=4, kv_heads=2, head_dims=(16,), seconds=0.0, **more)
+def tiny_settings(**fields):
+    """Return settings of a layer with few heads and channels."""
+    return Settings(device="cpu", heads=4, kv_heads=2, head_dims=(16,), seconds=0.0, **fields)
 
 
 def test_first_capture_error_is_reported():
-    class Broken(timing.GpuBench):
+    class BenchWithoutGraphs(timing.GpuBench):
         def __init__(self):
             pass
 
@@ -36,12 +37,12 @@ def test_first_capture_error_is_reported():
             finally:
                 raise RuntimeError("capture was invalidated")
 
-    result = Broken().time(lambda: None)
+    result = BenchWithoutGraphs().time(lambda: None)
     assert result == Timing(1.0, None, "operation not permitted when stream is capturing")
 
 
 def test_inputs_have_the_memory_layout_of_transformers():
-    q, k = tiny().random_heads(300, 16, torch.device("cpu"), "qk")
+    q, k = tiny_settings().random_heads(300, 16, torch.device("cpu"), "qk")
     assert q.shape == (1, 4, 300, 16) and k.shape == (1, 2, 300, 16)
     assert q.transpose(1, 2).is_contiguous() and k.transpose(1, 2).is_contiguous()
 
@@ -52,12 +53,12 @@ def test_baseline_is_extrapolated_from_longest_length():
         {"length": 200, "ms": 1.5, "baselines": {"FA3": 3.0, "cuDNN": 9.0}},
         {"length": 400, "ms": 2.0, "baselines": {}},
     ]
-    near, middle, far = (dense.compared(row, rows) for row in rows)
-    assert (near["baseline_ms"], near["extrapolated"]) == (1.0, False)
+    short, middle, long = (dense.compared(row, rows) for row in rows)
+    assert (short["baseline_ms"], short["extrapolated"]) == (1.0, False)
     assert (middle["baseline_ms"], middle["extrapolated"]) == (3.0, False)
-    assert (far["baseline"], far["baseline_ms"], far["extrapolated"]) == ("FA3", 12.0, True)
-    assert far["ratio"] == pytest.approx(2.0 / 12.0)
-    assert dense.time_shown(far) == "≈ 12.0 FA3"
+    assert (long["baseline"], long["baseline_ms"], long["extrapolated"]) == ("FA3", 12.0, True)
+    assert long["ratio"] == pytest.approx(2.0 / 12.0)
+    assert dense.time_shown(long) == "≈ 12.0 FA3"
 
 
 @pytest.mark.parametrize(
@@ -74,12 +75,14 @@ def test_ratio_uses_preferred_or_fastest_baseline(measured, name):
 
 
 def test_wrong_dense_kernel_is_not_measured(monkeypatch):
-    def swapped(q, k, v, scale):
+    attend = dense.ON_CPU["SDPA"].load()
+
+    def attend_with_keys_and_values_swapped(q, k, v, scale):
         return attend(q, v.expand_as(k), k, scale)
 
-    attend = dense.ON_CPU["SDPA"].load()
-    monkeypatch.setattr(dense, "ON_CPU", {"bad": dense.Baseline(lambda: swapped)})
-    row = sample_of(Attention, tiny(), CASE, timing.Bench("cpu"))
+    wrong = dense.Baseline(lambda: attend_with_keys_and_values_swapped)
+    monkeypatch.setattr(dense, "ON_CPU", {"bad": wrong})
+    row = sample_of(Attention, tiny_settings(), CASE, timing.Bench("cpu"))
     assert row["baselines"] == {} and "wrong by" in row["not_measured"]["bad"]
 
 
@@ -88,24 +91,25 @@ def test_baselines_are_measured_up_to_a_length_and_a_cascade_by_its_anchor(tmp_p
     words = [*shape.split(), "--lengths", "192,384", "--densities", "0.2", "--dense-up-to", "192"]
     cascade = ("predictor=cascade", "anchors=[3]", "mass_threshold=0.2", "share_threshold=0.5")
     words += [word for each in cascade for word in ("--cab", each)]
-    near, far = speed_run("attention", tmp_path, *words)["rows"]
-    assert far["baselines"] == {} and far["extrapolated"] is True
-    assert far["baseline_ms"] == pytest.approx(4 * near["baseline_ms"])
-    assert near["predict_ms"] > 0 and 0 < near["density"] < 1
+    short, long = speed_run("attention", tmp_path, *words)["rows"]
+    assert long["baselines"] == {} and long["extrapolated"] is True
+    assert long["baseline_ms"] == pytest.approx(4 * short["baseline_ms"])
+    assert short["predict_ms"] > 0 and 0 < short["density"] < 1
 
 
 def test_flash_attn_functions_get_token_major_views(monkeypatch):
     def kernel(q, k, v, softmax_scale, causal):
         assert q.shape == (1, 300, 4, 16) and k.shape == v.shape == (1, 300, 2, 16)
         assert q.is_contiguous() and causal
-        out = dense.ON_CPU["SDPA"].load()(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = dense.ON_CPU["SDPA"].load()(q, k, v, softmax_scale)
         return out.transpose(1, 2), "log-sum-exp"
 
     module = ModuleType("flash_attn_interface")
     module.flash_attn_func = kernel
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(dense, "find_spec", lambda name: True)
-    q, k, v = tiny().random_heads(300, 16, torch.device("cpu"), "qkv")
+    q, k, v = tiny_settings().random_heads(300, 16, torch.device("cpu"), "qkv")
     dense.check_dense(dense.ON_GPU["FA3"].load(), q, k, v)
 
 

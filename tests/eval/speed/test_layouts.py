@@ -1,4 +1,4 @@
-"""Layouts of ``speed attention``: places of sequences, their masks and kernels, whole rows."""
+"""Layouts of ``speed attention``: positions of sequences in rows, masks, and varlen kernels."""
 
 import sys
 from types import ModuleType
@@ -12,26 +12,33 @@ from cab_hf.eval.speed.attention import Attention, Settings
 from cab_hf.eval.speed.layouts import LAYOUTS, PACKED, PADDED, WHOLE, Sequences
 from cab_hf.ops import reference
 
-# small blocks, so that 192 tokens have blocks to skip
+# few forced blocks, so that blocks of 192 tokens can be skipped
 BLOCKS = ("local_blocks=1", "dense_tail_blocks=0")
 
 
-def tiny(**more):
+def tiny_settings(**fields):
+    """Return settings of a layer with few heads and channels, and a batch of two."""
     shape = {"heads": 4, "kv_heads": 2, "head_dims": (16,), "batch": 2, "seconds": 0.0}
-    return Settings(device="cpu", cab=BLOCKS, **{**shape, **more})
+    return Settings(device="cpu", cab=BLOCKS, **{**shape, **fields})
 
 
-def measured(layout, **more):
+def measured(layout, **fields):
+    """Return the sample of a layout; ``fields`` replaces fields of the case."""
     case = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16"}
-    settings = tiny(layouts=(layout,), directions=("forward",))
-    return sample_of(Attention, settings, {**case, "layout": layout, "budget": 0.3, **more})
+    settings = tiny_settings(layouts=(layout,), directions=("forward",))
+    return sample_of(Attention, settings, {**case, "layout": layout, "budget": 0.3, **fields})
+
+
+def drawn(layout, batch, length):
+    """Return random lengths and positions of ``batch`` sequences on the CPU, from seed 0."""
+    return Sequences.drawn(layout, batch, length, 0, "cpu")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sequences_have_half_to_all_of_the_length(layout):
-    sequences = Sequences.drawn(layout, 3, 200, 0, "cpu")
-    *most, last = sequences.lengths
-    assert all(100 <= length <= 200 for length in most) and last <= 200
+    sequences = drawn(layout, batch=3, length=200)
+    *others, last = sequences.lengths
+    assert all(100 <= length <= 200 for length in others) and last <= 200
     assert sequences.cu_seq_lens.tolist()[-1] == sum(sequences.lengths)
     if layout == PACKED:
         assert (sequences.rows, sequences.slots, sum(sequences.lengths)) == (1, 600, 600)
@@ -45,12 +52,13 @@ def test_sequences_have_half_to_all_of_the_length(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_mask_equals_key_ranges(layout):
-    sequences = Sequences.drawn(layout, 2, 40, 0, "cpu")
-    seen = sequences.mask().dense_rows(0, sequences.slots, 0, sequences.slots, "cpu")[:, 0]
-    key, ranges = torch.arange(sequences.slots), sequences.ranges
-    allowed = (key >= ranges.start[..., None]) & (key <= ranges.end[..., None])
-    real = ranges.end >= 0
-    assert torch.equal(seen.expand_as(allowed)[real], allowed[real])
+    sequences = drawn(layout, batch=2, length=40)
+    slots, ranges = sequences.slots, sequences.ranges
+    mask = sequences.mask().dense_rows(0, slots, 0, slots, "cpu")[:, 0]
+    key = torch.arange(slots)
+    in_range = (key >= ranges.start[..., None]) & (key <= ranges.end[..., None])
+    is_real = ranges.end >= 0
+    assert torch.equal(mask.expand_as(in_range)[is_real], in_range[is_real])
 
 
 def flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
@@ -60,10 +68,16 @@ def flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     borders = cu_seqlens_q.tolist()
     assert cu_seqlens_k.tolist() == borders and borders[-1] == len(q)
     for start, stop in zip(borders, borders[1:], strict=False):
-        one = [x[None, start:stop].transpose(1, 2) for x in (q, k, v)]
-        causal = {"is_causal": True, "enable_gqa": True, "scale": options["softmax_scale"]}
-        attended = torch.nn.functional.scaled_dot_product_attention(*one, **causal)
-        out[start:stop] = attended[0].transpose(0, 1)
+        q_part, k_part, v_part = (x[None, start:stop].transpose(1, 2) for x in (q, k, v))
+        out_part = torch.nn.functional.scaled_dot_product_attention(
+            q_part,
+            k_part,
+            v_part,
+            is_causal=True,
+            enable_gqa=True,
+            scale=options["softmax_scale"],
+        )
+        out[start:stop] = out_part[0].transpose(0, 1)
     return out, None
 
 
@@ -73,13 +87,13 @@ def test_varlen_kernels_attend_within_sequences(monkeypatch, layout):
     module.flash_attn_varlen_func = flash_varlen
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(dense, "find_spec", lambda name: True)
-    sequences = Sequences.drawn(layout, 2, 96, 0, "cpu")
-    q, k, v = tiny().random_heads(sequences.slots, 16, "cpu", "qkv", sequences.rows)
+    sequences = drawn(layout, batch=2, length=96)
+    q, k, v = tiny_settings().random_heads(sequences.slots, 16, "cpu", "qkv", sequences.rows)
     sequences.check(layouts._varlen(sequences, layouts.VARLEN[0][1]), q, k, v, backward=False)
-    # and the check fails for attention across sequences
-    across = dense.on("cpu")["SDPA"].load()
+    # the check fails for attention across sequences
+    attend_across = dense.on("cpu")["SDPA"].load()
     with pytest.raises(ArithmeticError, match="wrong by"):
-        sequences.check(across, q, k, v, backward=False)
+        sequences.check(attend_across, q, k, v, backward=False)
 
 
 def test_kernel_attending_across_sequences_is_not_timed(monkeypatch):
@@ -95,10 +109,10 @@ def test_selection_and_attention_are_timed_in_every_layout(layout):
     assert row["error"] is None and row["not_measured"] == {}
     assert row["predict_ms"] == row["attend_ms"]["reference"] == 2.0
     assert row["total_eager_ms"]["reference"] == 3.0 and 0.2 < row["density"] < 0.5
-    sequences = Sequences.drawn(layout, 2, 192, 0, "cpu")
+    sequences = drawn(layout, batch=2, length=192)
     assert row["causal_pairs"] == sum(length**2 for length in sequences.lengths) // 2
-    (shown,) = Attention.rows([row], {})
-    assert shown["ratio"] == 1.0
+    (shown_row,) = Attention.rows([row], {})
+    assert shown_row["ratio"] == 1.0
 
 
 def test_wrong_engine_with_padding_is_not_timed(monkeypatch):

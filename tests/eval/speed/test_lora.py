@@ -1,4 +1,4 @@
-"""``speed lora``: training steps, FLOPs by hand, ranks, and searched lengths."""
+"""``speed lora``: training steps, operations by hand, ranks, and searched lengths."""
 
 import json
 import weakref
@@ -17,17 +17,18 @@ from cab_hf.eval.speed.runner import next_length
 from cab_hf.finetune.offload import Offload
 
 SMALL = (*BLOCKS, "min_length=0")
-# a case of one process
-ONE = {"spread": "alone", "world": 1, "sought": False}
-CASE = {"length": 192, "implementation": "cab", **ONE}
+# fields of a case of one process
+ONE_PROCESS = {"spread": "alone", "world": 1, "sought": False}
+CASE = {"length": 192, "implementation": "cab", **ONE_PROCESS}
 
 
-def tiny(**more):
-    return Settings(device="cpu", **{**TINY, **more})
+def tiny_settings(**fields):
+    """Return settings of a tiny model; ``fields`` replaces fields."""
+    return Settings(device="cpu", **{**TINY, **fields})
 
 
 def test_step_lowers_loss_and_clears_gradients():
-    settings = tiny(lengths=(64,), vocab=32)
+    settings = tiny_settings(lengths=(64,), vocab=32)
     train_state, batch = lora.train_state(settings), lora.batch_of(settings, 64)
     with lora.training(settings, 64, "sdpa") as (call, _):
         before = train_state.objective(batch).item()
@@ -40,9 +41,9 @@ def test_step_lowers_loss_and_clears_gradients():
 
 
 def test_operations_by_hand():
-    settings = tiny(lengths=(64,), vocab=11, rank=3)
+    settings = tiny_settings(lengths=(64,), vocab=11, rank=3)
     cost = lora.train_state(settings).cost
-    # frozen: q and o 24 x 32, k and v 24 x 16, three of 24 x 40 in the MLP; the head
+    # frozen weights: q and o 24 x 32, k and v 24 x 16, three of 24 x 40 in the MLP, and the LM head
     frozen = 2 * (2 * 24 * 32 + 2 * 24 * 16 + 3 * 24 * 40) + 24 * 11
     adapters = 2 * 3 * 2 * ((24 + 32) + (24 + 16))
     attention = 2 * 12 * 32 * 64 * 65 / 2
@@ -51,49 +52,51 @@ def test_operations_by_hand():
 
 
 def test_lora_row_by_hand(monkeypatch):
-    settings = tiny(lengths=(192,), cab=SMALL)
+    settings = tiny_settings(lengths=(192,), cab=SMALL)
     row = sample_of(LoraStep, settings, CASE, Clock())
     cost = lora.train_state(settings).cost
     assert (row["ms"], row["peak_gib"], row["error"]) == (500.0, 2.0, None)
     assert 0 < row["density"] < 0.7 and "sparse" in row["ran_as"]
-    done = lora.step_flops(cost, 192, row["density"])
-    assert row["ceiling"] == pytest.approx(lora.step_flops(cost, 192) / done)
-    assert row["tflops"] == pytest.approx(done / 0.5 / 1e12)
-    # warm-up steps do not count
+    flops = lora.step_flops(cost, 192, row["density"])
+    assert row["ceiling"] == pytest.approx(lora.step_flops(cost, 192) / flops)
+    assert row["tflops"] == pytest.approx(flops / 0.5 / 1e12)
+    # warm-up steps do not change the density
     monkeypatch.setattr(lora, "WARM_UP_TOKENS", 16)
     again = sample_of(LoraStep, settings, CASE, Clock())
     assert again["density"] == pytest.approx(row["density"])
 
 
 def test_long_step_uses_tiles_and_offload():
-    settings = tiny(lengths=(192,), runs=1, cab=SMALL, tile_tokens=50, offload_layers=1)
-    calls = []
+    settings = tiny_settings(lengths=(192,), runs=1, cab=SMALL, tile_tokens=50, offload_layers=1)
+    tile_lengths = []
     mlp = model.random_model(settings).model.layers[0].mlp
-    handle = mlp.act_fn.register_forward_hook(lambda _, given, __: calls.append(given[0].shape[1]))
+    handle = mlp.act_fn.register_forward_hook(
+        lambda _, inputs, __: tile_lengths.append(inputs[0].shape[1])
+    )
     row = sample_of(LoraStep, settings, CASE, Clock())
     assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (50, 1, 0.25)
-    # forward and recompute, in the warm-up and in the timed step
-    assert sorted(calls) == sorted([50, 50, 50, 42] * 4)
-    # the next row is described again
-    settings = tiny(lengths=(192,), cab=SMALL, tile_tokens=0, offload_layers=0)
+    # the layer runs forward and again for recomputation, in the warm-up and in the timed step
+    assert sorted(tile_lengths) == sorted([50, 50, 50, 42] * 4)
+    # a later row without tiles and offload says so
+    settings = tiny_settings(lengths=(192,), cab=SMALL, tile_tokens=0, offload_layers=0)
     row = sample_of(LoraStep, settings, CASE, Clock())
     handle.remove()
     assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (0, 0, 0.0)
 
 
 def test_pinned_memory_is_freed_before_next_step(monkeypatch):
-    settings, owners, seen = tiny(lengths=(192,)), weakref.WeakSet(), []
-    pinned = Offload._pinned
+    settings, owners, num_owners = tiny_settings(lengths=(192,)), weakref.WeakSet(), []
+    pin = Offload._pinned
 
-    def noted(self):
+    def record_owner_and_pin(self):
         owners.add(self)
-        seen.append(len(owners))
-        return pinned(self)
+        num_owners.append(len(owners))
+        return pin(self)
 
-    monkeypatch.setattr(Offload, "_pinned", noted)
+    monkeypatch.setattr(Offload, "_pinned", record_owner_and_pin)
     for _ in range(2):
         lora.save_memory(settings, 192, 50, 1)
-    assert seen == [1, 1]
+    assert num_owners == [1, 1]
     lora.save_memory(settings, 192, 0, 0)
 
 
@@ -105,8 +108,11 @@ def test_kernel_without_backward_has_error_row(monkeypatch):
             )
 
     monkeypatch.setattr(dense, "ON_CPU", {"FA3": dense.Baseline(lambda: forward_only)})
-    settings = tiny(lengths=(96,), implementations=("FA3",))
-    assert "no backward" in sample_of(LoraStep, settings, {**settings.asked()[0], **ONE})["error"]
+    settings = tiny_settings(lengths=(96,), implementations=("FA3",))
+    assert (
+        "no backward"
+        in sample_of(LoraStep, settings, {**settings.asked()[0], **ONE_PROCESS})["error"]
+    )
 
 
 @pytest.mark.slow
@@ -115,113 +121,121 @@ def test_lora_run_of_two_ranks(tmp_path):
     words = [*sizes, "--device", "cpu", "--lengths", "600", "--runs", "1", "--max-density", "0.2"]
     words += [word for each in SMALL for word in ("--cab", each)]
     words += ["--implementations", "sdpa,cab_dense,cab", "--out", str(tmp_path / "run")]
-    done = torchrun("-m", "cab_hf.eval", "speed", "lora", *words)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = torchrun("-m", "cab_hf.eval", "speed", "lora", *words)
+    assert process.returncode == 0, process.stderr[-3000:]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     rows = results["rows"]
     assert results["provenance"]["settings"]["worlds"] == [2]
-    ways = ("sdpa", "cab_dense", "cab")
-    # a sharded sequence needs an implementation with context parallelism
-    asked = [(how, way) for how in SPREADS for way in (ways[1:] if how == "cp" else ways)]
-    assert [(row["spread"], row["implementation"]) for row in rows] == asked
+    names = ("sdpa", "cab_dense", "cab")
+    # sdpa has no context parallelism
+    expected = [
+        (spread, name) for spread in SPREADS for name in (names[1:] if spread == "cp" else names)
+    ]
+    assert [(row["spread"], row["implementation"]) for row in rows] == expected
     assert [row["world"] for row in rows] == [1] * 3 + [2] * 8
     alone = {row["implementation"]: row for row in rows[:3]}
     for row in rows:
         assert row["error"] is None and row["ms"] > 0 and row["fits"]
         one = alone[row["implementation"]]
-        # per rank: half of a sequence, or its own sequence
+        # a rank computes half of a sequence with cp, and otherwise a sequence
         share = 0.5 if row["spread"] == "cp" else 1.0
         assert row["tokens_s"] == pytest.approx(share * 600 / row["ms"] * 1e3)
         assert row["efficiency"] == pytest.approx(share * one["ms"] / row["ms"])
-        # ranks choose as one does
+        # all spreads select about as many blocks as one process
         assert row["density"] == pytest.approx(one["density"], rel=0.1)
         assert (row["density"] < 1) == (row["implementation"] == "cab")
     (sharded,) = (row for row in rows if row["spread"] == "cp" and row["implementation"] == "cab")
     assert sharded["baseline"] == "cab_dense"
-    # of the same text, every query being on one rank
+    # with cp, the ranks compute the sequence of one process
     assert sharded["density"] == pytest.approx(alone["cab"]["density"], rel=1e-6)
 
 
 def test_single_rank_is_refused(one_process, tmp_path):
-    measured = LoraStep(tiny(spread=SPREADS, out=str(tmp_path)), RankGroup(dist.group.WORLD))
+    settings = tiny_settings(spread=SPREADS, out=str(tmp_path))
+    experiment = LoraStep(settings, RankGroup(dist.group.WORLD))
     with pytest.raises(ValueError, match="torchrun started 1; give it --nproc_per_node=2"):
-        measured.over_ranks()
+        experiment.over_ranks()
 
 
 def test_efficiency_compares_with_one_rank_of_same_length():
-    def sample(length, way, how, world, ms):
-        place = {"length": length, "implementation": way, "spread": how, "world": world}
-        return {**LoraStep.ADDED, **place, "ms": ms, "density": 1.0, "ceiling": 1.0}
+    def sample(length, implementation, spread, *, world, ms):
+        case = {"length": length, "implementation": implementation}
+        case |= {"spread": spread, "world": world}
+        return {**LoraStep.ADDED, **case, "ms": ms, "density": 1.0, "ceiling": 1.0}
 
     rows = LoraStep.rows(
         [
-            sample(1000, "cab", "alone", 1, 100.0),
-            sample(1000, "cab_dense", "alone", 1, 200.0),
-            sample(2000, "cab", "alone", 1, 400.0),
-            sample(1000, "cab", "ddp", 2, 125.0),
-            sample(2000, "cab", "cp", 2, 250.0),
-            sample(2000, "cab_dense", "cp", 2, 1000.0),
-            sample(1000, "cab", "fsdp2", 4, 160.0),
+            sample(1000, "cab", "alone", world=1, ms=100.0),
+            sample(1000, "cab_dense", "alone", world=1, ms=200.0),
+            sample(2000, "cab", "alone", world=1, ms=400.0),
+            sample(1000, "cab", "ddp", world=2, ms=125.0),
+            sample(2000, "cab", "cp", world=2, ms=250.0),
+            sample(2000, "cab_dense", "cp", world=2, ms=1000.0),
+            sample(1000, "cab", "fsdp2", world=4, ms=160.0),
         ],
         {},
     )
-    actual = {(r["spread"], r["implementation"], r["length"]): r for r in rows}
+    actual = {(row["spread"], row["implementation"], row["length"]): row for row in rows}
     sharded = actual["cp", "cab", 2000]
     assert actual["ddp", "cab", 1000]["efficiency"] == pytest.approx(100 / 125)
     assert actual["ddp", "cab", 1000]["tokens_s"] == pytest.approx(8000)
     assert sharded["efficiency"] == pytest.approx(400 / 250 / 2)
     assert actual["fsdp2", "cab", 1000]["tokens_s"] == pytest.approx(1000 / 0.16)
-    # no single rank was measured at this length
+    # one rank was not measured at this length
     assert actual["cp", "cab_dense", 2000]["efficiency"] is None
     assert (sharded["baseline"], sharded["over_best"]) == ("cab_dense", 4.0)
-    said = LoraStep.readings(rows)
-    assert any("on 2 ranks by cp cab is 4.00× as fast as cab_dense" in each for each in said)
+    sentence = "on 2 ranks by cp cab is 4.00× as fast as cab_dense"
+    assert any(sentence in reading for reading in LoraStep.readings(rows))
 
 
 @pytest.mark.parametrize("limit", [0, 63, 64, 200, 1000, 6399, 6400, 100_000])
-@pytest.mark.parametrize("asked", [(), (100,), (100, 3000)])
-@pytest.mark.parametrize("likely", [(), (30, 60), (900, 1100)])
-def test_next_length_finds_longest_that_fits(limit, asked, likely):
-    tried = {length: length <= limit for length in asked}
+@pytest.mark.parametrize("measured", [(), (100,), (100, 3000)])
+@pytest.mark.parametrize("guesses", [(), (30, 60), (900, 1100)])
+def test_next_length_finds_longest_that_fits(limit, measured, guesses):
+    tried = {length: length <= limit for length in measured}
     for _ in range(40):
-        length = next_length(tried, 64, likely)
+        length = next_length(tried, 64, guesses)
         if length is None:
             break
         assert length % 64 == 0 and length > 0 and length not in tried
         tried[length] = length <= limit
     assert length is None
-    fitting = [n for n, fits in tried.items() if fits]
+    fitting = [length for length, fits in tried.items() if fits]
     assert max(fitting, default=0) // 64 == limit // 64
 
 
 def test_step_search_covers_every_implementation(monkeypatch):
-    """Search for the longest step on a GPU that fits 300 tokens."""
+    """Steps of up to 300 tokens fit, and lengths are multiples of 64."""
     monkeypatch.setattr(lora, "LONGEST", 0)
-    experiment = LoraStep(tiny(lengths=(96,), implementations=("sdpa", "cab"), longest=True))
+    experiment = LoraStep(
+        tiny_settings(lengths=(96,), implementations=("sdpa", "cab"), longest=True)
+    )
     experiment.bench = SimpleNamespace(room=lambda: 1.0)
     samples = []
     for case in experiment.cases(samples):
         samples.append({**case, "fits": case["length"] <= 300})
-    for way in ("sdpa", "cab"):
-        tried = {x["length"]: x["sought"] for x in samples if x["implementation"] == way}
+    for name in ("sdpa", "cab"):
+        own = [sample for sample in samples if sample["implementation"] == name]
+        tried = {sample["length"]: sample["sought"] for sample in own}
         assert tried == {96: False, 128: True, 256: True, 512: True, 384: True, 320: True}
 
 
 def test_step_search_starts_below_estimate():
-    experiment = LoraStep(tiny(lengths=(96,), implementations=("cab",), longest=True))
+    experiment = LoraStep(tiny_settings(lengths=(96,), implementations=("cab",), longest=True))
     experiment.bench = SimpleNamespace(room=lambda: 0.25)
-    here = {"spread": "alone", "world": 1, "implementation": "cab"}
-    estimate = experiment.estimated(here)
-    room = lora.room_of(0.25)
-    steps = (experiment.fitted(here, n, room)[1].memory for n in (estimate, estimate + 64))
-    assert list(map(room.holds, steps)) == [True, False]
-    sought = next(x for x in experiment.cases([]) if x["sought"])
-    assert sought["length"] == int(0.9 * estimate) // 64 * 64
+    case = {"spread": "alone", "world": 1, "implementation": "cab"}
+    estimate = experiment.estimated(case)
+    limits = lora.room_of(0.25)
+    lengths = (estimate, estimate + 64)
+    steps = (experiment.fitted(case, length, limits)[1].memory for length in lengths)
+    assert list(map(limits.holds, steps)) == [True, False]
+    first = next(case for case in experiment.cases([]) if case["sought"])
+    assert first["length"] == int(0.9 * estimate) // 64 * 64
 
 
 def test_qlora_step_packs_weights_in_four_bits():
     functional = pytest.importorskip("bitsandbytes.functional")
-    settings = tiny(lengths=(96,), cab=SMALL, hidden=64, intermediate=128, qlora=True)
+    settings = tiny_settings(lengths=(96,), cab=SMALL, hidden=64, intermediate=128, qlora=True)
     plain = model.random_model(replace(settings, qlora=False)).model.layers[0].mlp.down_proj
     first = lora.train_state(settings).objective.model.get_base_model().model.layers[0]
     packed = first.mlp.down_proj.weight
@@ -236,14 +250,14 @@ def test_qlora_step_packs_weights_in_four_bits():
 
 
 def test_out_of_memory_step_leaves_no_gradients(monkeypatch):
-    def full(backward, trainable, optimizer, tokens):
-        # a step that has begun
+    def run_out_of_memory(backward, trainable, optimizer, tokens):
+        # the step has computed gradients before it fails
         for parameter in trainable:
             parameter.grad = torch.ones_like(parameter)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
 
-    monkeypatch.setattr(lora, "train_step", full)
-    settings = tiny(lengths=(192,), cab=SMALL)
+    monkeypatch.setattr(lora, "train_step", run_out_of_memory)
+    settings = tiny_settings(lengths=(192,), cab=SMALL)
     row = sample_of(LoraStep, settings, CASE, Clock())
     assert row["fits"] is False and row["error"].startswith("out of memory")
     assert all(p.grad is None for p in lora.train_state(settings).trainable)

@@ -1,4 +1,4 @@
-"""What all speed ops share: a run of each, files and committed results."""
+"""Properties of all speed commands: runs, result files, and committed results."""
 
 import json
 import shlex
@@ -25,35 +25,39 @@ from cab_hf.experiment.settings import read_settings
 RESULTS = Path(__file__).parents[3] / "eval" / "results"
 SDPA = dense.ON_CPU["SDPA"].load
 HEADS = "--heads 4 --kv-heads 2"
-# few local and tail blocks: a sequence of 192 tokens must have blocks to skip
+# few forced blocks, so that blocks of 192 tokens can be skipped
 BLOCKS = "--cab query_block=32 --cab key_block=16 --cab local_blocks=1 --cab dense_tail_blocks=1"
 
 
-def by_attention(rows):
+def check_attention(rows):
+    """Check the rows of ``speed attention``."""
     keys = [(row["direction"], row["budget"], row["length"]) for row in rows]
     assert keys == list(product(("forward", "backward"), (0.2, 1.0), (192, 384)))
     for row in rows:
         assert row["attend_ms"]["reference"] > 0 and row["not_measured"] == {}
         assert (row["density"] == 1) == (row["budget"] == 1)
-        predicted = row["direction"] == "forward" and row["budget"] < 1
-        assert (row["predict_ms"] is not None) == predicted == bool(row["total_ms"])
+        selects = row["direction"] == "forward" and row["budget"] < 1
+        assert (row["predict_ms"] is not None) == selects == bool(row["total_ms"])
         assert row["ratio"] == row["ms"] / row["baselines"]["SDPA"]
 
 
-def by_ways(rows, sparse="cab-always", ways=("sdpa", "SDPA", "cab", "cab-always")):
+def check_ttft(rows, sparse="cab-always", names=("sdpa", "SDPA", "cab", "cab-always")):
+    """Check the rows of ``speed ttft``: only the implementation ``sparse`` skips blocks."""
     pairs = [(row["length"], row["implementation"]) for row in rows]
-    assert pairs == list(product((96, 192), ways))
+    assert pairs == list(product((96, 192), names))
     for row in rows:
-        attends_few = row["implementation"] == sparse
+        is_sparse = row["implementation"] == sparse
         assert row["over_best"] > 0
-        assert (row["density"] < 1) == (row["ceiling"] > 1) == attends_few
+        assert (row["density"] < 1) == (row["ceiling"] > 1) == is_sparse
 
 
-def by_lora(rows):
-    by_ways(rows, "cab", ("sdpa", "SDPA", "cab"))
+def check_lora(rows):
+    """Check the rows of ``speed lora``."""
+    check_ttft(rows, sparse="cab", names=("sdpa", "SDPA", "cab"))
 
 
-def by_serve(rows):
+def check_serve(rows):
+    """Check the rows of ``speed serve``."""
     assert [row["density"] < 1 for row in rows] == [False, False, True]
     for row in rows:
         assert (row["batching"]["max_batch_tokens"], row["batching"]["page_size"]) == (64, 16)
@@ -67,22 +71,22 @@ def by_serve(rows):
         (
             "attention",
             f"{HEADS} --head-dims 16 --seconds 0 --densities 0.2,1 --lengths 192,384",
-            by_attention,
+            check_attention,
             8,
         ),
-        ("ttft", f"--layers 1 --lengths 96,192 --runs 1 {BLOCKS}", by_ways, 8),
+        ("ttft", f"--layers 1 --lengths 96,192 --runs 1 {BLOCKS}", check_ttft, 8),
         pytest.param(
             "serve",
             "--layers 1 --lengths 96,192 --requests 2,192:1 --batch-tokens 64 --new-tokens 4 "
             f"--warm-up 1 --implementations sdpa,cab_dense,cab-always --rate 50 {BLOCKS}",
-            by_serve,
+            check_serve,
             3,
             marks=SERVING,
         ),
         (
             "lora",
             f"--layers 1 --lengths 96,192 --runs 1 --max-density 0.2 {BLOCKS} --cab min_length=0",
-            by_lora,
+            check_lora,
             6,
         ),
     ],
@@ -100,8 +104,8 @@ def test_every_op_runs(op, words, check, cases, tmp_path):
 @pytest.mark.parametrize("op", list(COMMANDS))
 def test_ops_without_gpu_raise(op, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    said = refused(capsys, op, "--out", str(tmp_path / "none"))
-    assert "device must be a CUDA device, got 'cuda'" in said
+    error = refused(capsys, op, "--out", str(tmp_path / "none"))
+    assert "device must be a CUDA device, got 'cuda'" in error
     assert not (tmp_path / "none").exists()
 
 
@@ -114,11 +118,11 @@ def test_ops_are_listed_and_unknown_ones_refused(capsys):
         assert "speed: command must be one of attention, ttft" in capsys.readouterr().err
 
 
-# --- the files
+# --- result files
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "value", "told"),
+    ("module", "name", "value", "field"),
     [
         (provenance, "git_commit", lambda: "1" * 40, "commit"),
         (provenance, "device_name", lambda device: "a GPU", "device"),
@@ -128,7 +132,7 @@ def test_ops_are_listed_and_unknown_ones_refused(capsys):
     ids=["commit", "device", "versions", "baselines"],
 )
 def test_run_with_other_settings_is_not_extended(
-    tmp_path, monkeypatch, capsys, where, name, value, told
+    tmp_path, monkeypatch, capsys, module, name, value, field
 ):
     words = f"{HEADS} --head-dims 16 --seconds 0 --directions forward --densities 0.2 --lengths"
     words = words.split()
@@ -137,84 +141,85 @@ def test_run_with_other_settings_is_not_extended(
     assert [row["length"] for row in content["rows"]] == [96, 192]
     assert content["rows"][1]["ms"] == first["ms"]
     assert sorted(content["provenance"]["settings"]["lengths"]) == [96, 192]
-    monkeypatch.setattr(where, name, value)
-    more = ["--device", "cpu", "--out", str(tmp_path), *words, "64"]
-    assert main(["speed", "attention", *more]) == 2
-    assert f"made with {told}" in capsys.readouterr().err
+    monkeypatch.setattr(module, name, value)
+    options = ["--device", "cpu", "--out", str(tmp_path), *words, "64"]
+    assert main(["speed", "attention", *options]) == 2
+    assert f"made with {field}" in capsys.readouterr().err
 
 
-# removed options -> their value in all committed runs
-GONE = {"budgets": [], "inputs": "topics", "batch": 1, "heads_k_stride": 4, "turns": 8}
-GONE |= {"rope_theta": 500_000.0, "host_gib": 0.0, "gpu_gib": 0.0}
-# former defaults, for committed runs whose commands do not contain the option
+# removed option -> its value in all committed runs
+REMOVED_OPTIONS = {"budgets": [], "inputs": "topics", "batch": 1, "heads_k_stride": 4, "turns": 8}
+REMOVED_OPTIONS |= {"rope_theta": 500_000.0, "host_gib": 0.0, "gpu_gib": 0.0}
+# former defaults of settings that commands of committed runs do not contain
 EARLIER_DEFAULTS = {"min_length": 8192, "predictor": "curvature", "top_p": 0.999}
 EARLIER_DEFAULTS |= {"dense_tail_blocks": 1, "typical_queries": 8, "mass_threshold": 0.0025}
 EARLIER_DEFAULTS |= {"share_threshold": 0.05}
 EARLIER_DEFAULTS |= {"curvature": "additive", "redundancy": 0.3}
-
-
-FOLDERS = {
+# folder of a committed run -> True if the command was removed
+IS_ARCHIVED = {
     folder: read_provenance(folder)["experiment"] in ARCHIVED for folder in RESULTS.glob("speed-*")
 }
 
 
 @pytest.mark.parametrize(
-    "folder", sorted(x for x in FOLDERS if not FOLDERS[x]), ids=lambda path: path.name
+    "folder", sorted(x for x in IS_ARCHIVED if not IS_ARCHIVED[x]), ids=lambda path: path.name
 )
 def test_committed_results_equal_rows_of_samples(folder, monkeypatch):
     content = json.loads(read_file(folder / "results.json"))
     made, rows = content["provenance"], content["rows"]
-    kind = named(made["experiment"])
-    identity, samples = read_log(folder / "samples.jsonl", added=kind.ADDED)
+    experiment = named(made["experiment"])
+    identity, samples = read_log(folder / "samples.jsonl", added=experiment.ADDED)
     assert {name: identity[name] for name in MADE_BY} == {name: made[name] for name in MADE_BY}
-    again = kind.rows(samples, made["settings"])
-    # a trace of requests has all lengths, and is timed as a whole
-    told = (
-        ("implementation", "total_s") if made["experiment"] == "speed serve" else ("length", "ms")
-    )
-    assert list(map(itemgetter(*told), again)) == list(map(itemgetter(*told), rows))
+    # one row of speed serve covers all lengths of its trace, and has the total time
+    is_trace = made["experiment"] == "speed serve"
+    of_row = itemgetter("implementation", "total_s") if is_trace else itemgetter("length", "ms")
+    assert list(map(of_row, experiment.rows(samples, made["settings"]))) == list(map(of_row, rows))
     # the printed commands, one per number of ranks, parse to the recorded settings
     printed = (folder / "report.md").read_text().split("```\n")[1].splitlines()
-    (words,) = {command.partition(kind.name)[2] for command in printed}
+    (words,) = {command.partition(experiment.name)[2] for command in printed}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    given = read_settings(kind.Settings, shlex.split(words), kind.name)
-    recorded = {"worlds": [], **json.loads(json.dumps(kind(given).recorded()))}
-    # removed options that no run set
-    for name, default in GONE.items():
+    settings = read_settings(experiment.Settings, shlex.split(words), experiment.name)
+    recorded = {"worlds": [], **json.loads(json.dumps(experiment(settings).recorded()))}
+    for name, default in REMOVED_OPTIONS.items():
         if name not in recorded:
             assert made["settings"].pop(name, default) == default
-    # older runs lack newer options and fields, and have removed ones
+    # compare the options and fields that the committed run and today's code have
     recorded = {name: recorded[name] for name in made["settings"]}
-    known, today = made["settings"]["cab_config"], recorded["cab_config"]
-    both = set.intersection(*map(set, (known, today)))
-    made["settings"]["cab_config"] = {name: known[name] for name in both}
-    # nor of a default that was another
+    committed, today = made["settings"]["cab_config"], recorded["cab_config"]
+    fields = set(committed) & set(today)
+    made["settings"]["cab_config"] = {name: committed[name] for name in fields}
+    # a field with its former default was not set by the command
     recorded["cab_config"] = {
-        name: known[name] if known[name] == EARLIER_DEFAULTS.get(name) else today[name]
-        for name in both
+        name: committed[name] if committed[name] == EARLIER_DEFAULTS.get(name) else today[name]
+        for name in fields
     }
-    # compare parsed values, not words; torchrun sets the number of ranks
-    blank = {"method": "", "worlds": []}
-    assert {**recorded, **blank} == {**made["settings"], **blank}
+    # torchrun sets the number of ranks, and the method is not an option
+    not_compared = {"method": "", "worlds": []}
+    assert {**recorded, **not_compared} == {**made["settings"], **not_compared}
 
 
 @pytest.mark.parametrize(
-    "folder", sorted(x for x in FOLDERS if FOLDERS[x]), ids=lambda path: path.name
+    "folder", sorted(x for x in IS_ARCHIVED if IS_ARCHIVED[x]), ids=lambda path: path.name
 )
 def test_archived_results_render_their_report(folder):
     made, report = read_provenance(folder), (folder / "report.md").read_text()
-    kind = kind_of(made, folder)
-    assert report.startswith(f"# {kind.title}\n") and kind.title.endswith("(archived)")
-    (said,) = [line for line in kind.readings([]) if line.startswith("Archived: ")]
-    assert f"`{kind.name}` was removed" in said
-    parts = [*kind.tables([]).values(), *kind.readings([]), kind.notes({}), kind.command]
+    experiment = kind_of(made, folder)
+    assert report.startswith(f"# {experiment.title}\n") and experiment.title.endswith("(archived)")
+    (sentence,) = [line for line in experiment.readings([]) if line.startswith("Archived: ")]
+    assert f"`{experiment.name}` was removed" in sentence
+    parts = [
+        *experiment.tables([]).values(),
+        *experiment.readings([]),
+        experiment.notes({}),
+        experiment.command,
+    ]
     assert all(part and part in report for part in parts)
-    assert kind.command.startswith(f"```\npython -m cab_hf.eval {kind.name}")
+    assert experiment.command.startswith(f"```\npython -m cab_hf.eval {experiment.name}")
     with pytest.raises(ValueError, match="which was removed. Check out the commit"):
         render(folder)
 
 
-# --- words
+# --- errors and numbers
 
 
 def test_out_of_memory_errors_are_detected():

@@ -1,4 +1,4 @@
-"""``speed serve``: the trace, percentiles by hand, runs of a tiny model, and error rows."""
+"""``speed serve``: traces of requests, percentiles by hand, runs, and error rows."""
 
 import operator
 import queue
@@ -17,21 +17,23 @@ from cab_hf.eval.speed.model import random_model
 from cab_hf.eval.speed.serve import Request, Serve, Settings, serve, summary_of, trace_of
 
 
-def tiny(**more):
-    fields = {"lengths": (96, 192), "requests": ("2",), "cab": BLOCKS, "warm_up": 1}
-    return Settings(device="cpu", **{**TINY, **fields, **more})
+def tiny_settings(**fields):
+    """Return settings of a tiny model and a short trace; ``fields`` replaces fields."""
+    trace = {"lengths": (96, 192), "requests": ("2",), "cab": BLOCKS, "warm_up": 1}
+    return Settings(device="cpu", **{**TINY, **trace, **fields})
 
 
-def took(length, arrived, first, last):
+def served_request(length, arrived, first, last):
+    """Return a served request with the times of its arrival, first token and last token."""
     times = {"arrived": arrived, "first": first, "last": last}
     return {"length": length, **times, "preempted": False}
 
 
 def test_trace_depends_on_seed():
     counts = {100: 30, 300: 3}
-    made = trace_of(counts, 5, 1000, rate=2.0)
-    assert made == trace_of(counts, 5, 1000, rate=2.0) != trace_of(counts, 6, 1000, rate=2.0)
-    lengths = [len(each.prompt) for each in made]
+    trace = trace_of(counts, 5, 1000, rate=2.0)
+    assert trace == trace_of(counts, 5, 1000, rate=2.0) != trace_of(counts, 6, 1000, rate=2.0)
+    lengths = [len(each.prompt) for each in trace]
     assert {length: lengths.count(length) for length in counts} == counts
     assert lengths != sorted(lengths)
     assert {each.arrives for each in trace_of({10: 5}, 0, 1000)} == {0.0}
@@ -46,7 +48,7 @@ def test_prompts_share_prefix_of_given_length(shared):
 
 
 def test_summary_by_hand():
-    served = [took(100, 0.0, 1.0, 3.0), took(300, 1.0, 4.0, 5.0)]
+    served = [served_request(100, 0.0, 1.0, 3.0), served_request(300, 1.0, 4.0, 5.0)]
     summary = summary_of(served, new_tokens=5)
     assert (summary["total_s"], summary["prompt_tokens_s"], summary["output_tokens_s"]) == (
         5,
@@ -54,12 +56,12 @@ def test_summary_by_hand():
         2,
     )
     assert (summary["ttft_p50"], summary["ttft_p99"]) == pytest.approx((2.0, 2.98))
-    # four tokens after the first one, in 2 s and in 1 s
+    # the four tokens after the first take 2 s and 1 s
     assert (summary["tpot_p50"], summary["tpot_p99"]) == pytest.approx((375.0, 497.5))
 
 
-class Manager:
-    """Manager that returns all tokens of a request immediately, with times one second apart."""
+class FakeManager:
+    """A manager that returns all tokens of a request at once, with times one second apart."""
 
     def __init__(self):
         self.outputs = queue.Queue()
@@ -83,7 +85,7 @@ class Manager:
 
 def test_token_times_are_recorded():
     requests = [Request(0.0, [1, 2]), Request(0.05, [1, 2, 3])]
-    first, second = serve(Manager(), requests, 3)
+    first, second = serve(FakeManager(), requests, 3)
     assert (first["length"], second["length"]) == (2, 3)
     assert second["arrived"] >= 0.05
     for each in (first, second):
@@ -94,23 +96,26 @@ def test_token_times_are_recorded():
 
 @SERVING
 def test_preempted_requests_are_counted():
-    settings = tiny(blocks=26, new_tokens=40, implementations=("cab",))
+    settings = tiny_settings(blocks=26, new_tokens=40, implementations=("cab",))
     (row,) = Serve.rows([sample_of(Serve, settings, settings.asked()[0])], {})
     assert row["error"] is None and 0 < row["preempted"] < 4
-    # tokens from before count as well
+    # the first token is that before the request was preempted
     assert all(each["first"] < each["last"] for each in row["served"])
 
 
 def test_rows_are_compared_with_fastest_dense():
-    def sample(way, served, error=None):
-        fixed = {"new_tokens": 5, "longest": 300, "ran_as": None, "error": error}
-        fixed |= dict.fromkeys(("density", "peak_gib", "cache_gib")) | {"batching": {}}
-        return {"implementation": way, "served": served, **fixed}
+    def sample(implementation, served, error=None):
+        fields = {"new_tokens": 5, "longest": 300, "ran_as": None, "error": error}
+        fields |= dict.fromkeys(("density", "peak_gib", "cache_gib")) | {"batching": {}}
+        return {"implementation": implementation, "served": served, **fields}
 
     samples = [
-        sample("sdpa", [took(100, 0.0, 4.0, 8.0), took(300, 0.0, 8.0, 12.0)]),
-        sample("flash_attention_3", [took(100, 0.0, 2.0, 4.0), took(300, 0.0, 4.0, 6.0)]),
-        sample("cab", [took(100, 0.0, 1.0, 2.0), took(300, 0.0, 2.0, 3.0)]),
+        sample("sdpa", [served_request(100, 0.0, 4.0, 8.0), served_request(300, 0.0, 8.0, 12.0)]),
+        sample(
+            "flash_attention_3",
+            [served_request(100, 0.0, 2.0, 4.0), served_request(300, 0.0, 4.0, 6.0)],
+        ),
+        sample("cab", [served_request(100, 0.0, 1.0, 2.0), served_request(300, 0.0, 2.0, 3.0)]),
         sample("cab-always", None, error="out of memory"),
     ]
     rows = Serve.rows(samples, {})
@@ -123,10 +128,13 @@ def test_rows_are_compared_with_fastest_dense():
 
 @SERVING
 def test_generation_error_is_row_error(monkeypatch):
-    def full(*_):
+    def run_out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
 
-    monkeypatch.setattr(batch, "attend_batch", full)
-    row = sample_of(Serve, tiny(), {"implementation": "cab"})
+    monkeypatch.setattr(batch, "attend_batch", run_out_of_memory)
+    row = sample_of(Serve, tiny_settings(), {"implementation": "cab"})
     assert row["error"] == "out of memory: tried to allocate 4.00 GiB"
-    assert row["served"] is None and random_model(tiny()).config._attn_implementation == "sdpa"
+    assert (
+        row["served"] is None
+        and random_model(tiny_settings()).config._attn_implementation == "sdpa"
+    )

@@ -1,4 +1,4 @@
-"""``speed ttft``: FLOPs of the model, rows by hand, questions after a cache, and ranks."""
+"""``speed ttft``: operations and rows by hand, questions after a cache, and ranks."""
 
 import json
 from dataclasses import replace
@@ -16,45 +16,52 @@ from cab_hf.eval.speed.ttft import TimeToFirstToken as Ttft
 WORDS = [word for each in BLOCKS for word in ("--cab", each)]
 
 
-def tiny(**more):
-    return Settings(device="cpu", **{**TINY, **more})
+def tiny_settings(**fields):
+    """Return settings of a tiny model; ``fields`` replaces fields."""
+    return Settings(device="cpu", **{**TINY, **fields})
 
 
-def made_sample(length, implementation, ms, density=1.0, variant="plain"):
-    """A sample, as `Ttft.measure` makes it."""
-    fixed = {"ceiling": 2.0, "peak_gib": None, "tflops": 1.0, "ran_as": None, "error": None}
-    place = {"length": length, "implementation": implementation, "world": 1, "behind": 0}
-    place["variant"] = variant
-    return {**Ttft.ADDED, **place, "ms": ms, "density": density, **fixed}
+def sample(length, implementation, ms, density=1.0, variant="plain"):
+    """Return a sample of `Ttft.measure`."""
+    result = {"ceiling": 2.0, "peak_gib": None, "tflops": 1.0, "ran_as": None, "error": None}
+    case = {"length": length, "implementation": implementation, "world": 1, "behind": 0}
+    case["variant"] = variant
+    return {**Ttft.ADDED, **case, "ms": ms, "density": density, **result}
 
 
 def test_operations_by_hand_are_those_of_the_model():
-    settings = tiny(vocab=11)
-    # per layer and token: q and o 24 x 32 each, k and v 24 x 16 each, three of 24 x 40 in the MLP
+    settings = tiny_settings(vocab=11)
+    # weights per layer: q and o 24 x 32 each, k and v 24 x 16 each, three of 24 x 40 in the MLP
     weights = 2 * (2 * 24 * 32 + 2 * 24 * 16 + 3 * 24 * 40)
     linear, attention = 2 * (10 * weights + 24 * 11), 2 * 4 * 4 * 8 * 10 * 10 / 2
     assert settings.flops(10) == linear + attention
     assert settings.flops(10, 0.25) == linear + 0.25 * attention
-    # after a cache: FLOPs of all tokens minus FLOPs of the cached ones
+    # after a cache, attention has the pairs of all tokens without those of the cached tokens
     cached = 2 * 4 * 4 * 8 * (30**2 - 20**2) / 2
     assert settings.flops(10, num_cached=20) == linear + cached
-    made = model.random_model(settings)
-    counted = [p.numel() for n, p in made.named_parameters() if "proj" in n or "lm_head" in n]
-    assert settings.flops(1, 0.0) == 2 * sum(counted)
-    assert made.dtype == torch.float32 and 0.01 < made.lm_head.weight.std() < 0.03
+    llama = model.random_model(settings)
+    in_products = [
+        parameter.numel()
+        for name, parameter in llama.named_parameters()
+        if "proj" in name or "lm_head" in name
+    ]
+    assert settings.flops(1, 0.0) == 2 * sum(in_products)
+    assert llama.dtype == torch.float32 and 0.01 < llama.lm_head.weight.std() < 0.03
 
 
-@pytest.mark.parametrize("way", ["sdpa", "SDPA", "cab-always"])
-def test_implementations_have_equal_logits(way):
-    settings = tiny(lengths=(70,), cab=(*BLOCKS[:2], "mass_threshold=0.0"), max_density=("1.0",))
+@pytest.mark.parametrize("implementation", ["sdpa", "SDPA", "cab-always"])
+def test_implementations_have_equal_logits(implementation):
+    settings = tiny_settings(
+        lengths=(70,), cab=(*BLOCKS[:2], "mass_threshold=0.0"), max_density=("1.0",)
+    )
     with model.prefilling(settings, 70, "sdpa") as (call, *_):
         expected = call().logits
-    with model.prefilling(settings, 70, way) as (call, *_):
+    with model.prefilling(settings, 70, implementation) as (call, *_):
         actual = call()
     torch.testing.assert_close(actual.logits, expected)
     assert actual.logits.shape == (1, 1, settings.vocab)
     assert actual.past_key_values.get_seq_length() == 70
-    # as it was found
+    # the model has its own implementation again
     assert model.random_model(settings).config._attn_implementation == "sdpa"
 
 
@@ -69,30 +76,30 @@ def test_max_density_per_length():
     ("length", "behind", "least", "most"),
     [
         pytest.param(192, 0, 0, 0.6, id="prompt"),
-        # the last 32 tokens reach into two query blocks of the text, of which the call has 52
-        # tokens: these attend all
+        # the dense tail of 32 tokens reaches into two query blocks of the sequence. The call has 52
+        # tokens in these blocks, and they attend to all keys
         pytest.param(96, 500, 52 / 96, 0.7, id="question"),
     ],
 )
 def test_ttft_row_by_hand(length, behind, least, most):
-    settings = tiny(lengths=(length,), behind=behind, cab=BLOCKS)
+    settings = tiny_settings(lengths=(length,), behind=behind, cab=BLOCKS)
     case = {"variant": "plain", "length": length, "implementation": "cab-always", "world": 1}
     row = sample_of(Ttft, settings, case | {"sought": False}, Clock())
     assert (row["ms"], row["peak_gib"], row["error"]) == (500.0, 2.0, None)
     assert row["behind"] == behind
     assert least < row["density"] < most and "sparse" in row["ran_as"]
-    done = settings.flops(length, row["density"], behind)
-    assert row["ceiling"] == pytest.approx(settings.flops(length, 1.0, behind) / done)
-    assert row["tflops"] == pytest.approx(done / 0.5 / 1e12)
+    flops = settings.flops(length, row["density"], behind)
+    assert row["ceiling"] == pytest.approx(settings.flops(length, 1.0, behind) / flops)
+    assert row["tflops"] == pytest.approx(flops / 0.5 / 1e12)
 
 
 @pytest.mark.parametrize(("least", "is_dense"), [(64, False), (80, True)])
 def test_question_after_cache_is_routed_by_its_own_length(least, is_dense, monkeypatch):
     monkeypatch.setattr(break_even, "POINTS", {"cpu": ((100, least),)})
-    settings = tiny(lengths=(70,), behind=90, cab=(*BLOCKS, "min_length=16"))
-    with model.prefilling(settings, 70, "cab", num_cached=90) as (call, known, _):
+    settings = tiny_settings(lengths=(70,), behind=90, cab=(*BLOCKS, "min_length=16"))
+    with model.prefilling(settings, 70, "cab", num_cached=90) as (call, results, _):
         call()
-        assert (known()["density"] == 1.0) is is_dense
+        assert (results()["density"] == 1.0) is is_dense
 
 
 def test_missing_or_wrong_kernel_has_error_row(monkeypatch):
@@ -101,7 +108,7 @@ def test_missing_or_wrong_kernel_has_error_row(monkeypatch):
 
     zeros = dense.Baseline(lambda: lambda q, k, v, scale: torch.zeros_like(q))
     monkeypatch.setattr(dense, "ON_CPU", {"FA3": dense.Baseline(load), "FA4": zeros})
-    settings = tiny(lengths=(96,), implementations=("FA3", "FA4"))
+    settings = tiny_settings(lengths=(96,), implementations=("FA3", "FA4"))
     samples = [
         sample_of(Ttft, settings, case | {"world": 1, "sought": False}) for case in settings.asked()
     ]
@@ -109,31 +116,32 @@ def test_missing_or_wrong_kernel_has_error_row(monkeypatch):
     assert rows[0]["error"] == "no_such_kernels is not installed"
     assert "wrong by 1" in rows[1]["error"]
     assert [row["over_best"] for row in rows] == [None, None]
-    said = "| FA3 | not measured | no_such_kernels is not installed | 96 |"
-    assert said in shown(Ttft, rows) and Ttft.readings(rows) == []
+    line = "| FA3 | not measured | no_such_kernels is not installed | 96 |"
+    assert line in shown(Ttft, rows) and Ttft.readings(rows) == []
 
 
 def test_speed_ups_over_sdpa_and_fastest_dense():
     samples = [
-        made_sample(1000, "sdpa", 8.0),
-        made_sample(1000, "FA3", 4.0),
-        made_sample(1000, "cab-always", 8.0, 0.1),
-        made_sample(4000, "sdpa", 80.0),
-        made_sample(4000, "FA3", 40.0),
-        made_sample(4000, "cab-always", 20.0, 0.1),
+        sample(1000, "sdpa", 8.0),
+        sample(1000, "FA3", 4.0),
+        sample(1000, "cab-always", 8.0, 0.1),
+        sample(4000, "sdpa", 80.0),
+        sample(4000, "FA3", 40.0),
+        sample(4000, "cab-always", 20.0, 0.1),
     ]
     rows = Ttft.rows(samples[::-1], {})
-    last = next(r for r in rows if r["length"] == 4000 and r["implementation"] == "cab-always")
-    assert (last["baseline"], last["over_best"], last["over_sdpa"]) == ("FA3", 2.0, 4.0)
-    (said,) = Ttft.readings(rows)
-    assert "from about 2,000 tokens on" in said
+    by_case = {(row["length"], row["implementation"]): row for row in rows}
+    cab = by_case[4000, "cab-always"]
+    assert (cab["baseline"], cab["over_best"], cab["over_sdpa"]) == ("FA3", 2.0, 4.0)
+    (sentence,) = Ttft.readings(rows)
+    assert "from about 2,000 tokens on" in sentence
 
 
 def test_speed_up_compares_with_dense_of_same_variant():
     samples = [
-        made_sample(1000, way, ms, variant=variant)
-        for variant, dense_ms, ours in (("plain", 9.0, 6.0), ("fp8", 8.0, 4.0))
-        for way, ms in (("FA3", dense_ms), ("cab", ours))
+        sample(1000, implementation, ms, variant=variant)
+        for variant, dense_ms, cab_ms in (("plain", 9.0, 6.0), ("fp8", 8.0, 4.0))
+        for implementation, ms in (("FA3", dense_ms), ("cab", cab_ms))
     ]
     rows = Ttft.rows(samples, {})
     assert [row["over_best"] for row in rows] == [1.0, 1.5, 1.0, 2.0]
@@ -143,49 +151,52 @@ def test_speed_up_compares_with_dense_of_same_variant():
 
 
 def test_variants_follow_the_order_of_the_run(tmp_path, monkeypatch):
-    made = []
+    applied = []
     for name in ("fp8", "liger"):
-        monkeypatch.setitem(model.HASTENED, name, lambda _, name=name: made.append(name))
+        monkeypatch.setitem(model.HASTENED, name, lambda _, name=name: applied.append(name))
     words = ["--variants", "fp8+liger,fp8,plain", "--implementations", "SDPA,cab", *WORDS]
     words += ["--layers", "1", "--runs", "1", "--lengths", "96"]
     rows = speed_run("ttft", tmp_path, *words, drawn=True)["rows"]
-    ways = ["SDPA", "cab"]
-    expected = [(name, way) for name in ("plain", "fp8", "fp8+liger") for way in ways]
+    expected = [
+        (variant, implementation)
+        for variant in ("plain", "fp8", "fp8+liger")
+        for implementation in ("SDPA", "cab")
+    ]
     assert [(row["variant"], row["implementation"]) for row in rows] == expected
-    assert made == ["fp8", "fp8", "liger"]
+    assert applied == ["fp8", "fp8", "liger"]
     assert all(row["over_best"] for row in rows)
 
 
-@pytest.mark.parametrize("way", ["sdpa", "cab_dense", "cab-always"])
-def test_question_reuses_cropped_cache(way):
+@pytest.mark.parametrize("implementation", ["sdpa", "cab_dense", "cab-always"])
+def test_question_reuses_cropped_cache(implementation):
     config = (*BLOCKS, "mass_threshold=0.0")
-    settings = tiny(lengths=(70,), behind=90, cab=config, max_density=("1.0",))
-    made = model.random_model(settings)
-    assert made.config.max_position_embeddings == 160
+    settings = tiny_settings(lengths=(70,), behind=90, cab=config, max_density=("1.0",))
+    llama = model.random_model(settings)
+    assert llama.config.max_position_embeddings == 160
     with torch.no_grad():
-        cache = model.random_cache(made, 90)
-        read = made(model.random_tokens(settings, 70), past_key_values=cache)
-    expected = read.logits[:, -1:]
-    with model.prefilling(settings, 70, way, num_cached=90) as (call, known, crop):
+        cache = model.random_cache(llama, 90)
+        output = llama(model.random_tokens(settings, 70), past_key_values=cache)
+    expected = output.logits[:, -1:]
+    with model.prefilling(settings, 70, implementation, num_cached=90) as (call, results, crop):
         for _ in range(3):
             crop()
-            read = call()
-            assert read.past_key_values.get_seq_length() == 160
-            torch.testing.assert_close(read.logits, expected, rtol=1e-4, atol=1e-4)
-        assert known()["density"] == 1
+            output = call()
+            assert output.past_key_values.get_seq_length() == 160
+            torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-4)
+        assert results()["density"] == 1
 
 
 def test_kernel_without_cache_support_has_error_row(monkeypatch):
-    first = dense.ON_CPU["SDPA"]
-    both = {"SDPA": first, "FA3": replace(first, continues=True)}
-    monkeypatch.setattr(dense, "ON_CPU", both)
-    settings = tiny(lengths=(96,), behind=64, implementations=("SDPA", "FA3"), cab=BLOCKS)
+    sdpa = dense.ON_CPU["SDPA"]
+    # FA3 claims that it can continue a cache
+    baselines = {"SDPA": sdpa, "FA3": replace(sdpa, continues=True)}
+    monkeypatch.setattr(dense, "ON_CPU", baselines)
+    settings = tiny_settings(lengths=(96,), behind=64, implementations=("SDPA", "FA3"), cab=BLOCKS)
     rows = [
         sample_of(Ttft, settings, case | {"world": 1, "sought": False}) for case in settings.asked()
     ]
-    said = "SDPA cannot continue a cache: it takes queries for the first tokens"
-    assert rows[0]["error"] == said
-    # check that a kernel which claims cache support computes it
+    error = "SDPA cannot continue a cache: it takes queries for the first tokens"
+    assert rows[0]["error"] == error
     assert rows[1]["error"].startswith("ArithmeticError: wrong by ")
 
 
@@ -195,7 +206,7 @@ def test_run_after_a_cache(tmp_path):
     assert {row["behind"] for row in rows} == {256}
     errors = {row["implementation"] for row in rows if row["error"]}
     assert errors == {"SDPA"}
-    # dense below min_length, and by cab alone sparse
+    # the lengths are below min_length, which cab-always ignores
     densities = {row["implementation"]: row["density"] for row in rows if not row["error"]}
     assert densities["sdpa"] == densities["cab"] == 1 > densities["cab-always"]
 
@@ -203,11 +214,12 @@ def test_run_after_a_cache(tmp_path):
 @pytest.mark.slow
 def test_ttft_run_of_two_ranks(tmp_path):
     words = ["--device", "cpu", "--lengths", "600", "--runs", "1", "--max-density", "0.2", *WORDS]
-    done = torchrun("-m", "cab_hf.eval", "speed", "ttft", *words, "--out", str(tmp_path / "run"))
-    assert done.returncode == 0, done.stderr[-3000:]
+    words += ["--out", str(tmp_path / "run")]
+    process = torchrun("-m", "cab_hf.eval", "speed", "ttft", *words)
+    assert process.returncode == 0, process.stderr[-3000:]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     rows = results["rows"]
-    # implementations with context parallelism
+    # only these implementations have context parallelism
     assert [row["implementation"] for row in rows] == ["cab_dense", "cab", "cab-always"]
     assert results["provenance"]["settings"]["worlds"] == [2]
     for row in rows:
@@ -216,44 +228,44 @@ def test_ttft_run_of_two_ranks(tmp_path):
         assert (row["density"] < 1) == (row["implementation"] == "cab-always")
 
 
-def read_on(group, way, length):
-    """(logits, keys a layer, density) on a rank."""
-    settings = tiny(lengths=(length,), max_density=("0.2",), cab=BLOCKS)
+def read_on(group, implementation, length):
+    """Return (logits, cached keys per layer, density) of a prompt on a rank."""
+    settings = tiny_settings(lengths=(length,), max_density=("0.2",), cab=BLOCKS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ttft, "WARM_UP_TOKENS", 512)
         patch.setattr(ttft, "MLP_TOKENS", 100)
-        with ttft.prefilling_across(settings, length, way, RankGroup(group, group)) as (
+        with ttft.prefilling_across(settings, length, implementation, RankGroup(group, group)) as (
             call,
-            known,
+            results,
             _,
         ):
-            read = call()
-            cached = [layer.keys.shape[2] for layer in read.past_key_values.layers]
-            # inference tensors stay where they were made
-            return read.logits.clone().tolist(), cached, known()["density"]
+            output = call()
+            cached = [layer.keys.shape[2] for layer in output.past_key_values.layers]
+            # a list, because other processes cannot receive inference tensors
+            return output.logits.clone().tolist(), cached, results()["density"]
 
 
 @pytest.mark.parametrize("length", [600, 1024])
-@pytest.mark.parametrize("way", ["cab_dense", "cab-always"])
-def test_last_logits_equal_one_process(ranks, way, length):
-    settings = tiny(lengths=(length,), max_density=("0.2",), cab=BLOCKS)
-    with model.prefilling(settings, length, way) as (call, known, _):
-        expected, density = call().logits, known()["density"]
-    actual = ranks.run(2, read_on, way, length)
-    # the first of four chunks and the last are on rank 0; 600 tokens end in the third, on rank 1
-    holder = 0 if length == 1024 else 1
-    torch.testing.assert_close(torch.tensor(actual[holder][0]), expected)
-    for _, cached, share in actual:
-        # chunks of 256 and of 256 tokens: half of the prompt, with its padding
+@pytest.mark.parametrize("implementation", ["cab_dense", "cab-always"])
+def test_last_logits_equal_one_process(ranks, implementation, length):
+    settings = tiny_settings(lengths=(length,), max_density=("0.2",), cab=BLOCKS)
+    with model.prefilling(settings, length, implementation) as (call, results, _):
+        expected, density = call().logits, results()["density"]
+    actual = ranks.run(2, read_on, implementation, length)
+    # rank 0 has chunks 0 and 3 of four, and rank 1 has chunks 1 and 2. 600 tokens end in chunk 2
+    last_rank = 0 if length == 1024 else 1
+    torch.testing.assert_close(torch.tensor(actual[last_rank][0]), expected)
+    for _, cached, rank_density in actual:
+        # each rank has two chunks of 256 tokens, padding included
         assert cached == [512] * 2
-        assert share == pytest.approx(density, rel=1e-6)
+        assert rank_density == pytest.approx(density, rel=1e-6)
 
 
 def test_ranks_allow_cab_implementations_only(monkeypatch):
-    assert tiny().implementations[0] == "sdpa"
+    assert tiny_settings().implementations[0] == "sdpa"
     monkeypatch.setenv("RANK", "0")
-    assert tiny().implementations == ("cab_dense", "cab", "cab-always")
+    assert tiny_settings().implementations == ("cab_dense", "cab", "cab-always")
     with pytest.raises(ValueError, match="must be out of cab_dense, cab.*, got .*'sdpa',"):
-        tiny(implementations=("sdpa",))
+        tiny_settings(implementations=("sdpa",))
     with pytest.raises(ValueError, match="variants must be plain if ranks .*, got .*'fp8'"):
-        tiny(variants=("plain", "fp8"))
+        tiny_settings(variants=("plain", "fp8"))
