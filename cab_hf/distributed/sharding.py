@@ -294,12 +294,12 @@ class LocalRanges(KeyRanges):
 
     @property
     def text(self) -> KeyRanges:
-        """Return ``sequence_ranges``, whose old name this is."""
+        """Return ``sequence_ranges``; ``text`` is a deprecated name."""
         warn_renamed("ranges.text", "ranges.sequence_ranges")
         return self.sequence_ranges
 
     def own(self, plan: BlockPlan) -> BlockPlan:
-        """Return the result of `local_plan`, whose old name this is."""
+        """Return the result of `local_plan`; ``own`` is a deprecated name."""
         warn_renamed("ranges.own", "ranges.local_plan")
         return self.local_plan(plan)
 

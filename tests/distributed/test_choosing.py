@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from valid_plan import require_valid
 
 from cab_hf import CabConfig, distributed
+from cab_hf.call.layout import full_plan
 from cab_hf.distributed import sharded
 from cab_hf.distributed.sharded import ShardedLayout
 from cab_hf.eval import methods  # noqa: F401  registers predictors of other methods
@@ -272,3 +273,13 @@ def predict_twice(process_group):
     except ValueError as error:
         return is_same, str(error)
     return is_same, ""
+
+
+def test_old_names_of_local_ranges_warn():
+    ranges = sharding_for(2, None).shard_map(BLOCK, "cpu").ranges(rank=0, batch=1)
+    plan = full_plan(ranges.sequence_ranges, BLOCK)
+    with pytest.warns(FutureWarning, match=r"Use ranges\.sequence_ranges"):
+        assert ranges.text is ranges.sequence_ranges
+    with pytest.warns(FutureWarning, match=r"Use ranges\.local_plan"):
+        result = ranges.own(plan)
+    assert torch.equal(result.to_dense(), ranges.local_plan(plan).to_dense())
