@@ -61,7 +61,7 @@ def over_tokens(
     axis.set_ylabel(label)
     axis.set_xscale("log", base=2)
     axis.set_xlabel("tokens")
-    axis.set_xticks(apart(lengths))
+    axis.set_xticks(spaced_ticks(lengths))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: token_label(length)))
     axis.xaxis.set_minor_formatter(NullFormatter())
     if log:
@@ -78,7 +78,7 @@ def over_tokens(
         axis.legend(fontsize=8, handlelength=3)
 
 
-def apart(lengths: Iterable[float]) -> list[float]:
+def spaced_ticks(lengths: Iterable[float]) -> list[float]:
     """Return ascending lengths for ticks, without lengths whose label overlaps the next label."""
     ascending = sorted(set(lengths))
     following = [*ascending[1:], math.inf]

@@ -72,8 +72,8 @@ from cab_hf.eval.speed.timing import Bench
 from cab_hf.eval.teacher_forcing import (
     TeacherForced,
     after_prompt,
+    after_turns,
     answered,
-    behind_turns,
     continued,
     distributions,
     divergence,
@@ -92,7 +92,7 @@ TIMED = ("tokens", "predict_ms", "attend_ms", "dense_ms", "dense_kernel")  # `TI
 # probe -> function that computes predictions, and function that compares them with dense attention
 COMPARED = {
     CONTINUATION: (distributions, divergence),
-    TURNS: (behind_turns, divergence_by_turn),
+    TURNS: (after_turns, divergence_by_turn),
 }
 
 

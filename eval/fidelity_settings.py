@@ -307,7 +307,7 @@ class Settings(LongRunSettings):
             require(
                 settings=self,
                 name="variant",
-                holds=NAME.fullmatch(name) and isinstance(fields, (str, Mapping)) and fields,
+                condition=NAME.fullmatch(name) and isinstance(fields, (str, Mapping)) and fields,
                 accepted="NAME=field=value,... or NAME=FILE.json",
                 value=f"{name}={fields}",
             )

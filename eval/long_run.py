@@ -58,7 +58,7 @@ class LongRunSettings(OnModelSettings):
             require(
                 settings=self,
                 name="methods",
-                holds=method in METHODS,
+                condition=method in METHODS,
                 accepted=f"one or more of {', '.join(METHODS)}",
                 value=method,
             )

@@ -185,7 +185,7 @@ def after_prompt(
 
 
 @torch.no_grad()
-def behind_turns(
+def after_turns(
     model: Any,
     reading: TeacherForced,
     chunk: int = CHUNK,
@@ -225,7 +225,7 @@ def divergence_by_turn(result: Tensor, dense: Tensor, reading: TeacherForced) ->
     """Compare the logits of a method with those of dense attention, turn by turn.
 
     Args:
-        result: logits of the method from `behind_turns`, [positions, vocabulary].
+        result: logits of the method from `after_turns`, [positions, vocabulary].
         dense: logits of dense attention, [positions, vocabulary].
         reading: the tokens, and a range per turn.
 

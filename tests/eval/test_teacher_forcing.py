@@ -23,8 +23,8 @@ from cab_hf.eval.haystack import Haystack
 from cab_hf.eval.kv_cache import NAME, NAME_BEFORE, cache_name, cache_of, read_on
 from cab_hf.eval.teacher_forcing import (
     TeacherForced,
+    after_turns,
     answered,
-    behind_turns,
     distributions,
     divergence,
     greedy_match,
@@ -116,7 +116,7 @@ def test_turn_logits_equal_one_pass(prefill_chunk):
     model, tokens = model_and_tokens(190)
     reading = TeacherForced(tokens, ((60, 75), (110, 111), (180, 190)))
     expected = distributions(model, reading)
-    actual = behind_turns(model, reading, 7, prefill_chunk=prefill_chunk).log_softmax(-1)
+    actual = after_turns(model, reading, 7, prefill_chunk=prefill_chunk).log_softmax(-1)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 

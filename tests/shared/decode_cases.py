@@ -76,7 +76,7 @@ def require_step_equals_reference(case, dtype=torch.float32, device="cpu"):
         for ops in (kernels, reference)
     )
     _, *ranks = reference.score_keys(q, index, scale, channels=channels, **fields)
-    steps, limit = ranks[0], reference.last_read_level(*ranks, length, wanted)
+    steps, limit = ranks[0], reference.last_read_level(*ranks, length=length, wanted=wanted)
     is_selected = choice.to_mask()
     assert torch.equal(is_selected.sum(-1), choice.counts)
     # kernels add sums in another order, which may shift the rounded shares of a head by one step

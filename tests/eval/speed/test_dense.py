@@ -124,4 +124,4 @@ def test_attention_run_on_gpu_has_graphs_peaks_and_baselines(gpu, tmp_path):
 
 
 def test_labels_of_lengths_do_not_overlap():
-    assert charts.apart([1024, 2048, 2048, 960_000, 983_040]) == [1024, 2048, 983_040]
+    assert charts.spaced_ticks([1024, 2048, 2048, 960_000, 983_040]) == [1024, 2048, 983_040]
