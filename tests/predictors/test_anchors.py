@@ -66,12 +66,15 @@ def test_anchors_by_hand():
 def kept_of(config, layers, importance=None):
     """Return `Coverage` at each threshold for layers with q and k [1, H, N, D]."""
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
-    views = [
+    measured = [
         measure_layer(q, k, LayerContext(ranges, 0.25, layer), config, NEEDLES)
         for layer, (q, k) in enumerate(layers)
     ]
     weights = importance or [1.0] * len(layers)
-    return [coverage_of_layers(some, weights) for some in zip(*views, strict=True)]
+    return [
+        coverage_of_layers([layer[i] for layer in measured], weights)
+        for i in range(len(measured[0]))
+    ]
 
 
 def plan_of(config, q, k, layer=0):
