@@ -14,7 +14,8 @@ from cab_hf.capability import HOPPER, NONE, capability
 from cab_hf.ops import HAS_TRITON, Workload, reference
 from cab_hf.ops.attention import complete, ffpa, flash_dense, gather, traced
 
-# largest head dim with a fast kernel in SDPA; larger ones have memory-efficient attention only
+# largest head dim with a fast kernel in SDPA, which computes larger head dims by memory-efficient
+# attention
 SDPA_HEAD_DIM = 256
 # fewest (query, key) pairs per block for `GATHER` on a CPU; smaller blocks need too many calls
 GATHERED_FROM = 64 * 64

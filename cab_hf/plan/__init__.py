@@ -203,8 +203,8 @@ class BlockPlan:
     @property
     def lists(self) -> dict[str, BlockIndices]:
         """All lists by name: "full", "partial", and "sampled" if blocks are sampled."""
-        named = {"full": self.full, "partial": self.partial}
-        return named if self.sampled is None else named | {"sampled": self.sampled}
+        lists = {"full": self.full, "partial": self.partial}
+        return lists if self.sampled is None else lists | {"sampled": self.sampled}
 
     def map_lists(self, change: Callable[[BlockIndices], BlockIndices], **other: Any) -> BlockPlan:
         """Return the plan with ``change`` applied to all lists.

@@ -1,4 +1,4 @@
-"""Kernel that writes the index of keys: of one new key, or of all keys of a cache."""
+"""Kernel that writes the index of a new key, or of all keys of a cache."""
 
 from __future__ import annotations
 
