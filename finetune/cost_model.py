@@ -127,7 +127,10 @@ class Cost:
 
         ``pairs`` has the number of attended pairs in each head of every layer.
         """
-        return [ATTENTION * n * own for n, own in zip(pairs, self.channels, strict=True)]
+        return [
+            ATTENTION * num_pairs * num_channels
+            for num_pairs, num_channels in zip(pairs, self.channels, strict=True)
+        ]
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[int, bool]]:

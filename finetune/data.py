@@ -100,7 +100,7 @@ class Packed:
                     salt=salt,
                     tokenizer=tokenizer,
                     length=length,
-                    others=texts,
+                    text_sources=texts,
                 )
             self._cursors.append(SourceCursor(documents, share))
         self._num_packed = 0  # number of sequences that all processes together have packed

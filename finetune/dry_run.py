@@ -196,8 +196,8 @@ def print_report(settings: Settings, accelerator: Accelerator) -> None:
     processes, spread = accelerator.num_processes, spread_of(accelerator)
     settings.accumulation(processes)
     # check sources that need no network
-    named = [*settings.sources(), *settings.sources("validation")]
-    open_sources(settings, [(name, share) for name, share in named if is_local(name)])
+    pairs = [*settings.sources(), *settings.sources("validation")]
+    open_sources(settings, [(name, share) for name, share in pairs if is_local(name)])
     model = adapted(settings, skeleton(settings))
     cost, room = cost_model.Cost.of(model), room_of(settings, accelerator.device)
     fitted = fit(settings=settings, cost=cost, spread=spread, room=room)

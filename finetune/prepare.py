@@ -149,9 +149,9 @@ def held_out_notice(source: TextSource, tokenizer: Any, hold_out: int) -> str:
 
 
 def open_sources(
-    settings: Settings, named: Sequence[tuple[str, float]]
+    settings: Settings, pairs: Sequence[tuple[str, float]]
 ) -> list[tuple[Source, float]]:
-    """Open the sources in ``named``, pairs of name and share; return pairs of source and share."""
+    """Open the sources in ``pairs`` of name and share; return pairs of source and share."""
     return [
         (
             make_source(
@@ -163,5 +163,5 @@ def open_sources(
             ),
             share,
         )
-        for name, share in named
+        for name, share in pairs
     ]

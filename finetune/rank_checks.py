@@ -74,10 +74,10 @@ def require_equal(facts: Mapping[str, Any]) -> None:
         UsageError: a process has another fact than process 0. All processes raise, and the message
             names the fact and the process.
     """
-    first, *others = gather_object([dict(facts)])
-    for rank, other in enumerate(others, 1):
-        for name in dict.fromkeys((*first, *other)):
-            if first.get(name) != other.get(name):
+    facts_of_first, *facts_of_others = gather_object([dict(facts)])
+    for rank, facts_of_other in enumerate(facts_of_others, 1):
+        for name in dict.fromkeys((*facts_of_first, *facts_of_other)):
+            if facts_of_first.get(name) != facts_of_other.get(name):
                 raise UsageError(
                     f"{name} must be equal in all processes, got another value in process {rank} "
                     "than in process 0. Give all processes the same settings, and the same model "

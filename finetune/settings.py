@@ -283,10 +283,10 @@ class Settings:
         return {"run": "lora", **fields, "processes": world}
 
 
-def suggestion(name: str, known: Sequence[str]) -> str:
-    """Return "did you mean X?" for an unknown ``name``, or a sentence with all ``known`` names."""
-    matches = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {matches[0]}?" if matches else f"known are {', '.join(known)}."
+def suggestion(name: str, names: Sequence[str]) -> str:
+    """Return "did you mean X?" for an unknown ``name``, or a sentence with all known ``names``."""
+    matches = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {matches[0]}?" if matches else f"known are {', '.join(names)}."
 
 
 def read(words: Sequence[str]) -> Settings:

@@ -230,7 +230,7 @@ def _local_files(name: str) -> list[Path]:
     Raises:
         UsageError: the path does not exist, or its files have unknown or different suffixes.
     """
-    path, known = Path(os.path.expanduser(name)), ", ".join(KINDS)
+    path, suffixes_text = Path(os.path.expanduser(name)), ", ".join(KINDS)
     if not path.is_file() and not path.is_dir():
         is_path = path.suffix in KINDS or path.is_absolute() or name.startswith((".", "~"))
         # for FOLDER:CONFIG, datasets would read the folder
@@ -245,8 +245,8 @@ def _local_files(name: str) -> list[Path]:
     suffixes = sorted({file.suffix for file in files})
     if len(suffixes) != 1 or suffixes[0] not in KINDS:
         raise UsageError(
-            f"source {name!r} must be a file of {known}, or a folder of files of one of these "
-            f"kinds, got {' and '.join(suffixes) or 'no'} files."
+            f"source {name!r} must be a file of {suffixes_text}, or a folder of files of one of "
+            f"these kinds, got {' and '.join(suffixes) or 'no'} files."
         )
     return files
 
@@ -478,10 +478,10 @@ class Texts:
 
     def _no_documents(self) -> UsageError:
         """Return the error for a source without documents in the part."""
-        which = "held-out documents" if self._part.held_out else "documents"
+        kind = "held-out documents" if self._part.held_out else "documents"
         rule = f"one in {self._part.every}" if self._part.every else "none"
         return UsageError(
-            f"source {self._source.name!r} has no {which} if {rule} is held out. Give it more "
+            f"source {self._source.name!r} has no {kind} if {rule} is held out. Give it more "
             "documents, or hold out those of another source."
         )
 
@@ -507,14 +507,14 @@ class TextDocuments(Texts):
                 tokens = np.asarray((*self._before, *ids, *self._after), dtype=np.int32)
                 arrays = tokens, np.append(tokens[1:], np.int32(IGNORED))
                 return Document(len(tokens), lambda arrays=arrays: arrays)
-        which, remedy = "documents", "or leave the source out"
+        kind, remedy = "documents", "or leave the source out"
         if self._part.held_out and self._part.every > 1:
-            which, remedy = "held-out documents", "or use --held-out 0 or --validation"
+            kind, remedy = "held-out documents", "or use --held-out 0 or --validation"
         elif self._part.every > 1:
-            which = "documents that are not held out,"
+            kind = "documents that are not held out,"
             remedy = "use --held-out 0 or --validation, or leave the source out"
         raise UsageError(
-            f"source {self._source.name!r} must contain {which} of two tokens or more, got only "
+            f"source {self._source.name!r} must contain {kind} of two tokens or more, got only "
             f"shorter ones. Give longer documents, {remedy}."
         )
 
@@ -528,7 +528,8 @@ class RetrievalDocuments:
         salt: seed of the documents, in addition to the seed of the source.
         tokenizer: the tokenizer of the model.
         length: tokens of a sequence, and of a document if ``source.length`` is None.
-        others: sources of the text around keys, used in turn; without sources the text is `NOISE`.
+        text_sources: sources of the text around keys, used in turn; without sources the text is
+            `NOISE`.
 
     Raises:
         UsageError: a document is longer than a sequence, or too short for its keys.
@@ -544,7 +545,7 @@ class RetrievalDocuments:
         salt: str,
         tokenizer: Any,
         length: int,
-        others: Sequence[TextSource],
+        text_sources: Sequence[TextSource],
     ) -> None:
         self._source, self._tokenizer, self._index = source, tokenizer, 0
         self._length = source.length or length
@@ -555,7 +556,9 @@ class RetrievalDocuments:
             )
         self._seed = f"{salt}/{source.seed}/{part.held_out}"
         salt = f"{salt}/{source.name}"
-        self._haystacks = [Texts(other, part, salt, tokenizer) for other in others]
+        self._haystacks = [
+            Texts(text_source, part, salt, tokenizer) for text_source in text_sources
+        ]
         # raise errors for a length that is too small before training starts
         for index in range(len(source.kinds)):
             self.make(index, ())

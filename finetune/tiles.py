@@ -99,9 +99,11 @@ def _width(module: nn.Module) -> int:
 
 def _is_plain(mlp: nn.Module) -> bool:
     """Return True if an MLP consists of linear layers, adapters and activations only."""
-    others = [module for module in mlp.modules() if not isinstance(module, nn.Linear)]
-    parameters = [name for module in others for name, _ in module.named_parameters(recurse=False)]
-    leaves = (module for module in others if next(module.children(), None) is None)
+    other_modules = [module for module in mlp.modules() if not isinstance(module, nn.Linear)]
+    parameters = [
+        name for module in other_modules for name, _ in module.named_parameters(recurse=False)
+    ]
+    leaves = (module for module in other_modules if next(module.children(), None) is None)
     return not parameters and all(type(module).__module__ in ELEMENTWISE for module in leaves)
 
 

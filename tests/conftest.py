@@ -84,6 +84,7 @@ def ranks(tmp_path_factory):
 
 
 def pytest_configure(config):
+    """Set environment variables and the number of threads before tests are imported."""
     # run kernels in Triton's interpreter without a GPU; kernels of vLLM do not run there
     if config.option.markexpr not in ("gpu", "vllm"):
         os.environ["TRITON_INTERPRET"] = "1"

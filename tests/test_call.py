@@ -379,6 +379,7 @@ def test_other_mask_slices_raise(index):
 
 
 def padded_on_the_right(*lengths):
+    """Return token ids [B, N] of sequences with these lengths; padding is 0."""
     longest = max(lengths)
     rows = [F.pad(tokens(1, n, seed=n), (0, longest - n)) for n in lengths]
     return torch.cat(rows)

@@ -11,27 +11,27 @@ from cab_hf.selection import gather, tiles
 
 
 @pytest.fixture(params=[(8, 0), (8, 9), (9, 0), (0, 0)], ids=lambda x: f"{x[0]}.{x[1]}")
-def named(request, monkeypatch):
+def overridden(request, monkeypatch):
     """Set the variable to a compute capability, and return the capability."""
     monkeypatch.setattr(capability, "NAMED", request.param)
     monkeypatch.setattr(launch, "NAMED", request.param)
     return request.param
 
 
-def test_environment_variable_selects_capability(named):
+def test_environment_variable_selects_capability(overridden):
     x = torch.zeros(1, dtype=torch.bfloat16)
-    is_hopper = named == (9, 0)
-    assert (gather.scored_dtype(x) == tiles.FP8) == (named >= (8, 9))
+    is_hopper = overridden == (9, 0)
+    assert (gather.scored_dtype(x) == tiles.FP8) == (overridden >= (8, 9))
     assert launch.reads_by_descriptor("cuda") == launch.early(x)["EARLY"] == is_hopper
-    assert launch.packed(x) == (named != (0, 0))
+    assert launch.packed(x) == (overridden != (0, 0))
     reason = flash.unavailable(128, x.dtype, 128, 64)
     assert ("runs on sm_90" in (reason or "")) != is_hopper
     reason = ffpa.unavailable("cuda", 512, x.dtype, False, length=4096)
     assert ("Hopper" in (reason or "")) != is_hopper
 
 
-def test_provenance_records_overridden_capability(named):
-    major, minor = named
+def test_provenance_records_overridden_capability(overridden):
+    major, minor = overridden
     assert device_name("cpu").endswith(f", code of compute capability {major}.{minor}")
 
 

@@ -57,7 +57,7 @@ BY_KERNELS = slow_but(
 LAYOUTS = ["causal", "padded"]
 
 
-def drawn(batch=1, length=300, kv_length=None, heads=4, kv_heads=2, dim=32):
+def random_qk(batch=1, length=300, kv_length=None, heads=4, kv_heads=2, dim=32):
     """Return random q and k, multiples of 1/8, [B, H, N, D]."""
     generator = torch.Generator().manual_seed(0)
     shapes = (batch, heads, length, dim), (batch, kv_heads, kv_length or length, dim)
@@ -67,7 +67,7 @@ def drawn(batch=1, length=300, kv_length=None, heads=4, kv_heads=2, dim=32):
 def inputs_of(name):
     """Return config, q, k, ranges and further arguments of `plan_by_reference` for a plan."""
     config, sizes, layout, options = PLANS[name]
-    q, k = drawn(**sizes)
+    q, k = random_qk(**sizes)
     q, k, ranges = laid_in(layout, q, k, config.query_block)
     return config, q, k, ranges, options
 

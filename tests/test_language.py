@@ -18,26 +18,26 @@ OPENINGS = {
 }
 # everyday words in place of: after, next to, again, receives, no process or user, n
 WORDS = re.compile(r"\b(behind|beside|anew|told|nobody|so many)\b")
-# limit of calls f(*name) per 1,000 lines of the library; forwarding of *args counts too
+# largest number of calls f(*name) per 1,000 lines of the library, including forwarded *args
 UNPACKED = 5
 LIBRARY = ("cab_hf", "patches", "finetune")
 
 
 def python_files(folders):
     """Return the paths of tracked Python files, or of all files outside of a git checkout."""
-    done = subprocess.run(
+    process = subprocess.run(
         ["git", "ls-files", "--", *(f"{folder}/**.py" for folder in folders)],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
-    paths = [ROOT / line for line in done.stdout.splitlines()]
+    paths = [ROOT / line for line in process.stdout.splitlines()]
     paths = paths or [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     return sorted(path for path in paths if path.exists() and path != Path(__file__))
 
 
 def texts_of(source):
-    """Yield (line, kind, text) of docstrings, comments and messages of raised errors."""
+    """Yield line, kind and text of docstrings, comments and messages of raised errors."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)
@@ -45,23 +45,23 @@ def texts_of(source):
                 kind = "module" if isinstance(node, ast.Module) else "docstring"
                 yield node.body[0].lineno, kind, text
         elif isinstance(node, ast.Raise) and node.exc is not None:
-            for part in ast.walk(node.exc):
-                if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                    yield part.lineno, "message", part.value
+            for constant in ast.walk(node.exc):
+                if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
+                    yield constant.lineno, "message", constant.value
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], "comment", token.string
 
 
 def findings(source):
-    """Return (line, found words) of all texts that break the rules of this module."""
-    found = []
+    """Return line and description of each text that breaks the rules of this module."""
+    problems = []
     for line, kind, text in texts_of(source):
         first = re.match(r"\W*(\w+)", text)
         if kind == "docstring" and first and first[1] in OPENINGS:
-            found.append((line, f"docstring starts with {first[1]!r}"))
-        found += [(line, f"{kind} contains {match!r}") for match in WORDS.findall(text)]
-    return found
+            problems.append((line, f"docstring starts with {first[1]!r}"))
+        problems += [(line, f"{kind} contains {match!r}") for match in WORDS.findall(text)]
+    return problems
 
 
 def unpacked_names(source):
@@ -76,12 +76,12 @@ def unpacked_names(source):
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_texts_use_plain_english(folder):
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {what}"
+    problems = [
+        f"{path.relative_to(ROOT)}:{line}: {description}"
         for path in python_files([folder])
-        for line, what in findings(path.read_text())
+        for line, description in findings(path.read_text())
     ]
-    assert not found, "\n".join(found)
+    assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize(

@@ -214,17 +214,19 @@ def test_from_pretrained_accepts_cab_config(tmp_path, chosen):
     "make",
     [
         pytest.param(
-            lambda at, config, **how: LlamaForCausalLM.from_pretrained(at, config=config, **how),
+            lambda at, config, **options: LlamaForCausalLM.from_pretrained(
+                at, config=config, **options
+            ),
             id="class",
         ),
         pytest.param(
-            lambda at, config, **how: AutoModelForCausalLM.from_pretrained(
-                pretrained_model_name_or_path=at, config=config, **how
+            lambda at, config, **options: AutoModelForCausalLM.from_pretrained(
+                pretrained_model_name_or_path=at, config=config, **options
             ),
             id="auto",
         ),
         pytest.param(
-            lambda at, config, **how: AutoModelForCausalLM.from_config(config, **how),
+            lambda at, config, **options: AutoModelForCausalLM.from_config(config, **options),
             id="without-weights",
         ),
     ],

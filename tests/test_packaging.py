@@ -101,7 +101,9 @@ def test_wheel_works_in_fresh_environment_outside_of_the_tree(wheel, tmp_path):
         archive.extractall(packages)
     requirements = tmp_path / "requirements"
     requirements.mkdir()
-    for folder in (Path(place) for place in sys.path if place.endswith("site-packages")):
+    for folder in (
+        Path(path_entry) for path_entry in sys.path if path_entry.endswith("site-packages")
+    ):
         for path in folder.iterdir():
             # leave out cab_hf of this environment, which is the source tree
             if "cab_hf" not in path.name and path.suffix != ".pth":

@@ -134,8 +134,11 @@ class Batch(NamedTuple):
         positions = torch.where(real, rank - first, torch.arange(real.shape[1]).flip(0))
         return arguments | {"positions": positions}
 
-    def seen(self, window=None):
-        """Return visible pairs, bool [B, 1, N, N]: earlier real tokens of the same document."""
+    def visible_pairs(self, window=None):
+        """Return the pairs that attention may use, bool [B, 1, N, N].
+
+        A query may attend to earlier tokens of its document inside the window, and to itself.
+        """
         same = self.document.unsqueeze(-1) == self.document.unsqueeze(-2)
         visible = (same & (self.document >= 0).unsqueeze(-2)).tril()
         if window is not None:
@@ -270,21 +273,21 @@ def attend(
     return function(LAYER, q, k, v, attention_mask=mask, **fields)[0]
 
 
-def masked(q, k, v, seen, sinks=None, softcap=None):
-    """Return attention [B, N, H, D] under the mask ``seen``, bool [B, 1 or H, N_q, N_k].
+def masked(q, k, v, visible, sinks=None, softcap=None):
+    """Return attention [B, N, H, D] under the mask ``visible``, bool [B, 1 or H, N_q, N_k].
 
     The output of queries without keys is 0.
     """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    has_no_keys = ~seen.any(-1, keepdim=True)
+    has_no_keys = ~visible.any(-1, keepdim=True)
     if sinks is None and softcap is None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | has_no_keys)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | has_no_keys)
     else:
         wide = torch.promote_types(q.dtype, torch.float32)
         logits = (q @ k.mT).to(wide) * q.shape[-1] ** -0.5
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        logits = logits.masked_fill(~(seen | has_no_keys), -torch.inf)
+        logits = logits.masked_fill(~(visible | has_no_keys), -torch.inf)
         if sinks is not None:
             column = sinks.to(wide).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
             logits = torch.cat([logits, column], dim=-1)
@@ -292,18 +295,18 @@ def masked(q, k, v, seen, sinks=None, softcap=None):
     return out.masked_fill(has_no_keys, 0.0).transpose(1, 2)
 
 
-def assert_is(actual, q, k, v, seen, kept, **features):
+def assert_is(actual, q, k, v, visible, is_compared, **features):
     """Assert that ``actual`` has at most twice the error of plain PyTorch.
 
     Args:
         actual: output of `attend`.
-        q, k, v, seen, features: arguments of `masked`.
-        kept: bool [B, N], tokens that are compared.
+        q, k, v, visible, features: arguments of `masked`.
+        is_compared: bool [B, N], tokens that are compared.
     """
-    exact = masked(q.double(), k.double(), v.double(), seen=seen, **features)
-    plain = masked(q, k, v, seen=seen, **features)
+    exact = masked(q.double(), k.double(), v.double(), visible=visible, **features)
+    plain = masked(q, k, v, visible=visible, **features)
     assert actual.dtype == q.dtype and torch.isfinite(actual).all()
-    error, plain_error = ((x.double() - exact)[kept].abs().max() for x in (actual, plain))
+    error, plain_error = ((x.double() - exact)[is_compared].abs().max() for x in (actual, plain))
     assert error <= 2 * (plain_error + EPS[q.dtype] * exact.abs().max())
 
 
@@ -321,10 +324,12 @@ def test_full_budget_equals_masked_attention(data):
     config = data.draw(budgets(**EVERYTHING))
     num_rows, length = batch.document.shape
     q, k, v = shape.draw(num_rows, length)
-    more, sparse = layer.arguments(shape.query, shape.dtype), data.draw(st.booleans())
-    out = attend(config, q, k, v, **batch.arguments, **more, sparse=sparse, window=layer.window)
-    seen = batch.seen(layer.window)
-    assert_is(out, q, k, v, seen=seen, kept=batch.document >= 0, **more)
+    arguments, sparse = layer.arguments(shape.query, shape.dtype), data.draw(st.booleans())
+    out = attend(
+        config, q, k, v, **batch.arguments, **arguments, sparse=sparse, window=layer.window
+    )
+    visible = batch.visible_pairs(layer.window)
+    assert_is(out, q, k, v, visible=visible, is_compared=batch.document >= 0, **arguments)
 
 
 @cases(0.3)
@@ -336,11 +341,11 @@ def test_padded_and_packed_sequences_equal_single_sequences(data):
     config = data.draw(budgets(predictor=predictor))
     num_rows, length = batch.document.shape
     q, k, v = shape.draw(num_rows, length)
-    more = data.draw(features()).arguments(shape.query, shape.dtype)
-    out = attend(config, q, k, v, **batch.arguments, **more)
+    arguments = data.draw(features()).arguments(shape.query, shape.dtype)
+    out = attend(config, q, k, v, **batch.arguments, **arguments)
     for row, slots in batch.texts():
         own_q, own_k, own_v = (x[row : row + 1, :, slots] for x in (q, k, v))
-        expected = attend(config, own_q, own_k, own_v, **more)
+        expected = attend(config, own_q, own_k, own_v, **arguments)
         assert_same(out[row : row + 1, slots], expected)
 
 
@@ -358,9 +363,9 @@ def test_nan_key_reaches_all_queries_that_see_it(data):
     k[row, head, slot, data.draw(st.integers(0, shape.dim - 1))] = torch.nan
     out = attend(config, q, k, v, **batch.arguments)
     row_output = out[row].unflatten(1, (shape.key, -1))
-    seen = batch.seen()[row, 0]
+    visible = batch.visible_pairs()[row, 0]
     # PyTorch may return 0 instead of NaN for a query with a single key
-    assert row_output[seen[:, slot] & (seen.sum(-1) > 1), head].isnan().all()
+    assert row_output[visible[:, slot] & (visible.sum(-1) > 1), head].isnan().all()
     assert out[torch.arange(len(out)) != row].isfinite().all()
     assert row_output[:, torch.arange(shape.key) != head].isfinite().all()
 
@@ -376,19 +381,19 @@ def test_output_equals_attention_under_token_mask_of_plan(data):
     call = LayerContext(ranges, shape.dim**-0.5, 0, channels=slow_channels(LAYER, shape.dim))
     plan = make_predictor(config)(q, k, call)
     require_valid(plan)
-    seen = plan.token_mask()
+    visible = plan.token_mask()
     causal = torch.ones(length, length, dtype=torch.bool).tril()
-    assert not (seen & ~causal).any()
-    assert seen.diagonal(dim1=-2, dim2=-1).all()
-    assert (seen | ~causal)[:, :, :, : config.sink_blocks * config.key_block].all()
+    assert not (visible & ~causal).any()
+    assert visible.diagonal(dim1=-2, dim2=-1).all()
+    assert (visible | ~causal)[:, :, :, : config.sink_blocks * config.key_block].all()
     if length >= config.query_block:
         tail = max(0, length - config.dense_tail_blocks * config.query_block)
-        assert torch.equal(seen[0, :, tail:], causal[tail:].expand_as(seen[0, :, tail:]))
+        assert torch.equal(visible[0, :, tail:], causal[tail:].expand_as(visible[0, :, tail:]))
     else:
         # fewer queries than a query block are dense
-        seen = causal[None, None]
-    kept = torch.ones(1, length, dtype=torch.bool)
-    assert_is(attend(config, q, k, v), q, k, v, seen=seen, kept=kept)
+        visible = causal[None, None]
+    is_compared = torch.ones(1, length, dtype=torch.bool)
+    assert_is(attend(config, q, k, v), q, k, v, visible=visible, is_compared=is_compared)
 
 
 @cases(0.1)
@@ -408,14 +413,14 @@ def test_chunks_of_whole_query_blocks_equal_one_prefill(data):
         [(slots >= left) & (slots < left + n) for left, n in zip(lefts, lengths, strict=True)]
     )
     q, k, v = shape.draw(len(lengths), total)
-    cache, pieces = DynamicCache(), []
+    cache, chunk_outputs = DynamicCache(), []
     for start in range(0, total, chunk):
         tokens = slice(start, min(start + chunk, total))
         keys, values = cache.update(k[:, :, tokens], v[:, :, tokens], 0)
-        pieces.append(
+        chunk_outputs.append(
             attend(config, q[:, :, tokens], keys, values, past=start, real=real[:, : tokens.stop])
         )
-    actual = torch.cat(pieces, dim=1)
+    actual = torch.cat(chunk_outputs, dim=1)
     for row, (left, length) in enumerate(zip(lefts, lengths, strict=True)):
         own_q, own_k, own_v = (x[row : row + 1, :, left : left + length] for x in (q, k, v))
         sparse_out = attend(config, own_q, own_k, own_v)
@@ -437,14 +442,24 @@ def test_chunks_at_full_budget_equal_masked_attention(data):
     total = batch.document.shape[1]
     q, k, v = shape.draw(1, total)
     sparse, layer = data.draw(st.booleans()), data.draw(features())
-    more = layer.arguments(shape.query, shape.dtype)
-    cache, pieces, start = DynamicCache(), [], 0
+    arguments = layer.arguments(shape.query, shape.dtype)
+    cache, chunk_outputs, start = DynamicCache(), [], 0
     while start < total:
         stop = min(total, start + data.draw(st.integers(1, 90)))
         keys, values = cache.update(k[:, :, start:stop], v[:, :, start:stop], 0)
         real = batch.document[:, :stop] >= 0
-        arguments = {"past": start, "real": real, "sparse": sparse, "window": layer.window}
-        pieces.append(attend(config, q[:, :, start:stop], keys, values, **arguments, **more))
+        call_arguments = {"past": start, "real": real, "sparse": sparse, "window": layer.window}
+        chunk_outputs.append(
+            attend(config, q[:, :, start:stop], keys, values, **call_arguments, **arguments)
+        )
         start = stop
-    seen = batch.seen(layer.window)
-    assert_is(torch.cat(pieces, 1), q, k, v, seen=seen, kept=batch.document >= 0, **more)
+    visible = batch.visible_pairs(layer.window)
+    assert_is(
+        torch.cat(chunk_outputs, 1),
+        q,
+        k,
+        v,
+        visible=visible,
+        is_compared=batch.document >= 0,
+        **arguments,
+    )

@@ -30,9 +30,9 @@ def read(model, ids, cache):
 
 
 @torch.no_grad()
-def one_prefill(model, parts):
-    """Return the logits of the concatenated token ids ``parts`` in one call without cache."""
-    return model(torch.cat(parts, dim=1), use_cache=False).logits
+def one_prefill(model, sequences):
+    """Return the logits of the concatenation of ``sequences`` in one call without cache."""
+    return model(torch.cat(sequences, dim=1), use_cache=False).logits
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", "cropped"])
