@@ -129,7 +129,7 @@ def test_turns_share_one_cache():
         calls.append((args[0].shape[1], cache.get_seq_length() if cache else 0))
 
     model.register_forward_pre_hook(record_call, with_kwargs=True)
-    behind_turns(model, TeacherForced(tokens, ((18, 20), (45, 50))), 3)
+    after_turns(model, TeacherForced(tokens, ((18, 20), (45, 50))), 3)
     assert calls == [(18, 0), (2, 18), (25, 20), (3, 45), (2, 48)]
 
 
