@@ -1,9 +1,15 @@
-"""`pays`: measured break-even points between sparse and dense attention, by device type.
+"""Measured break-even points between sparse and dense attention, by device type.
 
-`CabConfig.min_length` decides for prompts without a cache. A prompt that continues a long cache,
-such as a question about a document, can have too few queries for sparse attention to be faster:
-selection scores all cached keys for a few query blocks. The file break_even.json contains the
-measured points, and `python -m cab_hf.eval.break_even` measures and writes the file.
+`CabConfig.min_length` decides for prompts without a cache. Two more rules are measured:
+
+* `pays`: a prompt that continues a long cache, such as a question about a document, can have too
+  few queries for sparse attention to be faster. Selection scores all cached keys for a few query
+  blocks.
+* `is_launch_bound`: in layers with few heads, launching the kernels of sparse attention takes
+  longer than dense attention.
+
+The file break_even.json contains the points. `python -m cab_hf.eval.break_even` measures the points
+of `pays`. The point of `is_launch_bound` is a result of `python -m cab_hf.eval.quickcheck`.
 """
 
 from __future__ import annotations
@@ -13,11 +19,19 @@ from pathlib import Path
 
 # file with the measured points
 PATH = Path(__file__).with_suffix(".json")
+_MEASURED = json.loads(PATH.read_text("utf-8"))
 # device type -> pairs (keys, least queries for which sparse attention is not slower), in tokens,
 # ascending by keys
 POINTS: dict[str, tuple[tuple[int, int], ...]] = {
     device: tuple((keys, queries) for keys, queries in measured["points"])
-    for device, measured in json.loads(PATH.read_text("utf-8")).items()
+    for device, measured in _MEASURED.items()
+}
+# device type -> least number of products of channels, heads * head dim * queries * keys, for which
+# sparse attention is not slower than dense attention
+MIN_PRODUCTS: dict[str, int] = {
+    device: layer["heads"] * layer["head_dim"] * layer["tokens"] ** 2
+    for device, measured in _MEASURED.items()
+    if (layer := measured.get("few_heads"))
 }
 
 
@@ -47,3 +61,19 @@ def least_queries(kv_length: int, device_type: str) -> int:
         if num_keys <= kv_length:
             min_queries = num_queries
     return min_queries
+
+
+def is_launch_bound(
+    q_length: int, kv_length: int, *, channels: int | None, device_type: str
+) -> bool:
+    """Return True if kernel launches were measured to make sparse attention slower than dense.
+
+    Args:
+        q_length: queries of the prompt, in tokens.
+        kv_length: keys, including the cache, in tokens.
+        channels: channels of all query heads, H * D; None if unknown.
+        device_type: torch device type, such as "cuda".
+    """
+    if channels is None:
+        return False
+    return channels * q_length * kv_length < MIN_PRODUCTS.get(device_type, 0)

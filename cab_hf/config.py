@@ -184,8 +184,10 @@ class CabConfig:
             with fewer than ``query_block`` queries are also exact, except single queries with
             ``sparse_decode``: the last chunk of a prompt looks like a step of assisted decoding.
             Prompts with few tokens after a long cache are exact where dense attention was measured
-            to be faster (`cab_hf.break_even`). 0 disables both rules: every call with at least
-            ``query_block`` queries is sparse, even where dense attention is faster. Default 16384.
+            to be faster, and so are prompts of models with few heads (`cab_hf.break_even`). A value
+            below 16384 disables the rule for few heads. 0 disables all these rules: every call with
+            at least ``query_block`` queries is sparse, even where dense attention is faster.
+            Default 16384.
         engine: Engine that computes attention over the selected blocks: ``"auto"`` (the fastest
             engine that supports the call), ``"flex"``, ``"triton"``, ``"gather"`` (on a CPU) or
             ``"reference"``. A named engine never falls back to another. Default ``"auto"``.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from cab_hf import break_even, engines
@@ -62,7 +63,7 @@ def route(
     """
     kind, reason = _kind(mask, config, layer, index) if sparse else ("dense", None)
     if kind == "sparse":
-        reason = _why_slower(mask, config, work.device)
+        reason = _why_slower(mask, config, work)
         kind = "sparse" if reason is None else "dense"
     if kind == "sparse":
         tail = mask.tail_start(config.dense_tail_blocks, config.query_block)
@@ -103,25 +104,35 @@ def _kind(
     return "sparse", None
 
 
-def _why_slower(mask: Any, config: CabConfig, device_type: str) -> str | None:
+def _why_slower(mask: Any, config: CabConfig, work: Workload) -> str | None:
     """Return why dense attention is faster than sparse attention; None if dense is not faster.
 
     The decision depends on the length of the complete prompt, so all its chunks have the same kind
-    of attention.
+    of attention. The decision does not depend on other rows of a batch.
 
     Args:
-        mask, config: see `route`.
-        device_type: torch device type, such as "cuda".
+        mask, config, work: see `route`.
     """
     num_queries, num_tokens = mask.longest or (mask.q_length, mask.kv_length)
     if config.min_length == 0 or num_tokens is None or mask.details.parallel is not None:
         return None
     if mask.prompt is not None and mask.doc_ids is None:
         num_queries -= mask.prompt.start
-    if break_even.pays(num_queries, num_tokens, device_type):
+    if not break_even.pays(num_queries, num_tokens, work.device):
+        least = break_even.least_queries(num_tokens, work.device)
+        return f"fewer than {least} queries after a long cache, where dense attention is faster"
+    # a lower min_length asks for sparse attention; compiled models launch kernels faster
+    if config.min_length < CabConfig.min_length or torch.compiler.is_compiling():
         return None
-    min_queries = break_even.least_queries(num_tokens, device_type)
-    return f"fewer than {min_queries} queries after a long cache, where dense attention is faster"
+    channels = None if work.num_heads is None else work.num_heads * work.head_dim
+    if break_even.is_launch_bound(
+        num_queries, num_tokens, channels=channels, device_type=work.device
+    ):
+        return (
+            f"{work.num_heads} heads of {work.head_dim} channels are too few at {num_tokens} "
+            "tokens: dense attention is faster"
+        )
+    return None
 
 
 def _dense_method(mask: Any, work: Workload) -> tuple[str, Engine | DenseKernel]:

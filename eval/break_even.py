@@ -142,7 +142,9 @@ def main() -> None:
     entry = {args.device: {"device": name, "torch": torch.__version__, "points": points}}
     print(json.dumps(entry))
     if args.write:
-        all_devices = json.loads(break_even.PATH.read_text("utf-8")) | entry
+        all_devices = json.loads(break_even.PATH.read_text("utf-8"))
+        # keep the fields that other commands measure
+        all_devices[args.device] = all_devices.get(args.device, {}) | entry[args.device]
         break_even.PATH.write_text(json.dumps(all_devices, indent=2) + "\n", "utf-8")
 
 

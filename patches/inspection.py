@@ -20,7 +20,7 @@ from cab_hf.decode.generation import has_index, index_cache, why_no_selection
 from cab_hf.decode.step import decode_from
 from cab_hf.dispatch import attended
 from cab_hf.engines import SDPA, Workload
-from cab_hf.hf.fit import softcap
+from cab_hf.hf.fit import number, softcap
 from cab_hf.hf.layers import attention_layers, head_dim, transformers_model, window
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.hf.rotary import slow_channels
@@ -241,6 +241,7 @@ def _layer(
         key_block=config.key_block,
         sinks=getattr(module, "sinks", None) is not None,
         softcap=softcap(module) is not None,
+        num_heads=number(module.config, "num_attention_heads"),
     )
     prompt = MaskInfo(batch=1, q_length=tokens, kv_length=tokens, q_offset=0, window=window(module))
     chosen = route(prompt, config, work, sparse=sparse, layer=module)

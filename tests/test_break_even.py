@@ -22,8 +22,9 @@ CONFIG = replace(SPARSE, min_length=100)
 
 @pytest.fixture(autouse=True)
 def points(monkeypatch):
-    """Replace the measured points with `POINTS`."""
+    """Replace the measured points with `POINTS`, and the products with those of 20,000 tokens."""
     monkeypatch.setattr(break_even, "POINTS", POINTS)
+    monkeypatch.setattr(break_even, "MIN_PRODUCTS", {"cpu": 4 * 16 * 20_000**2})
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_committed_points_are_ascending_and_name_their_device():
         assert entry["device"] and key_counts == sorted(set(key_counts))
 
 
-def route_of(q_length, kv_length, config=CONFIG, **fields):
+def route_of(q_length, kv_length, config=CONFIG, num_heads=None, **fields):
     """Return the route of a call; ``fields`` are further fields of `MaskInfo`."""
     work = Workload(
         device="cpu",
@@ -58,6 +59,7 @@ def route_of(q_length, kv_length, config=CONFIG, **fields):
         training=False,
         query_block=config.query_block,
         key_block=config.key_block,
+        num_heads=num_heads,
     )
     mask = MaskInfo(1, q_length, kv_length, kv_length - q_length, **fields)
     return route(mask, config, work, sparse=True, layer=SimpleNamespace(layer_idx=0))
@@ -83,6 +85,26 @@ def test_short_question_after_long_cache_is_dense(q_length, kv_length, fields, f
     if family == "dense":
         assert actual.reason == (
             "fewer than 64 queries after a long cache, where dense attention is faster"
+        )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_heads", "min_length", "method"),
+    [
+        pytest.param(19_999, 4, 16_384, "dense", id="few-heads"),
+        pytest.param(20_000, 4, 16_384, "sparse", id="long-prompt"),
+        pytest.param(19_999, 5, 16_384, "sparse", id="more-heads"),
+        pytest.param(19_999, None, 16_384, "sparse", id="unknown-heads"),
+        pytest.param(19_999, 4, 16_383, "sparse", id="lower-min-length"),
+    ],
+)
+def test_few_heads_are_dense_up_to_measured_products(tokens, num_heads, min_length, method):
+    config = replace(CONFIG, min_length=min_length)
+    actual = route_of(tokens, tokens, config=config, num_heads=num_heads)
+    assert actual.method.partition("_")[0] == method
+    if method == "dense":
+        assert actual.reason == (
+            "4 heads of 16 channels are too few at 19999 tokens: dense attention is faster"
         )
 
 

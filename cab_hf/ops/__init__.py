@@ -44,6 +44,7 @@ class Workload:
             return the log-sum-exp.
         softcap: True if logits are soft-capped (Gemma2).
         value_dim: Channels of v; None if v has ``head_dim`` channels.
+        num_heads: Query heads; None if the number is unknown.
     """
 
     device: str
@@ -55,6 +56,7 @@ class Workload:
     sinks: bool = False
     softcap: bool = False
     value_dim: int | None = None
+    num_heads: int | None = None
 
     @classmethod
     def of(
@@ -80,6 +82,7 @@ class Workload:
             query_block=query_block,
             key_block=key_block,
             value_dim=value_dim,
+            num_heads=q.shape[1],
             **features,
         )
 
