@@ -28,7 +28,7 @@ from cab_hf.eval.haystack import read_text
 from cab_hf.eval.on_model import OnModelSettings, refuse_not_finite, refusing
 from cab_hf.eval.quickcheck import advice, budget, report
 from cab_hf.eval.quickcheck.budget import Scope, Step, next_step
-from cab_hf.eval.quickcheck.measure import Measurements, cost_of, unsupported
+from cab_hf.eval.quickcheck.measure import Measurements, Text, cost_of, unsupported
 from cab_hf.experiment.log import Log, write_atomically, writing
 from cab_hf.experiment.models import load_config, load_model, max_prompt_tokens
 from cab_hf.experiment.offline_models import built_in_text
@@ -96,7 +96,7 @@ class Settings(OnModelSettings):
         require(
             self, "cab", is_positive, "a mass_threshold greater than 0, where the search starts"
         )
-        _ = self.sentences  # reading the texts raises an error for a file that is no text
+        _ = self.text_sentences  # reading the texts raises an error for a file that is no text
 
     @property
     def cab_fields(self) -> dict[str, Any]:
@@ -112,18 +112,19 @@ class Settings(OnModelSettings):
         return CabConfig.from_dict(self.cab_fields)
 
     @cached_property
-    def sentences(self) -> list[str]:
-        """The sentences of all texts."""
-        sentences = []
+    def text_sentences(self) -> list[list[str]]:
+        """The sentences of each text."""
+        text_sentences = []
         for name in self.texts:
-            texts = _built_in() if name == BUILT_IN else [read_text("texts", name)]
-            sentences += [sentence for text in texts for sentence in split_sentences(text)]
-        return sentences
+            parts = _built_in() if name == BUILT_IN else [read_text("texts", name)]
+            text_sentences.append([x for part in parts for x in split_sentences(part)])
+        return text_sentences
 
     @property
     def text_sha256(self) -> str:
         """The hash of all sentences, which identifies the texts in results."""
-        return hashlib.sha256("\n".join(self.sentences).encode()).hexdigest()
+        sentences = (sentence for text in self.text_sentences for sentence in text)
+        return hashlib.sha256("\n".join(sentences).encode()).hexdigest()
 
     def recorded(self) -> dict[str, Any]:
         """Return the settings that results record, without folders."""
@@ -163,12 +164,16 @@ def run(settings: Settings, started: float) -> list[dict[str, Any]]:
     # the figure needs matplotlib: an import after the deadline would exceed the time limit
     importlib.import_module("matplotlib.figure")
     model, tokenizer = _load(settings)
-    lengths, notes = fitting(settings, tokenizer)
+    texts = [
+        Text(sentences, count_tokens(tokenizer, sentences, settings.lengths[-1]))
+        for sentences in settings.text_sentences
+    ]
+    lengths, notes = fitting(settings, texts)
     config = settings.cab_config
     measurements = Measurements(
         model=model,
         tokenizer=tokenizer,
-        sentences=settings.sentences,
+        texts=texts,
         config=config,
         seed=settings.seed,
         runs=settings.runs,
@@ -242,28 +247,28 @@ def within_positions(settings: Settings) -> Settings:
     )
 
 
-def fitting(settings: Settings, tokenizer: Any) -> tuple[list[int], list[str]]:
-    """Return the lengths for which the texts have enough tokens, and notes about other lengths.
+def fitting(settings: Settings, texts: Sequence[Text]) -> tuple[list[int], list[str]]:
+    """Return the lengths for which a text has enough tokens, and notes about other lengths.
 
     Returns:
         Ascending lengths, and one sentence if a length was left out.
 
     Raises:
-        UsageError: the texts are shorter than the shortest length.
+        UsageError: all texts are shorter than the shortest length.
     """
-    tokens = count_tokens(tokenizer, settings.sentences, settings.lengths[-1])
+    tokens = max(text.num_tokens for text in texts)
     lengths = [length for length in settings.lengths if length <= tokens]
     names = ", ".join(settings.texts)
     if not lengths:
         raise UsageError(
-            f"texts must have at least {settings.lengths[0]:,} tokens, the shortest of lengths, "
-            f"got {tokens:,} in {names}. Give more texts or shorter lengths."
+            f"texts must contain one text of at least {settings.lengths[0]:,} tokens, the shortest "
+            f"of lengths, got at most {tokens:,} in {names}. Give longer texts or shorter lengths."
         )
     longer = [f"{length:,}" for length in settings.lengths if length > tokens]
     if not longer:
         return lengths, []
     left_out = f"{' and '.join(longer)} tokens are left out"
-    return lengths, [f"The texts ({names}) have {tokens:,} tokens, so that {left_out}."]
+    return lengths, [f"The longest text ({names}) has {tokens:,} tokens, so that {left_out}."]
 
 
 def _measure(

@@ -10,7 +10,7 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,13 +71,26 @@ def num_keys(length: int, border: int) -> int:
     return max(1, min(KEYS, length // 2 // (KEY_TOKENS + border - 1)))
 
 
+class Text(NamedTuple):
+    """Running text from which documents are cut.
+
+    Attributes:
+        sentences: the sentences in the order of the text.
+        num_tokens: number of tokens, counted up to the longest measured length.
+    """
+
+    sentences: Sequence[str]
+    num_tokens: int
+
+
 class Measurements:
     """The measurements on one model and its texts.
 
     Args:
         model: a causal LM on its device.
         tokenizer: the model's tokenizer.
-        sentences: sentences of the running text.
+        texts: running texts; the documents of a length alternate between the texts that have at
+            least as many tokens.
         config: settings of CAB; each step replaces ``mass_threshold``.
         seed: seed of the documents.
         runs: number of timed runs of the first token, for CAB and for dense attention.
@@ -87,12 +100,12 @@ class Measurements:
         self,
         model: Any,
         tokenizer: Any,
-        sentences: Sequence[str],
+        texts: Sequence[Text],
         config: CabConfig,
         seed: int,
         runs: int,
     ) -> None:
-        self.model, self.tokenizer, self.sentences = model, tokenizer, sentences
+        self.model, self.tokenizer, self.texts = model, tokenizer, texts
         self.config, self.seed, self.runs = config.changed(min_length=0), seed, runs
         self.own = model.config.get_text_config()._attn_implementation
         self.is_cuda = model.device.type == "cuda"
@@ -159,14 +172,24 @@ class Measurements:
         return torch.tensor([self.plain_tokens(length, index)], device=self.model.device)
 
     def plain_tokens(self, length: int, index: int) -> Tokens:
-        """Return the tokens of the running text ``index``, without keys."""
+        """Return the tokens of document ``index``, without keys."""
+        sentences, index_in_text = self.source_of(length, index)
         return plain_document(
             tokenizer=self.tokenizer,
-            sentences=self.sentences,
+            sentences=sentences,
             length=length,
-            index=index,
+            index=index_in_text,
             seed=self.seed,
         )
+
+    def source_of(self, length: int, index: int) -> tuple[Sequence[str], int]:
+        """Return the sentences of the text of document ``index``, and its index in this text.
+
+        `cab_hf.eval fidelity` reads the same documents of each text.
+        """
+        long_texts = [text for text in self.texts if text.num_tokens >= length] or self.texts
+        text = long_texts[index % len(long_texts)]
+        return text.sentences, index // len(long_texts)
 
     @torch.inference_mode()
     def timed(self, ids: Tensor) -> float:
@@ -313,14 +336,15 @@ class Measurements:
         """Return the document of a step, with at most `KEYS` keys."""
         border = self.config.query_block if step.measure == BORDER else 1
         keys = num_keys(step.length, border)
+        sentences, index = self.source_of(step.length, step.index)
         while True:
             try:
                 return recall_document(
                     self.tokenizer,
-                    self.sentences,
+                    sentences,
                     step.length,
                     keys=keys,
-                    index=step.index,
+                    index=index,
                     seed=self.seed,
                     border=border,
                 )

@@ -34,7 +34,13 @@ from cab_hf.eval.quickcheck import (
 )
 from cab_hf.eval.quickcheck.advice import CAB, DENSE, FULL, Point
 from cab_hf.eval.quickcheck.budget import KL, RECALL, TTFT, Cost, Scope, Step, next_step
-from cab_hf.eval.quickcheck.measure import Measurements, OutOfTime, num_keys, ranked_kernels
+from cab_hf.eval.quickcheck.measure import (
+    Measurements,
+    OutOfTime,
+    Text,
+    num_keys,
+    ranked_kernels,
+)
 from cab_hf.experiment.settings import UsageError, read_settings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -463,7 +469,7 @@ def bert(tmp_path):
     ("options", "message"),
     [
         (["--texts", "none.txt"], "texts must be a UTF-8 text file, got 'none.txt'"),
-        (["--lengths", "2k"], "texts must have at least 2,048 tokens"),
+        (["--lengths", "2k"], "texts must contain one text of at least 2,048 tokens"),
         (["--lengths", "4k"], "lengths must be at most 2048, the positions of model"),
         (["--lengths", "32"], "lengths must be at least 128 tokens each"),
         (["--model", "lama"], "model 'lama' does not exist"),
@@ -565,7 +571,7 @@ def test_dense_kernels_are_compared_and_checked(flash):
     assert kernels.kernel_names("sdpa", on_cpu=True) == ["sdpa"]
     with torch.no_grad():
         model.lm_head.weight.mul_(100)
-    measurements = Measurements(model, tokenizer, [TEXT], SMALL, seed=0, runs=1)
+    measurements = Measurements(model, tokenizer, [Text([TEXT], 0)], SMALL, seed=0, runs=1)
     measurements.kernels = kernels.kernel_names("sdpa", on_cpu=False)
     step = Step("kernels", 300, DENSE)
     compared = measurements.measure(step, [], math.inf)
@@ -591,6 +597,15 @@ def test_kernel_without_windows_raises_for_sliding_window(flash):
 def test_step_stops_at_deadline():
     tokenizer = make_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer))
-    measurements = Measurements(model, tokenizer, [TEXT], SMALL, seed=0, runs=1)
+    measurements = Measurements(model, tokenizer, [Text([TEXT], 0)], SMALL, seed=0, runs=1)
     with pytest.raises(OutOfTime, match="took longer than estimated"):
         measurements.measure(Step("probe", 300, DENSE), [], 0.0)
+
+
+def test_documents_alternate_between_texts_that_are_long_enough():
+    model, tokenizer = tiny_model(), make_tokenizer()
+    texts = [Text(["a"], 100), Text(["b"], 300), Text(["c"], 300)]
+    measurements = Measurements(model, tokenizer, texts, SMALL, seed=0, runs=1)
+    sources = [measurements.source_of(200, index) for index in range(4)]
+    assert sources == [(["b"], 0), (["c"], 0), (["b"], 1), (["c"], 1)]
+    assert [measurements.source_of(100, index)[0] for index in range(3)] == [["a"], ["b"], ["c"]]
