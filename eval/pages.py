@@ -509,6 +509,7 @@ TRAININGS = {
         "speed-lora-262k",
         "speed-lora-524k",
         "speed-lora-524k-4-layers",
+        "speed-lora-strided",
     ]
 )
 def lora(rows: DataFrame) -> DataFrame:
