@@ -323,9 +323,11 @@ def counted(implementation: str) -> Iterator[set[nn.Module]]:
     """Yield a set that collects the modules that attend by ``implementation`` inside the block."""
     function, modules = ALL_ATTENTION_FUNCTIONS[implementation], set()
 
-    def recording(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def recording(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
+    ) -> Any:
         modules.add(module)
-        return function(module, *args, **kwargs)
+        return function(module, q, k, v, mask, **options)
 
     AttentionInterface.register(implementation, recording)
     try:
