@@ -211,8 +211,8 @@ class NewModel:
     def forward(self, ids, cache=None, use_cache=None):
         return {NAME: (cache, use_cache)}
 
-    def __call__(self, *args, **kwargs):
-        return self.forward(*args, **kwargs)
+    def __call__(self, ids, **options):
+        return self.forward(ids, **options)
 
 
 class OldModel(NewModel):

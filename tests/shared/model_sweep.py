@@ -234,10 +234,10 @@ def separate_documents(model: PreTrainedModel) -> Iterator[None]:
     lengths = torch.tensor(DOCUMENTS)
     document = torch.arange(len(DOCUMENTS)).repeat_interleave(lengths).expand(2, -1)
 
-    def make_document_mask(*args: Any, **kwargs: Any) -> Any:
-        same_document = packed_sequence_mask_function(document)
-        kwargs["mask_function"] = and_masks(kwargs["mask_function"], same_document)
-        return make_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    def make_document_mask(*, mask_function: Any, **options: Any) -> Any:
+        mask_function = and_masks(mask_function, packed_sequence_mask_function(document))
+        options["allow_is_causal_skip"] = False
+        return make_mask(mask_function=mask_function, **options)
 
     AttentionMaskInterface.register(name, make_document_mask)
     try:
