@@ -150,10 +150,11 @@ def _prepare_inputs(prepare: Callable[..., Any], model: Any, *args: Any, **kwarg
     """Prepare the inputs of a model call, to which the prompt of `generate` applies."""
     from cab_hf.call.scope import FORWARD_CONTEXT
 
+    prepare_inputs = functools.partial(prepare, model, *args, **kwargs)
     generation = FORWARD_CONTEXT.get().generation
     if generation is None:
-        return prepare(model, *args, **kwargs)
-    return generation.prepare(model, lambda: prepare(model, *args, **kwargs))
+        return prepare_inputs()
+    return generation.prepare(model, prepare_inputs)
 
 
 def _prepare_then_index(

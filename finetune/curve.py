@@ -41,7 +41,8 @@ def draw(path: Path | str, records: Sequence[Mapping[str, Any]]) -> None:
                 lines[label] = sorted((record["step"], record[field]) for record in chosen)
             for label, points in lines.items():
                 if points:
-                    steps, values = zip(*points, strict=True)
+                    steps = [step for step, _ in points]
+                    values = [value for _, value in points]
                     style = {"marker": "o"} if len(points) < 30 else {}
                     axis.plot(steps, values, label=label, markersize=3, **style)
             axis.grid(alpha=0.3)

@@ -235,8 +235,8 @@ def test_unbuildable_type_does_not_stop_sweep(model_type, ranks, timeout, memory
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_dead_process_does_not_stop_sweep(ranks, monkeypatch):
-    def start_and_kill_one(*args, **kwargs):
-        group = start_processes(*args, **kwargs)
+    def start_and_kill_one(function, **options):
+        group = start_processes(function, **options)
         group.processes[0].kill()
         return group
 

@@ -76,9 +76,9 @@ def test_default_dtype_and_device_follow_the_machine(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     calls, load = [], models.load_model
 
-    def load_on_cpu(name, device, dtype, *args, **kwargs):
+    def load_on_cpu(name, device, dtype, **options):
         calls.append((device, dtype))
-        return load(name, "cpu", "float32", *args, **kwargs)
+        return load(name, "cpu", "float32", **options)
 
     monkeypatch.setattr(models, "load_model", load_on_cpu)
     cab_hf.load_model("tiny", **arguments)

@@ -267,8 +267,8 @@ class SpeedSettings:
 
     def asked(self) -> list[dict[str, Any]]:
         """Return the cases of the settings: all combinations of the values in `KEYS`."""
-        lists = [getattr(self, name) for name in self.KEYS.values()]
-        return [dict(zip(self.KEYS, values, strict=True)) for values in itertools.product(*lists)]
+        combinations = itertools.product(*(getattr(self, name) for name in self.KEYS.values()))
+        return [dict(zip(self.KEYS, values, strict=True)) for values in combinations]
 
 
 class Panel(NamedTuple):

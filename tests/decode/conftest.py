@@ -8,10 +8,10 @@ def steps(monkeypatch):
 
     layers, route = [], dispatch.route
 
-    def recording_route(*args, **kwargs):
-        chosen_route = route(*args, **kwargs)
+    def recording_route(mask, config, work, *, layer, **options):
+        chosen_route = route(mask, config, work, layer=layer, **options)
         if chosen_route.method == "sparse_decode":
-            layers.append(kwargs["layer"].layer_idx)
+            layers.append(layer.layer_idx)
         return chosen_route
 
     monkeypatch.setattr(dispatch, "route", recording_route)

@@ -111,8 +111,8 @@ def cases_reading_all_keys():
         slow=False,
     ):
         marks = pytest.mark.slow if slow else ()
-        values = (make_model, options or {}, fields or {}, padding, layers)
-        return pytest.param(*values, id=name, marks=marks)
+        options, fields = options or {}, fields or {}
+        return pytest.param(make_model, options, fields, padding, layers, id=name, marks=marks)
 
     all_layers = (0, 1, 2)
     for path, options in PATHS.items():
@@ -222,8 +222,8 @@ def test_keys_changed_before_attention_warn_and_are_dense(monkeypatch, steps):
     cab_hf.apply_cab(model, DENSE_PROMPTS, **FEW)
     attend = AttentionInterface()["cab"]
 
-    def attend_to_copied_keys(module, q, k, v, *args, **kwargs):
-        return attend(module, q, k.clone(), v, *args, **kwargs)
+    def attend_to_copied_keys(module, q, k, v, mask, **options):
+        return attend(module, q, k.clone(), v, mask, **options)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "cab", attend_to_copied_keys)
     monkeypatch.setattr(checks, "_warned", set())

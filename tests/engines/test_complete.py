@@ -1,6 +1,7 @@
 """Dense rows of a plan: rows that attend to all visible keys and have no block lists."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -138,19 +139,16 @@ def test_split_keys_of_dense_rows_equal_reference(shape, blocks, return_lse, mon
     monkeypatch.setattr(complete, "JOINED_ON", ("cpu",))
     monkeypatch.setattr(complete, "SPLIT_KEYS", 16)
     monkeypatch.setattr(complete, "DENSE_BLOCK_SIZE", max(blocks))
-    splits = []
-    gathered = complete._gathered
-    monkeypatch.setattr(
-        complete, "_gathered", lambda *args: splits.append(args[3]) or gathered(*args)
-    )
+    gathered = Mock(wraps=complete._gathered)
+    monkeypatch.setattr(complete, "_gathered", gathered)
     actual = engines.TRITON.attention(q, k, v, plan, scale=0.2, return_lse=return_lse)
     expected = reference.attention(
         q, k, v, with_all_blocks_listed(plan), scale=0.2, return_lse=return_lse
     )
     for a, b in zip(*((x if return_lse else (x,)) for x in (actual, expected)), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-    assert all(num_splits > 1 for num_splits in splits)
-    assert bool(splits) == (plan.dense_rows is not None)
+    assert all(call.args[3] > 1 for call in gathered.call_args_list)
+    assert gathered.called == (plan.dense_rows is not None)
 
 
 @pytest.mark.slow
@@ -167,17 +165,14 @@ def test_flex_computes_dense_rows(shape, blocks):
 def test_layers_share_the_plan_of_dense_rows(monkeypatch):
     q, k, v = qkv(q_length=60, **FOUR)
     ranges = KeyRanges.causal(1, 60, 60, "cpu")
-    built_plans = []
-    causal = BlockPlan.causal
-    monkeypatch.setattr(
-        BlockPlan, "causal", lambda *args: built_plans.append(args) or causal(*args)
-    )
+    causal = Mock(wraps=BlockPlan.causal)
+    monkeypatch.setattr(BlockPlan, "causal", causal)
     keep = torch.zeros(1, 4, 2, 4, dtype=torch.bool)
     for _ in range(3):
         rows = ranges.tail_rows(32, 32)
         plan = BlockPlan.from_dense(keep, ranges, query_block=32, key_block=16, dense_rows=rows)
         engines.TRITON.attention(q, k, v, plan, scale=0.2)
-    assert len(built_plans) == 1
+    assert causal.call_count == 1
 
 
 def test_plan_without_dense_rows_is_passed_unchanged():

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -118,8 +119,8 @@ def test_traced_op_equals_reference(kind, shape):
 
     def results(attend):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        softcap = 3.0 if kind == "softcap" else None
-        out, lse = attend(*leaves, plan=plan, scale=0.3, return_lse=True, softcap=softcap)
+        options = {"scale": 0.3, "softcap": 3.0 if kind == "softcap" else None}
+        out, lse = attend(leaves[0], leaves[1], leaves[2], plan=plan, return_lse=True, **options)
         gradients = torch.autograd.grad(out, leaves, qkv(**shape, seed=9)[0])
         if kind == "not-finite":
             # gradients of k and v are undefined for rows that attend to the NaN key
@@ -136,18 +137,13 @@ def test_traced_op_passes_opcheck():
     """Check the shapes, strides and gradients that torch.compile relies on."""
     q, k, v = (x.requires_grad_() for x in qkv(q_length=63, kv_length=111))
     plan = random_plan(q, k, (32, 16))
-    calls = []
     op = traced._attention_op
-
-    def record(*args, **options):
-        calls.append((args, options))
-        return op(*args, **options)
-
+    recorder = Mock(wraps=op)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(traced, "_attention_op", record)
+        patch.setattr(traced, "_attention_op", recorder)
         traced.attention(q, k, v, plan, scale=0.3, return_lse=True)
-    ((args, options),) = calls
-    torch.library.opcheck(op, args, options)
+    (call,) = recorder.call_args_list
+    torch.library.opcheck(op, call.args, call.kwargs)
 
 
 @pytest.mark.parametrize("heads", slow_but([None, 1, 2, 3], 0))

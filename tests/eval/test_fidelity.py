@@ -80,7 +80,7 @@ def test_fidelity_command_writes_expected_rows(model_folder, tmp_path, book, cap
     options = ("--texts", f"noise,{book}", "--budgets", "match,0.5", "--variant", f"wide={SMALL}")
     options += ("--probes", "pass,recall,recall_border,perplexity,perplexity_border")
     methods = "dense,full,cab,random,no_needle"
-    results = command(model_folder, tmp_path / "out", *options, methods=methods)
+    results = command(model_folder, tmp_path / "out", options, methods=methods)
     rows = results["rows"]
     arms = [*((name, None) for name in ("dense", "cab", "cab:wide")), ("random", "match")]
     arms += [("random", 0.5), ("full", None), ("no_needle", None)]
@@ -167,7 +167,7 @@ def rows_of_run(model_folder, tmp_path_factory):
         run = command(
             model_folder,
             tmp_path_factory.mktemp("run"),
-            *options,
+            options,
             methods=f"dense,{methods}",
             drawn=options != CONTINUATIONS,
         )
@@ -263,7 +263,7 @@ def test_decode_is_compared_with_dense(rows_of_run):
 def test_batched_decode_equals_single_decode(model_folder, tmp_path, monkeypatch, rows_of_run):
     # with this limit a batch has one sequence of 640 tokens
     monkeypatch.setattr(fidelity, "TOKENS_AT_ONCE", 640)
-    for alone in command(model_folder, tmp_path, *DECODING, methods="dense,h2o")["rows"]:
+    for alone in command(model_folder, tmp_path, DECODING, methods="dense,h2o")["rows"]:
         together = rows_of_run(DECODING)[alone["method"]]
         assert alone["decode"]["kl"] == pytest.approx(together["decode"]["kl"], abs=1e-6)
         assert alone["decode_asked"] == together["decode_asked"]
@@ -305,8 +305,8 @@ def test_resumed_run_equals_uninterrupted_run(model_folder, tmp_path, kill, rows
     methods = "dense" if words is DECODING else "dense,cab"
     kill(at)
     with pytest.raises(KeyboardInterrupt):
-        command(model_folder, tmp_path, *words, methods=methods)
-    for row in command(model_folder, tmp_path, *words, methods=methods)["rows"]:
+        command(model_folder, tmp_path, words, methods=methods)
+    for row in command(model_folder, tmp_path, words, methods=methods)["rows"]:
         assert row == rows_of_run(words)[row["method"]]
 
 
@@ -362,7 +362,7 @@ def test_baselines_without_selection_kernel_have_reported_share():
 
 def test_rows_contain_times_and_quality(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: CountingBench())
-    results = command(model_folder, tmp_path, "--probes", "continuation", drawn=True)
+    results = command(model_folder, tmp_path, ["--probes", "continuation"], drawn=True)
     dense, cab, random = results["rows"]
     assert dense["over_dense"] == 1
     assert cab["over_dense"] == (cab["predict_ms"] + cab["attend_ms"]) / cab["dense_ms"]
@@ -387,7 +387,7 @@ def test_fitted_budget_matches_attention_time(model_folder, tmp_path, monkeypatc
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
     # with the default minimum, FlexPrefill would select all blocks of such a short sequence
     monkeypatch.setattr(last_queries, "MIN_TOKENS", 32)
-    results = command(model_folder, tmp_path, *TIMED, methods=f"dense,cab,{BASELINES}")
+    results = command(model_folder, tmp_path, TIMED, methods=f"dense,cab,{BASELINES}")
     rows = {row["method"]: row for row in results["rows"]}
     cab_ms = rows["cab"]["predict_ms"] + rows["cab"]["attend_ms"]
     for name in BASELINES.split(","):
@@ -407,10 +407,10 @@ def test_resumed_run_reuses_fitted_budgets(model_folder, tmp_path, monkeypatch, 
     # case 12 is the second sample of the third method
     calls = kill(12)
     with pytest.raises(KeyboardInterrupt):
-        command(model_folder, tmp_path, *options)
+        command(model_folder, tmp_path, options)
     assert calls[-1]["method"] == "random"
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: CountingBench())
-    command(model_folder, tmp_path, *options)
+    command(model_folder, tmp_path, options)
     _, samples = read_log(tmp_path / "samples.jsonl")
     samples = [sample for sample in samples if sample["method"] == "random"]
     assert ["fitted_config" in sample for sample in samples] == [True, *[False] * 4]
@@ -421,7 +421,7 @@ def test_every_method_has_rows(model_folder, tmp_path, halved_for_fp8):
     # methods with dense prefill differ from dense attention in decode steps only
     names = [name for name, method in METHODS.items() if not method.dense_prefill]
     options = ("--probes", "continuation", "--lengths", "600", "--budgets", "0.5")
-    rows = command(model_folder, tmp_path, *options, methods=",".join(names))["rows"]
+    rows = command(model_folder, tmp_path, options, methods=",".join(names))["rows"]
     # the documents have no needle, so the method no_needle has no rows
     assert [row["method"] for row in rows] == [name for name in names if name != "no_needle"]
     densities = {row["method"]: row["density"] for row in rows}
@@ -431,9 +431,10 @@ def test_every_method_has_rows(model_folder, tmp_path, halved_for_fp8):
 def test_run_is_extended_by_more_cases(model_folder, tmp_path, kill, capsys):
     command(model_folder, tmp_path)
     calls = kill(None)
-    grown = command(model_folder, tmp_path, "--documents", "2", methods="dense")
+    grown = command(model_folder, tmp_path, ["--documents", "2"], methods="dense")
     assert [row["recall"]["n"] for row in grown["rows"]] == [4, 2, 2]
     assert [case["index"] for case in calls] == [1] * 4
 
-    assert long_runs.start("fidelity", model_folder, tmp_path, "--variant", f"wide={SMALL}") == 2
+    words = ["--variant", f"wide={SMALL}"]
+    assert long_runs.start("fidelity", model_folder, tmp_path, words=words) == 2
     assert "Give another --out" in capsys.readouterr().err

@@ -32,27 +32,27 @@ def difference_of(both, only_ours, only_base, neither, is_swapped=False):
         only_ours, only_base: questions that only one method answers.
         is_swapped: True for the difference base minus ours.
     """
-    pairs = [(1, 1)] * both + [(1, 0)] * only_ours + [(0, 1)] * only_base + [(0, 0)] * neither
-    ours, base = zip(*pairs, strict=True)
+    ours = [1] * (both + only_ours) + [0] * (only_base + neither)
+    base = [1] * both + [0] * only_ours + [1] * only_base + [0] * neither
     return paired_difference(base, ours) if is_swapped else paired_difference(ours, base)
 
 
 @pytest.mark.parametrize(
-    ("counts", "difference", "low", "high"),
+    ("both", "only_ours", "only_base", "neither", "difference", "low", "high"),
     [
-        # counts: both, only ours, only base, neither
         # both methods are always right: phi is undefined and counts as 0
-        ((10, 0, 0, 0), 0.0, -Z2 / (10 + Z2), Z2 / (10 + Z2)),
+        (10, 0, 0, 0, 0.0, -Z2 / (10 + Z2), Z2 / (10 + Z2)),
         # the methods always agree: phi = (25 - 10 / 2) / 25 = 0.8; width² is half² (1 + 1 - 1.6)
-        ((5, 0, 0, 5), 0.0, -HALF * math.sqrt(0.4), HALF * math.sqrt(0.4)),
+        (5, 0, 0, 5, 0.0, -HALF * math.sqrt(0.4), HALF * math.sqrt(0.4)),
         # the methods never agree: phi = -25 / 25, and the half widths add up
-        ((0, 5, 5, 0), 0.0, -2 * HALF, 2 * HALF),
+        (0, 5, 5, 0, 0.0, -2 * HALF, 2 * HALF),
         # only our method is right: the difference is 1 - 0
-        ((0, 10, 0, 0), 1.0, 1 - math.sqrt(2) * Z2 / (10 + Z2), 1.0),
+        (0, 10, 0, 0, 1.0, 1 - math.sqrt(2) * Z2 / (10 + Z2), 1.0),
     ],
 )
-def test_paired_difference_by_hand(counts, difference, low, high):
-    assert difference_of(*counts) == pytest.approx((difference, low, high), abs=2e-6)
+def test_paired_difference_by_hand(both, only_ours, only_base, neither, difference, low, high):
+    result = difference_of(both=both, only_ours=only_ours, only_base=only_base, neither=neither)
+    assert result == pytest.approx((difference, low, high), abs=2e-6)
 
 
 def test_paired_difference_is_antisymmetric():

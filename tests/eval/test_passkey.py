@@ -130,7 +130,7 @@ def test_passkey_command_asks_all_methods_the_same_prompts(model_folder, tmp_pat
     options = ("--cab", "dense_tail_blocks=0", "--controls", "1", "--trust-remote-code")
     methods = ["dense", "cab", *MATCHED]
     results = command(
-        "passkey", model_folder, tmp_path, *options, methods=",".join(methods), drawn=True
+        "passkey", model_folder, tmp_path, words=options, methods=",".join(methods), drawn=True
     )
     assert {path.name for path in tmp_path.iterdir()} == FILES
     rows = {row["method"]: row for row in results["rows"]}
@@ -161,15 +161,17 @@ def test_passkey_command_asks_all_methods_the_same_prompts(model_folder, tmp_pat
 def test_stage_both_uses_sparse_decode(model_folder, tmp_path, monkeypatch):
     choices, attend = [], decode.attend
 
-    def record_choice_and_attend(q, k, v, choice, *args, **kwargs):
+    def record_choice_and_attend(q, k, v, choice, **options):
         choices.append(choice)
-        return attend(q, k, v, choice, *args, **kwargs)
+        return attend(q, k, v, choice, **options)
 
     monkeypatch.setattr(decode, "attend", record_choice_and_attend)
     for stage in ("prefill", "both"):
         options = ("--stage", stage, "--budget", "0.3")
         out = tmp_path / stage
-        results = command("passkey", model_folder, out, *options, methods="cab,random,streaming")
+        results = command(
+            "passkey", model_folder, out, words=options, methods="cab,random,streaming"
+        )
         # each step has one call for each of the two layers
         assert bool(choices) == (stage == "both") and len(choices) % 2 == 0
     # an eighth of this short sequence has fewer keys than the sinks and local tokens together

@@ -292,12 +292,13 @@ def test_figure_shows_tasks_side_by_side(tmp_path, monkeypatch):
         if (method, probe) != ("random", "copying")
     ]
     axis, draw_tasks = Figure().subplots(), fidelity_figure._draw_tasks
-    calls = []
-    # record the arguments, and draw later on an axis that the test can read
-    monkeypatch.setattr(fidelity_figure, "_draw_tasks", lambda _, *args: calls.append(args))
+    # draw on an axis that the test can read
+    monkeypatch.setattr(
+        fidelity_figure,
+        "_draw_tasks",
+        lambda _, rows, titles, styles: draw_tasks(axis, rows, titles, styles),
+    )
     Fidelity.draw(tmp_path / "figure.png", Fidelity.rows(samples, {}))
-    (args,) = calls
-    draw_tasks(axis, *args)
     assert [label.get_text() for label in axis.get_xticklabels()] == ["UUIDs", "copying"]
     marks = {}
     for each in axis.containers:

@@ -168,7 +168,7 @@ def test_key_follows_prompt(chat, keys, question_first):
 
 def test_multi_key_asks_for_one_key(model_folder, tmp_path):
     options = ("--probes", "pass,multi_key,continuation,asked", "--asked", "0")
-    (row,) = command("fidelity", model_folder, tmp_path, *options, methods="dense")["rows"]
+    (row,) = command("fidelity", model_folder, tmp_path, words=options, methods="dense")["rows"]
     assert row["multi_key"]["n"] == row["pass"]["n"] == 2
     assert "continuation" in row and "asked" not in row
 
@@ -176,7 +176,12 @@ def test_multi_key_asks_for_one_key(model_folder, tmp_path):
 def test_every_task_is_scored(model_folder, tmp_path):
     options = ("--probes", "tasks", "--lengths", 600, "--task-samples", 2)
     results = command(
-        "fidelity", model_folder, tmp_path, *options, methods="dense,full,no_needle", drawn=True
+        "fidelity",
+        model_folder,
+        tmp_path,
+        words=options,
+        methods="dense,full,no_needle",
+        drawn=True,
     )
     rows = {row["method"]: row for row in results["rows"]}
     # tasks have no needle, so the method no_needle has no rows
@@ -206,8 +211,8 @@ class NewModel:
     def forward(self, ids, cache=None, use_cache=None):
         return {NAME: (cache, use_cache)}
 
-    def __call__(self, *args, **kwargs):
-        return self.forward(*args, **kwargs)
+    def __call__(self, ids, **options):
+        return self.forward(ids, **options)
 
 
 class OldModel(NewModel):

@@ -6,6 +6,7 @@ import random
 import resource
 import shutil
 import signal
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -75,14 +76,9 @@ def test_incomplete_checkpoint_is_ignored(
     save(checkpoint_folder, 1)
     save(checkpoint_folder, 2)
     owners = {"save": torch, "put_on_disk": checkpoints, "rename": os, "rmtree": checkpoints.shutil}
-    original, calls = getattr(owners[function], function), []
-
-    def killed(*args, **kwargs):
-        calls.append(args)
-        if len(calls) > num_calls:
-            raise Killed
-        return original(*args, **kwargs)
-
+    # the first calls run the original function
+    original = getattr(owners[function], function)
+    killed = Mock(wraps=original, side_effect=[DEFAULT] * num_calls + [Killed])
     with monkeypatch.context() as patch:
         patch.setattr(owners[function], function, killed)
         with pytest.raises(Killed):

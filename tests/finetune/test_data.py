@@ -57,11 +57,11 @@ def in_memory(texts, **options):
     return sources.TextSource("memory", dataset, "text", **options)
 
 
-def write_file(path, *texts):
-    """Write texts to a file in the format of its suffix and return the file's name."""
+def write_file(path, texts):
+    """Write a list of texts to a file in the format of its suffix and return the file's name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
-        rows = {"text": list(texts), "n": [1] * len(texts)}
+        rows = {"text": texts, "n": [1] * len(texts)}
         datasets.Dataset.from_dict(rows).to_parquet(str(path))
     else:
         rows = (json.dumps({"text": each, "n": 1}) + "\n" for each in texts)
@@ -74,7 +74,7 @@ def write_folder(folder, suffix, texts):
     texts_per_file = 1 if suffix == "txt" else -(-len(texts) // 3)
     for start in range(0, len(texts), texts_per_file):
         file_texts = texts[start : start + texts_per_file]
-        write_file(folder / suffix / f"{start:03}.{suffix}", *file_texts)
+        write_file(folder / suffix / f"{start:03}.{suffix}", file_texts)
     (folder / suffix / "README.md").write_text("a description of the data")
     return str(folder / suffix)
 
@@ -338,7 +338,7 @@ def test_first_non_empty_document_is_held_out(tmp_path, suffix, streaming, empty
     [(12, "1 of 13 documents"), (250, r"3 of 251 documents .* and every 100th after it")],
 )
 def test_run_reports_held_out_documents(tmp_path, rows, sentence):
-    name = write_file(tmp_path / "a.jsonl", "", *texts_of(rows))
+    name = write_file(tmp_path / "a.jsonl", ["", *texts_of(rows)])
     lines = []
     open_data(
         settings=Settings(data=(name,), length=LENGTH, held_out=1),
@@ -414,7 +414,7 @@ def read_from(name, streaming=False):
 )
 def test_path_is_not_expanded_as_glob(tmp_path, suffix, pattern, matched, streaming):
     for name in (pattern, matched):
-        write_file(tmp_path / f"{name}.{suffix}", name)
+        write_file(tmp_path / f"{name}.{suffix}", [name])
     assert read_from(tmp_path / f"{pattern}.{suffix}", streaming) == [pattern]
     if "/" in pattern and "*" not in pattern:
         assert read_from((tmp_path / pattern).parent, streaming) == [pattern]
@@ -425,7 +425,7 @@ def test_fingerprint_depends_on_content_only(tmp_path):
     fingerprints, texts_read = [], []
     for folder, texts in (("one", "abcd"), ("two", "abcd"), ("three", "bacd")):
         for number, text in enumerate(texts):
-            file = write_file(tmp_path / folder / f"{folder}-{number}.txt", text)
+            file = write_file(tmp_path / folder / f"{folder}-{number}.txt", [text])
             os.utime(file, (1.7e9, 1.7e9))
         fingerprints.append(make_source(str(tmp_path / folder)).sha256)
         texts_read.append(read_from(tmp_path / folder))
@@ -440,7 +440,7 @@ def test_folder_is_read_recursively_without_hidden_files(tmp_path):
     folder = tmp_path / ".shown"
     # one file has a byte order mark, which must be removed
     for name, text in FILES.items():
-        write_file(folder / f"{name}.txt", text)
+        write_file(folder / f"{name}.txt", [text])
     assert read_from(folder) == ["new"]
 
 
@@ -496,7 +496,7 @@ def test_unreadable_data_raises(tmp_path, files, message, streaming):
 @pytest.mark.parametrize("name", ["none.jsonl", "./none", "/nowhere/a", "text", "folder:main"])
 def test_missing_path_raises_without_hub_request(tmp_path, monkeypatch, name):
     """datasets would read the working directory, or a folder in it, for some of these names."""
-    write_file(tmp_path / "folder" / "a.txt", "a b c")
+    write_file(tmp_path / "folder" / "a.txt", ["a b c"])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=f"must be an existing file or folder, got '{name}'"):
         make_source(name)
@@ -513,8 +513,8 @@ def test_missing_path_raises_without_hub_request(tmp_path, monkeypatch, name):
 )
 def test_validation_on_training_source_raises(tmp_path, monkeypatch, training, validation, refused):
     for name in ("a.txt", "copy.txt", "texts/inside.txt"):
-        write_file(tmp_path / name, "It rained.")
-    write_file(tmp_path / "b.txt", "It snowed.")
+        write_file(tmp_path / name, ["It rained."])
+    write_file(tmp_path / "b.txt", ["It snowed."])
     monkeypatch.chdir(tmp_path)
     name, _, share = training.partition("=")
     training_pairs = [(make_source(name), float(share or 1))]

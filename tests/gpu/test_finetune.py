@@ -86,11 +86,11 @@ def train_step(model, gpu):
 class DelayedOffload(Offload):
     """Offloading with delayed copies: a reader that does not wait for a copy gets wrong data."""
 
-    def _copy(self, *args, **kwargs):
+    def _copy(self, saved, pairs):
         with torch.cuda.stream(self._stream):
             # in clock cycles
             torch.cuda._sleep(20_000_000)
-        super()._copy(*args, **kwargs)
+        super()._copy(saved, pairs)
 
 
 @pytest.mark.parametrize("offload_class", [Offload, DelayedOffload])

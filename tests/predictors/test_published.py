@@ -1,8 +1,8 @@
 """The published classes: formulas by hand, and equality with `CabConfig.published`."""
 
-import builtins
 import math
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -273,14 +273,9 @@ def test_histogram_counts_visible_blocks(diagnostics, causal):
 
 
 def test_missing_matplotlib_error_names_package(diagnostics, monkeypatch):
-    original_import = builtins.__import__
-
-    def import_without_matplotlib(name, *arguments, **settings):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return original_import(name, *arguments, **settings)
-
-    monkeypatch.setattr(builtins, "__import__", import_without_matplotlib)
+    # Python cannot import a module whose entry in sys.modules is None
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         visualize_frc_statistics(diagnostics.frc)
 

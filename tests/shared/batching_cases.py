@@ -68,8 +68,8 @@ def routed(monkeypatch):
     """Return a list to which every call of `dispatch.route` appends (mask, route)."""
     routes, original = [], dispatch.route
 
-    def recording_route(mask, *args, **kwargs):
-        routes.append((mask, original(mask, *args, **kwargs)))
+    def recording_route(mask, config, work, **options):
+        routes.append((mask, original(mask, config, work, **options)))
         return routes[-1][1]
 
     monkeypatch.setattr(dispatch, "route", recording_route)

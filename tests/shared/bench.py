@@ -24,13 +24,13 @@ BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks
 FILES = ["figure.png", "report.md", "results.csv", "results.json", "samples.jsonl"]
 
 
-def speed_run(op, out, *words, drawn=False):
+def speed_run(op, out, words=(), drawn=False):
     """Run ``speed OP`` on the CPU and return its results.json.
 
     Args:
         op: name of the command.
         out: folder of the results.
-        words: further options.
+        words: further words of the command line, as a list or tuple.
         drawn: True to draw the figure, which is slow.
     """
     with pytest.MonkeyPatch.context() as patch:
@@ -40,8 +40,11 @@ def speed_run(op, out, *words, drawn=False):
     return json.loads((out / "results.json").read_text())
 
 
-def torchrun(*words):
-    """Run a module or a script in two ranks and return the finished process."""
+def torchrun(words):
+    """Run a module or a script in two ranks and return the finished process.
+
+    ``words`` are the module or script and its arguments, as a list or tuple.
+    """
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, *TORCHRUN, *words],
@@ -53,7 +56,7 @@ def torchrun(*words):
     )
 
 
-def refused(capsys, op, *words):
+def refused(capsys, op, words):
     """Return the error message of a ``speed OP`` command that exits with status 2."""
     with pytest.raises(SystemExit) as raised:
         main(["speed", op, *words])

@@ -75,8 +75,9 @@ def require_step_equals_reference(case, dtype=torch.float32, device="cpu"):
         ops.choose(q, index, scale, wanted=wanted, channels=channels, **fields)
         for ops in (kernels, reference)
     )
-    _, *ranks = reference.score_keys(q, index, scale, channels=channels, **fields)
-    steps, limit = ranks[0], reference.last_read_level(*ranks, length=length, wanted=wanted)
+    scores = reference.score_keys(q, index, scale, channels=channels, **fields)
+    _, steps, sampled, always = scores
+    limit = reference.last_read_level(steps, sampled, always, length=length, wanted=wanted)
     is_selected = choice.to_mask()
     assert torch.equal(is_selected.sum(-1), choice.counts)
     # kernels add sums in another order, which may shift the rounded shares of a head by one step

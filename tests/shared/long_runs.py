@@ -16,30 +16,30 @@ FIXED = {
 FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
 
 
-def start(name, model, out, *more, methods="dense,cab,random", drawn=False):
+def start(name, model, out, words=(), methods="dense,cab,random", drawn=False):
     """Run a command and return its exit status.
 
     Args:
         name: "passkey" or "fidelity".
         model: folder of the model.
         out: folder of the results.
-        more: further words of the command line.
+        words: further words of the command line, as a list or tuple.
         methods: value of ``--methods``.
         drawn: True to draw the figure, which is slow.
     """
-    words = [name, *FIXED[name].split(), "--device", "cpu", "--model", model, "--out", out]
-    words += [word for assignment in SPARSE_WORDS for word in ("--cab", assignment)]
+    line = [name, *FIXED[name].split(), "--device", "cpu", "--model", model, "--out", out]
+    line += [word for assignment in SPARSE_WORDS for word in ("--cab", assignment)]
     with pytest.MonkeyPatch.context() as patch:
         if not drawn:
             patch.setattr(named(name), "draw", lambda *_: None)
-        return main([str(word) for word in (*words, "--methods", methods, *more)])
+        return main([str(word) for word in (*line, "--methods", methods, *words)])
 
 
-def command(name, model, out, *more, **options):
+def command(name, model, out, words=(), **options):
     """Run a command and return its results.json; None without such a file.
 
     Arguments are those of `start`.
     """
-    assert start(name, model, out, *more, **options) == 0
+    assert start(name, model, out, words=words, **options) == 0
     file = out / "results.json"
     return json.loads(file.read_text()) if file.exists() else None

@@ -234,10 +234,10 @@ def separate_documents(model: PreTrainedModel) -> Iterator[None]:
     lengths = torch.tensor(DOCUMENTS)
     document = torch.arange(len(DOCUMENTS)).repeat_interleave(lengths).expand(2, -1)
 
-    def make_document_mask(*args: Any, **kwargs: Any) -> Any:
-        same_document = packed_sequence_mask_function(document)
-        kwargs["mask_function"] = and_masks(kwargs["mask_function"], same_document)
-        return make_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    def make_document_mask(*, mask_function: Any, **options: Any) -> Any:
+        mask_function = and_masks(mask_function, packed_sequence_mask_function(document))
+        options["allow_is_causal_skip"] = False
+        return make_mask(mask_function=mask_function, **options)
 
     AttentionMaskInterface.register(name, make_document_mask)
     try:
@@ -323,9 +323,11 @@ def counted(implementation: str) -> Iterator[set[nn.Module]]:
     """Yield a set that collects the modules that attend by ``implementation`` inside the block."""
     function, modules = ALL_ATTENTION_FUNCTIONS[implementation], set()
 
-    def recording(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def recording(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
+    ) -> Any:
         modules.add(module)
-        return function(module, *args, **kwargs)
+        return function(module, q, k, v, mask, **options)
 
     AttentionInterface.register(implementation, recording)
     try:

@@ -14,7 +14,7 @@ def test_speed_run_serves_trace_dense_and_sparse(tmp_path):
     words += ["--warm-up", "1", "--page-size", "32", "--max-density", "0.5"]
     for field in (*BLOCKS, "min_length=0"):
         words += ["--cab", field]
-    dense, sparse = speed_run("serve", tmp_path, *words)["rows"]
+    dense, sparse = speed_run("serve", tmp_path, words)["rows"]
     assert (dense["implementation"], sparse["implementation"]) == ("vllm", "cab")
     assert dense["density"] == 1 > sparse["density"]
     assert sparse["baseline"] == "vllm"

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,23 +25,50 @@ def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tenso
     _implementation(k).write_index(index, k, channels, start)
 
 
-def choose(q: Tensor, *args: Any, **kwargs: Any) -> Choice:
+def choose(
+    q: Tensor,
+    index: Index,
+    scale: float,
+    length: Tensor,
+    wanted: Tensor,
+    channels: tuple[int, ...] = (),
+    valid: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Choice:
     """Select the keys that a decode step reads; see `reference.choose`."""
     with without_autocast(q):
-        return _implementation(q).choose(q, *args, **kwargs)
+        return _implementation(q).choose(
+            q,
+            index,
+            scale=scale,
+            length=length,
+            wanted=wanted,
+            channels=channels,
+            valid=valid,
+            sinks=sinks,
+        )
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *args: Any, softcap: float | None = None, **kwargs: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    choice: Choice,
+    scale: float,
+    length: Tensor | None = None,
+    valid: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute attention over the selected keys; see `reference.attend`.
 
     The kernels support neither gradients nor soft caps; the reference computes these calls.
     """
+    options = {"scale": scale, "length": length, "valid": valid, "sinks": sinks}
     with without_autocast(q):
         if softcap is not None or not has_kernels(q, k, v):
-            return reference.attend(q, k, v, *args, softcap=softcap, **kwargs)
-        return _implementation(q).attend(q, k, v, *args, **kwargs)
+            return reference.attend(q, k, v, choice, softcap=softcap, **options)
+        return _implementation(q).attend(q, k, v, choice, **options)
 
 
 def without_autocast(x: Tensor) -> torch.autocast:

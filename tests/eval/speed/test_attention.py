@@ -116,8 +116,8 @@ def test_sinks_are_included_in_time(monkeypatch, direction):
 def test_composite_engine_is_timed(monkeypatch, direction):
     """An engine may be a function that wraps a kernel, as on a GPU."""
 
-    def call(kernel, *args, **kwargs):
-        return kernel(*args, **kwargs)
+    def call(kernel, q, k, v, plan, **options):
+        return kernel(q, k, v, plan, **options)
 
     composite = partial(call, reference.attention)
     engine = REFERENCE._replace(load=lambda: composite)
@@ -140,9 +140,11 @@ def test_composite_engine_is_timed(monkeypatch, direction):
 )
 def test_wrong_output_is_not_timed(monkeypatch, change, error):
     attend = reference.attention
-    monkeypatch.setattr(
-        reference, "attention", lambda *args, **kwargs: change(attend(*args, **kwargs))
-    )
+
+    def attend_with_changed_output(q, k, v, plan, **options):
+        return change(attend(q, k, v, plan, **options))
+
+    monkeypatch.setattr(reference, "attention", attend_with_changed_output)
     row = measured(KEY)
     assert row["attend_ms"] == row["total_ms"] == {}
     assert (
@@ -163,10 +165,10 @@ def test_wrong_gradient_is_not_timed(monkeypatch):
 
     attend = reference.attention
 
-    def attend_with_wrong_gradient(*args, **kwargs):
+    def attend_with_wrong_gradient(q, k, v, plan, **options):
         # calls 1 and 2 are those of the engine; later calls compute the float32 reference
         attend_with_wrong_gradient.calls += 1
-        out = attend(*args, **kwargs)
+        out = attend(q, k, v, plan, **options)
         return WrongGradient.apply(out) if attend_with_wrong_gradient.calls < 3 else out
 
     attend_with_wrong_gradient.calls = 0

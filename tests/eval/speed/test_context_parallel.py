@@ -47,9 +47,9 @@ def test_killed_run_continues(tmp_path):
     script, folder = tmp_path / "killed.py", tmp_path / "run"
     script.write_text(KILLED)
     words = ["speed", "context-parallel", *QUICK, "--out", str(folder)]
-    assert torchrun(str(script), "7", *words).returncode != 0
+    assert torchrun([str(script), "7", *words]).returncode != 0
     interrupted_log = (folder / "samples.jsonl").read_text()
-    process = torchrun(str(script), "0", *words)
+    process = torchrun([str(script), "0", *words])
     assert process.returncode == 0, process.stderr[-3000:]
     complete_log = (folder / "samples.jsonl").read_text()
     # the logs have a header, and six or ten cases
@@ -152,27 +152,29 @@ class RankBench(Bench):
         return times, 3.0 + self.rank
 
 
-def slowest_time(group, *arguments):
+def slowest_time(group, options):
     """Return (ms, runs, calls per run, calls, peak GiB) that `time_slowest` reports on a rank."""
     calls = []
     rank_group, bench = RankGroup(group, group), RankBench(group.rank())
-    result = rank_group.time_slowest(bench, lambda: calls.append(1), *arguments)
+    result = rank_group.time_slowest(bench, lambda: calls.append(1), **options)
     return result.ms, result.runs, result.in_a_row, len(calls), result.peak_gib
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("options", "expected"),
     [
         # the slowest rank is rank 1 in the first run (2 ms) and rank 0 later (20 ms)
-        pytest.param((3, 0.0), (20.0, 3, 1, 4), id="slowest"),
-        pytest.param((1, 0.0101), (20.0, 5, 1, 6), id="as-many-as-there-is-time-for"),
-        pytest.param((3, 0.0, 5), (20.0 / 5, 3, 5, 2 + 3 * 5), id="in-a-row"),
-        pytest.param((1, 0.0, 1, 2.0), (2.0, 1, 1, 2), id="short-first-call-warms-up"),
-        pytest.param((1, 0.0, 1, 0.5), (1000.0, 1, 1, 1), id="long-first-call-counts"),
+        pytest.param({"least": 3}, (20.0, 3, 1, 4), id="slowest"),
+        pytest.param(
+            {"least": 1, "seconds": 0.0101}, (20.0, 5, 1, 6), id="as-many-as-there-is-time-for"
+        ),
+        pytest.param({"least": 3, "in_a_row": 5}, (20.0 / 5, 3, 5, 2 + 3 * 5), id="in-a-row"),
+        pytest.param({"least": 1, "warm_up": 2.0}, (2.0, 1, 1, 2), id="short-first-call-warms-up"),
+        pytest.param({"least": 1, "warm_up": 0.5}, (1000.0, 1, 1, 1), id="long-first-call-counts"),
     ],
 )
-def test_time_is_that_of_slowest_rank(ranks, arguments, expected):
-    for result in ranks.run(2, slowest_time, *arguments):
+def test_time_is_that_of_slowest_rank(ranks, options, expected):
+    for result in ranks.run(2, slowest_time, options):
         assert result == (*expected, 4.0)
 
 

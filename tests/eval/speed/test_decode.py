@@ -2,6 +2,7 @@
 
 import sys
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -130,10 +131,8 @@ def test_steps_write_tokens_and_match_between_caches():
 
 @pytest.mark.parametrize("mode", ["static", "dynamic"])
 def test_model_row_counts_cache_and_index(mode, monkeypatch):
-    settings, choices, choose = tiny_settings(), [], ops.choose
-    monkeypatch.setattr(
-        ops, "choose", lambda *args, **kwargs: choices.append(args) or choose(*args, **kwargs)
-    )
+    settings, choose = tiny_settings(), Mock(wraps=ops.choose)
+    monkeypatch.setattr(ops, "choose", choose)
     dense = sample_of(Decode, settings, MODEL | {"mode": mode, "way": "sdpa", "budget": None})
     sparse = sample_of(Decode, settings, MODEL | {"mode": mode})
     assert dense["error"] is sparse["error"] is None
@@ -146,11 +145,11 @@ def test_model_row_counts_cache_and_index(mode, monkeypatch):
     assert dense["index_gib"] is None and dense["ran_as"] is None
     assert 0 < sparse["index_gib"] < sparse["cache_gib"]
     assert sparse["ran_as"] == "2 layers select the keys they read"
-    assert len(choices) == 2 * (decode.WARM_UP_STEPS + 3)
+    assert choose.call_count == 2 * (decode.WARM_UP_STEPS + 3)
     # 256 of 600 tokens are too many for a sparse step, which would save no time
     row = sample_of(Decode, settings, MODEL | {"mode": mode, "budget": 256})
     assert row["error"] is None and row["ran_as"].startswith("dense: ")
-    assert len(choices) == 2 * (decode.WARM_UP_STEPS + 3)
+    assert choose.call_count == 2 * (decode.WARM_UP_STEPS + 3)
 
 
 def test_cab_is_compared_with_fastest_dense_kernel():
@@ -205,8 +204,8 @@ def test_gpu_uses_cuda_graphs_and_compiled_steps(gpu, tmp_path):
 
 
 def test_decode_run_writes_all_rows(tmp_path):
-    options = ("--lengths", "512,640", "--batches", "1,2", "--kernels", "SDPA,FA3")
-    rows = speed_run("decode", tmp_path, *WORDS, *options, drawn=True)["rows"]
+    words = (*WORDS, "--lengths", "512,640", "--batches", "1,2", "--kernels", "SDPA,FA3")
+    rows = speed_run("decode", tmp_path, words, drawn=True)["rows"]
     # four pairs of length and batch: two kernels and cab, and three modes of sdpa and of cab
     assert [row["part"] for row in rows] == ["attention"] * 4 * 3 + ["model"] * 4 * 6
     failed = {row["way"] if row["mode"] is None else row["mode"] for row in rows if row["error"]}

@@ -91,7 +91,7 @@ def test_baselines_are_measured_up_to_a_length_and_a_cascade_by_its_anchor(tmp_p
     words = [*shape.split(), "--lengths", "192,384", "--densities", "0.2", "--dense-up-to", "192"]
     cascade = ("predictor=cascade", "anchors=[3]", "mass_threshold=0.2", "share_threshold=0.5")
     words += [word for each in cascade for word in ("--cab", each)]
-    short, long = speed_run("attention", tmp_path, *words)["rows"]
+    short, long = speed_run("attention", tmp_path, words)["rows"]
     assert long["baselines"] == {} and long["extrapolated"] is True
     assert long["baseline_ms"] == pytest.approx(4 * short["baseline_ms"])
     assert short["predict_ms"] > 0 and 0 < short["density"] < 1

@@ -70,7 +70,7 @@ def search(tmp_path, monkeypatch, bench, implementations="cab-always", estimate=
     monkeypatch.setattr(Ttft, "bench", bench)
     monkeypatch.setattr(Ttft, "estimated", lambda *_: estimate)
     words = [*WORDS, "--lengths", "256,512", "--implementations", implementations]
-    return speed_run("ttft", tmp_path, *words, drawn=drawn)["rows"]
+    return speed_run("ttft", tmp_path, words, drawn=drawn)["rows"]
 
 
 @pytest.mark.parametrize("length", [192, 200])

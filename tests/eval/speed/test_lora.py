@@ -121,7 +121,7 @@ def test_lora_run_of_two_ranks(tmp_path):
     words = [*sizes, "--device", "cpu", "--lengths", "600", "--runs", "1", "--max-density", "0.2"]
     words += [word for each in SMALL for word in ("--cab", each)]
     words += ["--implementations", "sdpa,cab_dense,cab", "--out", str(tmp_path / "run")]
-    process = torchrun("-m", "cab_hf.eval", "speed", "lora", *words)
+    process = torchrun(["-m", "cab_hf.eval", "speed", "lora", *words])
     assert process.returncode == 0, process.stderr[-3000:]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     rows = results["rows"]

@@ -92,19 +92,19 @@ def check_serve(rows):
     ],
 )
 def test_every_op_runs(op, words, check, cases, tmp_path):
-    rows = speed_run(op, tmp_path, *words.split(), drawn=True)["rows"]
+    rows = speed_run(op, tmp_path, words.split(), drawn=True)["rows"]
     assert len(rows) == cases and all(row["error"] is None for row in rows)
     assert all(row["ms"] > 0 for row in rows if "ms" in row)
     check(rows)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     # the second run measures nothing
-    assert speed_run(op, tmp_path, *words.split())["rows"] == rows
+    assert speed_run(op, tmp_path, words.split())["rows"] == rows
 
 
 @pytest.mark.parametrize("op", list(COMMANDS))
 def test_ops_without_gpu_raise(op, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    error = refused(capsys, op, "--out", str(tmp_path / "none"))
+    error = refused(capsys, op, ["--out", str(tmp_path / "none")])
     assert "device must be a CUDA device, got 'cuda'" in error
     assert not (tmp_path / "none").exists()
 
@@ -136,8 +136,8 @@ def test_run_with_other_settings_is_not_extended(
 ):
     words = f"{HEADS} --head-dims 16 --seconds 0 --directions forward --densities 0.2 --lengths"
     words = words.split()
-    (first,) = speed_run("attention", tmp_path, *words, "192")["rows"]
-    content = speed_run("attention", tmp_path, *words, "96")
+    (first,) = speed_run("attention", tmp_path, [*words, "192"])["rows"]
+    content = speed_run("attention", tmp_path, [*words, "96"])
     assert [row["length"] for row in content["rows"]] == [96, 192]
     assert content["rows"][1]["ms"] == first["ms"]
     assert sorted(content["provenance"]["settings"]["lengths"]) == [96, 192]

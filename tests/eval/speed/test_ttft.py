@@ -156,7 +156,7 @@ def test_variants_follow_the_order_of_the_run(tmp_path, monkeypatch):
         monkeypatch.setitem(model.HASTENED, name, lambda _, name=name: applied.append(name))
     words = ["--variants", "fp8+liger,fp8,plain", "--implementations", "SDPA,cab", *WORDS]
     words += ["--layers", "1", "--runs", "1", "--lengths", "96"]
-    rows = speed_run("ttft", tmp_path, *words, drawn=True)["rows"]
+    rows = speed_run("ttft", tmp_path, words, drawn=True)["rows"]
     expected = [
         (variant, implementation)
         for variant in ("plain", "fp8", "fp8+liger")
@@ -202,7 +202,7 @@ def test_kernel_without_cache_support_has_error_row(monkeypatch):
 
 def test_run_after_a_cache(tmp_path):
     words = ("--layers", "1", "--lengths", "64,128", "--behind", "256", "--runs", "1", *WORDS)
-    rows = speed_run("ttft", tmp_path, *words, drawn=True)["rows"]
+    rows = speed_run("ttft", tmp_path, words, drawn=True)["rows"]
     assert {row["behind"] for row in rows} == {256}
     errors = {row["implementation"] for row in rows if row["error"]}
     assert errors == {"SDPA"}
@@ -215,7 +215,7 @@ def test_run_after_a_cache(tmp_path):
 def test_ttft_run_of_two_ranks(tmp_path):
     words = ["--device", "cpu", "--lengths", "600", "--runs", "1", "--max-density", "0.2", *WORDS]
     words += ["--out", str(tmp_path / "run")]
-    process = torchrun("-m", "cab_hf.eval", "speed", "ttft", *words)
+    process = torchrun(["-m", "cab_hf.eval", "speed", "ttft", *words])
     assert process.returncode == 0, process.stderr[-3000:]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     rows = results["rows"]
