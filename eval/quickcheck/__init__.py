@@ -48,7 +48,7 @@ from cab_hf.hf.fit import origin_of
 BUILT_IN = "built-in"
 # Python modules whose source code is appended to the built-in text; the result has 200,000 tokens
 SOURCES = ("argparse", "doctest", "inspect", "pickle", "subprocess", "tarfile", "turtle", "typing")
-GPU_LENGTHS, CPU_LENGTHS = (8192, 32768, 131072), (1024, 4096)
+GPU_LENGTHS, CPU_LENGTHS = (8192, 32768, 131072), (1024, 2048)
 ROWS, REPORT, FIGURE, CONFIG = "rows.jsonl", "report.md", "figure.png", "cab_config.json"
 # settings that a run may change when it continues an earlier run
 GROWS = ("lengths", "minutes", "kl", "documents", "out")
