@@ -5,16 +5,17 @@
 * `pays`: a prompt that continues a long cache, such as a question about a document, can have too
   few queries for sparse attention to be faster. Selection scores all cached keys for a few query
   blocks.
-* `is_launch_bound`: in layers with few heads, launching the kernels of sparse attention takes
-  longer than dense attention.
+* `min_length_for`: in layers with few heads, launching the kernels of sparse attention takes longer
+  than dense attention up to a longer prompt.
 
 The file break_even.json contains the points. `python -m cab_hf.eval.break_even` measures the points
-of `pays`. The point of `is_launch_bound` is a result of `python -m cab_hf.eval.quickcheck`.
+of `pays`. The point of `min_length_for` is a result of `python -m cab_hf.eval.quickcheck`.
 """
 
 from __future__ import annotations
 
 import json
+from math import ceil, sqrt
 from pathlib import Path
 
 # file with the measured points
@@ -26,10 +27,9 @@ POINTS: dict[str, tuple[tuple[int, int], ...]] = {
     device: tuple((keys, queries) for keys, queries in measured["points"])
     for device, measured in _MEASURED.items()
 }
-# device type -> least number of products of channels, heads * head dim * queries * keys, for which
-# sparse attention is not slower than dense attention
-MIN_PRODUCTS: dict[str, int] = {
-    device: layer["heads"] * layer["head_dim"] * layer["tokens"] ** 2
+# device type -> (channels of all query heads, least tokens) of a measured layer with few heads
+FEW_HEADS: dict[str, tuple[int, int]] = {
+    device: (layer["heads"] * layer["head_dim"], layer["tokens"])
     for device, measured in _MEASURED.items()
     if (layer := measured.get("few_heads"))
 }
@@ -63,17 +63,18 @@ def least_queries(kv_length: int, device_type: str) -> int:
     return min_queries
 
 
-def is_launch_bound(
-    q_length: int, kv_length: int, *, channels: int | None, device_type: str
-) -> bool:
-    """Return True if kernel launches were measured to make sparse attention slower than dense.
+def min_length_for(channels: int | None, device_type: str) -> int:
+    """Return the least length for which sparse attention of a prompt is not slower than dense.
+
+    The time of dense attention is proportional to channels * tokens**2, and the time of launches is
+    constant. Thus the least length is that of the measured layer times
+    ``sqrt(measured channels / channels)``. Returns 0 if nothing was measured.
 
     Args:
-        q_length: queries of the prompt, in tokens.
-        kv_length: keys, including the cache, in tokens.
         channels: channels of all query heads, H * D; None if unknown.
         device_type: torch device type, such as "cuda".
     """
-    if channels is None:
-        return False
-    return channels * q_length * kv_length < MIN_PRODUCTS.get(device_type, 0)
+    if channels is None or device_type not in FEW_HEADS:
+        return 0
+    measured_channels, tokens = FEW_HEADS[device_type]
+    return ceil(tokens * sqrt(measured_channels / channels))

@@ -61,6 +61,7 @@ def route(
     Raises:
         ValueError: if a named engine does not support the call.
     """
+    config = _with_measured_min_length(config, work)
     kind, reason = _kind(mask, config, layer, index) if sparse else ("dense", None)
     if kind == "sparse":
         reason = _why_slower(mask, config, work)
@@ -74,6 +75,22 @@ def route(
         return Route("sparse_decode", config)
     method, engine = _dense_method(mask, work)
     return Route(method, config, engine, reason)
+
+
+def _with_measured_min_length(config: CabConfig, work: Workload) -> CabConfig:
+    """Raise ``min_length`` for layers with few heads, where short prompts are faster when dense.
+
+    A ``min_length`` below the default requests sparse attention for short prompts, and stays.
+    Compiled models launch kernels faster, and were not measured.
+
+    Args:
+        config, work: see `route`.
+    """
+    if config.min_length < CabConfig.min_length or torch.compiler.is_compiling():
+        return config
+    channels = None if work.num_heads is None else work.num_heads * work.head_dim
+    min_length = break_even.min_length_for(channels, work.device)
+    return config if min_length <= config.min_length else replace(config, min_length=min_length)
 
 
 def _kind(
@@ -108,7 +125,7 @@ def _why_slower(mask: Any, config: CabConfig, work: Workload) -> str | None:
     """Return why dense attention is faster than sparse attention; None if dense is not faster.
 
     The decision depends on the length of the complete prompt, so all its chunks have the same kind
-    of attention. The decision does not depend on other rows of a batch.
+    of attention.
 
     Args:
         mask, config, work: see `route`.
@@ -121,17 +138,6 @@ def _why_slower(mask: Any, config: CabConfig, work: Workload) -> str | None:
     if not break_even.pays(num_queries, num_tokens, work.device):
         least = break_even.least_queries(num_tokens, work.device)
         return f"fewer than {least} queries after a long cache, where dense attention is faster"
-    # a lower min_length asks for sparse attention; compiled models launch kernels faster
-    if config.min_length < CabConfig.min_length or torch.compiler.is_compiling():
-        return None
-    channels = None if work.num_heads is None else work.num_heads * work.head_dim
-    if break_even.is_launch_bound(
-        num_queries, num_tokens, channels=channels, device_type=work.device
-    ):
-        return (
-            f"{work.num_heads} heads of {work.head_dim} channels are too few at {num_tokens} "
-            "tokens: dense attention is faster"
-        )
     return None
 
 

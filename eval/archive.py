@@ -22,7 +22,7 @@ ORIGIN = ("Config of ", "Made on ", "```")
 
 
 @dataclass(frozen=True)
-class Archived:
+class ArchivedRun:
     """A removed experiment that reads title, tables and sentences from the report of one run.
 
     Pages use it like a class derived from `cab_hf.eval.experiment.Experiment`.
@@ -38,7 +38,7 @@ class Archived:
     ADDED: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
-    def read(cls, name: str, path: Path) -> Archived:
+    def read(cls, name: str, path: Path) -> ArchivedRun:
         """Return the removed experiment ``name`` with the report at ``path``.
 
         Raises:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from cab_hf import __version__
 from cab_hf.config import OLD_OUTLIERS, CabConfig
 from cab_hf.eval import report
-from cab_hf.eval.archive import ARCHIVED, Archived
+from cab_hf.eval.archive import ARCHIVED, ArchivedRun
 from cab_hf.experiment.log import (
     Log,
     LogError,
@@ -269,10 +269,10 @@ def named(name: str) -> type[Experiment]:
     return importlib.import_module(f"cab_hf.eval.{module}").EXPERIMENT
 
 
-def kind_of(record: Row, folder: Path) -> type[Experiment] | Archived:
+def kind_of(record: Row, folder: Path) -> type[Experiment] | ArchivedRun:
     """Return the experiment that wrote the results in ``folder`` with the provenance ``record``."""
     name = record["experiment"]
-    return Archived.read(name, folder / REPORT) if name in ARCHIVED else named(name)
+    return ArchivedRun.read(name, folder / REPORT) if name in ARCHIVED else named(name)
 
 
 def render(folder: Path | str) -> list[dict[str, Any]]:
@@ -413,15 +413,15 @@ def _rows(kind: type[Experiment], samples: Sequence[Row], settings: Row, path: P
         ) from error
 
 
-def summary(kind: type[Experiment] | Archived, rows: Sequence[Row]) -> list[str]:
+def summary(kind: type[Experiment] | ArchivedRun, rows: Sequence[Row]) -> list[str]:
     """Return the first table, and the sentences about the rows unless there are none."""
     paragraphs = [next(iter(kind.tables(rows).values())), " ".join(kind.readings(rows))]
     return list(filter(None, paragraphs))
 
 
-def report_text(kind: type[Experiment] | Archived, rows: Sequence[Row], provenance: Row) -> str:
+def report_text(kind: type[Experiment] | ArchivedRun, rows: Sequence[Row], provenance: Row) -> str:
     """Return the content of ``report.md`` for rows and provenance of ``results.json``."""
-    if isinstance(kind, Archived):
+    if isinstance(kind, ArchivedRun):
         return kind.report
     others = [*list(kind.tables(rows).items())[1:], *unmeasured(provenance).items()]
     paragraphs = [
@@ -514,8 +514,8 @@ def unlike_default(config: Row) -> dict[str, Any]:
     return {name: value for name, value in config.items() if value != default.get(name)}
 
 
-def command(kind: type[Experiment] | Archived, settings: Row) -> str:
+def command(kind: type[Experiment] | ArchivedRun, settings: Row) -> str:
     """Return a Markdown code block of the commands that repeat a run with ``settings``."""
-    if isinstance(kind, Archived):
+    if isinstance(kind, ArchivedRun):
         return kind.command
     return "\n".join(["```", *kind.commands(settings), "```"])

@@ -22,9 +22,9 @@ CONFIG = replace(SPARSE, min_length=100)
 
 @pytest.fixture(autouse=True)
 def points(monkeypatch):
-    """Replace the measured points with `POINTS`, and the products with those of 20,000 tokens."""
+    """Use `POINTS`, and a least length of 20,000 tokens for 4 heads of 16 channels."""
     monkeypatch.setattr(break_even, "POINTS", POINTS)
-    monkeypatch.setattr(break_even, "MIN_PRODUCTS", {"cpu": 4 * 16 * 20_000**2})
+    monkeypatch.setattr(break_even, "FEW_HEADS", {"cpu": (4 * 16, 20_000)})
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ def test_short_question_after_long_cache_is_dense(q_length, kv_length, fields, f
         pytest.param(19_999, 4, 16_383, "sparse", id="lower-min-length"),
     ],
 )
-def test_few_heads_are_dense_up_to_measured_products(tokens, num_heads, min_length, method):
+def test_few_heads_raise_min_length(tokens, num_heads, min_length, method):
     config = replace(CONFIG, min_length=min_length)
     actual = route_of(tokens, tokens, config=config, num_heads=num_heads)
     assert actual.method.partition("_")[0] == method
     if method == "dense":
-        assert actual.reason == (
-            "4 heads of 16 channels are too few at 19999 tokens: dense attention is faster"
-        )
+        # the config also makes shorter rows of a batch dense
+        assert actual.config.min_length == 20_000
+        assert actual.reason == "input shorter than min_length=20000"
 
 
 @pytest.mark.parametrize(("start", "family"), [(0, "sparse"), (640, "dense")])

@@ -15,7 +15,7 @@ from cab_hf.call import forward_state
 from cab_hf.call.hook import cab_mask
 from cab_hf.call.layout import BlockLayout, LayoutOptions
 from cab_hf.call.mask import MaskInfo
-from cab_hf.call.packing import Length, detect_packing
+from cab_hf.call.packing import DocumentLength, detect_packing
 from cab_hf.predictors import RowsPredictor, register_predictor
 
 SELECTED_LAYERS = []
@@ -289,7 +289,7 @@ def test_compiled_packed_documents_with_mask_raise(monkeypatch):
 )
 def test_rows_below_min_length_belong_to_short_sequences(least, rows, has_lengths):
     padding_mask = torch.arange(40) >= torch.tensor([[20], [0]])
-    lengths = [[Length(20, 20)], [Length(40, 40)]] if has_lengths else None
+    lengths = [[DocumentLength(20, 20)], [DocumentLength(40, 40)]] if has_lengths else None
     layout = layout_of(2, 40, padding_mask=padding_mask, lengths=lengths)
     actual = layout.rows_below_min_length(**least, query_block=16)
     if has_lengths and rows == [[], []]:

@@ -27,7 +27,7 @@ LENGTH = 900  # tokens of prompts
 # small blocks, so that a short prompt has many
 SMALL = cab_hf.CabConfig(query_block=16, key_block=16, min_length=0, share_threshold=1.0)
 # options of other programs
-FOREIGN = {
+EXTERNAL_OPTIONS = {
     *("--config_file", "--num_processes", "--nproc_per_node"),
     *("--pre", "--help", "--tasks", "--model_args", "--metadata", "--trust_remote_code"),
     *("--attn-implementation", "--continuous-batching", "--attention-backend"),
@@ -147,7 +147,7 @@ def test_commands_of_page_parse(page, monkeypatch, tmp_path):
 def test_options_named_by_page_exist(page):
     classes = (*KINDS.values(), finetune.Settings, merge.MergeSettings)
     names = {name for each in classes for name in each.__dataclass_fields__} | {"config"}
-    existing = FOREIGN | {"--" + name.replace("_", "-") for name in names}
+    existing = EXTERNAL_OPTIONS | {"--" + name.replace("_", "-") for name in names}
     options = set(re.findall(r"(?<![\w<!-])--[a-z][\w-]*", page.read_text()))
     assert options <= existing, options - existing
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cab_hf import CabConfig, engines
-from cab_hf.call.layout import Length
+from cab_hf.call.layout import DocumentLength
 from cab_hf.call.mask import MaskDetails, MaskInfo
 from cab_hf.decode.cache import KeyIndex
 from cab_hf.engines import Workload
@@ -45,7 +45,7 @@ def route_of(
         slots: slots of a static cache; None: no static cache.
         mask_fields: further fields of `MaskInfo`.
     """
-    lengths = None if longest is None else [[Length(queries=longest[0], tokens=longest[1])]]
+    lengths = None if longest is None else [[DocumentLength(queries=longest[0], tokens=longest[1])]]
     if longest is not None:
         mask_fields["doc_ids"] = torch.zeros(1, kv_length)
     details = MaskDetails(cache_length=slots, lengths=lengths)

@@ -73,7 +73,7 @@ class Packed(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Row:
+class BatchRow:
     """The packed row of all sequences, in one layer.
 
     Attributes:
@@ -112,7 +112,7 @@ class Row:
         *,
         sparse: bool,
         paging: dict[str, Any],
-    ) -> Row:
+    ) -> BatchRow:
         """Build a row from the arguments of an attention function.
 
         Args:
@@ -205,13 +205,13 @@ def accepting_batches(attention: Callable[..., Any], *, sparse: bool) -> Callabl
         arguments = LayerArguments.of(
             module, query, key, value, dropout=dropout, scaling=scaling, **kwargs
         )
-        row = Row.create(arguments, batch, sparse=sparse, paging=paging)
+        row = BatchRow.create(arguments, batch, sparse=sparse, paging=paging)
         return attend_batch(row).contiguous(), None
 
     return attend
 
 
-def attend_batch(row: Row) -> Tensor:
+def attend_batch(row: BatchRow) -> Tensor:
     """Return the attention output [1, T, H, D_v] of a packed row of T tokens."""
     layer_idx, paging = row.layer.layer_idx, row.paging
     cache, new_states = paging["cache"], {"key_states": row.k, "value_states": row.v}
@@ -243,7 +243,7 @@ def attend_batch(row: Row) -> Tensor:
     return out
 
 
-def _pack(row: Row, allocator: Any) -> Packed:
+def _pack(row: BatchRow, allocator: Any) -> Packed:
     """Return the queries and keys of all requests, for the layers that use ``allocator``.
 
     Args:
@@ -300,7 +300,7 @@ def _dense_block_size(work: Workload) -> int | None:
     return None if TRITON.unavailable(work) else DENSE_BLOCK_SIZE
 
 
-def _attend_pages(row: Row, allocator: Any) -> Tensor:
+def _attend_pages(row: BatchRow, allocator: Any) -> Tensor:
     """Return the output [1, T, H, D_v] of a batch in which every request has one decode step.
 
     Args:

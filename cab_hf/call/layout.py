@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.call.packing import Length, document_lengths, first_tokens, read_document_lengths
+from cab_hf.call.packing import (
+    DocumentLength,
+    document_lengths,
+    first_tokens,
+    read_document_lengths,
+)
 from cab_hf.ops.attention.complete import with_sinks
 from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges, row_indices
 from cab_hf.predictors import LayerContext, Predictor
@@ -20,7 +25,7 @@ class LayoutOptions(NamedTuple):
     """The properties of a call that few layouts need.
 
     Attributes:
-        lengths: `Length` of every document of each batch row, on the host; None if reading the
+        lengths: `DocumentLength` of each document of each row, on the host; None if reading the
             lengths would wait for the device.
         block_offset: position of the first query in its query block, in tokens: one number for all
             rows, or one number per row. The layout starts with this number of vacant positions.
@@ -29,7 +34,7 @@ class LayoutOptions(NamedTuple):
         window: width of a sliding window, in slots; None without a window.
     """
 
-    lengths: Sequence[Sequence[Length]] | None = None
+    lengths: Sequence[Sequence[DocumentLength]] | None = None
     block_offset: int | list[int] = 0
     sequence_end: int | Tensor | None = None
     window: int | None = None
@@ -56,7 +61,7 @@ class BlockLayout:
             None if no document is shorter than the call, or if lengths are not known.
         document_tokens: int [B, N'_q], number of tokens in the same document. None if
             ``document_queries`` is None.
-        lengths: `Length` of every document of each batch row, on the host; None if reading the
+        lengths: `DocumentLength` of each document of each row, on the host; None if reading the
             lengths would wait for the device.
     """
 
@@ -66,7 +71,7 @@ class BlockLayout:
     key_order: TokenPermutation | None = None
     document_queries: Tensor | None = None
     document_tokens: Tensor | None = None
-    lengths: Sequence[Sequence[Length]] | None = None
+    lengths: Sequence[Sequence[DocumentLength]] | None = None
 
     @classmethod
     def build(
@@ -369,7 +374,7 @@ class _Positions(NamedTuple):
         num_documents: documents per row.
         document_queries: int64 [B, 1 or N_k], number of queries in the document of each key.
         document_tokens: int64 [B, 1 or N_k], number of tokens in the document of each key.
-        lengths: `Length` of every document of each row; None for rows without documents.
+        lengths: `DocumentLength` of every document of each row; None for rows without documents.
     """
 
     keys: Tensor
@@ -381,7 +386,7 @@ class _Positions(NamedTuple):
     num_documents: int
     document_queries: Tensor
     document_tokens: Tensor
-    lengths: Sequence[Sequence[Length]] | None = None
+    lengths: Sequence[Sequence[DocumentLength]] | None = None
 
 
 def _positions_of_rows(
@@ -425,7 +430,7 @@ def _positions_of_documents(
     query_slots: Tensor | slice,
     doc_ids: Tensor,
     *,
-    lengths: Sequence[Sequence[Length]] | None,
+    lengths: Sequence[Sequence[DocumentLength]] | None,
     align: int,
 ) -> _Positions:
     """Return the positions of packed documents, each of which starts at a block border.
@@ -434,7 +439,7 @@ def _positions_of_documents(
         is_real: bool [B, N_k], True for written keys without padding.
         query_slots: slots of the queries.
         doc_ids: int [B, N_k], document of each key.
-        lengths: `Length` of every document of each row; None to read the lengths from the device.
+        lengths: `DocumentLength` of each document of each row; None to read them from the device.
         align: larger one of the two block sizes, in tokens.
     """
     if lengths is None:
@@ -510,7 +515,7 @@ def _aligned_documents(num_tokens: Tensor, doc_ids: Tensor, align: int) -> tuple
     return document_start, document_start - packed_starts.gather(1, doc_ids)
 
 
-def _aligned_length(lengths: Sequence[Length], align: int) -> int:
+def _aligned_length(lengths: Sequence[DocumentLength], align: int) -> int:
     """Return the number of positions of a row whose documents start at multiples of ``align``."""
     start = end = 0
     for _, tokens in lengths:

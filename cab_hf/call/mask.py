@@ -16,7 +16,13 @@ from torch import Tensor
 from cab_hf.call import packing
 from cab_hf.call.forward_state import ForwardState
 from cab_hf.call.layout import BlockLayout, LayoutOptions
-from cab_hf.call.packing import CONSTANT_END, Length, Packing, detect_packing, read_document_lengths
+from cab_hf.call.packing import (
+    CONSTANT_END,
+    DocumentLength,
+    Packing,
+    detect_packing,
+    read_document_lengths,
+)
 from cab_hf.call.placeholder import MaskPlaceholder
 from cab_hf.call.scope import Prompt
 from cab_hf.checks import short, warn_once
@@ -44,7 +50,7 @@ class MaskDetails:
             model passes no position ids. Layers can receive other position ids.
         dense_block_size: block size of the plan for exact attention, in tokens; None if a dense
             kernel computes exact attention.
-        lengths: `Length` of each document of each row; None if the host does not have the lengths.
+        lengths: `DocumentLength` of each document of each row; None if the host has no lengths.
         max_documents: upper bound of the number of documents per row; None if the host has none.
     """
 
@@ -56,7 +62,7 @@ class MaskDetails:
     chunk_starts: Tensor | None = None
     position_ids: Tensor | None = None
     dense_block_size: int | None = None
-    lengths: list[list[Length]] | None = None
+    lengths: list[list[DocumentLength]] | None = None
     max_documents: int | None = None
 
 
@@ -191,8 +197,8 @@ class MaskInfo(MaskPlaceholder):
         return max(0, self.prompt.end - blocks * query_block) // query_block * query_block
 
     @property
-    def lengths(self) -> list[list[Length]] | None:
-        """Length of each document, as one list of `Length` per row.
+    def lengths(self) -> list[list[DocumentLength]] | None:
+        """DocumentLength of each document, as one list of `DocumentLength` per row.
 
         In a prompt whose end is known, each row is one document, and its length is the length of
         the complete prompt. None if each row is one sequence without padding, or if waiting for the
@@ -200,14 +206,18 @@ class MaskInfo(MaskPlaceholder):
         """
         if self.is_prefill and self.doc_ids is None:
             lengths = self.prompt.lengths
-            return None if lengths is None else [[Length(tokens, tokens)] for tokens in lengths]
+            return (
+                None
+                if lengths is None
+                else [[DocumentLength(tokens, tokens)] for tokens in lengths]
+            )
         is_known = self.details.lengths is not None or self.doc_ids is None
         if is_known or torch.compiler.is_compiling():
             return self.details.lengths
         return self.state.cached(LENGTHS, self._document_lengths)
 
-    def _document_lengths(self) -> list[list[Length]]:
-        """Return the `Length` of each packed document of each row. Waits for the device."""
+    def _document_lengths(self) -> list[list[DocumentLength]]:
+        """Return the `DocumentLength` of each packed document of each row. Waits for the device."""
         padding_mask = self.padding_mask
         if padding_mask is None:
             padding_mask = torch.ones_like(self.doc_ids, dtype=torch.bool)
@@ -215,17 +225,17 @@ class MaskInfo(MaskPlaceholder):
         return read_document_lengths(padding_mask, doc_ids, self.details.max_documents)
 
     @property
-    def longest(self) -> Length | None:
+    def longest(self) -> DocumentLength | None:
         """Largest numbers of queries and of tokens of a document.
 
         None if every row is one document without padding, which is as long as the call.
         """
         if self.is_prefill and self.doc_ids is None:
-            return Length(self.prompt.longest, self.prompt.longest)
+            return DocumentLength(self.prompt.longest, self.prompt.longest)
         if self.lengths is None:
             return None
         lengths = [length for row in self.lengths for length in row]
-        return Length(max(x.queries for x in lengths), max(x.tokens for x in lengths))
+        return DocumentLength(max(x.queries for x in lengths), max(x.tokens for x in lengths))
 
     def with_documents(
         self,

@@ -19,7 +19,7 @@ CONSTANT_END = 4
 SAME_VALUE = 1e-3
 
 
-class Length(NamedTuple):
+class DocumentLength(NamedTuple):
     """The length of one packed document, or of one batch row without documents.
 
     Attributes:
@@ -38,7 +38,7 @@ class Packing(NamedTuple):
     Attributes:
         padding_mask: bool [B, N_k], False for padding keys; None without padding.
         doc_ids: int [B, N_k], equal for tokens of one packed document; None if not packed.
-        lengths: a list with one `Length` per row, if rows have padding and no documents; otherwise
+        lengths: one `DocumentLength` per row, if rows have padding and no documents; otherwise
             None.
         max_documents: upper bound of the number of documents per row; None if only the device has
             the number.
@@ -47,7 +47,7 @@ class Packing(NamedTuple):
 
     padding_mask: Tensor | None
     doc_ids: Tensor | None
-    lengths: list[list[Length]] | None = None
+    lengths: list[list[DocumentLength]] | None = None
     max_documents: int | None = None
     num_constant_ends: int = 0
 
@@ -124,10 +124,10 @@ def _read_together(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
     return dict(zip(tensors, rows, strict=True))
 
 
-def _lengths_of_rows(counts: dict[str, list[int]]) -> list[list[Length]]:
-    """Return a list with one `Length` per row, from the numbers of queries and tokens per row."""
+def _lengths_of_rows(counts: dict[str, list[int]]) -> list[list[DocumentLength]]:
+    """Return one `DocumentLength` per row, from the numbers of queries and tokens per row."""
     rows = zip(counts["queries"], counts["tokens"], strict=True)
-    return [[Length(num_queries, num_tokens)] for num_queries, num_tokens in rows]
+    return [[DocumentLength(num_queries, num_tokens)] for num_queries, num_tokens in rows]
 
 
 def ends_in_equal_tokens(value: Tensor) -> Tensor:
@@ -140,8 +140,8 @@ def ends_in_equal_tokens(value: Tensor) -> Tensor:
 
 def read_document_lengths(
     padding_mask: Tensor, doc_ids: Tensor, max_documents: int | None = None
-) -> list[list[Length]]:
-    """Return the `Length` of each document of each row, if no token is in a cache.
+) -> list[list[DocumentLength]]:
+    """Return the `DocumentLength` of each document of each row, if no token is in a cache.
 
     Waits for the device.
 
@@ -153,7 +153,7 @@ def read_document_lengths(
     if max_documents is None:
         max_documents = int(doc_ids.max()) + 1
     tokens = document_lengths(padding_mask, doc_ids, max_documents)
-    return [[Length(count, count) for count in row] for row in tokens.tolist()]
+    return [[DocumentLength(count, count) for count in row] for row in tokens.tolist()]
 
 
 def document_lengths(padding_mask: Tensor, doc_ids: Tensor, max_documents: int) -> Tensor:

@@ -355,7 +355,7 @@ VARIABLES = 5
 # letters in the name of a variable
 LETTERS = 5
 # pairs of facts in a text of `two_facts`
-PAIRS = 4
+NUM_PAIRS = 4
 # share of the text, from the start and from the end, that contains the facts of `two_facts`
 OUTER_SHARE = 0.4
 
@@ -398,7 +398,7 @@ def two_facts(rng: random.Random, depth: float) -> Draft:
     order. The text contains three other pairs of facts. bAbI (Weston et al. 2015, arXiv 1502.05698)
     and RULER's HotpotQA have questions over two supporting facts.
     """
-    names, numbers = rng.sample(NAMES, 2 * PAIRS), rng.sample(NUMBERS, PAIRS)
+    names, numbers = rng.sample(NAMES, 2 * NUM_PAIRS), rng.sample(NUMBERS, NUM_PAIRS)
 
     def facts(pair: int, depth: float) -> list[Fact]:
         """Return the two facts of a pair; ``depth`` is scaled to the first part of the text."""
@@ -410,12 +410,12 @@ def two_facts(rng: random.Random, depth: float) -> Draft:
 
     whose = f" for the deputy of {names[0]}"
     return Draft(
-        instruction=instruction(PAIRS),
+        instruction=instruction(NUM_PAIRS),
         question=QUESTION.format(whose=whose),
         answer_start=ANSWER.format(whose=whose).rstrip(),
         replies=(str(numbers[0]),),
         needed_facts=facts(0, depth),
-        other_facts=[*chain(*(facts(pair, rng.random()) for pair in range(1, PAIRS)))],
+        other_facts=[*chain(*(facts(pair, rng.random()) for pair in range(1, NUM_PAIRS)))],
     )
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from cab_hf.call.call import Call
 from cab_hf.call.forward_state import SETTINGS_CHANGED
 from cab_hf.call.mask import MaskDetails
-from cab_hf.call.packing import Length
+from cab_hf.call.packing import DocumentLength
 from cab_hf.call.scope import SHARDED, during_calls, is_sharded
 from cab_hf.call.validate import unsupported_reason
 from cab_hf.config import NAMES, CabConfig
@@ -109,7 +109,7 @@ class Parallel:
             model=mask.model,
             parallel=self,
             dense_block_size=sharding.dense_block_size,
-            lengths=[[Length(length, length) for length in sharding.lengths]],
+            lengths=[[DocumentLength(length, length) for length in sharding.lengths]],
         )
         return ShardedMask(
             batch=mask.batch,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cab_hf.call.layout import BlockLayout, LayoutOptions
-from cab_hf.call.packing import Length
+from cab_hf.call.packing import DocumentLength
 from cab_hf.checks import warn_renamed
 from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges
 
@@ -196,7 +196,7 @@ class ShardMap:
             doc_ids=doc_ids,
             align=self.align,
             device=device,
-            options=LayoutOptions(lengths=[[Length(length, length) for length in lengths]]),
+            options=LayoutOptions(lengths=[[DocumentLength(length, length) for length in lengths]]),
         )
 
     def blocks(self, size: int) -> tuple[Tensor, Tensor]:

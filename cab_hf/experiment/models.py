@@ -86,7 +86,7 @@ def load_model(
     `cab_hf.load_model`, the public function, adds defaults and switches CAB on.
 
     Args:
-        name_or_path: one of `made_names`, or a name or path for
+        name_or_path: one of `built_in_names`, or a name or path for
             ``AutoModelForCausalLM.from_pretrained``.
         device: the device of the model.
         dtype: a torch dtype or its name, such as "float32".
@@ -254,7 +254,7 @@ def is_local(name_or_path: str) -> bool:
 def content_sha256(name_or_path: str) -> str:
     """Return a SHA-256 that identifies the weights, config and tokenizer of a model.
 
-    For one of `made_names` the hash is that of the model's sources, because the written files
+    For one of `built_in_names` the hash is that of the model's sources, because the written files
     depend on versions of libraries. For other models the hash is that of the files.
 
     Args:
@@ -348,7 +348,7 @@ def refuse_unknown(name: str) -> None:
         or isinstance(try_to_load_from_cache(name, "config.json"), str)
     ):
         return
-    local_names = made_names()
+    local_names = built_in_names()
     matches = difflib.get_close_matches(name, local_names, n=1)
     suggestion = f" (did you mean {matches[0]!r}?)" if matches else ""
     raise UsageError(
@@ -357,21 +357,21 @@ def refuse_unknown(name: str) -> None:
     )
 
 
-def made_names() -> tuple[str, ...]:
+def built_in_names() -> tuple[str, ...]:
     """Return the names of models that cab_hf converts, merges or builds in the user's cache."""
     return SMOLLM2, *ADAPTED, *RESHAPED, TINY
 
 
 def is_made(name: str) -> bool:
-    """Return True if ``name`` is one of `made_names`."""
-    return name in made_names()
+    """Return True if ``name`` is one of `built_in_names`."""
+    return name in built_in_names()
 
 
 def made_folder(name: str) -> Path:
     """Return the folder of a model in the user's cache, after building the model if necessary.
 
     Args:
-        name: one of `made_names`.
+        name: one of `built_in_names`.
 
     Raises:
         UsageError: SmolLM2 is not available (see `smollm2_folder`), the package does not contain

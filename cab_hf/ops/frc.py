@@ -1,6 +1,6 @@
 """Kernel of the FRC predictor: the token with the largest norm in every block.
 
-The definition is `cab_hf.predictors.frc.largest_tokens`.
+The definition is `cab_hf.predictors.frc.largest_norm_tokens`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cab_hf.ops.launch import on_device_of
 ROWS = tl.constexpr(16)
 
 
-def largest_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False) -> Tensor:
+def largest_norm_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False) -> Tensor:
     """Return the token with the largest norm in every block of x, float32 [B, H, M, D].
 
     Args:

@@ -158,7 +158,7 @@ def is_curved(curvature: str, redundancy: float) -> bool:
     return curvature != "none" and redundancy > 0
 
 
-def largest_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False) -> Tensor:
+def largest_norm_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False) -> Tensor:
     """Return the token of largest norm of every block of x [B, H, N, D], float32 [B, H, M, D].
 
     Ties select the first token. Padding tokens and tokens with NaN are selected only if the block
@@ -331,13 +331,13 @@ def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
 
 @torch.library.custom_op("cab_hf::frc_tokens", mutates_args=())
 def _tokens(x: Tensor, valid: Tensor, block: int, mark: bool) -> Tensor:
-    """Compute `largest_tokens`, on a GPU by a kernel."""
+    """Compute `largest_norm_tokens`, on a GPU by a kernel."""
     if not has_kernels(x):
-        return largest_tokens(x, valid, block, mark)
+        return largest_norm_tokens(x, valid, block, mark)
     # models on the CPU do not need Triton
     from cab_hf.ops import frc
 
-    return frc.largest_tokens(x, valid, block, mark)
+    return frc.largest_norm_tokens(x, valid, block, mark)
 
 
 @_tokens.register_fake

@@ -20,7 +20,7 @@ from cab_hf.ops import reference
 from cab_hf.predictors.frc import (
     affinity_of,
     forman_curvature,
-    largest_tokens,
+    largest_norm_tokens,
     min_max,
     two_hop,
 )
@@ -74,8 +74,8 @@ def coarsen_qk_max_l2(q: Tensor, k: Tensor, block_size: int = 64) -> tuple[Tenso
     _require_sizes(block_size=block_size)
     q_valid, k_valid = (x.new_ones(x.shape[0], x.shape[2], dtype=torch.bool) for x in (q, k))
     return (
-        largest_tokens(q, q_valid, block_size),
-        largest_tokens(k, k_valid, block_size, mark=True),
+        largest_norm_tokens(q, q_valid, block_size),
+        largest_norm_tokens(k, k_valid, block_size, mark=True),
     )
 
 

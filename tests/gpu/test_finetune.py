@@ -17,7 +17,7 @@ from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.tiles import compute_in_tiles
 
 pytestmark = pytest.mark.gpu
-TINY = [*TRAIN, "--dtype", "bfloat16"]
+BFLOAT16_RUN = [*TRAIN, "--dtype", "bfloat16"]
 TORCHRUN = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 PAIR = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
@@ -133,7 +133,7 @@ def test_tiled_training_equals_untiled(gpu):
 
 
 def test_single_gpu_run_reports_memory_and_time(gpu, tmp_path):
-    run_command(["python", *TINY, "--peak-tflops", "1", "--out", str(tmp_path)])
+    run_command(["python", *BFLOAT16_RUN, "--peak-tflops", "1", "--out", str(tmp_path)])
     _, records = read_log(tmp_path / train.LOG)
     steps_of_run = [record for record in records if record["kind"] == "step"]
     assert len(steps_of_run) == 6 and all(0 < step["density"] < 1 for step in steps_of_run)
@@ -157,11 +157,11 @@ def test_full_training_uses_bfloat16_products(gpu, attention, tmp_path):
 @pytest.mark.parametrize("config_name", ["ddp_8gpu", "fsdp2_8gpu"])
 def test_two_gpus_equal_gradient_accumulation_on_one(gpu, config_name, tmp_path):
     same = ("--dropout", "0", "--tokens-per-step", "1024")
-    run_command(["python", *TINY, *same, "--out", str(tmp_path / "one")])
+    run_command(["python", *BFLOAT16_RUN, *same, "--out", str(tmp_path / "one")])
     launch = ("accelerate", "launch", "--num_processes", "2", "--config_file")
     for name, parallelism in {"data": (), "sequence": ("--cp", "2")}.items():
         config_file = f"finetune/accelerate/{config_name}.yaml"
-        words = (*launch, config_file, *TINY, *same, *parallelism)
+        words = (*launch, config_file, *BFLOAT16_RUN, *same, *parallelism)
         run_command([*words, "--out", str(tmp_path / name)])
         actual, expected = (steps(tmp_path / folder, "loss") for folder in (name, "one"))
         assert actual == pytest.approx(expected, rel=2e-2)

@@ -45,9 +45,9 @@ def test_largest_tokens_by_hand():
     x = torch.tensor([[1.0, 1], [0, -3], [2, 0], [0, 2], [0.5, 0]])[None, None]
     valid = torch.tensor([[True, True, True, True, False]])
     # ties select the first token; a block of padding selects a padding token
-    assert frc.largest_tokens(x, valid, 2).tolist() == [[[[0, -3], [2, 0], [0.5, 0]]]]
+    assert frc.largest_norm_tokens(x, valid, 2).tolist() == [[[[0, -3], [2, 0], [0.5, 0]]]]
     valid[0, 1] = False
-    assert frc.largest_tokens(x, valid, 2)[0, 0, 0].tolist() == [1, 1]
+    assert frc.largest_norm_tokens(x, valid, 2)[0, 0, 0].tolist() == [1, 1]
 
 
 def test_affinity_is_rectified_visible_logits():
@@ -254,8 +254,8 @@ def test_kernels_select_largest_tokens_of_reference(length, dtype):
     valid[1, 3:40] = False
     # some blocks contain padding only
     for block in (16, 48):
-        actual = kernels.largest_tokens(x, valid, block)
-        assert torch.equal(actual, frc.largest_tokens(x, valid, block))
+        actual = kernels.largest_norm_tokens(x, valid, block)
+        assert torch.equal(actual, frc.largest_norm_tokens(x, valid, block))
 
 
 def test_blocks_with_nonfinite_key_are_marked():
@@ -264,7 +264,7 @@ def test_blocks_with_nonfinite_key_are_marked():
     valid[1, 40] = False
     x[:, 0, 40] = torch.nan
     x[:, 1, 70, 3] = torch.inf
-    for largest in (kernels.largest_tokens, frc.largest_tokens):
+    for largest in (kernels.largest_norm_tokens, frc.largest_norm_tokens):
         marked = largest(x, valid, 16, mark=True).isnan().all(-1)
         # the NaN of the second row is padding
         assert marked.nonzero().tolist() == [[0, 0, 2], [0, 1, 4], [1, 1, 4]]
@@ -347,6 +347,6 @@ def test_registered_ops_pass_opcheck():
     )
     wanted = wanted.expand(-1, 6, -1).contiguous()
     places = ranges.rows(16).block_positions(16)
-    vectors = (frc.largest_tokens(x, ranges.end >= 0, 16) for x in (q, k))
+    vectors = (frc.largest_norm_tokens(x, ranges.end >= 0, 16) for x in (q, k))
     arguments = *vectors, bounds, wanted, places, 0.25, 16, 16, "forman", 1.0, 4, 2
     torch.library.opcheck(torch.ops.cab_hf.frc.default, arguments, **checks)

@@ -4,7 +4,7 @@ import torch
 from tiny import tiny_model
 
 from cab_hf.call.layout import BlockLayout, LayoutOptions
-from cab_hf.call.packing import Length
+from cab_hf.call.packing import DocumentLength
 from cab_hf.distributed.sharding import lengths_between, sharding_of
 
 BLOCK = 32
@@ -46,7 +46,9 @@ def layout_of(sharding, align):
         doc_ids=doc_ids[None] if len(sharding.lengths) > 1 else None,
         align=align,
         device=torch.device("cpu"),
-        options=LayoutOptions(lengths=[[Length(length, length) for length in sharding.lengths]]),
+        options=LayoutOptions(
+            lengths=[[DocumentLength(length, length) for length in sharding.lengths]]
+        ),
     )
 
 

@@ -159,7 +159,7 @@ def _attend(
     return out, aux.lse
 
 
-class ListPair(NamedTuple):
+class FullAndPartialLists(NamedTuple):
     """Partial and full lists for a `BlockMask`, all with the same width W.
 
     Attributes:
@@ -187,8 +187,8 @@ class BlockTables(NamedTuple):
         bitmap_blocks: Tokens per query block and per key block of the bitmap.
     """
 
-    lists: ListPair
-    transposed: ListPair | None
+    lists: FullAndPartialLists
+    transposed: FullAndPartialLists | None
     blocks: tuple[int, int]
     first: Tensor
     last: Tensor
@@ -301,11 +301,11 @@ def _merged(plan: BlockPlan) -> tuple[BlockIndices, BlockIndices, tuple[int, int
     return BlockIndices.from_dense(is_partial), BlockIndices.from_dense(is_full), blocks
 
 
-def _list_pair(*, partial: BlockIndices, full: BlockIndices, heads: int) -> ListPair:
+def _list_pair(*, partial: BlockIndices, full: BlockIndices, heads: int) -> FullAndPartialLists:
     """Return the lists expanded to ``heads`` heads and widened to the same width."""
     width = max(partial.width, full.width)
     partial, full = (lists.for_heads(heads).widened(width) for lists in (partial, full))
-    return ListPair(
+    return FullAndPartialLists(
         partial_counts=partial.counts,
         partial_indices=partial.indices,
         full_counts=full.counts,

@@ -205,7 +205,7 @@ def test_archived_results_render_their_report(folder):
     made, report = read_provenance(folder), (folder / "report.md").read_text()
     experiment = kind_of(made, folder)
     assert report.startswith(f"# {experiment.title}\n") and experiment.title.endswith("(archived)")
-    (sentence,) = [line for line in experiment.readings([]) if line.startswith("Archived: ")]
+    (sentence,) = [line for line in experiment.readings([]) if line.startswith("ArchivedRun: ")]
     assert f"`{experiment.name}` was removed" in sentence
     parts = [
         *experiment.tables([]).values(),
