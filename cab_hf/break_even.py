@@ -1,15 +1,15 @@
 """Measured break-even points between sparse and dense attention, by device type.
 
-`CabConfig.min_length` decides for prompts without a cache. Two more rules are measured:
+Prompts shorter than `CabConfig.min_length` have dense attention. By two measured rules, some longer
+prompts have dense attention too:
 
-* `pays`: a prompt that continues a long cache, such as a question about a document, can have too
-  few queries for sparse attention to be faster. Selection scores all cached keys for a few query
-  blocks.
-* `is_launch_bound`: in layers with few heads, launching the kernels of sparse attention takes
-  longer than dense attention.
+* `pays`: dense attention is faster for a prompt with few queries after a long cache, such as a
+  question about a document. The reason is that selection scores all cached keys.
+* `is_launch_bound`: dense attention is faster in layers with few heads, where launching the kernels
+  of sparse attention takes longer than the dense computation.
 
-The file break_even.json contains the points. `python -m cab_hf.eval.break_even` measures the points
-of `pays`. The point of `is_launch_bound` is a result of `python -m cab_hf.eval.quickcheck`.
+The file break_even.json contains the measured points. `python -m cab_hf.eval.break_even` measures
+the points of `pays`, and `python -m cab_hf.eval.quickcheck` the point of `is_launch_bound`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ POINTS: dict[str, tuple[tuple[int, int], ...]] = {
     device: tuple((keys, queries) for keys, queries in measured["points"])
     for device, measured in _MEASURED.items()
 }
-# device type -> least number of products of channels, heads * head dim * queries * keys, for which
-# sparse attention is not slower than dense attention
+# device type -> smallest value of heads * head_dim * queries * keys for which sparse attention is
+# not slower than dense attention
 MIN_PRODUCTS: dict[str, int] = {
     device: layer["heads"] * layer["head_dim"] * layer["tokens"] ** 2
     for device, measured in _MEASURED.items()
@@ -36,7 +36,7 @@ MIN_PRODUCTS: dict[str, int] = {
 
 
 def pays(q_length: int, kv_length: int, device_type: str) -> bool:
-    """Return True unless measurements say that dense attention is faster.
+    """Return True if a prompt has enough queries for sparse attention to be as fast as dense.
 
     Args:
         q_length: queries of the prompt, in tokens.

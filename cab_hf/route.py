@@ -89,9 +89,9 @@ def _kind(
         return "dense", f"{'chunks' if is_chunked else 'sliding window'} of {mask.window} tokens"
     if getattr(layer, "layer_idx", None) in config.dense_layers:
         return "dense", "in dense_layers"
-    # lengths of the longest document, without padding
+    # numbers of queries and of tokens of the longest documents, without padding
     num_queries, num_tokens = mask.longest or (mask.q_length, mask.kv_length)
-    # under torch.compile the length of a static cache is unknown: at least the queries of the call
+    # the length of a static cache is unknown under torch.compile: assume no tokens before the call
     num_tokens = num_queries if num_tokens is None else num_tokens
     if mask.is_decode or num_queries < config.query_block:
         reason = why_dense(mask, config, layer, index)
@@ -107,8 +107,8 @@ def _kind(
 def _why_slower(mask: Any, config: CabConfig, work: Workload) -> str | None:
     """Return why dense attention is faster than sparse attention; None if dense is not faster.
 
-    The decision depends on the length of the complete prompt, so all its chunks have the same kind
-    of attention. The decision does not depend on other rows of a batch.
+    The decision depends on the length of the complete prompt, so either all chunks of a prompt are
+    sparse or none.
 
     Args:
         mask, config, work: see `route`.
@@ -121,7 +121,8 @@ def _why_slower(mask: Any, config: CabConfig, work: Workload) -> str | None:
     if not break_even.pays(num_queries, num_tokens, work.device):
         least = break_even.least_queries(num_tokens, work.device)
         return f"fewer than {least} queries after a long cache, where dense attention is faster"
-    # a lower min_length asks for sparse attention; compiled models launch kernels faster
+    # No rule for few heads: a user who lowers min_length asks for sparse attention, and compiled
+    # models launch kernels faster.
     if config.min_length < CabConfig.min_length or torch.compiler.is_compiling():
         return None
     channels = None if work.num_heads is None else work.num_heads * work.head_dim
@@ -136,7 +137,9 @@ def _why_slower(mask: Any, config: CabConfig, work: Workload) -> str | None:
 
 
 def _dense_method(mask: Any, work: Workload) -> tuple[str, Engine | DenseKernel]:
-    """Return the function of `cab_hf.dispatch` for exact attention, and its engine or kernel.
+    """Return the name of the function in `cab_hf.dispatch` for exact attention, and its kernel.
+
+    The kernel is an `Engine` or `DenseKernel`, which the function uses.
 
     Args:
         mask, work: see `route`.
@@ -144,7 +147,7 @@ def _dense_method(mask: Any, work: Workload) -> tuple[str, Engine | DenseKernel]
     q_length, kv_length = mask.q_length, mask.kv_length
     has_sinks_or_softcap = work.sinks or work.softcap
     if mask.details.dense_block_size is not None or (has_sinks_or_softcap and q_length > 1):
-        # no dense kernel supports soft caps, or returns a differentiable log-sum-exp
+        # no dense kernel supports soft caps, or returns the differentiable log-sum-exp for sinks
         size = mask.details.dense_block_size or DENSE_BLOCK_SIZE
         work = replace(work, query_block=size, key_block=size)
         return "dense_blockwise", engines.choose("auto", work)

@@ -45,7 +45,7 @@ def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Te
     options = ScoreOptions(call.scale, call.channels, call.sinks, call.softcap)
     rank_of_heads = block_scores(q, k, ranges=call.ranges, config=config, options=options)
     for rank in capped_scores(rank_of_heads, call.ranges, config)[0]:
-        # number of thresholds up to 1 at which a row selects each block
+        # number of the thresholds 1 and `THRESHOLDS` at which a row selects each block
         num_reached = torch.bucketize(rank, ascending, right=True) + (rank >= 1)
         is_visible = rank >= 0
         pairs_by_threshold += torch.bincount(

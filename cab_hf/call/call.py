@@ -92,7 +92,7 @@ class Call:
                 q, k, v, blocks_of(config), sinks=s_aux is not None, softcap=softcap is not None
             ),
             mask=mask,
-            # read before the cast to one dtype, which drops attributes of tensors
+            # from ``arguments.key``, because a cast to another dtype drops attributes of tensors
             index=getattr(arguments.key, "cab_index", None),
             sinks=s_aux,
             softcap=softcap,

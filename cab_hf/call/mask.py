@@ -33,8 +33,8 @@ class MaskDetails:
     Attributes:
         model: name of the model, for error messages.
         cache_length: length of the key tensor of a layer; None if not known.
-        unsupported: error for layers that use the mask; None if the mask is supported. Models also
-            build masks that no layer uses.
+        unsupported: message of the error that the first layer with this mask raises; None if the
+            mask is supported. `cab_mask` does not raise, because some masks are never used.
         parallel: `Parallel` of the ranks that share the sequence; None with one process.
         non_causal: bool [], True if a token attends to a later token. The first layer that uses the
             mask then fails on the device. None if the host has checked the mask.
@@ -131,20 +131,20 @@ class MaskInfo(MaskPlaceholder):
         state = self.state.for_some_queries()
         sliced = replace(self, **changes, details=replace(details, lengths=lengths), state=state)
         if lengths is not None and self.doc_ids is None:
-            # the number of queries of padded rows has changed
+            # the slice changes the number of queries in padded rows: compute the lengths again
             sliced = sliced._with_packing(sliced._detect())
         if self.state.stored(PACKING) is not None:
             state.store(PACKING, sliced._packing)
         return sliced
 
     def split_at_prompt_end(self, steps: bool) -> list[tuple[slice, MaskInfo]]:
-        """Return the prompt and the answer of the call, which are computed separately.
+        """Return the parts of the call that are computed separately: prompt, and answer.
 
         Args:
-            steps: True to return each token of the answer separately, as in decode steps.
+            steps: True to return each token of the answer as a separate part, as in decode steps.
 
         Returns:
-            A list of the slice of the queries and the mask of these queries.
+            For each part: the slice of its queries, and the mask of these queries.
         """
         if self.prompt is None:
             return [(slice(None), self)]
@@ -152,7 +152,7 @@ class MaskInfo(MaskPlaceholder):
         cuts = range(num_prompt, self.q_length) if steps else (num_prompt,)
         borders = sorted({0, *cuts, self.q_length})
         if len(borders) == 2:
-            # not cached, because the cache would refer to its own mask
+            # not cached in ``state``, which would then contain the mask to which it belongs
             return [(slice(None), self)]
         return self.state.cached(
             ("prompt and answer", steps),
@@ -249,8 +249,8 @@ class MaskInfo(MaskPlaceholder):
                 None to omit this check.
 
         Returns:
-            The mask, and a condition bool [] for the first layer under torch.compile: True if the
-            compiled graph mixes packed documents. The condition is None in all other cases.
+            The mask; and for the first layer under torch.compile a condition, bool []: True if
+            tokens would attend to other packed documents. The condition is None in all other cases.
 
         Raises:
             ValueError: if ``cu_seqlens`` has another number of tokens.
@@ -362,9 +362,9 @@ class MaskInfo(MaskPlaceholder):
         if self.doc_ids is None:
             mixed = (starts.sum(-1) > 1).any()
         else:
-            # chunks start at documents only if transformers has found the documents
+            # ``doc_ids`` are chunks here: a document that starts inside a chunk is not separated
             mixed = (starts & ~packing.first_tokens(self.doc_ids)).any()
-        # only the device has the length of a static cache
+        # only the device has the length of a static cache, which a call continues unless it is at 0
         return mixed if self.kv_length is not None else mixed & (self.q_offset == 0)
 
     def _failing_if_non_causal(self) -> MaskInfo:

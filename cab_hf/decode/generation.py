@@ -33,7 +33,7 @@ def index_cache(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
         cache: a `DynamicCache` or `StaticCache` of transformers. None means a new `DynamicCache`.
 
     Raises:
-        ValueError: the model reads no index, or the cache has another type.
+        ValueError: if the model reads no index, or the cache has another type.
     """
     model = transformers_model(model)
     text_config = model.config.get_text_config()
@@ -81,7 +81,7 @@ def index_cache_of_generate(model: PreTrainedModel, cache: object) -> None:
 
 
 def _refusal(model: PreTrainedModel, cache: object) -> str | None:
-    """Return the error message with which `index_cache` refuses a model and its cache, or None."""
+    """Return the error message of `index_cache` for a model and its cache; None if supported."""
     text_config = model.config.get_text_config()
     remedy = "Call cab_hf.apply_cab(model, sparse_decode=True) first."
     if text_config._attn_implementation not in SPARSE:
@@ -110,8 +110,7 @@ def _cache_layer_indices(layer: int | None, cache: Cache) -> range:
 def why_no_selection(module: nn.Module, config: CabConfig) -> str | None:
     """Return why an attention layer never selects keys in a decode step, as a clause.
 
-    Returns None if the layer selects keys. The result depends on the module and its configuration,
-    and on no call.
+    Returns None if the layer can select keys. The result is the same for all calls of the layer.
     """
     layer = layer_index(module)
     if unsupported_reason(module) is not None:

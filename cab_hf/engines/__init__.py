@@ -163,7 +163,7 @@ FLASH = Engine(name="flex", load=_flash, unavailable=_flash_unavailable, label=_
 
 
 class DenseKernel(NamedTuple):
-    """Implementation of exact causal attention for all queries of a sequence, or the last ones.
+    """Implementation of exact causal attention for all queries of a sequence, or the last queries.
 
     Attributes:
         name: Readable name.
@@ -236,8 +236,8 @@ def exact(
 ) -> Engine | DenseKernel:
     """Return the dense kernel or the engine that computes exact attention.
 
-    An engine computes exact attention under a plan of all blocks. The fast kernels of SDPA support
-    neither masks nor head dims above `SDPA_HEAD_DIM`.
+    The fast kernels of SDPA support neither masks nor head dims above `SDPA_HEAD_DIM`. In these
+    cases, an engine computes exact attention under a plan of all blocks.
 
     Args:
         work: Requirements of the call.

@@ -154,7 +154,7 @@ def number(model_config: Any, name: str) -> int | None:
 
 
 def rotations(model_config: Any) -> list[dict[str, Any]]:
-    """Return the rotary parameters of all layers, followed by those of each layer type.
+    """Return ``rope_parameters`` of a config, followed by the parameters of each layer type in it.
 
     Args:
         model_config: a transformers config.
@@ -164,9 +164,9 @@ def rotations(model_config: Any) -> list[dict[str, Any]]:
 
 
 def positions(model_config: Any) -> int | None:
-    """Return the number of positions of a model, after rotary scaling; None if not known.
+    """Return the longest supported sequence of a model, in tokens; None if not known.
 
-    In some configs, ``max_position_embeddings`` is the number before scaling.
+    The result includes rotary scaling. In some configs, ``max_position_embeddings`` does not.
 
     Args:
         model_config: a transformers config.
@@ -247,7 +247,7 @@ def layer_index(module: Any) -> int | None:
     Returns None if several layers share the module, or if the module has no index.
     """
     index = getattr(module, "layer_idx", None)
-    # -1 in a module that receives the index in each call
+    # the index is -1 in a module that receives its layer index in each call
     return index if is_whole(index, 0) else None
 
 

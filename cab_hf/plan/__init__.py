@@ -117,7 +117,7 @@ class BlockPlan:
                 ``keep``; -1 for unused entries. None if no query block does.
 
         Raises:
-            ValueError: ``keep`` has another shape or dtype.
+            ValueError: if ``keep`` has another shape or dtype.
         """
         visible, complete = visibility(ranges.rows(query_block), key_block, ranges.kv_length)
         if keep.dtype != torch.bool or keep.ndim != 4 or keep.shape[2:] != visible.shape[1:]:
@@ -175,7 +175,7 @@ class BlockPlan:
         value.
 
         Raises:
-            ValueError: the number of plan heads does not divide ``heads``.
+            ValueError: if the number of plan heads does not divide ``heads``.
         """
         if heads % self.heads:
             raise ValueError(
@@ -417,9 +417,10 @@ def rows_mask(ranges: KeyRanges, rows: Tensor, query_block: int) -> Tensor:
 
 @cached_per_ranges
 def _dense_rows_among(ranges: KeyRanges, dense_rows: Tensor, rows: Tensor, q_blocks: int) -> Tensor:
-    """Return the positions in ``rows`` of dense rows, int64 [B, min(R, m)], filled with -1.
+    """Return the indices i for which ``rows[i]`` is a dense row, int64 [B, min(R, m)].
 
-    The result is cached: all layers of a forward pass have the same dense rows.
+    Unused entries are -1. The result is cached: all layers of a forward pass have the same dense
+    rows.
 
     Args:
         ranges: owner of the cache.
