@@ -313,7 +313,7 @@ class CabConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> CabConfig:
-        """Return the config with these fields, for example the result of `to_dict`.
+        """Return the config with the fields of ``settings``, a dict such as `to_dict` returns.
 
         Args:
             settings: fields by name; other fields have their defaults.
@@ -526,7 +526,7 @@ def num_typical_queries(config: CabConfig) -> int:
 def tail_of(config: CabConfig) -> tuple[int, int]:
     """Return the length of the dense tail and the size of a query block, both in tokens.
 
-    `KeyRanges.tail` has these arguments.
+    The two numbers are the arguments of `KeyRanges.tail`.
     """
     return config.dense_tail_blocks * config.query_block, config.query_block
 

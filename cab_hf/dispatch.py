@@ -183,9 +183,9 @@ def dense_blockwise(call: Call, engine: Engine) -> Tensor:
 def dense_masked(call: Call) -> Tensor:
     """Compute exact attention by SDPA, with a mask tensor for each chunk of queries.
 
-    For a single query, the sparse decode kernel computes attention over all visible keys. SDPA
-    would be slower: it runs only one program per batch row and head, and reads unwritten slots of a
-    static cache. SDPA also supports neither sinks nor soft caps.
+    For a single query, the sparse decode kernel computes attention over all visible keys in place
+    of SDPA. SDPA would be slower: SDPA runs only one program per batch row and head, and reads
+    unwritten slots of a static cache. SDPA also supports neither sinks nor soft caps.
 
     Returns [B, H, N_q, D_v].
     """

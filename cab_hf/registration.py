@@ -287,7 +287,7 @@ def wrap_serving() -> None:
 
 
 def _validate_without_our_names(validate: Callable[..., None], manager: Any) -> None:
-    """Check the arguments of a model manager, without the name of our implementation."""
+    """Run ``validate`` without ``attn_implementation`` if its value is a name in `NAMES`."""
     name = manager.attn_implementation
     try:
         manager.attn_implementation = None if name in NAMES else name

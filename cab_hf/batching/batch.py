@@ -189,7 +189,7 @@ def accepting_batches(attention: Callable[..., Any], *, sparse: bool) -> Callabl
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        # since transformers 5.24 layers receive no mask in continuous batching
+        # since transformers 5.24 layers receive no mask in continuous batching, but this keyword
         batch = kwargs.get("batch") if attention_mask is None else attention_mask
         if not isinstance(batch, PagedBatch):
             return attention(
@@ -349,7 +349,7 @@ def _decode_steps(
     """
     queries, starts, lengths = torch.tensor(decoding, device=read_index.device).unbind(1)
     longest = max(num_keys for *_, num_keys in decoding)
-    # kernels do not read the slots after the keys of a request
+    # clamped indices are harmless: kernels do not read the slots after the keys of a request
     index = starts.unsqueeze(1) + torch.arange(longest, device=read_index.device)
     slots = read_index[index.clamp(max=len(read_index) - 1)].to(torch.int32).unsqueeze(1)
     counts = lengths.to(torch.int32).unsqueeze(1)

@@ -83,7 +83,8 @@ class _CabScheduler:
             token_budget: largest number of tokens of the batch.
         """
         query_block = self._query_block()
-        # the caller schedules each candidate before this generator continues
+        # the caller schedules each candidate before this generator continues, so the attributes are
+        # up to date
         for state in candidates:
             budget_left = token_budget - self._num_scheduled
             is_split = len(state.remaining_prefill_tokens) > budget_left

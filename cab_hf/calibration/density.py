@@ -27,11 +27,11 @@ THRESHOLDS = tuple(2 ** (-step / 4) for step in range(4, 80))
 
 
 def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
-    """Return the density of a layer at the thresholds 1, `THRESHOLDS` and 0, float64 [T + 2].
+    """Return the density of a layer at the mass thresholds 1, `THRESHOLDS` and 0, float64 [T + 2].
 
     The density is the share of the (query, key) pairs that the layer attends to. At threshold 1, a
-    row selects its forced blocks, and the blocks that reach ``share_threshold``. ``max_density``
-    limits the blocks of a row at every threshold.
+    row selects its forced blocks, and the blocks that reach ``share_threshold``. At every
+    threshold, ``max_density`` limits the number of selected blocks.
 
     Args:
         q: [1, H, N, D], queries of one sequence.

@@ -138,8 +138,11 @@ def in_backward_pass() -> bool:
 
 
 def is_captured(x: Tensor) -> bool:
-    """Return True if operations on ``x`` are captured in a CUDA graph."""
-    # replaying a graph runs no code on the host
+    """Return True if operations on ``x`` are captured in a CUDA graph.
+
+    Callers must then share no results with other forward passes: replaying a graph runs no code on
+    the host.
+    """
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

@@ -207,7 +207,8 @@ def _pattern(arguments: _MaskArguments, q_offset: int | Tensor, *, is_complete: 
     if is_eager and (is_chunked or arguments.use_vmap):
         functions = packing.combined_functions(mask_function)
     if arguments.use_vmap:
-        # models with images add mask functions even to prompts without images
+        # known added functions are accepted, because models with images add mask functions even to
+        # prompts without images
         if functions is None or "chunked_overlay" in functions:
             unsupported = "adds an or_mask_function or and_mask_function"
         else:
@@ -248,7 +249,7 @@ def _prompt(arguments: _MaskArguments, q_offset: int | Tensor) -> Prompt | None:
         return None
     is_over = prompt.progress.is_over(q_offset, prompt.end)
     is_windowed = bool(arguments.kv_offset) or arguments.local_size is not None
-    # layers with a window do not need the prompt, and a single query is a decode step
+    # layers with a window do not need the prompt, and a single query after it is a decode step
     return None if is_windowed or (is_over and q_length == 1) else prompt
 
 

@@ -368,7 +368,8 @@ class _Positions(NamedTuple):
         num_keys: number of positions for keys.
         num_queries: number of positions for queries.
         document_start: int64 [B, N_k], position of the first token in the document of each key.
-        shift: int64 [B, N_k], position of each key minus its index among the real keys.
+        shift: int64 [B, N_k], position of each key minus the number of earlier keys in its row,
+            without padding.
         num_documents: documents per row.
         document_queries: int64 [B, 1 or N_k], number of queries in the document of each key.
         document_tokens: int64 [B, 1 or N_k], number of tokens in the document of each key.

@@ -321,7 +321,7 @@ class MaskInfo(MaskPlaceholder):
         cu_seqlens: Tensor | None = None,
         value: Tensor | None = None,
     ) -> Packing:
-        """Return the result of `detect_packing`. Decode steps do not wait for the device.
+        """Return the result of `detect_packing`, which waits for the device except in decode steps.
 
         Args:
             position_ids: int [B or 1, N_q], which restart where a document starts; or None.
@@ -421,7 +421,7 @@ class MaskInfo(MaskPlaceholder):
         """
 
         def build() -> BlockLayout:
-            # layers on several devices share this mask
+            # moved to ``device``, because layers on several devices share this mask
             padding_mask, doc_ids = (
                 None if x is None else x.to(device) for x in (self.padding_mask, self.doc_ids)
             )
@@ -462,7 +462,10 @@ class MaskInfo(MaskPlaceholder):
         return offsets if any(offsets) else 0
 
     def _sequence_end(self, device: torch.device) -> int | Tensor | None:
-        """Return the prompt length in tokens, int or int32 [B, 1]; None if sequences end here."""
+        """Return the length of the complete prompt, in tokens, int or int32 [B, 1].
+
+        Returns None if sequences end with this call.
+        """
         if not self.is_prefill or self.doc_ids is not None:
             return None
         lengths = self.prompt.lengths

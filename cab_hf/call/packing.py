@@ -15,7 +15,8 @@ from cab_hf.checks import require
 
 # number of equal tokens at the end of a row that look like padding
 CONSTANT_END = 4
-# values of equal tokens in the first layer differ by at most this factor times the largest value
+# tokens count as equal if their V vectors in the first layer differ by at most this factor times
+# the largest absolute number
 SAME_VALUE = 1e-3
 
 

@@ -332,7 +332,7 @@ def recorded_positions() -> Tensor | None:
 
 @contextmanager
 def generating(model: nn.Module) -> Iterator[None]:
-    """Run one call of `generate` inside the context; `Generation.begin` sets its prompt."""
+    """Set a new `Generation` in `FORWARD_CONTEXT` for the call of `generate` inside the context."""
     generation = Generation(model)
     token = FORWARD_CONTEXT.set(replace(FORWARD_CONTEXT.get(), prompt=None, generation=generation))
     try:

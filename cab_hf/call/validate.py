@@ -125,7 +125,7 @@ class LayerArguments:
     def of(
         cls, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **keywords: Any
     ) -> LayerArguments:
-        """Build an object from the arguments of an attention function; see `LayerArguments`."""
+        """Build `LayerArguments`, with keyword arguments that have no field in ``others``."""
         fields = {name: keywords.pop(name) for name in KEYWORDS if name in keywords}
         return cls(module=module, query=query, key=key, value=value, others=keywords, **fields)
 
@@ -361,7 +361,7 @@ def validate_tracing(*tensors: Any) -> None:
             "torch.jit.trace records the operations of one input, and the operations of 'cab' and "
             "'cab_dense' depend on the input. Use torch.export.export or torch.compile."
         )
-    # `detect_fake_mode` is slow, and plain tensors are never fake
+    # plain tensors are never fake, so the slow `detect_fake_mode` is omitted for them
     is_plain = len(tensors) > 0 and all(type(x) is Tensor for x in tensors)
     if not is_plain and detect_fake_mode(tensors) is not None:
         raise NotImplementedError(

@@ -110,7 +110,7 @@ def _choice_of_anchor(
 def why_dense(
     mask: Any, config: CabConfig, layer: nn.Module | None, index: KeyIndex | None
 ) -> str | None:
-    """Return why a call with few queries is no sparse decode step, as a clause.
+    """Return the reason why a call with few queries is not a sparse decode step, as a clause.
 
     Returns None if the call is a sparse decode step. Warns once if the keys have no index.
 

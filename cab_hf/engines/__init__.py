@@ -17,7 +17,8 @@ from cab_hf.ops.attention import complete, ffpa, flash_dense, gather, traced
 # largest head dim with a fast kernel in SDPA, which computes larger head dims by memory-efficient
 # attention
 SDPA_HEAD_DIM = 256
-# fewest (query, key) pairs per block for `GATHER` on a CPU; smaller blocks need too many calls
+# fewest (query, key) pairs per block for `GATHER` in `choose`; smaller blocks need too many small
+# operations
 GATHERED_FROM = 64 * 64
 
 

@@ -44,7 +44,7 @@ def origin_of(model_config: Any, length: int, model: str | None = None) -> Origi
 
 
 def require_origin(origin: Origin | None, model_config: Any) -> None:
-    """Refuse a calibration of a model with other layers or heads.
+    """Raise a ValueError for a calibration of a model with other numbers of layers or heads.
 
     Args:
         origin: origin of the calibration; None for settings without a calibration.
@@ -67,11 +67,11 @@ def require_origin(origin: Origin | None, model_config: Any) -> None:
 
 
 def require_layers(config: CabConfig, model_config: Any) -> None:
-    """Refuse layer indices and tables that do not fit the layers and heads of a model.
+    """Raise a ValueError for layer indices and tables that do not fit a model.
 
     Args:
         config: settings of the model.
-        model_config: a transformers config. A number without a field is not compared.
+        model_config: a transformers config. Numbers that are not in the config are not compared.
 
     Raises:
         ValueError: if a field does not fit. The message names the field and both numbers.

@@ -273,7 +273,7 @@ class BlockPlan:
 
     def select_heads(self, heads: Sequence[int]) -> BlockPlan:
         """Return a plan whose head i attends to the blocks of head ``heads[i]`` of this plan."""
-        # stacked, so that no index is copied to the device
+        # by stack, because an index tensor would be copied from the host to the device
         return self.map_tensors(lambda x: torch.stack([x[:, head] for head in heads], dim=1))
 
     def slice_heads(self, start: int, stop: int, heads: int) -> BlockPlan:
@@ -289,7 +289,7 @@ class BlockPlan:
         return plan.map_tensors(lambda x: x[:, plan_heads].contiguous())
 
     def take_rows(self, rows: Tensor, ranges: KeyRanges) -> BlockPlan:
-        """Return the plan of some query blocks.
+        """Return the plan of the query blocks ``rows`` of this plan, in this order.
 
         Args:
             rows: int64 [m], the query blocks; -1 for a query block with empty lists.
