@@ -127,7 +127,7 @@ def _check_model_then_init(begin: Callable[..., Any], model: Any, *args: Any, **
 def _check_model_then_create(
     make: Callable[..., None], manager: Any, model: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Check the model of a new manager, then record its attention implementation in the manager."""
+    """Check a model, create its manager, and record the attention implementation in the manager."""
     require_batching(model)
     make(manager, model, *args, **kwargs)
     manager._cab_implementation = model.config._attn_implementation

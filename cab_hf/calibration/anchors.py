@@ -179,7 +179,10 @@ def coverage_of_layers(
     needle = needle / max(1, len(rows))
 
     def shares_in(blocks: Tensor, shares: Tensor) -> Tensor:
-        """Return the sum of ``shares`` of each head over the ``blocks`` of each head, see above."""
+        """Sum the ``shares`` of layer b over the ``blocks`` of layer a, float64 [L, L, H, H].
+
+        The dimensions of the result are layer a, layer b, head of a and head of b.
+        """
         result = blocks.flatten(0, 1).flatten(1) @ shares.T
         result = result.view(num_layers, num_heads, num_layers, num_heads)
         return result.transpose(1, 2).double()

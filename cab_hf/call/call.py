@@ -122,9 +122,9 @@ class Call:
         return replace(self, q=q, mask=mask)
 
     def split_at_prompt_end(self) -> list[Call]:
-        """Return the calls that are computed separately: one for the prompt, others for the answer.
+        """Return the parts of this call that are computed separately: the prompt, and the answer.
 
-        A layer with ``sparse_decode`` has one call for each query of the answer.
+        With ``sparse_decode``, each query of the answer is a separate part.
         """
         parts = self.mask.split_at_prompt_end(self.sparse and self.config.sparse_decode)
         return [replace(self, q=self.q[:, :, queries], mask=mask) for queries, mask in parts]

@@ -465,12 +465,20 @@ def _positions_of_documents(
 
 
 def _in_window(ranges: KeyRanges, window: int | None) -> KeyRanges:
-    """Return ``ranges``, whose keys have no gaps, restricted to ``window`` keys if not None."""
+    """Return ``ranges`` with at most the last ``window`` keys of each query; None for all keys.
+
+    The keys of a query must be consecutive, without padding between them.
+    """
     return ranges if window is None else _windowed(ranges, ranges.end - (window - 1))
 
 
 def _windowed(ranges: KeyRanges, window_start: Tensor) -> KeyRanges:
-    """Return ``ranges`` without the keys before ``window_start`` of each query, int32 [B, N_q]."""
+    """Return ``ranges`` without the keys before the window of each query.
+
+    Args:
+        ranges: visible keys of each query.
+        window_start: int32 [B, N_q], first key inside the window of each query.
+    """
     start = torch.maximum(ranges.start, window_start)
     return replace(ranges, start=start, aligned=False)
 

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 
 class PromptProgress:
-    """A record that a call after the end of a prompt has started.
+    """A record whether any call has started after the end of a prompt.
 
-    With a static cache, the position of a call is on the device, and reading it waits for the
-    device. All calls after the recorded call also start after the prompt, so nothing is read.
+    With a static cache, the position of a call is on the device, so reading the position waits for
+    the device. After the first call that starts after the prompt, all later calls do too, and
+    `is_over` does not read their positions.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class Prompt:
     Attributes:
         end: slot of the first token after the prompt.
         lengths: tokens of each batch row, without padding; None if no row has padding.
-        progress: record that a call after the end of the prompt has started.
+        progress: record whether any call has started after the end of the prompt.
         start: slot of the first token of the prompt that is not in the cache before the first call.
     """
 
