@@ -205,8 +205,8 @@ class CabConfig:
             are ignored. Default ().
         sparse_decode: If True, a decode step of one query reads ``decode_tokens`` keys of the KV
             cache. Each step selects the keys to which a head of the group pays the largest share of
-            attention. The cache needs an index, which `generate` and `cab_hf.index_cache` make. A
-            step reads all keys of a cache without an index. Default False.
+            attention. The cache needs an index of its keys, which `generate` and
+            `cab_hf.index_cache` add. Without the index, a step reads all keys. Default False.
         decode_tokens: Keys that each KV head reads in a decode step with ``sparse_decode``: at
             least 128 tokens, or a share of the sequence in (0, 1). The keys include the first 16
             and the last 64 of the sequence. A step reads all keys of a sequence shorter than

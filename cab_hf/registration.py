@@ -166,7 +166,7 @@ def _prepare_then_index(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Let `generate` prepare its cache, then record the prompt and index the cache.
+    """Let `generate` prepare its cache, then record the prompt and add a key index to the cache.
 
     A cache that the user has passed is not indexed here; see `cab_hf.index_cache`.
     """
@@ -196,7 +196,7 @@ def _update_then_index(
     *args: Any,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Let `generate` update its arguments after a model call, then index the cache if it is new."""
+    """Let `generate` update its arguments after a model call, then add an index to a new cache."""
     from cab_hf.call.scope import FORWARD_CONTEXT
 
     generation = FORWARD_CONTEXT.get().generation
@@ -212,7 +212,7 @@ def _update_then_index(
 
 
 def _index(model: Any, cache: Any) -> None:
-    """Add an index to the layers of ``cache`` if the model needs an index and has a cache."""
+    """Add a key index to the layers of ``cache`` if the model reads an index and has a cache."""
     if cache is not None:
         from cab_hf.decode.generation import index_cache_of_generate
 

@@ -56,7 +56,7 @@ def route(
         work: workload of the call, with the block sizes of ``config``.
         sparse: True if sparse attention is requested.
         layer: attention module, whose attribute ``layer_idx`` is optional; None without a layer.
-        index: index of the keys; None if the cache of the layer has no index.
+        index: index of the cached keys; None if the cache of the layer has no index.
 
     Raises:
         ValueError: if a named engine does not support the call.

@@ -256,9 +256,9 @@ def _warn_of_unaligned_sizes(config: Any, cb_config: Any) -> None:
 def _enable_block_tables(
     ensure: Callable[..., None], config: Any, cb_config: Any, user_requested: bool
 ) -> None:
-    """Enable block tables for batches of decode steps if our kernel can read pages.
+    """Enable block tables for batches of decode steps if a kernel of this package can read pages.
 
-    transformers enables block tables only for implementations that it knows.
+    transformers enables block tables only for a fixed list of attention implementations.
 
     Args:
         ensure: transformers' function.
@@ -297,7 +297,7 @@ def _create_batch_processor(create: Callable[..., Any], self: Any) -> Any:
         processor.scheduler.record_model(self.model)
         if self.model.device.type == "cuda":
             _wait_for_resets(self.model.device)
-    # `_compute_with_paged_batch` compares this with the implementation of the model
+    # `_compute_with_paged_batch` compares the attribute with the implementation of the model
     processor.model_runner._was_created_for_cab = uses_cab
     return processor
 

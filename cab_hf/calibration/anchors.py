@@ -1,8 +1,7 @@
 """Calibration of a cascade: the anchor layer of each layer, and the anchor's head for each head.
 
 1. `measure_layer` and `coverage_of_layers` measure one sequence at several mass thresholds. The
-   result for two layers is the share of the attention of one layer that falls on the blocks that
-   the other layer selects.
+   result for layers a and b is the share of the attention of b to the blocks that a selects.
 2. At each threshold, `best_anchors` finds the anchors with the largest total of `values`, by a
    dynamic program.
 3. `assign_anchors` maps every head to the head of its anchor with the largest of `gains`.

@@ -235,7 +235,7 @@ class MaskInfo(MaskPlaceholder):
     ) -> tuple[MaskInfo, Tensor | None]:
         """Return the mask with the packed documents and the padding of the forward pass.
 
-        The first layer detects both from its arguments, and the other layers reuse the result.
+        The first layer detects documents and padding, and the other layers reuse the result.
         Unlike transformers, this method also detects packed documents in calls with a mask or a
         cache. A call that continues a cache attends to all cached tokens.
 
@@ -381,12 +381,11 @@ class MaskInfo(MaskPlaceholder):
     def _one_dimensional_positions(self, position_ids: Tensor | None) -> Tensor | None:
         """Return position ids with one integer per token, int [B or 1, N_q].
 
-        Returns None without such position ids.
-
-        Models with images have position ids with several numbers per token.
+        Returns None without such position ids. Models with images have position ids with several
+        numbers per token.
 
         Args:
-            position_ids: position ids of the layer; None to read those of the mask.
+            position_ids: position ids of the layer; None to read the position ids of the mask.
         """
         shapes = (1, self.q_length), (self.batch, self.q_length)
         for ids in (position_ids, self.details.position_ids):

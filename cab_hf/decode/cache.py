@@ -63,7 +63,7 @@ class IndexedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of new tokens, and return those of all tokens.
+        """Write the keys and values of new tokens, and return the keys and values of all tokens.
 
         Args:
             key_states: [B, H_kv, n, D], keys of the new tokens.
@@ -240,7 +240,7 @@ def _for_states_and_keys(name: str) -> Callable[..., None]:
 
 
 class IndexedHybridLayer(LinearAttentionAndFullAttentionLayer, IndexedDynamicLayer):
-    """An `IndexedDynamicLayer` that also holds states of linear attention."""
+    """An `IndexedDynamicLayer` that also contains states of linear attention."""
 
     offload = _for_states_and_keys("offload")
     prefetch = _for_states_and_keys("prefetch")
@@ -250,7 +250,7 @@ class IndexedHybridLayer(LinearAttentionAndFullAttentionLayer, IndexedDynamicLay
 
 
 class IndexedStaticHybridLayer(LinearAttentionAndStaticFullAttentionLayer, IndexedStaticLayer):
-    """An `IndexedStaticLayer` that also holds states of linear attention."""
+    """An `IndexedStaticLayer` that also contains states of linear attention."""
 
     offload = _for_states_and_keys("offload")
     prefetch = _for_states_and_keys("prefetch")

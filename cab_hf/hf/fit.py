@@ -16,7 +16,7 @@ LAYERS = ("num_hidden_layers", "decoder_layers")
 def counts_of(model_config: Any) -> tuple[int | None, ...]:
     """Return the numbers of layers, query heads, KV heads and decoder layers of a model.
 
-    A number is None if layers differ or the config has no such field.
+    A number is None if it differs between layers or is not in the config.
 
     Args:
         model_config: a transformers config.
@@ -141,7 +141,7 @@ def _require_anchors(config: CabConfig, model_config: Any, num_layers: int) -> N
 def number(model_config: Any, name: str) -> int | None:
     """Return the int field ``name`` of a transformers config.
 
-    Returns None if layers differ or the config has no such field.
+    Returns None if the number differs between layers, or if the config does not have the field.
     """
     if getattr(model_config, f"{name}_per_layer", None) is not None:
         return None
