@@ -28,13 +28,12 @@ def cab_attention(
 
     Packed documents do not attend to each other. ``cu_seq_lens_q`` contains their cumulative
     lengths. Without ``cu_seq_lens_q``, a document starts at a token whose position is below the
-    position of the token before. A document also starts at a token that repeats the first position
-    of the document before, which then has one token. Padding starts no document. These rules also
-    apply to calls with a mask or a cache.
+    position of the token before. If the first token of a document and the next token have the same
+    position, the next token starts another document. Padding starts no document.
 
-    "sdpa" reads positions only in calls without a mask and a cache. In such calls, documents are
-    the same as with "sdpa": a document also starts after a jump forward. In other calls, a jump
-    starts no document. A call that continues a cache attends to all cached tokens.
+    These rules also apply to calls with a mask or a cache, in which "sdpa" ignores positions. In
+    calls without a mask and a cache, a document also starts where positions increase by more than
+    1, as with "sdpa". A call that continues a cache attends to all cached tokens.
 
     Under torch.compile, this function reads positions in the same calls as "sdpa", and documents
     are not aligned to block borders. A block can then contain tokens of several documents, and
@@ -82,7 +81,7 @@ def cab_dense_attention(
 
 
 def _attend(call: Call) -> Tensor:
-    """Return the output [B, N_q, H, D_v]; contiguous, because models can take a view of it."""
+    """Return the output [B, N_q, H, D_v], contiguous because models call ``view`` on the output."""
     observer = None if torch.compiler.is_compiling() else FORWARD_CONTEXT.get().observer
     if observer is not None:
         observer(call)

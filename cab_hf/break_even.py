@@ -1,15 +1,15 @@
 """Measured break-even points between sparse and dense attention, by device type.
 
-`CabConfig.min_length` decides for prompts without a cache. Two more rules are measured:
+Prompts shorter than `CabConfig.min_length` have dense attention. By two measured rules, some longer
+prompts have dense attention too:
 
-* `pays`: a prompt that continues a long cache, such as a question about a document, can have too
-  few queries for sparse attention to be faster. Selection scores all cached keys for a few query
-  blocks.
-* `min_length_for`: in layers with few heads, launching the kernels of sparse attention takes longer
-  than dense attention up to a longer prompt.
+* `pays`: dense attention is faster for a prompt with few queries after a long cache, such as a
+  question about a document. The reason is that selection scores all cached keys.
+* `min_length_for`: dense attention is faster for short prompts of layers with few heads, where
+  launching the kernels of sparse attention takes longer than the dense computation.
 
-The file break_even.json contains the points. `python -m cab_hf.eval.break_even` measures the points
-of `pays`. The point of `min_length_for` is a result of `python -m cab_hf.eval.quickcheck`.
+The file break_even.json contains the measured points. `python -m cab_hf.eval.break_even` measures
+the points of `pays`, and `python -m cab_hf.eval.quickcheck` the point of `min_length_for`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FEW_HEADS: dict[str, tuple[int, int]] = {
 
 
 def pays(q_length: int, kv_length: int, device_type: str) -> bool:
-    """Return True unless measurements say that dense attention is faster.
+    """Return True if a prompt has enough queries for sparse attention to be as fast as dense.
 
     Args:
         q_length: queries of the prompt, in tokens.

@@ -1,4 +1,4 @@
-"""The compute capability of the GPU, which decides between kernels and engines."""
+"""The compute capability of the GPU, by which kernels and engines are chosen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cab_hf.checks import require
 VARIABLE = "CAB_HF_CAPABILITY"
 # capability of a GPU that is not from NVIDIA
 NONE = (0, 0)
-# lowest capability with matrix products in 8-bit floats
+# lowest capability of a GPU that multiplies matrices of 8-bit floats
 FP8 = (8, 9)
 # major capability of Hopper GPUs, on which the times in this package were measured
 HOPPER = 9

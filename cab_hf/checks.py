@@ -35,7 +35,7 @@ def require_finite(outputs: Any, attention: str) -> None:
     Raises:
         ValueError: if a number is infinite or NaN.
     """
-    # aminmax allocates no mask: logits can already take most of the memory
+    # aminmax allocates no mask, unlike isfinite: logits can already take most of the memory
     if not all(map(math.isfinite, outputs.detach().aminmax())):
         raise ValueError(
             f"The model's outputs are not finite (NaN or infinite) under {attention} attention, so "

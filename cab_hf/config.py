@@ -33,7 +33,7 @@ Table = tuple[tuple[float, ...], ...]
 CAB = ("rows", "cascade")
 # predictor of the published method
 FRC = "frc"
-# all predictors of cab_hf; a predictor of a user may read any field
+# all predictors of cab_hf; predictors that users register may read any field
 SHIPPED = (*CAB, FRC)
 # name of the field outlier_queries in earlier versions
 OLD_OUTLIERS = "exact_queries"
@@ -46,7 +46,8 @@ def _read_by(predictors: tuple[str, ...], default: Any, off: Any = dataclasses.M
     Args:
         predictors: names of the predictors that read the field.
         default: default of the field.
-        off: value that disables the field. The other predictors accept ``default`` and ``off``.
+        off: value that disables the field. With other predictors, the field must be ``default`` or
+            ``off``.
     """
     return dataclasses.field(default=default, metadata={"predictors": predictors, "off": off})
 
@@ -70,7 +71,7 @@ class Origin(NamedTuple):
 
     @classmethod
     def of(cls, value: Any) -> Origin:
-        """Return the origin that a value describes.
+        """Return ``value`` as an `Origin`.
 
         Args:
             value: an `Origin`, a dict of its fields, or a tuple of (name, field) pairs.
@@ -140,27 +141,27 @@ class CabConfig:
             Default 3.
         dense_tail_blocks: Length of the dense tail, in query blocks. The tail is the last
             ``dense_tail_blocks * query_block`` tokens of a prompt or packed document. Rows with a
-            token of the tail attend to all visible keys, because questions are often there.
-            `generate` and continuous batching record the end of the prompt. Elsewhere each call
-            ends a prompt, so a prompt that is read in chunks has a dense tail in every chunk. Calls
-            with fewer than ``query_block`` queries have no tail. Default 2.
+            token of the tail attend to all visible keys, because prompts often end in a question.
+            `generate` and continuous batching record the end of the prompt. Any other model call
+            counts as a complete prompt, so each chunk of a prompt then has a dense tail. Calls with
+            fewer than ``query_block`` queries have no tail. Default 2.
         outlier_queries: Queries per block that are selected by farthest-point sampling
             (`reference.outlier_queries`) and scored on half of the channels of every key.
-            Outlier queries detect keys that only single queries need. 0, or a power of two that
-            divides ``query_block``. Default 16.
+            Outlier queries detect keys that very few queries of a block attend to. 0, or a power of
+            two that divides ``query_block``. Default 16.
         typical_queries: Queries per block that are sampled at equal steps and scored on all
             channels of every ``typical_key_stride``-th key. Typical queries represent the queries
-            that are not outliers. A power of two that divides ``query_block``. The default also
-            works with other blocks, which use the largest power of two that divides the block.
-            Default 32.
+            that are not outliers. A power of two that divides ``query_block``. If the default does
+            not divide ``query_block``, the largest power of two that divides both is used. Default
+            32.
         typical_key_stride: Distance between the keys that typical queries are scored on, in tokens.
             A power of two that divides ``key_block``; 1 scores every key. Default 4.
-        mass_threshold: Least share of attention, averaged over the scored queries of a row, for
-            which a block is selected. In [0, 1]; 0 selects every block, which is exact. For rows
-            with more than 32,768 visible keys, the threshold is multiplied by 32,768 / keys, for
-            example by 1/4 at 131,072 keys. Default 0.003.
-        share_threshold: Least share of the attention of one scored query for which a block is
-            selected, in (0, 1]. Default 0.03.
+        mass_threshold: A block is selected if it receives at least this share of the attention,
+            averaged over the scored queries of a row. In [0, 1]; 0 selects every block, which is
+            exact attention. For rows with more than 32,768 visible keys, the threshold is
+            multiplied by 32,768 / keys, for example by 1/4 at 131,072 keys. Default 0.003.
+        share_threshold: A block is also selected if it receives at least this share of the
+            attention of any one scored query. In (0, 1]. Default 0.03.
         sparsity: Share of the blocks of a row that is dropped, in [0, 1). Predictor ``"frc"`` only.
             A number, or a `Table` with a number per layer and head. Default 0.95.
         curvature: Curvature term of the score. Predictor ``"frc"`` only. ``"forman"`` is
@@ -168,10 +169,11 @@ class CabConfig:
             affinity, ``"none"`` disables the term. As published, ``"additive"`` depends on the
             number of key blocks of the call, so padding and packing change the selection. Default
             ``"forman"``.
-        redundancy: Weight of the curvature term, in [0, 1]. Predictor ``"frc"`` only. 0 selects by
-            magnitude alone, bit for bit. Default 1.0.
-        max_density: Largest share of the blocks of a row that is selected, in (0, 1]. The blocks
-            with the highest scores are selected, and forced blocks always. Default 1.0.
+        redundancy: Weight of the curvature term, in [0, 1]. Predictor ``"frc"`` only. 0 disables
+            the term, as ``curvature="none"`` does. Default 1.0.
+        max_density: Largest share of the blocks of a row that is selected, in (0, 1]. If more
+            blocks qualify, the blocks with the highest scores are selected. Sink blocks, local
+            blocks and the dense tail are always selected. Default 1.0.
         sampled_one_in: Sampling of blocks in training: each row of each head samples one of every
             ``sampled_one_in`` neighbouring key blocks. A sampled block that is not selected is
             attended to with ``sampled_one_in`` times its weight, to represent the blocks that are
@@ -182,7 +184,8 @@ class CabConfig:
         min_length: Length below which a sequence is computed with exact attention, in tokens. The
             length includes the cache, so the first chunks of a long prompt are exact too. Calls
             with fewer than ``query_block`` queries are also exact, except single queries with
-            ``sparse_decode``: the last chunk of a prompt looks like a step of assisted decoding.
+            ``sparse_decode``: a short last chunk of a prompt has the same arguments as a step of
+            assisted decoding.
             Prompts with few tokens after a long cache are exact where dense attention was measured
             to be faster, and so are prompts of models with few heads (`cab_hf.break_even`). A value
             below 16384 disables the rule for few heads. 0 disables all these rules: every call with
@@ -202,19 +205,19 @@ class CabConfig:
             are ignored. Default ().
         sparse_decode: If True, a decode step of one query reads ``decode_tokens`` keys of the KV
             cache. Each step selects the keys to which a head of the group pays the largest share of
-            attention. The cache needs an index, which `generate` and `cab_hf.index_cache` make. A
-            step reads all keys of a cache without an index. Default False.
+            attention. The cache needs an index of its keys, which `generate` and
+            `cab_hf.index_cache` add. Without the index, a step reads all keys. Default False.
         decode_tokens: Keys that each KV head reads in a decode step with ``sparse_decode``: at
             least 128 tokens, or a share of the sequence in (0, 1). The keys include the first 16
             and the last 64 of the sequence. A step reads all keys of a sequence shorter than
-            ``min_length`` or than four times the keys to read: a share above 1/4 saves nothing.
-            Default 4096.
+            ``min_length`` or than four times the keys to read. With a share above 1/4, every step
+            therefore reads all keys. Default 4096.
         check_finite: If True, raise an error for queries and keys that contain infinities or NaN.
             The check costs a pass over q and k and a wait for the device in every sparse layer.
             CUDA graphs ignore the check. Default False.
         origin: Model and length of the calibration, an `Origin` or a dict of its fields. A model
-            with other layers or heads raises an error. None for settings without a calibration.
-            Default None.
+            with other numbers of layers or heads raises an error. None for settings without a
+            calibration. Default None.
 
     Raises:
         ValueError: if a field has a bad value or is not read by the predictor. The message names
@@ -294,8 +297,8 @@ class CabConfig:
             sparsity: Share of the blocks of a row that is dropped, in [0, 1).
             curvature: ``"forman"`` (with ``redundancy=1``, which keeps the lowest Forman-Ricci
                 curvature), ``"additive"`` or ``"none"``.
-            overrides: Any other field. A field of the recipe returns to its default if the new
-                predictor does not read the field.
+            overrides: Values of other fields, by name. With another ``predictor``, fields of the
+                recipe that this predictor does not read return to their defaults.
         """
         recipe = {
             "query_block": 64,
@@ -310,14 +313,14 @@ class CabConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> CabConfig:
-        """Return the config with these fields, for example the result of `to_dict`.
+        """Return the config with the fields of ``settings``, a dict such as `to_dict` returns.
 
         Args:
             settings: fields by name; other fields have their defaults.
 
         Raises:
             ValueError: if ``settings`` is not a dict, has an unknown field, or sets a field that
-                the other settings do not read.
+                has no effect with the other settings.
         """
         if not isinstance(settings, Mapping):
             raise ValueError(
@@ -330,10 +333,10 @@ class CabConfig:
 
     @classmethod
     def reading(cls, fields: Mapping[str, Any]) -> CabConfig:
-        """Return a config that ignores the fields that its other settings do not read.
+        """Return a config with ``fields``, except fields that have no effect with the others.
 
         Args:
-            fields: fields by name.
+            fields: fields by name. Fields without effect return to their defaults; see `unread`.
         """
         ignored = unread(fields)
         return cls(**{name: value for name, value in fields.items() if name not in ignored})
@@ -341,7 +344,7 @@ class CabConfig:
     def changed(self, /, **fields: Any) -> CabConfig:
         """Return this config with other values for some fields.
 
-        Any other field returns to its default if the new config does not read the field.
+        Any other field returns to its default if it has no effect in the new config.
 
         Args:
             fields: new values, by name.
@@ -448,7 +451,7 @@ class CabConfig:
             object.__setattr__(self, "head_map", ())
 
     def _check_cascade(self) -> None:
-        """Raise a ValueError if the fields do not define a cascade."""
+        """Raise a ValueError if ``anchors`` is empty, not ascending or contains a dense layer."""
 
         self._require(
             ("anchors",),
@@ -523,7 +526,7 @@ def num_typical_queries(config: CabConfig) -> int:
 def tail_of(config: CabConfig) -> tuple[int, int]:
     """Return the length of the dense tail and the size of a query block, both in tokens.
 
-    `KeyRanges.tail` has these arguments.
+    The two numbers are the arguments of `KeyRanges.tail`.
     """
     return config.dense_tail_blocks * config.query_block, config.query_block
 

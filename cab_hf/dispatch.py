@@ -1,8 +1,8 @@
 """`dispatch`: computes attention of one call by one of five functions.
 
 * `sparse`: an engine computes attention under the plan of a predictor.
-* `sparse_decode`: a decode step attends to the keys that an index selects.
-* `dense`: a dense kernel computes a plain causal call.
+* `sparse_decode`: a decode step attends to a few cached keys, which the index of the keys selects.
+* `dense`: a dense kernel computes causal attention without padding, packed documents and windows.
 * `dense_blockwise`: an engine computes exact attention under a plan of all blocks.
 * `dense_masked`: SDPA computes exact attention in chunks of queries, each with a mask tensor.
 
@@ -78,11 +78,12 @@ def sparse(call: Call, engine: Engine, config: CabConfig) -> Tensor:
     sample_period, seed = call.sampled_one_in, None
     if sample_period:
         validate_sample(call.work, sample_period, layout.ranges.aligned)
-        # also drawn in a recomputation, so that later dropout layers draw the same numbers
+        # drawn in a recomputation too: random numbers that are drawn later, such as dropout, then
+        # equal those of the forward pass
         seed = torch.randint(2**62, (), device=q.device)
 
     def predict() -> BlockPlan:
-        """Return the plan of the layer, with sampled blocks if the settings sample blocks."""
+        """Return the plan of the predictor, with randomly sampled blocks if sampling is enabled."""
         plan = select_blocks(call, layout, q=q, k=k, config=config)
         return plan if seed is None else plan.with_sample(sample_period, seed)
 
@@ -98,7 +99,8 @@ def sparse(call: Call, engine: Engine, config: CabConfig) -> Tensor:
 def select_blocks(call: Call, layout: Any, q: Tensor, k: Tensor, config: CabConfig) -> BlockPlan:
     """Return the plan that the predictor of the settings selects.
 
-    Short documents are dense in the plan, because they would be dense if they were not packed.
+    Query blocks of documents below ``min_length`` attend to all visible blocks, because such a
+    document also has dense attention if it is not packed.
 
     Args:
         call: inputs of the layer.
@@ -114,7 +116,7 @@ def select_blocks(call: Call, layout: Any, q: Tensor, k: Tensor, config: CabConf
 
 
 def sparse_decode(call: Call) -> Tensor:
-    """Compute attention of one query per head over the keys that its KV head selects.
+    """Compute a decode step: the query of each head attends to the selected keys of its KV head.
 
     Returns [B, H, 1, D_v].
     """
@@ -150,7 +152,7 @@ def sparse_decode(call: Call) -> Tensor:
 
 
 def dense(call: Call, kernel: Engine | DenseKernel) -> Tensor:
-    """Compute exact attention of a plain causal call by a dense kernel.
+    """Compute causal attention without padding, packed documents and windows by a dense kernel.
 
     Returns [B, H, N_q, D_v].
     """
@@ -181,9 +183,9 @@ def dense_blockwise(call: Call, engine: Engine) -> Tensor:
 def dense_masked(call: Call) -> Tensor:
     """Compute exact attention by SDPA, with a mask tensor for each chunk of queries.
 
-    For a single query, the sparse decode kernel computes attention over all visible keys. SDPA
-    would be slower: it runs only one program per batch row and head, and reads unwritten slots of a
-    static cache. SDPA also supports neither sinks nor soft caps.
+    For a single query, the sparse decode kernel computes attention over all visible keys in place
+    of SDPA. SDPA would be slower: SDPA runs only one program per batch row and head, and reads
+    unwritten slots of a static cache. SDPA also supports neither sinks nor soft caps.
 
     Returns [B, H, N_q, D_v].
     """
@@ -250,7 +252,7 @@ def _visible_keys(mask: MaskInfo, k: Tensor) -> Choice:
 
 
 def _count_pairs(layer: nn.Module, plan: BlockPlan) -> None:
-    """Add the (query, key) pairs of ``plan`` to `attended`."""
+    """Add the attended pairs and the causal pairs of ``plan`` to ``attended[layer]``."""
     total = attended.get(layer)
     if plan.full.counts.is_cuda and HAS_TRITON:
         # imported late, because models on the CPU never need Triton

@@ -1,6 +1,6 @@
-"""The published recipe as layers for your own model: attention, and a transformer block.
+"""PyTorch layers with the published recipe, for your own model: attention and a transformer block.
 
-Models from the hub need no layers; see `cab_hf.apply_cab`.
+Models of transformers do not need these layers; see `cab_hf.apply_cab`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class CABAttention(nn.Module):
         )
         engines = ("auto", *ENGINES)
         require(engine in engines, "engine", engine, "one of " + ", ".join(map(repr, engines)))
-        # built for causal attention too, because its errors have the argument names of this class
+        # built even if causal attention does not use it: its constructor validates the arguments,
+        # and its messages use the argument names of this class
         published = CoarseCurvaturePredictor(block_size, sparsity, formula=formula, causal=causal)
         require(block_size % 16 == 0, "block_size", block_size, "a multiple of 16")
         self.config = CabConfig.published(
@@ -122,8 +123,8 @@ class CABAttention(nn.Module):
         ranges = KeyRanges.causal(batch, length, length, q.device)
         if self.causal:
             return self.predictor(q, k, LayerContext(ranges, scale))
-        # every query attends to all keys, so FrcPredictor could not read the position of a query
-        # from the end of its range
+        # Every query attends to all keys, so the end of its range is not its position. FrcPredictor
+        # reads positions from the ends of ranges; `CoarseCurvaturePredictor` needs no ranges.
         ranges = replace(ranges, end=ranges.start + (length - 1), aligned=False)
         block = self.config.query_block
         return BlockPlan.from_dense(

@@ -3,9 +3,9 @@
 transformers imports torch and its model code at the first use of a model class. Each registration
 runs after the import of its module of transformers, so importing cab_hf is fast.
 
-The attention functions and the mask function have registries in transformers. For other features,
-this module wraps functions of transformers. A wrapped function behaves as before for models with
-other attention implementations. The wrapped functions have these effects:
+transformers has registries for attention functions and mask functions. For other features, this
+module wraps functions of transformers. A wrapped function behaves as before for models with other
+attention implementations. The wrapped functions have these effects:
 
 * Configs have a ``cab_config`` (`_CabConfigAttribute`), and models accept ``cab_config`` as an
   argument.
@@ -47,7 +47,8 @@ BATCHING = f"{PACKAGE}.continuous_api"
 SERVING = "transformers.cli.serving.model_manager"
 # attribute that marks a function that `_wrap_preparation` has wrapped
 RECORDED = "_cab_recorded"
-# number of stack frames, including decorators, between a forward pass and the creation of its mask
+# largest number of stack frames, including decorators, between ``forward`` of a model and the
+# creation of its mask
 MAX_FRAMES = 10
 
 
@@ -87,7 +88,8 @@ def wrap_masks() -> None:
 
 def _record_positions(prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Record position ids, then run transformers' preprocessing of mask arguments."""
-    # keywords or positions: models also call this function, and names differ between versions
+    # arguments are keywords or positional: models also call this function, and the names of
+    # arguments differ between versions of transformers
     config = kwargs["config"] if "config" in kwargs else args[0]
     if config._attn_implementation in NAMES:
         from cab_hf.call.scope import record_positions
@@ -130,7 +132,7 @@ def wrap_generate() -> None:
 
 
 def _generate(generate: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `generate` with its own prompt; nested calls of `generate` have other prompts."""
+    """Run `generate` in a new `Generation`, so that nested calls of `generate` have own prompts."""
     from cab_hf.call.scope import generating
 
     with generating(model):
@@ -147,7 +149,7 @@ def _wrap_preparation(model: type) -> None:
 
 
 def _prepare_inputs(prepare: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Prepare the inputs of a model call, to which the prompt of `generate` applies."""
+    """Prepare the inputs of a model call, and record that the call processes the prompt."""
     from cab_hf.call.scope import FORWARD_CONTEXT
 
     prepare_inputs = functools.partial(prepare, model, *args, **kwargs)
@@ -165,7 +167,7 @@ def _prepare_then_index(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Let `generate` prepare its cache, then record the prompt and index the cache.
+    """Let `generate` prepare its cache, then record the prompt and add a key index to the cache.
 
     A cache that the user has passed is not indexed here; see `cab_hf.index_cache`.
     """
@@ -195,7 +197,7 @@ def _update_then_index(
     *args: Any,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Let `generate` update its arguments after a model call, then index a new cache."""
+    """Let `generate` update its arguments after a model call, then add an index to a new cache."""
     from cab_hf.call.scope import FORWARD_CONTEXT
 
     generation = FORWARD_CONTEXT.get().generation
@@ -211,7 +213,7 @@ def _update_then_index(
 
 
 def _index(model: Any, cache: Any) -> None:
-    """Add an index to the layers of a cache if the model needs an index; None is ignored."""
+    """Add a key index to the layers of ``cache`` if the model reads an index and has a cache."""
     if cache is not None:
         from cab_hf.decode.generation import index_cache_of_generate
 
@@ -219,10 +221,10 @@ def _index(model: Any, cache: Any) -> None:
 
 
 def wrap_early_exit() -> None:
-    """Wrap drafts by the first layers of a model (``assistant_early_exit``).
+    """Wrap the generation of drafts by the first layers of a model (``assistant_early_exit``).
 
-    During a draft, the config of the model has fewer layers. The wrapped function restores the
-    number of layers.
+    During a draft, the config of the model has fewer layers. The wrapped function accepts this
+    number, and restores the number of layers even if the draft fails.
     """
     generator = sys.modules[CANDIDATES].EarlyExitCandidateGenerator
     wrap(generator, "get_candidates", _draft_of_first_layers)
@@ -243,7 +245,7 @@ def _draft_of_first_layers(
 
 
 def wrap_processors() -> None:
-    """Wrap logits processors, whose model calls do not process the prompt of `generate`.
+    """Wrap logits processors, so that the prompt of `generate` does not apply to their model calls.
 
     For example, classifier-free guidance calls the model with another prompt.
     """
@@ -251,12 +253,12 @@ def wrap_processors() -> None:
 
 
 def wrap_criteria() -> None:
-    """Wrap stopping criteria, whose model calls do not process the prompt of `generate`."""
+    """Wrap stopping criteria, so that the prompt does not apply to their model calls."""
     wrap(sys.modules[CRITERIA].StoppingCriteriaList, "__call__", _run_without_prompt)
 
 
 def _run_without_prompt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``; model calls inside do not process the prompt of `generate`."""
+    """Call ``function``; the prompt of `generate` does not apply to model calls inside."""
     import torch
 
     if torch.compiler.is_compiling():
@@ -276,7 +278,7 @@ def wrap_batching() -> None:
     """Wrap continuous batching before it can switch a model or start a manager."""
     from cab_hf.batching import hooks
 
-    # `sys.modules`, because the package is still being imported
+    # from `sys.modules`, because this function can run while the package is still being imported
     hooks.register(sys.modules[BATCHING])
 
 
@@ -286,7 +288,7 @@ def wrap_serving() -> None:
 
 
 def _validate_without_our_names(validate: Callable[..., None], manager: Any) -> None:
-    """Check the arguments of a model manager, without the name of our implementation."""
+    """Run ``validate`` without ``attn_implementation`` if its value is a name in `NAMES`."""
     name = manager.attn_implementation
     try:
         manager.attn_implementation = None if name in NAMES else name
@@ -472,7 +474,7 @@ def register_when_imported() -> None:
 class _ImportHook(MetaPathFinder):
     """An import hook that runs an action once, after the import of one module.
 
-    The hook finds the module by the other finders.
+    When the module is imported, the hook removes itself and finds the module by the other finders.
 
     Args:
         name: name of the module.

@@ -56,7 +56,7 @@ def route(
         work: workload of the call, with the block sizes of ``config``.
         sparse: True if sparse attention is requested.
         layer: attention module, whose attribute ``layer_idx`` is optional; None without a layer.
-        index: index of the keys; None if the cache of the layer has no index.
+        index: index of the cached keys; None if the cache of the layer has no index.
 
     Raises:
         ValueError: if a named engine does not support the call.
@@ -106,9 +106,9 @@ def _kind(
         return "dense", f"{'chunks' if is_chunked else 'sliding window'} of {mask.window} tokens"
     if getattr(layer, "layer_idx", None) in config.dense_layers:
         return "dense", "in dense_layers"
-    # lengths of the longest document, without padding
+    # numbers of queries and of tokens of the longest documents, without padding
     num_queries, num_tokens = mask.longest or (mask.q_length, mask.kv_length)
-    # under torch.compile the length of a static cache is unknown: at least the queries of the call
+    # the length of a static cache is unknown under torch.compile: assume no tokens before the call
     num_tokens = num_queries if num_tokens is None else num_tokens
     if mask.is_decode or num_queries < config.query_block:
         reason = why_dense(mask, config, layer, index)
@@ -124,8 +124,8 @@ def _kind(
 def _why_slower(mask: Any, config: CabConfig, work: Workload) -> str | None:
     """Return why dense attention is faster than sparse attention; None if dense is not faster.
 
-    The decision depends on the length of the complete prompt, so all its chunks have the same kind
-    of attention.
+    The decision depends on the length of the complete prompt, so either all chunks of a prompt are
+    sparse or none.
 
     Args:
         mask, config, work: see `route`.
@@ -142,7 +142,9 @@ def _why_slower(mask: Any, config: CabConfig, work: Workload) -> str | None:
 
 
 def _dense_method(mask: Any, work: Workload) -> tuple[str, Engine | DenseKernel]:
-    """Return the function of `cab_hf.dispatch` for exact attention, and its engine or kernel.
+    """Return the name of the function in `cab_hf.dispatch` for exact attention, and its kernel.
+
+    The kernel is an `Engine` or `DenseKernel`, which the function uses.
 
     Args:
         mask, work: see `route`.
@@ -150,7 +152,7 @@ def _dense_method(mask: Any, work: Workload) -> tuple[str, Engine | DenseKernel]
     q_length, kv_length = mask.q_length, mask.kv_length
     has_sinks_or_softcap = work.sinks or work.softcap
     if mask.details.dense_block_size is not None or (has_sinks_or_softcap and q_length > 1):
-        # no dense kernel supports soft caps, or returns a differentiable log-sum-exp
+        # no dense kernel supports soft caps, or returns the differentiable log-sum-exp for sinks
         size = mask.details.dense_block_size or DENSE_BLOCK_SIZE
         work = replace(work, query_block=size, key_block=size)
         return "dense_blockwise", engines.choose("auto", work)

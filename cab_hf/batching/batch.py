@@ -45,12 +45,14 @@ class DecodeSteps(NamedTuple):
 
 
 class PackedSequence(NamedTuple):
-    """A sequence that is attended separately. A prompt and its answer are two sequences.
+    """A part of a request whose attention is computed by one `Call`.
+
+    A prompt and the answer in the same forward pass are two such sequences.
 
     Attributes:
-        queries: its queries in the packed row.
-        keys: its keys in the tensor of gathered keys.
-        mask: visible keys of its queries.
+        queries: slice of the packed row that contains the queries of the sequence.
+        keys: slice of the gathered keys that contains the keys of the request.
+        mask: visible keys of the queries.
     """
 
     queries: slice
@@ -145,10 +147,10 @@ class BatchRow:
         )
 
     def call(self, queries: slice, k: Tensor, v: Tensor, mask: MaskInfo) -> Call:
-        """Return the call of one sequence.
+        """Return the `Call` that computes attention of one sequence of the row.
 
         Args:
-            queries: tokens of the sequence in the row.
+            queries: slice of the row that contains the queries of the sequence.
             k: [1, H_kv, N_k, D], all keys of the sequence.
             v: [1, H_kv, N_k, D_v], all values of the sequence.
             mask: visible keys of the sequence.
@@ -187,7 +189,7 @@ def accepting_batches(attention: Callable[..., Any], *, sparse: bool) -> Callabl
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        # since transformers 5.24 layers receive no mask in continuous batching
+        # since transformers 5.24 layers receive no mask in continuous batching, but this keyword
         batch = kwargs.get("batch") if attention_mask is None else attention_mask
         if not isinstance(batch, PagedBatch):
             return attention(
@@ -225,7 +227,7 @@ def attend_batch(row: BatchRow) -> Tensor:
     keys, values = cache.update(
         **new_states, layer_idx=layer_idx, kwargs={**paging, "read_index": read_index}
     )
-    # tokens after the sequences are padding of the batch, whose output is zero
+    # zeros, because padding tokens of the batch belong to no sequence and have zero output
     out = row.q.new_zeros(1, row.q.shape[2], row.q.shape[1], values.shape[3])
     for sequence in packed.sequences:
         k, v = keys[:, :, sequence.keys], values[:, :, sequence.keys]
@@ -293,8 +295,8 @@ def _pack(row: BatchRow, allocator: Any) -> Packed:
 def _dense_block_size(work: Workload) -> int | None:
     """Return the block size of exact attention by the Triton engine; None if it cannot run.
 
-    Requests have many different lengths. The fastest kernels of SDPA need up to a second of
-    preparation for each new length.
+    The Triton engine is preferred to SDPA, because requests have many different lengths. The
+    fastest kernels of SDPA need up to a second of preparation for each new length.
     """
     work = replace(work, query_block=DENSE_BLOCK_SIZE, key_block=DENSE_BLOCK_SIZE)
     return None if TRITON.unavailable(work) else DENSE_BLOCK_SIZE
@@ -347,7 +349,7 @@ def _decode_steps(
     """
     queries, starts, lengths = torch.tensor(decoding, device=read_index.device).unbind(1)
     longest = max(num_keys for *_, num_keys in decoding)
-    # kernels do not read the slots after the keys of a request
+    # clamped indices are harmless: kernels do not read the slots after the keys of a request
     index = starts.unsqueeze(1) + torch.arange(longest, device=read_index.device)
     slots = read_index[index.clamp(max=len(read_index) - 1)].to(torch.int32).unsqueeze(1)
     counts = lengths.to(torch.int32).unsqueeze(1)

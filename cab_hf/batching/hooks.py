@@ -1,9 +1,9 @@
 """Hooks that let transformers' continuous batching run models with the attention of this package.
 
-transformers decides by the name of an attention implementation. If the name does not contain
-"flash", transformers switches the model to flash attention, builds a mask of all token pairs, or
-refuses the model. This module wraps the functions of transformers that make these decisions. A
-wrapped function behaves as before for other models.
+transformers reads the name of the attention implementation. If the name does not contain "flash",
+transformers switches the model to flash attention, builds a mask of all token pairs, or refuses the
+model. This module wraps the functions of transformers that read the name. A wrapped function
+behaves as before for other models.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def register(api: Any) -> None:
 
 
 def wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace an attribute of a class or module by a function that calls the old attribute.
+    """Wrap a function of a class or module in ``function``.
 
     Args:
         owner: class or module.
-        name: name of the attribute, which is a function.
-        function: new function, whose first argument is the old function.
+        name: name of the function in ``owner``.
+        function: wrapper. It receives the old function, followed by the arguments of the call.
     """
     original = getattr(owner, name)
 
@@ -116,7 +116,7 @@ def validate_while_batching(model: Any, requested: str | None) -> None:
 
 
 def _check_model_then_init(begin: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Start continuous batching of a supported model."""
+    """Check that continuous batching supports a model, then start it."""
     require_batching(model)
     cached_manager = vars(model).get(PERSISTENT_MANAGER)
     if cached_manager is not None:
@@ -127,7 +127,7 @@ def _check_model_then_init(begin: Callable[..., Any], model: Any, *args: Any, **
 def _check_model_then_create(
     make: Callable[..., None], manager: Any, model: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Create a manager for a supported model, and record the attention implementation."""
+    """Check a model, create its manager, and record the attention implementation in the manager."""
     require_batching(model)
     make(manager, model, *args, **kwargs)
     manager._cab_implementation = model.config._attn_implementation
@@ -136,7 +136,7 @@ def _check_model_then_create(
 def _check_model_then_start(
     start: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Start a manager whose model is supported and still has its attention implementation."""
+    """Check the model of a manager and its attention implementation, then start the manager."""
     require_batching(manager.model)
     _require_same_implementation(manager)
     for model in support.parts(manager.model):
@@ -178,7 +178,7 @@ def _is_flash_or_cab(
         is_flash: transformers' function.
         config: config of a model.
         requested_attention_implementation: name of an implementation; None to read ``config``.
-        kwargs: arguments that ask for a version of flash-attn, which "cab" is not.
+        kwargs: arguments that ask for a version of flash-attn. The result is then False for "cab".
     """
     name = requested_attention_implementation or getattr(config, "_attn_implementation", None)
     if name in NAMES:
@@ -256,9 +256,9 @@ def _warn_of_unaligned_sizes(config: Any, cb_config: Any) -> None:
 def _enable_block_tables(
     ensure: Callable[..., None], config: Any, cb_config: Any, user_requested: bool
 ) -> None:
-    """Enable block tables for batches of decode steps if our kernel can read pages.
+    """Enable block tables for batches of decode steps if a kernel of this package can read pages.
 
-    transformers enables block tables only for implementations that it knows.
+    transformers enables block tables only for a fixed list of attention implementations.
 
     Args:
         ensure: transformers' function.
@@ -277,7 +277,7 @@ def _enable_block_tables(
 
 
 def _create_batch_processor(create: Callable[..., Any], self: Any) -> Any:
-    """Return the batch processor of a manager, on "cab" with a block-aligned scheduler.
+    """Create the batch processor of a manager; models on "cab" get a block-aligned scheduler.
 
     Args:
         create: transformers' function.
@@ -297,7 +297,7 @@ def _create_batch_processor(create: Callable[..., Any], self: Any) -> Any:
         processor.scheduler.record_model(self.model)
         if self.model.device.type == "cuda":
             _wait_for_resets(self.model.device)
-    # `_compute_with_paged_batch` compares this with the implementation of the model
+    # `_compute_with_paged_batch` compares the attribute with the implementation of the model
     processor.model_runner._was_created_for_cab = uses_cab
     return processor
 

@@ -16,7 +16,7 @@ from cab_hf.config import NAMES, SPARSE
 from cab_hf.hf.fit import name_of
 from cab_hf.hf.model_config import cab_config_of
 
-# start of the names of our schedulers in the registry of transformers
+# prefix of the names of block-aligned schedulers in the registry of transformers
 PREFIX = "cab_"
 
 
@@ -83,7 +83,8 @@ class _CabScheduler:
             token_budget: largest number of tokens of the batch.
         """
         query_block = self._query_block()
-        # the caller schedules each candidate before this generator continues
+        # the caller schedules each candidate before this generator continues, so the attributes are
+        # up to date
         for state in candidates:
             budget_left = token_budget - self._num_scheduled
             is_split = len(state.remaining_prefill_tokens) > budget_left
@@ -104,7 +105,7 @@ class _CabScheduler:
         query_block, is_prompt = self._query_block(), bool(state.remaining_prefill_tokens)
         if query_block is not None and token_budget < len(request_tokens):
             after_boundary = (state.position_offset + token_budget) % query_block
-            # a chunk without any boundary is not shortened
+            # a chunk that contains no boundary is not shortened, because nothing would remain
             token_budget -= after_boundary if after_boundary < token_budget else 0
         super()._schedule_request(state, request_tokens, token_budget, *args)
         self._num_scheduled += len(state.tokens_to_process)

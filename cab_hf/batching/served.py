@@ -55,5 +55,5 @@ def _unbatchable_layer(module: nn.Module) -> str | None:
 
 
 def reads_pages() -> bool:
-    """Return True if a kernel can compute decode steps, which reads keys directly from pages."""
+    """Return True if a kernel is available that reads the keys of decode steps from pages."""
     return torch.cuda.is_available() and HAS_TRITON

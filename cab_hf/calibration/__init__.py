@@ -1,1 +1,1 @@
-"""Fits of `cab_hf.calibrate` to a model: a mass threshold, or the anchors of a cascade."""
+"""The settings that `cab_hf.calibrate` fits to a model: a mass threshold, or a cascade."""

@@ -1,9 +1,10 @@
 """Calibration of a cascade: the anchor layer of each layer, and the anchor's head for each head.
 
-1. `measure_layer` and `coverage_of_layers` measure a sequence at several mass thresholds: the share
-   of the attention of one layer that falls on the blocks that another layer selects.
-2. At each threshold, `best_anchors` selects the most valuable anchors with a dynamic program.
-3. `assign_anchors` maps every head to the most valuable head of its anchor.
+1. `measure_layer` and `coverage_of_layers` measure one sequence at several mass thresholds. The
+   result for layers a and b is the share of the attention of b to the blocks that a selects.
+2. At each threshold, `best_anchors` finds the anchors with the largest total of `values`, by a
+   dynamic program.
+3. `assign_anchors` maps every head to the head of its anchor with the largest of `gains`.
 4. `fit_cascade` sets one threshold for all layers, at which the model reaches its target density.
 """
 
@@ -24,7 +25,7 @@ from cab_hf.selection.reference import ScoreOptions, block_scores, capped_scores
 
 # values of `CabConfig.mass_threshold` at which layers are measured, descending
 THRESHOLDS = (0.064, 0.032, 0.016, 0.011, 0.008, 0.0055, 0.004, 0.0028, 0.002, 0.0014)
-# weight of needle attention relative to attention mass, in the value of blocks
+# weight of the attention to needles relative to the attention to all blocks, in `gains`
 NEEDLE_WEIGHT = 3.0
 
 
@@ -84,8 +85,8 @@ class Assignment(NamedTuple):
     """The anchor of each layer, and the anchor's head for each head.
 
     Attributes:
-        anchors: anchor layers, ascending indices of the measured layers.
-        of_layer: the anchor of each of the L measured layers.
+        anchors: indices of the anchors among the L measured layers, ascending.
+        of_layer: for each measured layer, the index of its anchor among the measured layers.
         sources: int64 [L, H], the anchor's head whose blocks each head attends to.
     """
 
@@ -177,7 +178,10 @@ def coverage_of_layers(
     needle = needle / max(1, len(rows))
 
     def shares_in(blocks: Tensor, shares: Tensor) -> Tensor:
-        """Return the sum of ``shares`` in ``blocks``, float64 [L, L, H, H]."""
+        """Sum the ``shares`` of layer b over the ``blocks`` of layer a, float64 [L, L, H, H].
+
+        The dimensions of the result are layer a, layer b, head of a and head of b.
+        """
         result = blocks.flatten(0, 1).flatten(1) @ shares.T
         result = result.view(num_layers, num_heads, num_layers, num_heads)
         return result.transpose(1, 2).double()
@@ -237,8 +241,9 @@ def require_anchors(count: int, layers: int) -> None:
 def best_anchors(value: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:
     """Return the anchors with the largest total value, by a dynamic program.
 
-    The first layer is always an anchor. Each layer uses the last anchor up to this layer. If two
-    results have the same value, the result with the earlier anchor is returned.
+    The first layer is always an anchor. The anchor of a layer is the last anchor that is not after
+    the layer. Of results with equal values, the result whose last anchor is earliest is returned.
+    Returns ascending indices among the measured layers.
 
     Args:
         value: result of `values`.
@@ -268,11 +273,13 @@ def best_anchors(value: Sequence[Sequence[float]], count: int) -> tuple[int, ...
 
 
 def assign_anchors(gain: Tensor, anchors: Sequence[int]) -> Assignment:
-    """Return the most valuable head of the anchor for each head. Heads of anchors use their own.
+    """Map each head to the head of its anchor with the largest gain.
+
+    A head of an anchor is mapped to itself.
 
     Args:
         gain: [L, L, H, H], result of `gains`.
-        anchors: indices of the anchors.
+        anchors: indices of the anchors among the measured layers.
     """
     num_layers, num_heads = gain.shape[1:3]
     anchor_of_layer = tuple(max(a for a in anchors if a <= b) for b in range(num_layers))
@@ -297,7 +304,7 @@ def fit_cascade(
 
     Args:
         config: settings of the model.
-        coverages: `Coverage` of the sparse layers, at each of `THRESHOLDS`.
+        coverages: `Coverage` of the sparse layers at each of `THRESHOLDS`, mean over documents.
         layers: indices of the sparse layers in the model.
         num_layers: number of all layers of the model.
         num_anchors: number of anchors.

@@ -27,11 +27,11 @@ THRESHOLDS = tuple(2 ** (-step / 4) for step in range(4, 80))
 
 
 def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
-    """Return the density of a layer at the thresholds 1, `THRESHOLDS` and 0, float64 [T + 2].
+    """Return the density of a layer at the mass thresholds 1, `THRESHOLDS` and 0, float64 [T + 2].
 
     The density is the share of the (query, key) pairs that the layer attends to. At threshold 1, a
-    row selects its forced blocks, and the blocks that reach ``share_threshold``. ``max_density``
-    limits the blocks of a row at every threshold.
+    row selects its forced blocks, and the blocks that reach ``share_threshold``. At every
+    threshold, ``max_density`` limits the number of selected blocks.
 
     Args:
         q: [1, H, N, D], queries of one sequence.
@@ -45,7 +45,7 @@ def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Te
     options = ScoreOptions(call.scale, call.channels, call.sinks, call.softcap)
     rank_of_heads = block_scores(q, k, ranges=call.ranges, config=config, options=options)
     for rank in capped_scores(rank_of_heads, call.ranges, config)[0]:
-        # number of thresholds up to 1 at which a row selects each block
+        # number of the thresholds 1 and `THRESHOLDS` at which a row selects each block
         num_reached = torch.bucketize(rank, ascending, right=True) + (rank >= 1)
         is_visible = rank >= 0
         pairs_by_threshold += torch.bincount(

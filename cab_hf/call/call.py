@@ -92,7 +92,7 @@ class Call:
                 q, k, v, blocks_of(config), sinks=s_aux is not None, softcap=softcap is not None
             ),
             mask=mask,
-            # read before the cast to one dtype, which drops attributes of tensors
+            # from ``arguments.key``, because a cast to another dtype drops attributes of tensors
             index=getattr(arguments.key, "cab_index", None),
             sinks=s_aux,
             softcap=softcap,
@@ -122,9 +122,9 @@ class Call:
         return replace(self, q=q, mask=mask)
 
     def split_at_prompt_end(self) -> list[Call]:
-        """Return the calls that are computed separately: one for the prompt, others for the answer.
+        """Return the parts of this call that are computed separately: the prompt, and the answer.
 
-        A layer with ``sparse_decode`` has one call for each query of the answer.
+        With ``sparse_decode``, each query of the answer is a separate part.
         """
         parts = self.mask.split_at_prompt_end(self.sparse and self.config.sparse_decode)
         return [replace(self, q=self.q[:, :, queries], mask=mask) for queries, mask in parts]

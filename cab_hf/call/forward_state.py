@@ -122,7 +122,8 @@ class ForwardState:
             saved_plans.append(narrowed(plan).map_tensors(_to_pinned_host))
             return plan
         if len(saved_plans) > 1:
-            # no plan can be matched to a call, and shared results belong to the last call
+            # Select blocks again: the layer was called several times, and the recomputed call is
+            # not known. Shared results are of the last call, so they are removed.
             self.shared.clear()
         if len(saved_plans) != 1:
             return predict()
@@ -137,8 +138,11 @@ def in_backward_pass() -> bool:
 
 
 def is_captured(x: Tensor) -> bool:
-    """Return True if operations on ``x`` are captured in a CUDA graph."""
-    # replaying a graph runs no code on the host
+    """Return True if operations on ``x`` are captured in a CUDA graph.
+
+    Callers must then share no results with other forward passes: replaying a graph runs no code on
+    the host.
+    """
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

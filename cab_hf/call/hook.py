@@ -60,7 +60,7 @@ def cab_mask(
         attention_mask: [B, tokens], 0 for padding; None without padding. A `MaskPlaceholder` is
             returned unchanged.
         local_size: width of a sliding window or of chunks, in tokens; None without both.
-        use_vmap: True if the caller has added mask functions.
+        use_vmap: True if the caller has added an or_mask_function or and_mask_function.
         device: device of the result.
         config: config of the layers.
 
@@ -120,7 +120,7 @@ def _mask_info(
     is_eager = not torch.compiler.is_compiling()
     prompt = _prompt(arguments, q_offset) if is_eager else None
     if isinstance(q_offset, Tensor):
-        # the counter of a static cache changes in place
+        # copied to the host or cloned, because the counter of a static cache changes in place
         is_readable = is_eager and (q_length > 1 or prompt is not None)
         q_offset = int(q_offset) if is_readable else q_offset.clone()
     first_slot = q_offset - kv_offset
@@ -177,13 +177,12 @@ def _validate_padding_mask(attention_mask: Tensor | None) -> None:
 
 
 class _Pattern(NamedTuple):
-    """The pattern of a mask function.
+    """The visible keys that a mask function defines, in the terms of `MaskInfo`.
 
     Attributes:
         window: width of a sliding window or of chunks in tokens; None without both.
         doc_ids: see `MaskInfo`.
-        unsupported: error for layers that use the mask, without the name of the model; None if the
-            pattern is supported.
+        unsupported: argument ``reason`` of `non_causal_error`; None if the pattern is supported.
         non_causal: see `MaskDetails`.
     """
 
@@ -208,7 +207,8 @@ def _pattern(arguments: _MaskArguments, q_offset: int | Tensor, *, is_complete: 
     if is_eager and (is_chunked or arguments.use_vmap):
         functions = packing.combined_functions(mask_function)
     if arguments.use_vmap:
-        # models with images add mask functions even to prompts without images
+        # known added functions are accepted, because models with images add mask functions even to
+        # prompts without images
         if functions is None or "chunked_overlay" in functions:
             unsupported = "adds an or_mask_function or and_mask_function"
         else:
@@ -226,7 +226,8 @@ def _pattern(arguments: _MaskArguments, q_offset: int | Tensor, *, is_complete: 
             attends_next, starts, is_complete=is_complete, window=window
         )
     if is_chunked and functions is not None:
-        # neighbouring tokens do not distinguish documents from chunks: use those of transformers
+        # neighbouring tokens do not distinguish documents from chunks: use the documents that
+        # transformers has detected
         doc_ids = functions.get("packed_sequence_mask_function", {}).get("packed_sequence_mask")
     return _Pattern(window, doc_ids, unsupported, non_causal)
 
@@ -248,7 +249,7 @@ def _prompt(arguments: _MaskArguments, q_offset: int | Tensor) -> Prompt | None:
         return None
     is_over = prompt.progress.is_over(q_offset, prompt.end)
     is_windowed = bool(arguments.kv_offset) or arguments.local_size is not None
-    # layers with a window do not need the prompt, and a single query is a decode step
+    # layers with a window do not need the prompt, and a single query after it is a decode step
     return None if is_windowed or (is_over and q_length == 1) else prompt
 
 
@@ -322,5 +323,5 @@ def _columns_of_padding(
         )
     elif tokens < min_tokens:
         raise ValueError(too_short_error(tokens, min_tokens))
-    # slots of a static cache that are not written yet
+    # unwritten slots of a static cache count as padding
     return F.pad(padding_mask, (0, num_slots - padding_mask.shape[1]), value=False)

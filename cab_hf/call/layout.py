@@ -1,4 +1,4 @@
-"""`BlockLayout`: the token order on the block grid, without padding, with aligned documents."""
+"""`BlockLayout`: an order of tokens with padding at the end, and documents at block borders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cab_hf.predictors import LayerContext, Predictor
 
 
 class LayoutOptions(NamedTuple):
-    """The properties of a call that few layouts need.
+    """Optional properties of a call, for `BlockLayout.build`.
 
     Attributes:
         lengths: `DocumentLength` of each document of each row, on the host; None if reading the
@@ -149,7 +149,7 @@ class BlockLayout:
         else:
             layout = cls(ranges, kv_length)
         if isinstance(options.sequence_end, Tensor):
-            # padding comes in a later chunk, and rows end at different tokens
+            # this chunk has no padding, but rows of the complete prompt have different lengths
             tokens = options.sequence_end.expand(-1, layout.ranges.end.shape[1])
             layout = replace(
                 layout, document_queries=tokens, document_tokens=tokens, lengths=options.lengths
@@ -180,7 +180,10 @@ class BlockLayout:
         query_source, has_query = _invert(positions.queries, is_real_query, positions.num_queries)
 
         def by_query(values: Tensor, fill: int) -> Tensor:
-            """Return int32 [B, N'_q] from one value per slot, with ``fill`` without a query."""
+            """Move one value per slot to the query positions, int32 [B, N'_q].
+
+            Positions without a query have the value ``fill``.
+            """
             moved = values.expand(-1, kv_length)[:, query_slots].gather(1, query_source)
             return moved.masked_fill(~has_query, fill).to(torch.int32)
 
@@ -241,7 +244,7 @@ class BlockLayout:
         Args:
             queries: documents with fewer queries are short.
             tokens: documents with fewer tokens are short.
-            query_block: query block size in tokens, which `build` received in ``align``.
+            query_block: query block size in tokens, a divisor of the ``align`` of `build`.
         """
         if self.document_queries is None:
             return None
@@ -370,7 +373,8 @@ class _Positions(NamedTuple):
         num_keys: number of positions for keys.
         num_queries: number of positions for queries.
         document_start: int64 [B, N_k], position of the first token in the document of each key.
-        shift: int64 [B, N_k], position of each key minus its index among the real keys.
+        shift: int64 [B, N_k], position of each key minus the number of earlier keys in its row,
+            without padding.
         num_documents: documents per row.
         document_queries: int64 [B, 1 or N_k], number of queries in the document of each key.
         document_tokens: int64 [B, 1 or N_k], number of tokens in the document of each key.
@@ -466,12 +470,20 @@ def _positions_of_documents(
 
 
 def _in_window(ranges: KeyRanges, window: int | None) -> KeyRanges:
-    """Return ``ranges`` of consecutive keys, restricted to a ``window`` that is not None."""
+    """Return ``ranges`` with at most the last ``window`` keys of each query; None for all keys.
+
+    The keys of a query must be consecutive, without padding between them.
+    """
     return ranges if window is None else _windowed(ranges, ranges.end - (window - 1))
 
 
 def _windowed(ranges: KeyRanges, window_start: Tensor) -> KeyRanges:
-    """Return ``ranges`` without the keys before ``window_start`` of each query, int32 [B, N_q]."""
+    """Return ``ranges`` without the keys before the window of each query.
+
+    Args:
+        ranges: visible keys of each query.
+        window_start: int32 [B, N_q], first key inside the window of each query.
+    """
     start = torch.maximum(ranges.start, window_start)
     return replace(ranges, start=start, aligned=False)
 
@@ -525,7 +537,9 @@ def _aligned_length(lengths: Sequence[DocumentLength], align: int) -> int:
 
 
 def _ranges_without_layout(doc_ids: Tensor, padding_mask: Tensor | None) -> KeyRanges:
-    """Return ranges of documents that do not move, because moving needs lengths on the host.
+    """Return the key ranges of packed documents whose tokens do not move to block borders.
+
+    torch.compile needs such ranges, because moving tokens needs document lengths on the host.
 
     Args:
         doc_ids: int [B, N], document of each token.
@@ -602,7 +616,7 @@ class TokenPermutation:
 class _Gather(torch.autograd.Function):
     """`_gather_tokens` with a gradient, which gathers by the inverse indices.
 
-    ``inverse`` and ``inverse_zero`` are the arguments of `_gather_tokens` for the gradient.
+    The gradient is ``_gather_tokens(grad, inverse, inverse_zero)``.
     """
 
     @staticmethod

@@ -39,8 +39,8 @@ class MaskDetails:
     Attributes:
         model: name of the model, for error messages.
         cache_length: length of the key tensor of a layer; None if not known.
-        unsupported: error for layers that use the mask; None if the mask is supported. Models also
-            build masks that no layer uses.
+        unsupported: message of the error that the first layer with this mask raises; None if the
+            mask is supported. `cab_mask` does not raise, because some masks are never used.
         parallel: `Parallel` of the ranks that share the sequence; None with one process.
         non_causal: bool [], True if a token attends to a later token. The first layer that uses the
             mask then fails on the device. None if the host has checked the mask.
@@ -137,20 +137,20 @@ class MaskInfo(MaskPlaceholder):
         state = self.state.for_some_queries()
         sliced = replace(self, **changes, details=replace(details, lengths=lengths), state=state)
         if lengths is not None and self.doc_ids is None:
-            # the number of queries of padded rows has changed
+            # the slice changes the number of queries in padded rows: compute the lengths again
             sliced = sliced._with_packing(sliced._detect())
         if self.state.stored(PACKING) is not None:
             state.store(PACKING, sliced._packing)
         return sliced
 
     def split_at_prompt_end(self, steps: bool) -> list[tuple[slice, MaskInfo]]:
-        """Return the prompt and the answer of the call, which are computed separately.
+        """Return the parts of the call that are computed separately: prompt, and answer.
 
         Args:
-            steps: True to return each token of the answer separately, as in decode steps.
+            steps: True to return each token of the answer as a separate part, as in decode steps.
 
         Returns:
-            A list of the slice of the queries and the mask of these queries.
+            For each part: the slice of its queries, and the mask of these queries.
         """
         if self.prompt is None:
             return [(slice(None), self)]
@@ -158,7 +158,7 @@ class MaskInfo(MaskPlaceholder):
         cuts = range(num_prompt, self.q_length) if steps else (num_prompt,)
         borders = sorted({0, *cuts, self.q_length})
         if len(borders) == 2:
-            # not cached, because the cache would refer to its own mask
+            # not cached in ``state``, which would then contain the mask to which it belongs
             return [(slice(None), self)]
         return self.state.cached(
             ("prompt and answer", steps),
@@ -245,7 +245,7 @@ class MaskInfo(MaskPlaceholder):
     ) -> tuple[MaskInfo, Tensor | None]:
         """Return the mask with the packed documents and the padding of the forward pass.
 
-        The first layer detects both from its arguments, and the other layers reuse the result.
+        The first layer detects documents and padding, and the other layers reuse the result.
         Unlike transformers, this method also detects packed documents in calls with a mask or a
         cache. A call that continues a cache attends to all cached tokens.
 
@@ -259,8 +259,8 @@ class MaskInfo(MaskPlaceholder):
                 None to omit this check.
 
         Returns:
-            The mask, and a condition bool [] for the first layer under torch.compile: True if the
-            compiled graph mixes packed documents. The condition is None in all other cases.
+            The mask; and for the first layer under torch.compile a condition, bool []: True if
+            tokens would attend to other packed documents. The condition is None in all other cases.
 
         Raises:
             ValueError: if ``cu_seqlens`` has another number of tokens.
@@ -331,7 +331,7 @@ class MaskInfo(MaskPlaceholder):
         cu_seqlens: Tensor | None = None,
         value: Tensor | None = None,
     ) -> Packing:
-        """Return the result of `detect_packing`. Decode steps do not wait for the device.
+        """Return the result of `detect_packing`, which waits for the device except in decode steps.
 
         Args:
             position_ids: int [B or 1, N_q], which restart where a document starts; or None.
@@ -372,9 +372,9 @@ class MaskInfo(MaskPlaceholder):
         if self.doc_ids is None:
             mixed = (starts.sum(-1) > 1).any()
         else:
-            # chunks start at documents only if transformers has found the documents
+            # ``doc_ids`` are chunks here: a document that starts inside a chunk is not separated
             mixed = (starts & ~packing.first_tokens(self.doc_ids)).any()
-        # only the device has the length of a static cache
+        # only the device has the length of a static cache, which a call continues unless it is at 0
         return mixed if self.kv_length is not None else mixed & (self.q_offset == 0)
 
     def _failing_if_non_causal(self) -> MaskInfo:
@@ -391,12 +391,11 @@ class MaskInfo(MaskPlaceholder):
     def _one_dimensional_positions(self, position_ids: Tensor | None) -> Tensor | None:
         """Return position ids with one integer per token, int [B or 1, N_q].
 
-        Returns None without such position ids.
-
-        Models with images have position ids with several numbers per token.
+        Returns None without such position ids. Models with images have position ids with several
+        numbers per token.
 
         Args:
-            position_ids: position ids of the layer; None to read those of the mask.
+            position_ids: position ids of the layer; None to read the position ids of the mask.
         """
         shapes = (1, self.q_length), (self.batch, self.q_length)
         for ids in (position_ids, self.details.position_ids):
@@ -431,7 +430,7 @@ class MaskInfo(MaskPlaceholder):
         """
 
         def build() -> BlockLayout:
-            # layers on several devices share this mask
+            # moved to ``device``, because layers on several devices share this mask
             padding_mask, doc_ids = (
                 None if x is None else x.to(device) for x in (self.padding_mask, self.doc_ids)
             )
@@ -472,7 +471,10 @@ class MaskInfo(MaskPlaceholder):
         return offsets if any(offsets) else 0
 
     def _sequence_end(self, device: torch.device) -> int | Tensor | None:
-        """Return the prompt length in tokens, int or int32 [B, 1]; None if sequences end here."""
+        """Return the length of the complete prompt, in tokens, int or int32 [B, 1].
+
+        Returns None if sequences end with this call.
+        """
         if not self.is_prefill or self.doc_ids is not None:
             return None
         lengths = self.prompt.lengths

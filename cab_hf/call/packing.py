@@ -15,7 +15,8 @@ from cab_hf.checks import require
 
 # number of equal tokens at the end of a row that look like padding
 CONSTANT_END = 4
-# values of equal tokens in the first layer differ by at most this factor times the largest value
+# tokens count as equal if their V vectors in the first layer differ by at most this factor times
+# the largest absolute number
 SAME_VALUE = 1e-3
 
 
@@ -38,8 +39,8 @@ class Packing(NamedTuple):
     Attributes:
         padding_mask: bool [B, N_k], False for padding keys; None without padding.
         doc_ids: int [B, N_k], equal for tokens of one packed document; None if not packed.
-        lengths: one `DocumentLength` per row, if rows have padding and no documents; otherwise
-            None.
+        lengths: for each row, a list with one `DocumentLength`, if rows have padding and no documents;
+            otherwise None.
         max_documents: upper bound of the number of documents per row; None if only the device has
             the number.
         num_constant_ends: number of rows that end in equal tokens, which look like right padding.
@@ -102,7 +103,7 @@ def detect_packing(
         if max_documents > 1:
             doc_ids = (starts.cumsum(-1) - 1).clamp(min=0).expand(batch, -1)
     if padding_mask is not None and all(count == kv_length for count in counts["tokens"]):
-        # kernels without a mask are faster
+        # no key is padding: drop the mask, because kernels without a mask are faster
         padding_mask = None
     has_row_lengths = padding_mask is not None and doc_ids is None
     return Packing(
@@ -115,7 +116,7 @@ def detect_packing(
 
 
 def _read_together(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
-    """Return int64 tensors [B] as lists, after one wait for the device if there are tensors."""
+    """Return int64 tensors [B] as lists of numbers, by name. Waits for the device at most once."""
     if not tensors:
         return {}
     # the model's tensors can be on several devices
@@ -125,14 +126,14 @@ def _read_together(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
 
 
 def _lengths_of_rows(counts: dict[str, list[int]]) -> list[list[DocumentLength]]:
-    """Return one `DocumentLength` per row, from the numbers of queries and tokens per row."""
+    """Return for each row a list with its `DocumentLength`, from queries and tokens per row."""
     rows = zip(counts["queries"], counts["tokens"], strict=True)
     return [[DocumentLength(num_queries, num_tokens)] for num_queries, num_tokens in rows]
 
 
 def ends_in_equal_tokens(value: Tensor) -> Tensor:
     """Return bool [B], True for rows of ``value`` [B, H_kv, N, D_v] that end in equal tokens."""
-    # detached, because a recomputed layer does not run this code
+    # detached, because autograd must save no tensors here: a recomputed layer skips this code
     last_values = value[:, :, -CONSTANT_END:].detach().float()
     difference = (last_values - last_values[:, :, -1:]).flatten(1).abs().amax(-1)
     return difference <= SAME_VALUE * last_values.flatten(1).abs().amax(-1)
@@ -281,7 +282,7 @@ def first_tokens(doc_ids: Tensor) -> Tensor:
 def attention_to_neighbours(
     mask_function: Any, batch: int, q_offset: int | Tensor, q_length: int, device: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return which tokens attend to the next and to the previous token, by a mask function.
+    """Return which tokens attend to their neighbours under a mask function.
 
     Args:
         mask_function: mask function of transformers.
@@ -304,9 +305,9 @@ def combined_functions(mask_function: Callable[..., Any]) -> dict[str, dict[str,
     """Return the mask functions of transformers that a mask function combines.
 
     Returns:
-        A dict from the name of the function that built a mask function to the arguments of this
-        function by name. None if a mask function is not from transformers, because its pattern is
-        only known for neighbouring tokens.
+        A dict from the name of the function that builds a mask function, for example
+        "sliding_window_overlay", to its arguments by name. None if a mask function is not from
+        transformers, because its pattern is then only known for neighbouring tokens.
     """
     if mask_function.__module__ != causal_mask_function.__module__:
         return None
@@ -324,7 +325,7 @@ def combined_functions(mask_function: Callable[..., Any]) -> dict[str, dict[str,
 def raise_where(x: Tensor, refused: Tensor, sentence: str) -> Tensor:
     """Return a copy of x, or raise an error if a condition on the device is True.
 
-    Compiled graphs use this op, and code that must not wait for the device.
+    The op is for compiled graphs, and for code that must not wait for the device.
 
     Args:
         x: any tensor that later operations read, so that the op is not removed.

@@ -63,14 +63,14 @@ class MaskPlaceholder:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape that has a length, and raises an error if a model reads a size."""
+        """Shape with ``ndim`` entries. ``len`` works, and reading an entry raises an error."""
         shape = _ShapeWithoutSizes([0] * self.ndim)
         shape.model = self.model
         return shape
 
     def __getattr__(self, name: str) -> Any:
         if name == "__setstate__":
-            # copy and pickle look this up before they set the fields
+            # copy and pickle look up this method before ``model`` is set, which the error reads
             raise AttributeError(name)
         raise used_as_tensor(self.model, name)
 

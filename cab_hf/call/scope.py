@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 
 class PromptProgress:
-    """A cache that records that a prompt is over.
+    """A record whether any call has started after the end of a prompt.
 
-    The position of a call in a static cache is on the device. If one call starts after the prompt,
-    all later calls also start after the prompt and need not wait for the device.
+    With a static cache, the position of a call is on the device, so reading the position waits for
+    the device. After the first call that starts after the prompt, all later calls do too, and
+    `is_over` does not read their positions.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class Prompt:
     Attributes:
         end: slot of the first token after the prompt.
         lengths: tokens of each batch row, without padding; None if no row has padding.
-        progress: cache that records that the prompt is over.
+        progress: record whether any call has started after the end of the prompt.
         start: slot of the first token of the prompt that is not in the cache before the first call.
     """
 
@@ -63,8 +64,8 @@ class Prompt:
     def longer_by(self, tokens: int) -> Prompt | None:
         """Return the prompt with ``tokens`` more tokens in every row.
 
-        Returns None if ``tokens`` is negative and rows have padding: the model may have removed
-        padding or other tokens.
+        Returns None if ``tokens`` is negative and rows have padding. The new lengths are then not
+        known, because the removed tokens can be padding.
         """
         if tokens == 0:
             return self
@@ -159,7 +160,10 @@ class Generation:
         return inputs
 
     def forget_inputs(self) -> None:
-        """Record that the model has processed its inputs; a compiled model runs no hooks."""
+        """Record that the model has processed its inputs.
+
+        This method replaces the module hooks in a compiled model.
+        """
         self._has_inputs = False
 
     def prompt_of(self, config: Any, end: int | None) -> Prompt | None:
@@ -219,7 +223,8 @@ class Scope:
     because gradient checkpointing recomputes layers in another thread, where the state is empty.
 
     Attributes:
-        prompt: prompt that all calls process; None without such a prompt, and in `generate`.
+        prompt: prompt of `reading`, which all model calls process; None outside of `reading`, and
+            inside `generate`.
         generation: active call of `generate`; None outside of `generate`, and in user code that
             `generate` calls.
         parallel: `Parallel` of the ranks that share the sequence; None with one process.
@@ -244,10 +249,10 @@ SHARDED: list[Any] = []
 
 @contextmanager
 def during_calls(model: nn.Module, **fields: Any) -> Iterator[None]:
-    """Set fields of `FORWARD_CONTEXT` during calls of a model, inside the context.
+    """Set fields of `FORWARD_CONTEXT` during each call of a model, while the context is active.
 
     Args:
-        model: model whose calls have the fields, and calls of its submodules with a config.
+        model: model to call. The fields are also set during calls of submodules with a ``config``.
         fields: fields of `Scope`, by name.
     """
 
@@ -328,7 +333,7 @@ def recorded_positions() -> Tensor | None:
 
 @contextmanager
 def generating(model: nn.Module) -> Iterator[None]:
-    """Run one call of `generate` inside the context; `Generation.begin` sets its prompt."""
+    """Set a new `Generation` in `FORWARD_CONTEXT` for the call of `generate` inside the context."""
     generation = Generation(model)
     token = FORWARD_CONTEXT.set(replace(FORWARD_CONTEXT.get(), prompt=None, generation=generation))
     try:

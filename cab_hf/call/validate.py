@@ -23,7 +23,7 @@ from cab_hf.checks import short
 from cab_hf.hf.fit import name_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# arguments that a separate check reads
+# arguments that `_validate_keywords` accepts, because other functions read them
 CHECKED = frozenset({"cu_seq_lens_q", "is_causal", "output_attentions"})
 # arguments that attention functions receive and may ignore: the cache is already updated, lengths
 # follow from cu_seq_lens_q, and the other arguments are for other modules of the model
@@ -125,7 +125,7 @@ class LayerArguments:
     def of(
         cls, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **keywords: Any
     ) -> LayerArguments:
-        """Build an object from the arguments of an attention function; see `LayerArguments`."""
+        """Build `LayerArguments`, with keyword arguments that have no field in ``others``."""
         fields = {name: keywords.pop(name) for name in KEYWORDS if name in keywords}
         return cls(module=module, query=query, key=key, value=value, others=keywords, **fields)
 
@@ -199,7 +199,10 @@ def _validate_sinks(sinks: Any, heads: int) -> None:
 
 
 def unsupported_reason(module: nn.Module) -> str | None:
-    """Return why an attention layer is not supported, as a noun phrase; None without a reason."""
+    """Return the unsupported property of an attention layer, as a noun phrase.
+
+    Returns None if the layer is supported.
+    """
     if getattr(module, "compressor", None) is not None:
         return COMPRESSED
     if hasattr(module, "rel_logits_proj"):
@@ -324,7 +327,8 @@ def _validate_mask(mask: Any, num_keys: int, sliding_window: int | None) -> None
             "past_key_values has another length in this layer. Pass a cache with equal lengths in "
             "all layers, or none."
         )
-    # "eager" and "sdpa" read the mask, and kernels without a mask read the argument
+    # refused, because other implementations disagree: "eager" and "sdpa" read only the mask, and
+    # kernels without a mask read only the argument
     if mask.window is None and sliding_window is not None and sliding_window < num_keys:
         raise NotImplementedError(
             f"sliding_window must be None for a mask without a window, got {sliding_window}: the "
@@ -357,7 +361,7 @@ def validate_tracing(*tensors: Any) -> None:
             "torch.jit.trace records the operations of one input, and the operations of 'cab' and "
             "'cab_dense' depend on the input. Use torch.export.export or torch.compile."
         )
-    # `detect_fake_mode` is slow, and plain tensors are never fake
+    # plain tensors are never fake, so the slow `detect_fake_mode` is omitted for them
     is_plain = len(tensors) > 0 and all(type(x) is Tensor for x in tensors)
     if not is_plain and detect_fake_mode(tensors) is not None:
         raise NotImplementedError(

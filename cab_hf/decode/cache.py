@@ -29,9 +29,10 @@ SPARE_TOKENS = 1024
 
 
 class KeyIndex(NamedTuple):
-    """Index of the keys that `IndexedLayer.update` returns, in their attribute ``cab_index``.
+    """The index of a key tensor, as stored in the attribute ``cab_index`` of the tensor.
 
-    A tensor that is computed from the returned keys, such as a cast, has no ``cab_index``.
+    `IndexedLayer.update` returns keys with this attribute. A tensor that is computed from the keys,
+    for example by a cast, has no ``cab_index``.
 
     Attributes:
         index: index of the keys, on the device of the keys.
@@ -62,7 +63,7 @@ class IndexedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of new tokens, and return those of all tokens.
+        """Write the keys and values of new tokens, and return the keys and values of all tokens.
 
         Args:
             key_states: [B, H_kv, n, D], keys of the new tokens.
@@ -154,7 +155,7 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
         self._change(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the batch rows ``indices``, an index of the batch dimension."""
+        """Remove all batch rows except ``indices``, a tensor that indexes the batch dimension."""
         self._change(lambda x: x[indices, ...])
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
@@ -200,7 +201,7 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
     def _set_index(self, index: Index) -> None:
         self.index = index
         if not torch.compiler.is_compiling():
-            # CUDA graphs then copy no tensor; transformers does so for keys and values
+            # CUDA graphs then use the index without a copy; transformers marks keys and values too
             for x in index:
                 torch._dynamo.mark_static_address(x)
 
@@ -226,7 +227,10 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
 
 
 def _for_states_and_keys(name: str) -> Callable[..., None]:
-    """Return a method that calls the method ``name`` for linear-attention states and for keys."""
+    """Return a method that calls ``name`` of `LinearAttentionLayer`, then of the indexed layer.
+
+    The first call changes the linear-attention states, and the second call keys and values.
+    """
 
     def method(self: LinearAttentionLayer, *args: Any) -> None:
         getattr(LinearAttentionLayer, name)(self, *args)
@@ -236,7 +240,7 @@ def _for_states_and_keys(name: str) -> Callable[..., None]:
 
 
 class IndexedHybridLayer(LinearAttentionAndFullAttentionLayer, IndexedDynamicLayer):
-    """An `IndexedDynamicLayer` that also holds states of linear attention."""
+    """An `IndexedDynamicLayer` that also contains states of linear attention."""
 
     offload = _for_states_and_keys("offload")
     prefetch = _for_states_and_keys("prefetch")
@@ -246,7 +250,7 @@ class IndexedHybridLayer(LinearAttentionAndFullAttentionLayer, IndexedDynamicLay
 
 
 class IndexedStaticHybridLayer(LinearAttentionAndStaticFullAttentionLayer, IndexedStaticLayer):
-    """An `IndexedStaticLayer` that also holds states of linear attention."""
+    """An `IndexedStaticLayer` that also contains states of linear attention."""
 
     offload = _for_states_and_keys("offload")
     prefetch = _for_states_and_keys("prefetch")
@@ -255,15 +259,16 @@ class IndexedStaticHybridLayer(LinearAttentionAndStaticFullAttentionLayer, Index
     crop = _for_states_and_keys("crop")
 
     def lazy_initialization(self, *args: Tensor, **kwargs: Any) -> None:
-        """Allocate keys and values for positional arguments, otherwise linear-attention states.
+        """Allocate keys and values, or linear-attention states.
 
-        transformers' own layer distinguishes the two calls in the same way.
+        A call with positional arguments allocates keys and values. transformers' own layer
+        distinguishes the two cases in the same way.
         """
         layer_class = IndexedStaticLayer if args else LinearAttentionLayer
         layer_class.lazy_initialization(self, *args, **kwargs)
 
 
-# layers with an index by the transformers' layer that they replace
+# class of a cache layer of transformers -> class with an index that replaces it
 INDEXED_CLASSES = {
     DynamicLayer: IndexedDynamicLayer,
     StaticLayer: IndexedStaticLayer,

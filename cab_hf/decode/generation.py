@@ -22,7 +22,7 @@ from cab_hf.predictors.cascade import anchor_of
 
 
 def index_cache(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
-    """Return ``cache`` with an index in every layer that selects keys, for sparse decode steps.
+    """Return ``cache`` with a key index in every layer that selects keys in sparse decode steps.
 
     Cache layers are replaced in place and keep their keys and values. Layers that need no index
     stay unchanged: layers with a sliding window, layers in ``dense_layers``, and layers that reuse
@@ -33,7 +33,7 @@ def index_cache(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
         cache: a `DynamicCache` or `StaticCache` of transformers. None means a new `DynamicCache`.
 
     Raises:
-        ValueError: the model reads no index, or the cache has another type.
+        ValueError: if the model reads no index, or the cache has another type.
     """
     model = transformers_model(model)
     text_config = model.config.get_text_config()
@@ -55,7 +55,7 @@ def index_cache(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
 
 
 def has_index(cache: Cache, layer: int | None) -> bool:
-    """Return True if the cache layer of an attention layer has an index.
+    """Return True if the cache layer of an attention layer has a key index.
 
     Args:
         cache: a cache of transformers.
@@ -66,9 +66,9 @@ def has_index(cache: Cache, layer: int | None) -> bool:
 
 
 def index_cache_of_generate(model: PreTrainedModel, cache: object) -> None:
-    """Call `index_cache` on the cache that `generate` creates, if the model reads an index.
+    """Call `index_cache` on the cache of `generate` if the model has sparse decode steps.
 
-    Warns once if the cache cannot have an index.
+    Warns once if the cache cannot have a key index.
     """
     if _refusal(model, DynamicCache()) is not None:
         return
@@ -81,7 +81,7 @@ def index_cache_of_generate(model: PreTrainedModel, cache: object) -> None:
 
 
 def _refusal(model: PreTrainedModel, cache: object) -> str | None:
-    """Return the error message with which `index_cache` refuses a model and its cache, or None."""
+    """Return the error message of `index_cache` for a model and its cache; None if supported."""
     text_config = model.config.get_text_config()
     remedy = "Call cab_hf.apply_cab(model, sparse_decode=True) first."
     if text_config._attn_implementation not in SPARSE:
@@ -100,8 +100,8 @@ def _refusal(model: PreTrainedModel, cache: object) -> str | None:
 def _cache_layer_indices(layer: int | None, cache: Cache) -> range:
     """Return the indices of the cache layers that may hold the keys of an attention layer.
 
-    An attention layer that is called several times has None for ``layer``: any cache layer may hold
-    its keys. Cache layers without keys never have an index.
+    An attention layer that is called several times has None for ``layer``: its keys can be in any
+    cache layer. Cache layers without keys never have a key index.
     """
     num_layers = len(cache.layers)
     return range(num_layers) if layer is None else range(layer, min(layer + 1, num_layers))
@@ -110,8 +110,7 @@ def _cache_layer_indices(layer: int | None, cache: Cache) -> range:
 def why_no_selection(module: nn.Module, config: CabConfig) -> str | None:
     """Return why an attention layer never selects keys in a decode step, as a clause.
 
-    Returns None if the layer selects keys. The result depends on the module and its configuration,
-    and on no call.
+    Returns None if the layer can select keys. The result is the same for all calls of the layer.
     """
     layer = layer_index(module)
     if unsupported_reason(module) is not None:

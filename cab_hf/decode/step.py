@@ -110,7 +110,7 @@ def _choice_of_anchor(
 def why_dense(
     mask: Any, config: CabConfig, layer: nn.Module | None, index: KeyIndex | None
 ) -> str | None:
-    """Return why a call with few queries is no sparse decode step, as a clause.
+    """Return the reason why a call with few queries is not a sparse decode step, as a clause.
 
     Returns None if the call is a sparse decode step. Warns once if the keys have no index.
 
@@ -124,7 +124,7 @@ def why_dense(
         return "soft-capped logits (decode)"
     if not config.sparse_decode or mask.q_length != 1 or mask.doc_ids is not None:
         return f"fewer than query_block={config.query_block} queries (decode)"
-    # the number of written slots of a static cache is on the device: take the number of all slots
+    # the number of written slots of a static cache is on the device: use the number of all slots
     num_slots = mask.details.cache_length if mask.kv_length is None else mask.kv_length
     if num_slots is None or not decodes_sparsely(config, num_slots):
         is_short = num_slots is not None and num_slots < config.min_length
@@ -165,7 +165,7 @@ def mapped_kv_heads(row: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
     """Return the KV head of the anchor for each KV head of a layer.
 
     A KV head is mapped to the KV head of the anchor to which most query heads of its group are
-    mapped. If several have equally many, the first of the group is taken.
+    mapped. Ties are resolved in favour of the first query head of the group.
 
     Args:
         row: row of ``head_map``: the query head of the anchor for each query head of the layer.

@@ -17,7 +17,8 @@ from cab_hf.ops.attention import complete, ffpa, flash_dense, gather, traced
 # largest head dim with a fast kernel in SDPA, which computes larger head dims by memory-efficient
 # attention
 SDPA_HEAD_DIM = 256
-# fewest (query, key) pairs per block for `GATHER` on a CPU; smaller blocks need too many calls
+# fewest (query, key) pairs per block for `GATHER` in `choose`; smaller blocks need too many small
+# operations
 GATHERED_FROM = 64 * 64
 
 
@@ -163,7 +164,7 @@ FLASH = Engine(name="flex", load=_flash, unavailable=_flash_unavailable, label=_
 
 
 class DenseKernel(NamedTuple):
-    """Implementation of exact causal attention for all queries of a sequence, or the last ones.
+    """Implementation of exact causal attention for all queries of a sequence, or the last queries.
 
     Attributes:
         name: Readable name.
@@ -236,8 +237,8 @@ def exact(
 ) -> Engine | DenseKernel:
     """Return the dense kernel or the engine that computes exact attention.
 
-    An engine computes exact attention under a plan of all blocks. The fast kernels of SDPA support
-    neither masks nor head dims above `SDPA_HEAD_DIM`.
+    The fast kernels of SDPA support neither masks nor head dims above `SDPA_HEAD_DIM`. In these
+    cases, an engine computes exact attention under a plan of all blocks.
 
     Args:
         work: Requirements of the call.

@@ -47,7 +47,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskInfo, scale: float) -> 
             live_offset=mask.q_offset if is_on_device else None,
             return_lse=False,
         )[0]
-    # the mask tensor has an element for each pair, batch row and member of a group
+    # a mask tensor has one element per (query, key) pair, batch row and query head of a KV head
     mask_copies = q.shape[0] * (q.shape[1] // k.shape[1])
     outs = [
         _masked(q[:, :, rows], k[:, :, keys], v[:, :, keys], visible=visible, scale=scale)
@@ -57,7 +57,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskInfo, scale: float) -> 
 
 
 def _masks(query: Tensor, key: Tensor, mask: MaskInfo, max_pairs: int) -> Iterator[Masks]:
-    """Yield the visible keys of chunks of rows, with at most ``max_pairs`` (query, key) pairs."""
+    """Yield chunks of queries with their mask tensors, at most ``max_pairs`` pairs per chunk."""
     q_length, kv_length = query.shape[2], key.shape[2]
     # an offset on the device is unknown to the host, which then cannot cut the keys
     is_on_host = not isinstance(mask.q_offset, Tensor)
@@ -87,7 +87,7 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, *, visible: Tensor, scale
 
 
 def _mask_of(query: Tensor, key: Tensor, values: tuple) -> MaskInfo:
-    """Build the mask from the arguments of the op after ``softcap``."""
+    """Build a `MaskInfo` from ``values``, the arguments of `_masked_op` after ``softcap``."""
     padding_mask, doc_ids, window, chunk_starts, q_offset, live_offset, _ = values
     return MaskInfo(
         batch=query.shape[0],
@@ -102,13 +102,16 @@ def _mask_of(query: Tensor, key: Tensor, values: tuple) -> MaskInfo:
 
 
 def _attend(query, key, value, scale, softcap, *values):
-    """Return the output of the op: `attention`, and an empty log-sum-exp."""
+    """Return the results of `_masked_op`: the output of `attention`, and an empty log-sum-exp."""
     out = attention(query, key, value, _mask_of(query, key, values), scale=scale)
     return out, query.new_empty(0, dtype=torch.float32)
 
 
 def _masks_of_logits(query, key, value, *values):
-    """Return the masks of chunks for the backward pass, `LOGITS_AT_A_TIME` logits per chunk."""
+    """Return chunks of queries with masks for the backward pass, as an iterator.
+
+    A chunk has at most `LOGITS_AT_A_TIME` logits.
+    """
     max_pairs = LOGITS_AT_A_TIME // (query.shape[0] * query.shape[1])
     return _masks(query, key, _mask_of(query, key, values), max_pairs)
 

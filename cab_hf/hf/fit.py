@@ -16,7 +16,7 @@ LAYERS = ("num_hidden_layers", "decoder_layers")
 def counts_of(model_config: Any) -> tuple[int | None, ...]:
     """Return the numbers of layers, query heads, KV heads and decoder layers of a model.
 
-    A number is None if layers differ or the config has no such field.
+    A number is None if it differs between layers or is not in the config.
 
     Args:
         model_config: a transformers config.
@@ -44,7 +44,7 @@ def origin_of(model_config: Any, length: int, model: str | None = None) -> Origi
 
 
 def require_origin(origin: Origin | None, model_config: Any) -> None:
-    """Refuse a calibration of a model with other layers or heads.
+    """Raise a ValueError for a calibration of a model with other numbers of layers or heads.
 
     Args:
         origin: origin of the calibration; None for settings without a calibration.
@@ -67,11 +67,11 @@ def require_origin(origin: Origin | None, model_config: Any) -> None:
 
 
 def require_layers(config: CabConfig, model_config: Any) -> None:
-    """Refuse layer indices and tables that do not fit the layers and heads of a model.
+    """Raise a ValueError for layer indices and tables that do not fit a model.
 
     Args:
         config: settings of the model.
-        model_config: a transformers config. A number without a field is not compared.
+        model_config: a transformers config. Numbers that are not in the config are not compared.
 
     Raises:
         ValueError: if a field does not fit. The message names the field and both numbers.
@@ -141,7 +141,7 @@ def _require_anchors(config: CabConfig, model_config: Any, num_layers: int) -> N
 def number(model_config: Any, name: str) -> int | None:
     """Return the int field ``name`` of a transformers config.
 
-    Returns None if layers differ or the config has no such field.
+    Returns None if the number differs between layers, or if the config does not have the field.
     """
     if getattr(model_config, f"{name}_per_layer", None) is not None:
         return None
@@ -154,7 +154,7 @@ def number(model_config: Any, name: str) -> int | None:
 
 
 def rotations(model_config: Any) -> list[dict[str, Any]]:
-    """Return the rotary parameters of all layers, followed by those of each layer type.
+    """Return ``rope_parameters`` of a config, followed by the parameters of each layer type in it.
 
     Args:
         model_config: a transformers config.
@@ -164,9 +164,9 @@ def rotations(model_config: Any) -> list[dict[str, Any]]:
 
 
 def positions(model_config: Any) -> int | None:
-    """Return the number of positions of a model, after rotary scaling; None if not known.
+    """Return the longest supported sequence of a model, in tokens; None if not known.
 
-    In some configs, ``max_position_embeddings`` is the number before scaling.
+    The result includes rotary scaling. In some configs, ``max_position_embeddings`` does not.
 
     Args:
         model_config: a transformers config.
@@ -247,7 +247,7 @@ def layer_index(module: Any) -> int | None:
     Returns None if several layers share the module, or if the module has no index.
     """
     index = getattr(module, "layer_idx", None)
-    # -1 in a module that receives the index in each call
+    # the index is -1 in a module that receives its layer index in each call
     return index if is_whole(index, 0) else None
 
 

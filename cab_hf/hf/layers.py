@@ -24,7 +24,7 @@ def attention_layers(model: PreTrainedModel) -> Iterator[tuple[int | None, nn.Mo
         if module in submodules:
             continue
         if _is_causal(module):
-            # submodules that compute keys can look like attention layers
+            # skipped, because submodules that compute keys can have the same attributes
             submodules.update(module.modules())
             yield layer_index(module), module
         elif _is_causal_by_call(module, text_config):
@@ -77,7 +77,7 @@ def _is_causal_by_call(module: nn.Module, text_config: Any) -> bool:
 
 
 def head_dim(module: nn.Module) -> int:
-    """Return the number of channels of a query of an attention module."""
+    """Return the head dim of the queries of an attention module."""
     for owner in (module, module.config):
         for name in ("qk_head_dim", "head_dim"):
             if isinstance(getattr(owner, name, None), int):

@@ -20,8 +20,8 @@ class _Parsed(NamedTuple):
 
     Attributes:
         fields: copy of the dict that was parsed.
-        published: argument of `_parse`.
-        settings: result.
+        published: argument ``published`` of that call.
+        settings: result of that call.
     """
 
     fields: dict[str, Any]
@@ -77,7 +77,7 @@ def cab_config_of(config: Any, implementation: str | None = None) -> CabConfig:
 
 
 def require_setting(config: Any, value: Any) -> CabConfig | None:
-    """Check a ``cab_config`` before the config of a model that uses "cab" receives it.
+    """Check a new ``cab_config`` before it is set in the config of a model that uses "cab".
 
     Args:
         config: a transformers config. The config is not checked if no model that uses "cab" has

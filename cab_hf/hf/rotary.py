@@ -1,9 +1,9 @@
 """`slow_channels`: the channels of a head with the lowest rotary frequencies.
 
 Rotary position embeddings rotate pairs of channels, each pair with its own frequency. Pairs with
-high frequencies distinguish tokens at short distances. Pairs with low frequencies contain the
-similarity of distant queries and keys. Scores on the half of the channels with the lowest
-frequencies select nearly the same blocks as scores on all channels.
+high frequencies distinguish tokens at short distances. Pairs with low frequencies determine the
+logits of distant queries and keys. Scores on the half of the channels with the lowest frequencies
+therefore select nearly the same blocks as scores on all channels.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _is_rotated(module: Any) -> bool:
     model_type = type(module).__module__.rpartition("modeling_")[2]
     if model_type not in ROTATED_IN_WINDOWS or getattr(module, "force_rope", False):
         return True
-    # EXAONE sets the attribute also in layers without a sliding window
+    # EXAONE sets ``sliding_window`` also in layers without a window, where ``is_sliding`` is False
     window = getattr(module, "sliding_window", None)
     return getattr(module, "is_sliding", True) if window is not None else "exaone" in model_type
 

@@ -117,7 +117,7 @@ class BlockPlan:
                 ``keep``; -1 for unused entries. None if no query block does.
 
         Raises:
-            ValueError: ``keep`` has another shape or dtype.
+            ValueError: if ``keep`` has another shape or dtype.
         """
         visible, complete = visibility(ranges.rows(query_block), key_block, ranges.kv_length)
         if keep.dtype != torch.bool or keep.ndim != 4 or keep.shape[2:] != visible.shape[1:]:
@@ -175,7 +175,7 @@ class BlockPlan:
         value.
 
         Raises:
-            ValueError: the number of plan heads does not divide ``heads``.
+            ValueError: if the number of plan heads does not divide ``heads``.
         """
         if heads % self.heads:
             raise ValueError(
@@ -273,7 +273,7 @@ class BlockPlan:
 
     def select_heads(self, heads: Sequence[int]) -> BlockPlan:
         """Return a plan whose head i attends to the blocks of head ``heads[i]`` of this plan."""
-        # stacked, so that no index is copied to the device
+        # by stack, because an index tensor would be copied from the host to the device
         return self.map_tensors(lambda x: torch.stack([x[:, head] for head in heads], dim=1))
 
     def slice_heads(self, start: int, stop: int, heads: int) -> BlockPlan:
@@ -289,7 +289,7 @@ class BlockPlan:
         return plan.map_tensors(lambda x: x[:, plan_heads].contiguous())
 
     def take_rows(self, rows: Tensor, ranges: KeyRanges) -> BlockPlan:
-        """Return the plan of some query blocks.
+        """Return the plan of the query blocks ``rows`` of this plan, in this order.
 
         Args:
             rows: int64 [m], the query blocks; -1 for a query block with empty lists.
@@ -417,9 +417,10 @@ def rows_mask(ranges: KeyRanges, rows: Tensor, query_block: int) -> Tensor:
 
 @cached_per_ranges
 def _dense_rows_among(ranges: KeyRanges, dense_rows: Tensor, rows: Tensor, q_blocks: int) -> Tensor:
-    """Return the positions in ``rows`` of dense rows, int64 [B, min(R, m)], filled with -1.
+    """Return the indices i for which ``rows[i]`` is a dense row, int64 [B, min(R, m)].
 
-    The result is cached: all layers of a forward pass have the same dense rows.
+    Unused entries are -1. The result is cached: all layers of a forward pass have the same dense
+    rows.
 
     Args:
         ranges: owner of the cache.

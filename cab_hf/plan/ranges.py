@@ -15,7 +15,7 @@ from cab_hf.checks import warn_renamed
 
 
 def cached_per_ranges(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with a cache in its first argument, a `KeyRanges`.
+    """Return ``function`` with results cached in its first argument, a `KeyRanges`.
 
     All layers of a forward pass share their ranges and the cache. Tensor arguments are compared by
     identity. Integer arguments must not be lengths: torch.compile treats them as constants.
@@ -174,7 +174,7 @@ class KeyRanges:
 
     @cached_per_ranges
     def rows(self, query_block: int) -> BlockRanges:
-        """Return the bounds of every query block, without padding queries."""
+        """Return the bounds of the key ranges in every query block, without padding queries."""
         largest = torch.iinfo(torch.int32).max
         first, last = self.blocked(query_block)
         is_real = last >= 0
@@ -220,7 +220,7 @@ def crossed_blocks(query_block: int, key_block: int) -> int:
 
 
 def block_visibility(ranges: KeyRanges, query_block: int, key_block: int) -> Tensor:
-    """Return bool [B, M_q, M_k], True if any query of query block i sees any key of key block j."""
+    """Return bool [B, M_q, M_k], True if a query of block i may attend to a key of key block j."""
     return visibility(ranges.rows(query_block), key_block, ranges.kv_length)[0]
 
 
@@ -233,9 +233,10 @@ def visibility(rows: BlockRanges, key_block: int, kv_length: int) -> tuple[Tenso
         kv_length: number of keys.
 
     Returns:
-        visible: bool [B, M_q, M_k], True if any query of the query block sees any key of the block.
-        complete: bool [B, M_q, M_k], True if all queries of the query block see all keys of the
-            block.
+        visible: bool [B, M_q, M_k], True if any query of the query block may attend to any key of
+            the key block.
+        complete: bool [B, M_q, M_k], True if all queries of the query block may attend to all keys
+            of the key block.
     """
     start = torch.arange(0, kv_length, key_block, device=rows.max_last.device, dtype=torch.int32)
     end = start + (key_block - 1)
