@@ -113,7 +113,7 @@ def threshold_by_count(values, low, high, total, count, begin, end, CHUNK: tl.co
 
     Returns:
         low, high: Entries above ``high`` are selected. Entries in (low, high] are selected up to
-            ``last_column``; they are equal unless all of them are selected.
+            ``last_column``. If only some entries in (low, high] are selected, all are equal.
         last_column: The last column where an entry in (low, high] is selected.
     """
     wanted = tl.minimum(count, total).to(tl.float32)

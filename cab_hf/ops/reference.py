@@ -21,7 +21,7 @@ from cab_hf.plan import BlockPlan, KeyRanges, cached_per_ranges
 # largest number of queries whose token mask is built at a time; limits memory, and does not affect
 # the result
 QUERY_CHUNK = 256
-# smallest probability whose logarithm is computed; smaller ones are replaced, since log(0) = -inf
+# smallest divisor when weights are normalised by their sum, which may be 0
 LEAST = 1e-30
 
 

@@ -154,7 +154,8 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 def _joined_by_kernels(x: Tensor) -> bool:
     """Return True if the kernels of `merge` support the device of ``x``.
 
-    torch.compile does not trace these kernels, and these kernels have no gradients.
+    Returns False while torch.compile traces, because torch.compile cannot trace the kernels. The
+    kernels have no backward pass, so that callers must use PyTorch if a gradient is required.
     """
     return x.device.type in JOINED_ON and HAS_TRITON and not torch.compiler.is_compiling()
 

@@ -1,4 +1,4 @@
-"""Dense causal attention by ffpa-attn's CuTe kernels, for head dims where these are the fastest."""
+"""Dense causal attention by the CuTe kernels of ffpa-attn, for head dims where they are fastest."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Tile(NamedTuple):
 
 
 # number of sink tiles: the first key tiles of a sequence, to which every query attends. Their
-# gradients take longest, so that one program per query head computes the gradients of a sink tile
+# gradients take longest to compute. Therefore each query head has a separate program per sink tile,
 # and the gradients of a group of heads are summed afterwards
 SINK_TILES = 4
 # kernel -> largest head dim -> tile, the fastest in the benchmark `speed attention` on an H200

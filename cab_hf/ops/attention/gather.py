@@ -418,7 +418,7 @@ def _listed_keys(
 
 
 def _gather_tokens(x: Tensor, keys: Tensor) -> Tensor:
-    """Gather x [N, D] at ``keys``, int64 [R, K]: [R, K, D]."""
+    """Return the rows of x [N, D] with the indices ``keys``, int64 [R, K], as [R, K, D]."""
     return x.index_select(0, keys.flatten()).unflatten(0, keys.shape)
 
 

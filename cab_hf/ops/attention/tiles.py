@@ -22,7 +22,7 @@ from cab_hf.plan import BlockIndices
 # bytes; the address and the strides of a tensor with a descriptor must be multiples of this number
 ALIGNMENT = 16
 # `BackwardStats` are padded to a multiple of this number of queries, which is a multiple of every
-# query tile, so that kernels read them without a mask
+# query tile, so that kernels read `BackwardStats` without a mask
 WHOLE_TILE = 128
 # queries whose `BackwardStats` one program computes
 STATS_TILE = 32
@@ -516,7 +516,7 @@ def online_softmax_update(m_i, l_i, qk, qk_scale, MASKED: tl.constexpr):
     Args:
         m_i: [BLOCK_M], the largest logit of each query so far, to base two.
         l_i: [BLOCK_M], the sum of exp2(logit - m_i) so far.
-        qk: [BLOCK_M, BLOCK_N], products q · k, not scaled; -inf where masked.
+        qk: [BLOCK_M, BLOCK_N], products of queries and keys, not scaled; -inf where masked.
         qk_scale: Factor that turns products into logits to base two, see `logit_scales`.
         MASKED: False if every query has a finite logit in ``qk``.
 

@@ -196,8 +196,7 @@ def _unpack_kernel(
 ):
     """Write the rows that list one key block to ``rows``, in ascending order.
 
-    If ``slots`` is not None, also write the index of the key block in the list of each of these
-    rows.
+    If ``slots`` is not None, also write the index of the key block in the list of each row.
     """
     column = tl.program_id(0)
     plane = tl.program_id(1).to(tl.int64)

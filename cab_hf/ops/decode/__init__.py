@@ -57,7 +57,10 @@ def without_autocast(x: Tensor) -> torch.autocast:
 
 
 def has_kernels(*tensors: Tensor) -> bool:
-    """Return True if `attend` uses kernels for these tensors, because none needs a gradient."""
+    """Return True if `attend` uses kernels for its inputs ``tensors``.
+
+    The kernels have no gradients. Therefore the result is False if a tensor requires a gradient.
+    """
     records_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return not records_gradients and _implementation(tensors[0]) is not reference
 
