@@ -1,7 +1,7 @@
 """Sparse decode: one query per head attends to selected keys of a long KV cache.
 
 `reference` defines the functions of this module in plain PyTorch. On GPUs that the Triton kernels
-support, the kernels compute the same results.
+support, this module calls the kernels instead.
 """
 
 from __future__ import annotations

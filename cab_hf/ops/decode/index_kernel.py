@@ -152,7 +152,7 @@ def round_to_integer(x, MAX: tl.constexpr):
     """Return x rounded to the nearest integers from -MAX - 1 to MAX.
 
     The clamp precedes the addition of 0.5. Otherwise the compiler would fuse the addition with the
-    product that computes x (FMA), and results would differ from `reference.index_keys`.
+    product that computes x (FMA), and round once instead of twice as `reference.index_keys` does.
     """
     return tl.floor(tl.minimum(tl.maximum(x, -MAX - 1.0), MAX) + 0.5)
 

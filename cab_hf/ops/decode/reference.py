@@ -14,8 +14,8 @@ instead of sorting.
 In a long cache, a sample of the keys estimates the log-sum-exp of each head and the last selected
 level. The sample has at most `MAX_SAMPLED_KEYS` keys, in equidistant runs of `RUN_KEYS` adjacent
 keys (`sample_stride`). For example, the sample of 131,072 keys has every sixteenth run. If 4,096
-keys are requested, the number of selected keys differs from 4,096 by about 250. Thus kernels read
-the complete index only once, and store no logits of keys outside the sample.
+keys are requested, the number of selected keys differs from 4,096 by about 250. Because thresholds
+come from the sample, kernels read the complete index only once and store no other logits.
 
 In names, "read" stands for selected keys, and "unread" for visible keys that are not selected.
 """
@@ -36,7 +36,7 @@ from cab_hf.ops.reference import capped
 LEVELS_PER_OCTAVE = 64
 # level of keys that are selected independent of their score: sinks, local tokens, NaN, infinities
 ALWAYS_LEVEL = 0
-# largest level of visible keys, whose attention probability is below about 2^-32
+# largest level of visible keys: their attention probability is at most about 2^-32
 LAST_LEVEL = 2047
 # level of padding, and of slots that contain no key yet
 HIDDEN_LEVEL = 2048
