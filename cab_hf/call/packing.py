@@ -39,7 +39,7 @@ class Packing(NamedTuple):
     Attributes:
         padding_mask: bool [B, N_k], False for padding keys; None without padding.
         doc_ids: int [B, N_k], equal for tokens of one packed document; None if not packed.
-        lengths: for each row, a list with one `DocumentLength`, if rows have padding and no documents;
+        lengths: one `DocumentLength` in a list per row, if rows have padding and no documents;
             otherwise None.
         max_documents: upper bound of the number of documents per row; None if only the device has
             the number.

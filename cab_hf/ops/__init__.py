@@ -1,6 +1,7 @@
-"""Ops on tensors. Each module contains the kernels of one op and the function that launches them.
+"""Operators on tensors. Most modules contain the Triton kernels of one op and their launcher.
 
-`reference` defines every op in plain PyTorch.
+`reference` defines block selection and attention in plain PyTorch. `decode.reference` defines
+sparse decode.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def has_kernels(x: Tensor) -> bool:
     Args:
         x: [B, H, N, D], q or k.
     """
-    # the import comes after this check, so that models on a CPU do not need Triton
+    # `launch` imports Triton. This check comes first, so that models on a CPU do not need Triton
     if not x.is_cuda or not HAS_TRITON:
         return False
     from cab_hf.ops import launch
@@ -40,8 +41,8 @@ class Workload:
         training: True if q, k or v requires a gradient.
         query_block: Tokens per query block of the plan.
         key_block: Tokens per key block of the plan.
-        sinks: True if the softmax of each head has one more logit (GPT-OSS). The engine must then
-            return the log-sum-exp.
+        sinks: True if the softmax of each head has one more logit (GPT-OSS). Sinks are applied to
+            the output afterwards, so that the engine must return the log-sum-exp.
         softcap: True if logits are soft-capped (Gemma2).
         value_dim: Channels of v; None if v has ``head_dim`` channels.
         num_heads: Query heads; None if the number is unknown.
@@ -69,7 +70,7 @@ class Workload:
             k: [B, H_kv, N_k, D].
             v: [B, H_kv, N_k, D_v].
             blocks: Tokens per query block and per key block of the plan.
-            features: The fields ``sinks`` and ``softcap``; both are False by default.
+            features: Values of the fields ``sinks`` and ``softcap``, which are False by default.
         """
         training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         value_dim = None if v.shape[-1] == q.shape[-1] else v.shape[-1]
@@ -88,5 +89,5 @@ class Workload:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """Tokens per query block and per key block."""
+        """The block sizes (query_block, key_block) in tokens."""
         return self.query_block, self.key_block

@@ -1,11 +1,12 @@
 """Top-k thresholds of a row of scores, found by bisection instead of a sort.
 
-A bracket (low, high] of scores contains the threshold. Each round reads the row from the cache,
-counts the scores above the middle of the bracket, and keeps the half that contains the threshold.
+A bracket (low, high] of scores contains the threshold. Each round reads the row from the L1 or L2
+cache, counts the scores above the middle of the bracket, and continues with the half of the bracket
+that contains the threshold.
 
-The first `EVEN_ROUNDS` rounds halve the bracket by value. Later rounds halve the number of float32
-numbers in the bracket. There are 2^32 float32 numbers, so at most 32 more rounds follow. Among
-equal scores, the lower index comes first.
+In the first `EVEN_ROUNDS` rounds, the middle is the mean of low and high. In later rounds, half of
+the float32 numbers of the bracket are below the middle. There are 2^32 float32 numbers, so at most
+32 more rounds follow. Among equal scores, the lower index comes first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# rounds that halve a bracket by value; evenly spread scores need about log2(row length) rounds
+# number of rounds whose middle is the mean of low and high; evenly distributed scores need about
+# log2(row length) rounds
 EVEN_ROUNDS = tl.constexpr(20)
 
 
@@ -32,18 +34,19 @@ def _unordered(order):
 
 @triton.jit
 def just_below(x):
-    """Return a float32 number that is less than ``x``.
+    """Return a float32 number that is slightly less than ``x``.
 
-    The result is two representations below ``x``, because one representation below 0 is -0.
+    The result is two steps below ``x`` in the order of `_ordered`, because one step below 0 is -0,
+    which equals 0.
     """
     return _unordered(_ordered(x) - 2)
 
 
 @triton.jit
 def _between(low, high):
-    """Return the float32 number halfway from ``low`` to ``high`` in the order of representations.
+    """Return the float32 number in the middle of all float32 numbers from ``low`` to ``high``.
 
-    Returns ``low`` if no number lies between ``low`` and ``high``.
+    Returns ``low`` if no float32 number lies between ``low`` and ``high``.
     """
     low = _ordered(low)
     high = _ordered(high)
@@ -52,9 +55,10 @@ def _between(low, high):
 
 @triton.jit
 def _next_middle(low, high, rounds):
-    """Return the middle of the bracket (low, high], or ``low`` if no number is between.
+    """Return the middle of the bracket (low, high] for the next round.
 
-    The middle is by value in the first `EVEN_ROUNDS` rounds, then by representation.
+    The middle is the mean of ``low`` and ``high`` in the first `EVEN_ROUNDS` rounds, then
+    `_between`. The middle is ``low`` if no float32 number lies between ``low`` and ``high``.
     """
     half_way = low + (high - low) * 0.5
     even = (rounds < EVEN_ROUNDS) & (half_way > low) & (half_way < high)
@@ -94,20 +98,26 @@ def _column_of_tie(values, level, count, begin, end, CHUNK: tl.constexpr):
 
 @triton.jit
 def threshold_by_count(values, low, high, total, count, begin, end, CHUNK: tl.constexpr):
-    """Return (low, high, last_column), with which `is_kept` selects the ``count`` largest entries.
+    """Return the thresholds with which `is_kept` selects the ``count`` largest entries of a row.
 
     The definition of the selection is `reference.top_blocks`.
 
     Args:
         values: Pointer to a row of float32 scores. Columns [begin, end) are read in whole chunks,
             and columns that are no candidates contain -inf.
-        low: A number below all candidates.
-        high: The largest candidate.
+        low: A number below the scores of all candidates.
+        high: The largest score of a candidate.
         total: Number of candidates.
         count: Number of entries to select. Nothing is selected if ``count`` is at most 0.
+        begin, end: The first column, and the column after the last.
+
+    Returns:
+        low, high: Entries above ``high`` are selected. Entries in (low, high] are selected up to
+            ``last_column``. If only some entries in (low, high] are selected, all are equal.
+        last_column: The last column where an entry in (low, high] is selected.
     """
     wanted = tl.minimum(count, total).to(tl.float32)
-    # invariant: at least `wanted` entries are above `low`, and fewer are above `high`
+    # invariant: at least `wanted` entries are above `low`, and fewer than `wanted` above `high`
     num_above_low = total.to(tl.float32)
     num_above_high = 0.0
     rounds = 0
@@ -123,7 +133,7 @@ def threshold_by_count(values, low, high, total, count, begin, end, CHUNK: tl.co
         middle = _next_middle(low, high, rounds)
     last_column = end
     if (count > 0) & (num_above_low > wanted):
-        # several entries equal `high`: the first ones complete the count
+        # all entries in (low, high] equal `high`, and are more than needed: select the first ones
         last_column = _column_of_tie(
             values, high, wanted - num_above_high, begin=begin, end=end, CHUNK=CHUNK
         )

@@ -1,4 +1,4 @@
-"""Kernel of the FRC predictor: the token with the largest norm in every block.
+"""Kernel of the FRC predictor: find the token with the largest norm in every block.
 
 The definition is `cab_hf.predictors.frc.largest_norm_tokens`.
 """
@@ -13,19 +13,20 @@ from torch import Tensor
 from cab_hf.ops.attention.tiles import vectors
 from cab_hf.ops.launch import on_device_of
 
-# tokens that a program reads at a time
+# tokens that a program reads per loop iteration
 ROWS = tl.constexpr(16)
 
 
 def largest_norm_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False) -> Tensor:
-    """Return the token with the largest norm in every block of x, float32 [B, H, M, D].
+    """Return the token vector with the largest norm in every block of x, float32 [B, H, M, D].
 
     Args:
         x: [B, H, N, D]. Strided views are read in place if D is contiguous.
         valid: bool [B, N], False for padding. Padding tokens and tokens with NaN are returned only
             if a block has no other token.
         block: Tokens per block.
-        mark: True to return NaN for blocks that contain a token whose squared norm is not finite.
+        mark: True to fill the result of a block with NaN if the squared norm of any valid token is
+            infinite or NaN.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, length, dim = x.shape
@@ -58,7 +59,7 @@ def _largest_kernel(
     D: tl.constexpr,
     MARK: tl.constexpr,
 ):
-    """Write the token with the largest norm of one block, [D]."""
+    """Write the vector [D] of the token with the largest norm in one block of one head."""
     # heads vary fastest: neighbouring programs read neighbouring memory of a [B, N, H, D] tensor
     pid = tl.program_id(0).to(tl.int64)
     head = pid % heads
@@ -84,7 +85,7 @@ def _largest_kernel(
         norm = tl.sum(rows * rows, 1)
         if MARK:
             has_infinite |= (is_valid & ~(norm < float("inf"))).to(tl.int32)
-        # padding and NaN lose against every finite norm
+        # padding and NaN get a norm of -1, which is below every other norm
         norm = tl.where(is_valid & (norm == norm), norm, -1.0)
         max_of_rows = tl.max(norm, 0)
         index = tl.argmax(norm, 0, tie_break_left=True)

@@ -1,4 +1,4 @@
-"""Helpers of functions that launch kernels: supported inputs, and properties of the device."""
+"""Helpers for launching kernels: checks of inputs, properties of the device, launch options."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from torch import Tensor
 
 from cab_hf.capability import NAMED, NONE, capability
 
-# maximum over no entries; finite, because the difference of two infinities is NaN
+# initial value of a running maximum; not -inf, because the difference of two infinities is NaN
 LOWEST = tl.constexpr(-1.0e30)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD_DIM = 256
 
 
 def unavailable(x: Tensor) -> str | None:
-    """Return why the selection kernels do not support ``x``; None if ``x`` is supported.
+    """Return why the kernels that select blocks or keys do not support ``x``; None if they do.
 
-    The reason is a predicate without a subject, e.g. "supports float32, not float64".
+    The reason continues a sentence that starts with the name of the engine, e.g. "supports float32,
+    not float64".
     """
     if not x.is_cuda:
         return f"runs on CUDA devices only, not {x.device.type}"
@@ -31,17 +32,17 @@ def unavailable(x: Tensor) -> str | None:
 
 
 def on_device_of(x: Tensor) -> torch.cuda.device | nullcontext:
-    """Return a context that makes the device of ``x`` current, because Triton launches there."""
+    """Return a context in which the device of ``x`` is current: Triton uses the current device."""
     elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
     return torch.cuda.device(x.device) if elsewhere else nullcontext()
 
 
 def early(x: Tensor) -> dict[str, bool]:
-    """Return the launch options for programmatic dependent launch on the device of ``x``.
+    """Return the options of a kernel launch with programmatic dependent launch (PDL).
 
-    The kernel then starts before the previous kernel ends. With ``EARLY``, a kernel must wait for
-    the previous kernel before it reads that kernel's results. GPUs below compute capability 9.0 do
-    not support this launch, so ``EARLY`` is False.
+    With PDL, a kernel starts before the previous kernel ends. If ``EARLY`` is True, the kernel must
+    call ``gdc_wait`` before it reads results of the previous kernel. ``EARLY`` is False on GPUs
+    below compute capability 9.0, which do not support PDL.
     """
     ahead = capability(x.device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if ahead else {"EARLY": False}
@@ -53,24 +54,24 @@ def registers(x: Tensor, most: int) -> dict[str, int]:
 
 
 def packed(x: Tensor) -> bool:
-    """Return True if ``x`` is on an NVIDIA GPU, so that kernels may use PTX instructions."""
+    """Return True if ``x`` is on an NVIDIA GPU, where kernels may use PTX instructions."""
     return capability(x.device) > NONE
 
 
 def reads_by_descriptor(device: torch.device | str) -> bool:
-    """Return True if kernels read tiles by tensor descriptors on ``device``.
+    """Return True if kernels access tiles on ``device`` by tensor descriptors, not by pointers.
 
-    Descriptors are faster where tensor cores read shared memory: on Hopper, and on Blackwell for
-    data centres. For older GPUs and AMD's, Triton compiles a descriptor to one load per number.
-    On compute capability 12.0, tiles are copied to registers and spill. Triton's interpreter on a
-    CPU reads by descriptors.
+    Descriptors are faster where tensor cores read shared memory: on Hopper and on data-centre
+    Blackwell GPUs. For older GPUs and AMD's, Triton compiles a descriptor to one load per number.
+    On compute capability 12.0, tiles that descriptors load are copied to registers, which spill.
+    Triton's interpreter on a CPU uses descriptors.
     """
     interpreted = NAMED is None and torch.device(device).type == "cpu"
     return interpreted or (9, 0) <= capability(device) < (12, 0)
 
 
 def padding(valid: Tensor | None) -> tuple[Tensor | None, int, Tensor | None]:
-    """Return the arguments that describe padding to a decode kernel.
+    """Return the arguments that pass a padding mask to a decode kernel.
 
     Args:
         valid: bool [B, N_k], False for padding; None without padding.
@@ -78,7 +79,8 @@ def padding(valid: Tensor | None) -> tuple[Tensor | None, int, Tensor | None]:
     Returns:
         mask: ``valid`` with contiguous rows; None without padding.
         batch_stride: Elements between two rows of the mask; 0 without padding.
-        first: int32 [B], the first real token of each row; None without padding.
+        first: int32 [B], the index of the first token of each row that is not padding; None without
+            padding.
     """
     if valid is None:
         return None, 0, None

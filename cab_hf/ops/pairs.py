@@ -1,6 +1,6 @@
-"""Kernel that counts the (query, key) pairs of a plan, in one launch instead of about fifty.
+"""Kernel that counts the (query, key) pairs of a plan. The definition is `BlockPlan.pairs`.
 
-The definition is `BlockPlan.pairs`.
+The count takes one launch. `BlockPlan.pairs` takes about fifty.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from torch import Tensor
 from cab_hf.ops.launch import on_device_of
 from cab_hf.plan import BlockPlan
 
-# heads whose lists a program reads at a time
+# plan heads whose lists a program reads per loop iteration
 HEADS_AT_A_TIME = 16
 
 
 def add_pairs(plan: BlockPlan, before: Tensor | None = None) -> Tensor:
-    """Return ``before`` plus the attended and the causal pairs of ``plan``, int64 [2].
+    """Count the (query, key) pairs of ``plan``, add the counts to ``before``, and return the sums.
 
     Args:
-        plan: The plan whose pairs are counted over all heads.
-        before: int64 [2], counts of earlier plans, which do not change; None for zeros.
+        plan: The plan whose pairs are counted, over all heads of the plan.
+        before: int64 [2], sums of earlier calls, not changed in place; None for zeros.
+
+    Returns:
+        int64 [2], the number of pairs that the plan attends to, and the number of causal pairs.
     """
     full, partial, sampled = plan.full, plan.partial, plan.sampled
     ranges, dense_rows = plan.ranges, plan.dense_rows
@@ -87,7 +90,7 @@ def _pairs_kernel(
     HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """Add the pairs of one query block, over all heads, to ``sums``."""
+    """Add the attended and the causal pairs of one query block, over all heads, to ``sums`` [2]."""
     row = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
 
@@ -100,7 +103,7 @@ def _pairs_kernel(
     queries = tl.sum((last_key >= 0).to(tl.int64), 0)
     causal = tl.sum(tl.maximum(last_key - first_key + 1, 0).to(tl.int64), 0)
 
-    # rows of ``dense_rows`` attend to all visible keys in every head, and their lists are empty
+    # query blocks in ``dense_rows`` have empty lists, and attend to all visible keys in every head
     num_dense_heads = tl.zeros([], tl.int64)
     if dense_rows is not None:
         for i in range(num_dense_rows):
@@ -109,7 +112,7 @@ def _pairs_kernel(
     attended = causal * num_dense_heads
 
     for first_head in range(0, heads, HEADS):
-        # full and sampled blocks, [HEADS]: every query that is not padding attends to all keys
+        # full and sampled blocks, [HEADS]: all KEY_BLOCK keys count for every query except padding
         head = first_head + tl.arange(0, HEADS)
         inside = head < heads
         list_row = (batch * heads + head) * rows + row

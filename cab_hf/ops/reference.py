@@ -1,8 +1,8 @@
-"""Definition of every op in plain PyTorch. Kernels are tested against these functions.
+"""Definitions of block selection and of attention under a plan, in plain PyTorch.
 
-Shapes: q is [B, H, N_q, D], k is [B, H_kv, N_k, D], v is [B, H_kv, N_k, D_v]. A group has
-g = H / H_kv query heads. M_q is the number of query blocks, M_k the number of key blocks. Scores
-are float32.
+Kernels are tested against these functions. A row is a query block. Shapes: q is [B, H, N_q, D], k
+is [B, H_kv, N_k, D], v is [B, H_kv, N_k, D_v]. A group has g = H / H_kv query heads. M_q is the
+number of query blocks, M_k the number of key blocks. Scores are float32.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch.nn import functional as F
 from cab_hf.config import CabConfig, tail_of
 from cab_hf.plan import BlockPlan, KeyRanges, cached_per_ranges
 
-# queries per chunk of attention; limits the memory of the token mask and does not affect the result
+# largest number of queries whose token mask is built at a time; limits memory, and does not affect
+# the result
 QUERY_CHUNK = 256
-# lower bound of probabilities before a logarithm, which would be -inf at 0
+# smallest divisor when weights are normalised by their sum, which may be 0
 LEAST = 1e-30
 
 
@@ -28,8 +29,8 @@ class Masks(NamedTuple):
     """Token mask of one chunk of queries.
 
     Attributes:
-        rows: The queries of the chunk, a slice of N_q.
-        keys: The keys that the mask covers, a slice of N_k. No query of the chunk attends to other
+        rows: Slice of the N_q queries: the queries of the chunk.
+        keys: Slice of the N_k keys: the keys of the mask. No query of the chunk attends to other
             keys.
         seen: bool [B or 1, H or 1, rows, keys], True where a query attends to a key.
         logit_bias: Added to the scaled logits, float with the shape of ``seen``; None for zeros.
@@ -45,11 +46,12 @@ class Masks(NamedTuple):
 
 
 def standardise(x: Tensor, visible: Tensor) -> Tensor:
-    """Scale the visible entries of each row to zero mean and unit variance.
+    """Shift and scale the visible entries of each row to zero mean and unit variance.
 
     Args:
         x: float [..., M_k].
-        visible: bool, same shape. Invisible entries do not count; the result is 0 for them.
+        visible: bool, same shape. Invisible entries do not affect the mean and the variance, and
+            are 0 in the result.
     """
     count = visible.sum(-1, keepdim=True).clamp(min=1)
     x = x.masked_fill(~visible, 0.0)
@@ -59,16 +61,17 @@ def standardise(x: Tensor, visible: Tensor) -> Tensor:
 
 
 def forced_blocks(visible: Tensor, ranges: KeyRanges, config: CabConfig) -> Tensor:
-    """Return the blocks that rows attend to regardless of scores, bool [B, M_q, M_k].
+    """Return the key blocks that each row attends to regardless of scores, bool [B, M_q, M_k].
 
-    The forced blocks of a row are the first ``sink_blocks``, the last ``local_blocks``, and the
-    blocks that contain positions of the row itself. In rows of the tail
-    (``config.dense_tail_blocks``, see `KeyRanges.tail`), all visible blocks are forced.
+    The forced blocks of a row are the first ``sink_blocks`` and the last ``local_blocks`` of its
+    visible blocks, and the blocks that contain the tokens of the row itself. In rows of the dense
+    tail (``config.dense_tail_blocks``, see `KeyRanges.tail`), all visible blocks are forced.
 
     Args:
-        visible: bool [B, M_q, M_k], blocks with a key that is visible to a query of the row.
+        visible: bool [B, M_q, M_k], True if any key of the block is visible to any query of the
+            row.
         ranges: The visible keys of each query.
-        config: Block sizes and numbers of forced blocks.
+        config: The configuration, of which block sizes and numbers of forced blocks are used.
     """
     rows = ranges.rows(config.query_block)
     block = torch.arange(visible.shape[-1], device=visible.device)
@@ -89,7 +92,7 @@ def share_of_row(visible: Tensor, share: float | Tensor) -> Tensor:
         share: Fraction from 0 to 1; a tensor must broadcast with [..., 1].
     """
     blocks = visible.sum(-1, keepdim=True).to(torch.float64)
-    # 0.07 * 100 is above 7 in floating point, and must not round up to 8
+    # 1e-9 compensates rounding: 0.07 * 100 is above 7 in floating point, and ceil would return 8
     return (blocks * share - 1e-9).ceil().to(torch.int64)
 
 
@@ -100,8 +103,8 @@ def top_blocks(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
 
     Args:
         score: float [..., M_k].
-        candidates: bool, same shape.
-        count: int [..., 1].
+        candidates: bool, same shape, True for entries that may be returned.
+        count: int [..., 1], the number of entries to return per row.
     """
     order = score.masked_fill(~candidates, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     rank = order.argsort(-1)
@@ -122,23 +125,25 @@ def not_finite(k: Tensor, valid: Tensor) -> Tensor:
 def marked_blocks(marked: Tensor, key_block: int) -> Tensor:
     """Return True for key blocks that contain a key with NaN or an infinity, bool [B, H_kv, M_k].
 
-    Predictors select these marked blocks, because the logits of such keys are NaN or infinite.
+    Predictors must select these marked blocks, because the logits of such keys are NaN or infinite,
+    and attention must return NaN as dense attention does.
 
     Args:
-        marked: bool [B, H_kv, N_k], `not_finite`.
+        marked: bool [B, H_kv, N_k], result of `not_finite`.
         key_block: Tokens per key block.
     """
     return F.pad(marked, (0, -marked.shape[2] % key_block)).unflatten(2, (-1, key_block)).any(-1)
 
 
 def has_visible_marked(marked: Tensor, bounds: Tensor) -> Tensor:
-    """Return True for rows that see a marked block that is not forced, bool [B, H_kv, M_q].
+    """Return True for rows with a visible marked block that is not forced, bool [B, H_kv, M_q].
 
     Args:
-        marked: bool [B, H_kv, M_k], `marked_blocks`.
-        bounds: int32 [6, B, M_q], `row_bounds`.
+        marked: bool [B, H_kv, M_k], result of `marked_blocks`.
+        bounds: int32 [6, B, M_q], result of `row_bounds`.
     """
-    # number of marked blocks before each block
+    # number of marked blocks before each block; blocks from sink_end to local_start - 1 of a row
+    # are visible and not forced
     num_before = F.pad(marked.cumsum(-1, dtype=torch.int32), (1, 0))
     sink_end, local_start = (
         x.long().unsqueeze(1).expand(-1, marked.shape[1], -1) for x in bounds[2:4]
@@ -151,19 +156,19 @@ def most_of_rows(bounds: Tensor, max_density: float, marked: Tensor | None = Non
 
         max(ceil(max_density * visible blocks), forced blocks + m)
 
-    m is 1 if the row sees a marked block that is not forced, and 0 otherwise.
+    m is 1 if `has_visible_marked` is True for the row, else 0. Then at least one marked block fits.
 
     Args:
-        bounds: int32 [6, B, M_q], `row_bounds`.
-        max_density: Largest fraction of the visible blocks that a row selects.
-        marked: bool [B, H_kv, M_k], `marked_blocks`; None if no block is marked.
+        bounds: int32 [6, B, M_q], result of `row_bounds`.
+        max_density: Largest fraction of the visible blocks that a row may select.
+        marked: bool [B, H_kv, M_k], result of `marked_blocks`; None if no block is marked.
     """
     first, last, sink_end, local_start = bounds[:4].unsqueeze(2)
     blocks = last - first + 1
     forced = blocks - (local_start - sink_end).clamp(min=0)
     if marked is not None:
         forced = forced + has_visible_marked(marked, bounds).int()
-    # 0.07 * 100 is above 7 in floating point, and must not round up to 8
+    # 1e-9 compensates rounding: 0.07 * 100 is above 7 in floating point, and ceil would return 8
     return (blocks.double() * max_density - 1e-9).ceil().int().maximum(forced)
 
 
@@ -175,9 +180,10 @@ def best_of_rows(score: Tensor, visible: Tensor, forced: Tensor, wanted: Tensor)
 
     Args:
         score: float [B, H, M_q, M_k].
-        visible: bool, broadcasts with ``score``; other blocks are never returned.
-        forced: bool, broadcasts with ``score``. Rows that want any block return all forced blocks.
-        wanted: int [B, H, M_q], number of blocks per row.
+        visible: bool, broadcasts with ``score``; blocks that are not visible are never returned.
+        forced: bool, broadcasts with ``score``. All forced blocks of a row are returned unless
+            ``wanted`` is 0 for the row.
+        wanted: int [B, H, M_q], number of blocks to return per row.
     """
     wanted, score = wanted.unsqueeze(-1), score.masked_fill(score.isnan(), torch.inf)
     num_by_score = wanted - forced.sum(-1, keepdim=True)
@@ -188,9 +194,9 @@ def best_of_rows(score: Tensor, visible: Tensor, forced: Tensor, wanted: Tensor)
 def row_bounds(
     ranges: KeyRanges, query_block: int, key_block: int, sink_blocks: int, local_blocks: int
 ) -> Tensor:
-    """Return six key block indices per row, int32 [6, B, M_q].
+    """Return the ranges of visible, forced and full key blocks of each row, int32 [6, B, M_q].
 
-    The indices of a row are:
+    The six key block indices of a row are:
 
     0. the first visible block,
     1. the last visible block,
@@ -199,8 +205,8 @@ def row_bounds(
     4. the first block that is completely visible to all queries of the row,
     5. the last block that is completely visible to all queries of the row.
 
-    Blocks that contain positions of the row itself are local. A row that contains only padding has
-    first block 0 and last block -1.
+    Blocks before index 2 and from index 3 on are forced. Blocks that contain the tokens of the row
+    itself are local. A row that contains only padding has first block 0 and last block -1.
 
     Args:
         ranges: The visible keys of each query.
@@ -221,7 +227,7 @@ def row_bounds(
 
 
 def refuse_infinite(name: str, x: Tensor) -> None:
-    """Raise ValueError if ``x`` contains infinities or NaN. This is a device sync.
+    """Raise ValueError if ``x`` contains infinities or NaN. The check is a device sync.
 
     Args:
         name: Name of the tensor in the error message.
@@ -248,15 +254,16 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention under a plan, [B, H, N_q, D_v].
+    """Compute attention over the key blocks of a plan.
 
-    The softmax of a query runs over the keys that the plan lists. The logits of keys in sampled
-    blocks are increased by log(``plan.sample_period``). The output is 0 for queries without keys
-    (padding queries, and queries whose list is empty).
+    The softmax of a query runs over its visible keys in the blocks that the plan lists, samples, or
+    implies by dense rows. The logits of keys in sampled blocks are increased by
+    log(``plan.sample_period``). The output is 0 for queries without keys (padding queries, and
+    queries whose lists are empty).
 
-    The op is differentiable. Token masks are built for `QUERY_CHUNK` queries at a time. A token
-    with NaN or an infinity affects only query blocks that attend to this token. torch.compile
-    runs this function as one op, see `cab_hf.ops.attention.traced`.
+    The function is differentiable. Token masks are built for `QUERY_CHUNK` queries at a time. A
+    token with NaN or an infinity affects only query blocks that attend to this token. For
+    torch.compile, `cab_hf.ops.attention.traced` registers this function as one op.
 
     Args:
         q: [B, H, N_q, D].
@@ -265,7 +272,7 @@ def attention(
         plan: The key blocks that each query block attends to. H is a multiple of the plan's heads,
             see `BlockPlan.shared_by`.
         scale: Factor of the products q · k.
-        return_lse: True to return the log-sum-exp of the logits of each query, too.
+        return_lse: True to also return the log-sum-exp of the logits of each query.
         softcap: Soft cap of the scaled logits, see `capped`; None for no cap.
 
     Returns:
@@ -309,7 +316,7 @@ def _attend_chunk(
         q: [B, H, n, D].
         k: [B, H, m, D], repeated to the heads of q.
         v: [B, H, m, D_v], repeated to the heads of q.
-        chunk: The mask of the chunk.
+        chunk: The token mask of the n queries and m keys.
         scale: Factor of the products q · k.
         return_lse: True to return the log-sum-exp.
         softcap: Soft cap of the scaled logits; None for no cap.
@@ -320,11 +327,11 @@ def _attend_chunk(
     """
     dtype, logits, lse = q.dtype, None, None
     if not chunk.is_finite:
-        # neither a bias of -inf nor a weight of 0 removes a NaN
+        # NaN - inf and 0 * NaN are NaN, so that keys and values that are masked must be finite
         is_unseen = ~chunk.seen.any(dim=-2).unsqueeze(-1)
         k, v = (x.masked_fill(is_unseen, 0.0) for x in (k, v))
-    # the softmax over no keys is NaN: let a query without keys attend to all keys, and set the
-    # output of the query to zeros afterwards
+    # the softmax over no keys is NaN. Therefore a query without keys attends to all keys here, and
+    # its output is set to 0 below
     has_no_keys = ~chunk.seen.any(dim=-1, keepdim=True)
     mask = chunk.seen | has_no_keys
     if return_lse or softcap is not None:
@@ -343,14 +350,14 @@ def _attend_chunk(
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Rescale attention as if the softmax of each head had one more logit, which has no value.
+    """Rescale attention as if the softmax of each head had one more logit, whose value is zero.
 
         out * exp(lse) / (exp(lse) + exp(sink))
 
     Args:
         out: [B, H, N_q, D_v], attention without sinks.
         lse: [B, H, N_q], the log-sum-exp of the logits; -inf for queries without keys.
-        sinks: [H], the additional logits, which are not multiplied by the scale.
+        sinks: [H], the additional logit of each head, not multiplied by the scale of q · k.
     """
     share = (lse - sinks.to(lse.dtype).unsqueeze(-1)).sigmoid()
     return out * share.to(out.dtype).unsqueeze(-1)
@@ -359,8 +366,9 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 def masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[Masks]:
     """Yield the token masks of ``plan`` for all queries, one chunk of queries at a time.
 
-    A chunk has at most `QUERY_CHUNK` queries. If k or v is not finite, a chunk has queries of only
-    one query block, so that invisible keys are replaced by zeros for each query block separately.
+    A chunk has at most `QUERY_CHUNK` queries. If k or v contains NaN or infinities, all queries of
+    a chunk are in one query block, so that keys which one query block does not attend to are
+    replaced by zeros only for this query block.
 
     Args:
         q: [B, H, N_q, D].
@@ -380,7 +388,7 @@ def masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[Masks]:
         if sample is not None:
             sampled = sample.token_mask(start, stop, keys_end)
             sampled = sampled.repeat_interleave(heads_per_list, dim=1)
-            # in float32, because the dtype of q would round log(sample_period)
+            # at least float32, because 16 bits would round log(sample_period)
             bias_dtype = torch.promote_types(q.dtype, torch.float32)
             seen = seen | sampled
             logit_bias = sampled.to(bias_dtype) * math.log(plan.sample_period)

@@ -1,6 +1,7 @@
-"""Kernel that lists the best blocks of every row, by bisection instead of a sort.
+"""Kernel that lists the key blocks with the highest scores of every query block (row).
 
-The definition is `reference.best_of_rows`.
+The kernel finds a threshold by bisection instead of a sort. The definition is
+`reference.best_of_rows`.
 """
 
 from __future__ import annotations
@@ -12,26 +13,28 @@ from torch import Tensor
 from cab_hf.ops.bisection import is_kept, just_below, threshold_by_count
 from cab_hf.ops.launch import on_device_of
 
-# columns of a row of scores per step of a program
+# scores of a row that a program reads per loop iteration
 CHUNK = 128
 
 
 def select(
     score: Tensor, bounds: Tensor, wanted: Tensor, start: int, lists: tuple[Tensor, ...]
 ) -> None:
-    """Write the lists of the best blocks of some heads; see `reference.best_of_rows`.
+    """Select the best blocks of every row for h of H heads, and write the lists of these heads.
+
+    The definition of the best blocks is `reference.best_of_rows`.
 
     Args:
-        score: float32 [B, h, M_q, M_k], scores of the ``h`` heads from ``start`` on.
-        bounds: int32 [6, B, M_q], `reference.row_bounds`.
-        wanted: int32 [B, H, M_q], the number of blocks that each row lists.
-        start: The first head whose lists are written.
-        lists: Counts [B, H, M_q] and indices [B, H, M_q, W] of full blocks, then of partial blocks,
-            for all heads.
+        score: float32 [B, h, M_q, M_k], scores of the h heads from ``start`` on.
+        bounds: int32 [6, B, M_q], result of `reference.row_bounds`.
+        wanted: int32 [B, H, M_q], the number of blocks to list per row.
+        start: Index of the first head whose lists are written.
+        lists: Four int32 tensors, changed in place: counts [B, H, M_q] and indices [B, H, M_q, W]
+            of full blocks, then counts and indices of partial blocks.
     """
     batch, count, q_blocks, kv_blocks = score.shape
     _, full_indices, _, partial_indices = lists
-    # a copy of the scores in whole chunks, which the kernel writes and reads
+    # each program copies the scores of its row to this workspace, padded to whole chunks
     workspace = score.new_empty(batch, count, q_blocks, CHUNK * triton.cdiv(kv_blocks, CHUNK))
     with on_device_of(score):
         _select_kernel[(batch * count * q_blocks,)](
@@ -79,7 +82,7 @@ def _select_kernel(
         full_width, partial_width: Allocated indices per row of the full and of the partial lists.
     """
     planes = tl.num_programs(0) // q_blocks
-    # the longest rows start first
+    # later rows see more blocks, so that their programs start first
     i = q_blocks - 1 - tl.program_id(0) // planes
     plane = (tl.program_id(0) % planes).to(tl.int64)
     batch = plane // count

@@ -1,1 +1,1 @@
-"""Attention under a plan: the kernels of this package, and adapters to libraries."""
+"""Attention over the key blocks that a plan lists, by Triton kernels and by attention libraries."""

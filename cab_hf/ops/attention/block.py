@@ -1,9 +1,11 @@
-"""Attention under a plan by Triton kernels: forward and backward, for head dims up to 1024.
+"""Attention over the key blocks of a plan by Triton kernels: forward and backward, D up to 1024.
 
 The definition is `reference.attention`. The kernels read the plan's lists directly; no mask, bitmap
-or BlockMask is built. Tiles are copied by tensor descriptors: TMA on Hopper and later, plain loads
-on older GPUs. Up to `FUSED_HEAD_DIM` channels, one kernel keeps the output in registers
-(`fused.py`). Above that, both matrix products are split over D (`split.py`).
+or BlockMask is built. Kernels access tiles by tensor descriptors (TMA) on Hopper and on data-centre
+Blackwell GPUs, and by pointers on other GPUs.
+
+For head dims up to `FUSED_HEAD_DIM`, one kernel keeps the output in registers (`fused.py`). For
+larger head dims, separate kernels compute the products q · k and weights · v (`split.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 1024)
 # largest head dim of `fused`
 FUSED_HEAD_DIM = 256
-# largest head dim in float32 on GPUs whose kernels read by pointers, because shared memory does not
-# fit larger tiles
+# largest head dim of float32 inputs on GPUs where kernels access tiles by pointers; tiles of larger
+# head dims do not fit in shared memory
 POINTER_HEAD_DIM_FLOAT32 = 128
 # schema of the arguments that pass a plan to a registered op, see `PlanArguments`
 PLAN = (
@@ -44,11 +46,15 @@ BACKWARD = (
 
 
 class PlanArguments(NamedTuple):
-    """Arguments `PLAN` of a registered op, in the order of the schema.
+    """Plan, scale and soft cap as arguments of a registered op, in the order of the schema `PLAN`.
+
+    P is the number of plan heads, M_q the number of query blocks, W the allocated width of a list.
 
     Attributes:
-        full_counts, full_indices: `BlockPlan.full`, int32 [B, P, M_q] and [B, P, M_q, W].
-        partial_counts, partial_indices: `BlockPlan.partial`, int32 [B, P, M_q] and [B, P, M_q, W].
+        full_counts, full_indices: Lists of `BlockPlan.full`, int32 [B, P, M_q] and
+            [B, P, M_q, W].
+        partial_counts, partial_indices: Lists of `BlockPlan.partial`, int32 [B, P, M_q] and
+            [B, P, M_q, W].
         first, last: int32 [B, N_q], the first and the last visible key of each query.
         query_block, key_block: Block sizes in tokens.
         scale: Factor of the products q · k.
@@ -67,7 +73,7 @@ class PlanArguments(NamedTuple):
     softcap: float
 
     def plan(self) -> PlanTensors:
-        """Return the plan without scale and soft cap."""
+        """Return all fields except ``scale`` and ``softcap`` as `PlanTensors`."""
         return PlanTensors(
             full=BlockIndices(self.full_counts, self.full_indices),
             partial=BlockIndices(self.partial_counts, self.partial_indices),
@@ -81,7 +87,8 @@ class PlanArguments(NamedTuple):
 def unavailable(device: str, head_dim: int, dtype: torch.dtype) -> str | None:
     """Return why this engine does not support a workload; None if the workload is supported.
 
-    The reason is a predicate without a subject, e.g. "runs on cuda, not on cpu".
+    The reason continues a sentence that starts with the name of the engine, e.g. "runs on cuda, not
+    on cpu".
     """
     if device != "cuda":
         return f"runs on cuda, not on {device}"
@@ -104,14 +111,17 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention under the lists of ``plan``, as `reference.attention` defines it.
+    """Compute attention over the full and partial blocks of ``plan``; see `reference.attention`.
+
+    Dense rows and sampled blocks are ignored; `complete.attention` adds dense rows and sampled
+    blocks.
 
     Args:
         q: [B, H, N_q, D].
         k, v: [B, H_kv, N_k, D].
         plan: The key blocks that each query block attends to.
         scale: Factor of the products q · k.
-        return_lse: True to return the log-sum-exp of the logits of each query, too.
+        return_lse: True to also return the log-sum-exp of the logits of each query.
         softcap: Soft cap of the scaled logits; None for no cap.
 
     Returns:
@@ -128,7 +138,7 @@ def op_arguments(
     """Return the fields of `PlanArguments` for ``plan``, as keyword arguments of a registered op.
 
     Args:
-        plan: The plan, of which only the full and the partial lists are passed.
+        plan: The plan. Dense rows and sampled blocks are not passed.
         scale: Factor of the products q · k.
         softcap: Soft cap of the scaled logits; None for no cap.
     """
@@ -147,25 +157,25 @@ def op_arguments(
 
 
 def fake_outputs(q, k, v, *_):
-    """Return empty results of an op with the schema `FORWARD`: output and log-sum-exp."""
+    """Allocate output and log-sum-exp of an op with the schema `FORWARD`, for shape inference."""
     return empty_transposed(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def fake_gradients(grad, grad_lse, q, k, v, *_):
-    """Return empty results of an op with the schema `BACKWARD`: gradients of q, k and v."""
+    """Allocate the gradients of an op with the schema `BACKWARD`, for shape inference."""
     return empty_transposed(q), empty_transposed(k), empty_transposed(v)
 
 
 def register_gradients(
     forward_op: CustomOpDef, backward_without_lse: Callable[[int, int, int], CustomOpDef]
 ) -> None:
-    """Register the shapes and the gradients of an op with the schema `FORWARD`.
+    """Register shape inference and autograd for an op with the schema `FORWARD`.
 
     Args:
-        forward_op: The op.
-        backward_without_lse: Maps (head dim, query block, key block) to an op with the schema
-            `BACKWARD`, for losses that do not depend on the log-sum-exp. Other losses use
-            `backward_op`.
+        forward_op: The op to register both for.
+        backward_without_lse: Function that maps (head dim, query block, key block) to an op with
+            the schema `BACKWARD`. This op computes the gradients if the loss does not depend on the
+            log-sum-exp. If the loss does, `backward_op` computes the gradients.
     """
 
     def save(ctx, inputs, output):
@@ -214,13 +224,16 @@ def register_gradients(
 
 
 def zeros_if_none(grad: Tensor | None, out: Tensor) -> Tensor:
-    """Return the gradient of ``out``, which is zeros if autograd passes None."""
+    """Return ``grad``, or zeros with the shape of ``out`` if autograd passes None as ``grad``."""
     return torch.zeros_like(out) if grad is None else grad
 
 
 @torch.library.custom_op("cab_hf::block_attention", mutates_args=(), schema=FORWARD)
 def forward_op(q, k, v, *values):
-    """Compute attention by `fused` or `split`. ``values`` are the fields of `PlanArguments`."""
+    """Compute attention by `fused` or by `split`, depending on the head dim.
+
+    ``values`` are the fields of `PlanArguments`, in order.
+    """
     arguments = PlanArguments._make(values)
     q, k, v = map(described, (q, k, v))
     out, lse = empty_transposed(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -239,7 +252,10 @@ def forward_op(q, k, v, *values):
 
 @torch.library.custom_op("cab_hf::block_attention_backward", mutates_args=(), schema=BACKWARD)
 def backward_op(grad, grad_lse, q, k, v, out, lse, *values):
-    """Compute the gradients of q, k and v. ``values`` are the fields of `PlanArguments`."""
+    """Compute the gradients of q, k and v by `fused` or by `split`, depending on the head dim.
+
+    ``values`` are the fields of `PlanArguments`, in order.
+    """
     arguments = PlanArguments._make(values)
     grad, q, k, v = map(described, (grad, q, k, v))
     return _kernels(q).backward(
@@ -259,5 +275,5 @@ register_gradients(forward_op, lambda *_: backward_op)
 
 
 def _kernels(q: Tensor) -> ModuleType:
-    """Return the module whose kernels support the head dim of q."""
+    """Return `fused` or `split`: the module whose kernels support the head dim of q."""
     return fused if q.shape[3] <= FUSED_HEAD_DIM else split

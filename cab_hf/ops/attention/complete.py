@@ -1,8 +1,11 @@
-"""Attention under plans with dense rows and sampled blocks, by engines that read only lists.
+"""Attention under a plan, by an engine that supports only full and partial blocks.
 
-This module pads v if its head dim differs from that of q. Sampled blocks are a separate call whose
-result is merged. Dense rows, which attend to all visible keys, are a separate call under a one-head
-plan of all blocks. The definition is `reference.attention`.
+The definition is `reference.attention`. This module adds to the engine:
+
+* v with another head dim than q. The narrower tensors are padded with zeros.
+* Sampled blocks. A separate call attends to the sampled blocks, and both results are merged.
+* Dense rows, which are query blocks that attend to all visible keys. A separate call computes the
+  dense rows under a one-head plan that lists all blocks.
 """
 
 from __future__ import annotations
@@ -41,25 +44,26 @@ def attention(
     """Compute attention under ``plan``, as `reference.attention` defines it.
 
     Args:
-        attend: An engine for the lists of a plan, for v with the head dim of q. It has the
-            arguments and the results of `reference.attention`.
+        attend: Engine that computes attention over full and partial blocks, for v with the head dim
+            of q. The function has the arguments and the results of `reference.attention`.
         q: [B, H, N_q, D].
         k: [B, H_kv, N_k, D].
         v: [B, H_kv, N_k, D_v].
         plan: The key blocks that each query block attends to, with dense rows and sampled blocks.
         scale: Factor of the products q · k.
-        return_lse: True to return the log-sum-exp of each query, float32 [B, H, N_q], too.
+        return_lse: True to also return the log-sum-exp of the logits of each query.
         softcap: Soft cap of the scaled logits; None for no cap.
 
     Returns:
         out: [B, H, N_q, D_v].
-        lse: Only with ``return_lse``.
+        lse: Only with ``return_lse``, float32 [B, H, N_q], the log-sum-exp.
     """
     cap = {} if softcap is None else {"softcap": softcap}
     attend = partial(attend, **cap)
     value_dim = v.shape[-1]
     if value_dim != q.shape[-1]:
-        # kernels support one head dim; channels of zeros change neither logits nor values
+        # kernels need one head dim for q, k and v. Channels of zeros change neither the logits nor
+        # the first ``value_dim`` channels of the output
         widest = max(value_dim, q.shape[-1])
         q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     attend_lists = attend
@@ -91,18 +95,18 @@ def _with_dense_rows(
     out: Tensor,
     lse: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ``out`` and ``lse`` with the results of the dense rows.
+    """Compute attention of the dense rows, and return ``out`` and ``lse`` with these results.
 
     Args:
-        attend: An engine for the lists of a plan.
+        attend: Engine that computes attention over full and partial blocks.
         q: [B, H, N_q, D].
         k, v: [B, H_kv, N_k, D].
         plan: A plan with ``dense_rows``.
         scale: Factor of the products q · k.
-        out: [B, H, N_q, D], attention under the lists, which are empty for dense rows. Without
-            gradients, ``out`` may change in place.
-        lse: float32 [B, H, N_q], the log-sum-exp of ``out``, which may also change in place; None
-            if the log-sum-exp is not needed.
+        out: [B, H, N_q, D], attention over the listed blocks, which is 0 in dense rows, because
+            lists of dense rows are empty. ``out`` changes in place unless it requires a gradient.
+        lse: float32 [B, H, N_q], the log-sum-exp of ``out``, which changes in place unless ``out``
+            requires a gradient; None if the log-sum-exp is not needed.
     """
     # the backward pass of the engine reads ``out``, so ``out`` must not change if it has gradients
     has_gradients = out.requires_grad
@@ -117,8 +121,8 @@ def _with_dense_rows(
 
         write_merged(out=out, lse=lse, parts=dense_out, sums=dense_lse, query=query, real=real)
         return out, lse
-    # the lists of dense rows are empty, so ``out`` is 0 and ``lse`` is -inf in dense rows. Unused
-    # entries of ``dense_rows`` are mapped to query 0, to which zeros are added
+    # ``out`` is 0 and ``lse`` is -inf in dense rows, so that a sum and a maximum write the results.
+    # Entries that are not real contain the index of another query, to which zeros are added
     dense_out = dense_out.masked_fill(~real[:, None, :, None], 0.0)
     add = out.scatter_add if has_gradients else out.scatter_add_
     out = add(2, query[:, None, :, None].expand_as(dense_out), dense_out)
@@ -130,11 +134,11 @@ def _with_dense_rows(
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return attention with sinks, as `reference.with_sinks` defines it.
+    """Rescale attention to include attention sinks, as `reference.with_sinks` defines it.
 
     Args:
-        out: [B, H, N_q, D], attention without sinks, which may change in place if no input has
-            gradients.
+        out: [B, H, N_q, D], attention without sinks. ``out`` may change in place if neither ``out``
+            nor ``sinks`` requires a gradient.
         lse: float32 [B, H, N_q], the log-sum-exp of ``out``.
         sinks: [H], one additional logit per head.
     """
@@ -150,7 +154,8 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 def _joined_by_kernels(x: Tensor) -> bool:
     """Return True if the kernels of `merge` support the device of ``x``.
 
-    torch.compile does not trace these kernels, and these kernels have no gradients.
+    Returns False while torch.compile traces, because torch.compile cannot trace the kernels. The
+    kernels have no backward pass, so that callers must use PyTorch if a gradient is required.
     """
     return x.device.type in JOINED_ON and HAS_TRITON and not torch.compiler.is_compiling()
 
@@ -167,20 +172,21 @@ def _splits(kv_length: int) -> int:
 def _gathered(
     ranges: KeyRanges, rows: Tensor, blocks: tuple[int, int], splits: int
 ) -> tuple[Tensor, Tensor, Tensor, BlockPlan]:
-    """Return the queries of dense rows, and a one-head plan with which they attend to all keys.
+    """Return the queries of dense rows, and a one-head plan that lists all their visible keys.
 
     Args:
         ranges: The visible keys of each query.
-        rows: int64 [B, R], the dense rows; -1 for unused entries.
+        rows: int64 [B, R], indices of the dense rows (query blocks); -1 for unused entries.
         blocks: Tokens per query block and per key block.
         splits: Number of parts of the keys.
 
     Returns:
-        query: int64 [B, R * query_block], the queries.
-        repeated: int64 [B, splits * R * query_block], the queries, repeated for each part.
-        real: bool [B, R * query_block], False for queries of unused entries and after the last
-            query, where ``query`` contains an arbitrary query.
-        plan: The plan of ``repeated``. Each repetition attends to another part of the keys.
+        query: int64 [B, R * query_block], indices of the queries in dense rows.
+        repeated: int64 [B, splits * R * query_block], ``query`` repeated for each part of the keys.
+        real: bool [B, R * query_block], False where ``query`` contains an arbitrary index: for
+            unused entries of ``rows``, and after the last query of the sequence.
+        plan: The plan whose queries are ``repeated``. Each repetition attends to another part of
+            the keys.
     """
     query_block, key_block = blocks
     key_block = max(key_block, DENSE_BLOCK_SIZE)
@@ -191,7 +197,7 @@ def _gathered(
     first = ranges.start.gather(1, query)
     last = ranges.end.gather(1, query).masked_fill(~real, -1)
     if splits > 1:
-        # a part contains complete key blocks, so that the plan has no block cut at the border
+        # each part is a whole number of key blocks, so that no key block is in two parts
         part = -(-ranges.kv_length // (splits * key_block)) * key_block
         part_start = part * torch.arange(splits, device=first.device, dtype=first.dtype)[:, None]
         first = torch.maximum(first.unsqueeze(1), part_start).flatten(1)
@@ -199,7 +205,8 @@ def _gathered(
         last = last.masked_fill(last < first, -1)
     dense_ranges = replace(ranges, start=first, end=last, consecutive=False)
     if ranges.documents != 1 and any(max(blocks) % size for size in (query_block, key_block)):
-        # documents that start at borders of ``blocks`` need not start at borders of larger blocks
+        # documents that start at multiples of ``blocks`` need not start at multiples of the larger
+        # key block, so that the ranges do not count as aligned
         dense_ranges = replace(dense_ranges, aligned=False)
     plan = BlockPlan.causal(dense_ranges, 1, query_block, key_block)
     return query, query.repeat(1, splits), real, plan

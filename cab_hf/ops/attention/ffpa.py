@@ -1,4 +1,4 @@
-"""Exact attention for large head dims by the CuTe kernels of ffpa-attn, where these are fastest."""
+"""Dense causal attention by the CuTe kernels of ffpa-attn, for head dims where they are fastest."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch import Tensor
 from cab_hf.capability import HOPPER, capability
 
 DTYPES = (torch.float16, torch.bfloat16)
-# head dims where ffpa-attn is faster than block attention under a plan of all blocks, measured in
-# eval/results/speed-attention-wide, on Hopper, forward
+# head dims where, on Hopper, the forward pass of ffpa-attn is faster than that of `block` under a
+# plan of all blocks; measured in eval/results/speed-attention-wide
 FASTER_AT = (512,)
-# tokens; ffpa-attn passes shorter inputs to SDPA
+# smallest number of tokens for which ffpa-attn runs its kernels; it passes shorter inputs to SDPA
 LEAST_LENGTH = 512
 
 
 def unavailable(
     device: str, head_dim: int, dtype: torch.dtype, training: bool, length: int
 ) -> str | None:
-    """Return why ffpa-attn should not compute a workload; None if ffpa-attn should.
+    """Return why ffpa-attn should not compute a workload; None if ffpa-attn should compute it.
 
-    The reason is a predicate without a subject, e.g. "was only measured on Hopper GPUs".
+    The reason continues a sentence that starts with "ffpa-attn", e.g. "was only measured on Hopper
+    GPUs".
 
     Args:
         device: Torch device type.
@@ -43,14 +44,14 @@ def unavailable(
 
 @cache
 def _missing() -> str | None:
-    """Return which packages are missing, as `unavailable` does; None if all are installed."""
+    """Return a reason for `unavailable` if a package is missing; None if all are installed."""
     if any(find_spec(name) is None for name in ("ffpa_attn", "cutlass")):
         return "needs the packages ffpa-attn and nvidia-cutlass-dsl, which are not installed"
     return None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention, [B, H, N, D].
+    """Compute dense causal attention, [B, H, N, D].
 
     Args:
         q: [B, H, N, D].

@@ -1,9 +1,10 @@
-"""Attention under a plan by flash-attn-4's kernels: the FLASH backend of the flex engine.
+"""Attention over the key blocks of a plan by flash-attn-4: the FLASH backend of the flex engine.
 
-This module calls flash-attn-4 directly, as code that FlexAttention's FLASH backend generates would.
-Thus no graph is compiled per shape, and the plan's compact lists need no conversion. flash-attn-4
-needs key blocks of one key tile, and query blocks that are multiples of the query tile. Lists of
-wider key blocks are split into lists of tiles.
+FlexAttention's FLASH backend calls flash-attn-4 from compiled code. This module calls the same
+functions directly, so that no graph is compiled per shape, and compact lists need no conversion.
+
+flash-attn-4 needs query blocks that are multiples of the query tile, and key blocks of exactly one
+key tile. Therefore each wider key block of a list is replaced by its tiles.
 
 The backward pass of flash-attn-4 supports only multiples of fixed tiles (`own_backward`). For
 other blocks, `block.backward_op` computes the gradients from the output and the log-sum-exp.
@@ -29,18 +30,18 @@ from cab_hf.ops.attention.transpose import transpose
 from cab_hf.plan import BlockIndices, BlockPlan
 
 PACKAGE = "flash-attn-4"
-# the first version that works, and the first version that was not tried; the private interface of a
-# beta may change with every version
+# the first version that works, and the first version that was not tested; this module uses private
+# functions, which may change in every beta version
 LEAST_VERSION, UNTRIED_VERSION = "4.0.0b36", "4.0.0b37"
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
-# head dim -> (queries, keys) per tile of the backward pass with lists, on Hopper
+# head dim -> (queries, keys) per tile of flash-attn-4's block-sparse backward pass on Hopper
 BACKWARD_TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128), 256: (64, 64)}
 # major compute capabilities of Blackwell GPUs that flash-attn-4 supports
 BLACKWELL = (10, 11)
-# query and key blocks must be multiples of these sizes for the Blackwell kernel with lists
+# (queries, keys) of which block sizes must be multiples in the block-sparse Blackwell kernel
 BLACKWELL_BLOCKS = (256, 128)
-# rows of a Hopper matrix instruction, of which tiles are multiples
+# rows of a Hopper matrix instruction (wgmma); tile sizes are multiples of this number
 TILE = 64
 # largest head dim for which a tile of 128 keys fits into shared memory
 WIDE_HEAD_DIM = 128
@@ -49,9 +50,10 @@ BLANK_ROWS = 32
 
 
 def unavailable(head_dim: int, dtype: torch.dtype, query_block: int, key_block: int) -> str | None:
-    """Return why FLASH does not support a workload on this GPU; None if the workload is supported.
+    """Return why flash-attn-4 does not support a workload on this GPU; None if it is supported.
 
-    The reason is a predicate without a subject, e.g. "supports float16, not float32".
+    The reason continues a sentence that starts with the name of the engine, e.g. "supports float16,
+    not float32".
     """
     major, minor = capability()
     blackwell = major in BLACKWELL
@@ -80,7 +82,7 @@ def own_backward(head_dim: int, query_block: int, key_block: int) -> bool:
 
 @cache
 def _missing() -> str | None:
-    """Return why the installed flash-attn-4 cannot be used, as `unavailable` does; else None."""
+    """Return a reason for `unavailable` if no tested flash-attn-4 is installed; else None."""
     try:
         installed = version(PACKAGE)
     except PackageNotFoundError:
@@ -93,14 +95,17 @@ def _missing() -> str | None:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention under the lists of ``plan``, as `reference.attention` defines it.
+    """Compute attention over the full and partial blocks of ``plan``; see `reference.attention`.
+
+    Dense rows and sampled blocks are ignored; `complete.attention` adds dense rows and sampled
+    blocks.
 
     Args:
         q: [B, H, N_q, D].
         k, v: [B, H_kv, N_k, D].
         plan: The key blocks that each query block attends to.
         scale: Factor of the products q · k.
-        return_lse: True to return the log-sum-exp of each query, float32 [B, H, N_q], too.
+        return_lse: True to also return the log-sum-exp of each query, float32 [B, H, N_q].
     """
     out, lse = _forward_op(q, k, v, **block.op_arguments(plan, scale))
     return (out, lse) if return_lse else out
@@ -121,7 +126,8 @@ def _forward_op(q, k, v, *values):
     out = q.new_empty(batch, length, heads, v.shape[3])
     # flash-attn-4 reads and writes [B, N, H, D]
     flash_q, flash_k, flash_v, flash_out = (*(x.transpose(1, 2) for x in (q, k, v)), out)
-    # a tile with all heads of a group reads keys once; with narrow tiles this is not faster
+    # if all query heads of a KV head are packed into one tile, keys are read once per KV head; with
+    # tiles of 64 keys this is not faster
     can_pack = tile > TILE and kv_heads < heads
     if can_pack and partial.counts.shape[1] == kv_heads and (batch == 1 or kv_heads == 1):
         flash_q, flash_k, flash_v, flash_out = (
@@ -167,7 +173,7 @@ def _backward_op(grad, grad_lse, q, k, v, out, lse, *values):
     plan = arguments.plan()
     heads, kv_length = q.shape[1], k.shape[2]
     _, tile = BACKWARD_TILES[q.shape[3]]
-    # full blocks are not masked, so +inf sets the weights of padding queries to 0
+    # flash-attn-4 does not mask full blocks, but exp(logit - inf) = 0 for padding queries
     lse = lse.masked_fill((plan.last < 0).unsqueeze(1), torch.inf)
     partial, full = (
         by_tile(lists, plan.key_block, tile=tile, kv_length=kv_length).for_heads(heads)
@@ -200,12 +206,15 @@ def _backward_op(grad, grad_lse, q, k, v, out, lse, *values):
 
 @_backward_op.register_fake
 def _(grad, grad_lse, q, k, v, *_):
-    """Return empty gradients with the strides of flash-attn-4."""
+    """Allocate gradients with the strides that flash-attn-4 returns, for shape inference."""
     return tuple(torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
 
 
 def _backward_for(head_dim: int, query_block: int, key_block: int) -> CustomOpDef:
-    """Return the op that computes the gradients if the loss does not depend on the log-sum-exp."""
+    """Return the backward op for losses that do not depend on the log-sum-exp.
+
+    The op is `block.backward_op` if the backward pass of flash-attn-4 does not support the blocks.
+    """
     is_supported = own_backward(head_dim, query_block, key_block)
     return _backward_op if is_supported else block.backward_op
 
@@ -220,19 +229,21 @@ def key_tile(head_dim: int, key_block: int) -> int:
 
 
 def finer_columns(lists: BlockIndices, parts: int, columns: int) -> BlockIndices:
-    """Split every listed block into ``parts`` smaller blocks.
+    """Return the lists with every key block replaced by ``parts`` smaller key blocks.
 
     Args:
-        lists: Lists of key blocks per row.
-        parts: Smaller blocks per block.
-        columns: Number of smaller blocks that exist. The last block may have fewer than ``parts``.
+        lists: Lists of key blocks per query block.
+        parts: Smaller key blocks per key block.
+        columns: Number of smaller key blocks in the sequence. The last key block may contain fewer
+            than ``parts``.
     """
     if parts == 1:
         return lists
     part = torch.arange(parts, device=lists.indices.device, dtype=torch.int32)
     indices = (lists.indices.unsqueeze(-1) * parts + part).flatten(-2)
     indices = indices.narrow(-1, 0, min(columns, indices.shape[-1]))
-    # only the last block of the sequence may be cut, which is always the last entry of a list
+    # only the last key block of the sequence may have fewer parts. Lists are ascending, so that
+    # this block is the last entry of a list
     last_slot = (lists.counts - 1).clamp(min=0).unsqueeze(-1).to(torch.int64)
     last_part = lists.indices.gather(-1, last_slot).squeeze(-1) * parts + (parts - 1)
     num_missing = (last_part - (columns - 1)).clamp(min=0).where(lists.counts > 0, 0)
@@ -240,7 +251,7 @@ def finer_columns(lists: BlockIndices, parts: int, columns: int) -> BlockIndices
 
 
 def by_tile(lists: BlockIndices, key_block: int, tile: int, kv_length: int) -> BlockIndices:
-    """Return for every tile of keys the query blocks that attend to the tile.
+    """Return transposed lists: for every tile of keys, the query blocks that attend to the tile.
 
     Args:
         lists: Lists of key blocks per query block.
@@ -258,7 +269,10 @@ def by_tile(lists: BlockIndices, key_block: int, tile: int, kv_length: int) -> B
 
 
 def _heads_as_batch(x: Tensor, kv_heads: int) -> Tensor:
-    """Return [1, N, H, D] as [H_kv, N, H / H_kv, D]; with one KV head, return ``x`` unchanged."""
+    """Return x [1, N, H, D] as [H_kv, N, H / H_kv, D]: KV heads become the batch dimension.
+
+    If there is one KV head, return x [B, N, H, D] unchanged.
+    """
     return x if kv_heads == 1 else x.squeeze(0).unflatten(1, (kv_heads, -1)).transpose(0, 1)
 
 
@@ -302,7 +316,10 @@ def _blank_kernel(
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Write zeros [BLOCK_M, D] and -inf [BLOCK_M] for the padding queries of a tile."""
+    """Write 0 to ``out`` and -inf to ``lse`` for all heads of the padding queries of one tile.
+
+    A tile is BLOCK_M queries of one batch row.
+    """
     batch = tl.program_id(1).to(tl.int64)
     query = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = query < length
@@ -321,9 +338,12 @@ def _blank_kernel(
 
 @cache
 def _flash() -> SimpleNamespace:
-    """Import the functions of flash-attn-4 that compute attention under lists.
+    """Import flash-attn-4, which takes seconds, and return the functions that this module uses.
 
-    The first call takes seconds.
+    Returns:
+        forward, backward: The block-sparse forward and backward pass.
+        lists: Class of the lists of blocks.
+        in_span: Mask function of partial blocks, first visible key <= key <= last visible key.
     """
     from cutlass import cute
     from flash_attn.cute import interface
@@ -352,19 +372,20 @@ def _sparsity(
     first: Tensor,
     last: Tensor,
 ) -> dict[str, object]:
-    """Return the arguments of flash-attn-4 that describe a plan.
+    """Return the keyword arguments that pass the lists and the mask of a plan to flash-attn-4.
 
     Args:
-        flash: The functions of flash-attn-4.
-        partial, full: Lists per query block, or per key tile for the backward pass.
+        flash: Result of `_flash`.
+        partial, full: In the forward pass, lists of key tiles per query block. In the backward
+            pass, lists of query blocks per key tile.
         blocks: Queries and keys per block of the lists.
         first, last: int32 [B, N_q], the first and the last visible key of each query, which mask
             partial blocks.
     """
     ranges = [first.contiguous(), last.contiguous()]
     for bound in ranges:
-        # flash-attn-4 finds the contiguous dimension by stride 1, which both dimensions have if one
-        # has size 1
+        # flash-attn-4 takes a dimension with stride 1 as the contiguous dimension. Both dimensions
+        # may have stride 1 if one has size 1, so that the dimension is set here
         bound.__leading_dim__ = 1
     return {
         "block_sparse_tensors": flash.lists(

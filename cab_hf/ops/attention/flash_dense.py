@@ -1,7 +1,7 @@
-"""Exact causal attention by the kernels of flash-attn-3 or flash-attn-4, if one is installed.
+"""Dense causal attention by the kernels of flash-attn-3 or flash-attn-4, if one is installed.
 
 On a Hopper GPU, these kernels are faster than PyTorch's. Unlike PyTorch's fast kernels, these
-kernels also support queries that are only the last tokens of the keys.
+kernels also support fewer queries than keys, where the queries are the last tokens of the sequence.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ DTYPES = (torch.float16, torch.bfloat16)
 # flash-attn-3 without a backward pass (a separate wheel), and flash-attn-4
 MODULES = ("flash_attn_interface", "fa3_fwd_interface", "flash_attn.cute")
 MAX_HEAD_DIM = 256
-# with fewer queries, SDPA and sparse decode kernels are as fast
+# smallest number of queries; with fewer queries, SDPA and sparse decode kernels are as fast
 LEAST_QUERIES = 128
 
 
 def unavailable(work: Workload, q_length: int) -> str | None:
-    """Return why flash-attn should not compute a workload; None if flash-attn should.
+    """Return why flash-attn should not compute a workload; None if flash-attn should compute it.
 
-    The reason is a predicate without a subject, e.g. "were only measured on Hopper GPUs".
+    The reason continues a sentence that starts with "the kernels of flash-attn", e.g. "were only
+    measured on Hopper GPUs".
 
     Args:
-        work: The workload, which has neither sinks nor soft caps.
+        work: The workload, which must have neither sinks nor soft caps.
         q_length: Number of queries.
     """
     if work.training or torch.compiler.is_compiling():
@@ -55,14 +56,14 @@ def unavailable(work: Workload, q_length: int) -> str | None:
 def _kernel() -> Callable[..., Any] | None:
     """Return `flash_attn_func` of the first of `MODULES` that can be imported, else None."""
     for name in MODULES:
-        # flash-attn-2 contains flash_attn.cute, but not the packages that it imports
+        # flash-attn-2 contains flash_attn.cute, but not the packages that flash_attn.cute imports
         with suppress(ImportError, AttributeError, OSError):
             return import_module(name).flash_attn_func
     return None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention, [B, H, N_q, D], of the last N_q of N_k positions.
+    """Compute causal attention of queries that are the last N_q of N_k tokens, [B, H, N_q, D].
 
     Args:
         q: [B, H, N_q, D].

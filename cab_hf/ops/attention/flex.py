@@ -1,13 +1,14 @@
-"""Attention under a plan by FlexAttention, with the TRITON backend or the CPU backend.
+"""Attention over the key blocks of a plan by FlexAttention, with the TRITON or the CPU backend.
 
-The plan's lists become a `BlockMask` directly. This module works around these limits and silent
-errors of FlexAttention:
+A `BlockMask` is built directly from the plan's lists. This module works around these limits and
+silent errors of FlexAttention:
 
 * Uncompiled, FlexAttention ignores the lists and computes dense attention. After the recompilation
   limit, FlexAttention runs uncompiled.
 * On CUDA (torch 2.11), FlexAttention reads the full lists with the strides of the partial lists.
 * On CUDA, FlexAttention misreads lists with fewer heads than q, except lists with one head.
-* On CPU, FlexAttention rejects compact lists, and lists alone do not mask inside kernel tiles.
+* On CPU, FlexAttention rejects compact lists. A kernel tile may contain blocks that are not listed,
+  so that the mask function must mask these blocks.
 * The TRITON backend has no backward kernel for key blocks of 64.
 """
 
@@ -28,9 +29,9 @@ from cab_hf.plan import BlockIndices, BlockPlan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-# tokens; FlexAttention has a backward kernel on Hopper for blocks that are multiples of this size
+# tokens; on Hopper, FlexAttention's backward kernel supports blocks that are multiples of this size
 TRAINED = 128
-# compilations per process; on CPU every new length is compiled
+# largest number of compilations per process; on CPU, every new sequence length is compiled
 RECOMPILE_LIMIT = 64
 
 
@@ -39,7 +40,8 @@ def unavailable(
 ) -> str | None:
     """Return why this engine does not support a workload; None if the workload is supported.
 
-    The reason is a predicate without a subject, e.g. "has no backward on CPU".
+    The reason continues a sentence that starts with the name of the engine, e.g. "has no backward
+    on CPU".
     """
     if device not in ("cuda", "cpu"):
         return f"runs on cuda and cpu, not on {device}"
@@ -74,14 +76,14 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention under the lists of ``plan``, as `reference.attention` defines it.
+    """Compute attention over the full and partial blocks of ``plan``; see `reference.attention`.
 
     Args:
         q: [B, H, N_q, D].
         k, v: [B, H_kv, N_k, D].
         plan: The key blocks that each query block attends to.
         scale: Factor of the products q · k.
-        return_lse: True to return the log-sum-exp of each query, float32 [B, H, N_q], too.
+        return_lse: True to also return the log-sum-exp of each query, float32 [B, H, N_q].
         softcap: Soft cap of the scaled logits; None for no cap.
 
     Raises:
@@ -93,7 +95,7 @@ def attention(
             "True. Use engine='reference'."
         )
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    # raises if the heads of the plan do not divide those of q
+    # raises if the number of plan heads does not divide the number of query heads
     plan.shared_by(q.shape[1])
     tables = block_tables(plan, heads=q.shape[1], device=q.device, training=training)
     options = kernel_options(plan, q)
@@ -137,10 +139,10 @@ def _attend(
     Args:
         q: [B, H, N_q, D].
         k, v: [B, H_kv, N_k, D].
-        tables: The plan, see `block_tables`.
+        tables: Lists and masks of the plan, from `block_tables`.
         scale: Factor of the products q · k.
         options: Tile sizes, see `kernel_options`; None for FlexAttention's choice.
-        return_lse: True to return the log-sum-exp, too.
+        return_lse: True to also return the log-sum-exp.
         softcap: Soft cap of the scaled logits; None for no cap.
     """
     # the mask is built here, inside the compiled function, so that lengths come from tensors and
@@ -163,8 +165,9 @@ class FullAndPartialLists(NamedTuple):
     """Partial and full lists for a `BlockMask`, all with the same width W.
 
     Attributes:
-        partial_counts, full_counts: int32 [B, 1 or H, M], number of listed blocks per row.
-        partial_indices, full_indices: int32 [B, 1 or H, M, W].
+        partial_counts, full_counts: int32 [B, 1 or H, M], number of listed blocks in each of M
+            lists.
+        partial_indices, full_indices: int32 [B, 1 or H, M, W], indices of the listed blocks.
     """
 
     partial_counts: Tensor
@@ -182,9 +185,10 @@ class BlockTables(NamedTuple):
             gradients.
         blocks: Tokens per query block and per key block of the lists.
         first, last: int32 [B, N_q], the first and the last visible key of each query.
-        bitmap: bool [B, H, M_q, M_k], the blocks of the plan, which mask inside the blocks of the
-            lists; None if the lists are exact.
-        bitmap_blocks: Tokens per query block and per key block of the bitmap.
+        bitmap: bool [B, H, M_q, M_k], True for blocks that the plan lists; None if ``lists`` need
+            no mask of blocks. The mask function needs the bitmap on CPU, and if ``lists`` have
+            larger blocks than the plan.
+        bitmap_blocks: Tokens per query block and per key block of the plan.
     """
 
     lists: FullAndPartialLists
@@ -197,10 +201,10 @@ class BlockTables(NamedTuple):
 
 
 def block_tables(plan: BlockPlan, heads: int, device: torch.device, training: bool) -> BlockTables:
-    """Return the plan for FlexAttention.
+    """Convert a plan to lists and masks for FlexAttention.
 
     Args:
-        plan: The plan.
+        plan: The key blocks that each query block attends to.
         heads: Heads of q.
         device: Device of q.
         training: True to return transposed lists, and to merge blocks if TRITON has no backward
@@ -233,7 +237,10 @@ def block_tables(plan: BlockPlan, heads: int, device: torch.device, training: bo
 
 
 def _transposed(lists: BlockIndices, columns: int) -> BlockIndices:
-    """Return the rows that list each of ``columns`` columns, by a kernel if possible."""
+    """Return lists per key block, for ``columns`` key blocks: the query blocks that list the block.
+
+    A kernel computes these lists on a GPU outside of compiled graphs.
+    """
     if lists.counts.device.type == "cpu" or torch.compiler.is_compiling():
         return lists.transpose(columns)
     from cab_hf.ops.attention.transpose import transpose
@@ -290,7 +297,10 @@ def _merged(plan: BlockPlan) -> tuple[BlockIndices, BlockIndices, tuple[int, int
     rows, columns = blocks[0] // plan.query_block, blocks[1] // plan.key_block
 
     def tiles(lists: BlockIndices) -> Tensor:
-        """Return bool [B, H, larger rows, rows, larger columns, columns]."""
+        """Return True for listed blocks, grouped into larger blocks.
+
+        The shape is [B, H, larger query blocks, rows, larger key blocks, columns].
+        """
         dense = lists.to_dense(plan.kv_blocks)
         padding = (0, -dense.shape[3] % columns, 0, -dense.shape[2] % rows)
         return F.pad(dense, padding).unflatten(3, (-1, columns)).unflatten(2, (-1, rows))
@@ -320,7 +330,7 @@ def kernel_options(plan: BlockPlan, q: Tensor) -> dict[str, int | str] | None:
     """
     if q.device.type == "cpu":
         return None
-    # shared memory fits large tiles up to 256 bytes per token (D 128 in bf16)
+    # large tiles fit in shared memory if a token of k has at most 256 bytes (D = 128 in bf16)
     is_wide = q.shape[-1] * q.element_size() > 256
     rows, columns, stages = (64, 32, 2) if is_wide else (128, 64, 3)
     return {

@@ -1,9 +1,12 @@
 """Block attention for head dims up to 256: a program keeps one tile of the output in registers.
 
-The forward pass is FlashAttention-2's loop (Dao, 2023) over the key blocks that a row lists. It
-reads full blocks without a mask, then partial blocks with a mask, merged by the online softmax. The
-backward pass has two kernels: one per tile of queries, for dq, and one per tile of keys, for dk and
-dv. Thus no kernel uses atomics, and gradients are bit-identical in every run.
+The forward pass is FlashAttention-2's loop (Dao, 2023) over the key blocks that a query block
+lists. The loop reads full blocks without a mask, then partial blocks with a mask. The online
+softmax merges both.
+
+The backward pass has two kernels. In the first, each program computes dq of one tile of queries. In
+the second, each program computes dk and dv of one tile of keys. Thus no kernel uses atomics, and
+gradients are bit-identical in every run.
 """
 
 from __future__ import annotations
@@ -57,17 +60,19 @@ class Tile(NamedTuple):
     stages: int
 
 
-# number of sink tiles: the first key tiles of a sequence, to which every query attends. One program
-# per query head computes the gradients of a sink tile, and the heads are summed afterwards
+# number of sink tiles: the first key tiles of a sequence, to which every query attends. Their
+# gradients take longest to compute. Therefore each query head has a separate program per sink tile,
+# and the gradients of a group of heads are summed afterwards
 SINK_TILES = 4
-# kernel -> largest head dim -> tiles, from `speed attention` on an H200
+# kernel -> largest head dim -> tile, the fastest in the benchmark `speed attention` on an H200
 TILES = {
     "forward": {64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 4, 2), 256: Tile(128, 64, 8, 2)},
     "query gradient": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 2)},
     "key gradient": {64: Tile(128, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)},
 }
-# the same for kernels that read by pointers: tiles that fit 99 KiB of shared memory, and AMD's
-# 64 KiB, with the fewest spills, see `tests/ops/test_kernels_compile.py`; speed was not measured
+# tiles on GPUs where kernels access tiles by pointers. They fit in 99 KiB of shared memory (AMD:
+# 64 KiB) with the fewest register spills, see `tests/ops/test_kernels_compile.py`. Speed was not
+# measured
 POINTER_TILES = {
     "forward": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
     "query gradient": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 4, 2)},
@@ -129,7 +134,7 @@ def backward(
         grad: [B, H, N_q, D], the gradient of the output.
         q: [B, H, N_q, D].
         k, v: [B, H_kv, N_k, D].
-        stats: Statistics of every query from the forward pass.
+        stats: Log-sum-exp and delta of every query, from `backward_stats`.
         plan: The plan of the forward pass.
         scale: Factor of the products q · k.
         softcap: Soft cap of the scaled logits; 0 for no cap.
@@ -229,21 +234,23 @@ def _write_key_gradients(
 
 
 def _tile(kernel: str, q: Tensor, plan: PlanTensors) -> Tile:
-    """Return the tile sizes for the head dim and the dtype of q, as divisors of the block sizes.
+    """Return the tile of a kernel for the head dim, dtype and device of q.
+
+    The tile sizes divide the block sizes of the plan.
 
     Args:
-        kernel: A key of `TILES`.
+        kernel: Key of `TILES`: ``"forward"``, ``"query gradient"`` or ``"key gradient"``.
         q: [B, H, N_q, D].
-        plan: The plan whose block sizes the tiles divide.
+        plan: The plan.
     """
     if launch.reads_by_descriptor(q.device):
         tile = next(tile for dim, tile in TILES[kernel].items() if q.shape[3] <= dim)
     else:
-        # a float32 needs the memory of two 16-bit numbers
+        # `POINTER_TILES` is for 16-bit numbers; a float32 needs the memory of two
         width = q.shape[3] * q.element_size() // 2
         tile = next(tile for dim, tile in POINTER_TILES[kernel].items() if width <= dim)
         if not launch.packed(q):
-            # AMD's warps have 64 lanes
+            # AMD's warps have 64 threads instead of 32
             tile = tile._replace(block_m=tile.block_m // 2, warps=4)
     if q.element_size() > 2:
         tile = tile._replace(block_m=min(tile.block_m, 64), block_n=32, stages=1)
@@ -254,7 +261,7 @@ def _tile(kernel: str, q: Tensor, plan: PlanTensors) -> Tile:
 
 
 def _constants(tile: Tile, q: Tensor, plan: PlanTensors) -> dict[str, int | str]:
-    """Return the constant arguments and the launch options that all kernels of this module have."""
+    """Return the constexpr arguments and launch options that all kernels of this module share."""
     return {
         "QUERY_BLOCK": plan.query_block,
         "KEY_BLOCK": plan.key_block,
@@ -289,7 +296,8 @@ def _block_attention_fwd_kernel(
     HAS_FUTURE_KEYS: tl.constexpr,
 ):
     """Write the output [BLOCK_M, D] and the log-sum-exp [BLOCK_M] of one tile of queries."""
-    # the longest rows start first, so that all programs end at about the same time
+    # later queries attend to more keys. Their programs start first, so that no long program is left
+    # over at the end of the launch
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     batch, head, kv_head, plan_row = locate(tl.program_id(1), start, sizes, QUERY_BLOCK)
     q = load_tile(desc_q, batch, head, token=start, channel=0, TOKENS=BLOCK_M, CHANNELS=D)
@@ -303,7 +311,7 @@ def _block_attention_fwd_kernel(
         indices = lists.indices + plan_row * lists.width
         tiles = tl.load(lists.counts + plan_row) * (KEY_BLOCK // BLOCK_N)
         if MASKED:
-            # loaded late: registers are scarce in the loop over full blocks
+            # loaded after the loop over full blocks, where registers are scarce
             query = start + tl.arange(0, BLOCK_M)
             first, last = load_key_ranges(plan, batch, query, sizes.q_length)
         for i in tl.range(0, tiles, num_stages=STAGES):
@@ -329,7 +337,8 @@ def _block_attention_fwd_kernel(
                 v = zero_unseen(v, column + tl.arange(0, BLOCK_N), first, last)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
-    # zeros and -inf for queries without keys; full blocks are not masked for padding queries either
+    # write zeros and -inf for queries without keys. A padding query (last < 0) may have l_i > 0,
+    # because full blocks are not masked
     has_no_keys = (last < 0) | (l_i == 0)
     l_i = tl.where(has_no_keys, 1.0, l_i)
     acc = tl.where(has_no_keys[:, None], 0.0, acc / l_i[:, None])
@@ -361,7 +370,7 @@ def _block_attention_bwd_query_kernel(
     CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the gradient [BLOCK_M, D] of one tile of queries."""
+    """Write the gradient dq [BLOCK_M, D] of one tile of queries."""
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     batch, head, kv_head, plan_row = locate(tl.program_id(1), start, sizes, QUERY_BLOCK)
 
@@ -408,23 +417,24 @@ def _block_attention_bwd_query_kernel(
 
 @triton.jit
 def _key_tile_of_program(program, sink_tiles, batches, heads, kv_heads, tiles):
-    """Return the work of a program of the key gradient kernel: (tile, batch, first_head, group).
+    """Return the key tile and the query heads that a program of the key gradient kernel processes.
 
     Every query attends to the first ``sink_tiles`` key tiles, so these tiles take longest. Their
     programs start first, and each query head has a separate program. A program of another tile
-    computes all query heads of one KV head.
+    processes all query heads of one KV head.
 
     Args:
-        program: Number of the program.
+        program: Index of the program.
+        sink_tiles: Number of sink tiles.
         batches: Batch size.
         heads, kv_heads: Heads of q, and of k and v.
         tiles: Number of key tiles of the sequence.
 
     Returns:
-        tile: The key tile.
-        batch: The batch row.
-        first_head: The first query head.
-        group: Number of consecutive query heads.
+        tile: Index of the key tile.
+        batch: Index of the batch row.
+        first_head: The first query head that the program processes.
+        group: Number of consecutive query heads that the program processes.
     """
     sink_programs = sink_tiles * batches * heads
     is_sink = program < sink_programs
@@ -465,9 +475,11 @@ def _block_attention_bwd_key_kernel(
     CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the gradients [BLOCK_N, D] of one tile of keys and values.
+    """Write the gradients dk and dv [BLOCK_N, D] of one tile of keys and values.
 
-    ``plan`` has `ColumnLists`. Gradients of sink tiles are written per query head.
+    ``plan`` contains `ColumnLists`: the query blocks that list each key block. Gradients of sink
+    tiles are written per query head to ``desc_sink_dk`` and ``desc_sink_dv``, other gradients per
+    KV head to ``desc_dk`` and ``desc_dv``.
     """
     heads, kv_heads = sizes.heads, sizes.kv_heads
     tiles = (tl.num_programs(0) // batches - sink_tiles * heads) // kv_heads + sink_tiles
@@ -492,7 +504,7 @@ def _block_attention_bwd_key_kernel(
     for head in range(first_head, first_head + group):
         plan_column = plan_plane(batch, head, sizes) * kv_blocks + start // KEY_BLOCK
         plane = (batch * heads + head).to(tl.int64) * stats.padded_length
-        # query blocks that see the tile completely, then query blocks with a mask
+        # query blocks that list the tile as full (without a mask), then as partial (with a mask)
         for MASKED in tl.static_range(2):
             lists = plan[MASKED]
             rows = lists.rows + tl.load(lists.starts + plan_column)
@@ -515,7 +527,7 @@ def _block_attention_bwd_key_kernel(
                     p = tl.where(is_visible(key[:, None], first[None, :], last[None, :]), p, 0.0)
                 dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
                 dp = tl.dot(v, do.T, input_precision=PRECISION)
-                # loaded late: registers are scarce
+                # loaded after the product, because registers are scarce
                 delta = tl.load(stats.delta + plane + query)
                 ds = p * (dp - delta[None, :])
                 if CAPPED:

@@ -1,11 +1,11 @@
-"""Attention under a plan on a CPU, in plain PyTorch, over the listed keys only.
+"""Attention over the key blocks of a plan on a CPU, in plain PyTorch.
 
-The full blocks that a row lists are gathered, and PyTorch's fused CPU kernel attends to them
-without a mask. Another call attends to the partial blocks with a mask. The two results are merged
-by their log-sum-exps. One call of the kernel computes several rows that list few keys.
+The full blocks that a query block lists are gathered, and PyTorch's fused CPU kernel attends to the
+gathered keys without a mask. Another call attends to the partial blocks with a mask. Both results
+are merged by their log-sum-exps. Query blocks that list few keys share a call of the kernel.
 
-The fused kernel supports neither soft caps nor tensors that are not finite. For such inputs,
-`_by_products` computes attention by matrix products.
+The fused kernel supports neither soft caps, nor NaN or infinities, nor v with another head dim than
+q. For such inputs, `_by_products` computes attention by matrix products.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from cab_hf.ops.reference import capped
 from cab_hf.plan import BlockIndices, BlockPlan
 
-# logits per call of a kernel: 1 MiB in float32, which fits caches
+# largest number of logits per call of a kernel: 1 MiB in float32, which fits in the CPU's caches
 LOGITS_AT_A_TIME = 2**18
 
 
@@ -34,9 +34,10 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention under the lists of ``plan``, as `reference.attention` defines it.
+    """Compute attention over the full and partial blocks of ``plan``; see `reference.attention`.
 
-    The function has no gradients.
+    The result has no gradients. Dense rows and sampled blocks are ignored; `complete.attention`
+    adds dense rows and sampled blocks.
 
     Args:
         q: [B, H, N_q, D].
@@ -44,10 +45,11 @@ def attention(
         v: [B, H_kv, N_k, D_v].
         plan: The key blocks that each query block attends to.
         scale: Factor of the products q · k.
-        return_lse: True to return the log-sum-exp of each query, float32 [B, H, N_q], too.
+        return_lse: True to also return the log-sum-exp of each query, float32 [B, H, N_q].
         softcap: Soft cap of the scaled logits; None for no cap.
     """
-    # a sum is faster than isfinite; a sum that overflows only selects the slower function
+    # the sum of a finite tensor is finite or overflows; an overflow only selects the slower
+    # function, and a sum is faster than isfinite
     is_finite = all(math.isfinite(float(x.sum(dtype=torch.float32))) for x in (q, k, v))
     if softcap is None and is_finite and q.shape[3] == v.shape[3]:
         out, lse = _fused_attention(q, k, v, plan, scale=scale)
@@ -60,7 +62,7 @@ def attention(
 def _fused_attention(
     q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention by PyTorch's fused CPU kernel.
+    """Compute attention by PyTorch's fused CPU kernel. The arguments are those of `attention`.
 
     Returns:
         out: [B, H, M_q, query_block, D].
@@ -97,10 +99,10 @@ def _attend_full(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Write attention over the full blocks. Rows without full blocks do not change.
+    """Write attention over the full blocks to ``out`` and ``lse``.
 
-    One call of the kernel computes units (see `_units`) that list the same number of blocks, which
-    needs no mask.
+    Query blocks without full blocks do not change. One call of the kernel computes units (see
+    `_units`) that list the same number of blocks, so that the call needs no mask.
 
     Args:
         plan: The plan.
@@ -140,16 +142,17 @@ def _add_partial(
 ) -> None:
     """Merge attention over the partial blocks into ``out`` and ``lse``.
 
-    One call of the kernel computes all heads of a few rows. The arguments are those of
-    `_attend_full`.
+    One call of the kernel computes all heads of a few consecutive query blocks (rows). The
+    arguments are those of `_attend_full`.
     """
     batch, rows, heads = q.shape[:3]
     heads_per_unit, list_rows, first_blocks = _units(plan, heads, kv_heads)
-    # [rows of all batches, units of a row]
+    # [B * M_q, U], for the U units of a query block
     counts = plan.partial.counts.flatten()[list_rows].view(batch * rows, -1)
     indices = plan.partial.indices.flatten(0, 2)[list_rows].unflatten(0, counts.shape)
     first_blocks = first_blocks.view_as(counts).unsqueeze(2)
-    # True if all heads list the same blocks, usually those of the diagonal
+    # True if all heads list the same partial blocks, which are usually the blocks on the diagonal.
+    # Then all heads need the same mask
     is_shared = bool((counts == counts[:, :1]).all() and (indices == indices[:, :1]).all())
     mask_indices, mask_counts = (x[:, :1] if is_shared else x for x in (indices, counts))
     first, last = (x.flatten(0, 1)[:, None, :, None] for x in plan.ranges.blocked(plan.query_block))
@@ -183,7 +186,7 @@ def _add_partial(
         if bool(has_no_keys.any()):
             row_out = row_out.masked_fill(has_no_keys.unsqueeze(-1), 0.0)
             row_lse = row_lse.masked_fill(has_no_keys, -torch.inf)
-        # both log-sum-exps are -inf for a query without keys, whose weight would be NaN
+        # for a query without keys, both log-sum-exps are -inf, and their difference is NaN
         weight = (row_lse - lse[row_slice]).sigmoid().nan_to_num_(nan=0.0).unsqueeze(-1)
         torch.lerp(out[row_slice], row_out, weight, out=out[row_slice])
         torch.logaddexp(lse[row_slice], row_lse, out=lse[row_slice])
@@ -192,11 +195,11 @@ def _add_partial(
 def _unseen_keys(
     indices: Tensor, counts: Tensor, *, first: Tensor, last: Tensor, key_block: int
 ) -> Tensor:
-    """Return True for the keys of partial blocks that a query does not attend to.
+    """Return a mask of partial blocks: True for keys that a query does not attend to.
 
     Args:
-        indices: int32 [rows, units, W], the listed blocks.
-        counts: int32 [rows, units], number of listed blocks.
+        indices: int32 [rows, units, W], the listed blocks of each unit of each query block.
+        counts: int32 [rows, units], number of listed blocks; other entries of W are masked.
         first, last: int32 [rows, 1, query_block, 1], the first and the last visible key.
         key_block: Tokens per key block.
 
@@ -211,10 +214,10 @@ def _unseen_keys(
 
 
 def _units(plan: BlockPlan, heads: int, kv_heads: int) -> tuple[int, Tensor, Tensor]:
-    """Return the units of the fused kernel.
+    """Divide the heads of each query block into units of query heads that attend to the same keys.
 
-    A unit is one query block of the query heads that share both the lists and the KV head. A query
-    block has U units.
+    A unit is one query block of the query heads that share both a plan head and a KV head. The
+    fused kernel processes a unit as one batch entry. A query block has U units.
 
     Args:
         plan: The plan.
@@ -223,9 +226,10 @@ def _units(plan: BlockPlan, heads: int, kv_heads: int) -> tuple[int, Tensor, Ten
 
     Returns:
         heads_per_unit: Number of query heads per unit.
-        list_rows: int64 [B * M_q * U], the index of each unit's lists in [B * P * M_q].
-        first_blocks: int64 [B * M_q * U], the index of the first block of each unit's KV head in
-            [B * H_kv * M_k].
+        list_rows: int64 [B * M_q * U], the index of each unit's lists among the B * P * M_q lists
+            of the plan, which has P heads.
+        first_blocks: int64 [B * M_q * U], the index of the first key block of each unit's KV head
+            among the B * H_kv * M_k key blocks of all KV heads.
     """
     heads_per_list, group = plan.shared_by(heads), heads // kv_heads
     heads_per_unit = math.gcd(heads_per_list, group)
@@ -239,14 +243,14 @@ def _units(plan: BlockPlan, heads: int, kv_heads: int) -> tuple[int, Tensor, Ten
 
 
 def _units_per_call(counts: list[int], logits_per_block: int) -> Iterator[tuple[slice, int]]:
-    """Yield the units of each call of the kernel, and the number of blocks that each unit lists.
+    """Yield for each call of the kernel: a slice of ``counts``, and the blocks per unit.
 
-    Units of a call list the same number of blocks, at least 1. A call has at most
-    `LOGITS_AT_A_TIME` logits, or one unit.
+    All units of a call list the same number of blocks, at least 1. A call computes one unit, or
+    several units with at most `LOGITS_AT_A_TIME` logits.
 
     Args:
         counts: Number of blocks that each unit lists, ascending.
-        logits_per_block: Logits of a unit per block.
+        logits_per_block: Number of logits of a unit per listed block.
     """
     start = bisect_right(counts, 0)
     while start < len(counts):
@@ -258,11 +262,11 @@ def _units_per_call(counts: list[int], logits_per_block: int) -> Iterator[tuple[
 
 
 def _gather_blocks(x: Tensor, blocks: Tensor, dim: int) -> Tensor:
-    """Return some blocks of keys or values, token by token.
+    """Gather blocks of keys or values, and return their tokens in the order of ``blocks``.
 
     Args:
-        x: [all blocks, key_block * dim].
-        blocks: int [..., W], indices of blocks.
+        x: [B * H_kv * M_k, key_block * dim], the key blocks of all KV heads.
+        blocks: int [..., W], indices of blocks in the first dimension of ``x``.
         dim: Channels of a token.
 
     Returns:
@@ -274,7 +278,7 @@ def _gather_blocks(x: Tensor, blocks: Tensor, dim: int) -> Tensor:
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Call PyTorch's fused CPU kernel.
+    """Call PyTorch's fused CPU kernel for R independent problems.
 
     Args:
         q: [R, H, N, D].
@@ -294,7 +298,9 @@ def _fused(
 def _by_products(
     q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention by matrix products, for soft caps, for NaN, and for v of another head dim.
+    """Compute attention by matrix products, which support all inputs.
+
+    The arguments are those of `attention`.
 
     Returns:
         out: [B, H, M_q, query_block, D_v].
@@ -303,7 +309,7 @@ def _by_products(
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads_per_list, group = plan.shared_by(q.shape[1]), q.shape[1] // k.shape[1]
     is_finite = all(bool(x.isfinite().all()) for x in (k, v))
-    # the last query block is padded with queries without keys
+    # the last query block is padded with queries that have no keys
     blocks = F.pad(q, (0, 0, 0, -q.shape[2] % plan.query_block)) * scale
     blocks = blocks.unflatten(2, (-1, plan.query_block))
     first, last = plan.ranges.blocked(plan.query_block)
@@ -325,7 +331,7 @@ def _by_products(
                 for heads, kv_head in _heads_of_list(plan_head, heads_per_list, group):
                     row_k, row_v = (_gather_tokens(x[batch, kv_head], keys) for x in (k, v))
                     if not is_finite:
-                        # a weight of 0 does not remove a NaN
+                        # 0 * NaN is NaN, so that values of keys with a weight of 0 must be finite
                         is_unused = unseen.all(1).unsqueeze(-1)
                         row_k, row_v = (x.masked_fill(is_unused, 0.0) for x in (row_k, row_v))
                     row_out, row_lse = _attend(
@@ -341,10 +347,10 @@ def _by_products(
 
 
 def _heads_of_list(plan_head: int, heads_per_list: int, group: int) -> Iterator[tuple[slice, int]]:
-    """Yield (query heads, KV head) for the query heads that share the lists of one plan head.
+    """Yield the query heads of one plan head, grouped by KV head, as (query heads, KV head).
 
     Args:
-        plan_head: Head of the plan.
+        plan_head: Index of the plan head.
         heads_per_list: Query heads per head of the plan.
         group: Query heads per KV head.
     """
@@ -354,13 +360,14 @@ def _heads_of_list(plan_head: int, heads_per_list: int, group: int) -> Iterator[
 
 
 def _rows_per_product(num_keys: list[int], queries: int) -> Iterator[slice]:
-    """Yield consecutive rows that one matrix product computes, padded to the longest row.
+    """Yield slices of consecutive query blocks, each of which one matrix product computes.
 
-    A product has at most `LOGITS_AT_A_TIME` logits, or one row.
+    The lists of a slice are padded to the longest list. A slice has one query block, or several
+    with at most `LOGITS_AT_A_TIME` logits.
 
     Args:
-        num_keys: Number of keys that each row lists.
-        queries: Queries per row, over all heads of a product.
+        num_keys: Number of keys that each query block lists.
+        queries: Queries per query block, over all heads of a product.
     """
     begin, longest = 0, 0
     for end, length in enumerate(num_keys):
@@ -375,23 +382,23 @@ def _rows_per_product(num_keys: list[int], queries: int) -> Iterator[slice]:
 def _listed_keys(
     plan: BlockPlan, batch: int, plan_head: int, *, rows: slice, first: Tensor, last: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys that R rows list, padded to K keys, and a mask of unseen keys.
+    """Return the keys that R query blocks list, and a mask of keys that queries do not attend to.
 
     Args:
         plan: The plan.
-        batch: Batch row.
-        plan_head: Head of the plan.
+        batch: Index of the batch row.
+        plan_head: Index of the plan head.
         rows: The R query blocks.
         first, last: int32 [R, query_block], the first and the last visible key of each query.
 
     Returns:
-        keys: int64 [R, K].
+        keys: int64 [R, K], the indices of the listed keys, padded to K keys.
         unseen: bool [R, query_block, K], True for keys that a query does not attend to.
     """
     key_offset = torch.arange(plan.key_block, device=first.device)
 
     def tokens(lists: BlockIndices) -> tuple[Tensor, Tensor]:
-        """Return the keys of the listed blocks [R, W * key_block], and True for padding."""
+        """Return the keys of listed blocks and a mask of padding, both [R, W * key_block]."""
         counts = lists.counts[batch, plan_head, rows]
         indices = lists.indices[batch, plan_head, rows, : int(counts.max())]
         is_listed = torch.arange(indices.shape[1], device=counts.device) < counts.unsqueeze(1)
@@ -400,25 +407,25 @@ def _listed_keys(
 
     full, is_full_padding = tokens(plan.full)
     partial, is_partial_padding = tokens(plan.partial)
-    # every query that has keys sees all keys of full blocks
+    # full blocks need no mask, except for queries without keys (first > last)
     unseen_full = is_full_padding.unsqueeze(1) | (first > last).unsqueeze(2)
     key = partial.unsqueeze(1)
     is_outside = (key < first.unsqueeze(2)) | (key > last.unsqueeze(2))
     unseen_partial = is_outside | is_partial_padding.unsqueeze(1)
-    # the last block may extend past the last key
+    # the last block may extend past the last key; such keys are masked
     keys = torch.cat([full, partial], dim=1).clamp(max=plan.kv_length - 1)
     return keys, torch.cat([unseen_full, unseen_partial], dim=2)
 
 
 def _gather_tokens(x: Tensor, keys: Tensor) -> Tensor:
-    """Gather x [N, D] at ``keys``, int64 [R, K]: [R, K, D]."""
+    """Return the rows of x [N, D] with the indices ``keys``, int64 [R, K], as [R, K, D]."""
     return x.index_select(0, keys.flatten()).unflatten(0, keys.shape)
 
 
 def _attend(
     *, q: Tensor, k: Tensor, v: Tensor, unseen: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of R rows by two matrix products.
+    """Compute attention of R query blocks of N queries by two batched matrix products.
 
     Args:
         q: [R, H, N, D], scaled.

@@ -1,8 +1,8 @@
 """Kernels that merge attention over parts of the keys, and that add attention sinks.
 
 The output over all keys is the mean of the outputs over the parts, with weights proportional to
-exp(log-sum-exp of the part). In PyTorch, this merge takes twenty launches, and a product with one
-factor per row reaches a third of the memory bandwidth.
+exp(log-sum-exp of the part). In PyTorch, this merge takes twenty kernel launches, and PyTorch's
+product of a tensor with one factor per row reaches only a third of the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from cab_hf.ops.attention.tiles import vectors, vectors_at
 from cab_hf.ops.launch import on_device_of
 
-# entries of the output that a program writes
+# largest number of output entries that a program writes
 VALUES_AT_A_TIME = 4096
 
 
@@ -26,7 +26,7 @@ def write_merged(
     query: Tensor,
     real: Tensor,
 ) -> None:
-    """Merge attention over P parts of the keys, and write the result to R queries of ``out``.
+    """Merge attention of R queries over P parts of the keys, and write the result to ``out``.
 
     Args:
         out: [B, H, N, D], changed in place.
@@ -35,8 +35,8 @@ def write_merged(
         parts: [B, H, P * R, D]: the output of all R queries over the first part, then over the
             second part, and so on.
         sums: float32 [B, H, P * R], the log-sum-exps of ``parts``; -inf for parts without keys.
-        query: int64 [B, R], the queries that are written.
-        real: bool [B, R], False for entries of ``query`` that are not written.
+        query: int64 [B, R], indices of the R queries in ``out``.
+        real: bool [B, R], False for queries whose result is not written.
     """
     batch, heads, _, dim = out.shape
     rows = query.shape[1]
@@ -62,7 +62,7 @@ def write_merged(
 
 
 def share_with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Compute `reference.with_sinks` in place.
+    """Rescale attention in place to include attention sinks; see `reference.with_sinks`.
 
     Args:
         out: [B, H, N, D], attention without sinks, changed in place.
@@ -97,7 +97,7 @@ def _share_with_sinks_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Multiply BLOCK_M rows of ``out`` by exp(lse) / (exp(lse) + exp(sink))."""
+    """Multiply ``out`` of BLOCK_M queries of one head by exp(lse) / (exp(lse) + exp(sink))."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     plane = tl.program_id(1).to(tl.int64)
     batch, head = plane // heads, plane % heads
@@ -130,7 +130,10 @@ def _merge_rows_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Merge all parts of BLOCK_M queries of one head by the online softmax."""
+    """Merge the results over all parts of the keys for BLOCK_M queries of one head.
+
+    The merge is an online softmax over the log-sum-exps of the parts.
+    """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     plane = tl.program_id(1).to(tl.int64)
     batch, head = plane // heads, plane % heads
@@ -150,7 +153,7 @@ def _merge_rows_kernel(
             part_lses + plane * num_parts * rows + part_row, mask=row_mask, other=float("-inf")
         )
         m_new = tl.maximum(m_i, part_lse)
-        # the maximum is -inf as long as no part has keys
+        # m_new is -inf until a part with keys is read; the difference of two infinities is NaN
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha, p = tl.exp(m_i - m_safe), tl.exp(part_lse - m_safe)
         x = tl.load(vectors_at(parts, batch, head, part_row) + channel, mask=mask, other=0.0)

@@ -1,9 +1,9 @@
-"""Attention under a plan with sampled blocks: random blocks that represent blocks not listed.
+"""Attention under a plan with sampled blocks: random blocks that represent the unlisted blocks.
 
 An engine attends to the listed blocks, and `block` attends to the sampled blocks. Both results are
-merged by their log-sum-exps. The backward pass needs no merge: with the log-sum-exp of the merged
-result, the gradients of each part have the weights of the merged softmax. The definition is
-`reference.attention`.
+merged by their log-sum-exps. The backward pass computes the gradients of both parts with the merged
+log-sum-exp, so that the weights are those of the merged softmax, and adds the gradients. The
+definition is `reference.attention`.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `reference.attention` under a plan with sampled blocks, on CUDA devices.
+    """Compute attention over listed and sampled blocks, on CUDA devices.
 
     Args:
-        attend: An engine for the lists of a plan, with the arguments of `reference.attention`
-            except ``softcap``.
+        attend: Engine that computes attention over full and partial blocks, with the arguments of
+            `reference.attention` except ``softcap``.
         q: [B, H, N_q, D].
         k, v: [B, H_kv, N_k, D].
         plan: A plan with ``sampled``.
         scale: Factor of the products q · k.
-        return_lse: True to return the log-sum-exp, float32 [B, H, N_q], too.
-        softcap: Soft cap of the scaled logits, which ``attend`` applies as well; None for no cap.
+        return_lse: True to also return the log-sum-exp, float32 [B, H, N_q].
+        softcap: Soft cap of the scaled logits; None for no cap. ``attend`` must apply the same cap.
     """
     assert plan.sampled is not None
     # no gradients here, because the op below defines the gradients of both parts
@@ -73,25 +73,30 @@ def attention(
 
 @torch.library.custom_op("cab_hf::sampled_attention", mutates_args=(), schema=FORWARD)
 def _forward_op(q, k, v, listed_out, listed_lse, counts, indices, sample_period, *values):
-    """Attend to the sampled blocks, and merge the result with that of the listed blocks."""
+    """Attend to the sampled blocks, and merge the result with ``listed_out`` and ``listed_lse``."""
     plan = _sampled_plan(counts, indices, PlanArguments._make(values))
     sampled_out, sampled_lse = block.forward_op(q, k, v, **plan._asdict())
     sampled_lse = sampled_lse + math.log(sample_period)
-    # the weight of the sampled part; 0 if nothing is sampled, also for padding queries
+    # weight of ``sampled_out`` in the merge; 0 for queries without sampled blocks. Padding queries
+    # have two log-sum-exps of -inf, whose difference is NaN
     share = (sampled_lse - listed_lse).sigmoid().masked_fill(sampled_lse == -torch.inf, 0.0)
     out = empty_transposed(q, v.shape[3])
-    # one pass over both parts, without a concatenated copy
+    # lerp reads both outputs once
     torch.lerp(listed_out, sampled_out, share.unsqueeze(-1).to(sampled_out.dtype), out=out)
     return out, torch.logaddexp(listed_lse, sampled_lse)
 
 
 @torch.library.custom_op("cab_hf::sampled_attention_backward", mutates_args=(), schema=BACKWARD)
 def _backward_op(grad, grad_lse, q, k, v, out, lse, counts, indices, sample_period, *values):
-    """Return the sums of the gradients of both parts; ``lse`` is that of the merged result."""
+    """Return the gradients of q, k and v, summed over the listed and the sampled blocks.
+
+    ``out`` and ``lse`` are the merged results of `_forward_op`.
+    """
     listed_plan = PlanArguments._make(values)
     tensors = {"grad": grad, "grad_lse": grad_lse, "q": q, "k": k, "v": v, "out": out}
     gradients = block.backward_op(**tensors, lse=lse, **listed_plan._asdict())
-    # a logit of the sample is increased by log(sample_period)
+    # log(sample_period) is added to logits of sampled blocks; subtracting it from ``lse`` has the
+    # same effect on the weights exp(logit - lse)
     sampled_gradients = block.backward_op(
         **tensors,
         lse=lse - math.log(sample_period),
@@ -149,7 +154,15 @@ _backward_op.register_fake(block.fake_gradients)
 
 
 def _sampled_plan(counts: Tensor, indices: Tensor, plan: PlanArguments) -> PlanArguments:
-    """Return ``plan`` with only the sampled blocks as full lists; see `BlockPlan.of_sampled`."""
+    """Return ``plan`` with the sampled blocks as full blocks, and without partial blocks.
+
+    The result corresponds to `BlockPlan.of_sampled`.
+
+    Args:
+        counts: int32 [B, P, M_q], number of sampled blocks per query block.
+        indices: int32 [B, P, M_q, W], indices of the sampled blocks.
+        plan: The plan with the listed blocks, which are removed.
+    """
     no_counts = torch.zeros_like(counts)
     return plan._replace(
         full_counts=counts,

@@ -1,19 +1,19 @@
-"""Block attention for large head dims: both matrix products are split over D.
+"""Block attention for large head dims: separate kernels for the products q · k and weights · v.
 
 For large D, a tile of the output [queries, D] does not fit in registers next to the weights
-[queries, keys]. Recomputing the weights for every slice of D would cost as much as the products.
-Therefore one kernel writes the weights to memory, and another kernel reads the weights:
+[queries, keys]. If each program computed one slice of D, it would recompute the weights for its
+slice. Therefore one kernel writes the weights to memory, and another kernel reads the weights:
 
-* The first kernel multiplies queries and keys, `DEPTH` channels at a time. It writes the weights of
-  a stretch of listed keys.
+* The first kernel multiplies queries and keys, `DEPTH` channels at a time. A program writes the
+  weights of one tile of queries and one stretch: `STRETCH` consecutive keys in the list of keys.
 * The second kernel multiplies the weights with one slice of the values' channels.
 
-Neither shared memory nor registers grow with D. A weight has two bytes per 4 D operations, so that
-writing a weight costs little. `WORKSPACE` limits the memory of weights: the query blocks are
-processed in pieces.
+The need for shared memory and registers is independent of D. A 16-bit weight has two bytes per 4 D
+operations, so that writing the weights costs little time. `WORKSPACE` limits the memory of the
+weights: query blocks are processed in pieces.
 
-The forward pass stores weights relative to a maximum per stretch. The second kernel rescales the
-weights by the log-sum-exp of the query.
+In the forward pass, the first kernel writes exp2(logit - m), where m is the maximum of the query in
+the stretch. The second kernel rescales these weights to the log-sum-exp of the query.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ from cab_hf.ops.attention.tiles import (
 )
 from cab_hf.plan import BlockIndices
 
-# bytes of weights in memory at a time; a piece has at least one query block, which may need more
+# largest number of bytes of the weights of a piece; a piece with only one query block may need more
 WORKSPACE = 2 << 30
 # listed keys whose weights one program computes, for 16-bit numbers
 STRETCH = 128
-# channels of the output per program in products with the weights
+# output channels per program in products p @ x, see `_multiply_rows`
 ROW_SLICE = 128
-# channels of the output per program in products with the transposed weights; the size that pads D
-# least is used
+# output channels per program in products p.T @ x, see `_multiply_columns`; the size that needs the
+# least padding of D is used
 COLUMN_SLICES = (256, 128)
 # channels of queries and keys that a program multiplies at a time
 DEPTH = 64
-# stretches whose statistics a program reads at a time
+# stretches whose softmax statistics a program reads per loop iteration
 STRETCHES = 16
 
 
 class Piece(NamedTuple):
-    """Query blocks whose weights are in memory at the same time.
+    """Consecutive query blocks whose weights are in memory at the same time.
 
     Attributes:
-        plan: The lists of these query blocks, and the key ranges of all queries.
+        plan: The lists of the piece's query blocks, and the key ranges of all queries.
         kernel_plan: ``plan`` as an argument of kernels.
-        sizes: Sizes of the complete problem, with ``begin`` and ``tokens`` of this piece.
-        keys: Allocated weights per query, in whole stretches.
-        stretch: Listed keys whose weights one program computes.
+        sizes: Sizes of the attention call, with ``begin`` and ``tokens`` of this piece.
+        keys: Allocated weights per query, a multiple of ``stretch``.
+        stretch: Number of listed keys whose weights one program computes.
     """
 
     plan: PlanTensors
@@ -80,8 +80,8 @@ class StretchStats(NamedTuple):
     """Softmax statistics of every query per stretch, float32 [B * H, stretches, tokens].
 
     Attributes:
-        m_i: The maximum logit, rounded up, to base two; the weights are relative to exp2(m_i).
-        l_i: The sum of the weights.
+        m_i: The maximum logit of the stretch, to base two, rounded up to an integer.
+        l_i: The sum of exp2(logit - m_i) over the stretch.
     """
 
     m_i: Tensor
@@ -89,12 +89,12 @@ class StretchStats(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Tensors from which the backward pass computes the gradients of the logits.
+    """Inputs and output of the kernel that computes the gradients of the logits.
 
     Attributes:
         grad: [B, H, N_q, D], the gradient of the output.
         v: [B, H_kv, N_k, D].
-        stats: Statistics of every query from the forward pass.
+        stats: Log-sum-exp and delta of every query, from `backward_stats`.
         ds: [B, H, tokens, keys], receives the gradients of the logits.
     """
 
@@ -169,13 +169,13 @@ def backward(
         grad: [B, H, N_q, D], the gradient of the output.
         q: [B, H, N_q, D].
         k, v: [B, H_kv, N_k, D].
-        stats: Statistics of every query from the forward pass.
+        stats: Log-sum-exp and delta of every query, from `backward_stats`.
         plan: The plan of the forward pass.
         scale: Factor of the products q · k.
         softcap: Soft cap of the scaled logits; 0 for no cap.
     """
     dq = empty_transposed(q)
-    # sums over pieces, in float32
+    # in float32, because every piece adds to these tensors
     dk, dv = (torch.zeros_like(empty_transposed(x), dtype=torch.float32) for x in (k, v))
     kv_blocks = triton.cdiv(k.shape[2], plan.key_block)
     for piece in _pieces(q, k, plan, matrices=2):
@@ -192,18 +192,19 @@ def backward(
 
 
 def _pieces(q: Tensor, k: Tensor, plan: PlanTensors, matrices: int) -> Iterator[Piece]:
-    """Yield pieces of consecutive query blocks whose weights fit in `WORKSPACE` bytes.
+    """Divide the query blocks into pieces whose weights fit in `WORKSPACE` bytes; yield the pieces.
 
     Args:
         q: [B, H, N_q, D].
         k: [B, H_kv, N_k, D].
         plan: The plan of all query blocks.
-        matrices: Number of weights per query and listed key.
+        matrices: Number of weight matrices: 1 (p) in the forward pass, 2 (p and ds) in the backward
+            pass.
     """
     block = plan.query_block
     bytes_per_key = matrices * q.shape[0] * q.shape[1] * block * q.element_size()
     max_keys = WORKSPACE // bytes_per_key
-    # with twice the bytes per element, half the elements
+    # half the keys for float32, so that a stretch needs the same shared memory
     stretch = STRETCH * 2 // max(2, q.element_size())
     longest = [_round_up(max(1, keys), stretch) for keys in _longest_lists(plan)]
     begin = 0
@@ -228,15 +229,15 @@ def _pieces(q: Tensor, k: Tensor, plan: PlanTensors, matrices: int) -> Iterator[
 
 
 def _query_blocks(lists: BlockIndices, begin: int, end: int) -> BlockIndices:
-    """Return the lists of the query blocks [begin, end). The whole range is not copied."""
+    """Return the lists of query blocks begin to end - 1, without a copy if these are all blocks."""
     return lists.map_tensors(lambda x: x[:, :, begin:end].contiguous())
 
 
 def _longest_lists(plan: PlanTensors) -> list[int]:
-    """Return for every query block the number of keys in the longest list of any head.
+    """Return for every query block the largest number of listed keys over all heads and batch rows.
 
-    This is a device sync. While a CUDA graph is captured, the function returns the allocated width
-    of the lists instead.
+    The function synchronises with the device. While a CUDA graph is captured, the function returns
+    the allocated number of keys instead.
     """
     counts = plan.full.counts + plan.partial.counts
     if counts.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -245,7 +246,7 @@ def _longest_lists(plan: PlanTensors) -> list[int]:
 
 
 def _empty_weights(q: Tensor, piece: Piece) -> Tensor:
-    """Allocate one weight per query of a piece and listed key, [B, H, tokens, keys]."""
+    """Allocate the weights of a piece, [B, H, tokens, keys]: one per query and listed key."""
     return q.new_empty(q.shape[0], q.shape[1], piece.sizes.tokens, piece.keys)
 
 
@@ -269,9 +270,10 @@ def _write_weights(
         piece: The query blocks.
         scale: Factor of the products q · k.
         softcap: Soft cap of the scaled logits; 0 for no cap.
-        stats: Receives the statistics of the weights in the forward pass; None in the backward
-            pass.
-        gradients: Tensors of the backward pass; None in the forward pass.
+        stats: Receives the softmax statistics of each stretch in the forward pass; None in the
+            backward pass.
+        gradients: Inputs and output for the gradients of the logits in the backward pass; None in
+            the forward pass.
     """
     plan, stretch = piece.plan, piece.stretch
     tile = _row_tile(plan)
@@ -323,7 +325,8 @@ def _multiply_rows(
         piece: The query blocks.
         scale: Factor of the product.
         m_i: `StretchStats.m_i`, for weights of the forward pass; None if p needs no rescaling.
-        lse: float32 [B, H, N_q], the log-sum-exp, for weights of the forward pass; else None.
+        lse: float32 [B, H, N_q], the log-sum-exp, for weights of the forward pass; None if p needs
+            no rescaling.
     """
     plan, sizes, stretch = piece.plan, piece.sizes, piece.stretch
     tile, key_tile = _row_tile(plan), _column_tile(plan)
@@ -358,7 +361,8 @@ def _multiply_columns(
         x: [B, H, N_q, D], the gradient of the output, or q.
         out: float32 [B, H_kv, N_k, D], changed in place.
         piece: The query blocks.
-        columns: The plan of the piece with `ColumnLists` that have slots.
+        columns: The plan of the piece as `ColumnLists` (query blocks that list each key block) with
+            slots.
         scale: Factor of the product.
     """
     plan = piece.plan
@@ -385,12 +389,12 @@ def _multiply_columns(
 
 
 def _row_tile(plan: PlanTensors) -> int:
-    """Return the queries per tile."""
+    """Return the queries per tile, a divisor of the query block."""
     return tile_of(plan.query_block, 128)
 
 
 def _column_tile(plan: PlanTensors) -> int:
-    """Return the keys per tile."""
+    """Return the keys per tile, a divisor of the key block."""
     return tile_of(plan.key_block, 64)
 
 
@@ -399,7 +403,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _constants(x: Tensor, plan: PlanTensors) -> dict[str, int | str]:
-    """Return the constant arguments and the launch options that the product kernels share."""
+    """Return the constexpr arguments and launch options that the kernels with products share."""
     return {
         "QUERY_BLOCK": plan.query_block,
         "KEY_BLOCK": plan.key_block,

@@ -1,8 +1,8 @@
 """Kernels of `split`: weights of a stretch of listed keys, and products with one slice of D.
 
-A stretch is a number of consecutive entries of a row's key list: the full blocks of the row, then
-its partial blocks, token by token. Weights p and gradients ds are [B, H, tokens, keys], where
-column c belongs to the c-th listed key of the query.
+The listed keys of a query block are the keys of its full blocks, then the keys of its partial
+blocks. A stretch is STRETCH consecutive listed keys. Weights p and gradients ds have the shape
+[B, H, tokens, keys]: column c belongs to the c-th listed key of the query's block.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from cab_hf.ops.attention.tiles import (
 
 
 class StretchTile(NamedTuple):
-    """Tile of queries and one stretch of the listed keys: the work of one program.
+    """Tile of queries and one stretch of the listed keys, which one program processes.
 
     Attributes:
-        batch: Batch row.
-        head: Query head.
+        batch: Index of the batch row.
+        head: Index of the query head.
         kv_head: KV head of the query head.
         start: The first query of the tile.
-        key: [STRETCH], the listed keys, at most the last key of the sequence.
-        first_key: The first listed key.
+        key: [STRETCH], indices of the listed keys, clamped to the last key of the sequence.
+        first_key: Index of the first listed key of the stretch.
     """
 
     batch: tl.tensor
@@ -51,15 +51,15 @@ class StretchTile(NamedTuple):
 
 @triton.jit
 def _listed_keys(plan, plan_row, column, KEY_BLOCK: tl.constexpr):
-    """Return (keys, is_listed) for some columns of the weights of a query block.
+    """Return the index of the listed key of each column of the weights.
 
     Args:
         plan: Lists of key blocks per query block.
         plan_row: Index of the query block's lists.
-        column: Columns of the weights; full blocks come first.
+        column: Indices of columns of the weights; full blocks come first.
 
     Returns:
-        keys: The key of each column.
+        keys: The index of the key of each column.
         is_listed: False for columns after the last listed block, whose key is undefined.
     """
     slot = column // KEY_BLOCK
@@ -89,13 +89,15 @@ def _products(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return x @ y.T [BLOCK_M, STRETCH], accumulated over DEPTH channels at a time.
+    """Return x @ y.T [BLOCK_M, STRETCH] for the queries and keys of a tile.
+
+    The loop multiplies DEPTH channels per iteration.
 
     Args:
-        desc_x: Descriptor of a tensor per query, q or the gradient of the output.
-        desc_y: Descriptor of a tensor per key, k or v; read if a stretch is in one key block.
+        desc_x: Descriptor of q or of the gradient of the output.
+        desc_y: Descriptor of k or v; read if every stretch is inside one key block.
         y: The same tensor as `Vectors`; read if a stretch contains several key blocks.
-        tile: The `StretchTile`.
+        tile: The `StretchTile` with the queries and keys.
     """
     acc = tl.zeros((BLOCK_M, STRETCH), tl.float32)
     channel = tl.arange(0, DEPTH)[None, :]
@@ -155,10 +157,10 @@ def block_attention_split_p_kernel(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the weights of one stretch, p [BLOCK_M, STRETCH].
+    """Write the weights p [BLOCK_M, STRETCH] of one tile of queries and one stretch.
 
-    The forward pass (``backward_stats`` is None) also writes ``stats`` of the stretch. The backward
-    pass also writes the gradients of the logits, ds [BLOCK_M, STRETCH].
+    In the forward pass (``backward_stats`` is None), also write the `StretchStats` of the stretch.
+    In the backward pass, also write the gradients of the logits, ds [BLOCK_M, STRETCH].
     """
     plane = tl.program_id(2)
     row = tl.program_id(1) * BLOCK_M
@@ -196,7 +198,7 @@ def block_attention_split_p_kernel(
             qk = tanh(qk * cap_scale)
             slope = 1 - qk * qk
 
-        # mask stretches that contain keys of partial blocks
+        # stretches that contain only keys of full blocks need no mask
         query = start + tl.arange(0, BLOCK_M)
         if column + STRETCH > full_keys:
             first, last = load_key_ranges(plan, batch, query, sizes.q_length)
@@ -204,7 +206,8 @@ def block_attention_split_p_kernel(
             qk = tl.where(seen, qk, float("-inf"))
 
         if backward_stats is None:
-            # an integer power of two, so that rescaling the weights later does not round
+            # m_i is an integer: then the later rescaling multiplies weights by a power of two,
+            # which does not round
             m_i = tl.ceil(tl.max(qk, 1) * qk_scale)
             p = tl.exp2(qk * qk_scale - finite(m_i)[:, None])
             offset = (plane.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * sizes.tokens
@@ -278,7 +281,7 @@ def block_attention_split_lse_kernel(
     STRETCH: tl.constexpr,
     STRETCHES: tl.constexpr,
 ):
-    """Write the log-sum-exp of BLOCK_M queries, from the statistics of all stretches."""
+    """Write the log-sum-exp of BLOCK_M queries, merged from the `StretchStats` of all stretches."""
     plane = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M
     batch, _, _, plan_row = locate(tl.program_id(1), row, sizes, QUERY_BLOCK)
@@ -301,7 +304,8 @@ def block_attention_split_lse_kernel(
         l_i = l_i * tl.exp2(m_i - m_safe) + tl.sum(l_part, 0)
         m_i = m_new
 
-    # -inf for queries without keys; full blocks are not masked, not even for padding queries
+    # write -inf for queries without keys. Padding queries (last < 0) may have a finite m_i, because
+    # full blocks are not masked
     query = sizes.begin + token
     _, last = load_key_ranges(plan, batch, query, sizes.q_length)
     has_no_keys = (m_i == float("-inf")) | (last < 0)
@@ -345,7 +349,8 @@ def block_attention_split_query_kernel(
     partial_indices = plan.partial.indices + plan_row * plan.partial.width - num_full
     token = row + tl.arange(0, BLOCK_M)
 
-    # log-sum-exp to base two, [BLOCK_M], and the integer above, to which weights are rescaled first
+    # [BLOCK_M]: log-sum-exp to base two, and the log-sum-exp rounded up to an integer. Weights are
+    # rescaled to the integer inside the loop, and the output to the log-sum-exp after the loop
     if lse is not None:
         query = sizes.begin + token
         lse_offset = plane.to(tl.int64) * sizes.q_length + query
@@ -367,7 +372,7 @@ def block_attention_split_query_kernel(
             desc_p, batch, head, token=row, channel=i * BLOCK_N, TOKENS=BLOCK_M, CHANNELS=BLOCK_N
         )
         if lse is not None:
-            # a factor that is a power of two does not round the weights
+            # the factor is a power of two, so that the product does not round the weights
             m = tl.load(m_i + i * BLOCK_N // STRETCH * sizes.tokens)
             p = p * tl.exp2(m - lse_ceil).to(p.dtype)[:, None]
         column = block * KEY_BLOCK + i % TILES * BLOCK_N
@@ -420,7 +425,8 @@ def block_attention_split_bwd_key_kernel(
 ):
     """Add scale * p.T @ x [BLOCK_N, BLOCK_D] to ``out``, over the queries that list a tile of keys.
 
-    ``plan`` has `ColumnLists` with slots. ``full_counts`` are the counts of the full lists per row.
+    ``plan`` contains `ColumnLists` with slots: the query blocks that list each key block.
+    ``full_counts`` are the numbers of full blocks that each query block lists.
     """
     batch = tl.program_id(2) // sizes.kv_heads
     kv_head = tl.program_id(2) % sizes.kv_heads
@@ -442,7 +448,7 @@ def block_attention_split_bwd_key_kernel(
                 row = tile_start(rows, i, QUERY_BLOCK, BLOCK_M)
                 slot = tl.load(slots + i // TILES)
                 if PARTIAL:
-                    # the columns of partial blocks follow those of the full blocks
+                    # in p, columns of partial blocks follow the columns of full blocks
                     slot += tl.load(full_counts + plan_head * sizes.q_blocks + row // QUERY_BLOCK)
                 p = load_tile(
                     desc_p,

@@ -1,7 +1,8 @@
-"""Parts that the block attention kernels share: plan arguments, tiles, masks and the softmax.
+"""Functions that the block attention kernels share: plan arguments, tiles, masks and the softmax.
 
-Exponentials are to base two. A plan is passed to kernels as NamedTuples. Descriptors of tiles stay
-separate arguments, because Triton 3.6 cannot launch a kernel with a descriptor inside a tuple.
+Kernels compute exponentials and log-sum-exps to base two. A plan is passed to kernels as
+NamedTuples. Tile descriptors are separate arguments, because Triton 3.6 cannot launch a kernel with
+a descriptor inside a tuple.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from cab_hf.ops import launch
 from cab_hf.ops.attention.transpose import ColumnLists, pack_columns
 from cab_hf.plan import BlockIndices
 
-# bytes that the start and the strides of a descriptor must be multiples of
+# bytes; the address and the strides of a tensor with a descriptor must be multiples of this number
 ALIGNMENT = 16
-# queries; every tile of queries divides this number
+# `BackwardStats` are padded to a multiple of this number of queries, which is a multiple of every
+# query tile, so that kernels read `BackwardStats` without a mask
 WHOLE_TILE = 128
 # queries whose `BackwardStats` one program computes
 STATS_TILE = 32
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# `magnitude` returns at least this number for infinities and NaN
+# smallest result of `magnitude` for infinities and NaN; results for finite numbers are smaller
 INFINITE_BITS = tl.constexpr(0x7F800000)
 
 
@@ -34,8 +36,9 @@ class PlanTensors(NamedTuple):
     """Fields of a `BlockPlan` that the kernels need.
 
     Attributes:
-        full: Lists of key blocks that all queries of a query block see completely.
-        partial: Lists of the other key blocks that a query block attends to.
+        full: Lists of full blocks. All keys of a full block are visible to all queries of the query
+            block, except padding queries.
+        partial: Lists of partial blocks, in which ``first`` and ``last`` mask keys.
         first: int32 [B, N_q], the first visible key of each query.
         last: int32 [B, N_q], the last visible key of each query; -1 for padding queries.
         query_block: Tokens per query block.
@@ -54,9 +57,9 @@ class Lists(NamedTuple):
     """`BlockIndices` as an argument of kernels.
 
     Attributes:
-        counts: int32 [B, P, M_q], number of listed blocks per row, for P heads of the plan.
-        indices: int32 [B, P, M_q, width].
-        width: Allocated indices per row.
+        counts: int32 [B, P, M_q], number of listed blocks per query block, for P heads of the plan.
+        indices: int32 [B, P, M_q, width], indices of the listed blocks.
+        width: Allocated indices per query block.
     """
 
     counts: Tensor
@@ -65,8 +68,9 @@ class Lists(NamedTuple):
 
     @classmethod
     def of(cls, lists: BlockIndices) -> Lists:
-        """Convert ``lists``. Lists of width 1 get a second, unused entry per row."""
-        # Triton 3.6 turns a 1 into a constant, and loses the constant in a tuple inside a tuple
+        """Convert `BlockIndices`. Lists of width 1 get a second, unused entry per query block."""
+        # Triton 3.6 makes an integer argument of 1 a constant, and loses a constant in a tuple
+        # inside a tuple. Therefore ``width`` must not be 1
         lists = lists.widened(2) if lists.width < 2 else lists
         return cls(lists.counts, lists.indices, lists.width)
 
@@ -77,8 +81,9 @@ class Plan(NamedTuple):
     Kernels read ``plan[0]`` for the full lists and ``plan[1]`` for the partial lists.
 
     Attributes:
-        full: Full blocks of each row, or of each column in the backward pass for k and v.
-        partial: Partial blocks, in the same form.
+        full: Full blocks that each query block lists. In the backward pass for k and v,
+            `ColumnLists`: the query blocks that list each key block as full.
+        partial: The same for partial blocks.
         first: int32 [B, N_q], the first visible key of each query.
         last: int32 [B, N_q], the last visible key of each query; -1 for padding queries.
         first_stride: Elements between two batch rows of ``first``.
@@ -94,16 +99,17 @@ class Plan(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of the problem as an argument of kernels.
+    """Sizes of an attention call as an argument of kernels.
 
     Attributes:
         heads: Heads of q.
         kv_heads: Heads of k and v.
         plan_heads: Heads of the plan.
-        q_length: Queries of the complete problem.
-        q_blocks: Query blocks in the lists.
-        begin: The first query of the lists, which may contain only a piece of the plan.
-        tokens: Queries of the piece, in whole query blocks; 0 if the lists contain the whole plan.
+        q_length: Number of queries of the call, N_q.
+        q_blocks: Number of query blocks in the lists. `split` passes the lists of a piece of
+            consecutive query blocks.
+        begin: Index of the first query of the piece; 0 without pieces.
+        tokens: Number of queries of the piece, a multiple of the query block; 0 without pieces.
     """
 
     heads: int
@@ -148,12 +154,12 @@ class Tiles(NamedTuple):
 
 
 class BackwardStats(NamedTuple):
-    """Statistics of every query that the backward pass needs.
+    """Log-sum-exp and delta of every query, which the backward pass needs.
 
     Attributes:
         lse: float32 [B, H, padded_length], the log-sum-exp to base two. It is +inf for queries
             without keys and after the last query, so that all weights of such queries are 0.
-        delta: float32 [B, H, padded_length], sum_d grad * out - grad_lse.
+        delta: float32 [B, H, padded_length], (sum over channels of grad * out) - grad_lse.
         padded_length: N_q rounded up to `WHOLE_TILE`.
     """
 
@@ -168,7 +174,7 @@ def kernel_arguments(q: Tensor, k: Tensor, plan: PlanTensors) -> tuple[Plan, Siz
     Args:
         q: [B, H, N_q, D].
         k: [B, H_kv, N_k, D].
-        plan: The plan, or a piece of consecutive query blocks.
+        plan: The plan, or the part of the plan for a piece of consecutive query blocks.
     """
     full, partial = Lists.of(plan.full), Lists.of(plan.partial)
     first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (plan.first, plan.last))
@@ -208,7 +214,7 @@ def transposed_plan(plan: Plan, kv_blocks: int, with_slots: bool = False) -> Pla
 def backward_stats(
     grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
 ) -> BackwardStats:
-    """Compute the statistics of every query for the backward pass.
+    """Compute log-sum-exp (to base two) and delta of every query for the backward pass.
 
     Args:
         grad: [B, H, N_q, D], the gradient of the output.
@@ -253,7 +259,9 @@ def described(x: Tensor) -> Tensor:
 
 
 def empty_transposed(x: Tensor, dim: int | None = None) -> Tensor:
-    """Allocate [B, H, N, D] with the memory layout [B, N, H, D], which models use after attention.
+    """Allocate [B, H, N, D] with the memory layout [B, N, H, D].
+
+    Models transpose the output of attention to [B, N, H, D], which is then contiguous.
 
     Args:
         x: [B, H, N, D], the tensor whose shape, dtype and device the result has.
@@ -264,7 +272,7 @@ def empty_transposed(x: Tensor, dim: int | None = None) -> Tensor:
 
 
 def vectors(x: Tensor) -> Vectors:
-    """Return x [B, H, N, D] as an argument of kernels. D must be contiguous."""
+    """Return x [B, H, N, D] with its strides, as an argument of kernels. D must be contiguous."""
     batch, head, token = x.stride()[:3]
     return Vectors(data=x, batch=batch, head=head, token=token)
 
@@ -297,10 +305,11 @@ def tile_of(block: int, most: int) -> int:
 
 
 def has_future_keys(plan: PlanTensors, q_length: int, kv_length: int) -> bool:
-    """Return True if listed blocks may contain keys after the last query of their row.
+    """Return True if listed blocks may contain keys after the last query of the query block.
 
-    The values of such keys may be NaN, which a weight of 0 does not remove. No such keys exist if
-    q and k have the same length and key blocks are not larger than query blocks.
+    The values of such keys may be NaN, and 0 * NaN is NaN. Kernels must then replace the values by
+    zeros. No such keys exist if q and k have the same length and key blocks are not larger than
+    query blocks.
     """
     return q_length != kv_length or plan.key_block > plan.query_block
 
@@ -331,14 +340,19 @@ def logit_scales(scale: float, softcap: float) -> dict[str, float | bool]:
 
 @triton.jit
 def locate(plane, start, sizes, QUERY_BLOCK: tl.constexpr):
-    """Return (batch, head, kv_head, plan_row) of a tile of queries.
+    """Return the indices by which a program reads the tensors and the lists of a tile of queries.
 
     Args:
         plane: batch * heads + head.
         start: The first query of the tile, counted from ``sizes.begin``.
+        sizes: `Sizes`.
 
     Returns:
-        ``plan_row`` is the index of the query block's lists, with P heads per batch row.
+        batch: Index of the batch row.
+        head: Index of the query head.
+        kv_head: Index of the KV head.
+        plan_row: Index of the lists of the tile's query block among the lists of all batch rows and
+            plan heads.
     """
     batch = plane // sizes.heads
     head = plane % sizes.heads
@@ -349,7 +363,7 @@ def locate(plane, start, sizes, QUERY_BLOCK: tl.constexpr):
 
 @triton.jit
 def plan_plane(batch, head, sizes):
-    """Return batch * plan_heads + the head of the plan for ``head``, int64."""
+    """Return batch * plan_heads + plan_head as int64, for the plan head of a query head."""
     plan_head = head // (sizes.heads // sizes.plan_heads)
     return (batch * sizes.plan_heads + plan_head).to(tl.int64)
 
@@ -359,8 +373,8 @@ def tile_start(indices, i, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Return the first token of the i-th tile of a list of blocks.
 
     Args:
-        indices: Pointer to the list. Every block has BLOCK // TILE tiles.
-        i: Number of the tile over all listed blocks.
+        indices: Pointer to the list of blocks.
+        i: Index of the tile. Tiles are counted over all listed blocks, BLOCK // TILE per block.
     """
     TILES: tl.constexpr = BLOCK // TILE
     return tl.load(indices + i // TILES) * BLOCK + i % TILES * TILE
@@ -368,16 +382,23 @@ def tile_start(indices, i, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def vectors_at(x, batch, head, token):
-    """Return pointers [N, 1] to the first channel of the tokens ``token`` [N] of `Vectors`."""
+    """Return pointers [N, 1] to the first channel of N tokens.
+
+    Args:
+        x: `Vectors` or `Tiles`.
+        batch, head: Indices of the batch row and the head.
+        token: [N], indices of the tokens.
+    """
     plane = x.data + batch.to(tl.int64) * x.batch + head.to(tl.int64) * x.head
     return plane + token.to(tl.int64)[:, None] * x.token
 
 
 @triton.jit
 def load_tile(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Load the tile [TOKENS, CHANNELS] of a `descriptor` from a token and a channel on.
+    """Load a tile [TOKENS, CHANNELS] of the tensor of a `descriptor`.
 
-    Entries after the last token or the last channel are 0.
+    ``token`` and ``channel`` are the first of the tile. Entries after the tensor's last token or
+    last channel are 0.
     """
     if isinstance(x, tl.tensor_descriptor):
         tile = x.load([batch, head, token, channel]).reshape(TOKENS, CHANNELS)
@@ -402,7 +423,8 @@ def store_tile(
 ):
     """Write ``tile`` [TOKENS, CHANNELS] to the tensor of a `descriptor`, in the tensor's dtype.
 
-    Entries after the last token or the last channel are not written.
+    ``token`` and ``channel`` are the first of the tile. Entries after the tensor's last token or
+    last channel are not written.
     """
     if isinstance(x, tl.tensor_descriptor):
         tile = tile.to(x.dtype).reshape(1, 1, TOKENS, CHANNELS)
@@ -420,14 +442,15 @@ def _tile_pointers(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNEL
     tokens = token + tl.arange(0, TOKENS)
     channels = channel + tl.arange(0, CHANNELS)[None, :]
     inside = (tokens < x.tokens)[:, None] & (channels < x.channels)
-    # the interpreter counts loops over heads with Python integers, which have no ``to``
+    # in Triton's interpreter, a loop variable is a Python integer, which has no method ``to``. The
+    # sum with a tensor is a tensor
     zero = tl.zeros([], tl.int32)
     return vectors_at(x, batch + zero, head + zero, tokens) + channels, inside
 
 
 @triton.jit
 def load_key_ranges(plan, batch, query, q_length):
-    """Return the first and the last visible key of each query; 0 and -1 after the last query."""
+    """Return the first and the last visible key of each query; 0 and -1 if query >= q_length."""
     inside = query < q_length
     batch = batch.to(tl.int64)
     first = tl.load(plan.first + batch * plan.first_stride + query, mask=inside, other=0)
@@ -443,14 +466,13 @@ def is_visible(key, first, last):
 
 @triton.jit
 def zero_unseen(x, key, first, last):
-    """Return ``x`` with zeros in the rows of keys before or after the keys that queries see.
+    """Return values with zeros for keys before or after all visible keys of a tile of queries.
 
-    A NaN in the value of an unseen key would reach the output, because a weight of 0 does not
-    remove NaN.
+    A NaN in the value of an invisible key would reach the output, because 0 * NaN is NaN.
 
     Args:
         x: [BLOCK_N, D], values.
-        key: [BLOCK_N], keys of the rows of ``x``.
+        key: [BLOCK_N], indices of the keys.
         first, last: [BLOCK_M], the first and the last visible key of each query.
     """
     lowest = tl.min(tl.where(last < 0, 2147483647, first), 0)
@@ -460,7 +482,7 @@ def zero_unseen(x, key, first, last):
 
 @triton.jit
 def finite(m):
-    """Return the maxima ``m`` with 0 in place of -inf, which is the maximum over no keys."""
+    """Return maximum logits ``m`` with -inf (no keys) replaced by 0, because -inf + inf is NaN."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
@@ -468,8 +490,9 @@ def finite(m):
 def magnitude(x):
     """Return the bits of float32 ``x`` without the sign, int32.
 
-    The results have the same order as the absolute values. A maximum of integers, unlike a maximum
-    of floats, does not drop NaN.
+    The results have the same order as the absolute values, and the result for NaN is larger than
+    the result for infinity. Thus a maximum of results includes NaN, which a maximum of floats
+    ignores.
     """
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
@@ -478,7 +501,8 @@ def magnitude(x):
 def tanh(x):
     """Compute the hyperbolic tangent with an absolute error below one float32 step of 1.
 
-    The numerator 1 - exp(-2 |x|) is exact for small x. The formula 2 * sigmoid(2 x) - 1 is not.
+    For small x, the numerator 1 - exp(-2 |x|) is a difference without a rounding error. The formula
+    2 * sigmoid(2 x) - 1 rounds the sigmoid first.
     """
     e = tl.exp(-2 * tl.abs(x))
     y = (1 - e) / (1 + e)
@@ -487,13 +511,13 @@ def tanh(x):
 
 @triton.jit
 def online_softmax_update(m_i, l_i, qk, qk_scale, MASKED: tl.constexpr):
-    """Update the online softmax by one tile of logits; return (m_i, l_i, p, alpha).
+    """Update the statistics of an online softmax by one tile of logits.
 
     Args:
-        m_i: [BLOCK_M], the largest logit of each query so far, scaled, to base two.
+        m_i: [BLOCK_M], the largest logit of each query so far, to base two.
         l_i: [BLOCK_M], the sum of exp2(logit - m_i) so far.
-        qk: [BLOCK_M, BLOCK_N], products that are not scaled; -inf where masked.
-        qk_scale: Factor of the products.
+        qk: [BLOCK_M, BLOCK_N], products of queries and keys, not scaled; -inf where masked.
+        qk_scale: Factor that turns products into logits to base two, see `logit_scales`.
         MASKED: False if every query has a finite logit in ``qk``.
 
     Returns:
@@ -520,7 +544,7 @@ def _backward_stats_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write `BackwardStats` of BLOCK_M queries of one head, without the gradient of the lse."""
+    """Write `BackwardStats` of BLOCK_M queries of one head, with a ``grad_lse`` of 0."""
     plane = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads

@@ -1,8 +1,7 @@
-"""Attention in plain PyTorch as registered ops, for torch.compile.
+"""`reference.attention` as a registered op, for torch.compile.
 
-The implementation is a loop over chunks of rows. If torch.compile traced the loop, each chunk would
-add nodes to the graph, and each sequence length would need another graph. The definition is
-`reference.attention`.
+`reference.attention` is a loop over chunks of queries. If torch.compile traced the loop, each chunk
+would add nodes to the graph, and each sequence length would need another graph.
 """
 
 from __future__ import annotations
@@ -27,15 +26,19 @@ PLAN = (
 
 
 class PlanArguments(NamedTuple):
-    """Arguments `PLAN` of the op, in the order of the schema.
+    """Plan and result options as arguments of the op, in the order of the schema `PLAN`.
+
+    P is the number of plan heads, M_q the number of query blocks, W the allocated width of a list.
 
     Attributes:
-        full_counts, full_indices: `BlockPlan.full`, int32 [B, P, M_q] and [B, P, M_q, W].
-        partial_counts, partial_indices: `BlockPlan.partial`, same shapes.
-        sampled_counts, sampled_indices: `BlockPlan.sampled`, same shapes; None without sampling.
+        full_counts, full_indices: Lists of `BlockPlan.full`, int32 [B, P, M_q] and
+            [B, P, M_q, W].
+        partial_counts, partial_indices: Lists of `BlockPlan.partial`, same shapes.
+        sampled_counts, sampled_indices: Lists of `BlockPlan.sampled`, same shapes; None without
+            sampled blocks.
         sample_period: Number of blocks that each sampled block represents.
-        dense_rows: int64 [B, R], query blocks that attend to all visible keys; None if no block
-            does.
+        dense_rows: int64 [B, R], query blocks that attend to all visible keys, -1 for unused
+            entries; None if the plan has no dense rows.
         first, last: int32 [B, N_q], the first and the last visible key of each query.
         key_valid: bool [B, N_k], False for padding keys.
         query_block, key_block: Block sizes in tokens.
@@ -58,7 +61,7 @@ class PlanArguments(NamedTuple):
     return_lse: bool
 
     def plan(self) -> BlockPlan:
-        """Return the plan. The static hints of `KeyRanges` have default values."""
+        """Return the `BlockPlan`. Other fields of `KeyRanges` have their default values."""
         sampled = None
         if self.sampled_counts is not None:
             sampled = BlockIndices(self.sampled_counts, self.sampled_indices)
@@ -83,7 +86,7 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `reference.attention`, with the same arguments, as one node of a graph."""
+    """Compute `reference.attention` as one node of a compiled graph, with the same arguments."""
     sampled, ranges = plan.sampled, plan.ranges
     out, lse = _attention_op(
         q,
@@ -115,15 +118,20 @@ def register(
     attend: Callable[..., tuple[Tensor, Tensor]],
     masks: Callable[..., Iterable[Masks]],
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Register the op ``cab_hf::name`` of (q, k, v, scale, softcap, *values), with gradients.
+    """Register an attention op of (q, k, v, scale, softcap, *values), with autograd.
 
     Args:
-        name: Name of the op.
-        schema: Schema of ``values``, which describe the mask. The last value is a bool, True if the
-            op returns the log-sum-exp.
-        attend: Maps (q, k, v, scale, softcap, *values) to the output [B, H, N_q, D_v] and to the
-            log-sum-exp [B, H, N_q], which is empty if the op does not return it.
-        masks: Maps (q, k, v, *values) to the masks of all queries, in chunks.
+        name: Name of the op in the namespace ``cab_hf``.
+        schema: Schema of ``values``, the arguments that describe the mask. The last value is a
+            bool, True if the op returns the log-sum-exp.
+        attend: Forward function. Maps (q, k, v, scale, softcap, *values) to the output
+            [B, H, N_q, D_v] and the log-sum-exp [B, H, N_q]. The log-sum-exp is an empty tensor if
+            the last value is False.
+        masks: Maps (q, k, v, *values) to the token masks of all queries, in chunks, from which the
+            backward pass computes gradients.
+
+    Returns:
+        The op.
     """
     parameters = f"Tensor q, Tensor k, Tensor v, float scale, float? softcap, {schema}"
 
@@ -155,7 +163,7 @@ def register(
         ctx.set_materialize_grads(False)
         ctx.out_shape = output[0].shape
         ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
-        # (value,) for values that are not tensors, and None for tensors
+        # None for inputs that are tensors; (x,) for other inputs x, because x itself may be None
         ctx.values = [None if isinstance(x, Tensor) else (x,) for x in inputs]
 
     def differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple:
@@ -183,7 +191,7 @@ def _custom_op(name: str, function: Callable[..., Any], signature: str) -> Custo
         function,
         mutates_args=(),
         schema=signature,
-        # the search for NaN and infinities synchronises with the device
+        # a CUDA graph cannot capture the op: the check for NaN and infinities is a device sync
         tags=(torch.Tag.cudagraph_unsafe,),
     )
 
@@ -199,7 +207,7 @@ def gradients(
     softcap: float | None,
     masks: Iterable[Masks],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k and v for queries under ``masks``.
+    """Compute the gradients of q, k and v for attention under token masks.
 
     Args:
         grad: [B, H, N_q, D_v], gradient of the output.
@@ -209,7 +217,7 @@ def gradients(
         v: [B, H_kv, N_k, D_v].
         scale: Factor of the products q · k.
         softcap: Soft cap of the scaled logits; None for no cap.
-        masks: The masks of all queries, in chunks.
+        masks: The token masks of all queries, in chunks.
     """
     dtype, groups = torch.promote_types(q.dtype, torch.float32), (k.shape[1], -1)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
@@ -221,7 +229,8 @@ def gradients(
         mask_shape = query.shape[0], q.shape[1], -1, -1
         unseen = ~chunk.seen.expand(mask_shape).unflatten(1, groups)
         if not chunk.is_finite:
-            # as in the forward pass: a weight of 0 does not remove a NaN
+            # as in the forward pass: 0 * NaN is NaN, so that keys and values with a weight of 0 are
+            # replaced by zeros
             is_unused = unseen.all(dim=-2).unsqueeze(-1)
             key, value = (torch.where(is_unused, 0.0, x) for x in (key, value))
 
@@ -244,7 +253,10 @@ def gradients(
 
 
 def _attend(q, k, v, scale, softcap, *values):
-    """Compute `reference.attention` as the body of the op; an empty log-sum-exp if not returned."""
+    """Compute `reference.attention` for the op: return the output and the log-sum-exp.
+
+    The log-sum-exp is an empty tensor if ``return_lse`` is False.
+    """
     arguments = PlanArguments._make(values)
     result = reference.attention(
         q,
@@ -259,7 +271,7 @@ def _attend(q, k, v, scale, softcap, *values):
 
 
 def _masks(q, k, v, *values):
-    """Return the masks of the op's plan, for the backward pass."""
+    """Return the token masks of the op's plan, for the backward pass."""
     return reference.masks(q, k, v, PlanArguments._make(values).plan())
 
 

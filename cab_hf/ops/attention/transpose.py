@@ -1,8 +1,8 @@
-"""Transposed lists for the backward pass: the rows that attend to each key block.
+"""Transposed lists for the backward pass: the query blocks that attend to each key block.
 
-The definition is `BlockIndices.transpose`. The intermediate form is a bitmap with one bit per
-(row, key block), which is smaller than integers per pair. Below, P is the number of heads of the
-plan, M the number of rows (query blocks) and C the number of columns (key blocks).
+The definition is `BlockIndices.transpose`. Kernels first write a bitmap with one bit per (query
+block, key block), and then convert the bitmap to lists. Below, a row is a query block and a column
+is a key block. P is the number of heads of the plan, M of rows, C of columns.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from cab_hf.plan import BlockIndices
 WORD = 32
 # entries of a list, or rows of the bitmap, that a program reads at a time
 CHUNK = 256
-# bytes up to which transposed lists have the largest possible width; finding the smallest width is
-# a device sync
+# bytes; transposed lists up to this size have the largest possible width. Larger lists have the
+# smallest sufficient width, which needs a device sync
 WIDE_LISTS = 64 << 20
 
 
 class ColumnLists(NamedTuple):
-    """Rows that list each key block, packed without gaps. An argument of kernels.
+    """Lists of the rows that list each key block, packed without gaps, as an argument of kernels.
 
     Attributes:
         counts: int32 [B, P, C], the number of rows that list each key block.
-        starts: int64 [B, P, C], the index of each key block's first row in ``rows``.
-        rows: int32, flat, the rows of all key blocks, ascending per key block. Its length is that
-            of the allocated lists, and entries after the last one are undefined.
-        slots: int32, same shape as ``rows``: the index of the key block in the list of that row. It
-            is ``rows`` if not requested, because Triton 3.6 loses a None in a tuple inside a tuple.
+        starts: int64 [B, P, C], the index in ``rows`` of the first row that lists each key block.
+        rows: int32 [number of allocated indices in the lists], the rows of all key blocks,
+            ascending per key block. Entries after the last row are undefined.
+        slots: int32, same shape as ``rows``. For each entry of ``rows``, the index of the key block
+            in the list of that row. If not requested, the field contains ``rows``, because Triton
+            3.6 loses a None in a tuple inside a tuple.
     """
 
     counts: Tensor
@@ -44,7 +45,7 @@ class ColumnLists(NamedTuple):
 
 
 def pack_columns(lists: BlockIndices, columns: int, with_slots: bool = False) -> ColumnLists:
-    """Return the transpose of ``lists`` without a device sync.
+    """Compute the transpose of ``lists`` as `ColumnLists`, without a device sync.
 
     Args:
         lists: Lists of key blocks per row: `BlockIndices`, or `Lists` of `tiles`.
@@ -65,8 +66,9 @@ def pack_columns(lists: BlockIndices, columns: int, with_slots: bool = False) ->
 def transpose(lists: BlockIndices, columns: int) -> BlockIndices:
     """Compute `BlockIndices.transpose` on the GPU.
 
-    Results that would need more than `WIDE_LISTS` bytes get the smallest possible width, which is a
-    device sync. While a CUDA graph is captured, lists always have the largest possible width.
+    The allocated width of the result is the number of rows. If the result would then need more than
+    `WIDE_LISTS` bytes, the width is the length of the longest list, which needs a device sync.
+    While a CUDA graph is captured, the width is always the number of rows.
 
     Args:
         lists: Lists of key blocks per row.
@@ -125,7 +127,7 @@ def _write_rows(
     Args:
         bits: int32 [B, P, C, words], the bitmap of ``lists``.
         starts: int64 [B, P, C], index of each key block's first row in the flat ``rows``.
-        rows: int32, receives the rows.
+        rows: int32, receives the rows; its shape depends on ``starts``.
         lists: Lists of key blocks per row.
         slots: int32, shape of ``rows``, receives the index of the key block in the list of each
             row; None if not needed.
@@ -149,12 +151,12 @@ def _write_rows(
 
 @triton.jit
 def _mark_kernel(counts, indices, bits, rows, width, columns, words, CHUNK: tl.constexpr):
-    """Set the bits of the key blocks that one row lists."""
+    """Set the bit of one row in the bitmap of every key block that the row lists."""
     row = tl.program_id(0)
     plane = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + plane * rows + row)
     indices += (plane * rows + row) * width
-    # bit 31 makes a word negative; all words are read as bits, never as numbers
+    # bit 31 makes an int32 word negative; this has no effect, because words are only read as bits
     bit = 1 << (row % 32)
     bits += plane * columns * words + row // 32
     for start in range(0, count, CHUNK):
@@ -166,7 +168,7 @@ def _mark_kernel(counts, indices, bits, rows, width, columns, words, CHUNK: tl.c
 
 @triton.jit
 def _count_kernel(bits, counts, columns, words, WORDS: tl.constexpr):
-    """Count the set bits of one key block."""
+    """Count the rows that list one key block: the set bits of its bitmap."""
     column = tl.program_id(0)
     plane = tl.program_id(1).to(tl.int64)
     word_index = tl.arange(0, WORDS)
@@ -192,9 +194,9 @@ def _unpack_kernel(
     width,
     CHUNK: tl.constexpr,
 ):
-    """Write the rows of one key block, and the block's index in the list of each row to ``slots``.
+    """Write the rows that list one key block to ``rows``, in ascending order.
 
-    Nothing is written to ``slots`` if it is None.
+    If ``slots`` is not None, also write the index of the key block in the list of each row.
     """
     column = tl.program_id(0)
     plane = tl.program_id(1).to(tl.int64)
@@ -226,14 +228,15 @@ def _unpack_kernel(
 
 @triton.jit
 def _slot_of(column, counts, indices, row, width, listed, CHUNK: tl.constexpr):
-    """Return the index of ``column`` in the list of every row, found by binary search.
+    """Return the index of a key block in the lists of CHUNK rows, found by binary search.
 
     Args:
-        column: A key block.
+        column: Index of the key block.
         counts, indices: Pointers to the lists of one head; lists are ascending.
-        row: [CHUNK], the rows to search.
+        row: [CHUNK], the rows whose lists are searched.
         width: Allocated indices per row.
-        listed: bool [CHUNK], False for rows that do not list the column, whose result is undefined.
+        listed: bool [CHUNK], False for rows that do not list the key block. The result of these
+            rows is undefined.
     """
     low = tl.zeros((CHUNK,), tl.int32)
     high = tl.load(counts + row, mask=listed, other=1) - 1

@@ -1,6 +1,7 @@
-"""Sparse decode: one query per head attends to selected keys of a long cache.
+"""Sparse decode: one query per head attends to selected keys of a long KV cache.
 
-`reference` defines the ops; kernels compute them where available.
+`reference` defines the functions of this module in plain PyTorch. On GPUs that the Triton kernels
+support, this module calls the kernels instead.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from cab_hf.ops.decode.reference import Choice, Index
 
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
-    """Build the index of keys; see `reference.index_keys`."""
+    """Compress keys to an index for selecting keys; see `reference.index_keys`."""
     return _implementation(k).index_keys(k, channels)
 
 
 def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor) -> None:
-    """Write the index of new keys into the index of a cache; see `reference.write_index`."""
+    """Compress new keys, and write them to the index of a cache; see `reference.write_index`."""
     _implementation(k).write_index(index, k, channels, start)
 
 
@@ -35,7 +36,7 @@ def choose(
     valid: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Choice:
-    """Select the keys that a decode step reads; see `reference.choose`."""
+    """Select the keys that a decode step attends to; see `reference.choose`."""
     with without_autocast(q):
         return _implementation(q).choose(
             q,
@@ -62,7 +63,8 @@ def attend(
 ) -> Tensor:
     """Compute attention over the selected keys; see `reference.attend`.
 
-    The kernels support neither gradients nor soft caps; the reference computes these calls.
+    The kernels support neither gradients nor soft caps; `reference` computes calls with gradients
+    or soft caps.
     """
     options = {"scale": scale, "length": length, "valid": valid, "sinks": sinks}
     with without_autocast(q):
@@ -74,22 +76,29 @@ def attend(
 def without_autocast(x: Tensor) -> torch.autocast:
     """Return a context that disables autocast on the device of ``x``.
 
-    Autocast would round exact products, and it cannot concatenate tensors of different dtypes.
+    Autocast would round products that `reference` computes exactly in float32, and would fail to
+    concatenate tensors of different dtypes.
     """
     return torch.autocast(x.device.type, enabled=False)
 
 
 def has_kernels(*tensors: Tensor) -> bool:
-    """Return True if `attend` of these tensors runs a kernel, which has no gradients."""
+    """Return True if `attend` uses kernels for its inputs ``tensors``.
+
+    The kernels have no gradients. Therefore the result is False if a tensor requires a gradient.
+    """
     records_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return not records_gradients and _implementation(tensors[0]) is not reference
 
 
 def _implementation(x: Tensor) -> ModuleType:
-    """Return the module whose functions run on ``x``: `kernels` or `reference`."""
+    """Return the module that implements the functions on the device of ``x``.
+
+    The module is `kernels` if the kernels support ``x``, else `reference`.
+    """
     if not x.is_cuda or not HAS_TRITON:
         return reference
-    # imported late, because models on the CPU never need Triton
+    # `kernels` imports Triton, so that models on a CPU must not import `kernels`
     from cab_hf.ops.decode import kernels
 
     return kernels if kernels.unavailable(x) is None else reference

@@ -1,7 +1,7 @@
-"""Kernels that attend to the selected keys, wherever they are in the cache, split evenly.
+"""Kernels that attend to the selected keys of a decode step (split-K, as in Flash-Decoding).
 
-K and V are gathered, and every program writes a partial result of a row. A second launch merges the
-partial results (split-K, as in Flash-Decoding).
+A row is one KV head of one sequence. Several programs per row each gather an equal part of the
+selected keys and values, and write a partial result. A second kernel merges the partial results.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from cab_hf.ops.launch import LOWEST, on_device_of
 
 NUM_MEAN_VALUES = tl.constexpr(reference.NUM_MEAN_VALUES)
 
-# smallest number of rows (queries) of a product on tensor cores
+# smallest number of rows (queries) of a matrix product on tensor cores
 MIN_ROWS = 16
-# sizes of launches, the fastest on an H200
-# fewest programs that share the selected keys of a row
+# the sizes below were the fastest on an H200
+# smallest number of programs among which the selected keys of a row are divided
 MIN_SPLITS = 16
-# most programs that share the selected keys of a row
+# largest number of programs among which the selected keys of a row are divided
 MAX_SPLITS = 120
-# number of programs of a launch between these two limits
+# desired number of programs of a launch, over all rows; limited by the numbers per row above
 READING_PROGRAMS = 960
 # keys per loop iteration of a program
 TILE_KEYS = 16
 READ_STAGES = 3
 READ_WARPS = 2
-# values per program that estimate the mean value
+# values that a program sums for the mean of all values
 MEAN_VALUES_PER_PROGRAM = 32
-# partial results of a row that are merged at a time
+# partial results of a row that the merging kernel reads per loop iteration
 MERGED_AT_A_TIME = 64
 
 
@@ -76,7 +76,7 @@ def _attend(
     valid: Tensor | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the output of `attend`, without a `Choice` among the arguments."""
+    """Compute `attend` for the tensors of a `Choice`, which a custom op can have as arguments."""
     batch, kv_heads, num_slots, dim = k.shape
     heads, value_dim = q.shape[1], v.shape[3]
     group, rows = heads // kv_heads, batch * kv_heads
@@ -84,7 +84,7 @@ def _attend(
     slots = slots if slots.stride(-1) == 1 else slots.contiguous()
     valid, valid_stride, first_token = launch.padding(valid)
     key_splits = max(MIN_SPLITS, min(MAX_SPLITS, READING_PROGRAMS // rows))
-    # additional programs process the unread keys
+    # additional programs estimate the contribution of the keys that are not selected (unread keys)
     mean_splits = NUM_MEAN_VALUES.value // MEAN_VALUES_PER_PROGRAM
     num_splits = key_splits if unread is None else key_splits + mean_splits
     max_logits = q.new_empty(rows, num_splits, group, dtype=torch.float32)
@@ -181,9 +181,10 @@ def _attend_kernel(
 ):
     """Attend to one of ``key_splits`` equal parts of the selected keys of a row.
 
-    Write the maximum logit of each head, the sum of exp2(logit - maximum), and the sum of the
-    weighted values. Programs after ``key_splits`` process the unread keys, which count as one key
-    with the mean value. Each of these programs adds up ``MEAN_VALUES`` values of the mean.
+    For each head, write the maximum logit, the sum of exp2(logit - maximum), and the sum of the
+    weighted values. The keys that are not selected (unread keys) count as one key, whose value is
+    the mean of `NUM_MEAN_VALUES` values. Programs after the first ``key_splits`` write partial
+    results of this key, each from ``MEAN_VALUES`` values.
     """
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, kv_head = row // kv_heads, row % kv_heads
@@ -197,7 +198,7 @@ def _attend_kernel(
     partial = (row * tl.num_programs(0) + split) * GROUP + member
     target = partial_out_ptr + partial[:, None] * D_V + value_channel[None, :]
 
-    # unread keys: one logit per head and a part of the mean value [BLOCK_V]
+    # unread keys: one logit per head, and the part of the mean value [BLOCK_V] of this program
     if unread_ptr is not None:  # noqa: SIM102 - the compiler evaluates this condition only
         if split >= key_splits:
             begin, end = 0, tl.load(length_ptr).to(tl.int64)
@@ -284,7 +285,7 @@ def _merge_kernel(
     BLOCK_V: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Merge the ``num_splits`` partial results of one head of a row."""
+    """Merge the ``num_splits`` partial results of one query head, and write the output."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
     row, member, group = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -303,7 +304,7 @@ def _merge_kernel(
         partial = (row * num_splits + split) * group + member
         split_max = tl.load(max_ptr + partial, mask=split < num_splits, other=LOWEST)
         m_new = tl.maximum(m_i, tl.max(split_max, 0))
-        # programs without a key have written sums of 0
+        # programs without keys have written a maximum of LOWEST and sums of 0
         weight = tl.exp2(split_max - m_new)
         split_sum = tl.load(sum_ptr + partial, mask=split < num_splits, other=0.0)
         split_out = tl.load(

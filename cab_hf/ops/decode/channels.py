@@ -1,4 +1,4 @@
-"""Channels of a key that the decode index contains, as arguments of kernels."""
+"""Scored channels: the channels of keys that the decode index contains, as arguments of kernels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Halves(NamedTuple):
-    """Scored channels as two runs of adjacent channels of one size.
+    """Scored channels as two ranges of adjacent channels with the same size.
 
     Attributes:
-        first: First channel of the first run.
-        distance: Channels from the start of the first run to the start of the second.
-        size: Channels per run.
+        first: First channel of the first range.
+        distance: First channel of the second range minus first channel of the first range.
+        size: Number of channels of each range.
     """
 
     first: int
@@ -22,16 +22,17 @@ class Halves(NamedTuple):
     @classmethod
     @lru_cache
     def of(cls, channels: tuple[int, ...], dim: int) -> Halves:
-        """Return the two runs of the scored channels; cached for all layers.
+        """Split the scored channels into two ranges.
 
-        A single run is cut into halves. The last channel of an odd count is dropped.
+        A single range is cut into halves. The last channel of an odd number is dropped. The result
+        is cached, because all layers need the same ranges.
 
         Args:
-            channels: `LayerContext.channels`; () for all.
+            channels: `LayerContext.channels`, the indices of the scored channels; () for all.
             dim: Channels per head.
 
         Raises:
-            ValueError: If channels are neither one run nor two runs of one size.
+            ValueError: If channels are neither one range nor two ranges of the same size.
         """
         channels = channels or tuple(range(dim))
         first, size = channels[0], len(channels) // 2
@@ -47,7 +48,7 @@ class Halves(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        """The runs as constant arguments of kernels."""
+        """The ranges as constexpr arguments of kernels, by name."""
         return {
             "FIRST_CHANNEL": self.first,
             "HALF_DISTANCE": self.distance,

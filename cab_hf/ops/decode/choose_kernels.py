@@ -1,18 +1,20 @@
 """Kernels that select the keys of a decode step: from a query and the index to a list of slots.
 
-* Sample: score the sample of a long cache and the keys that are always read. Each program writes
-  logits as levels, and the log-sum-exp of its keys for each head.
-* Limit: one program per KV head and sequence finds the last level that is read, by bisection. It
-  writes a threshold for each query head: the least score of a read key. It also writes the weight
-  of all smaller scores.
-* Choose: read the index once, and write one bit per key: read or not.
-* List: convert bits to a compact list of slots.
+`reference` of this package defines the selection, the sample of keys, and levels.
 
-The index has 4 bits, although that needs packing and PTX. An 8-bit index with plain products needs
-half the lines. On an H100, with 131,072 keys and batch 4, a step took 21 % more time with 8 bits.
-Selection and attention took 0.167 ms instead of 0.139 ms with 32 heads, 8 KV heads and head dim
-128. With 32 heads, 32 KV heads and head dim 64 they took 0.322 ms instead of 0.264 ms. The share of
-attention of the selected keys was the same within .006.
+* `sample_kernel` scores a sample of the keys, and the keys that are always selected. Each program
+  writes the logits of its keys, rounded to levels, and their log-sum-exp for each query head.
+* `limit_kernel` has one program per KV head and sequence. The program finds the last selected level
+  by bisection. For each query head, it writes a threshold, which is the smallest product q · k of a
+  selected key, and the estimated weight of all keys that are not selected.
+* `_choose_kernel` reads the index of all keys, and writes one bit per key: selected or not.
+* `_list_kernel` converts the bits to a compact list of slots.
+
+A key of the index has 4 bits per channel, although 4 bits need packing and PTX. Kernels for 8 bits
+would have half the lines. On an H100, with 131,072 keys and batch 4, selection and attention were
+about 20 % slower with 8 bits: 0.167 ms instead of 0.139 ms with 32 heads, 8 KV heads and head dim
+128, and 0.322 ms instead of 0.264 ms with 32 heads, 32 KV heads and head dim 64. The attention
+probability of the selected keys was the same within .006.
 """
 
 from __future__ import annotations
@@ -37,20 +39,20 @@ from cab_hf.ops.decode.packed import MIN_COLUMNS, key_products, load_queries, pa
 from cab_hf.ops.decode.reference import Choice, Index, sample_stride
 from cab_hf.ops.launch import on_device_of
 
-# sizes of launches, the fastest on an H200
-# fewest keys that a program selects from
+# the sizes below were the fastest on an H200
+# smallest number of keys per program of `_choose_kernel`
 MIN_PROGRAM_KEYS = 2048
-# most keys that a program selects from
+# largest number of keys per program of `_choose_kernel`
 MAX_PROGRAM_KEYS = 8192
-# number of programs between these two limits
+# desired number of programs of `_choose_kernel`, limited by the numbers of keys above
 NUM_PROGRAMS = 512
 SCORE_WARPS = 4
 SCORE_STAGES = 3
-# stages that fit 64 KiB of shared memory
+# pipeline stages of `_choose_kernel` that fit in the 64 KiB of shared memory of AMD's GPUs
 AMD_STAGES = 2
-# warps that find the last level of a row
+# warps per program of `limit_kernel`
 LIMIT_WARPS = 16
-# keys whose bits are converted to slots at a time
+# keys whose bits a program of `_list_kernel` converts to slots per loop iteration
 LISTED_KEYS = 2048
 
 
@@ -64,7 +66,7 @@ def choose(
     valid: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Choice:
-    """Select the keys that a decode step reads; see `reference.choose`."""
+    """Select the keys that a decode step attends to; see `reference.choose`."""
     select = torch.ops.cab_hf.decode_choose if torch.compiler.is_compiling() else _choose
     slots, counts, unread = select(
         q=q,
@@ -91,7 +93,7 @@ def _choose(
     valid: Tensor | None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (slots, counts, unread) of a `Choice`."""
+    """Compute `choose`, and return the fields of the `Choice`: (slots, counts, unread)."""
     key_bytes = codes.shape[3]
     halves = Halves.of(tuple(channels), q.shape[3])
     q = q if q.stride(-1) == 1 else q.contiguous()
@@ -124,17 +126,18 @@ def _choose(
 def _find_thresholds(
     q: Tensor, codes: Tensor, scoring: dict, *, wanted: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernels that find the least score of a read key.
+    """Launch the kernels that find the threshold of each query head from the sample of the keys.
 
     Args:
         q: [B, H, 1, D].
         codes: uint8 [B, H_kv, N, C / 2].
-        scoring: Arguments of `_choose` for both kernels that score keys.
-        wanted: int32 [B], the number of keys to read.
+        scoring: Keyword arguments that `sample_kernel` and `_choose_kernel` share.
+        wanted: int32 [B], the number of keys to select.
         sinks: [H], one logit per head; None without.
 
     Returns:
-        thresholds: float32 [B * H_kv, BLOCK_G], for each query head of a group.
+        thresholds: float32 [B * H_kv, BLOCK_G], the smallest product of a selected key for each
+            query head of a group, see `limit_kernel`.
         unread: float32 [B, H], see `Choice`.
     """
     batch, kv_heads, num_slots, key_bytes = codes.shape
@@ -146,7 +149,7 @@ def _find_thresholds(
     max_samples = num_splits * layout.keys_per_tile
     padded_group = layout.padded_group
     logits = q.new_empty(rows, max_samples, padded_group, dtype=torch.int16)
-    # the last split has the keys that are always read
+    # the additional program per row (+ 1) processes the keys that are always selected
     lse = q.new_empty(rows, num_splits + 1, padded_group, dtype=torch.float32)
     num_always = q.new_empty(rows, dtype=torch.int32)
     query_scales = q.new_empty(rows, padded_group, dtype=torch.float32)
@@ -193,13 +196,16 @@ def _find_thresholds(
 def _list_keys(
     q: Tensor, codes: Tensor, scoring: dict, *, thresholds: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernels that list the keys whose score reaches the threshold of a head.
+    """Launch the kernels that list the keys whose product reaches the threshold of any query head.
 
-    See `_find_thresholds` for the arguments. Returns ``slots`` and ``counts`` of a `Choice`.
+    The arguments are those of `_find_thresholds`, and ``thresholds``, the result of that function.
+
+    Returns:
+        slots, counts: Fields of a `Choice`.
     """
     batch, kv_heads, num_slots, key_bytes = codes.shape
     rows = batch * kv_heads
-    # adjacent keys fill the columns, see `load_queries`
+    # a row of the product contains several adjacent keys, see `load_queries`
     layout = packing(q.shape[1] // kv_heads, key_bytes, MIN_COLUMNS)
     program_keys = triton.next_power_of_2(triton.cdiv(num_slots * rows, NUM_PROGRAMS))
     program_keys = max(MIN_PROGRAM_KEYS, min(MAX_PROGRAM_KEYS, program_keys))
@@ -272,7 +278,7 @@ def _choose_kernel(
     HAS_PTX: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write which of ``PROGRAM_KEYS`` keys are read, one bit per key, and how many."""
+    """Write one bit per key for ``PROGRAM_KEYS`` keys, 1 if selected, and the number of 1 bits."""
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, kv_head = row // kv_heads, row % kv_heads
     if EARLY:
@@ -324,13 +330,14 @@ def _choose_kernel(
     bits_at = bits_ptr + row * num_words + word
     count = tl.zeros([BLOCK_N // 32], tl.int32)
 
-    # full tiles need no mask: unwritten keys in a full tile are never listed
+    # tiles of BLOCK_N slots inside the cache are loaded without a mask. Slots after the end of the
+    # sequence contain undefined codes, and are never listed
     full_end = program_begin
     if not IS_PADDED:
         full_end = tl.maximum(
             program_begin, tl.minimum(written_end, num_slots // BLOCK_N * BLOCK_N)
         )
-    # the scales of the next tile are loaded while a tile is computed
+    # an iteration loads the scales of the next tile before it computes the products of its tile
     next_scale = tl.load(
         scales_at + program_begin,
         mask=program_begin + row_begin + key_in_row < num_slots,
@@ -403,19 +410,22 @@ def _tile_bits(
     BLOCK_N: tl.constexpr,
     HAS_PTX: tl.constexpr,
 ):
-    """Return one bit per key for ``BLOCK_N`` keys from ``start`` on, and the count of each word.
+    """Return one bit per key for ``BLOCK_N`` keys from ``start`` on: 1 if the key is selected.
 
     Args:
-        codes: uint8 [ROWS, PACK * BLOCK_C], rows of the index.
-        key_scale: float16 [ROWS, PACK].
-        low, high, offset: From `load_queries`.
-        threshold: float32 [1, PACK * BLOCK_G], the least product of a read key.
+        codes: uint8 [ROWS, PACK * BLOCK_C], codes of the keys, PACK keys per row.
+        key_scale: float16 [ROWS, PACK], scales of the keys.
+        low, high, offset: Results of `load_queries`.
+        threshold: float32 [1, PACK * BLOCK_G], the smallest product of a selected key for each
+            query.
         start: Slot of the first key.
-        first_token, end: Slots of the first token of the sequence, and after its last token.
+        first_token: Slot of the first token of the sequence that is not padding.
+        end: Slot after the last token of the sequence.
         valid_row: Pointer to the padding mask of the sequence; None without padding.
 
     Returns:
-        Two tensors int32 [BLOCK_N // 32].
+        bits: int32 [BLOCK_N // 32], 32 keys per word.
+        counts: int32 [BLOCK_N // 32], the number of selected keys of each word.
     """
     ROWS: tl.constexpr = BLOCK_N // PACK
     key_scale = tl.broadcast_to(key_scale[:, :, None], (ROWS, PACK, BLOCK_G))
@@ -424,7 +434,7 @@ def _tile_bits(
         codes=codes, key_scale=key_scale, low=low, high=high, offset=offset, HAS_PTX=HAS_PTX
     )
     s = s - threshold
-    # NaN, the product of a key that is not finite, is read
+    # keys with NaN or infinities have products of NaN, and must be selected: NaN < 0 is False
     is_read = ~(tl.max(tl.reshape(s, (ROWS, PACK, BLOCK_G)), 2) < 0)
     token = start + tl.arange(0, ROWS)[:, None] * PACK + tl.arange(0, PACK)[None, :]
     if (start < first_token + SINK_TOKENS) | (start + BLOCK_N > end - LOCAL_TOKENS):
@@ -472,10 +482,10 @@ def _list_kernel(
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write the slots of the read keys among ``PROGRAM_KEYS`` keys to the list of the row.
+    """Write the slots of the selected keys among ``PROGRAM_KEYS`` keys to the list of the row.
 
-    The first slot follows the slots of the programs before this program. The first program also
-    writes the number of read keys of the row.
+    The position in the list is the number of keys that earlier programs of the row list. The first
+    program of a row also writes the number of selected keys of the row.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -493,7 +503,7 @@ def _list_kernel(
     end = tl.minimum(end, tl.load(length_ptr).to(tl.int32))
     row_slots = slots_ptr + row * num_slots
     for start in range(begin, end, BLOCK_N):
-        # bits of the keys, [BLOCK_N]; bits past the end of the sequence were not written
+        # bits of the keys, [BLOCK_N]; words after the end of the sequence are undefined and masked
         word = start // 32 + tl.arange(0, BLOCK_N // 32)
         words = tl.load(bits_ptr + row * num_words + word, mask=word * 32 < end, other=0)
         bits = (words[:, None] >> tl.arange(0, 32)[None, :]) & 1

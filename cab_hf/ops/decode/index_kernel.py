@@ -1,4 +1,7 @@
-"""Kernel that writes the index of a new key, or of all keys of a cache."""
+"""Kernel that compresses new keys, or all keys of a cache, to the index for selecting keys.
+
+The definition is `reference.index_keys`.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,13 @@ MAX_KEY_SCALE = tl.constexpr(reference.MAX_KEY_SCALE)
 MIN_SCALE = tl.constexpr(reference.MIN_SCALE)
 # keys per program, the fastest on an H200
 KEYS_PER_PROGRAM = 128
-# channels that a program checks for NaN and infinities at a time; more would not fit the registers
+# channels that a program checks for NaN and infinities per loop iteration; more would not fit in
+# registers
 CHECKED_CHANNELS = 16
 
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
-    """Build the index of keys; see `reference.index_keys`."""
+    """Compress keys to an index; see `reference.index_keys`."""
     key_bytes = (len(channels) or k.shape[3]) // 2
     codes = k.new_empty(*k.shape[:3], key_bytes, dtype=torch.uint8)
     index = Index(codes, k.new_empty(k.shape[:3], dtype=torch.float16))
@@ -34,7 +38,10 @@ def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
 
 
 def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor | None) -> None:
-    """Write the index of keys; see `reference.write_index`. None starts at the first slot."""
+    """Compress keys, and write them to an index; see `reference.write_index`.
+
+    ``start`` is the slot of the first key; None for slot 0.
+    """
     write = torch.ops.cab_hf.decode_write_index if torch.compiler.is_compiling() else _write
     write(codes=index.codes, scales=index.scales, k=k, channels=list(channels), start=start)
 
@@ -87,9 +94,9 @@ def _index_kernel(
     CHUNK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write the index of ``BLOCK_N`` of ``length`` new keys; see `reference.index_keys`.
+    """Compress ``BLOCK_N`` of ``length`` new keys of one KV head, and write codes and scales.
 
-    The first new key is written to the slot at ``start_ptr``, None for slot 0.
+    ``start_ptr`` points to the slot of the first new key; None for slot 0.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -97,7 +104,7 @@ def _index_kernel(
     batch, head = plane // heads, plane % heads
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
 
-    # both halves of the scored channels, [BLOCK_N, BLOCK_C]
+    # first and second half of the scored channels, [BLOCK_N, BLOCK_C]
     channel = tl.arange(0, BLOCK_C)
     inside = (token < length)[:, None] & (channel < HALF_SIZE)[None, :]
     key = vectors_at(k, batch, head, token)
@@ -105,7 +112,8 @@ def _index_kernel(
     low = tl.load(scored, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(scored + HALF_DISTANCE, mask=inside, other=0.0).to(tl.float32)
 
-    # largest magnitude of all channels, as bits, [BLOCK_N]
+    # bits of the largest magnitude over all channels, [BLOCK_N]; also channels that are not scored
+    # may contain NaN
     max_bits = tl.maximum(tl.max(magnitude(low), 1), tl.max(magnitude(high), 1))
     if 2 * HALF_SIZE < D:
         for first_channel in tl.static_range(0, D, CHUNK_D):
@@ -135,16 +143,16 @@ def _index_kernel(
 
 @triton.jit
 def _key_code(x):
-    """Round to integers and return codes, 0 to 15 for -8 to 7."""
+    """Return the codes of scaled channels: x is rounded to -8 to 7, with codes 0 to 15."""
     return (round_to_integer(x, MAX_KEY_CODE) + 8.0).to(tl.int32)
 
 
 @triton.jit
 def round_to_integer(x, MAX: tl.constexpr):
-    """Return the nearest integers from -MAX - 1 to MAX.
+    """Return x rounded to the nearest integers from -MAX - 1 to MAX.
 
     The clamp precedes the addition of 0.5. Otherwise the compiler would fuse the addition with the
-    product that computes x, and round only once.
+    product that computes x (FMA), and round once instead of twice as `reference.index_keys` does.
     """
     return tl.floor(tl.minimum(tl.maximum(x, -MAX - 1.0), MAX) + 0.5)
 

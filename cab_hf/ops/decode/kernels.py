@@ -1,8 +1,8 @@
-"""Kernels of a sparse decode step; `reference` of this package is their definition.
+"""Kernels of a sparse decode step. Their definition is `cab_hf.ops.decode.reference`.
 
-Indexing a new key takes one launch. A decode step takes six launches: four select keys, one
-attends, one merges. No launch synchronises with the device, and no shape depends on the sequence
-length. Therefore a CUDA graph can capture a step.
+Writing the index of a new key takes one launch. A decode step takes six launches: four select keys,
+one attends to the selected keys, one merges partial results. No launch synchronises with the
+device, and no shape depends on the sequence length. Therefore a CUDA graph can capture a step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ __all__ = ["attend", "choose", "index_keys", "unavailable", "write_index"]
 
 
 def unavailable(x: Tensor) -> str | None:
-    """Return why decode kernels cannot run on ``x``, as a clause; None if the kernels can."""
+    """Return why the decode kernels do not support ``x``; None if ``x`` is supported.
+
+    The reason continues a sentence that starts with the name of the engine, e.g. "supports float32,
+    not float64".
+    """
     if NONE < capability(x.device) < (8, 0):
         return "runs on GPUs of compute capability 8.0 and newer"
     return launch.unavailable(x)

@@ -1,4 +1,7 @@
-"""Kernels that find the smallest share of attention that is read, from a sample of the cache."""
+"""Kernels that find the selection threshold of each query head from a sample of the keys.
+
+`reference` of this package defines levels and the sample.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ SINK_TOKENS = tl.constexpr(reference.SINK_TOKENS)
 LOCAL_TOKENS = tl.constexpr(reference.LOCAL_TOKENS)
 LOG2_UNREAD_WEIGHT = tl.constexpr(math.log2(reference.UNREAD_WEIGHT))
 LEVEL_BITS = tl.constexpr(reference.LAST_LEVEL.bit_length())
-# logit of a key that is not counted: the smallest int16
+# stored logit of a sampled slot without a countable key: the smallest int16
 UNCOUNTED = tl.constexpr(-32768)
 
 
 @triton.jit
 def _round_to_levels(x, HAS_PTX: tl.constexpr):
-    """Return `reference.round_to_levels` as int16."""
+    """Compute `reference.round_to_levels`, with an int16 result."""
     x = x * LEVELS_PER_OCTAVE
     if HAS_PTX:
         return tl.inline_asm_elementwise(
@@ -69,13 +72,15 @@ def sample_kernel(
     HAS_PTX: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write logits of ``BLOCK_N`` sampled keys as levels, and their log-sum-exp for each head.
+    """Write the logits of ``BLOCK_N`` sampled keys, rounded to levels, and their log-sum-exps.
 
-    A row of programs is one KV head of one sequence. The last program of a row processes the keys
-    that are always read instead of sampled keys, and counts them.
+    Each KV head of each sequence has one row of programs. The last program of a row processes the
+    keys that are always selected instead of sampled keys. This program writes the log-sum-exp and
+    the number of these keys, and the scales of the queries.
     """
     if EARLY:
-        # in this order: the choosing kernel reads the query before it waits
+        # wait before launching dependents: `_choose_kernel` reads the query before it waits, so
+        # that the kernel that writes the query must have ended
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -95,7 +100,8 @@ def sample_kernel(
         tl.store(lse_ptr + lse_offset, tl.full([BLOCK_G], LOWEST, tl.float32))
         return
 
-    # slots of the first key of each row: of the sample, or of sinks and local tokens, [ROWS, 1]
+    # slot of the first key of each row of PACK keys, [ROWS, 1]: sampled keys, or in the last
+    # program first sink tokens, then local tokens
     sample_index = split * BLOCK_N + key_row * PACK
     sample_slot = sample_index // RUN_KEYS * (RUN_KEYS * SAMPLE_STRIDE) + sample_index % RUN_KEYS
     local_slot = end - LOCAL_TOKENS + key_row * PACK - SINK_TOKENS
@@ -103,7 +109,7 @@ def sample_kernel(
     always_slot = tl.where(key_row * PACK < SINK_TOKENS + LOCAL_TOKENS, always_slot, end)
     slot = tl.where(is_sample, sample_slot, always_slot)[:, None]
 
-    # keys that are counted, [ROWS, COLUMNS]
+    # mask of keys that take part in the log-sum-exp, [ROWS, COLUMNS]
     token = slot + (column // BLOCK_G)[None, :]
     is_visible = (token >= 0) & (token < end)
     if valid_ptr is not None:
@@ -116,7 +122,7 @@ def sample_kernel(
         is_sample, ~is_always_read, is_sink_row == (token < begin + SINK_TOKENS)
     )
 
-    # index of the keys: codes [ROWS, PACK * BLOCK_C], scales [ROWS, COLUMNS]
+    # load the index of the keys: codes [ROWS, PACK * BLOCK_C], scales [ROWS, COLUMNS]
     packed_byte = tl.arange(0, PACK * BLOCK_C)[None, :]
     packed_key, byte = packed_byte // BLOCK_C, packed_byte % BLOCK_C
     packed_slot = slot + packed_key
@@ -126,7 +132,7 @@ def sample_kernel(
     key_codes = tl.load(codes_at, mask=inside, other=0)
     scales_at = scales.data + batch * scales.batch + kv_head * scales.head
     key_scale = tl.load(scales_at + token, mask=is_counted, other=0.0)
-    # keys that are not finite are always read
+    # keys with NaN or infinities are selected, but have no logit that could be counted
     is_counted = is_counted & (key_scale < float("inf"))
 
     # logits to base two, [ROWS, COLUMNS]
@@ -161,7 +167,7 @@ def sample_kernel(
 
     # log-sum-exp of the counted keys, [BLOCK_G]
     s = tl.reshape(tl.where(is_counted, s, LOWEST), (ROWS * PACK, BLOCK_G))
-    # if no key is counted, the maximum is LOWEST and the sum is meaningless
+    # if no key is counted, the maximum is LOWEST, and the sum must not be used
     m_i = tl.max(s, 0)
     lse = m_i + tl.log2(tl.sum(tl.exp2(s - m_i[None, :]), 0))
     tl.store(lse_ptr + lse_offset, tl.where(m_i > LOWEST, lse, LOWEST))
@@ -190,9 +196,10 @@ def limit_kernel(
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write the least product of a read key for each head of a row, in units of its query.
+    """Write the threshold of each query head of a row: the smallest product of a selected key.
 
-    Also write the logarithm of the weight of the unread keys, `Choice.unread`.
+    A threshold is divided by the scale of the query, as are the products of `key_products`. Also
+    write the logarithm of the weight of all keys that are not selected, `Choice.unread`.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -202,8 +209,8 @@ def limit_kernel(
     wanted = tl.load(wanted_ptr + row // kv_heads)
     member, sample = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
 
-    # logits of the sample as levels, [BLOCK_N, BLOCK_G]
-    # programs past the end of the sequence have written nothing
+    # logits of the sample, rounded to levels, [BLOCK_N, BLOCK_G]. Logits after the end of the
+    # sequence were not written
     num_samples = tl.minimum(tl.cdiv(end, RUN_KEYS * SAMPLE_STRIDE) * RUN_KEYS, max_samples)
     logits_at = logits_ptr + (row * max_samples + sample)[:, None] * BLOCK_G + member[None, :]
     # a separate select: with `other`, Triton 3.6 returns wrong values for every second 16-bit
@@ -211,7 +218,7 @@ def limit_kernel(
     logit = tl.load(logits_at, mask=(sample < num_samples)[:, None]).to(tl.int32)
     logit = tl.where((sample < num_samples)[:, None], logit, UNCOUNTED)
 
-    # log-sum-exp of each head over all programs and the sink, as a level, [BLOCK_G]
+    # log-sum-exp of each head over all programs and the sink, rounded to levels, [BLOCK_G]
     split = tl.arange(0, BLOCK_SPLITS)
     lse_offset = (row * (num_splits + 1) + split)[:, None] * BLOCK_G + member[None, :]
     split_lse = tl.load(lse_ptr + lse_offset, mask=(split <= num_splits)[:, None], other=LOWEST)
@@ -228,13 +235,14 @@ def limit_kernel(
 
     # level of each sampled key, the smallest over the heads, [BLOCK_N]
     query_scale = tl.load(query_scales_ptr + row * BLOCK_G + member)
-    # queries that are not finite do not affect the selection
+    # queries with NaN or infinities (query_scale is NaN) do not affect the selection
     is_choosing = (member < GROUP) & (query_scale == query_scale)
     head_level = tl.where(is_choosing[None, :], lse[None, :] - logit, LAST_LEVEL)
     level = tl.minimum(tl.maximum(tl.min(head_level, 1), 1), LAST_LEVEL)
     level = tl.where(tl.max(logit, 1) > UNCOUNTED, level, HIDDEN_LEVEL)
 
-    # bisect the last level with at most ``wanted`` keys, by bits; keys of level 0 are always read
+    # find the largest level ``last`` such that at most ``wanted`` keys have levels up to ``last``,
+    # one bit of ``last`` per iteration. Keys of level 0 are always selected
     last, num_read = 0, num_always
     for bit in tl.static_range(LEVEL_BITS):
         candidate = last + ((LAST_LEVEL + 1) >> (bit + 1))
@@ -246,7 +254,7 @@ def limit_kernel(
     num_visible = num_always + SAMPLE_STRIDE * tl.sum((level < HIDDEN_LEVEL).to(tl.int32), 0)
     reads_all = (num_visible <= wanted) | (end <= wanted)
 
-    # logarithm of the weight of the unread keys, [BLOCK_G]
+    # logarithm of the weight of the keys that are not selected, [BLOCK_G]
     is_unread = (level > last) & (level < HIDDEN_LEVEL) & ~reads_all
     weight = tl.exp2(head_level.to(tl.float32) * -OCTAVES_PER_LEVEL)
     weight = tl.sum(tl.where(is_unread[:, None], weight, 0.0), 0)
@@ -254,7 +262,8 @@ def limit_kernel(
     unread = unread + (LOG2_SAMPLE_STRIDE + LOG2_UNREAD_WEIGHT)
     tl.store(unread_ptr + row * GROUP + member, unread, mask=member < GROUP)
 
-    # least product of a read key, [BLOCK_G]; half a level less, because products are not rounded
+    # smallest product of a selected key, [BLOCK_G]. Logits are rounded to levels, so that logits
+    # from half a level below have the last selected level
     threshold = (lse - last).to(tl.float32) - 0.5
     threshold = threshold * OCTAVES_PER_LEVEL / query_scale
     threshold = tl.where(reads_all, float("-inf"), threshold)

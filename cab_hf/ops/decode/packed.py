@@ -1,4 +1,9 @@
-"""Products of 8-bit queries and a 4-bit index on tensor cores, with several keys per row."""
+"""Products of 8-bit queries and 4-bit keys on tensor cores, with several keys per matrix row.
+
+The keys are those of the decode index, see `reference.Index`. The lower four bits of a byte contain
+a channel of the first half of the channels, the upper four bits a channel of the second half. One
+matrix product per half is computed, and both are added.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +18,24 @@ from cab_hf.ops.decode.index_kernel import MIN_SCALE, round_to_integer
 
 MAX_QUERY_CODE = tl.constexpr(float(reference.MAX_QUERY_CODE))
 INVERSE_MAX_QUERY_CODE = tl.constexpr(1 / reference.MAX_QUERY_CODE)
-# smallest number of rows (keys) of a product on tensor cores
+# smallest number of rows (keys) of a matrix product on tensor cores
 MIN_ROWS = 64
-# smallest number of columns (queries) of a product on tensor cores
+# smallest number of columns (queries) of a matrix product on tensor cores
 MIN_COLUMNS = 16
-# smallest number of summed bytes of a product on tensor cores
+# smallest inner dimension of a matrix product on tensor cores, in bytes (one per channel)
 MIN_BYTES = 32
-# bytes of the index per product, the fastest on an H200
+# bytes of the index per matrix product, the fastest number on an H200
 TILE_BYTES = 8 << 10
 
 
 class Packing(NamedTuple):
-    """Layout of a product of keys and the queries of a group; see `load_queries`.
+    """Layout of the matrix product of keys and the queries of a group; see `load_queries`.
 
     Attributes:
-        keys_per_row: Adjacent keys in one row of the product (``PACK``).
-        padded_group: Columns per key: the queries of a group with padding (``BLOCK_G``).
-        padded_bytes: Bytes per key of the index with padding (``BLOCK_C``).
-        keys_per_tile: Keys of a product (``BLOCK_N``).
+        keys_per_row: Number of adjacent keys in a row of the left matrix (``PACK``).
+        padded_group: Columns per key: the number of queries of a group, padded (``BLOCK_G``).
+        padded_bytes: Bytes per key of the index, padded (``BLOCK_C``).
+        keys_per_tile: Number of keys of one matrix product (``BLOCK_N``).
     """
 
     keys_per_row: int
@@ -40,7 +45,7 @@ class Packing(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        """The layout as constant arguments of kernels."""
+        """The layout as constexpr arguments of kernels, by name."""
         return {
             "PACK": self.keys_per_row,
             "BLOCK_G": self.padded_group,
@@ -50,14 +55,14 @@ class Packing(NamedTuple):
 
 
 def packing(group: int, key_bytes: int, max_keys_per_row: int) -> Packing:
-    """Return the layout of a product.
+    """Return the layout of the matrix product of keys and the queries of a group.
 
-    Keys are not packed if their number of bytes is not a power of two.
+    A row contains only one key if the number of bytes per key is not a power of two.
 
     Args:
         group: Query heads per KV head.
         key_bytes: Bytes per key of the index.
-        max_keys_per_row: Maximum number of adjacent keys in a row.
+        max_keys_per_row: Largest number of adjacent keys in a row.
     """
     padded_group = triton.next_power_of_2(group)
     padded_bytes = triton.next_power_of_2(key_bytes)
@@ -77,9 +82,9 @@ def packing(group: int, key_bytes: int, max_keys_per_row: int) -> Packing:
 
 @triton.jit
 def _block_diagonal(x, PACK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Return a block diagonal matrix with ``PACK`` copies of x [BLOCK_G, BLOCK_C], transposed.
+    """Return an int8 block diagonal matrix, whose ``PACK`` diagonal blocks are x transposed.
 
-    The result is int8 [PACK * BLOCK_C, PACK * BLOCK_G].
+    The shape is [BLOCK_G, BLOCK_C] for x, and [PACK * BLOCK_C, PACK * BLOCK_G] for the result.
     """
     row_key = tl.arange(0, PACK)[:, None, None, None]
     column_key = tl.arange(0, PACK)[None, None, :, None]
@@ -91,7 +96,7 @@ def _block_diagonal(x, PACK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.co
 def _half_bytes(x, UPPER: tl.constexpr, HAS_PTX: tl.constexpr):
     """Return the lower or upper four bits of each byte, int8."""
     if HAS_PTX:
-        # four bytes per instruction: Triton would extract single bytes
+        # PTX processes four bytes per instruction, Triton's own code one
         if UPPER:
             return tl.inline_asm_elementwise(
                 asm="{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0f0f0f0f; }",
@@ -126,17 +131,19 @@ def load_queries(
     HALF_SIZE: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Load the queries of a group and quantise them to the 8-bit operand of a product.
+    """Load the queries of a group, and quantise the queries to the right matrices of the product.
 
-    A product has 16 columns, and a group has fewer queries. Therefore a row of the product contains
-    `PACK` adjacent keys, as one key with `PACK` times the channels. Column j * BLOCK_G + g is the
-    product of query g and key j of the row: in this column, the channels of other keys are 0.
+    The matrix product needs at least 16 columns, and a group has fewer queries. Therefore a row of
+    the left matrix contains `PACK` adjacent keys, and column j * BLOCK_G + g of the right matrix
+    contains query g at the channels of key j, and zeros at the channels of the other keys. Thus an
+    entry of the result is the product of one key and one query.
 
     Returns:
-        low, high: int8 [PACK * BLOCK_C, PACK * BLOCK_G], the two halves of the channels.
-        offset: int32 [1, PACK * BLOCK_G], to be subtracted from the products of each column.
-        query_scale: float32 [BLOCK_G], the factor of the differences; NaN for a query that is not
-            finite.
+        low, high: int8 [PACK * BLOCK_C, PACK * BLOCK_G], first and second half of the channels.
+        offset: int32 [1, PACK * BLOCK_G], which must be subtracted from the products of a column,
+            because the code of a key is 8 more than its value.
+        query_scale: float32 [BLOCK_G], which turns products without the offset into logits to base
+            two; NaN for a query with NaN or infinities.
     """
     # [BLOCK_G, BLOCK_C]
     member, channel = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_C)
@@ -155,7 +162,7 @@ def load_queries(
     low = round_to_integer(low * inverse, MAX_QUERY_CODE)
     high = round_to_integer(high * inverse, MAX_QUERY_CODE)
 
-    # codes of keys are 8 more than their values
+    # sum over channels of 8 * query, because the code of a key is 8 more than its value
     offset = (8.0 * (tl.sum(low, 1) + tl.sum(high, 1))).to(tl.int32)
     low = _block_diagonal(low, PACK, BLOCK_G, BLOCK_C)
     high = _block_diagonal(high, PACK, BLOCK_G, BLOCK_C)
@@ -165,18 +172,18 @@ def load_queries(
 
 @triton.jit
 def repeat_per_key(x, PACK: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Return x [BLOCK_G] repeated for each key of a row, [1, PACK * BLOCK_G]."""
+    """Return x [BLOCK_G] repeated for each of the PACK keys of a row, [1, PACK * BLOCK_G]."""
     return tl.reshape(tl.broadcast_to(x[None, :], (PACK, BLOCK_G)), (1, PACK * BLOCK_G))
 
 
 @triton.jit
 def key_products(codes, key_scale, low, high, offset, HAS_PTX: tl.constexpr):
-    """Return the products of keys and queries without the scales of the queries.
+    """Return the products of keys and queries, multiplied by key scales but not by query scales.
 
     Args:
-        codes: uint8 [keys / PACK, PACK * BLOCK_C], rows of the index.
-        key_scale: [keys / PACK, PACK * BLOCK_G].
-        low, high, offset: From `load_queries`.
+        codes: uint8 [keys / PACK, PACK * BLOCK_C], codes of the keys, PACK keys per row.
+        key_scale: [keys / PACK, PACK * BLOCK_G], the scale of the key of each product.
+        low, high, offset: Results of `load_queries`.
 
     Returns:
         float32 [keys / PACK, PACK * BLOCK_G].

@@ -1,19 +1,23 @@
 """Definition of a sparse decode step, in plain PyTorch on any device.
 
-A decode step has one query per head. The query heads of a group read the same keys, so that each KV
-head selects keys once for its group. The score of a key is its largest share of attention over the
-query heads of the group. Shares are computed from 8-bit queries and the 4-bit keys of the index
-(`index_keys`). Their products are sums of integers, which are the same on every device.
+A decode step has one query per head. Each KV head selects keys once for all query heads of its
+group, and the step attends only to the selected keys. The score of a key is its attention
+probability softmax(logits), the largest over the query heads of the group. Scores are computed from
+8-bit queries and the 4-bit keys of the index (`index_keys`). Products of both are sums of integers,
+which are the same on every device.
 
-Shares are rounded to levels: level l is a share of 2^(-l / `LEVELS_PER_OCTAVE`). Thus the selection
-does not depend on the last bit of a sum, and counting replaces sorting to find the last level that
-is read.
+Logarithms of scores are rounded to integer levels: level l is the score
+2^(-l / `LEVELS_PER_OCTAVE`). The keys of the lowest levels are selected. Thus the selection does
+not depend on the last bit of a sum. The last selected level is found by counting keys per level
+instead of sorting.
 
-In a long cache, a sample of the keys estimates the log-sum-exp of each head and the last level that
-is read. The sample has at most `MAX_SAMPLED_KEYS` keys, in equidistant runs of `RUN_KEYS` adjacent
-keys (`sample_stride`). The sample of 131,072 keys has every sixteenth run. If 4,096 keys are
-requested, the number of keys that a step reads differs from 4,096 by about 250. The complete cache
-is scored only once, and no logits are stored.
+In a long cache, a sample of the keys estimates the log-sum-exp of each head and the last selected
+level. The sample has at most `MAX_SAMPLED_KEYS` keys, in equidistant runs of `RUN_KEYS` adjacent
+keys (`sample_stride`). For example, the sample of 131,072 keys has every sixteenth run. If 4,096
+keys are requested, the number of selected keys differs from 4,096 by about 250. Because thresholds
+come from the sample, kernels read the complete index only once and store no other logits.
+
+In names, "read" stands for selected keys, and "unread" for visible keys that are not selected.
 """
 
 from __future__ import annotations
@@ -28,33 +32,34 @@ from torch.nn import functional as F
 
 from cab_hf.ops.reference import capped
 
-# levels per factor of two between shares of attention
+# number of levels between attention probabilities p and p / 2
 LEVELS_PER_OCTAVE = 64
-# level of keys that are read independent of their share
+# level of keys that are selected independent of their score: sinks, local tokens, NaN, infinities
 ALWAYS_LEVEL = 0
-# level of keys whose share is below 2^-32, or too small to measure
+# largest level of visible keys: their attention probability is at most about 2^-32
 LAST_LEVEL = 2047
-# level of invisible keys
+# level of padding, and of slots that contain no key yet
 HIDDEN_LEVEL = 2048
 # maximum number of keys in the sample of a cache
 MAX_SAMPLED_KEYS = 8192
 # adjacent keys per run of the sample
 RUN_KEYS = 4
-# equidistant values that estimate the mean value of the unread keys
+# number of equidistant values whose mean estimates the mean value of the unread keys
 NUM_MEAN_VALUES = 256
-# factor of the weight of unread keys: 4-bit errors make a sum of exponentials too large
+# factor of the estimated weight of the unread keys, which is too large: rounding keys to 4 bits
+# increases sums of exp(logit)
 UNREAD_WEIGHT = 0.3
-# largest magnitude of 4-bit keys
+# largest integer to which channels of keys are quantised (4 bits)
 MAX_KEY_CODE = 7
-# largest magnitude of 8-bit queries
+# largest integer to which channels of queries are quantised (8 bits)
 MAX_QUERY_CODE = 127
 # largest scale of a key: the largest finite float16
 MAX_KEY_SCALE = 65504.0
 # smallest scale of a key or query; positive, because scales are divisors
 MIN_SCALE = 1.0e-20
-# tokens at the start of a sequence that are always read
+# number of tokens at the start of a sequence that are always selected
 SINK_TOKENS = 16
-# tokens at the end of a sequence that are always read
+# number of tokens at the end of a sequence that are always selected
 LOCAL_TOKENS = 64
 LOG2_E = 1.4426950408889634
 
@@ -63,19 +68,21 @@ LOG2_E = 1.4426950408889634
 def heads_on_device(heads: tuple[int, ...], device: torch.device) -> Tensor:
     """Return head indices as an int32 tensor on ``device``.
 
-    The result is cached: the copy synchronises with the device, which a CUDA graph cannot capture.
+    The result is cached. A copy to the device is a device sync, which a CUDA graph cannot capture.
     """
     return torch.tensor(heads, dtype=torch.int32, device=device)
 
 
 class Index(NamedTuple):
-    """Compressed keys by which a decode step selects keys.
+    """Keys quantised to 4 bits per channel, from which a decode step computes scores.
 
     Attributes:
-        codes: uint8 [B, H_kv, N, C / 2], two channels per byte. Channel i of C is in the lower half
-            of byte i, channel i + C / 2 in the upper half. Codes 0 to 15 represent -8 to 7.
-        scales: float16 [B, H_kv, N], one scale per key. The scale is infinity if any channel of the
-            key is NaN or infinite. Such a key is always read, and its codes are those of zeros.
+        codes: uint8 [B, H_kv, N, C / 2], for C scored channels, two per byte. Channel i is in the
+            lower half of byte i, channel i + C / 2 in the upper half. Codes 0 to 15 represent -8
+            to 7.
+        scales: float16 [B, H_kv, N], one scale per key: channel = scale * (code - 8). The scale is
+            infinity if any channel of the key is NaN or infinite. Such a key is always selected,
+            and its codes represent zeros.
     """
 
     codes: Tensor
@@ -87,16 +94,19 @@ class Index(NamedTuple):
 
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
-    """Build the index of k [B, H_kv, N, D] from the scored channels.
+    """Quantise the scored channels of keys to an index.
 
-    Each key has a separate scale, so that the code of a key does not depend on other keys.
+    Each key has a separate scale, so that the codes of a key do not depend on other keys.
 
     Args:
-        channels: Scored channels; () for all. The last channel of an odd count is dropped.
+        k: [B, H_kv, N, D].
+        channels: Indices of the scored channels; () for all. The last channel of an odd number is
+            dropped.
     """
     is_finite = k.isfinite().all(-1)
     x = scored_channels(k, channels).masked_fill(~is_finite.unsqueeze(-1), 0.0)
-    # products instead of divisions: some devices divide by a number, others multiply by its inverse
+    # devices differ in whether they divide by a number or multiply by its inverse, which rounds
+    # differently. Explicit products with the inverse are the same on every device
     scales = (x.abs().amax(-1) * (1 / MAX_KEY_CODE)).clamp(max=MAX_KEY_SCALE).to(torch.float16)
     inverse = scales.float().clamp(min=MIN_SCALE).reciprocal().unsqueeze(-1)
     codes = (x * inverse).clamp(-MAX_KEY_CODE - 1, MAX_KEY_CODE)
@@ -107,7 +117,7 @@ def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
 
 
 def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor) -> None:
-    """Write the index of new keys into the index of a cache.
+    """Quantise new keys, and write the result to the index of a cache.
 
     Args:
         index: Index of all slots of the cache, changed in place.
@@ -137,7 +147,8 @@ class Choice(NamedTuple):
             undefined.
         counts: int32 [B, H_kv], the number of selected keys.
         unread: float32 [B, H], log2(`UNREAD_WEIGHT` * sum of exp(logit) over the unread keys),
-            estimated from the sample; None if unknown.
+            estimated from the sample; None if there is no estimate. Unread keys are the visible
+            keys that are not selected.
     """
 
     slots: Tensor
@@ -146,7 +157,10 @@ class Choice(NamedTuple):
 
     @classmethod
     def from_mask(cls, selected: Tensor, unread: Tensor | None = None) -> Choice:
-        """Build the choice of the keys where ``selected``, bool [B, H_kv, N], is True."""
+        """Build a choice from a mask: ``selected`` is bool [B, H_kv, N], True for selected keys.
+
+        ``unread`` becomes the field of the choice.
+        """
         slots = (~selected).byte().argsort(dim=-1, stable=True).to(torch.int32)
         return cls(slots, selected.sum(-1, dtype=torch.int32), unread)
 
@@ -164,17 +178,19 @@ class Choice(NamedTuple):
         return count.scatter_add_(2, slots, is_listed.long()) > 0
 
     def expanded(self, batch: int, kv_heads: int) -> Choice:
-        """Expand a choice [B or 1, 1, M] to every KV head of a batch, without a copy."""
+        """Expand slots [B or 1, 1, M] and counts to all KV heads and batch rows, without a copy."""
         slots = self.slots.expand(batch, kv_heads, -1)
         return Choice(slots, self.counts.expand(batch, kv_heads), self.unread)
 
     def for_layer(self, device: torch.device, heads: tuple[int, ...] | None = None) -> Choice:
-        """Return the choice for another layer, on the device of that layer, without ``unread``.
+        """Return the choice for another layer that attends to the keys which this layer selected.
+
+        The result has no ``unread``.
 
         Args:
             device: Device of the other layer.
-            heads: For each KV head of the other layer, the KV head of this choice whose keys that
-                head reads; None for the same heads.
+            heads: For each KV head of the other layer, the index of the KV head of this choice
+                whose slots are used; None if head h uses the slots of head h.
         """
         slots, counts = self.slots.to(device), self.counts.to(device)
         if heads is not None:
@@ -192,20 +208,25 @@ def choose(
     valid: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Choice:
-    """Select the keys that each KV head reads for q [B, H, 1, D].
+    """Select the keys that each KV head attends to in a decode step.
 
-    Each KV head reads about ``wanted`` keys. Keys of one level are all read or all unread. A head
-    reads as many levels as have at most ``wanted`` keys together, and one more level if these have
-    less than half of ``wanted``. Counts are estimates unless the sample contains all keys. A head
-    reads everything if there are at most ``wanted`` keys. Keys that are not finite are read in
-    addition to ``wanted``. Queries that are not finite do not affect the selection.
+    Each KV head selects about ``wanted`` keys. Of the keys of one level, all or none are selected:
+
+    * A head selects all keys if there are at most ``wanted`` keys.
+    * Otherwise, a head selects the lowest levels, as many as have at most ``wanted`` keys together.
+    * If these levels have fewer than ``wanted`` / 2 keys, the head also selects the next level.
+
+    Numbers of keys per level are estimates unless the sample contains all keys. Keys with NaN or
+    infinities are selected in addition to ``wanted``. Queries with NaN or infinities do not affect
+    the selection.
 
     Args:
-        index: `index_keys` of the cache; entries from ``length`` on are ignored.
-        scale: Factor of the logits.
+        q: [B, H, 1, D].
+        index: Index of all slots of the cache; entries from ``length`` on are ignored.
+        scale: Factor of the products q · k.
         length: int [1], the number of written keys, including the key of the query.
-        wanted: int32 [B], or [1] for all rows, the number of keys to read.
-        channels: Channels of the index.
+        wanted: int32 [B], or [1] for all rows, the number of keys to select.
+        channels: The scored channels from which the index was built; () for all.
         valid: bool [B, >= length], False for padding; None without padding.
         sinks: [H], one logit per head that takes part in the softmax; None without.
     """
@@ -238,20 +259,21 @@ def score_keys(
     valid: Tensor | None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (logits, levels, sampled, always) of the keys of a cache; see `choose` for arguments.
+    """Compute logits and levels of all keys of a cache. The arguments are those of `choose`.
 
     Returns:
-        logits: float32 [B, H_kv, H / H_kv, N], to base two, in units of 1 / `LEVELS_PER_OCTAVE`.
-        levels: int64 [B, H_kv, N], min over the group of log-sum-exp - logit, at least 1; or
-            `ALWAYS_LEVEL`, `LAST_LEVEL` or `HIDDEN_LEVEL`.
-        sampled: bool [B, H_kv, N], the keys of the sample.
-        always: bool [B, H_kv, N], the keys that are always read. Keys that are not finite are in
-            neither ``sampled`` nor ``always``.
+        logits: float32 [B, H_kv, H / H_kv, N], logits rounded by `round_to_levels`.
+        levels: int64 [B, H_kv, N]. The level of a key is the minimum over the group of
+            log-sum-exp - logit, clamped to 1 to `LAST_LEVEL`. It is `ALWAYS_LEVEL` for keys that
+            are always selected, and `HIDDEN_LEVEL` for keys that are not visible.
+        sampled: bool [B, H_kv, N], True for keys of the sample.
+        always: bool [B, H_kv, N], True for sink and local tokens, which are always selected. Keys
+            with NaN or infinities are in neither ``sampled`` nor ``always``.
     """
     kv_heads, num_slots = index.scales.shape[1:]
     group = q.shape[1] // kv_heads
     visible, always = (x.unsqueeze(1) for x in _visible(num_slots, length, valid, q.device))
-    # keys that are not finite are read, but not counted
+    # keys with NaN or infinities are selected in addition to ``wanted`` keys, and not counted
     nonfinite = index.scales.isinf() & visible
     always = always & ~nonfinite
     stride = sample_stride(num_slots)
@@ -276,9 +298,10 @@ def score_keys(
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.float().view(1, kv_heads, group, 1))
     lse = lse * LOG2_E
-    # rounded before they are compared
+    # logits and log-sum-exps are rounded before the difference, as in the kernels
     logits, lse = round_to_levels(logits), round_to_levels(lse)
-    # the other heads of the group select for a query that is not finite, whose output is NaN
+    # a query with NaN or infinities has NaN levels. They become the largest level, so that only the
+    # other heads of the group select keys
     levels = (lse - logits).nan_to_num(nan=LAST_LEVEL).amin(2)
     levels = levels.clamp(ALWAYS_LEVEL + 1, LAST_LEVEL).long()
     levels = levels.masked_fill(always | nonfinite, ALWAYS_LEVEL)
@@ -293,16 +316,16 @@ def last_read_level(
     length: Tensor,
     wanted: Tensor,
 ) -> Tensor:
-    """Return the last level that is read, int64 [B, H_kv, 1].
+    """Return the last selected level of each KV head, int64 [B, H_kv, 1].
 
     Args:
-        levels, sampled, always: From `score_keys`.
-        length, wanted: See `choose`.
+        levels, sampled, always: Results of `score_keys`.
+        length, wanted: Arguments of `choose`.
     """
     stride = sample_stride(levels.shape[2])
     counts = levels.new_zeros(*levels.shape[:2], HIDDEN_LEVEL + 1)
     counts.scatter_add_(2, levels, sampled.long().expand_as(levels))
-    # keys of level 0 are always read, and are counted completely instead of by the sample
+    # keys that are always selected are not in the sample, and are counted exactly
     wanted = wanted.view(-1, 1, 1)
     num_keys = counts[..., :HIDDEN_LEVEL].cumsum(-1) * stride + always.sum(-1, keepdim=True)
     is_within_budget = num_keys[..., :LAST_LEVEL] <= wanted
@@ -316,7 +339,7 @@ def last_read_level(
 
 
 def sample_stride(num_slots: int) -> int:
-    """Return n, a power of two: the sample has one of n runs of `RUN_KEYS` adjacent slots."""
+    """Return n, a power of two: every n-th run of `RUN_KEYS` adjacent slots is in the sample."""
     return 1 << (-(-num_slots // MAX_SAMPLED_KEYS) - 1).bit_length()
 
 
@@ -333,17 +356,19 @@ def attend(
 ) -> Tensor:
     """Compute attention of q [B, H, 1, D] over the selected keys, [B, H, 1, D_v].
 
-    All unread keys count as one key, with the sum of their weights and the mean value (SparQ
-    Attention, Ribar et al., 2024). Without this key, the weights of the read keys would be too
-    large. The mean is over `NUM_MEAN_VALUES` equidistant keys from the first to the last.
+    If ``choice.unread`` is not None, all keys that are not selected count as one key, with the sum
+    of their weights and the mean value of the cache (SparQ Attention, Ribar et al., 2024). Without
+    this key, the weights of the selected keys would be too large. The mean is over
+    `NUM_MEAN_VALUES` equidistant slots of the sequence.
 
     Args:
+        q: [B, H, 1, D].
         k, v: [B, H_kv, N, D] and [B, H_kv, N, D_v].
         choice: Selected keys of each KV head.
-        scale: Factor of the logits.
-        length, valid: See `choose`; only needed for a choice with ``unread``.
-        sinks: [H], logits without a value; None without.
-        softcap: See `capped`; None without.
+        scale: Factor of the products q · k.
+        length, valid: Arguments of `choose`; only needed for a choice with ``unread``.
+        sinks: [H], one additional logit per head, which has no value; None without.
+        softcap: Soft cap of the scaled logits, see `capped`; None for no cap.
     """
     kv_heads, num_slots = k.shape[1:3]
     exact = torch.promote_types(q.dtype, torch.float32)
@@ -358,22 +383,23 @@ def attend(
         logits = torch.cat((logits, unread + real_share.to(exact).log()), dim=-1)
         values = torch.cat((values, mean.to(exact)), dim=2)
     if sinks is not None:
-        # a sink is one more key, whose value is 0
+        # a sink acts as one more key, whose value is 0
         sinks = sinks.to(exact).view(1, kv_heads, -1, 1).expand(len(q), -1, -1, -1)
         logits, values = torch.cat((logits, sinks), dim=-1), F.pad(values, (0, 0, 0, 1))
     return (logits.softmax(-1) @ values).to(q.dtype).flatten(1, 2).unsqueeze(2)
 
 
 def _mean_value(v: Tensor, length: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the mean of `NUM_MEAN_VALUES` equidistant values of v, without padding.
+    """Compute the mean of `NUM_MEAN_VALUES` values at equidistant slots, without padding.
 
     Args:
         v: [B, H_kv, N, D_v].
-        length, valid: See `choose`.
+        length, valid: Arguments of `choose`.
 
     Returns:
-        The mean, float32 [B, H_kv, 1, D_v], and the share of the equidistant values that are not
-        padding, float32 [B, 1, 1, 1].
+        mean: float32 [B, H_kv, 1, D_v], the mean of the values that are not padding.
+        real_share: float32 [B, 1, 1, 1], the fraction of the equidistant slots that are not
+            padding; 1 without ``valid``.
     """
     batch, kv_heads, _, dim = v.shape
     first = length.new_zeros(batch, 1) if valid is None else valid.int().argmax(-1, keepdim=True)
@@ -387,7 +413,11 @@ def _mean_value(v: Tensor, length: Tensor, valid: Tensor | None) -> tuple[Tensor
 
 
 def round_to_levels(x: Tensor) -> Tensor:
-    """Return logarithms to base two as whole levels, in the range of int16, in a float dtype."""
+    """Round x * `LEVELS_PER_OCTAVE` to integers in the range of int16; the dtype stays float.
+
+    Args:
+        x: Logits or log-sum-exps to base two.
+    """
     limits = torch.iinfo(torch.int16)
     return (x * LEVELS_PER_OCTAVE).round().clamp(limits.min, limits.max)
 
@@ -395,7 +425,17 @@ def round_to_levels(x: Tensor) -> Tensor:
 def _visible(
     num_slots: int, length: Tensor, valid: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the visible keys and the keys that are always read, each bool [B or 1, N]."""
+    """Return which slots contain a visible key, and which of these are sink or local tokens.
+
+    Args:
+        num_slots: N, the number of slots of the cache.
+        length, valid: Arguments of `choose`.
+        device: Device of the results.
+
+    Returns:
+        visible: bool [B or 1, N], False for padding and for slots from ``length`` on.
+        always: bool [B or 1, N], True for visible sink and local tokens.
+    """
     slot = torch.arange(num_slots, device=device)
     visible = (slot < length).unsqueeze(0)
     if valid is not None:
