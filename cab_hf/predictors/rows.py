@@ -42,7 +42,7 @@ class RowsPredictor(Predictor):
         Args:
             k: [B, H_kv, N_k, D], after RoPE.
             valid: not used, because padding keys are excluded later by ``LayerContext.ranges``.
-            channels: ascending channels that outliers are scored on; () for all channels.
+            channels: ascending channels that outlier queries are scored on; () for all channels.
         """
         return quantize_keys(k, channels, check_finite=self.config.check_finite)
 
