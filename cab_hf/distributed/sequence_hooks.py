@@ -71,7 +71,9 @@ def _append_longest(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Append the largest position of all ranks to the position ids of a rotary embedding.
 
-    A forward pre-hook. Returns the changed arguments (args, kwargs) of the embedding.
+    The embedding then computes the frequencies of the whole sequence, and `_remove_longest` removes
+    the appended position from its output. A forward pre-hook, which returns the changed arguments
+    (args, kwargs) of the embedding.
 
     Raises:
         NotImplementedError: the embedding is called without position ids.

@@ -122,7 +122,7 @@ def require_sizes(heads_k_stride: int, block: int) -> None:
 
 
 def rank_facts(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding | None) -> dict[str, int]:
-    """Return the numbers that must be equal on all ranks of one sequence, by name.
+    """Return the sizes, dtypes and documents that must be equal on all ranks, as numbers by name.
 
     Args:
         q, k, v: tensors of this rank, [B, heads, n, D].

@@ -65,7 +65,8 @@ def coarsen_qk_max_l2(q: Tensor, k: Tensor, block_size: int = 64) -> tuple[Tenso
         block_size: tokens per block; the last block may be shorter.
 
     Returns:
-        float32 [B, H, M_q, D] and [B, H_kv, M_k, D], M_q = ceil(N_q / block_size) and M_k likewise.
+        float32 [B, H, M_q, D] and [B, H_kv, M_k, D], with M_q = ceil(N_q / block_size) and M_k =
+        ceil(N_k / block_size).
 
     Raises:
         ValueError: shapes do not fit, or the block size is below 1.
@@ -266,7 +267,11 @@ class CoarseCurvaturePredictor(nn.Module):
         return (selected, diagnostics) if return_diagnostics else selected
 
     def select(self, frc: Tensor) -> Tensor:
-        """Return the blocks that curvature [B, H, M, M] selects, bool [B, H, M, M]."""
+        """Return the blocks that are selected by the curvature ``frc``, bool [B, H, M, M].
+
+        Args:
+            frc: curvature, [B, H, M, M].
+        """
         return generate_block_mask_from_frc(
             frc,
             self.sparsity,
@@ -319,7 +324,11 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
         self.max_keep = max_keep
 
     def select(self, frc: Tensor) -> Tensor:
-        """Return the blocks that curvature [B, H, M, M] selects, bool [B, H, M, M]."""
+        """Return the blocks that are selected by the curvature ``frc``, bool [B, H, M, M].
+
+        Args:
+            frc: curvature, [B, H, M, M].
+        """
         _require_square(frc)
         visible = _visible_blocks(frc, self.causal)
         score = -frc if KEPT_SIDE[self.formula] == "lowest" else frc

@@ -37,7 +37,9 @@ FIELDS = {
 
 @dataclass(frozen=True, eq=False)
 class QuantizedKeys:
-    """Keys in the format that `select_blocks` scores: ``key = values * 2 ** exponents``.
+    """Keys in the format that `select_blocks` scores.
+
+    Up to rounding, ``key = values * 2 ** exponents``.
 
     Attributes:
         values: [B, H_kv, N_k, C]. On a CPU, k itself, with C = D. On a GPU, k with its channels
@@ -215,7 +217,11 @@ def _select_by_kernels(
     config: CabConfig,
     options: ScoreOptions,
 ) -> tuple[BlockIndices, BlockIndices]:
-    """Compute `select_blocks` by the kernels of `gather`, `score`, `threshold` and `compact`."""
+    """Compute `select_blocks` by the kernels of `gather`, `score`, `threshold` and `compact`.
+
+    If ``config.max_density`` is below 1, heads are processed in several groups, because the scores
+    of all heads can exceed the memory.
+    """
     # imported here, so that models on a CPU run without Triton
     from cab_hf.ops import launch
     from cab_hf.selection import compact, gather, threshold, tiles

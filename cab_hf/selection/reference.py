@@ -12,7 +12,7 @@ For query block m, sampled query i of block m, key block j and sampled key n of 
                      or max_share[m, j] >= share_threshold
                      or block j is forced or marked
 
-The sampled queries of a block are outliers (`outlier_queries`) and typical queries
+The sampled queries of a block are outlier queries (`outlier_queries`) and typical queries
 (`typical_queries`). A query block attends to its *forced* blocks regardless of scores: sink blocks,
 local blocks and the blocks of its own positions. In the dense tail of a sequence all visible blocks
 are forced. A *marked* block contains a key with NaN or an infinity.
@@ -248,10 +248,10 @@ def block_shares(
 ) -> tuple[Tensor, Tensor]:
     """Return (mean_share, max_share) of every key block for every query block.
 
-    The samples of a query block are stratified: an outlier has weight 1, and a typical query has
-    weight (query_block - num_outliers) / num_typical. Outliers are scored on ``options.channels``
-    of all keys. Typical queries are scored on all channels of every
-    ``config.typical_key_stride``-th key.
+    ``mean_share`` is a weighted mean over the samples of the query block: an outlier query has
+    weight 1, and a typical query has weight (query_block - num_outliers) / num_typical. Outlier
+    queries are scored on ``options.channels`` of all keys. Typical queries are scored on all
+    channels of every ``config.typical_key_stride``-th key.
 
     A sample without visible sampled keys has weight 0.
 

@@ -1,8 +1,8 @@
 """Scores of sampled queries: maximum logits per key block, and their log-sum-exp over key blocks.
 
 `reference.shares_of_samples` is the definition. `score_samples` scores the samples of one kind,
-typical queries (``typical_*``) or outliers (``outlier_*``), against all visible keys. `threshold`
-computes the shares from the maxima and the log-sum-exp.
+typical queries or outlier queries, against all visible keys. `threshold` computes attention shares
+from the maximum logits and the log-sum-exp.
 
 The maxima are stored in a scratch, one logit per sample and key block, in this order::
 
@@ -103,7 +103,7 @@ def prepare_scoring(
     """Arrange the keys for every kind of samples, and allocate the scratch.
 
     Args:
-        samples: Typical queries, then outliers if there are any.
+        samples: Typical queries, then outlier queries if there are any.
         values: Stored keys [B, H_kv, N_k, C] of `api.QuantizedKeys`.
         plan: Sizes of the launches.
         key_block: Tokens per key block.

@@ -2,9 +2,8 @@
 
 A kernel computes attention shares from the logits, and compares their mean and maximum with the
 thresholds. `reference.selected_blocks` is the definition. Scoring and selection are separate
-launches, because
-selection waits for memory most of the time. A multiprocessor runs too few scoring programs to hide
-these waits.
+launches, because selection waits for memory most of the time. A multiprocessor runs too few scoring
+programs to hide these waits.
 """
 
 from __future__ import annotations
@@ -175,10 +174,10 @@ def threshold_blocks(
     scores: Tensor | None,
     softcap: float | None,
 ) -> None:
-    """Write the bitmap for the query blocks of one chunk of tiles.
+    """Write the bits and counts of the query blocks of one chunk of tiles to ``bitmap``.
 
     Args:
-        scorings: Scored typical queries, then scored outliers if there are any.
+        scorings: Scored typical queries, then scored outlier queries if there are any.
         plan: Sizes of the launches.
         chunk: One of ``plan.chunks``.
         heads: Heads of the samples.

@@ -158,7 +158,7 @@ class TilePlan:
     which use the same scratch one after another.
 
     Attributes:
-        kinds: Sizes for typical queries, then for outliers if there are any.
+        kinds: Sizes for typical queries, then for outlier queries if there are any.
         q_blocks: Query blocks of a head.
         q_blocks_per_chunk_tile: Query blocks per tile of ``chunks``: the maximum of
             ``q_blocks_per_tile`` over ``kinds``.
@@ -188,7 +188,12 @@ class TilePlan:
         return self.kinds[1] if len(self.kinds) > 1 else None
 
     def tiles_of(self, kind: SampleTiles, chunk: TileRange) -> TileRange:
-        """Convert one of ``chunks`` to tiles of ``kind.q_blocks_per_tile`` query blocks."""
+        """Convert a chunk to the tiles of one kind of samples.
+
+        Args:
+            kind: One of ``kinds``, whose tiles have ``kind.q_blocks_per_tile`` query blocks.
+            chunk: One of ``chunks``, whose tiles have ``q_blocks_per_chunk_tile`` query blocks.
+        """
         ratio = self.q_blocks_per_chunk_tile // kind.q_blocks_per_tile
         return TileRange(chunk.begin * ratio, chunk.end * ratio)
 
@@ -211,7 +216,7 @@ def plan_tiles(
         config: Settings of the selection.
         q_length: Queries per batch row.
         kv_length: Keys per batch row.
-        num_heads: Heads that are processed together, summed over batch rows.
+        num_heads: Heads of one launch, summed over batch rows.
         num_kv_heads: KV heads, summed over batch rows.
         widths: Result of `channel_widths`.
         dtype: Dtype of the stored keys and of the gathered queries.
