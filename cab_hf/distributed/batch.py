@@ -102,7 +102,7 @@ def shard(
 
 
 def _checksum(tensors: list[Tensor]) -> int:
-    """Return a CRC-32 of the values of integer tensors."""
+    """Return one CRC-32 over the values of all ``tensors``, which contain integers."""
     checksum = 1
     for x in tensors:
         checksum = zlib.crc32(x.to("cpu", torch.int64).contiguous().numpy(), checksum)
@@ -150,9 +150,9 @@ def whole_cache(
 ) -> Any:
     """All-gather the KV cache of a sharded prefill, so that every rank can call ``generate``.
 
-    Every rank then has K and V of the whole sequence: 2 * layers * H_kv * N * D elements, W times
-    as many as before. The function gathers one layer after another, and frees the shard of each
-    layer before it gathers the next layer.
+    Every rank then stores K and V of the whole sequence: 2 * layers * H_kv * N * D elements, about
+    W times as many as before, where W is the number of ranks. The function gathers one layer after
+    another, and frees the shard of each layer before it gathers the next layer.
 
     Call ``generate`` after the end of the `cab_hf.context_parallel` block; every rank then decodes
     without communication. ``generate`` needs one token that is not in the cache: call
@@ -191,7 +191,13 @@ def whole_cache(
 
 
 def _shifted(batch: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the label of each token's prediction, int [B, N]; None if the batch has no labels."""
+    """Return the shifted labels of a batch, int [B, N]; None if the batch has no labels.
+
+    The shifted label of a token is the label of the next token. The last token has label `IGNORED`.
+
+    Raises:
+        ValueError: the batch has both ``labels`` and ``shift_labels``.
+    """
     labels, shifted = batch.get("labels"), batch.get("shift_labels")
     if labels is not None and shifted is not None:
         raise ValueError(
@@ -207,7 +213,14 @@ def _take_shard(x: Tensor, sharding: Sharding, rank: int, padding: int) -> Tenso
 
 
 def _documents(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Return the number of tokens of each document, which is equal in all rows of a batch."""
+    """Return the number of tokens of each packed document of a batch row.
+
+    All rows of a batch have the same document boundaries.
+
+    Raises:
+        ValueError: the batch has padding, rows with different documents, or boundaries that do not
+            end at the number of tokens.
+    """
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     if mask is not None and not bool(mask.bool().all()):
         raise ValueError(

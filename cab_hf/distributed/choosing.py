@@ -1,4 +1,4 @@
-"""Functions that compute and inspect plans of a sharded sequence, without attention."""
+"""Functions that compute and inspect plans of a sharded sequence without computing attention."""
 
 from __future__ import annotations
 
@@ -69,14 +69,15 @@ def predict(
 
 
 def union(plan: BlockPlan, kv_heads: int) -> Tensor:
-    """Return the key blocks that any query of a plan attends to, per KV head.
+    """Return the key blocks that at least one query of a plan attends to, for each KV head.
 
     Args:
         plan: plan of one rank's queries.
         kv_heads: number of KV heads, H_kv.
 
     Returns:
-        Bool [B, H_kv, M_k]. The mean is the share of K and V that the rank needs.
+        Bool [B, H_kv, M_k]. The mean of this mask is the fraction of the key blocks whose K and V
+        the rank needs.
     """
     attended = plan.to_dense().any(2)
     if plan.heads < kv_heads:

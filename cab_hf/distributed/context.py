@@ -56,7 +56,7 @@ class ContextState:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Set ``has_cu_seq_lens`` for this call of the model; a forward pre-hook."""
+        """Record whether this call of the model passes ``cu_seq_lens_q``. A forward pre-hook."""
         self.has_cu_seq_lens = kwargs.get("cu_seq_lens_q") is not None
 
 
@@ -83,7 +83,10 @@ class Parallel:
     def sharded_mask(
         self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
     ) -> ShardedMask:
-        """Return the mask of a layer. The first layer of a forward pass compares all ranks.
+        """Return the mask of a layer.
+
+        The first layer of a forward pass also checks that all ranks have the same batch, model and
+        settings.
 
         Args:
             call: the call of one layer. All layers of a forward pass, and their recomputation by
@@ -94,7 +97,8 @@ class Parallel:
                 None if the layer receives none.
 
         Raises:
-            ValueError: ranks differ, or a rank has tokens of another rank. Every rank raises.
+            ValueError: ranks have different batches, models or settings, or a rank has tokens of
+                another rank. Every rank raises.
             NotImplementedError: the call has padding or a KV cache.
             RuntimeError: a layer is recomputed after the end of the ``with`` block.
         """
@@ -124,7 +128,21 @@ class Parallel:
     def _compared_sharding(
         self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
     ) -> Sharding:
-        """Return the sharding of a forward pass, after a comparison of all ranks."""
+        """Return the sharding of a forward pass, after checking that it is equal on all ranks.
+
+        The check compares shapes, documents, settings and the checksum of the batch. If a value
+        differs, all ranks raise.
+
+        Args:
+            call: the call of the first layer.
+            position_ids: see `sharded_mask`.
+            cu_seq_lens: see `sharded_mask`.
+
+        Raises:
+            ValueError: see `sharded_mask`.
+            NotImplementedError: the model received ``cu_seq_lens_q``, but does not pass it or the
+                position ids to its attention layers.
+        """
         sharding, tokens = None, call.q.shape[2]
         if cu_seq_lens is not None:
             sharding = sharding_of(lengths_between(cu_seq_lens), self.group.size(), self.block)
@@ -132,7 +150,7 @@ class Parallel:
         facts = rank_facts(call.q, call.k, call.v, sharding)
         facts["tokens at positions of another rank"] = num_misplaced
         facts["settings (checksum)"] = _config_checksum(call.config)
-        # 0 if the tensor is a copy, which has no attribute of this name
+        # 0 if the tensor is a copy of the result of `shard`, because copies lack the attribute
         facts["tokens or labels (checksum)"] = getattr(cu_seq_lens, CHECKSUM, 0)
         require_equal(facts, self.group, call.q.device)
         if self.state.has_cu_seq_lens and (position_ids is None or cu_seq_lens is None):
@@ -160,7 +178,7 @@ class Parallel:
 
 
 def _validate_call(call: Call) -> None:
-    """Raise a NotImplementedError if `context_parallel` does not support a call."""
+    """Raise a NotImplementedError for a call with cached keys, chunked attention or padding."""
     cached = call.k.shape[2] - call.q.shape[2]
     if cached:
         raise NotImplementedError(
@@ -257,13 +275,25 @@ def context_parallel(
 
 
 def _configs_of(modules: list[nn.Module]) -> list[Any]:
-    """Return the config objects of modules; equal objects that are not identical count twice."""
+    """Return the config objects of ``modules``, each object once.
+
+    Two objects that are equal but not identical are both returned.
+    """
     configs = [module.config for module in modules if hasattr(module, "config")]
     return list({id(config): config for config in configs}.values())
 
 
 def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
-    """Raise an error if `context_parallel` cannot shard a model; ``modules`` are its modules."""
+    """Raise an error if `context_parallel` cannot shard a model.
+
+    Args:
+        model: the model.
+        modules: all modules of the model.
+
+    Raises:
+        ValueError: see `context_parallel`.
+        NotImplementedError: see `context_parallel`.
+    """
     configs = _configs_of(modules)
     names = {getattr(config, "_attn_implementation", None) for config in configs}
     if not names.intersection(NAMES):
@@ -314,5 +344,5 @@ def _refuse_positions(name: str, modules: list[nn.Module]) -> None:
 
 @lru_cache
 def _config_checksum(config: CabConfig) -> int:
-    """Return a CRC-32 of the settings."""
+    """Return a CRC-32 of the fields of ``config``, by which ranks compare their settings."""
     return zlib.crc32(repr(config).encode())

@@ -49,7 +49,8 @@ def start_all_gather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
     Returns:
         (result [W * n, ...], work). The data of the result is valid after ``finish(work, group)``.
     """
-    # outside of `name_lost_rank`: an out-of-memory error does not mean that a rank is lost
+    # allocate outside of `name_lost_rank`, because an out-of-memory error of this rank does not
+    # mean that another rank stopped
     x, result = x.contiguous(), x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     with name_lost_rank(group):
         return result, _collective("all_gather_single")(result, x, group=group, async_op=True)
@@ -82,12 +83,12 @@ def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
 def require_equal(facts: Mapping[str, int], group: ProcessGroup, device: torch.device) -> None:
     """Check with one small all-gather that all ranks have the same ``facts``.
 
-    All ranks must call this function together. If a rank calls this function alone, its all-gather
-    is matched with another collective of the other ranks.
+    All ranks must call this function together. If only one rank calls this function, the backend
+    combines its all-gather with the next collective of the other ranks, which is an error.
 
     Args:
-        facts: integers by name; the names are equal on all ranks.
-        group: the ranks that compare ``facts``.
+        facts: numbers to compare, by name; the names are equal on all ranks.
+        group: the ranks that compare their numbers.
         device: device of the collective.
 
     Raises:
@@ -119,7 +120,7 @@ def name_lost_rank(group: ProcessGroup) -> Iterator[None]:
 
 
 def publish_failure(group: ProcessGroup, error: BaseException) -> None:
-    """Write this rank's error to the store of the group, where other ranks read it."""
+    """Write this rank's error to the store of the group, where other ranks can read the error."""
     # no store answers if the rank that hosts the store has stopped
     with suppress(RuntimeError, AttributeError):
         group.get_group_store().set(_key("cause", group.rank()), _sentence(error))
@@ -145,7 +146,7 @@ def withdraw_failure(group: ProcessGroup) -> None:
 
 
 def _failure_message(group: ProcessGroup, error: RuntimeError) -> str:
-    """Return a sentence with the ranks that stopped and their errors, and abort the group.
+    """Abort the group, and return a sentence with the ranks that stopped and their errors.
 
     Args:
         group: the ranks that share the sequence.
@@ -156,7 +157,7 @@ def _failure_message(group: ProcessGroup, error: RuntimeError) -> str:
     try:
         store = group.get_group_store()
         store.set(_key("alive", this_rank), b"1")
-        # collectives of other ranks that wait for this rank then fail too
+        # after the abort, collectives of other ranks that wait for this rank fail too
         group.abort()
         silent = _silent(store, others)
         causes = failures_of_others(group)
@@ -184,7 +185,7 @@ def _silent(store: Store, others: list[int]) -> list[int]:
         time.sleep(0.05)
 
 
-# names of the collectives in torch before 2.13
+# name of a collective in torch 2.13: its name in earlier versions
 OLD_NAMES = {
     "all_gather_single": "all_gather_into_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
@@ -192,16 +193,24 @@ OLD_NAMES = {
 
 
 def _collective(name: str) -> Any:
-    """Return a function of torch.distributed by its name in torch 2.13."""
+    """Return the collective of torch.distributed that is called ``name`` in torch 2.13.
+
+    Earlier versions of torch have the collective under the name in `OLD_NAMES`.
+    """
     return getattr(dist, name, None) or getattr(dist, OLD_NAMES[name])
 
 
 def _key(report: str, rank: int) -> str:
-    """Return the store's key of a rank's report, "alive" or "cause"."""
+    """Return the key in the group's store under which ``rank`` writes a report.
+
+    Args:
+        report: "alive" if the rank is running, "cause" for the error that stopped the rank.
+        rank: the rank that writes the report.
+    """
     return f"cab_hf/{report}/{rank}"
 
 
 def _sentence(error: BaseException) -> str:
-    """Return the type and the first line of an error, at most 200 characters of the line."""
+    """Return the type of an error and the first line of its message, cut to 200 characters."""
     first_line = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {first_line[:200]}" if first_line else type(error).__name__

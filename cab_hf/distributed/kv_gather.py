@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 # took 19.6 ms with 1 head per slice, 17.6 with 2, 17.0 with 4 and 18.0 with 8. Large slices delay
 # the first launch, with which no all-gather overlaps; many launches leave parts of the GPU idle
 KV_HEADS_TOGETHER = 4
-# (k [B, h, N', D], v [B, h, N', D_v], index of the slice) -> (out, log-sum-exp)
+# function of gathered k [B, h, N', D], gathered v [B, h, N', D_v] and the index of the slice, which
+# returns output and log-sum-exp of the query heads of the slice
 Attend = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
@@ -61,7 +62,10 @@ class KVGather:
         self._regathered: tuple[int, Tensor] | None = None
 
     def prefetch(self, index: int) -> None:
-        """Start the all-gather of a slice, unless it has started or the slice does not exist."""
+        """Start the all-gather of slice ``index``.
+
+        Has no effect if the all-gather is already running, or if there is no slice ``index``.
+        """
         if not 0 <= index < len(self.slices) or index in self._pending:
             return
         heads = self.slices[index]
@@ -69,13 +73,20 @@ class KVGather:
         self._pending[index] = start_all_gather(shard, self.group)
 
     def wait(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return K [B, h, N', D] and V [B, h, N', D_v] of a slice, as views of one tensor."""
+        """Wait for the all-gather of a slice, and return its K and V as views of one tensor.
+
+        Returns:
+            K [B, h, N', D] and V [B, h, N', D_v] of all ranks, in the order of the slots.
+        """
         return self._split(self._wait_slice(index))
 
     def save_no_slice(self, index: int, k: Tensor) -> AbstractContextManager[Any]:
-        """Return a context in which autograd saves no data of a slice.
+        """Return a context manager under which autograd saves no data of a slice.
 
-        Autograd saves only offsets and strides, and the backward pass gathers the slice again.
+        Instead of views of the slice, autograd saves their shapes, strides and offsets. The
+        backward pass gathers the slice again. The context manager has no effect if ``regather_kv``
+        is False.
+
         Outer hooks for saved tensors, such as hooks of gradient checkpointing or offload, receive
         all tensors except the slice, because these hooks might copy the slice.
 
@@ -103,9 +114,9 @@ class KVGather:
         return saved_tensors_hooks(pack, unpack)
 
     def _regather(self, index: int) -> Tensor:
-        """Return a slice for the backward pass, [N', B, h, D + D_v].
+        """Gather a slice again for the backward pass, and return the slice, [N', B, h, D + D_v].
 
-        Also start the all-gather of the slice before, which the backward pass needs next.
+        Also start the all-gather of the previous slice, which the backward pass needs next.
         """
         if self._regathered is None or self._regathered[0] != index:
             self._regathered = None
@@ -135,7 +146,7 @@ class KVGather:
         return self._split(local_grads)
 
     def _wait_slice(self, index: int) -> Tensor:
-        """Return a slice in the order of the layout, [N', B, h, D + D_v]."""
+        """Return a gathered slice in the order of the slots of the layout, [N', B, h, D + D_v]."""
         self.prefetch(index)
         shards, work = self._pending.pop(index)
         finish(work, self.group)
@@ -199,14 +210,18 @@ def _identity(x: Any) -> Any:
 
 
 def _concat(k: Tensor, v: Tensor) -> Tensor:
-    """Concatenate k and v to [n, B, h, D + D_v]; collectives need tokens in dimension 0."""
+    """Concatenate k [B, h, n, D] and v [B, h, n, D_v] along channels to [n, B, h, D + D_v].
+
+    The tokens are in dimension 0, because collectives concatenate ranks along dimension 0.
+    """
     return torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], dim=-1)
 
 
 class _SplitGrads(torch.autograd.Function):
-    """Placeholders of k and v for every slice, with the shape of the slice but without data.
+    """A function of k and v that returns placeholders of k and v for every slice.
 
-    The backward pass concatenates the gradients of all placeholders to dK and dV.
+    A placeholder has the shape of the slice but no data. The backward pass concatenates the
+    gradients of all placeholders to dK and dV.
     """
 
     @staticmethod
@@ -223,7 +238,7 @@ class _SplitGrads(torch.autograd.Function):
 
 
 class _GatherSlice(torch.autograd.Function):
-    """All-gather of one slice; the backward pass reduce-scatters the gradients.
+    """The all-gather of one slice, whose backward pass starts a reduce-scatter of the gradients.
 
     The placeholders ``k`` and ``v`` connect the slice to `_SplitGrads` in autograd's graph.
     """

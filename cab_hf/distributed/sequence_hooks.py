@@ -31,7 +31,7 @@ ROUTER_LOSS = "load_balancing_loss_func"
 
 @contextmanager
 def install_sequence_hooks(model: nn.Module, group: ProcessGroup, block: int) -> Iterator[None]:
-    """Install the hooks of this module in ``model`` inside the ``with`` block.
+    """Install the hooks of this module in ``model``, and remove them after the ``with`` block.
 
     Args:
         model: the model inside `cab_hf.context_parallel`.
@@ -71,7 +71,9 @@ def _append_longest(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Append the largest position of all ranks to the position ids of a rotary embedding.
 
-    A forward pre-hook. Returns the changed arguments (args, kwargs) of the embedding.
+    The embedding then computes the frequencies of the whole sequence, and `_remove_longest` removes
+    the appended position from its output. A forward pre-hook, which returns the changed arguments
+    (args, kwargs) of the embedding.
 
     Raises:
         NotImplementedError: the embedding is called without position ids.
@@ -106,7 +108,7 @@ def _has_router_loss(model: PreTrainedModel) -> bool:
 
 
 class _RouterLoss:
-    """A replacement for the auxiliary loss of a model's routers, installed per forward pass.
+    """A replacement for the auxiliary loss of a model's routers, installed during forward passes.
 
     Args:
         group: the ranks that share the sequence.
@@ -122,13 +124,17 @@ class _RouterLoss:
     def replace(
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Install `sharded_loss` if the forward pass computes the loss; a forward pre-hook."""
+        """Install `sharded_loss` in place of the loss function of transformers.
+
+        A forward pre-hook. Has no effect if the forward pass does not compute the loss.
+        """
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         original = getattr(sys.modules[type(model).__module__], ROUTER_LOSS, None)
         has_loss = kwargs.get("output_router_logits")
         if has_loss is None:
             has_loss = getattr(model.config, "output_router_logits", False)
-        # the hook of an outer model of the same module has already installed its replacement
+        # True if the hook of an outer model, defined in the same Python module, has already
+        # installed its replacement
         is_replaced = isinstance(getattr(original, "__self__", None), _RouterLoss)
         # without cu_seq_lens_q, the first attention layer raises an error
         if not has_loss or cu_seqlens is None or original is None or is_replaced:
@@ -138,7 +144,7 @@ class _RouterLoss:
         setattr(sys.modules[type(model).__module__], ROUTER_LOSS, self.sharded_loss)
 
     def restore(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Restore the loss function of transformers; a forward hook.
+        """Restore the loss function of transformers after a forward pass. A forward hook.
 
         Raises:
             NotImplementedError: the model has computed the loss by another function.

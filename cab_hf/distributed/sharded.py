@@ -71,7 +71,8 @@ class ShardedLayout:
         """Return this rank's rows of the plan that ``predictor`` selects for the whole sequence.
 
         Args:
-            predictor: selects the plan; `Predictor.required_inputs` names what ranks gather.
+            predictor: predictor of the layer. Its method `Predictor.required_inputs` names the
+                tensors that ranks gather before the selection.
             q: queries of this rank, [B, H, n, D].
             k: keys of this rank, [B, H_kv, n, D].
             call: the context of the layer, with the ranges of this layout.
@@ -93,7 +94,7 @@ class ShardedLayout:
     def _choose_from_all_tokens(
         self, predictor: Predictor, q: Tensor, k: Tensor, call: LayerContext
     ) -> BlockPlan:
-        """Gather q and k of all ranks and return this rank's rows of the plan; see `choose`."""
+        """Select the plan from q and k of all ranks, and return this rank's rows; see `choose`."""
         sequence_call = replace(call, ranges=self.ranges.sequence_ranges)
         plan = predictor(self.tokens(q), self.tokens(k), sequence_call)
         align, block = self.shard_map.align, self.shard_map.sharding.block
@@ -106,7 +107,10 @@ class ShardedLayout:
         return self.ranges.local_plan(plan)
 
     def full_plan(self) -> BlockPlan:
-        """Return the plan of all visible blocks of `Sharding.dense_block_size` tokens."""
+        """Return the plan in which this rank's queries attend to all visible key blocks.
+
+        Blocks have `Sharding.dense_block_size` tokens.
+        """
         batch = self.ranges.start.shape[0]
         ranges = self.shard_map.cached_ranges(self.group.rank(), batch, window=self.window)
         return full_plan(ranges, self.shard_map.sharding.dense_block_size)
@@ -183,10 +187,13 @@ class ShardedLayout:
         return over_slices(gather, k, v, attend)
 
     def rows_below_min_length(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
-        """Return this rank's query blocks of short documents, int64 [B, R], filled with -1.
+        """Return the query blocks of this rank that belong to short documents.
 
-        `BlockLayout.rows_below_min_length` describes the arguments. Returns None if no document is
-        short.
+        `BlockLayout.rows_below_min_length` describes the arguments, and when a document is short.
+
+        Returns:
+            Indices of the query blocks on this rank, int64 [B, R], filled with -1; None if no
+            document is short.
         """
         rows = self.shard_map.layout.rows_below_min_length(queries, tokens, query_block)
         return None if rows is None else _local_row_indices(self.ranges, rows, query_block)
@@ -218,8 +225,9 @@ class ShardedLayout:
 class ShardedMask(MaskInfo):
     """The mask of one forward pass over a sharded sequence.
 
-    ``q_length`` and ``kv_length`` are the tokens of the whole sequence. ``details.parallel`` has
-    the ranks. ``state`` has the `Sharding`, under the key ``SHARDING``.
+    ``q_length`` and ``kv_length`` are the number of tokens of the whole sequence.
+    ``details.parallel`` contains the group of ranks and the settings of `context_parallel`.
+    ``state`` contains the `Sharding` under the key ``SHARDING``.
     """
 
     @property
@@ -256,12 +264,15 @@ class ShardedMask(MaskInfo):
 
 @cached_per_ranges
 def _local_row_indices(ranges: LocalRanges, rows: Tensor, query_block: int) -> Tensor:
-    """Return this rank's indices of query blocks, int64 [B, m], filled with -1.
+    """Convert indices of query blocks in the whole sequence to indices on this rank.
 
     Args:
         ranges: the ranges of this rank.
-        rows: int64 [1, R], query blocks of the whole sequence, filled with -1.
+        rows: int64 [1, R], indices in the whole sequence, filled with -1.
         query_block: query block size in tokens.
+
+    Returns:
+        int64 [B, m], indices of those query blocks that this rank has, filled with -1.
     """
     sequence_mask = rows_mask(ranges.sequence_ranges, rows, query_block)[:, 0]
     local_mask = ranges.local_rows(sequence_mask, query_block)

@@ -2,8 +2,8 @@
 
 Every document is padded to 2 W chunks of equal length, where W is the number of ranks. A chunk is a
 multiple of the block size. Rank r has chunks r and 2 W - 1 - r of every document (zigzag), so that
-all ranks have the same causal work. All-gathered keys have no padding, and have the order of the
-`BlockLayout` of a single process, and plans list the key blocks of that layout.
+all ranks have the same causal work. All-gathered keys are put in the order of the `BlockLayout` of
+a single process, without the padding of chunks. Plans list the key blocks of this layout.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ class Sharding:
 
 @dataclass(frozen=True, eq=False)
 class ShardMap:
-    """The correspondence between the tokens of all ranks and the slots of the layout.
+    """The assignment of the tokens of all ranks to the slots of the layout.
 
-    The layout is the `BlockLayout` of a single process. A slot is an index into its keys.
+    The layout is the `BlockLayout` of a single process. A slot is an index of a key in this layout.
 
     Attributes:
         sharding: the assignment of tokens to ranks.
@@ -200,17 +200,19 @@ class ShardMap:
         )
 
     def blocks(self, size: int) -> tuple[Tensor, Tensor]:
-        """Return the index among the blocks of all ranks of every block of the layout.
+        """Map every block of the layout to the block of a rank that contains its tokens.
 
-        A block is found by its first slot: if any slot of a layout block has a token, its first
-        slot has a token, which is the first token of a block of a rank.
+        The first slot of a layout block determines the block of a rank: if any slot of the layout
+        block has a token, its first slot has a token, which is the first token of a block of a
+        rank.
 
         Args:
             size: tokens per block.
 
         Returns:
-            (indices, is_filled), int64 and bool [N' / size]. An index is rank * (blocks per rank) +
-            block on the rank. ``is_filled`` is False for layout blocks without tokens.
+            (indices, is_filled), int64 and bool [N' / size], for every layout block. An index is
+            rank * (blocks per rank) + block on the rank. ``is_filled`` is False for layout blocks
+            without tokens.
         """
         return self.token_of_slot[::size] // size, self.is_filled[::size]
 
@@ -272,7 +274,7 @@ class _RangesRequest(NamedTuple):
 
 @cached_per_ranges
 def _cached_ranges(ranges: KeyRanges, shard_map: ShardMap, request: _RangesRequest) -> LocalRanges:
-    """Return `ShardMap.ranges`; ``ranges`` has the cache."""
+    """Return the result of `ShardMap.ranges`, cached in the object ``ranges``."""
     return shard_map.ranges(
         rank=request.rank, batch=request.batch, causal=request.causal, window=request.window
     )
@@ -282,7 +284,8 @@ def _cached_ranges(ranges: KeyRanges, shard_map: ShardMap, request: _RangesReque
 class LocalRanges(KeyRanges):
     """The visible slots of one rank's queries.
 
-    ``rows`` in method names are query blocks: M of the whole sequence, m of this rank.
+    In names of methods, ``rows`` are query blocks. The whole sequence has M query blocks, this rank
+    has m query blocks.
 
     Attributes:
         sequence_ranges: the ranges of all queries of the sequence, over the same slots.
@@ -313,9 +316,9 @@ class LocalRanges(KeyRanges):
 
     @cached_per_ranges
     def sequence_rows(self, query_block: int) -> Tensor:
-        """Return the index in the whole sequence of each query block of this rank, int64 [m].
+        """Return the index of each query block of this rank in the whole sequence, int64 [m].
 
-        Query blocks of padding have -1.
+        Query blocks that contain only padding have index -1.
         """
         rows = self.rows(query_block)
         return rows.block_positions(query_block).masked_fill(rows.queries == 0, -1)[0]
@@ -325,7 +328,15 @@ class LocalRanges(KeyRanges):
         return plan.take_rows(self.sequence_rows(plan.query_block), self)
 
     def local_rows(self, sequence_mask: Tensor, query_block: int) -> Tensor:
-        """Return this rank's columns of a mask of query blocks, [B, M] -> [B, m], both bool."""
+        """Return this rank's columns of a mask of the query blocks of the whole sequence.
+
+        Args:
+            sequence_mask: bool [B, M], one column per query block of the whole sequence.
+            query_block: query block size in tokens.
+
+        Returns:
+            bool [B, m], one column per query block of this rank; False for padding.
+        """
         rows = self.sequence_rows(query_block)
         return sequence_mask[:, rows.clamp(min=0)] & (rows >= 0)
 
@@ -367,13 +378,19 @@ def lengths_between(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
 
 @lru_cache(NUM_CACHED)
 def sharding_of(lengths: tuple[int, ...], world: int, block: int = DENSE_BLOCK_SIZE) -> Sharding:
-    """Return a cached `Sharding`: equal arguments return the same object."""
+    """Return the `Sharding` of documents from a cache, so that equal arguments return one object.
+
+    Args:
+        lengths: number of tokens of each document without padding.
+        world: number of ranks.
+        block: every chunk is a multiple of ``block`` tokens.
+    """
     return Sharding(lengths, world, block)
 
 
 @lru_cache(NUM_CACHED)
 def _shard_map(sharding: Sharding, align: int, device: torch.device) -> ShardMap:
-    """Build the map of `Sharding.shard_map`."""
+    """Compute the result of `Sharding.shard_map`; equal arguments return one cached object."""
     if sharding.block % align:
         raise ValueError(
             f"block must be a multiple of {align}, the block size of this plan, got "

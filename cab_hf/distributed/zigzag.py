@@ -94,7 +94,7 @@ def zigzag_attention(
 
 
 def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise a ValueError if the tensors cannot be q, k and v of one rank."""
+    """Raise a ValueError if the shapes or dtypes of q, k and v do not fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or x.dtype not in DTYPES or x.dtype != q.dtype:
             raise ValueError(
@@ -116,13 +116,13 @@ def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def require_sizes(heads_k_stride: int, block: int) -> None:
-    """Raise a ValueError if a size is not valid, see `zigzag_attention`."""
+    """Raise a ValueError unless ``heads_k_stride`` is at least 1 and ``block`` a multiple of 16."""
     require(is_whole(heads_k_stride), "heads_k_stride", heads_k_stride, "a whole number >= 1")
     require(is_whole(block) and block % 16 == 0, "block", block, "a multiple of 16")
 
 
 def rank_facts(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding | None) -> dict[str, int]:
-    """Return the numbers that must be equal on all ranks of one sequence, by name.
+    """Return the sizes, dtypes and documents that must be equal on all ranks, as numbers by name.
 
     Args:
         q, k, v: tensors of this rank, [B, heads, n, D].
@@ -164,7 +164,10 @@ def check_arguments(
     """Check the arguments of `zigzag_attention`, and replace None and "auto" by their values.
 
     Returns:
-        (layout, engine, plan, scale).
+        layout: the layout of the sharded sequence.
+        engine: the engine that computes attention.
+        plan: ``plan``, or the plan of all visible blocks if ``plan`` is None.
+        scale: ``scale``, or 1 / sqrt(D) if ``scale`` is None.
 
     Raises:
         ValueError: see `zigzag_attention`.
@@ -201,7 +204,14 @@ def check_arguments(
 
 
 def _refuse_plan(plan: BlockPlan, q: Tensor, shard_map: ShardMap, causal: bool) -> None:
-    """Raise a ValueError if a plan does not fit q and the sequence, or is not causal."""
+    """Raise a ValueError if a plan does not fit q and the sequence, or if ``causal`` is False.
+
+    Args:
+        plan: the plan of the caller.
+        q: this rank's queries, [B, H, n, D].
+        shard_map: the slots of the sequence.
+        causal: argument of `zigzag_attention`.
+    """
     shape = plan.batch, plan.q_length, plan.kv_length
     expected = q.shape[0], q.shape[2], shard_map.length
     if shape != expected or not causal:

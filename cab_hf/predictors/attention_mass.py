@@ -25,9 +25,9 @@ def attention_rows(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield attention probabilities over tiles of ``stride`` x ``stride`` tokens, chunk by chunk.
 
-    The logit of a tile is the mean logit over its antidiagonal, which contains every query and
-    every key of the tile once. ``stride=1`` is exact attention. The full N x N matrix is never
-    allocated.
+    A row of tiles contains ``stride`` consecutive queries. The logit of a tile is the mean logit
+    over its antidiagonal, which contains every query and every key of the tile once. With
+    ``stride=1`` the probabilities are exact. The full N x N matrix is never allocated.
 
     Args:
         q: [B, H, N_q, D].
@@ -39,7 +39,7 @@ def attention_rows(
 
     Yields:
         (index of the first row of the chunk, float32 [B, H, rows, T]). T is the number of key tiles
-        up to the last one that is visible to the chunk. Rows of padding are zero.
+        up to the last tile that is visible to the chunk. Rows of padding are zero.
     """
     rows = ranges.rows(stride)
     # padding tokens in a tile add 0 to its logit
@@ -72,8 +72,8 @@ def _visible_tiles(rows: BlockRanges, *, chunk: slice, num_tiles: int, stride: i
 
     Args:
         rows: bounds of the visible keys of all rows of tiles.
-        chunk: the rows of the result.
-        num_tiles: key tiles of the result.
+        chunk: the rows of tiles that the result contains.
+        num_tiles: number of key tiles that the result contains, from the first one on.
         stride: tokens per tile.
     """
     first_key = torch.arange(0, num_tiles * stride, stride, device=rows.max_last.device)
@@ -102,8 +102,9 @@ def block_mass(
 ) -> Tensor:
     """Return the attention mass of every key block per query block, float32 [B, H, M_q, M_k].
 
-    The mass is the sum of attention probabilities over the queries and keys of both blocks. Each
-    row sums to the number of its queries, or to the number of its rows of tiles if ``stride`` > 1.
+    The mass is the sum of the attention probabilities of all queries of the query block over all
+    keys of the key block. The masses of a query block sum to the number of its queries. If
+    ``stride`` > 1, the masses sum to the number of its rows of tiles, see `attention_rows`.
 
     Args:
         q: [B, H, N_q, D].

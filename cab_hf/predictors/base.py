@@ -42,7 +42,7 @@ class LayerContext:
 
     @property
     def spans(self) -> KeyRanges:
-        """Return ``ranges``, whose old name this is."""
+        """Return ``ranges`` and warn; ``spans`` is the deprecated name of ``ranges``."""
         warn_renamed("LayerContext.spans", "LayerContext.ranges")
         return self.ranges
 
@@ -70,9 +70,10 @@ class Predictor(ABC):
         self.config = config
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Make an override of an old method name override the new name as well, and vice versa.
+        """Make a subclass that overrides the old name of a method override the new name as well.
 
-        Overrides of old names cause one warning per class.
+        An override of the new name also overrides the old name. Overrides of old names cause one
+        warning per class.
         """
         super().__init_subclass__(**options)
         overridden = [old for old, new in OLD_METHODS.items() if _share_override(cls, old, new)]
@@ -115,7 +116,8 @@ class Predictor(ABC):
         * ``"vectors"``: every rank calls ``vectors(q, ranges)``, a method of the predictor that
           returns [B, H, M_q, D]. `choose` receives the gathered result as its argument ``vectors``.
 
-        If no name is returned, the summary is the k of this rank.
+        If no name is returned, ranks gather nothing, and `choose` receives this rank's k as its
+        argument ``summary``.
 
         Without ``"queries"``, `choose` receives the q of this rank. ``call.ranges`` then contains
         the ranges of this rank's queries over the whole sequence, and
@@ -212,9 +214,9 @@ def _share_override(cls: type[Predictor], old: str, new: str) -> bool:
 
 # a function and not a method of `CabConfig`: torch.compile cannot trace methods of constants
 def sparsity_of(config: CabConfig, layer: int | None, heads: int) -> tuple[float, ...]:
-    """Return the sparsity of each head of a layer, or one number if all heads have the same.
+    """Return the sparsity of each head of a layer, or a single number if it is equal for all heads.
 
-    The sparsity of a head is the share of its visible blocks that a query block drops.
+    The sparsity of a head is the fraction of its visible blocks that a query block does not select.
 
     Args:
         config: settings. ``config.sparsity`` is one number, or a table with one row per layer and

@@ -24,12 +24,12 @@ SHARED_PLAN = "cascade"
 
 
 class SharedPlan(NamedTuple):
-    """The plan of an anchor in `LayerContext.shared_state`.
+    """The plan of an anchor layer, as stored in `LayerContext.shared_state` for later layers.
 
     Attributes:
         layer: index of the anchor.
         heads: (number of query heads, number of KV heads) of the anchor.
-        plan: the plan.
+        plan: the blocks that the anchor selected.
     """
 
     layer: int
@@ -38,10 +38,10 @@ class SharedPlan(NamedTuple):
 
 
 class CascadePredictor(Predictor):
-    """The predictor "cascade": anchors select blocks like `RowsPredictor`, other layers reuse them.
+    """The predictor "cascade": anchor layers select blocks, and other layers reuse these blocks.
 
-    The anchor of a layer is the last anchor before the layer. Therefore only the plan of the latest
-    anchor is stored.
+    Anchors select blocks like `RowsPredictor`. A layer reuses the blocks of the last anchor before
+    the layer. Therefore only the plan of the latest anchor is stored.
     """
 
     def __init__(self, config: CabConfig) -> None:
@@ -63,7 +63,7 @@ class CascadePredictor(Predictor):
     def merge(
         self, summary: QuantizedKeys, call: LayerContext, heads: tuple[int, int], layout: Any
     ) -> QuantizedKeys:
-        """Return the quantised keys of all ranks."""
+        """Return the quantised keys of all ranks; called for anchors only."""
         return self.anchor.merge(summary, call, heads, layout)
 
     def _is_anchor(self, call: LayerContext) -> bool:
@@ -71,7 +71,7 @@ class CascadePredictor(Predictor):
         return call.layer in self.config.anchors
 
     def choose(self, q: Tensor, summary: QuantizedKeys | Tensor, call: LayerContext) -> BlockPlan:
-        """Select blocks if the layer is an anchor, and return the plan of its anchor otherwise.
+        """Select blocks if the layer is an anchor. Otherwise, return the plan of its anchor.
 
         Args:
             q: [B, H, N_q, D], after RoPE.
@@ -93,7 +93,15 @@ class CascadePredictor(Predictor):
         return self._with_mapped_heads(shared.plan, call.layer).on(call.ranges)
 
     def _shared_plan(self, heads: tuple[int, int], call: LayerContext) -> SharedPlan:
-        """Return the plan of the anchor of a layer with these numbers of query and KV heads."""
+        """Return the plan that the anchor of the layer ``call.layer`` has stored.
+
+        Args:
+            heads: (number of query heads, number of KV heads) of the layer.
+            call: the context of the layer.
+
+        Raises:
+            ValueError: see `choose`.
+        """
         layer = call.layer
         if layer is None:
             raise ValueError(
@@ -118,7 +126,11 @@ class CascadePredictor(Predictor):
         return shared
 
     def _with_mapped_heads(self, plan: BlockPlan, layer: int) -> BlockPlan:
-        """Return the plan with heads of the anchor in the order of ``config.head_map[layer]``."""
+        """Return ``plan`` with its heads in the order of ``config.head_map[layer]``.
+
+        Head h of the result is head ``config.head_map[layer][h]`` of the anchor's plan. Without a
+        head map, the plan is returned unchanged.
+        """
         table = self.config.head_map
         if not table:
             return plan

@@ -30,9 +30,9 @@ class FrcPredictor(Predictor):
 
     The token of largest norm represents a block. With the representatives Q of query blocks and K
     of key blocks, the edges of the block graph have the weights A = ReLU(Q K^T scale), or 0 for
-    invisible key blocks. A row is a query block. Every row selects a share of 1 -
-    ``config.sparsity`` of its visible blocks: sink blocks, local blocks, and the blocks with the
-    highest `score`. With ``config.curvature="forman"`` and ``config.redundancy=1``, the highest
+    invisible key blocks. A row is a query block. A row with n visible blocks selects about (1 -
+    ``config.sparsity``) * n blocks: sink blocks, local blocks, and the blocks with the highest
+    `score`. With ``config.curvature="forman"`` and ``config.redundancy=1``, the highest
     score is the lowest Forman-Ricci curvature.
 
     On a GPU, the kernels of `cab_hf.ops.frc` and `cab_hf.ops.top_k` find the representatives and
@@ -120,7 +120,7 @@ class FrcPredictor(Predictor):
         )
         max_share = 1.0 if is_tail_listed else min(1 - min(sparsity), config.max_density)
         crossed, kv_blocks = crossed_blocks(query_block, key_block), keys.shape[2]
-        # add 1 because the share is rounded up, and 1 for floating-point errors
+        # add 1 because the number of blocks is rounded up, and 1 for floating-point errors
         max_selected = torch.sym_int(max_share * kv_blocks) + 2
         # add 1 because a row with a marked block may list one more block
         max_forced = config.sink_blocks + max(config.local_blocks, crossed) + 1
@@ -196,14 +196,14 @@ def affinity_of(queries: Tensor, keys: Tensor, scale: float, visible: Tensor) ->
 
 
 def two_hop(affinity: Tensor, block_positions: Tensor, query_block: int, key_block: int) -> Tensor:
-    """Return the total weight of paths row i -> row t -> key block j, [B, H, M_q, M_k].
+    """Return the total weight of paths from row i over row t to key block j, [B, H, M_q, M_k].
 
     If query blocks and key blocks have the same size, the result is the matrix product A A.
     Otherwise columns are first converted from key blocks to query blocks, and the product is
     converted back. With chunked prefill, rows of earlier chunks do not take part as row t.
 
-    Weights that are not finite count as 0. Otherwise 0 * inf = NaN would appear in rows to which
-    the infinite weight is invisible.
+    Weights that are not finite count as 0. Otherwise a row i without an edge to row t would get
+    0 * inf = NaN from an infinite weight of row t.
 
     Args:
         affinity: edge weights A, [B, H, M_q, M_k].
@@ -298,9 +298,9 @@ def wanted_blocks(
         tail: bool [B, M_q], True for rows of the dense tail; None if there is no tail.
         is_tail_listed: True if rows of the tail list all visible blocks. False if their lists are
             empty, because the plan names these rows.
-        sparsity: the share of the visible blocks that a row drops: one number for all heads, or one
-            per head.
-        max_density: the largest share of the visible blocks that a row lists, unless more blocks
+        sparsity: fraction of the visible blocks that a row does not list: one number for all heads,
+            or one number per head.
+        max_density: largest fraction of the visible blocks that a row lists, unless more blocks
             are forced.
         marked: bool [B, H, M_k], blocks with a key that is not finite; None for none.
     """
@@ -324,17 +324,18 @@ def wanted_blocks(
 def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     """Return numbers as a tensor on ``device``, float64 [H, 1].
 
-    The result is cached, because the copy waits for the device, which CUDA graphs do not allow.
+    The result is cached, because the copy synchronises with the device, which is forbidden while a
+    CUDA graph is captured.
     """
     return torch.tensor(numbers, dtype=torch.float64, device=device).unsqueeze(1)
 
 
 @torch.library.custom_op("cab_hf::frc_tokens", mutates_args=())
 def _tokens(x: Tensor, valid: Tensor, block: int, mark: bool) -> Tensor:
-    """Compute `largest_norm_tokens`, on a GPU by a kernel."""
+    """Run `largest_norm_tokens` as a registered op, on a GPU by a kernel."""
     if not has_kernels(x):
         return largest_norm_tokens(x, valid, block, mark)
-    # models on the CPU do not need Triton
+    # imported here, so that models on a CPU run without Triton
     from cab_hf.ops import frc
 
     return frc.largest_norm_tokens(x, valid, block, mark)
@@ -361,7 +362,7 @@ def _lists(
     full_width: int,
     partial_width: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return counts and indices of full blocks, then counts and indices of partial blocks.
+    """Select blocks by the scores of representatives, and return the lists of selected blocks.
 
     Args:
         queries: float32 [B, H, M_q, D], representatives of the query blocks.
@@ -376,6 +377,10 @@ def _lists(
         redundancy: see `score`.
         full_width: entries per list of full blocks.
         partial_width: entries per list of partial blocks.
+
+    Returns:
+        Counts and indices of full blocks, then counts and indices of partial blocks. Counts are
+        int32 [B, H, M_q]; indices have one more dimension, the entries of a list.
     """
     (batch, heads, q_blocks, _), kv_blocks = queries.shape, keys.shape[2]
     column = torch.arange(kv_blocks, device=queries.device)
@@ -389,7 +394,7 @@ def _lists(
     score_bytes_per_head = 4 * SCORES_OF_A_HEAD * batch * q_blocks * kv_blocks
     heads_per_group = max(1, SCORE_BYTES_AT_A_TIME // score_bytes_per_head)
     has_curvature = is_curved(curvature, redundancy)
-    # autocast would round the products
+    # autocast would round the products to 16 bits
     with torch.autocast(queries.device.type, enabled=False):
         for first_head in range(0, heads, heads_per_group):
             group = slice(first_head, first_head + heads_per_group)

@@ -1,4 +1,4 @@
-"""The published CAB classes under their published names, based on `predictors.frc`.
+"""The classes and functions of the published CAB method, under their published names.
 
 `CabConfig.published` configures the same method for models. The classes of this module expose the
 steps of the method: coarse tokens, curvature, block mask and diagnostics.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# curvature of the blocks that are selected, by formula
+# by formula: whether the blocks with the lowest or with the highest curvature are selected
 KEPT_SIDE = {"forman": "lowest", "additive": "highest"}
 # most points of a scatter plot: limits the size of the figure
 POINTS_DRAWN = 20_000
@@ -45,7 +45,7 @@ class BlockFrc(NamedTuple):
     Attributes:
         frc: curvature, float32 [B, H, M, M].
         affinity: edge weights A, float32 [B, H, M, M].
-        triangles: A A, float32 [B, H, M, M].
+        triangles: the matrix product A A, float32 [B, H, M, M].
     """
 
     frc: Tensor
@@ -65,7 +65,8 @@ def coarsen_qk_max_l2(q: Tensor, k: Tensor, block_size: int = 64) -> tuple[Tenso
         block_size: tokens per block; the last block may be shorter.
 
     Returns:
-        float32 [B, H, M_q, D] and [B, H_kv, M_k, D], M_q = ceil(N_q / block_size) and M_k likewise.
+        float32 [B, H, M_q, D] and [B, H_kv, M_k, D], with M_q = ceil(N_q / block_size) and M_k =
+        ceil(N_k / block_size).
 
     Raises:
         ValueError: shapes do not fit, or the block size is below 1.
@@ -153,7 +154,7 @@ def generate_block_mask_from_frc(
 
     Args:
         frc: curvature, [B, H, M, M].
-        sparsity: share of the visible blocks that every row drops, in [0, 1).
+        sparsity: fraction of the visible blocks that every row does not select, in [0, 1).
         keep: ``"lowest"`` to select the lowest curvature (Forman), ``"highest"`` to select the
             highest (additive).
         keep_diagonal: True to select block i in row i regardless of curvature.
@@ -180,8 +181,8 @@ def _visible_blocks(frc: Tensor, causal: bool) -> Tensor:
 def _best_blocks(score: Tensor, visible: Tensor, keep_diagonal: bool, count: Tensor) -> Tensor:
     """Return the ``count`` blocks of each row with the highest scores, bool [B, H, M, M].
 
-    A score of NaN is higher than all numbers. If a row has such a block, at least one such block is
-    selected in addition to the diagonal.
+    A score of NaN is higher than all numbers. If a row has blocks with a score of NaN, at least one
+    of these blocks is selected in addition to the diagonal.
 
     Args:
         score: [B, H, M, M].
@@ -196,7 +197,10 @@ def _best_blocks(score: Tensor, visible: Tensor, keep_diagonal: bool, count: Ten
 
 
 class CoarseCurvaturePredictor(nn.Module):
-    """The published predictor: tokens of largest L2 norm, block curvature, a fixed share per row.
+    """The published predictor, which selects a fixed fraction of the visible blocks of each row.
+
+    The token of largest L2 norm represents a block. Blocks are selected by the curvature of the
+    block graph, see `compute_block_frc`.
 
     For causal input the result equals the plan of `CabConfig.published` with the same sparsity and
     formula. The module allocates several float32 [B, H, M, M] tensors; `FrcPredictor` needs less
@@ -205,7 +209,7 @@ class CoarseCurvaturePredictor(nn.Module):
 
     Args:
         block_size: tokens per query block and per key block.
-        sparsity: share of the visible blocks that every row drops, in [0, 1).
+        sparsity: fraction of the visible blocks that every row does not select, in [0, 1).
         formula: see `compute_block_frc`.
         redundancy: see `compute_block_frc`.
         causal: see `compute_block_frc`.
@@ -263,7 +267,11 @@ class CoarseCurvaturePredictor(nn.Module):
         return (selected, diagnostics) if return_diagnostics else selected
 
     def select(self, frc: Tensor) -> Tensor:
-        """Return the blocks that curvature [B, H, M, M] selects, bool [B, H, M, M]."""
+        """Return the blocks that are selected by the curvature ``frc``, bool [B, H, M, M].
+
+        Args:
+            frc: curvature, [B, H, M, M].
+        """
         return generate_block_mask_from_frc(
             frc,
             self.sparsity,
@@ -288,9 +296,9 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
     Args:
         block_size: tokens per query block and per key block.
         threshold: distance from the mean of the row in standard deviations; any finite number.
-        min_keep: smallest share of its visible blocks that a row selects, in (0, max_keep].
-            ``sparsity`` is 1 - min_keep, the largest sparsity of a row.
-        max_keep: largest share of its visible blocks that a row selects, in [min_keep, 1].
+        min_keep: smallest fraction of its visible blocks that a row selects, in (0, max_keep].
+            The attribute ``sparsity`` is 1 - min_keep, the largest sparsity of a row.
+        max_keep: largest fraction of its visible blocks that a row selects, in [min_keep, 1].
         recipe: further keywords of `CoarseCurvaturePredictor`.
 
     Raises:
@@ -316,7 +324,11 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
         self.max_keep = max_keep
 
     def select(self, frc: Tensor) -> Tensor:
-        """Return the blocks that curvature [B, H, M, M] selects, bool [B, H, M, M]."""
+        """Return the blocks that are selected by the curvature ``frc``, bool [B, H, M, M].
+
+        Args:
+            frc: curvature, [B, H, M, M].
+        """
         _require_square(frc)
         visible = _visible_blocks(frc, self.causal)
         score = -frc if KEPT_SIDE[self.formula] == "lowest" else frc
@@ -341,7 +353,7 @@ def visualize_frc_statistics(
     *,
     causal: bool = True,
 ) -> Figure:
-    """Return a figure of the distribution of curvature.
+    """Draw the distribution of the curvature of blocks, and return the matplotlib figure.
 
     Call ``visualize_frc_statistics(*diagnostics)`` for the diagnostics of `BlockFrc`. The panels
     show a histogram over the visible blocks, a heat map of the first head of the first batch row,
@@ -399,7 +411,13 @@ def visualize_frc_statistics(
 
 
 def _plot_quantiles(panel: Axes, frc: Tensor, visible: Tensor) -> None:
-    """Plot the quantiles of the visible curvature per row: float32 [B, H, M, M], bool [M, M]."""
+    """Plot `QUANTILES` of the curvature of the visible blocks of each row, over all heads.
+
+    Args:
+        panel: receives the plot.
+        frc: curvature, float32 [B, H, M, M].
+        visible: bool [M, M], visible blocks of each row.
+    """
     levels = torch.tensor(QUANTILES)
     quantiles = [
         frc[:, :, row, columns].flatten().quantile(levels) for row, columns in enumerate(visible)

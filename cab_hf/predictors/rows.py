@@ -1,11 +1,11 @@
 """The default predictor: score a few sampled queries of each query block against the keys.
 
 Typical queries, at equal strides in the block, estimate the mean attention share of a key block.
-Outliers, a farthest-point sample, find keys that single queries need.
+Outlier queries, a farthest-point sample of the block, find keys that only single queries need.
 
 SampleAttention (arXiv 2406.15486) samples queries at a stride. FlashPrefill and BLASST select
-blocks above a threshold. The outliers, the strided keys, and the weights of outliers and typical
-queries are contributions of this package.
+blocks above a threshold. This package contributes the outlier queries, the strided keys, and the
+weights of outlier queries and typical queries.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class RowsPredictor(Predictor):
         selected[m, j] = mean_share[m, j] >= mass_threshold * min(1, 32768 / num_visible_keys[m])
                          or max_share[m, j] >= share_threshold
 
-    ``config.outlier_queries`` outliers per block are scored on ``LayerContext.channels`` of every
-    key. ``config.typical_queries`` typical queries are scored on all channels of every
+    Of each query block, ``config.outlier_queries`` queries are scored on ``LayerContext.channels``
+    of every key, and ``config.typical_queries`` queries are scored on all channels of every
     ``config.typical_key_stride``-th key. Sinks take part in the softmax but are never selected.
     """
 
@@ -42,12 +42,12 @@ class RowsPredictor(Predictor):
         Args:
             k: [B, H_kv, N_k, D], after RoPE.
             valid: not used, because padding keys are excluded later by ``LayerContext.ranges``.
-            channels: ascending channels that outliers are scored on; () for all channels.
+            channels: ascending channels that outlier queries are scored on; () for all channels.
         """
         return quantize_keys(k, channels, check_finite=self.config.check_finite)
 
     def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> QuantizedKeys:
-        """Return the quantised keys, whose order of channels depends on the layer."""
+        """Return the quantised keys, with channels in the order that ``call.channels`` requires."""
         return self.encode_keys(k, valid, call.channels)
 
     def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:

@@ -1,4 +1,4 @@
-"""The entry points of block selection: argument checks, dispatch to a backend, the PyTorch ops.
+"""The entry points of block selection: argument checks, dispatch to a backend, registered ops.
 
 `select_blocks` runs `reference.selected_blocks` on a CPU and the kernels on a GPU. Both compute the
 same selection.
@@ -37,11 +37,14 @@ FIELDS = {
 
 @dataclass(frozen=True, eq=False)
 class QuantizedKeys:
-    """Keys in the format that `select_blocks` scores: ``key = values * 2 ** exponents``.
+    """Keys in the format that `select_blocks` scores.
+
+    Up to rounding, ``key = values * 2 ** exponents``.
 
     Attributes:
-        values: [B, H_kv, N_k, C]. On a CPU, k itself. On a GPU, the channels of k in the order of
-            `gather.Channels`, as 8-bit floats if the GPU multiplies 8-bit floats.
+        values: [B, H_kv, N_k, C]. On a CPU, k itself, with C = D. On a GPU, k with its channels
+            reordered and padded as `gather.Channels` describes, in the dtype of
+            `gather.scored_dtype`: 8-bit floats if the GPU multiplies 8-bit floats.
         exponents: int8 [B, H_kv, N_k, 1], see `gather.quantize`. None on a CPU, where values are
             not scaled.
     """
@@ -51,21 +54,21 @@ class QuantizedKeys:
 
     @property
     def kv_heads(self) -> int:
-        """Return H_kv."""
+        """Return the number of KV heads, H_kv."""
         return self.values.shape[1]
 
 
 def quantize_keys(
     k: Tensor, channels: tuple[int, ...] = (), *, check_finite: bool = False
 ) -> QuantizedKeys:
-    """Return k in the format that `select_blocks` scores.
+    """Return k in the format that `select_blocks` scores: quantised on a GPU, unchanged on a CPU.
 
     Each key is quantised independently of all other keys. Thus a KV cache can store quantised keys,
-    and chunks of a sequence can be concatenated.
+    and the quantised keys of consecutive chunks of a sequence can be concatenated.
 
     Args:
         k: [B, H_kv, N_k, D], after RoPE.
-        channels: Ascending channels that outliers are scored on; () for all channels.
+        channels: Ascending channels that outlier queries are scored on; () for all channels.
         check_finite: True to raise a ValueError if k contains NaN or infinities.
     """
     if check_finite:
@@ -92,12 +95,14 @@ def select_blocks(
 ) -> tuple[BlockIndices, BlockIndices]:
     """Return the key blocks that each query block attends to, as two lists: full and partial.
 
-    All queries of a query block see all keys of its full blocks. Partial blocks need a mask.
+    A full block is computed without a mask, because every query of the query block may attend to
+    every key of the full block. A partial block is computed with a mask.
 
-    The lists of the query blocks in ``ranges.tail_rows`` are empty, because these query blocks
-    attend to all visible blocks. The caller must name them in `BlockPlan.dense_rows`.
+    The query blocks that ``ranges.tail_rows`` returns attend to all visible blocks. Their lists are
+    empty, and the caller must pass these query blocks to `BlockPlan` as ``dense_rows``.
 
-    After a first call, the kernels can be captured in a CUDA graph.
+    The first call compiles the kernels. Later calls with the same settings can be captured in a
+    CUDA graph.
 
     Args:
         q: [B, H, N_q, D], after RoPE.
@@ -105,9 +110,12 @@ def select_blocks(
         ranges: Keys that each query may attend to.
         config: Settings of predictor "rows" or "cascade".
         scale: Factor of the dot products, usually 1 / sqrt(D).
-        channels: Ascending channels that outliers are scored on; () for all channels.
+        channels: Ascending channels that outlier queries are scored on; () for all channels.
         sinks: [H], one logit per head that takes part in the softmax; None for no sinks.
         softcap: Soft cap of the logits, see `capped` of `cab_hf.ops.reference`; None for no cap.
+
+    Returns:
+        (full, partial), the lists of full blocks and the lists of partial blocks.
 
     Raises:
         ValueError: The shapes of the arguments do not fit together, or ``config.check_finite`` is
@@ -141,7 +149,7 @@ def _validate(
 ) -> None:
     """Raise a ValueError if the shapes of the arguments of `select_blocks` do not fit together.
 
-    No check waits for the device.
+    The checks read shapes only, so that they do not synchronise with the device.
     """
     _, heads, q_length, head_dim = q.shape
     kv_length = keys.values.shape[2]
@@ -178,7 +186,10 @@ def _select_by_reference(
     config: CabConfig,
     options: ScoreOptions,
 ) -> tuple[BlockIndices, BlockIndices]:
-    """Compute `select_blocks` in PyTorch, on a CPU with the faster scores of `cpu`."""
+    """Compute `select_blocks` by `reference.selected_blocks`.
+
+    On a CPU, `cpu.sampled_scores` computes the same scores faster, if the scale is positive.
+    """
     has_fast_scores = q.device.type == "cpu" and options.scale > 0
     selected = reference.selected_blocks(
         q,
@@ -206,8 +217,12 @@ def _select_by_kernels(
     config: CabConfig,
     options: ScoreOptions,
 ) -> tuple[BlockIndices, BlockIndices]:
-    """Compute `select_blocks` by the kernels of `gather`, `score`, `threshold` and `compact`."""
-    # models on the CPU do not need Triton
+    """Compute `select_blocks` by the kernels of `gather`, `score`, `threshold` and `compact`.
+
+    If ``config.max_density`` is below 1, heads are processed in several groups, because the scores
+    of all heads can exceed the memory.
+    """
+    # imported here, so that models on a CPU run without Triton
     from cab_hf.ops import launch
     from cab_hf.selection import compact, gather, threshold, tiles
 
@@ -305,7 +320,10 @@ def _select_as_op(
     + ") -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _select_op(q, values, exponents, sinks, start, end, key_valid, sequence_end, **options):
-    """Call `select_blocks` with the tensors and settings of the op.
+    """Run `select_blocks` as the implementation of the registered op ``cab_hf::select_blocks``.
+
+    The arguments are the tensors and settings of which `KeyRanges` and `CabConfig` consist, because
+    an op does not accept these objects.
 
     Returns:
         Counts and indices of full blocks, then counts and indices of partial blocks.
@@ -348,12 +366,12 @@ def _(q, values, exponents, sinks, start, end, key_valid, sequence_end, **option
 
 
 def _config_of(options: dict[str, float]) -> CabConfig:
-    """Return a config with the fields `FIELDS` of the registered op's arguments."""
+    """Build a `CabConfig` from the arguments of the registered op that `FIELDS` names."""
     return CabConfig(**{name: options[name] for name in FIELDS}, predictor="rows")
 
 
 def _quantize(k: Tensor, channels: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return values and exponents of `QuantizedKeys`, in the dtype that the GPU multiplies."""
+    """Quantise k on a GPU, and return the values and exponents of `QuantizedKeys`."""
     from cab_hf.ops import launch
     from cab_hf.selection import gather
 
@@ -363,7 +381,7 @@ def _quantize(k: Tensor, channels: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("cab_hf::quantize_keys", mutates_args=())
 def _quantize_op(k: Tensor, channels: list[int]) -> list[Tensor]:
-    """Call `_quantize` as a registered op: values, then exponents."""
+    """Run `_quantize` as a registered op, and return the list [values, exponents]."""
     return list(_quantize(k, tuple(channels)))
 
 

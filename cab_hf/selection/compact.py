@@ -1,10 +1,11 @@
 """Lists of selected key blocks, from the bitmap, or from scores if ``max_density`` is below 1.
 
-A row is a query block of a head. A *capped* row may list at most a share ``max_density`` of its
-visible blocks: the blocks with the highest scores.
+A row is a query block of a head. Rows are *capped* if ``max_density`` is below 1: a row lists its
+forced blocks and the blocks with the highest scores, up to ``max_density`` of its visible blocks.
 
-No function waits for the device, and no shape depends on data, unless the lists would exceed
-`LIST_BYTES`.
+The functions do not synchronise with the device, and the widths of lists depend on shapes and
+settings only. The exception are lists larger than `LIST_BYTES`, whose width is read from the
+device.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from cab_hf.selection.threshold import Bitmap, SelectionRules
 from cab_hf.selection.tiles import HeadRange
 
 # largest size of lists, in bytes, that are allocated with one column per key block. For larger
-# lists, the largest count of a row is read from the device first
+# lists, the largest number of selected blocks of a row is read from the device and used as width
 LIST_BYTES = 2 << 30
 # largest size of the scores of capped rows, in bytes; more heads are processed in several groups
 SCORE_BYTES = 1 << 30
@@ -34,7 +35,7 @@ COLUMNS = 128
 
 
 class CappedLists(NamedTuple):
-    """Lists of capped rows.
+    """The lists of selected blocks if ``max_density`` is below 1, and the cap of each row.
 
     Attributes:
         full: Lists of full blocks.
@@ -55,7 +56,7 @@ class CappedLists(NamedTuple):
     def empty(
         cls, bitmap: Bitmap, rules: SelectionRules, ranges: KeyRanges, config: CabConfig
     ) -> CappedLists:
-        """Allocate the lists, not initialised, and compute the caps.
+        """Allocate the lists without initialising them, and compute the caps.
 
         Args:
             bitmap: Bitmap of all heads; only its shape is used.
@@ -67,7 +68,7 @@ class CappedLists(NamedTuple):
         crossed = crossed_blocks(config.query_block, config.key_block)
         width = kv_blocks
         if rules.tail is None or not rules.is_tail_listed:
-            # add 1 because the share is rounded up, and 1 for floating-point errors
+            # add 1 because the number of blocks is rounded up, and 1 for floating-point errors
             max_selected = int(config.max_density * kv_blocks) + 2
             # add 1 because a row with a marked block may list one more block
             max_forced = config.sink_blocks + max(config.local_blocks, crossed) + 1
@@ -116,7 +117,7 @@ def lists_of_bitmap(
 
     Args:
         bitmap: Selected blocks of all heads.
-        rules: Bounds of the query blocks.
+        rules: Its ``bounds`` contain the visible and the full blocks of each query block.
         ranges: Keys that each query may attend to.
         config: Settings of the selection.
     """
@@ -145,13 +146,16 @@ def fill_capped(
     rules: SelectionRules,
     heads: HeadRange,
 ) -> None:
-    """Write the lists of some heads: the selected blocks with the highest scores.
+    """Write the lists of a group of heads.
+
+    A row lists the blocks with the highest scores. The number of blocks is the smaller one of the
+    number of selected blocks and the cap of the row.
 
     Args:
         capped: Lists of all heads, and the caps.
         scores: float32 [1, heads, M_q, M_k], written by `threshold.threshold_blocks`.
         bitmap: Selected blocks of all heads; only the counts are used.
-        rules: Bounds of the query blocks.
+        rules: Its ``bounds`` contain the visible and the full blocks of each query block.
         heads: Heads of the scores, all of the same batch row.
     """
     batch_row, first_head = divmod(heads.first, heads.per_row)
@@ -174,12 +178,13 @@ def fill_capped(
 def _empty_lists(
     counts: Tensor, *, full_width: int, partial_width: int
 ) -> tuple[BlockIndices, BlockIndices]:
-    """Allocate lists of full and of partial blocks, not initialised.
+    """Allocate lists of full and of partial blocks without initialising them.
 
     Args:
         counts: int32 [B, H, M_q]; only its shape and device are used.
         full_width: Entries per list of full blocks.
-        partial_width: Entries per list of partial blocks, reduced to ``full_width``.
+        partial_width: Entries per list of partial blocks. If larger than ``full_width``, the lists
+            have ``full_width`` entries.
     """
     full, partial = (
         BlockIndices(
@@ -191,20 +196,21 @@ def _empty_lists(
 
 
 def _is_capturing(x: Tensor) -> bool:
-    """Return True while the current CUDA stream records a graph, which must not synchronise."""
+    """Return True while the current CUDA stream captures a graph, which forbids synchronisation."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def fill_lists(bits: Tensor, *, bounds: Tensor, full: BlockIndices, partial: BlockIndices) -> None:
     """Write the selected blocks of every row to the lists of the row, in ascending order.
 
-    A block is full if all queries of the row see all keys of the block, and partial otherwise.
+    A block is full if every query of the row may attend to every key of the block, and partial
+    otherwise.
 
     Args:
         bits: int32 [B, H, M_q, W], see `Bitmap`.
         bounds: int32 [6, B, M_q], see `row_bounds` of `cab_hf.ops.reference`.
-        full: Lists of full blocks, which receive the blocks. Every list must be long enough.
-        partial: Lists of partial blocks, likewise.
+        full: Receives the lists of full blocks. Its width must suffice for every row.
+        partial: Receives the lists of partial blocks. Its width must suffice for every row.
     """
     heads, q_blocks, words = bits.shape[1:]
     _compact_kernel[(full.counts.numel(),)](
@@ -240,7 +246,7 @@ def _compact_kernel(
     words,
     COLUMNS: tl.constexpr,
 ):
-    """Write the lists of one row, see `fill_lists`."""
+    """Write the selected blocks of one query block of a head to its lists, see `fill_lists`."""
     row = tl.program_id(0).to(tl.int64)
     # bounds of the row, see `row_bounds`: scalars
     row_bounds = bounds + row // (heads * q_blocks) * q_blocks + row % q_blocks

@@ -1,9 +1,9 @@
 """Fast scores on a CPU: `sampled_scores` of the reference, in one pass over the logits.
 
-The samples of a few query blocks of all heads are multiplied with a slab of keys in one batched
-product. The maxima per key block are computed while the logits are in the cache. Only key blocks at
-the border of the visible keys are masked. Query blocks whose visible blocks are all forced are not
-scored.
+One batched product multiplies the sampled queries of a few query blocks of all heads with the keys
+of consecutive key blocks. The maxima per key block are computed while the logits are in the cache.
+Only key blocks at the border of the visible keys are masked. Query blocks whose visible blocks are
+all forced are not scored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from cab_hf.selection.reference import ScoreOptions
 # logits of one product: 2 MiB in float32, which stay in the cache of a core until the maxima per
 # key block are computed
 LOGITS_AT_A_TIME = 2**19
-# a product has a multiple of this many key blocks: `amax` over keys is vectorised over key blocks
+# the number of key blocks per product is a multiple of this number if memory allows, because `amax`
+# over the keys of a block is vectorised over key blocks
 BLOCKS_OF_A_VECTOR = 32
 # sampled queries of all heads that are scored together: enough for fast products, and few enough
 # that most key blocks need no mask
@@ -34,10 +35,10 @@ GRAMS_AT_A_TIME = 128
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """One kind of sampled queries and the keys that they are scored on.
+    """The sampled queries of one kind, typical or outlier, and the keys that they are scored on.
 
     Attributes:
-        positions: int64 [B, H, M_q, S], positions of the queries; -1 for none.
+        positions: int64 [B, H, M_q, S], positions of the queries; -1 for missing samples.
         channels: int64 [C], the channels that are scored; None for all channels.
         keys: float32 [B, H_kv, N, C], the sampled keys with these channels, padded to whole blocks.
         key_stride: Distance between sampled keys, in tokens.
@@ -61,14 +62,17 @@ def sampled_scores(
     visible: Tensor,
     forced: Tensor,
 ) -> Tensor:
-    """Compute `reference.sampled_scores` for the same arguments; the scale must be positive."""
+    """Return the result of `reference.sampled_scores` for the same arguments, computed faster.
+
+    ``options.scale`` must be positive, because the maximum over keys is taken before scaling.
+    """
     heads = q.shape[1]
     kinds = _samples(q, k, ranges=ranges, config=config, channels=options.channels)
     max_samples = max(kind.positions.shape[3] for kind in kinds)
     q_blocks_per_slab = max(1, SAMPLES_AT_A_TIME // (heads * max_samples))
     num_visible_keys = config.key_block * visible.sum(-1)
     length_factor = (num_visible_keys / reference.THRESHOLD_KEYS).clamp(min=1)
-    # a query block without unforced visible blocks needs no scores
+    # a query block whose visible blocks are all forced needs no scores
     needs_scores = (visible & ~forced).any(-1)
     scores = torch.zeros(q.shape[0], heads, *visible.shape[1:], device=q.device)
     for batch in range(q.shape[0]):
@@ -92,7 +96,7 @@ def sampled_scores(
             slab_scores = (mean_share * length_factor[batch, q_blocks, None]).clamp(max=1)
             is_large = max_share >= config.share_threshold
             slab_scores = torch.where(is_large, 1 + max_share, slab_scores)
-            # a sampled query that is not finite selects all blocks
+            # a sampled query that is not finite has shares of NaN: the score 1 selects all blocks
             slab_scores = slab_scores.masked_fill(slab_scores.isnan(), 1.0)
             scores[batch][:, q_blocks, slab.first_block : slab.end_block] = slab_scores
     return scores
@@ -100,15 +104,17 @@ def sampled_scores(
 
 @dataclass(frozen=True, eq=False)
 class _Slab:
-    """Some query blocks of a batch row and the range of their visible key blocks.
+    """A few query blocks of one batch row, which are scored together, and their key blocks.
 
     Attributes:
         batch: Index of the batch row.
         q_blocks: int64 [R], indices of the query blocks.
         first_block: First key block that is visible to any of the queries.
         end_block: End (exclusive) of the key blocks that are visible to any of the queries.
-        first_full: First key block that is completely visible to all queries.
-        end_full: End (exclusive) of the key blocks that are completely visible to all queries.
+        first_full: First key block that is completely visible to all queries; ``end_block`` if
+            there is none.
+        end_full: End (exclusive) of the key blocks that are completely visible to all queries;
+            ``end_block`` if there are none.
     """
 
     batch: int
@@ -120,7 +126,7 @@ class _Slab:
 
     @classmethod
     def of(cls, ranges: KeyRanges, batch: int, q_blocks: Tensor, config: CabConfig) -> _Slab:
-        """Build the slab of the query blocks ``q_blocks`` of batch row ``batch``."""
+        """Compute the visible key blocks of the query blocks ``q_blocks`` of one batch row."""
         bounds, key_block = ranges.rows(config.query_block), config.key_block
         end_block = int(bounds.max_last[batch, q_blocks].max()) // key_block + 1
         first_full = -(-int(bounds.max_first[batch, q_blocks].max()) // key_block)
@@ -137,7 +143,12 @@ class _Slab:
         )
 
     def column_ranges(self, max_blocks: int) -> list[tuple[int, int, bool]]:
-        """Return (begin, end, needs_mask) of ranges of at most ``max_blocks`` key blocks."""
+        """Split the visible key blocks into ranges of at most ``max_blocks`` key blocks.
+
+        Returns:
+            (begin, end, needs_mask) of each range: its first key block, its end (exclusive), and
+            True if a key of the range may be invisible to a query.
+        """
         result = []
         for first, end, needs_mask in (
             (self.first_block, self.first_full, True),
@@ -154,7 +165,10 @@ class _Slab:
 def _samples(
     q: Tensor, k: Tensor, *, ranges: KeyRanges, config: CabConfig, channels: tuple[int, ...]
 ) -> list[Samples]:
-    """Return the typical queries, and the outliers if there are any; see `block_shares`."""
+    """Return the typical queries, then the outlier queries if ``config.outlier_queries`` > 0.
+
+    `reference.block_shares` defines their weights, channels and keys.
+    """
     query_block, num_outliers = config.query_block, config.outlier_queries
     num_typical, key_stride = num_typical_queries(config), config.typical_key_stride
     typical = reference.typical_queries(ranges, query_block, num_typical)
@@ -195,8 +209,8 @@ def _shares(
     """Compute `reference.shares_of_samples` for the query blocks and key blocks of ``slab``.
 
     Returns:
-        maximum, total: float32 [H, R, blocks].
-        num_samples: float32 [H, R].
+        maximum, total: float32 [H, R, blocks], for R query blocks and the key blocks of ``slab``.
+        num_samples: float32 [H, R], the number of samples with a visible sampled key.
     """
     keys = kind.keys[slab.batch]
     positions = kind.positions[slab.batch][:, slab.q_blocks]
@@ -224,7 +238,7 @@ def _shares(
         slab=slab,
         key_block=key_block,
     )
-    # scaling and soft caps do not change the order of logits
+    # scaling and soft caps do not change the order of logits: apply both to the maxima only
     block_max = ops_reference.capped(block_max.mul_(options.scale), options.softcap)
     if bool(is_missing.any()):
         block_max = block_max.masked_fill((kv_end < 0).unsqueeze(-1), -torch.inf)
@@ -247,14 +261,14 @@ def _block_maxima(
     slab: _Slab,
     key_block: int,
 ) -> Tensor:
-    """Return the maximum product per sampled query and key block, float32 [H_kv, S, blocks].
+    """Return the maximum dot product per sampled query and key block, float32 [H_kv, S, blocks].
 
     Args:
         queries: float32 [H_kv, S, C], S sampled queries.
         start, end: int32 [H_kv, S], the first and last visible token of each query.
         keys: float32 [H_kv, N, C], the sampled keys, padded to whole blocks.
         key_stride: Distance between sampled keys, in tokens.
-        slab: Key blocks that are scored.
+        slab: Its key blocks ``first_block`` to ``end_block`` are the columns of the result.
         key_block: Tokens per key block.
     """
     kv_heads, num_samples, dim = queries.shape
@@ -294,7 +308,9 @@ def _block_maxima(
 
 
 def _softmax(block_max: Tensor, sinks: Tensor | None, key_block: int) -> Tensor:
-    """Return the shares of key blocks [H, S, blocks]; see `reference.shares_of_samples`.
+    """Return the attention share of each key block, float32 [H, S, blocks].
+
+    `reference.shares_of_samples` defines the shares.
 
     Args:
         block_max: float32 [H, S, blocks], the maximum logit per key block; -inf for invisible
@@ -340,8 +356,9 @@ def outlier_queries(q: Tensor, ranges: KeyRanges, query_block: int, count: int) 
 def _farthest_points(blocks: Tensor, is_real: Tensor, count: int) -> Tensor:
     """Return the samples of `outlier_queries` as indices in their blocks, int64 [M, count].
 
-    ``max_similarity`` contains steps * query_block + index, which is exact in float32. The minimum
-    is the first of the queries with the lowest similarity.
+    For each query, ``max_similarity`` contains steps * query_block + index, where steps is the
+    rounded similarity times `reference.COSINE_STEPS`. These integers are exact in float32. The
+    minimum belongs to the query with the lowest similarity, and ties go to the lower index.
 
     Args:
         blocks: float32 [M, query_block, D], zeros where ``is_real`` is False.

@@ -3,9 +3,10 @@
 `reference.outlier_queries` and `reference.typical_queries` define the samples. On GPUs that
 multiply 8-bit floats, this module rounds keys and sampled queries to 8-bit floats.
 
-The 8-bit format of keys: the program divides a key by a power of two, the *unit* of the key, and
-rounds the quotient. `exponents` stores the exponent of each unit. The exponents of all units are
-equal modulo 10, so that most keys of a head have the same unit.
+The 8-bit format of keys: a key is divided by its quantisation scale, a power of two, and the
+quotient is rounded. The tensor ``exponents`` stores the exponent of each quantisation scale. The
+exponents of all quantisation scales are equal modulo 10, so that most keys of a head have the same
+quantisation scale. Names of constants and variables call the quantisation scale ``unit``.
 
 Kernels index heads over all batch rows: ``flat_head = batch * num_heads + head``.
 """
@@ -35,27 +36,27 @@ from cab_hf.plan import KeyRanges
 from cab_hf.selection import reference
 from cab_hf.selection.tiles import FP8, HeadRange, channel_widths, plan_gram
 
-# exponent of the largest channel of a key at the time of rounding. At this exponent, 8-bit floats
-# have four significant bits and multiples of 2^-9. Thus keys of all magnitudes have the same
-# relative error, and the rounding of a key does not depend on other keys
+# before rounding, a key is scaled so that its largest channel has this exponent. At this exponent,
+# 8-bit floats have four significant bits and multiples of 2^-9. Thus keys of all magnitudes have
+# the same relative error, and the rounding of a key does not depend on other keys
 ROUNDED_AT = tl.constexpr(-2)
-# keys whose largest channel has an exponent from UNIT_BEGINS to UNIT_BEGINS + 9 have the same unit.
-# Most keys of a head do, because most largest channels are between 2^-3 and 2^7
+# all keys whose largest channel has an exponent from UNIT_BEGINS to UNIT_BEGINS + 9 have the same
+# quantisation scale. Most keys are in this range: their largest channel is between 2^-3 and 2^7
 UNIT_BEGINS = tl.constexpr(-3)
-# distance between the exponents of two units
+# difference between the exponents of two consecutive quantisation scales
 UNITS_APART = tl.constexpr(10)
-# larger channels are clamped, because their products would not be finite
+# channels of larger magnitude are clamped, because their products would not be finite
 LARGEST_CHANNEL = tl.constexpr(2.0**56)
 # exponent that marks a key with NaN or an infinity. Exponents of finite keys are one less than a
-# multiple of 10, and most of them are -1. The marker is next to -1, so that the marker does not
-# widen the range of exponents that a float16 must hold
+# multiple of 10, and most of these exponents are -1. The marker is next to -1, so that the marker
+# does not widen the range of exponents that a float16 must represent
 NOT_FINITE = -2
 NOT_FINITE_EXPONENT = tl.constexpr(NOT_FINITE)
 # norm of 8-bit queries: their products with keys of norms up to 32,000 fit a float16
 QUERY_NORM = 8.0
 # most 16-bit channels that one instruction loads
 MAX_CONTIGUOUS = 8
-# number of `Channels` in the cache
+# largest number of cached `Channels` objects
 CACHED_TABLES = 256
 # keys per program of `_quantize_keys_kernel`
 KEYS_QUANTIZED = 128
@@ -70,14 +71,16 @@ SAMPLED_STEPS = tl.constexpr(reference.SAMPLED_STEPS)
 
 
 class Channels(NamedTuple):
-    """Order of the channels in a stored key or query: the channels of outliers, then the others.
+    """Order of the channels in a stored key or query: those of outlier queries, then the others.
+
+    The channels of outlier queries are the channels that outlier queries are scored on.
 
     Attributes:
         table: int32 [first_width + other_width], the channel of q or k that each stored channel
             contains; -1 for padding.
-        first_width: Stored channels of outliers, a power of two. The width of all channels if
-            outliers are scored on all channels.
-        other_width: Stored channels in addition to the channels of outliers, a power of two or 0.
+        first_width: Number of stored channels of outlier queries, a power of two. The number of all
+            stored channels if outlier queries are scored on all channels.
+        other_width: Number of further stored channels, a power of two or 0.
         contiguous: Length of the aligned runs of ``table`` that contain adjacent channels or only
             padding. One instruction loads a run.
     """
@@ -90,12 +93,12 @@ class Channels(NamedTuple):
     @classmethod
     @lru_cache(CACHED_TABLES)
     def of(cls, channels: tuple[int, ...], dim: int, device: torch.device) -> Channels:
-        """Return the order for outliers that are scored on ``channels``.
+        """Return the order of channels if outlier queries are scored on ``channels``.
 
-        The result is cached, because the copy to the device waits for the device.
+        The result is cached, because the copy of ``table`` to the device synchronises.
 
         Args:
-            channels: Channels that outliers are scored on; () for all channels.
+            channels: Channels that outlier queries are scored on; () for all channels.
             dim: Channels of q and k.
             device: Device of ``table``.
         """
@@ -118,7 +121,7 @@ class Channels(NamedTuple):
 
 
 def _contiguous(table: list[int]) -> int:
-    """Return `Channels.contiguous`, a power of two up to `MAX_CONTIGUOUS`."""
+    """Return `Channels.contiguous` for ``table``: a power of two, at most `MAX_CONTIGUOUS`."""
     length = MAX_CONTIGUOUS
     while not all(_is_run(table[start : start + length]) for start in range(0, len(table), length)):
         length //= 2
@@ -137,15 +140,19 @@ def _is_run(channels: list[int]) -> bool:
 
 
 class QuerySample(NamedTuple):
-    """Samples of one kind for all query blocks of some heads, in the order of the query blocks.
+    """The sampled queries of one kind, typical or outlier, of all query blocks of a group of heads.
+
+    The samples of a head are in the order of the query blocks.
 
     Attributes:
         vectors: [heads, M_q * count, C], the sampled queries in the dtype of the stored keys.
         scale: float32 [heads, M_q * count], factors that convert products to logits to base two.
-            The kernel of `score` multiplies the unit of 8-bit keys into this tensor.
+            For 8-bit keys, the kernel of `score` multiplies this tensor by the largest quantisation
+            scale of the keys.
         lse: float32 [heads, M_q * count], the log-sum-exp to base two. `score` writes it.
         start: int32 [heads, M_q * count], index of the first visible sampled key.
-        end: int32 [heads, M_q * count], index of the last visible sampled key; -1 for none.
+        end: int32 [heads, M_q * count], index of the last visible sampled key; -1 if no sampled key
+            is visible.
         count: Samples per query block.
         key_stride: Distance between sampled keys, in tokens. Sampled key i is the token
             ``reference.key_offset(key_stride) + i * key_stride``.
@@ -178,17 +185,17 @@ class SampleTensors(NamedTuple):
 
 
 def scored_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of scored keys and queries.
+    """Return the dtype in which `score` multiplies keys and queries with the dtype of ``x``.
 
-    The dtype is an 8-bit float if ``x`` has 16 bits and the GPU multiplies 8-bit floats. Otherwise
-    the dtype of ``x`` is returned.
+    The result is an 8-bit float if ``x`` has 16 bits and the GPU multiplies 8-bit floats, and the
+    dtype of ``x`` otherwise.
     """
     has_fp8 = x.dtype != torch.float32 and capability.capability(x.device) >= capability.FP8
     return FP8 if has_fp8 else x.dtype
 
 
 def empty_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Allocate the results of `quantize` for the same arguments."""
+    """Allocate values and exponents, the results of `quantize`, without computing them."""
     width = sum(channel_widths(channels, k.shape[3]))
     values = k.new_empty(*k.shape[:3], width, dtype=dtype)
     return values, k.new_empty(*k.shape[:3], 1, dtype=torch.int8)
@@ -197,13 +204,13 @@ def empty_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> tupl
 def quantize(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return k as ``values * 2 ** exponents``, with channels in the order of `Channels`.
 
-    An 8-bit key is divided by its unit, a power of two, and rounded. For other dtypes, the exponent
-    of every unit is 0. A key with NaN or an infinity in any channel becomes zeros, and its exponent
-    is `NOT_FINITE`.
+    For 8-bit values, each key is divided by its quantisation scale, a power of two, and rounded.
+    For other dtypes, keys are not scaled, and their exponents are 0. A key with NaN or an infinity
+    in any channel becomes zeros, and its exponent is `NOT_FINITE`.
 
     Args:
         k: [B, H_kv, N_k, D].
-        channels: Channels that outliers are scored on; () for all channels.
+        channels: Channels that outlier queries are scored on; () for all channels.
         dtype: Dtype of the values: `tiles.FP8`, or the dtype of k.
 
     Returns:
@@ -232,7 +239,7 @@ def quantize(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> tuple[
 
 
 def marked_blocks(exponents: Tensor, valid: Tensor, key_block: int) -> Tensor:
-    """Return 1 for key blocks that contain a key with NaN or an infinity, int8 [B, H_kv, M_k].
+    """Return int8 [B, H_kv, M_k], 1 for key blocks with a key that contains NaN or an infinity.
 
     `marked_blocks` of `cab_hf.ops.reference` is the definition. Padding keys are ignored.
 
@@ -275,7 +282,7 @@ def sample_queries(
     channels: tuple[int, ...],
     dtype: torch.dtype,
 ) -> list[QuerySample]:
-    """Gather the typical queries of some heads, and the outliers if there are any.
+    """Gather the typical queries of a group of heads, and their outlier queries if there are any.
 
     Args:
         q: [B, H, N_q, D].
@@ -283,11 +290,11 @@ def sample_queries(
         config: Settings of the selection.
         heads: Heads whose queries are sampled.
         scale: Factor of the dot products.
-        channels: Channels that outliers are scored on; () for all channels.
+        channels: Channels that outlier queries are scored on; () for all channels.
         dtype: Dtype of the gathered queries: the dtype of the stored keys.
 
     Returns:
-        The typical queries with all channels, then the outliers with ``channels`` only.
+        The typical queries with all channels, then the outlier queries with ``channels`` only.
     """
     order = Channels.of(channels, q.shape[3], q.device)
     samples = []
@@ -334,7 +341,7 @@ def sample_queries(
 def outlier_positions(
     q: Tensor, ranges: KeyRanges, *, heads: HeadRange, query_block: int, count: int
 ) -> Tensor:
-    """Compute `reference.outlier_queries` of some heads.
+    """Compute `reference.outlier_queries` of a group of heads by kernels.
 
     Args:
         q: [B, H, N_q, D].
@@ -344,7 +351,7 @@ def outlier_positions(
         count: Samples per query block.
 
     Returns:
-        int32 [heads, M_q * count], positions in q; -1 for none.
+        int32 [heads, M_q * count], positions in q; -1 for missing samples.
     """
     length, dim = q.shape[2:]
     q_blocks = triton.cdiv(length, query_block)
@@ -452,8 +459,8 @@ def _gather(
         heads: Heads of the sample.
         sample: Allocated by `_empty_sample`. All fields except ``lse`` are written.
         order: Order of the channels.
-        positions: int32 [heads, M_q * count], positions of the samples, -1 for none; None for
-            typical queries.
+        positions: int32 [heads, M_q * count], positions of outlier queries, -1 for missing samples;
+            None for typical queries, whose positions the kernel computes.
         scale: Factor of the dot products.
         query_block: Queries per block.
     """
@@ -504,7 +511,7 @@ def power_of_two(exponent):
 def _read(
     vector, is_real, table, BEGIN: tl.constexpr, COUNT: tl.constexpr, CONTIGUOUS: tl.constexpr
 ):
-    """Load COUNT stored channels of N vectors, from stored channel BEGIN on.
+    """Load the stored channels BEGIN to BEGIN + COUNT - 1 of N vectors of q or k.
 
     Args:
         vector: [N, 1], pointers to the vectors.
@@ -537,7 +544,7 @@ def _rounded(x, exponent, exponent_shift, values):
     Args:
         x: float32 [N, C].
         exponent: int32 [N], exponent of the largest channel minus `ROUNDED_AT`.
-        exponent_shift: int32 [N].
+        exponent_shift: int32 [N], ``exponent`` minus the exponent of the quantisation scale.
         values: Pointer, whose dtype is the dtype of the result.
     """
     x = (x * power_of_two(-exponent)[:, None]).to(values.dtype.element_ty).to(tl.float32)
@@ -586,7 +593,7 @@ def _quantize_keys_kernel(
             y = _clamped(y)
         largest = tl.where(is_finite, bits, 0).to(tl.float32, bitcast=True)
         largest = tl.minimum(largest, LARGEST_CHANNEL)
-        # a key of zeros may have any unit: use the unit of most keys
+        # a key of zeros may have any quantisation scale: use the scale of most keys
         exponent = tl.where(largest > 0, exponent_of(largest), 0)
         # the remainder has the sign of the dividend in Triton: keep the dividend positive
         exponent_shift = (exponent - UNIT_BEGINS + 100 * UNITS_APART) % UNITS_APART
@@ -659,7 +666,7 @@ def _similarities_kernel(
     * ``gram``: int8 [BLOCK_Q, BLOCK_Q], similarities of all pairs of queries. The argument is None
       if query blocks are too large for a program.
     * ``to_mean``: int32 [BLOCK_Q], similarity to the mean query; PADDING_STEPS for padding.
-    * ``inverse_norm``: float32 [BLOCK_Q].
+    * ``inverse_norm``: float32 [BLOCK_Q], 1 / norm of each query.
     """
     # queries of the block: position and is_real [BLOCK_Q]
     block = first_block + tl.program_id(1)
@@ -671,7 +678,7 @@ def _similarities_kernel(
     is_real = tl.load(end + batch * end_stride + position, mask=is_inside, other=-1) >= 0
     source = vectors_at(q, batch, (first_head + launch_head) % heads, position)
     # products of all pairs of queries [BLOCK_Q, BLOCK_Q], and of each query with the sum of all
-    # queries [BLOCK_Q]. The sum replaces the mean: the cosine does not depend on the length
+    # queries [BLOCK_Q]. The sum replaces the mean, because the cosine is the same for both
     if gram is not None:
         matrix = tl.zeros([BLOCK_Q, BLOCK_Q], tl.float32)
         for channel in tl.static_range(0, D, BLOCK_D):
@@ -698,8 +705,8 @@ def _similarities_kernel(
     tl.store(to_mean + first_row + index, tl.where(is_real, similarity, PADDING_STEPS))
     tl.store(inverse_norm + first_row + index, own_inverse)
     if gram is not None:
-        # similarities of all pairs [BLOCK_Q, BLOCK_Q]. Vectors along rows and along columns have
-        # different register layouts: the second one is read from memory again
+        # similarities of all pairs [BLOCK_Q, BLOCK_Q]. The inverse norms are needed along rows and
+        # along columns, which have different register layouts: read one of them from memory again
         tl.debug_barrier()
         other_inverse = tl.load(inverse_norm + first_row + index)
         steps = _cosine_steps(matrix, own_inverse[:, None], other_inverse[None, :]).to(tl.int8)
@@ -743,7 +750,7 @@ def _farthest_points_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write the positions of a farthest-point sample of one query block; -1 for none.
+    """Write the positions of a farthest-point sample of one query block; -1 for missing samples.
 
     Each sample needs one row of similarities. The row is read from ``gram``, or computed if
     ``gram`` is None.
@@ -815,7 +822,7 @@ def _gather_queries_kernel(
 
     ``NORM`` is the norm of the written queries, or 0 for queries that keep their norm.
     """
-    # positions of the samples [BLOCK_M], -1 for none
+    # positions of the samples [BLOCK_M], -1 for missing samples
     launch_head = tl.program_id(0).to(tl.int64)
     batch = (first_head + launch_head) // heads
     head = (first_head + launch_head) % heads
@@ -859,7 +866,7 @@ def _gather_queries_kernel(
     start = (tl.maximum(start - KEY_OFFSET, 0) + KEY_STRIDE - 1) // KEY_STRIDE
     end = tl.where(end >= KEY_OFFSET, (end - KEY_OFFSET) // KEY_STRIDE, -1)
     end = tl.where(end >= start, end, -1)
-    # a query with NaN or an infinity gets the scale NaN, and then a share of NaN of every key block
+    # a query with NaN or an infinity gets the scale NaN: all its attention shares are then NaN
     scale = tl.where(bits < INFINITE_BITS, qk_scale / norm_factor, float("nan"))
     tl.store(sample.scale + row, scale, mask=is_inside)
     tl.store(sample.start + row, start, mask=is_inside)

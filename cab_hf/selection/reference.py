@@ -12,7 +12,7 @@ For query block m, sampled query i of block m, key block j and sampled key n of 
                      or max_share[m, j] >= share_threshold
                      or block j is forced or marked
 
-The sampled queries of a block are outliers (`outlier_queries`) and typical queries
+The sampled queries of a block are outlier queries (`outlier_queries`) and typical queries
 (`typical_queries`). A query block attends to its *forced* blocks regardless of scores: sink blocks,
 local blocks and the blocks of its own positions. In the dense tail of a sequence all visible blocks
 are forced. A *marked* block contains a key with NaN or an infinity.
@@ -57,7 +57,7 @@ class ScoreOptions(NamedTuple):
 
     Attributes:
         scale: Factor of the dot products, usually 1 / sqrt(D).
-        channels: Ascending channels of q and k that outliers are scored on; () for all channels.
+        channels: Ascending channels of q and k that outlier queries are scored on; () for all.
         sinks: [H], one logit per head that takes part in the softmax; None for no sinks.
         softcap: Soft cap of the logits, see `capped` of `cab_hf.ops.reference`; None for no cap.
     """
@@ -138,7 +138,7 @@ def block_scores(
     forced = ops_reference.forced_blocks(visible, ranges, config)
     is_not_finite = ops_reference.not_finite(k, ranges.key_valid)
     marked = ops_reference.marked_blocks(is_not_finite, config.key_block).unsqueeze(2)
-    # on a GPU, the condition would wait for the device
+    # on a GPU, replace always: to read the condition would synchronise with the device
     if k.device.type != "cpu" or bool(is_not_finite.any()):
         k = k.masked_fill(is_not_finite.unsqueeze(-1), 0.0)
     scores = (sampled_scores_fn or sampled_scores)(
@@ -199,8 +199,8 @@ def capped_scores(
 ) -> Tensor:
     """Return ``scores`` with -1 for the blocks that ``config.max_density`` excludes.
 
-    A query block keeps its forced blocks. Other blocks are kept in descending order of their
-    scores, up to a share of ``max_density`` of the visible blocks.
+    The forced blocks of a query block keep their scores. Other blocks keep their scores in
+    descending order, until ``max_density`` times the number of visible blocks is reached.
 
     Args:
         scores: float32 [B, H, M_q, M_k], from `block_scores`.
@@ -227,10 +227,11 @@ def capped_scores(
 
 
 class _SampledKind(NamedTuple):
-    """One kind of sampled queries and how they are scored.
+    """The sampled queries of one kind, typical or outlier, and what they are scored on.
 
     Attributes:
-        positions: int64 [B, H, M_q, S], positions of S sampled queries per block; -1 for none.
+        positions: int64 [B, H, M_q, S], positions of S sampled queries per block; -1 for missing
+            samples.
         weight: Number of queries of the block that one sample represents.
         channels: Channels that are scored; () for all channels.
         key_stride: Distance between scored keys, in tokens.
@@ -247,10 +248,10 @@ def block_shares(
 ) -> tuple[Tensor, Tensor]:
     """Return (mean_share, max_share) of every key block for every query block.
 
-    The samples of a query block are stratified: an outlier has weight 1, and a typical query has
-    weight (query_block - num_outliers) / num_typical. Outliers are scored on ``options.channels``
-    of all keys. Typical queries are scored on all channels of every
-    ``config.typical_key_stride``-th key.
+    ``mean_share`` is a weighted mean over the samples of the query block: an outlier query has
+    weight 1, and a typical query has weight (query_block - num_outliers) / num_typical. Outlier
+    queries are scored on ``options.channels`` of all keys. Typical queries are scored on all
+    channels of every ``config.typical_key_stride``-th key.
 
     A sample without visible sampled keys has weight 0.
 
@@ -262,7 +263,7 @@ def block_shares(
         options: Parameters of the logits.
 
     Returns:
-        Two float32 tensors [B, H, M_q, M_k].
+        mean_share, max_share: float32 [B, H, M_q, M_k].
     """
     query_block, num_outliers = config.query_block, config.outlier_queries
     num_typical = num_typical_queries(config)
@@ -323,12 +324,13 @@ def shares_of_samples(
 
     Args:
         queries: [B, H, M_q, S, C], S sampled queries of each query block.
-        positions: int64 [B, H, M_q, S], positions of the samples; -1 for none.
+        positions: int64 [B, H, M_q, S], positions of the samples; -1 for missing samples.
         keys: [B, H_kv, N_k, C], the same channels of the keys.
         ranges: Keys that each query may attend to.
         options: Parameters of the logits; ``channels`` is not used.
         key_block: Tokens per key block.
-        key_stride: Distance between sampled keys, in tokens. `key_offset` is the first of them.
+        key_stride: Distance between sampled keys, in tokens. The first sampled key is the token
+            ``key_offset(key_stride)``.
 
     Returns:
         maximum, total: float32 [B, H, M_q, M_k], maximum and sum of the shares over the samples.
@@ -383,7 +385,7 @@ def _max_logits(
 
     Args:
         queries: [B, Q, C], sampled queries.
-        positions: int64 [B, Q], positions of the queries; -1 for none.
+        positions: int64 [B, Q], positions of the queries; -1 for missing samples.
         keys: [B, K, C], sampled keys.
         key_positions: int64 [K], positions of the keys, ascending.
         keys_per_block: Sampled keys per key block; the last block may have fewer.
@@ -471,7 +473,7 @@ def _farthest_points(blocks: Tensor, is_real: Tensor, count: int) -> Tensor:
 
 
 def _cosine_steps(products: Tensor, inverse_norm: Tensor, other_inverse_norm: Tensor) -> Tensor:
-    """Return cosine similarities in steps of 1 / `COSINE_STEPS`, rounded towards zero, int64."""
+    """Return cosine similarities times `COSINE_STEPS`, rounded towards zero, int64."""
     cosine = (products * inverse_norm * other_inverse_norm).nan_to_num(nan=-1.0)
     return (cosine.clamp(-1, 1) * COSINE_STEPS).long()
 
@@ -498,7 +500,7 @@ def typical_queries(ranges: KeyRanges, query_block: int, count: int) -> Tensor:
 
 
 def key_offset(key_stride: int) -> int:
-    """Return the position of the first sampled key: the middle of a stride."""
+    """Return the position of the first sampled key: the middle of the first stride."""
     return key_stride // 2
 
 

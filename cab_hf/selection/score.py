@@ -1,8 +1,8 @@
-"""Scores of sampled queries: the maximum logit per key block, and the log-sum-exp over blocks.
+"""Scores of sampled queries: maximum logits per key block, and their log-sum-exp over key blocks.
 
 `reference.shares_of_samples` is the definition. `score_samples` scores the samples of one kind,
-typical queries (``typical_*``) or outliers (``outlier_*``), against all visible keys. `threshold`
-computes the shares from the maxima and the log-sum-exp.
+typical queries or outlier queries, against all visible keys. `threshold` computes attention shares
+from the maximum logits and the log-sum-exp.
 
 The maxima are stored in a scratch, one logit per sample and key block, in this order::
 
@@ -15,7 +15,7 @@ The maxima are stored in a scratch, one logit per sample and key block, in this 
     key block     = step * blocks_per_step + logit in the row
 
 In this order, a program writes contiguous memory in each step. If the queries are a whole sequence,
-the scratch of a tile has ``scratch_growth`` key blocks more than the scratch of the tile before it,
+the scratch of a tile has ``scratch_growth`` more key blocks than the scratch of the previous tile,
 because later tiles have more visible keys. Otherwise every tile has ``all_columns`` key blocks.
 
 Logits and the log-sum-exp are to base two.
@@ -56,7 +56,7 @@ POSITIONS = ["columns", "all_columns", "begin", "first_head", "heads", "q_blocks
 
 
 class KeyExponents(NamedTuple):
-    """Exponents of the units of 8-bit keys, see `gather.quantize`.
+    """Exponents of the quantisation scales of 8-bit keys, see `gather.quantize`.
 
     Attributes:
         each: int8 [B * H_kv, N_k], the exponent of each key.
@@ -70,14 +70,18 @@ class KeyExponents(NamedTuple):
 
     @classmethod
     def of(cls, exponents: Tensor) -> KeyExponents:
-        """Build the exponents from those of `api.QuantizedKeys`, int8 [B, H_kv, N_k, 1]."""
+        """Flatten ``exponents`` of `api.QuantizedKeys`, and compute their range per KV head.
+
+        Args:
+            exponents: int8 [B, H_kv, N_k, 1].
+        """
         each = exponents.flatten(2).flatten(0, 1).contiguous()
         smallest, largest = each.aminmax(dim=1)
         return cls(each, smallest, largest)
 
 
 class SampleScoring(NamedTuple):
-    """The operands and the result of scoring one kind of samples.
+    """The operands and the result of scoring the samples of one kind, typical or outlier.
 
     Attributes:
         sample: The sampled queries.
@@ -99,7 +103,7 @@ def prepare_scoring(
     """Arrange the keys for every kind of samples, and allocate the scratch.
 
     Args:
-        samples: Typical queries, then outliers if there are any.
+        samples: Typical queries, then outlier queries if there are any.
         values: Stored keys [B, H_kv, N_k, C] of `api.QuantizedKeys`.
         plan: Sizes of the launches.
         key_block: Tokens per key block.
@@ -151,7 +155,7 @@ def interleaved_keys(
             groups = [keys[..., :first_width], keys[..., first_width:]]
         return [descriptor(group, tokens=tiles.tile_keys) for group in groups]
     interleave = tiles.interleave
-    # a step of one key block loads the block in one tile or in several tiles
+    # keys that are interleaved as one block: a key block, or a tile if a tile is smaller
     block = tiles.key_block if tiles.tile_keys > tiles.key_block else tiles.tile_keys
     keys = padded_to_blocks(keys, block)
     # [B * H_kv, blocks, runs of a block, keys of a run, C]
@@ -185,7 +189,9 @@ def score_samples(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> None:
-    """Write the scratch and the log-sum-exp of one kind of samples for one chunk of tiles.
+    """Score the samples of one kind in one chunk of tiles.
+
+    Writes the maximum logits to ``scoring.scratch`` and the log-sum-exp to ``scoring.sample.lse``.
 
     Args:
         scoring: Samples, keys and scratch.
@@ -249,7 +255,8 @@ def scratch_of(
 
     Args:
         launch_head: Index of the head in the launch.
-        begin: The first tile of the chunk.
+        tile: Index of the tile among the tiles of the head.
+        begin: Index of the first tile of the chunk.
         columns: Key blocks of all tiles of a head.
         all_columns: Key blocks of a tile if GROWTH is 0.
         ROWS: Samples per tile.
@@ -263,7 +270,10 @@ def scratch_of(
 
 @triton.jit
 def capped(logit, softcap):
-    """Return softcap * tanh(logit / softcap), or the logit if ``softcap`` is None; keep -inf."""
+    """Return softcap * tanh(logit / softcap), or the logit if ``softcap`` is None.
+
+    A logit of -inf remains -inf.
+    """
     if softcap is not None:
         logit = tl.where(logit == float("-inf"), logit, softcap * tanh(logit / softcap))
     return logit
@@ -334,12 +344,13 @@ def _max_per_block(
 
     Args:
         qk: [ROWS, BLOCK_N], products of samples and keys.
-        unit: [BLOCK_N], units of the keys relative to the largest one. Used if HAS_UNITS.
+        unit: [BLOCK_N], quantisation scale of each key divided by the largest quantisation scale of
+            the KV head. Used if HAS_UNITS.
         key: int32 [BLOCK_N], offset of each key from ``column``.
         start, end: int32 [ROWS], the first and last visible sampled key of each row.
         column: The first sampled key of the tile.
-        PHASE: 1 if all rows see all keys of the tile. 2 if keys after ``end`` must be masked. 0 if
-            keys before ``start`` must be masked as well.
+        PHASE: 1 if all keys of the tile are visible to all rows, so that no mask is needed. 2 if
+            keys after ``end`` must be masked. 0 if keys before ``start`` must be masked as well.
     """
     if HAS_UNITS:
         qk *= unit[None, :]
@@ -393,10 +404,11 @@ def _log_sum_exp(m_i, l_i, has_keys, sinks, head, TOKENS: tl.constexpr):
 
 @triton.jit
 def _visible_steps(start, end, STEP: tl.constexpr):
-    """Return two ranges of steps: visible to any row, and completely visible to all rows.
+    """Return two ranges of steps: visible to at least one row, and completely visible to all rows.
 
     Args:
-        start, end: int32 [ROWS], the first and last visible sampled key; -1 as end for none.
+        start, end: int32 [ROWS], the first and the last visible sampled key of each row. ``end`` is
+            -1 if no sampled key is visible.
         STEP: Sampled keys per step.
 
     Returns:
@@ -456,7 +468,7 @@ def _score_kernel(
     BLOCKS: tl.constexpr = STEP // KEY_BLOCK
     DTYPE: tl.constexpr = tl.float16 if IS_FP8 else tl.float32
     ROWS: tl.constexpr = Q_BLOCKS * COUNT
-    # the last tiles have the most visible keys, and start first
+    # the last tiles start first, because their programs have the most visible keys
     if BY_HEAD:
         launch_head = tl.program_id(1)
         tile = begin + tl.num_programs(0) - 1 - tl.program_id(0)
@@ -493,7 +505,8 @@ def _score_kernel(
         largest = tl.load(exponents.largest + flat_kv_head).to(tl.int32)
         qk_scale *= power_of_two(largest)
         if tl.load(exponents.smallest + flat_kv_head) < largest:
-            # only phase 0 multiplies keys by their units: run all steps in this phase
+            # the quantisation scales differ, and only phase 0 multiplies products by them: run all
+            # steps in phase 0
             full_first, full_end = end_step, end_step
 
     # scratch of a step: [ROWS, BLOCKS]
@@ -511,7 +524,7 @@ def _score_kernel(
     # running maximum and sum [ROWS, BLOCKS]: threads exchange nothing before the last step
     m_i = tl.full((ROWS, BLOCKS), -1e30, tl.float32)
     l_i = tl.zeros((ROWS, BLOCKS), tl.float32)
-    # phases 0, 1 and 2: steps before, in and after the range that all rows see completely
+    # phases 0, 1 and 2: steps before, in and after the range that is completely visible to all rows
     for PHASE in tl.static_range(3):
         phase_first = first_step if PHASE == 0 else full_first if PHASE == 1 else full_end
         phase_end = full_first if PHASE == 0 else full_end if PHASE == 1 else end_step
@@ -519,7 +532,7 @@ def _score_kernel(
             block_max = tl.full((ROWS, BLOCKS), float("-inf"), DTYPE)
             for offset in tl.static_range(0, STEP, BLOCK_N):
                 column = i * STEP + offset
-                # units of the keys relative to the largest unit [BLOCK_N]
+                # quantisation scales of the keys divided by the largest one [BLOCK_N]
                 unit = 0
                 if IS_FP8 and PHASE == 0:
                     token = KEY_OFFSET + (column + key) * KEY_STRIDE
@@ -549,7 +562,7 @@ def _score_kernel(
                 m_i, l_i, block_max=block_max, qk_scale=qk_scale, softcap=softcap
             )
 
-    # log-sum-exp, and the scale multiplied by the largest unit of the keys: [ROWS]
+    # log-sum-exp, and the scale multiplied by the largest quantisation scale of the keys: [ROWS]
     lse = _log_sum_exp(m_i, l_i, has_keys=end >= 0, sinks=sinks, head=head, TOKENS=TOKENS)
     tl.store(sample.lse + row, lse, mask=is_inside)
     tl.store(sample.scale + row, qk_scale, mask=is_inside)

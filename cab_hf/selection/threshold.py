@@ -1,8 +1,9 @@
-"""Selection of key blocks from scores: mean and maximum shares, and one bit per selected block.
+"""Selection of key blocks from the logits of `score`, as a bitmap with one bit per key block.
 
-`reference.selected_blocks` is the definition. Scoring and selection are separate launches, because
-selection waits for memory most of the time. A multiprocessor runs too few scoring programs to hide
-these waits.
+A kernel computes attention shares from the logits, and compares their mean and maximum with the
+thresholds. `reference.selected_blocks` is the definition. Scoring and selection are separate
+launches, because selection waits for memory most of the time. A multiprocessor runs too few scoring
+programs to hide these waits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ COLUMNS = 64
 WARPS = 1
 # bytes that a thread loads with one instruction
 LOAD_BYTES = tl.constexpr(16)
-# further arguments of kernels that change from launch to launch
+# arguments of `_threshold_kernel`, in addition to `POSITIONS`, that change from launch to launch
 NUMBERS = ["mean_threshold", "max_threshold", "kv_heads", "kv_blocks", "words", "bounds_plane"]
 NUMBERS += ["typical_columns", "outlier_columns", "all_typical_columns", "all_outlier_columns"]
 
@@ -62,7 +63,7 @@ class SelectionRules(NamedTuple):
 
     @classmethod
     def create(cls, exponents: Tensor, ranges: KeyRanges, config: CabConfig) -> SelectionRules:
-        """Compute the rules for quantised keys.
+        """Compute bounds and tail from the ranges, and marked blocks from the exponents of keys.
 
         Args:
             exponents: int8 [B, H_kv, N_k, 1], the exponents of the keys, see `gather.quantize`.
@@ -97,7 +98,7 @@ class Bitmap(NamedTuple):
 
     @classmethod
     def empty(cls, rules: SelectionRules, num_heads: int) -> Bitmap:
-        """Allocate a bitmap of ``num_heads`` heads per batch row, not initialised."""
+        """Allocate a bitmap of ``num_heads`` heads per batch row without initialising it."""
         _, batch, q_blocks = rules.bounds.shape
         counts = rules.bounds.new_empty(batch, num_heads, q_blocks)
         words = triton.cdiv(rules.marked.shape[2], 32)
@@ -117,7 +118,7 @@ def fill_bitmap(
     scores: Tensor | None,
     options: ScoreOptions,
 ) -> None:
-    """Score the samples of some heads and write the bits of these heads, chunk by chunk.
+    """Score the samples of a group of heads and write their bits to ``bitmap``, chunk by chunk.
 
     Args:
         bitmap: Bitmap of all heads, which receives the bits.
@@ -173,10 +174,10 @@ def threshold_blocks(
     scores: Tensor | None,
     softcap: float | None,
 ) -> None:
-    """Write the bitmap for the query blocks of one chunk of tiles.
+    """Write the bits and counts of the query blocks of one chunk of tiles to ``bitmap``.
 
     Args:
-        scorings: Scored typical queries, then scored outliers if there are any.
+        scorings: Scored typical queries, then scored outlier queries if there are any.
         plan: Sizes of the launches.
         chunk: One of ``plan.chunks``.
         heads: Heads of the samples.
@@ -243,25 +244,28 @@ def _shares(
     sample, softcap, flat_block, logits, first_column, first_key, last_key, COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the maximum and the sum of the shares of COLUMNS key blocks over the samples.
+    """Return the maximum and the sum, over the samples, of the attention shares of key blocks.
+
+    The key blocks are ``first_column`` to ``first_column`` + COLUMNS - 1.
 
     Args:
-        sample: `SampleTensors` of one kind.
-        flat_block: Index of the query block over the heads of the launch.
+        sample: `SampleTensors` of typical queries or of outlier queries.
+        flat_block: Index of the query block among the query blocks of all heads of the launch.
         logits: Pointer to the first logit of the query block in the scratch, whose layout is
             [steps, ROWS, BLOCKS].
         first_column: The first of the key blocks.
-        first_key, last_key: Sampled keys that are visible to any sample. The scratch contains only
-            steps of these keys.
+        first_key, last_key: The first and the last sampled key that are visible to any sample. The
+            scratch contains only steps of these keys.
 
     Returns:
-        Two tensors float32 [COLUMNS].
+        Maximum and sum, float32 [COLUMNS] each.
     """
     STEP: tl.constexpr = BLOCKS * KEY_BLOCK
     row = flat_block * COUNT + tl.arange(0, COUNT)
     qk_scale = tl.load(sample.scale + row)
     lse = tl.load(sample.lse + row)
-    # logits of 8-bit products have two bytes: their bytes per row of a step decide the fast order
+    # the faster order of loads depends on the bytes of a row of a step. Logits of 8-bit products
+    # have two bytes
     if BLOCKS * 2 >= LOAD_BYTES:
         # [COUNT, COLUMNS]: a thread holds adjacent key blocks of several samples
         column = first_column + tl.arange(0, COLUMNS)
@@ -286,11 +290,12 @@ def _shares(
 
 @triton.jit
 def _visible_keys(sample, flat_block, COUNT: tl.constexpr):
-    """Return three scalars about the samples of a query block.
+    """Return the range of visible sampled keys of the samples of a query block.
 
     Returns:
-        The first sampled key that any sample sees, the last one, and the number of samples that see
-        a sampled key (float32).
+        first: The first sampled key that is visible to any sample.
+        last: The last sampled key that is visible to any sample.
+        num_samples: Number of samples with a visible sampled key, float32.
     """
     row = flat_block * COUNT + tl.arange(0, COUNT)
     last = tl.load(sample.end + row)
@@ -343,16 +348,17 @@ def _threshold_kernel(
     """Write the bitmap of one query block of a head from the logits of its samples.
 
     ``begin`` is the first query block of the launch. TAIL is "none" for no dense tail, "listed" if
-    the tail selects all visible blocks, and "named" if the tail selects no block.
+    the tail selects all visible blocks, and "named" if the tail selects no block, because the plan
+    names the query blocks of the tail.
     """
     # query block, its scratch, and the visible sampled keys and the weight of its samples: scalars
     TYPICAL_ROWS: tl.constexpr = TYPICAL_Q_BLOCKS * TYPICAL
     launch_head = tl.program_id(1)
-    # the last query blocks have the most visible keys, and start first
+    # the last query blocks start first, because their programs have the most visible keys
     block = begin + tl.num_programs(0) - 1 - tl.program_id(0)
     if block >= q_blocks:
         return
-    # index over the heads of the launch
+    # index of the query block among the query blocks of all heads of the launch
     flat_block = launch_head.to(tl.int64) * q_blocks + block
     typical_logits = scratch_of(
         typical_scratch, launch_head=launch_head, tile=block // TYPICAL_Q_BLOCKS,
@@ -388,7 +394,7 @@ def _threshold_kernel(
     kv_head = (first_head + launch_head) % heads // (heads // kv_heads)
     flat_kv_head = batch * kv_heads + kv_head
     marked += flat_kv_head.to(tl.int64) * kv_blocks
-    # index over all heads
+    # index of the query block among the query blocks of all heads of all batch rows
     bitmap_row = (first_head + launch_head).to(tl.int64) * q_blocks + block
     count = 0
     for first_column in range(first_visible // COLUMNS * COLUMNS, last_visible + 1, COLUMNS):

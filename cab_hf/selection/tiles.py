@@ -29,7 +29,7 @@ MIN_CHANNELS = 32
 MIN_ROWS = 128
 # fewest samples per program for float32 products, which need more registers
 MIN_ROWS_FLOAT32 = 16
-# most keys per tile of FP8 products; half as many for 16 bits
+# most keys per tile of FP8 products; half as many for other dtypes
 MAX_TILE_KEYS = 128
 # fewest keys that one product takes
 MIN_TILE_KEYS = 16
@@ -48,7 +48,7 @@ CACHED_KEY_BYTES = 32 << 20
 SCRATCH_BYTES = 1152 << 20
 # threads that share a row of a matrix product in the register layout of tensor cores
 LANES = 4
-# adjacent columns of a row that these threads hold together
+# adjacent columns of a row that these threads hold, two columns per thread
 COLUMNS_OF_LANES = 8
 # channels per step of the product of queries with queries
 GRAM_CHANNELS = 64
@@ -59,7 +59,7 @@ GRAM_BYTES = 512 << 20
 
 
 class HeadRange(NamedTuple):
-    """Consecutive heads that one launch processes, as indices batch_row * H + head.
+    """Consecutive heads that one launch processes. A head has the index batch_row * H + head.
 
     Attributes:
         first: Index of the first head.
@@ -83,9 +83,9 @@ class ChannelWidths(NamedTuple):
     """Widths of the two groups of channels in a stored key or query.
 
     Attributes:
-        outliers: Width of the channels that outliers are scored on, padded to a power of two.
-        others: Width of the other channels, padded to a power of two; 0 if outliers are scored on
-            all channels.
+        outliers: Number of channels that outlier queries are scored on, padded to a power of two.
+        others: Number of other channels, padded to a power of two; 0 if outlier queries are scored
+            on all channels.
     """
 
     outliers: int
@@ -94,7 +94,7 @@ class ChannelWidths(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleTiles:
-    """Sizes of the launch that scores one kind of samples: typical queries or outliers.
+    """Sizes of the launch that scores the samples of one kind: typical queries or outlier queries.
 
     A product of a tile of queries with a tile of keys is split along the channels into two
     products whose widths are powers of two.
@@ -110,9 +110,9 @@ class SampleTiles:
         interleave: Keys of a block that are adjacent in a tile, see `score.interleaved_keys`.
         blocks_per_step: Key blocks per step, at least 1.
         q_blocks_per_tile: Query blocks per tile.
-        stages: Tiles of keys in flight.
-        scratch_growth: Key blocks that the scratch of a tile has more than the scratch of the
-            tile before it; 0 if all tiles have the same width.
+        stages: Depth of the software pipeline: number of tiles of keys in flight.
+        scratch_growth: Difference in key blocks between the scratch of a tile and the scratch of
+            the previous tile, see `score`; 0 if the scratch of all tiles has the same width.
     """
 
     num_samples: int
@@ -139,26 +139,26 @@ class SampleTiles:
         return triton.cdiv(self.kv_blocks, self.blocks_per_step) * self.blocks_per_step
 
     def columns(self, tiles: TileRange) -> int:
-        """Return the width of the scratch of ``tiles`` of one head, in key blocks."""
+        """Return the number of key blocks in the scratch of one head, summed over ``tiles``."""
         begin, end = tiles
         if self.scratch_growth:
             return self.scratch_growth * (end * (end + 1) - begin * (begin + 1)) // 2
         return (end - begin) * self.all_columns
 
     def scratch_logits(self, tiles: TileRange, num_heads: int) -> int:
-        """Return the number of logits in the scratch of ``tiles`` of ``num_heads`` heads."""
+        """Return the number of logits in the scratch of ``num_heads`` heads, over ``tiles``."""
         return self.columns(tiles) * num_heads * self.rows
 
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Sizes of all launches that score the samples of some heads and fill their bitmap.
+    """Sizes of all launches that score the samples of a group of heads and fill their bitmap.
 
     The scratch of a long sequence can exceed the memory. Therefore the tiles are cut into chunks,
     which use the same scratch one after another.
 
     Attributes:
-        kinds: Sizes for typical queries, then for outliers if there are any.
+        kinds: Sizes for typical queries, then for outlier queries if there are any.
         q_blocks: Query blocks of a head.
         q_blocks_per_chunk_tile: Query blocks per tile of ``chunks``: the maximum of
             ``q_blocks_per_tile`` over ``kinds``.
@@ -184,11 +184,16 @@ class TilePlan:
 
     @property
     def outliers(self) -> SampleTiles | None:
-        """Return the sizes for outliers; None if no outliers are sampled."""
+        """Return the sizes for outlier queries; None if no outlier queries are sampled."""
         return self.kinds[1] if len(self.kinds) > 1 else None
 
     def tiles_of(self, kind: SampleTiles, chunk: TileRange) -> TileRange:
-        """Convert one of ``chunks`` to tiles of ``kind.q_blocks_per_tile`` query blocks."""
+        """Convert a chunk to the tiles of one kind of samples.
+
+        Args:
+            kind: One of ``kinds``, whose tiles have ``kind.q_blocks_per_tile`` query blocks.
+            chunk: One of ``chunks``, whose tiles have ``q_blocks_per_chunk_tile`` query blocks.
+        """
         ratio = self.q_blocks_per_chunk_tile // kind.q_blocks_per_tile
         return TileRange(chunk.begin * ratio, chunk.end * ratio)
 
@@ -211,7 +216,7 @@ def plan_tiles(
         config: Settings of the selection.
         q_length: Queries per batch row.
         kv_length: Keys per batch row.
-        num_heads: Heads that are processed together, summed over batch rows.
+        num_heads: Heads of one launch, summed over batch rows.
         num_kv_heads: KV heads, summed over batch rows.
         widths: Result of `channel_widths`.
         dtype: Dtype of the stored keys and of the gathered queries.
@@ -311,7 +316,7 @@ def _sample_tiles(
 
 
 def _interleave(blocks_per_step: int, key_block: int, tile_keys: int) -> int:
-    """Return the number of keys of a block that are adjacent in a tile of keys."""
+    """Return `SampleTiles.interleave`, the keys of a block that are adjacent in a tile of keys."""
     if blocks_per_step == 1:
         # all keys of a tile belong to one block
         return tile_keys
@@ -359,10 +364,10 @@ def _chunks(
 
 
 def channel_widths(channels: tuple[int, ...], head_dim: int) -> ChannelWidths:
-    """Return the widths of both groups of channels.
+    """Return the padded widths of the channels of outlier queries, and of the other channels.
 
     Args:
-        channels: Channels that outliers are scored on; () for all channels.
+        channels: Channels that outlier queries are scored on; () for all channels.
         head_dim: Channels of q and k.
     """
     num_outlier_channels = len(channels) or head_dim

@@ -33,7 +33,10 @@ _registered = False
 
 
 def register() -> None:
-    """Register the backend and the hooks. vLLM calls this plugin in each of its processes."""
+    """Register the attention backend and install the hooks of the plugin.
+
+    vLLM calls this function, the entry point of the plugin, in each of its processes.
+    """
     global _registered
     _registered = True
     try:
@@ -50,11 +53,12 @@ def register() -> None:
         post_init(self, *args, **kwargs)
         prepare(self)
 
-    # `register` may have replaced the method before
+    # do not wrap the method twice: vLLM may call `register` several times in a process
     if post_init.__module__ != __name__:
         VllmConfig.__post_init__ = post_init_and_prepare
     if "vllm.v1.engine.core" in sys.modules:
-        # an engine's own process receives a finished config, so that `prepare` is not called here
+        # a separate engine process receives a prepared config and does not call `prepare`, which
+        # would install these hooks
         from cab_hf.vllm.requests import watch_requests
 
         watch_requests()
@@ -63,7 +67,7 @@ def register() -> None:
 def prepare(vllm_config: Any) -> None:
     """Check the settings of an engine, select its scheduler, and export its counters.
 
-    Changes ``vllm_config``. Does nothing for an engine that does not use the plugin.
+    Changes ``vllm_config`` if the engine uses the plugin, and leaves it unchanged otherwise.
 
     Raises:
         ValueError: vLLM cannot run with the settings.
@@ -124,12 +128,14 @@ def settings_of(vllm_config: Any) -> CabConfig | None:
     config = _config_of(extra.get("cab") or getattr(model_config, "cab_config", None) or {})
     require_origin(config.origin, model_config)
     require_layers(config, model_config)
-    # vLLM's own attention computes decode steps
+    # decode steps are never sparse, because vLLM's own attention computes them
     return replace(config, sparse_decode=False)
 
 
 def _config_of(settings: Any) -> CabConfig:
-    """Convert settings to a `CabConfig`: a dict of fields, the path of a calibration, or a config.
+    """Return the `CabConfig` of settings in one of three forms.
+
+    The settings are a dict of `CabConfig` fields, the path of a calibration file, or a `CabConfig`.
 
     Raises:
         ValueError: the settings have another type, or are invalid.
@@ -147,10 +153,14 @@ def _config_of(settings: Any) -> CabConfig:
 
 
 def _unrunnable(config: CabConfig, vllm_config: Any) -> str | None:
-    """Return the reason why vLLM cannot run with the settings; None if vLLM can."""
+    """Return an error message if vLLM cannot run with the settings, else None.
+
+    Raises:
+        ValueError: the predictor of the settings is not registered.
+    """
     from cab_hf.predictors import make_predictor
 
-    # raises an error for an unknown predictor
+    # called for its error if the predictor is unknown
     make_predictor(config)
     model, attention = vllm_config.model_config, vllm_config.attention_config
     # with a backend per kind of layers, vLLM's own backend computes the layers with latent
@@ -229,7 +239,7 @@ def never_sparse(config: CabConfig, vllm_config: Any) -> str | None:
     return None
 
 
-# values of kv_cache_dtype with which pages contain unquantised keys and values
+# values of kv_cache_dtype for unquantised keys and values, the only ones that the plugin can read
 PLAIN_CACHES = ("auto", "float32", "float16", "bfloat16")
 
 

@@ -35,9 +35,10 @@ class SparsePrompt(NamedTuple):
     """A prompt, or the chunk of a prompt, that is attended sparsely.
 
     Attributes:
-        rows: the tokens of the prompt in the batch.
-        pages: int64 [P], the pages of the KV cache with the keys of the prompt, in order.
-        mask: the visible keys.
+        rows: slice of the batch that contains the tokens of the prompt.
+        pages: int64 [P], indices of the pages of the KV cache that contain the keys of the prompt,
+            in the order of the tokens.
+        mask: the keys that each token of the prompt may attend to.
     """
 
     rows: slice
@@ -52,7 +53,8 @@ class Split(NamedTuple):
         prompts: the prompts with sparse attention.
         isa: instruction set that determines the layout of pages on a CPU, such as "amx"; None on a
             GPU.
-        dense_metadata: the parent's metadata of the dense requests; None if all are sparse.
+        dense_metadata: metadata of the parent backend for the dense requests; None if all requests
+            are sparse.
         dense_rows: int64 [T], indices of the dense requests' tokens in the batch; None if all
             requests are sparse.
     """
@@ -64,7 +66,7 @@ class Split(NamedTuple):
 
 
 class SparseBuilder:
-    """A mixin for the parent's metadata builder, which finds the sparse prompts of a batch.
+    """A mixin for the metadata builder of vLLM's backend, which finds sparse prompts in a batch.
 
     Attributes:
         cab: the settings; None if this builder never has sparse prompts.
@@ -72,16 +74,16 @@ class SparseBuilder:
             attention without a plan.
     """
 
-    # CUDA graphs contain attention only in batches without prompts
+    # capture attention in CUDA graphs only for uniform batches of decode steps, without prompts
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-    # False, because a `Split` contains the pages of one group of layers
+    # False, because a `Split` contains pages: the layers of another KV cache group have other pages
     supports_update_block_table = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         spec, dtype = self.kv_cache_spec, self.vllm_config.model_config.dtype
-        # vLLM derives builders for layers whose requests differ from the requests of the batch:
-        # chunks of tokens (Llama 4), or sinks before each request
+        # vLLM derives builders from this class for layers that attend to a rewritten batch: chunks
+        # of tokens as separate requests (Llama 4), or sinks before each request
         is_rewritten = type(self) is not CabBuilder
         is_local = any(
             getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size")
@@ -99,14 +101,15 @@ class SparseBuilder:
             query_block=DENSE_BLOCK_SIZE,
             key_block=DENSE_BLOCK_SIZE,
         )
-        # the fastest kernels of SDPA need preparation for every new prompt length
+        # use a plan if Triton is available: without a plan, SDPA would compute exact attention, and
+        # its fastest kernels need preparation for every new prompt length
         self.dense_block_size = None if TRITON.unavailable(work) else DENSE_BLOCK_SIZE
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build=False) -> Any:
-        """Return the parent's metadata with the attribute ``cab``.
+        """Return the metadata of the parent class, with the additional attribute ``cab``.
 
-        ``cab`` is the `Split` of the batch, or None if no prompt is sparse. Arguments as in the
-        parent class.
+        ``cab`` is the `Split` of the batch, or None if no prompt is sparse. The arguments are those
+        of the parent class.
         """
         common = common_attn_metadata
         metadata = super().build(common_prefix_len, common, fast_build)
@@ -143,7 +146,9 @@ class SparseBuilder:
         return metadata
 
     def _mask(self, request: int, q_length: int, kv_length: int, prompt_length: int) -> MaskInfo:
-        """Return the mask of a chunk of a prompt; all KV cache groups share the object.
+        """Return the mask of a chunk of a prompt, the same object for all KV cache groups.
+
+        Also count the prompt if the chunk is its last one and the mask is new.
 
         Args:
             request: index of the request in the batch.
@@ -166,7 +171,7 @@ class SparseBuilder:
         return BATCH.mask_cache[key]
 
     def _build_for(self, common: Any, requests: list[int], starts: list[int]) -> tuple[Any, Tensor]:
-        """Build the parent's metadata of some requests of a batch.
+        """Build metadata of the parent class for a batch of only the given requests.
 
         Args:
             common: vLLM's CommonAttentionMetadata of the batch.
@@ -174,7 +179,8 @@ class SparseBuilder:
             starts: index of the first token of each request of the batch, and the number of tokens.
 
         Returns:
-            (metadata, rows). ``rows`` are the requests' tokens in the batch, int64 [T].
+            (metadata, rows). ``rows`` are the indices of the requests' tokens in the whole batch,
+            int64 [T].
         """
         indices = torch.tensor(requests)
         counts = common.query_start_loc_cpu.diff()[indices]
@@ -212,12 +218,12 @@ class SparseBuilder:
 
 
 class SparseImpl:
-    """A mixin for the parent's attention of one layer.
+    """A mixin for the attention of one layer in vLLM's backend, which computes prompts sparsely.
 
     Attributes:
         cab: the settings; None if the plugin is off.
-        cab_layer: the facts of the layer, which `register_layers` sets after the model is loaded.
-            None for a layer of a draft model, which is dense.
+        cab_layer: index, config and slow channels of the layer. `register_layers` sets them after
+            the model is loaded. None for a layer of a draft model, which is dense.
         cab_reason: the reason why the layer is dense; None if the layer may be sparse.
         is_measured: True after vLLM has measured the memory of sparse attention in this layer.
     """
@@ -234,7 +240,8 @@ class SparseImpl:
             return
         install_hooks(vllm_config)
         if self.cab_reason is None:
-            # both raise an error for settings that this model or device cannot run
+            # `make_predictor` and `choose_engine` are called for their errors: both raise for
+            # settings that this model or device cannot run
             make_predictor(self.cab)
             work = Workload(
                 device=current_platform.device_type,
@@ -265,14 +272,14 @@ class SparseImpl:
         return None
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
-        """Write the attention of a batch into ``output``; arguments as in the parent class.
+        """Compute the attention of a batch, write the result to ``output`` and return ``output``.
 
-        ``key`` and ``value`` are None in a layer that reads the cache of another layer. Return
-        ``output``.
+        The arguments are those of the parent class. ``key`` and ``value`` are None in a layer that
+        reads the KV cache of another layer.
         """
         is_sparse = self.cab_layer is not None and self.cab_reason is None
         is_sparse = is_sparse and self.cab_layer.layer_idx not in self.cab.dense_layers
-        # vLLM measures memory by a call without metadata
+        # vLLM calls layers without metadata to measure the memory that they need
         if is_sparse and attn_metadata is None and query.is_cuda and not self.is_measured:
             self.is_measured = True
             self.measure(query)
@@ -294,13 +301,13 @@ class SparseImpl:
         return output
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskInfo, out: Tensor) -> None:
-        """Compute the attention of one prompt, or of a chunk.
+        """Compute the sparse attention of one prompt, or of a chunk of a prompt.
 
         Args:
             q: queries of the chunk, [T, H, D].
-            k: keys of whole pages, [1, H_kv, P * page, D]; `attend` ignores keys after the chunk.
+            k: keys of whole pages, [1, H_kv, P * page, D]; keys after the chunk are ignored.
             v: values of whole pages, [1, H_kv, P * page, D].
-            mask: the visible keys.
+            mask: the keys that each query may attend to.
             out: receives the output, [T, H * D] or [T, H, D].
         """
         q = q.transpose(0, 1).unsqueeze(0)
@@ -321,14 +328,17 @@ class SparseImpl:
             out[rows] = dispatch(call)[0].transpose(0, 1).reshape_as(out[rows])
 
     def measure(self, query: Tensor) -> None:
-        """Compute the last chunk of the longest prompt while vLLM measures memory.
+        """Compute sparse attention of the last chunk of the longest prompt, and drop the result.
+
+        Called while vLLM measures memory, so that the measurement includes sparse attention.
 
         Args:
             query: the queries of vLLM's dummy batch, [T, H, D].
         """
         max_length = self.model_config.max_model_len
         q = query[:max_length]
-        # the first pair has the memory of the pages, the second of the gathered keys and values
+        # two pairs of K and V: the first pair takes as much memory as the pages of the prompt, the
+        # second pair represents the gathered keys and values
         shape = (2, 2, 1, self.num_kv_heads, max_length, self.head_size)
         _, (k, v) = query.new_zeros(shape)
         mask = MaskInfo(
@@ -435,15 +445,15 @@ else:
 
 
 class CabBuilder(SparseBuilder, Parent.get_builder_cls()):
-    """Metadata builder of vLLM's backend, extended by sparse prompts."""
+    """The metadata builder of vLLM's backend, extended to find the sparse prompts of a batch."""
 
 
 class CabImpl(SparseImpl, Parent.get_impl_cls()):
-    """Attention of one layer in vLLM's backend, extended by sparse prompts."""
+    """The attention of one layer in vLLM's backend, extended to compute prompts sparsely."""
 
 
 class CabBackend(Parent):
-    """The attention backend that `register` enters in vLLM's registry."""
+    """The attention backend that `cab_hf.vllm.register` adds to vLLM's registry of backends."""
 
     get_name = staticmethod(backend_name)
     get_impl_cls = staticmethod(lambda: CabImpl)

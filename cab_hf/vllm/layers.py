@@ -1,4 +1,8 @@
-"""The attention layers of a model in vLLM: why layers are dense, and their slow channels."""
+"""Registration of the attention layers of a loaded vLLM model.
+
+The functions find out which layers are dense and why, and which channels have low rotary
+frequencies.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,8 @@ logger = logging.getLogger("vllm.cab_hf")
 
 # attributes of attention modules that are False or 0 if the module does not rotate queries and keys
 SWITCHES = ("use_rope", "_use_rope", "use_rotary", "is_local_attention")
-# model files of vLLM -> attributes of their attention modules, which apply their rotary embedding
-# only if one of the attributes is set
+# key: name of a model file of vLLM. Value: names of attributes of the attention modules in the
+# file. A module applies its rotary embedding only if one of these attributes is set
 APPLIED_IF = {
     "commandr": ("v1", "sliding_window"),
     "cohere2_moe": ("sliding_window", "force_rope"),
@@ -30,14 +34,14 @@ APPLIED_IF = {
 
 
 class Layer(nn.Module):
-    """The facts that a `Call` reads of a layer.
+    """The attributes of an attention layer that a `Call` reads.
 
     Attributes:
         layer_idx: index of the layer, the first number in its name, such as 3 in
             "model.layers.3.self_attn.attn"; None if the name has no number.
         config: the config of the language model.
-        slow_channels: channels with low rotary frequencies, which score outlier queries; () for all
-            channels.
+        slow_channels: channels with low rotary frequencies, on which outlier queries are scored; ()
+            for all channels.
     """
 
     def __init__(self, name: str, config: Any, slow_channels: tuple[int, ...]) -> None:
@@ -48,7 +52,9 @@ class Layer(nn.Module):
 
 
 def register_layers(model: nn.Module, vllm_config: Any) -> None:
-    """Set ``cab_layer`` of every attention layer of a model, and log how many layers are sparse.
+    """Set ``cab_layer`` of all attention layers of a model, and log how many layers are sparse.
+
+    Also create the `Meter` that counts the sparse prompts of the engine in this process.
 
     Layers of draft models receive no `Layer` and stay dense.
 
@@ -79,10 +85,10 @@ def register_layers(model: nn.Module, vllm_config: Any) -> None:
             dense_reasons[reason] += 1
     _require_anchors(config, [layer.layer_idx for layer in sparse])
     is_first = get_tensor_model_parallel_rank() == 0
-    # all stages of a pipeline compute the same prompts, and one stage counts them
+    # all stages of a pipeline compute the same prompts: only the first stage counts prompts
     counts_prompts = is_first and get_pp_group().is_first_rank
     meter = Meter(vllm_config.instance_id, sparse, counts_prompts, is_logged=is_first)
-    # so that ``/metrics`` shows the counters before the first prompt
+    # write zeros now, so that ``/metrics`` shows the counters before the first prompt
     meter.write(meter.totals())
     METERS[vllm_config.instance_id] = meter
     if is_first and never_sparse(config, vllm_config) is None:
@@ -105,7 +111,11 @@ def why_dense(attention: Any) -> str | None:
 
 
 def attentions(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield (module that contains the layer, attention layer of vLLM) for every attention layer."""
+    """Yield the owner and the layer for every attention layer of vLLM in a model.
+
+    Yields:
+        (owner, layer). The owner is the module that contains the layer and its rotary embedding.
+    """
     # vLLM before 0.30 stores the layers of models from transformers in a dict
     for owner in model.modules():
         for attention in owner.children():

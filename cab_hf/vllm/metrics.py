@@ -28,7 +28,7 @@ from cab_hf.dispatch import attended
 
 logger = logging.getLogger("vllm.cab_hf")
 
-# names of the counters -> help texts on ``/metrics``
+# key: name of a counter. Value: help text of the counter on ``/metrics``
 COUNTERS = {
     "sparse_prompts": "Prompts whose last chunk was attended sparsely.",
     "attended_pairs": "(query, key) pairs that sparse layers attended, over heads and layers.",
@@ -57,8 +57,8 @@ class Meter:
     """The counters of one engine in one worker process.
 
     Attributes:
-        layers: the sparse layers of this process. `cab_hf.dispatch.attended` has the pairs of each
-            layer.
+        layers: the sparse layers of this process. `cab_hf.dispatch.attended` contains the number of
+            (query, key) pairs of each layer.
         counts_prompts: True if this process counts prompts; one rank of an engine does.
         is_logged: True if this process logs the density.
         sparse_prompts: number of prompts whose last chunk was attended sparsely.
@@ -102,7 +102,10 @@ class Meter:
         }
 
     def _pairs(self) -> tuple[int, int]:
-        """Return (attended, possible) pairs of all layers. Synchronises with the device."""
+        """Return the numbers of attended and of possible pairs, summed over the layers.
+
+        Reading the counters synchronises with the device.
+        """
         counters = [attended[layer] for layer in self.layers if layer in attended]
         if any(counter.is_cuda for counter in counters):
             # kernels on another stream may still write the counters
@@ -126,7 +129,11 @@ class Meter:
             )
 
     def write(self, totals: dict[str, int]) -> None:
-        """Write ``totals`` to a new file and rename it; readers see only complete files."""
+        """Replace the file of this process by a file with ``totals``.
+
+        The new file is written under another name and renamed, so that readers never read an
+        incomplete file.
+        """
         self.file.parent.mkdir(mode=0o700, exist_ok=True)
         draft = self.file.with_suffix(".tmp")
         draft.unlink(missing_ok=True)
@@ -174,7 +181,11 @@ class Totals:
         yield from MultiProcessCollector.merge(files)
 
     def describe(self) -> list[Any]:
-        """Return no names. Without this method, a registry would call `collect` at registration."""
+        """Return an empty list of metrics.
+
+        Without this method, the registry of ``prometheus_client`` would call `collect` when the
+        collector is registered.
+        """
         return []
 
 
@@ -185,8 +196,9 @@ _totals: Totals | None = None
 def export(vllm_config: Any) -> None:
     """Add the counters of an engine to the ``/metrics`` of this process.
 
-    Does nothing in Prometheus' multiprocess mode: ``/metrics`` then reads the files of all
-    processes, and the program that has set PROMETHEUS_MULTIPROC_DIR deletes the files.
+    In Prometheus' multiprocess mode this is not needed, and the function returns at once:
+    ``/metrics`` reads the files of all processes, and the program that has set
+    PROMETHEUS_MULTIPROC_DIR deletes the files.
     """
     global _totals
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:

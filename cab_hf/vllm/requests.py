@@ -1,4 +1,7 @@
-"""The switch that makes a single request dense, and the cache salts of requests."""
+"""The switch with which a client makes its request dense, and the cache salts of requests.
+
+The salts keep requests with different settings from sharing entries of the prefix cache.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def salt_of(config: CabConfig, params: Any, salt: str | None) -> str:
     Args:
         config: the settings of the engine.
         params: ``SamplingParams`` of the request.
-        salt: the salt that the client sent; None if it sent none.
+        salt: the salt in the client's request; None if the request has no salt.
     """
     settings = "dense" if is_dense(params) else digest_of(config)
     return f"cab-{settings}" + (f"-{salt}" if salt else "")
@@ -61,7 +64,10 @@ def digest_of(config: CabConfig) -> str:
 
 
 def watch_requests() -> None:
-    """Install hooks that set the cache salts of requests and check the switch of requests."""
+    """Install hooks in vLLM that check the switch of each request and set its cache salt.
+
+    Calling the function again has no effect.
+    """
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -89,13 +95,15 @@ def hook(
     before: Callable[..., None] | None = None,
     after: Callable[[Any, Any], None] | None = None,
 ) -> None:
-    """Call a function before or after a method of a class; does nothing the second time.
+    """Wrap a method so that ``before`` runs before and ``after`` runs after each call.
+
+    Wrapping the same method again has no effect.
 
     Args:
-        cls: the class.
+        cls: the class that has the method.
         name: name of the method.
-        before: function that receives the arguments of the method.
-        after: function that receives the object and the result of the method.
+        before: function that receives the object and the arguments of the call; None for none.
+        after: function that receives the object and the result of the call; None for none.
     """
     method = getattr(cls, name)
     if hasattr(method, "of_cab_hf"):

@@ -1,4 +1,8 @@
-"""Hooks in vLLM's model runners that read facts which a backend does not receive."""
+"""Hooks in vLLM's model runners that record what vLLM does not pass to an attention backend.
+
+The hooks record the prompt length of each request, the requests with the switch "dense", and the
+attention layers of the model.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,10 @@ _dense_requests: set[str] = set()
 
 
 def install_hooks(vllm_config: Any) -> None:
-    """Install the hooks in the runner class of an engine; does nothing the second time."""
+    """Install the hooks in the model runner class of an engine.
+
+    Calling the function again for the same class has no effect.
+    """
     is_v2 = vllm_config.use_v2_model_runner
     module = "gpu.model_runner" if is_v2 else "gpu_model_runner"
     runner_class = import_module(f"vllm.v1.worker.{module}").GPUModelRunner
@@ -56,7 +63,10 @@ def install_hooks(vllm_config: Any) -> None:
 
 
 def record_switches(runner: Any, scheduler_output: Any, *_: Any, **__: Any) -> None:
-    """Add new requests with the switch "dense" to the dense requests; remove finished requests."""
+    """Update ``_dense_requests``: add new requests with the switch "dense", remove finished ones.
+
+    Called before each step of the model runner.
+    """
     _dense_requests.difference_update(scheduler_output.finished_req_ids)
     for request in scheduler_output.scheduled_new_reqs:
         if is_dense(request.sampling_params):
@@ -66,7 +76,7 @@ def record_switches(runner: Any, scheduler_output: Any, *_: Any, **__: Any) -> N
 
 
 def begin_batch(ids: list[str], lengths: list[int]) -> None:
-    """Set the requests of the next batch, and drop the masks of the batch before.
+    """Store the prompt lengths of the next batch in `BATCH`, and drop the previous batch's masks.
 
     Args:
         ids: ids of the requests, in the order of the batch.

@@ -32,13 +32,13 @@ from cab_hf.vllm import settings_of
 
 logger = init_logger("vllm.cab_hf")
 
-# function (start, limit) -> the token before which vLLM ends a chunk that starts at ``start`` and
-# ends at ``limit`` or earlier
+# function of (start, limit) that returns the end (exclusive) of the chunk that vLLM would compute
+# from token ``start`` on, if the end must be at most ``limit``
 EndOfChunk = Callable[[int, int], int]
 
 
 def _drops_loads() -> bool:
-    """Return True if this vLLM loads no KV cache asynchronously when chunks are aligned.
+    """Return True if this version of vLLM starts no asynchronous load of KV while aligning chunks.
 
     A request that loads its KV cache has a chunk of zero tokens. vLLM before 0.23 treats zero
     tokens as a failed alignment, and does not start the load.
@@ -59,7 +59,7 @@ class BlockAligned:
         allocating: ids of requests for which this step asked for blocks of the KV cache.
         dropped: ids of requests whose shortened chunk the last step dropped before it asked for
             blocks of the KV cache.
-        waited: requests that have waited once for a step with more tokens.
+        waited: requests that have already waited for a step in which they have more tokens.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ class BlockAligned:
         manager.allocate_slots = allocate_slots
 
     def _preempt_request(self, request: Any, timestamp: float, **kwargs: Any) -> Any:
-        """Preempt a request, so that this step can compute other tokens instead."""
+        """Preempt a request, and remove its tokens from ``scheduled_tokens``."""
         self.scheduled_tokens.pop(request.request_id, None)
         return super()._preempt_request(request, timestamp, **kwargs)
 
@@ -182,13 +182,14 @@ class BlockAligned:
     def _ends(self, request: Any, start: int, tokens: int, vllm_end: EndOfChunk) -> tuple[int, int]:
         """Return the ends of the next chunk of a request under vLLM and under this scheduler.
 
-        Positions are tokens of the request. An end equal to ``start`` lets the request wait.
+        An end is the index of the first token of the request after the chunk. An end equal to
+        ``start`` lets the request wait.
 
         Args:
             request: the request.
             start: first token of the chunk.
             tokens: upper bound of the number of tokens.
-            vllm_end: the end that vLLM selects.
+            vllm_end: function that returns the end that vLLM selects.
         """
         end = vllm_end(start, start + tokens)
         min_prompt = max(self.cab.min_length, self.cab.query_block)
@@ -226,9 +227,9 @@ class BlockAligned:
         return end
 
     def _waits(self, request: Any, start: int, tokens: int, vllm_end: EndOfChunk) -> bool:
-        """Return True if a request waits, because ``tokens`` tokens reach no border of a block.
+        """Return True if a request must wait, because ``tokens`` tokens reach no border of a block.
 
-        Also record the request in ``waited``.
+        If the request waits for the first time, the method may also add the request to ``waited``.
         """
         # a later step has more tokens for the request only if this step computes other requests
         if not self.scheduled_tokens or tokens < self._num_free_tokens():
@@ -250,7 +251,11 @@ class BlockAligned:
         return True
 
     def _token_limit(self, num_requests: int) -> int:
-        """Return the largest number of tokens of a step with draft tokens of some requests."""
+        """Return the largest number of tokens of a step that computes ``num_requests`` requests.
+
+        With speculative decoding, the slots that each request reserves for draft tokens are
+        subtracted.
+        """
         speculative = self.vllm_config.speculative_config
         drafts = getattr(speculative, "max_num_new_slots_for_drafting", 0)
         batched = self.scheduler_config.max_num_batched_tokens - drafts * num_requests
