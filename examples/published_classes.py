@@ -4,8 +4,8 @@
 
 One token of a late query block and one token of an early key block have the same direction and a
 large norm. This pair of blocks, the bridge, has the largest logit of its row. The additive formula
-keeps the bridge. Forman curvature, of which the lowest values are kept, drops the bridge, because
-the weight of an edge raises its curvature.
+keeps the bridge. Forman curvature drops the bridge: blocks with the lowest curvature are kept, and
+a large weight of an edge raises its curvature.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Check that steps and checkpoints contain finite numbers only.
+"""Check that gradients, parameters and optimizer states are finite.
 
-A single NaN spreads to every trained value, and then into every checkpoint.
+A single NaN in a gradient spreads to all trained parameters, and from there to all later
+checkpoints.
 """
 
 from __future__ import annotations
