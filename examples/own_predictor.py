@@ -3,8 +3,8 @@
     python examples/own_predictor.py
 
 The predictor selects the key blocks whose keys have the largest mean norm, in addition to the
-blocks that are always selected (sinks and neighbours). It is a simple example, not a good predictor.
-Registered predictors run in every model and every evaluation.
+blocks that are always selected (sinks and neighbours). The predictor is a simple example, not a
+good predictor. Registered predictors run in every model and every evaluation.
 """
 
 from __future__ import annotations

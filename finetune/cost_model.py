@@ -22,7 +22,7 @@ from cab_hf.finetune.offload import CHUNK_BYTES
 from cab_hf.finetune.tiles import untiled_mlps
 
 GIB = 2**30
-# usable share of a device's memory for tensors, and of the host's memory for pinning
+# fraction of a device's memory that tensors can use, and of the host's memory that can be pinned
 USABLE = PINNABLE = 0.9
 # file with the memory limit of a container on Linux
 CONTAINER = Path("/sys/fs/cgroup/memory.max")

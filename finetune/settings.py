@@ -23,7 +23,7 @@ from cab_hf.experiment.settings import (
     spell,
 )
 
-# this module must not import torch, so that --help takes less than a second
+# this module must not import torch, so that --help prints within a second
 PROG = "finetune/lora.py"
 DTYPES = ("bfloat16", "float32")
 ROPES = ("linear", "dynamic", "yarn", "llama3", "theta")

@@ -37,8 +37,8 @@ KINDS = {
     ".json": ("from_json", {}),
     ".parquet": ("from_parquet", {}),
 }
-# number of consecutive texts of a stream that are shuffled among each other, because a stream cannot
-# be shuffled as a whole
+# number of consecutive texts of a stream that are shuffled among each other. A stream cannot be
+# shuffled as a whole
 BLOCK_STREAMED = 256
 # an upper bound on characters per token, with which the required filler text is estimated
 CHARACTERS_A_TOKEN = 6
@@ -301,8 +301,8 @@ def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
             raise ValueError(f"{Path(file).name} is compressed")
     if not nonempty:
         return None
-    # not a str: datasets would expand it as a pattern, and use the time stamp of the file as the key
-    # of its cache
+    # lists of paths and hashes, because datasets would expand a str as a pattern, and use the time
+    # stamp of the file as the key of its cache
     data_files = DataFilesDict(train=DataFilesList(list(nonempty), list(nonempty.values())))
     # unlike load_dataset, the methods of Dataset do not report their use to a server
     return getattr(Dataset, reader)(

@@ -35,9 +35,9 @@ from cab_hf.predictors import LayerContext
 TARGET_DENSITY = 0.25
 LENGTH = 8192
 DOCUMENTS = 3
-# named keys that a document states and repeats
+# number of keys per document: numbers of named persons that the document states and repeats
 KEYS = 12
-# passages that a document contains twice
+# number of passages per document that the document contains twice
 COPIES = 4
 # tokens per passage
 PASSAGE = 128
@@ -83,7 +83,7 @@ def calibrate(
         length: tokens per document. None means 8,192, or the number of positions of the model if
             that number is smaller.
         documents: number of documents.
-        seed: seed of the hidden keys and copied passages.
+        seed: seed of the numbers and copied passages in the documents.
 
     Returns:
         The config with the fitted ``mass_threshold`` or cascade, and the model and length in
@@ -93,7 +93,7 @@ def calibrate(
     Raises:
         ValueError: an argument is invalid; the message names the argument. ``target_density`` must
             be between the density of the blocks that are always selected and the density that
-            ``max_density`` allows. ``length`` must have space for the hidden keys and must not
+            ``max_density`` allows. ``length`` must have space for the keys and must not
             exceed the positions of the model. The model must have a sparse layer and finite
             outputs. With ``anchors``, all layers must have the same numbers of heads.
     """

@@ -49,7 +49,7 @@ def plot_plan(
         input_ids: integers [1, N], the tokens of the prompt.
         layer: index of the layer.
         heads: a list, an array or a 1-D tensor of query heads, with a panel for each head. By
-            default one panel shows the share of all heads that attend to a block.
+            default one panel shows, for each block, the fraction of heads that attend to it.
 
     Returns:
         The matplotlib figure. A notebook shows it if ``matplotlib.pyplot`` is imported, and
