@@ -77,7 +77,7 @@ def first_sentence(error: Exception) -> str:
 
 
 def read_base(adapter: Path) -> dict[str, Any]:
-    """Return the fields that `save_adapter` recorded about the base model of an adapter.
+    """Read the fields that `save_adapter` wrote about the base model of an adapter.
 
     The types of the fields are those in `RECORDED_FIELDS`. The dict is empty if PEFT saved the
     adapter without `save_adapter`.

@@ -152,7 +152,7 @@ def _uncounted(model: nn.Module) -> str | None:
 
 
 def _channels(config: Any, heads: int) -> int:
-    """Return ``heads`` times head dim; ``config`` is the config of the layer.
+    """Return ``heads`` times the head dim in ``config``, the config of a layer.
 
     The head dim is the mean of the head dims of keys and values if these differ.
     """
@@ -183,7 +183,10 @@ def peak_flops(device: torch.device, given_tflops: float = 0.0) -> float | None:
 
 
 def peak_gib(device: torch.device) -> float | None:
-    """Return the peak of allocated GPU memory in GiB since the last call; None on a CPU."""
+    """Return the peak of allocated GPU memory in GiB since the last call, and reset the peak.
+
+    Returns None on a CPU.
+    """
     if device.type != "cuda":
         return None
     peak = torch.cuda.max_memory_allocated(device) / GIB

@@ -165,7 +165,9 @@ def refuse_too_long(
     room: cost_model.Room,
     fitted: cost_model.Fit,
 ) -> None:
-    """Raise a UsageError if a step does not fit into memory; it names the longest length that fits.
+    """Raise a UsageError if a step does not fit into memory.
+
+    The message contains the longest length that fits.
 
     Args:
         settings, cost, spread, room: as in `fit`.

@@ -81,7 +81,7 @@ class Offload:
             return checkpoint(function, hidden, *args, use_reentrant=False)
 
     def _pack(self, index: int, hidden_address: int, x: Tensor) -> Tensor | _Input:
-        """Replace a tensor that autograd saves for layer ``index`` by what is stored instead.
+        """Return the object that autograd stores in place of a saved tensor of layer ``index``.
 
         For the hidden states, start the copy to the host, free the device memory of the previous
         layer's input, and return an `_Input`. Other tensors are returned detached.

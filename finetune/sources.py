@@ -71,7 +71,7 @@ class Document(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A rule that selects either the held-out documents of a source or all other documents.
+    """A predicate that selects either the held-out documents of a source or all other documents.
 
     Attributes:
         every: one of ``every`` consecutive documents is held out; 0: none.
@@ -401,10 +401,7 @@ class Texts:
         return self._texts[self._taken - 1]
 
     def at_most_twice(self) -> Iterator[str]:
-        """Yield texts until the end of the next epoch.
-
-        Each text is yielded at least once and at most twice.
-        """
+        """Yield texts to the end of the next epoch, so that each text is yielded at least once."""
         first_epoch = self.epoch
         while self.epoch <= first_epoch + 1:
             yield Texts.__next__(self)

@@ -276,7 +276,7 @@ class Run:
                 self._end(log)
 
     def _step(self, step: int, stop_request: Callable[[], bool]) -> tuple[dict[str, Any], bool]:
-        """Train one optimizer step.
+        """Run one optimizer step: forward and backward passes, clipping and update.
 
         Args:
             step: number of the step.

@@ -21,7 +21,7 @@ SEED = "finetune/validation"
 
 
 class Validation:
-    """The held-out sequences and pass-key documents of a run, divided among its replicas.
+    """An evaluation of the held-out loss and of pass-key retrieval, divided among replicas.
 
     All replicas call the model equally often, because under FSDP every forward pass needs all
     processes. A replica with fewer documents repeats a sequence or uses an additional document.
@@ -121,7 +121,10 @@ class Validation:
         return int((predicted != labels[query_indices]).sum())
 
     def _sharded(self, sequence: Batch) -> Batch:
-        """Return this process's shard of a sequence, [N] tensors, as a batch on its device."""
+        """Return this process's shard of a sequence as a batch of one row, on the run's device.
+
+        ``sequence`` is a dict of [N] tensors.
+        """
         batch = {name: tensor[None] for name, tensor in sequence.items()}
         own_shard = self.parallel.sharded(batch)
         return {name: tensor.to(self.accelerator.device) for name, tensor in own_shard.items()}

@@ -182,13 +182,15 @@ def _fit_threshold(
     target: float,
     layer_done: Callable[[], Any],
 ) -> CabConfig:
-    """Return ``config`` with the threshold at which the mean density is ``target``.
+    """Return ``config`` with the ``mass_threshold`` at which the mean density is ``target``.
+
+    The mean is over the measured layers and the documents.
 
     Args:
         model: the model.
         measured_documents: the documents, as in `_documents`.
         config: settings of the model.
-        target: target density.
+        target: target density, in (0, 1].
         layer_done: function that is called after each measured layer.
     """
     measure = partial(densities, config=config)
@@ -289,12 +291,12 @@ def _layer_by_layer(
 
 
 def with_needles(document: Document) -> tuple[Tokens, Needles]:
-    """Copy passages inside a document, and list the keys that queries need for their predictions.
+    """Copy passages inside a document, and list the tokens that queries must attend to.
 
     Returns:
         tokens: tokens of the document with copied passages.
-        needles: queries, and for each query the range of tokens (its needle) that it must attend to
-            for predicting the next token. The needle of a query before a digit of a repeated key
+        needles: queries, and for each query the range of tokens (its needle) from which the next
+            token can be predicted. The needle of a query before a digit of a repeated key
             is the statement of the key. The needle of a query inside a copy is the same token in
             the passage, and the token after it.
     """

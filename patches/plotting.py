@@ -137,9 +137,13 @@ def _require_prompt(input_ids: Any, model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[BlockPlan, int]:
-    """Return (plan of a layer for a prompt, number of query heads of the layer).
+    """Run the model up to a layer, and return the plan that the layer selects for a prompt.
 
     Arguments and errors as in `plot_plan`.
+
+    Returns:
+        plan: the plan of the layer.
+        num_heads: number of query heads of the layer.
     """
     inner = transformers_model(model)
     _require_prompt(input_ids, inner)

@@ -245,7 +245,9 @@ def config_of(settings: Settings) -> CabConfig:
 
 
 def switch(model: PreTrainedModel, text: PreTrainedConfig, implementation: str) -> None:
-    """Set the attention implementation of the layers with the config ``text``, and of no others.
+    """Set the attention implementation of those layers whose config is ``text``.
+
+    In a vision-language model, layers with other configs keep their implementation.
 
     Args:
         model: a model of transformers.
@@ -290,7 +292,7 @@ def _request(config: PreTrainedConfig, text: PreTrainedConfig, implementation: s
 
 
 def _saved_states(model: nn.Module) -> list[_SavedState]:
-    """Return the list of saved states in an attribute of the model; create it if missing.
+    """Return the list of saved states in an attribute of ``model``; create the list if missing.
 
     The list itself is returned, so that callers can change it in place.
     """

@@ -108,13 +108,13 @@ class Draft:
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of question about a long text.
+    """A benchmark task: a kind of question about a long text, with a generator of examples.
 
     Attributes:
         name: name of the probe in ``fidelity``. The name of the task in lm_eval is "cab_" + name.
         title: heading of the task's column in tables.
         draft: function of a random generator and of a depth from 0 to 1, at which one needed fact
-            is inserted. Returns the facts and the question of an example.
+            is inserted. Returns the `Draft` of an example.
     """
 
     name: str
@@ -244,14 +244,18 @@ def one_of(keys: list[Key], rng: random.Random, depth: float) -> Draft:
 
 
 def many_keys(rng: random.Random, depth: float) -> Draft:
-    """Ask for one of 16 keys with different names, as in RULER's NIAH with 4 keys."""
+    """Return a draft that asks for one of 16 keys with different names.
+
+    RULER's multi-key NIAH is the same task with 4 keys.
+    """
     return one_of(draw_keys(rng, KEYS), rng, depth)
 
 
 def alike_keys(rng: random.Random, depth: float) -> Draft:
-    """Ask for the key of one locker; 15 other lockers have numbers that differ in one digit.
+    """Return a draft that asks for the key of one of 16 lockers.
 
-    This is RULER's NIAH with distracting needles.
+    The numbers of the other 15 lockers differ from the number of this locker in one digit. This is
+    RULER's NIAH with distracting needles.
     """
     asked_number = str(rng.choice(NUMBERS))
     # a number must not start with 0
@@ -270,9 +274,9 @@ def alike_keys(rng: random.Random, depth: float) -> Draft:
 
 
 def several_values(rng: random.Random, depth: float) -> Draft:
-    """Ask for all four keys of one name, in the order of the text. Another name has four keys too.
+    """Return a draft that asks for all four keys of one name, in the order of the text.
 
-    This is RULER's NIAH with several values, with the second name as a distractor.
+    This is RULER's NIAH with several values. Four keys of another name are distractors.
     """
     asked_name, other_name = rng.sample(NAMES, 2)
     numbers = [str(number) for number in rng.sample(NUMBERS, 2 * VALUES)]
@@ -296,7 +300,7 @@ def several_values(rng: random.Random, depth: float) -> Draft:
 
 
 def uuids(rng: random.Random, depth: float) -> Draft:
-    """Ask for the value of one key of a JSON object with random UUIDs as keys and values.
+    """Return a draft that asks for the value of a key in a JSON object of random UUIDs.
 
     The task is the key-value retrieval of Liu et al. 2023, "Lost in the Middle" (arXiv 2307.03172).
     The text consists of key-value pairs of the object.
@@ -321,7 +325,7 @@ def uuids(rng: random.Random, depth: float) -> Draft:
 
 
 def copying(rng: random.Random, depth: float) -> Draft:
-    """Ask for a copy of one of four passages; the question contains the passage's first five words.
+    """Return a draft that asks for a copy of one of four passages, given its first five words.
 
     The task is the n-gram lookup of Jelassi et al. 2024, "Repeat After Me" (arXiv 2402.01032), in a
     long text. A passage has three sentences of random words, so that a model cannot guess the
@@ -363,9 +367,10 @@ OUTER_SHARE = 0.4
 
 
 def tracking(rng: random.Random, depth: float) -> Draft:
-    """Ask for all variables of a chain of assignments, such as ``A = 12345``, ``B = A``, ``C = B``.
+    """Return a draft that asks for all variables of a chain of assignments.
 
-    This is RULER's variable tracking, with a second chain as a distractor.
+    A chain is ``VAR A = 12345``, ``VAR B = VAR A``, ``VAR C = VAR B`` and so on. This is RULER's
+    variable tracking, with a second chain as a distractor.
     """
     # a dict without values, as an ordered set
     unique_names: dict[str, None] = {}
@@ -394,11 +399,12 @@ def tracking(rng: random.Random, depth: float) -> Draft:
 
 
 def two_facts(rng: random.Random, depth: float) -> Draft:
-    """Ask for the key of a person's deputy: one fact names the deputy, another states the key.
+    """Return a draft that asks for the key of a person's deputy.
 
-    One fact is in the first two fifths of the text and the other in the last two fifths, in either
-    order. The text contains three other pairs of facts. bAbI (Weston et al. 2015, arXiv 1502.05698)
-    and RULER's HotpotQA have questions over two supporting facts.
+    One fact names the deputy, and another fact states the deputy's key. One of both facts is in the
+    first two fifths of the text, and the other in the last two fifths, in random order. The text
+    contains three other pairs of facts. bAbI (Weston et al. 2015, arXiv 1502.05698) and RULER's
+    HotpotQA have questions over two supporting facts.
     """
     names, numbers = rng.sample(NAMES, 2 * PAIRS), rng.sample(NUMBERS, PAIRS)
 
@@ -453,7 +459,7 @@ def coined_words(rng: random.Random) -> Iterator[str]:
 
 
 def common_words(rng: random.Random, depth: float) -> Draft:
-    """Ask for the ten words that a list contains ten times as often as its other words.
+    """Return a draft that asks for the ten words that a list contains most often.
 
     This is RULER's task of common words, with invented instead of English words. The ten words
     occur 30 times each and the others 3 times each; in a list of fewer than 4,096 tokens, 10 times
@@ -494,7 +500,7 @@ def common_words(rng: random.Random, depth: float) -> Draft:
 
 
 def frequent_words(rng: random.Random, depth: float) -> Draft:
-    """Ask for the three most frequent words of a text, the most frequent first.
+    """Return a draft that asks for the three most frequent words, the most frequent first.
 
     This is RULER's task of frequent words: invented words whose frequency is proportional to
     1 / rank² (a zeta distribution with exponent 2). The word with rank 1 consists of dots, and the

@@ -415,7 +415,11 @@ def _loading(name: str) -> AbstractContextManager[None]:
 
 
 def _adapter_of(name: str) -> Path:
-    """Return the folder in `ADAPTED`; raise a UsageError if a file of the adapter is missing."""
+    """Return the folder of the adapter that is merged for the model ``name``.
+
+    Raises:
+        UsageError: a file of the adapter is missing.
+    """
     adapter = ADAPTED[name]
     missing = [file for file in ADAPTER_FILES if not (adapter / file).is_file()]
     if missing:

@@ -84,7 +84,7 @@ def missing_package(error: ImportError) -> str | None:
 
 
 def spell(value: Any) -> str:
-    """Convert a value to a word of a command line; commas separate the items of a list."""
+    """Convert the value of an option to a string; commas separate the items of a list."""
     return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
@@ -295,7 +295,7 @@ def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> No
 
 
 def _option_name(field_name: str) -> str:
-    """Return the option of a field, such as "--out-folder" for "out_folder"."""
+    """Return the name of a field's option, such as "--out-folder" for "out_folder"."""
     return "--" + field_name.replace("_", "-")
 
 
@@ -373,7 +373,7 @@ def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> dict[str, 
 
 
 def spelled(recorded: Mapping[str, Any], settings_class: type) -> list[str]:
-    """Return the words of a command line that has recorded settings; skip defaults.
+    """Convert recorded settings to the words of a command line, without options at their default.
 
     Args:
         recorded: settings as read from JSON. A setting that is a file was recorded as a mapping
