@@ -3,8 +3,8 @@
     python examples/own_predictor.py
 
 The predictor selects the key blocks whose keys have the largest mean norm, in addition to the
-blocks that every row keeps (sinks and neighbours). It is a simple example, not a good predictor.
-Registered predictors run in every model and every evaluation.
+blocks that are always selected (sinks and neighbours). The predictor is a simple example, not a
+good predictor. Registered predictors run in every model and every evaluation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from cab_hf.predictors import LayerContext, Predictor
 
 
 class LoudestBlocks(Predictor):
-    """A predictor that keeps a share of 1 - ``sparsity`` of each row, for all queries alike."""
+    """A predictor that selects a share of 1 - ``sparsity`` of the key blocks of each query block.
+
+    The order of preference is the same for all queries: blocks of keys with large norms first.
+    """
 
     def encode_keys(self, k: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return the mean norm of the keys of every block, [B, H_kv, M_k].
@@ -36,17 +39,17 @@ class LoudestBlocks(Predictor):
         return torch.stack([block.mean(-1) for block in norms.split(self.config.key_block, -1)], -1)
 
     def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
-        """Return the plan of one layer.
+        """Return the plan of one layer: the key blocks that each query block attends to.
 
         Args:
             q: queries, [B, H, N, D].
             summary: the result of `encode_keys`, [B, H_kv, M_k].
-            call: the visible keys of every query, and other facts about the layer.
+            call: the context of the layer, with the range of visible keys of every query.
         """
         config = self.config
         blocks = {"query_block": config.query_block, "key_block": config.key_block}
         visible = block_visibility(call.ranges, **blocks)
-        # bool [B, 1, M_q, M_k], blocks that every row keeps
+        # bool [B, 1, M_q, M_k], key blocks that each query block always attends to
         forced = reference.forced_blocks(visible, call.ranges, config).unsqueeze(1)
         visible = visible.unsqueeze(1)
         # [B, H, M_q, M_k]; the query heads of a group have the same key blocks

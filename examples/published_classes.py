@@ -1,11 +1,11 @@
-"""Run the published CAB classes on random q and k, in which one pair of blocks has a large logit.
+"""Run the published CAB classes on random q and k, in which one logit is large.
 
     python examples/published_classes.py --out runs/published.png
 
-One token of a late query block and one token of an early key block have the same direction and a
-large norm. This pair of blocks, the bridge, has the largest logit of its row. The additive formula
-keeps the bridge. Forman curvature, of which the lowest values are kept, drops the bridge, because
-the weight of an edge raises its curvature.
+One query in a late block and one key in an early block have the same direction and a large norm.
+This pair of blocks, the bridge, has the largest logit of its query block. The additive formula
+keeps the bridge. Forman curvature drops the bridge: blocks with the lowest curvature are kept, and
+a large weight of an edge raises its curvature.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEADS = 4
 HEAD_DIM = 64
 # (query block, key block) with the largest logit
 BRIDGE = (28, 5)
-# norm of the two tokens of the bridge; random tokens have a norm of about 8
+# norm of the query and the key in the bridge; random queries and keys have a norm of about 8
 BRIDGE_NORM = 12.0
 
 
@@ -48,11 +48,11 @@ def random_qk_with_bridge() -> tuple[Tensor, Tensor]:
 
 
 def report(name: str, kept: Tensor) -> None:
-    """Print the share of kept blocks, and the number of heads that keep the bridge.
+    """Print the density of the kept blocks, and the number of heads that keep the bridge.
 
     Args:
         name: name of the predictor.
-        kept: bool [1, H, M, M], True for kept blocks.
+        kept: bool [1, H, M, M], True for each (query block, key block) that the predictor keeps.
     """
     num_causal = kept.shape[-1] * (kept.shape[-1] + 1) // 2 * HEADS
     share = kept.sum().item() / num_causal

@@ -3,8 +3,8 @@
     python examples/random_model.py FOLDER [field=value ...]
 
 The default shape is that of LLaMA-3-8B, with 131,072 positions. Arguments ``field=value`` change
-fields of `LlamaConfig`. The tokenizer has one token per byte. Random weights have no meaningful
-attention, so fix the density when you measure:
+fields of `LlamaConfig`. The tokenizer has one token per byte. The attention of random weights is
+not meaningful, so limit the density by ``max_density`` when you measure:
 
     python -m cab_hf.eval quickcheck --model FOLDER --kl 0 \
         --cab mass_threshold=1e-6 --cab max_density=0.1

@@ -1,1 +1,1 @@
-"""LoRA fine-tuning on long documents: data, loss, training loop and merging."""
+"""Fine-tuning on long documents, with LoRA or all weights: data, loss, training loop, merging."""

@@ -20,7 +20,7 @@ ADVICE = (
     "trained with"
 )
 WEIGHTS = "adapter_model.safetensors"
-# type of each field that `save_adapter` records about the base model
+# type of each field that `save_adapter` writes about the base model into the file `BASE`
 RECORDED_FIELDS = {
     "sha256": str,
     "rope_parameters": dict,
@@ -59,7 +59,10 @@ def read_adapter_config(adapter: Path) -> Any:
 
 
 def reading(adapter: Path, file: str) -> AbstractContextManager[None]:
-    """Turn any error inside the block into a UsageError that names ``file`` of ``adapter``."""
+    """Return a context manager that converts errors inside its block to a UsageError.
+
+    The message names ``file`` in the folder ``adapter``.
+    """
     return refused_as(
         lambda error: (
             f"{file} of adapter {adapter.name} must be a file in PEFT's format, got a file that "
@@ -74,9 +77,10 @@ def first_sentence(error: Exception) -> str:
 
 
 def read_base(adapter: Path) -> dict[str, Any]:
-    """Return the fields that `save_adapter` recorded about the base model of an adapter.
+    """Read the fields that `save_adapter` wrote about the base model of an adapter.
 
-    The fields are those of `RECORDED_FIELDS`. The dict is empty if PEFT alone saved the adapter.
+    The types of the fields are those in `RECORDED_FIELDS`. The dict is empty if PEFT saved the
+    adapter without `save_adapter`.
     """
     file = adapter / run_models.BASE
     if not file.is_file():
@@ -114,7 +118,7 @@ def check_base(adapter: Path, base: str, fields: Mapping[str, Any], recorded: st
 
 
 def name_of(model: str) -> str:
-    """Return the last part of the path if ``model`` is a folder, else ``model`` itself."""
+    """Return the name of a model for messages: the folder name of a path, else ``model`` itself."""
     return Path(model).name if Path(model).exists() else model
 
 
@@ -125,7 +129,7 @@ def load_weights(adapted: Any, adapter: Path) -> list[str]:
     layers. This function loads such base weights too.
 
     Returns:
-        The names of base weights whose values changed.
+        The names of base weights whose saved values differ from those of ``adapted``.
 
     Raises:
         UsageError: the weights belong to other modules or shapes, or cannot be read.
@@ -168,15 +172,15 @@ def load_weights(adapted: Any, adapter: Path) -> list[str]:
 
 
 def misfit(adapter: Path, base: Any, reason: str) -> UsageError:
-    """Return a UsageError that says why ``adapter`` does not fit the model ``base``."""
+    """Return a UsageError with the ``reason`` why ``adapter`` does not fit the model ``base``."""
     name = name_of(base.config.name_or_path) or type(base).__name__
     return UsageError(f"adapter {adapter.name} does not fit base {name!r}: {reason}. {ADVICE}.")
 
 
 def begin_with(adapted: Any, adapter: Path) -> None:
-    """Start training from saved weights: load the folder ``adapter`` into ``adapted``, a PeftModel.
+    """Initialise the adapter of ``adapted``, a PeftModel, from the folder ``adapter``.
 
-    Both must have the same base model, but their RoPE scaling may differ.
+    Both adapters must have the same base model, but their RoPE scaling may differ.
 
     Raises:
         UsageError: the base, modules, rank or alpha differ, or the folder has no adapter.

@@ -1,9 +1,9 @@
 """Atomic checkpoints from which a run resumes bit-identically, even after a kill.
 
-A checkpoint is a folder such as ``step-00000050``. The folder contains a file of the state that all
-processes share, a file per process, and the adapter or the trained model. Processes write the
-folder under a temporary name, sync the folder to disk and rename it, so that a folder with its
-final name is complete. The oldest checkpoint is removed after that. `Checkpoints.load` verifies
+A checkpoint is a folder such as ``step-00000050``. The folder contains a file with the state that
+is equal in all processes, a file per process, and the adapter or the trained model. Processes
+write the folder under a temporary name, sync the folder to disk and rename it, so that a folder
+with its final name is complete. Then the oldest checkpoint is removed. `Checkpoints.load` verifies
 checksums.
 """
 
@@ -31,9 +31,9 @@ from cab_hf.experiment.log import writing
 from cab_hf.experiment.settings import UsageError, refused_as
 
 NUM_KEPT = 2  # number of newest checkpoints that are not removed
-# files in a checkpoint: state that all processes share, and state of one process by its rank
+# files in a checkpoint: the state that is equal in all processes, and the state of one process
 SHARED, PER_PROCESS = "shared.pt", "process-{}.pt"
-ADAPTER = "adapter"  # folder in a checkpoint
+ADAPTER = "adapter"  # folder in a checkpoint with the trained adapter
 NAME = re.compile(r"step-\d{8,}")  # name of a complete checkpoint
 State = dict[str, Any]
 
@@ -63,8 +63,8 @@ class Checkpoints:
             step: number of finished optimizer steps.
             shared: state that is equal in all processes; process 0 saves it.
             own_state: state of this process.
-            write_result: function that writes the trained weights into a new folder, its argument;
-                process 0 calls it.
+            write_result: function that receives the path of a new folder, and writes the trained
+                weights into this folder. Only process 0 calls the function.
 
         Raises:
             LogError: the checkpoint cannot be written. Older checkpoints do not change.
@@ -151,7 +151,10 @@ def _write(state: State, path: Path) -> None:
 
 
 def _read(path: Path) -> State:
-    """Read a file of `_write`, with tensors on the CPU; UsageError if a byte has changed."""
+    """Return the state in a file of `_write`; raise a UsageError if the file is damaged.
+
+    Tensors are on the CPU.
+    """
 
     def message(error: Exception) -> str:
         # torch's own message suggests weights_only=False, which would run code from the file
@@ -159,7 +162,7 @@ def _read(path: Path) -> State:
         return _unreadable(path.parent, f"{path.name}: {reason}")
 
     with refused_as(message):
-        # torch writes checksums but does not verify them
+        # torch writes checksums into the zip file, but torch.load does not verify them
         with zipfile.ZipFile(path) as archive:
             is_intact = archive.testzip() is None
         state = torch.load(path, map_location="cpu", weights_only=True) if is_intact else None
@@ -220,7 +223,11 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Set the trained parameters to the values of `parameters_of`; UsageError if names differ."""
+    """Set the trained parameters to ``saved``, a result of `parameters_of`.
+
+    Raises:
+        UsageError: the names of the parameters differ.
+    """
     parameters = trained(model)
     differ = sorted(parameters.keys() ^ saved.keys())
     if differ:

@@ -22,11 +22,11 @@ from cab_hf.finetune.offload import CHUNK_BYTES
 from cab_hf.finetune.tiles import untiled_mlps
 
 GIB = 2**30
-# usable share of a device's memory for tensors, and of the host's memory for pinning
+# fraction of a device's memory that tensors can use, and of the host's memory that can be pinned
 USABLE = PINNABLE = 0.9
 # file with the memory limit of a container on Linux
 CONTAINER = Path("/sys/fs/cgroup/memory.max")
-# assumed length of the longest key-block list, as a share of all key blocks, if a threshold selects
+# assumed number of key blocks in the longest list of a plan, divided by the number of key blocks
 WIDEST = 0.25
 # dense bfloat16 TFLOP/s by a part of the GPU's name in torch, from the vendors' data sheets
 PEAK_TFLOPS = {
@@ -49,7 +49,7 @@ ATTENTION = 12
 
 @dataclass(frozen=True)
 class Cost:
-    """The sizes of a model that determine the FLOPs and the memory of its training step."""
+    """The sizes of a model that determine the FLOPs and the memory of a training step."""
 
     frozen: int  # number of frozen weights of linear layers
     trained: int  # number of trained weights of linear layers
@@ -57,7 +57,7 @@ class Cost:
     channels: tuple[int, ...]  # per layer: query heads times head dim; see `_channels`
     kv_channels: tuple[int, ...]  # per layer: KV heads times head dim
     heads: int  # largest number of query heads of a layer
-    inner: int  # intermediate size of the widest MLP
+    inner: int  # largest intermediate size of an MLP
     parameters: int  # number of all parameters
     trained_parameters: int  # number of all trained parameters
     weight_bytes: int  # bytes of frozen parameters and buffers
@@ -67,11 +67,11 @@ class Cost:
 
     @classmethod
     def of(cls, model: nn.Module) -> Cost:
-        """Return the cost of a causal language model of transformers or PEFT."""
+        """Read the sizes of a causal language model of transformers, or of a PEFT model."""
         config = model.config.get_text_config()
         layer_types = getattr(config, "layer_types", None)
         layer_types = layer_types or ["sliding_attention"] * config.num_hidden_layers
-        # the config of a model with different layers raises an error for fields that differ
+        # if layers differ, the config of the model raises an error for fields that differ
         has_different_layers = getattr(config, "is_heterogeneous", False)
         layers = config.per_layer_config if has_different_layers else [config] * len(layer_types)
         uses_windows = getattr(config, "use_sliding_window", True) is not False
@@ -103,7 +103,7 @@ class Cost:
         )
 
     def products(self, tokens: int) -> float:
-        """Return the FLOPs of products of ``tokens`` with weights, forward and backward.
+        """Return the FLOPs of ``tokens`` tokens in linear layers, forward and backward.
 
         Returns 0 if ``uncounted`` is set.
         """
@@ -152,7 +152,7 @@ def _uncounted(model: nn.Module) -> str | None:
 
 
 def _channels(config: Any, heads: int) -> int:
-    """Return ``heads`` times head dim; ``config`` is the config of the layer.
+    """Return ``heads`` times the head dim in ``config``, the config of a layer.
 
     The head dim is the mean of the head dims of keys and values if these differ.
     """
@@ -166,7 +166,7 @@ def _channels(config: Any, heads: int) -> int:
 
 
 def _widest_mlp(config: Any) -> int:
-    """Return the largest intermediate size of an MLP in the config of a layer."""
+    """Return the intermediate size in the config of a layer, the largest if there are several."""
     sizes = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return sizes if isinstance(sizes, int) else max(sizes)
 
@@ -183,7 +183,10 @@ def peak_flops(device: torch.device, given_tflops: float = 0.0) -> float | None:
 
 
 def peak_gib(device: torch.device) -> float | None:
-    """Return the peak of allocated GPU memory in GiB since the last call; None on a CPU."""
+    """Return the peak of allocated GPU memory in GiB since the last call, and reset the peak.
+
+    Returns None on a CPU.
+    """
     if device.type != "cuda":
         return None
     peak = torch.cuda.max_memory_allocated(device) / GIB
@@ -197,7 +200,8 @@ def count(cost: Cost, positions: Tensor, layers: Iterable[Mapping[str, Any]]) ->
     Args:
         cost: the cost of the model.
         positions: int [B, N], position ids that restart with each document.
-        layers: the result of `cab_hf.stats`; a density of None means dense attention.
+        layers: the result of `cab_hf.stats` for this micro batch. A density of None means dense
+            attention.
 
     Returns:
         float64 [4]: tokens, FLOPs of products with weights, FLOPs of attended pairs, and FLOPs of
@@ -216,7 +220,7 @@ def count(cost: Cost, positions: Tensor, layers: Iterable[Mapping[str, Any]]) ->
 def line(
     totals: Sequence[float], seconds: float, processes: int, peak: float | None
 ) -> dict[str, float | None]:
-    """Return throughput, MFU and density of a step, as recorded in the log.
+    """Return the fields of a step in the log: throughput, MFU and density.
 
     Args:
         totals: sums of `count` over all micro batches and processes.
@@ -238,13 +242,13 @@ def line(
 
 
 class Memory(NamedTuple):
-    """The peak memory of a training step in bytes.
+    """The peak memory of a process in a training step, in bytes.
 
-    The first four fields are on the device, the last three on the host.
+    The first four fields are memory of the device, the last three are memory of the host.
     """
 
     weights: float
-    optimizer: float  # trained values, gradients and moments
+    optimizer: float  # trained parameters, their gradients and the moments of AdamW
     layers: float  # tensors that layers save for the backward pass
     working: float  # temporary tensors: the larger of the loss and a layer's backward pass
     checkpoints: float  # offloaded inputs of layers
@@ -253,12 +257,12 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The bytes on the device."""
+        """Return the bytes on the device."""
         return sum(self[:4])
 
     @property
     def host(self) -> float:
-        """The bytes on the host."""
+        """Return the bytes on the host."""
         return sum(self[4:])
 
 
@@ -286,15 +290,16 @@ def memory(
         cost: the cost of the model.
         tokens: tokens of a micro batch.
         itemsize: bytes of an activation.
-        checkpointing: True if layers save only their input.
+        checkpointing: True for gradient checkpointing, in which layers save only their input.
         shards: number of processes over which weights are sharded.
         cp: number of processes over which each sequence is sharded.
         loss_tokens: tokens whose logits exist at a time.
-        quantised: bytes per quantised weight of the layers; None: ``cost`` has the actual bytes.
+        quantised: bytes per weight of quantised layers; None: ``cost`` already has the bytes of the
+            quantised weights, or no weight is quantised.
         tile: tokens that MLPs compute at a time; 0: all tokens.
         offloaded: number of layers whose checkpoints are on the host.
         plans: bytes of plans on the host; see `plan_bytes`.
-        short_texts: True if packed documents may be shorter than CAB's ``min_length``.
+        short_texts: True if documents in a sequence may be shorter than CAB's ``min_length``.
         mask_pairs: (query, key) pairs of a materialised mask; 0: no mask.
         mask_itemsize: bytes per pair of the mask in each layer.
         weights_on_host: True if weights stay on the host until a layer needs them, as in FSDP2
@@ -312,7 +317,8 @@ def memory(
         # documents shorter than min_length take a separate path, which copies queries and outputs
         copies_queries=short_texts and not checkpointing,
     )
-    # with cp > 1 the gathered keys and values of the sequence; cosines and sines of all positions
+    # temporary: cosines and sines of all positions, and with cp > 1 also the gathered keys and
+    # values of the whole sequence
     kv_bytes = 2 * itemsize * max(cost.kv_channels)
     rotary_bytes = 2 * itemsize * max(cost.channels) / cost.heads
     temporary = (kv_bytes * tokens if cp > 1 else 0.0) + own_tokens * rotary_bytes
@@ -373,10 +379,11 @@ def _activations(
     # input of the layer, its norm, q, k, v, output of attention, residual sum and its norm
     saved = 4 * x + 2 * q + kv
     if 0 < tile < tokens and not cost.untiled:
-        # peak in the MLP: its output and input, and float32 tiles; both norms are freed by then
+        # peak in the MLP: its output and input, and float32 tiles; both norm outputs are freed
+        # before
         in_mlp = 2 * x + tile / tokens * 6 * 4 * cost.inner
-        # peak in attention: gradients of inputs and outputs in 16 bits, which some kernels sum in
-        # float32, and the norm before attention
+        # peak in attention: gradients of q, k, v and the output, which some kernels sum in float32,
+        # and the norm before attention
         in_attention = 2 * q + kv - x + (0 if is_float32 else q + 4 * (channels + hidden))
         return _Activations(
             saved=saved,
@@ -399,8 +406,8 @@ def _activations(
 def plan_bytes(cost: Cost, config: CabConfig, length: int, rows: int = 1, cp: int = 1) -> float:
     """Estimate the bytes of host memory for the block plans of all layers.
 
-    All key-block lists of a plan are padded to the longest list, which is assumed to have at most
-    `WIDEST` of all key blocks.
+    A plan has a list of key blocks per head and query block. All lists are padded to the longest
+    list, which is assumed to contain a share of at most `WIDEST` of the key blocks.
 
     Args:
         cost: the cost of the model.
@@ -421,18 +428,18 @@ def plan_bytes(cost: Cost, config: CabConfig, length: int, rows: int = 1, cp: in
 
 
 class Room(NamedTuple):
-    """Memory that is available to a process, in bytes, on its device and on its host."""
+    """Bytes of memory that a process can use on its device and on its host."""
 
     device: float
     host: float
 
     def holds(self, needed: Memory) -> bool:
-        """Return True if a step that needs the memory ``needed`` fits."""
+        """Return True if a step with the peak memory ``needed`` fits into this memory."""
         return needed.total <= USABLE * self.device and needed.host <= PINNABLE * self.host
 
 
 def host_bytes(given_gib: float = 0.0) -> float:
-    """Return the bytes of host memory for each process on this host.
+    """Return the bytes of host memory divided by the number of processes on this host.
 
     ``given_gib`` is the memory of the host in GiB; 0: the memory of this machine or container.
     """
@@ -443,16 +450,16 @@ def host_bytes(given_gib: float = 0.0) -> float:
 
 
 class Fit(NamedTuple):
-    """The number of layers with offloaded checkpoints, and the memory that a step then needs."""
+    """A number of layers with offloaded checkpoints, and the memory of a step with this number."""
 
     offloaded: int
     memory: Memory
 
 
 def fit(cost: Cost, tokens: int, room: Room, offloaded: int | None = None, **how: Any) -> Fit:
-    """Return the smallest number of offloaded layers with which a step fits, and its memory.
+    """Return the smallest number of offloaded layers with which a step fits into memory.
 
-    If no number fits, the result offloads as many layers as fit into the memory of the host.
+    If a step fits with no number, offload as many layers as the memory of the host allows.
 
     Args:
         cost: the cost of the model.

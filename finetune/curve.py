@@ -8,8 +8,9 @@ from typing import Any
 
 from cab_hf.experiment.figure import figure
 
-STEP, EVALUATION = "step", "evaluation"  # kinds of records in a log
-# label, kind of record and field of each line, for the upper and the lower axes
+STEP, EVALUATION = "step", "evaluation"  # values of the field "kind" of a log's records
+# (label, kind of record, field of the record) of each curve: losses in the upper panel, values from
+# 0 to 1 in the lower panel
 LOSSES = (("training", STEP, "loss"), ("held out", EVALUATION, "held_out_loss"))
 SHARES = (
     ("density", STEP, "density"),
@@ -19,7 +20,7 @@ SHARES = (
 
 
 def draw(path: Path | str, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write a PNG of loss, share of found pass keys, density and MFU over steps.
+    """Write a PNG of loss, pass-key accuracy, density and MFU over steps.
 
     Args:
         path: file to write.

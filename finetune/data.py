@@ -1,4 +1,4 @@
-"""Pack documents into sequences of equal length; a document attends to itself only."""
+"""Pack documents into sequences of equal length; no document attends to another one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cab_hf.finetune.sources import (
     TextSource,
 )
 
-HOLD_OUT = 100  # one of this number of documents is held out
+HOLD_OUT = 100  # by default every 100th document of a source is held out
 Item = dict[str, Tensor]  # a packed sequence; see `Packed`
 
 
@@ -34,19 +34,19 @@ class Packed:
     in each document; and ``labels``, already shifted: the next token, or -100 if the next token
     belongs to another document, is padding or has no label.
 
-    The next document comes from the source whose share of the packed tokens is furthest below its
-    requested share. If a text document does not fit, its remaining tokens start a later sequence as
-    a separate document. The last token before the cut still predicts the first token after the
-    cut. Synthetic documents are never cut: they start the next sequence, and padding fills the
-    current sequence if no other document fits.
+    The next document comes from the source with the smallest ratio of packed tokens to requested
+    share. A text document that does not fit is cut: its remaining tokens start a later sequence as
+    a separate document. The last token before the cut still has the first token after the cut as
+    its label. Synthetic documents are never cut: they start the next sequence, and padding fills
+    the current sequence if no other document fits.
 
     Sequence i belongs to process i % ``world``. Every process packs all sequences but builds the
     tensors of its own sequences only, so that the order does not depend on ``world``.
 
     Args:
         tokenizer: the tokenizer of the model.
-        sources: sources with their shares of the tokens. Synthetic documents hide their keys in
-            text from all text sources, including sources with a share of 0.
+        sources: pairs of a source and its requested share of the tokens. Synthetic documents insert
+            their keys into text from all text sources, including sources with a share of 0.
         length: tokens per sequence.
         seed: seed of the order of documents, in addition to the seed of each source.
         rank: rank of this process.
@@ -107,7 +107,7 @@ class Packed:
 
     @property
     def epoch(self) -> int:
-        """The number of times that every text source has been read to its end."""
+        """Return the number of complete passes over the text source with the fewest passes."""
         epochs = (cursor.documents.epoch for cursor in self._cursors)
         return min((epoch for epoch in epochs if epoch is not None), default=0)
 
@@ -130,7 +130,10 @@ class Packed:
         return item
 
     def state_dict(self) -> State:
-        """Return the JSON-able position after the last sequence, equal in all processes."""
+        """Return the position after the latest round of sequences as a JSON-able dict.
+
+        In a round, each process gets one sequence, so that the position is equal in all processes.
+        """
         self._finish_round()
         return {"made": self._num_packed, "cursors": [each.state_dict() for each in self._cursors]}
 
@@ -144,7 +147,7 @@ class Packed:
             cursor.load_state_dict(position)
 
     def _finish_round(self) -> None:
-        """Skip sequences of other processes until the next sequence belongs to process 0."""
+        """Pack and drop sequences of other processes until the next one belongs to process 0."""
         while self._num_packed % self.world:
             self._pack()
 
@@ -165,18 +168,18 @@ class Packed:
 
 
 def prefetched(packed: Packed, depth: int = 2, workers: int = 1) -> Iterator[tuple[Item, State]]:
-    """Yield each sequence of ``packed`` with the position after it, packed ahead by a worker.
+    """Yield pairs of a sequence of ``packed`` and the position after it, from a worker process.
 
-    The worker is a process, because a thread would slow down the thread that launches kernels. More
-    than one worker would read a stream of `datasets` in another order. The worker starts with the
-    first sequence. This iterator raises errors of the worker.
+    The worker is a process, because a thread would slow down the thread that launches kernels. Only
+    one worker is allowed, because several would read a stream of `datasets` in another order. The
+    worker starts when the first sequence is requested. Errors in the worker are raised here.
 
     Args:
         packed: the sequences.
         depth: number of sequences that the worker packs ahead.
         workers: 1; or 0 to pack in this process.
     """
-    # a separate generator, so that seeding the worker does not change the random state of the run
+    # DataLoader draws the seed of the worker from this generator, not from the generator of the run
     options: dict[str, Any] = {"batch_size": None, "generator": torch.Generator()}
     if workers:
         # fork, because open files cannot be pickled
@@ -188,9 +191,9 @@ def prefetched(packed: Packed, depth: int = 2, workers: int = 1) -> Iterator[tup
 
 
 class _WithPositions(IterableDataset):
-    """Pairs of a packed sequence and the position after it.
+    """A dataset of pairs: a sequence of ``packed``, and the position after it.
 
-    After an error of ``packed``, the last pair is (error, None).
+    If ``packed`` raises an error, the last pair is (error, None).
     """
 
     def __init__(self, packed: Packed) -> None:
@@ -205,12 +208,12 @@ class _WithPositions(IterableDataset):
 
 
 class SourceCursor:
-    """A reader of one source that cuts documents into the pieces that fit into sequences.
+    """An iterator over the documents of one source that cuts text documents to a requested size.
 
     Attributes:
         documents: the documents of the source.
         share: requested share of the packed tokens.
-        num_packed_tokens: tokens of this source that were packed.
+        num_packed_tokens: number of tokens that `take` has returned.
     """
 
     def __init__(self, documents: TextDocuments | RetrievalDocuments, share: float) -> None:
@@ -230,7 +233,7 @@ class SourceCursor:
         piece = document.piece(start, min(document.size, start + num_free))
         self.num_packed_tokens += piece.size
         self._num_document_tokens += piece.size
-        # drop a single last token, which is already a label and has no next token to predict
+        # drop a last token that remains alone: it was already a label, and has no next token
         if document.size - self._num_document_tokens < 2:
             self._document, self._num_document_tokens = None, 0
         return piece
@@ -243,7 +246,7 @@ class SourceCursor:
         return self._document
 
     def state_dict(self) -> State:
-        """Return the JSON-able position of the next piece."""
+        """Return the position of the next piece as a JSON-able dict."""
         start = self.documents.state_dict() if self._document is None else self._start
         return {
             "taken": self.num_packed_tokens,
@@ -275,7 +278,7 @@ def held_out(
     Args:
         tokenizer, sources, length, seed, vocabulary: as in `Packed`.
         count: largest number of sequences.
-        hold_out: as in `Packed`; 1 to use all documents of sources that training does not read.
+        hold_out: as in `Packed`; 1 to use all documents, for sources without training documents.
 
     Raises:
         UsageError: as in `Packed`.
@@ -296,7 +299,7 @@ def held_out(
 
 
 def _as_tensors(pieces: Sequence[Document], length: int, padding: int) -> Item:
-    """Concatenate documents to tensors [length], with padding as the last document.
+    """Concatenate documents to tensors [length]; padding is an additional document at the end.
 
     Args:
         pieces: the documents.

@@ -27,16 +27,16 @@ from cab_hf.hf.model_config import cab_config_of
 
 # bytes per weight of NF4 with double quantisation: 4 bits and the scales
 FOUR_BIT_BYTES = 0.52
-# arguments ``shards`` and ``weights_on_host`` of `cost_model.memory`
+# keyword arguments ``shards`` and ``weights_on_host`` of `cost_model.memory`
 Spread = Mapping[str, Any]
-# tokens: the reported longest length is a multiple of this number
+# tokens; the longest length in an error message is a multiple of this number
 STEP = 2**10
 # options that save memory, the fastest first
 SAVINGS = "--micro-batch, --checkpointing, --tile-tokens, --qlora, --cp or --length"
 
 
 def skeleton(settings: Settings) -> nn.Module:
-    """Return the model of the settings on the meta device, without weights.
+    """Build the model that ``settings`` name on the meta device, without loading weights.
 
     Errors are those of `models.load_model`.
     """
@@ -110,7 +110,7 @@ def fit(
     room: cost_model.Room,
     length: int = 0,
 ) -> cost_model.Fit:
-    """Return the `cost_model.fit` of a run.
+    """Return the result of `cost_model.fit` for the settings of a run.
 
     Args:
         settings: the settings of the run.
@@ -147,7 +147,7 @@ def fit(
 
 
 def transfer(settings: Settings, fitted: cost_model.Fit) -> str:
-    """Return a sentence with the bytes and seconds of copies between host and GPU."""
+    """Return the line of the report about the bytes and seconds of copies between host and GPU."""
     if not fitted.offloaded:
         return "offloaded: no checkpoints"
     size, speed = 2 * fitted.memory.checkpoints, settings.link_gbs
@@ -165,7 +165,9 @@ def refuse_too_long(
     room: cost_model.Room,
     fitted: cost_model.Fit,
 ) -> None:
-    """Raise a UsageError that names the longest length that fits, if a step does not fit.
+    """Raise a UsageError if a step does not fit into memory.
+
+    The message contains the longest length that fits.
 
     Args:
         settings, cost, spread, room: as in `fit`.
@@ -179,7 +181,8 @@ def refuse_too_long(
         shorter = fit(settings=settings, cost=cost, spread=spread, room=room, length=length)
         return room.holds(shorter.memory)
 
-    # no bisection: above the length where tiles start, a step may need less memory than below
+    # no bisection: memory is not monotonic in the length, because MLPs compute in tiles above
+    # `TILED_ABOVE` tokens
     lengths = range((settings.length - 1) // step * step, 0, -step)
     most = next(filter(fits, lengths), None)
     longest = "no length fits" if most is None else f"the longest length that fits is {most}"
@@ -210,7 +213,7 @@ def print_report(settings: Settings, accelerator: Accelerator) -> None:
 def spread_of(accelerator: Accelerator) -> dict[str, Any]:
     """Return the arguments ``shards`` and ``weights_on_host`` of `cost_model.memory`.
 
-    The dict is empty without FSDP, that is for the defaults.
+    The dict is empty without FSDP; the defaults of `cost_model.memory` then apply.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         return {}

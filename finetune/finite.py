@@ -1,6 +1,7 @@
-"""Check that steps and checkpoints contain finite numbers only.
+"""Check that gradients, parameters and optimizer states are finite.
 
-A single NaN spreads to every trained value, and then into every checkpoint.
+A single NaN in a gradient spreads to all trained parameters, and from there to all later
+checkpoints.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def require_finite_step(
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first tensor with NaN or infinity; None if all are finite.
 
-    ``tensors`` yields (name, tensor). Only the local shard of a DTensor counts.
+    ``tensors`` yields (name, tensor). Of a DTensor, only the local shard is checked.
     """
     for name, tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -25,7 +25,7 @@ def main(words: Sequence[str] | None = None) -> int:
     ``words`` are the words of a command line; None: the arguments of this process.
     """
     settings = read(sys.argv[1:] if words is None else words)
-    # imported late, because --help and errors of options do not need torch and transformers
+    # imported here, so that --help and errors of options do not wait for torch and transformers
     from cab_hf.finetune import train
 
     return train.run(settings)

@@ -15,11 +15,11 @@ from torch.autograd.function import once_differentiable
 
 from cab_hf.checks import require
 
-IGNORED = -100  # label of a token without a loss
+IGNORED = -100  # label of tokens that do not count in the loss
 
 # number of logits in a chunk: 256 MiB in float32, and matrix products large enough for a GPU
 CHUNK_LOGITS = 2**26
-# tokens: chunks are multiples of this number, so that matrix products have complete tiles
+# tokens; chunk sizes are multiples of this number, so that matrix products have complete tiles
 CHUNK_STEP = 128
 
 
@@ -63,7 +63,10 @@ def linear_cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The summed loss; the forward pass also computes the gradient, which backward() scales."""
+    """An autograd function for the summed loss.
+
+    The forward pass also computes the gradients, and the backward pass only scales them.
+    """
 
     @staticmethod
     def forward(
@@ -113,7 +116,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _softmax_and_loss(
     h: Tensor, w: Tensor, target: Tensor, accumulator: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of a chunk and the gradient of the loss by the logits.
+    """Return the summed loss of a chunk, and the gradient of the loss with respect to the logits.
 
     Args:
         h: [C, D], hidden states of the chunk.
@@ -122,7 +125,8 @@ def _softmax_and_loss(
         accumulator: dtype of softmax and sums.
 
     Returns:
-        The loss, a scalar of dtype ``accumulator``, and the gradient [C, V] in the dtype of ``h``.
+        loss: scalar of dtype ``accumulator``.
+        dlogits: [C, V], the gradient, in the dtype of ``h``.
     """
     # [C, V]; the operations on `logits` are in place to save memory
     logits = (h @ w.T).to(accumulator)

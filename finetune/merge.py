@@ -29,10 +29,10 @@ from cab_hf.experiment.settings import UsageError, flag, option, read_settings, 
 from cab_hf.finetune import adapters
 
 PROG = "python -m cab_hf.finetune.merge"
-# number of sequences, and tokens per sequence, whose logits are compared
+# number of random sequences for which logits are compared, and tokens per sequence
 TEXTS, TOKENS = 2, 64
-# largest difference of a logit as a share of the largest logit; differences measured with SmolLM2
-# were a third of the bound in bfloat16 and float16, and 3e-6 in float32
+# largest allowed difference of a logit, divided by the largest logit. Differences measured with
+# SmolLM2 were a third of the bound in bfloat16 and float16, and 3e-6 in float32
 BOUNDS = {"bfloat16": 0.13, "float16": 0.015, "float32": 1e-4, "float64": 1e-9}
 CARD = """---
 {front}
@@ -124,7 +124,7 @@ def merge(settings: MergeSettings) -> float:
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
     with temporary, warnings.catch_warnings():
-        # logits are compared with dense attention on purpose
+        # the warning does not apply: logits are compared with dense attention on purpose
         warnings.filterwarnings("ignore", message=".* has a cab_config, which nothing uses")
         folder = Path(temporary.name) / "merged"
         expected = _write(folder, adapter=adapter, base=base, config=config, settings=settings)
@@ -161,9 +161,9 @@ def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeS
     model, tokenizer = run_models.load_model(
         base, settings.device, dtype, config=model_config, trust_remote_code=trusted
     )
-    # PEFT warns if this name differs from the name in its config
+    # PEFT warns if the name of the model differs from the base in the adapter's config
     model.name_or_path = base
-    # checked after loading, when the files of a model from the hub are in the cache
+    # checked after loading, because the files of a model on the hub are then in the cache
     adapters.check_base(
         adapter=adapter,
         base=base,
@@ -209,7 +209,7 @@ def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
 
 
 def _untie(adapted: Any) -> None:
-    """Untie head and embeddings of a PeftModel if the adapter changes one of both."""
+    """Give the head its own copy of a weight tied to the embeddings, if either has an adapter."""
     causal = adapted.get_base_model()
     modules = causal.get_output_embeddings(), causal.get_input_embeddings()
     head, embeddings = (getattr(module, "base_layer", module) for module in modules)
@@ -222,7 +222,7 @@ def _untie(adapted: Any) -> None:
 
 @torch.no_grad()
 def probe(model: nn.Module) -> Tensor:
-    """Return the logits [TEXTS, TOKENS, V] of fixed random tokens, on the CPU."""
+    """Return the logits for fixed random tokens, [TEXTS, TOKENS, V], on the CPU."""
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (TEXTS, TOKENS), generator=generator).to(model.device)
@@ -230,7 +230,7 @@ def probe(model: nn.Module) -> Tensor:
 
 
 def compare(folder: Path, expected: Tensor, settings: MergeSettings) -> float:
-    """Load a merged model and return the largest difference of its logits to ``expected``.
+    """Load a merged model, and return the largest absolute difference of a logit to ``expected``.
 
     Args:
         folder: folder of the merged model.

@@ -23,7 +23,7 @@ from cab_hf.patches import apply_cab
 
 # parameters of the RoPE scaling "llama3", as in the config of Llama 3.1
 LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-# PEFT's name for all linear layers except the head
+# value of PEFT's ``target_modules`` for all linear layers except the head
 ALL_LINEAR = "all-linear"
 # config fields of models that apply tanh to their logits
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -47,8 +47,8 @@ def load_model(
         name: ``smollm2``, ``tiny`` (a random LLaMA with byte tokens), a folder, or a name on the
             hub.
         attn_implementation: the attention implementation.
-        cab_config: config of "cab". None: the ``cab_config`` in the model's config, or else
-            `CabConfig()`. A mapping changes single fields of this default.
+        cab_config: settings of sparse attention. None: the ``cab_config`` in the model's config, or
+            else `CabConfig()`. A mapping replaces single fields of this default.
         dtype: name of the torch dtype of the weights.
         device: the device of the model.
         length: tokens of a sequence; None: do not check that positions reach it.
@@ -75,7 +75,7 @@ def load_model(
         is_complete = cab_config is None or isinstance(cab_config, CabConfig)
         apply_cab(model, cab_config) if is_complete else apply_cab(model, **cab_config)
     elif isinstance(cab_config, Mapping):
-        # dense attention does not use the fields; this call only raises errors for bad fields
+        # dense attention does not use the fields; this call only raises errors for invalid fields
         cab_config_of(model.config.get_text_config()).changed(**cab_config)
     return model, tokenizer
 
@@ -213,13 +213,13 @@ def with_lora(
     adapted = get_peft_model(model, config)
     for parameter in adapted.parameters():
         if parameter.requires_grad and parameter.dtype.itemsize < torch.float32.itemsize:
-            # updates are smaller than the rounding of a 16-bit weight
+            # updates of 16-bit weights would be lost in rounding
             parameter.data = parameter.data.float()
     dtype = model.dtype
     for wrapper in adapted.modules():
         if isinstance(wrapper, ModulesToSaveWrapper):
             for norm in wrapper.modules_to_save.values():
-                # a float32 norm would return float32
+                # without this hook, the output of a float32 norm would be float32
                 norm.register_forward_hook(lambda module, inputs, output: output.to(dtype))
     round_products(adapted)
     return adapted
@@ -229,7 +229,7 @@ class CastLinear(nn.Linear):
     """A linear layer that casts its weight to the dtype of its input before the product."""
 
     def __init__(self, layer: nn.Linear) -> None:
-        """Share weight and bias with ``layer``."""
+        """Use the weight and bias parameters of ``layer``, without copies."""
         has_bias = layer.bias is not None
         super().__init__(layer.in_features, layer.out_features, has_bias, device="meta")
         self.weight, self.bias = layer.weight, layer.bias
@@ -242,13 +242,13 @@ class CastLinear(nn.Linear):
 def round_products(adapted: nn.Module) -> None:
     """Make the LoRA adapters of a PeftModel compute in the dtype of their input.
 
-    Otherwise PEFT casts inputs and outputs of adapters to float32, which moves several times the
-    bytes of the adapted layer.
+    By default PEFT casts inputs and outputs of adapters to float32, which takes several times the
+    memory traffic of the adapted layer itself.
     """
     for module in adapted.modules():
         if not hasattr(module, "lora_A"):
             continue
-        # the attribute that `peft.helpers.disable_input_dtype_casting` sets temporarily
+        # set permanently; `peft.helpers.disable_input_dtype_casting` sets this attribute in a block
         module.cast_input_dtype_enabled = False
         for adapters in (module.lora_A, module.lora_B):
             for name, layer in adapters.items():
@@ -269,7 +269,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
 
 
 def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: float) -> None:
-    """Raise the ValueErrors of `with_lora`."""
+    """Raise a ValueError if `with_lora` does not support ``targets``, or ``dropout`` with them."""
     # quantised layers of bitsandbytes are subclasses of nn.Linear
     names = {_last_name(name) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for target in targets:
@@ -300,11 +300,11 @@ def _last_name(name: str) -> str:
 
 
 def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Call ``model``; return the hidden states before the head, and the weight of the head.
+    """Run ``model`` without its head; return the last hidden states and the weight of the head.
 
-    During the call, the head returns its input. If the model scales its logits, it scales the
-    hidden states instead, which is equivalent. The call uses all wrappers of the model, so that all
-    hooks run.
+    During the forward pass, the head returns its input instead of logits. A model that scales its
+    logits then scales the hidden states, which is equivalent. ``model`` is called with all of its
+    wrappers, so that their hooks run.
 
     Args:
         model: a causal LM, with or without adapters. Under FSDP the weight exists only inside the
@@ -325,7 +325,7 @@ def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tenso
         return hidden
 
     head = _head_of(causal_model(model))
-    # another library may have replaced the method in this object
+    # not None if another library has replaced the method of this object
     original_forward = vars(head).get("forward")
     head.forward = forward
     try:
@@ -377,9 +377,10 @@ def save_adapter(
     folder: Path | str,
     state_dict: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write an adapter, its tokenizer, and a record of its base model into a folder.
+    """Write an adapter, its tokenizer, and facts about its base model into a folder.
 
-    `cab_hf.finetune.merge` and `cab_hf.finetune.adapters` read the record.
+    The facts are the SHA-256 and the fields `RESTORED` of the base, in the file `BASE`.
+    `cab_hf.finetune.merge` and `cab_hf.finetune.adapters` read this file.
 
     Args:
         adapted: the result of `with_lora`, without wrappers such as DDP.
@@ -401,8 +402,8 @@ def save_adapter(
 def loaded_sha256(model: nn.Module) -> str:
     """Return the SHA-256 of the files of a loaded model, with or without adapters.
 
-    The first call for a model stores the result in it. Later calls are fast, and do not see files
-    that were replaced after loading.
+    The first call stores the result in an attribute of the model. Hence later calls are fast, and
+    do not depend on files that were replaced after loading.
     """
     causal = causal_model(model)
     if not hasattr(causal, "_cab_sha256"):

@@ -1,4 +1,4 @@
-"""The training objective: a model and its loss as one module, and sums over processes."""
+"""The training objective: a model and its loss as one module; learning rate; all-reduced sums."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Batch = Mapping[str, Tensor]
 
 
 class Objective(nn.Module):
-    """A model and its loss as one module.
+    """A module that computes the loss of a model.
 
-    DDP and FSDP run their hooks when this module is called. Under FSDP the weight of the head,
-    which the loss needs, is gathered only during that call.
+    The loss needs the weight of the head. Under FSDP this weight is gathered only while the wrapped
+    module is called, so that model and loss must be one module.
 
     Args:
         model: a causal LM, with or without adapters.
@@ -34,7 +34,7 @@ class Objective(nn.Module):
         self._no_split_modules = getattr(model, "_no_split_modules", None)
 
     def forward(self, batch: Batch, query_indices: Tensor | None = None) -> Tensor:
-        """Return the summed loss of a batch, or the predicted next tokens of some tokens.
+        """Return the summed loss of a batch, or the predicted next tokens at ``query_indices``.
 
         Args:
             batch: ``input_ids``, ``position_ids`` and, for a loss, ``labels``: int64 [B, N]. Labels

@@ -1,9 +1,9 @@
 """Offload the inputs of layers to pinned host memory while layers compute.
 
 Gradient checkpointing saves the input of each layer, [B, N, D]. torch's ``save_on_cpu`` would copy
-that input on the compute stream, and pin memory for each copy. This module copies on a second
-stream: to the host while the layer computes, and back during the backward pass of the next layer.
-Pinned memory is reused.
+that input on the compute stream, and pin new memory for each copy. This module copies on a second
+stream, and reuses pinned memory. The input of layer i is copied to the host while layer i computes,
+and back to the device during the backward pass of layer i + 1.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Offload:
         self.host_bytes = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: list[Tensor] = []  # chunks that are not in use
-        # weak reference to the latest saved input, which autograd owns
+        # weak reference to the latest saved input; the autograd graph has the strong reference
         self._last: Callable[[], _Input | None] = lambda: None
 
     def reserve(self, checkpoint_bytes: int) -> None:
@@ -57,10 +57,12 @@ class Offload:
             self._free.append(self._pinned())
 
     def enable(self, model: nn.Module) -> None:
-        """Offload the first checkpoints of ``model``, which must have gradient checkpointing.
+        """Install offloading in the first ``layers`` layers of ``model``.
+
+        Gradient checkpointing must be on.
 
         Raises:
-            ValueError: transformers checkpoints fewer layers of the model.
+            ValueError: the model has fewer than ``layers`` layers with gradient checkpointing.
         """
         layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         accepted = f"at most {len(layers)}, the number of layers that are checkpointed one by one"
@@ -79,16 +81,16 @@ class Offload:
             return checkpoint(function, hidden, *args, use_reentrant=False)
 
     def _pack(self, index: int, hidden_address: int, x: Tensor) -> Tensor | _Input:
-        """Return an `_Input` for the hidden states of layer ``index``, other tensors unchanged.
+        """Return the object that autograd stores in place of a saved tensor of layer ``index``.
 
-        Starts the copy to the host, and frees the device memory of the previous layer's input.
+        For the hidden states, start the copy to the host, free the device memory of the previous
+        layer's input, and return an `_Input`. Other tensors are returned detached.
         """
         if x.data_ptr() != hidden_address or not x.numel():
             return x.detach()
         previous = self._last()
         if previous is not None and previous.chunks:
-            # this copy started one layer ago; after the wait, the compute stream may reuse the
-            # memory
+            # the previous layer's copy to the host must end before its device memory is reused
             self._wait_for(previous)
             previous.tensor = None
         saved_input = _Input(self, x.detach().contiguous(), previous if index else None)
@@ -104,7 +106,7 @@ class Offload:
         return saved_input
 
     def _unpack(self, packed: Tensor | _Input) -> Tensor:
-        """Return the tensor of a result of `_pack`, and start fetching the previous layer's."""
+        """Return the tensor that `_pack` received; start fetching the previous layer's input."""
         if isinstance(packed, Tensor):
             return packed
         self._fetch(packed)
@@ -176,7 +178,7 @@ class _Input:
         self.copied: torch.cuda.Event | None = None
 
     def __del__(self) -> None:
-        # the compute stream may reuse the device memory, even without a backward pass
+        # also without a backward pass, the copy must end before device memory is reused
         self.owner._wait_for(self)
         # reusing chunks is safe: copies on one stream run in the order in which they start
         self.owner._free.extend(self.chunks)

@@ -1,4 +1,4 @@
-"""Context parallelism of a training run: groups of processes that share a sequence."""
+"""Context parallelism of a training run: groups of processes over which sequences are sharded."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q")
 
 
 class Parallel:
-    """The processes of a run, grouped to replicas of ``cp`` consecutive ranks.
+    """The grouping of a run's processes into replicas of ``cp`` consecutive ranks.
 
-    Each replica trains on different sequences, and shards each sequence over its processes. With
-    ``cp`` 1, each process is a replica, and batches are not sharded.
+    Each replica trains on different sequences, and shards each sequence over its processes. If
+    ``cp`` is 1, each process is a replica, and sequences are not sharded.
 
     Args:
         settings: the settings of the run.
@@ -36,8 +36,8 @@ class Parallel:
     Attributes:
         replicas: number of replicas.
         replica: index of the replica of this process.
-        group: processes of this replica; None with ``cp`` 1.
-        block: tokens; a process's chunk of a sequence is a multiple of this number.
+        group: process group of this replica; None if ``cp`` is 1.
+        block: tokens; the length of a process's chunk of a sequence is a multiple of this number.
         regather_kv: True to gather keys and values again in the backward pass.
 
     Raises:
@@ -57,7 +57,7 @@ class Parallel:
             self.block = block_of(model)
 
     def attending(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which ``model`` attends to sequences that its replica shards."""
+        """Return a context manager; in its block, ``model`` receives the shards of `sharded`."""
         if self.group is None:
             return nullcontext()
         return cab_hf.context_parallel(
@@ -67,14 +67,15 @@ class Parallel:
     def sharded(self, batch: Batch) -> Batch:
         """Return this process's shard of a batch.
 
-        Each token is in the shard of one process of the replica. Labels of padding are -100. Rows
-        are concatenated, which is possible because a document attends to itself only.
+        Each token is in the shard of exactly one process of the replica. Labels of padding are
+        -100. The rows of the batch are concatenated to one row, which changes no result, because no
+        document attends to another one.
 
         Args:
             batch: [B, N] tensors, equal in all processes of the replica.
 
         Returns:
-            [1, n] tensors; the unchanged ``batch`` with ``cp`` 1.
+            [1, n] tensors; the unchanged ``batch`` if ``cp`` is 1.
         """
         return batch if self.group is None else sharded(batch, self.group, self.block)
 
@@ -104,8 +105,8 @@ def sharded(batch: Batch, group: ProcessGroup, block: int) -> Batch:
 
     Args:
         batch: [B, N] tensors; labels, if any, are already shifted.
-        group: processes over which the batch is sharded.
-        block: tokens; the chunks of processes are multiples of this number.
+        group: process group over which the batch is sharded.
+        block: tokens; the lengths of chunks are multiples of this number.
     """
     row = {name: each.reshape(1, -1) for name, each in batch.items()}
     if "labels" in row:

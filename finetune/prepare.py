@@ -28,8 +28,8 @@ from cab_hf.hf.token_mixers import refuse_token_mixers
 def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
     """Load the model of the settings for training; return the model and its tokenizer.
 
-    The model has adapters, or all weights require gradients. If the settings name an adapter, its
-    weights are loaded.
+    The model gets LoRA adapters, or with ``--train all`` all of its weights require gradients. The
+    weights of ``--adapter`` are loaded if the settings name one.
     """
     model, tokenizer = load_model(
         settings.model,
@@ -50,7 +50,7 @@ def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
 
 
 def adapted(settings: Settings, model: nn.Module) -> nn.Module:
-    """Add a LoRA adapter to ``model``, or make all weights trained, as in the settings.
+    """Add LoRA adapters to ``model``, or with ``--train all`` make all weights require gradients.
 
     Raises:
         UsageError: layers other than attention mix tokens.
@@ -86,12 +86,15 @@ def open_data(
         settings: the settings of the run.
         tokenizer: the tokenizer of the model.
         parallel: the replicas.
-        notify: function that prints a sentence for each source with held-out documents.
+        notify: function that prints a sentence. It is called for each source with held-out
+            documents.
         vocabulary: number of tokens in the model's vocabulary.
 
     Returns:
-        The training sequences; the held-out sequences; and for the settings "data" and "validation"
-        a dict from the name of each source to its SHA-256.
+        packed: the training sequences.
+        held_out_sequences: sequences for the held-out loss; may be empty.
+        sha256_of: a dict for each of the settings "data" and "validation", from the name of a
+            source to its SHA-256.
     """
     training, validation = (
         open_sources(settings, settings.sources(x)) for x in ("data", "validation")
@@ -104,7 +107,7 @@ def open_data(
         }
         for setting, opened in (("data", training), ("validation", validation))
     }
-    # reserve training documents only for a held-out loss without validation sources
+    # training documents are reserved only if there is a held-out loss and no validation source
     hold_out = HOLD_OUT if settings.held_out and not validation else 0
     for source, _ in training if hold_out else ():
         if source.rows:
@@ -134,7 +137,7 @@ def open_data(
 
 
 def held_out_notice(source: TextSource, tokenizer: Any, hold_out: int) -> str:
-    """Return a sentence that says which documents of ``source`` are not trained on.
+    """Return a sentence with the numbers of the documents of ``source`` that are held out.
 
     ``hold_out`` is as in `Packed`.
     """
@@ -151,7 +154,7 @@ def held_out_notice(source: TextSource, tokenizer: Any, hold_out: int) -> str:
 def open_sources(
     settings: Settings, pairs: Sequence[tuple[str, float]]
 ) -> list[tuple[Source, float]]:
-    """Open the sources in ``pairs`` of name and share; return pairs of source and share."""
+    """Open the sources in ``pairs`` (name, share); return pairs (source, share)."""
     return [
         (
             make_source(

@@ -1,7 +1,7 @@
 """Build the data source ``manuals``: 20 MB of documentation of open-source packages.
 
-Documents have the length of a chapter of a book. The first use downloads source distributions,
-which are pinned by their SHA-256, and writes a file into the user's cache.
+A document has at least 131,072 characters. The first use downloads source distributions, which are
+pinned by their SHA-256, and writes a file into the user's cache.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ MANUALS_VARIABLE = "CAB_HF_MANUALS"  # environment variable with the path of the
 PYPI = "https://pypi.org/simple"
 # SHA-256 of the generated file
 MANUALS_SHA256 = "03a59a70843a4a8d0db7a6a3b3c7de0aac8a657702258dbf04420e6c8dbcbf09"
-SUFFIXES = (".md", ".rst", ".txt")  # of documentation files
-# words in the paths of files without prose
+SUFFIXES = (".md", ".rst", ".txt")  # suffixes of documentation files
+# files whose path contains one of these words are left out, because they contain no prose
 OTHER = re.compile(
     r"announce|changelog|changes|copying|history|licen[sc]e|news|plugin_list|release|whats_?new"
     r"|wordlist",
     re.IGNORECASE,
 )
-SHORTEST = 2_000  # characters: shorter files contain only links and directives
+SHORTEST = 2_000  # characters; shorter files are left out: most contain only links and directives
 LEAST = 2**17  # smallest number of characters of a document: about 32,768 tokens
 SECONDS = 60  # timeout of a request to an index
 
 
 class Manual(NamedTuple):
-    """A source distribution with documentation."""
+    """A source distribution whose documentation is part of the data source."""
 
     sdist: str  # file name
     folder: str  # path of the documentation inside the package
-    sha256: str  # of the file
+    sha256: str  # SHA-256 of the source distribution
 
 
 # file name, folder and SHA-256 of each source distribution; licences are BSD, but MIT for
@@ -92,12 +92,12 @@ def manuals_file() -> Path:
                     out.write(json.dumps({"text": text}) + "\n")
         _check(file.name, file_sha256(file), MANUALS_SHA256)
 
-    # the hash in the name makes a later version of the source use another file
+    # the name contains the hash, so that a later version of the source gets another file
     return made_once(f"manuals-{MANUALS_SHA256[:12]}.jsonl", make)
 
 
 def _check(name: str, actual: str, pinned: str) -> None:
-    """Raise a UsageError if the SHA-256 ``actual`` of the file ``name`` is not ``pinned``."""
+    """Raise a UsageError if ``actual``, the SHA-256 of the file ``name``, is not ``pinned``."""
     if actual != pinned:
         raise UsageError(
             f"{name} must have SHA-256 {pinned}, to which source {MANUALS!r} is pinned, got "
@@ -109,7 +109,7 @@ def documents(archive: bytes, folder: str) -> list[str]:
     """Join the documentation files of a source distribution to long documents.
 
     Files are sorted by path; the files of a folder come before the files of its subfolders. Each
-    document has at least `LEAST` characters, or is the complete documentation.
+    document has at least `LEAST` characters. Shorter documentation is one document.
 
     Args:
         archive: content of the source distribution, a ``.tar.gz`` file.
@@ -166,9 +166,9 @@ def download(sdist: str) -> bytes:
 
 
 def _pip(setting: str) -> str:
-    """Return a setting of pip, such as "index-url"; "" if pip has no value for the setting.
+    """Return the value of a setting of pip, such as "index-url"; "" if the setting has no value.
 
-    The environment of pip takes precedence over its configuration files.
+    Environment variables take precedence over the configuration files of pip.
     """
     value = os.environ.get(f"PIP_{setting.upper().replace('-', '_')}")
     if value is not None:
@@ -179,9 +179,10 @@ def _pip(setting: str) -> str:
 
 
 def _read(url: str, index: str) -> bytes:
-    """Return the content at ``url``.
+    """Download the content at ``url``.
 
-    If ``url`` has the same host as the URL ``index``, the request has the password in ``index``.
+    If ``url`` has the same host as the URL ``index``, the request uses the user name and password
+    in ``index``.
     """
     # imported late, because requests is only installed with datasets
     import requests

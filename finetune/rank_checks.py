@@ -28,15 +28,16 @@ from cab_hf.finetune.settings import Settings
 PATHS = ("model", "calibration", "data", "validation", "out")
 # integer dtype by the bytes of an element
 INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK = 2**24  # elements of which a checksum is computed at a time, to limit memory
+CHUNK = 2**24  # elements that a checksum converts to int64 at a time, to limit memory
 
 
 def facts_of(
     settings: Settings, model: nn.Module, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Return what all processes must have in common, by name: settings, tokenizer and weights.
+    """Return a dict of values that must be equal in all processes, for `require_equal`.
 
-    The result is the argument of `require_equal`. Call this function before FSDP shards the model.
+    The values are settings, hashes of config and tokenizer, and checksums of weights, by a name for
+    error messages. Call this function before FSDP shards the model.
     """
     fields = {name: value for name, value in asdict(settings).items() if name not in PATHS}
     facts = {f"--{name.replace('_', '-')}": repr(value) for name, value in fields.items()}
@@ -53,7 +54,10 @@ def facts_of(
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a checksum of the bits of a tensor and of their order, equal on every device."""
+    """Return a checksum that depends on the bits and the order of the elements of a tensor.
+
+    The checksum is the same on every device.
+    """
     tensor = tensor.detach().contiguous().flatten()
     bits = tensor.view(INTEGER_DTYPES[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -71,8 +75,8 @@ def require_equal(facts: Mapping[str, Any]) -> None:
     All processes must call this function.
 
     Raises:
-        UsageError: a process has another fact than process 0. All processes raise, and the message
-            names the fact and the process.
+        UsageError: a value in a process differs from process 0. All processes raise, and the
+            message names the value and the process.
     """
     facts_of_first, *facts_of_others = gather_object([dict(facts)])
     for rank, facts_of_other in enumerate(facts_of_others, 1):
@@ -87,9 +91,10 @@ def require_equal(facts: Mapping[str, Any]) -> None:
 
 @contextmanager
 def ending_together() -> Iterator[None]:
-    """Turn the error of a lost connection into a UsageError that says why another process stopped.
+    """Report why a run stopped in every process, not only in the process with the first error.
 
-    Also publish errors in the block to the other processes.
+    An error in the block is published to the other processes. If their collectives then fail, they
+    raise a UsageError with the published reason.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     try:

@@ -1,7 +1,7 @@
-"""Synthetic documents that train retrieval: keys hidden in running text, and questions about them.
+"""Synthetic documents that train retrieval: keys in filler text, and questions about the keys.
 
-The wording of questions equals the wording of the evaluations. No document is equal, because seeds
-of evaluations start with an integer, and seeds of these documents with ``finetune/``.
+Questions have the same wording as in the evaluations. But no document equals a document of an
+evaluation, because seeds of evaluations start with an integer and these seeds with ``finetune/``.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from cab_hf.data.tasks import TASKS, statement
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune.settings import suggestion
 
-PREFIX = "retrieval"  # of the names of synthetic sources
+PREFIX = "retrieval"  # start of the names of synthetic sources
 # number of keys per document by kind. "passkey": a question about one key at the end;
-# "distractors": the same, with sentences that contain similar numbers; "multi": questions about
-# several keys; "recall": running text that repeats several keys
+# "distractors": the same, with sentences that contain other numbers; "multi": questions about
+# several keys; "recall": filler text that repeats several keys
 KEYS = {"passkey": 1, "distractors": 1, "multi": 4, "recall": 12}
-# numbers of keys of "recall" that are tried if a document is too short for 12 keys
+# numbers of keys of a "recall" document that is too short for 12 keys; the first that fits is used
 FEWER_KEYS = (6, 3)
-# kinds that repeat all of their sentences in another order: text with keys, or keys only; such
-# documents have thousands of labelled tokens, documents of other kinds a few
+# kinds of documents that state every sentence twice, the second time in another order: filler text
+# with keys, or keys only. They have thousands of labelled tokens, documents of other kinds a few
 REPEATS, KEYS_ALONE = "repeats", "keys"
-# wordings of kind "keys"; models learn a key faster if it is close to its name
+# sentences of kind "keys"; models learn to retrieve a key faster if it is close to its name
 WORDINGS = ("{} {}.", "{} is {}.", "The pass key for {} is {}.")
-BEGINNING = 3  # first tokens of a repeated sentence, which identify the sentence and have no labels
+# number of first tokens of a repeated sentence that have no labels, because they identify it
+BEGINNING = 3
 KINDS = (*KEYS, REPEATS, KEYS_ALONE, *TASKS)
 
 
@@ -81,14 +82,14 @@ def parse_entry(name: str) -> tuple[tuple[str, ...], int | None]:
 def retrieval_document(
     kind: str, tokenizer: Any, sentences: Sequence[str], length: int, index: int, seed: Any = 0
 ) -> Document:
-    """Build a document of ``length`` tokens with keys hidden in its text, and their repetition.
+    """Build a document of ``length`` tokens that states keys and later repeats them as answers.
 
     Args:
         kind: one of `KINDS`.
         tokenizer: the tokenizer of the model.
-        sentences: sentences of the running text, which repeat if the text is too short.
+        sentences: sentences of the filler text. They repeat if they are too few.
         length: tokens of the document.
-        index: number of the document.
+        index: index of the document; each index has other keys.
         seed: seed of the document; any value with a string form.
 
     Raises:
@@ -118,7 +119,7 @@ def retrieval_document(
 def _repeated(
     tokenizer: Any, sentences: Sequence[str], length: int, rng: random.Random
 ) -> Document:
-    """Return a document that states sentences and keys twice, the second time in another order.
+    """Return a document that states each sentence and key twice, the second time in another order.
 
     Answers are the labelled tokens of the second statements; see `_to_be_repeated`.
     """
@@ -152,14 +153,15 @@ def _repeated(
 def _to_be_repeated(
     tokenizer: Any, sentences: Sequence[str], rng: random.Random
 ) -> Iterator[tuple[Tokens, Span]]:
-    """Yield tokens of key statements and sentences, without end.
+    """Yield the key statements and sentences that a document states twice, without end.
 
-    Four key statements precede each sentence. Every second key belongs to a locker with a random
-    number, the others to names. After the last name, all keys belong to lockers. Without
-    ``sentences``, the first keys belong to names, and all others to lockers.
+    Four key statements precede each sentence. Keys belong alternately to lockers with random
+    numbers and to persons, and to lockers only after the last name. Without ``sentences``, there
+    are key statements only: first one for each name, then for lockers.
 
     Yields:
-        The tokens, and the range of tokens that have labels when the tokens are repeated.
+        tokens: tokens of the statement or sentence.
+        labels: span of the tokens that have labels in the second statement.
     """
     names = iter(rng.sample(NAMES, len(NAMES)))
     for sentence in endless(sentences, rng) if sentences else repeat(None):
@@ -183,11 +185,11 @@ def _to_be_repeated(
 def _questions_at_end(
     tokenizer: Any, sentences: Sequence[str], length: int, rng: random.Random, kind: str
 ) -> Document:
-    """Return a document with keys hidden in text, and a question and answer for each at its end.
+    """Return a document of filler text with keys, and a question and answer per key at the end.
 
     Args:
         tokenizer, sentences, length: as in `retrieval_document`.
-        rng: generator that draws keys and positions.
+        rng: random generator for keys and their positions.
         kind: "passkey", "distractors" or "multi".
     """
     num_keys = KEYS[kind]

@@ -1,7 +1,7 @@
-"""Save and load the state of rotary embeddings, which may depend on the longest sequence so far.
+"""Save and load the state of rotary embeddings.
 
-An example is RoPE type ``dynamic`` of transformers: its frequencies change with the longest
-sequence.
+The state may depend on earlier forward passes. For example, the frequencies of the RoPE type
+``dynamic`` of transformers change with the longest sequence so far.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# ends of the names of attributes with the longest length so far, and the scale of attention
+# suffixes of attribute names: longest length so far, and the factor of cosines and sines
 STATE_SUFFIXES = ("seq_len_cached", "attention_scaling")
 
-# by name of the module: attribute names and values
+# by name of the module: dict from attribute name to value
 State = dict[str, dict[str, Any]]
 
 

@@ -23,7 +23,7 @@ from cab_hf.experiment.settings import (
     spell,
 )
 
-# this module must not import torch, so that --help takes less than a second
+# this module must not import torch, so that --help prints within a second
 PROG = "finetune/lora.py"
 DTYPES = ("bfloat16", "float32")
 ROPES = ("linear", "dynamic", "yarn", "llama3", "theta")
@@ -32,7 +32,7 @@ TILE = 2**13  # default number of tokens per tile
 # values of --train
 ADAPTER, ALL = "adapter", "all"
 NAMED = comma_separated(str)
-# names of numeric settings by their lower bound
+# names of numeric settings, by the smallest value that they accept
 LOWER_BOUNDS = {
     1: ("rank", "steps", "micro_batch", "save_every", "cp"),
     2: ("length",),
@@ -187,16 +187,16 @@ class Settings:
             # each process gets an early and a late chunk, to balance causal attention
             least = 2 * self.cp * DENSE_BLOCK_SIZE
             require(self, "length", self.length >= least, f"{least} or more with cp={self.cp}")
-        # these calls raise errors for values that cannot be parsed
+        # called only to raise errors for values that cannot be parsed
         self.cab_config()
         self.sources()
         self.sources("validation")
 
     def sources(self, field: str = "data") -> list[tuple[str, float]]:
-        """Return (name, weight) of every source in a setting.
+        """Parse the sources ``NAME`` or ``NAME=WEIGHT`` of a setting to pairs (name, weight).
 
-        ``field`` is "data" or "validation". If a path such as ``year=2024`` exists, the text after
-        ``=`` is part of the path and the weight is 1.
+        The weight of ``NAME`` is 1. If a path such as ``year=2024`` exists, the complete string is
+        the name. ``field`` is "data" or "validation".
         """
         results = []
         for text in getattr(self, field):
@@ -214,7 +214,7 @@ class Settings:
 
     @property
     def weights_dtype(self) -> str:
-        """The name of the dtype of loaded weights: float32 if all weights are trained."""
+        """Return the name of the dtype in which weights are loaded."""
         return "float32" if self.train == ALL else self.dtype
 
     def positions(self) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class Settings:
         }
 
     def cab_config(self) -> dict[str, Any]:
-        """Return the fields of CabConfig in --cab; all fields if --calibration is set.
+        """Return the fields of CabConfig that --cab sets, or all fields if --calibration is set.
 
         Raises:
             ValueError: the calibration cannot be read, or a field of --cab is invalid.
@@ -243,7 +243,7 @@ class Settings:
         return saved.changed(**fields).to_dict()
 
     def replicas(self, processes: int) -> int:
-        """Return the number of groups of ``cp`` processes, each with its own sequence.
+        """Return the number of replicas, groups of ``cp`` processes with different sequences.
 
         Raises:
             UsageError: ``cp`` does not divide the number of processes.
@@ -271,7 +271,7 @@ class Settings:
         return micro_batches
 
     def evaluated_lengths(self) -> tuple[int, ...]:
-        """Return the lengths in tokens of the pass-key documents of an evaluation."""
+        """Return the lengths in tokens of the pass-key documents in an evaluation."""
         return self.passkey_lengths or (self.length // 2, self.length)
 
     def identity(self, world: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Sources of documents: endless iterators over shuffled epochs, with resumable positions.
 
-A ``state_dict`` is JSON-able and contains the position of the next document. After a resume,
-documents that were read ahead are read again.
+A ``state_dict`` is JSON-able and contains the position of the next document. A resumed run reads
+documents again that were read ahead but not trained on.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from cab_hf.finetune.retrieval import is_entry, parse_entry, retrieval_document
 from cab_hf.finetune.settings import suggestion
 
 State = dict[str, Any]
-# by file suffix: constructor of `datasets.Dataset`, and its arguments; utf-8-sig removes a byte
-# order mark
+# by file suffix: name of a constructor of `datasets.Dataset`, and arguments for the constructor.
+# utf-8-sig removes a byte order mark
 KINDS = {
     ".txt": ("from_text", {"sample_by": "document", "encoding": "utf-8-sig"}),
     ".jsonl": ("from_json", {}),
     ".json": ("from_json", {}),
     ".parquet": ("from_parquet", {}),
 }
-# number of texts of a stream that are shuffled together, because a stream cannot be shuffled as a
-# whole
+# number of consecutive texts of a stream that are shuffled among each other. A stream cannot be
+# shuffled as a whole
 BLOCK_STREAMED = 256
-# an upper bound on characters per token, so that the text around keys is long enough
+# an upper bound on characters per token, with which the required filler text is estimated
 CHARACTERS_A_TOKEN = 6
-# characters at the start of a text that are tokenized to check that the text has two tokens
+# number of characters at the start of a text that are tokenized to check for two tokens
 LOOKED_AT = 256
 # tokenizer arguments that return the tokens of a text without special tokens
 TOKENS_ALONE = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-# splits text without sentence ends, such as tables, into pieces of up to 600 characters, because
-# keys are inserted between sentences
+# splits text without sentence ends, such as tables, into pieces of up to 600 characters. Keys are
+# inserted between pieces
 SHORT = re.compile(r"\s*\S.{0,600}(?!\S)|\s*\S.{0,600}", re.DOTALL)
-# tokens and labels of a document
+# tokens and labels of a document, int32 [size] each
 Arrays = tuple[np.ndarray, np.ndarray]
 
 
@@ -71,7 +71,7 @@ class Document(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A rule that selects either the held-out documents of a source or all other documents.
+    """A predicate that selects either the held-out documents of a source or all other documents.
 
     Attributes:
         every: one of ``every`` consecutive documents is held out; 0: none.
@@ -91,31 +91,31 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class TextSource:
-    """Texts that `datasets` reads."""
+    """A source of text documents that the package `datasets` reads."""
 
     name: str
     dataset: Any  # datasets.Dataset or datasets.IterableDataset
     text_field: str  # field of a row that contains the text
-    seed: int = 0  # of the order of documents
+    seed: int = 0  # seed of the order of documents
     shuffle: bool = True
     # SHA-256 of each file by path; for a data set on the hub, the hash of its commit by name
     files: dict[Path, str] = field(default_factory=dict)
-    sha256: str | None = None  # of the content of all files
+    sha256: str | None = None  # SHA-256 of all files, or the hash of the commit
 
     @property
     def rows(self) -> int | None:
-        """The number of documents; None for a stream."""
+        """Return the number of documents; None for a stream."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
 
 @dataclass(frozen=True)
 class RetrievalSource:
-    """Synthetic documents: keys hidden in the text of other sources. Only answers have labels."""
+    """A source of synthetic documents: keys in text of other sources. Only answers have labels."""
 
     name: str
     kinds: tuple[str, ...]  # elements of `retrieval.KINDS`; documents cycle through the tuple
     length: int | None  # tokens of a document; None: the length of a sequence
-    seed: int = 0  # of the keys and their positions
+    seed: int = 0  # seed of the keys and their positions
 
     rows = sha256 = None
     files: ClassVar[dict[Path, str]] = {}
@@ -140,7 +140,8 @@ def make_source(
     * ``FILE.jsonl``, ``FILE.json`` or ``FILE.parquet``, with one document per row;
     * a folder of such files with the same suffix;
     * ``manuals``, the documents of `cab_hf.finetune.pypi_docs`;
-    * ``retrieval:passkey+multi:8192``: kinds of `retrieval.KINDS`, and the tokens of a document;
+    * ``retrieval:passkey+multi:8192``: synthetic documents of these kinds (`retrieval.KINDS`) with
+      this number of tokens;
     * ``NAME`` or ``NAME:CONFIG``: a data set on the hub.
 
     Args:
@@ -187,7 +188,7 @@ def make_source(
 
 
 def _combined_hash(hashes: Sequence[str]) -> str:
-    """Return the only hash, or the SHA-256 of the concatenation of several hashes."""
+    """Return the hash if there is one, else the SHA-256 of the concatenation of all hashes."""
     return hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest()
 
 
@@ -205,8 +206,8 @@ def refuse_overlap(
 ) -> None:
     """Raise a UsageError if a training file and a validation file have the same content.
 
-    ``training`` and ``validation`` are pairs of source and share. Sources with a share of 0 do not
-    count.
+    ``training`` and ``validation`` are pairs (source, share). Sources with a share of 0 are not
+    checked, because they contribute no documents.
     """
     training_sources, validation_sources = (
         [source for source, share in pairs if share] for pairs in (training, validation)
@@ -252,7 +253,7 @@ def _local_files(name: str) -> list[Path]:
 
 
 def _missing_path(name: str) -> UsageError:
-    """Return the error for a source that is neither a path nor a data set on the hub."""
+    """Return the error for a source name that is neither a path nor a data set on the hub."""
     return UsageError(
         f"source must be an existing file or folder, got {name!r}. Give the path of a file or "
         "folder."
@@ -266,7 +267,7 @@ def _open_hub(name: str, split: str, streaming: bool) -> tuple[Any, str | None]:
 
     path, _, config = name.partition(":")
     if path in _PACKAGED_DATASETS_MODULES:
-        # datasets treats names such as "json" as readers of all files in the working directory
+        # for a name such as "json", datasets would read all JSON files in the working directory
         raise _missing_path(name)
     commit = load_dataset_builder(path, config or None).hash
     return load_dataset(path, config or None, split=split, streaming=streaming), commit
@@ -276,7 +277,7 @@ def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
     """Open ``files``, which have the same suffix, with `datasets`; None if all files are empty.
 
     Args:
-        files: SHA-256 of each file by path, with which datasets names its cache.
+        files: SHA-256 of each file by path. The cache of datasets has the SHA-256 in its key.
         streaming: True to return an IterableDataset instead of a Dataset.
         options: further arguments of the reader.
 
@@ -300,7 +301,8 @@ def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
             raise ValueError(f"{Path(file).name} is compressed")
     if not nonempty:
         return None
-    # datasets would expand a str as a pattern, and use the time stamp as the key of its cache
+    # lists of paths and hashes, because datasets would expand a str as a pattern, and use the time
+    # stamp of the file as the key of its cache
     data_files = DataFilesDict(train=DataFilesList(list(nonempty), list(nonempty.values())))
     # unlike load_dataset, the methods of Dataset do not report their use to a server
     return getattr(Dataset, reader)(
@@ -309,10 +311,10 @@ def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
 
 
 def _reading(name: str, files: Sequence[Path], text_field: str) -> AbstractContextManager[None]:
-    """Turn any error inside the block into a UsageError that names the source ``name``.
+    """Return a context manager that converts errors inside its block to a UsageError.
 
-    If the source has several ``files``, the message names the first file that cannot be read or
-    has no field ``text_field``.
+    The message names the source ``name``. If the source has several ``files``, the message also
+    names the first file that cannot be read or has no field ``text_field``.
     """
 
     def message(error: Exception) -> str:
@@ -326,7 +328,7 @@ def _reading(name: str, files: Sequence[Path], text_field: str) -> AbstractConte
                 file_name, error = f"{file.name}: ", file_error
                 break
             features = features or (dataset and dataset.features)
-        # datasets wraps the error that has the reason
+        # errors of datasets often have the original error as their cause
         error = error.__cause__ or error
         reason = error.details() if hasattr(error, "details") else first_line(error)
         return (
@@ -340,11 +342,11 @@ def _reading(name: str, files: Sequence[Path], text_field: str) -> AbstractConte
 def first_held_out(source: TextSource, tokenizer: Any, every: int) -> int:
     """Return the number of the first held-out document, from 0 to ``every - 1``.
 
-    Every ``every``-th document from this number on is held out. The held-out documents include the
-    first document with two tokens or more, so that they are not all empty. The number is 0 if all
-    documents are shorter.
+    Every ``every``-th document from this number on is held out. The number is such that the first
+    document with two tokens or more is held out; hence not all held-out documents are empty. The
+    number is 0 if no document has two tokens.
     """
-    # reading a stream changes its position
+    # a stream is copied, because reading it changes its position
     rows = source.dataset if source.rows is not None else copy.deepcopy(source.dataset)
     with _reading(source.name, [*source.files], source.text_field):
         for number, row in enumerate(rows):
@@ -358,12 +360,12 @@ def first_held_out(source: TextSource, tokenizer: Any, every: int) -> int:
 class Texts:
     """An endless iterator over the texts of a source, in a new random order each epoch.
 
-    Rows of a data set are shuffled together. A stream is shuffled block by block, because the
-    shuffle buffer of datasets is lost when a run resumes.
+    All rows of a data set are shuffled. A stream is shuffled within blocks of `BLOCK_STREAMED`
+    texts, because a run that resumes would lose the shuffle buffer of datasets.
 
     Args:
         source: the source.
-        part: the held-out documents, or all others.
+        part: selects the held-out documents, or all others.
         salt: seed of the order, in addition to the seed of the source.
         tokenizer: the tokenizer of the model, which `first_held_out` uses; None: the first held-out
             document is ``part.first``.
@@ -379,7 +381,7 @@ class Texts:
         self._seed = f"finetune/{salt}/{source.seed}"
         self._first: State = {"epoch": 0, "row": 0, "block": 0}
         if source.rows is None:
-            # copied, because another reader of the same source has its own position
+            # copied, because each reader of the same source needs its own position
             self._dataset = copy.deepcopy(source.dataset)
             self._first["dataset"] = copy.deepcopy(self._dataset.state_dict())
         elif not part.has(np.arange(source.rows)).any():
@@ -388,7 +390,7 @@ class Texts:
 
     @property
     def epoch(self) -> int:
-        """The number of complete passes over the texts."""
+        """Return the number of complete passes over the texts."""
         return self._next["epoch"]
 
     def __next__(self) -> str:
@@ -399,13 +401,13 @@ class Texts:
         return self._texts[self._taken - 1]
 
     def at_most_twice(self) -> Iterator[str]:
-        """Yield texts until the end of the next epoch, so that each text was read at least once."""
+        """Yield texts to the end of the next epoch, so that each text is yielded at least once."""
         first_epoch = self.epoch
         while self.epoch <= first_epoch + 1:
             yield Texts.__next__(self)
 
     def state_dict(self) -> State:
-        """Return the JSON-able position of the next text.
+        """Return the position of the next text as a JSON-able dict.
 
         The position is the start of the current block, and the number of texts read from the block.
         """
@@ -418,7 +420,7 @@ class Texts:
         self._texts = self._read() if self._taken else []
 
     def _go_to(self, position: State) -> None:
-        """Set the position of the next block."""
+        """Make ``position`` the position from which `_read_block` reads the next block."""
         self._next, source = position, self._source
         if source.rows is None:
             self._dataset.load_state_dict(copy.deepcopy(position["dataset"]))
@@ -444,7 +446,7 @@ class Texts:
         return texts
 
     def _read_block(self) -> list[str]:
-        """Return the texts of the next block, and move the position; [] at the end of an epoch.
+        """Read the next block, and advance the position; return [] at the end of an epoch.
 
         A block is one text of a data set, or up to `BLOCK_STREAMED` texts of a stream.
         """
@@ -457,8 +459,8 @@ class Texts:
             if len(texts) == (BLOCK_STREAMED if is_stream else 1):
                 break
         if texts and is_stream:
-            # not for an empty block: if no row was read since load_state_dict, the state of a
-            # stream of datasets is the first row
+            # the position is not stored for an empty block: if no row was read after
+            # load_state_dict, the state of a stream of datasets would be that of the first row
             position["dataset"] = copy.deepcopy(self._dataset.state_dict())
             if self._source.shuffle:
                 seed = f"{self._seed}/{position['epoch']}/{position['block']}"
@@ -468,7 +470,11 @@ class Texts:
         return texts
 
     def _checked(self, text: Any, number: int) -> str:
-        """Return ``text``, or "" for None and blank text; UsageError if ``text`` is no string."""
+        """Return ``text``, or "" for None and blank text.
+
+        Raises:
+            UsageError: ``text`` is neither a string nor None.
+        """
         if not isinstance(text, str | None):
             raise UsageError(
                 f"field {self._source.text_field!r} of source {self._source.name!r} must contain "
@@ -477,7 +483,7 @@ class Texts:
         return text if text and text.strip() else ""
 
     def _no_documents(self) -> UsageError:
-        """Return the error for a source without documents in the part."""
+        """Return the error for a source of which ``part`` selects no document."""
         kind = "held-out documents" if self._part.held_out else "documents"
         rule = f"one in {self._part.every}" if self._part.every else "none"
         return UsageError(
@@ -487,7 +493,7 @@ class Texts:
 
 
 class TextDocuments(Texts):
-    """An endless iterator over the tokenized texts of a source.
+    """An endless iterator over the tokenized texts of a source, as `Document` objects.
 
     A document has the leading special tokens of the tokenizer, the text, and the end-of-text token.
     Texts with fewer than two tokens are skipped. Arguments are those of `Texts`.
@@ -524,19 +530,19 @@ class RetrievalDocuments:
 
     Args:
         source: the kinds and the length of documents.
-        part: seeds differ between held-out documents and all others.
+        part: held-out documents, or all others; both have different seeds.
         salt: seed of the documents, in addition to the seed of the source.
         tokenizer: the tokenizer of the model.
         length: tokens of a sequence, and of a document if ``source.length`` is None.
-        text_sources: sources of the text around keys, used in turn; without sources the text is
-            `NOISE`.
+        text_sources: sources of the filler text, used in turn; without sources the filler text
+            consists of the sentences in `NOISE`.
 
     Raises:
         UsageError: a document is longer than a sequence, or too short for its keys.
     """
 
     epoch = None  # there are always new synthetic documents
-    never_cut = True  # a question cannot be answered without the text that contains the key
+    never_cut = True  # because a question in a later piece would be separated from its key
 
     def __init__(
         self,
@@ -571,7 +577,7 @@ class RetrievalDocuments:
     def make(self, index: int, excerpts: Sequence[str]) -> Arrays:
         """Return tokens and labels of document ``index``.
 
-        ``excerpts`` are the text around keys; without excerpts the text is `NOISE`.
+        ``excerpts`` are the filler text; without excerpts, its sentences are those in `NOISE`.
 
         Raises:
             UsageError: the document is too short for its keys.
@@ -587,8 +593,8 @@ class RetrievalDocuments:
                 seed=self._seed,
             )
         except ValueError as error:
-            # also possible after the first documents, because keys of later documents may have
-            # more tokens
+            # the check in the constructor is not sufficient, because keys of later documents may
+            # have more tokens
             raise UsageError(f"source {self._source.name!r}: {error}") from None
         tokens = np.asarray(document.tokens, dtype=np.int32)
         labels = np.full_like(tokens, IGNORED)
@@ -598,9 +604,9 @@ class RetrievalDocuments:
         return tokens, labels
 
     def _excerpts(self) -> list[str]:
-        """Return texts that are long enough for the next document.
+        """Return filler texts that together are long enough for the next document.
 
-        A random range is cut out of a text that is too long.
+        If a text is too long, a random range of characters is cut out.
         """
         if not self._haystacks:
             return []

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from cab_hf.finetune.settings import TILE, TILED_ABOVE
 
 MLPS = ("mlp", "feed_forward")  # names of attributes with an MLP
-NORMS = ("RMSNorm", "LayerNorm")  # ends of class names
+NORMS = ("RMSNorm", "LayerNorm")  # suffixes of the class names of norms
 # Python modules whose classes compute each element, or each token, independently
 ELEMENTWISE = (
     "torch.nn.modules.activation",
@@ -112,12 +112,13 @@ def _in_tiles(
 ) -> Tensor:
     """Apply ``forward`` to a tensor x [..., D] in tiles of rows.
 
-    Calls with other arguments than one tensor go to ``forward`` unchanged.
+    A call with several arguments or keyword arguments is passed to ``forward`` without tiles.
 
     Args:
         forward: the method of the module.
         elements: largest number of elements of a tile.
-        width: largest number of channels of a row inside the module; D counts if it is larger.
+        width: largest number of channels of a row inside the module. The rows of a tile are limited
+            by max(width, D).
         args, kwargs: arguments of the call.
     """
     if len(args) != 1 or kwargs:
@@ -128,15 +129,15 @@ def _in_tiles(
     if rows.shape[1] <= tile_rows:
         return forward(x)
     has_gradients = torch.is_grad_enabled()
-    # before the first tile, so that an outer checkpoint, which stops recomputing after the last
-    # saved tensor, does not compute tiles
+    # rows are saved before the first tile: an outer checkpoint stops recomputing after the last
+    # saved tensor, and therefore does not compute tiles
     saved = _SavedRows(rows, tile_rows) if has_gradients else None
     outputs = []
     for number, tile in enumerate(rows.split(tile_rows, 1)):
         if not has_gradients:
             outputs.append(forward(tile))
             continue
-        # the graph keeps hooks alive, so that hooks must not refer to a tile
+        # hooks must not refer to a tile, because the autograd graph keeps hooks in memory
         pack = partial(_number_of_tile, number, tile.data_ptr())
         with saved_tensors_hooks(pack, saved.tile):
             outputs.append(checkpoint(forward, tile, use_reentrant=False))
@@ -144,12 +145,12 @@ def _in_tiles(
 
 
 def _number_of_tile(number: int, address: int, x: Tensor) -> int | Tensor:
-    """Return ``number`` if ``x`` is the tile at ``address``, else ``x`` without its graph."""
+    """Return ``number`` if ``x`` is the tile at memory ``address``, else ``x`` detached."""
     return number if x.numel() and x.data_ptr() == address else x.detach()
 
 
 class _SavedRows:
-    """Rows [1, R, D] that are saved once for the backward passes of all tiles.
+    """The input rows [1, R, D] of a module, saved once for the backward passes of all tiles.
 
     Args:
         rows: the input of the module.
@@ -157,7 +158,8 @@ class _SavedRows:
     """
 
     def __init__(self, rows: Tensor, tile_rows: int) -> None:
-        # the anchor requires a gradient, so that autograd creates a node that `_output` references
+        # the argument ``anchor`` requires a gradient, so that autograd creates a node that saves
+        # ``rows`` and that `_output` references
         self._output = _Save.apply(torch.empty(0, requires_grad=True), rows)
         self._tile_rows = tile_rows
         self._tiles: tuple[Tensor, ...] | None = None
@@ -167,14 +169,14 @@ class _SavedRows:
         if isinstance(packed, Tensor):
             return packed
         if self._tiles is None:
-            # read once, because an outer checkpoint returns a recomputed tensor only once
+            # read once for all tiles, because an outer checkpoint returns a saved tensor only once
             (rows,) = self._output.grad_fn.saved_tensors
             self._tiles = rows.detach().split(self._tile_rows, 1)
         return self._tiles[packed]
 
 
 class _Save(torch.autograd.Function):
-    """An autograd function that saves ``x`` and returns an empty tensor."""
+    """An autograd function that saves ``x`` in its node, and returns an empty tensor."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:

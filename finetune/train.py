@@ -46,7 +46,7 @@ from cab_hf.finetune.validation import Validation
 # files and a folder in the output folder of a run
 LOG, CURVE, RESULTS = "log.jsonl", "curve.png", "results.json"
 CHECKPOINTS = "checkpoints"
-# types of errors that settings may cause
+# types of errors that invalid settings may raise
 OF_SETTINGS = (ValueError, NotImplementedError)
 
 
@@ -89,7 +89,7 @@ def accelerating(settings: Settings) -> Iterator[Accelerator]:
 
 @contextmanager
 def refusing(errors: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Turn ``errors`` of the block, and errors of GPU memory, into a UsageError."""
+    """Convert ``errors`` and out-of-memory errors of the GPU inside the block to a UsageError."""
     try:
         yield
     except errors as error:
@@ -159,7 +159,13 @@ class Run:
         self.done = self._resume()  # number of finished steps
 
     def _fit_into_memory(self, cost: cost_model.Cost) -> None:
-        """Set up tiles and offloading as in the settings, or as the memory estimate requires."""
+        """Install tiles and offloading.
+
+        Values that the settings leave open are chosen by the length and by the memory estimate.
+
+        Raises:
+            UsageError: the estimate does not fit into memory.
+        """
         settings, device = self.settings, self.accelerator.device
         tokens = settings.length * settings.micro_batch // settings.cp
         tile = tile_of(tokens, settings.tile_tokens)
@@ -191,7 +197,7 @@ class Run:
         require_equal({**facts, "the content of --calibration": calibration_sha256(self.settings)})
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return the objective and the optimizer, wrapped by accelerate for all processes."""
+        """Build the objective and the optimizer, and wrap both with accelerate."""
         settings = self.settings
         optimizer = torch.optim.AdamW(
             checkpoints.trained(self.model).values(),
@@ -207,15 +213,15 @@ class Run:
         return objective.train(), optimizer
 
     def _resume(self) -> int:
-        """Load the newest checkpoint; return the number of its steps, 0 without a checkpoint."""
+        """Load the newest checkpoint if there is one; return the number of finished steps."""
         # dropout masks must differ between processes
         set_seed(self.settings.seed + self.rank)
         # all ranks use the checkpoint that rank 0 finds, because file systems may be out of sync
         (newest,) = broadcast_object_list([self.checkpoints.newest()])
         if newest is None:
             return 0
-        # opening the log raises an error for other settings before the checkpoint is read; opening
-        # an empty log would write this run's settings
+        # opening the log raises an error if its settings differ, before the checkpoint is read. An
+        # empty log is not opened, because opening would write the settings of this run
         log = self.out / LOG
         is_empty = log.is_file() and b"\n" not in log.read_bytes()
         if logs.file_exists(log) and not is_empty:
@@ -270,14 +276,15 @@ class Run:
                 self._end(log)
 
     def _step(self, step: int, stop_request: Callable[[], bool]) -> tuple[dict[str, Any], bool]:
-        """Train one optimizer step.
+        """Run one optimizer step: forward and backward passes, clipping and update.
 
         Args:
             step: number of the step.
             stop_request: function that returns True if this process received SIGTERM.
 
         Returns:
-            The fields of the step in the log; and True if some process received SIGTERM.
+            record: the fields of the step in the log.
+            stop: True if any process received SIGTERM.
         """
         settings, accelerator, start = self.settings, self.accelerator, time.perf_counter()
         micro_batches = []
@@ -303,7 +310,7 @@ class Run:
         peak = None
         if self.cost.uncounted is None:
             peak = cost_model.peak_flops(accelerator.device, settings.peak_tflops)
-        # the time needs no device sync, because reading the sum was one
+        # no device sync is needed before reading the clock, because `one_sum` was one
         speed = cost_model.line(
             totals=totals,
             seconds=time.perf_counter() - start,
@@ -317,14 +324,15 @@ class Run:
     def _gradients(
         self, micro_batches: Sequence[Batch], num_labels: float
     ) -> tuple[float, torch.Tensor]:
-        """Compute the gradients of a step.
+        """Run forward and backward passes of all micro batches, which accumulate gradients.
 
         Args:
             micro_batches: the batches of this process.
             num_labels: number of labels in all processes.
 
         Returns:
-            The summed loss of this process, and the sum of `cost_model.count` over the batches.
+            loss: summed loss of this process.
+            counts: float64 [4], sum of `cost_model.count` over the micro batches.
         """
         # the loss is the mean over the labels of all processes; the factor `processes` cancels the
         # average of gradients over processes by DDP and FSDP
@@ -393,14 +401,14 @@ class Run:
         self._tell(f"{self.settings.steps} steps; {self.out / name}, {self.out / CURVE}")
 
     def _log(self) -> Any:
-        """Return a context that yields the log in the main process, and None in other processes."""
+        """Return a context manager that yields the log in the main process, else None."""
         if not self.accelerator.is_main_process:
             return nullcontext()
         return logs.Log(self.out / LOG, self._identity, ("kind", "step"))
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """The settings, and the SHA-256 of input files, which must be equal when a run resumes."""
+        """Return settings and SHA-256 of input files, which must be equal when a run resumes."""
         settings = self.settings
         hashes = {"model": loaded_sha256(self.model), "calibration": calibration_sha256(settings)}
         hashes |= self.source_hashes
@@ -409,7 +417,7 @@ class Run:
         return {**settings.identity(self.processes), "sha256": hashes}
 
     def _note(self, log: logs.Log | None, kind: str, step: int, record: Mapping[str, Any]) -> None:
-        """Append a record of ``kind`` to ``log`` if this process writes the log."""
+        """Append a record of ``kind`` to ``log``, unless ``log`` is None."""
         if log is not None:
             log.append({"kind": kind, "step": step, **record})
 

@@ -16,20 +16,20 @@ from cab_hf.finetune.objective import Batch, labelled, one_sum
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.settings import Settings
 
-# differs from all seeds of eval/ and of training documents
+# seed of pass-key documents. It differs from all seeds of eval/ and of training documents
 SEED = "finetune/validation"
 
 
 class Validation:
-    """The held-out sequences and pass-key documents of a run, divided among its replicas.
+    """An evaluation of the held-out loss and of pass-key retrieval, divided among replicas.
 
-    All replicas call the model equally often, because FSDP needs the calls of all processes.
-    Replicas without a remaining document repeat a sequence or use an additional document.
+    All replicas call the model equally often, because under FSDP every forward pass needs all
+    processes. A replica with fewer documents repeats a sequence or uses an additional document.
 
     Args:
         tokenizer: the tokenizer of the model.
         held_out: sequences that training does not use, dicts of [N] tensors; may be empty.
-        settings: number of pass keys, and lengths of their documents.
+        settings: the settings of the run.
         accelerator: accelerate's accelerator.
         parallel: the replicas.
 
@@ -78,9 +78,9 @@ class Validation:
         return {"held_out_loss": loss, "passkey": shares}
 
     def _own_indices(self, count: int) -> range:
-        """Return the indices of this replica's documents out of ``count`` documents.
+        """Return the indices of the documents that this replica evaluates, out of ``count``.
 
-        All ranges have the same length, so that indices may be ``count`` or larger.
+        All replicas get the same number of indices. Hence some indices may be ``count`` or larger.
         """
         replicas = self.parallel.replicas
         return range(self.parallel.replica, -(-count // replicas) * replicas, replicas)
@@ -91,7 +91,7 @@ class Validation:
         for index in self._own_indices(len(self.held_out)):
             batch = self._sharded(self.held_out[index % len(self.held_out)])
             batch_loss = objective(batch).item()
-            # a repeated sequence does not count
+            # an index beyond the end repeats a sequence, whose loss is not added again
             if index < len(self.held_out):
                 loss, num_labels = loss + batch_loss, num_labels + labelled(batch).item()
         loss, num_labels = one_sum([loss, num_labels], self.accelerator)
@@ -103,7 +103,7 @@ class Validation:
         num_wrong = [0.0] * (len(documents) * self.parallel.replicas)
         for index, document in documents.items():
             num_wrong[index] = float(self._num_wrong_tokens(objective, document))
-        # a key may have tokens in several processes, and is correct if no process has wrong tokens
+        # the tokens of a key may be in several processes; the key is correct if the sum is 0
         num_wrong = one_sum(num_wrong, self.accelerator)
         return num_wrong.count(0.0) / len(num_wrong)
 
@@ -121,7 +121,10 @@ class Validation:
         return int((predicted != labels[query_indices]).sum())
 
     def _sharded(self, sequence: Batch) -> Batch:
-        """Return this process's shard of a sequence, [N] tensors, as a batch on its device."""
+        """Return this process's shard of a sequence as a batch of one row, on the run's device.
+
+        ``sequence`` is a dict of [N] tensors.
+        """
         batch = {name: tensor[None] for name, tensor in sequence.items()}
         own_shard = self.parallel.sharded(batch)
         return {name: tensor.to(self.accelerator.device) for name, tensor in own_shard.items()}

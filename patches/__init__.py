@@ -1,4 +1,4 @@
-"""Functions that switch CAB on and off in a loaded model and show its decisions."""
+"""Functions that switch CAB on and off in a loaded model, and show how each layer attends."""
 
 from cab_hf.patches.inspection import describe, stats
 from cab_hf.patches.switch import apply_cab, cab, remove_cab

@@ -1,4 +1,4 @@
-"""`calibrate`: fit a threshold or a cascade to a loaded model by dense passes over documents."""
+"""`calibrate`: fit a threshold or a cascade by running a loaded model densely on documents."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from cab_hf.predictors import LayerContext
 TARGET_DENSITY = 0.25
 LENGTH = 8192
 DOCUMENTS = 3
-# named keys that a document states and repeats
+# number of keys per document: numbers of named persons that the document states and repeats
 KEYS = 12
-# passages that a document contains twice
+# number of passages per document that the document contains twice
 COPIES = 4
 # tokens per passage
 PASSAGE = 128
-# tokens at the start of a copy that a model needs to recognise the passage
+# first tokens of a copy, from which a model recognises the passage. They have no needles
 RECOGNISED = 16
-# one of this many tokens of a copy has a needle, after the first `RECOGNISED` tokens
+# distance in tokens between the tokens of a copy that have needles
 EVERY = 8
 
 
@@ -61,12 +61,12 @@ def calibrate(
 ) -> CabConfig:
     """Fit ``mass_threshold`` to a target density of ``model``, and apply the result to ``model``.
 
-    The model computes every document once, with dense attention and in eval mode. The documents
-    contain hidden keys and copied passages. `cab_hf.calibration.density` computes the density of
-    each layer for many thresholds. No weights are trained.
+    The model runs once on every document, with dense attention and in eval mode. The documents
+    contain numbers that are stated and repeated, and copied passages. The density of each layer is
+    computed for many thresholds (`cab_hf.calibration.density`). No weights are trained.
 
     With ``anchors``, `calibrate` also finds a cascade: anchor layers select blocks, and the layers
-    after an anchor reuse its blocks (`cab_hf.calibration.anchors`).
+    after an anchor attend to the same blocks (`cab_hf.calibration.anchors`).
 
     Args:
         model: a causal language model of transformers.
@@ -83,7 +83,7 @@ def calibrate(
         length: tokens per document. None means 8,192, or the number of positions of the model if
             that number is smaller.
         documents: number of documents.
-        seed: seed of the hidden keys and copied passages.
+        seed: seed of the numbers and copied passages in the documents.
 
     Returns:
         The config with the fitted ``mass_threshold`` or cascade, and the model and length in
@@ -92,8 +92,8 @@ def calibrate(
 
     Raises:
         ValueError: an argument is invalid; the message names the argument. ``target_density`` must
-            be between the density of the blocks that are always kept and the density that
-            ``max_density`` allows. ``length`` must have space for the hidden keys and must not
+            be between the density of the blocks that are always selected and the density that
+            ``max_density`` allows. ``length`` must have space for the keys and must not
             exceed the positions of the model. The model must have a sparse layer and finite
             outputs. With ``anchors``, all layers must have the same numbers of heads.
     """
@@ -116,7 +116,7 @@ def calibrate(
     largest_token = max(max(tokens) for tokens, _ in measured_documents)
     _require_in_vocabulary(largest_token, number(text_config, "vocab_size"))
     require_target(config, target_density, length)
-    # an upper bound, because some layers show only in a call that they cannot be sparse
+    # an upper bound: some layers that cannot be sparse are detected only when they are called
     num_sparse = sum(
         layer not in config.dense_layers and window(module) is None
         for layer, module in attention_layers(model)
@@ -147,7 +147,8 @@ def calibrate(
                 target=target_density,
             )
             if result.mass_threshold == anchor_calibration.THRESHOLDS[-1]:
-                # the lowest threshold at which anchors are compared may still be too high
+                # anchors are compared at a few thresholds, and even the lowest may be too high for
+                # the target; fit the threshold of the cascade itself
                 bar.total += documents * num_sparse
                 result = fit(result)
     result = dataclasses.replace(result, origin=origin_of(text_config, length))
@@ -181,14 +182,16 @@ def _fit_threshold(
     target: float,
     layer_done: Callable[[], Any],
 ) -> CabConfig:
-    """Return ``config`` with the threshold at which the mean density is ``target``.
+    """Return ``config`` with the ``mass_threshold`` at which the mean density is ``target``.
+
+    The mean is over the measured layers and the documents.
 
     Args:
         model: the model.
         measured_documents: the documents, as in `_documents`.
         config: settings of the model.
-        target: target density.
-        layer_done: function that is called after each layer.
+        target: target density, in (0, 1].
+        layer_done: function that is called after each measured layer.
     """
     measure = partial(densities, config=config)
     layer_densities = [
@@ -213,7 +216,7 @@ def _documents(
     """Build ``count`` documents from sentences of ``texts``; arguments as in `calibrate`.
 
     Returns:
-        (tokens, needles) of each document, as in `with_needles`.
+        The result (tokens, needles) of `with_needles` for each document.
     """
     texts = [built_in_text()] if texts is None else [texts] if isinstance(texts, str) else texts
     are_texts = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
@@ -246,7 +249,7 @@ def _layer_by_layer(
     measure: Callable[[Tensor, Tensor, LayerContext], Any],
     layer_done: Callable[[], Any],
 ) -> dict[int, Any]:
-    """Measure every layer that can be sparse in one dense pass over a document.
+    """Call ``measure`` for every layer that can be sparse, in one dense pass over a document.
 
     Layers with a sliding window and layers in ``dense_layers`` are left out.
 
@@ -254,7 +257,7 @@ def _layer_by_layer(
         model: the model.
         tokens: tokens of the document, N.
         config: settings of the model.
-        measure: function of q [1, H, N, D], k [1, H_kv, N, D] and the context of the layer.
+        measure: function of q [1, H, N, D], k [1, H_kv, N, D] and the `LayerContext` of the layer.
         layer_done: function that is called after each layer.
 
     Returns:
@@ -288,14 +291,17 @@ def _layer_by_layer(
 
 
 def with_needles(document: Document) -> tuple[Tokens, Needles]:
-    """Copy passages inside a document, and list the tokens that queries need for predictions.
+    """Copy passages inside a document, and list the tokens that queries must attend to.
 
     Returns:
-        (tokens, needles). The needle of a token before a digit of a repeated key is the statement
-        of the key. The needle of a token in a copy is the same token of the passage, and the next.
+        tokens: tokens of the document with copied passages.
+        needles: queries, and for each query the range of tokens (its needle) from which the next
+            token can be predicted. The needle of a query before a digit of a repeated key
+            is the statement of the key. The needle of a query inside a copy is the same token in
+            the passage, and the token after it.
     """
     document, copies = with_copies(document, COPIES, PASSAGE)
-    # (query, first token of its needle, token after its needle)
+    # (index of the query, first token of its needle, index after the last token of its needle)
     rows = [
         (query, first, last)
         for (first, last), (start, end) in zip(document.needles, document.answers, strict=True)
@@ -317,7 +323,7 @@ def kept_of(
     config: CabConfig,
     layer_done: Callable[[], Any],
 ) -> tuple[list[int], list[Coverage]]:
-    """Measure how much attention mass of each layer the blocks of other layers contain.
+    """Measure how much of each layer's attention mass is in the blocks that other layers select.
 
     Args:
         model: the model.
@@ -327,11 +333,12 @@ def kept_of(
         layer_done: function that is called after each layer.
 
     Returns:
-        (layers, kept): indices of the layers that can be sparse, and the `Coverage` at each of
-        `cab_hf.calibration.anchors.THRESHOLDS`.
+        layers: indices of the layers that can be sparse, sorted.
+        coverage: the `Coverage` of these layers at each of `cab_hf.calibration.anchors.THRESHOLDS`.
 
     Raises:
-        ValueError: the layers of the model differ in their heads, or have no index.
+        ValueError: the layers have different numbers of heads, no layer can be sparse, or a module
+            serves several layers.
     """
     heads: set[tuple[int, int]] = set()
 
@@ -364,11 +371,11 @@ def kept_of(
 
 @contextmanager
 def _input_changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
-    """Measure how much each decoder layer changes its input inside a ``with`` block.
+    """Measure how much each decoder layer changes its input during forward passes in the block.
 
     Yields:
-        A dict that the block fills: 1 - mean over tokens of the cosine similarity of input and
-        output, by index of the layer.
+        A dict from the index of a layer to 1 - mean over tokens of cos(input, output), where input
+        and output are hidden states. A forward pass inside the block fills the dict.
     """
     result: dict[int, float] = {}
     names = {id(module): name for name, module in model.named_modules()}

@@ -1,4 +1,4 @@
-"""`describe` and `stats`: how every layer computes attention, and its measured density."""
+"""`describe` and `stats`: report how every layer computes attention, and its measured density."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def describe(
     Args:
         model: a model of transformers, or a PEFT model around one.
         tokens: length of the prompt; by default the largest length in the config of the model.
-        training: True if gradients are computed; by default ``model.training``.
+        training: True to describe a forward pass with gradients; by default ``model.training``.
 
     Returns:
         Lines of text: the settings, a line for consecutive layers with the same computation, a line
-        for decoding (not for "cab_dense") and a line for continuous batching. Another line names
-        the GPU if CAB was not measured on this kind of GPU. A layer that will raise an error has
-        the word "refused".
+        for decoding (not for "cab_dense") and a line for continuous batching. If CAB was not
+        measured on this kind of GPU, a line names the GPU. The line of a layer that will raise an
+        error contains the word "refused".
 
     Raises:
         ValueError: ``tokens`` is below 1, ``cab_config`` is invalid, or ``model`` is not a model.
@@ -85,7 +85,7 @@ def describe(
 
 
 def _settings_line(name: str, config: CabConfig, tokens: int) -> str:
-    """Describe the attention implementation ``name``, its settings and the prompt."""
+    """Return the first line of `describe`: attention implementation, settings, prompt length."""
     if name not in SPARSE:
         return f"cab_dense: exact attention; a prompt of {tokens} tokens:"
     blocks = f"blocks {config.query_block} x {config.key_block}"
@@ -98,7 +98,10 @@ def _settings_line(name: str, config: CabConfig, tokens: int) -> str:
 
 
 def _gpu(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Return one line for a GPU on which CAB was not measured, else an empty list.
+    """Return a list with the line of `describe` about a GPU on which CAB was not measured.
+
+    The list is empty on Hopper, the measured architecture, and on a CPU without
+    $CAB_HF_CAPABILITY.
 
     Args:
         device: device of the model.
@@ -116,7 +119,7 @@ def _gpu(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 
 def _budget(config: CabConfig) -> str:
-    """Describe how the predictor selects blocks; return "" for predictors of other packages."""
+    """Return the settings that limit the selected blocks; "" for predictors of other packages."""
     if config.predictor == FRC:
         return f" ({config.curvature}: sparsity {config.sparsity})"
     if config.predictor not in CAB:
@@ -131,7 +134,10 @@ def _budget(config: CabConfig) -> str:
 
 
 def _anchor(config: CabConfig, module: nn.Module) -> str:
-    """Describe which layer of a cascade selects the blocks of a layer; "" without a cascade."""
+    """Return the words of `describe` about the anchor of a layer; "" without a cascade.
+
+    The anchor is the layer of the cascade that selects the blocks of this layer.
+    """
     layer = getattr(module, "layer_idx", None)
     if config.predictor != "cascade" or layer is None:
         return ""
@@ -142,7 +148,11 @@ def _anchor(config: CabConfig, module: nn.Module) -> str:
 
 
 def _decode(model: PreTrainedModel, config: CabConfig) -> str:
-    """Describe the keys that a decode step reads, and the size of the index of keys."""
+    """Return the words of `describe` about decode steps.
+
+    They give the number of keys that a sparse step reads and the size of the index of keys, or the
+    reason why decode steps are dense.
+    """
     if not config.sparse_decode:
         return "dense"
     min_tokens, tokens = decode_from(config), config.decode_tokens
@@ -186,9 +196,9 @@ def _decode(model: PreTrainedModel, config: CabConfig) -> str:
 def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
     """Return the measured density of every layer over all sparse calls since the last reset.
 
-    Density is attended (query, key) pairs divided by causal pairs, including blocks that training
-    samples. Dense calls, decode steps and calls inside ``torch.compile`` do not count. `stats`
-    synchronises with the device.
+    Density is the number of attended (query, key) pairs divided by the number of causal pairs.
+    Attended pairs include blocks that training samples at random. Dense calls, decode steps and
+    calls inside ``torch.compile`` do not count. Reading the counts synchronises with the device.
 
     Args:
         model: a model of transformers, or a PEFT model around one.
@@ -219,14 +229,14 @@ def _layer(
     training: bool,
     sparse: bool,
 ) -> str:
-    """Describe how an attention layer computes a prompt.
+    """Return the words of `describe` about one attention layer.
 
     Args:
         module: the attention layer.
         config: the settings.
         dtype: dtype of q, k and v.
         tokens: tokens of the prompt.
-        training: True if gradients are computed.
+        training: True to describe a forward pass with gradients.
         sparse: True for "cab" and "cab_frc", False for "cab_dense".
     """
     reason = unsupported_reason(module)
@@ -253,7 +263,7 @@ def _layer(
         parts = ["dense"]
         if chosen.reason:
             parts.append(chosen.reason)
-        # SDPA is the usual kernel of a layer that is dense for a reason
+        # if a reason is shown, SDPA is the usual kernel and is not named
         if not chosen.reason or chosen.engine is not SDPA:
             parts.append(chosen.engine.name)
         description = ", ".join(parts)

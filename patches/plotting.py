@@ -1,4 +1,4 @@
-"""`plot_plan`: draw the blocks that a layer attends to."""
+"""`plot_plan`: draw the key blocks that one layer selects for a prompt, as a matplotlib figure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PANEL_INCHES = 3.5
 
 
 class _PlanFound(Exception):
-    """An exception that ends a forward pass as soon as the plan of the drawn layer is known."""
+    """An exception that ends the forward pass after the drawn layer has selected its blocks."""
 
 
 def plot_plan(
@@ -39,16 +39,17 @@ def plot_plan(
 ) -> Figure:
     """Draw the blocks that one layer of ``model`` attends to in a prompt.
 
-    Query blocks are drawn from top to bottom, key blocks from left to right, both in tokens. Keys
-    after a query are blank. The title of a panel shows the density. The model computes the prompt
-    once, without gradients, up to this layer. `stats` counts the layers before this layer too.
+    Queries run from top to bottom and keys from left to right, both in tokens. Blocks without a
+    visible (query, key) pair are blank. The title of a panel shows the density. The model computes
+    the prompt once, without gradients, up to this layer. `stats` counts this pass for earlier
+    layers.
 
     Args:
         model: a causal language model of transformers that attends by CAB.
         input_ids: integers [1, N], the tokens of the prompt.
         layer: index of the layer.
         heads: a list, an array or a 1-D tensor of query heads, with a panel for each head. By
-            default one panel shows the share of all heads that attend to a block.
+            default one panel shows, for each block, the fraction of heads that attend to it.
 
     Returns:
         The matplotlib figure. A notebook shows it if ``matplotlib.pyplot`` is imported, and
@@ -68,7 +69,7 @@ def plot_plan(
     if heads is None:
         panels = {f"layer {layer}, {num_heads} heads": plan}
     else:
-        # number of query heads that share one list of blocks
+        # number of query heads for which the plan has one common list of blocks
         group_size = plan.shared_by(num_heads)
         panels = {
             f"layer {layer}, head {head}": plan.select_heads([head // group_size])
@@ -136,9 +137,13 @@ def _require_prompt(input_ids: Any, model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[BlockPlan, int]:
-    """Return (plan of a layer for a prompt, number of query heads of the layer).
+    """Run the model up to a layer, and return the plan that the layer selects for a prompt.
 
     Arguments and errors as in `plot_plan`.
+
+    Returns:
+        plan: the plan of the layer.
+        num_heads: number of query heads of the layer.
     """
     inner = transformers_model(model)
     _require_prompt(input_ids, inner)

@@ -1,7 +1,7 @@
 """`apply_cab`, `remove_cab` and the context manager `cab`, which switch a model to CAB and back.
 
-The former settings are stored in an attribute of the model, so that deep copies, pickles and models
-with adapters contain the former settings too. A saved config does not contain the former settings.
+The settings from before the switch are stored in an attribute of the model, so that deep copies,
+pickles and models with adapters contain them too. Saved configs do not contain this attribute.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STATES = "_cab_found"
 
 @dataclasses.dataclass
 class SavedConfig:
-    """A config of a model, and the former values of two of its settings.
+    """A config of a model, and the values that two of its fields had before a switch.
 
     Attributes:
         config: the config.
@@ -50,7 +50,7 @@ class _SavedState:
     """The settings of a model before `apply_cab`, or before a ``with`` block of `cab`.
 
     Attributes:
-        was: the former settings of each changed config.
+        was: for each config that the switch changed, the values before the switch.
         scoped: True for a ``with`` block of `cab`, False for `apply_cab`.
     """
 
@@ -59,9 +59,9 @@ class _SavedState:
 
 
 def restore_settings(saved: list[SavedConfig]) -> None:
-    """Set every config to its former settings."""
+    """Set the two fields of every config in ``saved`` back to the saved values."""
     for former in saved:
-        # the public property would also set all nested configs
+        # assigning to the public property would also change all nested configs
         former.config._attn_implementation_internal = former.implementation
         if former.cab_config is None:
             del former.config.cab_config
@@ -74,10 +74,10 @@ def apply_cab(
 ) -> PreTrainedModel:
     """Switch a loaded model to CAB attention.
 
-    A second call replaces the settings. The model gets ``attn_implementation="cab"``, or keeps
-    ``"cab_frc"`` if the predictor is still "frc". In a vision-language model, only the text model
-    is switched. The model gets its own copy of the config, so other models with the same config
-    object do not change.
+    A second call replaces the settings of the first call. The model gets
+    ``attn_implementation="cab"``, or keeps ``"cab_frc"`` if the predictor is still "frc". In a
+    vision-language model, only the text model is switched. The model gets its own copy of the
+    config, so other models with the same config object do not change.
 
     Args:
         model: a causal language model of transformers, or a PEFT model around one. Pass the whole
@@ -105,7 +105,7 @@ def apply_cab(
 def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
     """Restore the settings that the model had before `apply_cab`.
 
-    A model without CAB does not change. Inside a ``with cab(model)`` block, the former settings
+    A model without CAB does not change. Inside a ``with cab(model)`` block, the restored settings
     apply until the block ends.
 
     Args:
@@ -172,7 +172,7 @@ def cab(
 
 
 def _validate_while_batching(model: nn.Module, state: _SavedState) -> None:
-    """Raise a NotImplementedError if continuous batching prevents the return to a former state."""
+    """Raise a NotImplementedError if continuous batching forbids switching back to ``state``."""
     for former in state.was:
         validate_while_batching(model, former.implementation)
 
@@ -204,13 +204,13 @@ def _turn_on(
     settings = cab_config_of(text_config) if config is None else config_of(config)
     settings = settings.changed(**overrides)
     keeps_frc = text_config._attn_implementation == CAB_FRC and settings.predictor == FRC
-    # these functions raise errors for settings that do not fit the model
+    # called before the switch, because these functions raise errors for settings that do not fit
     make_predictor(settings)
     require_origin(settings.origin, text_config)
     require_layers(settings, text_config)
     saved = copy_configs(model)
     text_config = inner.config.get_text_config()
-    # set before the switch, in which transformers validates the settings
+    # set before `switch`, during which transformers validates ``cab_config``
     text_config.cab_config = settings.to_dict()
     try:
         switch(inner, text_config, CAB_FRC if keeps_frc else "cab")
@@ -245,7 +245,9 @@ def config_of(settings: Settings) -> CabConfig:
 
 
 def switch(model: PreTrainedModel, text: PreTrainedConfig, implementation: str) -> None:
-    """Set the attention implementation of the layers with the config ``text``, and of no others.
+    """Set the attention implementation of those layers whose config is ``text``.
+
+    In a vision-language model, layers with other configs keep their implementation.
 
     Args:
         model: a model of transformers.
@@ -290,17 +292,20 @@ def _request(config: PreTrainedConfig, text: PreTrainedConfig, implementation: s
 
 
 def _saved_states(model: nn.Module) -> list[_SavedState]:
-    """Return the list of saved states that the model contains; changes of the list are stored."""
+    """Return the list of saved states in an attribute of ``model``; create the list if missing.
+
+    The list itself is returned, so that callers can change it in place.
+    """
     return vars(transformers_model(model)).setdefault(STATES, [])
 
 
 def copy_configs(model: nn.Module) -> list[SavedConfig]:
-    """Replace all configs of ``model`` by copies, which no other model shares.
+    """Replace all configs of ``model`` by copies that no other model shares.
 
-    Modules and saved states that share a config share its copy afterwards.
+    Modules and saved states with the same config object have the same copy afterwards.
 
     Returns:
-        The copies and their current settings.
+        Each copy with its current settings.
     """
     copies: dict[int, Any] = {}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""`watched`: pass the attention calls of a model to a function while all layers are exact."""
+"""`watched`: run a model with exact attention, and call a function with each attention call."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from cab_hf.patches.switch import copy_configs, restore_settings, switch
 
 @contextmanager
 def watched(model: PreTrainedModel, look: Callable[[Call], None]) -> Iterator[None]:
-    """Use exact attention and eval mode inside a ``with`` block, and observe attention calls.
+    """Switch a model to exact attention and eval mode in a ``with`` block, and observe its layers.
 
-    After the block, the model has its former implementation and mode. It keeps its own copies of
-    its configs, as after `apply_cab`.
+    After the block, the model has its former attention implementation and mode. Its configs stay
+    copies that no other model shares, as after `apply_cab`.
 
     Args:
         model: a model of transformers, or a PEFT model around one.

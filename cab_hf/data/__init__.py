@@ -1,1 +1,1 @@
-"""Long texts with hidden facts, and questions about them."""
+"""Documents, prompts and questions for measurements: filler text with inserted facts."""

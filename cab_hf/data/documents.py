@@ -1,6 +1,6 @@
-"""Documents for one forward pass: running text that states keys, and repeats the keys later.
+"""Documents for one forward pass: filler text that states numbers (keys) and repeats them later.
 
-A document is a function of (tokenizer, sentences, length, keys, seed, index), so that every method
+A document depends only on (tokenizer, sentences, length, keys, seed, index), so that every method
 and every run measures the same documents.
 """
 
@@ -25,12 +25,13 @@ from cab_hf.data.needles import (
 
 
 class Document(NamedTuple):
-    """Running text that states keys and repeats the keys later.
+    """A document of filler text that states keys and repeats the same keys later.
 
     Attributes:
         tokens: all tokens of the document.
-        needles: the span of each key's statement, in the order of the text.
-        answers: the span of the digits in each key's repetition, in the order of ``needles``.
+        needles: for each key, the span of the sentences that state the key, in order of position.
+        answers: for each key, the span of its digits in the sentence that repeats the key, in the
+            order of ``needles``.
     """
 
     tokens: Tokens
@@ -49,20 +50,21 @@ def recall_document(
 ) -> Document:
     """Build a document of ``length`` tokens with ``keys`` keys, each with a different name.
 
-    Keys are stated at random sentence borders of the first half, and repeated in another order at
-    random sentence borders of the second half. A sentence that fills the whole second half is cut,
-    so that the required length does not depend on the drawn sentences.
+    Keys are stated between sentences of the first half, and repeated in another order between
+    sentences of the second half; the positions are random. If the second half starts inside a
+    sentence without a later sentence border, this sentence is cut in two. Hence the minimum length
+    does not depend on the drawn sentences.
 
     Args:
         tokenizer: a tokenizer of transformers; its special tokens come first.
-        sentences: sentences of the running text, which starts at a random sentence and continues
+        sentences: sentences of the filler text, which starts at a random sentence and continues
             with the first sentence after the last.
         length: number of tokens in the document.
         keys: number of keys.
-        index: index of the document.
-        seed: seed of the document.
-        border: the first token of every answer is at a multiple of ``border``. Additional text
-            before each repetition moves the answer to this position.
+        index: index of the document. Each index has other keys and another first sentence.
+        seed: seed of the random generator, in addition to ``length``, ``keys`` and ``index``.
+        border: the position of the first token of every answer is a multiple of ``border``.
+            Filler text before each repetition moves the answer to this position.
 
     Raises:
         ValueError: ``keys`` exceeds the number of names, or ``length`` is too small for the keys.
@@ -70,7 +72,7 @@ def recall_document(
     rng = random.Random(f"{seed}/{length}/{keys}/{index}")
     statements, repetitions, digits = _named_keys(tokenizer, keys, rng)
     head = leading_tokens(tokenizer)
-    # tokens of running text in the first half, and in the document without padding
+    # number of filler tokens in the first half, and in the document without padding before answers
     first_half = length // 2 - len(head) - _total(statements)
     max_padding = keys * (border - 1)
     total = length - len(head) - _total(statements) - _total(repetitions) - max_padding
@@ -92,11 +94,18 @@ def recall_document(
     digit_starts = [first for first, _ in digits.values()]
 
     def padding(statement: int, num_tokens: int) -> Sequence[int]:
-        """Return tokens that move the digits of a repetition to a multiple of ``border``."""
+        """Return the filler tokens to insert before a statement or repetition.
+
+        They move the digits of a repetition to a multiple of ``border``. Statements need none.
+
+        Args:
+            statement: index in ``[*statements, *repetitions]``.
+            num_tokens: number of tokens before the statement.
+        """
         if statement < keys:
             return ()
         missing = -(num_tokens + digit_starts[statement - keys]) % border
-        # the last tokens, so that the padding ends with a complete sentence
+        # the last tokens of the filler text, so that the padding ends with a complete sentence
         return padding_text[len(padding_text) - missing :]
 
     tokens, spans = with_statements(
@@ -115,15 +124,17 @@ def asked_document(
 ) -> tuple[Document, int]:
     """Build a document that ends with the repetitions of all keys.
 
-    The document starts with a prompt: running text with keys stated at random sentence borders.
-    After the prompt comes one sentence per key, in another order.
+    The document starts with a prompt: filler text with the statements of keys at random sentence
+    borders. After the prompt, one sentence per key repeats the key. The order of the repetitions
+    differs from the order of the statements.
 
     Args:
         tokenizer, sentences, length, keys, index, seed: see `recall_document`. ``length`` includes
             the repetitions.
 
     Returns:
-        (document, number of tokens in the prompt).
+        document: the document.
+        prompt_length: number of tokens in the prompt.
 
     Raises:
         ValueError: ``keys`` exceeds the number of names, or ``length`` is too small for the keys.
@@ -150,23 +161,25 @@ def asked_document(
 def with_copies(
     document: Document, count: int, size: int, seed: int = 0
 ) -> tuple[Document, tuple[tuple[int, int], ...]]:
-    """Copy passages of the first half of a document over text in its second half.
+    """Replace filler tokens in the second half of a document by passages of its first half.
 
-    Passages and copies do not overlap each other, needles or answers.
+    Passages and copies overlap neither each other, nor needles, nor answers.
 
     Args:
         document: the document.
         count: number of passages.
         size: number of tokens per passage.
-        seed: seed of the positions.
+        seed: seed of the random positions of passages and copies.
 
     Returns:
-        (document with copies, pairs). A pair is (first token of a passage, first token of its
-        copy). There are fewer than ``count`` pairs if the document has no free text for more.
+        document: the document with copies.
+        copies: a pair for each passage: index of its first token, and index of the first token of
+            its copy. There are fewer than ``count`` pairs if no tokens are left for more.
     """
     tokens, length = list(document.tokens), len(document.tokens)
     rng = random.Random(f"{seed}/{length}/{count}/{size}")
-    # upper bound for the sentence of an answer, whose length the document does not contain
+    # the document does not contain the length of the sentence around an answer; the longest
+    # statement is an upper bound
     max_sentence = max(end - start for start, end in document.needles)
     excluded_spans = [
         *document.needles,
@@ -174,7 +187,10 @@ def with_copies(
     ]
 
     def draw_free(low: int, high: int) -> int | None:
-        """Draw the first token of a free passage in [low, high), and exclude the passage."""
+        """Return a random start of ``size`` tokens outside ``excluded_spans``; None if none exists.
+
+        The passage starts and ends in [low, high), and is added to ``excluded_spans``.
+        """
         starts = [
             start
             for start in range(low, high - size)
@@ -199,16 +215,16 @@ def with_copies(
 def plain_document(
     tokenizer: Any, sentences: Sequence[str], length: int, index: int, seed: int = 0
 ) -> Tokens:
-    """Return ``length`` tokens of running text without keys; arguments as in `recall_document`."""
+    """Return ``length`` tokens of filler text without keys; arguments as in `recall_document`."""
     rng = random.Random(f"{seed}/{length}/{index}")
     pieces = _sentences(tokenizer, sentences, rng, length)
     return (*leading_tokens(tokenizer), *chain.from_iterable(pieces))[:length]
 
 
 def count_tokens(tokenizer: Any, sentences: Sequence[str], limit: int) -> int:
-    """Return the number of tokens in ``sentences``; stop counting at ``limit`` tokens or more.
+    """Return the number of tokens in ``sentences``, counted until ``limit`` is reached.
 
-    Documents with more tokens than ``sentences`` repeat sentences.
+    A result below ``limit`` means that documents of ``limit`` tokens repeat sentences.
     """
     total = 0
     for sentence in sentences:
@@ -221,7 +237,10 @@ def count_tokens(tokenizer: Any, sentences: Sequence[str], limit: int) -> int:
 def _sentences(
     tokenizer: Any, sentences: Sequence[str], rng: random.Random, size: int
 ) -> list[Tokens]:
-    """Return the tokens of consecutive sentences from a random one on, at least ``size`` tokens."""
+    """Return the tokens of each of the fewest consecutive sentences with ``size`` tokens in total.
+
+    The first sentence is random. The last sentence may exceed ``size``.
+    """
     pieces, total, iterator = [], 0, endless(sentences, rng)
     while total < size:
         pieces.append(sentence_tokens(tokenizer, next(iterator)))
@@ -230,9 +249,13 @@ def _sentences(
 
 
 def _with_border(pieces: list[Tokens], low: int, high: int) -> list[Tokens]:
-    """Return ``pieces`` with a border between two pieces at a token from ``low`` to ``high``.
+    """Return ``pieces`` such that a piece starts or ends at a position in [low, high].
 
-    If there is no border, the piece that contains the middle is cut in two.
+    If no piece does, the piece that contains the middle of the interval is cut in two there.
+
+    Args:
+        pieces: tokens of consecutive pieces, such as sentences.
+        low, high: positions in tokens from the start of the first piece.
     """
     ends = [0, *accumulate(map(len, pieces))]
     if any(low <= end <= high for end in ends):
@@ -246,13 +269,13 @@ def _with_border(pieces: list[Tokens], low: int, high: int) -> list[Tokens]:
 def _named_keys(
     tokenizer: Any, keys: int, rng: random.Random
 ) -> tuple[list[Tokens], list[Tokens], dict[int, Span]]:
-    """Draw keys with different names, and an order in which they are repeated.
+    """Draw keys with different names, and a random order in which the keys are repeated.
 
     Returns:
-        (statements, repetitions, digits). ``statements`` has the tokens of each key's statement.
-        ``repetitions`` has the tokens of each key's repetition, in another order. ``digits`` maps
-        the index of a key to the span of its digits in its repetition, in the order of
-        ``repetitions``.
+        statements: for each key, the tokens of the sentences that state the key.
+        repetitions: tokens of the sentences that repeat the keys, in another order.
+        digits: dict from the index of a key in ``statements`` to the span of its digits inside its
+            repetition. The dict has the order of ``repetitions``.
 
     Raises:
         ValueError: ``keys`` exceeds the number of names.
@@ -276,13 +299,14 @@ def _document(
     repetitions: Sequence[Span],
     digits: dict[int, Span],
 ) -> Document:
-    """Build a `Document`.
+    """Return a `Document` whose answers are the spans of the digits inside the repetitions.
 
     Args:
-        tokens: all tokens.
-        needles: the span of each statement.
-        repetitions: the span of each repetition, in the order of ``digits``.
-        digits: span of the digits in a repetition, by index of the key.
+        tokens: all tokens of the document.
+        needles: the span of each statement in ``tokens``.
+        repetitions: the span of each repetition in ``tokens``, in the order of ``digits``.
+        digits: dict from the index of a key in ``needles`` to the span of its digits, relative to
+            the start of its repetition.
     """
     answers = {
         key: (start + first, start + last)
@@ -292,7 +316,10 @@ def _document(
 
 
 def _draw(rng: random.Random, borders: Sequence[int], count: int) -> list[int]:
-    """Draw ``count`` of ``borders`` in ascending order, with duplicates only if necessary."""
+    """Return ``count`` random items of ``borders``, sorted.
+
+    Items repeat only if ``borders`` has fewer than ``count`` items.
+    """
     draw = rng.sample if len(borders) >= count else rng.choices
     return sorted(draw(borders, k=count))
 

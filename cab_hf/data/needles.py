@@ -1,9 +1,9 @@
-"""Building blocks of documents with hidden keys: keys, statements, sentences and their tokens.
+"""Keys, the sentences that state keys, filler sentences, and functions that tokenize sentences.
 
 A key is a number in a long text, such as 12345 in the sentence "The pass key for Bob is 12345."
 
 The modules `cab_hf.data.documents`, `cab_hf.data.tasks`, ``eval.haystack`` and
-``finetune.retrieval`` build texts from these blocks.
+``finetune.retrieval`` build their texts with this module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUMBERS = range(10_000, 100_000)
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"'”’)])\s+")
 # a line of text with the line breaks before it
 LINE = re.compile(r"\n+[^\n]+")
-# a text is not prose if most of its words are in sentences with more words than this
+# a text is split into lines if most of its words are in sentences with more words than this
 LONG_SENTENCE = 60
 # filler sentences of passkey prompts
 NOISE = (
@@ -32,20 +32,20 @@ NOISE = (
     "Here we go.",
     "There and back again.",
 )
-# names that distinguish several keys
+# persons after which keys are named if a text has several keys
 NAMES = (
     *("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry"),
     *("Julia", "Kevin", "Laura", "Martin", "Nancy", "Oscar", "Peter", "Rachel"),
     *("Simon", "Tina", "Victor", "Wendy", "Adam", "Beth", "Chris", "Diana"),
     *("Eric", "Fiona", "George", "Helen", "Ivan", "Jane", "Karl", "Linda"),
 )
-# statement of a key; ``whose`` is " for NAME" or empty
+# sentences that state a key; ``whose`` is " for NAME", or empty if the text has one key
 NEEDLE = "The pass key{whose} is {key}. Remember it. {key} is the pass key{whose}."
 # sentence that repeats a key later in the text
 REPEAT = "As was said above, the pass key{whose} is {key}."
-# one of this many sentences is a distractor
+# distance between distractors in sentences
 DISTRACTOR_EVERY = 12
-# sentences with numbers that are no keys, so that digits alone do not identify keys
+# sentences with numbers that are no keys, so that digits alone do not identify a key
 DISTRACTORS = (
     "The locker number is {}.",
     "The order number is {}.",
@@ -58,22 +58,22 @@ DISTRACTORS = (
 )
 INSTRUCTION = "There {are} hidden in the text below. Find {it} and remember {it}."
 QUESTION = "What is the pass key{whose}?"
-# start of the answer, which is part of the prompt, with the blank before the key. The last token of
-# the prefill then predicts the first digit. Otherwise decode steps alone, which may be dense, would
-# predict the key
+# start of the answer, with the blank before the key. The prompt ends with this start, so that the
+# last token of the prefill predicts the first digit. Otherwise only decode steps, which may be
+# dense, would predict the key
 ANSWER = "The pass key{whose} is "
 # number of sentences whose tokens are cached
 CACHED_SENTENCES = 2**16
-# placeholder of the running text in a chat template
+# placeholder that is rendered with the chat template in place of the filler text
 TEXT = "<<running text>>"
 
 Tokens = tuple[int, ...]
-# first token and token after the last
+# index of the first token, and index after the last token
 Span = tuple[int, int]
 
 
 class Key(NamedTuple):
-    """A number that a text states.
+    """A number that a text states and a question asks for.
 
     Attributes:
         whose: " for NAME", or "" if the text has one key.
@@ -85,12 +85,12 @@ class Key(NamedTuple):
 
     @property
     def statement(self) -> str:
-        """Sentences that state the key twice."""
+        """Return sentences that state the key twice."""
         return NEEDLE.format(whose=self.whose, key=self.digits)
 
     @property
     def repeat(self) -> str:
-        """A sentence that repeats the key later in the text."""
+        """Return a sentence that repeats the key later in the text."""
         return REPEAT.format(whose=self.whose, key=self.digits)
 
 
@@ -100,7 +100,7 @@ def draw_keys(rng: random.Random, keys: int, named: bool = True) -> list[Key]:
     Args:
         rng: random generator.
         keys: number of keys.
-        named: True to give names to the keys.
+        named: False to leave out the names, as for a text with one key.
 
     Raises:
         ValueError: ``keys`` exceeds the number of names.
@@ -115,7 +115,7 @@ def draw_keys(rng: random.Random, keys: int, named: bool = True) -> list[Key]:
 
 
 def instruction(keys: int) -> str:
-    """Return the instruction before a text with ``keys`` keys."""
+    """Return the sentences that tell a model to remember ``keys`` keys of the text below."""
     if keys > 1:
         return INSTRUCTION.format(are="are important pass keys", it="them")
     return INSTRUCTION.format(are="is an important pass key", it="it")
@@ -124,15 +124,15 @@ def instruction(keys: int) -> str:
 def endless(
     sentences: Sequence[str], rng: random.Random, keys: Collection[Key] | None = None
 ) -> Iterator[str]:
-    """Yield the sentences in an endless cycle that starts at a random sentence.
+    """Return an endless iterator over the sentences, in order, from a random sentence on.
 
-    The call itself draws the first sentence, before the iteration begins.
+    The first sentence is drawn when `endless` is called, not when the iteration begins.
 
     Args:
         sentences: the sentences of the cycle.
         rng: random generator.
-        keys: keys of the text. Every `DISTRACTOR_EVERY`-th sentence is then replaced by a number
-            that is none of these keys. None means no distractors.
+        keys: keys of the text. Every `DISTRACTOR_EVERY`-th sentence is replaced by a distractor,
+            whose number is none of these keys. None means no distractors.
     """
     first = rng.randrange(len(sentences))
 
@@ -153,7 +153,7 @@ def with_statements(
     borders: Sequence[int],
     padding: Callable[[int, int], Sequence[int]] = lambda index, length: (),
 ) -> tuple[list[int], list[Span]]:
-    """Insert statements between the pieces of a text.
+    """Insert statements between the pieces of a text, and return where each statement is.
 
     Args:
         head: tokens before the text.
@@ -162,10 +162,11 @@ def with_statements(
         borders: number of pieces before each statement. Statements at the same border keep their
             order.
         padding: function of the index of a statement and the number of tokens before the statement.
-            Returns tokens to insert before the statement.
+            Returns the tokens to insert directly before the statement.
 
     Returns:
-        (tokens, spans): the tokens of the text, and the span of each statement.
+        tokens: ``head``, and the text with the statements.
+        spans: the span of each statement in ``tokens``, in the order of ``statements``.
     """
     tokens, num_pieces = list(head), 0
     spans: dict[int, Span] = {}
@@ -180,9 +181,10 @@ def with_statements(
 
 
 def cut_to_length(pieces: Iterable[Tokens], length: int) -> list[Tokens]:
-    """Return the shortest start of ``pieces`` with ``length`` tokens or more, cut to ``length``.
+    """Return as many of the first ``pieces`` as needed for ``length`` tokens.
 
-    Tokens are cut from the start, so that the result ends with a complete piece.
+    Tokens in excess of ``length`` are removed at the start, so that the result ends with a complete
+    piece.
     """
     result, total, iterator = [], 0, iter(pieces)
     while total < length:
@@ -204,14 +206,15 @@ def nearest(ascending: Sequence[int], target: float) -> int:
 
 
 def as_turns(tokenizer: Any, turns: Sequence[str]) -> str:
-    """Render a conversation by the chat template of a tokenizer.
+    """Return a conversation as one string, rendered with the chat template of a tokenizer.
 
     Without a chat template, the turns are paragraphs. The last turn has no end-of-turn token, so
-    that a model continues it.
+    that a model continues the last turn.
 
     Args:
         tokenizer: a tokenizer of transformers.
-        turns: turns of user and assistant, alternately, the user's turn first.
+        turns: messages of user and assistant, alternately. The first is of the user, the last of
+            the assistant.
     """
     if tokenizer.chat_template is None:
         return "\n\n".join(turns)
@@ -224,14 +227,15 @@ def as_turns(tokenizer: Any, turns: Sequence[str]) -> str:
 
 
 def around_text(tokenizer: Any, turns: Sequence[str]) -> tuple[Tokens, str]:
-    """Render a conversation that contains a placeholder for running text.
+    """Render a conversation in which the placeholder `TEXT` stands for the filler text.
 
     Args:
         tokenizer: a tokenizer of transformers.
-        turns: as in `as_turns`. One turn contains `TEXT` as the placeholder.
+        turns: as in `as_turns`. One turn contains `TEXT`.
 
     Returns:
-        (tokens, text): the tokens before the placeholder, and the text after the placeholder.
+        tokens: tokens of the conversation before the placeholder, with special tokens.
+        after: the string after the placeholder, not tokenized.
 
     Raises:
         ValueError: the chat template changes the text of a user's turn.
@@ -248,10 +252,10 @@ def around_text(tokenizer: Any, turns: Sequence[str]) -> tuple[Tokens, str]:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a text into sentences, in which single blanks replace all white space.
+    """Split a text into sentences, or into lines if it has few sentence ends, such as source code.
 
-    A text with few sentence ends, such as source code, is split into lines. A line keeps its
-    indentation and starts with its line break.
+    In a sentence, single blanks replace all white space. A line starts with its line break and
+    keeps its indentation.
 
     Raises:
         ValueError: the text is empty.
@@ -266,15 +270,15 @@ def split_sentences(text: str) -> list[str]:
 
 
 def running(sentences: Sequence[str]) -> str:
-    """Join sentences with blanks, and lines, which start with a line break, without blanks."""
+    """Join the results of `split_sentences`: sentences with a blank between, lines without."""
     spaced = (text if text.startswith("\n") else f" {text}" for text in sentences)
     return "".join(spaced).lstrip()
 
 
 @lru_cache(maxsize=CACHED_SENTENCES)
 def sentence_tokens(tokenizer: Any, sentence: str) -> Tokens:
-    """Return the tokens of a sentence inside running text."""
-    # tokenized after another sentence, because some tokenizers add a token at the start of a text
+    """Return the tokens that a sentence has after another sentence, with the blank between them."""
+    # not tokenized alone, because some tokenizers add a token at the start of a text
     joined = tokenizer(running((NOISE[0], sentence)), add_special_tokens=False)["input_ids"]
     return tuple(joined[len(_first_tokens(tokenizer)) :])
 
@@ -288,12 +292,12 @@ def leading_tokens(tokenizer: Any) -> Tokens:
 
 @lru_cache(maxsize=8)
 def _first_tokens(tokenizer: Any) -> Tokens:
-    """Return the tokens of ``NOISE[0]`` at the start of a text."""
+    """Return the tokens of the sentence ``NOISE[0]`` alone, without special tokens."""
     return tuple(tokenizer(NOISE[0], add_special_tokens=False)["input_ids"])
 
 
 def span_of(tokenizer: Any, sentence: str, part: str, start: int = 0) -> Span:
-    """Return the span of `sentence_tokens` that contains a part of the sentence.
+    """Return the span of the tokens in `sentence_tokens` that contain a part of the sentence.
 
     The span may include the blank before the part.
 
@@ -311,6 +315,6 @@ def span_of(tokenizer: Any, sentence: str, part: str, start: int = 0) -> Span:
 
 
 def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the number of tokens at the start that two sequences have in common."""
+    """Return the length of the longest common prefix of two sequences of tokens."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((index for index, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -1,8 +1,8 @@
-"""Questions about long texts, as in long-context benchmarks, with an exact length in tokens.
+"""Tasks of long-context benchmarks: prompts of an exact length in tokens, and their answers.
 
-`TASKS` contains every `Task` under its name. Most tasks come from RULER (Hsieh et al. 2024, arXiv
-2404.06654). ``TASKS["uuid"].make(tokenizer, sentences, length, index, seed)`` returns an `Example`,
-a prompt with its answers, for teacher forcing, generation or training.
+`TASKS` is a dict from the name of a task to the `Task`. Most tasks come from RULER (Hsieh et al.
+2024, arXiv 2404.06654). ``TASKS["uuid"].make(tokenizer, sentences, length, index, seed)``
+returns an `Example`, a prompt with its answers, for teacher forcing, generation or training.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ from cab_hf.data.needles import (
 
 __all__ = ["TASKS", "Example", "Task"]
 
-# last sentence of every text, which separates the question from the text, so that the tokens of the
-# question do not depend on the text
+# last sentence of every text. It separates the filler text from the question, so that the tokens of
+# the question do not depend on the filler text
 END = "That is the end of the text."
 # golden ratio: the fractional parts of its multiples are evenly spread over [0, 1), for any number
 # of multiples
 GOLDEN = (5**0.5 - 1) / 2
-# function of a length in tokens, and of a function from a sentence to its tokens. Returns the
-# pieces of a text with exactly this length, or None if the length is too small
+# function that builds the text around the facts. Its arguments are a length in tokens, and a
+# function that tokenizes a sentence. It returns the tokens of each piece of the text, such as a
+# sentence, with exactly this length in total. It returns None if the length is too small
 Filler = Callable[[int, Callable[[str], Tokens]], list[Tokens] | None]
 
 
 class Example(NamedTuple):
-    """A prompt, followed by its answers.
+    """The tokens of a prompt and its answers, with the positions of answers and needed facts.
 
     Attributes:
         tokens: tokens of the prompt and of the answers.
@@ -71,7 +72,7 @@ class Example(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """A sentence that is inserted in the text, at the sentence border nearest to a depth.
+    """A sentence to insert in the text, at the sentence border nearest to a relative position.
 
     Attributes:
         depth: position from 0 (start of the text) to 1 (end of the text).
@@ -84,7 +85,7 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class Draft:
-    """An example without its text, which depends on the length of the example.
+    """An example before its facts are inserted in a text of the required length.
 
     Attributes:
         instruction: instruction before the text.
@@ -93,7 +94,7 @@ class Draft:
         replies: correct answers after ``answer_start``, separated by commas.
         needed_facts: facts that the answers need.
         other_facts: other facts in the text.
-        filler: the text around the facts; None means running text.
+        filler: function that builds the text around the facts; None means consecutive sentences.
     """
 
     instruction: str
@@ -107,13 +108,13 @@ class Draft:
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of question about a long text.
+    """A benchmark task: a kind of question about a long text, with a generator of examples.
 
     Attributes:
         name: name of the probe in ``fidelity``. The name of the task in lm_eval is "cab_" + name.
         title: heading of the task's column in tables.
-        draft: function of a random generator and of the depth of one needed fact, from 0 to 1.
-            Returns the facts and the question of an example.
+        draft: function of a random generator and of a depth from 0 to 1, at which one needed fact
+            is inserted. Returns the `Draft` of an example.
     """
 
     name: str
@@ -132,9 +133,9 @@ class Task:
 
         Args:
             tokenizer: a tokenizer of transformers. Its chat template is used if there is one.
-            sentences: sentences of the running text, which starts at a random sentence and
+            sentences: sentences of the filler text, which starts at a random sentence and
                 continues with the first sentence after the last.
-            length: tokens of prompt and answers together.
+            length: number of tokens of prompt and answers together.
             index: index of the example. The depths of successive examples are evenly spread.
             seed: a whole number for evaluation, or a string that starts with ``finetune/`` for
                 training, so that training and evaluation never draw the same example.
@@ -172,16 +173,17 @@ class Task:
 
 
 def running_text(sentences: Iterator[str]) -> Filler:
-    """Return a filler with the first of ``sentences``; its first sentence may be cut."""
+    """Return a `Filler` that concatenates ``sentences``, and cuts excess tokens at the start."""
     return lambda length, tokens_of: cut_to_length(map(tokens_of, sentences), length)
 
 
 def _around(tokenizer: Any, draft: Draft) -> tuple[Tokens, Tokens, list[Span]]:
-    """Render a draft without its text.
+    """Tokenize the instruction, question and answers of a draft, without the text between.
 
     Returns:
-        (head, tail, answers): the tokens before the text, the tokens after the text, and the span
-        of each answer in ``tail``.
+        head: tokens before the text, with the instruction.
+        tail: tokens after the text, with the question and the answers.
+        answers: the span of each answer in ``tail``.
     """
     request = f"{draft.instruction}\n\n{running((TEXT, END))}\n\n{draft.question}"
     answer = f"{draft.answer_start} {', '.join(draft.replies)}."
@@ -218,17 +220,17 @@ PLACES = (
 
 
 def statement(key: Key) -> str:
-    """Return a sentence that states a key once."""
+    """Return a sentence that states ``key`` once; `Key.statement` states a key twice."""
     return f"{ANSWER.format(whose=key.whose)}{key.digits}."
 
 
 def one_of(keys: list[Key], rng: random.Random, depth: float) -> Draft:
-    """Draft a text with several keys and a question about the first key.
+    """Return a draft with several keys in the text and a question about the first key.
 
     Args:
         keys: the keys.
-        rng: random generator for the depths of the other keys.
-        depth: depth of the first key, from 0 to 1.
+        rng: random generator for the positions of the other keys.
+        depth: position of the first key in the text, from 0 to 1.
     """
     asked_key, *other_keys = keys
     return Draft(
@@ -242,14 +244,18 @@ def one_of(keys: list[Key], rng: random.Random, depth: float) -> Draft:
 
 
 def many_keys(rng: random.Random, depth: float) -> Draft:
-    """Ask for one of 16 keys with different names, as in RULER's NIAH with 4 keys."""
+    """Return a draft that asks for one of 16 keys with different names.
+
+    RULER's multi-key NIAH is the same task with 4 keys.
+    """
     return one_of(draw_keys(rng, KEYS), rng, depth)
 
 
 def alike_keys(rng: random.Random, depth: float) -> Draft:
-    """Ask for the key of one locker; 15 other lockers have numbers that differ in one digit.
+    """Return a draft that asks for the key of one of 16 lockers.
 
-    This is RULER's NIAH with distracting needles.
+    The numbers of the other 15 lockers differ from the number of this locker in one digit. This is
+    RULER's NIAH with distracting needles.
     """
     asked_number = str(rng.choice(NUMBERS))
     # a number must not start with 0
@@ -268,9 +274,9 @@ def alike_keys(rng: random.Random, depth: float) -> Draft:
 
 
 def several_values(rng: random.Random, depth: float) -> Draft:
-    """Ask for all four keys of one name, in the order of the text. Another name has four keys too.
+    """Return a draft that asks for all four keys of one name, in the order of the text.
 
-    RULER's NIAH with several values has one name.
+    This is RULER's NIAH with several values. Four keys of another name are distractors.
     """
     asked_name, other_name = rng.sample(NAMES, 2)
     numbers = [str(number) for number in rng.sample(NUMBERS, 2 * VALUES)]
@@ -294,10 +300,10 @@ def several_values(rng: random.Random, depth: float) -> Draft:
 
 
 def uuids(rng: random.Random, depth: float) -> Draft:
-    """Ask for the value of one key of a JSON object with random UUIDs as keys and values.
+    """Return a draft that asks for the value of a key in a JSON object of random UUIDs.
 
-    Key-value retrieval (Liu et al. 2023, "Lost in the Middle", arXiv 2307.03172). The text consists
-    of pairs of the object.
+    The task is the key-value retrieval of Liu et al. 2023, "Lost in the Middle" (arXiv 2307.03172).
+    The text consists of key-value pairs of the object.
     """
 
     def draw_uuid() -> str:
@@ -319,21 +325,21 @@ def uuids(rng: random.Random, depth: float) -> Draft:
 
 
 def copying(rng: random.Random, depth: float) -> Draft:
-    """Ask for a copy of one of four passages; the question contains the passage's first five words.
+    """Return a draft that asks for a copy of one of four passages, given its first five words.
 
-    The task is the lookup by an n-gram of Jelassi et al. 2024, "Repeat After Me" (arXiv
-    2402.01032), in a long text. A passage has three sentences of random words, so that a model
-    cannot guess the passage.
+    The task is the n-gram lookup of Jelassi et al. 2024, "Repeat After Me" (arXiv 2402.01032), in a
+    long text. A passage has three sentences of random words, so that a model cannot guess the
+    passage.
     """
     names = iter(rng.sample(NAMES, PASSAGES * SENTENCES))
 
     def draw_sentence() -> tuple[str, str]:
-        """Return a sentence in two parts; the first part has five words."""
+        """Return a random sentence in two parts: the first five words, and the other words."""
         verb, kind, thing, location = map(rng.choice, (VERBS, KINDS, THINGS, PLACES))
         return f"{next(names)} {verb} a {kind} {thing}", f"near the {location}."
 
     def draw_passage() -> tuple[str, str]:
-        """Return (first five words of a passage, other words)."""
+        """Return a random passage in two parts: the first five words, and the other words."""
         (start, end), *sentences = (draw_sentence() for _ in range(SENTENCES))
         return start, " ".join([end, *map(" ".join, sentences)])
 
@@ -356,14 +362,15 @@ VARIABLES = 5
 LETTERS = 5
 # pairs of facts in a text of `two_facts`
 NUM_PAIRS = 4
-# share of the text, from the start and from the end, that contains the facts of `two_facts`
+# the facts of `two_facts` are in the first 40 % and the last 40 % of the text
 OUTER_SHARE = 0.4
 
 
 def tracking(rng: random.Random, depth: float) -> Draft:
-    """Ask for the variables of a chain: one has a number, each other copies its predecessor.
+    """Return a draft that asks for all variables of a chain of assignments.
 
-    RULER's variable tracking, with a second chain as a distractor.
+    A chain is ``VAR A = 12345``, ``VAR B = VAR A``, ``VAR C = VAR B`` and so on. This is RULER's
+    variable tracking, with a second chain as a distractor.
     """
     # a dict without values, as an ordered set
     unique_names: dict[str, None] = {}
@@ -372,7 +379,7 @@ def tracking(rng: random.Random, depth: float) -> Draft:
     names, values = list(unique_names), rng.sample(NUMBERS, CHAINS)
 
     def assignments(chain_index: int, one_depth: float) -> list[Fact]:
-        """Return the assignments of a chain; one of them is at ``one_depth``."""
+        """Return the assignments of a chain as facts; one of the facts has depth ``one_depth``."""
         chain_names = names[chain_index * VARIABLES :][:VARIABLES]
         depths = sorted([one_depth, *(rng.random() for _ in chain_names[1:])])
         sources = [str(values[chain_index]), *(f"VAR {name}" for name in chain_names)]
@@ -392,16 +399,23 @@ def tracking(rng: random.Random, depth: float) -> Draft:
 
 
 def two_facts(rng: random.Random, depth: float) -> Draft:
-    """Ask for the key of a person's deputy: one fact names the deputy, another states the key.
+    """Return a draft that asks for the key of a person's deputy.
 
-    One fact is in the first two fifths of the text and the other in the last two fifths, in either
-    order. The text contains three other pairs of facts. bAbI (Weston et al. 2015, arXiv 1502.05698)
-    and RULER's HotpotQA have questions over two supporting facts.
+    One fact names the deputy, and another fact states the deputy's key. One of both facts is in the
+    first two fifths of the text, and the other in the last two fifths, in random order. The text
+    contains three other pairs of facts. bAbI (Weston et al. 2015, arXiv 1502.05698) and RULER's
+    HotpotQA have questions over two supporting facts.
     """
     names, numbers = rng.sample(NAMES, 2 * NUM_PAIRS), rng.sample(NUMBERS, NUM_PAIRS)
 
     def facts(pair: int, depth: float) -> list[Fact]:
-        """Return the two facts of a pair; ``depth`` is scaled to the first part of the text."""
+        """Return the two facts of a pair, one in the first and one in the last part of the text.
+
+        Args:
+            pair: index of the pair.
+            depth: position of the first of the two facts inside the first part of the text, from 0
+                to 1.
+        """
         chief, deputy = names[2 * pair : 2 * pair + 2]
         depths = [OUTER_SHARE * depth, 1 - OUTER_SHARE * rng.random()]
         rng.shuffle(depths)
@@ -419,23 +433,23 @@ def two_facts(rng: random.Random, depth: float) -> Draft:
     )
 
 
-# letters of `coined_words`
+# letters of the words that `coined_words` yields
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 # number of common words in a list of `common_words`
 COMMON = 10
-# tokens from which a list of `common_words` has more occurrences of each word
+# number of tokens from which on `common_words` repeats each word of its list three times as often
 LONG_LIST_TOKENS = 4096
 # number of words that the question of `frequent_words` asks for
 FREQUENT = 3
-# the most frequent word of `frequent_words`, which the question leaves out
+# most frequent word in a text of `frequent_words`. The question says to ignore it, as in RULER
 DOTS = "...."
-# smallest number of words in a text of `frequent_words`; the frequent words then have different
-# counts
+# smallest number of words in a text of `frequent_words`. With fewer words, the words that are asked
+# for could occur equally often
 MIN_WORDS = 100
 
 
 def coined_words(rng: random.Random) -> Iterator[str]:
-    """Yield different invented words of three syllables, such as "balonu"."""
+    """Yield random invented words of three syllables, such as "balonu", without repetition."""
     yielded: set[str] = set()
     while True:
         word = "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(3))
@@ -445,17 +459,17 @@ def coined_words(rng: random.Random) -> Iterator[str]:
 
 
 def common_words(rng: random.Random, depth: float) -> Draft:
-    """Ask for the ten words that a list contains ten times as often as other words, in order.
+    """Return a draft that asks for the ten words that a list contains most often.
 
-    RULER's common words: ten words occur 30 times and the others 3 times. In a list of fewer than
-    4,096 tokens, ten words occur 10 times and the others once. The words are invented, where RULER
-    has English words. ``depth`` is not used.
+    This is RULER's task of common words, with invented instead of English words. The ten words
+    occur 30 times each and the others 3 times each; in a list of fewer than 4,096 tokens, 10 times
+    and once. The answer has the words in the order of the list. ``depth`` is not used.
     """
     words = coined_words(rng)
     common = tuple(next(words) for _ in range(COMMON))
 
     def fill(length: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens] | None:
-        """Return a list of words with ``length`` tokens, see `Filler`."""
+        """Return the shuffled list of words with ``length`` tokens; a `Filler`."""
         common_count, other_count = (30, 3) if length >= LONG_LIST_TOKENS else (10, 1)
         # every entry of the list is an index: below COMMON for common words
         entries = [index for index in range(COMMON) for _ in range(common_count)]
@@ -468,7 +482,7 @@ def common_words(rng: random.Random, depth: float) -> Draft:
             remaining -= other_count * len(word)
         entries += range(COMMON, COMMON + len(others))
         rng.shuffle(entries)
-        # the common words in the order of ``common`` get the indices in the order of the list
+        # renumber the common words, so that they first occur in the order of the answer
         order = [index for index in dict.fromkeys(entries) if index < COMMON]
         tokens = dict(zip(order, map(tokens_of, common), strict=True))
         tokens |= enumerate(others, COMMON)
@@ -486,21 +500,21 @@ def common_words(rng: random.Random, depth: float) -> Draft:
 
 
 def frequent_words(rng: random.Random, depth: float) -> Draft:
-    """Ask for the three most frequent words of a text, the most frequent first.
+    """Return a draft that asks for the three most frequent words, the most frequent first.
 
-    RULER's frequent words: invented words whose frequency is proportional to 1 / rank² (a zeta
-    distribution with exponent 2). The word with rank 1 consists of dots, and the question leaves it
-    out. ``depth`` is not used.
+    This is RULER's task of frequent words: invented words whose frequency is proportional to
+    1 / rank² (a zeta distribution with exponent 2). The word with rank 1 consists of dots, and the
+    question says to ignore dots. ``depth`` is not used.
     """
     words = coined_words(rng)
     asked_words = tuple(next(words) for _ in range(FREQUENT))
     words_by_rank = [DOTS, *asked_words]
 
     def fill(length: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens] | None:
-        """Return the largest text of at most ``length`` tokens, padded with dots, see `Filler`."""
+        """Return a text with as many words as fit, padded with dots to ``length``; a `Filler`."""
 
         def pieces(size: int) -> list[Tokens]:
-            """Return the words of a text of about ``size`` words, in order of rank."""
+            """Return the tokens of all occurrences of all words, for about ``size`` occurrences."""
             shares = (6 / (pi * rank) ** 2 for rank in range(1, size))
             counts = [*takewhile(bool, (int(size * share) for share in shares))]
             while len(words_by_rank) <= len(counts):

@@ -1,1 +1,1 @@
-"""Shared parts of long runs: settings, provenance, and a log that survives a kill."""
+"""Parts of commands: settings, models, provenance, and a log from which a killed run continues."""

@@ -1,4 +1,4 @@
-"""The user's cache of files and folders; each is written once and appears only when complete."""
+"""Cache of files and folders in the user's home; readers never find an incomplete entry."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 # prefix of temporary folders
 SCRATCH = ".making-"
-# age in seconds at which a temporary folder is removed. Conversions take less than a minute, so
-# that an older folder belongs to a killed process
+# temporary folders older than this are removed. Conversions take less than a minute, so that an
+# older folder belongs to a killed process
 STALE_SECONDS = 3600
 
 
@@ -24,7 +24,7 @@ def cache_folder() -> Path:
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """Return the path of a file or folder in the cache, after writing it if it does not exist.
+    """Return the path of a file or folder in the cache; call ``make`` first if it does not exist.
 
     Args:
         name: name of the file or folder in the cache.
@@ -44,7 +44,7 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
         try:
             result.rename(target)
         except OSError:
-            # another process has written an equivalent folder meanwhile
+            # another process has written the same folder meanwhile
             if not target.is_dir():
                 raise
     return target

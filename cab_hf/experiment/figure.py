@@ -1,4 +1,4 @@
-"""`figure`: draw a figure of a run without a display, and write the file atomically."""
+"""`figure`: draw a matplotlib figure without a display, and write the PNG file atomically."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cab_hf.experiment.log import write_atomically
 
 # pixels per inch
 DPI = 100
-# colours of the PNG palette: enough for lines, filled areas and their smooth edges. The file has a
-# third of the bytes of true colour
+# number of colours in the PNG palette: enough for lines, filled areas and their smooth edges. A
+# file with a palette has a third of the bytes of a file in true colour
 COLOURS = 64
 
 
@@ -29,8 +29,8 @@ def figure(
         figsize: width and height in inches.
         options: other arguments of ``Figure.subplots``.
     """
-    # imported on demand, because measurements need no figure. `Figure` does not change the backend
-    # of a notebook, unlike pyplot
+    # imported on demand, because measurements need no figure. pyplot would change the backend of a
+    # notebook; `Figure` does not
     from matplotlib.figure import Figure
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""`load_model`: load a model with CAB switched on, and its tokenizer."""
+"""`load_model`: load a causal language model that attends by CAB, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def load_model(
         options: other arguments of ``AutoModelForCausalLM.from_pretrained``.
 
     Returns:
-        (model, tokenizer).
+        model: the model in eval mode.
+        tokenizer: its tokenizer, with a pad token.
 
     Raises:
         ValueError: the model does not exist or cannot be loaded, or an argument does not fit it.
@@ -57,8 +58,8 @@ def load_model(
     if dtype is None:
         dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     if attn_implementation == CAB_FRC and cab_config is not None:
-        # replaces settings in the saved config before the model is built, because settings of
-        # another predictor would raise an error
+        # set before the model is built: the saved config may have settings with another predictor
+        # than "frc", which would raise an error
         config = options.pop("config", None) or models.load_config(
             str(name_or_path), trust_remote_code
         )

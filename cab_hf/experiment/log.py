@@ -1,10 +1,10 @@
-"""A log of measurements that survives a kill: a file with one JSON object per line.
+"""A log of measurements as JSON lines, from which a killed run continues.
 
 Every line is on disk before the next measurement begins. The first line, the header, identifies the
-run: ``{"identity": {...}, "started": ...}``. Every other line is a record. A run continues a log
-with the same identity, and raises an error for any other log. A last line without a newline was
-written incompletely, and is dropped. `pack` compresses a log; runs and readers accept compressed
-logs too.
+run: ``{"identity": {...}, "started": ...}``. Every other line is a record, the result of one
+measurement. A run continues a log with the same identity, and raises an error for any other log. A
+last line without a newline was written incompletely, and is dropped. `pack` compresses a log; `Log`
+and `read_log` accept compressed logs too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HEADER = b'{"identity": '
 
 
 class LogError(UsageError):
-    """A file that a run cannot read, continue or write."""
+    """An error about a file that a run cannot read, continue or write."""
 
 
 def as_json(value: Any, path: Path) -> str:
@@ -45,7 +45,7 @@ def as_json(value: Any, path: Path) -> str:
 
     Args:
         value: the value.
-        path: the file that will contain the value, for the error message.
+        path: the file that will contain the value, named in the error message.
 
     Raises:
         LogError: the value contains NaN or infinity.
@@ -60,12 +60,13 @@ def as_json(value: Any, path: Path) -> str:
 
 
 class _Records:
-    """The records of a `Log`; records with the same key count once.
+    """The records of a `Log`, without duplicates and without failures that a later run repaired.
 
     Attributes:
-        key: names of the fields that identify a record; () if no two records are the same.
-        failed: name of the field with the reason of a failed measurement; None if there is no such
-            field.
+        key: names of the fields that identify a record: records with equal values in these fields
+            are duplicates. () if there are no duplicates.
+        failed: name of the field with the reason why a measurement failed; None if measurements
+            cannot fail.
         records: the records that did not fail.
     """
 
@@ -81,11 +82,14 @@ class _Records:
 
     @property
     def failures(self) -> list[Record]:
-        """The latest failed record of each key without a successful record."""
+        """Return the latest failed record of each measurement that has no successful record."""
         return list(self._failures.values())
 
     def count(self, record: Record) -> None:
-        """Add a record that the file contains."""
+        """Add a record of the file to `records`, or to `failures` if its measurement failed.
+
+        A record with the key of a successful record is ignored.
+        """
         key = self._key(record)
         if record in self:
             return
@@ -97,33 +101,35 @@ class _Records:
         self.records.append(record)
 
     def _key(self, record: Mapping[str, Any]) -> str:
-        """Return the values of the key's fields as one string."""
+        """Return the values of the fields in ``key``, joined to one string as a dict key."""
         return json.dumps([record.get(name) for name in self.key])
 
 
 class Log(_Records):
     """The log of a run, locked so that no other process can write the file.
 
-    `flock` locks the file itself: the lock ends with the process, and no lock file stays in a
-    folder of results. The constructor checks an existing file completely before it changes the
-    file. If a record cannot be written, the file stays as before.
+    `flock` locks the file itself: the lock ends with the process, and no separate lock file is left
+    in the folder of results. The constructor checks all lines of an existing file before it changes
+    the file. If a record cannot be written, the file does not change.
 
     Args:
         path: the file.
-        identity: a mapping that JSON can store. A log contains records of one identity only.
-        key: names of the fields that identify a record, so that no record counts twice. () means
-            that every record counts.
-        added: values of fields that records of earlier versions lack. The values are added to
-            `records` only, and not to the file.
-        failed: name of the field that contains the reason of a failed measurement; None if
-            measurements cannot fail. A failed record stays in the file, but a later record with the
-            same key replaces it in `records`.
+        identity: what determines the results of the run, such as settings and model, as a mapping
+            that JSON can store. A log contains records of one identity only.
+        key: names of the fields that identify a record. A record whose values in these fields are
+            equal to those of a successful record is a duplicate and is ignored. () means that no
+            record is a duplicate.
+        added: fields that records of earlier versions lack, with their values. The fields are added
+            to `records` only, and not to the file.
+        failed: name of the field with the reason why a measurement failed; None if measurements
+            cannot fail. The file keeps failed records. A failed record is in `failures` until a
+            later record with the same key replaces it.
         fields_of: function of a record that returns the names of the fields that the record must
             have in addition to ``key``; None to require ``key`` only.
 
     Attributes:
         records: all records that did not fail, in order; `append` extends the list.
-        failures: the latest failed record of each key without a successful record.
+        failures: the latest failed record of each measurement that has no successful record.
         started: time of the first start of the run, in ISO 8601, UTC.
 
     Raises:
@@ -174,8 +180,8 @@ class Log(_Records):
     def close(self) -> None:
         """Release the lock and close the file.
 
-        An explicit unlock, because a forked process that has inherited the file would keep the
-        lock.
+        The file is unlocked explicitly, because a forked process that has inherited the open file
+        would keep the lock.
         """
         if not self._file.closed:
             fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -258,15 +264,16 @@ def read_log(
     failed: str | None = None,
     fields_of: FieldsOf | None = None,
 ) -> tuple[dict[str, Any], list[Record]]:
-    """Read a log without locking or changing the file.
+    """Return the identity and the records of a log, without locking or changing the file.
 
     Args:
         path: the file, compressed or not.
         key, added, failed, fields_of: see `Log`.
 
     Returns:
-        (identity, records). Records with the same ``key`` count once, as in `Log`. Failed records
-        without a successful record of the same key come last.
+        identity: the identity of the run that wrote the log.
+        records: the records without duplicates. Failed records come last. A failed record is left
+            out if a record with the same key succeeded.
 
     Raises:
         LogError: the file cannot be read, or a line is no JSON object or lacks a field.
@@ -286,9 +293,10 @@ def read_log(
 
 
 def pack(path: Path | str) -> None:
-    """Compress the file at ``path`` if the file exists; no run may write the file meanwhile.
+    """Replace the file at ``path`` by a compressed file with the suffix `PACKED`, if it exists.
 
-    `Log` and `read_file` accept compressed files under their original path.
+    No run may write the file meanwhile. `Log` and `read_file` find the compressed file under the
+    original path.
     """
     path = Path(path)
     if path.is_file():
@@ -332,7 +340,8 @@ def writing(path: Path | str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
-        # libraries raise their own errors from an OSError, or with the message of an error of Rust
+        # libraries raise own errors whose context is an OSError, or whose message quotes Rust's
+        # "(os error N)"
         cause = error if isinstance(error, OSError) else error.__context__
         rust_message = re.search(r"([^:]+) \(os error \d+\)", str(error))
         if isinstance(cause, OSError):
@@ -364,7 +373,8 @@ def _parse(
         identity: the required identity; None to accept any identity.
 
     Returns:
-        (header, records).
+        header: the content of the first line, with "identity" and "started".
+        records: the records with the fields of ``added``, duplicates included.
 
     Raises:
         LogError: the identity differs, or a line is no JSON object or lacks a field.
@@ -400,7 +410,7 @@ def _parse_json(line: bytes) -> Any:
 
 
 def as_recorded(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an identity after a round trip through JSON, which has lists in place of tuples."""
+    """Convert an identity to JSON and back, as read from a file: tuples become lists."""
     return json.loads(json.dumps(identity))
 
 
@@ -428,7 +438,7 @@ def require_identity(path: Path, recorded: Any, required: Any, name: str = "") -
 
 
 def write_atomically(path: Path | str, data: str | bytes) -> None:
-    """Replace a file so that readers see the complete old file or the complete new file."""
+    """Write a file so that readers always read either the complete old or the complete new file."""
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

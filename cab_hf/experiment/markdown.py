@@ -1,20 +1,20 @@
-"""Functions that convert text to Markdown that shows the text unchanged."""
+"""Functions that convert a string to Markdown which is displayed as the same string."""
 
 from __future__ import annotations
 
 import re
 
-# characters with a meaning in Markdown. An underscore marks emphasis only at the edge of a word
+# characters with a meaning in Markdown. Underscores inside a word have no meaning
 MARKS = re.compile(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_])")
 
 
 def plain(text: str) -> str:
-    """Return ``text`` in one line with escaped characters, for prose and tables."""
+    """Join the lines of ``text``, and escape the characters in `MARKS` with backslashes."""
     return MARKS.sub(r"\\\g<0>", " ".join(text.split()))
 
 
 def code(text: str) -> str:
-    """Return ``text`` in one line as inline code, for prose and tables."""
+    """Join the lines of ``text``, and format the line as inline code for prose and tables."""
     text = " ".join(text.split())
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * (longest + 1)

@@ -1,4 +1,4 @@
-"""Models of runs: any causal LM by name or path, and models that need no access to the hub.
+"""Functions that load models by name or path, including models that need no access to the hub.
 
 * ``smollm2`` is SmolLM2-135M-Instruct (30 layers, 9 query heads, 3 KV heads, head dim 64, 8,192
   positions), converted once from a PyPI wheel (`cab_hf.experiment.offline_models`).
@@ -52,27 +52,28 @@ TINY_SIZES = {
     "eos_token_id": 256,
     "pad_token_id": 257,
 }
-# fields of a generation config that name special tokens
+# fields of a generation config with the ids of special tokens
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# prefixes of names on the hub that have no owner, of causal LMs
+# prefixes of causal LMs on the hub whose names have no owner, such as "gpt2"
 FIRST_NAMES = (
     *("bert-", "camembert-", "ctrl", "distil", "gpt2", "openai-gpt", "roberta-", "transfo-xl-"),
     *("xlm-", "xlnet-"),
 )
 ADAPTER_CONFIG = "adapter_config.json"
-# file of an adapter with the "sha256" of its base, and with the changed fields of the base's config
+# file in the folder of an adapter: the "sha256" of its base model, and the fields of the base's
+# config that training changed
 BASE = "base.json"
-# fields of the base's config that `BASE` may contain
+# fields of the base's config that `BASE` may contain and `restore` sets
 RESTORED = ("rope_parameters", "max_position_embeddings", "cab_config")
-# files of an adapter
+# files in the folder of an adapter that finetune/lora.py trained
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", BASE)
 # folder with the adapters that are part of the package
 ADAPTERS = Path(__file__).parents[1] / "adapters"
-# models that consist of a base and an adapter -> folder of the adapter
+# by name of a model that is merged from a base and an adapter: the folder of the adapter
 ADAPTED = {name: ADAPTERS / name for name in ("smollm2-32k", "smollm2-128k")}
 # name of the folder in which a training run of all weights writes its model
 TRAINED = "model"
-# patterns of a model's files other than weights
+# patterns of the files of a model that are hashed in addition to its weights
 TEXTS = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
 # patterns of weight files; transformers reads the first format that exists
 WEIGHTS = ("*.safetensors", "*_model*.bin")
@@ -233,11 +234,10 @@ def greedy_generation(model: PreTrainedModel, tokens: int) -> Iterator[Generatio
 def max_prompt_tokens(config: PreTrainedConfig, written: int = 0) -> int | None:
     """Return the largest number of tokens in a prompt of a model; None if there is no limit.
 
-    A model with rotary embeddings may generate a few tokens beyond its last trained position.
-
     Args:
         config: the config of the model.
-        written: number of tokens that the model generates after the prompt.
+        written: number of tokens that the model generates after the prompt. They count only for
+            models without rotary embeddings.
     """
     num_positions = positions(config)
     is_rotary = getattr(config.get_text_config(), "rope_parameters", None)
@@ -245,7 +245,7 @@ def max_prompt_tokens(config: PreTrainedConfig, written: int = 0) -> int | None:
 
 
 def is_local(name_or_path: str) -> bool:
-    """Return True if a model is a local folder; for an adapter, also its base must be local."""
+    """Return True if a model is a local folder, and for an adapter its base model is local too."""
     folder = Path(_source(name_or_path))
     base = _base_of(folder)
     return folder.is_dir() and (base is None or is_local(base))
@@ -254,8 +254,9 @@ def is_local(name_or_path: str) -> bool:
 def content_sha256(name_or_path: str) -> str:
     """Return a SHA-256 that identifies the weights, config and tokenizer of a model.
 
-    For one of `built_in_names` the hash is that of the model's sources, because the written files
-    depend on versions of libraries. For other models the hash is that of the files.
+    For one of `built_in_names`, the hash is computed from the sources of the model (GGUF file, config
+    or adapter), because the converted files depend on versions of libraries. For other models, the
+    hash is computed from the files of the model.
 
     Args:
         name_or_path: as in `load_model`. A model on the hub must be in the local cache of the hub.
@@ -300,7 +301,7 @@ def _folder_in_cache(name: str) -> Path:
 
 
 def _base_of(folder: Path) -> str | None:
-    """Return the name or path of an adapter's base; None if ``folder`` contains no adapter."""
+    """Return the base model's name or path; None if ``folder`` contains no adapter."""
     file = folder / ADAPTER_CONFIG
     if not file.is_file() or (folder / "config.json").is_file():
         return None
@@ -308,7 +309,11 @@ def _base_of(folder: Path) -> str | None:
 
 
 def _source(name_or_path: str) -> str:
-    """Return the argument of ``from_pretrained`` for a model; refuse unknown names."""
+    """Return the folder of one of `made_names`, or any other known name or path unchanged.
+
+    Raises:
+        UsageError: the name is unknown, see `refuse_unknown`.
+    """
     if is_made(name_or_path):
         return str(made_folder(name_or_path))
     refuse_unknown(name_or_path)
@@ -316,9 +321,10 @@ def _source(name_or_path: str) -> str:
 
 
 def _refuse_adapter(name: str) -> None:
-    """Raise a UsageError for an adapter of finetune/lora.py, which must be merged first.
+    """Raise a UsageError if ``name`` is the folder of an adapter that finetune/lora.py trained.
 
-    transformers would load the base of the adapter without the changes of its config.
+    Without merging, transformers would load the base without the config fields that training
+    changed.
     """
     if (Path(name) / BASE).is_file():
         raise UsageError(
@@ -329,9 +335,10 @@ def _refuse_adapter(name: str) -> None:
 
 
 def refuse_unknown(name: str) -> None:
-    """Raise an error for a name that is neither a local model nor looks like a name on the hub.
+    """Raise an error unless ``name`` is a local model or has the form of a name on the hub.
 
-    The check does not ask the hub, because a request without a network takes minutes to fail.
+    The check sends no request to the hub, because without a network a request takes minutes to
+    fail.
 
     Raises:
         UsageError: the name is unknown. The message lists the known names.
@@ -340,7 +347,7 @@ def refuse_unknown(name: str) -> None:
 
     if is_made(name) or Path(name).exists():
         return
-    # owner/name, a name that starts with one of `FIRST_NAMES`, or a name in the cache of the hub
+    # accept owner/name, a name that starts with one of `FIRST_NAMES`, or a name in the hub's cache
     match = re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", name, re.ASCII)
     if match is not None and (
         match[1] is not None
@@ -381,12 +388,15 @@ def made_folder(name: str) -> Path:
     if name == SMOLLM2:
         return smollm2_folder()
     make = {TINY: _make_tiny, **dict.fromkeys(RESHAPED, make_reshaped)}.get(name, _merge)
-    # the name contains the hash, so that other content gets another folder
+    # the name contains the hash, so that changed sources get another folder
     return made_once(f"{name}-{content_sha256(name)[:12]}", partial(make, name))
 
 
 def _loading(name: str) -> AbstractContextManager[None]:
-    """Return a context that converts errors to a `UsageError` with the name of the model."""
+    """Return a context manager that converts errors inside its block to a `UsageError`.
+
+    The message contains the name of the model and a remedy.
+    """
 
     def sentence(error: Exception) -> str:
         failure = f"model {name!r} cannot be loaded ({first_line(error)})"
@@ -405,7 +415,11 @@ def _loading(name: str) -> AbstractContextManager[None]:
 
 
 def _adapter_of(name: str) -> Path:
-    """Return the folder of the adapter of a model in `ADAPTED`; UsageError if a file is missing."""
+    """Return the folder of the adapter that is merged for the model ``name``.
+
+    Raises:
+        UsageError: a file of the adapter is missing.
+    """
     adapter = ADAPTED[name]
     missing = [file for file in ADAPTER_FILES if not (adapter / file).is_file()]
     if missing:
@@ -438,7 +452,7 @@ def _merge(name: str, out: Path) -> None:
     restore(config.get_text_config(), base_facts)
     model, tokenizer = load_model(base, "cpu", "float32", config=config)
     with _loading(name), warnings.catch_warnings():
-        # an error instead of PEFT's warning, after which the adapter would be ignored
+        # PEFT only warns about missing weights and continues without the adapter
         warnings.filterwarnings("error", message="Found missing adapter keys")
         adapted = PeftModel.from_pretrained(model, adapter, trust_remote_code=False)
     adapted.merge_and_unload().save_pretrained(out)
@@ -449,7 +463,7 @@ def restore(text: PreTrainedConfig, fields: Mapping[str, Any]) -> None:
     """Set fields of a base's config to the values with which its adapter was trained.
 
     Args:
-        text: the text config of the base, which changes.
+        text: the text config of the base, modified in place.
         fields: the content of the adapter's file `BASE`. Only fields in `RESTORED` are read.
     """
     for name in RESTORED:

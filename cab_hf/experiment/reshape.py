@@ -1,4 +1,6 @@
-"""SmolLM2 in other shapes, to test CAB on models that were not used to tune its settings.
+"""SmolLM2 converted to other head dims and architectures.
+
+The models test CAB on shapes that were not used to choose its default settings.
 
 * ``smollm2-d128-gqa4`` has heads of 128 channels, four query heads per KV head and a RoPE base of
   500,000, like Llama 3.
@@ -24,13 +26,13 @@ if TYPE_CHECKING:
 
 WIDE, NORMALISED = "smollm2-d128-gqa4", "smollm2-qk-norm"
 RESHAPED = (WIDE, NORMALISED)
-# fields of the config that both models have in common with SmolLM2
+# fields of the config that are copied from SmolLM2
 SHARED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps"),
     *("max_position_embeddings", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
-# standard deviation of random weights, which SmolLM2 does not have
+# standard deviation of the random weights of new channels and heads
 RANDOM_STD = 0.03
 # characters of `built_in_text` on which the norms of queries and keys are measured
 MEASURED = slice(20_000, 28_000)
@@ -85,7 +87,7 @@ def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> 
     base = config.rope_parameters["rope_theta"]
     step = head_dim / dim * math.log(base) / math.log(theta)
     pairs = torch.tensor([round(step * j) for j in range(dim // 2)])
-    # channels of the larger head that have the channels of ``model``
+    # rotated_channels[c]: channel of the larger head that receives channel c of ``model``
     rotated_channels = torch.cat([pairs, pairs + head_dim // 2])
     wide_model = _build_model(
         "llama",
@@ -105,14 +107,14 @@ def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> 
         projection = name.rpartition("self_attn.")[2]
         if projection == "q_proj.weight":
             q = torch.zeros(kv_heads, group, head_dim, hidden)
-            # logits are divided by the root of the larger number of channels
+            # attention divides logits by sqrt(head_dim) instead of sqrt(dim)
             old_q = weight.view(kv_heads, old_group, dim, hidden)
             q[:, :old_group, rotated_channels] = old_q * (head_dim / dim) ** 0.5
             q[:, old_group:] = random(kv_heads, group - old_group, head_dim, hidden)
             state[name] = q.flatten(0, 2)
         elif projection in ("k_proj.weight", "v_proj.weight"):
             larger = random(kv_heads, head_dim, hidden)
-            # values are not rotated, and have the first channels of the larger head
+            # values are not rotated, so that their channels keep their indices
             channels = rotated_channels if projection == "k_proj.weight" else slice(dim)
             larger[:, channels] = weight.view(kv_heads, dim, hidden)
             state[name] = larger.flatten(0, 1)
@@ -127,13 +129,13 @@ def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> 
 def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
     """Return a Qwen3 with the weights of ``model``, a LLaMA in float32.
 
-    The weight of each norm is the root mean square of the queries or keys of ``model`` on a text.
-    The mean size of a layer's logits therefore stays the same, but that of single heads and tokens
-    changes.
+    The weight of each norm is the root mean square of the queries or keys of ``model`` in one
+    forward pass. Hence the magnitude of logits stays the same on average over a layer, but changes
+    for single heads and tokens.
 
     Args:
         model: a LLaMA in float32.
-        ids: int64 [1, N], the tokens of the text.
+        ids: int64 [1, N], the tokens of the forward pass.
     """
     import torch
 
@@ -146,14 +148,14 @@ def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
         head_dim=config.head_dim,
         theta=config.rope_parameters["rope_theta"],
     )
-    # root mean square by name of the norm's weight
+    # root mean square of a projection's output, by parameter name of the norm of this output
     rms: dict[str, Tensor] = {}
 
     def measure(norm: str) -> Callable[..., None]:
-        """Return a forward hook of a projection that stores the RMS of its output."""
+        """Return a forward hook for a projection; the hook stores the output's RMS in rms[norm]."""
 
         def hook(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-            # without the first tokens of the text, whose keys differ from all others
+            # the keys of the first tokens are outliers and are left out
             rms[norm] = output[:, 8:].square().mean().sqrt()
 
         return hook
@@ -179,7 +181,7 @@ def _build_model(
 
     Args:
         model_type: model type in transformers, such as "qwen3".
-        model: the model with the `SHARED` fields.
+        model: the model whose config has the `SHARED` fields.
         heads: number of query heads.
         kv_heads: number of KV heads.
         head_dim: channels per head.

@@ -1,8 +1,8 @@
-"""Settings of a command: a dataclass whose fields are options of its command line and YAML files.
+"""Functions that fill a dataclass of settings from a command line and a YAML file.
 
-`read_settings` reads every option as a string, from the command line or from a file, and `_parse`
-converts the string to a value. `spelled` is the inverse: it converts recorded settings to the words
-of a command line.
+Each field of the dataclass is an option of the command. `read_settings` reads every option as a
+string, and `_parse` converts the string to a value. `spelled` is the inverse of `read_settings`:
+`spelled` converts recorded settings to the words of a command line.
 
 A field is declared by `option`, `flag`, `operands` or `by_device`. Its metadata have these keys:
 
@@ -10,7 +10,7 @@ A field is declared by `option`, `flag`, `operands` or `by_device`. Its metadata
 * ``parse``: function from string to value.
 * ``spell``: function from value to string, the inverse of ``parse``.
 * ``repeatable``: True if the option may occur several times.
-* ``operands``: True if the field contains the words without an option name.
+* ``operands``: True if the field contains the positional arguments of the command.
 * ``defaults``: the default, or the defaults on a GPU and on a CPU.
 """
 
@@ -31,14 +31,14 @@ from typing import Any, TypeVar
 from cab_hf import checks
 
 Settings = TypeVar("Settings")
-# types of numbers -> their description in error messages, in place of Python's own messages
+# by type of a number: its description in error messages, in place of Python's own messages
 NUMBERS = {int: "a whole number", float: "a finite number"}
-# the option that names a YAML file
+# name of the option whose value is the path of a YAML file
 FILE = "config"
 
 
 class UsageError(ValueError):
-    """An invalid argument, option or file of a run; the message says what to change."""
+    """An error about an argument, option or file of a run; the message says what to change."""
 
 
 def first_line(error: BaseException) -> str:
@@ -51,10 +51,10 @@ def first_line(error: BaseException) -> str:
 def refused_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
     """Convert errors inside a ``with`` block to a `UsageError`.
 
-    `MemoryError` and `UsageError` stay as they are.
+    `MemoryError` and `UsageError` are not converted.
 
     Args:
-        sentence: function from the error to the message of the `UsageError`.
+        sentence: function that receives the error, and returns the message of the `UsageError`.
     """
     try:
         yield
@@ -65,12 +65,12 @@ def refused_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
 
 
 def missing_package(error: ImportError) -> str | None:
-    """Return a sentence with the extra of cab_hf that installs a missing package.
+    """Return a message with the command that installs the package whose import failed.
 
     Returns None if no extra of cab_hf contains the package.
     """
     module = (error.name or "").partition(".")[0]
-    # packages whose name differs from the name of their module
+    # by name of a module: name of its package, if the names differ
     package = {"yaml": "pyyaml", "markdown_it": "markdown_it_py"}.get(module, module)
     try:
         requirements = metadata.requires("cab_hf") or []
@@ -84,7 +84,7 @@ def missing_package(error: ImportError) -> str | None:
 
 
 def spell(value: Any) -> str:
-    """Convert a value to a word of a command line; commas separate the items of a list."""
+    """Convert the value of an option to a string; commas separate the items of a list."""
     return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
@@ -104,9 +104,9 @@ def option(
         help: the help text.
         parse: function from string to value. The message of its ValueError is shown to the user.
         repeatable: True if the option may occur several times. The value is a tuple of strings.
-            Each string must be accepted by ``parse``, or must be an assignment if ``parse`` is str.
-        spell: function from value to string, the inverse of ``parse``. The function receives lists
-            where the value has tuples, as JSON stores them.
+            Each string must be accepted by ``parse``, or by `parse_assignment` if ``parse`` is str.
+        spell: function from value to string, the inverse of ``parse``. In values that were read
+            from JSON, tuples are lists.
         more_metadata: other metadata of the field, see the docstring of the module.
     """
     field_metadata = {
@@ -127,7 +127,7 @@ def flag(help: str) -> Any:
 
 
 def operands(help: str) -> Any:
-    """Declare a field that contains the words without an option name, as a tuple of strings."""
+    """Declare a field for the positional arguments of the command, as a tuple of strings."""
     return option((), help, operands=True)
 
 
@@ -142,10 +142,10 @@ def by_device(
 
 
 def fill_by_device(settings: Any, on_cpu: bool) -> None:
-    """Set all fields that `by_device` declares and the user left out to the device's default.
+    """Set each field of `by_device` without a value to its default on the device.
 
     Args:
-        settings: an instance of a settings dataclass, which may be frozen.
+        settings: an instance of a settings dataclass, modified in place even if frozen.
         on_cpu: True for the defaults on a CPU.
     """
     for field in dataclasses.fields(settings):
@@ -194,7 +194,8 @@ def number_or_auto(text: str) -> int | None:
 def parse_assignment(text: str) -> tuple[str, Any]:
     """Split ``name=value`` into (name, value).
 
-    The value is a Python literal, True or False for "true" or "false", or else a string.
+    The value is parsed as a Python literal. "true" and "false" become bools, and any other value
+    stays a string.
     """
     name, equals, value = (part.strip() for part in text.partition("="))
     if not equals:
@@ -221,7 +222,7 @@ def require(
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage of the command."""
+    """A parser that prints errors as one line, without the usage of the command."""
 
     def error(self, message: str) -> Any:
         """Print the message and end the process with status 2."""
@@ -281,7 +282,7 @@ def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> No
     elif any(isinstance(default, tuple) for default in defaults):
         arguments["nargs"] = "+"
     help = metadata["help"]
-    # identity, because the number 0 equals False
+    # compared by identity with False, because the number 0 equals False
     shown = [value for value in defaults if value is not False and value not in (None, (), "")]
     if shown:
         words = dict.fromkeys(map(metadata["spell"], shown))
@@ -294,12 +295,12 @@ def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> No
 
 
 def _option_name(field_name: str) -> str:
-    """Return the option of a field, such as "--out-folder" for "out_folder"."""
+    """Return the name of a field's option, such as "--out-folder" for "out_folder"."""
     return "--" + field_name.replace("_", "-")
 
 
 def _suggestion(name: str, options: Sequence[str]) -> str:
-    """Return the end of an error message for an unknown option ``name``."""
+    """Return "did you mean ...?" for an unknown option ``name``, or the list of all options."""
     matches = difflib.get_close_matches(name, options, n=1)
     return f"did you mean {matches[0]}?" if matches else f"the options are {', '.join(options)}."
 
@@ -318,7 +319,7 @@ def _parse(field: dataclasses.Field, words: str | list[str]) -> Any:
     text = words if isinstance(words, str) else ",".join(words)
     try:
         if is_repeatable:
-            # only to raise errors: a repeatable option stays a tuple of strings
+            # parse to raise errors only: the value of a repeatable option is a tuple of strings
             for word in words:
                 (parse_assignment if parse is str else parse)(word)
         if is_repeatable or field.metadata["operands"]:
@@ -337,7 +338,8 @@ def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> dict[str, 
     """Read the options of a YAML file.
 
     Args:
-        path: the file. A list in the file has the words of one option. A mapping has assignments.
+        path: the file. It maps each option to a word, to a list of words, or to a mapping whose
+            items become words ``field=value``.
         fields: fields of the settings by name.
 
     Returns:
@@ -371,11 +373,11 @@ def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> dict[str, 
 
 
 def spelled(recorded: Mapping[str, Any], settings_class: type) -> list[str]:
-    """Return the words of a command line for recorded settings, without options that have defaults.
+    """Convert recorded settings to the words of a command line, without options at their default.
 
     Args:
-        recorded: settings as read from JSON. A file is a mapping with the key "name". Names that
-            are no fields of ``settings_class`` are ignored.
+        recorded: settings as read from JSON. A setting that is a file was recorded as a mapping
+            with the key "name". Names that are no fields of ``settings_class`` are ignored.
         settings_class: the settings dataclass.
     """
     on_cpu = str(recorded.get("device", "cpu")).startswith("cpu")
