@@ -103,8 +103,7 @@ class Settings(OnModelSettings):
     def cab_fields(self) -> dict[str, Any]:
         """The fields of `CabConfig` in ``--cab``.
 
-        Unlike in other evaluations, the defaults on a CPU are those on a GPU, because the command
-        advises a config.
+        Unlike in other evaluations, the defaults on a CPU are the same as on a GPU.
         """
         return dict(map(parse_assignment, self.cab))
 

@@ -21,7 +21,7 @@ PAYS = 1.02
 # threshold has 0.6 times the KL
 SLOPE = 0.75
 MOST_POINTS = 5  # largest number of thresholds that a search measures, including the first
-FARTHEST = 8.0  # largest factor between the best measured threshold and the next threshold
+FARTHEST = 8.0  # largest factor by which the search multiplies or divides a measured threshold
 LEAST_KL = 1e-9  # replaces smaller KLs, because a KL of 0 has no logarithm
 CLOSE = 0.8  # the search ends with a KL from CLOSE * target to target
 
