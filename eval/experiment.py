@@ -275,7 +275,9 @@ def named(name: str) -> type[Experiment]:
 
 
 def kind_of(record: Row, folder: Path) -> type[Experiment] | Archived:
-    """Return the class of the experiment that wrote results; `Archived` if it was removed.
+    """Return the class of the experiment that wrote results, or an `Archived` in its place.
+
+    An `Archived` replaces the class of a removed experiment.
 
     Args:
         record: provenance of the results.
@@ -333,7 +335,7 @@ def read_provenance(folder: Path) -> Row | None:
 def _refuse_files_of_others(out: Path) -> None:
     """Raise an error if ``out`` contains result files but no samples.
 
-    Result files without samples do not come from a run, so that a run must not overwrite them.
+    Result files without samples do not come from a run in this folder, and must not be overwritten.
     """
     for name in () if file_exists(out / SAMPLES) else (RESULTS, CSV, REPORT, FIGURE):
         if (out / name).exists():

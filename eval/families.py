@@ -36,8 +36,8 @@ LEAST_SCALE = 1e-6
 FOLDER = "MODEL_SWEEP"
 # Tested variants of a model. In one process, ``by_name`` loads the model with
 # attn_implementation="cab" and ``applied`` calls `apply_cab`; over ranks, ``plain`` calls
-# `apply_cab`. ``windowed`` adds sliding windows, and ``dynamic`` dynamic RoPE, if the type supports
-# them and has none by default.
+# `apply_cab`. ``windowed`` also adds sliding windows, and ``dynamic`` adds dynamic RoPE. Types that
+# have these by default, or do not support them, lack the variant.
 PARTS = ("by_name", "applied", "plain", "windowed", "dynamic")
 EXACT, REFUSED, IN_PART = "exact", "refused", "refused in part"
 NOT_OURS, WRONG, FAILS, NOT_BUILT = "not reached", "WRONG", "fails", "not built"

@@ -345,7 +345,7 @@ class Fidelity(LongRun):
 
         A run that is stopped has therefore asked all methods the same questions. The predictions of
         dense attention are computed once per question. Cases with the budget `MATCH` come last,
-        because the budget follows from all samples of the matched method.
+        because the budget follows from all samples of the method of ``--match``.
         """
         settings = self.settings
         matched = [name for name in settings.compared if kind_of(name).matched]
@@ -363,24 +363,24 @@ class Fidelity(LongRun):
             yield from sorted(chain.from_iterable(cases_by_question.values()), key=self.waits)
 
     def alone(self, case: Mapping[str, Any]) -> bool:
-        # A budget that is matched by time is fitted once per cell, because times vary. One process
-        # must therefore measure all cases of the cell.
+        # A method is fitted to a time once per cell, because times vary. One process must therefore
+        # measure all cases of the cell.
         return case["probe"] == TIME or self.by_time(case)
 
     def waits(self, case: Mapping[str, Any]) -> bool:
         return case["budget"] == MATCH
 
     def by_time(self, case: Mapping[str, Any]) -> bool:
-        """Return True if the method of the case gets the attention time of the matched method."""
+        """Return True if the budget of the case is the attention time of the ``--match`` method."""
         return self.settings.equal == TIME and self.waits(case)
 
     def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> float | None:
         """Return the budget of a case.
 
         The budget is a density in layers that are not dense, or the milliseconds of attention if
-        `by_time` is True. Returns None for methods without a budget, or while samples of the
-        matched method are missing. If ``samples`` contain a config that an earlier run fitted to
-        the cell by time, the call also adds it to `timed`.
+        `by_time` is True. Returns None for methods without a budget, or while samples of the method
+        of ``--match`` are missing. If ``samples`` contain a config that an earlier run fitted to
+        the cell by time, the call also adds the method with this config to `timed`.
         """
         for sample in samples:
             if cell_of(sample) == cell_of(case) and "fitted_config" in sample:
@@ -409,8 +409,8 @@ class Fidelity(LongRun):
     def _tokens_kept(self, length: int, budget: str | float) -> int:
         """Return the number of cached tokens that a method with ``budget`` keeps.
 
-        With the budget `MATCH`, a decode step over the kept tokens reads as many bytes of the cache
-        as a decode step of the matched config.
+        With the budget `MATCH`, a decode step over these tokens reads as many bytes of the cache as
+        a decode step with the config of the ``--match`` method.
         """
         if budget != MATCH:
             return max(2, round(budget * length))
@@ -420,7 +420,7 @@ class Fidelity(LongRun):
     def method(self, case: Mapping[str, Any]) -> Method:
         """Return the method of a case with parameters that realise the budget of the case.
 
-        Baselines use the block sizes and the engine of the config of the matched method.
+        Baselines use the block sizes and the engine in the config of the ``--match`` method.
         """
         settings, name = self.settings, case["method"]
         text_key = (case["text"], case["length"])

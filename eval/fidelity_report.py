@@ -491,8 +491,8 @@ def readings_of(rows: Sequence[Row]) -> list[str]:
     """Return the sentences of the report.
 
     For each text, one sentence summarises CAB's differences to dense attention at the largest
-    length. Further sentences list rows whose density or time differs from the matched value, rows
-    with missing cases, and methods that attended densely.
+    length. Further sentences list rows whose density or time differs from their budget by more than
+    `OFF`, rows with missing cases, and methods that attended densely.
     """
     cab = {}
     for row in rows:

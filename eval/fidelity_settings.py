@@ -48,7 +48,7 @@ from cab_hf.experiment.settings import (
 # values of --equal: the quantity in which baselines equal the method of --match. TIME is also the
 # probe that measures the attention time of a cell.
 DENSITY, TIME = "density", "time"
-OFF = 0.05  # accepted relative difference of a baseline's density or time from the matched value
+OFF = 0.05  # accepted relative difference of a baseline's density or time from its budget
 # a comma between assignments; a comma inside a value, such as a list, has no assignment after it
 FIELD = re.compile(r",(?=\s*\w+\s*=)")
 NAME = re.compile(r"[\w.-]+")

@@ -186,7 +186,7 @@ def in_order(rows: DataFrame, name: str, labels: Mapping[Any, str]) -> DataFrame
 
 
 def one_row(rows: DataFrame, **values: Any) -> Series:
-    """Return the only row with the given values in the columns ``values``.
+    """Return the only row that has, in each column of ``values``, the value of this argument.
 
     Raises:
         ValueError: no row, or several rows, have these values.

@@ -139,7 +139,7 @@ class LongRun(OnModel):
 
     @abstractmethod
     def typical(self, text_key: tuple[Any, ...]) -> Tokens:
-        """Return the tokens on which methods are fitted: densities and times are measured on them.
+        """Return the tokens on which density and time are measured when methods are fitted.
 
         Args:
             text_key: the fields of a case that identify the text.

@@ -18,8 +18,8 @@ RECALLS, PERPLEXITIES = (RECALL, RECALL_BORDER), (PERPLEXITY, PERPLEXITY_BORDER)
 CONTINUATION, ASKED = "continuation", "asked"
 # the probe that predicts the last tokens of every turn of a chat, whose turns share one KV cache
 TURNS, TURN_COUNT = "turns", 5
-# Probes whose tokens after a prompt are read in decode steps by the method. For GREEDY, the model
-# generates these tokens; for the others they are given.
+# Probes in which the method computes the tokens after a prompt in decode steps. For GREEDY, the
+# model generates these tokens; for the other probes, they are tokens of the text.
 DECODE, DECODE_ASKED, GREEDY = "decode", "decode_asked", "greedy"
 DECODES = (DECODE, DECODE_ASKED, GREEDY)
 WITH_KEYS_ASKED = (ASKED, DECODE_ASKED)

@@ -87,7 +87,7 @@ class Verdict(NamedTuple):
 
 
 def select(rows: Sequence[Row], **fields: Any) -> list[Row]:
-    """Return the rows whose fields have the given values."""
+    """Return the rows that have, in each field of ``fields``, the value of this argument."""
     return [row for row in rows if all(row[name] == value for name, value in fields.items())]
 
 
