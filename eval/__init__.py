@@ -1,1 +1,1 @@
-"""Evaluations: CAB and its baselines under the same conditions, with results as files."""
+"""Evaluations that compare CAB and other methods on the same inputs, and write results to files."""

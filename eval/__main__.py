@@ -24,7 +24,7 @@ NAMES = (
     "report",
     "speed",
 )
-# commands whose module has another name
+# command -> name of its module, if the module is not named after the command
 MODULES = {"report": "page"}
 # command -> module that defines an `Experiment` class EXPERIMENT, a function ``main(words)``, or
 # COMMANDS with subcommands
@@ -32,10 +32,10 @@ COMMANDS = {name: f"cab_hf.eval.{MODULES.get(name, name.replace('-', '_'))}" for
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command of the evaluations.
+    """Run the command that the arguments name, such as ``passkey`` or ``speed ttft``.
 
     Args:
-        arguments: the command and its options; None: those of the process.
+        arguments: the command and its options; None: the arguments in ``sys.argv``.
 
     Returns:
         The exit status.
@@ -49,8 +49,8 @@ def _run(arguments: Sequence[str], group: ModuleType, prog: str) -> int:
 
     Args:
         arguments: the name of the command, followed by its options.
-        group: a module that defines COMMANDS.
-        prog: the command line up to the name of the command, for messages.
+        group: a module with the mapping COMMANDS: name of a command -> name of its module.
+        prog: the command line before the name of the command, for error messages.
     """
     name, *options = arguments or [""]
     if name in ("-h", "--help"):
@@ -85,9 +85,11 @@ def _run(arguments: Sequence[str], group: ModuleType, prog: str) -> int:
 
 
 def _purpose(module: str) -> str:
-    """Return the purpose of the experiment in ``module``, or else the module's first line.
+    """Return the line that help shows for the command in ``module``.
 
-    The function reads the source, because importing the module takes seconds.
+    The line is the ``purpose`` of the module's `Experiment` class, or the first line of the module
+    docstring if there is no such class. Both are read from the source, because importing the module
+    takes seconds.
     """
     source = Path(importlib.util.find_spec(module).origin).read_text()
     purpose = re.search('^    purpose = "(.+)"$', source, re.MULTILINE)
@@ -96,7 +98,7 @@ def _purpose(module: str) -> str:
 
 def _refuse(prog: str, message: str) -> int:
     """Print ``message`` as one line on stderr; return the exit status of a usage error."""
-    # messages of other libraries may have several lines
+    # error messages of other libraries may have several lines: join these
     print(f"{prog}: {' '.join(message.split())}", file=sys.stderr)
     return 2
 

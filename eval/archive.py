@@ -1,4 +1,4 @@
-"""Results of removed experiments, which pages show with the texts of the committed reports."""
+"""Results of removed experiments; pages copy their tables and texts from the committed reports."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-# removed experiment -> its replacement
+# command of a removed experiment -> what replaces the command
 ARCHIVED = {
     "speed batches": "`speed attention --layouts`",
     "speed breakdown": "torch.profiler",
     "speed predictor": "`speed attention`",
     "speed prefill": "`speed ttft --longest`",
 }
-# title, figure and final paragraphs of reports, as `cab_hf.eval.experiment.report_text` writes them
+# Patterns for paragraphs of reports by `cab_hf.eval.experiment.report_text`: the title, the figure,
+# and the beginnings of the final paragraphs with config, device and command lines.
 TITLE = re.compile(r"# (.+)")
 CAPTION = re.compile(r"!\[(.+)\]\(\S+\)")
 ORIGIN = ("Config of ", "Made on ", "```")
@@ -23,9 +24,10 @@ ORIGIN = ("Config of ", "Made on ", "```")
 
 @dataclass(frozen=True)
 class ArchivedRun:
-    """A removed experiment that reads title, tables and sentences from the report of one run.
+    """A replacement for the class of a removed experiment, for the results of one run.
 
-    Pages use it like a class derived from `cab_hf.eval.experiment.Experiment`.
+    It has the attributes and methods of `cab_hf.eval.experiment.Experiment` that pages use. They
+    return texts from the report of the run.
 
     Attributes:
         name: name of the removed command.
@@ -39,7 +41,11 @@ class ArchivedRun:
 
     @classmethod
     def read(cls, name: str, path: Path) -> ArchivedRun:
-        """Return the removed experiment ``name`` with the report at ``path``.
+        """Read a report, and return the replacement for the experiment that wrote it.
+
+        Args:
+            name: name of the removed command.
+            path: path of ``report.md``.
 
         Raises:
             ValueError: the report is missing.
@@ -70,11 +76,11 @@ class ArchivedRun:
 
     @property
     def _figure_index(self) -> int:
-        """The index of the figure in `_paragraphs`."""
+        """The index in `_paragraphs` of the paragraph that shows the figure."""
         return next(i for i, text in enumerate(self._paragraphs) if CAPTION.match(text))
 
     def tables(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Return the tables of the report by heading, the most important table first.
+        """Return heading -> Markdown table, in the order of the report.
 
         ``rows`` is ignored: the report contains the tables.
         """
@@ -89,7 +95,10 @@ class ArchivedRun:
         return self._paragraphs[2 : self._figure_index]
 
     def notes(self, settings: Mapping[str, Any]) -> str:
-        """Return the explanations after the last table; ``settings`` is ignored."""
+        """Return the paragraphs after figure and tables, without config, device and command lines.
+
+        ``settings`` is ignored.
+        """
         paragraphs = self._paragraphs
         tables = [i for i, text in enumerate(paragraphs) if text.startswith("|")]
         notes = paragraphs[max([self._figure_index, *tables]) + 1 :]

@@ -4,9 +4,9 @@ The model reads a text once with dense attention. Each layer first times block s
 attention on its q, k and v, and then computes its dense output. All methods are therefore timed on
 the same inputs.
 
-Baselines select blocks in plain PyTorch here, which is slower than necessary. The time of their
-selection is therefore estimated from the share of dense attention's time that their authors report.
-The time of attention is measured for all methods.
+Baselines select blocks in plain PyTorch here, which is slower than the kernels of their authors.
+Their selection time is therefore not measured: it is the measured time of dense attention times the
+ratio in `REPORTED`. The time of attention to the selected blocks is measured for all methods.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cab_hf.predictors import LayerContext, make_predictor
 from cab_hf.route import route
 
 WARM_UP_CALLS = 1
-RUNS = 3  # runs in each layer; the medians of all layers are summed
+RUNS = 3  # timed runs per layer; the time of a model is the sum of the layers' medians
 # predictor -> time of block selection / time of dense attention. Xu et al. 2025 (arXiv
 # 2503.16428), figure 5, report 9.3 ms at stride 8, 3.6 ms at stride 16, and 73.8 ms for dense
 # attention at one length. The figure also reports 89.6 ms for MInference and 20.8 ms for
@@ -41,23 +41,24 @@ REPORTED = {
     "xattention_16": 3.6 / 73.8,
     # 0, in favour of these methods, because their authors report no share
     **dict.fromkeys(("flexprefill", "vertical_slash"), 0.0),
-    # 0, because these methods do not score blocks, or are bounds that score by exact attention
+    # random and streaming score no blocks; for the others, 0 is a lower bound of the time
     **dict.fromkeys(("mean_pooled", "oracle", "random", "streaming"), 0.0),
 }
-FLUSHES = 48  # flushes of the L2 cache before a run; the host queues the kernels in these 3 ms
+# flushes of the L2 cache before a run: they take 3 ms, in which the host queues the timed kernels
+FLUSHES = 48
 
 
 def predictor_name(config: CabConfig) -> str:
-    """Return the name of the predictor of ``config``, without a parameter after a colon."""
+    """Return the name of the predictor of ``config``: ``"name"`` if the field is ``"name:0.9"``."""
     return config.predictor.partition(":")[0]
 
 
 class LayerBench(GpuBench):
     """A clock for one layer of a model: few runs, no CUDA graphs.
 
-    A launch can take longer than a small kernel. The clock therefore keeps the GPU busy before
-    every run while the host queues the timed kernels. The CUDA events then enclose only kernels,
-    unless the call synchronises.
+    The host can need longer to launch a small kernel than the GPU needs to run the kernel. Before
+    every run, the clock therefore keeps the GPU busy while the host queues the timed kernels. The
+    time between the CUDA events then contains no launches, unless the timed call waits for the GPU.
     """
 
     def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
@@ -67,7 +68,7 @@ class LayerBench(GpuBench):
 
 
 def layer_bench(device: torch.device | str) -> Bench | None:
-    """Return the clock for layers on a GPU; None for a CPU, whose times are meaningless."""
+    """Return a `LayerBench` for a GPU; None for a CPU, where attention is not timed by default."""
     return LayerBench(str(device)) if torch.device(device).type == "cuda" else None
 
 
@@ -91,14 +92,15 @@ class AttentionClock:
         Args:
             model: the model.
             tokens: the tokens to read.
-            config: CAB's config, or that of a baseline; None for dense attention alone.
+            config: the config of CAB or of a baseline; None to time dense attention only.
 
         Returns:
-            ``predict_ms``: selecting blocks, measured or estimated from `REPORTED`.
-            ``attend_ms``: attending to the blocks, and dense attention in dense layers.
-            ``dense_ms``: the fastest dense kernel in all layers.
+            ``predict_ms``: time of selecting blocks, measured or estimated from `REPORTED`.
+            ``attend_ms``: time of attention to the selected blocks, or of dense attention in layers
+            that attend densely.
+            ``dense_ms``: time of the fastest dense kernel in all layers.
             ``dense_kernel``: the name of this kernel.
-            ``predict_reported``: the share from `REPORTED`, if selection is not measured.
+            ``predict_reported``: the ratio from `REPORTED`; missing if selection is measured.
         """
         spent = {"predict_ms": 0.0, "attend_ms": 0.0, "dense_ms": 0.0, "dense_kernel": None}
         reported = None if config is None else REPORTED.get(predictor_name(config))
@@ -131,7 +133,9 @@ class AttentionClock:
         return spent
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[str, float]:
-        """Return the fastest dense kernel and its ms, measured once per shape of tensors.
+        """Return name and milliseconds of the fastest dense kernel.
+
+        Kernels are timed once for each combination of shapes and dtype.
 
         Raises:
             RuntimeError: no dense kernel runs.
@@ -148,15 +152,15 @@ class AttentionClock:
 def sparse_calls(
     call: Call, layer: LayerContext, config: CabConfig
 ) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
-    """Return a function that selects blocks and a function that attends, for one layer.
+    """Return two functions to time: one selects blocks, the other attends to these blocks.
 
     Args:
         call: the attention call of the layer.
-        layer: the context for the predictor.
-        config: the config.
+        layer: the context that the predictor receives.
+        config: the config of CAB or of a baseline.
 
     Returns:
-        Two functions without arguments; None if the layer attends densely.
+        Two functions without arguments; None if the layer attends densely with ``config``.
     """
     q, k, v = call.q, call.k, call.v
     work = Workload.of(q, k, v, (config.query_block, config.key_block))
@@ -164,6 +168,7 @@ def sparse_calls(
     if chosen_route.method != "sparse":
         return None
     predict = partial(make_predictor(config), q, k, layer)
-    # the first call fills caches that later layers of a pass find filled
+    # This call also computes what the layers of a pass share, such as masks. Only the first layer
+    # of a model computes it, so that the time of a typical layer excludes it.
     plan = predict()
     return predict, partial(chosen_route.engine.attention, q, k, v, plan, scale=layer.scale)

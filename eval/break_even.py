@@ -1,11 +1,12 @@
-"""Measure from how many queries sparse attention pays after a cache, and write the points.
+"""Measure the smallest number of queries after cached keys for which sparse attention pays.
 
     python -m cab_hf.eval.break_even                    # print the points of this device
     python -m cab_hf.eval.break_even --write            # write them to cab_hf/break_even.json
 
-Each point is a number of keys and the smallest number of queries for which sparse attention pays.
-Sparse attention pays if selection and attention take at most as long as dense attention, for this
-and all larger measured numbers of queries. Queries and keys have the block structure of text.
+Each point is [number of keys, smallest number of queries for which sparse attention pays]. Sparse
+attention pays for n queries if selection plus attention take at most as long as dense attention,
+for n queries and for all larger measured numbers. Queries and keys are random vectors in which, as
+in natural text, runs of consecutive tokens have a common subject (`drawn`).
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ from cab_hf.config import CabConfig, blocks_of
 from cab_hf.dispatch import dispatch
 from cab_hf.ops import Workload
 
-RUN_TOKENS = 300  # consecutive tokens about one subject
-SUBJECTS = 32  # number of subjects
+RUN_TOKENS = 300  # consecutive tokens with the same subject
+SUBJECTS = 32  # number of subjects: random directions in the space of queries and keys
+# device -> numbers of keys to measure
 LENGTHS = {"cuda": (16384, 32768, 65536, 131072), "cpu": (16384,)}
 QUERIES = (256, 512, 1024, 2048, 4096, 8192)
+# device -> query heads, KV heads, head dim, dtype
 HEADS = {"cuda": (32, 8, 128, torch.bfloat16), "cpu": (9, 3, 64, torch.float32)}
 
 
 def drawn(device: str, length: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Return random q, k and v [1, H or H_kv, length, D] of one sequence.
 
-    Tokens attend mostly to tokens about the same subject: both share a direction in q and k.
+    Tokens attend mostly to tokens with the same subject, because the direction of the subject is
+    added to the q and k of both.
     """
     heads, kv_heads, dim, dtype = HEADS[device]
     generator = torch.Generator(device).manual_seed(seed)
@@ -73,12 +77,13 @@ def time_calls(device: str, calls: list[Callable[[], object]], runs: int) -> lis
 
 
 def ratio(q: Tensor, k: Tensor, v: Tensor, q_length: int, runs: int) -> float:
-    """Return the time of dense attention divided by that of sparse attention.
+    """Return the speed-up: the time of dense attention divided by the time of sparse attention.
 
     Args:
         q, k, v: tensors of one sequence, from `drawn`.
-        q_length: the last q_length queries attend; earlier tokens are cached.
-        runs: timed runs.
+        q_length: number of queries. The last q_length queries of q attend to all keys; the keys of
+            earlier tokens count as cached.
+        runs: timed runs of each kind of attention.
     """
     config, kv_length = CabConfig(min_length=0), k.shape[2]
     q = q[:, :, kv_length - q_length :]
@@ -108,9 +113,15 @@ def ratio(q: Tensor, k: Tensor, v: Tensor, q_length: int, runs: int) -> float:
 
 
 def measure(device: str, lengths: tuple[int, ...], runs: int) -> list[list[int]]:
-    """Return a point [keys, smallest number of queries] per length, and print every ratio.
+    """Return [keys, smallest number of queries for which sparse attention pays] for each length.
 
-    The number of queries equals the number of keys if sparse attention does not pay.
+    If sparse attention pays for no measured number of queries, the number of keys replaces the
+    number of queries. Every measured speed-up is printed.
+
+    Args:
+        device: "cuda" or "cpu".
+        lengths: numbers of keys.
+        runs: timed runs of each kind of attention.
     """
     points = []
     for length in lengths:
@@ -143,7 +154,7 @@ def main() -> None:
     print(json.dumps(entry))
     if args.write:
         all_devices = json.loads(break_even.PATH.read_text("utf-8"))
-        # keep the fields that other commands measure
+        # keep the device's fields that other commands have written
         all_devices[args.device] = all_devices.get(args.device, {}) | entry[args.device]
         break_even.PATH.write_text(json.dumps(all_devices, indent=2) + "\n", "utf-8")
 

@@ -46,7 +46,7 @@ BUILT_IN = "built-in"
 
 @dataclass(frozen=True)
 class Settings(OnModelSettings):
-    """Settings of a calibration."""
+    """Options of ``cab_hf.eval calibrate``. None: a default that depends on the device."""
 
     cab: tuple[str, ...] = option(
         (), "field=value of CabConfig, e.g. query_block=64; repeatable", repeatable=True
@@ -88,14 +88,18 @@ class Settings(OnModelSettings):
 
     @cached_property
     def text(self) -> str:
-        """All texts, separated by blank lines; UsageError for a file that is no text."""
+        """The content of all files in ``texts``, separated by blank lines.
+
+        Raises:
+            UsageError: a file is not UTF-8 text.
+        """
         return "\n\n".join(
             built_in_text() if text == BUILT_IN else read_text("texts", text) for text in self.texts
         )
 
     @cached_property
     def cab_config(self) -> CabConfig:
-        """The config to start from: the defaults with the fields of ``--cab``."""
+        """The config that calibration changes: the default config with the fields of ``--cab``."""
         return with_known_predictor(CabConfig.from_dict(dict(map(parse_assignment, self.cab))))
 
 
@@ -143,16 +147,17 @@ def main(words: Sequence[str]) -> int:
 
 
 def _calibrated(settings: Settings, tokenizer: Any, document: Document, out: Path) -> list[Row]:
-    """Save the config of each target density in ``out``.
+    """Calibrate the model for each target density, and save the configs in ``out``.
 
     Args:
-        settings: settings of the calibration.
+        settings: options of the command.
         tokenizer: the tokenizer of the model.
-        document: the document on which the density of every layer is measured.
+        document: the document on which the calibrated model's densities are measured.
         out: folder for the configs.
 
     Returns:
-        A row per target and sparse layer, with the layer's density.
+        A row for each target density and each layer that attends sparsely, with the layer's density
+        on ``document``.
     """
     model, _ = load_model(
         settings.model, settings.device, settings.dtype, settings.trust_remote_code

@@ -10,8 +10,8 @@ from typing import Any
 from cab_hf.experiment.figure import figure
 
 GREYS = ("black", "dimgrey", "darkgrey", "silver", "gainsboro", "tan", "wheat")
-WIDEST_GRIDS = 24  # largest number of columns, over all panels, in a row of heat maps
-MOST_WRITTEN = 20  # largest number of columns of a heat map whose cells show numbers
+WIDEST_GRIDS = 24  # largest total number of columns of the heat maps that are drawn side by side
+MOST_WRITTEN = 20  # cells of heat maps with more columns show a colour only, without a number
 
 
 def line(
@@ -20,13 +20,13 @@ def line(
     value: Callable[[Mapping[str, Any]], float | None],
     **style: Any,
 ) -> None:
-    """Draw a line over the lengths of ``rows``.
+    """Draw a line with one point per row, whose x is the field ``length`` of the row.
 
     Args:
         axis: the axes.
         rows: rows with a ``length``.
-        value: function that returns the height of a row; rows with None or 0 are skipped.
-        style: arguments of `plot`.
+        value: function from a row to the y of its point; rows with None or 0 have no point.
+        style: keyword arguments of matplotlib's `plot`.
     """
     # a logarithmic axis cannot show 0
     drawn = [row for row in rows if value(row)]
@@ -44,14 +44,14 @@ def over_tokens(
     log: bool = True,
     legend: bool = True,
 ) -> None:
-    """Set title, scales, ticks, grid and legend of axes over numbers of tokens.
+    """Set title, scales, ticks, grid and legend of axes whose x is a number of tokens.
 
     Args:
         axis: the axes.
-        lengths: the drawn numbers of tokens.
+        lengths: the x of all points, from which the ticks are chosen.
         title: title of the axes.
         label: label of the vertical axis.
-        write: formats the ticks of the vertical axis.
+        write: function that formats the tick labels of the vertical axis.
         log: True for a logarithmic vertical axis.
         legend: True for a legend of the labelled lines.
     """
@@ -79,7 +79,7 @@ def over_tokens(
 
 
 def spaced_ticks(lengths: Iterable[float]) -> list[float]:
-    """Return ascending lengths for ticks, without lengths whose label overlaps the next label."""
+    """Return ascending ticks, without each length whose label would overlap the next label."""
     ascending = sorted(set(lengths))
     following = [*ascending[1:], math.inf]
     return [tick for tick, after in zip(ascending, following, strict=True) if after > 1.2 * tick]
@@ -99,13 +99,14 @@ def heatmap(
     x_label: str,
     y_label: str,
 ) -> None:
-    """Draw shares from 0 to 1 as one coloured grid per panel, with common axes.
+    """Draw one heat map per panel, of values from 0 to 1.
 
-    Cells show their share as text if there are few columns.
+    All panels have the same axes. Cells also show their value as a percentage if a panel has at
+    most `MOST_WRITTEN` columns.
 
     Args:
         path: the file to write.
-        panels: title -> {(x, y): share}.
+        panels: title of the panel -> {(x, y): value of the cell}.
         x_label: label of the horizontal axes.
         y_label: label of the vertical axes.
     """

@@ -1,8 +1,9 @@
 """The base class of experiments, and the runner that measures, resumes and reports them.
 
-An experiment turns settings into cases, measures one sample per case, and derives rows, tables, a
-figure and sentences from the samples. The runner measures each sample once and logs it immediately.
-`render` derives everything else again from the log.
+An experiment turns settings into cases. A case is one measurement, such as one prompt that one
+method answers, and its sample is the logged record of case and result. Rows, tables, the figure and
+sentences are computed from all samples. The runner measures each case once and logs its sample
+immediately; `render` computes everything else again from the log.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from cab_hf.experiment.settings import UsageError, read_settings, spelled
 PROG = "python -m cab_hf.eval"
 SAMPLES, RESULTS, CSV = "samples.jsonl", "results.json", "results.csv"
 REPORT, FIGURE = "report.md", "figure.png"
-# fields of a case that identify a repetition within a cell: cells are equal in all other fields
+# fields that number repetitions; cases that differ only in these fields belong to one cell
 REPEATED = ("depth", "index")
 Row = Mapping[str, Any]
 
@@ -46,21 +47,22 @@ Row = Mapping[str, Any]
 class Experiment(ABC):
     """The base class of experiments.
 
-    `measure` loads models and creates clocks when it first needs them.
+    Subclasses load models and create clocks when `measure` first needs them, not in the
+    constructor.
 
     Attributes:
         name: the command that runs the experiment.
-        purpose: one line of help.
+        purpose: the line that help shows for the command.
         title: title of the report.
         caption: caption of the figure.
         Settings: a dataclass of options (`cab_hf.experiment.settings`) with the results folder
             ``out``.
         CASE: names of the fields that identify a case and its sample.
-        ADDED: fields that samples of earlier versions lack, with their values.
+        ADDED: field -> value, for fields that logs of earlier versions lack.
         GROWS: names of the settings that determine the number of cases; a later run in the same
             folder may change these settings.
-        FAILED: the field with the reason for which a case failed; a later run measures failed cases
-            again. None: no case fails.
+        FAILED: name of the field that contains the reason if a case failed; a later run measures
+            failed cases again. None: the experiment logs no failed cases.
     """
 
     name: ClassVar[str]
@@ -77,11 +79,14 @@ class Experiment(ABC):
         self.settings = settings
 
     def recorded(self) -> dict[str, Any]:
-        """Return the settings that results record, as JSON values without folders."""
+        """Return the settings as the results record them, without the folder ``out``."""
         return {name: value for name, value in asdict(self.settings).items() if name != "out"}
 
     def identity(self) -> dict[str, Any]:
-        """Return the facts that all samples of a log share: the settings except `GROWS`."""
+        """Return the header of the log: the experiment and all settings except `GROWS`.
+
+        A run can continue a log only if their headers are equal.
+        """
         recorded = self.recorded()
         fixed = {name: recorded[name] for name in recorded if name not in self.GROWS}
         return {"experiment": self.name, **fixed}
@@ -99,14 +104,14 @@ class Experiment(ABC):
 
     @staticmethod
     def measured(sample: Row) -> Sequence[str]:
-        """Return the names of the fields that rows and later cases read, except `CASE`."""
+        """Return the fields of ``sample`` that `rows` or `cases` read, in addition to `CASE`."""
         return ()
 
     @classmethod
     def fields_of(cls, sample: Row) -> Sequence[str]:
         """Return the names of the fields that ``sample`` must have in addition to `CASE`.
 
-        A sample of a failed case needs no other field.
+        The sample of a failed case needs no fields in addition.
         """
         has_failed = cls.FAILED is not None and sample.get(cls.FAILED) is not None
         return () if has_failed else cls.measured(sample)
@@ -122,7 +127,7 @@ class Experiment(ABC):
 
     @abstractmethod
     def cases(self, samples: Sequence[Row]) -> Iterable[dict[str, Any]]:
-        """Yield all cases in order, with the fields of `CASE` and optional facts for `measure`.
+        """Yield all cases in order, with the fields of `CASE` and fields that `measure` needs.
 
         Args:
             samples: a list that the runner extends during the iteration. When a case is yielded,
@@ -130,7 +135,7 @@ class Experiment(ABC):
         """
 
     def check(self) -> None:  # noqa: B027  most experiments accept all settings
-        """Raise an error for settings that cannot be measured. It runs before any file is written.
+        """Raise an error for settings that cannot be measured; `run` then writes no file.
 
         Raises:
             UsageError: the message contains the setting, its value and the accepted values.
@@ -154,7 +159,7 @@ class Experiment(ABC):
     def measure_missing(self, log: Log) -> bool:
         """Measure the cases that ``log`` lacks; return True if at least one case was missing."""
         num_before = len(log.records)
-        # cells differ too much for an estimate of the remaining time from the latest cases
+        # smoothing=0 estimates the remaining time from all cases, because the times of cells differ
         with tqdm(total=self.expected(), unit="case", smoothing=0) as bar:
             for case in self.cases(log.records):
                 if case in log:
@@ -179,7 +184,7 @@ class Experiment(ABC):
     @staticmethod
     @abstractmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
-        """Return Markdown tables by heading, the most important table first."""
+        """Return heading -> Markdown table, the most important table first."""
 
     @staticmethod
     @abstractmethod
@@ -204,7 +209,7 @@ class Experiment(ABC):
 
     @staticmethod
     def programs(settings: Row) -> list[str]:
-        """Return the beginnings of the command lines that repeat a run, such as `PROG`."""
+        """Return the part of each command line before the name of the experiment."""
         return [PROG]
 
     @classmethod
@@ -270,7 +275,14 @@ def named(name: str) -> type[Experiment]:
 
 
 def kind_of(record: Row, folder: Path) -> type[Experiment] | ArchivedRun:
-    """Return the experiment that wrote the results in ``folder`` with the provenance ``record``."""
+    """Return the class of the experiment that wrote results, or an `ArchivedRun` in its place.
+
+    An `ArchivedRun` replaces the class of a removed experiment.
+
+    Args:
+        record: provenance of the results.
+        folder: folder of the results.
+    """
     name = record["experiment"]
     return ArchivedRun.read(name, folder / REPORT) if name in ARCHIVED else named(name)
 
@@ -323,7 +335,7 @@ def read_provenance(folder: Path) -> Row | None:
 def _refuse_files_of_others(out: Path) -> None:
     """Raise an error if ``out`` contains result files but no samples.
 
-    A run would overwrite these files, which no run in this folder wrote.
+    Result files without samples do not come from a run in this folder, and must not be overwritten.
     """
     for name in () if file_exists(out / SAMPLES) else (RESULTS, CSV, REPORT, FIGURE):
         if (out / name).exists():
@@ -339,7 +351,10 @@ def _reasons(kind: type[Experiment], failures: Sequence[Row]) -> str:
 
 
 def _provenance(experiment: Experiment, earlier: Row | None, started: str, is_new: bool) -> Row:
-    """Return the provenance of the last run that added samples, with the settings of all runs.
+    """Return the provenance of the last run that added samples.
+
+    Its settings in `GROWS` are merged with those of earlier runs: the union of lists, and the
+    largest number.
 
     Args:
         experiment: the experiment of this run.
@@ -347,7 +362,7 @@ def _provenance(experiment: Experiment, earlier: Row | None, started: str, is_ne
         started: time at which this run started.
         is_new: True if this run added samples.
     """
-    # JSON turns tuples into lists, as in ``earlier``
+    # turn tuples into lists, so that the settings are comparable with those in ``earlier``
     record = json.loads(json.dumps(experiment.provenance(started)))
     if earlier is None:
         return record
@@ -386,7 +401,7 @@ def _write(
             for cell in cells
         ]
     rows = _rows(kind, samples, record["settings"], out / SAMPLES)
-    # JSON turns tuples into lists, as when a page reads the rows
+    # turn tuples into lists, so that report and figure see the rows as results.json contains them
     rows = json.loads(as_json(rows, out / RESULTS))
     with writing(out):
         report.write_results(out, rows, record)
@@ -414,7 +429,7 @@ def _rows(kind: type[Experiment], samples: Sequence[Row], settings: Row, path: P
 
 
 def summary(kind: type[Experiment] | ArchivedRun, rows: Sequence[Row]) -> list[str]:
-    """Return the first table, and the sentences about the rows unless there are none."""
+    """Return the first table and, if there are any, the sentences about the rows as a paragraph."""
     paragraphs = [next(iter(kind.tables(rows).values())), " ".join(kind.readings(rows))]
     return list(filter(None, paragraphs))
 
@@ -438,7 +453,8 @@ def report_text(kind: type[Experiment] | ArchivedRun, rows: Sequence[Row], prove
     return "\n\n".join(paragraphs) + "\n"
 
 
-# fields of the default config of versions that scored typical queries on every key
+# The default config of earlier versions, as far as it differs from the current default. These
+# versions scored typical queries on every key.
 EARLIER_DEFAULT = {
     OLD_OUTLIERS: 16,
     "typical_queries": 8,
@@ -448,7 +464,7 @@ EARLIER_DEFAULT = {
 
 
 def unmeasured(provenance: Row) -> dict[str, str]:
-    """Return heading -> table of the failed cells, which a later run measures; {} without any."""
+    """Return heading -> table of the failed cells; {} if no cell failed."""
     cells = provenance.get("failed")
     return {"Not measured yet": report.markdown_table(cells, list(cells[0]))} if cells else {}
 
@@ -484,7 +500,10 @@ def configs(settings: Row) -> list[str]:
 
 
 def has_current_fields(config: Row) -> bool:
-    """Return True if `CabConfig` has all fields of a recorded config, under any of their names."""
+    """Return True if `CabConfig` has all fields of a recorded config.
+
+    A field may have its current name, or its name in the version `is_earlier`.
+    """
     accepted = {field.name for field in fields(CabConfig)} | default_of(config).keys()
     return without_unset_share(config).keys() <= accepted
 
@@ -504,7 +523,7 @@ def default_of(config: Row) -> dict[str, Any]:
 
 
 def without_unset_share(config: Row) -> dict[str, Any]:
-    """Return a recorded config without ``top_p=None``, the earlier name of an unset field."""
+    """Return a recorded config without ``top_p=None``, a renamed field that was not set."""
     return {name: value for name, value in config.items() if (name, value) != ("top_p", None)}
 
 

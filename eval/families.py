@@ -1,8 +1,8 @@
-"""Results of the test of all model types: CAB against the own attention of each causal LM type.
+"""Results of a test of all causal LM types, which compares CAB with the type's own attention.
 
-`tests/test_families.py` builds a tiny model of every type in transformers' registry, and compares
-the outputs of its own attention with those of "cab" at full budget. This module derives verdicts,
-tables and the figure from the samples.
+`tests/test_families.py` builds a tiny model of every type in transformers' registry. It compares
+the outputs with the type's own attention to the outputs with "cab" when every block is selected.
+This module computes verdicts, tables and the figure from the outcomes.
 """
 
 from __future__ import annotations
@@ -19,26 +19,31 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.report import column, markdown_table
 
+# tokens of a test sequence, and tokens of its padding
 TOKENS, PADDING = 150, 43
-# tokens of the packed documents of one sequence; a document of one token is a special case
+# tokens of each document packed into one sequence; one token tests the shortest document
 DOCUMENTS = (70, 1, 79)
 TEXT, PACKED = "one text", "packed"
 # a config that keeps all blocks; blocks are small, so that a short sequence has many blocks
 FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
-# tolerances: absolute for logits of one process, relative for results over ranks
+# Largest accepted differences. ``difference`` is the absolute difference of logits in one process.
+# The others are relative to the largest value, for a training step over ranks.
 LIMITS = {"difference": 1e-4, "loss": 1e-5, "logits": 1e-5, "gradients": 1e-5}
-# smallest scale of a relative gradient error, as a share of the largest gradient of all parameters
+# The error of a gradient is divided by the gradient's largest value, or by this fraction of the
+# largest value of all gradients if the fraction is larger.
 LEAST_SCALE = 1e-6
 # environment variable that names the folder for all results of a sweep
 FOLDER = "MODEL_SWEEP"
-# tested variants of a model: in one process, two interfaces that switch cab on; over ranks, three
-# models. ``windowed`` adds sliding windows and ``dynamic`` dynamic RoPE to a type without them.
+# Tested variants of a model. In one process, ``by_name`` loads the model with
+# attn_implementation="cab" and ``applied`` calls `apply_cab`; over ranks, ``plain`` calls
+# `apply_cab`. ``windowed`` also adds sliding windows, and ``dynamic`` adds dynamic RoPE. Types that
+# have these by default, or do not support them, lack the variant.
 PARTS = ("by_name", "applied", "plain", "windowed", "dynamic")
 EXACT, REFUSED, IN_PART = "exact", "refused", "refused in part"
 NOT_OURS, WRONG, FAILS, NOT_BUILT = "not reached", "WRONG", "fails", "not built"
 # all verdicts, the worst first
 VERDICTS = (WRONG, FAILS, NOT_OURS, IN_PART, REFUSED, EXACT, NOT_BUILT)
-# field of a row -> heading of its column, and field or function from row to cell
+# field of a row -> (heading of its column, and the field or function that returns the cell)
 DETAILS = {
     "model_type": ("type", "model_type"),
     "by_name": ("by name", "by_name"),
@@ -75,9 +80,9 @@ class Settings:
 
 
 class Families(Experiment):
-    """The experiment that compares every model type; a sample has the outcomes of one type.
+    """The test of all model types.
 
-    The sample contains the outcome of each variant in `PARTS`.
+    A case is a model type, and its sample contains the outcome of each variant in `PARTS`.
     """
 
     name = "families"
@@ -95,7 +100,7 @@ class Families(Experiment):
 
     @classmethod
     def rows(cls, samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return one row per type: verdict, error message, and largest difference."""
+        """Return the row of each type (`judged`), sorted by type."""
         return [judged(sample) for sample in sorted(samples, key=itemgetter("model_type"))]
 
     @staticmethod
@@ -204,7 +209,7 @@ def judged(sample: Row) -> dict[str, Any]:
     outcomes, counts = {}, {"layers": [0], "sparse": []}
     for name in (name for name in PARTS if name in sample):
         variant = sample[name]
-        # a run in one process counts layers over all inputs, and a run over ranks per input
+        # samples of one process count the layers of all inputs together, samples of ranks per input
         outcome_by_input = variant.get("inputs", variant)
         outcomes[name] = [
             {"layers": variant.get("layers"), **outcome}
@@ -237,7 +242,7 @@ def judged(sample: Row) -> dict[str, Any]:
 
 
 def verdict_on(outcome: Row) -> str:
-    """Return the verdict on one variant of a model and one kind of input."""
+    """Return the verdict on the outcome of one variant of a model for one kind of input."""
     if "refused" in outcome or "failed" in outcome:
         return REFUSED if "refused" in outcome else FAILS
     if not all(outcome[name] <= limit for name, limit in LIMITS.items() if name in outcome):
@@ -246,5 +251,9 @@ def verdict_on(outcome: Row) -> str:
 
 
 def worst_verdict(verdicts: Sequence[str]) -> str:
-    """Return the joint verdict: `IN_PART` for exact and refused outcomes, or else the worst one."""
+    """Return the verdict on several outcomes.
+
+    The verdict is `IN_PART` if some outcomes are `EXACT` and all others `REFUSED`, or else the
+    first in the order of `VERDICTS`.
+    """
     return IN_PART if set(verdicts) == {EXACT, REFUSED} else min(verdicts, key=VERDICTS.index)

@@ -1,7 +1,7 @@
 """Fidelity: how well a method preserves the predictions of dense attention, on any text.
 
-Several methods read the same texts, with budgets matched by density or by time. A model reads a
-text with its answers once (teacher forcing), and the probes compare the model's predictions of the
+Several methods read the same texts, at the same density or the same attention time. A model reads a
+text with its answers once (teacher forcing), and the probes score the model's predictions of the
 answers. Only the probe ``greedy`` generates tokens.
 
 The probes ``continuation``, ``asked`` and ``turns`` and the tasks measure sparse prefill: the
@@ -10,7 +10,7 @@ method reads a prompt, and dense attention reads the following tokens through th
 ``greedy`` measure sparse decoding: the method processes the following tokens one at a time.
 
 A cell is (method, text, length, budget); a case is (cell, probe, depth, index). The attention time
-of a cell is measured once, on a device where times are meaningful.
+of a cell is measured once, on a GPU or, with ``--equal time``, on any device.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def measured_of(sample: Row) -> list[str]:
 def turn_ends(length: int) -> tuple[Span, ...]:
     """Return the range of the predicted tokens at the end of each of `TURN_COUNT` equal turns.
 
-    A range has `CONTINUED` tokens, or the share 1 / `CONTINUED_SHARE` of a shorter turn.
+    A range has `CONTINUED` tokens, but at most 1 / `CONTINUED_SHARE` of the tokens of a turn.
     """
     ends = [length * turn // TURN_COUNT for turn in range(TURN_COUNT + 1)]
     num_predicted = max(1, min(CONTINUED, length // TURN_COUNT // CONTINUED_SHARE))
@@ -134,7 +134,7 @@ class Fidelity(LongRun):
     """The experiment that compares methods with dense attention.
 
     A case is one text that one method reads, and its sample contains the scores of the predictions.
-    Cases with the probe `TIME` contain the attention time of a cell instead.
+    The sample of a case with the probe `TIME` contains the attention time of the cell instead.
     """
 
     name = "fidelity"
@@ -144,7 +144,8 @@ class Fidelity(LongRun):
     Settings = Settings
     CELL, FITTED = CELL, "fitted"
     CASE = (*CELL, "probe", "depth", "index")
-    # ``cab`` and ``variant`` may grow, because the fixed field cab_configs contains their configs
+    # A later run may spell ``cab`` and ``variant`` differently: the configs that follow from them
+    # are recorded as cab_configs, which must stay the same.
     GROWS = (
         *("methods", "budgets", "cab", "variant", "lengths", "probes"),
         *("pass_samples", "task_samples", "documents", "continuations"),
@@ -165,7 +166,8 @@ class Fidelity(LongRun):
         self.reading = lru_cache(readings_per_length)(self._reading)
         self.dense = lru_cache(3 * settings.documents)(self._dense)
         self.tokens_kept = cache(self._tokens_kept)
-        # results of the latest batch: consecutive cases are decoded as one batch
+        # Consecutive cases are decoded as one batch. This cache contains the results of the latest
+        # batch, for the remaining cases of the batch.
         self.decoded = lru_cache(1)(self._decoded)
         # cell -> the method fitted to a time; fitted once, because times vary
         self.timed: dict[tuple, Method] = {}
@@ -180,7 +182,7 @@ class Fidelity(LongRun):
             asked = WITH_KEYS_ASKED if settings.asked else ()
             for probe in filter((*RECALLS, *asked).__contains__, probes):
                 self.reading(text=text, length=length, probe=probe, depth=None, index=0)
-        # some random examples of a task may be longer than the length
+        # build all samples of the tasks, because some samples may not fit into the shortest length
         for probe, index in product(probes, range(settings.task_samples)):
             if probe in TASKS:
                 self.reading(
@@ -195,7 +197,7 @@ class Fidelity(LongRun):
         settings, recorded = self.settings, super().recorded()
         recorded["variant"] = list(map(without_folder, settings.variant))
         if settings.equal == DENSITY:
-            # results of earlier versions have no field ``equal`` and matched densities
+            # results of earlier versions have no setting ``equal``, and always matched densities
             del recorded["equal"]
         files = settings.files.values()
         recorded["texts"] = [NOISE if file is None else file_identity(file) for file in files]
@@ -209,7 +211,7 @@ class Fidelity(LongRun):
     # --- texts
 
     def _haystack(self, text: str, probe: str) -> Haystack:
-        """Return the builder of the prompts of a probe on a text."""
+        """Return the `Haystack` that builds the prompts of a probe from a text."""
         file = self.settings.files[text]
         return Haystack(
             tokenizer=self.tokenizer,
@@ -228,13 +230,13 @@ class Fidelity(LongRun):
         index: int,
         hide_needle: bool = False,
     ) -> TeacherForced:
-        """Return the tokens of a question and the ranges to predict.
+        """Return the tokens that a case reads, and the ranges of tokens to predict.
 
         Args:
             text: name of the text.
-            length: tokens in total.
+            length: number of tokens to read, including the predicted tokens.
             probe: name of the probe.
-            depth: depth of the key in a prompt, 0 to 1; None for probes without prompts.
+            depth: depth of the key in a prompt, 0 to 1; None for probes that are not in `PROMPTED`.
             index: number of the sample.
             hide_needle: True to leave the keys out of a prompt.
         """
@@ -277,11 +279,12 @@ class Fidelity(LongRun):
             return self._question_reading(probe, arguments)
 
     def _question_reading(self, probe: str, arguments: Mapping[str, Any]) -> TeacherForced:
-        """Return the tokens and answers of a task, or of a document with keys.
+        """Return tokens and answers of an example of a task, or of a document with keys.
 
         Args:
-            probe: a task, or a probe with keys.
-            arguments: tokenizer, sentences, length, index and seed.
+            probe: a task, a probe of `WITH_KEYS_ASKED` or a probe of `RECALLS`.
+            arguments: the arguments that all builders of documents have: tokenizer, sentences,
+                length, index and seed.
         """
         settings = self.settings
         if probe in TASKS:
@@ -302,7 +305,7 @@ class Fidelity(LongRun):
     # --- cases
 
     def questions(self, method: str) -> list[dict[str, Any]]:
-        """Return probe, depth and index of all questions to a method on one text and length."""
+        """Return probe, depth and index of all cases of a method on one text and length."""
         settings = self.settings
         depths = parse_depths(str(settings.depths))
         prompts = [
@@ -315,7 +318,7 @@ class Fidelity(LongRun):
         )
         samples_by_probe = dict.fromkeys(PROMPTED, prompts) | dict.fromkeys(TASKS, examples)
         samples_by_probe[GREEDY] = continuations
-        # documents have no needle that the control without a needle could leave out
+        # The control without a needle answers only prompts: documents have no needle to leave out.
         hides_needle = kind_of(method).hides_needle
         # a method with dense prefill differs from dense only in its decode steps
         has_dense_prefill = kind_of(method).dense_prefill
@@ -338,11 +341,11 @@ class Fidelity(LongRun):
         return *fields, index // batch_size
 
     def planned(self) -> Iterator[dict[str, Any]]:
-        """Yield the cases of all methods for one question before those of the next question.
+        """Yield the cases of all methods for one question before the cases of the next question.
 
-        A stopped run has therefore asked all methods the same questions, and computes the
-        predictions of dense attention once per question. Methods with a matched budget come last,
-        after the matched method has answered all questions.
+        A run that is stopped has therefore asked all methods the same questions. The predictions of
+        dense attention are computed once per question. Cases with the budget `MATCH` come last,
+        because the budget follows from all samples of the method of ``--match``.
         """
         settings = self.settings
         matched = [name for name in settings.compared if kind_of(name).matched]
@@ -360,21 +363,24 @@ class Fidelity(LongRun):
             yield from sorted(chain.from_iterable(cases_by_question.values()), key=self.waits)
 
     def alone(self, case: Mapping[str, Any]) -> bool:
-        # one process fits a budget by time, logs the fit, and uses it for all cases of the cell
+        # A method is fitted to a time once per cell, because times vary. One process must therefore
+        # measure all cases of the cell.
         return case["probe"] == TIME or self.by_time(case)
 
     def waits(self, case: Mapping[str, Any]) -> bool:
         return case["budget"] == MATCH
 
     def by_time(self, case: Mapping[str, Any]) -> bool:
-        """Return True if the budget of the case is matched by time instead of density."""
+        """Return True if the budget of the case is the attention time of the ``--match`` method."""
         return self.settings.equal == TIME and self.waits(case)
 
     def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> float | None:
-        """Return the budget of a case: a density in layers that are not dense, or milliseconds.
+        """Return the budget of a case.
 
-        Returns None while samples of the matched method are missing. If an earlier run fitted the
-        cell by time, the method also loads the logged fit into `timed`.
+        The budget is a density in layers that are not dense, or the milliseconds of attention if
+        `by_time` is True. Returns None for methods without a budget, or while samples of the method
+        of ``--match`` are missing. If ``samples`` contain a config that an earlier run fitted to
+        the cell by time, the call also adds the method with this config to `timed`.
         """
         for sample in samples:
             if cell_of(sample) == cell_of(case) and "fitted_config" in sample:
@@ -392,19 +398,19 @@ class Fidelity(LongRun):
 
     @cached_property
     def clock(self) -> AttentionClock | None:
-        """The clock of attention in a model's layers; None if times would be meaningless."""
+        """The clock for attention in all layers of the model; None if the run measures no times."""
         device = self.settings.device
         bench = layer_bench(device)
         if bench is None and self.settings.equal == TIME:
-            # timing was requested explicitly
+            # the user asked for times on a CPU
             bench = Bench(device)
         return None if bench is None else AttentionClock(bench)
 
     def _tokens_kept(self, length: int, budget: str | float) -> int:
         """Return the number of cached tokens that a method with ``budget`` keeps.
 
-        For the budget `MATCH`, the tokens have the bytes that a decode step of the matched config
-        reads.
+        With the budget `MATCH`, a decode step over these tokens reads as many bytes of the cache as
+        a decode step with the config of the ``--match`` method.
         """
         if budget != MATCH:
             return max(2, round(budget * length))
@@ -412,9 +418,9 @@ class Fidelity(LongRun):
         return round(matched.step_tokens(self.model, length))
 
     def method(self, case: Mapping[str, Any]) -> Method:
-        """Return the method of a case, fitted to its budget.
+        """Return the method of a case with parameters that realise the budget of the case.
 
-        Baselines use the block sizes and the engine of the matched config.
+        Baselines use the block sizes and the engine in the config of the ``--match`` method.
         """
         settings, name = self.settings, case["method"]
         text_key = (case["text"], case["length"])
@@ -464,14 +470,18 @@ class Fidelity(LongRun):
         return {"tokens": len(tokens), **result, **fit}
 
     def _dense(self, text: str, length: int, probe: str, indices: range) -> Tensor:
-        """Return the predictions of dense attention, on the CPU.
+        """Return the predictions of dense attention, a tensor on the CPU.
 
         Args:
             text: name of the text.
             length: tokens of each document.
             probe: `DECODE` or a key of `COMPARED`.
-            indices: numbers of the documents. `DECODE` reads all of them as one batch; other probes
-                read the first document.
+            indices: indices of the documents. The probe `DECODE` reads all these documents as one
+                batch; other probes read only the first document.
+
+        Returns:
+            Logits [B, tokens, vocabulary] for `DECODE`, or else the result of the function in
+            `COMPARED`.
         """
         if probe == DECODE:
             _, ids, prompt = self._batch(text, length, probe, indices)
@@ -488,15 +498,15 @@ class Fidelity(LongRun):
     def read(
         self, case: Mapping[str, Any], reading: TeacherForced, method: Method
     ) -> dict[str, Any]:
-        """Return the scores of the predictions of ``reading`` while ``method`` is active."""
+        """Return the scores of the model's predictions of ``reading``; ``method`` is active."""
         probe, settings = case["probe"], self.settings
-        # CAB keeps all keys, and reads all of them in these probes
+        # CAB needs no special cache: in these probes, tokens after a prompt attend to all keys
         cache = None if type(method) is Cab else method.cache(self.model)
         options = {"chunk": settings.chunk, "cache": cache, "prefill_chunk": settings.prefill_chunk}
         if probe in COMPARED:
             compute, compare = COMPARED[probe]
             dense = self.dense_of(case)
-            # dense attention is the reference: its divergence from itself is exactly 0
+            # dense attention is the reference: reuse its predictions, so that its divergence is 0
             is_reference = case["method"] == Dense.name
             predictions = dense if is_reference else compute(self.model, reading, **options)
             return compare(predictions, dense, reading)
@@ -505,10 +515,11 @@ class Fidelity(LongRun):
         return greedy_match(self.model, reading, **options)
 
     def _decoded(self, first: tuple) -> list[dict[str, Any]]:
-        """Decode a batch of cases under one method and return their results.
+        """Decode a batch of cases of one method, and return the measured fields of each case.
 
         Args:
-            first: the first case of the batch, as (field, value) pairs.
+            first: the first case of the batch, as a tuple of (field, value) pairs, which is
+                hashable. The following cases have consecutive ``index``.
         """
         case, settings = dict(first), self.settings
         text, length, probe = (case[name] for name in ("text", "length", "probe"))
@@ -553,10 +564,11 @@ class Fidelity(LongRun):
     def _batch(
         self, text: str, length: int, probe: str, indices: range
     ) -> tuple[list[TeacherForced], Tensor, int]:
-        """Return the readings of a batch, their token ids, and the length of the shortest prompt.
+        """Build the documents of a batch; arguments as in `_dense`.
 
         Returns:
-            The readings, int [B, length] and int.
+            The documents as `TeacherForced`; their token ids, int [B, length]; and the number of
+            tokens of the shortest prompt.
         """
         readings = [
             self.reading(text=text, length=length, probe=probe, depth=None, index=index)

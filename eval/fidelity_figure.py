@@ -1,4 +1,4 @@
-"""The figure of `fidelity`: quality over attention time or density, one row of panels per text."""
+"""The figure of `fidelity`: scores by attention time or density, one row of panels per text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from cab_hf.eval.fidelity_settings import kind_of
 from cab_hf.eval.methods import Cab, Dense
 from cab_hf.eval.report import grouped
 
-# fields of a row for an estimate and the edges of its interval
+# fields of a probe's result: the share of right answers, and the ends of its 95 % interval
 SHARE = ("share", "low", "high")
-# probe -> title of its panel, and fields of the drawn estimate
+# probe -> title of its panel, and the fields of the drawn value and of the ends of its interval
 DRAWN = {
     probes.CONTINUATION: ("KL after the prompt", KL),
     probes.ASKED: ("recall after the prompt", SHARE),
@@ -31,7 +31,7 @@ DRAWN = {
     probes.PERPLEXITY: ("perplexity / dense", RATIO),
     probes.PERPLEXITY_BORDER: ("block-start perplexity / dense", RATIO),
 }
-# field on the horizontal axis -> label
+# field of a row on the horizontal axis -> label of the axis
 ACROSS = {
     "density": "density",
     "over_dense": "attention time / dense",
@@ -39,13 +39,16 @@ ACROSS = {
 }
 MARKERS = "osv^DPX*<>p"
 SPREAD = 0.38  # largest offset of a marker from the tick of its task; ticks have the distance 1
-NARROWEST = 0.1  # smallest range of the horizontal axis, as a share of dense attention
+NARROWEST = 0.1  # smallest range of the horizontal axis, where 1 is dense attention
 POINT = {"markersize": 5, "elinewidth": 0.6}
 Styles = Mapping[str, Mapping[str, Any]]  # method -> line style in all panels
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """Draw one row of panels per text and length: one panel per probe and one for all tasks."""
+    """Draw one row of panels for each text and length.
+
+    A row has one panel per measured probe, and one panel that shows all tasks.
+    """
     rows_by_text = grouped(rows, ["text", "length"])
     tasks = {name: task.title for name, task in TASKS.items() if any(x.get(name) for x in rows)}
     measured = [probe for probe in DRAWN if any(row.get(probe) for row in rows)]
@@ -93,7 +96,7 @@ def _draw_probe(
         axis: the axes of the panel.
         rows: rows of one text and length.
         probe: the probe.
-        fields: the fields of the estimate and of the edges of its interval.
+        fields: the fields of the drawn value and of the ends of its interval, as in `DRAWN`.
         styles: method -> line style.
     """
     estimate, low, high = fields
@@ -121,11 +124,11 @@ def _draw_probe(
         axis.errorbar([row[x_field] for row in method_rows], heights, error_bars, **style)
     if estimate == "share":
         axis.set_ylim(-0.04, 1.04)
-    # the KL of methods exceeds the KL of rounding by some powers of ten
+    # KL ranges over powers of ten, from that of two exact kernels to that of sparse methods
     if estimate == "kl" and drawn_rows and all(row[probe][estimate] > 0 for row in drawn_rows):
         axis.set_yscale("log", nonpositive="clip")
     left, right = axis.get_xlim()
-    # a narrow range would magnify insignificant differences of matched densities
+    # if all densities are nearly equal, a narrower axis would exaggerate their differences
     margin = max(0.0, NARROWEST - (right - left)) / 2
     axis.set_xlim(left - margin, right + margin)
     axis.set_xlabel(ACROSS[x_field], fontsize=8)
@@ -155,7 +158,7 @@ def _draw_tasks(axis: Any, rows: Sequence[Row], titles: Mapping[str, str], style
                     label=Dense.name,
                 )
                 continue
-            # from -0.5 to 0.5
+            # position of the row's marker around the tick, from -0.5 to 0.5
             offset = (marked_rows.index(row) + 0.5) / len(marked_rows) - 0.5
             style = {"label": row["method"], "linestyle": "", **POINT, **styles[row["method"]]}
             error_bar = [[abs(low - share)], [abs(high - share)]]

@@ -1,4 +1,4 @@
-"""The report of `fidelity`: rows of samples, tables and sentences."""
+"""The report of `fidelity`: rows computed from samples, tables and sentences."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CELL = ("method", "text", "length", "budget")
 cell_of = itemgetter("method", "text", "length", "budget")
 text_key_of = itemgetter("text", "length")
 TIMES = ("predict_ms", "attend_ms", "dense_ms", "dense_kernel")
-# fields of a row for an estimate and the edges of its interval
+# fields of a probe's result: a value, and the low and high end of its 95 % interval
 RATIO, KL = ("ratio", "ratio_low", "ratio_high"), ("kl", "kl_low", "kl_high")
 GROWTH = ("growth", "growth_low", "growth_high")
 
@@ -53,10 +53,11 @@ GROWTH = ("growth", "growth_low", "growth_high")
 
 
 def samples_for_density(samples: Sequence[Row]) -> list[Row]:
-    """Return the samples whose densities stand for a cell.
+    """Return the samples of a cell whose mean density is the density of the cell.
 
-    These samples read a whole text in one pass, and ask no question before the text. A cell without
-    such samples returns its samples of sparse prefill, or else of decoding.
+    These samples read a whole text in one pass, and the text does not begin with its question. If
+    the cell has no such sample, return all samples of probes that do not decode, or else all
+    samples of probes that decode. Samples of the probe `TIME` have no density.
     """
     with_density = [s for s in samples if s["probe"] != TIME]
     prefilled = [s for s in with_density if s["probe"] not in DECODES] or with_density
@@ -75,13 +76,16 @@ def rows_of(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[st
     * Answers: the share of right answers with Wilson's interval, and the difference to dense with
       Newcombe's interval.
     * Perplexity: its ratio to dense, the geometric mean over documents with Student's interval.
-      Differences and ratios cover the questions that both the method and dense attention answered.
-    * Tokens after a prompt: also the KL divergence per token, the mean over documents with
-      Student's interval, and the share of tokens at which greedy decoding agrees with dense.
-    * Decoding: also the KL divergence divided by that of `Full`, the noise floor.
-    * Turns: also the results of each turn, and the KL of the last turn minus that of the first.
-    * Continuations: the number equal to dense word for word, and the number of tokens before the
-      first difference.
+    * Tokens after a prompt: the KL divergence per token (mean over documents, with Student's
+      interval), the share of tokens for which the method and dense attention predict the same
+      likeliest token, and the perplexity.
+    * Decoding: as tokens after a prompt, and the KL divergence divided by that of `Full`.
+    * Turns: as tokens after a prompt, for all turns together and for each turn; and the KL of the
+      last turn minus that of the first turn.
+    * Continuations: the number that equals the continuation of dense token by token, and the mean
+      number of tokens before the first difference.
+
+    Differences and ratios cover the questions that both the method and dense attention answered.
     """
     dense = {question_of(s): s for s in samples if s["method"] == Dense.name}
     cells = _cells_of(samples)
@@ -109,7 +113,7 @@ def _row(cell: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
 
     Args:
         cell: all samples of the cell.
-        dense: question -> sample of dense attention.
+        dense: question (`question_of`) -> sample of dense attention.
     """
     method, density_samples = cell[0]["method"], samples_for_density(cell)
     row = {name: cell[0][name] for name in (*CELL, "fitted")}
@@ -134,10 +138,10 @@ def _row(cell: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
 
 
 def _density_over_match(cell: Sequence[Row], density_samples: Sequence[Row]) -> float | None:
-    """Return the density of sparse layers divided by the matched density.
+    """Return the measured density of sparse layers divided by the density that was asked for.
 
-    Returns None if the cell matches no density, or has no sparse layer. A method that drops keys
-    from the cache after a dense prefill has no sparse layer.
+    Returns None if the cell has no density as budget, or has no sparse layer. A method that drops
+    keys from the cache after a dense prefill has no sparse layer.
     """
     fitted, fields_of_times = cell[0]["fitted"], {"fitted_config", "match_ms"}
     if fitted is None or any(fields_of_times & s.keys() for s in cell):
@@ -148,14 +152,14 @@ def _density_over_match(cell: Sequence[Row], density_samples: Sequence[Row]) -> 
 
 
 def _times(cell: Sequence[Row]) -> dict[str, Any]:
-    """Return the attention time, absolute and relative to dense.
+    """Return the fields of a row with attention times in ms, and their ratios to other times.
 
     All fields are None if the attention of the cell was not timed.
     """
     timed = next((s for s in cell if s["probe"] == TIME), None)
     if timed is None:
         return dict.fromkeys((*TIMES, "over_dense"))
-    # results of earlier versions have no predict_reported: they timed selection in plain PyTorch
+    # samples of earlier versions lack predict_reported: their predict_ms was always measured
     names = (*TIMES, "predict_reported")
     row = {name: timed[name] for name in names if name in timed}
     if "match_ms" in timed:
@@ -163,8 +167,9 @@ def _times(cell: Sequence[Row]) -> dict[str, Any]:
     return {**row, "over_dense": attention_ms(timed) / timed["dense_ms"]}
 
 
-# Each of the following functions scores the samples of one probe in one cell. ``pairs`` contains
-# (sample, sample of dense attention) for every question that both answered.
+# Each of the following functions returns the result of one probe in one cell, a field of the row.
+# ``samples`` are the probe's samples in the cell. ``pairs`` contains (sample, sample of dense
+# attention) for each question that both methods answered.
 
 
 def _perplexity(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
@@ -187,7 +192,10 @@ def _perplexity(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dic
 
 
 def _continuation(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """Return KL divergence per token, greedy agreement, and the result of `_perplexity`."""
+    """Return the KL divergence per token, and the fields of `_perplexity`.
+
+    ``agreement`` is the share of tokens with the same likeliest token as by dense attention.
+    """
     means = [s["kl"] / s["count"] for s in samples]
     fields = {"kl": fmean(means)}
     if len(samples) > 1:
@@ -199,9 +207,10 @@ def _continuation(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> d
 
 
 def _turns(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """Return `_continuation` of all turns together and of each turn, and the growth of KL.
+    """Return the result of `_continuation` for all turns together, and more fields.
 
-    The growth is the mean KL per token of the last turn minus that of the first turn.
+    ``turns`` contains the result of `_continuation` for each turn. ``growth`` is the mean KL per
+    token of the last turn minus that of the first turn.
     """
     turns = [
         _continuation(
@@ -220,7 +229,10 @@ def _turns(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str
 
 
 def _written(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """Count the continuations that equal dense, and the tokens before the first difference."""
+    """Return the number of continuations that equal that of dense attention, and more fields.
+
+    ``prefix`` is the mean number of tokens before the first difference to dense attention.
+    """
     fields = {"n": len(samples), "tokens": len(samples[0]["written"])}
     if not pairs:
         return fields
@@ -245,7 +257,7 @@ def _answers(samples: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[s
     return fields
 
 
-# probe -> function that scores its samples; `_answers` scores all other probes
+# probe -> function that computes its result from samples and pairs; `_answers` for other probes
 SCORED: dict[str, Callable[..., dict[str, Any]]] = {
     **dict.fromkeys(PERPLEXITIES, _perplexity),
     **dict.fromkeys((CONTINUATION, DECODE), _continuation),
@@ -256,7 +268,7 @@ SCORED: dict[str, Callable[..., dict[str, Any]]] = {
 def _divide_by_noise_floor(rows: Sequence[dict[str, Any]]) -> None:
     """Add ``over_floor``: the KL of decoding divided by that of `Full` on the same text and length.
 
-    `Full` keeps every block, so its KL is the rounding noise of the kernels.
+    `Full` selects every block, so that its KL is the effect of different rounding in the kernels.
     """
     decoded = [row for row in rows if row.get(DECODE) and row["method"] != Dense.name]
     floors = {text_key_of(row): row[DECODE]["kl"] for row in decoded if row["method"] == Full.name}
@@ -267,10 +279,9 @@ def _divide_by_noise_floor(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _add_task_means(rows: Sequence[dict[str, Any]]) -> None:
-    """Add the mean over tasks to each row.
+    """Add the mean over tasks to each row that has all tasks of its text and length.
 
-    The mean covers all tasks that some row of the same text and length has. Rows without one of
-    these tasks get no mean.
+    These are the tasks that at least one row of the text and length has.
     """
     for group in grouped(rows, ["text", "length"]):
         tasks = [name for name in TASKS if any(name in row for row in group)]
@@ -280,7 +291,11 @@ def _add_task_means(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _mean_of_tasks(results: Sequence[Row]) -> dict[str, Any]:
-    """Return the mean over tasks of the results of `_answers`, equally weighted."""
+    """Return the mean of the shares and of the differences of several tasks, equally weighted.
+
+    Args:
+        results: the result of `_answers` for each task.
+    """
     mean = {"n": len(results)}
     for names in (("share", "low", "high"), ("delta", "delta_low", "delta_high")):
         if all(names[0] in result for result in results):
@@ -290,10 +305,10 @@ def _mean_of_tasks(results: Sequence[Row]) -> dict[str, Any]:
 
 
 def _record_missing_cases(rows: Sequence[dict[str, Any]], cells: Sequence[Sequence[Row]]) -> None:
-    """Add ``fewer`` to rows with missing cases: probe -> ``6 of 20``.
+    """Add the field ``fewer`` to rows with missing cases: probe -> ``6 of 20`` cases.
 
-    A row misses cases if another row of the same text and length has more cases of the probe. The
-    run was stopped, or continued for some methods only.
+    A row misses cases if another row of the same text and length has more cases of the probe. This
+    happens if the run was stopped, or was continued with some of its methods.
 
     Args:
         rows: one row per cell.
@@ -318,7 +333,7 @@ def _record_missing_cases(rows: Sequence[dict[str, Any]], cells: Sequence[Sequen
 
 
 def tables_of(rows: Sequence[Row]) -> dict[str, str]:
-    """Return heading -> table, one table per text, without empty columns."""
+    """Return heading -> Markdown table, one table per text, without empty columns."""
     columns = {
         heading: write
         for heading, (field, write) in COLUMNS.items()
@@ -333,7 +348,13 @@ def tables_of(rows: Sequence[Row]) -> dict[str, str]:
 def _estimate(
     result: Row, names: tuple[str, str, str], write: Callable[[float], str | None]
 ) -> str:
-    """Format an estimate and its interval, which the fields ``names`` of a result contain."""
+    """Format a value of a probe's result with its interval.
+
+    Args:
+        result: the result of a probe.
+        names: the fields of the value, the low end and the high end of the interval.
+        write: formats a number.
+    """
     value, low, high = (result.get(name) for name in names)
     return with_interval(value, low, high, write)
 
@@ -349,7 +370,7 @@ def _ratio(result: Row) -> str | None:
 
 
 def _divergence(result: Row) -> str:
-    """Return the KL divergence per token, and its interval unless there is none."""
+    """Return the KL divergence per token, with its interval if there are several documents."""
     return _estimate(result, KL, digits)
 
 
@@ -359,29 +380,33 @@ def _growth(result: Row) -> str:
 
 
 def _agreement(result: Row) -> str:
-    """Return the share of tokens at which greedy decoding agrees with dense."""
+    """Return the share of tokens with the same likeliest token as by dense attention."""
     return f"{result['agreement']:.3f}"
 
 
 def _by_turn(result: Row, write: Callable[[Row], str]) -> str:
-    """Return the formatted results of all turns, separated by commas."""
+    """Return the results of all turns, each formatted by ``write``, separated by commas."""
     return ", ".join(map(write, result["turns"]))
 
 
 def _equal(result: Row) -> str | None:
-    """Return the continuations that equal dense, such as ``34 of 100``; None without dense."""
+    """Return how many continuations equal dense, such as ``34 of 100``; None without dense."""
     return f"{result['equal']} of {result['pairs']}" if "pairs" in result else None
 
 
 def _prefix(result: Row) -> str | None:
-    """Return the mean tokens before the first difference to dense; None without dense."""
+    """Return the mean number of tokens before the first difference to dense, as ``57 of 256``.
+
+    Returns None if dense attention was not measured.
+    """
     return f"{result['prefix']:.0f} of {result['tokens']}" if "pairs" in result else None
 
 
 def _milliseconds(row: Row) -> str | None:
-    """Return attention ms as ``total (selection + attention)``; None if attention was not timed.
+    """Return the milliseconds of attention as ``total (selection + attention)``.
 
-    ~ marks a selection time that was taken from a publication instead of measured.
+    The prefix ~ marks a selection time that is not measured but computed from the ratio that the
+    authors of the method report. Returns None if attention was not timed.
     """
     if row.get("attend_ms") is None:
         return None
@@ -397,11 +422,11 @@ def _over_dense(row: Row) -> str | None:
 
 
 def _of(probe: str, write: Callable[[Row], str | None]) -> tuple[str, Callable[[Row], Any]]:
-    """Return a column of `COLUMNS`: the probe, and a function from row to cell.
+    """Return a value of `COLUMNS`: the name of the field, and a function from row to cell.
 
     Args:
-        probe: name of the probe.
-        write: formats the result of the probe.
+        probe: name of the probe or field.
+        write: function that formats the field.
     """
     return probe, column(write, probe)
 
@@ -420,8 +445,8 @@ def _right(probe: str, heading: str, mark: str = " [95 %]") -> dict[str, tuple]:
     }
 
 
-# heading -> (field, function from row to cell); the column is shown if a row has the field, or
-# always if the field is None
+# heading -> (field, cell), where ``cell`` is a field or a function of the row. The column is shown
+# if any row has ``field``, or if ``field`` is None.
 COLUMNS = {
     **{name: (None, name) for name in ("method", "length", "budget", "density")},
     "KL after the prompt": _of(CONTINUATION, _divergence),
@@ -463,10 +488,11 @@ COLUMNS = {
 
 
 def readings_of(rows: Sequence[Row]) -> list[str]:
-    """Summarise CAB's differences to dense per text at the greatest length, and list exceptions.
+    """Return the sentences of the report.
 
-    Exceptions are budgets that miss the matched value, missing cases, and methods that attended
-    densely.
+    For each text, one sentence summarises CAB's differences to dense attention at the largest
+    length. Further sentences list rows whose density or time differs from their budget by more than
+    `OFF`, rows with missing cases, and methods that attended densely.
     """
     cab = {}
     for row in rows:
@@ -509,7 +535,7 @@ def _changes(row: Row, rows: Sequence[Row]) -> list[str]:
 
     Args:
         row: the row of a method.
-        rows: all rows; those of `Full` contain the differences that come from the kernels alone.
+        rows: all rows. Rows of `Full` show the differences that only different rounding causes.
     """
     phrases = []
     continuation, turns, decoded, written = (
@@ -545,9 +571,9 @@ def _changes(row: Row, rows: Sequence[Row]) -> list[str]:
     return phrases
 
 
-# probes for which `_changes` has phrases of several numbers
+# probes for which `_changes` writes special phrases
 OWN_PHRASES = (CONTINUATION, TURNS, DECODE, GREEDY)
-# other probes whose phrase differs from the name of the probe
+# probe -> its name in the phrases of `_changes`; other probes have their own name
 PHRASES = {
     ASKED: "recall after the prompt",
     DECODE_ASKED: "recall in decoding",

@@ -45,26 +45,29 @@ from cab_hf.experiment.settings import (
     require,
 )
 
-# quantities that can be matched
+# values of --equal: the quantity in which baselines equal the method of --match. TIME is also the
+# probe that measures the attention time of a cell.
 DENSITY, TIME = "density", "time"
-OFF = 0.05  # tolerance of a match, relative to the matched value
-# the comma before the next assignment; commas inside a value are no separators
+OFF = 0.05  # accepted relative difference of a baseline's density or time from its budget
+# a comma between assignments; a comma inside a value, such as a list, has no assignment after it
 FIELD = re.compile(r",(?=\s*\w+\s*=)")
 NAME = re.compile(r"[\w.-]+")
 YAML = (".yaml", ".yml")
 
 
 def parse_budget(text: str) -> str | float:
-    """Parse a density, or `MATCH`."""
+    """Return a value of ``--budgets``: a density as float, or `MATCH`."""
     return MATCH if text == MATCH else float(text)
 
 
 def cab_config(text: str | Mapping[str, Any]) -> CabConfig:
-    """Return the config of a variant, sparse at any length unless the fields set ``min_length``.
+    """Return the config of a variant, the part of ``--variant`` after ``NAME=``.
+
+    The default of ``min_length`` is 0, so that attention is sparse at any length.
 
     Args:
-        text: ``field=value,field=value``, the path of a JSON file, or the fields as a mapping. A
-            JSON file always gets min_length 0.
+        text: ``field=value,field=value``, the path of a JSON file, or a mapping of fields. The
+            ``min_length`` in a JSON file is ignored.
 
     Raises:
         ValueError: the file does not exist, or a name is no field of CabConfig.
@@ -78,7 +81,8 @@ def cab_config(text: str | Mapping[str, Any]) -> CabConfig:
     except (OSError, ValueError) as error:
         raise ValueError(f"variant must name a JSON file of CabConfig fields ({error}).") from None
     fields = content.get("cab_config", content) if isinstance(content, dict) else content
-    # a saved config has the min_length of a deployment, which may exceed the lengths of the run
+    # the min_length of a saved config may exceed the lengths of the run, whose attention would be
+    # dense
     return CabConfig.from_dict(fields).changed(min_length=0)
 
 
@@ -112,7 +116,7 @@ def parse_variant(text: str) -> dict[str, Any]:
 
 
 def without_folder(variant: str) -> str:
-    """Return a value of ``--variant`` without the folder of its file, as results record it."""
+    """Return a value of ``--variant`` as results record it: its file without the folder."""
     if variant.endswith(YAML):
         return Path(variant).name
     name, value = parse_assignment(variant)
@@ -120,12 +124,16 @@ def without_folder(variant: str) -> str:
 
 
 def spell_texts(texts: Sequence[str | Mapping[str, str]]) -> str:
-    """Return the value of ``--texts`` on a command line, from settings or recorded texts."""
+    """Return the value of ``--texts`` for a command line.
+
+    Args:
+        texts: paths from the settings, or mappings with the file's ``name`` from recorded settings.
+    """
     return ",".join(text["name"] if isinstance(text, Mapping) else text for text in texts)
 
 
 def kind_of(method: str) -> type[Method]:
-    """Return the class of a method; ``cab:NAME`` has the class of cab."""
+    """Return the class of the method named ``method``; ``cab:NAME`` has the class of cab."""
     return METHODS[method.partition(":")[0]]
 
 
@@ -212,7 +220,7 @@ class Settings(LongRunSettings):
             check("methods", self.decoding, accepted, method)
             accepted = f"0 with {method}, which reads a prompt in one call"
             check("prefill_chunk", not self.prefill_chunk, accepted)
-        # a text of one token has no token to predict
+        # only tokens after the first token of a text can be predicted
         check("lengths", self.lengths and min(self.lengths) > 1, "numbers of tokens, 2 or more")
         check("prefill_chunk", self.prefill_chunk >= 0, "0 or more")
         densities = [budget for budget in self.budgets if budget != MATCH]
@@ -260,7 +268,7 @@ class Settings(LongRunSettings):
         check("probes", has_borders or not needs_borders, accepted)
 
     def _check_lengths(self, check: partial) -> None:
-        # a text consists of its prompt and at most 1 / CONTINUED_SHARE of decoded tokens
+        # number of tokens of the shortest prompt: at most 1 / CONTINUED_SHARE of a text is decoded
         prompt = min(self.lengths) * (CONTINUED_SHARE - 1) // CONTINUED_SHARE
         for config in self.configs.values() if self.decoding else ():
             check(
@@ -282,20 +290,20 @@ class Settings(LongRunSettings):
 
     @cached_property
     def files(self) -> dict[str, str | None]:
-        """Name of each text -> path of its file; None for noise.
+        """Name of each text -> path of its file; None for the built-in text `NOISE`.
 
-        The name is that of the file without folder and suffix.
+        The name is the name of the file without folder and suffix.
         """
         return {Path(text).stem: None if text == NOISE else text for text in self.texts}
 
     @property
     def border(self) -> int:
-        """Distance in tokens of positions at which query blocks of all configs start."""
+        """Tokens between positions at which a query block starts in every config."""
         return border_of(config.query_block for config in self.configs.values())
 
     @property
     def decoding(self) -> set[str]:
-        """The probes of the run in which methods decode."""
+        """The probes of the run that are in `DECODES`."""
         return {*self.probes} & {*DECODES}
 
     @cached_property
@@ -318,13 +326,17 @@ class Settings(LongRunSettings):
     def chunk(self) -> int:
         """The number of tokens after a prompt that are read per call.
 
-        The number is smaller than every query block, so that no config attends sparsely.
+        The number is smaller than the query block of every config, so that calls after a prompt
+        attend densely.
         """
         smallest = min(config.query_block for config in self.configs.values())
         return min(CHUNK, smallest - 1, CabConfig.published().query_block - 1)
 
     @cached_property
     def compared(self) -> tuple[str, ...]:
-        """All methods; methods that match a budget come after the matched method."""
+        """The names of all methods, with variants. Methods that get a budget come last.
+
+        The budget may follow from samples of the other methods.
+        """
         others = [name for name in self.configs if name != Cab.name]
         return tuple(sorted((*self.methods, *others), key=lambda name: kind_of(name).matched))

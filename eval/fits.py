@@ -1,9 +1,9 @@
 """Estimate the longest prompts of a model that fit on a GPU, from the model's config alone.
 
-The model runs on torch's meta device, where tensors have shapes and no memory. The estimate counts
-the bytes of live tensors: cached keys and values per layer, tensors at the start of a layer's
-attention, and the peak. All counts are scaled to other numbers of tokens. The memory for CAB's
-block selection is added.
+The model runs on torch's meta device, where tensors have shapes and no memory. The command counts
+the bytes of live tensors: cached keys and values per layer, all tensors at the start of a layer's
+attention, and the peak. Estimates for other prompt lengths scale the counts with the number of
+tokens, and add the memory for CAB's block selection.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ from cab_hf.selection.tiles import SCRATCH_BYTES
 
 DYNAMIC, STATIC, OFFLOADED = CACHES = ("dynamic", "static", "offloaded")
 COUNTING = "cab_counting"  # name of an attention function that counts bytes and computes nothing
-TOKENS = 2**13  # tokens of the counted call: so long that the logits of one token are negligible
-STEP = 128  # tokens of which estimated lengths are multiples
-MOST = 2**31 // STEP  # largest estimated length, in steps
+# tokens of the call whose bytes are counted; the logits of its last token are a negligible part
+TOKENS = 2**13
+STEP = 128  # estimated lengths are multiples of this number of tokens
+MOST = 2**31 // STEP  # largest estimated length, divided by STEP
 FRAGMENTS = (
     "Whole prompts need PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment; "
     "without it the longest prompts that ran were a sixth shorter."
@@ -58,7 +59,7 @@ CUDA_GIB = 0.6  # GiB of a GPU that no tensor can use, on an H100 and an H200
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of the command."""
+    """Options of ``cab_hf.eval fits``."""
 
     model: str = option("", "name or folder of the model; only its config is read")
     gpu_gib: float = option(24.0, "GiB of memory of the GPU", float)
@@ -75,20 +76,20 @@ class LiveBytes(TorchDispatchMode):
     """A dispatch mode that counts the bytes of live tensors.
 
     Attributes:
-        now: bytes of live tensors, without the weights of the model.
-        most: the peak of ``now``.
+        now: bytes of tensors that are live at present, without the weights of the model.
+        most: the largest value of ``now`` so far.
         attending: the largest value of ``now`` at the start of a layer's attention.
-        heads: (query heads, KV heads, head dim) of each kind of layer that has attended.
-        output: bytes of the largest attention output.
-        pair: bytes of the largest keys and values of a layer together.
+        heads: the distinct (query heads, KV heads, head dim) of all layers.
+        output: bytes of the largest attention output of a layer.
+        pair: bytes of k plus v in the layer where their sum is largest.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.now = self.most = self.attending = self.output = self.pair = 0
         self.heads: set[tuple[int, int, int]] = set()
-        # storages that are not counted again: weights, of which views may be created, and storages
-        # of live tensors
+        # storages that `_add` ignores: those of weights, which views of weights have too, and those
+        # of live tensors that are already counted
         weights = (*model.parameters(), *model.buffers())
         self._storages = {x.untyped_storage()._cdata for x in weights}
 
@@ -100,7 +101,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        """Count the bytes of a storage until it is freed."""
+        """Add the bytes of a new storage to the counts, and subtract them when it is freed."""
         if storage._cdata in self._storages:
             return
         self._storages.add(storage._cdata)
@@ -113,7 +114,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
     def attend(self, _: Any, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any) -> Any:
-        """Record the inputs of a layer's attention, and return an output of the right shape.
+        """Record the sizes of a layer's attention, and return an output of the right shape.
 
         The signature is that of transformers' attention functions.
         """
@@ -126,7 +127,10 @@ class LiveBytes(TorchDispatchMode):
 
 @contextmanager
 def counting(model: Any) -> Iterator[LiveBytes]:
-    """Count bytes inside the block; `LiveBytes.attend` replaces the attention of ``model``."""
+    """Yield a `LiveBytes` that counts the tensors of calls of ``model`` inside the block.
+
+    `LiveBytes.attend` replaces the attention of ``model``, which is not restored after the block.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     live_bytes = LiveBytes(model)
@@ -140,13 +144,13 @@ def counting(model: Any) -> Iterator[LiveBytes]:
 
 
 class Needed(NamedTuple):
-    """The bytes that reading a prompt needs.
+    """The memory for reading a prompt.
 
     Attributes:
-        weights: weights and buffers on the GPU.
-        cache: keys and values on the GPU.
-        workspace: other tensors on the GPU.
-        host: keys and values in host memory.
+        weights: bytes of weights and buffers, on the GPU.
+        cache: bytes of cached keys and values on the GPU.
+        workspace: bytes of other tensors on the GPU.
+        host: bytes of cached keys and values in host memory.
     """
 
     weights: float
@@ -162,19 +166,21 @@ class Needed(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompts:
-    """The memory that prompts of a model need, in bfloat16.
+    """The sizes from which `needed` computes the memory for a prompt of a model, in bfloat16.
 
     Attributes:
         weights: bytes of all weights and buffers.
-        layers: for each layer that caches keys and values, the bytes per token and the tokens of
-            its sliding window; None without a window.
-        most: peak bytes per token, without the cache.
-        attending: bytes per token at the start of a layer's attention, without the cache.
-        output: bytes per token of an attention output.
-        expanded: bytes per token of keys and values that a layer expands from a smaller cache; 0 if
-            no layer does. They are a part of ``attending``.
-        heads: (query heads, KV heads, head dim) of each kind of layer.
-        config: CAB's config of the model.
+        layers: (bytes per cached token, tokens of the sliding window) of each layer that caches
+            keys and values; the second is None without a window.
+        most: peak bytes of live tensors per token, without weights and cache.
+        attending: bytes of live tensors per token at the start of a layer's attention, without
+            weights and cache.
+        output: bytes per token of the attention output of a layer.
+        expanded: bytes per token of the keys and values that a layer computes from a smaller cached
+            state, as in latent attention; 0 if the keys and values themselves are cached. These
+            bytes are a part of ``attending``.
+        heads: the distinct (query heads, KV heads, head dim) of all layers.
+        config: the config with which the model attends by CAB.
     """
 
     weights: int
@@ -188,7 +194,7 @@ class Prompts:
 
     @classmethod
     def of(cls, model_config: Any, trust_remote_code: bool = False) -> Prompts:
-        """Return the memory of a model, counted in a run on the meta device.
+        """Build the model on the meta device, run it, and return the counted sizes.
 
         Args:
             model_config: the transformers config of the model.
@@ -197,7 +203,7 @@ class Prompts:
         Raises:
             UsageError: the model does not run on the meta device.
         """
-        # a copy, because setting the attention of the model changes its config
+        # copy the config, because `counting` changes the attention implementation in it
         config = copy.deepcopy(model_config)
         model = models.skeleton(config, trust_remote_code, dtype=torch.bfloat16)
         with refused_as(partial(_not_called, model.config.model_type)):
@@ -227,7 +233,7 @@ class Prompts:
         layer_bytes = [size * min(length, window or length) for size, window in self.layers]
         largest, resident, host = max(layer_bytes, default=0), sum(layer_bytes), 0
         if cache == OFFLOADED:
-            # the GPU has the cache of two layers, and all sliding windows
+            # keys and values of two layers are on the GPU at a time; sliding windows always are
             host = sum(
                 size
                 for size, (_, window) in zip(layer_bytes, self.layers, strict=True)
@@ -235,7 +241,8 @@ class Prompts:
             )
             resident = min(resident, resident - host + 2 * largest)
         if cache != STATIC and chunk is not None:
-            # appending a chunk copies the keys of a layer, and then its values
+            # appending a chunk copies the keys of a layer, and then its values: half of the layer's
+            # cache exists twice
             resident += largest // 2
         tokens = min(length, chunk or length)
         return Needed(
@@ -246,10 +253,10 @@ class Prompts:
         )
 
     def workspace(self, tokens: int, length: int) -> float:
-        """Return the bytes of a layer, without the cache.
+        """Return the bytes of tensors on the GPU besides weights and cache.
 
         Args:
-            tokens: the last tokens of the prompt, which one call computes.
+            tokens: number of tokens in the last call, which reads the end of the prompt.
             length: tokens of the prompt.
         """
         selection = max(
@@ -260,7 +267,7 @@ class Prompts:
             default=0,
         )
         attending = self.attending * tokens + self.expanded * (length - tokens)
-        # an output may exist in two memory orders
+        # the attention output may exist twice, in two memory layouts
         attending += max(selection, 2 * self.output * tokens)
         return max(self.most * tokens, attending) + LIBRARIES
 
@@ -273,7 +280,7 @@ class Prompts:
             heads: query heads.
             kv_heads: KV heads.
             dim: head dim.
-            tokens: the last tokens of the prompt, whose queries select blocks.
+            tokens: number of queries that select blocks: the last tokens of the prompt.
             length: tokens of the prompt.
         """
         config = self.config
@@ -281,19 +288,20 @@ class Prompts:
         rows = config.outlier_queries + num_typical
         q_blocks = heads * -(-tokens // config.query_block)
         k_blocks = -(-length // config.key_block)
-        # in a whole sequence, causality hides half of the pairs
+        # if all queries are in one call, causality excludes half of the pairs of blocks
         scratch = 2 * q_blocks * rows * k_blocks / (2 if tokens == length else 1)
         lists = min(4 * q_blocks * k_blocks, LIST_BYTES)
-        # outliers use half of the channels; each scored query has bounds and scales
+        # outlier queries are scored by half of the channels; each scored query also has 16 bytes of
+        # bounds and scales
         queries = dim * (config.outlier_queries / 2 + num_typical) + 16 * rows
         keys = kv_heads * dim * length
         return keys + q_blocks * queries + max(min(scratch, SCRATCH_BYTES), lists)
 
     def longest(self, room: float, chunk: int | None, cache: str) -> int:
-        """Return the tokens of the longest prompt that fits, a multiple of `STEP`, or 0.
+        """Return the tokens of the longest prompt that fits, a multiple of `STEP`; 0 if none fits.
 
         Args:
-            room: available bytes.
+            room: available bytes on the GPU, for weights, cache and workspace.
             chunk, cache: as in `needed`.
         """
 
@@ -312,7 +320,7 @@ def _not_called(model_type: str, error: Exception) -> str:
 
 
 def _cached(model: Any) -> tuple[tuple[int, int | None], ...]:
-    """Return (bytes per cached token, window or None) of each layer that caches keys and values.
+    """Return (bytes per cached token, tokens of the window or None), as in `Prompts.layers`.
 
     Args:
         model: a model on the meta device.
@@ -332,7 +340,7 @@ def _cached(model: Any) -> tuple[tuple[int, int | None], ...]:
 
 
 def _read(model: Any, tokens: int) -> LiveBytes:
-    """Return the bytes of live tensors while a model reads ``tokens`` tokens without a cache."""
+    """Call ``model`` with ``tokens`` tokens and no cache, and return the counted bytes."""
     with counting(model) as live_bytes:
         ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
         model(ids, use_cache=False, logits_to_keep=1)
@@ -343,9 +351,9 @@ def table(prompts: Prompts, room: float, chunk: int) -> str:
     """Return a Markdown table of the longest prompts that fit, by chunking and kind of cache.
 
     Args:
-        prompts: the memory of the model.
-        room: available bytes.
-        chunk: tokens per chunk.
+        prompts: the sizes of the model.
+        room: available bytes on the GPU.
+        chunk: tokens per chunk, for prompts that are read in chunks.
     """
     rows = []
     for call_tokens in (None, chunk):
@@ -369,9 +377,9 @@ def report(prompts: Prompts, settings: Settings, reach: int | None) -> str:
     """Return the text that the command prints.
 
     Args:
-        prompts: the memory of the model.
-        settings: settings of the command.
-        reach: number of positions of the model; None without a limit.
+        prompts: the sizes of the model.
+        settings: options of the command.
+        reach: largest number of positions of the model; None without a limit.
 
     Raises:
         UsageError: the weights alone do not fit.

@@ -16,10 +16,11 @@ from cab_hf.eval.report import digits, percent
 from cab_hf.eval.result_folders import Results
 from cab_hf.experiment.markdown import code, plain
 
-# template of str.format, or function that formats a value
+# format of a value: a template for str.format, or a function
 Format = str | Callable[[Any], str | None]
 
-# name of a column -> heading, or (heading, format of the values); the default has two decimals
+# name of a column -> heading, or (heading, format of the values). Without a format, `as_markdown`
+# writes floats with two decimals.
 COLUMNS: dict[str, tuple[str, Format] | str] = {
     # settings
     "batch": "batch",
@@ -86,9 +87,10 @@ COLUMNS: dict[str, tuple[str, Format] | str] = {
 
 
 def rows_of(runs: Sequence[Results]) -> DataFrame:
-    """Return the rows of all runs, with the columns folder, name, device and run.
+    """Return the rows of all runs as a DataFrame.
 
-    ``run`` contains the provenance of the row's run.
+    The added columns ``folder`` and ``name`` contain path and name of the result folder. ``device``
+    is the device of the run, and ``run`` is the run's provenance.
     """
     rows = pandas.json_normalize([row for run in runs for row in run.rows])
     run_by_row = [run for run in runs for _ in run.rows]
@@ -101,18 +103,18 @@ def rows_of(runs: Sequence[Results]) -> DataFrame:
 
 
 def setting(rows: DataFrame, name: str) -> Series:
-    """Return the recorded setting ``name`` of each row's run; None if the run lacks it."""
+    """Return for each row the setting ``name`` of its run; None if the run did not record it."""
     return rows["run"].map(lambda run: run["settings"].get(name))
 
 
 def text(rows: DataFrame, name: str, write: Format = "{:.2f}") -> Series:
-    """Return a column as strings.
+    """Return the formatted values of a column.
 
-    Missing values stay missing, also in concatenations with other columns.
+    Missing values stay missing, and a string that is concatenated with a missing value is missing.
 
     Args:
         rows: the rows.
-        name: name of the column; a missing column has only missing values.
+        name: name of the column. If there is no such column, all values are missing.
         write: format of the values.
     """
     values = rows[name] if name in rows else Series(None, rows.index, dtype=object)
@@ -125,8 +127,9 @@ def show(rows: DataFrame, names: str, **headings: str) -> DataFrame:
 
     Args:
         rows: the rows.
-        names: names of the columns, separated by spaces. A column that the rows lack is empty. A
-            column ``way.name`` of `side_by_side` has heading and format of ``name``.
+        names: names of the columns, separated by spaces. A name without a column in ``rows`` yields
+            an empty column. A column ``method.name`` of `side_by_side` has heading and format of
+            ``name``.
         headings: name of a column -> heading that replaces the heading in `COLUMNS`.
     """
     columns = {}
@@ -146,8 +149,8 @@ def both(rows: DataFrame, first: str, second: str, write: Format) -> Series:
 def interval(rows: DataFrame, name: str, write: Format = "{:.2f}") -> Series:
     """Return formatted values with intervals, such as ``0.05 [0.04, 0.06]``.
 
-    The columns ``{name}_low`` and ``{name}_high`` contain the edges. A value without edges has no
-    interval.
+    The columns ``{name}_low`` and ``{name}_high`` contain the ends of the interval. A value without
+    these columns, or with missing values there, is formatted without an interval.
     """
     low, high = (text(rows, f"{name}_{edge}", write) for edge in ("low", "high"))
     return text(rows, name, write) + (" [" + low + ", " + high + "]").fillna("")
@@ -159,15 +162,15 @@ def bold(cells: Series, is_bold: Series) -> Series:
 
 
 def in_order(rows: DataFrame, name: str, labels: Mapping[Any, str]) -> DataFrame:
-    """Return labelled rows in the order of the labels.
+    """Return the rows with a label, in the order of ``labels``.
 
     Args:
         rows: the rows.
-        name: the column that determines the label.
+        name: the column whose value determines the label of a row.
         labels: value of the column -> label. Rows with other values are left out.
 
     Returns:
-        The rows with a column ``label``.
+        The rows with the additional column ``label``.
 
     Raises:
         ValueError: a label has no row.
@@ -183,7 +186,7 @@ def in_order(rows: DataFrame, name: str, labels: Mapping[Any, str]) -> DataFrame
 
 
 def one_row(rows: DataFrame, **values: Any) -> Series:
-    """Return the only row with the given values in the columns ``values``.
+    """Return the only row that has, in each column of ``values``, the value of this argument.
 
     Raises:
         ValueError: no row, or several rows, have these values.
@@ -196,17 +199,18 @@ def one_row(rows: DataFrame, **values: Any) -> Series:
 
 
 def side_by_side(rows: DataFrame, main: str, way: str, by: Sequence[str]) -> DataFrame:
-    """Merge the rows of different methods into one row per combination of ``by``.
+    """Merge the rows of different methods into one row for each combination of values of ``by``.
 
     Args:
         rows: the rows.
-        main: value of the column ``way`` whose numbers keep their column names. Columns of other
-            values get a prefix, as in ``dense.ms``.
-        way: the column that names methods.
-        by: the columns that identify a merged row.
+        main: the method whose columns keep their names. Columns of other methods get the method as
+            prefix, as in ``dense.ms``.
+        way: the column with the name of the method.
+        by: the columns with equal values in all rows that are merged into one.
 
     Returns:
-        The columns ``by``, and the means of all columns with numbers.
+        The columns ``by``, and all columns with numbers. If a method has several rows for one
+        merged row, the number is their mean.
     """
     numbers = rows.select_dtypes("number").columns.difference(by)
     wide = rows.pivot_table(

@@ -56,7 +56,7 @@ from cab_hf.experiment.settings import UsageError
 
 TASKS = Path(__file__).with_name("tasks")
 INCLUDE = "--include_path"
-# an argument that names a model or tokenizer, as key=value or in JSON
+# the name of a model or tokenizer in an argument of lm_eval, written as key=value or as JSON
 NAMES_MODEL = re.compile(r"""(\b(?:pretrained|tokenizer)(?:=|"\s*:\s*"))([^,"]+)""")
 
 
@@ -82,9 +82,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def handed_on(words: Sequence[str]) -> list[str]:
-    """Return the arguments for lm_eval, with the folder of our tasks unless one is included.
+    """Return the arguments for lm_eval: ``words`` with two changes.
 
-    Names of offline models, such as ``smollm2``, become folders.
+    Names of offline models, such as ``smollm2``, are replaced by the paths of their folders. If the
+    arguments have no ``--include_path``, the folder `TASKS` is added as include path.
     """
     arguments = list(words[1:] if words[:1] == ["--"] else words)
     arguments = [NAMES_MODEL.sub(_with_folder, argument) for argument in arguments]
@@ -93,10 +94,10 @@ def handed_on(words: Sequence[str]) -> list[str]:
 
 
 def what_was_attended(model: Any) -> dict[str, Any]:
-    """Print and return the density and config of a model for lm_eval's results.
+    """Print and return the fields ``cab_density`` and ``cab_config`` for lm_eval's results.
 
-    Density is the mean over the layers that attended sparsely, in their sparse calls. Returns {} if
-    the model does not attend by "cab".
+    The density is the mean over all layers that attended sparsely. A layer's density covers only
+    its sparse calls. Returns {} if the attention implementation of the model is not CAB.
 
     Raises:
         UsageError: no layer has attended sparsely.
@@ -126,9 +127,9 @@ def what_was_attended(model: Any) -> dict[str, Any]:
 
 
 def refuse_misspelt(arguments: Iterable[str], known: Collection[str]) -> None:
-    """Raise an error if an unknown argument of the model resembles a known argument.
+    """Raise an error if an unknown model argument is spelled like a known argument.
 
-    Other unknown arguments are accepted, because transformers receives them.
+    Other unknown arguments raise no error, because they may be arguments of transformers.
 
     Args:
         arguments: names of the arguments.
@@ -147,7 +148,13 @@ def refuse_misspelt(arguments: Iterable[str], known: Collection[str]) -> None:
 
 
 def _with_folder(match: re.Match) -> str:
-    """Replace the name of an offline model by its folder, after making the model if necessary."""
+    """Return the argument with a folder in place of the name of an offline model.
+
+    If the folder does not exist, the model is written to it first.
+
+    Args:
+        match: a match of `NAMES_MODEL`.
+    """
     prefix, name = match.groups()
     if is_made(name):
         return f"{prefix}{made_folder(name)}"

@@ -1,7 +1,7 @@
-"""Passkey prompts: keys hidden in filler text, so that the rendered prompt has a number of tokens.
+"""Passkey prompts of a given number of tokens: keys hidden in filler text.
 
-A prompt depends only on (seed, length, depth, index, keys), so that every method and every run
-reads the same prompts.
+For one tokenizer and filler, a prompt depends only on (seed, length, depth, index, number of keys),
+so that every method and every run reads the same prompts.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class Prompt:
     """One rendered prompt.
 
     Attributes:
-        text: the prompt as text, with the chat template.
-        tokens: the token ids of the text.
-        key: the digits that the prompt asks for.
-        needle: [start, end) in tokens of the sentence that states the key; None without a needle.
-        asking: position of the first token of the question.
-        begun: the beginning of the answer, with which the prompt ends.
+        text: the whole prompt, rendered by the chat template.
+        tokens: the token ids of ``text``.
+        key: the digits of the requested key.
+        needle: (start, end) of the tokens of the sentence that states the requested key, without
+            the token at ``end``; None if the prompt has no such sentence.
+        asking: position of the first token of the question after the filler.
+        begun: the beginning of the answer, with which ``text`` ends.
     """
 
     text: str
@@ -59,12 +60,12 @@ class Haystack:
 
     Args:
         tokenizer: a tokenizer of transformers; prompts use its chat template unless it has none.
-        filler: ``noise`` (five sentences, repeated), ``distractors`` (the same sentences with other
-            numbers between them) or ``text`` (the sentences of ``file``, from a random sentence
-            on).
-        keys: number of hidden named keys; 1 means one key without a name.
+        filler: ``noise`` (five sentences, repeated), ``distractors`` (the same sentences, and
+            between them sentences with other numbers) or ``text`` (the sentences of ``file``,
+            which start at a random sentence).
+        keys: number of hidden keys. Several keys have names; a single key has no name.
         file: UTF-8 file for the filler ``text``.
-        question_first: True to ask the question before the text too.
+        question_first: True to ask the question before the filler too.
     """
 
     def __init__(
@@ -85,15 +86,16 @@ class Haystack:
     def prompt(
         self, length: int, depth: float, index: int, seed: int = 0, hide_needle: bool = False
     ) -> Prompt:
-        """Return a prompt of ``length`` tokens, or a few fewer.
+        """Return a prompt that has ``length`` tokens or a few tokens fewer.
 
         Args:
             length: tokens of the prompt.
             depth: depth of the requested key, from 0 (start of the filler) to 1 (end), rounded to
                 the nearest sentence border.
-            index: number of the sample.
-            seed: seed of all samples.
-            hide_needle: True to leave out all keys from an otherwise equal prompt.
+            index: index of the prompt among prompts of equal length and depth.
+            seed: seed of all prompts.
+            hide_needle: True to leave out the sentences with keys from the prompt; instruction,
+                filler and question stay the same.
 
         Raises:
             UsageError: ``length`` is too small for instruction, keys and question.
@@ -101,7 +103,7 @@ class Haystack:
         rng = random.Random(f"{seed}/{length}/{depth:.6f}/{index}/{self.keys}")
         keys = draw_keys(rng, self.keys, named=self.keys > 1)
         asked_key, statements = keys[0], [key.statement for key in keys]
-        # all other keys have random depths, one in each of equal ranges
+        # divide the filler into equal ranges, and put one of the other keys at random into each
         num_others = self.keys - 1
         depths = [depth, *((i + rng.random()) / num_others for i in range(num_others))]
         needles = list(zip(depths, statements, strict=True))
@@ -111,7 +113,7 @@ class Haystack:
         full = self.render(asked_key.whose, needles, sentences)
         start = full.index(statements[0])
         end = start + len(statements[0])
-        # the blank before the needle belongs to the needle's first token
+        # tokenizers join the blank before the needle with the needle's first token
         needle = (self.size(full[:start].removesuffix(" ")), self.size(full[:end]))
         text = self.render(asked_key.whose, [], sentences) if hide_needle else full
         return Prompt(
@@ -124,10 +126,10 @@ class Haystack:
         )
 
     def check_room(self, length: int) -> None:
-        """Raise an error if instructions, keys and questions can exceed ``length`` tokens.
+        """Raise an error if instruction, longest keys and question exceed ``length`` tokens.
 
         Raises:
-            UsageError: as in `prompt`.
+            UsageError: ``length`` is too small for some prompts.
         """
         names = sorted(NAMES, key=len)[-self.keys :]
         phrases = [f" for {name}" if self.keys > 1 else "" for name in names]
@@ -136,7 +138,7 @@ class Haystack:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a rendered prompt."""
-        # a chat template already contains the special tokens
+        # a text that a chat template has rendered contains the special tokens already
         has_no_template = self.tokenizer.chat_template is None
         return self.tokenizer(text, add_special_tokens=has_no_template)["input_ids"]
 
@@ -147,12 +149,13 @@ class Haystack:
     def render(
         self, whose: str, needles: Sequence[tuple[float, str]], sentences: Sequence[str]
     ) -> str:
-        """Return the prompt as text, with the beginning of the answer.
+        """Return the text of a prompt, which ends with the beginning of the answer.
 
         Args:
-            whose: phrase with the name of the requested key; "" for a key without a name.
-            needles: (depth, sentence) of each key. A needle is inserted at the sentence border
-                nearest to its depth.
+            whose: phrase with the name of the requested key, such as " for Mary"; "" for a key
+                without a name.
+            needles: (depth, sentence that states the key) of each key. The sentence is inserted
+                between the two filler sentences whose border is nearest to the depth.
             sentences: the filler.
         """
         ends = [0, *accumulate(map(self._sentence_size, sentences))]
@@ -166,7 +169,7 @@ class Haystack:
         return as_turns(self.tokenizer, [content, ANSWER.format(whose=whose)])
 
     def _sentence_size(self, sentence: str) -> int:
-        """Return the number of tokens of a sentence inside running text."""
+        """Return the number of tokens of a sentence that follows another sentence."""
         if sentence not in self._sizes:
             # measure the sentence after another one, because some tokenizers add a token to the
             # start of a text
@@ -181,9 +184,9 @@ class Haystack:
         """Return filler sentences with more than ``length`` tokens in total.
 
         Args:
-            rng: random generator of the sample.
-            keys: the keys, from whose numbers distractors differ.
-            length: tokens.
+            rng: random generator of the prompt.
+            keys: the keys of the prompt; the numbers of distractors differ from them.
+            length: number of tokens.
         """
         text = endless(self.sentences, rng, keys if self.filler == "distractors" else None)
         sentences, total = [], 0
@@ -193,10 +196,12 @@ class Haystack:
         return sentences
 
     def _room(self, whose: str, needles: Sequence[tuple[float, str]], length: int) -> int:
-        """Return the number of tokens that are left for filler; arguments as in `render`.
+        """Return the number of tokens that a prompt of ``length`` tokens has for filler.
+
+        The arguments ``whose`` and ``needles`` are those of `render`.
 
         Raises:
-            UsageError: the question and the keys have more than ``length`` tokens.
+            UsageError: the prompt has more than ``length`` tokens without filler.
         """
         free = length - self.size(self.render(whose, needles, []))
         if free < 0:
@@ -211,15 +216,21 @@ class Haystack:
     ) -> list[str]:
         """Return the filler with which the rendered prompt has at most ``length`` tokens.
 
-        The filler consists of leading ``sentences``. Remaining tokens are filled by the last words
-        of the next sentence, which precede all others. Arguments are those of `render`.
+        The filler consists of the first n ``sentences``, for the largest n that fits. The remaining
+        tokens are filled by the last words of sentence n + 1, which precede the first sentence.
+
+        Args:
+            whose, needles: as in `render`.
+            sentences: candidates for the filler, with more than ``length`` tokens in total.
+            length: largest number of tokens of the prompt.
         """
 
         def free_tokens(filler: list[str]) -> int:
             return length - self.size(self.render(whose, needles, filler))
 
         free = self._room(whose, needles, length)
-        # start from the sum of sizes, which differs a little from the size of the rendered prompt
+        # Start from the sum of the sentences' sizes. The rendered prompt may have a few tokens more
+        # or fewer, so that the number of sentences is then corrected.
         num_sentences = sum(end <= free for end in accumulate(map(self._sentence_size, sentences)))
         while num_sentences and free_tokens(sentences[:num_sentences]) < 0:
             num_sentences -= 1
@@ -249,7 +260,7 @@ def parse_depths(text: str) -> tuple[float, ...]:
 
 
 def read_sentences(name: str, file: Path | str) -> list[str]:
-    """Return the sentences of a UTF-8 file; arguments and errors as in `read_text`."""
+    """Read a UTF-8 file and return its sentences; arguments and errors as in `read_text`."""
     return split_sentences(read_text(name, file))
 
 
@@ -257,11 +268,11 @@ def read_text(name: str, file: Path | str) -> str:
     """Return the content of a UTF-8 text file.
 
     Args:
-        name: the setting that the error names.
+        name: name of the setting with the path, for the error message.
         file: path of the file.
 
     Raises:
-        UsageError: the file cannot be read, is empty, or is no UTF-8 text.
+        UsageError: the file cannot be read, is empty, or is not UTF-8 text.
     """
     problem = None
     try:

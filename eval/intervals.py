@@ -1,4 +1,4 @@
-"""95 % intervals of estimates from a sample: one proportion, two proportions, two means."""
+"""95 % confidence intervals of a proportion, of a difference of proportions, and of means."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Interval = tuple[float, float, float]  # (estimate, low, high)
 def wilson(correct: int, n: int) -> tuple[float, float]:
     """Return Wilson's score interval (low, high) of a proportion (Wilson 1927), within [0, 1].
 
-    Unlike the normal approximation, the interval has a width at 0 of n and n of n: 10 of 10 gives
-    [0.72, 1].
+    Unlike the interval of the normal approximation, Wilson's interval is wider than 0 for 0 of n
+    and n of n: for 10 of 10 it is [0.72, 1].
     """
     if n <= 0 or not 0 <= correct <= n:
         raise ValueError(f"correct must be 0 to n, and n above 0, got correct={correct}, n={n}.")
@@ -29,10 +29,10 @@ def paired_difference(ours: Sequence[bool], base: Sequence[bool]) -> Interval:
 
     The interval is Newcombe's for paired proportions (Newcombe 1998, Statistics in Medicine 17,
     2635-2650, method 10), which combines the two Wilson intervals and the correlation of the
-    outcomes. Unlike Wald's interval, Newcombe's has a width if the outcomes always agree.
+    outcomes. Unlike Wald's interval, Newcombe's is wider than 0 if all paired outcomes agree.
 
     Args:
-        ours, base: outcomes of two methods on the same samples, in the same order.
+        ours, base: outcomes of two methods for the same questions, in the same order.
     """
     n = len(ours)
     if n == 0 or n != len(base):
@@ -60,11 +60,12 @@ def paired_difference(ours: Sequence[bool], base: Sequence[bool]) -> Interval:
 def compared_shares(
     right: Sequence[bool], pairs: Sequence[tuple[bool, bool]]
 ) -> dict[str, float | int]:
-    """Return the share of right outcomes, and the difference to dense attention over ``pairs``.
+    """Return the share of right answers, and its difference to dense attention, with intervals.
 
     Args:
-        right: True for each right outcome of the method.
-        pairs: (outcome of the method, outcome of dense attention) for the same questions.
+        right: for each question, True if the method's answer is right.
+        pairs: (outcome of the method, outcome of dense attention) for each question that both
+            answered.
 
     Returns:
         ``n, correct, share, low, high``; if there are pairs also ``delta, delta_low, delta_high``,
@@ -85,8 +86,8 @@ def compared_shares(
 def mean_of_intervals(intervals: Sequence[Interval]) -> Interval:
     """Return the mean of independent estimates with intervals, and the interval of the mean.
 
-    The distances to the edges are added in quadrature (MOVER; Zou and Donner 2008, Statistics in
-    Medicine 27, 1693-1702).
+    The distances from the estimates to the ends of their intervals are added in quadrature (MOVER;
+    Zou and Donner 2008, Statistics in Medicine 27, 1693-1702).
     """
     mean, n = fmean(estimate for estimate, _, _ in intervals), len(intervals)
     below = math.hypot(*(estimate - low for estimate, low, _ in intervals)) / n

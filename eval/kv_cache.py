@@ -1,4 +1,7 @@
-"""The KV cache as an argument and as an output of a model, which transformers renamed in 5.24."""
+"""Pass a KV cache to a model and read it from the output, for all versions of transformers.
+
+Version 5.24 renamed the argument and the output from ``past_key_values`` to ``cache``.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ NAME, NAME_BEFORE = "cache", "past_key_values"
 
 
 def cache_name(model: Any) -> str:
-    """Return the name of the argument through which ``model`` receives a cache."""
+    """Return the name of the argument of ``model`` for the KV cache."""
     return NAME if NAME in inspect.signature(model.forward).parameters else NAME_BEFORE
 
 
 def cache_of(output: Any) -> Any:
-    """Return the cache in an output of a model."""
+    """Return the KV cache in an output of a model."""
     return output[NAME] if NAME in output else output[NAME_BEFORE]
 
 
@@ -26,12 +29,12 @@ def cache_arguments(model: Any, cache: Any) -> dict[str, Any]:
 
 
 def read_on(model: Any, ids: Tensor, cache: Any, **options: Any) -> Any:
-    """Return the output of ``model`` for tokens that follow the cached tokens.
+    """Call ``model`` with tokens that follow the cached tokens, and return its output.
 
     Args:
         model: the model.
         ids: token ids, int64 [B, N].
-        cache: the cache; None for the default of the model.
+        cache: the KV cache, to which the call adds the tokens; None to let the model create one.
         options: other arguments of the model.
     """
     return model(ids, **cache_arguments(model, cache), **options)

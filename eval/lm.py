@@ -1,4 +1,4 @@
-"""The model ``cab`` of lm-evaluation-harness; importing this module needs lm_eval."""
+"""The model ``cab`` for lm-evaluation-harness; importing this module needs the package lm_eval."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def constructor_arguments(kind: type) -> set[str]:
 
 
 class CabLM(HFLM):
-    """The model ``hf`` of lm_eval with CAB switched on; it also accepts fields of `CabConfig`.
+    """The model ``hf`` of lm_eval with CAB switched on.
 
-    The task determines how tokens are sampled; by default decoding is greedy. Requests of
-    likelihoods get a padding mask, see `_loglikelihood_tokens`.
+    The constructor also accepts fields of `CabConfig`. Decoding is greedy unless the task sets
+    another way of sampling. Calls for likelihoods get a padding mask, see `_loglikelihood_tokens`.
 
     Attributes:
-        padded: the latest batch that lm_eval padded on the right, [B, N], and its padding mask,
-            bool [B, N]; None before the first batch.
+        padded: (token ids [B, N], padding mask, bool [B, N]) of the latest batch that lm_eval
+            padded on the right; None before the first batch.
     """
 
     padded: tuple[Tensor, Tensor] | None = None
@@ -57,7 +57,7 @@ class CabLM(HFLM):
         pad = huggingface.pad_and_concat
 
         def pad_and_concat(longest: int, rows: Sequence[Tensor], **kwargs: Any) -> Tensor:
-            # before padding, which changes the list of rows
+            # compute the lengths first, because the padding function changes the list of rows
             lengths = torch.tensor([row.shape[-1] for row in rows])
             batch = pad(longest, rows, **kwargs)
             self.padded = batch, torch.arange(longest) < lengths[:, None]
@@ -86,10 +86,11 @@ class CabLM(HFLM):
 
 @functools.cache
 def watch(kind: type[HFLM]) -> None:
-    """Patch a model class of lm_eval so that its scores include `what_was_attended`.
+    """Patch a model class of lm_eval so that results include density and config of CAB.
 
-    Models whose outputs are not finite raise an error. lm_eval calls ``get_model_info`` after all
-    requests, before it prints or saves scores.
+    ``get_model_info`` then also returns the fields of `what_was_attended`. lm_eval calls it after
+    all requests, before it prints or saves scores. Calls of a model also raise an error if a logit
+    is not finite.
     """
     init, model_info, detect = kind.__init__, kind.get_model_info, kind._detect_batch_size
 
@@ -107,7 +108,7 @@ def watch(kind: type[HFLM]) -> None:
 
     @functools.wraps(detect)
     def _detect_batch_size(self: HFLM, *args: Any, **kwargs: Any) -> int:
-        # restore the counts afterwards: the calls that try batch sizes are no requests
+        # restore the counts of attended pairs afterwards: calls that try batch sizes do not count
         modules = list(self.model.modules())
         counts = [attended.get(module) for module in modules]
         was_called = getattr(self, "cab_was_asked", False)
@@ -120,7 +121,7 @@ def watch(kind: type[HFLM]) -> None:
         return size
 
     def record_calls(method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``method``, which then also records that the model was called."""
+        """Wrap ``method`` so that it also records that the model was called."""
 
         @functools.wraps(method)
         def wrapped(self: HFLM, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Long runs on a model: remaining cases, out-of-memory errors, and shards of a run.
+"""Long runs on a model, which count remaining cases, survive out-of-memory errors and use shards.
 
-Several processes can measure a run together. Each process measures a share of the questions, which
-``--shard i/n`` selects, and logs its samples in the results folder. Then the same command without
-``--shard`` joins the logs, measures the missing cases and writes the report.
+Several processes can measure a run together. The process with ``--shard i/n`` measures the cases of
+every n-th question from question i on, and logs the samples in the results folder. Then the same
+command without ``--shard`` joins the logs, measures the missing cases and writes the report.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from cab_hf.experiment.log import Log, as_recorded, file_exists, read_log, requi
 from cab_hf.experiment.settings import flag, option, read_settings, require
 
 SHARD_LOG = "samples.shard-{}-of-{}.jsonl"
-MATCH = "match"  # the budget that equals the density or time of the matched method
+MATCH = "match"  # the budget that is the measured density or time of another method, usually CAB
 
 
 @dataclass(frozen=True)
 class LongRunSettings(OnModelSettings):
-    """Settings of runs that count their cases, and that several processes may share."""
+    """Settings of a `LongRun`: those of the model, and the options for dry runs and shards."""
 
     dry_run: bool = flag("print the number of remaining cases, then exit")
     shard: str | None = option(None, "i/n: measure the i-th of n shards, and write no report")
@@ -65,12 +65,12 @@ class LongRunSettings(OnModelSettings):
         require(self, "methods", self.methods, "at least one name")
 
     def check_match(self, name: str, match: str, is_available: bool) -> None:
-        """Raise an error if methods need a matched value that no method provides.
+        """Raise an error if baselines should have the density of a method that is not measured.
 
         Args:
             name: the setting that the message names.
-            match: the matched method.
-            is_available: True if the run measures the matched method, or matches no method.
+            match: name of the method whose density baselines should have.
+            is_available: True if the run measures this method, or if no budget is `MATCH`.
         """
         matched = [method for method in self.methods if METHODS[method].matched]
         accepted = (
@@ -82,19 +82,23 @@ class LongRunSettings(OnModelSettings):
 
 @lru_cache(maxsize=1)
 def fitted(kind: type[Method], cell: Cell) -> Method:
-    """Return a method of class ``kind`` fitted to ``cell``; the latest fit is cached."""
+    """Return a method of class ``kind`` whose parameters realise the budget of ``cell``.
+
+    Only the latest result is cached.
+    """
     return kind.fit(cell)
 
 
 class LongRun(OnModel):
     """The base class of experiments that can list all cases before they measure the first.
 
-    Only matched budgets follow from earlier samples. If a case runs out of memory, the run logs the
-    case with an ``error`` and continues. A later run measures the case again.
+    Cases do not depend on samples, except for budgets that equal the density or time of another
+    method. If a case runs out of memory, the run logs the case with an ``error`` and continues. A
+    later run measures the case again.
 
     Attributes:
-        CELL: fields of a case that identify a cell.
-        FITTED: the field with the density or time that a cell matches.
+        CELL: names of the fields of a case that identify a cell.
+        FITTED: name of the field with the budget of a cell, a density or a time.
     """
 
     FAILED = "error"
@@ -107,21 +111,26 @@ class LongRun(OnModel):
 
     @abstractmethod
     def planned(self) -> Iterator[dict[str, Any]]:
-        """Yield all cases in order, with the fields in `CASE` only."""
+        """Yield all cases in order, without the budget (`FITTED`)."""
 
     @abstractmethod
     def waits(self, case: Mapping[str, Any]) -> bool:
-        """Return True if the matched budget of a case follows from samples of other cases."""
+        """Return True if the budget of a case follows from samples of other cases."""
 
     def alone(self, case: Mapping[str, Any]) -> bool:
-        """Return True if no shard may measure the case, because the case is timed."""
+        """Return True if only the run without ``--shard`` may measure the case.
+
+        Such a case is timed or fitted to a time, and other processes on the device would change
+        the time.
+        """
         return False
 
     @abstractmethod
     def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> Any:
-        """Return the density or time that the cell of a case matches.
+        """Return the budget of the cell of a case, a density or a time.
 
-        Returns None if no value is matched, or if ``samples`` lack the matched value.
+        Returns None if the method has no budget, or if ``samples`` lack the samples from which the
+        budget follows.
         """
 
     @abstractmethod
@@ -130,7 +139,7 @@ class LongRun(OnModel):
 
     @abstractmethod
     def typical(self, text_key: tuple[Any, ...]) -> Tokens:
-        """Return the tokens on which the densities and times of configs are measured.
+        """Return the tokens on which density and time are measured when methods are fitted.
 
         Args:
             text_key: the fields of a case that identify the text.
@@ -144,13 +153,13 @@ class LongRun(OnModel):
         text_key: tuple[Any, ...],
         took: Realised | None = None,
     ) -> Method:
-        """Return a method fitted to the cell of a case.
+        """Return a method whose parameters realise the budget of a case.
 
         Args:
             kind: class of the method.
             config: CAB's config, as in `Cell`.
-            case: a case with the field `FITTED`.
-            text_key: as in `typical`.
+            case: a case with the field `FITTED`, which contains the budget.
+            text_key: the fields that identify the text on which the method is fitted.
             took: as in `Cell`.
         """
         cell = Cell(
@@ -209,7 +218,7 @@ class LongRun(OnModel):
             if not ran_out(error):
                 raise
             reason = in_a_sentence(error)
-        # outside of the except block, because the frames of the error keep the tensors alive
+        # free memory outside of the except block: inside, frames of the error keep tensors alive
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -218,10 +227,10 @@ class LongRun(OnModel):
     # --- shards
 
     def found(self) -> list[Row]:
-        """Return the samples in the logs of the run and of all its shards.
+        """Return the samples without errors in the logs of the run and of all its shards.
 
         Raises:
-            LogError: a log belongs to another run.
+            LogError: a log belongs to a run with other settings.
         """
         identity, path = as_recorded(self.identity()), Path(self.settings.out) / SAMPLES
         samples = []
@@ -247,13 +256,16 @@ class LongRun(OnModel):
         return [case for case in self.planned() if key(case) not in measured]
 
     def share(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
-        """Return the cases of this process's shard that ``samples`` lack.
+        """Return the cases that this process should measure.
 
-        Cases that wait for samples of other cases are included only if no other case is missing in
-        any shard.
+        These are the cases of its shard without a sample. Cases whose budget follows from other
+        samples are included only if all other cases of all shards have samples.
+
+        Args:
+            samples: the samples that all processes have logged.
         """
         shard, num_shards = map(int, self.settings.shard.split("/"))
-        # all planned questions, so that every process computes the same shards
+        # divide all questions, also measured ones, so that every process computes the same shards
         questions = dict.fromkeys(map(self.question, self.planned()))
         own_questions = set(list(questions)[shard - 1 :: num_shards])
         missing = [case for case in self.missing(samples) if not self.alone(case)]
@@ -283,6 +295,6 @@ class LongRun(OnModel):
         return super().measure_missing(log) or len(log.records) > num_before
 
     def _shard_logs(self) -> list[Path]:
-        """Return the paths of all shard logs with content; a log without samples may be empty."""
+        """Return the paths of all shard logs that are not empty files."""
         paths = sorted(Path(self.settings.out).glob(SHARD_LOG.format("*", "*")))
         return [path for path in paths if path.stat().st_size]

@@ -1,4 +1,4 @@
-"""The base class of experiments on a model: settings, loading, and checks of lengths and errors."""
+"""The base class of experiments on a model: settings, loading of the model, checks and errors."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from cab_hf.experiment.settings import (
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
-# default fields of CabConfig on a CPU. Short texts of 1,536 tokens need small blocks and a low
-# density: otherwise methods would differ less than on a long prompt.
+# Fields of CabConfig on a CPU without --cab. The default length on a CPU is only 1,536 tokens. With
+# the default block sizes, most blocks would be selected, and methods would hardly differ.
 SMALL = {
     **{"query_block": 32, "key_block": 16, "local_blocks": 2, "dense_tail_blocks": 0},
     **{"mass_threshold": 0.02, "outlier_queries": 8},
@@ -54,7 +54,7 @@ SMALL = {
 
 @dataclass(frozen=True)
 class OnModelSettings:
-    """Settings of the model and its device. None: a default that depends on the device."""
+    """Settings of the model, its device and CAB. None: a default that depends on the device."""
 
     model: str = option(
         "smollm2",
@@ -87,7 +87,7 @@ class OnModelSettings:
 
     @property
     def cab_fields(self) -> dict[str, Any]:
-        """The fields of `CabConfig` in ``--cab``; without ``--cab``, the default of the device."""
+        """The fields of `CabConfig` in ``--cab``; without ``--cab``, `SMALL` on a CPU, or none."""
         if not self.cab:
             return dict(SMALL) if self.on_cpu else {}
         return dict(map(parse_assignment, self.cab))
@@ -97,7 +97,8 @@ class OnModel(Experiment):
     """The base class of experiments with `OnModelSettings`.
 
     Attributes:
-        WRITTEN: number of tokens that are generated after a prompt.
+        WRITTEN: number of tokens that the model generates after a prompt, for which the model needs
+            positions.
     """
 
     WRITTEN: ClassVar[int] = 0
@@ -117,16 +118,16 @@ class OnModel(Experiment):
 
     @cached_property
     def content(self) -> str:
-        """The hash of the model's content, independent of the folder of its files."""
+        """The SHA-256 of the content of the model's files, without their folder."""
         if not is_local(self.settings.model):
             # load the model before hashing, so that both read the same version from the hub
             _ = self.model
         return content_sha256(self.settings.model)
 
     def running(self) -> dict[str, Sequence[str]]:
-        """Return file name -> sentences of each text file of the run.
+        """Return file name -> sentences, for each text file of the settings.
 
-        Texts longer than a file repeat its sentences.
+        The provenance names lengths for which sentences of a file are repeated.
         """
         return {}
 
@@ -148,10 +149,16 @@ class OnModel(Experiment):
     ) -> dict[str, Any]:
         """Call ``read`` while ``method`` is active, and return its result with three more fields.
 
+        Args:
+            method: the method that replaces the model's attention during the call.
+            read: function that calls the model and returns measured fields.
+
         Returns:
-            The fields of ``read``; ``density``, the mean over layers, with 1 for dense layers;
-            ``sparse_density``, the mean over layers that are not dense, or None without such
-            layers; and ``seconds`` of the call.
+            The fields of ``read``.
+            ``density``: mean over all layers, with 1 for layers that attend densely.
+            ``sparse_density``: mean over layers that do not attend densely; None without such
+            layers.
+            ``seconds``: duration of the call.
         """
         with refusing("model"), method.applied(self.model) as densities:
             started = time.perf_counter()
@@ -167,7 +174,7 @@ class OnModel(Experiment):
         }
 
     def check(self) -> None:
-        """Raise an error if a length exceeds the number of positions of the model."""
+        """Raise an error if the longest prompt and `WRITTEN` exceed the positions of the model."""
         require_positions(self.settings, "lengths", max(self.settings.lengths), self.WRITTEN)
 
     def recorded(self) -> dict[str, Any]:
@@ -175,16 +182,16 @@ class OnModel(Experiment):
         recorded["model"] = _name_of(Path(name)) if Path(name).exists() else name
         if not recorded["trust_remote_code"]:
             del recorded["trust_remote_code"]
-        # smollm2 names one fixed file, so results need no hash of its content
+        # the model smollm2 never changes, so that its name identifies its content without a hash
         return recorded if name == SMOLLM2 else {**recorded, "model_sha256": self.content}
 
 
 def require_positions(settings: OnModelSettings, name: str, tokens: int, written: int = 0) -> None:
-    """Raise an error if a prompt and the generated tokens exceed the positions of the model.
+    """Raise an error if prompt plus generated tokens exceed the model's number of positions.
 
     Args:
         settings: settings that name the model.
-        name: the setting with the length of the prompt, for the message.
+        name: name of the setting with the length of the prompt, for the error message.
         tokens: tokens of the prompt.
         written: tokens that are generated after the prompt.
     """
@@ -198,14 +205,17 @@ def require_positions(settings: OnModelSettings, name: str, tokens: int, written
 
 
 def _name_of(folder: Path) -> str:
-    """Return the name of a model folder, or of its parent if a training run wrote the model."""
+    """Return the name of a model's folder.
+
+    Training runs write models to a subfolder `TRAINED`, for which the parent's name is returned.
+    """
     return folder.resolve().parent.name if folder.name == TRAINED else folder.name
 
 
 def realised_density(samples: Sequence[Row]) -> float | None:
-    """Return the mean density of samples in layers that are not dense; None without samples.
+    """Return the mean of ``sparse_density`` over samples; None without samples.
 
-    A sample without such layers counts as 1.
+    A sample in which all layers attend densely counts as 1.
     """
     if not samples:
         return None
@@ -225,7 +235,13 @@ def refuse_not_finite(model: nn.Module) -> None:
 
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """Convert errors that cab_hf raises inside the block to a UsageError about setting ``name``."""
+    """Convert errors about unusable arguments inside the block to a UsageError.
+
+    Only a ValueError or NotImplementedError that a raise statement of cab_hf raised is converted.
+
+    Args:
+        name: name of the setting that caused the error, with which the message begins.
+    """
     try:
         yield
     except UsageError:
@@ -237,10 +253,10 @@ def refusing(name: str) -> Iterator[None]:
 
 
 def _raised_by_cab_hf(error: BaseException) -> bool:
-    """Return True if a raise statement of cab_hf, outside of ops, raised the error."""
+    """Return True if a raise statement in cab_hf, but not in cab_hf.ops, raised the error."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     module = frame.f_globals.get("__name__", "")
     is_ours = module.startswith("cab_hf.") and not module.startswith("cab_hf.ops.")
-    # an error of a builtin ends in our line that calls the builtin, which is no raise statement
+    # builtins have no frames: if a builtin raised the error, our line that calls it comes last
     is_raise = linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
     return is_ours and is_raise

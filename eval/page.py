@@ -1,7 +1,8 @@
 """Write one HTML page of result folders: tables, figures and commands, no network.
 
-The sections are those of ``eval/results/README.md`` and ``report.md``. The page contains its style
-sheet and its figures, and its content security policy forbids a browser to load other files.
+The section of a folder has the content of its section in ``eval/results/README.md`` and of its
+``report.md``. The page contains its style sheet and its figures. Its content security policy
+forbids the browser to load other files.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @dataclass(frozen=True)
 class Settings:
-    """The result folders, and the folder of the page."""
+    """Options of ``cab_hf.eval report``."""
 
     folders: tuple[str, ...] = operands("a folder of results, or a folder of such folders")
     out: str = option("report", "folder for the page")
@@ -60,7 +61,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def read_all(paths: Sequence[Path]) -> list[Results]:
-    """Return the results in folders, in the order of the page and with distinct names.
+    """Read result folders, and return their contents in the order of the page.
+
+    If several folders have the same name, their path replaces the name.
 
     Args:
         paths: folders of results, and folders that contain such folders.
@@ -86,14 +89,17 @@ def read_all(paths: Sequence[Path]) -> list[Results]:
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    """Return the subfolders of ``folder``, or ``folder`` itself if it has results or no folders."""
+    """Return the subfolders of ``folder``; ``[folder]`` if it has results or no subfolders."""
     if file_exists(folder / RESULTS) or not folder.is_dir():
         return [folder]
     return sorted(filter(Path.is_dir, folder.iterdir())) or [folder]
 
 
 def _refusal(folder: Path, error: Exception) -> str:
-    """Return a message for an error about ``folder``, with the class of unexpected errors."""
+    """Return the message that ``folder`` cannot be shown, with the reason from ``error``.
+
+    The class of the error is part of the message unless it is a ValueError.
+    """
     prefix = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return f"{folder} cannot be shown: {prefix}{first_line(error)}."
 

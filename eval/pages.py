@@ -38,11 +38,11 @@ from cab_hf.experiment.log import file_exists, read_log
 from cab_hf.finetune.curve import STEP
 from cab_hf.selection.reference import THRESHOLD_KEYS
 
-# NAME -> function from the folder of all results to the Markdown text
+# NAME in a marker -> function from the folder of all results to the Markdown text after the marker
 TABLES: dict[str, Callable[[Path], str]] = {}
-# ends of the reason in an error message, after which the remedy follows
+# what separates the reason in an error message from the remedy
 REASON_ENDS = re.compile(r"; |\. ")
-# log of a training run without other processes on the GPU, relative to the folder of a run
+# log of a training run that had the GPU alone, relative to the folder of results
 TIMED = Path("alone", "log.jsonl")
 WARM_UP_STEPS = 3  # first steps of a training run, which include compilation
 
@@ -52,11 +52,12 @@ def table(
 ) -> Callable:
     """Return a decorator that registers a function from rows to a table in `TABLES`.
 
-    Pages also show the source of the rows.
+    The registered text is the table and a sentence with device, versions and commit of the runs.
 
     Args:
-        folders: names of the result folders.
-        find: function that returns the results; replaces ``folders``.
+        folders: names of the result folders whose rows the function receives.
+        find: function from the folder of all results to the results whose rows the function
+            receives; None: the results in ``folders``.
     """
 
     def register(make: Callable[[DataFrame], DataFrame]) -> Callable[[DataFrame], DataFrame]:
@@ -76,7 +77,7 @@ def sentence(folder: str) -> Callable:
     """Return a decorator that registers a function from rows to a sentence in `TABLES`.
 
     Args:
-        folder: name of the result folder.
+        folder: name of the result folder whose rows the function receives.
     """
 
     def register(make: Callable[[DataFrame], str]) -> Callable[[DataFrame], str]:
@@ -119,15 +120,15 @@ CHOICES = (
 
 
 def over_texts(rows: DataFrame) -> DataFrame:
-    """Return a row per length and method, with means over texts.
+    """Return a row for each length and method, with means over texts.
 
-    The column ``setting`` names the config of the method, and ``threshold`` contains the mass
-    threshold at the length.
+    The column ``setting`` lists the changed fields of the method's config (`_setting`), and
+    ``threshold`` is the mass threshold that the config applies at the length.
     """
     configs = rows.apply(
         lambda row: row["run"]["settings"]["cab_configs"].get(row["method"], {}), axis=1
     )
-    # runs of different versions have methods of the same name
+    # the method "cab" has the earlier default config in some runs: separate their rows
     rows = rows.assign(config=configs, is_earlier=configs.map(is_earlier))
     groups = rows.groupby(["length", "method", "is_earlier"], sort=False)
     means = groups.mean(numeric_only=True).assign(config=groups["config"].first()).reset_index()
@@ -138,9 +139,11 @@ def over_texts(rows: DataFrame) -> DataFrame:
 
 
 def _setting(row: Series) -> str:
-    """Return the fields of a config that differ from the default; without config, the method."""
-    # fields that say nothing here: all runs set min_length to 0, and a file contains the tables of
-    # a cascade
+    """Return the changed fields of a row's config, such as ``query_block=256``.
+
+    Returns "default" if no field was changed, and the name of a method without a config.
+    """
+    # left out: min_length=0, which all runs set, and head_map and origin, which calibration writes
     changed = [
         f"{name}={value}"
         for name, value in sorted(unlike_default(row["config"]).items())
@@ -151,7 +154,7 @@ def _setting(row: Series) -> str:
     return ", ".join(changed) or ("default" if row["config"] else row["method"])
 
 
-# a row shows speed and quality of the same run, and all runs are at clean commits
+# each row shows speed and quality of the same run
 @table(DEFAULT)
 def default(rows: DataFrame) -> DataFrame:
     rows = over_texts(rows)
@@ -162,7 +165,7 @@ def default(rows: DataFrame) -> DataFrame:
 
 
 def _front(rows: DataFrame) -> DataFrame:
-    """Return the columns of a table that compares density, time and quality of configs."""
+    """Return a table of density, time and quality for rows of `over_texts`."""
     names = "length setting density predict_ms attend_ms continuation.kl"
     return show(rows, f"{names} recall.share recall_border.share perplexity_border.ratio")
 
@@ -190,7 +193,7 @@ def noise(rows: DataFrame) -> str:
 
 
 def _default_runs(results: Path) -> list[Results]:
-    """Return the runs of `fidelity` with the default config that no other table shows."""
+    """Return the `fidelity` runs with the default config, except runs that other tables show."""
     in_other_tables = {*TRAININGS, *FRONT, *CODE_PATHS}
     return [
         run for run in all_results(results) if run.name not in in_other_tables and by_default(run)
@@ -216,7 +219,10 @@ def models(rows: DataFrame) -> DataFrame:
 
 
 def with_mean(rows: DataFrame) -> DataFrame:
-    """Add the column ``mean``: the mean over the tasks that all methods of a folder have."""
+    """Set the column ``mean`` to the mean share of right answers over tasks.
+
+    Only tasks that all methods of the row's folder have count.
+    """
     for _, run in rows.groupby("folder", sort=False):
         shares = run[[name for task in TASKS if (name := f"{task}.share") in run]]
         rows.loc[run.index, "mean"] = shares.dropna(axis=1).mean(axis=1)
@@ -331,7 +337,7 @@ def question(rows: DataFrame) -> str:
 
 
 def _served(rows: DataFrame) -> DataFrame:
-    """Return the columns of a table of serving, without implementations that did not run."""
+    """Return a table of serving times, without implementations that served no request."""
     names = "longest implementation total_s over_best prompt_tokens_s"
     names += " ttft_p50 ttft_p99 tpot_p50 tpot_p99 density"
     return show(rows[rows["served"].fillna(0) != 0], names)
@@ -360,9 +366,10 @@ def served_in_short(rows: DataFrame) -> str:
 
 
 def longest_by(rows: DataFrame, by: Sequence[str]) -> DataFrame:
-    """Return a row per combination of the columns ``by``, with the longest length that fits.
+    """Return a row for each combination of the columns ``by``, with the longest length that fits.
 
-    The columns of other attention than CAB have a prefix, as in `side_by_side`.
+    Columns of implementations other than "cab" have the implementation as prefix, as in
+    `side_by_side`.
     """
     rows = rows[rows["fits"].astype(bool)].sort_values("length", kind="stable")
     rows = rows.drop_duplicates(["folder", "implementation"], keep="last").sort_index()
@@ -410,7 +417,7 @@ CODE_PATHS = ("fidelity-fp8", "fidelity-code-of-8.0", "fidelity-code-of-8.9")
 
 
 def _quality(rows: DataFrame, **headings: str) -> DataFrame:
-    """Return the columns of a table of density and quality by text; arguments as in `show`."""
+    """Return a table of density and quality by text; arguments as in `show`."""
     rows = rows.assign(kl=interval(rows, "continuation.kl", digits))
     return show(rows, "label text density kl recall_border.share", kl="KL [95 %]", **headings)
 
@@ -428,7 +435,7 @@ def fp8(rows: DataFrame) -> DataFrame:
 
 
 def _layer_times(rows: DataFrame, **headings: str) -> DataFrame:
-    """Return the columns of a table of times of one layer; arguments as in `show`."""
+    """Return a table of the times of one layer; arguments as in `show`."""
     names = "label length direction density predict_ms ms fastest ratio"
     return show(with_fastest(rows), names, ms="total, ms", **headings)
 
@@ -460,7 +467,7 @@ def batches(rows: DataFrame) -> DataFrame:
 @table(["speed-decode", "speed-decode-model", "speed-decode-model-8k"])
 def decode(rows: DataFrame) -> DataFrame:
     rows = rows[rows["budget"].notna()].sort_values(["length", "batch", "budget"], kind="stable")
-    # a budget of all tokens makes cab decode densely
+    # with a budget of at least all tokens, cab decodes densely: give these rows another name
     way = rows["part"].where(rows["budget"] < rows["length"], rows["part"] + "_dense")
     rows = rows.assign(way=way).drop_duplicates(["length", "batch", "way"])
     rows = side_by_side(rows, "", "way", ["length", "batch"])
@@ -515,7 +522,7 @@ TRAININGS = {
 def lora(rows: DataFrame) -> DataFrame:
     rows = rows[(rows["spread"] == "alone") & ~rows["sought"].astype(bool)]
     rows = with_seconds(rows.assign(layers=setting(rows, "layers")))
-    # if several folders have the same length and number of layers, show the last folder of the list
+    # if several folders measured the same length and number of layers, show the last of the list
     last = rows.groupby(["length", "layers"])["folder"].transform("last")
     rows = side_by_side(rows[rows["folder"] == last], "cab", "implementation", ["length", "layers"])
     rows = rows.sort_values(["length", "layers"], ascending=[True, False])
@@ -557,10 +564,10 @@ def trained(rows: DataFrame) -> DataFrame:
 
 
 def over_runs(rows: DataFrame) -> Series:
-    """Return the results over all runs of a training; NaN for a probe that a run lacks.
+    """Combine the rows of repeated trainings, which differ only in the seed.
 
-    Recall is the share of all keys of all runs, with Wilson's interval. Perplexity is the geometric
-    mean over runs.
+    Recall is the share of right answers over the keys of all runs, with Wilson's interval.
+    Perplexity is the geometric mean over runs. Both are NaN if a run lacks the probe.
     """
     perplexities = ", ".join(map(digits, rows["perplexity.value"]))
     pooled = {"folder": rows["folder"].iloc[0], "runs": len(rows), "each": perplexities}
@@ -579,9 +586,9 @@ def over_runs(rows: DataFrame) -> Series:
 
 
 def seconds_of_a_step(folder: Path) -> float | None:
-    """Return the median seconds of a training step; None without a timed run in ``folder``.
+    """Return the median seconds of the training steps in the log `TIMED`; None without the log.
 
-    The first `WARM_UP_STEPS` steps do not count.
+    The first `WARM_UP_STEPS` steps are left out.
     """
     if not file_exists(folder / TIMED):
         return None
@@ -663,11 +670,15 @@ FAMILIES = {
 
 
 def layer_kinds(row: Row) -> dict[str, str | None]:
-    """Return a description of the layers of a model type.
+    """Return which layers of a model type attend sparsely.
+
+    Args:
+        row: the row of the model type in the results of `families`.
 
     Returns:
-        ``sparse`` and ``exact``, the layers with sparse and with exact attention; and ``error``,
-        the reason why the type is not supported. Fields that do not apply are None.
+        ``sparse``: the layers with sparse attention; None if the type is not supported.
+        ``exact``: the layers with exact attention; None if there are none.
+        ``error``: the reason why the type is not supported; None if it is supported.
     """
     sparse = exact = error = None
     if row["verdict"] != "exact":

@@ -63,10 +63,10 @@ STAGES = {
     "both": "The table shows how answers are decoded; methods without sparse decoding decode "
     "densely.",
 }
-# decode_tokens of cab in stage both, as a share of the text, unless --cab sets it
+# decode_tokens of cab in the stage "both" unless --cab sets it, as a fraction of the cached tokens
 DECODE_SHARE = 0.125
 CELL = ("method", "length", "keys")
-# fields that every sample has in addition to its case
+# fields of every sample in addition to the fields that identify its case
 MEASURED = (
     *("tokens", "needle", "reached", "answer", "expected", "correct"),
     *("density", "sparse_density", "seconds", "budget"),
@@ -97,7 +97,7 @@ class Settings(LongRunSettings):
     )
     depths: tuple[float, ...] | None = by_device(
         parse_depths("5"),
-        # the key is in no local window and in no first block
+        # at these depths, the key is neither in a local window nor in the first block
         (0.25, 0.5, 0.75),
         "comma-separated depths of the key in the text, 0 to 1; or their number, evenly spaced",
         parse_depths,
@@ -157,7 +157,10 @@ class Settings(LongRunSettings):
 
     @cached_property
     def cab_config(self) -> CabConfig:
-        """CAB's config: the defaults with the fields of ``--cab``, sparse at any length."""
+        """CAB's config: the default with ``min_length=0`` and the fields of ``--cab``.
+
+        In the stage "both" it also decodes sparsely.
+        """
         fixed = {"min_length": 0}
         if self.stage == "both":
             fixed |= {"sparse_decode": True, "decode_tokens": DECODE_SHARE}
@@ -167,7 +170,7 @@ class Settings(LongRunSettings):
 class Passkey(LongRun):
     """The experiment that hides a number in a long text and asks for the number.
 
-    A case is one prompt that one method answers, and its sample contains the answer.
+    A case is one prompt that the model answers with one method, and its sample contains the answer.
     """
 
     name = "passkey"
@@ -182,12 +185,12 @@ class Passkey(LongRun):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        # a cache for the prompts of one length, which all methods share
+        # cache the prompts of one length, which all methods answer
         self.prompt = lru_cache(len(settings.depths) * settings.samples)(self._prompt)
 
     @cached_property
     def haystack(self) -> Haystack:
-        """The builder of all prompts."""
+        """The `Haystack` that builds all prompts."""
         settings = self.settings
         return Haystack(self.tokenizer, settings.filler, settings.keys, settings.haystack)
 
@@ -221,9 +224,9 @@ class Passkey(LongRun):
 
     @property
     def methods(self) -> dict[str, int]:
-        """Method -> number of samples per length and depth, in the order of measurement."""
+        """Name of each method -> number of prompts per length and depth, in measured order."""
         settings = self.settings
-        # methods that match a budget come after the matched method
+        # methods whose budget may be CAB's density come after CAB
         chosen = sorted(settings.methods, key=lambda name: METHODS[name].matched)
         controls = [name for name in CONTROLS if settings.controls and name not in chosen]
         return dict.fromkeys(chosen, settings.samples) | dict.fromkeys(controls, settings.controls)
@@ -239,9 +242,9 @@ class Passkey(LongRun):
         return METHODS[case["method"]].matched and self.settings.budget == MATCH
 
     def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> float | None:
-        """Return the density that a baseline matches in layers that are not dense.
+        """Return the density that a baseline should have in layers that are not dense.
 
-        Returns None for other methods, or while samples of CAB are missing.
+        Returns None for methods without a budget, or while samples of CAB are missing.
         """
         if not METHODS[case["method"]].matched:
             return None
@@ -258,7 +261,7 @@ class Passkey(LongRun):
         return question_of(case)
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to one prompt, and the facts that its row needs."""
+        """Let the model answer one prompt; return the fields in `MEASURED` without the budget."""
         length, kind = case["length"], METHODS[case["method"]]
         method = self.fit(kind, self.settings.cab_config, case, (length,))
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
@@ -292,8 +295,8 @@ class Passkey(LongRun):
         """Return one row per (method, length, keys): accuracy and difference to dense.
 
         Accuracy has Wilson's interval. The difference has Newcombe's interval, and covers the
-        questions that both the method and dense attention answered. For a method with a limited
-        window, the row also counts the samples whose needle is outside the window.
+        questions that both the method and dense attention answered. For a method whose queries
+        reach only some keys, the row also counts the samples whose needle is out of reach.
         """
         dense = {question_of(s): s for s in samples if s["method"] == Dense.name}
         constant = {name: settings[name] for name in ("stage", "filler")}
@@ -315,7 +318,7 @@ class Passkey(LongRun):
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """Summarise CAB's accuracy at the longest prompts, and list rows that attended densely."""
+        """Return a sentence on CAB's accuracy at the largest length, and notes on dense rows."""
         compared = [row for row in rows if row["method"] == Cab.name and "pairs" in row]
         return [
             f"At {row['length']} tokens cab answers {row['correct']} of {row['n']} questions and "
@@ -349,11 +352,11 @@ EXPERIMENT = Passkey
 
 
 def _row(cell: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
-    """Return the results of one cell.
+    """Return the measured fields of the row of one cell.
 
     Args:
         cell: all samples of the cell.
-        dense: question -> sample of dense attention.
+        dense: question (`question_of`) -> sample of dense attention.
     """
     method = cell[0]["method"]
     pairs = [(s, dense[question_of(s)]) for s in cell if question_of(s) in dense]
@@ -379,7 +382,13 @@ def _row(cell: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
 
 
 def _share(count: str, total: str, row: Row) -> str | None:
-    """Format two fields of a row as ``9 of 20``; None if the total is missing or 0."""
+    """Format two fields of a row as ``9 of 20``; None if the second is missing or 0.
+
+    Args:
+        count: name of the first field.
+        total: name of the second field.
+        row: the row.
+    """
     return f"{row[count]} of {row[total]}" if row.get(total) else None
 
 

@@ -1,7 +1,8 @@
-"""The picture of README.md: the plan of one head, and seconds to the first token.
+"""The picture of README.md: blocks that one head selects, and seconds to the first token.
 
-``python -m cab_hf.eval.picture --text FILE`` computes the plan and writes it to a file of results.
-``python -m cab_hf.eval readme`` draws the picture from that file and from the times of `TIMES`.
+``python -m cab_hf.eval.picture --text FILE`` computes the selected blocks (the plan) and writes
+them to ``plan.json``. ``python -m cab_hf.eval readme`` draws the picture from ``plan.json`` and
+from the times in the result folder `TIMES`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ DENSE, SPARSE = "0.62", "#1764ab"
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings: the attention head whose plan is drawn, and the prompt."""
+    """Options: the attention head whose selected blocks are drawn, and the prompt."""
 
     text: str = option("licences.txt", "the file with the prompt; a short file is repeated")
     model: str = option("smollm2-32k", "the name of the model")
@@ -39,9 +40,10 @@ class Settings:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """Return the content of the results file: settings, provenance, and the plan of one head.
+    """Return the content of ``plan.json``: settings, provenance, and the plan of one head.
 
-    ``rows`` has a hexadecimal number per query block, whose bits are 1 for selected key blocks.
+    ``rows`` contains a hexadecimal string per query block. Its bit j, from the left, is 1 if key
+    block j is selected.
     """
     import numpy
     import torch
@@ -76,7 +78,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def draw(results: Path) -> None:
-    """Draw the picture from the files in ``results``."""
+    """Draw the picture from the files in ``results``, the folder of all results."""
     import numpy
 
     plan = json.loads((results / PLAN).read_text())
@@ -98,7 +100,7 @@ def _draw_plan(axis: Any, selected: Any, plan: dict[str, Any]) -> None:
     Args:
         axis: the axes.
         selected: bool [query blocks, key blocks].
-        plan: the content of the results file.
+        plan: the content of ``plan.json``.
     """
     import numpy
 
@@ -127,7 +129,7 @@ def _draw_times(axis: Any, times: Sequence[dict[str, Any]]) -> None:
     width = 0.3
     for tick, row in enumerate(times):
         dense_s, cab_s = row["baseline_ms"] / 1000, row["ms"] / 1000
-        # a label for each bar would repeat in the legend
+        # label only the first two bars, because each label adds an entry to the legend
         labels = ("dense", "CAB") if tick == 0 else (None, None)
         axis.bar(tick - width / 2, dense_s, width, color=DENSE, label=labels[0])
         axis.bar(tick + width / 2, cab_s, width, color=SPARSE, label=labels[1])
@@ -147,7 +149,7 @@ def _draw_times(axis: Any, times: Sequence[dict[str, Any]]) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Compute the plan of one head and write the results file; return the exit status."""
+    """Compute the plan of one head and write ``plan.json``; return the exit status."""
     settings = read_settings(Settings, words, "python -m cab_hf.eval.picture")
     write_atomically(settings.out, json.dumps(measure(settings), indent=1) + "\n")
     return 0

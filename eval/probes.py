@@ -1,4 +1,4 @@
-"""The probes of `fidelity`: the questions to a method, by name."""
+"""The names and constants of the probes of `fidelity`; a probe is a kind of text and of score."""
 
 from __future__ import annotations
 
@@ -9,44 +9,49 @@ from cab_hf.data.tasks import TASKS
 
 PASS, QUESTION_FIRST, MULTI_KEY = "pass", "question_first", "multi_key"
 RECALL, PERPLEXITY = "recall", "perplexity"
-# probes that predict the first token of query blocks: the query before it is in another block, and
-# its keys were selected without the predicted token
+# Probes that predict the first token of a query block. The query that predicts this token is the
+# last of the block before, so that the predicted token took no part in selecting the query's keys.
 RECALL_BORDER, PERPLEXITY_BORDER = "recall_border", "perplexity_border"
 RECALLS, PERPLEXITIES = (RECALL, RECALL_BORDER), (PERPLEXITY, PERPLEXITY_BORDER)
-# tokens after a prompt: the method reads the prompt, and dense attention reads the following tokens
-# through the KV cache
+# Probes that predict tokens after a prompt. The method reads the prompt, and dense attention reads
+# the following tokens through the KV cache.
 CONTINUATION, ASKED = "continuation", "asked"
-# tokens at the end of every turn of a chat, which reads all turns through one KV cache
+# the probe that predicts the last tokens of every turn of a chat, whose turns share one KV cache
 TURNS, TURN_COUNT = "turns", 5
-# tokens after a prompt that the method decodes one at a time; GREEDY generates them
+# Probes in which the method computes the tokens after a prompt in decode steps. For GREEDY, the
+# model generates these tokens; for the other probes, they are tokens of the text.
 DECODE, DECODE_ASKED, GREEDY = "decode", "decode_asked", "greedy"
 DECODES = (DECODE, DECODE_ASKED, GREEDY)
 WITH_KEYS_ASKED = (ASKED, DECODE_ASKED)
 PROMPTS = (CONTINUATION, ASKED, TURNS, *DECODES, PASS, QUESTION_FIRST, MULTI_KEY)
 PROBES = (*PROMPTS, *RECALLS, *PERPLEXITIES, *TASKS)
-# name that stands for the probes of all tasks, and for the mean over tasks in results
+# in --probes, the name for all tasks; in rows, the field with the mean over tasks
 ALL_TASKS = "tasks"
 # default probes
 USUAL = (CONTINUATION, ASKED, PASS, QUESTION_FIRST, RECALL, PERPLEXITY)
 CONTINUED = 256  # tokens that are read after a prompt
-CONTINUED_SHARE = 8  # at most 1 / 8 of a text is read after its prompt
-# largest number of tokens in a batch of decoded texts; batches share the launch costs of a step
+CONTINUED_SHARE = 8  # prompts are so long that at most 1 / 8 of a text is read after its prompt
+# Largest number of tokens in a batch of texts that are decoded together. Batches save time, because
+# all texts of a batch share the kernel launches of a decode step.
 TOKENS_AT_ONCE = 2**17
 PROMPTED = (
     PASS,
     QUESTION_FIRST,
     MULTI_KEY,
-)  # probes that read prompts; other probes read documents
-# number of keys in the prompts of a probe, each with a name; other prompts have one key
+)  # probes whose texts are passkey prompts of `Haystack`; the texts of other probes are documents
+# probe -> number of named keys in its passkey prompts; other probes have one key without a name
 NAMED_KEYS = {MULTI_KEY: 4}
-BORDER = 128  # tokens, a multiple of all query blocks up to this size
+# smallest distance between predicted block starts, in tokens; the usual query blocks divide it
+BORDER = 128
 NOISE = "noise"  # the built-in text of five sentences
-# the fields that identify a question; all methods answer the same questions
+# the key of a question: the fields of a case that are equal for all methods
 question_of = itemgetter("text", "length", "probe", "depth", "index")
 
 
 def border_of(query_blocks: Iterable[int]) -> int:
-    """Return a distance in tokens whose multiples are starts of query blocks in every config.
+    """Return a number of tokens whose multiples are starts of query blocks in every config.
+
+    This is true only if all query blocks divide the result, which `fidelity_settings` checks.
 
     Args:
         query_blocks: tokens per query block of each config.

@@ -1,4 +1,4 @@
-"""Quantisation of a model's weights to 8 bits by torchao, or to 4 bits by bitsandbytes."""
+"""Quantise a model's linear layers to 8 bits by torchao, or to 4 bits by bitsandbytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ def linear_layers(model: Any) -> list[nn.Linear]:
 
 
 def to_8_bits(model: Any) -> None:
-    """Convert the linear layers to torchao's FP8 with a scale per row of weights and inputs."""
+    """Convert the linear layers of a causal LM to torchao's FP8.
+
+    Each row of the weights has a quantisation scale, and so has each token of the inputs.
+    """
     from torchao.quantization import (
         Float8DynamicActivationFloat8WeightConfig,
         PerRow,
@@ -28,10 +31,10 @@ def to_8_bits(model: Any) -> None:
 
 @cache
 def _compile_rounding() -> None:
-    """Compile the two functions by which torchao rounds inputs.
+    """Compile the two functions with which torchao rounds the inputs of a layer to FP8.
 
-    Without compilation, rounding takes as long as 8-bit products save. Dynamo of torch 2.11 cannot
-    compile whole layers, because it does not support the quantised weights.
+    Without compilation, rounding takes as much time as FP8 products save. Dynamo of torch 2.11
+    cannot compile whole layers, because it does not support the quantised weights.
     """
     from torchao.quantization.quantize_.workflows.float8 import float8_tensor
 
@@ -40,11 +43,11 @@ def _compile_rounding() -> None:
 
 
 def to_4_bits(model: Any, dtype: str) -> None:
-    """Convert the linear layers to NF4 by bitsandbytes, as `finetune.load_model` does.
+    """Convert the linear layers of a causal LM to NF4, with the options of `finetune.load_model`.
 
     Args:
         model: a causal LM of transformers.
-        dtype: name of the dtype in which products are computed.
+        dtype: name of the dtype in which matrix products are computed, such as "bfloat16".
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
@@ -69,5 +72,5 @@ def to_4_bits(model: Any, dtype: str) -> None:
             packed.weight = Params4bit(linear.weight.data, requires_grad=False, **options)
             # bitsandbytes packs the weights when they move to the device
             model.model.set_submodule(path, packed.to(model.device))
-    # PEFT reads this attribute
+    # PEFT reads this attribute to choose LoRA layers for 4-bit weights
     model.is_loaded_in_4bit = True

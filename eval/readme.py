@@ -1,4 +1,4 @@
-"""Write the pages that show results, from the files of results alone.
+"""Write the pages that show results, from the committed result files.
 
 The command writes ``README.md`` and ``picture.png`` in ``eval/results``. In ``README.md``,
 ``finetune/README.md`` and the pages of ``docs``, it replaces the text between ``<!-- table: NAME
@@ -23,7 +23,7 @@ from cab_hf.experiment.log import PACKED, pack, write_atomically
 from cab_hf.experiment.settings import comma_separated, option, read_settings
 
 ROOT = Path(__file__).parents[1]
-# experiments in the order of the page; runs of one experiment are sorted by name
+# commands of experiments in the order of their sections; runs of one experiment are sorted by name
 ORDER = (
     "passkey",
     "fidelity",
@@ -31,7 +31,7 @@ ORDER = (
     *(f"speed {op}" for op in ("prefill", "serve", "decode", "lora", "context-parallel")),
     "families",
 )
-LARGE_RESULTS = 40_000  # size of results.json in bytes above which the command compresses the file
+LARGE_RESULTS = 40_000  # bytes; the command compresses a larger results.json
 INTRODUCTION = f"""# Results
 
 This page shows every committed run. Each folder is one run of an experiment:
@@ -46,7 +46,10 @@ MARKED = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
 def results_page(results: Path) -> str:
-    """Return the page of all result folders in ``results``.
+    """Return the content of ``eval/results/README.md``.
+
+    Args:
+        results: the folder of all results.
 
     Raises:
         ValueError: a folder contains no results.
@@ -56,14 +59,14 @@ def results_page(results: Path) -> str:
 
 
 def in_order(results: Iterable[Results]) -> list[Results]:
-    """Return results in the order of pages: by experiment as in `ORDER`, then by name."""
+    """Return ``results`` sorted by experiment in the order of `ORDER`, and then by name."""
     return sorted(
         results, key=lambda result: (*(result.kind.name != name for name in ORDER), result.name)
     )
 
 
 def section(result: Results) -> str:
-    """Return the section of one result folder: table, sentences, figure and command."""
+    """Return the Markdown section of one result folder: table, sentences, figure and command."""
     kind = result.kind
     paragraphs = [
         f"## {heading(result)}",
@@ -81,12 +84,13 @@ def heading(result: Results) -> str:
 
 
 def page_with_tables(page: str, results: Path, up: str = "") -> str:
-    """Return the text of a page with new tables.
+    """Return the text of a page in which the text of every marker in `TABLES` is written again.
 
     Args:
         page: the text of the page.
         results: the folder of all results.
-        up: path from the folder of the page to the root, such as ``"../"`` for a page in ``docs``.
+        up: prefix of links to ``eval/``: the path from the folder of the page to the root of the
+            repository, such as ``"../"`` for a page in ``docs``.
 
     Raises:
         ValueError: a marker has no end, `TABLES` lacks a table, or its results are missing.
@@ -107,7 +111,7 @@ def page_with_tables(page: str, results: Path, up: str = "") -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings: the paths of the pages and of the results."""
+    """Options of ``cab_hf.eval readme``: the paths of the pages and of the results."""
 
     page: str = option(str(ROOT / "README.md"), "page whose tables are written")
     docs: str = option(str(ROOT / "docs"), "folder of more such pages")
@@ -119,12 +123,12 @@ class Settings:
 
 
 def _add(folder: Path, results: Path, undo: ExitStack) -> str:
-    """Copy the files of a run that pages show to ``results``.
+    """Copy the files of a run from which pages are written to a new folder in ``results``.
 
     Args:
         folder: folder of the run.
         results: folder of all results.
-        undo: a stack that receives a callback for removing the copy.
+        undo: a stack to which a callback is added; closing the stack removes the copy.
 
     Returns:
         A sentence that names the page or table with the run.
@@ -154,7 +158,7 @@ def _add(folder: Path, results: Path, undo: ExitStack) -> str:
 
 
 def _write_pages(settings: Settings, results: Path) -> None:
-    """Write all pages, or no page if a table cannot be written."""
+    """Write all pages; write no page if the text of a marker cannot be computed."""
     page = Path(settings.page)
     pages = {
         results / "README.md": results_page(results),
@@ -169,8 +173,8 @@ def _write_pages(settings: Settings, results: Path) -> None:
 def main(words: Sequence[str]) -> int:
     """Run the command with the options ``words``; return the exit status.
 
-    The command writes all pages or none, and compresses samples. Runs of ``--add`` are copied only
-    if all pages are written.
+    The command writes all pages or none, draws the picture and compresses large files. If it writes
+    no pages, it removes the copies of the runs of ``--add``.
     """
     prog = f"{experiment.PROG} readme"
     settings = read_settings(Settings, words, prog)

@@ -1,6 +1,6 @@
-"""Results as tables in JSON, CSV and Markdown, and formats of numbers.
+"""Functions that write rows of results as JSON, CSV and Markdown, and that format numbers.
 
-Functions that write tables import pandas themselves, so that importing this module is fast.
+Importing pandas takes long. Functions therefore import pandas when they are called.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cab_hf.experiment.log import drop_packed, write_atomically
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-BAR = re.compile(r"(?<!\\)\|")  # a bar without a backslash before it
+BAR = re.compile(r"(?<!\\)\|")  # a vertical bar that no backslash escapes
 MISSING = "–"
 PADDING = re.compile(r" {2,}\|")  # spaces that align the columns of a table
 
@@ -35,7 +35,10 @@ def write_results(
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return the rows as CSV with a header; a mapping in a row becomes one column per key."""
+    """Return the rows as CSV with a header.
+
+    A field with a mapping becomes one column per key, such as ``recall.share``.
+    """
     import pandas
 
     # without dtype object, a missing value would turn a column of integers into floats
@@ -46,7 +49,10 @@ def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
 def grouped(
     rows: Sequence[Mapping[str, Any]], names: Iterable[str]
 ) -> list[list[Mapping[str, Any]]]:
-    """Return the rows in groups with equal values of the fields ``names``."""
+    """Return lists of rows that have equal values in the fields ``names``.
+
+    Groups are in the order of their first rows.
+    """
     names = tuple(names)
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -61,7 +67,8 @@ def markdown_table(
 
     Args:
         rows: the rows.
-        columns: fields of the rows, or heading -> field or function from row to cell.
+        columns: names of the fields to show, which are also the headings; or heading -> field, or
+            heading -> function from row to cell.
     """
     from pandas import DataFrame
 
@@ -73,10 +80,13 @@ def markdown_table(
 
 
 def as_markdown(table: DataFrame) -> str:
-    """Return a Markdown table: floats with two decimals, a dash for None and missing values."""
+    """Return a DataFrame as Markdown table.
+
+    Floats have two decimals, and a dash replaces None and missing values.
+    """
     cells = table.astype(object).where(table.notna(), None).map(_cell)
     heading, _, *body = cells.to_markdown(index=False, disable_numparse=True).splitlines()
-    # remove padding: otherwise a longer cell would change all lines of a table in a diff
+    # remove the alignment: otherwise a longer cell would change all lines of the table in a diff
     lines = [PADDING.sub(" |", line) for line in (heading, *body)]
     lines.insert(1, "| --- " * table.shape[1] + "|")
     return "\n".join(lines)
@@ -102,16 +112,16 @@ def with_interval(
 
     Args:
         value: the value.
-        low, high: edges of the interval; None without an interval.
-        write: formats a number.
+        low, high: ends of the interval; None without an interval.
+        write: function that formats each number.
     """
     return f"{write(value)}" + ("" if low is None else f" [{write(low)}, {write(high)}]")
 
 
 def difference(row: Mapping[str, Any]) -> str | None:
-    """Format ``delta`` of a row with its interval, such as ``+0.05 [+0.04, +0.06]``.
+    """Format the difference to dense attention in a row, such as ``+0.05 [+0.04, +0.06]``.
 
-    Returns None if the row has no ``delta``.
+    The row has the fields of `compared_shares`. Returns None if it has no ``delta``.
     """
     if row.get("delta") is None:
         return None
@@ -119,7 +129,7 @@ def difference(row: Mapping[str, Any]) -> str | None:
 
 
 def digits(value: float | None) -> str | None:
-    """Format a number with three significant digits and no exponent; None for None."""
+    """Format a number with three significant digits and no exponent; return None for None."""
     if not value:
         return None if value is None else "0"
     return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
@@ -131,17 +141,17 @@ def seconds(ms: float) -> str | None:
 
 
 def percent(share: float | None) -> str | None:
-    """Format a share as a percentage, such as ``12.3 %``; None for None."""
+    """Format a number from 0 to 1 as a percentage, such as ``12.3 %``; return None for None."""
     return None if share is None else f"{digits(100 * share)} %"
 
 
 def column(write: Callable[[Any], str | None], *path: str) -> Callable[[Mapping[str, Any]], Any]:
-    """Return a function from row to cell, for `markdown_table`.
+    """Return a function from row to cell that formats one value, for `markdown_table`.
 
     Args:
-        write: formats the value.
-        path: the fields that lead to the value through nested mappings. The cell is None if the
-            value is missing.
+        write: function that formats the value.
+        path: the keys of the value: ``"recall", "share"`` for ``row["recall"]["share"]``. The cell
+            is None if the value is None or a key is missing.
     """
 
     def cell(row: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Folders of results: their rows and provenance, and the source line below a table."""
+"""Read folders of results, and describe the source of their rows for a line below a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Results:
         name: name of the folder.
         rows: the rows of results.json.
         provenance: settings, device and versions of the run.
-        kind: the experiment that ran.
+        kind: class of the experiment that ran, or an `Archived`.
         folder: path of the folder.
     """
 
@@ -42,7 +42,7 @@ class Results:
 
 
 def read_results(folder: Path) -> Results:
-    """Return the content of ``folder``.
+    """Read the results in ``folder``; fields that earlier versions did not write are added.
 
     Raises:
         ValueError: the folder contains no results of an experiment.
@@ -59,14 +59,15 @@ def read_results(folder: Path) -> Results:
 
 
 def all_results(results: Path) -> list[Results]:
-    """Return the content of all folders in ``results``, sorted by name."""
+    """Read the results in all subfolders of ``results``, sorted by name."""
     return list(map(read_results, sorted(filter(Path.is_dir, results.iterdir()))))
 
 
 def by_default(result: Results) -> bool:
-    """Return True if the results are those of `fidelity` with the default config of their version.
+    """Return True if a run of `fidelity` measured CAB with the default config of its version.
 
-    ``min_length`` may differ from the default.
+    ``min_length`` may differ from the default. Returns False if `CabConfig` no longer has all
+    fields of the config.
     """
     methods = {row.get("method") for row in result.rows}
     if result.provenance["experiment"] != "fidelity" or "cab" not in methods:
@@ -96,7 +97,7 @@ def source(results: Sequence[Results]) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return distinct names in their order, joined as in "a, b and c"."""
+    """Join the distinct names in their order, as in "a, b and c"."""
     *first, last = dict.fromkeys(names)
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -108,6 +109,6 @@ def _has_old_config(settings: Row) -> bool:
 
 
 def _short(commit: str) -> str:
-    """Return the first seven digits of a commit, with a suffix such as "-dirty"."""
+    """Return the first seven digits of a commit, and a suffix such as "-dirty" if there is one."""
     digits, *suffix = commit.split("-", 1)
     return "-".join([digits[:7], *suffix])

@@ -1,4 +1,4 @@
-"""Teacher forcing: a model's predictions of the tokens of a text."""
+"""Teacher forcing: a model reads a text, and its predictions of the text's tokens are scored."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from cab_hf.data.needles import Span, Tokens, common_prefix_length, sentence_tok
 from cab_hf.eval.haystack import Prompt
 from cab_hf.eval.kv_cache import cache_of, read_on
 
-LOGITS_AT_ONCE = 1024  # number of positions whose logits are converted to float32 at a time
+LOGITS_AT_ONCE = 1024  # number of positions whose logits are converted to float32 together
 CHUNK = 64  # default number of tokens per call after a prompt
 
 
 class TeacherForced(NamedTuple):
-    """The tokens to read, and the ranges of tokens to predict.
+    """The tokens that a model reads, and the ranges of tokens whose predictions are scored.
 
     Attributes:
-        tokens: the token ids.
-        ranges: [start, end) of each range of predicted tokens.
-        prompt: number of prefilled tokens; the model reads the following tokens in chunks through
-            the KV cache. None: the model reads all tokens in one pass.
+        tokens: the ids of all tokens, including predicted tokens.
+        ranges: (start, end) of each range of predicted tokens, without the token at ``end``.
+        prompt: number of prefilled tokens; the model reads the following tokens in chunks, with the
+            KV cache of earlier tokens. None: the model reads all tokens in one pass.
     """
 
     tokens: Tokens
@@ -35,15 +35,15 @@ class TeacherForced(NamedTuple):
 
     @property
     def positions(self) -> list[int]:
-        """The positions of predicted tokens, in order of the ranges."""
+        """The positions of all predicted tokens, in the order of ``ranges``."""
         return [position for start, end in self.ranges for position in range(start, end)]
 
 
 def answered(tokenizer: Any, prompt: Prompt) -> TeacherForced:
-    """Return a prompt followed by the key that it asks for, with the key as predicted range."""
+    """Append the requested key to a prompt, and return both with the key as the predicted range."""
     answers = (prompt.begun, prompt.begun + prompt.key)
     before, complete = (sentence_tokens(tokenizer, answer) for answer in answers)
-    # some tokenizers join the last blank of the prompt and the first digit of the key
+    # some tokenizers join the last blank of the prompt and the first digit of the key to one token
     same = common_prefix_length(before, complete)
     start = len(prompt.tokens) - (len(before) - same)
     key = complete[same:]
@@ -51,21 +51,23 @@ def answered(tokenizer: Any, prompt: Prompt) -> TeacherForced:
 
 
 def greedy_match(model: Any, reading: TeacherForced, **options: Any) -> dict[str, list[bool]]:
-    """Return ``right``: for each range, True if each of its tokens has the largest logit.
+    """Return {"right": list}: for each range, True if all its tokens are predicted.
+
+    A token is predicted if its logit is the largest of the vocabulary.
 
     Args:
         model: the model.
         reading: the tokens and ranges.
-        options: arguments of `after_prompt`.
+        options: keyword arguments of `predictions`.
     """
     return right_spans(predictions(model, reading, **options), reading)
 
 
 def right_spans(logits: Tensor, reading: TeacherForced) -> dict[str, list[bool]]:
-    """Return ``right``: for each range, True if each of its tokens has the largest logit.
+    """Return {"right": list}: for each range, True if all its tokens have the largest logit.
 
     Args:
-        logits: logits that predict the tokens of the ranges, [positions, vocabulary].
+        logits: logits that predict the tokens of all ranges, [positions, vocabulary].
         reading: the tokens and ranges.
     """
     predicted = zip(reading.positions, logits.argmax(-1).tolist(), strict=True)
@@ -74,7 +76,12 @@ def right_spans(logits: Tensor, reading: TeacherForced) -> dict[str, list[bool]]
 
 
 def nll(model: Any, reading: TeacherForced) -> dict[str, float | int]:
-    """Return ``nll``, the summed negative log-likelihood of predicted tokens, and ``count``."""
+    """Return the sum of the negative log-likelihoods of the tokens in the ranges.
+
+    Returns:
+        ``nll``: the sum in nats.
+        ``count``: the number of tokens.
+    """
     logits = predictions(model, reading)
     targets = target_ids(reading, logits.device)
     total = sum(
@@ -87,17 +94,20 @@ def nll(model: Any, reading: TeacherForced) -> dict[str, float | int]:
 
 
 def target_ids(reading: TeacherForced, device: torch.device) -> Tensor:
-    """Return the ids of the predicted tokens, int64 [positions]."""
+    """Return the ids of the tokens in the ranges, int64 [positions]."""
     return torch.tensor([reading.tokens[i] for i in reading.positions], device=device)
 
 
 def distributions(model: Any, reading: TeacherForced, **options: Any) -> Tensor:
-    """Return the log-probabilities at predicted positions, float32 [positions, vocabulary].
+    """Return the predicted log-probabilities for the positions of the ranges.
 
     Args:
         model: the model.
         reading: the tokens and ranges.
-        options: arguments of `after_prompt`.
+        options: keyword arguments of `predictions`.
+
+    Returns:
+        float32 [positions, vocabulary].
     """
     return predictions(model, reading, **options).float().log_softmax(-1)
 
@@ -133,13 +143,13 @@ def predictions(model: Any, reading: TeacherForced, chunk: int = CHUNK, **option
     Args:
         model: the model.
         reading: the tokens and ranges.
-        chunk, options: arguments of `after_prompt`, without effect if ``reading.prompt`` is None.
+        chunk, options: arguments of `after_prompt`; ignored if ``reading.prompt`` is None.
 
     Raises:
         ValueError: a range starts inside the prompt.
     """
     ids = torch.tensor([reading.tokens], device=model.device)
-    # the logits of a token predict the next token
+    # the logits at position i predict the token at position i + 1
     before = torch.tensor(reading.positions, device=model.device) - 1
     if reading.prompt is None:
         return model(ids, logits_to_keep=before, use_cache=False).logits[0]
@@ -167,14 +177,15 @@ def after_prompt(
     Args:
         model: the model.
         ids: int [B, N], sequences of one length without padding.
-        prompt: tokens that are prefilled; the following tokens are read through the KV cache.
+        prompt: number of tokens to prefill; the following tokens are read with the KV cache.
         chunk: tokens per call after the prompt; 1 means decode steps.
         cache: an empty cache; None for the default of the model.
-        stepping: a function that returns a context for reading the tokens after the prompt.
+        stepping: a function that returns a context manager; the tokens after the prompt are read
+            inside its context.
         prefill_chunk: tokens per call in the prompt; 0: the whole prompt in one call.
     """
     output = _prefilled(model, ids[:, :prompt], cache, prefill_chunk)
-    # the logits of the last prompt token, and of all later tokens except the last
+    # collect the logits at the last prompt token and at all later tokens except the last token
     logits, last = [output.logits], ids.shape[1] - 1
     with stepping():
         for start in range(prompt, last, chunk):
@@ -192,10 +203,10 @@ def after_turns(
     cache: Any = None,
     prefill_chunk: int = 0,
 ) -> Tensor:
-    """Return the logits that predict the end of every chat turn, [positions, vocabulary].
+    """Return the logits that predict the last tokens of every chat turn, [positions, vocabulary].
 
-    Each range of ``reading`` ends a turn. The tokens of a turn before its range are prefilled,
-    after the cached tokens of earlier turns. The range is then read in chunks.
+    Each range of ``reading`` contains the last tokens of a turn. The earlier tokens of the turn are
+    prefilled, after the cached tokens of earlier turns. The range is then read in chunks.
 
     Args:
         model: the model.
@@ -216,7 +227,7 @@ def after_turns(
         turn = [output.logits]
         for chunk_ids in ids[:, start:stop].split(chunk, dim=1):
             turn.append(read_on(model, chunk_ids, cache).logits)
-        # the last logits predict the first token of the next turn, which is no part of a range
+        # leave out the last logits, which predict the first token of the next turn
         logits.append(torch.cat(turn, dim=1)[:, :-1])
     return torch.cat(logits, dim=1)[0]
 
@@ -252,12 +263,12 @@ def continued(
     stepping: Callable[[], AbstractContextManager[Any]] = nullcontext,
     prefill_chunk: int = 0,
 ) -> Tensor:
-    """Generate greedy tokens after prompts, int [B, tokens].
+    """Generate tokens greedily after prompts, and return them, int64 [B, tokens].
 
     Args:
         model: the model.
         ids: the prompts, int [B, N].
-        tokens: number of generated tokens; an end-of-text token does not stop the generation.
+        tokens: number of tokens to generate; an end-of-text token does not stop the generation.
         cache, stepping, prefill_chunk: as in `after_prompt`.
     """
     output = _prefilled(model, ids, cache, prefill_chunk)
@@ -270,7 +281,7 @@ def continued(
 
 
 def _prefilled(model: Any, ids: Tensor, cache: Any, prefill_chunk: int, num_cached: int = 0) -> Any:
-    """Read prompts in chunks, and return the model's output for the last token.
+    """Prefill prompts in chunks, and return the model's output for the last token.
 
     Args:
         model: the model.

@@ -254,9 +254,9 @@ def is_local(name_or_path: str) -> bool:
 def content_sha256(name_or_path: str) -> str:
     """Return a SHA-256 that identifies the weights, config and tokenizer of a model.
 
-    For one of `built_in_names`, the hash is computed from the sources of the model (GGUF file, config
-    or adapter), because the converted files depend on versions of libraries. For other models, the
-    hash is computed from the files of the model.
+    For one of `built_in_names`, the hash is computed from the sources of the model (GGUF file,
+    config or adapter), because the converted files depend on versions of libraries. For other
+    models, the hash is computed from the files of the model.
 
     Args:
         name_or_path: as in `load_model`. A model on the hub must be in the local cache of the hub.

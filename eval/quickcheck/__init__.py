@@ -1,8 +1,8 @@
 """Find out whether CAB pays for a model, on this device and for texts of your own.
 
-The command loads the model once, measures the steps that fit into ``--minutes``, and writes a
-report, a figure and settings to a folder. Each measurement is a line of ``rows.jsonl``, so that the
-same command continues an interrupted run.
+The command loads the model once, takes the measurements that fit into ``--minutes``, and writes a
+report, a figure and an advised config to a folder. Each measurement is a line of ``rows.jsonl``, so
+that the same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ from cab_hf.experiment.settings import (
 from cab_hf.hf.fit import origin_of
 
 BUILT_IN = "built-in"
-# Python modules whose source code is appended to the built-in text; the result has 200,000 tokens
+# Python modules whose source code follows the reference pages in the built-in text; together they
+# have about 200,000 tokens
 SOURCES = ("argparse", "doctest", "inspect", "pickle", "subprocess", "tarfile", "turtle", "typing")
 GPU_LENGTHS, CPU_LENGTHS = (8192, 32768, 131072), (1024, 2048)
 ROWS, REPORT, FIGURE, CONFIG = "rows.jsonl", "report.md", "figure.png", "cab_config.json"
-# settings that a run may change when it continues an earlier run
+# settings that may differ between an interrupted run and the run that continues it
 GROWS = ("lengths", "minutes", "kl", "documents", "out")
 
 
 @dataclass(frozen=True)
 class Settings(OnModelSettings):
-    """Settings of a quick check. None: a default that depends on the device."""
+    """Options of ``cab_hf.eval quickcheck``. None: a default that depends on the device."""
 
     texts: tuple[str, ...] = option(
         (BUILT_IN,),
@@ -96,19 +97,22 @@ class Settings(OnModelSettings):
         require(
             self, "cab", is_positive, "a mass_threshold greater than 0, where the search starts"
         )
-        _ = self.text_sentences  # reading the texts raises an error for a file that is no text
+        _ = self.text_sentences  # raises an error if a file is not UTF-8 text
 
     @property
     def cab_fields(self) -> dict[str, Any]:
         """The fields of `CabConfig` in ``--cab``.
 
-        Unlike in other evaluations, a CPU has no other defaults than a GPU.
+        Unlike in other evaluations, the defaults on a CPU are the same as on a GPU.
         """
         return dict(map(parse_assignment, self.cab))
 
     @cached_property
     def cab_config(self) -> CabConfig:
-        """The config to start from: the defaults with the fields of ``--cab``."""
+        """The first config to measure: the default config with the fields of ``--cab``.
+
+        Its ``mass_threshold`` is the first threshold of the search.
+        """
         return CabConfig.from_dict(self.cab_fields)
 
     @cached_property
@@ -122,12 +126,12 @@ class Settings(OnModelSettings):
 
     @property
     def text_sha256(self) -> str:
-        """The hash of all sentences, which identifies the texts in results."""
+        """The SHA-256 of all sentences; a run continues only an earlier run with the same texts."""
         sentences = (sentence for text in self.text_sentences for sentence in text)
         return hashlib.sha256("\n".join(sentences).encode()).hexdigest()
 
     def recorded(self) -> dict[str, Any]:
-        """Return the settings that results record, without folders."""
+        """Return the settings as results record them: files and the model without their folders."""
         recorded = asdict(self)
         recorded["texts"] = [Path(name).name for name in self.texts]
         recorded["model"] = Path(self.model).name if Path(self.model).exists() else self.model
@@ -161,7 +165,8 @@ def run(settings: Settings, started: float) -> list[dict[str, Any]]:
         UsageError: the model, a length or a text cannot be used.
     """
     settings = within_positions(settings)
-    # the figure needs matplotlib: an import after the deadline would exceed the time limit
+    # import matplotlib before the measurements: the import for the figure takes seconds, which
+    # would exceed the time limit at the end of the run
     importlib.import_module("matplotlib.figure")
     model, tokenizer = _load(settings)
     texts = [
@@ -190,7 +195,7 @@ def run(settings: Settings, started: float) -> list[dict[str, Any]]:
     identity = {name: value for name, value in recorded.items() if name not in GROWS}
     identity = {"experiment": "quickcheck", **identity, "device": device_name(settings.device)}
     with Log(out / ROWS, identity, key=budget.KEY) as log:
-        # before the measurements, so that the commit is that of the running code
+        # read the provenance before the measurements: its commit is then that of the running code
         record = provenance(recorded, settings.device, log.started)
         skipped = _measure(
             measurements=measurements, scope=scope, log=log, settings=settings, started=started
@@ -212,7 +217,7 @@ def run(settings: Settings, started: float) -> list[dict[str, Any]]:
 
 
 def _load(settings: Settings) -> tuple[Any, Any]:
-    """Return the model and its tokenizer.
+    """Load the model, check that CAB can compute its attention, and return (model, tokenizer).
 
     Raises:
         UsageError: no layer of the model can attend sparsely.
@@ -231,10 +236,12 @@ def _load(settings: Settings) -> tuple[Any, Any]:
 
 
 def within_positions(settings: Settings) -> Settings:
-    """Return the settings without default lengths that exceed the positions of the model.
+    """Remove default lengths that exceed the number of positions of the model.
+
+    If all default lengths are too long, the number of positions replaces them.
 
     Raises:
-        UsageError: a length that the user chose exceeds the positions.
+        UsageError: a length exceeds the number of positions, and the lengths are not `GPU_LENGTHS`.
     """
     most = max_prompt_tokens(load_config(settings.model, settings.trust_remote_code))
     if most is None or settings.lengths[-1] <= most:
@@ -248,10 +255,11 @@ def within_positions(settings: Settings) -> Settings:
 
 
 def fitting(settings: Settings, texts: Sequence[Text]) -> tuple[list[int], list[str]]:
-    """Return the lengths for which a text has enough tokens, and notes about other lengths.
+    """Return the lengths up to the number of tokens of the longest text.
 
     Returns:
-        Ascending lengths, and one sentence if a length was left out.
+        The lengths, ascending; and a list with one sentence about the lengths that are left out,
+        or an empty list.
 
     Raises:
         UsageError: all texts are shorter than the shortest length.
@@ -276,8 +284,15 @@ def _measure(
 ) -> dict[Step, str]:
     """Measure all steps that fit into the time limit, and append their rows to ``log``.
 
+    Args:
+        measurements: the measurements on the model.
+        scope: lengths, first threshold and numbers of repetitions, from which the steps follow.
+        log: the log, with the rows of an interrupted run.
+        settings: options of the command.
+        started: `time.perf_counter` when the command started.
+
     Returns:
-        The skipped steps with the reasons.
+        Step -> reason, for each step that was not measured.
     """
     cost, skipped = cost_of(measurements.model), {}
     ratios = []  # measured time divided by the estimate, for each measured step
@@ -336,14 +351,14 @@ def _write(
     """Write report, figure and config, and print the table and the advice.
 
     Args:
-        settings: settings of the run.
-        scope: scope of the run.
+        settings: options of the command.
+        scope: lengths and first threshold of the run.
         rows: all measured rows.
-        notes: sentences about the lengths of texts.
-        skipped: the steps that were not measured, with the reasons.
+        notes: sentences about lengths that were left out.
+        skipped: step -> reason, for each step that was not measured.
         provenance_record: provenance of the run.
         command: the command line that repeats the run.
-        model: the model, whose identity the config records.
+        model: the model. The written config records it in the field ``origin``.
     """
     out, config, target = Path(settings.out), settings.cab_config, settings.kl
     verdict = advice.verdict(rows, scope.threshold, target, config.query_block)

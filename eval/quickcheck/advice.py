@@ -1,6 +1,6 @@
-"""Conclusions from the rows of a quick check: a threshold, a length, and one sentence.
+"""The advice of a quick check: a threshold, the length from which CAB pays, and one sentence.
 
-All functions are pure functions of the measured rows.
+All functions depend only on their arguments, which include the measured rows.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from cab_hf.config import CabConfig
 Row = Mapping[str, Any]
 
 DENSE, CAB, FULL = "dense", "cab", "full"
-# speed-up from which CAB pays: smaller gains are within the noise of timing
+# Smallest speed-up with which CAB pays. Smaller speed-ups are within the noise of timing.
 PAYS = 1.02
-# exponent of the assumed growth KL ~ threshold ** SLOPE: half of a threshold has 0.6 of the KL
+# exponent in KL ~ threshold ** SLOPE, assumed before two thresholds are measured: half of a
+# threshold has 0.6 times the KL
 SLOPE = 0.75
-MOST_POINTS = 5  # largest number of thresholds that a search measures, the first one included
-FARTHEST = 8.0  # largest factor between a threshold and the next one
+MOST_POINTS = 5  # largest number of thresholds that a search measures, including the first
+FARTHEST = 8.0  # largest factor by which the search multiplies or divides a measured threshold
 LEAST_KL = 1e-9  # replaces smaller KLs, because a KL of 0 has no logarithm
-CLOSE = 0.8  # a KL between this share of the target and the target ends the search
+CLOSE = 0.8  # the search ends with a KL from CLOSE * target to target
 
 
 class Point(NamedTuple):
@@ -33,19 +34,21 @@ class Point(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """The measurements of one configuration at one length; None for values not measured.
+    """The results of dense attention or of one threshold at one length.
+
+    Values that were not measured are None.
 
     Attributes:
         length: tokens of the prompts.
-        name: "dense", "start" (the first threshold) or "advised".
+        name: "dense", "start" (the first threshold of the search) or "advised".
         threshold: ``mass_threshold``; None for dense attention.
         ms: time to the first token, in ms.
         speedup: time of dense attention divided by time of CAB, from alternating runs.
-        kl: KL after the prompt, in nats per token.
-        recall: (found keys, all keys) in running text.
-        border: (found keys, all keys) with answers at the start of a query block.
-        density: mean over layers; dense layers count as 1.
-        peak_gib: peak memory during the first token.
+        kl: KL(dense || CAB) of the tokens after a prompt, in nats per token.
+        recall: (number of right answers, number of keys) for answers at any position.
+        border: (number of right answers, number of keys) for answers that start a query block.
+        density: mean over layers, with 1 for layers that attend densely.
+        peak_gib: peak memory in GiB until the first token.
     """
 
     length: int
@@ -61,16 +64,18 @@ class Summary(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The conclusions from all measurements of a run.
+    """The conclusions from all rows of a run, for the advice.
 
     Attributes:
         threshold: the advised ``mass_threshold``.
-        is_close_enough: True if the KL of the threshold is at most the target at each measured
-            length; None without a KL or a target.
-        is_searched: False if the search for a threshold has not ended.
-        pays_from: tokens from which CAB pays; None if it does not pay at the longest length.
-        is_bound: True if CAB pays at the shortest measured length already.
-        longest: the longest length with a time; None without times.
+        is_close_enough: True if the KL of ``threshold`` is at most the target at every length at
+            which it was measured; None if no KL was measured, or without a target.
+        is_searched: True if the search for a threshold has ended.
+        pays_from: number of tokens from which CAB pays; None if CAB does not pay at the longest
+            timed length.
+        is_bound: True if CAB pays at the shortest timed length, so that ``pays_from`` is this
+            length and CAB may also pay below.
+        longest: the longest timed length in tokens; None if nothing was timed.
     """
 
     threshold: float
@@ -82,7 +87,7 @@ class Verdict(NamedTuple):
 
 
 def select(rows: Sequence[Row], **fields: Any) -> list[Row]:
-    """Return the rows whose fields have the given values."""
+    """Return the rows that have, in each field of ``fields``, the value of this argument."""
     return [row for row in rows if all(row[name] == value for name, value in fields.items())]
 
 
@@ -97,20 +102,20 @@ def mean_kl(rows: Sequence[Row], length: int, threshold: float | None, method: s
 
 
 def longest_kl(rows: Sequence[Row], threshold: float) -> int | None:
-    """Return the longest length at which the KL of ``threshold`` was measured; None without one."""
+    """Return the longest length with a measured KL of ``threshold``; None if no KL was measured."""
     kl_rows = select(rows, measure="kl", threshold=threshold, method=CAB)
     return max((row["length"] for row in kl_rows), default=None)
 
 
 def points_of(rows: Sequence[Row], length: int, start: float) -> list[Point]:
-    """Return the measured thresholds and their KL, ascending.
+    """Return the measured thresholds and their KL at one length, ascending.
 
-    Thresholds that were measured on fewer documents than the first threshold are left out.
+    A threshold is left out if a document that was measured with the first threshold is missing.
 
     Args:
         rows: measured rows.
-        length: tokens of the prompts.
-        start: the first threshold.
+        length: tokens of the documents.
+        start: the first threshold of the search.
     """
     indices: dict[float, set[int]] = {}
     for row in select(rows, measure="kl", length=length, method=CAB):
@@ -123,18 +128,17 @@ def points_of(rows: Sequence[Row], length: int, start: float) -> list[Point]:
 def next_threshold(points: Sequence[Point], target: float) -> float | None:
     """Return the threshold to measure next; None if the search has ended.
 
-    The search assumes that KL grows like a power of the threshold. The exponent follows from the
-    two thresholds around the target, or else from the two thresholds nearest to the target. With
-    one threshold the exponent is `SLOPE`.
+    The search assumes that KL is proportional to a power of the threshold (`_slope`). The next
+    threshold is the one whose assumed KL is in the middle of the range that ends the search.
 
     Args:
-        points: measured thresholds, ascending.
+        points: measured thresholds with their KL, ascending.
         target: the accepted KL in nats per token; 0 for no search.
     """
     close = [p for p in points if CLOSE * target <= p.kl <= target]
     if not target or close or not points or len(points) >= MOST_POINTS:
         return None
-    # aim at the middle of the accepted range
+    # middle of the range of KLs that end the search
     aim = target * (1 + CLOSE) / 2
     below = max((p for p in points if p.kl <= target), default=None)
     above = min((p for p in points if p.kl > target), default=None)
@@ -148,10 +152,14 @@ def next_threshold(points: Sequence[Point], target: float) -> float | None:
 
 
 def _slope(points: Sequence[Point], below: Point | None, above: Point | None) -> float:
-    """Return the exponent of KL in the threshold, for `next_threshold`.
+    """Return the exponent a in the assumption KL ~ threshold ** a, from 0.3 to 2.
+
+    The exponent follows from the KLs of the two thresholds around the target. If all KLs are within
+    the target, or all exceed it, the exponent follows from the two thresholds nearest to the
+    target. Otherwise, or with one threshold, it is `SLOPE`.
 
     Args:
-        points: measured thresholds.
+        points: measured thresholds with their KL.
         below: the largest threshold with a KL within the target; None without one.
         above: the smallest threshold with a KL over the target; None without one.
     """
@@ -164,7 +172,7 @@ def _slope(points: Sequence[Point], below: Point | None, above: Point | None) ->
         return SLOPE
     low, high = pair
     ratio = log(max(high.kl, LEAST_KL) / max(low.kl, LEAST_KL))
-    # noise can hide or exaggerate the slope
+    # limit the exponent, which noise in the KLs can make far too small or too large
     return min(max(ratio / log(high.threshold / low.threshold), 0.3), 2.0)
 
 
@@ -178,14 +186,15 @@ def chosen_threshold(points: Sequence[Point], target: float) -> float:
 
 
 def pays_from(speedups: Sequence[tuple[int, float]], step: int = 1) -> int | None:
-    """Return the length from which all speed-ups are at least `PAYS`.
+    """Return the number of tokens from which CAB pays: all speed-ups are at least `PAYS`.
 
-    The length is interpolated between two measured lengths, linearly in its logarithm. Returns None
-    if CAB does not pay at the longest length.
+    The result is interpolated between two measured lengths: the speed-up is assumed to be linear in
+    the logarithm of the length. If CAB pays at all lengths, the result is the shortest length.
+    Returns None if CAB does not pay at the longest length.
 
     Args:
         speedups: pairs of (length, time of dense attention / time of CAB).
-        step: the interpolated length is rounded up to a multiple of this number.
+        step: an interpolated result is rounded up to a multiple of this number.
     """
     ascending = sorted(speedups)
     losses = [i for i, (_, speedup) in enumerate(ascending) if speedup < PAYS]
@@ -206,9 +215,10 @@ def verdict(rows: Sequence[Row], start: float, target: float, query_block: int) 
 
     Args:
         rows: measured rows.
-        start: the first threshold.
+        start: the first threshold of the search.
         target: the accepted KL in nats per token; 0 without a target.
-        query_block: tokens; the length from which CAB pays is rounded up to a multiple.
+        query_block: tokens per query block; the length from which CAB pays is rounded up to a
+            multiple of this number.
     """
     longest, threshold, is_close_enough = longest_kl(rows, start), start, None
     is_searched = False
@@ -216,13 +226,13 @@ def verdict(rows: Sequence[Row], start: float, target: float, query_block: int) 
         points = points_of(rows, longest, start)
         threshold = chosen_threshold(points, target)
         is_searched = next_threshold(points, target) is None
-        # shorter lengths count too, if they were measured
+        # check the KL of the threshold at every length at which it was measured
         kl_lengths = {row["length"] for row in select(rows, measure="kl", threshold=threshold)}
         if target:
             is_close_enough = all(
                 mean_kl(rows, length, threshold) <= target for length in kl_lengths
             )
-    # lengths without a time of the advised threshold use the time of the first threshold
+    # at lengths where the advised threshold was not timed, use the speed-up of the first threshold
     gains = sorted({**dict(speedups(rows, start)), **dict(speedups(rows, threshold))}.items())
     first_gain = pays_from(gains, query_block)
     lengths = [length for length, _ in gains]
@@ -237,7 +247,7 @@ def verdict(rows: Sequence[Row], start: float, target: float, query_block: int) 
 
 
 def speedups(rows: Sequence[Row], threshold: float) -> list[tuple[int, float]]:
-    """Return the (length, speed-up) pairs of a threshold, ascending."""
+    """Return (length, speed-up over dense attention) at each timed length of a threshold."""
     timed = select(rows, measure="ttft", threshold=threshold)
     return sorted((row["length"], row["dense_ms"] / row["cab_ms"]) for row in timed)
 
@@ -245,11 +255,14 @@ def speedups(rows: Sequence[Row], threshold: float) -> list[tuple[int, float]]:
 def found_keys(
     rows: Sequence[Row], measure: str, length: int, method: str, threshold: float | None
 ) -> tuple[int, int] | None:
-    """Return (found keys, all keys) over all documents; None if no document was measured.
+    """Return (number of right answers, number of keys) over all measured documents.
+
+    Returns None if no document was measured.
 
     Args:
         rows: measured rows.
-        measure: "recall" or "recall_border".
+        measure: "recall" for answers at any position, "recall_border" for answers that start a
+            query block.
         length: tokens of the documents.
         method: DENSE, CAB or FULL.
         threshold: ``mass_threshold``; None for DENSE and FULL.
@@ -260,9 +273,14 @@ def found_keys(
 
 
 def summaries(rows: Sequence[Row], start: float, advised: float) -> list[Summary]:
-    """Return the summaries of dense attention, ``start`` and ``advised`` at every length.
+    """Return summaries of dense attention and of two thresholds at every measured length.
 
-    Thresholds that were not measured at a length are left out.
+    Thresholds that were not measured at a length are left out there.
+
+    Args:
+        rows: measured rows.
+        start: the first threshold of the search.
+        advised: the advised threshold, which may equal ``start``.
     """
     names = {start: "start", advised: "advised"}
     lengths = sorted({r["length"] for r in rows if r["measure"] not in ("probe", "kernels")})
@@ -324,7 +342,10 @@ def _sparse(rows: Sequence[Row], length: int, threshold: float, name: str) -> Su
 
 
 def densities_of(rows: Sequence[Row], length: int, threshold: float) -> list[float]:
-    """Return the density of each layer, 1 for dense layers; [] if no density was measured."""
+    """Return the density of each layer in the first row with densities; [] without such a row.
+
+    The density of a layer that attends densely is 1.
+    """
     measured = select(rows, measure="ttft", length=length, threshold=threshold)
     measured += select(rows, measure="kl", length=length, threshold=threshold, method=CAB)
     return [1.0 if x is None else x for x in measured[0]["densities"]] if measured else []
@@ -345,7 +366,7 @@ def advised_config(base: CabConfig, conclusions: Verdict) -> CabConfig:
 def sentence(
     rows: Sequence[Row], conclusions: Verdict, table: Sequence[Summary], target: float, device: str
 ) -> str:
-    """Return the advice, one sentence.
+    """Return the advice of the report as one sentence.
 
     Args:
         rows: measured rows.
@@ -382,10 +403,10 @@ def sentence(
 def _facts(
     rows: Sequence[Row], conclusions: Verdict, table: Sequence[Summary], target: float
 ) -> list[str]:
-    """Return clauses on speed-up, KL and keys at the longest timed length, for `sentence`."""
+    """Return the clauses of `sentence` on speed-up, KL and recall at the longest timed length."""
     length = conclusions.longest
     sparse = [x for x in table if x.length == length and x.threshold is not None]
-    # the advised threshold comes first, but may have no time at this length
+    # prefer the advised threshold; its speed-up may be missing at this length
     sparse.sort(key=lambda x: x.threshold != conclusions.threshold)
     best, dense = sparse[0], next(x for x in table if x.length == length and x.threshold is None)
     kernel = select(rows, measure="ttft", length=length)[0]["kernel"]
@@ -407,7 +428,7 @@ def _facts(
 
 
 def _recalled(sparse: Summary, dense: Summary) -> str:
-    """Return a clause on the keys that CAB and dense attention find."""
+    """Return a clause on how many keys CAB and dense attention answer correctly."""
     counts_by_position = {
         "in running text": (sparse.recall, dense.recall),
         "at block starts": (sparse.border, dense.border),

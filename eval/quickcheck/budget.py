@@ -1,7 +1,7 @@
 """The steps of a quick check in order, and estimates of their time from measured steps.
 
-All functions are pure functions of the measured rows, so that a run continues after an
-interruption.
+All functions depend only on their arguments, which include the measured rows. An interrupted run
+can therefore continue from the logged rows.
 """
 
 from __future__ import annotations
@@ -25,27 +25,29 @@ Row = Mapping[str, Any]
 
 PROBE, KERNELS, TTFT, KL = "probe", "kernels", "ttft", "kl"
 RECALL, BORDER = "recall", "recall_border"
-# fields of a row that identify its step
+# fields of a row that identify its step: the fields of `Step`
 KEY = ("measure", "length", "method", "threshold", "index")
-PROBE_TOKENS = 512  # tokens of the shortest probe; the next probes have 4, 16, ... times as many
-PROBE_SECONDS = 0.5  # probes grow until they take this long: shorter probes predict times badly
-MARGIN = 1.2  # factor on estimates for a length that was not measured yet
-# before FULL was measured, its estimate is the larger one of two products
+PROBE_TOKENS = 512  # tokens of the first probe, a short timed pass; later probes have 4 times more
+PROBE_SECONDS = 0.5  # a probe that takes longer is the last; shorter passes predict times badly
+MARGIN = 1.2  # factor on times that are estimated from another length
+# The estimate for FULL, before FULL was measured, is the larger of two products:
 FULL_OVER_CAB = 1.5  # factor on the time of CAB
 FULL_OVER_DENSE = 1.3  # factor on the time of dense attention
-MOST_SLOWDOWN = 3.0  # largest factor on estimates while other processes slow the machine down
+MOST_SLOWDOWN = 3.0  # largest factor on all estimates if recent steps took longer than estimated
 REPORT_SECONDS = 4.0  # time for writing figure and report
 
 
 @dataclass(frozen=True)
 class Step:
-    """One measurement; its fields are the key of its row.
+    """One measurement; its fields identify its row in the log.
 
     Attributes:
-        measure: one of PROBE, KERNELS, TTFT, KL, RECALL and BORDER.
+        measure: the kind of measurement. PROBE times a pass over a short prompt, KERNELS compares
+            dense kernels, TTFT times the first token. KL compares the predicted distributions with
+            those of dense attention. RECALL and BORDER count right answers.
         length: tokens of the prompt or document.
-        method: DENSE, CAB, or FULL (CAB with every block). A step of TTFT times CAB and the dense
-            kernel in turn.
+        method: DENSE, CAB, or FULL (CAB with every block selected). A step of TTFT has the method
+            CAB and times both CAB and dense attention.
         threshold: ``mass_threshold`` of CAB; None for other methods.
         index: number of the document.
     """
@@ -68,12 +70,12 @@ class Step:
 
 
 class Scope(NamedTuple):
-    """The amount of measurements.
+    """The parameters from which the steps of a run follow.
 
     Attributes:
         lengths: tokens of the prompts, ascending.
-        threshold: ``mass_threshold`` to start from.
-        kl: the KL that the user accepts, in nats per token.
+        threshold: the first ``mass_threshold`` of the search.
+        kl: the KL that the user accepts, in nats per token; 0 for no search.
         documents: number of documents per length.
         kernels: number of dense kernels to compare.
     """
@@ -86,18 +88,18 @@ class Scope(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """The size of a model, from which the growth of its time with the prompt length follows.
+    """The size of a model, from which times at one prompt length are scaled to another length.
 
     Attributes:
-        parameters: number of weights that multiply each token.
-        attention: layers * query heads * head dim.
+        parameters: number of weights with which each token is multiplied.
+        attention: number of layers * hidden size, the cost of attention per token and key.
     """
 
     parameters: float
     attention: float
 
     def work(self, length: int) -> float:
-        """Return half the operations of a dense pass: ``length * (weights + attention)``."""
+        """Return a number proportional to the operations of a dense pass over ``length`` tokens."""
         return length * (self.parameters + self.attention * length)
 
 
@@ -109,14 +111,15 @@ def step_of(row: Row) -> Step:
 def schedule(scope: Scope, rows: Sequence[Row], skipped: Collection[Step] = ()) -> Iterator[Step]:
     """Yield the steps of a run, the most important first.
 
-    The first part searches a threshold at the longest length with a KL. The second part measures
-    the threshold that the search has chosen. The iteration ends where later steps depend on results
-    that are still missing.
+    The first part searches a threshold at the longest length at which the KL of the first threshold
+    was measured. The second part measures the threshold that the search has chosen. The iteration
+    ends before steps that depend on results that are still missing.
 
     Args:
-        scope: the amount of measurements.
-        rows: rows of measured steps, which are yielded too.
-        skipped: steps that were not measured for lack of time, which are yielded too.
+        scope: the parameters of the run.
+        rows: rows of all measured steps. Steps with a row are yielded too.
+        skipped: steps that were not measured, for lack of time or because of an error. These steps
+            are yielded too.
     """
     yield from _probes(scope, rows)
     start, documents = scope.threshold, range(scope.documents)
@@ -139,7 +142,7 @@ def schedule(scope: Scope, rows: Sequence[Row], skipped: Collection[Step] = ()) 
         ]
         yield from steps
         if not any(step in skipped for step in steps):
-            # the next threshold depends on the results of these steps
+            # wait for the results of these steps: the next threshold depends on them
             return
     for length in reversed(scope.lengths):
         yield Step(KL, length, FULL)
@@ -155,10 +158,10 @@ def schedule(scope: Scope, rows: Sequence[Row], skipped: Collection[Step] = ()) 
 
 
 def _probes(scope: Scope, rows: Sequence[Row]) -> Iterator[Step]:
-    """Yield passes over short prompts, each 4 times as long as the one before.
+    """Yield passes over short prompts, from whose times those of longer prompts are estimated.
 
-    The passes predict the time of longer prompts. They end with the first that takes
-    `PROBE_SECONDS`, or with the longest that is shorter than all prompts.
+    Each prompt is 4 times as long as the prompt before. The last prompt takes `PROBE_SECONDS` or
+    longer, or a prompt 4 times as long would be longer than the shortest of ``scope.lengths``.
     """
     length = min(PROBE_TOKENS, scope.lengths[0])
     while True:
@@ -178,9 +181,9 @@ def next_step(scope: Scope, rows: Sequence[Row], skipped: Collection[Step] = ())
 
 
 def slowdown(ratios: Sequence[float]) -> float:
-    """Return the factor on the next estimates, from 1 to `MOST_SLOWDOWN`.
+    """Return the factor by which the next estimates are multiplied, from 1 to `MOST_SLOWDOWN`.
 
-    The factor is the largest ratio of the last two steps, because other processes may slow the
+    The factor is the larger ratio of the last two steps, because other processes may slow the
     machine down for a while.
 
     Args:
@@ -190,14 +193,15 @@ def slowdown(ratios: Sequence[float]) -> float:
 
 
 def passes_of(step: Step, runs: int, warm_ups: int, kernels: int, is_cached: bool) -> Row:
-    """Return method -> number of forward passes of a step.
+    """Return method -> number of its forward passes in a step, from which the time is estimated.
 
     Args:
         step: the step.
-        runs: timed runs of a method.
-        warm_ups: runs before the timed runs of a method.
+        runs: number of timed runs of each method in a step of TTFT.
+        warm_ups: number of runs before the timed runs.
         kernels: number of dense kernels that a step of KERNELS compares.
-        is_cached: True if the dense predictions of the document are in memory.
+        is_cached: True if a step of KL needs no dense pass, because the dense predictions for the
+            document are in memory.
     """
     if step.measure == PROBE:
         return {step.method: 2}
@@ -211,10 +215,11 @@ def passes_of(step: Step, runs: int, warm_ups: int, kernels: int, is_cached: boo
 
 
 def pass_seconds(rows: Sequence[Row], method: str, length: int, cost: Cost) -> float | None:
-    """Return the estimated seconds of one forward pass; None without a measured pass.
+    """Return the estimated seconds of one forward pass; None if no pass of the method was measured.
 
-    The estimate is the slowest pass at the nearest measured length, scaled by the operations of a
-    dense pass, and by `MARGIN` if the lengths differ.
+    The estimate is the slowest pass at the measured length nearest to ``length``. If the lengths
+    differ, it is scaled by the operations of dense passes at both lengths, and by `MARGIN`. Without
+    a pass of FULL, the estimate for FULL follows from those for CAB and for dense attention.
     """
     measured = [
         (r["length"], r["pass_seconds"][method]) for r in rows if method in r["pass_seconds"]
@@ -237,7 +242,7 @@ def pass_seconds(rows: Sequence[Row], method: str, length: int, cost: Cost) -> f
 def estimate(step: Step, rows: Sequence[Row], passes: Row, cost: Cost) -> float | None:
     """Return the estimated seconds of a step.
 
-    Returns None if a method of the step was not measured at any length.
+    Returns None if there is no measured pass of a method of the step.
 
     Args:
         step: the step.
@@ -252,10 +257,10 @@ def estimate(step: Step, rows: Sequence[Row], passes: Row, cost: Cost) -> float 
 
 
 def fits(seconds: float | None, elapsed: float, minutes: float) -> bool:
-    """Return True if a step of ``seconds`` ends within the time limit.
+    """Return True if a step can end within the time limit, before figure and report are written.
 
     Args:
-        seconds: estimated time; None without an estimate, which counts as fitting.
+        seconds: estimated time of the step; None without an estimate, for which the result is True.
         elapsed: seconds since the start of the command.
         minutes: time limit of the command.
     """

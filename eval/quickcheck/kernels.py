@@ -1,4 +1,4 @@
-"""Dense attention kernels to which quickcheck compares the time to the first token."""
+"""Dense attention kernels, the fastest of which quickcheck compares with CAB."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, flash_attn
 
 SDPA = "sdpa"
+# name of a kernel -> backend of torch's scaled_dot_product_attention
 BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "PyTorch's flash": SDPBackend.FLASH_ATTENTION,
 }
-# name -> modules that define flash_attn_func; the first installed module is used
+# name of a kernel -> modules that define its flash_attn_func; the first installed module is used
 FLASH = {
     "FlashAttention-2": ("flash_attn.flash_attn_interface",),
     "FlashAttention-3": FA3_MODULES,
@@ -28,11 +29,11 @@ PREFIX = "quickcheck "  # prefix of the names under which kernels are registered
 
 
 def kernel_names(own: str, on_cpu: bool) -> list[str]:
-    """Return the names of the dense kernels to compare.
+    """Return the names of the dense kernels to compare, the model's own implementation first.
 
     Args:
-        own: the model's attention implementation, which comes first.
-        on_cpu: True to compare no other kernel.
+        own: the attention implementation with which the model was loaded.
+        on_cpu: True if the model is on a CPU, where ``own`` is the only name.
     """
     if on_cpu:
         return [own]
@@ -47,7 +48,8 @@ def attending_by(model: Any, name: str, own: str) -> Iterator[None]:
     Args:
         model: the model.
         name: one of `kernel_names`.
-        own: the attention implementation that is restored afterwards.
+        own: the attention implementation with which the model was loaded; it is restored after the
+            block.
 
     Raises:
         ImportError, NotImplementedError, RuntimeError, ValueError: the kernel cannot run the model.
@@ -76,7 +78,9 @@ def _is_installed(module: str) -> bool:
 
 
 def _flash_attention(modules: tuple[str, ...]) -> Callable[..., tuple[Tensor, None]]:
-    """Return causal FlashAttention with the signature of transformers' attention functions.
+    """Return a function that computes causal attention by flash_attn_func.
+
+    Its signature is that of transformers' attention functions.
 
     Args:
         modules: modules that may define flash_attn_func; the first installed module is used.

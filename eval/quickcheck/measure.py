@@ -1,4 +1,4 @@
-"""The measurements of a quick check: one method per kind of step."""
+"""The measurements of a quick check, which `Measurements` takes on a model."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ from cab_hf.patches.inspection import stats
 from cab_hf.patches.switch import cab
 
 CONTINUED = 256  # tokens after the prompt whose distributions are compared
-CONTINUED_SHARE = 8  # at most 1 / 8 of a text is compared
+CONTINUED_SHARE = 8  # at most 1 / 8 of the tokens of a document are compared
 CHUNK = 64  # tokens after a prompt that are read per call
 KEYS = 16  # largest number of keys per document
 KEY_TOKENS = 60  # upper bound for the tokens of a sentence that states or repeats a key
-KERNELS_KEPT = 2  # number of the fastest kernels that are timed again at longer lengths
-# largest difference between the probabilities of the next token by two exact kernels
+KERNELS_KEPT = 2  # of the first comparison, this number of kernels is compared at longer lengths
+# Largest accepted difference between the next-token probabilities of two dense kernels. A kernel
+# with a larger difference is not used.
 SAME = 0.1
 GIB = 2**30
 
@@ -49,11 +50,14 @@ class OutOfTime(RuntimeError):
 
 
 def cost_of(model: Any) -> Cost:
-    """Return the size of ``model`` without the input embeddings, which multiply nothing."""
+    """Return the size of ``model``, from which times are scaled to other lengths.
+
+    Input embeddings do not count, because they are looked up and not multiplied.
+    """
     text = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight.numel()
     parameters = sum(p.numel() for p in model.parameters()) - embedding
-    # mixture of experts: a token is multiplied by the weights of active experts only
+    # mixture of experts: each token is multiplied by the weights of its active experts only
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     active = getattr(text, "num_experts_per_tok", None)
     if experts and active:
@@ -65,18 +69,19 @@ def num_keys(length: int, border: int) -> int:
     """Return the number of keys for a document of ``length`` tokens, from 1 to `KEYS`.
 
     Args:
-        length: tokens of the document, whose halves state and repeat every key.
-        border: answers start at multiples of this number of tokens.
+        length: tokens of the document. Its first half states every key, and its second half repeats
+            every key.
+        border: every repeated key starts at a multiple of this number of tokens.
     """
     return max(1, min(KEYS, length // 2 // (KEY_TOKENS + border - 1)))
 
 
 class Text(NamedTuple):
-    """Running text from which documents are cut.
+    """A text from whose sentences documents are built.
 
     Attributes:
         sentences: the sentences in the order of the text.
-        num_tokens: number of tokens, counted up to the longest measured length.
+        num_tokens: number of tokens. Counting stops at the longest measured length.
     """
 
     sentences: Sequence[str]
@@ -89,9 +94,9 @@ class Measurements:
     Args:
         model: a causal LM on its device.
         tokenizer: the model's tokenizer.
-        texts: running texts; the documents of a length alternate between the texts that have at
-            least as many tokens.
-        config: settings of CAB; each step replaces ``mass_threshold``.
+        texts: texts from which documents are built. Documents with consecutive indices come from
+            different texts. Texts with fewer tokens than a document are left out if possible.
+        config: the config of CAB, in which each step replaces ``mass_threshold``.
         seed: seed of the documents.
         runs: number of timed runs of the first token, for CAB and for dense attention.
     """
@@ -146,14 +151,14 @@ class Measurements:
     # --- attention
 
     def config_of(self, step: Step) -> CabConfig:
-        """Return the config of a step; for FULL, a config that keeps every block."""
+        """Return the config of a step; for the method FULL, a config that selects every block."""
         if step.method == FULL:
             return self.config.changed(mass_threshold=0.0, max_density=1.0)
         return self.config.changed(mass_threshold=step.threshold)
 
     @contextmanager
     def attending(self, step: Step) -> Iterator[None]:
-        """Switch the model to the attention of a step inside the block."""
+        """Let the model attend with the method of a step inside the block."""
         if step.method == DENSE:
             yield
             return
@@ -168,11 +173,11 @@ class Measurements:
     # --- time
 
     def prompt(self, length: int, index: int = 0) -> Tensor:
-        """Return the tokens of running text, int64 [1, length]."""
+        """Return document ``index`` without keys as token ids, int64 [1, length]."""
         return torch.tensor([self.plain_tokens(length, index)], device=self.model.device)
 
     def plain_tokens(self, length: int, index: int) -> Tokens:
-        """Return the tokens of document ``index``, without keys."""
+        """Return the token ids of document ``index``, which has ``length`` tokens and no keys."""
         sentences, index_in_text = self.source_of(length, index)
         return plain_document(
             tokenizer=self.tokenizer,
@@ -183,9 +188,10 @@ class Measurements:
         )
 
     def source_of(self, length: int, index: int) -> tuple[Sequence[str], int]:
-        """Return the sentences of the text of document ``index``, and its index in this text.
+        """Return the sentences from which document ``index`` is built, and its index in their text.
 
-        `cab_hf.eval fidelity` reads the same documents of each text.
+        With the same text, length, seed and index in the text, `cab_hf.eval fidelity` builds the
+        same document.
         """
         long_texts = [text for text in self.texts if text.num_tokens >= length] or self.texts
         text = long_texts[index % len(long_texts)]
@@ -193,7 +199,7 @@ class Measurements:
 
     @torch.inference_mode()
     def timed(self, ids: Tensor) -> float:
-        """Return the seconds from the call of the model to the logits of the last token.
+        """Return the seconds from the call of the model to the logits of the last prompt token.
 
         Args:
             ids: tokens of the prompt, int64 [1, N].
@@ -209,24 +215,27 @@ class Measurements:
             torch.cuda.synchronize(self.model.device)
 
     def probe(self, step: Step) -> dict[str, Any]:
-        """Time a pass over a short prompt, after a warm-up run that compiles kernels."""
+        """Time the second of two passes over a short prompt; the first pass compiles kernels."""
         ids = self.prompt(step.length)
         with self.attending(step):
             self.timed(ids)
             return {"pass_seconds": {step.method: self.timed(ids)}}
 
     def compared(self, rows: Sequence[Row], length: int) -> list[str]:
-        """Return the dense kernels to compare at a length.
+        """Return the names of the dense kernels to compare at a length.
 
-        These are the fastest kernels of an earlier comparison, or all kernels without one.
+        After a comparison at another length, these are its fastest kernels, or else all kernels.
         """
         return ranked_kernels(rows, length) or self.kernels
 
     def compare_kernels(self, step: Step, rows: Sequence[Row]) -> dict[str, Any]:
-        """Time the dense kernels, and check them against the first kernel.
+        """Time the dense kernels, and compare their next-token probabilities.
 
-        A kernel that raises an error or returns other probabilities has an entry in ``reasons``
-        instead of ``kernel_ms``.
+        Returns:
+            ``kernel_ms``: name of a kernel -> milliseconds to the first token.
+            ``reasons``: name of a kernel without a time -> reason. The kernel raised an error, or
+            its probabilities differ from those of the first kernel by more than `SAME`.
+            ``pass_seconds``: seconds of the slowest kernel, for estimates.
         """
         ids, ms, reasons, expected = self.prompt(step.length), {}, {}, None
         for name in self.compared(rows, step.length):
@@ -237,7 +246,7 @@ class Measurements:
             except OutOfTime:
                 raise
             except Exception as error:
-                # kernels of other packages raise many types of errors
+                # catch all errors: kernels of other packages raise many types
                 reasons[name] = first_line(error)[:200]
                 continue
             probabilities = self.logits.float().softmax(-1)
@@ -253,7 +262,16 @@ class Measurements:
         return {"kernel_ms": ms, "reasons": reasons, "pass_seconds": {DENSE: slowest}}
 
     def first_token(self, step: Step, rows: Sequence[Row]) -> dict[str, Any]:
-        """Time the first token with the fastest dense kernel and with CAB, in alternating runs."""
+        """Time the first token with the fastest dense kernel and with CAB, in alternating runs.
+
+        Returns:
+            ``kernel``: name of the dense kernel.
+            ``dense_ms``, ``cab_ms``: median milliseconds.
+            ``runs``: number of timed runs of each.
+            ``dense_peak_gib``, ``cab_peak_gib``: peak memory, or None.
+            ``densities``: density of each layer with CAB; None for layers that attend densely.
+            ``pass_seconds``: the slowest run of each, for estimates.
+        """
         ids = self.prompt(step.length)
         kernel = (ranked_kernels(rows, step.length) or [self.own])[0]
         contexts = {DENSE: partial(self.kernel, kernel), CAB: partial(self.attending, step)}
@@ -289,9 +307,9 @@ class Measurements:
             _try_write(Path("/proc/self/clear_refs"), "5")
 
     def _peak_gib(self) -> float | None:
-        """Return the peak of allocated GPU memory, or of resident memory on a CPU.
+        """Return the peak of allocated GPU memory, or of resident memory on a CPU, in GiB.
 
-        Returns None where the operating system does not report the peak.
+        Returns None on a CPU if the operating system does not report the peak.
         """
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.model.device) / GIB
@@ -302,13 +320,20 @@ class Measurements:
     # --- quality
 
     def continuation(self, length: int, index: int) -> TeacherForced:
-        """Return running text of ``length`` tokens, whose last tokens are to be predicted."""
+        """Return document ``index`` without keys, whose last tokens are the predicted range.
+
+        The tokens before the range are the prompt.
+        """
         tokens = self.plain_tokens(length, index)
         prompt = length - max(1, min(CONTINUED, length // CONTINUED_SHARE))
         return TeacherForced(tokens, ((prompt, length),), prompt)
 
     def dense(self, length: int, index: int) -> Tensor:
-        """Return log-probabilities of dense attention, float32 [predicted tokens, vocabulary]."""
+        """Return the cached log-probabilities of dense attention for a document.
+
+        Returns:
+            float32 [predicted tokens, vocabulary], on the CPU.
+        """
         key = length, index
         if key not in self.dense_cache:
             reading = self.continuation(length, index)
@@ -316,7 +341,13 @@ class Measurements:
         return self.dense_cache[key]
 
     def divergence(self, step: Step) -> dict[str, Any]:
-        """Compare the distributions of a step after a prompt with those of dense attention."""
+        """Compare the predictions of tokens after a prompt with those of dense attention.
+
+        Returns:
+            ``kl``, ``agree``, ``count``: as in `teacher_forcing.divergence`.
+            ``densities``: density of each layer; None for layers that attend densely.
+            ``pass_seconds``: seconds of the step, for estimates.
+        """
         dense = self.dense(step.length, step.index)
         reading = self.continuation(step.length, step.index)
         with self.attending(step):
@@ -333,7 +364,11 @@ class Measurements:
         }
 
     def document(self, step: Step) -> Document:
-        """Return the document of a step, with at most `KEYS` keys."""
+        """Return the document with keys for a step of RECALL or BORDER.
+
+        The second half of the document repeats its keys. For BORDER, each repeat starts a query
+        block. The number of keys is `num_keys`, or fewer if they do not fit.
+        """
         border = self.config.query_block if step.measure == BORDER else 1
         keys = num_keys(step.length, border)
         sentences, index = self.source_of(step.length, step.index)
@@ -355,7 +390,10 @@ class Measurements:
                 keys //= 2
 
     def recall(self, step: Step) -> dict[str, Any]:
-        """Return, for each key of a document, True if the model predicts its repeat."""
+        """Return ``right``: for each key of a document, True if the model predicts its repetition.
+
+        ``pass_seconds`` are the seconds of the step, for estimates.
+        """
         document = self.document(step)
         with self.attending(step):
             started = time.perf_counter()
@@ -366,9 +404,10 @@ class Measurements:
 
 
 def ranked_kernels(rows: Sequence[Row], length: int) -> list[str]:
-    """Return the fastest dense kernels at the nearest compared length, the fastest first.
+    """Return the names of the `KERNELS_KEPT` fastest dense kernels, the fastest first.
 
-    Returns [] if no kernels were compared.
+    The times are those of the comparison at the length nearest to ``length``. Returns [] if no
+    kernels were compared.
     """
     compared = select(rows, measure=KERNELS)
     if not compared:

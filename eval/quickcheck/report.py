@@ -1,4 +1,4 @@
-"""Table, figure and report of a quick check."""
+"""The tables, the figure and the text of the report of a quick check."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ METHOD = """\
 
 
 def table(rows: Sequence[Row], summaries: Sequence[Summary]) -> str:
-    """Return the Markdown table with a line for each length and configuration."""
+    """Return the Markdown table of the report, with a line for each summary."""
     return markdown(HEADINGS, [_cells(rows, summary) for summary in summaries])
 
 
 def _cells(rows: Sequence[Row], summary: Summary) -> list[str]:
-    """Return the cells of a line of `table`."""
+    """Return the cells of the line of `table` for one summary, in the order of `HEADINGS`."""
     if summary.threshold is None:
         timed = select(rows, measure="ttft", length=summary.length)
         name = f"dense ({timed[0]['kernel']})" if timed else "dense"
@@ -77,17 +77,25 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _number(value: float | None, template: str) -> str:
-    """Format a number, or a dash for None."""
+    """Format a number by a template of `str.format`; return a dash for None."""
     return NOT_MEASURED if value is None else template.format(value)
 
 
 def _share(keys: tuple[int, int] | None) -> str:
-    """Format (found keys, all keys) as ``9 of 16``, or a dash for None."""
+    """Format (number of right answers, number of keys) as ``9 of 16``; return a dash for None."""
     return NOT_MEASURED if keys is None else f"{keys[0]} of {keys[1]}"
 
 
 def layers(rows: Sequence[Row], threshold: float) -> str:
-    """Return the Markdown table of the density by layer and length; "" without densities."""
+    """Return the Markdown table of the density of each layer at each length.
+
+    Args:
+        rows: all measured rows.
+        threshold: the ``mass_threshold`` whose densities are shown.
+
+    Returns:
+        The table, or "" if no density was measured.
+    """
     lengths = sorted({row["length"] for row in rows})
     densities = {length: densities_of(rows, length, threshold) for length in lengths}
     densities = {length: by_layer for length, by_layer in densities.items() if by_layer}
@@ -105,12 +113,12 @@ def layers(rows: Sequence[Row], threshold: float) -> str:
 def draw(
     path: Path, rows: Sequence[Row], summaries: Sequence[Summary], threshold: float, target: float
 ) -> None:
-    """Draw time by length, KL by threshold, and density by layer.
+    """Draw three panels: time by length, KL by threshold, and density by layer.
 
     Args:
         path: the file to write.
         rows: all measured rows.
-        summaries: the lines of `table`.
+        summaries: the summaries that `table` shows.
         threshold: the advised ``mass_threshold``.
         target: the KL that the user accepts, in nats per token; 0 without a target.
     """
@@ -126,7 +134,7 @@ def draw(
             charts.line(times, timed_lengths, lambda row: row["s"], color=colour, label=name)
         charts.over_tokens(times, lengths, "time to the first token", "seconds")
         for length in lengths:
-            # a logarithmic axis has no 0
+            # a logarithmic axis cannot show 0
             points = [p for p in points_of(rows, length, start) if p.kl > 0]
             if points:
                 kl.plot(
@@ -150,17 +158,24 @@ def draw(
 
 
 def _kl_axis(axis: Any, thresholds: Sequence[float], target: float, noise: float) -> None:
-    """Set title, scales, ticks and horizontal lines of the panel with the KL."""
+    """Set title, scales and ticks of the panel with the KL, and draw its horizontal lines.
+
+    Args:
+        axis: the axes of the panel.
+        thresholds: all measured thresholds, for the ticks.
+        target: the KL that the user accepts, drawn as a line; 0 without a target.
+        noise: the KL of CAB with every block selected, drawn as a line; NaN if not measured.
+    """
     if target:
         axis.axhline(target, color="black", linestyle="--", label="target")
-    # a line for far smaller noise would only stretch the axis
+    # if the noise is far below the target, its line would only stretch the axis
     if noise > max(target, 1e-6) / 1000:
         axis.axhline(noise, color="grey", linestyle=":", label="noise")
     axis.set_title("KL, nats per token", fontsize=10)
     axis.set_xlabel("mass_threshold")
     axis.set_xscale("log")
     axis.set_yscale("log")
-    # labels between powers of ten overlap
+    # remove minor labels, which overlap the labels of thresholds
     axis.xaxis.set_minor_formatter("")
     axis.set_xticks(thresholds, [f"{x:g}" for x in thresholds], rotation=45, fontsize=8)
     axis.grid(alpha=0.3)
@@ -177,12 +192,13 @@ def report(
     """Return the content of report.md.
 
     Args:
-        advice: the sentence of advice.
-        tables: Markdown tables by heading; the first has no heading.
-        notes: sentences about texts and lengths.
-        skipped: steps that were not measured, each with its reason.
-        provenance: `cab_hf.experiment.provenance.provenance`.
-        command: the command line.
+        advice: the advice, one sentence.
+        tables: heading -> Markdown table. The first table is shown without its heading.
+        notes: sentences about lengths that were left out.
+        skipped: for each step that was not measured, a line with the step and the reason.
+        provenance: result of `cab_hf.experiment.provenance.provenance`, and ``finished``, the time
+            at which the run finished.
+        command: the command line that repeats the run.
     """
     (_, first), *others = tables.items()
     packages = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
