@@ -1,4 +1,4 @@
-"""Clocks that measure the time and the peak memory of a call."""
+"""`Bench` and `GpuBench`, which measure the time and the peak memory of a call."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class Timing:
 
 
 class Bench:
-    """The clock of a CPU, which measures neither CUDA graphs nor peak memory.
+    """A timer for calls on a CPU, and the base class of `GpuBench`.
+
+    On a CPU, neither CUDA graphs nor peak memory are measured.
 
     Args:
         device: the device.
@@ -78,7 +80,7 @@ class Bench:
         self.seconds = seconds
 
     def settle(self) -> None:
-        """Release the unused memory of a GPU."""
+        """Release unused GPU memory; does nothing on a CPU."""
 
     def peak(self, call: Callable[[], Any]) -> tuple[Any, float | None]:
         """Return the result of ``call``, and its peak memory in MiB including the result.
@@ -137,11 +139,11 @@ class Bench:
         return None
 
     def _wait(self) -> None:
-        """Wait until the device has finished all kernels."""
+        """Wait until the device has finished all kernels; does nothing on a CPU."""
 
 
 class GpuBench(Bench):
-    """The clock of a GPU: CUDA events, cold L2 cache, CUDA graphs and peak memory.
+    """A timer for calls on a GPU, by CUDA events, with a cold L2 cache and with CUDA graphs.
 
     Args:
         device, seconds: as in `Bench`.
@@ -248,7 +250,7 @@ class GpuBench(Bench):
 
 
 def bench_on(device: str, seconds: float | None = None, gib: float = 0.0) -> Bench:
-    """Return the clock for ``device``; arguments as in `Bench` and `GpuBench`."""
+    """Return a `GpuBench` or `Bench` for ``device``; arguments as in these classes."""
     on_gpu = torch.device(device).type == "cuda"
     return GpuBench(device, seconds, gib) if on_gpu else Bench(device, seconds)
 
