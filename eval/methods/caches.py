@@ -27,11 +27,11 @@ SINKS = 4  # StreamingLLM: sink tokens
 
 
 class SinkLayer(DynamicLayer):
-    """The cache of a layer with the first tokens and the latest tokens.
+    """A layer's KV cache that keeps only the first tokens (sinks) and the latest tokens.
 
     Args:
-        sinks: number of the first tokens.
-        tokens: number of all tokens in the cache.
+        sinks: number of the first tokens, which are never dropped.
+        tokens: largest number of tokens in the cache, including the sinks.
     """
 
     def __init__(self, sinks: int, tokens: int) -> None:
@@ -77,10 +77,10 @@ def sink_cache(model: PreTrainedModel, sinks: int, tokens: int) -> Cache:
 class StreamingCache(Dense):
     """StreamingLLM's cache after a dense prefill: 4 sink tokens and the latest tokens.
 
-    Tokens keep their positions in the text, as in `Streaming`.
+    Cached tokens keep their position ids, as in `Streaming`.
 
     Attributes:
-        tokens: number of all tokens in the cache.
+        tokens: largest number of tokens in the cache, including the sinks.
     """
 
     name = "streaming"
@@ -95,12 +95,12 @@ class StreamingCache(Dense):
 
 
 class CachedTokens(NamedTuple):
-    """The tokens that remain in the cache of a layer, in the order of the text.
+    """The tokens that remain in the cache of a layer, in the order of the sequence.
 
     Attributes:
         k, v: keys and values, [B, H_kv, M, D].
-        received: attention that each token received, by which tokens are ranked, float32
-            [B, H_kv, M].
+        received: sum of the attention weights that each token has received, float32 [B, H_kv, M].
+            Tokens with small sums are dropped first.
     """
 
     k: Tensor
@@ -134,11 +134,12 @@ class CachedTokens(NamedTuple):
 class EvictingMethod(Method):
     """The base class of methods that keep some tokens per KV head after a dense prefill.
 
-    The tokens that receive most attention are kept. Density is the kept share of the prompt's keys,
-    although prefill is dense. Prompts must have no padding.
+    The tokens that receive the most attention remain in the cache. The reported density is the
+    fraction of the prompt's keys that remain after the prompt, although prefill itself is dense.
+    Prompts must have no padding.
 
     Attributes:
-        tokens: number of kept tokens.
+        tokens: number of tokens per KV head that remain after the prompt.
     """
 
     matched = True
@@ -248,7 +249,15 @@ class EvictingMethod(Method):
 
 
 def by_kv_head(received: Tensor, k: Tensor) -> Tensor:
-    """Sum ``received`` [B, H, N] over the query heads of each KV head of ``k``: [B, H_kv, N]."""
+    """Return the sums of ``received`` [B, H, N] over the query heads of each KV head.
+
+    Args:
+        received: attention per query head and key.
+        k: keys, [B, H_kv, N, D].
+
+    Returns:
+        [B, H_kv, N].
+    """
     return received.unflatten(1, (k.shape[1], -1)).sum(2)
 
 
