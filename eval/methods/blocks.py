@@ -421,7 +421,7 @@ def at_share(base: CabConfig, share: float) -> CabConfig:
 
     Args:
         base: a config whose predictor is a key of `SHARES`.
-        share: fraction of the attention mass of a row.
+        share: fraction of the attention mass, in (0, 1].
     """
     name = f"{base.predictor}:{share}"
     register_predictor(name, SHARES[base.predictor])

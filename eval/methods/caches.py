@@ -99,8 +99,8 @@ class CachedTokens(NamedTuple):
 
     Attributes:
         k, v: keys and values, [B, H_kv, M, D].
-        received: sum of the attention weights that each token has received, float32 [B, H_kv, M].
-            Tokens with small sums are dropped first.
+        received: attention that each token has received from earlier queries, float32
+            [B, H_kv, M]. Tokens that received the least are dropped first.
     """
 
     k: Tensor

@@ -35,9 +35,9 @@ class Settings:
 
 
 class Powers(Experiment):
-    """Experiment that raises numbers to a power: the lengths, then the longest length + 1.
+    """Experiment that computes length ** power of each length, then of the longest length + 1.
 
-    The last case has the field ``sought``, as the search for the longest prompt has.
+    The last case has the field ``sought``, like the cases of a search for the longest prompt.
     """
 
     name = "powers"
@@ -82,7 +82,7 @@ class Powers(Experiment):
 
 @pytest.fixture(autouse=True)
 def powers_command(monkeypatch):
-    """Add `Powers` to the commands by name, and forget the measured lengths."""
+    """Register `Powers` as the command "powers", and clear `MEASURED`."""
     MEASURED.clear()
     monkeypatch.setattr(
         experiment, "named", lambda name: {"powers": Powers}.get(name) or NAMED(name)
@@ -90,7 +90,7 @@ def powers_command(monkeypatch):
 
 
 def start(out, **fields):
-    """Run `Powers` with these fields of its settings, and return the rows."""
+    """Run `Powers` with the settings ``fields`` in the folder ``out``, and return the rows."""
     return run(Powers(Settings(out=str(out), **fields)))
 
 

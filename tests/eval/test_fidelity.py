@@ -124,7 +124,7 @@ def test_predictions_at_block_borders_ignore_later_tokens(model_folder, monkeypa
     case = {"method": "cab", "text": "noise", "length": 900, "budget": None, "fitted": None}
 
     def prediction_of(tokens, at):
-        """Return the prediction of token ``at``."""
+        """Return the model's prediction of the token at position ``at``."""
         with measured.method(case).applied(measured.model):
             return teacher_forcing.predictions(
                 measured.model, TeacherForced(tokens, ((at, at + 1),))
@@ -158,7 +158,7 @@ DECODING = (
 
 @pytest.fixture(scope="module")
 def rows_of_run(model_folder, tmp_path_factory):
-    """Return a cached function from the options of a run to its rows by method."""
+    """Return a cached function that runs `command` with options, and returns {method: row}."""
 
     @cache
     def rows(options):
@@ -224,7 +224,7 @@ def test_continuation_is_exact_except_with_evicted_keys(model_folder):
         case = {"method": name, "budget": None, **question, "fitted": 0.1}
         method = measured.method(case)
         with method.applied(measured.model):
-            # this call uses a complete cache; the cache of streaming drops keys of the prompt
+            # `distributions` reads with a complete KV cache, without the method's dropping of keys
             complete = distributions(measured.model, reading, chunk=measured.settings.chunk)
             measured.dense_of(case)
             measured_nll[name] = measured.read(case, reading, method)["nll"]
@@ -272,9 +272,10 @@ def test_batched_decode_equals_single_decode(model_folder, tmp_path, monkeypatch
 
 @pytest.fixture
 def kill(monkeypatch):
-    """Return a function that interrupts the n-th case measured after its call; None: no case.
+    """Return a function ``kill(n)`` that makes the n-th case measured from now on interrupt a run.
 
-    The function returns a list, to which every case that is measured later is appended.
+    With None, no case interrupts the run. ``kill`` returns a list to which every case measured
+    after the call of ``kill`` is appended.
     """
     measure = Fidelity.measure
 
@@ -314,7 +315,7 @@ def test_resumed_run_equals_uninterrupted_run(model_folder, tmp_path, kill, rows
 
 
 class CountingBench(Bench):
-    """A clock that returns n milliseconds for its n-th call."""
+    """A fake timer: the n-th timed call takes n milliseconds."""
 
     def __init__(self):
         super().__init__("cpu")
@@ -336,7 +337,7 @@ def test_layer_times_are_summed(model_folder):
     result = clock.time(model, tokens, config)
     assert (result["predict_ms"], result["attend_ms"], result["dense_ms"]) == (2 + 4, 3 + 5, 2)
     assert "predict_reported" not in result
-    # an exact layer takes the time of dense attention
+    # the layer in dense_layers takes the time of dense attention, 1 ms
     result = clock.time(model, tokens, CabConfig(min_length=0, dense_layers=(0,)))
     assert (result["predict_ms"], result["attend_ms"]) == (6, 1 + 7)
     cascade = CabConfig(min_length=0, predictor="cascade", anchors=(0,))
@@ -401,7 +402,7 @@ def test_fitted_budget_matches_attention_time(model_folder, tmp_path, monkeypatc
 
 
 def test_resumed_run_reuses_fitted_budgets(model_folder, tmp_path, monkeypatch, kill):
-    """The second part of the run measures other times, but does not fit again."""
+    """After an interruption, the timer measures other times, but no method is fitted again."""
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
     options = (*TIMED, "--probes", "continuation,recall", "--documents", "2")
     # case 12 is the second sample of the third method

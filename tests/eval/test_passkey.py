@@ -209,7 +209,10 @@ GENERATION_FIELDS = {
 
 @pytest.fixture(scope="module")
 def answers(model_folder, tmp_path_factory):
-    """Return a function from fields of the generation config to the answers of the model."""
+    """Return a function that runs passkey with fields in the model's generation config.
+
+    The function returns the model's answers.
+    """
 
     def answers(**fields):
         folder = shutil.copytree(model_folder, tmp_path_factory.mktemp("own") / "model")
@@ -223,7 +226,7 @@ def answers(model_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def default_answers(answers):
-    """Return the answers of the model without fields in its generation config."""
+    """Return the model's answers without additional fields in its generation config."""
     return answers()
 
 

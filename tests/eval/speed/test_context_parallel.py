@@ -38,7 +38,7 @@ raise SystemExit(main(sys.argv[2:]))
 
 
 def settings_of(**fields):
-    """Return settings of one short run; ``fields`` replaces fields."""
+    """Return settings of a short run; the keywords ``fields`` add or replace fields."""
     return Settings(**{"device": "cpu", "lengths": (600,), "seconds": 0.0, "runs": 1, **fields})
 
 
@@ -75,7 +75,14 @@ def test_killed_run_continues(tmp_path):
 
 
 def sample_on(group, scheme, direction, damage):
-    """Return the sample of a case on a rank, after ``damage(group, patch)`` patched a function."""
+    """Return this rank's sample of a case, measured after ``damage`` has patched a function.
+
+    Args:
+        group: the two ranks.
+        scheme: name of the scheme.
+        direction: "forward" or "forward+backward".
+        damage: function of the group and a `pytest.MonkeyPatch`.
+    """
     with pytest.MonkeyPatch.context() as patch:
         damage(group, patch)
         case = {"world": 2, "length": 600, "direction": direction, "scheme": scheme}
@@ -133,7 +140,7 @@ def test_wrong_or_out_of_memory_case_is_not_timed(ranks, scheme, direction, dama
 
 
 class RankBench(Bench):
-    """Fake bench of rank r: the calls take 1000 ms, r + 1 ms, and then 10 (2 - r) ms each."""
+    """A fake timer of rank r: calls take 1000 ms, then r + 1 ms, then 10 (2 - r) ms each."""
 
     def __init__(self, rank):
         super().__init__("cpu")
@@ -153,7 +160,11 @@ class RankBench(Bench):
 
 
 def slowest_time(group, *arguments):
-    """Return (ms, runs, calls per run, calls, peak GiB) that `time_slowest` reports on a rank."""
+    """Run `time_slowest` on this rank, with a fake timer.
+
+    Returns:
+        Reported ms, runs and calls per run; the number of actual calls; and the reported peak GiB.
+    """
     calls = []
     rank_group, bench = RankGroup(group, group), RankBench(group.rank())
     result = rank_group.time_slowest(bench, lambda: calls.append(1), *arguments)
@@ -177,7 +188,11 @@ def test_time_is_that_of_slowest_rank(ranks, arguments, expected):
 
 
 def together(group, failing):
-    """Return results of `RankGroup.together` and `from_rank_0`, or the error of failing ranks."""
+    """Call `RankGroup.together` with a function that raises an error on the ranks ``failing``.
+
+    Returns:
+        The results of `RankGroup.together` and `RankGroup.from_rank_0`, or the error message.
+    """
     rank_group = RankGroup(group, group)
 
     def call():
