@@ -97,7 +97,7 @@ def test_fidelity_command_writes_expected_rows(model_folder, tmp_path, book, cap
         for row in (cab, wide, matched, half):
             assert (row["pass"]["n"], row["recall"]["n"], row["recall"]["pairs"]) == (2, 2, 2)
             assert row["perplexity"]["ratio"] > 0
-        # the documents of recall have no needle, which this method would remove
+        # no_needle has no recall, because the documents of recall have no needle to remove
         assert "pass" in no_needle and "recall" not in no_needle
         # the query blocks in the second half start at tokens 160, 192, 224, 256 and 288
         assert dense["perplexity_border"]["tokens"] == 5
@@ -224,7 +224,8 @@ def test_continuation_is_exact_except_with_evicted_keys(model_folder):
         case = {"method": name, "budget": None, **question, "fitted": 0.1}
         method = measured.method(case)
         with method.applied(measured.model):
-            # `distributions` reads with a complete KV cache, without the method's dropping of keys
+            # `distributions` has a complete KV cache. `measured.read` has the cache of the method,
+            # and that of streaming drops keys of the prompt
             complete = distributions(measured.model, reading, chunk=measured.settings.chunk)
             measured.dense_of(case)
             measured_nll[name] = measured.read(case, reading, method)["nll"]
@@ -405,7 +406,7 @@ def test_resumed_run_reuses_fitted_budgets(model_folder, tmp_path, monkeypatch, 
     """After an interruption, the timer measures other times, but no method is fitted again."""
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
     options = (*TIMED, "--probes", "continuation,recall", "--documents", "2")
-    # case 12 is the second sample of the third method
+    # interrupt the run at case 12, the second sample of the third method
     calls = kill(12)
     with pytest.raises(KeyboardInterrupt):
         command(model_folder, tmp_path, *options)
@@ -419,7 +420,7 @@ def test_resumed_run_reuses_fitted_budgets(model_folder, tmp_path, monkeypatch, 
 
 
 def test_every_method_has_rows(model_folder, tmp_path, halved_for_fp8):
-    # methods with dense prefill differ from dense attention in decode steps only
+    # leave out methods with dense prefill, which equal dense attention except in decode steps
     names = [name for name, method in METHODS.items() if not method.dense_prefill]
     options = ("--probes", "continuation", "--lengths", "600", "--budgets", "0.5")
     rows = command(model_folder, tmp_path, *options, methods=",".join(names))["rows"]

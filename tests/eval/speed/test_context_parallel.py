@@ -90,17 +90,17 @@ def sample_on(group, scheme, direction, damage):
 
 
 def bad_output(group, patch):
-    """Make attention wrong on rank 1."""
+    """Add 1 to the output of "grouped" on rank 1."""
     change_output_of_grouped(patch, lambda out: out + group.rank())
 
 
 def bad_gradient(group, patch):
-    """Halve the gradient of attention."""
+    """Halve the gradient of "grouped", but not its output."""
     change_output_of_grouped(patch, lambda out: out / 2 + out.detach() / 2)
 
 
 def change_output_of_grouped(patch, change):
-    """Apply ``change`` to the output of the scheme "grouped"."""
+    """Replace the scheme "grouped" by one that applies ``change`` to its output."""
 
     def attend(q, k, v, **settings):
         out, lse = distributed.zigzag_attention(q, k, v, **settings)
@@ -110,12 +110,12 @@ def change_output_of_grouped(patch, change):
 
 
 def gpu_engine(group, patch):
-    """Select the engine of a GPU, whose log-sum-exp has no gradient."""
+    """Make `engines.choose` return a GPU engine, whose log-sum-exp has no gradient."""
     patch.setattr(engines, "choose", lambda name, work: engines.FLEX)
 
 
 def out_of_memory(group, patch):
-    """Raise an out-of-memory error when the inputs are allocated."""
+    """Make the allocation of the inputs raise an out-of-memory error."""
 
     def run_out_of_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB. GPU 0")
@@ -262,5 +262,5 @@ def test_long_sequence_is_warmed_up_with_shorter_sequence(monkeypatch):
     experiment = ContextParallel(settings_of(), RankGroup())
     case = {"world": 1, "length": 600, "direction": FORWARD, "scheme": "alone"}
     assert experiment.measure(case)["error"] is None
-    # the calls check the output, warm up at two lengths, count the runs, and are timed
+    # calls: the check, a short warm-up, then calls on the whole sequence, the last of them timed
     assert lengths[:3] == [4 * 128 - 37, 256, 600] and set(lengths[2:]) == {600}
