@@ -334,7 +334,7 @@ class Cab(Method):
 
 @dataclass(frozen=True)
 class Full(Cab):
-    """Control: CAB with every block kept, which must answer as dense does.
+    """Control: CAB that selects every block, so that its answers must equal those of `Dense`.
 
     Prefill and decode steps are exact, but use other kernels than `Dense`. All differences from
     `Dense` are therefore rounding errors. Decode steps use the SDPA backend in plain PyTorch.

@@ -112,7 +112,7 @@ class CachedTokens(NamedTuple):
 
         Args:
             tokens: number of tokens to keep.
-            recent: number of the latest tokens, which are kept in any case.
+            recent: number of the latest tokens, which are never dropped.
         """
         length = self.received.shape[-1]
         if length <= tokens:
@@ -207,11 +207,14 @@ class EvictingMethod(Method):
         scaling: float | None = None,
         **kwargs,
     ) -> tuple[Tensor, None]:
-        """Compute attention as a registered function of transformers, and update the kept tokens.
+        """Compute attention, and update the cached tokens of the module in ``kept``.
+
+        Transformers calls this method as a registered attention function.
 
         Args:
-            kept: attention module -> tokens that remain; a prefill replaces the entry.
-            shares: attention module -> kept share of the prompt's keys.
+            kept: attention module -> tokens in its cache. A prefill replaces the entry, and a
+                decode step updates the entry.
+            shares: attention module -> fraction of the prompt's keys that remain in its cache.
             module: the attention module.
             query: [B, H, N_q, D].
             key, value: [B, H_kv, N_k, D]. In a decode step, only the last token is read.

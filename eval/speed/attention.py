@@ -49,7 +49,7 @@ GROUP = ("head_dim", "direction", "blocks", "layout", "budget")
 
 @dataclass(frozen=True)
 class Settings(SpeedSettings):
-    """Settings of a run of attention."""
+    """Settings of a run of ``speed attention``."""
 
     KEYS = {"length": "lengths", "head_dim": "head_dims", "direction": "directions"}
     KEYS |= {"blocks": "blocks", "layout": "layouts", "budget": "densities"}

@@ -83,7 +83,7 @@ WARM_UP_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Settings(SpeedSettings):
-    """Settings of a run of context parallelism."""
+    """Settings of a run of ``speed context-parallel``."""
 
     DEFAULTS = {**KEEPS_ALL, "min_length": 0}
     POSITIVE = ("runs",)

@@ -230,7 +230,7 @@ DENSE: Mapping[str, Callable[[Step], Call]] = {
 
 @dataclass(frozen=True)
 class Settings(models.ModelShape):
-    """Settings of a run of decode steps."""
+    """Settings of a run of ``speed decode``."""
 
     DEFAULTS = {"min_length": 0, "sparse_decode": True}
     POSITIVE = (*models.ModelShape.POSITIVE, "steps", "batches")

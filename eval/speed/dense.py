@@ -58,7 +58,7 @@ class Baseline:
         version: function that returns the version of the kernel's library; None for torch.
         head_dims: supported head dims.
         grouped: True if the kernel supports fewer KV heads than query heads. For other kernels, KV
-            heads are repeated before the clock starts.
+            heads are repeated before the timed call.
         continues: True if the kernel aligns the causal mask to the last key when there are fewer
             queries than keys, as in a call with a KV cache. PyTorch's kernels align the mask to the
             first key.

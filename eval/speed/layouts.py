@@ -144,10 +144,10 @@ class Sequences:
 
 
 def baselines(sequences: Sequences) -> dict[str, Baseline]:
-    """Return the kernels for dense attention of ``sequences`` by name.
+    """Return a mapping from names to dense baselines for ``sequences``.
 
-    Masks and lengths are computed before the clock starts, because a model computes them once for
-    all layers. The timed call includes removing and restoring padding, as every layer does both.
+    Masks and lengths are computed before the timed call, because a model computes them once for all
+    layers. The timed call removes and restores padding, because every layer does both.
     """
     if sequences.layout == WHOLE:
         return dense.on(sequences.device)

@@ -62,7 +62,7 @@ SPREADING = (
 
 @dataclass(frozen=True)
 class Settings(models.LongestSettings):
-    """Settings of a run of training steps."""
+    """Settings of a run of ``speed lora``."""
 
     KEYS = {"length": "lengths", "implementation": "implementations"}
     # with key blocks of 128, the backward pass is fastest
@@ -112,7 +112,7 @@ class Settings(models.LongestSettings):
 
     @property
     def is_spread(self) -> bool:
-        """True if several ranks share a step."""
+        """True if a training step runs on several ranks in at least one case."""
         return self.spread != (ALONE,)
 
     @property
@@ -286,7 +286,7 @@ def step_flops(cost: Cost, length: int, density: float = 1.0) -> float:
     Args:
         cost: cost model of the model.
         length: tokens of the sequence.
-        density: share of the causal (query, key) pairs that is attended.
+        density: fraction of the causal (query, key) pairs whose attention is computed.
     """
     attention = sum(cost.attention(cost.pairs(torch.arange(length)[None])))
     return cost.products(length) + density * attention
@@ -302,10 +302,10 @@ def room_of(gib: float | None) -> Room:
 
 
 class TrainState(NamedTuple):
-    """A model in training.
+    """The model that is trained, and its cost model.
 
     Attributes:
-        objective: module that returns the loss of the model.
+        objective: module that contains the model and returns its loss.
         cost: cost model of a step.
     """
 
@@ -320,7 +320,10 @@ class TrainState(NamedTuple):
 
 @lru_cache(maxsize=1)
 def train_state(settings: Settings) -> TrainState:
-    """Return the random model with trainable LoRA adapters; the latest model is cached."""
+    """Return the random model with trainable LoRA adapters, and the cost model of its step.
+
+    The last result is cached, so that successive cases use the same model.
+    """
     model = models.random_model(settings)
     if settings.qlora:
         to_4_bits(model, settings.dtype)
@@ -376,7 +379,7 @@ def training(
     Args:
         settings: the settings.
         length: tokens of the sequence, for the budget of CAB.
-        implementation: the attention.
+        implementation: name of the attention implementation.
         spread: one of `SPREADS`.
         ranks: the ranks that train together; None: one rank.
 

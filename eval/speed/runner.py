@@ -221,7 +221,7 @@ class SpeedSettings:
             name: the option.
             length: tokens.
             parse: parses one value.
-            what: name of such a value in the error message, such as "share".
+            what: noun for the value in the error message, such as "count".
 
         Raises:
             ValueError: the option has no value for the length, or the value is 0.
@@ -629,7 +629,7 @@ def by_length(samples: Sequence[Row], derived: Sequence[str] = ()) -> list[dict[
 
 
 def run_description(shape: str, settings: Mapping[str, Any]) -> str:
-    """Return a description of inputs, config and clock for a report.
+    """Return a description of inputs, config and timing method for a report.
 
     Args:
         shape: description of the inputs.

@@ -56,7 +56,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Settings(models.ModelSettings):
-    """Settings of a run that serves requests."""
+    """Settings of a run of ``speed serve``."""
 
     KEYS = {"implementation": "implementations"}
 
@@ -266,7 +266,7 @@ def batching_manager(
     Args:
         model: the model.
         settings: settings of the cache and of the trace.
-        implementation: the attention.
+        implementation: name of the attention implementation.
 
     Raises:
         Exception: the error in the manager's thread, if a request has failed because of it.
@@ -388,7 +388,7 @@ def serve(
 
 
 def rounded(served: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the results of requests with times rounded to microseconds, for short logs."""
+    """Return the results of `serve` with times rounded to microseconds, which shortens the log."""
     return [
         {
             field: round(value, 6) if isinstance(value, float) else value

@@ -60,7 +60,7 @@ GAIN = Panel(
 
 @dataclass(frozen=True)
 class Settings(models.LongestSettings):
-    """Settings of a run of prefills."""
+    """Settings of a run of ``speed ttft``."""
 
     KEYS = {"variant": "variants", "length": "lengths", "implementation": "implementations"}
     POSITIVE = (*models.LongestSettings.POSITIVE, "runs", "multiple")

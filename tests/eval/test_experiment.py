@@ -218,8 +218,8 @@ def test_extended_run_updates_command(tmp_path, monkeypatch):
 
     monkeypatch.setattr(experiment, "tqdm", Bar)
     rows = start(tmp_path, lengths=(1, 2, 5))
-    # (final count, initial count, smoothing): 2 of the 4 cases are already in the log. Smoothing 0 makes tqdm
-    # estimate the remaining time from the cases of this run only
+    # final count 4, initial count 2 (the cases in the log), and smoothing 0, so that tqdm estimates
+    # the remaining time from the cases of this run only
     assert closed_bars[0] == (4, 2, 0)
     assert [row["length"] for row in rows] == [1, 2, 3, 5, 6] and MEASURED == [1, 2, 3, 5, 6]
     assert "powers --lengths 1,2,5\n" in (tmp_path / "report.md").read_text()

@@ -375,7 +375,7 @@ def test_rows_contain_times_and_quality(model_folder, tmp_path, monkeypatch):
 def test_cpu_is_timed_only_for_equal_time():
     assert attention_time.layer_bench("cpu") is None
     assert Fidelity(Settings(device="cpu")).clock is None
-    # equal time needs a clock on every device
+    # methods that are matched by time need a timer, even on a CPU
     assert type(Fidelity(Settings(device="cpu", equal="time")).clock.bench) is Bench
 
 

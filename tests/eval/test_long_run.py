@@ -25,7 +25,7 @@ from cab_hf.experiment.log import read_log
 from cab_hf.experiment.settings import read_settings, spelled
 
 NAMES = "passkey", "fidelity"
-# number of cases of `command` with its default options
+# command -> number of cases of a run by `command` with its default options
 CASES = {"passkey": 9, "fidelity": 24}
 WIDE = "--variant", "wide=mass_threshold=0.06"
 OUT_OF_MEMORY = "out of memory: tried to allocate 4.00 GiB"

@@ -58,7 +58,8 @@ class Decoding:
     Attributes:
         method: the eviction method.
         prompt, steps: number of tokens of the prompt, and number of decode steps.
-        kept, shares, module: state of the method, and the layer to which the state belongs.
+        kept, shares, module: arguments of `EvictingMethod.attend`, which updates ``kept`` and
+            ``shares`` for the layer ``module``.
         q, k, v: queries, keys and values of all tokens.
         out: output of the prompt.
         probabilities: attention probabilities of the prompt, [1, H, prompt, prompt].

@@ -102,7 +102,7 @@ def test_search_finds_threshold_of_power_law(target, slope):
         ([(0.0027, 0.0)], 0.0216),
         # the KL does not grow
         ([(0.02, 0.0008), (0.08, 0.0008)], 0.64),
-        # a share of attention is at most 1
+        # a threshold is a fraction of the attention mass, so at most 1
         ([(0.5, 0.001)], 1.0),
         ([(1.0, 0.001)], None),
         # five thresholds are the maximum

@@ -44,7 +44,7 @@ def recall_sample(method, right, density=1.0, index=0, **result):
 
 
 def matched(method, density, budget="match", **result):
-    """Return a recall sample of a method that is matched to the density 0.2."""
+    """Return a recall sample of a method that was fitted to the density 0.2 of cab."""
     fields = {"budget": budget, "fitted": 0.2, **result}
     return recall_sample(method, [True], density, **fields)
 
@@ -123,7 +123,7 @@ def fewer_samples():
         for method, probe, count in counts
         for index in range(count)
     ]
-    # the number of samples is compared within a text
+    # samples of another text, which must not count: numbers of samples are compared within a text
     return [*samples, sample("cab", "recall", 0, "other", right=[True])]
 
 

@@ -122,7 +122,7 @@ def test_later_tokens_do_not_change_selection(name):
     ids=["packed", "padded-left", "padded-right"],
 )
 def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(name, documents, is_real):
-    """Compare the blocks of 205 tokens within a packed or padded row with those of them alone."""
+    """Compare the blocks of a sequence of 205 tokens within a longer row, and as a row alone."""
     document_of_token = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))[
         None
     ]

@@ -106,7 +106,7 @@ def test_longest_row_by_hand():
     assert (row["peak_gib"], row["room_gib"]) == (196 / 1024, 500 / 1024)
     assert row["cache_gib"] == settings.cache_gib(192)
     assert row["rest_gib"] == pytest.approx(196 / 1024 - row["cache_gib"] - row["weights_gib"])
-    # the dense tail is half of each chunk
+    # the density is high, because half of each chunk is dense tail
     assert 0 < row["density"] < 0.8
 
 
