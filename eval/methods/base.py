@@ -272,7 +272,7 @@ class Fp8(Dense):
 
 @dataclass(frozen=True)
 class NoNeedle(Dense):
-    """Control: dense attention on prompts without the needle, which measures the guess rate."""
+    """Control: dense attention on prompts without the needle. Right answers are guesses."""
 
     name = "no_needle"
     hides_needle = True

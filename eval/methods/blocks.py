@@ -315,7 +315,7 @@ class Chosen(Cab):
 
     @classmethod
     def by(cls, predictor: str, name: str | None = None) -> type[Chosen]:
-        """Return a subclass for a predictor.
+        """Return a subclass of this class whose blocks ``predictor`` selects.
 
         Args:
             predictor: name of the predictor.

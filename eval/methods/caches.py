@@ -40,7 +40,7 @@ class SinkLayer(DynamicLayer):
         self.cumulative_length = 0  # number of tokens that were ever added
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
-        """Add tokens, and return keys and values before surplus tokens are dropped.
+        """Add tokens, then drop tokens beyond `tokens`. Returns all tokens before the drop.
 
         Args:
             key_states, value_states: new tokens, [B, H_kv, n, D].
@@ -159,7 +159,7 @@ class EvictingMethod(Method):
     def of_prompt(
         self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float
     ) -> CachedTokens:
-        """Return the tokens that remain after a prompt.
+        """Return the tokens that remain in the cache after the prefill of a prompt.
 
         Args:
             q: [B, H, N, D].
@@ -170,7 +170,7 @@ class EvictingMethod(Method):
 
     @abstractmethod
     def of_step(self, kept: CachedTokens, attention: Tensor) -> CachedTokens:
-        """Return the tokens that remain after a decode step.
+        """Return the tokens that remain in the cache after a decode step.
 
         Args:
             kept: the tokens before the step, and the new token.
@@ -330,9 +330,10 @@ def column_sums(q: Tensor, k: Tensor, ranges: KeyRanges, scale: float) -> Tensor
 
 
 def last_queries(ranges: KeyRanges, count: int) -> Tensor:
-    """Return the indices of the last ``count`` queries per batch row, int64 [B, R].
+    """Return the indices of the last ``count`` queries of each batch row, int64 [B, R].
 
-    Padding queries do not count. Rows with fewer queries are filled with -1.
+    Padding queries do not count. R is at most ``count``. Rows with fewer queries than R have
+    entries of -1.
     """
     query = torch.arange(ranges.q_length, device=ranges.end.device).where(ranges.end >= 0, -1)
     return query.topk(min(count, ranges.q_length), dim=-1).values
@@ -341,7 +342,9 @@ def last_queries(ranges: KeyRanges, count: int) -> Tensor:
 def columns_and_diagonals(
     q: Tensor, k: Tensor, ranges: KeyRanges, scale: float, num_queries: int
 ) -> tuple[Tensor, Tensor]:
-    """Sum the attention of the last queries by key (columns), and by distance (diagonals).
+    """Return the attention of the last queries, summed per key and per distance.
+
+    The sums per key are those of columns, and the sums per distance those of diagonals.
 
     Padding queries do not count.
 

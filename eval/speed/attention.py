@@ -268,7 +268,7 @@ class Attention(Speed):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return one row per sample, with the fastest engine, dense attention and rates.
+        """Return a row per sample, with the time of its fastest engine, its baseline and its rates.
 
         ``ms`` includes block selection, and ``ratio`` is relative to the fastest dense kernel. Rows
         are sorted by head dim, direction, layout, blocks, budget and length.
@@ -311,7 +311,10 @@ class Attention(Speed):
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """Return a sentence per direction on the smallest budget at the longest input."""
+        """Return a sentence per direction that compares the smallest budget with dense attention.
+
+        The sentence is about the longest sequence that was measured with this budget.
+        """
         sentences = []
         timed = [row for row in rows if row["ratio"] is not None]
         for direction_rows in grouped(timed, ["direction"]):
@@ -400,7 +403,10 @@ class Layer:
 def inputs_of(
     settings: Settings, bench: Bench, case: Mapping[str, Any]
 ) -> tuple[Sequences, Tensor, Tensor, Tensor]:
-    """Return the sequences of a case, and random q, k and v for these sequences."""
+    """Return (sequences, q, k, v) of a case: random lengths, and random tensors in their layout.
+
+    q is [rows, H, slots, D]; k and v are [rows, H_kv, slots, D].
+    """
     sequences = Sequences.drawn(
         case["layout"],
         batch=settings.batch,
@@ -479,5 +485,5 @@ def _predicts(row: Row) -> bool:
 
 
 def _times(row: Row) -> Mapping[str, float]:
-    """Return engine -> ms, including block selection if the row has a time of block selection."""
+    """Return a mapping from engines to ms, which include block selection if `_predicts`."""
     return row["total_ms" if _predicts(row) else "attend_ms"]

@@ -58,7 +58,7 @@ class Scheme(NamedTuple):
 
     @property
     def against(self) -> str:
-        """The name of the one-rank scheme with which the rate of the scheme is compared."""
+        """The name of the scheme on one rank that is the baseline of this scheme's efficiency."""
         return "alone+cab" if self.sparse else "alone"
 
 
@@ -305,7 +305,7 @@ EXPERIMENT = ContextParallel
 
 
 class Inputs(NamedTuple):
-    """The inputs of attention for a whole sequence, or the shards of one rank.
+    """The inputs of attention: of the whole sequence (n = N), or one rank's shards of these inputs.
 
     Attributes:
         q: queries [1, H, n, D].
@@ -347,7 +347,7 @@ class BenchCase:
 
     @property
     def over_ranks(self) -> dict[str, Any]:
-        """The keyword arguments that describe the sharded sequence to functions over ranks."""
+        """The keyword arguments of `zigzag_attention` and `predict` that describe the sharding."""
         return {"group": self.group, "cu_seqlens": (0, self.length), "block": DENSE_BLOCK_SIZE}
 
     def sharded(self, x: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class Step(NamedTuple):
 
     @property
     def bytes_a_key(self) -> int:
-        """The bytes of K and V of one key of one KV head."""
+        """The number of bytes of one token's key and value in one KV head."""
         return 2 * self.k.shape[-1] * self.k.element_size()
 
 
@@ -397,10 +397,10 @@ class Decode(runner.Speed):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return one row per sample, sorted by part, length and batch.
+        """Return a row per sample, sorted by part, length and batch, with speed-ups.
 
-        ``over_best`` is the speed-up of a row over the fastest dense kernel, and ``over_same`` the
-        speed-up over sdpa in the same mode.
+        In rows of CAB, ``over_best`` is the speed-up over the fastest dense row of equal part,
+        length and batch, and ``over_same`` the speed-up over sdpa in the same mode.
         """
         compared = ("baseline", "baseline_ms", "over_best", "over_same")
         rows = runner.by_length(samples, (*compared, "gb_s", "of_bandwidth"))
@@ -430,7 +430,9 @@ EXPERIMENT = Decode
 
 
 def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -> Callable[[], Any]:
-    """Return a function that decodes one greedy token of each sequence.
+    """Return a function that runs one greedy decode step of all sequences.
+
+    Each call passes the tokens that the call before has generated.
 
     Args:
         model: the model.

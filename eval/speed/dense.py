@@ -71,7 +71,7 @@ class Baseline:
     continues: bool = False
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v, with KV heads repeated unless the kernel supports fewer of them."""
+        """Return q, k and v; k and v have as many heads as q if the kernel requires this."""
         group = 1 if self.grouped else q.shape[1] // k.shape[1]
         if group == 1:
             return q, k, v
@@ -79,7 +79,7 @@ class Baseline:
 
 
 def on(device: torch.device | str) -> dict[str, Baseline]:
-    """Return the baselines for ``device`` by name."""
+    """Return a mapping from names to the baselines for ``device``."""
     return ON_GPU if torch.device(device).type == "cuda" else ON_CPU
 
 
@@ -151,7 +151,9 @@ def break_even(points: Sequence[tuple[int, float]]) -> float | None:
 
 
 def break_even_shown(rows: Iterable[Row]) -> str | None:
-    """Format the break-even length of the ``ratio`` of rows; None if no row has a ratio.
+    """Return a phrase with the length from which ``ratio`` stays below 1, as `break_even` finds it.
+
+    Returns None if no row has a ratio.
 
     Args:
         rows: rows of one configuration, ascending in length.
@@ -406,7 +408,7 @@ def _sdpa(backend: SDPBackend) -> Callable[[], Attend]:
 
 
 def flash_attn(name: str, modules: Sequence[str]) -> Callable[..., Tensor]:
-    """Return a function of flash-attn as causal attention that returns only the output.
+    """Wrap a function of flash-attn, so that it is causal and returns only the output.
 
     Args:
         name: name of the function.

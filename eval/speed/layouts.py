@@ -87,7 +87,7 @@ class Sequences:
 
     @cached_property
     def cu_seq_lens(self) -> Tensor:
-        """The cumulative lengths of sequences without padding, int32 [sequences + 1]."""
+        """The cumulative lengths of the sequences, without padding, int32 [sequences + 1]."""
         ends = accumulate(self.lengths, initial=0)
         return torch.tensor(list(ends), dtype=torch.int32, device=self.device)
 

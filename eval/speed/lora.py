@@ -127,7 +127,7 @@ class Settings(models.LongestSettings):
 
 
 class LoraStep(Ranked):
-    """The experiment that times training steps.
+    """The experiment that times steps of LoRA fine-tuning.
 
     A case is one length, one attention, one of `SPREADS` and one number of ranks.
     """
@@ -256,7 +256,10 @@ class LoraStep(Ranked):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return a row per sample, with ratios to dense attention and to one rank alone."""
+        """Return a row per sample, with speed-ups over dense attention and the efficiency of ranks.
+
+        ``efficiency`` is the rate per rank, relative to one rank alone.
+        """
         rows, tokens_s_alone = [], {}
         for group in grouped(samples, ["spread", "world"]):
             rows += with_dense_ratios(group)
@@ -334,7 +337,7 @@ def train_state(settings: Settings) -> TrainState:
 
 
 def save_memory(settings: Settings, tokens: int, tile: int, offloaded: int) -> float:
-    """Set up MLP tiles and offloading, and return the GiB of pinned host memory.
+    """Apply MLP tiles and offloading to the model, and return the GiB of pinned host memory.
 
     Args:
         settings: the settings.

@@ -86,7 +86,7 @@ class ModelShape(SpeedSettings):
         return 2.0 * (length * weights + self.hidden * self.vocab) + attention
 
     def cache_gib(self, length: int) -> float:
-        """Return the GiB of the keys and values of a prompt."""
+        """Return the GiB of the keys and values of ``length`` tokens in all layers."""
         channels = 2 * self.layers * self.kv_heads * self.head_dim
         return length * channels * self.torch_dtype.itemsize / 2**30
 
@@ -195,7 +195,7 @@ forget_model = _random_model.cache_clear
 
 
 def _by_liger(model: PreTrainedModel) -> None:
-    """Replace norms, RoPE and MLPs by those of liger-kernel."""
+    """Replace the norms, RoPE and MLPs of ``model`` by kernels of liger-kernel, in place."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama(

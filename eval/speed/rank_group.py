@@ -316,7 +316,10 @@ class Ranked(Speed):
         return super().reported(error)
 
     def find(self, sample: dict[str, Any]) -> None:
-        """Measure a case on all ranks, or a case of one rank on rank 0 while other ranks wait."""
+        """Measure a case of several ranks on all ranks, and a case of one rank on rank 0 only.
+
+        In the second case, the other ranks wait.
+        """
         if sample["world"] > 1:
             return self.find_on_ranks(sample, self.ranks)
         try:

@@ -181,11 +181,11 @@ class SpeedSettings:
 
     @cached_property
     def cab_config(self) -> CabConfig:
-        """CAB's config: `DEFAULTS` with the fields of ``--cab``."""
+        """CAB's config: `DEFAULTS`, replaced by the fields of ``--cab``."""
         return self.configured()
 
     def configured(self, **fixed: Any) -> CabConfig:
-        """Return `DEFAULTS` with the fields of ``--cab`` and the fields ``fixed``.
+        """Return a config of `DEFAULTS`, replaced by the fields of ``--cab`` and by ``fixed``.
 
         Raises:
             ValueError: ``--cab`` sets a field of ``fixed``.
@@ -646,7 +646,7 @@ def run_description(shape: str, settings: Mapping[str, Any]) -> str:
 
 
 def varying_columns(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:
-    """Return the columns whose values differ among rows.
+    """Return the items of ``columns`` whose field has different values among the rows.
 
     Args:
         rows: the rows.
@@ -710,7 +710,7 @@ def is_ours(name: Any) -> bool:
 
 
 def table(rows: Sequence[Row], hidden: Sequence[str] = ()) -> str:
-    """Return a Markdown table with a column per field that contains numbers or names.
+    """Return a Markdown table with a column for each field whose values are numbers or strings.
 
     Args:
         rows: the rows.

@@ -84,7 +84,7 @@ def _ring(
 def _merged(
     out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Merge attention over two sets of keys.
+    """Merge the attention of the same queries over two disjoint sets of keys.
 
     Args:
         out, other_out: attention over each set, [B, H, N, D].

@@ -47,7 +47,7 @@ def method_on(device: str, seconds: float = SECONDS_A_CASE, graph: bool = True) 
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of a call.
+    """The time of a call: launched from Python, and replayed as a CUDA graph.
 
     Attributes:
         eager: milliseconds of a call from Python.
@@ -90,7 +90,7 @@ class Bench:
         return call(), None
 
     def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
-        """Return the median time over many runs.
+        """Warm up, and return the median time over `LEAST_RUNS` to `MOST_RUNS` runs.
 
         Args:
             call: the function to time.
@@ -99,7 +99,7 @@ class Bench:
         return Timing(statistics.median(self.walls(call, self._warm_up(call))[0]))
 
     def _warm_up(self, call: Callable[[], Any]) -> int:
-        """Run warm-up calls; return the number of timed runs that fit into the time of one case."""
+        """Run warm-up calls, and return the number of runs that fit into the time limit."""
         began = time.perf_counter()
         for num_calls in itertools.count(1):
             started = time.perf_counter()
@@ -270,7 +270,7 @@ def in_a_sentence(error: BaseException) -> str:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Return True if ``error`` reports that memory ran out, on this rank or on another one."""
+    """Return True if ``error`` reports a lack of memory, on this rank or on another rank."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)

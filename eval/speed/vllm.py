@@ -69,7 +69,7 @@ def serve_traces(
 
 
 def engine_of(settings: Settings, implementation: str, config: CabConfig) -> LLMEngine:
-    """Return an engine of vLLM with random weights, for the lengths of the trace.
+    """Return an engine of vLLM for a LLaMA with random weights and for the lengths of the trace.
 
     Args:
         settings: shape of the model, cache and trace.
