@@ -30,7 +30,7 @@ class Results:
         name: name of the folder.
         rows: the rows of results.json.
         provenance: settings, device and versions of the run.
-        kind: class of the experiment that ran, or an `Archived`.
+        kind: class of the experiment that ran, or an `ArchivedRun`.
         folder: path of the folder.
     """
 

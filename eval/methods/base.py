@@ -23,13 +23,13 @@ from cab_hf.eval.quantised import linear_layers, to_8_bits
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
-BUDGET_STEPS = 1000  # number of values from 0 to 1 among which a fit chooses
-CLOSE = 0.01  # relative error of measured times: a fit accepts times this close to the budget
+BUDGET_STEPS = 1000  # a fit chooses its parameter among the multiples of 1 / BUDGET_STEPS
+CLOSE = 0.01  # largest relative difference from the budget at which a fit accepts a measured time
 # fields of CabConfig that only CAB uses, for selecting blocks and for decoding
 OWN = ("outlier_queries", "typical_queries", "mass_threshold", "share_threshold")
 OWN += ("sparse_decode", "decode_tokens")
 PROBE_DIM = 16  # head dim of the random q and k on which densities are fitted
-SEED = 0  # seed of these q and k
+SEED = 0  # seed of the random q and k on which densities are fitted
 
 # function that returns the density of each layer since the last call; None for a dense layer
 LayerDensities = Callable[[], list[float | None]]
@@ -48,11 +48,11 @@ class Cell:
             ``took`` is set. None if no value is matched.
         length: tokens of the prompts.
         device: device of the q and k on which densities are fitted.
-        realised: function that measures the density of a config on a text of the cell; None if no
-            method needs it.
+        realised: function that measures the density of a config while the model reads a sequence
+            of the evaluation; None if no method needs it.
         layers: number of layers of the model; None if no method needs it.
-        took: function that measures ms of attention, including block selection; None if densities
-            are matched.
+        took: function that measures a config's ms of attention, including block selection; None if
+            densities are matched.
     """
 
     config: CabConfig
@@ -71,12 +71,12 @@ class Cell:
 
 
 def layers_of(model: PreTrainedModel) -> int:
-    """Return the number of layers in the text model of ``model``."""
+    """Return the number of decoder layers of ``model``, without those of a vision encoder."""
     return model.config.get_text_config().num_hidden_layers
 
 
 def with_known_predictor(config: CabConfig) -> CabConfig:
-    """Return ``config`` unchanged.
+    """Check that the predictor of ``config`` is registered, and return ``config`` unchanged.
 
     Raises:
         ValueError: the predictor of the config is not registered.
@@ -90,17 +90,17 @@ def nearest(
 ) -> CabConfig:
     """Return the config whose density, or time, is nearest to the cell's budget.
 
-    The search bisects, and measures few configs. For times, it ends at the first config within
-    `CLOSE`.
+    The search bisects ``choices``, so that only a few configs are measured. If times are matched,
+    the first config whose time differs by at most `CLOSE` is returned.
 
     Args:
         choices: parameters of the configs, by ascending density.
         config_of: function from a parameter to its config.
-        cell: the cell; ``took`` measures times if times are matched.
-        density: function that measures the density of a config.
+        cell: the cell. If ``cell.took`` is set, times are matched.
+        density: function that measures the density of a config; unused if times are matched.
 
     Raises:
-        ValueError: the budget is None, or is no density although densities are matched.
+        ValueError: the budget is None, or outside of (0, 1] although densities are matched.
     """
     measure = cell.took or density
     if cell.budget is None or not (0 < cell.budget <= 1 or cell.took):
@@ -126,9 +126,10 @@ def nearest(
 def nearest_on_probe(
     choices: Sequence[T], config_of: Callable[[T], CabConfig], cell: Cell
 ) -> CabConfig:
-    """Return the result of `nearest`, with densities on random q and k of one head.
+    """Return the result of `nearest`, with densities measured on random q and k of one head.
 
-    The density does not depend on q and k for methods with a fixed number of blocks per row.
+    This is exact for methods with a fixed number of blocks per row, because their density does not
+    depend on q and k.
     """
     length, device = cell.length, cell.device
     generator = torch.Generator(device).manual_seed(SEED)
@@ -145,14 +146,17 @@ def nearest_on_probe(
 def fitted_sparsity(config: CabConfig, cell: Cell) -> CabConfig:
     """Return ``config`` with the ``sparsity`` that matches the cell's budget.
 
-    Forced blocks count in the budget.
+    The matched density includes forced blocks.
     """
     steps = range(BUDGET_STEPS - 1, -1, -1)
     return nearest_on_probe(steps, lambda step: replace(config, sparsity=step / BUDGET_STEPS), cell)
 
 
 def realised_on(model: PreTrainedModel, tokens: Sequence[int]) -> Realised:
-    """Return a function that measures the density of a config while ``model`` reads ``tokens``."""
+    """Return a function that measures the density of a config while ``model`` reads ``tokens``.
+
+    The function returns the mean over sparse layers, and 1.0 if there are none.
+    """
 
     @torch.no_grad()
     def realised(config: CabConfig) -> float:
@@ -171,9 +175,9 @@ class Method(ABC):
 
     Attributes:
         name: name of the method.
-        matched: True if `fit` needs a budget.
+        matched: True if `fit` matches the density or time of the method to ``Cell.budget``.
         hides_needle: True if prompts for the method lack the needle.
-        dense_prefill: True if prefill is dense and only decode steps are not.
+        dense_prefill: True if prefill is dense, and only decode steps attend to a part of the keys.
         decodes: description of decode steps in reports.
     """
 
@@ -194,14 +198,17 @@ class Method(ABC):
 
     @abstractmethod
     def applied(self, model: PreTrainedModel) -> AbstractContextManager[LayerDensities]:
-        """Apply the method to ``model`` inside the block, and restore the model afterwards."""
+        """Apply the method to ``model`` inside the block, and restore the model afterwards.
+
+        The context manager yields a function of the type `LayerDensities`.
+        """
 
     def cache(self, model: PreTrainedModel) -> Cache:
-        """Return an empty KV cache for a text that ``model`` reads while the method is applied."""
+        """Return an empty KV cache for a sequence that ``model`` reads with the method applied."""
         return DynamicCache(config=model.config)
 
     def stepping(self) -> AbstractContextManager[Any]:
-        """Return the context in which decode steps are computed."""
+        """Return a context manager in which the caller must run decode steps; no-op by default."""
         return nullcontext()
 
     def step_tokens(self, model: PreTrainedModel, length: int) -> float:
@@ -216,7 +223,7 @@ class Method(ABC):
     def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool | None:
         """Return True if a query of the question may attend to a token of the needle.
 
-        Returns None if this depends on the text.
+        Returns None if this depends on the tokens of the prompt, and not only on positions.
 
         Args:
             length: tokens of the prompt.
@@ -228,7 +235,7 @@ class Method(ABC):
 
 @dataclass(frozen=True)
 class Dense(Method):
-    """The model's own attention: the upper bound."""
+    """The model's own dense attention, whose results are the upper bound of all methods."""
 
     name = "dense"
 
@@ -265,7 +272,7 @@ class Fp8(Dense):
 
 @dataclass(frozen=True)
 class NoNeedle(Dense):
-    """Control: dense attention on prompts without the needle, which measures the guess rate."""
+    """Control: dense attention on prompts without the needle. Right answers are guesses."""
 
     name = "no_needle"
     hides_needle = True
@@ -273,10 +280,10 @@ class NoNeedle(Dense):
 
 @dataclass(frozen=True)
 class Cab(Method):
-    """CAB.
+    """Attention by `cab_hf.cab` with a config; subclasses use other predictors.
 
     Attributes:
-        config: the config.
+        config: the config of `cab_hf.cab`.
     """
 
     name = "cab"
@@ -300,8 +307,9 @@ class Cab(Method):
         """Return the bytes that a decode step reads, as a number of tokens of keys and values.
 
         The result is the mean over layers. A layer with an index reads decode_tokens + length *
-        (index bytes per token) / (bytes per token in K and V). Layers that use the selection of an
-        anchor read no index, and layers that decode densely read all tokens.
+        (index bytes per token) / (bytes per token in K and V). Layers that reuse the keys selected
+        in an anchor layer read decode_tokens and no index. Layers that decode densely read all
+        tokens.
         """
         config, tokens = self.config, self.config.decode_tokens
         if not decodes_sparsely(config, length):
@@ -326,10 +334,10 @@ class Cab(Method):
 
 @dataclass(frozen=True)
 class Full(Cab):
-    """Control: CAB with every block kept, which must answer as dense does.
+    """Control: CAB that selects every block, so that its answers must equal those of `Dense`.
 
-    Prefill and decode are exact, but use other kernels than `Dense`; decode steps run in plain
-    PyTorch. All differences to `Dense` are therefore rounding.
+    Prefill and decode steps are exact, but use other kernels than `Dense`. All differences from
+    `Dense` are therefore rounding errors. Decode steps use the SDPA backend in plain PyTorch.
     """
 
     name = "full"
@@ -346,7 +354,8 @@ class Full(Cab):
 class Published(Cab):
     """The published CAB recipe (`CabConfig.published`, Forman curvature) at the matched budget.
 
-    Block sizes, sinks and local blocks are those of the recipe, which has no dense tail.
+    Block sizes, sink blocks and local blocks are those of the recipe, and not those of the cell's
+    config. The recipe has no dense tail.
     """
 
     name = "published"
@@ -360,7 +369,10 @@ class Published(Cab):
 
 
 def dense_row_sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence that lists the rows with ``never_sparse``; [] without such rows."""
+    """Return a list with one sentence that names all rows in which ``never_sparse`` is true.
+
+    Returns [] without such rows.
+    """
     dense_rows = dict.fromkeys(
         f"{row['method']} at {row['length']} tokens" for row in rows if row.get("never_sparse")
     )
@@ -373,10 +385,10 @@ def dense_row_sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def never_sparse(method: type[Method], samples: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if a method that selects blocks attended densely in all samples.
+    """Return True if ``method`` selects blocks, but attention was dense in all its samples.
 
-    A sample is sparse if prefill was sparse, or if a decode step read fewer tokens than the text
-    has.
+    Attention was not dense if a prefill was sparse, or if a decode step read fewer tokens than the
+    sequence has. Samples without ``sparse_density`` are ignored.
     """
     with_density = [s for s in samples if "sparse_density" in s]
     all_dense = all(

@@ -1,8 +1,8 @@
-"""Methods that select blocks in other ways than CAB: baselines and bounds.
+"""Methods that select blocks by other criteria than CAB: published baselines, random and oracle.
 
 Each method is a predictor, registered under the method's name, so that the method runs with the
-same plan, engine and model code as CAB. Forced blocks and block sizes are those of the config, even
-if the original method forces other blocks or uses blocks of 128 x 128.
+same plan, engine and model code as CAB. All methods use the block sizes and the forced blocks of
+the config, even if the original method has blocks of 128 x 128 or forces other blocks.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from cab_hf.predictors import LayerContext, Predictor, make_predictor, register_
 from cab_hf.predictors.attention_mass import block_mass
 from cab_hf.predictors.base import sparsity_of
 
-# tolerance of a sum of shares of the mass: the rounding error of thousands of float32 numbers
+# tolerance for a sum of the masses of blocks: the rounding error of thousands of float32 numbers
 TOLERANCE = 1e-5
-TRIANGLE_SHARE = 0.5  # TriangleMix: share of the layers that have the pattern, the last ones
+TRIANGLE_SHARE = 0.5  # TriangleMix: this fraction of the layers, the last ones, is sparse
 WINDOW = 512  # TriangleMix: tokens of the window
 LAST_QUERIES = 128  # TriangleMix: number of the last queries, which attend densely
 SEED = 0  # seed of the random blocks
@@ -48,7 +48,7 @@ Score = Callable[..., Tensor]
 
 
 class BlockPredictor(Predictor):
-    """The base class of predictors that return a mask of kept blocks."""
+    """The base class of predictors whose `keep` returns a mask of kept blocks."""
 
     @abstractmethod
     def keep(
@@ -60,7 +60,7 @@ class BlockPredictor(Predictor):
             q: [B, H, N_q, D].
             k: [B, H_kv, N_k, D].
             call: the context of the layer.
-            visible: blocks with a visible key, bool [B, 1, M_q, M_k].
+            visible: blocks with a (query, key) pair that is not masked, bool [B, 1, M_q, M_k].
             forced: blocks that are kept in any case, bool [B, 1, M_q, M_k].
         """
 
@@ -91,10 +91,10 @@ class StreamingPredictor(BlockPredictor):
 
 
 class ScorePredictor(BlockPredictor):
-    """A predictor that keeps the top-k blocks of each row.
+    """A predictor that keeps the top-k blocks of each row of blocks.
 
-    A row keeps the share 1 - ``sparsity`` of its visible blocks: the forced blocks, and the blocks
-    with the highest scores.
+    A row keeps the fraction 1 - ``sparsity`` of its visible blocks: first the forced blocks, then
+    the blocks with the highest scores.
 
     Args:
         config: the config.
@@ -120,14 +120,14 @@ class ScorePredictor(BlockPredictor):
 
 
 class SharePredictor(BlockPredictor):
-    """A predictor that keeps the fewest blocks of a row with a share of the estimated mass.
+    """A top-p predictor: each row keeps the fewest blocks with a fraction of its attention mass.
 
-    Forced blocks count in the share.
+    The mass of forced blocks counts towards the fraction.
 
     Args:
-        config: the config. A number after a colon in ``config.predictor`` replaces ``usual``;
-            `at_share` registers such predictors.
-        usual: default of the share.
+        config: the config. If ``config.predictor`` has a number after a colon, such as
+            "xattention:0.9", this number is the fraction; `at_share` registers such predictors.
+        usual: the fraction for other predictors.
         score: function that estimates the mass of blocks; None for subclasses with their own
             `keep`.
     """
@@ -150,9 +150,9 @@ def random_scores(
 ) -> Tensor:
     """Score blocks at random, differently for every head and row.
 
-    The seed depends on the shapes and the keys. Gradient checkpointing and repeated runs therefore
-    select the same blocks again, while different samples have independent blocks. A text in another
-    batch or packed with other texts has other blocks than alone.
+    The seed is computed from the shapes and the keys. Gradient checkpointing and repeated runs
+    therefore select the same blocks again, and different samples get independent blocks. A sequence
+    gets other blocks in a batch, or packed with other sequences, than alone.
 
     Returns:
         Scores in [0, 1), float32 [B, H, M_q, M_k].
@@ -192,9 +192,9 @@ def pooled_mass(
 ) -> Tensor:
     """Score blocks by the softmax over the logits of mean-pooled queries and keys.
 
-    MInference's block-sparse heads pool in the same way (Jiang et al. 2024, arXiv 2407.02490). Here
-    each row keeps a share of the mass; FlexPrefill (Lai et al. 2025, arXiv 2502.20766) applies the
-    share to all rows together.
+    MInference's block-sparse heads pool in the same way (Jiang et al. 2024, arXiv 2407.02490). The
+    method mean_pooled keeps a fraction of the mass of each row. FlexPrefill (Lai et al. 2025, arXiv
+    2502.20766) keeps a fraction of the mass of all rows together.
 
     Returns:
         Scores, float32 [B, H, M_q, M_k]; each row sums to 1.
@@ -206,19 +206,19 @@ def pooled_mass(
 
 
 def fewest(share: Tensor, visible: Tensor, forced: Tensor, wanted: float) -> Tensor:
-    """Return the fewest entries of the last dimension whose shares sum to ``wanted``.
+    """Return a mask of the fewest entries, per last dimension, that sum to at least ``wanted``.
 
     Args:
-        share: share of each entry.
+        share: the entries; they sum to 1 over the last dimension.
         visible: bool, entries that may be kept; broadcasts with ``share``.
         forced: bool, entries that are kept in any case and count in the sum; broadcasts with
             ``share``.
-        wanted: share in [0, 1].
+        wanted: the sum to reach, in [0, 1].
 
     Returns:
         bool, in the shape of ``share``.
     """
-    # sort forced entries before all others; the sum uses the actual shares
+    # sort forced entries before all others; the cumulative sum uses the entries of ``share``
     priority = torch.where(forced, 2.0, share).masked_fill(~visible, -1.0)
     order = priority.argsort(dim=-1, descending=True, stable=True)
     ordered = share.gather(-1, order)
@@ -228,7 +228,7 @@ def fewest(share: Tensor, visible: Tensor, forced: Tensor, wanted: float) -> Ten
 
 
 def normalised(x: Tensor) -> Tensor:
-    """Divide ``x`` by its sum over the last dimension."""
+    """Return ``x`` divided by its sum over the last dimension."""
     return x / x.sum(-1, keepdim=True).clamp(min=reference.LEAST)
 
 
@@ -250,12 +250,12 @@ def block_means(x: Tensor, valid: Tensor, block: int) -> Tensor:
 
 
 def share_of_blocks(queries: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Return the softmax of a vector per query block over the vectors of visible key blocks.
+    """Return attention weights between one query per query block and one key per key block.
 
     Args:
-        queries: a vector per query block, [B, H, M_q, D].
-        keys: a vector per key block, [B, H_kv, M_k, D].
-        visible: bool, broadcastable to [B, H, M_q, M_k].
+        queries: one query per query block, such as the mean of its queries, [B, H, M_q, D].
+        keys: one key per key block, [B, H_kv, M_k, D].
+        visible: blocks over which the softmax runs, bool, broadcastable to [B, H, M_q, M_k].
         scale: factor of the logits.
 
     Returns:
@@ -272,8 +272,8 @@ class Streaming(Cab):
 
     The original keeps 4 sink tokens, and a token's position is its position in the cache. Here
     sinks and window are whole key blocks: one sink block, and a window whose size matches the
-    budget. Tokens keep their positions in the text. Keys outside the window are dropped for good:
-    the last queries of a text have no dense tail, and decode steps read only sinks and window.
+    budget. Tokens keep their position ids. Keys outside the window are dropped for good: the last
+    queries of a prompt have no dense tail, and decode steps read only sinks and window.
     """
 
     name = "streaming"
@@ -305,7 +305,7 @@ class Streaming(Cab):
 
 
 class Chosen(Cab):
-    """The base class of methods whose blocks another predictor than CAB's selects.
+    """The base class of methods that run `cab_hf.cab` with a predictor other than CAB's.
 
     Attributes:
         predictor: name of the predictor.
@@ -315,7 +315,7 @@ class Chosen(Cab):
 
     @classmethod
     def by(cls, predictor: str, name: str | None = None) -> type[Chosen]:
-        """Return a subclass for a predictor.
+        """Return a subclass of this class whose blocks ``predictor`` selects.
 
         Args:
             predictor: name of the predictor.
@@ -326,10 +326,10 @@ class Chosen(Cab):
 
 @dataclass(frozen=True)
 class RowShareMethod(Chosen):
-    """The base class of methods that keep the same share of blocks in every row.
+    """The base class of methods that keep the same fraction of visible blocks in every row.
 
-    The share matches the budget. Forced blocks and the dense tail are those of CAB, and count in
-    the budget.
+    `fit` chooses the fraction by the budget. Forced blocks and the dense tail are those of CAB, and
+    the matched density or time includes them.
     """
 
     matched = True
@@ -345,7 +345,10 @@ class RowShareMethod(Chosen):
 
 @dataclass(frozen=True)
 class AuthorsShareMethod(Chosen):
-    """The base class of methods with the share of their authors, and without dense tail."""
+    """The base class of top-p methods that keep their authors' fraction of the mass.
+
+    These methods are not matched to a budget, and have no dense tail.
+    """
 
     @classmethod
     def fit(cls, cell: Cell) -> AuthorsShareMethod:
@@ -354,10 +357,10 @@ class AuthorsShareMethod(Chosen):
 
 @dataclass(frozen=True)
 class MassShareMethod(Chosen):
-    """The base class of methods with a `SharePredictor`, whose share matches the budget.
+    """The base class of top-p methods whose fraction of the mass matches the budget.
 
-    The fit measures densities, or times, on a text of the cell. Forced blocks and the dense tail
-    are those of CAB, and count in the budget.
+    `fit` measures densities by ``Cell.realised``, or times by ``Cell.took``. Forced blocks and the
+    dense tail are those of CAB, and the measurements include them.
     """
 
     matched = True
@@ -412,11 +415,13 @@ class TriangleMix(Cab):
 
 
 def at_share(base: CabConfig, share: float) -> CabConfig:
-    """Return ``base`` with another share, and register a predictor for this share.
+    """Return ``base`` with a top-p predictor that keeps the fraction ``share`` of the mass.
+
+    The predictor is registered under a name such as "xattention:0.9".
 
     Args:
         base: a config whose predictor is a key of `SHARES`.
-        share: share of the mass.
+        share: fraction of the attention mass, in (0, 1].
     """
     name = f"{base.predictor}:{share}"
     register_predictor(name, SHARES[base.predictor])
@@ -424,16 +429,20 @@ def at_share(base: CabConfig, share: float) -> CabConfig:
 
 
 def logged_config(fields: Mapping[str, Any]) -> CabConfig:
-    """Return a config from its logged fields, and register its predictor if it names a share."""
+    """Return a config from its logged fields.
+
+    A predictor whose name contains a fraction, such as "xattention:0.9", is registered.
+    """
     fields = dict(fields)
     predictor, _, share = fields.pop("predictor").partition(":")
     config = CabConfig.from_dict({**fields, "predictor": predictor})
     return at_share(config, float(share)) if share else config
 
 
-# predictor -> function that builds it with the default share of the mass. For xattention, 0.8 is
-# the default of the authors' function. Their runs of LLaMA load a threshold per head, on average
-# 0.76 at stride 8 and 0.91 at stride 16, from a search that is left out here.
+# name of a top-p predictor -> function that builds the predictor, with the default of its fraction
+# of the mass. For xattention, 0.8 is the default of the authors' function. The authors' runs of
+# LLaMA load a threshold per head, on average 0.76 at stride 8 and 0.91 at stride 16. These
+# thresholds come from a search that is left out here.
 SHARES: dict[str, Callable[[CabConfig], SharePredictor]] = {
     "xattention": partial(SharePredictor, usual=0.8, score=strided_mass(STRIDE)),
     # the faster of the two strides of the authors

@@ -27,11 +27,11 @@ SINKS = 4  # StreamingLLM: sink tokens
 
 
 class SinkLayer(DynamicLayer):
-    """The cache of a layer with the first tokens and the latest tokens.
+    """A layer's KV cache that keeps only the first tokens (sinks) and the latest tokens.
 
     Args:
-        sinks: number of the first tokens.
-        tokens: number of all tokens in the cache.
+        sinks: number of the first tokens, which are never dropped.
+        tokens: largest number of tokens in the cache, including the sinks.
     """
 
     def __init__(self, sinks: int, tokens: int) -> None:
@@ -40,7 +40,7 @@ class SinkLayer(DynamicLayer):
         self.cumulative_length = 0  # number of tokens that were ever added
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
-        """Add tokens, and return keys and values before surplus tokens are dropped.
+        """Add tokens, then drop tokens beyond `tokens`. Returns all tokens before the drop.
 
         Args:
             key_states, value_states: new tokens, [B, H_kv, n, D].
@@ -77,10 +77,10 @@ def sink_cache(model: PreTrainedModel, sinks: int, tokens: int) -> Cache:
 class StreamingCache(Dense):
     """StreamingLLM's cache after a dense prefill: 4 sink tokens and the latest tokens.
 
-    Tokens keep their positions in the text, as in `Streaming`.
+    Cached tokens keep their position ids, as in `Streaming`.
 
     Attributes:
-        tokens: number of all tokens in the cache.
+        tokens: largest number of tokens in the cache, including the sinks.
     """
 
     name = "streaming"
@@ -95,12 +95,12 @@ class StreamingCache(Dense):
 
 
 class CachedTokens(NamedTuple):
-    """The tokens that remain in the cache of a layer, in the order of the text.
+    """The tokens that remain in the cache of a layer, in the order of the sequence.
 
     Attributes:
         k, v: keys and values, [B, H_kv, M, D].
-        received: attention that each token received, by which tokens are ranked, float32
-            [B, H_kv, M].
+        received: attention that each token has received from earlier queries, float32
+            [B, H_kv, M]. Tokens that received the least are dropped first.
     """
 
     k: Tensor
@@ -112,7 +112,7 @@ class CachedTokens(NamedTuple):
 
         Args:
             tokens: number of tokens to keep.
-            recent: number of the latest tokens, which are kept in any case.
+            recent: number of the latest tokens, which are never dropped.
         """
         length = self.received.shape[-1]
         if length <= tokens:
@@ -134,11 +134,12 @@ class CachedTokens(NamedTuple):
 class EvictingMethod(Method):
     """The base class of methods that keep some tokens per KV head after a dense prefill.
 
-    The tokens that receive most attention are kept. Density is the kept share of the prompt's keys,
-    although prefill is dense. Prompts must have no padding.
+    The tokens that receive the most attention remain in the cache. The reported density is the
+    fraction of the prompt's keys that remain after the prompt, although prefill itself is dense.
+    Prompts must have no padding.
 
     Attributes:
-        tokens: number of kept tokens.
+        tokens: number of tokens per KV head that remain after the prompt.
     """
 
     matched = True
@@ -158,7 +159,7 @@ class EvictingMethod(Method):
     def of_prompt(
         self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float
     ) -> CachedTokens:
-        """Return the tokens that remain after a prompt.
+        """Return the tokens that remain in the cache after the prefill of a prompt.
 
         Args:
             q: [B, H, N, D].
@@ -169,7 +170,7 @@ class EvictingMethod(Method):
 
     @abstractmethod
     def of_step(self, kept: CachedTokens, attention: Tensor) -> CachedTokens:
-        """Return the tokens that remain after a decode step.
+        """Return the tokens that remain in the cache after a decode step.
 
         Args:
             kept: the tokens before the step, and the new token.
@@ -206,11 +207,14 @@ class EvictingMethod(Method):
         scaling: float | None = None,
         **kwargs,
     ) -> tuple[Tensor, None]:
-        """Compute attention as a registered function of transformers, and update the kept tokens.
+        """Compute attention, and update the cached tokens of the module in ``kept``.
+
+        Transformers calls this method as a registered attention function.
 
         Args:
-            kept: attention module -> tokens that remain; a prefill replaces the entry.
-            shares: attention module -> kept share of the prompt's keys.
+            kept: attention module -> tokens in its cache. A prefill replaces the entry, and a
+                decode step updates the entry.
+            shares: attention module -> fraction of the prompt's keys that remain in its cache.
             module: the attention module.
             query: [B, H, N_q, D].
             key, value: [B, H_kv, N_k, D]. In a decode step, only the last token is read.
@@ -248,7 +252,15 @@ class EvictingMethod(Method):
 
 
 def by_kv_head(received: Tensor, k: Tensor) -> Tensor:
-    """Sum ``received`` [B, H, N] over the query heads of each KV head of ``k``: [B, H_kv, N]."""
+    """Return the sums of ``received`` [B, H, N] over the query heads of each KV head.
+
+    Args:
+        received: attention per query head and key.
+        k: keys, [B, H_kv, N, D].
+
+    Returns:
+        [B, H_kv, N].
+    """
     return received.unflatten(1, (k.shape[1], -1)).sum(2)
 
 
@@ -318,9 +330,10 @@ def column_sums(q: Tensor, k: Tensor, ranges: KeyRanges, scale: float) -> Tensor
 
 
 def last_queries(ranges: KeyRanges, count: int) -> Tensor:
-    """Return the indices of the last ``count`` queries per batch row, int64 [B, R].
+    """Return the indices of the last ``count`` queries of each batch row, int64 [B, R].
 
-    Padding queries do not count. Rows with fewer queries are filled with -1.
+    Padding queries do not count. R is at most ``count``. Rows with fewer queries than R have
+    entries of -1.
     """
     query = torch.arange(ranges.q_length, device=ranges.end.device).where(ranges.end >= 0, -1)
     return query.topk(min(count, ranges.q_length), dim=-1).values
@@ -329,7 +342,9 @@ def last_queries(ranges: KeyRanges, count: int) -> Tensor:
 def columns_and_diagonals(
     q: Tensor, k: Tensor, ranges: KeyRanges, scale: float, num_queries: int
 ) -> tuple[Tensor, Tensor]:
-    """Sum the attention of the last queries by key (columns), and by distance (diagonals).
+    """Return the attention of the last queries, summed per key and per distance.
+
+    The sums per key are those of columns, and the sums per distance those of diagonals.
 
     Padding queries do not count.
 

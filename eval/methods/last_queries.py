@@ -27,8 +27,8 @@ from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, register_predictor
 from cab_hf.predictors.attention_mass import block_sums
 
-ASKING_QUERIES = 64  # vertical_slash: number of the last queries
-TAU = 0.1  # FlexPrefill: root of the divergence below which a head uses the pooled estimate
+ASKING_QUERIES = 64  # vertical_slash: number of the last queries whose attention scores all blocks
+TAU = 0.1  # FlexPrefill: a head with a `root_divergence` below it uses the mean-pooled estimate
 MIN_TOKENS = 1024  # FlexPrefill: smallest number of tokens in columns, and in diagonals, of a head
 
 
@@ -37,13 +37,13 @@ class FlexPrefillPredictor(SharePredictor):
 
     For each head, the attention of the last block of queries to key blocks is computed exactly, and
     estimated from mean-pooled queries and keys. The head is query-aware if the square root of the
-    Jensen-Shannon divergence of the two distributions is below tau = 0.1. Then mean pooling
-    estimates the mass of all blocks, and the head keeps the fewest blocks over all rows with the
-    share gamma = 0.95 of the mass.
+    Jensen-Shannon divergence of the two distributions is below tau = 0.1. A query-aware head
+    estimates the mass of all blocks by mean pooling. It keeps the smallest set of blocks, over all
+    rows together, that has the fraction gamma = 0.95 of the total mass.
 
-    Any other head is vertical-slash. Let n be the smallest number of columns (single keys) with
-    more than gamma of the last block's attention. The head keeps the n // key_block + 1 best blocks
-    of columns, and diagonals likewise.
+    Any other head is vertical-slash. Let n be the smallest number of columns (single keys) that
+    receive more than gamma of the last query block's attention. The head keeps the n // key_block +
+    1 blocks of columns with the most attention. Diagonals are selected in the same way.
 
     Every head keeps at least 1,024 tokens of columns and of diagonals. As far as we know, this is
     the minimum of the paper; the README of the authors' code has gamma 0.9 and 512 tokens.
@@ -59,7 +59,7 @@ class FlexPrefillPredictor(SharePredictor):
         query_block, key_block = self.config.query_block, self.config.key_block
         ranges = call.ranges
         gamma = torch.tensor(self.share, device=q.device, dtype=torch.float64)
-        # [B, H, N_k] each, sums to 1: shares of keys, and shares of distances
+        # [B, H, N_k] each, sums to 1: attention of the last query block per key, and per distance
         columns, diagonals = map(
             normalised,
             columns_and_diagonals(
@@ -76,7 +76,7 @@ class FlexPrefillPredictor(SharePredictor):
         )
         # bool [B, H]
         is_query_aware = root_divergence(pooled, in_blocks(columns, key_block)) < TAU
-        # query-aware heads keep only the minimum of columns and diagonals
+        # query-aware heads keep only `MIN_TOKENS` tokens of columns and of diagonals
         wanted = gamma.where(~is_query_aware.unsqueeze(-1), 0.0)
         keep = touched(
             columns=counted_by_token(columns, wanted, key_block),
@@ -88,7 +88,8 @@ class FlexPrefillPredictor(SharePredictor):
         group = q.shape[1] // k.shape[1]
         for head in is_query_aware.any(0).nonzero().flatten().tolist():
             mass = pooled_mass(q[:, [head]], k[:, [head // group]], call, **self.blocks)
-            # [B, 1, M_q * M_k]: shares over all rows, so that rows with flat attention keep more
+            # [B, 1, M_q * M_k]: mass of each block, divided by that of all rows together, so that
+            # rows with flat attention keep more blocks
             share = normalised(mass.flatten(2))
             everything = torch.ones_like(share, dtype=torch.bool)
             best = fewest(share, everything, ~everything, self.share).view_as(mass)
@@ -127,8 +128,9 @@ def vertical_slash_scores(
     column or diagonal that touches the block. Padding queries do not count.
 
     The original keeps a fixed number of columns and of diagonals per head, and its kernel gathers
-    single columns. Here every row keeps a share of blocks, and a column costs a whole key block in
-    every row. At an equal number of (query, key) pairs, this loses more attention than MInference.
+    single columns. Here every row keeps a fraction of its blocks, and a column costs a whole key
+    block in every row. At an equal number of (query, key) pairs, this version therefore covers less
+    attention than MInference.
 
     Returns:
         Scores, float32 [B, H, M_q, M_k].
@@ -174,7 +176,7 @@ def pooled_last_block(
         key_block: tokens per key block.
 
     Returns:
-        The softmax over key blocks of the mean query and the mean of each block, [B, H, M_k].
+        [B, H, M_k]: the softmax over key blocks of the logits of the mean query with the mean keys.
     """
     # [B, R], -1 for missing queries
     query = last_queries(ranges, query_block)
@@ -184,7 +186,7 @@ def pooled_last_block(
     mean = total / is_valid.sum(2, keepdim=True).clamp(min=1)
     first, last = (x.gather(1, query.clamp(min=0)) for x in (ranges.start, ranges.end))
     start = torch.arange(0, ranges.kv_length, key_block, device=q.device)
-    # [B, M_k]: blocks that a query of these can see
+    # [B, M_k]: key blocks to which at least one of the last queries may attend
     visible = (start <= last.amax(-1, keepdim=True)) & (start + key_block > first[:, :1])
     return share_of_blocks(mean, keys, visible[:, None, None], scale).squeeze(2)
 
@@ -202,20 +204,20 @@ def root_divergence(p: Tensor, q: Tensor) -> Tensor:
 
 
 def in_blocks(share: Tensor, size: int) -> Tensor:
-    """Sum shares [..., N] over blocks of ``size`` tokens: [..., M]."""
+    """Return the sums of ``share`` [..., N] over blocks of ``size`` tokens, [..., M]."""
     return block_sums(share, size, -(-share.shape[-1] // size))
 
 
 def counted_by_token(share: Tensor, wanted: Tensor, size: int) -> Tensor:
-    """Select the blocks with the largest shares, bool [..., M].
+    """Return a mask of the blocks with the largest sums of attention, bool [..., M].
 
-    Let n be the smallest number of tokens whose shares exceed ``wanted``. As in the original, the
-    number of blocks is n // size + 1, and at least that of `MIN_TOKENS` tokens. All blocks are
-    selected if ``wanted`` is 1.
+    Let n be the smallest number of tokens whose attention sums to more than ``wanted``. As in the
+    original, n // size + 1 blocks are selected, but at least as many as `MIN_TOKENS` tokens fill.
+    All blocks are selected if ``wanted`` is 1.
 
     Args:
-        share: share of each token, [..., N], sums to 1.
-        wanted: share in [0, 1]; broadcasts with ``share``.
+        share: attention that each token receives, [..., N], sums to 1.
+        wanted: fraction of the attention, in [0, 1]; broadcasts with ``share``.
         size: tokens per block.
     """
     cumulative = share.sort(dim=-1, descending=True).values.cumsum(-1)
@@ -228,12 +230,12 @@ def counted_by_token(share: Tensor, wanted: Tensor, size: int) -> Tensor:
 def touched(
     columns: Tensor, diagonals: Tensor, ranges: KeyRanges, query_block: int, key_block: int
 ) -> Tensor:
-    """Return the blocks that a kept column or diagonal touches, bool [B, H, M_q, M_k].
+    """Return a mask of the blocks that overlap a kept column or diagonal, bool [B, H, M_q, M_k].
 
     Args:
-        columns: kept key blocks, bool [B, H, M_k].
-        diagonals: kept distances in key blocks, bool [B, H, M_k]. Entry t stands for the key block
-            that is t blocks before the block with the query.
+        columns: mask of the key blocks that every query keeps, bool [B, H, M_k].
+        diagonals: mask of kept distances, counted in key blocks, bool [B, H, M_k]. If entry t is
+            True, a query keeps the key block that is t blocks before the query's own key block.
         ranges: ranges of the queries over the keys.
         query_block: tokens per query block.
         key_block: tokens per key block.

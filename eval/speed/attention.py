@@ -41,15 +41,15 @@ from cab_hf.predictors import LayerContext, make_predictor
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}
 EVERYTHING = 1.0  # the budget that keeps all blocks
 ENGINES_ON_GPU = ("flex", "triton")
-# fields of a sample with a value per engine
+# fields of a sample that map names of engines to values
 OF_ENGINES = ("attend_ms", "total_ms", "total_eager_ms", "peak_mib", "labels")
-# fields that are equal in a group of rows; rows of a group differ only in length
+# a group of rows has equal values in these fields, and differs only in length
 GROUP = ("head_dim", "direction", "blocks", "layout", "budget")
 
 
 @dataclass(frozen=True)
 class Settings(SpeedSettings):
-    """Settings of a run of attention."""
+    """Settings of a run of ``speed attention``."""
 
     KEYS = {"length": "lengths", "head_dim": "head_dims", "direction": "directions"}
     KEYS |= {"blocks": "blocks", "layout": "layouts", "budget": "densities"}
@@ -100,7 +100,7 @@ class Settings(SpeedSettings):
         )
 
     def budgeted(self, case: Mapping[str, Any]) -> CabConfig:
-        """Return CAB's config with the block sizes and the budget of ``case``."""
+        """Return CAB's config with the block sizes of ``case`` and its budget as max_density."""
         sizes = case["blocks"].split("x")
         self.check("blocks", len(sizes) == 2 and all(map(str.isdigit, sizes)), "like 128x64")
         query_block, key_block = map(int, sizes)
@@ -123,7 +123,7 @@ class Settings(SpeedSettings):
                 ranges, q.shape[1], query_block=config.query_block, key_block=config.key_block
             )
         predict = make_predictor(config)
-        # in a cascade, the first anchor selects blocks
+        # in a cascade, only anchor layers select blocks: use the first anchor layer
         layer = config.anchors[0] if config.anchors else None
 
         def select(q: Tensor, k: Tensor, ranges: KeyRanges) -> BlockPlan:
@@ -243,7 +243,7 @@ class Attention(Speed):
     def time_engine(
         self, sample: dict[str, Any], name: str, engine: Engine, layer: Layer, plan: BlockPlan
     ) -> None:
-        """Add the times of an engine to ``sample``, without and with block selection.
+        """Add the times of an engine to ``sample``: of attention alone, and with block selection.
 
         Args:
             sample: the sample of a case.
@@ -268,7 +268,7 @@ class Attention(Speed):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return one row per sample, with the fastest engine, dense attention and rates.
+        """Return a row per sample, with the time of its fastest engine, its baseline and its rates.
 
         ``ms`` includes block selection, and ``ratio`` is relative to the fastest dense kernel. Rows
         are sorted by head dim, direction, layout, blocks, budget and length.
@@ -311,7 +311,10 @@ class Attention(Speed):
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """Return a sentence per direction on the smallest budget at the longest input."""
+        """Return a sentence per direction that compares the smallest budget with dense attention.
+
+        The sentence is about the longest sequence that was measured with this budget.
+        """
         sentences = []
         timed = [row for row in rows if row["ratio"] is not None]
         for direction_rows in grouped(timed, ["direction"]):
@@ -333,12 +336,12 @@ EXPERIMENT = Attention
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """The attention of one layer with fixed inputs.
+    """The inputs of one attention layer, and methods that select blocks and compute attention.
 
     Attributes:
         q: queries [B, H, N, D].
         k, v: keys and values [B, H_kv, N, D].
-        layout: order of the tokens on the block grid.
+        layout: the `BlockLayout` that moves tokens to block boundaries.
         planner: function of q, k and ranges that returns a plan.
         sinks: logits [H] of attention sinks; None without sinks.
     """
@@ -355,7 +358,7 @@ class Layer:
         return self.layout.queries(self.q), self.layout.keys(self.k), self.layout.keys(self.v)
 
     def select(self) -> BlockPlan:
-        """Return the plan of the inputs."""
+        """Reorder q and k, select blocks, and return the plan."""
         layout = self.layout
         return self.planner(layout.queries(self.q), layout.keys(self.k), layout.ranges)
 
@@ -379,7 +382,7 @@ class Layer:
         return self.layout.restore(out)
 
     def complete(self, engine: Engine) -> Tensor:
-        """Select blocks and return attention; both use the same reordered q and k."""
+        """Reorder the inputs once, select blocks, and return attention [B, H, N, D]."""
         q, k, v = self.reordered_inputs()
         plan = self.planner(q, k, self.layout.ranges)
         return self.attend(q, k, v, engine=engine, plan=plan)
@@ -400,7 +403,10 @@ class Layer:
 def inputs_of(
     settings: Settings, bench: Bench, case: Mapping[str, Any]
 ) -> tuple[Sequences, Tensor, Tensor, Tensor]:
-    """Return the sequences of a case, and random q, k and v for these sequences."""
+    """Return (sequences, q, k, v) of a case: random lengths, and random tensors in their layout.
+
+    q is [rows, H, slots, D]; k and v are [rows, H_kv, slots, D].
+    """
     sequences = Sequences.drawn(
         case["layout"],
         batch=settings.batch,
@@ -418,7 +424,7 @@ def inputs_of(
     return sequences, q, k, v
 
 
-# the cache serves all budgets of a case
+# the times do not depend on the budget, so the cases of all budgets use the same cached result
 @lru_cache(maxsize=1)
 def time_baselines(
     settings: Settings, bench: Bench, *, layout: str, length: int, head_dim: int, backward: bool
@@ -426,8 +432,8 @@ def time_baselines(
     """Time every dense baseline on random q, k and v.
 
     Returns:
-        The result of `dense.measure`. If the inputs do not fit into memory, every baseline has this
-        reason.
+        The result of `dense.measure`. If the inputs do not fit into memory, only its field
+        ``not_measured``, with this reason for every baseline.
     """
     case = {"layout": layout, "length": length, "head_dim": head_dim}
     try:
@@ -447,9 +453,10 @@ def time_baselines(
 
 
 def counted(plan: BlockPlan, heads: int) -> dict[str, float]:
-    """Return density, and the number of (query, key) pairs in listed blocks over all heads.
+    """Return the fields ``density`` and ``listed_pairs`` of a plan.
 
-    Listed pairs include masked pairs, which kernels compute as well.
+    ``listed_pairs`` is the number of (query, key) pairs in the selected blocks of all heads. It
+    includes masked pairs in these blocks, because kernels compute them too.
     """
     listed = int(plan.full.counts.sum() + plan.partial.counts.sum())
     pairs = listed * plan.shared_by(heads) * plan.query_block * plan.key_block
@@ -459,7 +466,8 @@ def counted(plan: BlockPlan, heads: int) -> dict[str, float]:
 def rates(row: Row) -> dict[str, float]:
     """Return name -> TFLOP/s of attending, for the engines and dense kernels of a row.
 
-    Engines count the pairs of listed blocks, and dense kernels the causal pairs.
+    The operations of engines are those of all pairs in selected blocks. The operations of dense
+    kernels are those of all causal pairs.
     """
     # rows of earlier versions have no causal_pairs
     causal = row["heads"] * (row["causal_pairs"] or row["batch"] * row["length"] ** 2 / 2)
@@ -477,5 +485,5 @@ def _predicts(row: Row) -> bool:
 
 
 def _times(row: Row) -> Mapping[str, float]:
-    """Return engine -> ms, including block selection if the row has a time of block selection."""
+    """Return a mapping from engines to ms, which include block selection if `_predicts`."""
     return row["total_ms" if _predicts(row) else "attend_ms"]

@@ -1,4 +1,4 @@
-"""``speed context-parallel``: time a layer's attention over ranks, next to one rank."""
+"""``speed context-parallel``: time a layer's attention on several ranks and on one rank."""
 
 from __future__ import annotations
 
@@ -39,16 +39,18 @@ from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 FORWARD, BOTH = DIRECTIONS = ("forward", "forward+backward")
-# number of checked KV heads; with two, the transfer of a head overlaps with attention of the other
+# KV heads whose output is checked. Two are the fewest with which `zigzag_attention` transfers the
+# keys of one head while it computes the attention of another head.
 CHECKED_KV_HEADS = 2
 
 
 class Scheme(NamedTuple):
-    """A way to compute attention over ranks, or on one rank.
+    """An algorithm that computes attention on one rank, or over several ranks.
 
     Attributes:
-        function: a function like `zigzag_attention`; None for one rank.
-        sparse: True if CAB selects blocks.
+        function: function over several ranks with the signature of `zigzag_attention`; None if one
+            rank computes attention by itself.
+        sparse: True if CAB selects blocks; False for dense attention.
     """
 
     function: Callable[..., tuple[Tensor, Tensor]] | None
@@ -56,7 +58,7 @@ class Scheme(NamedTuple):
 
     @property
     def against(self) -> str:
-        """The name of the one-rank scheme with which the rate of the scheme is compared."""
+        """The name of the scheme on one rank that is the baseline of this scheme's efficiency."""
         return "alone+cab" if self.sparse else "alone"
 
 
@@ -72,16 +74,16 @@ DERIVED = ("iterations_s", "alone_ms", "efficiency")
 SHAPES = {"llama3-8b": (32, 8, 128), "llama3-70b": (64, 8, 128), "tiny": (4, 2, 16)}
 TURNS = 8  # largest number of calls in a timed run, which takes at most `ROW_SECONDS`
 SHORT_SECONDS = 0.5  # total time of the runs that time block selection
-# Dense attention of longer sequences warms up with WARM_UP_TOKENS tokens, and the first call counts
-# if it takes more than WARM_UP_SECONDS. CAB warms up at every length, because it compiles kernels
-# for every length.
+# Dense attention of more than WARM_UP_TOKENS tokens warms up on a sequence of WARM_UP_TOKENS. The
+# first call on the whole sequence then counts as a timed run if it takes more than WARM_UP_SECONDS.
+# CAB warms up on the whole sequence, because it compiles kernels for every length.
 WARM_UP_TOKENS = 2**17
 WARM_UP_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Settings(SpeedSettings):
-    """Settings of a run of context parallelism."""
+    """Settings of a run of ``speed context-parallel``."""
 
     DEFAULTS = {**KEEPS_ALL, "min_length": 0}
     POSITIVE = ("runs",)
@@ -112,7 +114,7 @@ class Settings(SpeedSettings):
     head_dim = property(lambda self: SHAPES[self.shape][2])
 
     def budgeted(self, length: int) -> CabConfig:
-        """Return CAB's config with the budget for sequences of ``length`` tokens."""
+        """Return CAB's config with the ``max_density`` for sequences of ``length`` tokens."""
         config = self.configured(max_density=self.density_at(length))
         block = max(config.query_block, config.key_block)
         if DENSE_BLOCK_SIZE % block:
@@ -194,7 +196,13 @@ class ContextParallel(Ranked):
                     yield {**case, "scheme": scheme}
 
     def turn(self, sample: Mapping[str, Any], ranks: RankGroup, length: int) -> BenchCase:
-        """Return the scheme of a case on a sequence of ``length`` tokens."""
+        """Return the scheme of a case, applied to a sequence of ``length`` tokens.
+
+        Args:
+            sample: the fields of the case. Its length determines ``max_density``.
+            ranks: the ranks that compute attention.
+            length: tokens of the whole sequence, which may differ from the length of the case.
+        """
         return BenchCase(
             scheme=SCHEMES[sample["scheme"]],
             length=length,
@@ -205,7 +213,7 @@ class ContextParallel(Ranked):
     def find_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
         settings, bench = self.settings, self.bench
         backward = sample["direction"] == BOTH
-        # each rank has two chunks of two blocks, and the last block of the sequence is incomplete
+        # for the check, each rank has two chunks of two blocks, and the last block is incomplete
         small = self.turn(sample, ranks, 4 * ranks.size * DENSE_BLOCK_SIZE - 37)
         ranks.together(lambda: check(small, self.full_inputs(small), backward))
         turn, warm_up = self.turn(sample, ranks, sample["length"]), math.inf
@@ -238,7 +246,13 @@ class ContextParallel(Ranked):
         return Inputs(q, k, v)
 
     def local_inputs(self, turn: BenchCase, ranks: RankGroup, backward: bool) -> Inputs:
-        """Return this rank's shards of q, k and v, and a gradient of the output if ``backward``."""
+        """Return this rank's shards of random q, k and v.
+
+        Args:
+            turn: the scheme and the sequence.
+            ranks: the ranks.
+            backward: True to add a random gradient of the output.
+        """
 
         def draw() -> Inputs:
             full = self.full_inputs(turn)
@@ -249,7 +263,10 @@ class ContextParallel(Ranked):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return rows sorted by direction, length, ranks and scheme, with efficiencies."""
+        """Return a row per sample with the fields `DERIVED`, among them the efficiency.
+
+        Rows are sorted by direction, length, number of ranks and scheme.
+        """
         rows = [{**sample, "measured": True, **dict.fromkeys(DERIVED)} for sample in samples]
         rows.sort(key=lambda row: list(SCHEMES).index(row["scheme"]))
         rows.sort(key=lambda row: (DIRECTIONS.index(row["direction"]), row["length"], row["world"]))
@@ -265,7 +282,10 @@ class ContextParallel(Ranked):
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """Return a sentence per direction on the schemes at the longest sequence on most ranks."""
+        """Return a sentence per direction that lists the efficiency of each scheme.
+
+        The sentence covers the largest number of ranks, and the longest sequence on these ranks.
+        """
         sentences = []
         compared = [row for row in rows if row["efficiency"] is not None]
         for direction_rows in grouped(compared, ["direction"]):
@@ -285,7 +305,7 @@ EXPERIMENT = ContextParallel
 
 
 class Inputs(NamedTuple):
-    """The inputs of attention for a whole sequence, or the shards of one rank.
+    """The inputs of attention: of the whole sequence (n = N), or one rank's shards of these inputs.
 
     Attributes:
         q: queries [1, H, n, D].
@@ -301,15 +321,15 @@ class Inputs(NamedTuple):
 
 @dataclass(eq=False)
 class BenchCase:
-    """One scheme on one sequence, on this rank.
+    """The computation of one sequence's attention by one scheme, as this rank takes part in it.
 
     Attributes:
         scheme: the scheme.
         length: tokens of the whole sequence.
         group: the ranks of the sequence; None for one rank.
-        config: CAB's config, with the engine of all schemes.
-        ranges: ranges of this rank's queries, which successive calls share like the layers of a
-            model; None before the first call.
+        config: CAB's config. Dense schemes use only its engine.
+        ranges: key ranges of this rank's queries. The first call sets the ranges, and later calls
+            reuse them, as the layers of a model do. None before the first call.
     """
 
     scheme: Scheme
@@ -327,11 +347,11 @@ class BenchCase:
 
     @property
     def over_ranks(self) -> dict[str, Any]:
-        """The keyword arguments that describe the sharded sequence to functions over ranks."""
+        """The keyword arguments of `zigzag_attention` and `predict` that describe the sharding."""
         return {"group": self.group, "cu_seqlens": (0, self.length), "block": DENSE_BLOCK_SIZE}
 
     def sharded(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens of ``x`` [B, H, N, D], as [B, H, n, D] in the same layout."""
+        """Return this rank's shard [B, H, n, D] of ``x`` [B, H, N, D]; ``x`` itself on one rank."""
         if self.sharding is None:
             return x
         slots = self.sharding.sequence_index[self.group.rank()].to(x.device)
@@ -345,7 +365,7 @@ class BenchCase:
 
     @torch.no_grad()
     def choose(self, q: Tensor, k: Tensor) -> BlockPlan | None:
-        """Return the plan of this rank's queries; None if a scheme over ranks is dense."""
+        """Return the block plan of this rank's queries; None for dense schemes over ranks."""
         if self.sharding is not None:
             if not self.scheme.sparse:
                 return None
@@ -389,7 +409,8 @@ class BenchCase:
     def call(self, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
         """Return a function that computes attention, and gradients if ``inputs`` has a gradient.
 
-        The function returns (attention, gradients of q, k and v), or only attention.
+        The function returns a tuple: attention [B, H, n, D], then the gradients of q, k and v if
+        they are computed.
         """
         if inputs.gradient is not None:
             return lambda: outcome(self.attend, inputs)
@@ -398,7 +419,7 @@ class BenchCase:
 
 @torch.enable_grad()
 def outcome(attend: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
-    """Return attention and the gradients of q, k and v.
+    """Return a tuple of attention and the gradients of q, k and v.
 
     Args:
         attend: function of q, k and v that returns attention.
@@ -410,15 +431,17 @@ def outcome(attend: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor, ...]
 
 
 def check(turn: BenchCase, inputs: Inputs, backward: bool) -> None:
-    """Compare a turn with float32 attention of one process over the same sequence.
+    """Compare a scheme with float32 attention that this process computes over the whole sequence.
+
+    Only the first `CHECKED_KV_HEADS` KV heads are compared.
 
     Args:
-        turn: the scheme and sequence.
+        turn: the scheme and the length of the sequence.
         inputs: q, k and v of the whole sequence, equal on every rank.
         backward: True to compare gradients too.
 
     Raises:
-        ArithmeticError: the message contains the relative error and names the tensor.
+        ArithmeticError: a relative error exceeds its tolerance. The message names the tensor.
     """
     group = inputs.q.shape[1] // inputs.k.shape[1]
     q = inputs.q[:, : CHECKED_KV_HEADS * group]
@@ -433,7 +456,7 @@ def check(turn: BenchCase, inputs: Inputs, backward: bool) -> None:
     local = Inputs(turn.sharded(q), turn.sharded(k), turn.sharded(v))
     exact_inputs = Inputs(q.float(), k.float(), v.float())
     if backward:
-        # padding queries have no loss
+        # padding queries have no loss, so that the gradient of their output is zero
         local = local._replace(gradient=turn.without_padding(turn.sharded(gradient)))
         exact = outcome(attend_exactly, exact_inputs._replace(gradient=gradient.float()))
     else:

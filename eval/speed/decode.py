@@ -1,4 +1,4 @@
-"""``speed decode``: time decode steps that read a part of the cache, in a layer and in a model."""
+"""``speed decode``: time sparse and dense decode steps, of one layer's attention and of a model."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from cab_hf.ops.decode import Choice, reference
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-READ_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # bytes that the measurement of bandwidth sums
+READ_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # bytes of the tensor that `bandwidth` sums
 CAB = "cab"
-ATTENTION, MODEL = PARTS = ("attention", "model")  # the faster measurement comes first
+ATTENTION, MODEL = PARTS = ("attention", "model")  # in the order of measurement, the faster first
 CASE = ("part", "length", "batch", "way", "mode", "budget")
 OF_CAB = ("index", "choose", "attend")  # stages of a cab step, which are also timed separately
 
@@ -49,7 +49,8 @@ MODES = {
     "static": "a static cache, eager",
     DYNAMIC: "a dynamic cache, eager",
 }
-# slots of a static cache are a multiple of this number; kernels with a mask would pad other numbers
+# the number of slots of a static cache is a multiple of this number, because kernels with a mask
+# would pad K and V to such a multiple in every step
 ALIGNED = 128
 # in a compiled model, the first step compiles, the second records a CUDA graph, and later steps
 # replay the graph
@@ -69,7 +70,7 @@ NOTES = (
 
 
 def parse_budget(text: str) -> int | float:
-    """Parse ``decode_tokens``: a number of tokens, such as 4096 or 4k, or a share such as 0.1."""
+    """Parse ``decode_tokens``: a number of tokens such as 4096 or 4k, or a fraction such as 0.1."""
     return float(text) if "." in text else parse_length(text)
 
 
@@ -77,8 +78,9 @@ def tokens_of(budget: float, length: int) -> int:
     """Return the number of keys that a step reads.
 
     Args:
-        budget: ``decode_tokens``: an int is a number of keys, a float a share of all keys.
-        length: number of all keys.
+        budget: ``decode_tokens``. An int is a number of keys, and a float a fraction of the cached
+            keys.
+        length: number of cached keys.
     """
     return budget if isinstance(budget, int) else round(budget * length)
 
@@ -106,20 +108,22 @@ class Step(NamedTuple):
 
     @property
     def bytes_a_key(self) -> int:
-        """The bytes of K and V of one key of one KV head."""
+        """The number of bytes of one token's key and value in one KV head."""
         return 2 * self.k.shape[-1] * self.k.element_size()
 
 
-# the cache serves all kernels of a case
+# all kernels with equal length and batch use the same cached inputs
 @lru_cache(maxsize=1)
 def random_step(
     settings: Settings, length: int, batch: int, head_dim: int, device: torch.device
 ) -> Step:
-    """Return the decode step of the last token of random sequences.
+    """Return the inputs and the exact attention of a decode step of random sequences.
+
+    The query of a sequence is that of its last token.
 
     Args:
         settings: the settings.
-        length: cached tokens, including the last one.
+        length: number of cached tokens, including the last token.
         batch: number of sequences.
         head_dim: channels per head.
         device: device of all tensors.
@@ -130,7 +134,7 @@ def random_step(
     q, k, v = q[:, :, -1:].contiguous(), k.contiguous(), v.contiguous()
     # [B, H_kv, H / H_kv, D]
     queries = q.float().unflatten(1, (k.shape[1], -1)).squeeze(3) * head_dim**-0.5
-    # one sequence at a time, because a whole cache in float32 needs twice the memory of the cache
+    # one sequence at a time, because a float32 copy of the whole cache needs twice its memory
     logits = [
         sequence_queries @ keys.float().transpose(-1, -2)
         for sequence_queries, keys in zip(queries, k, strict=True)
@@ -158,12 +162,17 @@ def bandwidth(bench: Bench) -> float:
     return source.nbytes / bench.time(lambda: source.sum(dtype=torch.float32)).ms / 1e6
 
 
-# a call that returns [B, H, 1, D]
+# function without arguments that computes the attention of a decode step, [B, H, 1, D]
 Call = Callable[[], Tensor]
 
 
 def _sdpa(backend: SDPBackend | None, step: Step) -> Call:
-    """Return torch's SDPA with one backend; None: the backend that torch chooses."""
+    """Return a function that computes ``step`` by torch's SDPA.
+
+    Args:
+        backend: the backend of SDPA; None: the backend that torch chooses.
+        step: the inputs.
+    """
 
     def attend() -> Tensor:
         with nullcontext() if backend is None else sdpa_kernel(backend):
@@ -175,7 +184,10 @@ def _sdpa(backend: SDPBackend | None, step: Step) -> Call:
 
 
 def _transformers(step: Step) -> Call:
-    """Return the sdpa attention of transformers over a static cache, with a mask of the slots."""
+    """Return a function that computes ``step`` by the sdpa attention of transformers.
+
+    The call has a mask of all slots, as transformers passes for a static cache.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     q, k, v, _, _ = step
@@ -190,7 +202,7 @@ def _transformers(step: Step) -> Call:
 
 
 def _flash(modules: tuple[str, ...], name: str, step: Step) -> Call:
-    """Return a function of flash-attn for [B, H, N, D]; transposed views need no copies.
+    """Return a function that computes ``step`` by flash-attn, on transposed views of the cache.
 
     Args:
         modules: as in `flash_attn`.
@@ -218,7 +230,7 @@ DENSE: Mapping[str, Callable[[Step], Call]] = {
 
 @dataclass(frozen=True)
 class Settings(models.ModelShape):
-    """Settings of a run of decode steps."""
+    """Settings of a run of ``speed decode``."""
 
     DEFAULTS = {"min_length": 0, "sparse_decode": True}
     POSITIVE = (*models.ModelShape.POSITIVE, "steps", "batches")
@@ -278,7 +290,8 @@ class Settings(models.ModelShape):
 class Decode(runner.Speed):
     """The experiment that times decode steps.
 
-    A case is one kernel on the cache of a layer, or one attention and mode of a model.
+    A case is one kernel on the cache of one layer; or one attention implementation of the whole
+    model, in one of `MODES`.
     """
 
     name = "speed decode"
@@ -309,7 +322,7 @@ class Decode(runner.Speed):
             self.find_steps(sample)
 
     def find_attention(self, sample: dict[str, Any]) -> None:
-        """Time one kernel on the cache of a layer, and add the results to ``sample``."""
+        """Time a decode step of one layer by one kernel, and add the results to ``sample``."""
         settings, bench = self.settings, self.bench
         length, batch, budget = sample["length"], sample["batch"], sample["budget"]
         sample["bandwidth"] = bandwidth(bench)
@@ -384,10 +397,10 @@ class Decode(runner.Speed):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return one row per sample, sorted by part, length and batch.
+        """Return a row per sample, sorted by part, length and batch, with speed-ups.
 
-        ``over_best`` is the speed-up of a row over the fastest dense kernel, and ``over_same`` the
-        speed-up over sdpa in the same mode.
+        In rows of CAB, ``over_best`` is the speed-up over the fastest dense row of equal part,
+        length and batch, and ``over_same`` the speed-up over sdpa in the same mode.
         """
         compared = ("baseline", "baseline_ms", "over_best", "over_same")
         rows = runner.by_length(samples, (*compared, "gb_s", "of_bandwidth"))
@@ -417,7 +430,9 @@ EXPERIMENT = Decode
 
 
 def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -> Callable[[], Any]:
-    """Return a function that decodes one greedy token of each sequence.
+    """Return a function that runs one greedy decode step of all sequences.
+
+    Each call passes the tokens that the call before has generated.
 
     Args:
         model: the model.
@@ -444,22 +459,25 @@ def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -
 
 @torch.no_grad()
 def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
-    """Check and time a cab step.
+    """Check and time a sparse decode step of CAB in one layer.
 
     Args:
         step: the inputs.
-        wanted: number of keys to read per KV head.
-        bench: the clock.
+        wanted: number of keys to select per KV head.
+        bench: the timer.
 
     Returns:
-        ``timing`` of the step; ``index``, ``choose`` and ``attend``, the timings of its stages;
-        ``kept``, the mean number of read keys; ``mass``, the share of attention on these keys;
-        ``bytes``, the bytes that the step reads; and ``full_error``, the relative error with all
-        keys selected.
+        ``timing``: the `Timing` of the whole step.
+        ``index``, ``choose``, ``attend``: the `Timing` of each stage.
+        ``kept``: mean number of selected keys per KV head.
+        ``mass``: sum of the attention weights of the selected keys, mean over query heads.
+        ``bytes``: bytes that the step reads.
+        ``full_error``: relative error of attention if all keys are selected.
 
     Raises:
-        ArithmeticError: the result differs from float32 attention over the selection, or from the
-            reference that includes the unread keys.
+        ArithmeticError: attention over the selected keys differs from float32 attention over these
+            keys; or the step differs from the float32 reference, in which one mean key and value
+            stand for all unread keys.
     """
     q, k, v, weights, expected = step
     channels, length = llama_channels(q.shape[-1]), k.shape[2]
@@ -493,7 +511,7 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
         weighted(kept_weights / kept_weights.sum(-1, keepdim=True), v),
         "over the selected keys",
     )
-    # one sequence at a time, because a whole cache in float32 needs twice the memory of the cache
+    # one sequence at a time, because a float32 copy of the whole cache needs twice its memory
     exact = [
         reference.attend(
             q=q[[i]].float(),

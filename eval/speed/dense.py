@@ -30,13 +30,14 @@ from cab_hf.plan import BlockPlan, KeyRanges
 # q [B, H, N, D], k and v [B, H_kv, N, D], scale -> [B, H, N, D]
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
-# tokens of a check: no multiple of a tile, and at least 512 tokens, because ffpa calls SDPA below
+# tokens in a check of a kernel: no multiple of a tile, and at least 512, because ffpa calls SDPA
+# for shorter sequences
 CHECK_LENGTH = 600
 # largest relative error in a check: rounding to bf16 causes up to 1e-2, and a wrong layout about 1
 CHECK_TOLERANCE = 2e-2
 CHECK_GRADIENT_TOLERANCE = 5e-2
 CHECK_BLOCKS = (128, 64)  # query block and key block of the plans in a check
-CHECKED_QUERIES = 32  # checked queries at the start, in the middle and at the end of a sequence
+CHECKED_QUERIES = 32  # number of checked queries at each of the start, middle and end of a sequence
 MEASURED = ("baselines", "not_measured", "without_graph")
 COMPARED = ("baseline", "baseline_ms", "extrapolated", "ratio")
 PREFERRED = ("FA3", "cuDNN")  # baselines of ratios, in order of preference
@@ -57,9 +58,10 @@ class Baseline:
         version: function that returns the version of the kernel's library; None for torch.
         head_dims: supported head dims.
         grouped: True if the kernel supports fewer KV heads than query heads. For other kernels, KV
-            heads are repeated before the clock starts.
-        continues: True if the kernel takes fewer queries than keys for the last queries, as in a
-            call with a cache. PyTorch's kernels take them for the first queries.
+            heads are repeated before the timed call.
+        continues: True if the kernel aligns the causal mask to the last key when there are fewer
+            queries than keys, as in a call with a KV cache. PyTorch's kernels align the mask to the
+            first key.
     """
 
     load: Callable[[], Attend]
@@ -69,7 +71,7 @@ class Baseline:
     continues: bool = False
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v, with KV heads repeated unless the kernel supports fewer of them."""
+        """Return q, k and v; k and v have as many heads as q if the kernel requires this."""
         group = 1 if self.grouped else q.shape[1] // k.shape[1]
         if group == 1:
             return q, k, v
@@ -77,7 +79,7 @@ class Baseline:
 
 
 def on(device: torch.device | str) -> dict[str, Baseline]:
-    """Return the baselines for ``device`` by name."""
+    """Return a mapping from names to the baselines for ``device``."""
     return ON_GPU if torch.device(device).type == "cuda" else ON_CPU
 
 
@@ -93,10 +95,11 @@ def against(measured: Mapping[str, float], preferred: Iterable[str] = PREFERRED)
 
 
 def compared(row: Row, rows: Iterable[Row], preferred: Iterable[str] = PREFERRED) -> dict[str, Any]:
-    """Return the fields `COMPARED` of a row: baseline, its ms, and the ratio of the row to it.
+    """Return the fields `COMPARED`, which compare the time of a row with a dense baseline.
 
-    If no baseline was measured at the row's length, the time is extrapolated from the longest
-    measured length. All fields are None if the row is shorter than that length.
+    If no baseline was measured at the row's length, the time of the baseline is extrapolated from
+    the longest length with a measured baseline. All fields are None if the row is shorter than that
+    length, or if there is no such length.
 
     Args:
         row: the row.
@@ -148,7 +151,9 @@ def break_even(points: Sequence[tuple[int, float]]) -> float | None:
 
 
 def break_even_shown(rows: Iterable[Row]) -> str | None:
-    """Format the break-even length of the ``ratio`` of rows; None if no row has a ratio.
+    """Return a phrase with the length from which ``ratio`` stays below 1, as `break_even` finds it.
+
+    Returns None if no row has a ratio.
 
     Args:
         rows: rows of one configuration, ascending in length.
@@ -246,7 +251,7 @@ def check_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) ->
 
 
 def exact_rows(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, start: int, stop: int) -> Tensor:
-    """Return float32 attention of the queries ``start`` to ``stop`` - 1 under the plan.
+    """Return float32 attention of the queries ``start`` to ``stop`` - 1, masked by the plan.
 
     Returns:
         [B, H, stop - start, D].
@@ -323,7 +328,7 @@ def check_dense(attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool 
 
 
 def causal_plan(ranges: KeyRanges, heads: int) -> BlockPlan:
-    """Return a plan of all visible blocks, with the blocks of a check."""
+    """Return a plan of all visible blocks, with the block sizes `CHECK_BLOCKS`."""
     query_block, key_block = CHECK_BLOCKS
     return BlockPlan.causal(ranges, heads, query_block=query_block, key_block=key_block)
 
@@ -345,14 +350,15 @@ def measure(
         q: [B, H, N, D].
         k, v: [B, H_kv, N, D].
         scale: factor of the logits.
-        bench: the clock.
-        backward: True to time only the backward pass, called from Python.
+        bench: the timer.
+        backward: True to time only the backward pass, called from Python without a CUDA graph.
         baselines: the baselines by name; None: those for the device.
         check: function that raises an error if a kernel is wrong, as `check_dense` does.
 
     Returns:
-        Three mappings from names, under the keys `MEASURED`: ms of each baseline, the reason for
-        missing ms, and the reason for ms without a CUDA graph.
+        Three mappings from names of baselines, under the keys `MEASURED`. ``baselines``: ms.
+        ``not_measured``: the reason why there are no ms. ``without_graph``: the reason why the ms
+        are not those of a CUDA graph.
     """
     result = {field: {} for field in MEASURED}
     for name, baseline in (on(bench.device) if baselines is None else baselines).items():
@@ -389,7 +395,7 @@ def _call_of(
 
 
 def _sdpa(backend: SDPBackend) -> Callable[[], Attend]:
-    """Return a loader of torch's scaled_dot_product_attention with one backend."""
+    """Return a function for `Baseline.load` that returns torch's SDPA with one backend."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         has_groups = q.shape[1] != k.shape[1]
@@ -402,7 +408,7 @@ def _sdpa(backend: SDPBackend) -> Callable[[], Attend]:
 
 
 def flash_attn(name: str, modules: Sequence[str]) -> Callable[..., Tensor]:
-    """Return a function of flash-attn as causal attention that returns only the output.
+    """Wrap a function of flash-attn, so that it is causal and returns only the output.
 
     Args:
         name: name of the function.
@@ -422,7 +428,13 @@ def flash_attn(name: str, modules: Sequence[str]) -> Callable[..., Tensor]:
 
 
 def _flash(modules: Sequence[str]) -> Callable[[], Attend]:
-    """Return a loader of flash-attn for [B, H, N, D]; transposed views need no copies."""
+    """Return a function for `Baseline.load` that returns flash_attn_func for [B, H, N, D].
+
+    The inputs are passed to flash_attn_func as transposed views, without copies.
+
+    Args:
+        modules: as in `flash_attn`.
+    """
 
     def load() -> Attend:
         kernel = flash_attn("flash_attn_func", modules)
@@ -437,7 +449,7 @@ def _flash(modules: Sequence[str]) -> Callable[[], Attend]:
 
 
 def _ffpa(backend: str) -> Callable[[], Attend]:
-    """Return a loader of ffpa-attn.
+    """Return a function for `Baseline.load` that returns the kernel of ffpa-attn.
 
     Args:
         backend: "triton" or "cutedsl". An input for which ffpa-attn would use SDPA raises an error.
@@ -460,7 +472,10 @@ def _ffpa(backend: str) -> Callable[[], Attend]:
 
 
 def _package(*names: str) -> Callable[[], str | None]:
-    """Return a function that returns name and version of the first installed package, or None."""
+    """Return a function for `Baseline.version`.
+
+    The function returns name and version of the first installed package in ``names``, or None.
+    """
 
     def version() -> str | None:
         for name in names:

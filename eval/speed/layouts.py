@@ -29,13 +29,13 @@ LAYOUTS = {
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """The sequences of a batch, in tensors with ``rows`` rows of ``slots`` tokens.
+    """The positions of the sequences of a batch in tensors with ``rows`` rows of ``slots`` tokens.
 
     Attributes:
         layout: one of `LAYOUTS`.
         rows: rows of the tensors.
         slots: tokens per row, including padding.
-        places: (row, first slot, slot after the last token) of every sequence, in order.
+        places: for each sequence, a tuple (row, first slot, slot after the last token).
         device: device of all tensors.
     """
 
@@ -49,12 +49,17 @@ class Sequences:
     def drawn(
         cls, layout: str, batch: int, length: int, seed: int, device: torch.device | str
     ) -> Sequences:
-        """Return sequences of random lengths; larger batches start with the same lengths.
+        """Return sequences with random lengths from ``length`` / 2 to ``length`` tokens.
+
+        `WHOLE` sequences all have ``length`` tokens. With equal seeds, a larger batch starts with
+        the sequences of a smaller batch, except for the last `PACKED` document, which is cut at the
+        end of the row.
 
         Args:
             layout: one of `LAYOUTS`.
-            batch: number of sequences; `PACKED` documents fill as many tokens.
-            length: tokens of the longest sequence.
+            batch: number of sequences. A `PACKED` row has ``batch`` x ``length`` tokens, and
+                documents fill the row.
+            length: largest number of tokens of a sequence.
             seed: seed of the lengths.
             device: device of all tensors.
         """
@@ -82,13 +87,13 @@ class Sequences:
 
     @cached_property
     def cu_seq_lens(self) -> Tensor:
-        """The cumulative lengths of sequences without padding, int32 [sequences + 1]."""
+        """The cumulative lengths of the sequences, without padding, int32 [sequences + 1]."""
         ends = accumulate(self.lengths, initial=0)
         return torch.tensor(list(ends), dtype=torch.int32, device=self.device)
 
     @cached_property
     def ranges(self) -> KeyRanges:
-        """The range of keys that the token in each slot may attend to."""
+        """The range of keys that the token in each slot may attend to; none for padding."""
         first = torch.zeros(self.rows, self.slots, dtype=torch.int32)
         last = torch.full_like(first, -1)
         for row, start, stop in self.places:
@@ -98,7 +103,7 @@ class Sequences:
         return KeyRanges(first, last, last >= 0)
 
     def mask(self) -> MaskInfo:
-        """Return the mask for the layers of a model in one forward pass."""
+        """Return the mask that a model passes to all its layers in one forward pass."""
         padding = self.ranges.key_valid if self.layout == PADDED else None
         mask = cab_mask(
             self.rows, self.slots, self.slots, attention_mask=padding, device=self.device
@@ -108,7 +113,12 @@ class Sequences:
         return mask
 
     def block_layout(self, query_block: int, key_block: int) -> BlockLayout:
-        """Return the order of the tokens on a grid of blocks of the given sizes."""
+        """Return the `BlockLayout` that reorders tokens before blocks of these sizes are selected.
+
+        Args:
+            query_block: tokens per query block.
+            key_block: tokens per key block.
+        """
         if self.layout == WHOLE:
             ranges = KeyRanges.causal(self.rows, self.slots, self.slots, self.device)
             return BlockLayout(ranges, self.slots)
@@ -134,10 +144,10 @@ class Sequences:
 
 
 def baselines(sequences: Sequences) -> dict[str, Baseline]:
-    """Return the kernels for dense attention of ``sequences`` by name.
+    """Return a mapping from names to dense baselines for ``sequences``.
 
-    Masks and lengths are computed before the clock starts, because a model computes them once for
-    all layers. The timed call includes removing and restoring padding, as every layer does both.
+    Masks and lengths are computed before the timed call, because a model computes them once for all
+    layers. The timed call removes and restores padding, because every layer does both.
     """
     if sequences.layout == WHOLE:
         return dense.on(sequences.device)
@@ -170,7 +180,14 @@ Kernel = Callable[..., Tensor]
 
 
 def _varlen(sequences: Sequences, load: Callable[[], Kernel]) -> Attend:
-    """Return a kernel for concatenated sequences as a kernel for rows, with zeros at padding."""
+    """Wrap a varlen kernel as a function of q, k and v in rows, [rows, H or H_kv, slots, D].
+
+    Each call removes padding before the kernel, and returns an output with zeros at padding.
+
+    Args:
+        sequences: the sequences of the rows.
+        load: function that imports and returns the varlen kernel.
+    """
     kernel, cu_seqlens, longest = load(), sequences.cu_seq_lens, max(sequences.lengths)
     is_padded = sequences.layout == PADDED
     # int64 [tokens]: slots of all tokens in the flattened batch
@@ -191,7 +208,7 @@ def _varlen(sequences: Sequences, load: Callable[[], Kernel]) -> Attend:
 
 
 def _flash(modules: Sequence[str]) -> Kernel:
-    """Return flash_attn_varlen_func from the first installed module."""
+    """Return flash_attn_varlen_func of the first installed module, as a `Kernel`."""
     kernel = dense.flash_attn("flash_attn_varlen_func", modules)
 
     def attend(
@@ -212,7 +229,7 @@ def _flash(modules: Sequence[str]) -> Kernel:
 
 
 def _torch_varlen() -> Kernel:
-    """Return torch's varlen_attn."""
+    """Return torch's varlen_attn as a `Kernel`."""
     from torch.nn.attention.varlen import varlen_attn
 
     def attend(

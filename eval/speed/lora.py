@@ -1,7 +1,7 @@
 """``speed lora``: time a step of LoRA fine-tuning of a whole model, by attention.
 
-Under torchrun the command measures scaling over ranks: each rank trains on its own sequence (ddp,
-fsdp2), or the ranks share one sequence (cp).
+Under torchrun, the command also measures scaling over ranks: each rank trains on another sequence
+(ddp, fsdp2), or one sequence is sharded over the ranks (cp).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.parallel import block_of, sharded
 from cab_hf.finetune.tiles import compute_in_tiles, tile_of
 
+# how ranks share a training step, see `SPREADING`
 ALONE, DDP, FSDP2, CP = SPREADS = ("alone", "ddp", "fsdp2", "cp")
 CAB = "cab"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -61,7 +62,7 @@ SPREADING = (
 
 @dataclass(frozen=True)
 class Settings(models.LongestSettings):
-    """Settings of a run of training steps."""
+    """Settings of a run of ``speed lora``."""
 
     KEYS = {"length": "lengths", "implementation": "implementations"}
     # with key blocks of 128, the backward pass is fastest
@@ -111,7 +112,7 @@ class Settings(models.LongestSettings):
 
     @property
     def is_spread(self) -> bool:
-        """True if several ranks share a step."""
+        """True if a training step runs on several ranks in at least one case."""
         return self.spread != (ALONE,)
 
     @property
@@ -126,7 +127,7 @@ class Settings(models.LongestSettings):
 
 
 class LoraStep(Ranked):
-    """The experiment that times training steps.
+    """The experiment that times steps of LoRA fine-tuning.
 
     A case is one length, one attention, one of `SPREADS` and one number of ranks.
     """
@@ -176,7 +177,9 @@ class LoraStep(Ranked):
                     yield from self.search(searched, samples, settings.multiple, estimate)
 
     def estimated(self, case: Mapping[str, Any]) -> int:
-        """Return the tokens of the longest sequence whose step fits, by the cost model; 0 on a CPU.
+        """Return the longest sequence, in tokens, whose step fits into memory by the cost model.
+
+        Returns 0 on a CPU, or if no sequence fits.
 
         Args:
             case: spread, number of ranks and implementation.
@@ -190,7 +193,7 @@ class LoraStep(Ranked):
         return 0
 
     def fitted(self, case: Mapping[str, Any], length: int, room: Room) -> tuple[int, Fit]:
-        """Return tile and offloading with which a step uses memory best.
+        """Return the MLP tile and the number of offloaded layers that fine-tuning would choose.
 
         Args:
             case: spread, number of ranks and implementation.
@@ -198,8 +201,8 @@ class LoraStep(Ranked):
             room: available memory.
 
         Returns:
-            The tokens of an MLP tile, or 0 without tiles; and the offloaded layers with the
-            estimated memory.
+            The tokens of an MLP tile, or 0 without tiles; and a `Fit`, which has the number of
+            layers whose inputs are offloaded to the host, and the estimated memory.
         """
         settings, spread, world = self.settings, case["spread"], case["world"]
         cp, cost = world if spread == CP else 1, train_state(settings).cost
@@ -237,7 +240,7 @@ class LoraStep(Ranked):
             ranks=ranks,
         ) as (call, attention_fields):
             ranks.together(lambda: call(min(length, WARM_UP_TOKENS)))
-            # reset the count, which includes the warm-up step
+            # reset the measured density, which includes the warm-up step
             attention_fields()
             ranks.together(self.bench.settle)
             result = ranks.time_slowest(self.bench, lambda: call(length), runs, warm_up=0)
@@ -253,7 +256,10 @@ class LoraStep(Ranked):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return a row per sample, with ratios to dense attention and to one rank alone."""
+        """Return a row per sample, with speed-ups over dense attention and the efficiency of ranks.
+
+        ``efficiency`` is the rate per rank, relative to one rank alone.
+        """
         rows, tokens_s_alone = [], {}
         for group in grouped(samples, ["spread", "world"]):
             rows += with_dense_ratios(group)
@@ -283,7 +289,7 @@ def step_flops(cost: Cost, length: int, density: float = 1.0) -> float:
     Args:
         cost: cost model of the model.
         length: tokens of the sequence.
-        density: share of the causal (query, key) pairs that is attended.
+        density: fraction of the causal (query, key) pairs whose attention is computed.
     """
     attention = sum(cost.attention(cost.pairs(torch.arange(length)[None])))
     return cost.products(length) + density * attention
@@ -299,10 +305,10 @@ def room_of(gib: float | None) -> Room:
 
 
 class TrainState(NamedTuple):
-    """A model in training.
+    """The model that is trained, and its cost model.
 
     Attributes:
-        objective: module that returns the loss of the model.
+        objective: module that contains the model and returns its loss.
         cost: cost model of a step.
     """
 
@@ -317,7 +323,10 @@ class TrainState(NamedTuple):
 
 @lru_cache(maxsize=1)
 def train_state(settings: Settings) -> TrainState:
-    """Return the random model with trainable LoRA adapters; the latest model is cached."""
+    """Return the random model with trainable LoRA adapters, and the cost model of its step.
+
+    The last result is cached, so that successive cases use the same model.
+    """
     model = models.random_model(settings)
     if settings.qlora:
         to_4_bits(model, settings.dtype)
@@ -328,7 +337,7 @@ def train_state(settings: Settings) -> TrainState:
 
 
 def save_memory(settings: Settings, tokens: int, tile: int, offloaded: int) -> float:
-    """Set up MLP tiles and offloading, and return the GiB of pinned host memory.
+    """Apply MLP tiles and offloading to the model, and return the GiB of pinned host memory.
 
     Args:
         settings: the settings.
@@ -353,7 +362,7 @@ def batch_of(settings: Settings, tokens: int, number: int = 0) -> Batch:
     Args:
         settings: vocabulary, device and seed.
         tokens: length of the sequence.
-        number: number of the sequence.
+        number: sequences of different numbers have different tokens.
     """
     ids = models.random_tokens(settings, tokens + 1, number)
     positions = torch.arange(tokens, device=settings.device)[None]
@@ -368,18 +377,19 @@ def training(
     spread: str = ALONE,
     ranks: RankGroup | None = None,
 ) -> Iterator[tuple[Callable[[int], None], Callable[[], dict[str, Any]]]]:
-    """Set up training inside the block.
+    """Yield functions for training steps; inside the block, the model uses ``implementation``.
 
     Args:
         settings: the settings.
         length: tokens of the sequence, for the budget of CAB.
-        implementation: the attention.
+        implementation: name of the attention implementation.
         spread: one of `SPREADS`.
         ranks: the ranks that train together; None: one rank.
 
     Yields:
-        A function that takes a step on sequences of a number of tokens; and a function that returns
-        `models.attended_by` over all ranks since its last call.
+        A function of a number of tokens that takes a training step on a random sequence of this
+        length; and a function that returns `models.attended_by` for all steps since its last call,
+        with the mean density of all ranks.
     """
     ranks = RankGroup() if ranks is None else ranks
     model, config = models.random_model(settings), settings.budgeted(length)
@@ -426,15 +436,16 @@ def distributed_backward(
 ) -> Iterator[Callable[[int], None]]:
     """Distribute the model over ranks, and yield a function that computes gradients.
 
-    The function takes the tokens of a sequence, and accumulates this rank's gradients. After the
-    block, `FSDP2` leaves the weights sharded.
+    The function takes a number of tokens. It runs forward and backward on a random sequence of this
+    length, and adds the result to this rank's gradients. With `FSDP2`, the weights remain sharded
+    after the block.
     """
     objective = wrapped = train_state(settings).objective
     batch, scale, context = partial(batch_of, settings), 1, nullcontext()
     if spread in (DDP, FSDP2):
         batch = partial(batch, number=ranks.rank)
     if spread == FSDP2:
-        # as accelerate does: a unit per decoder layer, and a unit of all other modules
+        # as accelerate does: one FSDP unit per decoder layer, and one unit of all other modules
         mesh = DeviceMesh.from_group(ranks.group, torch.device(settings.device).type)
         for layer in models.random_model(settings).model.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)

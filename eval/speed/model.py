@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import Cache, LlamaConfig, PreTrainedModel
 
 SDPA = "sdpa"  # the default attention of transformers
-# name of CAB in results -> fields of CabConfig in addition to the budget
+# name of the attention implementation in results -> fields of CabConfig that it replaces
 CAB = {"cab": {}, "cab-always": {"min_length": 0}}
 INITIAL_STD = 0.02
 ROPE_THETA = 500_000.0
@@ -66,7 +66,7 @@ class ModelShape(SpeedSettings):
 
     @property
     def positions(self) -> int:
-        """The number of positions of the model, that of the longest sequence."""
+        """The maximum number of positions of the model: the length of the longest sequence."""
         return max(self.lengths)
 
     def flops(self, length: int, density: float = 1.0, num_cached: int = 0) -> float:
@@ -76,8 +76,8 @@ class ModelShape(SpeedSettings):
 
         Args:
             length: tokens of the prompt.
-            density: share of the causal (query, key) pairs that is attended.
-            num_cached: tokens in the cache before the prompt.
+            density: fraction of the causal (query, key) pairs whose attention is computed.
+            num_cached: tokens in the KV cache before the prompt.
         """
         projections = 2 * (self.heads + self.kv_heads) * self.head_dim
         weights = self.layers * self.hidden * (projections + 3 * self.intermediate)
@@ -86,14 +86,14 @@ class ModelShape(SpeedSettings):
         return 2.0 * (length * weights + self.hidden * self.vocab) + attention
 
     def cache_gib(self, length: int) -> float:
-        """Return the GiB of the keys and values of a prompt."""
+        """Return the GiB of the keys and values of ``length`` tokens in all layers."""
         channels = 2 * self.layers * self.kv_heads * self.head_dim
         return length * channels * self.torch_dtype.itemsize / 2**30
 
 
 @dataclass(frozen=True)
 class ModelSettings(ModelShape):
-    """Settings of ops in which a model reads prompts, with the option ``max_density``."""
+    """Settings of ops that run prompts through a model; adds CAB's option ``max_density``."""
 
     DEFAULTS = KEEPS_ALL
 
@@ -103,11 +103,12 @@ class ModelSettings(ModelShape):
         return [self.budgeted(length) for length in self.lengths]
 
     def budgeted(self, length: int, implementation: str = "cab") -> CabConfig:
-        """Return CAB's config with the budget for prompts of ``length`` tokens.
+        """Return CAB's config with the ``max_density`` of the settings for a length of prompts.
 
         Args:
             length: tokens of the prompt.
-            implementation: the attention; `CAB` contains fields for variants of CAB.
+            implementation: name of the attention implementation. If it is a key of `CAB`, the
+                fields of this variant are set too.
         """
         config = self.configured(max_density=self.density_at(length))
         return dataclasses.replace(config, **CAB.get(implementation, {}))
@@ -115,7 +116,7 @@ class ModelSettings(ModelShape):
 
 @dataclass(frozen=True)
 class LongestSettings(ModelSettings):
-    """Settings of ops that search for the longest length that fits."""
+    """Settings of ops that can search for the longest sequence that fits into GPU memory."""
 
     FROM_0 = ("gpu_gib",)
 
@@ -129,7 +130,7 @@ class LongestSettings(ModelSettings):
 
 
 def described(settings: Mapping[str, Any]) -> str:
-    """Return a description of the model, the config and the clock for a report."""
+    """Return a description of the model, CAB's config and the timing method for a report."""
     budgets = settings.get("max_density")
     return run_description(
         f"A LLaMA with random weights (standard deviation {INITIAL_STD}): {settings['layers']} "
@@ -163,9 +164,9 @@ def llama_config(settings: ModelShape) -> LlamaConfig:
 
 
 def random_model(settings: ModelShape, variant: str = PLAIN) -> PreTrainedModel:
-    """Return a model with random weights, which are created on the device and in the dtype.
+    """Return a LLaMA with random weights, created directly on its device and in its dtype.
 
-    The latest model is cached.
+    The last returned model is cached, so that successive cases with equal arguments share it.
 
     Args:
         settings: shape, dtype, device and seed.
@@ -174,7 +175,8 @@ def random_model(settings: ModelShape, variant: str = PLAIN) -> PreTrainedModel:
     return _random_model(settings, variant)
 
 
-# `random_model` passes both arguments explicitly, so that a default does not become another key
+# lru_cache treats an omitted and an explicit default as different keys, so this function has no
+# defaults, and `random_model` always passes both arguments
 @lru_cache(maxsize=1)
 def _random_model(settings: ModelShape, variant: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
@@ -193,7 +195,7 @@ forget_model = _random_model.cache_clear
 
 
 def _by_liger(model: PreTrainedModel) -> None:
-    """Replace norms, RoPE and MLPs by those of liger-kernel."""
+    """Replace the norms, RoPE and MLPs of ``model`` by kernels of liger-kernel, in place."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama(
@@ -201,16 +203,16 @@ def _by_liger(model: PreTrainedModel) -> None:
     )
 
 
-# part of a variant -> function that changes the model
+# part of a variant's name, between plus signs -> function that replaces modules of a model in place
 HASTENED = {FP8: to_8_bits, LIGER: _by_liger}
 
 
 def random_tokens(settings: ModelShape, length: int, seed: int = 0) -> Tensor:
-    """Return random tokens, int64 [1, length], equal on all ranks.
+    """Return random token ids, int64 [1, length]; all ranks get the same ids.
 
     Args:
         settings: vocabulary, device and seed.
-        length: tokens.
+        length: number of tokens.
         seed: number that is added to the seed of the settings.
     """
     generator = torch.Generator(settings.device).manual_seed(settings.seed + seed)
@@ -220,14 +222,14 @@ def random_tokens(settings: ModelShape, length: int, seed: int = 0) -> Tensor:
 def random_cache(
     model: PreTrainedModel, length: int, batch: int = 1, slots: int = 0, sparse: bool = False
 ) -> Cache:
-    """Return a cache of random keys and values.
+    """Return a KV cache that contains random keys and values in every layer of ``model``.
 
     Args:
         model: the model.
-        length: cached tokens.
+        length: number of cached tokens per sequence.
         batch: number of sequences.
-        slots: slots of a static cache; 0: a dynamic cache.
-        sparse: True to add an index of keys for sparse decoding.
+        slots: capacity of a static cache in tokens; 0: a dynamic cache.
+        sparse: True to add the key index of `cab_hf.index_cache` for sparse decode steps.
     """
     from transformers import DynamicCache, StaticCache
 
@@ -256,12 +258,12 @@ def prefilling(
     num_cached: int = 0,
     variant: str = PLAIN,
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]], Callable[[], None]]]:
-    """Switch the attention of a model inside the block, and yield functions for a prefill.
+    """Yield functions that run a prefill; inside the block, the model uses ``implementation``.
 
     Args:
         settings: the settings.
         length: tokens of the prompt.
-        implementation: the attention, as in `attending`.
+        implementation: name of the attention implementation, as in `attending`.
         chunk: tokens per call. A prompt in chunks is read into a static cache of its length,
             because a dynamic cache would copy the keys and values of a layer for every chunk. 0:
             the whole prompt in one call.
@@ -269,8 +271,9 @@ def prefilling(
         variant: one of `VARIANTS`.
 
     Yields:
-        A function that reads a random prompt and returns the output for the last token; a function
-        that returns `attended_by`; and a function that removes the prompt from the cache.
+        A function that runs the model on a random prompt and returns the output of the last token;
+        a function that returns `attended_by` for all calls so far; and a function that removes the
+        prompt from the `DynamicCache`, for the next call.
     """
     from transformers import StaticCache
 
@@ -313,18 +316,21 @@ def attending(
     config: CabConfig | None = None,
     continues: bool = False,
 ) -> Iterator[None]:
-    """Switch the attention of ``model`` inside the block, and reset its statistics.
+    """Use another attention implementation in ``model`` inside the block.
+
+    Resets the model's attention statistics (`cab_hf.stats`) first.
 
     Args:
         model: the model.
-        implementation: one of `CAB`, a baseline of `dense`, or an ``attn_implementation`` of
-            transformers.
-        config: the config of CAB; None for other attention.
-        continues: True if calls continue a cache.
+        implementation: a key of `CAB`, the name of a baseline in `dense`, or an
+            ``attn_implementation`` of transformers.
+        config: the config of CAB; None for other implementations.
+        continues: True if calls of the model append to a KV cache that already has tokens.
 
     Raises:
-        ImportError, RuntimeError, ValueError: the attention is not installed, cannot continue a
-            cache, or is unknown to transformers.
+        ImportError: the library of a baseline is not installed.
+        RuntimeError: ``continues`` is True, and the baseline cannot append to a cache.
+        ValueError: ``implementation`` is unknown to transformers.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -355,9 +361,9 @@ def attending(
 def _function(
     model: PreTrainedModel, name: str, baseline: dense.Baseline, continues: bool
 ) -> Callable[..., tuple[Tensor, None]]:
-    """Return a dense baseline with the signature of transformers' attention functions.
+    """Return a function with the signature of transformers' attention functions for a baseline.
 
-    The kernel is compared with float32 attention first.
+    Before it returns, compares the kernel with float32 attention on random inputs.
 
     Args:
         model: the model.
@@ -397,17 +403,20 @@ def _function(
 def attended_by(
     model: PreTrainedModel, length: int, implementation: str, reset: bool = False
 ) -> dict[str, Any]:
-    """Return a summary of the attention since the last reset.
+    """Return the density and a description of the attention that ``model`` has computed.
+
+    The density covers all calls of the model since the last reset of its statistics.
 
     Args:
         model: the model.
-        length: tokens of the sequences.
-        implementation: the attention, as in `attending`.
-        reset: True to reset the statistics.
+        length: tokens per sequence.
+        implementation: name of the attention implementation, as in `attending`.
+        reset: True to reset the statistics afterwards.
 
     Returns:
-        ``density``, the share of attended causal pairs, mean over layers; and ``ran_as``, a
-        description of CAB on such sequences, or None for other attention.
+        ``density``: the fraction of causal (query, key) pairs that were attended to, mean over
+        layers. ``ran_as``: the description by `cab_hf.describe` of how CAB computes sequences of
+        ``length`` tokens; None for other implementations.
     """
     from cab_hf.patches import describe, stats
 

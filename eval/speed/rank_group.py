@@ -1,4 +1,4 @@
-"""The ranks of a speed op: their joint calls, and the time of the slowest rank.
+"""Run a speed op on several ranks, and time the slowest rank.
 
 Rank 0 runs the experiment, broadcasts each case and writes all files. The other ranks measure the
 broadcast cases together with rank 0.
@@ -28,13 +28,13 @@ from cab_hf.eval.speed.timing import MOST_RUNS, Bench, in_a_sentence
 from cab_hf.experiment.settings import UsageError, read_settings
 
 Result = TypeVar("Result")
-# time that ranks wait while rank 0 measures a case of one rank
+# largest time that the other ranks wait while rank 0 measures a case of one rank
 PATIENCE = timedelta(hours=2)
-ROW_SECONDS = 1.0  # largest time of a run of several calls in a row
+ROW_SECONDS = 1.0  # largest time of a timed run that consists of several calls
 
 
 class Slowest(NamedTuple):
-    """The time of a call on the slowest rank.
+    """The time of a call that all ranks start together, on the slowest rank of each run.
 
     Attributes:
         ms: median milliseconds per call over all runs.
@@ -53,7 +53,7 @@ class Slowest(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """Ranks that measure together.
+    """The ranks that measure a case together, or a single rank.
 
     Attributes:
         group: process group of the measured calls; None for a single rank.
@@ -113,7 +113,7 @@ class RankGroup:
         try:
             result = call()
         except RankLost:
-            # messages cannot reach the other ranks any more
+            # a rank has ended, so that messages cannot reach all ranks any more
             raise
         except Exception as error:
             message = in_a_sentence(error)
@@ -122,7 +122,7 @@ class RankGroup:
             f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None
         ]
         if failures:
-            # if all ranks failed, the number of the rank adds nothing
+            # name the rank only if other ranks succeeded
             raise RuntimeError(failures[0] if None in messages else messages[0])
         return result
 
@@ -142,10 +142,10 @@ class RankGroup:
         device computes the call before, as in successive layers of a model.
 
         Args:
-            bench: the clock of this rank.
+            bench: the timer of this rank.
             call: the function to time.
             least: smallest number of runs.
-            seconds: total time of all runs, if they are more than ``least``.
+            seconds: total time to fill with runs, if it permits more than ``least`` runs.
             in_a_row: largest number of calls per run; a run takes at most `ROW_SECONDS`.
             warm_up: the first call counts as a run if it takes more than this many seconds;
                 otherwise it is a warm-up call.
@@ -198,13 +198,13 @@ def by_torchrun() -> bool:
 
 @contextmanager
 def launched(device: str, command: str) -> Iterator[RankGroup]:
-    """Initialise torch.distributed and yield the ranks that torchrun has started.
+    """Initialise torch.distributed, and yield the ranks that torchrun has started.
 
-    On "cuda", every rank uses the GPU with its number.
+    On "cuda", rank n uses GPU n. The process groups are destroyed after the block.
 
     Args:
         device: "cuda" or "cpu".
-        command: the module and its command, for messages.
+        command: what to start by torchrun, such as "cab_hf.eval speed lora", for the error message.
 
     Raises:
         UsageError: torchrun has started no ranks, or ranks on several hosts.
@@ -235,7 +235,8 @@ def launched(device: str, command: str) -> Iterator[RankGroup]:
 class Ranked(Speed):
     """The base class of ops that can run on the ranks of torchrun.
 
-    A rank that fails while the other ranks wait ends the run, at the latest by torch's timeout.
+    If a rank ends while other ranks wait for it, the run ends too, at the latest after the timeout
+    of torch.distributed.
 
     Attributes:
         LEAST_RANKS: smallest number of ranks in a run under torchrun.
@@ -299,7 +300,7 @@ class Ranked(Speed):
         try:
             run(self)
         except RankLost:
-            # no rank waits for another case
+            # rank 0 must not broadcast the end of the run, because a rank has ended
             raise
         except Exception:
             self.ranks.from_rank_0(None)
@@ -315,7 +316,10 @@ class Ranked(Speed):
         return super().reported(error)
 
     def find(self, sample: dict[str, Any]) -> None:
-        """Measure a case on all ranks, or a case of one rank on rank 0 while other ranks wait."""
+        """Measure a case of several ranks on all ranks, and a case of one rank on rank 0 only.
+
+        In the second case, the other ranks wait.
+        """
         if sample["world"] > 1:
             return self.find_on_ranks(sample, self.ranks)
         try:

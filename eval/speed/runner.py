@@ -40,8 +40,8 @@ TOPICS = 64  # number of topics, each a direction in the space of q and k
 TOPIC_TOKENS = 512  # tokens of a run
 TOPIC_STRENGTH = 0.8  # norm of the direction relative to the norm of the noise
 INPUTS = "random with the block structure of text (runs of tokens that share a direction)"
-AROUND = (0.9, 1.1)  # factors of an estimated length that a search tries first
-CAB_DENSE = "cab_dense"  # exact attention, over ranks as well
+AROUND = (0.9, 1.1)  # a search tries these multiples of the estimated longest length first
+CAB_DENSE = "cab_dense"  # the dense attention of cab_hf, which supports sequences over ranks
 HEADINGS = {
     **{"length": "tokens", "implementation": "attention", "way": "attention", "world": "ranks"},
     **{"ceiling": "upper bound", "over_best": "speed-up", "over_same": "speed-up over sdpa"},
@@ -53,7 +53,8 @@ HEADINGS = {
 }
 SHARES = ("efficiency", "of_bandwidth", "gap", "density", "mass")
 TIMES = "{:.2f}×".format
-# field of a sample -> kind of remark; the field contains a reason, or name -> reason
+# field of a result record -> column "what" of the table of remarks. The field contains the text of
+# the column "reason", or maps names of kernels to such texts
 REMARKS = {
     "ran_as": "ran as",
     "error": "not measured",
@@ -66,16 +67,17 @@ MADE_BY = ("device", "versions", "baselines", "commit")
 
 
 def powers(low: int, high: int) -> Any:
-    """Return a field for an option of lengths.
+    """Return a dataclass field for a command-line option that lists sequence lengths.
 
-    The default is all powers of 2 from 2^low to 2^high tokens, and 256 and 512 tokens on a CPU.
+    On a GPU, the default is all powers of 2 from 2^low to 2^high tokens. On a CPU, the default is
+    256 and 512 tokens.
     """
     lengths = tuple(2**n for n in range(low, high + 1))
     return listed(lengths, (256, 512), "tokens", parse_length)
 
 
 def listed(gpu: tuple, cpu: tuple | None, help: str, parse: Callable[[str], Any] = str) -> Any:
-    """Return a field for an option of comma-separated values.
+    """Return a dataclass field for a command-line option of comma-separated values.
 
     Args:
         gpu: default on a GPU.
@@ -88,13 +90,17 @@ def listed(gpu: tuple, cpu: tuple | None, help: str, parse: Callable[[str], Any]
 
 
 def densities(*default: str) -> Any:
-    """Return a field for the option ``max_density``, which may have a value per length."""
+    """Return a dataclass field for the option ``max_density``, which may have a value per length.
+
+    Args:
+        default: the default, a tuple of parts as in `SpeedSettings.option_by_length`.
+    """
     return listed(default, None, "max_density of CAB, or LENGTH:DENSITY for one length")
 
 
 @dataclass(frozen=True)
 class SpeedSettings:
-    """Settings of every speed run. None: a default that depends on the device.
+    """Settings of every speed run. A setting of None gets a default that depends on the device.
 
     Subclasses define ``method``, a description of the measurement.
 
@@ -175,11 +181,11 @@ class SpeedSettings:
 
     @cached_property
     def cab_config(self) -> CabConfig:
-        """CAB's config: `DEFAULTS` with the fields of ``--cab``."""
+        """CAB's config: `DEFAULTS`, replaced by the fields of ``--cab``."""
         return self.configured()
 
     def configured(self, **fixed: Any) -> CabConfig:
-        """Return `DEFAULTS` with the fields of ``--cab`` and the fields ``fixed``.
+        """Return a config of `DEFAULTS`, replaced by the fields of ``--cab`` and by ``fixed``.
 
         Raises:
             ValueError: ``--cab`` sets a field of ``fixed``.
@@ -194,9 +200,10 @@ class SpeedSettings:
         return with_known_predictor(CabConfig(**self.DEFAULTS).changed(**fields, **fixed))
 
     def option_by_length(self, name: str, parse: Callable[[str], Any]) -> dict[int | None, Any]:
-        """Return length -> value of an option with parts ``VALUE`` or ``LENGTH:VALUE``.
+        """Return a mapping from lengths to the values of an option.
 
-        The key None has the value for all other lengths. Returns {} if a part cannot be parsed.
+        The option has parts ``VALUE`` and ``LENGTH:VALUE``. A part ``VALUE`` has the key None, and
+        applies to all other lengths. Returns {} if a part cannot be parsed.
         """
         parts = [part.rpartition(":") for part in getattr(self, name)]
         try:
@@ -208,16 +215,16 @@ class SpeedSettings:
             return {}
 
     def value_at(self, name: str, length: int, parse: Callable[[str], Any], what: str) -> Any:
-        """Return the value of an option at a length, as `option_by_length` reads the option.
+        """Return the value of an option for a length, from the mapping of `option_by_length`.
 
         Args:
             name: the option.
             length: tokens.
             parse: parses one value.
-            what: kind of value, for the message.
+            what: noun for the value in the error message, such as "count".
 
         Raises:
-            ValueError: the option has no value for the length, or 0.
+            ValueError: the option has no value for the length, or the value is 0.
         """
         values = self.option_by_length(name, parse)
         value = values.get(length, values.get(None))
@@ -226,7 +233,7 @@ class SpeedSettings:
         return value
 
     def density_at(self, length: int) -> float:
-        """Return the option ``max_density`` at a length, for subclasses with this option."""
+        """Return the ``max_density`` for a length; only for subclasses with this option."""
         return self.value_at("max_density", length, float, "share")
 
     def random_heads(
@@ -262,7 +269,7 @@ class SpeedSettings:
         return tuple(tensors)
 
     def configs(self) -> list[CabConfig]:
-        """Return the configs of all cases, unless all cases have `cab_config`."""
+        """Return CAB's config of each case; [] if all cases use `cab_config`."""
         return []
 
     def asked(self) -> list[dict[str, Any]]:
@@ -298,17 +305,18 @@ class Speed(Experiment):
     are not comparable.
 
     Attributes:
-        SHAPE: settings that each sample repeats.
-        BY: heading -> field that distinguishes rows of one length; the field "way" is the
-            attention.
-        APART: headings of `BY` whose values get separate rows of panels.
-        DENSE: fields in addition to the length on which the ``baselines`` of a row depend.
-        OF_DENSE: drawn field -> field of a row that maps dense kernels to values.
-        HIDDEN: fields without a column.
+        SHAPE: settings that are copied into each sample.
+        BY: heading -> field that distinguishes rows of one length. The heading "way" stands for the
+            attention implementation.
+        APART: headings of `BY`; the figure has a row of panels for each value of their fields.
+        DENSE: fields in addition to the length on which the times of dense kernels depend.
+        OF_DENSE: drawn field -> field of a row that maps names of dense kernels to its values.
+        HIDDEN: fields without a column in tables.
         LONGEST_FIRST: True if the first table contains only the longest length.
         PANELS: panels of the figure.
         NOTES: setting -> note on runs with the setting; "" -> note on all runs.
-        described: function that returns a description of inputs and clock from recorded settings.
+        described: function of the recorded settings that returns a description of the inputs and
+            of the timing method.
         FOUND: fields of a sample that `find` fills.
         BY_NAME: fields of a sample that `find` fills with values by name.
     """
@@ -330,7 +338,7 @@ class Speed(Experiment):
 
     @cached_property
     def bench(self) -> Bench:
-        """The clock of the device."""
+        """The timer for calls on the device of the settings."""
         settings = self.settings
         return bench_on(
             settings.device,
@@ -364,7 +372,10 @@ class Speed(Experiment):
         return None if is_search else sum(1 for _ in self.cases(()))
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the results of `find`; after an error, the results before it and ``error``."""
+        """Measure a case by `find`, and return its sample.
+
+        After an error, the sample contains the results up to the error, and the field ``error``.
+        """
         sample = {"op": self.name.removeprefix("speed "), **case}
         sample |= {name: getattr(self.settings, name) for name in self.SHAPE}
         sample |= dict.fromkeys((*self.FOUND, "error"))
@@ -387,7 +398,10 @@ class Speed(Experiment):
 
     @classmethod
     def shown(cls, rows: Sequence[Row]) -> Sequence[Row]:
-        """Return the rows of tables and figures: one row per attention."""
+        """Return the rows for tables and figures, which have one row per attention implementation.
+
+        A subclass may split a row into several rows.
+        """
         return rows
 
     @classmethod
@@ -410,7 +424,10 @@ class Speed(Experiment):
 
     @classmethod
     def table(cls, rows: Sequence[Row]) -> str:
-        """Return a `table` without remarks and without settings in which all rows agree."""
+        """Return a Markdown table of rows.
+
+        The fields `REMARKS` and settings with equal values in all rows have no columns.
+        """
         settings = ("op", *cls.SHAPE, *cls.ADDED)
         constant = [
             name for name in settings if all(row.get(name) == rows[0].get(name) for row in rows)
@@ -422,7 +439,10 @@ class Speed(Experiment):
 
     @classmethod
     def remarks(cls, rows: Sequence[Row]) -> dict[str, str]:
-        """Return the table `remarks`, with columns for fields of `BY` that differ among rows."""
+        """Return the tables of the function `remarks`.
+
+        The fields of `BY` have a column if their values differ among the rows.
+        """
         columns = {
             heading: name for heading, name in cls.BY.items() if not cls.DENSE or name in cls.DENSE
         }
@@ -444,7 +464,7 @@ class Speed(Experiment):
 
     @classmethod
     def lines(cls, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows to draw: those of `shown`, and one for each dense kernel and length."""
+        """Return the rows to draw: the rows of `shown`, and a row per dense kernel and length."""
         names, lines = (*cls.DENSE, "length"), list(cls.shown(rows))
         for first, *_ in grouped(rows, names) if cls.OF_DENSE else ():
             fields = dict.fromkeys(cls.BY.values()) | {field: first[field] for field in names}
@@ -506,7 +526,7 @@ class Speed(Experiment):
             )
 
     def time(self, sample: dict[str, Any], what: str, call: Callable[[], Any]) -> Timing:
-        """Time ``call``, and add the reason to ``sample`` if the call has no CUDA graph.
+        """Return the time of ``call``. If no CUDA graph was timed, note the reason in ``sample``.
 
         Args:
             sample: the sample, with the field ``without_graph``.
@@ -521,7 +541,7 @@ class Speed(Experiment):
     def reported(self, error: Exception) -> dict[str, Any]:
         """Return the fields of a sample after an error.
 
-        ``fits`` is False if memory ran out, or else None.
+        If the op has the field ``fits``, it is False after a lack of memory, or else None.
         """
         fits = {"fits": False if ran_out(error) else None} if "fits" in self.FOUND else {}
         return {"error": in_a_sentence(error), **fits}
@@ -531,12 +551,13 @@ class Speed(Experiment):
     ) -> Iterator[dict[str, Any]]:
         """Yield cases until the longest length that fits into memory is known.
 
-        Yields no case if the memory of the device is unknown. The search ends after an error for
-        another reason than memory.
+        Yields no case if the memory of the device is unknown. The search ends if a case fails for
+        another reason than a lack of memory.
 
         Args:
             fields: the fields of the cases, without the length.
-            samples: a list that the runner extends with the sample of each case.
+            samples: the samples of all cases. The caller must append the sample of each yielded
+                case before it asks for the next case.
             step: number of tokens of which lengths are multiples.
             estimate: estimated length; the first cases are a little shorter and longer. 0: none.
         """
@@ -608,7 +629,7 @@ def by_length(samples: Sequence[Row], derived: Sequence[str] = ()) -> list[dict[
 
 
 def run_description(shape: str, settings: Mapping[str, Any]) -> str:
-    """Return a description of inputs, config and clock for a report.
+    """Return a description of inputs, config and timing method for a report.
 
     Args:
         shape: description of the inputs.
@@ -625,7 +646,7 @@ def run_description(shape: str, settings: Mapping[str, Any]) -> str:
 
 
 def varying_columns(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:
-    """Return the columns whose values differ among rows.
+    """Return the items of ``columns`` whose field has different values among the rows.
 
     Args:
         rows: the rows.
@@ -639,22 +660,22 @@ def varying_columns(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str
 
 
 def remarks(rows: Sequence[Row], by: Mapping[str, str]) -> dict[str, str]:
-    """Return the remarks in the fields `REMARKS` as a table under "Remarks"; {} without remarks.
+    """Return {"Remarks": Markdown table of the texts in the fields `REMARKS`}; {} without texts.
 
-    Equal remarks at several lengths, or on several names, share a line.
+    Equal texts for several lengths, or for several kernels, share a line.
 
     Args:
         rows: the rows.
         by: heading -> field that distinguishes rows of one length.
     """
-    # (values of ``by``, kind, reason), name -> formatted lengths
+    # ((*values of ``by``, kind, reason), name of a kernel or "") -> formatted lengths
     lengths: dict[tuple, dict[str, None]] = {}
     for (field, kind), row in itertools.product(REMARKS.items(), rows):
         reasons = row.get(field) or {}
         for name, reason in (reasons if isinstance(reasons, Mapping) else {"": reasons}).items():
             key = (*(row[column] for column in by.values()), kind, reason)
             lengths.setdefault((key, name), {})[f"{row['length']:,}"] = None
-    # (values of ``by``, kind, reason, lengths) -> names
+    # (*values of ``by``, kind, reason, joined lengths) -> names of kernels
     names: dict[tuple, list[str]] = {}
     for (key, name), key_lengths in lengths.items():
         names.setdefault((*key, ", ".join(key_lengths)), []).append(name)
@@ -668,7 +689,7 @@ def remarks(rows: Sequence[Row], by: Mapping[str, str]) -> dict[str, str]:
 
 
 def distinct_values(row: Row, by: Mapping[str, str]) -> list[str]:
-    """Return the values of a row that distinguish it; headings precede numbers, as in "ranks 2".
+    """Return the values by which a row differs from others; numbers get a heading: "ranks 2".
 
     Args:
         row: the row.
@@ -689,7 +710,7 @@ def is_ours(name: Any) -> bool:
 
 
 def table(rows: Sequence[Row], hidden: Sequence[str] = ()) -> str:
-    """Return a Markdown table with a column per field that contains numbers or names.
+    """Return a Markdown table with a column for each field whose values are numbers or strings.
 
     Args:
         rows: the rows.

@@ -31,8 +31,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Te
             because a ring sends all heads at once and saves received tensors for the backward.
 
     Raises:
-        NotImplementedError: ``plan`` is set, or gradients are needed from an engine whose
-            log-sum-exp has none.
+        NotImplementedError: ``plan`` is set; or gradients are needed, and the engine is not the
+            reference, which alone has gradients of its log-sum-exp.
     """
     if settings.get("plan") is not None:
         raise NotImplementedError(
@@ -52,7 +52,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Te
 def _ring(
     q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, engine: Engine, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend in one step per rank to the keys of that rank, and merge the results.
+    """Attend to the keys of one rank per step, and merge the results of all steps.
 
     Returns:
         Attention [B, H, n, D], and the log-sum-exp [B, H, n] without gradients.
@@ -84,7 +84,7 @@ def _ring(
 def _merged(
     out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Merge attention over two sets of keys.
+    """Merge the attention of the same queries over two disjoint sets of keys.
 
     Args:
         out, other_out: attention over each set, [B, H, N, D].
@@ -93,7 +93,8 @@ def _merged(
     Returns:
         Attention and log-sum-exp over both sets.
     """
-    # a query without keys in both sets has weight 0; the mask keeps NaN out of the gradients
+    # a query without keys in either set has two log-sum-exps of -inf; zeros in their place avoid
+    # NaN in the weights and in the gradients
     has_no_keys = (lse == -torch.inf) & (other_lse == -torch.inf)
     both = torch.stack((lse, other_lse)).masked_fill(has_no_keys, 0.0)
     total = both.logsumexp(0)
@@ -104,7 +105,7 @@ def _merged(
 
 @cached_per_ranges
 def _ranges_over(ranges: KeyRanges, shard_map: ShardMap, rank: int) -> KeyRanges:
-    """Return the ranges of this rank's queries over the keys of another rank.
+    """Return, for each of this rank's queries, the range of keys of another rank.
 
     Args:
         ranges: ranges of this rank's queries over the tokens of all ranks.
@@ -146,9 +147,10 @@ def _send_on(x: Tensor, group: ProcessGroup, step: int) -> tuple[Tensor, list[di
 
 
 class _Passed(torch.autograd.Function):
-    """An autograd function that maps the sent tensor to the received tensor.
+    """The exchange of K and V with the neighbouring ranks, as a differentiable function.
 
-    Its backward sends the gradient of the received tensor back to the sender.
+    The forward pass returns the received tensor. The backward pass sends the gradient of the
+    received tensor back to its sender, and returns the gradient of the sent tensor.
     """
 
     @staticmethod

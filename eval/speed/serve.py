@@ -25,7 +25,7 @@ from cab_hf.experiment.settings import by_device, flag, option, parse_length
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingManager, PreTrainedModel
 
-# seconds to wait for a token before checking that the manager still runs
+# seconds to wait for a generated token before checking that the manager still runs
 LOOK_AGAIN = 0.1
 # fields of `summary_of`
 SUMMARY = (
@@ -42,7 +42,7 @@ BATCHING = (
     *("max_blocks_per_request", "max_memory_percent", "use_cuda_graph", "use_async_batching"),
     *("allow_block_sharing", "scheduler_type"),
 )
-# field of a row -> field whose speed-up over the best dense implementation it contains
+# field with a speed-up over the best dense implementation -> field whose values are compared
 OVER = {"over_best": "total_s", "ttft_over_best": "ttft_p99", "tpot_over_best": "tpot_p99"}
 NOTES = (
     "All implementations serve the same trace of random prompts. ttft: s from arrival to the "
@@ -56,7 +56,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Settings(models.ModelSettings):
-    """Settings of a run that serves requests."""
+    """Settings of a run of ``speed serve``."""
 
     KEYS = {"implementation": "implementations"}
 
@@ -117,12 +117,12 @@ class Settings(models.ModelSettings):
 
     @property
     def counts(self) -> dict[int, int]:
-        """Length of prompts -> number of requests."""
+        """The number of requests by the length of their prompts."""
         return {length: self.value_at("requests", length, int, "count") for length in self.lengths}
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompts."""
+        """The number of tokens of the longest prompts."""
         return self.lengths[-1]
 
     @property
@@ -260,15 +260,16 @@ def batching_manager(
 ) -> Iterator[ContinuousBatchingManager]:
     """Yield a manager of continuous batching that serves ``model``.
 
-    Managers of all implementations have the same cache, and differ only in CUDA graphs.
+    The manager has the same cache for all implementations. Only the use of CUDA graphs depends on
+    the implementation.
 
     Args:
         model: the model.
         settings: settings of the cache and of the trace.
-        implementation: the attention.
+        implementation: name of the attention implementation.
 
     Raises:
-        Exception: the error of the manager's thread that made a request fail.
+        Exception: the error in the manager's thread, if a request has failed because of it.
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
@@ -295,7 +296,7 @@ def batching_manager(
         ) as manager:
             yield manager
     except RequestFailed as error:
-        # the request has only the message, and the thread has the error itself
+        # the request has only the message of the error; raise the original error of the thread
         raise manager.background_thread_status.fatal_error or error from None
 
 
@@ -312,7 +313,7 @@ class Request(NamedTuple):
 
 
 class RequestFailed(RuntimeError):
-    """The error of a request that the manager has aborted."""
+    """Raised if the manager aborted a request, or stopped before all requests were complete."""
 
 
 def trace_of(
@@ -387,7 +388,7 @@ def serve(
 
 
 def rounded(served: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the results of requests with times rounded to microseconds, for short logs."""
+    """Return the results of `serve` with times rounded to microseconds, which shortens the log."""
     return [
         {
             field: round(value, 6) if isinstance(value, float) else value
@@ -398,9 +399,10 @@ def rounded(served: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary_of(served: Sequence[Mapping[str, Any]], new_tokens: int) -> dict[str, float]:
-    """Return the fields `SUMMARY` over all requests.
+    """Return the fields `SUMMARY`, computed over all requests.
 
-    ``ttft`` is the time to the first token in seconds, and ``tpot`` the time per later token in ms.
+    ``ttft_p50`` and ``ttft_p99`` are percentiles of the time to the first token, in seconds.
+    ``tpot_p50`` and ``tpot_p99`` are those of the mean time per later token, in ms.
 
     Args:
         served: the result of `serve`.

@@ -1,4 +1,4 @@
-"""Clocks that measure the time and the peak memory of a call."""
+"""`Bench` and `GpuBench`, which measure the time and the peak memory of a call."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def method_on(device: str, seconds: float = SECONDS_A_CASE, graph: bool = True) 
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of a call.
+    """The time of a call: launched from Python, and replayed as a CUDA graph.
 
     Attributes:
         eager: milliseconds of a call from Python.
@@ -66,7 +66,9 @@ class Timing:
 
 
 class Bench:
-    """The clock of a CPU, which measures neither CUDA graphs nor peak memory.
+    """A timer for calls on a CPU, and the base class of `GpuBench`.
+
+    On a CPU, neither CUDA graphs nor peak memory are measured.
 
     Args:
         device: the device.
@@ -78,7 +80,7 @@ class Bench:
         self.seconds = seconds
 
     def settle(self) -> None:
-        """Release the unused memory of a GPU."""
+        """Release unused GPU memory; does nothing on a CPU."""
 
     def peak(self, call: Callable[[], Any]) -> tuple[Any, float | None]:
         """Return the result of ``call``, and its peak memory in MiB including the result.
@@ -88,7 +90,7 @@ class Bench:
         return call(), None
 
     def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
-        """Return the median time over many runs.
+        """Warm up, and return the median time over `LEAST_RUNS` to `MOST_RUNS` runs.
 
         Args:
             call: the function to time.
@@ -97,7 +99,7 @@ class Bench:
         return Timing(statistics.median(self.walls(call, self._warm_up(call))[0]))
 
     def _warm_up(self, call: Callable[[], Any]) -> int:
-        """Run warm-up calls; return the number of timed runs that fit into the time of one case."""
+        """Run warm-up calls, and return the number of runs that fit into the time limit."""
         began = time.perf_counter()
         for num_calls in itertools.count(1):
             started = time.perf_counter()
@@ -137,11 +139,11 @@ class Bench:
         return None
 
     def _wait(self) -> None:
-        """Wait until the device has finished all kernels."""
+        """Wait until the device has finished all kernels; does nothing on a CPU."""
 
 
 class GpuBench(Bench):
-    """The clock of a GPU: CUDA events, cold L2 cache, CUDA graphs and peak memory.
+    """A timer for calls on a GPU, by CUDA events, with a cold L2 cache and with CUDA graphs.
 
     Args:
         device, seconds: as in `Bench`.
@@ -248,7 +250,7 @@ class GpuBench(Bench):
 
 
 def bench_on(device: str, seconds: float | None = None, gib: float = 0.0) -> Bench:
-    """Return the clock for ``device``; arguments as in `Bench` and `GpuBench`."""
+    """Return a `GpuBench` or `Bench` for ``device``; arguments as in these classes."""
     on_gpu = torch.device(device).type == "cuda"
     return GpuBench(device, seconds, gib) if on_gpu else Bench(device, seconds)
 
@@ -268,7 +270,7 @@ def in_a_sentence(error: BaseException) -> str:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Return True if ``error`` reports that memory ran out, on this rank or on another one."""
+    """Return True if ``error`` reports a lack of memory, on this rank or on another rank."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)

@@ -1,4 +1,4 @@
-"""``speed ttft``: time to the first token of a prompt, or of a question after a cache.
+"""``speed ttft``: time to the first token of a prompt, or of a question after cached tokens.
 
 ``--longest`` also searches for the longest prompt that fits into memory. Under torchrun, the prompt
 is sharded over the ranks.
@@ -27,11 +27,13 @@ from cab_hf.eval.speed.rank_group import Ranked, RankGroup, by_torchrun
 from cab_hf.eval.speed.runner import CAB_DENSE, TIMES, Panel
 from cab_hf.experiment.settings import by_device, flag, option, parse_length
 
-# largest number of tokens per MLP call on a rank: half a million tokens need tensors of 14 GiB
+# largest number of tokens per MLP call if ranks share a prompt: a call on half a million tokens
+# would need tensors of 14 GiB
 MLP_TOKENS = 2**16
-# largest number of warm-up tokens if ranks share a prompt; they compile all kernels
+# largest number of warm-up tokens, which compile all kernels, if ranks share a prompt
 WARM_UP_TOKENS = 2**17
-# warm-up tokens of a search, which reads each prompt only once; they compile all kernels
+# tokens of the warm-up prompt of a search, which compiles all kernels. A search runs each length
+# once, so that no run of the same length precedes the timed run.
 SHORT_WARM_UP_TOKENS = 2**14
 # warm-up chunks: the first compiles the kernels for an empty cache, the second for a filled cache
 WARM_UP_CHUNKS = 2
@@ -58,7 +60,7 @@ GAIN = Panel(
 
 @dataclass(frozen=True)
 class Settings(models.LongestSettings):
-    """Settings of a run of prefills."""
+    """Settings of a run of ``speed ttft``."""
 
     KEYS = {"variant": "variants", "length": "lengths", "implementation": "implementations"}
     POSITIVE = (*models.LongestSettings.POSITIVE, "runs", "multiple")
@@ -88,7 +90,7 @@ class Settings(models.LongestSettings):
         self._set("variants", tuple(sorted(self.variants, key=VARIANTS.index)))
         is_supported = not by_torchrun() or self.variants == (PLAIN,)
         self.check("variants", is_supported, f"{PLAIN} if ranks share a prompt")
-        # implementations that support a sequence over ranks
+        # attention implementations that support a sequence sharded over ranks
         supported = (CAB_DENSE, *CAB)
         if not by_torchrun():
             supported = (SDPA, *supported, *dense.on(self.device))
@@ -199,7 +201,7 @@ class TimeToFirstToken(Ranked):
         runs = 1 if sample["sought"] else settings.runs
         if ranks.size > 1:
             ranks.together(bench.settle)
-            # `prefilling_across` reads a shorter warm-up prompt, so that the first call counts
+            # `prefilling_across` warms up on a shorter prompt, so the first call here is timed
             prefill, warm_up = prefilling_across(settings, length, implementation, ranks), 0.0
         else:
             variant, warm_up = sample["variant"], inf
@@ -232,7 +234,11 @@ class TimeToFirstToken(Ranked):
         }
 
     def memory(self, length: int, implementation: str, variant: str) -> dict[str, Any]:
-        """Return the GiB of cache and weights, the GiB that torch can allocate, and `estimated`."""
+        """Return the fields of a result record on memory.
+
+        ``cache_gib``, ``weights_gib``: GiB of the KV cache and of the weights. ``room_gib``: GiB
+        that torch can allocate. ``estimate``: result of `estimated`; 0 without --longest.
+        """
         settings = self.settings
         # load the model before asking for free memory
         model = models.random_model(settings, variant)
@@ -260,7 +266,7 @@ EXPERIMENT = TimeToFirstToken
 def speed_ups(rows: Sequence[Row]) -> list[str]:
     """Return a sentence per variant of CAB on its speed-up at the longest prompt.
 
-    Rows of other models, caches and ranks get sentences of their own.
+    Rows that differ in model variant, cached tokens or number of ranks get separate sentences.
     """
     sentences = []
     cab_rows = [
@@ -282,14 +288,14 @@ def speed_ups(rows: Sequence[Row]) -> list[str]:
 
 @lru_cache
 def prompt_memory(settings: Settings) -> Prompts:
-    """Return the memory that prompts of the model need, for estimates of the longest prompt."""
+    """Return the memory model of prompts, from which the longest prompt is estimated."""
     return Prompts.of(models.llama_config(settings))
 
 
-# the cache makes later calls no-ops, because compiled kernels stay in the process
+# lru_cache skips repeated calls, because compiled kernels stay in the process
 @lru_cache
 def warm_up_prefill(settings: Settings, length: int, implementation: str, variant: str) -> None:
-    """Read a prompt of ``length`` tokens, so that all kernels are compiled."""
+    """Run the model on a prompt of ``length`` tokens, so that all kernels are compiled."""
     with models.prefilling(
         settings, length, implementation, chunk=settings.chunk, variant=variant
     ) as (call, *_):
@@ -297,10 +303,11 @@ def warm_up_prefill(settings: Settings, length: int, implementation: str, varian
 
 
 def with_dense_ratios(samples: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return a row per sample, sorted by length, with its ratio to dense attention.
+    """Return a row per sample, sorted by length, with its time relative to dense attention.
 
-    The ratio compares a row with sdpa, and with the fastest dense attention, at the same length and
-    number of ranks.
+    At equal length and number of ranks, ``ratio`` is the time divided by that of the fastest dense
+    attention. ``over_best`` and ``over_sdpa`` are the speed-ups over the fastest dense attention
+    and over sdpa.
     """
     derived = ("baseline", "baseline_ms", "ratio", "over_sdpa", "over_best")
     rows = runner.by_length(samples, derived)
@@ -354,10 +361,10 @@ def prefilling_across(
 
 
 def reading(model: nn.Module, prompt: Tensor, ranks: RankGroup, block: int) -> Callable[[], Any]:
-    """Return a function that reads this rank's shard of a prompt.
+    """Return a function that runs ``model`` on this rank's shard of a prompt.
 
-    The function returns the output of ``model``, with logits of the prompt's last token on the rank
-    that has this token.
+    The function returns the output of ``model``. Only the rank with the prompt's last token
+    computes logits, those of this token.
 
     Args:
         model: the model.
@@ -379,7 +386,10 @@ def reading(model: nn.Module, prompt: Tensor, ranks: RankGroup, block: int) -> C
 
 
 def row_conditions(row: Row) -> str:
-    """Return the end of a clause with variant, cache and ranks of a row, "" for the defaults."""
+    """Return a phrase on model variant, cached tokens and ranks of a row, such as " on 2 ranks".
+
+    Returns "" if all three have their defaults.
+    """
     # rows of training steps lack the fields of caches and variants
     variant = "" if row.get("variant", PLAIN) == PLAIN else f" with {row['variant']}"
     cache = f" after {row['behind']:,} in the cache" if row.get("behind") else ""

@@ -23,12 +23,18 @@ if TYPE_CHECKING:
 
     from cab_hf.eval.speed.serve import Request, Settings
 
-# names of the attention backends on a GPU
+# vLLM's names of its own attention backend and of a plug-in backend, which is CAB's
 OWN, CUSTOM = "FLASH_ATTN", "CUSTOM"
 
 
 def measured(**arguments: Any) -> dict[str, Any]:
-    """Return the result of `serve_traces` in another process, whose end frees all GPU memory."""
+    """Run `serve_traces` in another process, and return its result.
+
+    The end of this process frees all GPU memory.
+
+    Args:
+        arguments: keyword arguments of `serve_traces`.
+    """
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         return process.submit(serve_traces, **arguments).result()
 
@@ -41,7 +47,7 @@ def serve_traces(
     warm_up_tokens: int,
     trace: Sequence[Request],
 ) -> dict[str, Any]:
-    """Build an engine, serve a warm-up trace and a trace, and return the results of the second.
+    """Build a vLLM engine, serve a warm-up trace, then serve and measure ``trace``.
 
     Args:
         settings: the settings.
@@ -52,7 +58,7 @@ def serve_traces(
         trace: the measured requests.
 
     Returns:
-        The fields of a sample: ``served`` from `serve`, ``peak_gib``, and `engine_fields`.
+        The fields of a result record: ``served`` from `serve`, ``peak_gib``, and `engine_fields`.
     """
     engine, served = engine_of(settings, implementation, config), []
     serve(engine, warm_up_trace, warm_up_tokens)
@@ -63,7 +69,7 @@ def serve_traces(
 
 
 def engine_of(settings: Settings, implementation: str, config: CabConfig) -> LLMEngine:
-    """Return an engine of vLLM with random weights, for the lengths of the trace.
+    """Return an engine of vLLM for a LLaMA with random weights and for the lengths of the trace.
 
     Args:
         settings: shape of the model, cache and trace.
@@ -145,7 +151,9 @@ def serve(engine: LLMEngine, trace: Sequence[Request], new_tokens: int) -> list[
 
 
 def engine_fields(engine: LLMEngine, settings: Settings) -> dict[str, Any]:
-    """Return the fields of a sample on the engine: settings, cache, and density of the last trace.
+    """Return the fields of a result record that describe the engine and its last trace.
+
+    The fields are the batching settings, the size of the KV cache, and the density of the trace.
 
     Args:
         engine: the engine.

@@ -1,8 +1,9 @@
-"""Documents and scores of the tasks in this folder, called by lm-evaluation-harness.
+"""Functions that lm-evaluation-harness calls for the documents and scores of these tasks.
 
 `cab_hf.data.documents`, `cab_hf.eval.haystack` and `cab_hf.data.tasks` build the questions. Every
-function receives all of ``--model_args`` and ``--metadata`` as keywords and ignores unknown
-keywords. Consecutive documents have different lengths, so that ``--limit`` includes every length.
+function that returns documents receives all of ``--model_args`` and ``--metadata`` as keywords, and
+ignores unknown keywords. Consecutive documents have different lengths, so that ``--limit`` includes
+every length.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ def passkey_documents(
 ) -> Documents:
     """Return the prompts of ``cab_hf.eval passkey``, ``samples`` per length.
 
-    Successive samples of a length have successive depths.
+    Successive prompts of a length hide the keys at successive `DEPTHS`.
 
     Args:
         max_seq_lengths: lengths in tokens.
         samples: prompts per length.
         keys: number of hidden keys.
-        haystack: UTF-8 file whose sentences surround the keys; noise by default.
+        haystack: UTF-8 file whose sentences surround the keys; None: the sentences `NOISE`.
         seed: seed of the prompts.
         others: arguments of `load_tokenizer`.
     """
@@ -55,7 +56,10 @@ def passkey_documents(
 
 
 def _as_split(make: Callable[..., Documents]) -> Callable[..., dict[str, Any]]:
-    """Return a function that wraps the documents of ``make`` as the data set of a task."""
+    """Return a function that calls ``make``, and returns the documents as a data set for lm_eval.
+
+    The function returns {"test": data set}.
+    """
 
     def split(**metadata: Any) -> dict[str, Any]:
         import datasets
@@ -66,7 +70,7 @@ def _as_split(make: Callable[..., Documents]) -> Callable[..., dict[str, Any]]:
 
 
 def found(document: dict[str, Any], replies: Sequence[str]) -> dict[str, float]:
-    """Return the length of the document -> 1.0 if the reply contains the key, or else 0.0."""
+    """Return {length: score}: 1.0 if the reply contains the key of the document, or else 0.0."""
     return {str(document["length"]): float(answered(replies[0], document["key"]))}
 
 
@@ -79,9 +83,10 @@ def recall_documents(
     seed: int = 0,
     **others: Any,
 ) -> Documents:
-    """Return, for each key of each document, the text before the repeated key and its digits.
+    """Return a question for each key that the documents repeat.
 
-    lm_eval scores a final blank of the text together with the digits.
+    The field ``text`` ends before the repeated key, and ``key`` contains the digits of the key. If
+    ``text`` ends with a blank, lm_eval scores the blank together with the digits.
 
     Args:
         keys: keys per document.
@@ -120,7 +125,7 @@ def recall_documents(
 
 
 def recalled(document: dict[str, Any], replies: Sequence[tuple[float, bool]]) -> dict[str, float]:
-    """Return the length of the document -> 1.0 if the key was the greedy reply, or else 0.0."""
+    """Return {length: score}: 1.0 if greedy decoding would generate the key, or else 0.0."""
     ((_, is_greedy),) = replies
     return {str(document["length"]): float(is_greedy)}
 
@@ -136,8 +141,8 @@ def task_documents(
 ) -> Documents:
     """Return ``samples`` prompts per length of one of `TASKS`, with the expected answers.
 
-    A prompt and its answers together have the length, plus or minus one token if the text starts
-    inside a word.
+    A prompt and its answers together have ``length`` tokens, or one more or less if the prompt
+    starts inside a word.
 
     Args:
         task_name: key of `TASKS`.
@@ -163,7 +168,7 @@ def task_documents(
 
 
 def said(document: dict[str, Any], replies: Sequence[str]) -> dict[str, float]:
-    """Return the length of the document -> share of the expected answers that the reply contains.
+    """Return {length: score}, where the score is the fraction of expected answers in the reply.
 
     Order, case and blanks do not matter, as in RULER (Hsieh et al. 2024, arXiv 2404.06654).
     """
@@ -197,7 +202,7 @@ def load_tokenizer(
 
 
 def _sentences(haystack: str | None) -> Sequence[str]:
-    """Return the sentences of the UTF-8 file ``haystack``; None: the sentences of noise."""
+    """Return the sentences of the UTF-8 file ``haystack``; None: the sentences `NOISE`."""
     return split_sentences(Path(haystack).read_text("utf-8-sig")) if haystack else NOISE
 
 

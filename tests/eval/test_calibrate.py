@@ -23,7 +23,7 @@ SMALL = ("query_block=16", "key_block=16", "share_threshold=1.0")
 
 @pytest.fixture
 def book(tmp_path, monkeypatch):
-    """Write a short text, and let `calibrate` hide few keys and try high thresholds."""
+    """Return the path of a short text file, and make `calibrate` use 2 keys and `THRESHOLDS`."""
     for module in (calibration_passes, calibrate):
         monkeypatch.setattr(module, "KEYS", 2)
     monkeypatch.setattr(anchor_fit, "THRESHOLDS", THRESHOLDS)

@@ -35,9 +35,9 @@ class Settings:
 
 
 class Powers(Experiment):
-    """Experiment that raises numbers to a power: the lengths, then the longest length + 1.
+    """Experiment that computes length ** power of each length, then of the longest length + 1.
 
-    The last case has the field ``sought``, as the search for the longest prompt has.
+    The last case has the field ``sought``, like the cases of a search for the longest prompt.
     """
 
     name = "powers"
@@ -82,7 +82,7 @@ class Powers(Experiment):
 
 @pytest.fixture(autouse=True)
 def powers_command(monkeypatch):
-    """Add `Powers` to the commands by name, and forget the measured lengths."""
+    """Register `Powers` as the command "powers", and clear `MEASURED`."""
     MEASURED.clear()
     monkeypatch.setattr(
         experiment, "named", lambda name: {"powers": Powers}.get(name) or NAMED(name)
@@ -90,7 +90,7 @@ def powers_command(monkeypatch):
 
 
 def start(out, **fields):
-    """Run `Powers` with these fields of its settings, and return the rows."""
+    """Run `Powers` with the settings ``fields`` in the folder ``out``, and return the rows."""
     return run(Powers(Settings(out=str(out), **fields)))
 
 
@@ -218,8 +218,8 @@ def test_extended_run_updates_command(tmp_path, monkeypatch):
 
     monkeypatch.setattr(experiment, "tqdm", Bar)
     rows = start(tmp_path, lengths=(1, 2, 5))
-    # the bar starts at 2 of 4 cases, which are in the log. Without smoothing, the estimate of the
-    # remaining time uses the cases of this run only
+    # final count 4, initial count 2 (the cases in the log), and smoothing 0, so that tqdm estimates
+    # the remaining time from the cases of this run only
     assert closed_bars[0] == (4, 2, 0)
     assert [row["length"] for row in rows] == [1, 2, 3, 5, 6] and MEASURED == [1, 2, 3, 5, 6]
     assert "powers --lengths 1,2,5\n" in (tmp_path / "report.md").read_text()

@@ -97,7 +97,7 @@ def test_fidelity_command_writes_expected_rows(model_folder, tmp_path, book, cap
         for row in (cab, wide, matched, half):
             assert (row["pass"]["n"], row["recall"]["n"], row["recall"]["pairs"]) == (2, 2, 2)
             assert row["perplexity"]["ratio"] > 0
-        # the documents of recall have no needle, which this method would remove
+        # no_needle has no recall, because the documents of recall have no needle to remove
         assert "pass" in no_needle and "recall" not in no_needle
         # the query blocks in the second half start at tokens 160, 192, 224, 256 and 288
         assert dense["perplexity_border"]["tokens"] == 5
@@ -124,7 +124,7 @@ def test_predictions_at_block_borders_ignore_later_tokens(model_folder, monkeypa
     case = {"method": "cab", "text": "noise", "length": 900, "budget": None, "fitted": None}
 
     def prediction_of(tokens, at):
-        """Return the prediction of token ``at``."""
+        """Return the model's prediction of the token at position ``at``."""
         with measured.method(case).applied(measured.model):
             return teacher_forcing.predictions(
                 measured.model, TeacherForced(tokens, ((at, at + 1),))
@@ -158,7 +158,7 @@ DECODING = (
 
 @pytest.fixture(scope="module")
 def rows_of_run(model_folder, tmp_path_factory):
-    """Return a cached function from the options of a run to its rows by method."""
+    """Return a cached function that runs `command` with options, and returns {method: row}."""
 
     @cache
     def rows(options):
@@ -224,7 +224,8 @@ def test_continuation_is_exact_except_with_evicted_keys(model_folder):
         case = {"method": name, "budget": None, **question, "fitted": 0.1}
         method = measured.method(case)
         with method.applied(measured.model):
-            # this call uses a complete cache; the cache of streaming drops keys of the prompt
+            # `distributions` has a complete KV cache. `measured.read` has the cache of the method,
+            # and that of streaming drops keys of the prompt
             complete = distributions(measured.model, reading, chunk=measured.settings.chunk)
             measured.dense_of(case)
             measured_nll[name] = measured.read(case, reading, method)["nll"]
@@ -272,9 +273,10 @@ def test_batched_decode_equals_single_decode(model_folder, tmp_path, monkeypatch
 
 @pytest.fixture
 def kill(monkeypatch):
-    """Return a function that interrupts the n-th case measured after its call; None: no case.
+    """Return a function ``kill(n)`` that makes the n-th case measured from now on interrupt a run.
 
-    The function returns a list, to which every case that is measured later is appended.
+    With None, no case interrupts the run. ``kill`` returns a list to which every case measured
+    after the call of ``kill`` is appended.
     """
     measure = Fidelity.measure
 
@@ -314,7 +316,7 @@ def test_resumed_run_equals_uninterrupted_run(model_folder, tmp_path, kill, rows
 
 
 class CountingBench(Bench):
-    """A clock that returns n milliseconds for its n-th call."""
+    """A fake timer: the n-th timed call takes n milliseconds."""
 
     def __init__(self):
         super().__init__("cpu")
@@ -336,7 +338,7 @@ def test_layer_times_are_summed(model_folder):
     result = clock.time(model, tokens, config)
     assert (result["predict_ms"], result["attend_ms"], result["dense_ms"]) == (2 + 4, 3 + 5, 2)
     assert "predict_reported" not in result
-    # an exact layer takes the time of dense attention
+    # the layer in dense_layers takes the time of dense attention, 1 ms
     result = clock.time(model, tokens, CabConfig(min_length=0, dense_layers=(0,)))
     assert (result["predict_ms"], result["attend_ms"]) == (6, 1 + 7)
     cascade = CabConfig(min_length=0, predictor="cascade", anchors=(0,))
@@ -373,7 +375,7 @@ def test_rows_contain_times_and_quality(model_folder, tmp_path, monkeypatch):
 def test_cpu_is_timed_only_for_equal_time():
     assert attention_time.layer_bench("cpu") is None
     assert Fidelity(Settings(device="cpu")).clock is None
-    # equal time needs a clock on every device
+    # methods that are matched by time need a timer, even on a CPU
     assert type(Fidelity(Settings(device="cpu", equal="time")).clock.bench) is Bench
 
 
@@ -401,10 +403,10 @@ def test_fitted_budget_matches_attention_time(model_folder, tmp_path, monkeypatc
 
 
 def test_resumed_run_reuses_fitted_budgets(model_folder, tmp_path, monkeypatch, kill):
-    """The second part of the run measures other times, but does not fit again."""
+    """After an interruption, the timer measures other times, but no method is fitted again."""
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
     options = (*TIMED, "--probes", "continuation,recall", "--documents", "2")
-    # case 12 is the second sample of the third method
+    # interrupt the run at case 12, the second sample of the third method
     calls = kill(12)
     with pytest.raises(KeyboardInterrupt):
         command(model_folder, tmp_path, options)
@@ -418,7 +420,7 @@ def test_resumed_run_reuses_fitted_budgets(model_folder, tmp_path, monkeypatch, 
 
 
 def test_every_method_has_rows(model_folder, tmp_path, halved_for_fp8):
-    # methods with dense prefill differ from dense attention in decode steps only
+    # leave out methods with dense prefill, which equal dense attention except in decode steps
     names = [name for name, method in METHODS.items() if not method.dense_prefill]
     options = ("--probes", "continuation", "--lengths", "600", "--budgets", "0.5")
     rows = command(model_folder, tmp_path, options, methods=",".join(names))["rows"]

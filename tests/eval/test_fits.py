@@ -36,7 +36,7 @@ MEASURED = CabConfig(typical_queries=8, typical_key_stride=1)
 
 @pytest.fixture(scope="module")
 def llama():
-    """Return the estimate for prompts of the model and the config of the committed runs."""
+    """Return the memory model of prompts for the model and the config of the committed runs."""
     return dataclasses.replace(fits.Prompts.of(LLAMA), config=MEASURED)
 
 
@@ -117,7 +117,7 @@ def test_longest_prompt_estimate_matches_search(llama):
 @pytest.mark.parametrize("gib", [24, 48, 80])
 @pytest.mark.parametrize("chunk", [0, 8192])
 def test_longest_prompt_estimate_matches_search_on_small_gpus(llama, gib, chunk):
-    """Estimates for the limit of the measurement, and for the limit minus the reserve for CUDA."""
+    """Estimates match with the memory limit of the run, and with this limit minus `CUDA_GIB`."""
     for implementation in ("cab_dense", "cab"):
         run = rows(f"speed-prefill-{gib}-{'chunks' if chunk else 'whole'}")
         run = [row for row in run if row["fits"] and row["implementation"] == implementation]

@@ -25,11 +25,11 @@ def test_wilson_by_hand(correct, n, low, high):
 
 
 def difference_of(both, only_ours, only_base, neither, is_swapped=False):
-    """Return `paired_difference` of two methods from the counts of their right answers.
+    """Return `paired_difference` of two methods, "ours" and "base", from numbers of questions.
 
     Args:
-        both, neither: questions that both methods answer, or none of the two.
-        only_ours, only_base: questions that only one method answers.
+        both, neither: number of questions that both methods, or neither, answer correctly.
+        only_ours, only_base: number of questions that only this method answers correctly.
         is_swapped: True for the difference base minus ours.
     """
     ours = [1] * (both + only_ours) + [0] * (only_base + neither)

@@ -25,7 +25,7 @@ from cab_hf.experiment.log import read_log
 from cab_hf.experiment.settings import read_settings, spelled
 
 NAMES = "passkey", "fidelity"
-# number of cases of `command` with its default options
+# command -> number of cases of a run by `command` with its default options
 CASES = {"passkey": 9, "fidelity": 24}
 WIDE = "--variant", "wide=mass_threshold=0.06"
 OUT_OF_MEMORY = "out of memory: tried to allocate 4.00 GiB"
@@ -34,7 +34,7 @@ by_name = pytest.mark.parametrize("name", NAMES)
 
 @pytest.fixture(scope="module")
 def finished_runs(model_folder, tmp_path_factory):
-    """Return finished runs by command: the folder, the content of results.json, the stdout."""
+    """Return a finished run per command, with ``folder``, ``results`` and ``printed`` (stdout)."""
     runs = {}
     for name in NAMES:
         folder, printed = tmp_path_factory.mktemp("complete") / name, StringIO()
@@ -199,7 +199,7 @@ def test_merged_shards_equal_one_process(
         return answer(self, prompt, method)
 
     monkeypatch.setattr(Passkey, "answer", record_method_and_answer)
-    # the second run of all shards measures the methods that match another method
+    # the second run of all shards measures random, which is matched to the density of cab
     for methods in ({"dense", "cab"}, {"random"}):
         answered.clear()
         for shard in ("1/2", "2/2"):
@@ -246,7 +246,7 @@ def test_run_continues_only_with_model_of_same_hash(run_passkey, model_folder, t
     ],
 )
 def test_given_fields_replace_small_block_defaults(module, assignments, expected):
-    """Another predictor may not use the fields that the small-block defaults set."""
+    """Any assigned field replaces all defaults, which another predictor might not support."""
     settings = module.Settings(device="cpu", cab=assignments)
     config = settings.cab_config if module is passkey else settings.configs["cab"]
     assert config == CabConfig(min_length=0, **expected)

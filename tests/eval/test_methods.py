@@ -17,7 +17,8 @@ from cab_hf.predictors import LayerContext, make_predictor
 
 LENGTH = 600
 CELL = Cell(SMALL, 0.4, LENGTH)
-# the same cell for top-p methods and two layers; it reports the share as the realised density
+# the same cell for top-p methods and a model of two layers. The realised density of a config is
+# the number after the colon in the name of its predictor
 TOP_P_CELL = replace(
     CELL, realised=lambda config: float(config.predictor.partition(":")[2]), layers=2
 )
@@ -31,7 +32,7 @@ def model():
 
 @pytest.fixture(autouse=True)
 def lower_minimum_of_flexprefill(monkeypatch):
-    """Lower FlexPrefill's minimum, with which it selects all blocks of a short sequence."""
+    """Lower `MIN_TOKENS`, with which FlexPrefill would select all blocks of a short sequence."""
     monkeypatch.setattr(last_queries, "MIN_TOKENS", 32)
 
 
@@ -46,7 +47,7 @@ def logits(model, ids):
 
 
 def generate(model, ids, tokens=4):
-    """Return the prompt ``ids`` with ``tokens`` tokens of a greedy answer."""
+    """Return the prompt ``ids`` followed by ``tokens`` greedily generated tokens."""
     greedy = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
     return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
 
@@ -56,8 +57,9 @@ class Decoding:
 
     Attributes:
         method: the eviction method.
-        prompt, steps: number of tokens of the prompt and after it.
-        kept, shares, module: state of the method, and the layer to which the state belongs.
+        prompt, steps: number of tokens of the prompt, and number of decode steps.
+        kept, shares, module: arguments of `EvictingMethod.attend`, which updates ``kept`` and
+            ``shares`` for the layer ``module``.
         q, k, v: queries, keys and values of all tokens.
         out: output of the prompt.
         probabilities: attention probabilities of the prompt, [1, H, prompt, prompt].
@@ -74,18 +76,19 @@ class Decoding:
         assert self.shares == {self.module: min(1, method.tokens / prompt)}
 
     def attend(self, queries, num_keys):
-        """Return the output of the method for a slice of queries over the first keys."""
+        """Return the method's output for a slice of queries over the first ``num_keys`` keys."""
         k, v = self.k[:, :, :num_keys], self.v[:, :, :num_keys]
         attend = partial(self.method.attend, self.kept, self.shares)
         out, _ = attend(self.module, self.q[:, :, queries], k, v, attention_mask=None, scaling=0.25)
         return out
 
     def check_steps(self, alive, after):
-        """Compare every decode step with attention over the keys that are left.
+        """Compare every decode step with attention over the keys that are still in the cache.
 
         Args:
-            alive: positions of the keys left after the prompt, for each KV head.
-            after: function (head, positions, weights) that returns the keys left after a step.
+            alive: for each KV head, the positions of the keys in the cache after the prompt.
+            after: function of a KV head, the positions of its keys and their attention weights in a
+                step. It returns the positions that remain after the step.
         """
         for at in range(self.prompt, self.prompt + self.steps):
             out = self.attend(slice(at, at + 1), at + 1)
@@ -165,7 +168,7 @@ def test_streaming_cache_drops_keys_outside_prefill_window(model, ids):
 
 
 def test_step_tokens_count_index_bytes(model):
-    """The index of a key counts as bytes / (2 * 16 * 4) tokens, the bytes of one K and V."""
+    """The index of a key counts as its bytes / (2 * 16 * 4), the bytes of K and V of a token."""
     config = SMALL.changed(sparse_decode=True, decode_tokens=128)
     sparse = methods.Cab(config)
     with sparse.applied(model):

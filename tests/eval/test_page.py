@@ -43,7 +43,7 @@ class FixedReport(Passkey):
 
 
 def write(folder, rows, **provenance):
-    """Write a result folder with a figure; ``provenance`` replaces fields of the provenance."""
+    """Write a result folder with rows and a figure; ``provenance`` replaces default fields."""
     folder.mkdir(parents=True)
     provenance = {
         **{"experiment": "passkey", "device": "a GPU", "commit": "0123456789"},

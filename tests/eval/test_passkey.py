@@ -100,7 +100,7 @@ def test_keys_are_distinct_from_distractors(tokenizer):
     haystack = Haystack(tokenizer, "distractors", keys=8)
     text = tokenizer.decode(haystack.prompt(1200, 0.5, 0).tokens).replace(" ", "")
     counts = sorted(text.count(f"passkeyfor{name}is") for name in needles.NAMES)
-    # each key is named in its needle, and one key also in the beginning of the answer
+    # each of 8 names occurs in its needle; the name of the asked key also starts the answer
     assert counts[-9:] == [0, 1, 1, 1, 1, 1, 1, 1, 2]
     assert "number" in text
 
@@ -211,7 +211,10 @@ GENERATION_FIELDS = {
 
 @pytest.fixture(scope="module")
 def answers(model_folder, tmp_path_factory):
-    """Return a function from fields of the generation config to the answers of the model."""
+    """Return a function that runs passkey with fields in the model's generation config.
+
+    The function returns the model's answers.
+    """
 
     def answers(**fields):
         folder = shutil.copytree(model_folder, tmp_path_factory.mktemp("own") / "model")
@@ -225,7 +228,7 @@ def answers(model_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def default_answers(answers):
-    """Return the answers of the model without fields in its generation config."""
+    """Return the model's answers without additional fields in its generation config."""
     return answers()
 
 

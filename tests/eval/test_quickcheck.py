@@ -53,7 +53,7 @@ COST = Cost(parameters=1e8, attention=2e4)
 
 
 def kl_row(length, threshold, kl, index=0, method=CAB):
-    """Return the row of a measured KL over 10 tokens."""
+    """Return a log row of a measured KL of ``kl`` nats per token over 10 tokens."""
     return {
         **Step(KL, length, method, threshold, index=index).fields,
         **{"kl": kl * 10, "count": 10, "densities": [0.5, None]},
@@ -62,7 +62,7 @@ def kl_row(length, threshold, kl, index=0, method=CAB):
 
 
 def time_row(length, threshold, dense_ms, cab_ms):
-    """Return the row of a timed first token."""
+    """Return a log row of the measured time to the first token, dense and by CAB."""
     return {
         **Step(TTFT, length, CAB, threshold).fields,
         **{"dense_ms": dense_ms, "cab_ms": cab_ms, "kernel": "sdpa", "densities": [0.25, None]},
@@ -72,7 +72,7 @@ def time_row(length, threshold, dense_ms, cab_ms):
 
 
 def recall_row(length, method, threshold, right):
-    """Return the row of a recall measurement; ``right`` has a bool for each key."""
+    """Return a log row of a recall measurement; ``right`` has a bool for each key."""
     fields = Step(RECALL, length, method, threshold).fields
     return {**fields, "right": right, "pass_seconds": {method: 1.0}}
 
@@ -102,7 +102,7 @@ def test_search_finds_threshold_of_power_law(target, slope):
         ([(0.0027, 0.0)], 0.0216),
         # the KL does not grow
         ([(0.02, 0.0008), (0.08, 0.0008)], 0.64),
-        # a share of attention is at most 1
+        # a threshold is a fraction of the attention mass, so at most 1
         ([(0.5, 0.001)], 1.0),
         ([(1.0, 0.001)], None),
         # five thresholds are the maximum
@@ -174,7 +174,7 @@ def test_full_budget_pass_is_estimated_from_other_passes(cab_ms, seconds):
 @pytest.mark.parametrize("minutes", [0.5, 2, 10, 30])
 @pytest.mark.parametrize("speed", [2e9, 2e10, 4e12])
 def test_run_stays_within_its_minutes(minutes, speed):
-    """The simulated time of a pass differs by up to 15 % from the time that its work predicts."""
+    """Each simulated pass takes up to 15 % more or less time than estimated from its operations."""
     scope = Scope((8192, 32768, 131072), START, TARGET, documents=2, kernels=3)
     rows, skipped, elapsed, numbers = [], {}, 10.0, count()
     while (step := next_step(scope, rows, skipped)) is not None:
@@ -253,7 +253,7 @@ def test_kernels_are_ranked_at_nearest_length():
 
 
 def advised(rows, target=TARGET):
-    """Return (verdict, sentence of advice) for measured rows."""
+    """Return the verdict on measured rows, and the sentence of advice about this verdict."""
     verdict = advice.verdict(rows, START, target, query_block=128)
     table = advice.summaries(rows, START, verdict.threshold)
     sentence = advice.sentence(rows, verdict, table, target, device="NVIDIA H200")
@@ -349,9 +349,9 @@ def book(tmp_path):
 
 
 def words(model, book, out, *more):
-    """Return the words of a command with the options ``more``.
+    """Return the command line of quickcheck, as a list of words.
 
-    The command has small blocks, unless ``more`` contains --cab.
+    The options ``more`` are added, and small blocks unless ``more`` contains --cab.
     """
     command = ["--model", model, "--texts", book, "--out", out, "--lengths", "160,320"]
     command += ["--device", "cpu", "--runs", 1]
@@ -548,7 +548,7 @@ def test_random_weights_are_timed_at_max_density(book, tmp_path, monkeypatch):
 
 @pytest.fixture
 def flash(monkeypatch):
-    """Install a fake FlashAttention-3 module, and a broken FlashAttention-2 module."""
+    """Install a fake FlashAttention-3 module, and a FlashAttention-2 module with wrong results."""
 
     def attend(q, k, v, softmax_scale, causal):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -43,14 +43,14 @@ def write(folder, rows, versions=("torch",), settings=(), **provenance):
 
 
 def table(name, results):
-    """Return the cells of a table on a page, a list per row, without the heading."""
+    """Return the cells of a table of a page, as a list per row, without the header row."""
     page = readme.page_with_tables(f"<!-- table: {name} -->\n<!-- end -->\n", results, "../")
     lines = [line for line in page.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
 def fidelity_rows(length, methods):
-    """Return rows of two texts; method n has n times the KL and 1 / n of the time."""
+    """Yield rows of two texts; method number n has KL n / 100, and 1 / n of the dense time."""
     for text, share in (("one", 0.5), ("other", 1.0)):
         for number, method in enumerate(methods, 1):
             case = {"text": text, "length": length, "method": method, "density": 1 / number}
@@ -65,7 +65,7 @@ def fidelity_rows(length, methods):
 
 @pytest.fixture
 def results(tmp_path):
-    """Return a folder with the results of the first table and of the picture."""
+    """Return a folder with the results of the default table and of the picture."""
     default = asdict(CabConfig(min_length=0))
     for folder, length in ((SHORT, 32_768), (LONG, 131_072)):
         configs = {name: {**default} for name in CONFIGURATIONS if name != "dense"}
@@ -245,7 +245,7 @@ def test_models_table_lists_models_of_default_runs(results):
 
 @pytest.fixture
 def words(results, tmp_path_factory, monkeypatch):
-    """Return the words of the command for a page with the default table and a page without."""
+    """Return the options of the command, for a page with the default table and a page without."""
     docs = tmp_path_factory.mktemp("docs")
     (docs / "page.md").write_text(PAGE)
     (docs / "more.md").write_text("no tables are needed here")

@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def refused(folder, tmp_path, capsys, monkeypatch):
-    """Return a function that runs a command with invalid words, and returns the error.
+    """Return a function that runs a command with invalid options, and returns the error message.
 
     The working directory contains `FILES`. The function checks that the error is one line on
     stderr, that the exit status is 2, and that no file was written.
@@ -79,7 +79,7 @@ def refused(folder, tmp_path, capsys, monkeypatch):
 
 
 def cases_of(lines):
-    """Yield the test cases of the lines of `TABLES`: (words, pattern of the error).
+    """Yield pytest parameters from a value of `TABLES`: options, and pattern of the error message.
 
     A case is ``option=value ... > expected``, and cases are separated by `` ; `` or a line break.
     ``expected`` is the name of the refused setting, or a part of the error. Without ``expected``,
@@ -229,9 +229,9 @@ def test_invalid_page_arguments_are_refused_in_one_line(folder, monkeypatch, cap
 
 @pytest.fixture
 def run(folder, tmp_path, capsys):
-    """Return a function that runs a command with a model.
+    """Return a function that runs a command on a model with its options in `SMALL`.
 
-    The function returns (exit status, last line on stderr).
+    The function returns the exit status and the last line on stderr.
     """
 
     def run(command, model=folder / "own"):
@@ -271,7 +271,7 @@ def test_nonfinite_model_is_refused(folder, tmp_path, run, command, weights, val
 
 @pytest.mark.parametrize("command", ["passkey", "fidelity"])
 def test_unsupported_model_is_refused(tmp_path, run, command):
-    """The library raises the error in a forward pass."""
+    """An error that the library raises in a forward pass counts as invalid input."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 1}
     doge = DogeForCausalLM(DogeConfig(**sizes, vocab_size=len(make_tokenizer())))

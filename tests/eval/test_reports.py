@@ -25,14 +25,14 @@ HOSTILE = "a|b `c`\n## $d$.txt"
 
 
 def sample(method, probe, index, text="noise", **result):
-    """Return a fidelity sample; ``result`` replaces fields."""
+    """Return a fidelity sample; the keywords ``result`` add or replace fields."""
     case = {"method": method, "text": text, "length": 8, "budget": None, "probe": probe}
     defaults = {"depth": None, "index": index, "fitted": None, "density": 1.0}
     return {**case, **defaults, **result}
 
 
 def passkey_sample(method, index, correct, **result):
-    """Return a passkey sample; ``result`` replaces fields."""
+    """Return a passkey sample; the keywords ``result`` add or replace fields."""
     case = {"method": method, "length": 8, "keys": 1, "depth": 0.5, "index": index}
     defaults = {"budget": None, "density": 1.0, "reached": None, "answer": str(correct)}
     return {**case, "correct": correct, **defaults, **result}
@@ -44,7 +44,7 @@ def recall_sample(method, right, density=1.0, index=0, **result):
 
 
 def matched(method, density, budget="match", **result):
-    """Return a recall sample of a method that is matched to the density 0.2."""
+    """Return a recall sample of a method that was fitted to the density 0.2 of cab."""
     fields = {"budget": budget, "fitted": 0.2, **result}
     return recall_sample(method, [True], density, **fields)
 
@@ -80,10 +80,10 @@ def tasks():
 
 
 def decoding():
-    """Return samples of decode and greedy.
+    """Return samples of the probes decode and greedy.
 
-    The continuations of cab equal those of dense attention in 4, 3 and 0 leading tokens. Equal
-    tokens after a difference do not count.
+    The greedy continuations of cab agree with dense attention in their first 4, 3 and 0 tokens.
+    Equal tokens after the first difference do not count.
     """
     continuations = {"dense": ([1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8])}
     continuations["full"] = continuations["dense"]
@@ -101,7 +101,7 @@ def decoding():
 
 
 def turns():
-    """Return samples of two documents: KL 1 to 5 per token in five turns, and 2 to 10."""
+    """Return samples of two documents with five turns: KL per token 1 to 5, and 2 to 10."""
     samples = []
     for method, index in product(("dense", "cab"), (0, 1)):
         scale = (index + 1.0) * (method == "cab")
@@ -112,9 +112,9 @@ def turns():
 
 
 def fewer_samples():
-    """Return samples of methods of which random and oracle have fewer samples than dense.
+    """Return samples in which random and oracle have fewer samples of a probe than dense.
 
-    random and cab have no samples of the probe asked, which is allowed.
+    The methods random and cab have no sample at all of the probe asked, which is allowed.
     """
     counts = [("dense", "recall", 3), ("dense", "asked", 2), ("cab", "recall", 3)]
     counts += [("random", "recall", 2), ("oracle", "recall", 1), ("oracle", "asked", 1)]
@@ -123,12 +123,12 @@ def fewer_samples():
         for method, probe, count in counts
         for index in range(count)
     ]
-    # the number of samples is compared within a text
+    # samples of another text, which must not count: numbers of samples are compared within a text
     return [*samples, sample("cab", "recall", 0, "other", right=[True])]
 
 
 def cab_without_sparse_layers(**result):
-    """Return samples of dense and cab, which had no sparse layer, and of a sparse variant."""
+    """Return samples of dense and cab without sparse layers, and of a variant with them."""
     samples = [
         recall_sample(method, [True], sparse_density=None, **result) for method in ("dense", "cab")
     ]
@@ -146,7 +146,10 @@ def passkeys():
 
 
 def dense_passkeys(method):
-    """Return passkey samples of methods without sparse layers; ``method`` has one of them too."""
+    """Return passkey samples of dense, h2o and cab without sparse layers, and of sparse random.
+
+    A further sample, of ``method``, has no sparse layers.
+    """
     samples = [
         passkey_sample(name, 0, True, sparse_density=None) for name in ("dense", "h2o", "cab")
     ]
@@ -166,7 +169,7 @@ SCENES = {
     "fewer samples": fewer_samples(),
     "unreachable time": [sample("random", "time", 0, **TIMES, dense_kernel="SDPA")],
     "density differs from the matched density": [
-        # sparse_density is the density of the sparse layers only
+        # sparse_density is the mean density of the sparse layers, and density that of all layers
         matched("random", 0.6, sparse_density=0.21),
         matched("streaming", 0.2, sparse_density=0.22),
         matched("oracle", 0.3, 0.2, sparse_density=0.3),

@@ -27,7 +27,7 @@ BLOCK_MASS = {"scale": 0.25, "query_block": 32, "key_block": 16}
 
 @pytest.fixture(autouse=True)
 def lower_minimum_of_flexprefill(monkeypatch):
-    """Lower FlexPrefill's minimum, with which it selects all blocks of a short sequence."""
+    """Lower `MIN_TOKENS`, with which FlexPrefill would select all blocks of a short sequence."""
     monkeypatch.setattr(last_queries, "MIN_TOKENS", 32)
 
 
@@ -99,7 +99,7 @@ def test_no_row_selects_a_future_block(name, length):
     rows, blocks = torch.arange(keep.shape[1]), torch.arange(keep.shape[2])
     later = 16 * blocks > 32 * rows[:, None] + 31
     assert not keep[:, later].any()
-    # a row always selects the key blocks of its own positions
+    # every query block attends to the key blocks with its own positions
     own = blocks[:, None] // 2 == rows
     assert keep[:, (own.T & ~later)].all()
 
@@ -122,7 +122,7 @@ def test_later_tokens_do_not_change_selection(name):
     ids=["packed", "padded-left", "padded-right"],
 )
 def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(name, documents, is_real):
-    """Compare the blocks of a sequence of 205 tokens, in a row and alone."""
+    """Compare the blocks of a sequence of 205 tokens within a longer row, and as a row alone."""
     document_of_token = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))[
         None
     ]
@@ -184,7 +184,7 @@ def test_columns_and_diagonals_map_to_blocks_by_hand():
     none = torch.zeros(1, 1, 6, dtype=torch.bool)
     column, diagonal = none.clone(), none.clone()
     column[..., 1] = True
-    # the diagonal at a distance of three key blocks
+    # keep the keys at a distance of three key blocks before a query
     diagonal[..., 3] = True
     visible = torch.ones(6, 6, dtype=torch.bool).tril()[1::2]
     keep = last_queries.touched(column, none, ranges, query_block=4, key_block=2)[0, 0] & visible
@@ -209,7 +209,7 @@ def test_root_divergence_by_hand():
 
 @pytest.mark.parametrize("tau", [0.0, 9.0], ids=["vertical-slash", "query-aware"])
 def test_flexprefill_selection_equals_eager_attention(tau, monkeypatch):
-    """The threshold TAU gives all heads the vertical-slash pattern, or the query-aware pattern."""
+    """The values of TAU make all heads vertical-slash, or all heads query-aware."""
     length = 205
     monkeypatch.setattr(last_queries, "TAU", tau)
     gamma, min_blocks = 0.6, 2
@@ -220,7 +220,7 @@ def test_flexprefill_selection_equals_eager_attention(tau, monkeypatch):
     rows, blocks = -(-length // 32), -(-length // 16)
 
     def fewest_with_share(shares, wanted):
-        """Return the keys of the largest values of ``shares`` that sum to ``wanted``."""
+        """Return the fewest keys of the dict ``shares`` whose values sum to at least ``wanted``."""
         chosen, total = set(), 0.0
         for key in sorted(shares, key=lambda key: -shares[key]):
             if total >= wanted:
@@ -230,7 +230,10 @@ def test_flexprefill_selection_equals_eager_attention(tau, monkeypatch):
         return chosen
 
     def best_blocks(shares, wanted):
-        """Return as many blocks as the best tokens with the share ``wanted`` fill."""
+        """Return the blocks with the largest sums, n // 16 + 1 blocks but at least ``min_blocks``.
+
+        n is the smallest number of tokens whose ``shares`` sum to more than ``wanted``.
+        """
         tokens, total = 1, 0.0
         for share in sorted(shares, reverse=True):
             total += share

@@ -25,7 +25,7 @@ from cab_hf.experiment.models import smollm2_folder
 from cab_hf.experiment.settings import UsageError
 
 LENGTHS = [300, 450]
-# lengths with space for the twelve keys of cab_recall
+# lengths in tokens that are large enough for the twelve keys of cab_recall
 LONGER = (650, 700)
 WITH_KEYS = ["cab_passkey", "cab_passkey_multi", "cab_recall"]
 NAMES = [*WITH_KEYS, *(f"cab_{name}" for name in TASKS)]
@@ -57,7 +57,7 @@ def folder(model_folder):
 
 
 def read_task(name, utils):
-    """Return a task's YAML as lm_eval reads it, with functions resolved and includes merged."""
+    """Return the content of a task's YAML file, with functions imported and includes merged."""
 
     class Loader(yaml.SafeLoader):
         pass
@@ -134,7 +134,7 @@ def test_passkey_documents_equal_command_prompts(utils, folder):
 @pytest.mark.parametrize("text", [None, TEXT], ids=["noise", "text"])
 @pytest.mark.parametrize(("model", "keys"), slow_but([("merging", 4), ("smollm2", 12)], 0))
 def test_recall_documents_have_tokens_of_teacher_forcing(model, keys, text, utils, tmp_path):
-    """The tokens of a prompt and its key equal the tokens of the teacher-forced document."""
+    """The tokens of a prompt and its key are the first tokens of the teacher-forced document."""
     if model == "merging":
         make_merging_tokenizer().save_pretrained(folder := tmp_path / "tokenizer")
     else:
@@ -297,7 +297,7 @@ def test_harness_reports_density_and_refuses_dense_runs(capsys):
 
 
 def run(out, folder, model, arguments, names=WITH_KEYS, options=()):
-    """Run the harness, and return (results, samples by task) as lm_eval writes them.
+    """Run the harness, and return results, and {task: samples}, as lm_eval writes them.
 
     Args:
         out: folder for the results.
@@ -356,7 +356,7 @@ def test_harness_run_without_valid_scores_is_refused(
 
 @pytest.fixture(scope="module")
 def runs(folder, tmp_path_factory):
-    """Return the results of lm_eval by method: cab, and dense attention by the class hf."""
+    """Return results of lm_eval: "cab" by our model class, "dense" by lm_eval's class hf."""
     pytest.importorskip("lm_eval")
     out = tmp_path_factory.mktemp("runs")
     return {

@@ -33,7 +33,7 @@ from cab_hf.eval.teacher_forcing import (
 
 
 def model_with(logits):
-    """Return a model with the logits [length, vocabulary] for every input."""
+    """Return a fake model whose logits are [length, vocabulary] ``logits`` for every input."""
 
     def model(ids, logits_to_keep, use_cache):
         return SimpleNamespace(logits=logits[None, logits_to_keep])
@@ -100,13 +100,14 @@ def test_continuation_logits_equal_one_pass(chunk):
 
 def test_prompt_is_prefilled_in_chunks():
     model, tokens = model_and_tokens(290)
-    # half of the blocks of every row: blocks have similar shares, so small changes select others
+    # every row keeps half of its blocks. The blocks have similar masses, so that small changes of q
+    # or k select other blocks
     cab_hf.apply_cab(model, SMALL_BLOCKS, mass_threshold=0.0, max_density=0.5)
     reading = TeacherForced(tokens, ((260, 290),), prompt=256)
     one_pass, whole_blocks, split_blocks = (
         distributions(model, reading, chunk=7, prefill_chunk=size) for size in (0, 64, 80)
     )
-    # chunks of 80 tokens split query blocks of 32, and the parts select blocks separately
+    # chunks of 80 tokens split query blocks of 32 tokens, and each part selects its own key blocks
     torch.testing.assert_close(whole_blocks, one_pass, atol=1e-4, rtol=1e-4)
     assert (split_blocks - one_pass).abs().max() > 1e-3
 
@@ -121,7 +122,7 @@ def test_turn_logits_equal_one_pass(prefill_chunk):
 
 
 def test_turns_share_one_cache():
-    """Each call is recorded as (tokens of the call, cached tokens)."""
+    """Record a pair for each call of the model: its number of tokens, and of cached tokens."""
     (model, tokens), calls = model_and_tokens(50), []
 
     def record_call(model, args, kwargs):

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def time_one_call_per_case():
-    """Time one call of each case, without warm-up beyond one call."""
+    """Make timers run one warm-up call and one timed call per case."""
     from cab_hf.eval.speed import timing
     from cab_hf.experiment import provenance
 

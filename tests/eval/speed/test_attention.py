@@ -21,12 +21,12 @@ KEY |= {"layout": "whole", "budget": 0.2}
 
 
 def measured(case, bench=None, **fields):
-    """Return the sample of a case with these fields of the settings."""
+    """Return the sample of a case, measured with the settings ``fields`` of a tiny layer."""
     return sample_of(Attention, tiny_settings(**fields), case, bench)
 
 
 def rows_of(samples):
-    """Return the rows of a report."""
+    """Return the report rows of samples."""
     return Attention.rows(samples, {})
 
 
@@ -36,14 +36,16 @@ def tiny_settings(**fields):
 
 
 def sample(length, ms, baselines=None, direction="forward", budget=0.1, **result):
-    """Return a sample of `Attention.measure` with half of all pairs; ``result`` replaces fields.
+    """Return a sample with the fields of `Attention.measure`; ``result`` replaces fields.
+
+    The selected blocks contain half of all causal pairs.
 
     Args:
         length: tokens of the sequence.
         ms: time of attention.
         baselines: times of dense kernels, in ms.
         direction: "forward" or "backward".
-        budget: the density that the case sets.
+        budget: max_density of the case.
     """
     key = {"length": length, "head_dim": 8, "direction": direction, "budget": budget}
     pairs = length**2 / 4
@@ -60,7 +62,7 @@ def sample(length, ms, baselines=None, direction="forward", budget=0.1, **result
 
 
 def test_pairs_and_density_by_hand():
-    # the 80 queries are in blocks of 32, 32 and 16, which list 2, 4 and 5 key blocks of 16 keys
+    # the 80 queries are in blocks of 32, 32 and 16, which attend to 2, 4 and 5 blocks of 16 keys
     plan = BlockPlan.causal(KeyRanges.causal(1, 80, 80, "cpu"), 2, 32, 16)
     counted = attention.counted(plan, heads=4)
     assert counted["density"] == 1
@@ -71,13 +73,13 @@ def test_rates_by_hand():
     forward, backward = rows_of(
         [sample(1000, 2.0, {"FA3": 4.0}), sample(1000, 2.0, {"FA4": 4.0}, "backward")]
     )
-    # 4 operations per pair and channel, and 500,000 pairs in listed blocks
+    # 4 operations per pair and channel, and 500,000 pairs in the selected blocks of two heads
     assert forward["tflops"]["triton"] == pytest.approx(4 * 8 * 500_000 / 2e-3 / 1e12)
     assert forward["tflops"]["FA3"] == pytest.approx(4 * 8 * 2 * 1000**2 / 2 / 4e-3 / 1e12)
     assert (forward["engine"], forward["ms"], forward["ratio"]) == ("triton", 3.0, 0.75)
     assert backward["tflops"]["triton"] == pytest.approx(2.5 * forward["tflops"]["triton"])
     assert (backward["ms"], backward["ratio"]) == (2.0, 0.5)
-    # the ratio compares with the fastest baseline
+    # the ratio is the time of CAB divided by the time of the fastest baseline
     (row,) = rows_of([sample(1000, 2.0, {"FA3": 4.0, "FA4": 2.0})])
     assert (row["baseline"], row["ratio"]) == ("FA4", 1.5)
 
@@ -114,7 +116,7 @@ def test_sinks_are_included_in_time(monkeypatch, direction):
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_composite_engine_is_timed(monkeypatch, direction):
-    """An engine may be a function that wraps a kernel, as on a GPU."""
+    """The function of an engine may be a `partial` that wraps a kernel, as on a GPU."""
 
     def call(kernel, q, k, v, plan, **options):
         return kernel(q, k, v, plan, **options)

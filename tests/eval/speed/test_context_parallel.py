@@ -38,7 +38,7 @@ raise SystemExit(main(sys.argv[2:]))
 
 
 def settings_of(**fields):
-    """Return settings of one short run; ``fields`` replaces fields."""
+    """Return settings of a short run; the keywords ``fields`` add or replace fields."""
     return Settings(**{"device": "cpu", "lengths": (600,), "seconds": 0.0, "runs": 1, **fields})
 
 
@@ -75,7 +75,14 @@ def test_killed_run_continues(tmp_path):
 
 
 def sample_on(group, scheme, direction, damage):
-    """Return the sample of a case on a rank, after ``damage(group, patch)`` patched a function."""
+    """Return this rank's sample of a case, measured after ``damage`` has patched a function.
+
+    Args:
+        group: the two ranks.
+        scheme: name of the scheme.
+        direction: "forward" or "forward+backward".
+        damage: function of the group and a `pytest.MonkeyPatch`.
+    """
     with pytest.MonkeyPatch.context() as patch:
         damage(group, patch)
         case = {"world": 2, "length": 600, "direction": direction, "scheme": scheme}
@@ -83,17 +90,17 @@ def sample_on(group, scheme, direction, damage):
 
 
 def bad_output(group, patch):
-    """Make attention wrong on rank 1."""
+    """Add 1 to the output of "grouped" on rank 1."""
     change_output_of_grouped(patch, lambda out: out + group.rank())
 
 
 def bad_gradient(group, patch):
-    """Halve the gradient of attention."""
+    """Halve the gradient of "grouped", but not its output."""
     change_output_of_grouped(patch, lambda out: out / 2 + out.detach() / 2)
 
 
 def change_output_of_grouped(patch, change):
-    """Apply ``change`` to the output of the scheme "grouped"."""
+    """Replace the scheme "grouped" by one that applies ``change`` to its output."""
 
     def attend(q, k, v, **settings):
         out, lse = distributed.zigzag_attention(q, k, v, **settings)
@@ -103,12 +110,12 @@ def change_output_of_grouped(patch, change):
 
 
 def gpu_engine(group, patch):
-    """Select the engine of a GPU, whose log-sum-exp has no gradient."""
+    """Make `engines.choose` return a GPU engine, whose log-sum-exp has no gradient."""
     patch.setattr(engines, "choose", lambda name, work: engines.FLEX)
 
 
 def out_of_memory(group, patch):
-    """Raise an out-of-memory error when the inputs are allocated."""
+    """Make the allocation of the inputs raise an out-of-memory error."""
 
     def run_out_of_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB. GPU 0")
@@ -133,7 +140,7 @@ def test_wrong_or_out_of_memory_case_is_not_timed(ranks, scheme, direction, dama
 
 
 class RankBench(Bench):
-    """Fake bench of rank r: the calls take 1000 ms, r + 1 ms, and then 10 (2 - r) ms each."""
+    """A fake timer of rank r: calls take 1000 ms, then r + 1 ms, then 10 (2 - r) ms each."""
 
     def __init__(self, rank):
         super().__init__("cpu")
@@ -153,7 +160,11 @@ class RankBench(Bench):
 
 
 def slowest_time(group, options):
-    """Return (ms, runs, calls per run, calls, peak GiB) that `time_slowest` reports on a rank."""
+    """Run `time_slowest` on this rank, with a fake timer.
+
+    Returns:
+        Reported ms, runs and calls per run; the number of actual calls; and the reported peak GiB.
+    """
     calls = []
     rank_group, bench = RankGroup(group, group), RankBench(group.rank())
     result = rank_group.time_slowest(bench, lambda: calls.append(1), **options)
@@ -179,7 +190,11 @@ def test_time_is_that_of_slowest_rank(ranks, options, expected):
 
 
 def together(group, failing):
-    """Return results of `RankGroup.together` and `from_rank_0`, or the error of failing ranks."""
+    """Call `RankGroup.together` with a function that raises an error on the ranks ``failing``.
+
+    Returns:
+        The results of `RankGroup.together` and `RankGroup.from_rank_0`, or the error message.
+    """
     rank_group = RankGroup(group, group)
 
     def call():
@@ -249,5 +264,5 @@ def test_long_sequence_is_warmed_up_with_shorter_sequence(monkeypatch):
     experiment = ContextParallel(settings_of(), RankGroup())
     case = {"world": 1, "length": 600, "direction": FORWARD, "scheme": "alone"}
     assert experiment.measure(case)["error"] is None
-    # the calls check the output, warm up at two lengths, count the runs, and are timed
+    # calls: the check, a short warm-up, then calls on the whole sequence, the last of them timed
     assert lengths[:3] == [4 * 128 - 37, 256, 600] and set(lengths[2:]) == {600}

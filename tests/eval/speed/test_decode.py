@@ -96,7 +96,7 @@ def test_step_writes_index_of_new_key(monkeypatch):
     assert sample_of(Decode, tiny_settings(), CASE | {"budget": 600})["error"] is None
     # each step writes one key, at the last position
     assert set(written) == {(1, 599)}
-    # a budget below 1 is a share of the sequence
+    # a float budget is a fraction of the cached keys, and an int budget a number of keys
     assert decode.tokens_of(0.25, 600) == 150 and decode.tokens_of(128, 600) == 128
 
 
@@ -154,7 +154,10 @@ def test_model_row_counts_cache_and_index(mode, monkeypatch):
 
 def test_cab_is_compared_with_fastest_dense_kernel():
     def sample(way, ms, budget=None, mode=None, batch=1):
-        """Return a sample of the kernel or attention ``way``; a mode means the whole model."""
+        """Return a sample of a kernel; if ``mode`` is set, of an attention implementation instead.
+
+        ``way`` is the name of the kernel or implementation.
+        """
         part = "model" if mode else "attention"
         case = {"part": part, "length": 1000, "batch": batch, "way": way, "mode": mode}
         fields = dict.fromkeys((*Decode.SHAPE, *Decode.FOUND, "error"))

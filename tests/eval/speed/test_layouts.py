@@ -23,14 +23,14 @@ def tiny_settings(**fields):
 
 
 def measured(layout, **fields):
-    """Return the sample of a layout; ``fields`` replaces fields of the case."""
+    """Return the sample of a case with this layout; ``fields`` replaces fields of the case."""
     case = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16"}
     settings = tiny_settings(layouts=(layout,), directions=("forward",))
     return sample_of(Attention, settings, {**case, "layout": layout, "budget": 0.3, **fields})
 
 
 def drawn(layout, batch, length):
-    """Return random lengths and positions of ``batch`` sequences on the CPU, from seed 0."""
+    """Return `Sequences.drawn` on the CPU with seed 0."""
     return Sequences.drawn(layout, batch, length, 0, "cpu")
 
 

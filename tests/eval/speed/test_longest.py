@@ -19,13 +19,13 @@ WORDS += [word for each in SMALL for word in ("--cab", each)]
 
 
 def case_of(length, implementation="cab-always"):
-    """Return a case of one rank that is not searched."""
+    """Return a case of one rank that is not part of a search."""
     case = {"variant": "plain", "length": length, "implementation": implementation}
     return {**case, "world": 1, "sought": False}
 
 
 class GpuBench(FakeBench):
-    """Fake bench of a GPU with ``limit`` MiB, where n tokens need 100 + n / 2 MiB."""
+    """A fake timer of a GPU with ``limit`` MiB of memory; n tokens need 100 + n / 2 MiB."""
 
     def __init__(self, limit=500.0):
         super().__init__()
@@ -49,7 +49,7 @@ def settings_of(length, implementations=("cab-always",), **fields):
 
 
 def search(tmp_path, monkeypatch, bench, implementations="cab-always", estimate=0, drawn=False):
-    """Run the command without a model, and return its rows, including searched lengths.
+    """Run ``speed ttft --longest``, and return its rows, including those of the search.
 
     Args:
         tmp_path: folder of the results.
@@ -106,7 +106,7 @@ def test_longest_row_by_hand():
     assert (row["peak_gib"], row["room_gib"]) == (196 / 1024, 500 / 1024)
     assert row["cache_gib"] == settings.cache_gib(192)
     assert row["rest_gib"] == pytest.approx(196 / 1024 - row["cache_gib"] - row["weights_gib"])
-    # the dense tail is half of each chunk
+    # the density is high, because half of each chunk is dense tail
     assert 0 < row["density"] < 0.8
 
 

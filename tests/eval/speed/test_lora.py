@@ -77,7 +77,7 @@ def test_long_step_uses_tiles_and_offload():
     assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (50, 1, 0.25)
     # the layer runs forward and again for recomputation, in the warm-up and in the timed step
     assert sorted(tile_lengths) == sorted([50, 50, 50, 42] * 4)
-    # a later row without tiles and offload says so
+    # a later case without tiles and offloading must not report those of the case before
     settings = tiny_settings(lengths=(192,), cab=SMALL, tile_tokens=0, offload_layers=0)
     row = sample_of(LoraStep, settings, CASE, Clock())
     handle.remove()
@@ -137,7 +137,7 @@ def test_lora_run_of_two_ranks(tmp_path):
     for row in rows:
         assert row["error"] is None and row["ms"] > 0 and row["fits"]
         one = alone[row["implementation"]]
-        # a rank computes half of a sequence with cp, and otherwise a sequence
+        # with cp, each of two ranks computes half of the sequence, and otherwise a whole sequence
         share = 0.5 if row["spread"] == "cp" else 1.0
         assert row["tokens_s"] == pytest.approx(share * 600 / row["ms"] * 1e3)
         assert row["efficiency"] == pytest.approx(share * one["ms"] / row["ms"])
@@ -146,7 +146,7 @@ def test_lora_run_of_two_ranks(tmp_path):
         assert (row["density"] < 1) == (row["implementation"] == "cab")
     (sharded,) = (row for row in rows if row["spread"] == "cp" and row["implementation"] == "cab")
     assert sharded["baseline"] == "cab_dense"
-    # with cp, the ranks compute the sequence of one process
+    # with cp, the ranks together compute the same sequence as one process, with the same blocks
     assert sharded["density"] == pytest.approx(alone["cab"]["density"], rel=1e-6)
 
 
@@ -205,7 +205,7 @@ def test_next_length_finds_longest_that_fits(limit, measured, guesses):
 
 
 def test_step_search_covers_every_implementation(monkeypatch):
-    """Steps of up to 300 tokens fit, and lengths are multiples of 64."""
+    """The fake memory fits steps of up to 300 tokens; searched lengths are multiples of 64."""
     monkeypatch.setattr(lora, "LONGEST", 0)
     experiment = LoraStep(
         tiny_settings(lengths=(96,), implementations=("sdpa", "cab"), longest=True)

@@ -61,7 +61,7 @@ def test_summary_by_hand():
 
 
 class FakeManager:
-    """A manager that returns all tokens of a request at once, with times one second apart."""
+    """A fake manager that returns all tokens of a request at once, with times 1 s apart."""
 
     def __init__(self):
         self.outputs = queue.Queue()
@@ -99,7 +99,7 @@ def test_preempted_requests_are_counted():
     settings = tiny_settings(blocks=26, new_tokens=40, implementations=("cab",))
     (row,) = Serve.rows([sample_of(Serve, settings, settings.asked()[0])], {})
     assert row["error"] is None and 0 < row["preempted"] < 4
-    # the first token is that before the request was preempted
+    # for preempted requests too, ``first`` is the time of the first token before the preemption
     assert all(each["first"] < each["last"] for each in row["served"])
 
 

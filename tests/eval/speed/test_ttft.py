@@ -36,7 +36,7 @@ def test_operations_by_hand_are_those_of_the_model():
     linear, attention = 2 * (10 * weights + 24 * 11), 2 * 4 * 4 * 8 * 10 * 10 / 2
     assert settings.flops(10) == linear + attention
     assert settings.flops(10, 0.25) == linear + 0.25 * attention
-    # after a cache, attention has the pairs of all tokens without those of the cached tokens
+    # after 20 cached tokens: the causal pairs of all 30 tokens, minus those of the 20 cached tokens
     cached = 2 * 4 * 4 * 8 * (30**2 - 20**2) / 2
     assert settings.flops(10, num_cached=20) == linear + cached
     llama = model.random_model(settings)
@@ -188,7 +188,7 @@ def test_question_reuses_cropped_cache(implementation):
 
 def test_kernel_without_cache_support_has_error_row(monkeypatch):
     sdpa = dense.ON_CPU["SDPA"]
-    # FA3 claims that it can continue a cache
+    # "FA3" is SDPA under another name, and wrongly has continues=True
     baselines = {"SDPA": sdpa, "FA3": replace(sdpa, continues=True)}
     monkeypatch.setattr(dense, "ON_CPU", baselines)
     settings = tiny_settings(lengths=(96,), behind=64, implementations=("SDPA", "FA3"), cab=BLOCKS)
@@ -219,7 +219,7 @@ def test_ttft_run_of_two_ranks(tmp_path):
     assert process.returncode == 0, process.stderr[-3000:]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     rows = results["rows"]
-    # only these implementations have context parallelism
+    # only these implementations support a sequence sharded over ranks
     assert [row["implementation"] for row in rows] == ["cab_dense", "cab", "cab-always"]
     assert results["provenance"]["settings"]["worlds"] == [2]
     for row in rows:
