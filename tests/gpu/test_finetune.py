@@ -84,7 +84,7 @@ def train_step(model, gpu):
 
 
 class DelayedOffload(Offload):
-    """`Offload` with delayed copies, so that code that does not wait for a copy reads wrong data."""
+    """`Offload` with delayed copies: code that does not wait for a copy reads wrong data."""
 
     def _copy(self, *args, **kwargs):
         with torch.cuda.stream(self._stream):

@@ -200,7 +200,7 @@ def test_fp8_score_sums_are_finite_at_any_norm(gpu, magnitude):
     require_valid(plan)
     selected = plan.to_dense()
     assert selected[:, :, 3, 2].all()
-    # all other blocks have equal logits: at most block 2 is selected in addition to two forced blocks
+    # all other blocks have equal logits: only block 2 is selected besides two forced blocks
     assert selected[:, :, 3].sum(-1).max() <= 2 + 1
 
 

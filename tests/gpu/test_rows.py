@@ -51,7 +51,7 @@ def context_of(q, k, ranges=None, **logits):
 
 
 def blocks_of_kernels_and_reference(config, q, k, context):
-    """Return the selected blocks, bool [B, H, M_q, M_k], by kernels and by the float32 reference."""
+    """Return the selected blocks, bool [B, H, M_q, M_k], by kernels and float32 reference."""
     plan = RowsPredictor(config)(q, k, context)
     require_valid(plan)
     options = ScoreOptions(context.scale, context.channels, context.sinks, context.softcap)

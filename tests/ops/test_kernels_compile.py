@@ -108,7 +108,7 @@ def test_large_head_dims_and_soft_caps_fit_into_shared_memory(chip):
 def test_lengths_do_not_recompile_kernels():
     compiled = compile_cases("9.0", [("choose", {}, "bfloat16", 128, LENGTHS)])
     counts = {name: count for name, (count, *_) in compiled.items()}
-    # up to two compilations: for outlier and typical queries, or for plans with and without dense rows
+    # two compilations: for outlier and typical queries, or for plans with and without dense rows
     for name in ("_gather_queries_kernel", "_score_kernel", "_pairs_kernel"):
         assert counts.pop(name) <= 2
     assert set(counts.values()) == {1}, counts

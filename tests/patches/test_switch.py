@@ -105,7 +105,7 @@ def test_saved_config_has_cab_config_only(model, tmp_path):
     assert saved.config.to_dict().keys() == plain.keys() | {"cab_config", "architectures"}
     before = state(saved)
     assert before[0] == "sdpa" and CabConfig.from_dict(before[1]) == SPARSE
-    # the loaded model has "cab" from its config file, so remove_cab has no earlier state to restore
+    # apply_cab was not called on the loaded model, so remove_cab keeps the saved settings
     assert state(cab_hf.remove_cab(saved)) == before
     assert state(cab_hf.remove_cab(cab_hf.apply_cab(saved, mass_threshold=0.08))) == before
 
