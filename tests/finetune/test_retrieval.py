@@ -107,7 +107,7 @@ def test_repetitions_are_reordered(length):
     for needle, answer in zip(document.needles, document.answers, strict=True):
         assert needle[1] <= length // 2 < answer[0]
         stated, labelled = (document.tokens[start:end] for start, end in (needle, answer))
-        # the answer is preceded by the words that identify its statement, such as the owner of the key
+        # the words that identify a statement, such as the owner of the key, precede its answer
         key = re.fullmatch(r"Thepasskeyfor(\w+)is(\d{5})\.", text_of(stated))
         num_identifying = len(stated) - 6 if key else 3
         end = answer[0] + len(stated) - num_identifying

@@ -60,8 +60,8 @@ def test_affinity_is_rectified_visible_logits():
 def test_two_hops_by_hand():
     hops = frc.two_hop(AFFINITY, torch.arange(3)[None], 16, 16)
     assert hops.tolist() == [[[[1, 0, 0], [8, 9, 0], [2, 5, 4]]]]
-    # key blocks narrower than query blocks: affinities are summed per query block, and the result is
-    # repeated
+    # key blocks narrower than query blocks: affinities are summed per query block, and the result
+    # is repeated
     narrow = torch.tensor([[0.25, 0.75, 0, 0], [0.1, 0.2, 0.3, 0.4]])[None, None]
     coarse = torch.tensor([[1.0, 0], [0.3, 0.7]])
     expected = (coarse @ coarse).repeat_interleave(2, -1)

@@ -24,7 +24,7 @@ TIES = 1e-3
 
 
 def both_selections(q, k, ranges, config, **logits):
-    """Return selected blocks, bool [B, H, M_q, M_k]: by reference scores, and by scores of `cpu`."""
+    """Return selected blocks, bool [B, H, M_q, M_k], by scores of the reference and of `cpu`."""
     options = ScoreOptions(q.shape[-1] ** -0.5, **logits)
     return [
         reference.selected_blocks(

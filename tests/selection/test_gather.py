@@ -98,7 +98,7 @@ def test_8_bit_keys_scaled_by_a_power_of_two_round_alike(power):
     _, k = loud(**SHAPE)
     expected, exponents = dequantized(k)
     assert torch.equal(dequantized(k * 2.0**power)[0], expected * 2.0**power)
-    # random keys of scale 1 all have the same exponent
+    # the random keys of `loud` all have the same exponent
     assert exponents.unique().tolist() == [-1]
 
 
