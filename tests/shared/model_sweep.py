@@ -229,7 +229,7 @@ def packed_inputs() -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def separate_documents(model: PreTrainedModel) -> Iterator[None]:
-    """Make the model's default attention mask pairs across `DOCUMENTS`, inside the ``with`` block."""
+    """Make the default attention mask pairs across `DOCUMENTS`, inside the ``with`` block."""
     name = model.config.get_text_config()._attn_implementation
     make_mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
     lengths = torch.tensor(DOCUMENTS)

@@ -33,7 +33,7 @@ def shard_of(x, sharding, rank):
 
 
 def together(shards, sharding):
-    """Join the shards of all ranks to the tensor [B, H, N, ...] of the sequence, without padding."""
+    """Join the shards of all ranks to a tensor [B, H, N, ...] of the sequence, without padding."""
     return torch.cat(shards, dim=2)[:, :, sharding.shard_index]
 
 

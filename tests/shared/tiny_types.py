@@ -137,7 +137,10 @@ def tiny_config(model_type: str, **values: Any) -> PreTrainedConfig:
 
 
 def window_fields(model_type: str) -> dict[str, Any]:
-    """Return arguments of `tiny_config` that turn on sliding windows; {} if not applicable."""
+    """Return arguments of `tiny_config` that turn on sliding windows.
+
+    Returns {} if the type has no field for windows, or if its tiny config has windows already.
+    """
     config = tiny_config(model_type)
     names = {field.name for field in dataclasses.fields(config)}
     values = vars(config)

@@ -48,7 +48,10 @@ def train_step(model, length, rows=1):
 
 @contextmanager
 def left_halfway(model, layer):
-    """Raise KeyboardInterrupt in a backward pass when it reaches the input of layer ``layer``."""
+    """Interrupt a backward pass inside the ``with`` block by KeyboardInterrupt.
+
+    The exception is raised at the input of layer ``layer``, and must reach the end of the block.
+    """
 
     def interrupt(_gradient):
         raise KeyboardInterrupt
