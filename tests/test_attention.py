@@ -99,7 +99,7 @@ def packed(lengths, use_cache, left=None, right=0):
 def test_packed_documents_match_sdpa_with_and_without_mask_and_cache(
     family, implementation, lengths, options
 ):
-    """Compare with sdpa without mask and cache: only then sdpa detects documents by position ids."""
+    """Compare with sdpa without mask and cache, which then detects documents by position ids."""
     model = tiny_model(family, num_hidden_layers=2)
     expected = logits(model, **packed(lengths, use_cache=False)[0])
     cab_hf.apply_cab(model, FULL)

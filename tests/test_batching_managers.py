@@ -158,7 +158,7 @@ def test_settings_are_fixed_during_a_request(change, message):
         manager.add_request(PROMPTS[0], max_new_tokens=2000, streaming=True, eos_token_id=-1)
         manager.get_result(timeout=60)
         change(model)
-        # call get_result, because iteration over a manager stops with its thread even if results remain
+        # call get_result, because iteration over a manager stops with its thread and loses results
         manager._generation_thread.join(60)
         answers = iter(lambda: manager.get_result(timeout=0), None)
         errors = (answer.error for answer in answers if answer.error)

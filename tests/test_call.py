@@ -22,7 +22,7 @@ SELECTED_LAYERS = []
 
 
 class FirstLayerDecides(RowsPredictor):
-    """Predictor that selects a plan in the first layer and returns this plan in all other layers."""
+    """Predictor that selects a plan in the first layer, which all other layers reuse."""
 
     def encode_keys(self, k, valid=None, channels=()):
         return k, valid, channels

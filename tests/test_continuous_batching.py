@@ -70,7 +70,7 @@ def test_decode_steps_read_pages_without_gather(changes, monkeypatch):
     monkeypatch.setattr(allocators.FullAttentionCacheAllocator, "update", recording_update)
     assert served(on_cab(model), **changes) == expected
     if "max_blocks_per_request" not in changes:
-        # batches of decode steps gather no keys; other batches gather the keys of their prompts only
+        # batches of decode steps gather no keys; other batches gather the keys of their prompts
         longest = max(map(len, PROMPTS))
         assert all(read == 0 for read, written in gathered if written <= len(PROMPTS))
         # at most two prompts are in a batch: the end of one prompt and the start of the next prompt
@@ -108,7 +108,7 @@ def test_chunks_of_several_prompts_select_same_blocks_as_whole_prompts(batch_tok
 def test_dense_tail_applies_to_prompt_end_only(answers, end, monkeypatch):
     """Test a dense tail of 2 blocks of 32, which starts in the third chunk and ends in the fourth.
 
-    With several answers, ``end`` is 339, because the answers share a prefill without the last token.
+    With several answers, ``end`` is 339: the answers share a prefill without the last token.
     """
     routes = routed(monkeypatch)
     model = on_cab(tiny_model(), dataclasses.replace(SPARSE, dense_tail_blocks=2))

@@ -93,7 +93,7 @@ def test_python_blocks_of_page_run(page, snippet_names, monkeypatch, tmp_path):
 
 
 def kinds(group=evaluations, prefix=()):
-    """Yield (words of a command, such as ("speed", "lora"); its settings class) for each command."""
+    """Yield (words of a command, such as ("speed", "lora"), and its settings class)."""
     for name, module_name in group.COMMANDS.items():
         if name in ("harness", "speed"):
             continue

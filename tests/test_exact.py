@@ -1,4 +1,4 @@
-""""cab_dense" and "cab" at full budget: decode steps, sliding windows and gradients."""
+"""Exact attention by "cab_dense" and "cab": decode steps, sliding windows and gradients."""
 
 from dataclasses import replace
 

@@ -107,7 +107,7 @@ def row_of(model_type, ranks=1):
 
 
 def case_params():
-    """Yield `CASES` with ids; all except the first are marked as slow, unless MODEL_SWEEP is set."""
+    """Yield `CASES` with ids. All are marked as slow, except the first without MODEL_SWEEP."""
     params = [x if hasattr(x, "marks") else pytest.param(x) for x in CASES]
     for param in slow_but(params, *([] if SWEEP else [0])):
         ((model_type, ranks),) = param.values

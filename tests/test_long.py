@@ -87,7 +87,7 @@ class Waits(TorchDispatchMode):
 
 
 def test_layers_do_not_synchronise_with_the_device(monkeypatch):
-    """Count synchronisations: a forward pass may read the offset of its chunk once, not per layer."""
+    """Assert that a forward pass reads the offset of its chunk at most once, not per layer."""
 
     def zero_attention(q, k, v, plan, scale, return_lse=False, softcap=None):
         return torch.zeros_like(q)
