@@ -31,7 +31,7 @@ CACHED = 200  # tokens in the cache before a call with 60 tokens
 
 
 def logits_after_cache(model, mask, kind="dynamic"):
-    """Prefill 200 tokens, then return the logits of 60 more tokens with the attention mask ``mask``.
+    """Prefill 200 tokens, and return the logits of 60 more tokens with the attention mask ``mask``.
 
     ``kind`` is the kind of the cache, "dynamic" or "static".
     """

@@ -47,7 +47,7 @@ CAPPED = [
 
 
 def with_value(x, index, value):
-    """Return a copy of ``x`` [B, H, N, D] in which all channels of tokens ``index`` are ``value``."""
+    """Return a copy of ``x`` [B, H, N, D] with ``value`` in all channels of tokens ``index``."""
     x = x.clone()
     x[:, :, index] = value
     return x

@@ -60,7 +60,7 @@ def wheel(tmp_path_factory):
     return path
 
 
-# program that tests an installed cab_hf: attention, packaged files and commands
+# program that tests an installed cab_hf: sparse attention and packaged files
 WORKS = """
 import importlib.resources, pathlib, sys
 import torch
@@ -93,7 +93,7 @@ print("works")
 
 @pytest.mark.slow
 def test_wheel_works_in_fresh_environment_outside_of_the_tree(wheel, tmp_path):
-    """Install the wheel in a new environment, with links to the requirements of this environment."""
+    """Install the wheel in a new environment that links to the requirements of this environment."""
     home = tmp_path / "environment"
     venv.create(home, symlinks=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": home, "platbase": home}))

@@ -70,7 +70,7 @@ class Heads(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Attention features: window in tokens, seed of random sinks, soft cap. None: no such feature."""
+    """Attention features: window in tokens, seed of random sinks, and soft cap; None: without."""
 
     window: int | None = None
     sinks: int | None = None

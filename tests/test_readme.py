@@ -1,4 +1,4 @@
-"""The code in the README runs, and links between the pages of the documentation resolve."""
+"""The code in the README runs, its models exist, and links between documentation pages work."""
 
 import json
 import re

@@ -86,7 +86,7 @@ def _faked(call, ids):
 @pytest.mark.parametrize("kind", ["sparse", "full", "exact", "dense"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_functional_transforms_raise_or_equal_plain_call(name, kind):
-    """Assert that a transform raises an error with its name, or gives the result of a plain call."""
+    """Assert that a transform raises an error with its name, or equals a plain call."""
     settings = {"full": FULL, "exact": SMALL.changed(min_length=500)}
     model, ids = apply_cab(tiny_model(), settings.get(kind, SMALL)), tokens(2, 200)
     # torch.jit.trace rejects constants that require gradients, such as weights

@@ -46,7 +46,7 @@ def common_words(text, question):
 
 
 def frequent_words(text, question):
-    """Find the answers of a prompt: the three most frequent words, not counting "....".""" 
+    """Find the answers of a prompt: the three most frequent words, not counting "...."."""
     dots, *ranked = Counter(listed(text)).most_common(5)
     assert dots[0] == "...."
     counts = [count for _, count in (dots, *ranked)]
@@ -73,7 +73,7 @@ def uuid(text, question):
 
 
 def copying(text, question):
-    """Find the answer of a prompt: the three sentences that start with the words in the question."""
+    """Find the answer of a prompt: the text that follows the five words in the question."""
     (first_words,) = re.findall(r'"(.+)"', question)
     assert len(first_words.split()) == 5
     return re.findall(rf"{first_words} ((?:[^.]+\.){{2}}[^.]+)\.", text)
