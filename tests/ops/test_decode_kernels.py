@@ -96,7 +96,7 @@ def test_unused_cache_slots_do_not_change_strided_step():
 
 
 def test_sequences_in_a_shared_cache_read_their_own_slots():
-    """In continuous batching, sequences share one cache, and each has a list of its slots."""
+    """Test the cache of continuous batching: one for all sequences, with a list of slots for each."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, 6, 1, 64, generator=generator)
     cache = torch.randn(2, 400, 2, 64, generator=generator)

@@ -155,7 +155,7 @@ def model_types() -> dict[str, str]:
 
 
 def layers_of(name: str) -> Counter[str | None] | None:
-    """Build a model class on the meta device, and count its attention layers by verdict.
+    """Build a model class on the meta device, and count its attention layers by reason.
 
     The config is the default of transformers.
 

@@ -22,7 +22,7 @@ def registered():
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory):
-    """Save a tiny LLaMA with large weights, whose answers depend on attention; return the folder."""
+    """Save a tiny LLaMA with large weights, whose answers depend on attention; return folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -103,7 +103,7 @@ def test_metrics_of_api_servers_count_sparse_prompts_and_pairs(url):
     # before the first prompt, all counters exist and are 0
     assert set(counters(url).values()) == {0}
     assert complete(url, 300) == complete(url, 500) == 4
-    # these prompts are not sparse: one is shorter than a query block, and one asks for dense attention
+    # not sparse: a prompt shorter than a query block, and a prompt that asks for dense attention
     assert complete(url, 20) == complete(url, 400, vllm_xargs={"cab": False}) == 4
     pairs = 3 * 4 * sum(n * (n + 1) // 2 for n in (300, 500))
     end = time.monotonic() + PUBLISH_S

@@ -117,7 +117,7 @@ def test_derived_builders_are_dense(monkeypatch):
     monkeypatch.setattr(CabBuilder, "isa", "vec", raising=False)
 
     class Derived(CabBuilder):
-        """Subclass of the metadata builder, as vLLM derives for static sinks or chunked attention."""
+        """Subclass of the builder, as vLLM derives for static sinks or chunked attention."""
 
     derived = subclass_attention_backend("Derived", CabBackend, Derived).get_builder_cls()
     plain = {"block_size": 32, "head_size": 64, "dtype": torch.float32}
@@ -158,8 +158,8 @@ def test_hybrid_model_reuses_cached_mamba_states(engine, tmp_path):
         ("vec", torch.float32, 128, 64),
         ("vec", torch.bfloat16, 32, 128),
         ("vec16", torch.float32, 48, 80),
-        # layout "amx" interleaves pairs of channels (keys) or tokens (values); every x86 CPU can write
-        # this layout
+        # layout "amx" interleaves pairs of channels (keys) or tokens (values); every x86 CPU can
+        # write this layout
         ("amx", torch.bfloat16, 32, 64),
         ("amx", torch.bfloat16, 128, 128),
         ("amx", torch.bfloat16, 96, 32),

@@ -226,7 +226,7 @@ def draw_setup(draw):
     block_size = draw.choice([16, 32, 48, 96, 128])
     has_mamba = draw.random() < 0.4
     query_block = draw.choice([16, 32, 64, 128])
-    # the budget may be smaller than a block, with which vLLM's scheduler fails for Mamba before 0.27
+    # budgets below one block are included: vLLM's scheduler before 0.27 fails for Mamba with these
     budget = draw.randrange(8, 400)
     return Setup(
         budget=budget,

@@ -135,7 +135,7 @@ def test_latent_attention_on_gpu_raises(monkeypatch, backend, per_kind, is_refus
 def test_draft_model_has_no_settings():
     extra = {"cab": {"dense_layers": [3]}}
     assert settings_of(config_of(extra=extra, runner_type="draft")) is None
-    # the attention backend of a draft model is selected later, and its settings are checked again
+    # vLLM selects the backend of a draft model separately, after `prepare` has set PREPARED
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cab_hf.vllm, "backend_name", lambda: "CUSTOM")
         with pytest.raises(ValueError, match="--attention-backend CUSTOM"):

@@ -173,8 +173,8 @@ def test_preempted_requests_are_recomputed(engine, reference, monkeypatch):
     ours = engine(
         SPARSE, max_num_batched_tokens=2048, num_gpu_blocks_override=10, enable_prefix_caching=False
     )
-    # the cache has nine pages of 128 tokens. Each of three prompts fills three pages, and its answer
-    # needs a fourth page, so that a request is preempted
+    # the cache has nine pages of 128 tokens. Each of three prompts fills three pages, and its
+    # answer needs a fourth page, so that a request is preempted
     prompts = [[(i * n) % 500 + 3 for i in range(383)] for n in (3, 7, 11)]
     scheduler, preempted = ours.llm_engine.engine_core.engine_core.scheduler, []
     original_preempt = scheduler._preempt_request
