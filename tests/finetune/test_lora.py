@@ -365,7 +365,7 @@ def test_full_training_saves_model_that_loads_identically(tmp_path, monkeypatch)
     assert rounded != exact and rounded == pytest.approx(exact, rel=0.05)
 
 
-# cases "OPTIONS > PART OF THE ERROR MESSAGE", separated by ";"
+# cases "OPTIONS > PART OF THE ERROR MESSAGE", separated by ";" or line ends
 REFUSED = """
 --tokens-per-step 300 > tokens_per_step ; --length 8192 > length must be at most 4096
 --targets q_prj > targets must be names of linear layers ; --passkey-lengths 64 > passkey_lengths

@@ -7,8 +7,8 @@ from marks import slow_but
 
 from cab_hf.ops.decode import attend_kernels, kernels, reference
 
-# maximum number of keys from which `choose` estimates the softmax sum: an eighth of the number on
-# a GPU, because the interpreter needs a second for a few thousand keys
+# maximum number of sampled keys from which `choose` estimates attention weights: an eighth of the
+# number on a GPU, because the interpreter needs a second for a few thousand keys
 MAX_SAMPLED_KEYS = 1024
 # cases with more keys than MAX_SAMPLED_KEYS
 SAMPLES = {
@@ -96,7 +96,7 @@ def test_unused_cache_slots_do_not_change_strided_step():
 
 
 def test_sequences_in_a_shared_cache_read_their_own_slots():
-    """Test the cache of continuous batching: one for all sequences, with a list of slots for each."""
+    """Test the cache of continuous batching, in which each sequence has a list of slots."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, 6, 1, 64, generator=generator)
     cache = torch.randn(2, 400, 2, 64, generator=generator)

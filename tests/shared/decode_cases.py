@@ -26,7 +26,7 @@ CASES = {
     "sinks-and-local-tokens-only": (6, 2, 1500, 1300, 64, 64, 80, {}),
     "far-from-zero": (6, 2, 1500, 1300, 64, 64, 200, {"shift": 40.0}),
     "few-written": (6, 2, 1500, 40, 64, 64, 200, {}),
-    # caches so large that the softmax sum is estimated from a sample of keys
+    # caches so large that `choose` estimates attention weights from a sample of keys
     "a-sample": (8, 2, 35000, 34321, 64, 64, 2000, {}),
     "a-sample-of-padding": (3, 3, 35000, 34321, 64, 64, 2000, {"padding": 9000}),
     "little-of-a-sample": (6, 2, 70000, 900, 64, 64, 200, {}),
