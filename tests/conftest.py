@@ -37,7 +37,7 @@ def by_pointers(monkeypatch):
 
 @pytest.fixture
 def one_process(tmp_path):
-    """Create a gloo process group of one process."""
+    """Initialise torch.distributed with gloo and a world size of 1 during the test."""
     import torch
 
     store = f"file://{tmp_path / 'store'}"
@@ -67,7 +67,7 @@ def processes(tmp_path):
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
-    """Return a folder with a tiny model and its tokenizer, which tests must not change."""
+    """Save a tiny LLaMA and its tokenizer once; return the folder, which tests must not change."""
     from words import save_llama
 
     return save_llama(tmp_path_factory.mktemp("models") / "tiny-llama")

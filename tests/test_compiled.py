@@ -124,7 +124,7 @@ def read_into_a_static_cache(model, ids):
 
 
 def trained(model, ids):
-    """Return the gradients of all parameters in one vector."""
+    """Run a training step, and return the gradients of all parameters, concatenated."""
     model.zero_grad()
     with torch.enable_grad():
         model(ids, labels=ids, use_cache=False).loss.backward()

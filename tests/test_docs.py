@@ -23,7 +23,7 @@ from cab_hf.patches import calibration as passes
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "finetune" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LONGEST = 25  # largest number of words in a sentence
-LENGTH = 900  # tokens of prompts
+LENGTH = 900  # tokens per prompt
 # small blocks, so that a prompt of 900 tokens has many blocks
 SMALL = cab_hf.CabConfig(query_block=16, key_block=16, min_length=0, share_threshold=1.0)
 # options in the documentation that belong to other programs

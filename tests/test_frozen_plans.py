@@ -73,7 +73,7 @@ def inputs_of(name):
 
 
 def hash_of(plan):
-    """Return a hash of the lists of a plan, without their unused entries."""
+    """Return a hash of the block lists of a plan; unused list entries do not change the hash."""
     tensors = [plan.full.counts, plan.partial.counts]
     tensors += [x.indices.masked_fill(~x.listed(), -1) for x in (plan.full, plan.partial)]
     # cut index lists to the longest list, because their width is only an upper bound

@@ -157,7 +157,7 @@ def test_step_writes_one_token_in_place(monkeypatch):
         keys, values = key_value(1, seed)
         layer.update(keys, values)
         addresses.append([x.data_ptr() for x in (layer.keys, layer.values, *layer.index)])
-    # 15 tokens are written; the buffer has 16 slots, and then 24
+    # the buffers have 16 slots at step 0, 24 slots from step 1 on, and 32 from step 9 on
     first_steps = [addresses.index(address) for address in addresses]
     assert first_steps == [0] + 8 * [1] + 3 * [9]
 

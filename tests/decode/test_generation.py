@@ -307,7 +307,7 @@ def test_dense_decode_creates_plain_caches(static, steps):
     cab_hf.apply_cab(model, DENSE_PROMPTS, **ALL)
     expected = generate(model, ids, **options)
     steps.clear()
-    # switch sparse decode off between two calls
+    # turn off sparse decode (no field sparse_decode) before the second call
     cab_hf.apply_cab(model, DENSE_PROMPTS)
     result = generate(model, ids, return_dict_in_generate=True, **options)
     indexed_classes = (IndexedDynamicLayer, IndexedStaticLayer)

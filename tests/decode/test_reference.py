@@ -130,7 +130,7 @@ def test_unread_keys_contribute_as_one_key_with_mean_value():
     logits[..., -1] = choice.unread.unsqueeze(-1) * math.log(2)
     actual = attend(q, k, v, choice, scale=SCALE, length=length)
     torch.testing.assert_close(actual, logits.softmax(-1) @ values)
-    # the additional key makes the output closer to dense attention
+    # with the additional key, the output is closer to dense attention than without
     dense = F.scaled_dot_product_attention(
         q, k[:, :, :450], v[:, :, :450], scale=SCALE, enable_gqa=True
     )
@@ -191,5 +191,5 @@ def test_long_cache_threshold_comes_from_a_sample(kv_heads):
     selected_sum = (selected[..., middle] * share[..., middle]).sum(-1)
     assert (selected_sum > 0.95 * largest_sum).all()
     if kv_heads == 6:
-        # each KV head selects for one query head
+        # without groups, each KV head selects for a single query head, so that the order is exact
         require_largest_shares_selected(share[..., middle], selected[..., middle])

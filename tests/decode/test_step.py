@@ -42,7 +42,7 @@ def step(mask, config, layer, qkv):
 
 
 def mask_of_last_token():
-    """Return the mask of one query after LENGTH - 1 cached tokens."""
+    """Return the `MaskInfo` of a decode step: one query after LENGTH - 1 cached tokens."""
     return MaskInfo(batch=1, q_length=1, kv_length=LENGTH, q_offset=LENGTH - 1)
 
 

@@ -74,7 +74,7 @@ def assert_same(actual, sharding, expected):
         assert error <= 1e-5, f"{name}: {error:.2g}"
 
 
-# (number of ranks, scheme, KV heads, query heads per KV head, settings)
+# by name: (number of ranks, scheme, KV heads, query heads per KV head, settings of the scheme)
 CASES = {
     **{f"own-keys-{world}": (world, "zigzag", 2, 1, {}) for world in (1, 2, 4, 8)},
     **{f"shared-keys-{world}": (world, "zigzag", 2, 4, {}) for world in (1, 2, 4, 8)},

@@ -146,7 +146,7 @@ def test_rank_plans_are_rows_of_single_process_plan(ranks, config, boundaries):
 
 
 def num_gathered_elements(process_group, config, layer):
-    """Return the number of elements of each all-gather that selection on this rank starts."""
+    """Return a sorted list with the number of elements that each all-gather of selection sends."""
     sharding, rank = sharding_for(process_group.size(), None), process_group.rank()
     q, k, _ = (shard_of(x, sharding, rank) for x in full_sequence(sharding))
     sizes = []
@@ -156,7 +156,7 @@ def num_gathered_elements(process_group, config, layer):
             sharded, "all_gather", lambda x, g: sizes.append(x.numel()) or all_gather(x, g)
         )
         with contextlib.suppress(ValueError):
-            # the second layer of a cascade raises, because its anchor did not run
+            # layer 1 of a cascade raises ValueError, because its anchor layer 0 was not called
             distributed.predict(q, k, group=process_group, config=config, layer=layer, block=BLOCK)
     return sorted(sizes)
 

@@ -278,7 +278,7 @@ def saved_bytes(group, regather_kv):
 
 
 def test_autograd_does_not_save_gathered_keys(ranks):
-    # float32 K and V of 1,024 tokens with 2 heads of 16 channels
+    # bytes of K and V of all 1,024 tokens, with 2 heads of 16 channels in float32
     gathered_kv_bytes = 2 * 1024 * 2 * 16 * 4
     with_saved_kv, with_regathered_kv = (
         ranks.run(2, saved_bytes, regather_kv)[0] for regather_kv in (False, True)

@@ -228,7 +228,7 @@ def test_shard_of_handwritten_batch(ranks):
     batch["position_ids"] = torch.cat((torch.arange(5), torch.arange(40)))[None]
     first, second = ranks.run(2, sharded, batch)
     assert first["input_ids"][0, :6].tolist() == [10, 11, 12, 13, 14, 0]
-    # the label of the last token of a document is the next token of the row
+    # the shifted label of the last token of a document is the first token of the next document
     assert first["shift_labels"][0, :6].tolist() == [11, 12, 13, 14, 15, -100]
     assert second["labels"][0, 48:].tolist() == [*range(48, 55), *[-100] * 9]
     assert first["num_items_in_batch"] == 44

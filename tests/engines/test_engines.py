@@ -137,7 +137,7 @@ def test_traced_op_equals_reference(kind, shape):
 
 
 def test_traced_op_passes_opcheck():
-    """Check the shapes, strides and gradients that torch.compile relies on."""
+    """Run `torch.library.opcheck` on the custom op: shapes, strides and gradients."""
     q, k, v = (x.requires_grad_() for x in qkv(q_length=63, kv_length=111))
     plan = random_plan(q, k, (32, 16))
     calls = []
@@ -436,7 +436,7 @@ LONG = 16384
 
 
 def committed_rows(folder):
-    """Return the rows of a committed speed run with at least `LONG` tokens."""
+    """Return the rows with at least `LONG` tokens in the results of a committed speed run."""
     path = Path(__file__).parents[2] / "eval" / "results" / folder / "results.json"
     rows = json.loads(read_file(path))["rows"]
     long_rows = [row for row in rows if row["length"] >= LONG and not row["error"]]

@@ -133,7 +133,7 @@ def test_sampled_blocks_survive_plan_changes():
 
 
 def gradients(model, ids, **checkpointing):
-    """Return the gradients of one training step.
+    """Run one training step with a fixed seed, and return a list of gradients.
 
     Args:
         checkpointing: arguments of gradient checkpointing; empty for no checkpointing.

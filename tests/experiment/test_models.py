@@ -258,7 +258,7 @@ def test_identity_of_adapter_includes_base(copied, tmp_path):
     before = models.content_sha256(str(adapter))
     change_json(copied, "config.json", rms_norm_eps=0.1)
     assert models.content_sha256(str(adapter)) != before
-    # an adapter is local only if its base is local
+    # an adapter counts as local only if its base model is local too
     assert models.is_local(str(adapter))
     change_json(adapter, "adapter_config.json", base_model_name_or_path="someone/tiny")
     assert not models.is_local(str(adapter))

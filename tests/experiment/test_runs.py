@@ -146,7 +146,7 @@ def lines_of(count, incomplete=b""):
 def test_torn_last_line_is_dropped(path, cut, num_records):
     complete = path.read_bytes()
     path.write_bytes(cut(complete))
-    # `read_log` needs a complete header
+    # without a complete header line, `read_log` raises an error, so it is not called
     assert num_records == 0 or indices(path) == [0, 1][:num_records]
     with Log(path, IDENTITY, KEY) as opened:
         assert len(opened.records) == num_records
@@ -229,7 +229,7 @@ def test_second_writer_raises(path):
 
 
 def test_forked_child_does_not_hold_the_lock(tmp_path):
-    """A run can continue while child processes of the killed run are still alive."""
+    """Fork while a log is open. The child must not hold the lock, or no run could continue."""
     first_log = Log(tmp_path / "log.jsonl", {})
     exit_reader, exit_writer = os.pipe()
     started_reader, started_writer = os.pipe()

@@ -168,13 +168,13 @@ def test_memory_estimate_includes_tiles_and_offloading(vocabulary, offloaded):
     assert estimate.host == estimate.checkpoints == offloaded * 2**28
 
 
-# LLaMA-3-8B; the checkpoint of a layer with 2^17 tokens has 1 GiB
+# config of LLaMA-3-8B. The checkpoint of one layer takes 1 GiB for 2^17 tokens in bfloat16
 LARGE = {
     **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
     **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256},
     **{"head_dim": 128, "max_position_embeddings": 2**20},
 }
-# SmolLM2-135M
+# config of SmolLM2-135M
 SMALL = {
     **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30},
     **{"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152},
@@ -218,7 +218,7 @@ def test_offloading_is_limited_by_host_memory(large):
     room = cost_model.Room(40 * cost_model.GIB, 100 * cost_model.GIB)
     fitted = dry_run.fit(settings_of(2**19, attention="cab_dense"), large, {}, room)
     assert not room.holds(fitted.memory)
-    # each checkpoint has 4 GiB
+    # 22 checkpoints of 4 GiB each are on the host
     assert fitted.offloaded == 22 and fitted.memory.host == 88 * cost_model.GIB
 
 
@@ -232,7 +232,7 @@ def test_oversized_step_error_names_longest_length(large):
         assert H200.holds(dry_run.fit(settings_of(length), large, {}, H200).memory) == fits
 
 
-# model type, settings, and peak GiB measured on an H200
+# by name: (model type, settings, peak GiB that was measured on an H200)
 PACKED = {
     "32k": ("llama", {"length": 2**15, "micro_batch": 2}, 48.3),
     "128k": ("llama", {"length": 2**17, "tile_tokens": 0}, 93.1),

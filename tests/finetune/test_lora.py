@@ -120,7 +120,7 @@ def run(tmp_path, words=(), *, name="run", draws_curve=False):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Return the folder of a finished run."""
+    """Train with the options `SMALL`, and return the folder of the finished run."""
     folder = tmp_path_factory.mktemp("finished")
     assert run(folder) == 0
     return folder / "run"

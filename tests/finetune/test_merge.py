@@ -107,7 +107,7 @@ def test_merged_model_loads_with_from_pretrained(bases, tmp_path, capsys):
     assert tokenizer("It rained.").input_ids == make_tokenizer()("It rained.").input_ids
 
 
-# arguments of LoraConfig
+# by name: arguments of PEFT's `LoraConfig`
 LORA_OPTIONS = {
     "head": {"target_modules": ["q_proj", "lm_head"]},
     "embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
@@ -148,7 +148,7 @@ def test_run_starts_from_head_saved_by_peft(bases, tmp_path, changed):
 
 
 def rewrite(file, **fields):
-    """Change fields of a JSON file."""
+    """Overwrite ``fields`` in the JSON file ``file``."""
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 

@@ -211,7 +211,7 @@ class Memorised(nn.Module):
         ids, positions = batch["input_ids"][0], batch["position_ids"][0]
         for document in self.documents[int(batch["cu_seq_lens_q"][-1])].values():
             tokens = torch.tensor(document.tokens)
-            # padding is 0
+            # find the document whose tokens are those of the batch; token 0 is padding
             if ((tokens[positions] == ids) | (ids == 0)).all():
                 return tokens[positions[query_indices] + 1] + self.is_wrong
 

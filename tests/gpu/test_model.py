@@ -251,7 +251,7 @@ def test_keys_of_any_magnitude_are_selected_at_equal_density(gpu, dtype):
         assert torch.equal(selected_blocks(factor), expected)
 
 
-# sparse settings with the block sizes of a GPU
+# `SPARSE` with the default block sizes on a GPU
 LARGE = replace(SPARSE, query_block=128, key_block=64, outlier_queries=16)
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 

@@ -117,7 +117,7 @@ def test_describe_with_invalid_arguments_raises(model, argument):
 
 def test_describe_reports_unsupported_layers():
     model = cab_hf.apply_cab(tiny_model(), {})
-    # a layer with this attribute reuses the keys that the indexer of another layer selected
+    # `skip_topk` marks a layer that reuses the keys which the indexer of another layer selected
     model.model.layers[1].self_attn.skip_topk = True
     lines = cab_hf.describe(model, tokens=200).splitlines()[1:]
     assert lines[0] == "  layer 0: dense, input shorter than min_length=16384"

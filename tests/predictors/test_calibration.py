@@ -54,7 +54,7 @@ def test_densities_equal_plan_densities(fields):
         plan = make_predictor(config.changed(mass_threshold=THRESHOLDS[index]))(q, k, call)
         assert float(actual[index + 1]) == pytest.approx(plan.density(), abs=1e-6)
     assert (actual.diff() >= 0).all() and actual[1] < 0.9
-    # the last threshold is 0
+    # the last threshold is 0, at which all blocks within max_density are selected
     assert float(actual[-1]) == pytest.approx(most_density(config, 400))
 
 

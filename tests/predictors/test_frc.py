@@ -156,7 +156,8 @@ def test_row_bounds_and_wanted_blocks_by_hand():
         sparsity=(0.5,),
         max_density=1.0,
     )
-    # max(ceil(6 / 2), 4) and max(ceil(7 / 2), 4): a sink and three local blocks are forced
+    # max(ceil(6 / 2), 4) and max(ceil(7 / 2), 4): half of 6 or 7 visible blocks, and at least the
+    # four forced blocks (one sink, three local)
     assert wanted.flatten().tolist() == [4, 4]
     tail = torch.tensor([[False, True]])
     for is_tail_listed, last in ((True, 7), (False, 0)):

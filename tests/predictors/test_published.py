@@ -317,7 +317,7 @@ SIX_HEADS = torch.zeros(1, 6, 64, 16)
 FOUR_HEADS, NINE_TOKENS = SIX_HEADS[:, :4], SIX_HEADS[:, :, :9]
 SQUARE = SIX_HEADS[..., :16, :]
 coarse, adaptive = CoarseCurvaturePredictor, AdaptiveCurvaturePredictor
-# (function, positional arguments, keyword arguments, pattern of the message)
+# (function, positional arguments, keyword arguments, pattern of the error message)
 INVALID = [
     (coarsen_qk_max_l2, (SIX_HEADS[0], SIX_HEADS), {}, "shape of q must be "),
     (coarsen_qk_max_l2, (SIX_HEADS, SIX_HEADS[0]), {}, "shape of k must be "),

@@ -36,7 +36,8 @@ def test_default_at_131072_tokens_has_these_sizes():
     assert (typical.interleave, outliers.interleave) == (2, 4)
     assert (typical.first_width, typical.other_width) == (128, 0)
     assert (outliers.first_width, outliers.other_width) == (64, 0)
-    # 4 query blocks of 128 tokens see 8 more key blocks of 64; 8 see 16 more
+    # from one tile to the next, 4 query blocks of 128 tokens see 8 more key blocks of 64, and 8
+    # query blocks see 16 more
     assert (typical.scratch_growth, outliers.scratch_growth) == (8, 16)
     assert plan.scratch_dtype == torch.float16 and plan.is_by_head
 

@@ -11,7 +11,7 @@ import cab_hf
 from cab_hf import dispatch
 
 GREEDY = GenerationConfig(max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=2)
-PAGES = {"max_blocks_per_request": 64}  # block tables for decode
+PAGES = {"max_blocks_per_request": 64}  # turns on block tables in decode steps
 LOW = dataclasses.replace(SPARSE, mass_threshold=0.08, outlier_queries=0)
 # arguments of `batching` by test id
 WAYS = {

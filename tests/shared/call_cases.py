@@ -46,7 +46,7 @@ CALLS = {
 
 
 def logits(model, **inputs):
-    """Return the logits of ``model`` without gradients."""
+    """Call ``model`` under no_grad, and return its logits."""
     with torch.no_grad():
         return model(**inputs).logits
 

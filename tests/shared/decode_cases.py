@@ -111,7 +111,7 @@ def masks_of_a_step(device="cpu"):
 
 
 def require_dense_step_equals_sdpa(mask, monkeypatch, dtype=torch.float32, device="cpu"):
-    """Assert that the dense step kernel equals SDPA under the mask."""
+    """Assert that the kernel of a dense decode step equals SDPA with the token mask of ``mask``."""
     q, k, v = (x.to(device, dtype) for x in qkv(2, q_length=1, kv_length=300, dim=32))
     config = CabConfig()
     work = Workload.of(q, k, v, blocks_of(config))

@@ -143,7 +143,7 @@ def tiny_llava():
 
 
 def tokens(batch, length, seed=1):
-    """Return random token ids, int64 [batch, length], without special tokens."""
+    """Return random token ids, int64 [batch, length]; special tokens (ids 0 to 2) do not occur."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
 
