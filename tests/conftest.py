@@ -1,4 +1,4 @@
-"""Fixtures for all tests, and settings of Triton and torch."""
+"""Fixtures for all tests. Triton and torch are configured before the tests are imported."""
 
 import os
 
@@ -19,7 +19,7 @@ def gpu():
 
 @pytest.fixture
 def uninitialised_is_nan():
-    """Fill uninitialised memory with NaN, so that a kernel that skips an element fails."""
+    """Make `torch.empty` fill tensors with NaN, to detect kernels that skip an element."""
     import torch
 
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -29,7 +29,7 @@ def uninitialised_is_nan():
 
 @pytest.fixture
 def by_pointers(monkeypatch):
-    """Make kernels read tiles by pointers, as on GPUs before Hopper and on AMD GPUs."""
+    """Make kernels load tiles by pointers, not tensor descriptors, as on GPUs before Hopper."""
     from cab_hf.ops import launch
 
     monkeypatch.setattr(launch, "reads_by_descriptor", lambda device: False)
@@ -37,7 +37,7 @@ def by_pointers(monkeypatch):
 
 @pytest.fixture
 def one_process(tmp_path):
-    """Create a gloo process group of one process."""
+    """Initialise torch.distributed with gloo and a world size of 1 during the test."""
     import torch
 
     store = f"file://{tmp_path / 'store'}"
@@ -48,7 +48,7 @@ def one_process(tmp_path):
 
 @pytest.fixture
 def processes(tmp_path):
-    """Return a function (count, timeout) that starts `Ranks` for one test.
+    """Return a function that starts a `Ranks` of ``count`` new processes for one test.
 
     Tests may kill these processes, unlike the processes of fixture ``ranks``.
     """
@@ -67,7 +67,7 @@ def processes(tmp_path):
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
-    """Return a folder with a tiny model and its tokenizer, which tests must not change."""
+    """Save a tiny LLaMA and its tokenizer once; return the folder, which tests must not change."""
     from words import save_llama
 
     return save_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
@@ -75,7 +75,7 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
-    """Start eight processes with a gloo group, for tests of several ranks."""
+    """Return a `Ranks` of eight processes, which all tests share."""
     from ranks import Ranks
 
     ranks = Ranks(8, tmp_path_factory.mktemp("ranks"))
@@ -84,8 +84,8 @@ def ranks(tmp_path_factory):
 
 
 def pytest_configure(config):
-    """Set environment variables and the number of threads before tests are imported."""
-    # run kernels in Triton's interpreter without a GPU; kernels of vLLM do not run there
+    """Set environment variables and torch's number of threads before tests are imported."""
+    # Triton's interpreter runs the kernels of this project on a CPU; vLLM's kernels fail in it
     if config.option.markexpr not in ("gpu", "vllm"):
         os.environ["TRITON_INTERPRET"] = "1"
     if "not slow" in config.option.markexpr:
@@ -96,6 +96,6 @@ def pytest_configure(config):
 
     import torch
 
-    # tests compute many small products, for which more threads are slower
+    # tests compute many small matrix products, which more threads make slower
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     torch.set_num_threads(max(1, min(2, torch.get_num_threads()) // workers))

@@ -1,4 +1,4 @@
-"""Imports follow the layers, both statements and module names in strings."""
+"""Modules import from their own layer and earlier layers only, also by names in strings."""
 
 import ast
 import re
@@ -12,7 +12,8 @@ from tiny import SPARSE, tiny_model, tokens
 import cab_hf
 
 ROOT = Path(__file__).parents[1]
-# layers in import order: a module imports from its own layer and earlier ones; "a b" share one
+# packages in import order: a module imports from its own layer and earlier layers. Two packages in
+# one string, separated by a space, are in the same layer
 LAYERS = [
     *("checks", "capability", "config", "hf", "experiment", "data", "plan", "break_even"),
     *("ops", "selection", "predictors", "call", "engines", "layers", "distributed", "decode"),
@@ -20,12 +21,12 @@ LAYERS = [
     "eval",
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names.split()}
-# modules without a layer, because they import lazily by name
+# modules that may import from all layers, because they import lazily by name
 FREE = {"__init__", "registration"}
 
 
 def imported(source):
-    """Yield the modules that a source imports, in statements, attributes and strings."""
+    """Yield the names of modules that a source imports: in statements, attributes and strings."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "cab_hf":
@@ -38,12 +39,12 @@ def imported(source):
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "cab_hf":
             yield cab_hf._HOME.get(node.attr, f"cab_hf.{node.attr}")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            # arguments of import_module and find_spec; other texts contain spaces
+            # strings that are only a module name, such as arguments of import_module and find_spec
             yield from re.findall(r"^cab_hf\.[\w.]+$", node.value)
 
 
 def upward(path, source):
-    """Return the modules that a file imports from layers above its own layer."""
+    """Return the names of modules that a file imports from later layers, which is not allowed."""
     parts = Path(path).with_suffix("").parts
     layer = parts[1] if parts[0] == "cab_hf" else parts[0]
     if layer in FREE:
@@ -85,7 +86,7 @@ def test_ops_do_not_import_transformers():
 
 
 def imports_within(folder):
-    """Return the imports between modules of a folder of cab_hf, also inside functions."""
+    """Return {module: modules of the same folder that it imports}, for a folder of cab_hf."""
     files = {f"cab_hf.{folder}.{x.stem}": x for x in (ROOT / "cab_hf" / folder).glob("*.py")}
     result = {}
     for name, file in files.items():
@@ -98,7 +99,7 @@ def imports_within(folder):
 
 
 def cycle(graph):
-    """Return the modules of an import graph that are in a cycle or import such a module."""
+    """Return the modules of an import graph that are in a cycle, or that import such modules."""
     while graph:
         leaves = {name for name, targets in graph.items() if not targets & graph.keys()}
         if not leaves:
@@ -119,7 +120,8 @@ def test_import_cycle_is_found():
     assert cycle(graph) == {"a", "b", "c", "d"}
 
 
-# modules that the section does not list: wrappers of transformers functions, and checks of values
+# modules that the section of the docs need not list: wrappers of transformers functions, and
+# argument checks
 WRAPPERS = {"registration.py", "batching/hooks.py", "batching/batch.py", "checks.py"}
 
 

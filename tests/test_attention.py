@@ -1,4 +1,4 @@
-"""Logits of models with "cab" equal sdpa at full budget, and do not depend on the layout."""
+"""Models with "cab": logits equal sdpa at full budget, and do not depend on padding or packing."""
 
 import copy
 from unittest.mock import Mock
@@ -60,7 +60,7 @@ PACKED = pytest.mark.parametrize(
         pytest.param((148, 1, 1), id="one-token-last"),
     ],
 )
-# arguments of `packed`
+# arguments of `packed`: cache, and padding on the left and right
 PACKED_OPTIONS = pytest.mark.parametrize(
     "options",
     [
@@ -75,9 +75,10 @@ PACKED_OPTIONS = pytest.mark.parametrize(
 
 
 def packed(lengths, use_cache, left=None, right=0):
-    """Return model inputs of packed documents, and the index of tokens that are not padding.
+    """Return (keyword arguments of a model for packed documents, index of tokens without padding).
 
-    ``left`` and ``right`` are numbers of padding tokens. With ``left`` None there is no mask.
+    ``left`` and ``right`` are numbers of padding tokens. ``left`` None: no padding and no
+    attention mask.
     """
     ids = tokens(1, sum(lengths))
     positions = positions_of(lengths)
@@ -85,7 +86,7 @@ def packed(lengths, use_cache, left=None, right=0):
     if left is None:
         return inputs | {"input_ids": ids, "position_ids": positions}, slice(None)
     mask = torch.cat([torch.zeros(left), torch.ones(sum(lengths)), torch.zeros(right)]).bool()
-    # padding has random tokens and descending positions, which must not matter
+    # padding has random tokens and descending positions, which must not change the logits
     inputs["input_ids"] = tokens(1, len(mask), seed=5).masked_scatter(mask, ids)
     padding_positions = torch.arange(len(mask)).flip(0).unsqueeze(0)
     inputs["position_ids"] = padding_positions.masked_scatter(mask, positions)
@@ -99,7 +100,7 @@ def packed(lengths, use_cache, left=None, right=0):
 def test_packed_documents_match_sdpa_with_and_without_mask_and_cache(
     family, implementation, lengths, options
 ):
-    """Without mask and cache, sdpa detects documents by position ids."""
+    """Compare with sdpa without mask and cache, which then detects documents by position ids."""
     model = tiny_model(family, num_hidden_layers=2)
     expected = logits(model, **packed(lengths, use_cache=False)[0])
     cab_hf.apply_cab(model, FULL)
@@ -154,7 +155,7 @@ PUBLISHED = [
 @pytest.mark.parametrize("config", [SPARSE, *PUBLISHED], ids=["sparse", "forman", "additive"])
 @pytest.mark.parametrize("changed", [slice(200, 201), slice(224, 320)], ids=["one", "the-rest"])
 def test_changed_tokens_leave_earlier_query_blocks_unchanged(llama, config, changed):
-    """Query blocks before the changed tokens are bit-identical."""
+    """Assert bit-identical logits in query blocks before the first changed token."""
     ids = tokens(1, 320)
     other = ids.clone()
     other[0, changed] = (ids[0, changed] + 1) % 60 + 3
@@ -177,7 +178,7 @@ def test_packed_logits_equal_single_document_logits(llama, documents_by):
     if documents_by == "cu_seq_lens":
         ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
-        # positions do not restart, so documents follow from the lengths only
+        # position ids do not restart at documents: only the cumulative lengths define documents
         inputs["position_ids"] = torch.arange(sum(lengths)).unsqueeze(0)
     starts = [0, 170, 203]
     with cab_hf.cab(llama, SPARSE):
@@ -195,7 +196,7 @@ WITH_POSITIONS = {
     "cache": {"use_cache": True},
     "mask-and-cache": ONES | {"use_cache": True},
 }
-# model types that pass position ids to mask functions, but not to attention layers
+# model types that pass position ids to mask functions only, not to attention layers
 MASK_ONLY = ["llama4_text", "gpt_bigcode", "persimmon", "ctrl", "moshi", "fuyu", "whisper"]
 
 
@@ -245,7 +246,7 @@ def test_cumulative_lengths_separate_documents_of_a_batch(llama, ends, lengths):
 
 @pytest.mark.parametrize("lengths", [(150,), (150, 192), (128, 150)], ids=str)
 def test_last_chunk_below_query_block_is_dense(shallow, lengths):
-    """A chunk shorter than a query block looks like a step of assisted decoding."""
+    """A chunk shorter than a query block is dense, as steps of assisted decoding must be."""
     longest, row = max(lengths), lengths.index(150)
     ids = tokens(len(lengths), longest)
     mask = torch.stack([torch.arange(longest) < n for n in lengths])
@@ -253,14 +254,15 @@ def test_last_chunk_below_query_block_is_dense(shallow, lengths):
         one_prefill = shallow(ids[[row], :150]).logits
         cache = shallow(ids[:, :128], attention_mask=mask[:, :128]).past_key_values
         actual = shallow(ids[:, 128:], attention_mask=mask, past_key_values=cache).logits
-    # the cache of a single layer does not depend on sparsity
+    # in a model of one layer, cached keys do not depend on attention, so that dense logits are the
+    # expected ones
     dense = logits(shallow, input_ids=ids[[row], :150])
     torch.testing.assert_close(actual[row, :22], dense[0, 128:], **EXACT)
     assert not torch.allclose(dense[0, 128:], one_prefill[0, 128:], atol=1e-3)
 
 
 def test_chunks_of_whole_query_blocks_equal_one_prefill_without_curvature(llama):
-    """Curvature reads rows of earlier chunks, and a dense tail follows the end of each chunk."""
+    """Turn off curvature and dense tail, because these two depend on where chunks end."""
     ids = tokens(1, 328)
     with cab_hf.cab(llama, SPARSE, redundancy=0.0, dense_tail_blocks=0), torch.no_grad():
         expected = llama(ids).logits
@@ -273,7 +275,7 @@ def test_chunks_of_whole_query_blocks_equal_one_prefill_without_curvature(llama)
 
 
 def losses(model, steps=20):
-    """Train ``model`` and return the loss of each step."""
+    """Train ``model`` on random tokens, and return the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model.train()
     step_losses = []
@@ -306,13 +308,13 @@ def test_gradient_checkpointing_gives_the_same_gradients(family):
 
 
 def test_unselected_keys_get_no_gradient(llama):
-    """The last query of a single layer gives gradients to selected blocks only."""
+    """Backpropagate from the last query: only tokens of its selected blocks get a gradient."""
     model = copy.deepcopy(llama)
     cab_hf.apply_cab(
         model, CabConfig.published(0.9, "none", query_block=32, key_block=16, min_length=0)
     )
     embeddings = model.get_input_embeddings()(tokens(1, 320)).detach().requires_grad_()
-    # one layer, because skipped keys would get gradients through other layers
+    # keep one layer, because tokens that are not selected would get gradients through other layers
     model.model.layers = model.model.layers[:1]
     model.config.num_hidden_layers = 1
     out = model(inputs_embeds=embeddings, use_cache=False).logits
@@ -334,7 +336,7 @@ def test_unselected_keys_get_no_gradient(llama):
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 @pytest.mark.parametrize("padding", [0, 37])
 def test_output_is_contiguous(monkeypatch, family, fields, padding):
-    """AFMoE and JetMoE call `view` on the output."""
+    """Check contiguity, because AFMoE and JetMoE call `view` on the output of attention."""
     results = []
     model = cab_hf.apply_cab(tiny_model(family), FULL, **fields)
     attend = AttentionInterface._global_mapping["cab"]
@@ -361,7 +363,7 @@ def test_output_is_contiguous(monkeypatch, family, fields, padding):
 )
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
 def test_windows_and_masks_unknown_to_the_layer_are_applied(name, fields, implementation):
-    """PhiMoE's layers have no window attribute; BART creates a mask that no layer uses."""
+    """Test windows and masks that cab_hf must find without an attribute of the attention layer."""
     config = getattr(transformers, f"{name}Config")(**SIZES | fields)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
@@ -427,7 +429,7 @@ def test_float32_queries_of_adapters_are_cast_to_model_dtype():
 
 
 def test_blockwise_dense_matches_sdpa_with_one_plan_for_all_layers(monkeypatch):
-    """GPUs use this path for large heads and masks; here it runs on the reference engine."""
+    """Test the path of GPUs for large heads and masks, with the reference engine on a CPU."""
     model = tiny_model()
     ids = tokens(2, 300)
     mask = torch.ones_like(ids)

@@ -24,7 +24,7 @@ pytestmark = SERVING
 def test_apply_cab_raises_under_manager_of_other_attention():
     model = tiny_model()
     manager = managed(model)
-    # stopping a later manager does not hide the first manager
+    # after a second manager has stopped, the first manager still runs
     managed(model).stop()
     try:
         with pytest.raises(NotImplementedError, match="continuous batching runs on LlamaForCausal"):
@@ -88,7 +88,7 @@ def test_exception_inside_cab_block_is_not_replaced():
     try:
         assert implementations(model) == ["sdpa", "sdpa"]
         manager.add_request(PROMPTS[0])
-        # without earlier requests, the manager compares with the settings at its start
+        # before the first request, the manager remembers the settings at its start
         assert "was switched to 'sdpa' while" in manager.get_result(timeout=60).error
     finally:
         manager.stop()
@@ -102,7 +102,7 @@ CHANGES = {
 
 
 def answered(manager, prompts):
-    """Return the generated tokens, or the error, of each prompt."""
+    """Add all prompts to a manager, and return the generated tokens or the error of each prompt."""
     names = [manager.add_request(prompt) for prompt in prompts]
     answers = [manager.get_result(timeout=60) for _ in names]
     return [
@@ -124,7 +124,7 @@ def test_prefix_blocks_are_not_shared_across_settings(change):
         cache = manager.batch_processor.cache
         change(model)
         assert answered(manager, LONG) == exact
-        # evicted blocks are free again
+        # after eviction of cached blocks, all blocks are free
         cache.evict_cached_blocks()
         cache.pool.try_to_free_sectors()
         assert cache.compute_free_capacity() == 1
@@ -158,7 +158,7 @@ def test_settings_are_fixed_during_a_request(change, message):
         manager.add_request(PROMPTS[0], max_new_tokens=2000, streaming=True, eos_token_id=-1)
         manager.get_result(timeout=60)
         change(model)
-        # iteration over a manager ends with its thread, even if results remain
+        # call get_result, because iteration over a manager stops with its thread and loses results
         manager._generation_thread.join(60)
         answers = iter(lambda: manager.get_result(timeout=0), None)
         errors = (answer.error for answer in answers if answer.error)
@@ -174,7 +174,7 @@ def test_chunks_end_at_query_blocks_of_current_settings():
         GREEDY, continuous_batching_config=batching(max_batch_tokens=96)
     ) as manager:
         for query_block in (32, 64):
-            # 96 tokens are no multiple of 64
+            # for query_block 64, chunks of 96 tokens do not end at multiples of the query block
             on_cab(model, dataclasses.replace(low, query_block=query_block))
             for prompt in LONG:
                 assert answered(manager, [prompt]) == generated(model, [prompt])

@@ -1,4 +1,4 @@
-"""Break-even points: few queries after a long cache are computed densely."""
+"""Break-even points: below a measured number of queries after a cache, dense is faster."""
 
 import json
 from dataclasses import replace
@@ -51,7 +51,7 @@ def test_committed_points_are_ascending_and_name_their_device():
 
 
 def route_of(q_length, kv_length, config=CONFIG, num_heads=None, **fields):
-    """Return the route of a call; ``fields`` are further fields of `MaskInfo`."""
+    """Return the `Route` of a call with "cab"; ``fields`` are further fields of `MaskInfo`."""
     work = Workload(
         device="cpu",
         head_dim=16,
@@ -73,7 +73,7 @@ def route_of(q_length, kv_length, config=CONFIG, num_heads=None, **fields):
         pytest.param(64, 500, {}, "sparse", id="long-question"),
         pytest.param(48, 300, {}, "sparse", id="short-cache"),
         pytest.param(48, 500, {"config": replace(CONFIG, min_length=0)}, "sparse", id="always"),
-        # all chunks of a prompt have the same route
+        # the route of a chunk depends on its whole prompt, not on the chunk
         pytest.param(48, 500, {"prompt": Prompt(700)}, "sparse", id="chunk-of-prompt"),
         pytest.param(48, 500, {"prompt": Prompt(700, start=640)}, "dense", id="chunk-of-question"),
         pytest.param(48, 300, {"prompt": Prompt(700, start=640)}, "dense", id="first-chunk"),
@@ -121,7 +121,7 @@ def test_generate_computes_short_question_densely(question, is_dense):
     sparse_config = replace(CONFIG, mass_threshold=0.6, share_threshold=1.0)
 
     def first_logits(implementation):
-        """Return the logits after the question; the cache has 416 tokens of dense prefill."""
+        """Prefill 416 tokens densely, then return the first logits of `generate` for all tokens."""
         model = tiny_model()
         if implementation == "cab":
             cab_hf.apply_cab(model, sparse_config)
@@ -144,6 +144,6 @@ def test_generate_computes_short_question_densely(question, is_dense):
 
 
 def test_points_start_at_default_min_length():
-    """`min_length` applies to whole prompts, and points apply to prompts after a cache."""
+    """Below `min_length`, attention is dense anyway, so that points there would have no effect."""
     for num_keys, num_queries in json.loads(break_even.PATH.read_text())["cpu"]["points"]:
         assert num_keys >= CabConfig().min_length and num_queries <= num_keys

@@ -1,4 +1,4 @@
-"""attn_implementation "cab_frc": the published method at every entry point of "cab"."""
+"""attn_implementation "cab_frc" selects the published method, by all entry points of "cab"."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ PUBLISHED = CabConfig.published(0.7, query_block=32, key_block=32, min_length=0)
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a folder with a saved tiny model."""
+    """Save a tiny model without CabConfig, and return its folder."""
     tiny_model().save_pretrained(tmp_path)
     return tmp_path
 
@@ -40,7 +40,7 @@ def test_cab_frc_equals_cab_with_published_config(folder, monkeypatch):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=name, **settings)
         return logits(model.eval())
 
-    # the true published config is dense for 700 tokens
+    # the real published config has a min_length above 700 tokens, and would be dense
     monkeypatch.setattr(CabConfig, "published", lambda: PUBLISHED)
     expected = new_logits("cab", cab_config=PUBLISHED)
     assert torch.equal(new_logits(CAB_FRC), expected)
@@ -52,7 +52,7 @@ def test_cab_frc_without_config_uses_published_settings(folder):
     model = load(folder)
     assert model.config.cab_config is None
     assert cab_config_in_use(model.config) == CabConfig.published()
-    # other implementation names have the default settings
+    # "cab" does not use the settings of "cab_frc"
     assert cab_config_of(model.config, "cab") == CabConfig()
     model.set_attn_implementation("cab")
     assert cab_config_of(model.config) == CabConfig()
@@ -142,7 +142,7 @@ def test_padded_rows_equal_single_rows(folder):
 
 
 def test_load_model_accepts_cab_frc(folder):
-    # the saved config has another predictor
+    # the saved CabConfig has predictor "rows", which "cab_frc" rejects
     load(folder, "cab", cab_config=SPARSE).save_pretrained(folder)
     with pytest.raises(
         ValueError, match="must have predictor 'frc' with attn_implementation 'cab_frc'"

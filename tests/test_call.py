@@ -1,4 +1,4 @@
-"""State of a forward pass: plans shared by layers, documents in masks, and short sequences."""
+"""State of a forward pass: plans that layers share, documents in masks, short sequences."""
 
 from dataclasses import FrozenInstanceError, fields
 
@@ -22,7 +22,7 @@ SELECTED_LAYERS = []
 
 
 class FirstLayerDecides(RowsPredictor):
-    """Predictor whose first layer selects the plan of all layers."""
+    """Predictor that selects a plan in the first layer, which all other layers reuse."""
 
     def encode_keys(self, k, valid=None, channels=()):
         return k, valid, channels
@@ -64,7 +64,7 @@ def test_recompute_finds_shared_state_of_forward_pass():
 
 
 class Counted(RowsPredictor):
-    """Predictor that appends the layer of each selection to `SELECTED_LAYERS`."""
+    """Predictor that appends the layer index to `SELECTED_LAYERS` at each selection."""
 
     def choose(self, q, summary, call):
         SELECTED_LAYERS.append(call.layer)
@@ -168,7 +168,7 @@ def test_lengths_count_document_tokens_without_padding():
     mask = cab_mask(2, 6, 6, attention_mask=padding)
     mask, _ = mask.with_documents(torch.tensor([[0, 0, 1, 2, 0, 0], [0, 1, 0, 1, 0, 1]]))
     assert [[x.tokens for x in row] for row in mask.lengths] == [[3, 1, 0], [2, 2, 2]]
-    # for a chunk after a cache, lengths are (queries, keys)
+    # for a chunk after a cache, each document has a length (queries, keys)
     mask = cab_mask(2, 2, 6, q_offset=4, attention_mask=padding)
     mask, _ = mask.with_documents(torch.tensor([[3, 4], [4, 5]]))
     assert mask.lengths == [[(1, 4)], [(2, 6)]] and mask.longest == (2, 6)
@@ -214,7 +214,7 @@ def test_invalid_cumulative_lengths_raise(mask, ends, error, sentence):
 
 
 def test_repeated_cumulative_lengths_are_ignored():
-    """Collators repeat the last boundary to get a fixed number of boundaries."""
+    """Ignore repetitions of the last boundary, which collators add to get a fixed tensor size."""
     mask = MaskInfo(1, 4, 4, 0)
     mask, _ = mask.with_documents(None, torch.tensor([0, 1, 4, 4, 4]))
     assert mask.doc_ids.tolist() == [[0, 1, 1, 1]]
@@ -243,7 +243,7 @@ def test_detect_packing_finds_documents_and_padding(arguments, doc_ids, lengths)
 
 
 def layout_of(rows, length, padding_mask=None, doc_ids=None, lengths=None):
-    """Return the `BlockLayout` of a prefill of ``rows`` with ``length`` tokens each."""
+    """Return the `BlockLayout` of a prefill of ``rows`` rows with ``length`` tokens each."""
     return BlockLayout.build(
         batch=rows,
         q_length=length,
@@ -268,7 +268,7 @@ def test_masks_are_frozen_and_share_detected_documents():
 
 
 def test_compiled_packed_documents_with_mask_raise(monkeypatch):
-    """Under torch.compile, values of the padding mask are not read."""
+    """Raise an error, because the values of a padding mask are unknown under torch.compile."""
     document = torch.tensor([[0, 0, 1, 1]])
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(
@@ -296,7 +296,7 @@ def test_rows_below_min_length_belong_to_short_sequences(least, rows, has_length
         assert actual is None
         return
     assert [[row for row in batch if row >= 0] for batch in actual.tolist()] == rows
-    # with known lengths, the result has as many columns as the longest list
+    # with known lengths, the result is not wider than the longest list
     assert not has_lengths or actual.shape[1] == max(map(len, rows))
 
 
@@ -314,7 +314,7 @@ def test_layout_of_padding_only_has_empty_ranges():
 
 @pytest.fixture
 def gemma():
-    """Return a model that slices its mask for layers that read KV of other layers."""
+    """Return a Gemma 4, which slices the mask for layers that share KV with earlier layers."""
     sizes = SIZES | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 40}
     config = Gemma4TextConfig(
         **sizes,
@@ -379,7 +379,7 @@ def test_other_mask_slices_raise(index):
 
 
 def padded_on_the_right(*lengths):
-    """Return token ids [B, N] of sequences with these lengths; padding is 0."""
+    """Return token ids [B, N] of random sequences with these lengths, right-padded with 0."""
     longest = max(lengths)
     rows = [F.pad(tokens(1, n, seed=n), (0, longest - n)) for n in lengths]
     return torch.cat(rows)

@@ -12,7 +12,7 @@ from cab_hf.selection import gather, tiles
 
 @pytest.fixture(params=[(8, 0), (8, 9), (9, 0), (0, 0)], ids=lambda x: f"{x[0]}.{x[1]}")
 def overridden(request, monkeypatch):
-    """Set the variable to a compute capability, and return the capability."""
+    """Patch the value of CAB_HF_CAPABILITY, which is read at import, and return the value."""
     monkeypatch.setattr(capability, "NAMED", request.param)
     monkeypatch.setattr(launch, "NAMED", request.param)
     return request.param

@@ -26,15 +26,16 @@ def shallow():
 
 
 PADDED = {"attention_mask": torch.arange(130)[None] >= 20}
-# under torch.compile, packed documents are not aligned to blocks, which changes sparse results
+# test packed documents at full budget only: under torch.compile, documents are not aligned to
+# blocks, which changes the selection
 PACKED = {"position_ids": (torch.arange(130) % 70)[None], "use_cache": False}
 CALLED = [
-    # calls shorter than min_length read no break-even points
+    # with min_length above 0, `route` also compares lengths with break-even points
     pytest.param(replace(SPARSE, min_length=100), {}, "REFERENCE", id="plain"),
     pytest.param(FULL, PACKED, "TRITON", id="packed-by-lists"),
     pytest.param(SPARSE, {"use_cache": False}, "REFERENCE", id="training-call"),
     pytest.param(SPARSE, PADDED, "REFERENCE", id="padded"),
-    # the engine of kernels reads lists only, which include the dense tail
+    # engine TRITON reads block lists only, so that the dense tail must be in the lists
     pytest.param(SPARSE, {}, "TRITON", id="plain-by-lists"),
     pytest.param(SPARSE, PADDED, "TRITON", id="padded-by-lists"),
 ]
@@ -91,7 +92,7 @@ def test_compiled_packed_documents_with_mask_or_cache_raise(family, kind):
 
 @pytest.mark.slow
 def test_changed_settings_recompile(shallow):
-    """TorchDynamo makes numbers symbolic if they differ from an earlier compilation."""
+    """Change settings between calls, because TorchDynamo makes numbers symbolic after a change."""
     ids = tokens(1, 130)
     torch._dynamo.reset()
     for fields in ({}, {"mass_threshold": 0.08}, {"query_block": 64, "sink_blocks": 2}):
@@ -123,14 +124,14 @@ def read_into_a_static_cache(model, ids):
 
 
 def trained(model, ids):
-    """Return the gradients of all parameters in one vector."""
+    """Run a training step, and return the gradients of all parameters, concatenated."""
     model.zero_grad()
     with torch.enable_grad():
         model(ids, labels=ids, use_cache=False).loss.backward()
     return torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
 
-# config, None for "cab_dense"; and family of the model
+# by name: (CabConfig or None for "cab_dense", family of the model)
 COMPILED = {
     "sparse": (replace(SPARSE, outlier_queries=0), "llama"),
     "outliers": (SPARSE, "llama"),
@@ -149,7 +150,7 @@ NAMES = [f"{name}-{read.__name__}" for name in COMPILED for read in READ]
 @pytest.mark.parametrize("case", slow_but(NAMES, *map(NAMES.index, QUICK)))
 @pytest.mark.parametrize("dynamic", slow_but([True, None], 0))
 def test_many_prompt_lengths_compile_at_most_three_graphs(case, dynamic):
-    """The first length, and the loss, may need an additional graph."""
+    """Allow three graphs: one for dynamic lengths, one for the first length, one for the loss."""
     name, function = case.split("-")
     (config, family), read = COMPILED[name], globals()[function]
     model, graphs = tiny_model(family, num_hidden_layers=1), []

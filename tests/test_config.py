@@ -15,7 +15,7 @@ from cab_hf.hf.fit import require_layers
 
 CASCADE = {"predictor": "cascade", "anchors": (0,)}
 NAN, INFINITE = float("nan"), float("inf")
-# values of wrong types, or out of range, for most fields
+# values whose type or range is wrong for most fields of CabConfig
 OF_OTHER_KINDS = [
     *(None, True, 1, -1, 1.5, NAN, INFINITE, 2**40, "x", "", b"x", {}, {"a": 1}, {1}, object()),
     *((), (1,), ((1,),), ((),), (None,), [[]], [["x"]], [[True]], [[NAN]], [[-1]], [[2, 1], [1]]),
@@ -156,7 +156,7 @@ def test_saved_file_names_calibrated_model(tmp_path):
     assert json.loads((tmp_path / "own.json").read_text())["origin"] == fields
     assert CabConfig.calibrated(tmp_path / "own.json") == config == CabConfig(origin=fields)
     assert hash(config) == hash(CabConfig(origin=fields)) != hash(CabConfig())
-    # settings without calibration have no origin
+    # a config that was not calibrated has no origin
     assert "origin" not in CabConfig().to_dict()
 
 
@@ -253,7 +253,7 @@ def test_replace_resets_fields_that_become_unused():
     [
         ({"topk": 3}, "'topk'"),
         ({"topk": 3, "self": 1, "cls": 2}, "'topk', 'self' or 'cls'"),
-        # fields of version 0.2, in a saved config and next to an explicit predictor
+        # fields that version 0.2 had: in a saved config, and in a dict that names a predictor
         ({**CabConfig().to_dict(), "coarsen": "minmax", "top_p": None}, "'coarsen' or 'top_p'"),
         ({"predictor": "frc", "select": "topk"}, "'select'"),
         ({"predictor": "mine", "top_p": 0.9}, "'top_p'"),
@@ -288,7 +288,7 @@ def test_old_name_of_outlier_queries_loads_with_warning(monkeypatch):
         assert CabConfig().changed(exact_queries=8) == CabConfig(outlier_queries=8)
         assert CabConfig(exact_queries=8) == CabConfig(outlier_queries=8)
     assert len(warned) == 1
-    # configs with the old name scored typical queries on every key
+    # a config with the old name exact_queries gets typical_key_stride 1, as it was computed then
     assert saved == CabConfig(outlier_queries=8, typical_queries=8, typical_key_stride=1)
     with pytest.raises(ValueError, match="got both"):
         CabConfig.from_dict({"exact_queries": 8, "outlier_queries": 8})

@@ -1,4 +1,4 @@
-"""Continuous batching: sequences equal single generation; unsupported models raise."""
+"""Continuous batching equals generation of one prompt at a time; unsupported models raise."""
 
 import dataclasses
 import warnings
@@ -56,7 +56,7 @@ def test_full_budget_equals_dense_attention(family, name, changes):
 
 @pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
 def test_decode_steps_read_pages_without_gather(changes, monkeypatch):
-    """The kernel of decode steps reads pages in place; only the keys of prompts are gathered."""
+    """Count gathered keys: decode steps must read pages in place, and prompts gather their keys."""
     monkeypatch.setattr(batch.decode, "has_kernels", lambda *_: True)
     model, gathered = tiny_model(), []
     expected = generated(model)
@@ -70,10 +70,10 @@ def test_decode_steps_read_pages_without_gather(changes, monkeypatch):
     monkeypatch.setattr(allocators.FullAttentionCacheAllocator, "update", recording_update)
     assert served(on_cab(model), **changes) == expected
     if "max_blocks_per_request" not in changes:
-        # decode-only batches gather no keys; other batches gather the keys of their prompts only
+        # batches of decode steps gather no keys; other batches gather the keys of their prompts
         longest = max(map(len, PROMPTS))
         assert all(read == 0 for read, written in gathered if written <= len(PROMPTS))
-        # at most two prompts share a batch: the end of one prompt and the start of the next
+        # at most two prompts are in a batch: the end of one prompt and the start of the next prompt
         assert max(read - written for read, written in gathered) < 2 * longest
 
 
@@ -92,7 +92,7 @@ def test_chunked_prompt_selects_same_blocks_as_whole_prompt():
 
 @pytest.mark.parametrize("batch_tokens", [96, 100, 133])
 def test_chunks_of_several_prompts_select_same_blocks_as_whole_prompts(batch_tokens, monkeypatch):
-    """Chunks start and end at multiples of the query block, also in batches of several prompts."""
+    """Check that the chunks of each prompt end at multiples of the query block."""
     routes = routed(monkeypatch)
     model = on_cab(tiny_model(), LOW)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (340, 77, 201, 20, 150, 96)]
@@ -106,9 +106,9 @@ def test_chunks_of_several_prompts_select_same_blocks_as_whole_prompts(batch_tok
 
 @pytest.mark.parametrize(("answers", "end"), [(1, 340), (2, 339)])
 def test_dense_tail_applies_to_prompt_end_only(answers, end, monkeypatch):
-    """The dense tail, 2 blocks of 32, starts in the third chunk and includes the fourth.
+    """Test a dense tail of 2 blocks of 32, which starts in the third chunk and ends in the fourth.
 
-    Several answers share the prefill of the prompt except for its last token.
+    With several answers, ``end`` is 339: the answers share a prefill without the last token.
     """
     routes = routed(monkeypatch)
     model = on_cab(tiny_model(), dataclasses.replace(SPARSE, dense_tail_blocks=2))
@@ -155,7 +155,10 @@ def test_preempted_requests_are_resumed(monkeypatch):
 
 
 def test_preempted_request_reads_its_answer_as_decode(monkeypatch):
-    """Without offloading, a preempted request restarts with its answer appended to its prompt."""
+    """Count the generated tokens of a restarted request as decode steps, not as its prompt.
+
+    Without offloading, transformers restarts a preempted request with these tokens appended.
+    """
     answer_lengths, create = [], RequestState.create_equivalent_initial_request
     monkeypatch.setattr(
         RequestState,
@@ -203,7 +206,7 @@ def test_cancelled_request_leaves_others_unchanged():
 
 
 def in_a_context(model):
-    """Return the generated tokens of the first prompt by the context manager."""
+    """Generate with the context manager; return a list with the tokens of the first prompt."""
     with model.continuous_batching_context_manager(
         GREEDY, continuous_batching_config=batching()
     ) as manager:
@@ -211,7 +214,7 @@ def in_a_context(model):
         return [manager.get_result(timeout=60).generated_tokens]
 
 
-# ways to run continuous batching
+# by name: function that runs continuous batching for the first prompt
 BEGINNINGS = {
     "generate_batch": lambda model: served(model, PROMPTS[:1]),
     "context": in_a_context,
@@ -220,7 +223,10 @@ BEGINNINGS = {
 
 @pytest.fixture
 def flash_is_installed(monkeypatch):
-    """Make transformers believe that FlashAttention is installed, so that it switches models."""
+    """Patch transformers to find FlashAttention 3, and fail if it switches the model.
+
+    Continuous batching switches the attention of models to FlashAttention if it is installed.
+    """
     monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True)
     monkeypatch.setattr(
         transformers.PreTrainedModel,
@@ -240,7 +246,7 @@ def test_cab_is_not_switched_to_flash_attention(serve, request):
 
 
 def tiny_hybrid():
-    """Return a model with an attention layer and a convolution layer."""
+    """Return an LFM2 model with an attention layer and a convolution layer."""
     return transformers.Lfm2ForCausalLM(
         transformers.Lfm2Config(
             vocab_size=64,
@@ -255,7 +261,7 @@ def tiny_hybrid():
 
 
 def tiny_deepseek():
-    """Return a model with multi-head latent attention."""
+    """Return a DeepSeek-V3 model, which has multi-head latent attention."""
     return transformers.DeepseekV3ForCausalLM(
         transformers.DeepseekV3Config(
             vocab_size=64,
@@ -274,7 +280,7 @@ def tiny_deepseek():
     ).eval()
 
 
-# function that builds the model, and the reason in the error
+# by name: (function that returns an unsupported model, reason in the error message)
 REFUSED = {
     "vision-language": (tiny_llava, "some of its parts use another attention"),
     "window": (lambda: tiny_model("mistral-sliding"), "a sliding window of 40 tokens"),
@@ -282,7 +288,7 @@ REFUSED = {
     "linear": (tiny_hybrid, "layers that mix tokens without attention"),
     "latent": (tiny_deepseek, "multi-head latent attention"),
 }
-# entry points that start continuous batching
+# by name: function that starts continuous batching with a model
 STARTS = {
     **BEGINNINGS,
     "generate": lambda model: model.generate(
@@ -294,7 +300,7 @@ STARTS = {
 
 
 def require_refused(model, start, reason, request):
-    """Assert that the entry point ``start`` raises an error and does not switch attention."""
+    """Assert that ``start`` raises an error with ``reason``, and does not switch the attention."""
     on_cab(model)
     names = implementations(model)
     request.getfixturevalue("flash_is_installed")
@@ -352,7 +358,7 @@ def test_error_names_required_transformers_version(monkeypatch, request):
     ],
 )
 def test_cuda_graphs_or_compile_raise_when_unsupported(changes, sentence, monkeypatch):
-    # make transformers believe that there is an accelerator with graphs
+    # patch transformers to find a GPU with CUDA graphs
     function = "get_accelerator_graph_name"
     module = "transformers.generation.continuous_batching.initialization"
     monkeypatch.setattr(f"{module}.{function}", lambda: "cuda")
@@ -360,7 +366,7 @@ def test_cuda_graphs_or_compile_raise_when_unsupported(changes, sentence, monkey
         on_cab(tiny_model()).init_continuous_batching(GREEDY, batching(**changes))
 
 
-# settings, and the warning; None: no warning
+# by name: (fields of ContinuousBatchingConfig, part of the warning; None: no warning)
 GRID = {
     "max_batch_tokens": (
         {"max_batch_tokens": 31, "page_size": 32},
@@ -374,7 +380,7 @@ GRID = {
 
 
 def start_warnings(name, changes, monkeypatch):
-    """Return the warnings about query blocks at the start of continuous batching."""
+    """Start continuous batching, and return the messages of warnings about query_block."""
     monkeypatch.setattr(checks, "_warned", set())
     model = on_cab(tiny_model())
     model.set_attn_implementation(name)

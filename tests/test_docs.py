@@ -1,4 +1,4 @@
-"""Documentation pages: code runs on a tiny model, commands parse, and sentences are short."""
+"""Documentation: snippets run on a tiny model, commands parse, and sentences are short."""
 
 import re
 import shlex
@@ -23,10 +23,10 @@ from cab_hf.patches import calibration as passes
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "finetune" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LONGEST = 25  # largest number of words in a sentence
-LENGTH = 900  # tokens of prompts
-# small blocks, so that a short prompt has many
+LENGTH = 900  # tokens per prompt
+# small blocks, so that a prompt of 900 tokens has many blocks
 SMALL = cab_hf.CabConfig(query_block=16, key_block=16, min_length=0, share_threshold=1.0)
-# options of other programs
+# options in the documentation that belong to other programs
 EXTERNAL_OPTIONS = {
     *("--config_file", "--num_processes", "--nproc_per_node"),
     *("--pre", "--help", "--tasks", "--model_args", "--metadata", "--trust_remote_code"),
@@ -41,7 +41,7 @@ EXTERNAL_OPTIONS = {
 
 
 def blocks(page, language):
-    """Return the code blocks of a page in a language."""
+    """Return the contents of all code blocks of a page that are marked with ``language``."""
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
@@ -50,7 +50,7 @@ SNIPPETS = {page.stem: blocks(page, "python") for page in PAGES[1:] if blocks(pa
 
 @pytest.fixture
 def snippet_names(one_process, model_folder, monkeypatch):
-    """Return the global names that snippets use.
+    """Return the global names that snippets use, with their values.
 
     A tiny model replaces all models that snippets load.
     """
@@ -71,7 +71,7 @@ def snippet_names(one_process, model_folder, monkeypatch):
 
 
 def on_this_machine(block):
-    """Return a code block with a short answer, a small cache and short sequences."""
+    """Return a code block with smaller numbers, so that it runs fast on a CPU."""
     changes = {"max_new_tokens=64": "max_new_tokens=2", "max_batch_tokens=8192": "num_blocks=8"}
     changes |= {"max_length=32768": "max_length=64, bf16=False"}
     for original, smaller in changes.items():
@@ -93,7 +93,7 @@ def test_python_blocks_of_page_run(page, snippet_names, monkeypatch, tmp_path):
 
 
 def kinds(group=evaluations, prefix=()):
-    """Yield the words of each command, such as ("speed", "lora"), and its settings class."""
+    """Yield (words of a command, such as ("speed", "lora"), and its settings class)."""
     for name, module_name in group.COMMANDS.items():
         if name in ("harness", "speed"):
             continue
@@ -107,16 +107,16 @@ KINDS = {**dict(kinds()), **dict(kinds(speed, ("speed",)))}
 
 
 def commands(page):
-    """Yield the words after the program, for each command of this package on a page."""
+    """Yield each command of this package on a page, as a list of the words after the program."""
     text = page.read_text().replace("\\\n", " ")
     for line in re.findall(r"-m cab_hf\.eval +([a-z][^`\n]*)|(finetune/lora\.py +[^`\n]*)", text):
         words = shlex.split("".join(line))
-        # replace and remove placeholders
+        # replace the placeholder FOLDER, and remove the placeholders "..." and COMMAND
         yield [word.replace("FOLDER", ".") for word in words if word not in ("...", "COMMAND")]
 
 
 def read(words, file):
-    """Parse the words of a command; ``file`` replaces the JSON files in its options."""
+    """Parse a command line, after replacing JSON files in its options with ``file``."""
     if words[0].endswith("lora.py"):
         words = [word.replace("finetune/", f"{ROOT}/finetune/") for word in words[1:]]
         return read_settings(finetune.Settings, words, "lora")

@@ -1,4 +1,4 @@
-"""Recall documents: content, spans of statements and answers, and determinism."""
+"""Documents that repeat earlier content: spans of statements and answers, and determinism."""
 
 import re
 
@@ -25,7 +25,7 @@ def text_of(tokenizer, tokens):
 
 
 def span_text(tokenizer, document, span):
-    """Return the `text_of` of a range (start, end) of a document's tokens."""
+    """Decode the tokens of a document in ``span`` (start, end) by `text_of`."""
     start, end = span
     return text_of(tokenizer, document.tokens[start:end])
 
@@ -59,10 +59,10 @@ def test_answers_can_start_at_block_borders(name):
     assert document.needles == plain.needles
     for answer, other in zip(document.answers, plain.answers, strict=True):
         assert answer[0] % 32 == 0 and LENGTH <= answer[0] < answer[1] <= 2 * LENGTH
-        # the six tokens before an answer are equal too
+        # the six tokens before an answer also equal those before the repeated statement
         own_tokens = document.tokens[answer[0] - 6 : answer[1]]
         assert own_tokens == plain.tokens[other[0] - 6 : other[1]]
-        # each repetition starts after the end of a sentence
+        # each repetition is introduced after the end of a sentence
         before = text_of(tokenizer, document.tokens[answer[0] - 60 : answer[0]])
         assert re.search(r"[.!?]\W?Aswassaidabove", before)
     assert any(answer[0] % 32 for answer in plain.answers)
@@ -86,7 +86,7 @@ def test_document_depends_on_seed_and_index_only(change):
 
 def test_plain_document_is_contiguous_source_text():
     tokenizer, text = TOKENIZERS["words"], " ".join([*NOISE, *NOISE])
-    # the noise has far fewer tokens than the document, so the document repeats the noise
+    # `NOISE` is shorter than 100 tokens, so the document repeats the noise
     tokens = plain_document(tokenizer, NOISE, 100, index=3)
     assert len(tokens) == 100
     assert text_of(tokenizer, tokens[:20]) in text.replace(" ", "")
@@ -129,7 +129,7 @@ def test_too_short_document_raises(make, change, message):
 
 def test_one_long_sentence_leaves_space_for_needles():
     tokenizer = TOKENIZERS["words"]
-    # for some seeds, the long sentence fills the second half of the document
+    # for some seeds, one long sentence fills the second half of the document
     sentences = [*NOISE, " ".join(NOISE * 30)]
     for seed in range(20):
         document = recall_document(tokenizer, sentences, **ARGUMENTS | {"seed": seed})
@@ -148,7 +148,7 @@ def test_source_code_is_split_at_lines():
         "\n    both = width * height",
         "\n    return both",
     ]
-    # the joined lines equal the source without blanks at line ends
+    # joining the lines gives the source code without trailing blanks
     assert running(lines) == CODE.replace("height  \n", "height\n").strip()
 
 

@@ -1,4 +1,4 @@
-"""Dense attention of this package: decode steps, sliding windows and gradients."""
+"""Exact attention by "cab_dense" and "cab": decode steps, sliding windows and gradients."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from cab_hf.ops import Workload, decode
 
 @pytest.mark.parametrize("family", ["llama", "granite-swa", "llama4", "gemma2"])
 def test_full_budget_has_the_gradients_of_dense_attention(family):
-    """Gradients of all parameters, including sinks, are compared."""
+    """Compare the gradients of all parameters, including attention sinks."""
     model, ids = tiny_model(family), tokens(2, 150)
     expected = gradients(model, ids)
     actual = gradients(cab_hf.apply_cab(model, FULL), ids)
@@ -43,12 +43,12 @@ def test_dense_step_with_gradients_uses_no_kernel(monkeypatch):
 
 
 def windowed(**fields):
-    """Return a mask of two rows: 90 queries after 30 cached keys, with a window of 40."""
+    """Return a `MaskInfo` of two rows: 90 queries after 30 cached keys, with a window of 40."""
     return MaskInfo(2, 90, 120, 30, window=40, **fields)
 
 
 PADDED = torch.arange(120) >= torch.tensor([[50], [0]])
-# rows of several turns with padding between them
+# padding inside rows, as between the turns of a chat
 HOLES = (torch.arange(120) % 37 > 9).expand(2, -1)
 WINDOWED = {
     "chunk": windowed(),
@@ -74,7 +74,7 @@ WINDOWED = {
 
 @pytest.mark.parametrize("mask", WINDOWED.values(), ids=WINDOWED)
 def test_blockwise_window_matches_rowwise_window(mask):
-    """Sinks and soft caps need an engine, which applies windows after padding is removed."""
+    """`dense_blockwise` removes padding first, and must apply the window to the same keys."""
     q, k, v = qkv(2, q_length=mask.q_length, kv_length=120)
     work = Workload.of(q, k, v, (128, 128))
     call = Call(

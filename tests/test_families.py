@@ -1,4 +1,4 @@
-"""Tiny models of all causal types of transformers attend exactly with "cab", or raise an error.
+"""All causal model types of transformers: "cab" equals their own attention, or raises an error.
 
 By default the tests examine the types below. `MODEL_SWEEP=FOLDER pytest -m slow
 tests/test_families.py` examines all types, and writes samples.jsonl, results.json and report.md to
@@ -38,29 +38,31 @@ from cab_hf.eval.families import (
 
 SWEEP = os.environ.get(FOLDER)
 NAMES = {1: "families", 2: "families-context-parallel"}
-# types with experts, latent keys, windows, recurrent layers, cross-attention or different layers
+# types for which "cab" must be exact: with experts, latent attention, windows, recurrent layers,
+# cross-attention or layers of different types
 EXACT_TYPES = """
     llama mistral ministral mixtral qwen2 qwen3 qwen3_moe gemma gemma3 gemma4_text phi3 phimoe olmo2
     granite cohere2 glm4 deepseek_v3 smollm3 starcoder2 stablelm gpt_neox opt bert minimax
     granitemoehybrid mllama gpt_oss gpt_bigcode
 """
-# older versions of transformers compute another attention for these types
+# types whose attention differs in older versions of transformers
 CHANGED_TYPES = [
     pytest.param(("gemma2", 1), marks=since("5.24", "sdpa caps no logits")),
     pytest.param(
         ("llama4", 1), marks=since("5.24", "chunks are counted from the start of the row")
     ),
 ]
-# error for types whose attention does not use registered functions
+# pattern of the error for types whose attention does not use the attention interface
 UNREACHED = "attn_implementation=.*[.]$"
-# pattern of the error by type
+# by type that "cab" rejects: pattern of the error
 REFUSED_TYPES = {
     **dict.fromkeys(("deepseek_v4", "doge", "minimax_m3_vl_text", "deepseek_v32"), ""),
     **dict.fromkeys(
         ("falcon", "bloom", "mpt", "gpt_neo", "xglm", "openai-gpt", "mamba"), UNREACHED
     ),
 }
-# types with experts and the loss of routers, latent keys, windows or learnt positions
+# types for which context parallelism must be exact: with experts and router loss, latent
+# attention, windows or learnt positions
 EXACT_OVER_RANKS = "llama mixtral gemma3 deepseek_v3 gpt2"
 REFUSED_OVER_RANKS = {
     "bamba": r"BambaForCausalLM has layers that mix tokens without attention \(BambaMixer\)",
@@ -71,7 +73,7 @@ REFUSED_OVER_RANKS = {
     "llama4": "attends in chunks of 64 tokens",
     "bloom": "must reach its attention through",
 }
-# pattern of the error by (type, number of ranks); None for exact types
+# by (type, number of ranks): pattern of the error; None if the type must be exact
 EXPECTED = {
     **dict.fromkeys([(name, 1) for name in EXACT_TYPES.split()]),
     **{(name, 1): why for name, why in REFUSED_TYPES.items()},
@@ -87,7 +89,7 @@ if SWEEP:
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Use one thread, as the processes of a sweep do."""
+    """Set torch to one thread during the test, as in the processes of a sweep."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -95,7 +97,7 @@ def one_thread():
 
 
 def row_of(model_type, ranks=1):
-    """Return the result row of a type, and write all results if MODEL_SWEEP is set."""
+    """Examine a type and return its result row; also write results if MODEL_SWEEP is set."""
     if SWEEP:
         out = str(Path(SWEEP, NAMES[ranks]))
         rows = run(Sweep(Settings(types=(model_type,), ranks=ranks, out=out)))
@@ -105,7 +107,7 @@ def row_of(model_type, ranks=1):
 
 
 def case_params():
-    """Return `CASES` with ids; all are slow except for the first."""
+    """Yield `CASES` with ids. All are marked as slow, except the first without MODEL_SWEEP."""
     params = [x if hasattr(x, "marks") else pytest.param(x) for x in CASES]
     for param in slow_but(params, *([] if SWEEP else [0])):
         ((model_type, ranks),) = param.values
@@ -135,7 +137,7 @@ def test_windows_and_dynamic_rope_are_exact_over_ranks(build):
 
 
 def without_the_first_key(module, query, key, value, _mask, **options):
-    """Attend with sdpa to all keys except for the first."""
+    """Attention function with an error: sdpa without the first key."""
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
     mask[1:, 0] = False
@@ -143,12 +145,12 @@ def without_the_first_key(module, query, key, value, _mask, **options):
 
 
 def not_a_number(module, query, *args, **kwargs):
-    """Return an output of NaN."""
+    """Attention function with an error: the output is NaN."""
     return query.transpose(1, 2) * float("nan"), None
 
 
 def a_traceback(module, *args, **kwargs):
-    """Raise an error that is not an error of this project."""
+    """Attention function that raises an error which is not an error of this project."""
     raise KeyError("cab")
 
 
@@ -170,9 +172,10 @@ OFF, BROKEN = {"difference": 2e-4}, {"failed": "KeyError: 'cab'"}
 
 
 def sample_of(by_name, applied, layers):
-    """Return the sample of a type in one process.
+    """Return a result record as `examine` returns for a type.
 
-    ``by_name`` and ``applied`` are lists with the outcomes of two inputs.
+    ``by_name`` and ``applied`` list the outcomes for the inputs "plain" and "left padded".
+    ``layers`` is the number of layers with "cab".
     """
     sample = {"model_type": "x", "model": "X", "reads_padding": []}
     for name, outcomes in (("by_name", by_name), ("applied", applied)):
@@ -186,11 +189,11 @@ STEP = {"loss": 1e-7, "logits": 1e-7, "gradients": 9e-6, "layers": 2}
 
 
 def sample_over_ranks(text, packed):
-    """Return the sample of a type over ranks with the outcomes of two inputs."""
+    """Return a result record as `examine_over_ranks` returns, with the outcomes of two inputs."""
     return {"model_type": "x", "model": "X", "plain": {"one text": text, "packed": packed}}
 
 
-# sample and verdict
+# by name: (result record, expected verdict)
 SAMPLES = {
     "exact": (sample_of([FINE, FINE], [FINE, FINE], 2), EXACT),
     "not-reached": (sample_of([FINE, FINE], [FINE, FINE], 0), NOT_OURS),

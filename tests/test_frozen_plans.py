@@ -27,7 +27,7 @@ ROWS = CabConfig(
 )  # fmt: skip
 FRC = CabConfig(32, 16, predictor="frc", sparsity=0.6)
 HALF = tuple(range(16, 32))
-# name -> (config, sizes of q and k, layout, further arguments of `plan_by_reference`)
+# by name: (config, sizes of q and k, layout, further arguments of `plan_by_reference`)
 PLANS = {
     "causal": (ROWS, {}, "causal", {"channels": HALF}),
     "padded": (ROWS, {"batch": 2}, "padded", {"channels": HALF}),
@@ -50,7 +50,7 @@ PLANS = {
     "frc-padded": (FRC, {"batch": 2}, "padded", {}),
     "frc-additive": (replace(FRC, curvature="additive"), {}, "packed", {}),
 }
-# few cases, because Triton's interpreter takes seconds per case
+# plans that are also computed by kernels: few, because the interpreter takes seconds per plan
 BY_KERNELS = slow_but(
     ["chunk", "capped-listed", "every-4th-key", "padded", "capped", "frc-padded"], 0
 )
@@ -65,7 +65,7 @@ def random_qk(batch=1, length=300, kv_length=None, heads=4, kv_heads=2, dim=32):
 
 
 def inputs_of(name):
-    """Return config, q, k, ranges and further arguments of `plan_by_reference` for a plan."""
+    """Return (config, q, k, `KeyRanges`, further arguments of `plan_by_reference`) for a plan."""
     config, sizes, layout, options = PLANS[name]
     q, k = random_qk(**sizes)
     q, k, ranges = laid_in(layout, q, k, config.query_block)
@@ -73,7 +73,7 @@ def inputs_of(name):
 
 
 def hash_of(plan):
-    """Return a hash of the lists of a plan, without their unused entries."""
+    """Return a hash of the block lists of a plan; unused list entries do not change the hash."""
     tensors = [plan.full.counts, plan.partial.counts]
     tensors += [x.indices.masked_fill(~x.listed(), -1) for x in (plan.full, plan.partial)]
     # cut index lists to the longest list, because their width is only an upper bound
@@ -84,7 +84,10 @@ def hash_of(plan):
 
 
 def logits_of(layout):
-    """Return some logits of a tiny model whose weights do not depend on library versions."""
+    """Return some logits of a tiny model, whose weights are drawn here in a fixed order.
+
+    The weights therefore do not depend on the versions of libraries.
+    """
     model, ids = tiny_model(), tokens(2, 300)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -101,7 +104,7 @@ def logits_of(layout):
 
 @pytest.fixture(scope="module")
 def frozen():
-    """Return the stored hashes of plans and the stored logits."""
+    """Return the content of `FILE`: stored hashes of plans, and stored logits."""
     return json.loads(FILE.read_text())
 
 
@@ -124,7 +127,7 @@ def test_logits_are_close_to_stored_values(layout, frozen):
 
 
 def write():
-    """Store the plans and logits of this machine.
+    """Compute all plans and logits on this machine, and store their hashes and values in `FILE`.
 
     Raises:
         ValueError: a plan changes if queries are scaled by 1 - 1e-6 or 1 + 1e-6.

@@ -1,4 +1,4 @@
-"""Attention layers equal masked attention, in outputs and gradients."""
+"""`CABAttention` equals attention under the token mask of its plan, forward and backward."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ lengths = pytest.mark.parametrize("length", [1, 32, 63, 111, 205])
 
 
 def attention(sparsity=0.6, **settings):
-    """Return a random layer whose attention is far from uniform."""
+    """Return a random `CABAttention` whose attention weights are far from uniform."""
     torch.manual_seed(0)
     layer = CABAttention(DIM, HEADS, BLOCK, sparsity, **settings)
     with torch.no_grad():
@@ -36,7 +36,7 @@ def inputs(length, batch=2):
 
 
 def masked_attention(x, q_weight, k_weight, v_weight, o_weight, mask):
-    """Compute the layer in plain PyTorch under ``mask``."""
+    """Return the output of the layer, computed by SDPA with the mask ``mask``."""
     q, k, v = (
         F.linear(x, weight).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2)
         for weight in (q_weight, k_weight, v_weight)
@@ -135,7 +135,7 @@ def test_every_parameter_of_a_layer_gets_a_gradient(causal):
     out.square().mean().backward()
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
-        # the bias of keys adds the same number to all logits of a query, so its gradient may be 0
+        # the key bias adds a constant to all logits of a query, so that its gradient may be 0
         assert parameter.grad.any() or name == "attention.k_proj.bias", name
     assert x.grad.abs().sum() > 0
 
@@ -154,7 +154,7 @@ def test_training_lowers_the_loss():
     layer = CABAttentionLayer(DIM, HEADS, BLOCK, 0.6, mlp_ratio=2)
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
     x = inputs(96)
-    # the target is the previous token, which only attention can copy
+    # the target is the input of the previous token, which only attention can copy
     target = x.roll(1, dims=1)
     losses = []
     for _ in range(20):

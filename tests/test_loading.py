@@ -1,4 +1,4 @@
-"""Loading models: `cab_hf.load_model`, and cab_config at all entry points of transformers."""
+"""Loading models by `cab_hf.load_model`, and passing cab_config to transformers."""
 
 import json
 import re
@@ -17,9 +17,10 @@ from cab_hf.experiment import models, offline_models
 
 @pytest.fixture
 def standing_in(model_folder, tmp_path, monkeypatch):
-    """Replace the embedded model and a hub model by the tiny model in ``model_folder``.
+    """Make the names of an embedded model and of a hub model load the tiny model.
 
-    Returns a dict from elements of `NAMES` to the name of the model.
+    Returns:
+        {element of `NAMES`: name of the model, for `load_model`}.
     """
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(offline_models, "find_smollm2_gguf", lambda scratch: scratch / "model.gguf")
@@ -112,7 +113,7 @@ def _file(folder, fields):
 
 
 def _saved_model(folder, fields):
-    """Save a model whose cab_config is ``fields``, and return ``folder``."""
+    """Save a model to ``folder``, with ``fields`` as cab_config in config.json; return folder."""
     tiny_model().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "cab_config": fields}))
@@ -120,7 +121,7 @@ def _saved_model(folder, fields):
 
 
 def _loaded(folder, fields):
-    """Save a model, and load it with ``fields`` as cab_config."""
+    """Save a model without cab_config, and load the model with ``fields`` as cab_config."""
     tiny_model().save_pretrained(folder)
     load = AutoModelForCausalLM.from_pretrained
     return load(folder, attn_implementation="cab", cab_config=fields)

@@ -1,4 +1,4 @@
-"""Long prompts: chunked prefill, last-token logits, device synchronisations and mask memory."""
+"""Long prompts: chunked prefill, logits of the last token, GPU synchronisation, mask memory."""
 
 from collections import Counter
 
@@ -28,9 +28,10 @@ def llama():
 
 
 def chunk_outputs(model, ids, chunk=CHUNK, slots=None, **options):
-    """Yield the output of a model for each chunk of a prompt in a static cache.
+    """Prefill a prompt chunk by chunk into a static cache; yield the model output of each chunk.
 
-    ``chunk`` is in tokens; ``slots`` is the length of the cache, None: the length of the prompt.
+    ``chunk`` is the number of tokens per chunk, and ``slots`` the length of the cache; None: the
+    length of the prompt.
     """
     cache = StaticCache(config=model.config, max_cache_len=slots or ids.shape[1])
     for chunk_ids in ids.split(chunk, dim=1):
@@ -61,7 +62,7 @@ def test_generate_computes_last_token_logits_only(llama, chunk):
     [
         pytest.param(FULL, CHUNK, id="full-budget"),
         pytest.param(FULL, 50, id="full-budget-odd-chunks"),
-        # curvature reads rows of earlier chunks, and a dense tail follows the end of each chunk
+        # without curvature and dense tail, which depend on where chunks end
         pytest.param(SPARSE, CHUNK, id="sparse-without-curvature"),
     ],
 )
@@ -74,7 +75,7 @@ def test_chunked_static_cache_equals_one_prefill(llama, config, chunk, slots):
 
 
 class Waits(TorchDispatchMode):
-    """Dispatch mode that counts operations that copy a value of a tensor to Python."""
+    """Dispatch mode that counts operations that wait for the device, such as ``tensor.item()``."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +87,7 @@ class Waits(TorchDispatchMode):
 
 
 def test_layers_do_not_synchronise_with_the_device(monkeypatch):
-    """A forward pass may read the start of its chunk, once for all layers."""
+    """Assert that a forward pass reads the offset of its chunk at most once, not per layer."""
 
     def zero_attention(q, k, v, plan, scale, return_lse=False, softcap=None):
         return torch.zeros_like(q)
@@ -95,7 +96,7 @@ def test_layers_do_not_synchronise_with_the_device(monkeypatch):
         plan = BlockPlan.causal(ranges, q.shape[1], config.query_block, config.key_block)
         return plan.full, plan.partial
 
-    # replace selection and attention of the reference, which read lengths; kernels do not, see
+    # replace selection and attention of the reference, which synchronise; kernels do not, see
     # tests/gpu/test_rows.py
     monkeypatch.setattr(reference, "attention", zero_attention)
     monkeypatch.setattr(api, "_select_by_reference", every_block)

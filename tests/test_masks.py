@@ -1,4 +1,4 @@
-"""Masks: padding with a cache, bidirectional patterns, and models that compute with masks."""
+"""Masks: padding with a KV cache, bidirectional patterns, and models that change masks."""
 
 import copy
 
@@ -31,7 +31,7 @@ CACHED = 200  # tokens in the cache before a call with 60 tokens
 
 
 def logits_after_cache(model, mask, kind="dynamic"):
-    """Return the logits of 60 tokens after 200 cached tokens, with the attention mask ``mask``.
+    """Prefill 200 tokens, and return the logits of 60 more tokens with the attention mask ``mask``.
 
     ``kind`` is the kind of the cache, "dynamic" or "static".
     """
@@ -43,7 +43,7 @@ def logits_after_cache(model, mask, kind="dynamic"):
     return read_on(model, ids[:, CACHED:], cache, attention_mask=mask).logits
 
 
-# ranges of tokens in a mask that is too short
+# slices of a mask [B, 260] that leave out tokens, which makes the mask too short
 SHORT = [
     pytest.param(slice(CACHED, 260), id="new-tokens"),
     pytest.param(slice(0, CACHED), id="cached-tokens"),
@@ -103,18 +103,18 @@ def test_gpt2_with_static_cache_generates_dense_tokens(padding):
 
 
 def prefix_model():
-    """Return a model with bidirectional attention where ``token_type_ids`` are 1."""
+    """Return an HRM model with "cab", which attends bidirectionally among tokens of type 1."""
     depth = {"num_layers_per_stack": 1, "num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1}
     return cab_hf.apply_cab(tiny_model_of("hrm_text", **depth, L_bp_cycles=[1]), FULL)
 
 
 def prefixed(prefix):
-    """Return inputs of `prefix_model` whose first ``prefix`` tokens are bidirectional."""
+    """Return inputs of `prefix_model` whose first ``prefix`` tokens attend to each other."""
     types = (torch.arange(64) < prefix).long()[None]
     return {"input_ids": tokens(1, 64), "token_type_ids": types, "use_cache": False}
 
 
-# functions that return the logits of a model in a graph mode
+# by name: function that returns the logits of a model, eager or compiled
 GRAPHS = {
     "eager": lambda model, inputs: model(**inputs).logits,
     "compiled": lambda model, inputs: torch.compile(model, backend="eager")(**inputs).logits,
@@ -142,9 +142,9 @@ def test_prefix_model_without_prefix_equals_sdpa(call):
 
 
 def mask_with_image(image_slots, q_offset, q_length=8):
-    """Return the mask of a call after ``q_offset`` cached tokens.
+    """Return the mask of a call with ``q_length`` tokens after ``q_offset`` cached tokens.
 
-    ``image_slots`` are the tokens of an image, which attend to each other in both directions.
+    ``image_slots`` is the slice of image tokens, which attend to each other in both directions.
     """
     groups = torch.full((1, 16), -1)
     groups[:, image_slots] = 0
@@ -164,7 +164,7 @@ def test_bidirectional_image_tokens_are_searched_in_queries_only():
 
 
 def test_window_of_multimodal_mask_is_detected_without_image():
-    # Gemma 3 uses this mask function also for prompts without an image
+    # Gemma 3 has this bidirectional mask function even if the prompt contains no image
     groups = torch.full((1, 60), -1)
     pattern = and_masks(
         or_masks(causal_mask_function, blockwise_overlay(groups)), sliding_window_overlay(7)

@@ -1,4 +1,4 @@
-"""NaN and infinity reach all queries that may attend to the key, but no earlier query block."""
+"""NaN and infinity in a key change all queries that may attend to it, but no earlier block."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ VALUES = [torch.nan, torch.inf, -torch.inf]
 
 
 def config(**fields):
-    """Return a config with small blocks."""
+    """Return a CabConfig with small blocks and high thresholds, except for ``fields``."""
     return CabConfig(**{**BLOCKS, "mass_threshold": 0.05, "share_threshold": 0.3, **fields})
 
 
@@ -35,7 +35,7 @@ CONFIGS = [
     pytest.param(CabConfig.published(0.7, "none", **GRID), id="published-magnitude"),
     pytest.param(config(predictor="cascade", anchors=(0,), outlier_queries=8), id="cascade"),
 ]
-# few configs, because the interpreter is slow
+# configs for tests of kernels: few, because the interpreter is slow
 KERNELS = [case for case in CONFIGS if case.id in ("rows", "typical", "published")]
 
 
@@ -47,7 +47,7 @@ CAPPED = [
 
 
 def with_value(x, index, value):
-    """Return a copy of ``x`` [B, H, N, D] with ``value`` in the tokens ``index``."""
+    """Return a copy of ``x`` [B, H, N, D] with ``value`` in all channels of tokens ``index``."""
     x = x.clone()
     x[:, :, index] = value
     return x
@@ -66,9 +66,9 @@ def test_nan_key_does_not_change_kernel_selection_of_earlier_blocks(config):
 
 
 def _assert_same_earlier_selection(select, config, prefix, value):
-    """Replace q and k of all tokens from `AT` on, and compare the blocks of earlier queries.
+    """Assert that earlier query blocks select the same blocks if later q and k are ``value``.
 
-    ``prefix`` is the number of cached keys.
+    All tokens from `AT` on are replaced. ``prefix`` is the number of cached keys.
     """
     shape = {"q_length": LENGTH, "kv_length": LENGTH + prefix, "heads": 2, "kv_heads": 1}
     q, k = loud(**shape)
@@ -94,7 +94,10 @@ def test_kernels_select_blocks_with_nan_key(config):
 
 
 def _assert_selected(select, config, value):
-    """Replace one channel of a key in KV head 1, and check that its block is selected."""
+    """Assert that all later queries select the block of a key with ``value`` in one channel.
+
+    The key is in KV head 1; the blocks of the other KV head must not change.
+    """
     q, k = loud(q_length=LENGTH, heads=4, kv_heads=2, dim=32)
     ranges, index = KeyRanges.causal(1, LENGTH, LENGTH, "cpu"), 70
     expected = select(config, q, k, ranges).to_dense()
@@ -155,7 +158,7 @@ SHAPES = [
 def test_nan_key_does_not_change_earlier_query_blocks(
     attend, dim, q_length, kv_length, blocks, value
 ):
-    """The key with NaN is visible from query block 2 on."""
+    """Replace a key and value that query blocks 0 and 1 do not see by NaN or infinity."""
     q, k, v = qkv(q_length=q_length, kv_length=kv_length, heads=2, kv_heads=1, dim=dim)
     query_block, key_block = blocks
     ranges = KeyRanges.causal(1, q_length, kv_length, "cpu")
@@ -212,14 +215,14 @@ def test_nan_token_reaches_all_later_logits(settings):
 @pytest.mark.parametrize("value", VALUES, ids=str)
 @pytest.mark.parametrize("attend", [ENGINES[0], ENGINES[2]])
 def test_full_budget_output_is_finite_where_sdpa_is(attend, value, name):
-    """One channel of a key, value or query is not finite, so that logits are infinite or NaN."""
+    """Set one channel of a key, value or query to NaN or infinity, and compare with SDPA."""
     inputs = dict(zip("qkv", qkv(q_length=LENGTH, heads=4, kv_heads=2, dim=32), strict=True))
     inputs[name][:, :, 70, 5] = value
     q, k, v = inputs.values()
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     plan = plan_by_reference(config(mass_threshold=0.0), q, k, ranges)
     actual = attend(q, k, v, plan, scale=0.2).isfinite()
-    # a call per query, because a mask does not remove NaN
+    # call SDPA per query without mask, because masking does not remove NaN
     outputs = [
         F.scaled_dot_product_attention(
             q[:, :, [i]], k[:, :, : i + 1], v[:, :, : i + 1], scale=0.2, enable_gqa=True
@@ -227,7 +230,8 @@ def test_full_budget_output_is_finite_where_sdpa_is(attend, value, name):
         for i in range(LENGTH)
     ]
     expected = torch.cat(outputs, dim=2).isfinite()
-    # earlier queries in the block of the key may be NaN, because blocks are computed completely
+    # leave out query block 64 to 95: its queries before key 70 may be NaN, because the product of a
+    # masked weight 0 and NaN is NaN
     rows = [*range(64), *range(96, LENGTH)] if name != "q" else [*range(LENGTH)]
     assert torch.equal(actual[:, :, rows], expected[:, :, rows])
     assert not expected.all()

@@ -1,4 +1,4 @@
-"""The notebooks in `examples` run on short sequences, and are committed without outputs."""
+"""The notebooks in ``examples`` run, and are committed without outputs."""
 
 from pathlib import Path
 
@@ -14,12 +14,12 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture(autouse=True)
 def as_many_threads_as_here(monkeypatch):
-    """Make notebooks use as many threads as this process."""
+    """Limit notebook processes to the number of torch threads of this process."""
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
 
 
 def executed(name):
-    """Run a notebook; return the printed output and the number of pictures of all cells."""
+    """Run a notebook; return (printed output, number of pictures) of all its cells."""
     notebook = nbformat.read(EXAMPLES / name, as_version=4)
     resources = {"metadata": {"path": str(EXAMPLES)}}
     nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()

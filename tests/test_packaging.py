@@ -60,7 +60,7 @@ def wheel(tmp_path_factory):
     return path
 
 
-# program that uses an installed cab_hf
+# program that tests an installed cab_hf: sparse attention and packaged files
 WORKS = """
 import importlib.resources, pathlib, sys
 import torch
@@ -93,7 +93,7 @@ print("works")
 
 @pytest.mark.slow
 def test_wheel_works_in_fresh_environment_outside_of_the_tree(wheel, tmp_path):
-    """The new environment has cab_hf from the wheel, and its requirements from this environment."""
+    """Install the wheel in a new environment that links to the requirements of this environment."""
     home = tmp_path / "environment"
     venv.create(home, symlinks=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": home, "platbase": home}))
@@ -105,7 +105,7 @@ def test_wheel_works_in_fresh_environment_outside_of_the_tree(wheel, tmp_path):
         Path(path_entry) for path_entry in sys.path if path_entry.endswith("site-packages")
     ):
         for path in folder.iterdir():
-            # leave out cab_hf of this environment, which is the source tree
+            # do not link the cab_hf of this environment, which is the source tree
             if "cab_hf" not in path.name and path.suffix != ".pth":
                 (requirements / path.name).unlink(missing_ok=True)
                 (requirements / path.name).symlink_to(path)
@@ -124,7 +124,7 @@ def test_wheel_has_one_top_level_package(wheel):
     assert top == {"cab_hf"}
     for path in ("eval/passkey.py", "patches/switch.py", "ops/reference.py", "py.typed"):
         assert f"cab_hf/{path}" in names
-    # the folder is not a package, so only the package data of setup.cfg includes it
+    # eval/tasks has no __init__.py: its files are in the wheel as package data of setup.cfg
     tasks = {path.name for path in (ROOT / "eval" / "tasks").iterdir() if path.is_file()}
     assert tasks == {Path(name).name for name in names if name.startswith("cab_hf/eval/tasks/")}
     assert {"cab_hf/eval/page.py", "cab_hf/eval/page.html"} <= set(names)
@@ -164,7 +164,7 @@ def test_metadata_has_author_and_summary(setup):
 
 
 def fresh(code):
-    """Run code in a new Python process and return the printed words."""
+    """Run ``code`` in a new Python process, and return a list of the words that it prints."""
     return subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     ).stdout.split()

@@ -1,4 +1,4 @@
-"""Plans and block layouts of small handwritten cases."""
+"""`BlockPlan` and `BlockLayout` in small cases with handwritten results."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, block_visibility
 
 @pytest.fixture
 def plan():
-    """Return a plan of 6 queries and 6 keys in 2 x 2 blocks; the last row has no middle block."""
+    """Return a causal plan of 3 x 3 blocks of 2 tokens; the last query block skips block 1."""
     selected = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)[None, None]
     ranges = KeyRanges.causal(1, 6, 6, "cpu")
     return BlockPlan.from_dense(selected, ranges, query_block=2, key_block=2)
@@ -48,12 +48,12 @@ def test_derived_range_tensors_are_cached_across_layers(plan):
     ranges = plan.ranges
     before = ranges.rows(2), ranges.blocked(2), ranges.pairs()
     density = plan.density()
-    # another plan with the same ranges
+    # another plan with the same `KeyRanges` reads the same cache
     dataclasses.replace(plan).density()
     after = ranges.rows(2), ranges.blocked(2), ranges.pairs()
     assert all(x is y for x, y in zip(before, after, strict=True))
     assert plan.density() == density
-    # other block sizes have their own cache entries
+    # each block size has its own cache entry
     assert ranges.rows(3).queries.tolist() == [[3, 3]] and ranges.rows(2).queries.tolist() == [
         [2] * 3
     ]
@@ -130,7 +130,7 @@ def test_complete_rows_attend_all_blocks(before, rows, after):
 
 
 def layout(valid=None, document=None, q_length=None, align=4):
-    """Return the `BlockLayout` of a padding mask or document ids, [B, N]."""
+    """Return the `BlockLayout` of a padding mask [B, N], of document ids [B, N], or of both."""
     batch, length = (valid if valid is not None else document).shape
     q_length = q_length or length
     return BlockLayout.build(

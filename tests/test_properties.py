@@ -1,4 +1,4 @@
-"""Properties of attention for random paddings, packings, chunks and budgets.
+"""Properties of attention that hold for random padding, packing, chunks and budgets.
 
 By default there are 2,000 fixed cases, of which `make test` uses 500. ``CASES=20000`` draws 20,000
 new cases.
@@ -27,15 +27,15 @@ from cab_hf.predictors import LayerContext, make_predictor
 
 CASES, FIXED = (int(os.environ.get(name, n)) for name, n in (("CASES", 0), ("FIXED_CASES", 2000)))
 BLOCKS = ((16, 16), (32, 16), (64, 16), (48, 16), (32, 32), (16, 32), (16, 48), (32, 64))
-# allowed difference by rounding, as a share of the largest number
+# allowed difference of equivalent computations, relative to the largest output
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
-# a layer with RoPE, so that half of the channels of large heads are scored
+# the calling layer: its RoPE makes predictors score half of the channels of large heads
 LAYER = LlamaAttention(LlamaConfig(hidden_size=16, num_attention_heads=1, num_hidden_layers=1), 0)
 EVERYTHING = {"mass_threshold": 0.0, "max_density": 1.0}
 
 
 def cases(share):
-    """Return hypothesis settings for a share of all cases."""
+    """Return hypothesis settings whose number of examples is ``share`` of all cases."""
     return settings(
         max_examples=int((CASES or FIXED) * share),
         derandomize=not CASES,
@@ -56,7 +56,10 @@ class Heads(NamedTuple):
     seed: int
 
     def draw(self, batch, length):
-        """Return q, k and v with different blocks and the strides of a model."""
+        """Return random q, k and v [B, H, N, D] with the strides of [B, N, H, D].
+
+        q and k are doubled, so that the masses of blocks differ.
+        """
         generator = torch.Generator().manual_seed(self.seed)
 
         def normal(heads):
@@ -67,14 +70,14 @@ class Heads(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Features of a layer: window in tokens, seed of the sinks, and soft cap; None: without."""
+    """Attention features: window in tokens, seed of random sinks, and soft cap; None: without."""
 
     window: int | None = None
     sinks: int | None = None
     softcap: float | None = None
 
     def arguments(self, heads, dtype):
-        """Return keyword arguments for `attend` and `masked`."""
+        """Return the arguments ``softcap`` and ``sinks`` for `attend` and `masked`."""
         arguments = {"softcap": self.softcap}
         if self.sinks is not None:
             generator = torch.Generator().manual_seed(self.sinks)
@@ -83,7 +86,7 @@ class Features(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of a batch: padding tokens before, inside and after, and document lengths."""
+    """Numbers of padding tokens (left, in the middle, right) and document lengths of a row."""
 
     left: int
     hole: int
@@ -92,7 +95,7 @@ class Row(NamedTuple):
 
     @property
     def tokens(self):
-        """The number of tokens without padding."""
+        """Return the number of tokens without padding."""
         return sum(self.lengths)
 
     def document(self):
@@ -108,16 +111,16 @@ class Row(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A batch of packed and padded documents."""
+    """A batch of packed and padded documents, and how its documents are passed to attention."""
 
     document: torch.Tensor  # [B, N], rows as in `Row.document`
     given_by: str  # arguments that describe the documents; see `batches`
 
     @property
     def arguments(self):
-        """Return keyword arguments for `attend`."""
+        """Return the arguments for `attend` that describe padding and documents."""
         real = self.document >= 0
-        # padding gets the id of the previous document
+        # treat padding as part of the previous document
         filled = torch.where(real, self.document, 0).cummax(-1).values
         begins = F.pad(filled[:, 1:] != filled[:, :-1], (1, 0), value=True)
         arguments = {} if real.all() and self.given_by != "positions, ones" else {"real": real}
@@ -135,7 +138,7 @@ class Batch(NamedTuple):
         return arguments | {"positions": positions}
 
     def visible_pairs(self, window=None):
-        """Return the pairs that attention may use, bool [B, 1, N, N].
+        """Return the token mask of dense attention, bool [B, 1, N, N].
 
         A query may attend to earlier tokens of its document inside the window, and to itself.
         """
@@ -146,7 +149,7 @@ class Batch(NamedTuple):
         return visible.unsqueeze(1)
 
     def texts(self):
-        """Yield the row and the slots of each document."""
+        """Yield (row, indices of its tokens) of each document."""
         for row, doc_ids in enumerate(self.document):
             for doc_id in range(int(doc_ids.max()) + 1):
                 yield row, (doc_ids == doc_id).nonzero().flatten()
@@ -191,7 +194,7 @@ def batches(draw, longest=120):
         rows.append(Row(draw(padding), draw(padding), draw(padding), lengths))
     documents = [row.document() for row in rows]
     length = max(map(len, documents))
-    # pad all rows to the length of the longest row
+    # pad all rows to the length of the longest row, all on the left or all on the right
     left = draw(st.booleans())
     padded = [
         F.pad(x, (length - len(x), 0) if left else (0, length - len(x)), value=-1)
@@ -240,17 +243,17 @@ def attend(
     sinks=None,
     softcap=None,
 ):
-    """Call "cab" as a layer of a model does, and return its output [B, N, H, D].
+    """Call "cab" or "cab_dense" as a model's layer does, and return the output [B, N, H, D].
 
     Args:
         config: the CabConfig.
         q, k, v: [B, H, N, D].
         past: number of cached keys before the queries.
-        real: padding mask, bool [B, N_k]; None: no padding.
+        real: padding mask, bool [B, N_k], True for tokens; None: no padding mask is passed.
         positions: position ids [B, N]; None: not passed.
         ends: cumulative lengths of documents; None: not passed.
         sparse: False for "cab_dense".
-        by_mask: True if the mask function receives the positions instead of the layer.
+        by_mask: True to pass position ids to the mask function, and not to the layer.
         window: sliding window in tokens; None: no window.
         sinks, softcap: sinks of heads and soft cap of logits; None: without.
     """
@@ -296,7 +299,7 @@ def masked(q, k, v, visible, sinks=None, softcap=None):
 
 
 def assert_is(actual, q, k, v, visible, is_compared, **features):
-    """Assert that ``actual`` has at most twice the error of plain PyTorch.
+    """Assert that ``actual`` is within the error budget: twice the error of plain PyTorch.
 
     Args:
         actual: output of `attend`.
@@ -319,7 +322,7 @@ def assert_same(actual, expected):
 @cases(0.25)
 @given(st.data())
 def test_full_budget_equals_masked_attention(data):
-    """Attention with threshold 0, and "cab_dense", equal attention under a token mask."""
+    """Compare "cab" with mass threshold 0, and "cab_dense", with attention under a token mask."""
     shape, batch, layer = data.draw(heads()), data.draw(batches()), data.draw(features())
     config = data.draw(budgets(**EVERYTHING))
     num_rows, length = batch.document.shape
@@ -335,7 +338,7 @@ def test_full_budget_equals_masked_attention(data):
 @cases(0.3)
 @given(st.data())
 def test_padded_and_packed_sequences_equal_single_sequences(data):
-    """Padding and packing do not change the output of a sequence, at any budget."""
+    """Compare each document of a padded and packed batch with a call for the document alone."""
     shape, batch = data.draw(heads()), data.draw(batches())
     predictor = data.draw(st.sampled_from(("rows",) * 5 + ("streaming", "oracle")))
     config = data.draw(budgets(predictor=predictor))
@@ -352,7 +355,7 @@ def test_padded_and_packed_sequences_equal_single_sequences(data):
 @cases(0.1)
 @given(st.data())
 def test_nan_key_reaches_all_queries_that_see_it(data):
-    """At any budget and in any layout, other rows and heads stay finite."""
+    """Set a key to NaN: queries that may attend to it become NaN; other rows and heads do not."""
     shape, batch = data.draw(heads()), data.draw(batches())
     predictor = data.draw(st.sampled_from(("rows", "rows", "frc")))
     config = data.draw(budgets(predictor=predictor))
@@ -364,7 +367,7 @@ def test_nan_key_reaches_all_queries_that_see_it(data):
     out = attend(config, q, k, v, **batch.arguments)
     row_output = out[row].unflatten(1, (shape.key, -1))
     visible = batch.visible_pairs()[row, 0]
-    # PyTorch may return 0 instead of NaN for a query with a single key
+    # leave out queries with a single key, for which PyTorch may return 0 instead of NaN
     assert row_output[visible[:, slot] & (visible.sum(-1) > 1), head].isnan().all()
     assert out[torch.arange(len(out)) != row].isfinite().all()
     assert row_output[:, torch.arange(shape.key) != head].isfinite().all()
@@ -373,7 +376,7 @@ def test_nan_key_reaches_all_queries_that_see_it(data):
 @cases(0.15)
 @given(st.data())
 def test_output_equals_attention_under_token_mask_of_plan(data):
-    """The plan as a token mask includes all blocks that every budget must select."""
+    """Compare with the plan as a token mask, which must also contain the forced blocks."""
     shape, length = data.draw(heads()), data.draw(st.integers(1, 160))
     config = data.draw(budgets(min_length=0))
     q, k, v = shape.draw(1, length)
@@ -390,7 +393,7 @@ def test_output_equals_attention_under_token_mask_of_plan(data):
         tail = max(0, length - config.dense_tail_blocks * config.query_block)
         assert torch.equal(visible[0, :, tail:], causal[tail:].expand_as(visible[0, :, tail:]))
     else:
-        # fewer queries than a query block are dense
+        # a sequence shorter than a query block is computed densely
         visible = causal[None, None]
     is_compared = torch.ones(1, length, dtype=torch.bool)
     assert_is(attend(config, q, k, v), q, k, v, visible=visible, is_compared=is_compared)
@@ -399,13 +402,13 @@ def test_output_equals_attention_under_token_mask_of_plan(data):
 @cases(0.1)
 @given(st.data())
 def test_chunks_of_whole_query_blocks_equal_one_prefill(data):
-    """There is no dense tail, but a last chunk shorter than a query block is dense."""
+    """Compare chunked prefill without dense tail; a last chunk below a query block is dense."""
     shape = data.draw(heads())
     config = data.draw(budgets(dense_tail_blocks=0, min_length=0))
     size = config.query_block
     chunk = size * data.draw(st.integers(1, 3))
     lengths = data.draw(st.lists(st.integers(1, 160), min_size=1, max_size=2))
-    # each row starts at a multiple of the query block, perhaps inside a chunk
+    # left padding of each row is a multiple of the query block, and may end inside a chunk
     lefts = [size * data.draw(st.integers(0, 2)) for _ in lengths]
     total = max(map(sum, zip(lefts, lengths, strict=True)))
     slots = torch.arange(total)
@@ -425,7 +428,7 @@ def test_chunks_of_whole_query_blocks_equal_one_prefill(data):
         own_q, own_k, own_v = (x[row : row + 1, :, left : left + length] for x in (q, k, v))
         sparse_out = attend(config, own_q, own_k, own_v)
         dense_out = attend(config, own_q, own_k, own_v, sparse=False)
-        # queries of this row in its last chunk
+        # number of queries of this row in the last chunk
         num_last = length - max(0, (left + length - 1) // chunk * chunk - left)
         border = length - num_last if num_last < size else length
         expected = torch.cat((sparse_out[:, :border], dense_out[:, border:]), dim=1)

@@ -19,32 +19,32 @@ from cab_hf.eval import quantised
 FULL = {"query_block": 32, "key_block": 16, "min_length": 0, "mass_threshold": 0.0}
 SPARSE = FULL | {"mass_threshold": 0.1, "share_threshold": 1.0}
 LENGTH = 300
-# multiples of 64, because 4-bit formats have blocks of 64 weights
+# sizes are multiples of 64, because 4-bit formats quantise groups of 64 weights
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 64}
-# libraries for quantisation warn
+# ignore the warnings of quantisation libraries
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def torchao(name):
-    """Return the config of a quantisation of torchao."""
+    """Return the transformers config of the torchao quantisation ``name``."""
     quantization = pytest.importorskip("torchao.quantization")
     return TorchAoConfig(getattr(quantization, name)())
 
 
 def bitsandbytes(**options):
-    """Return a config of bitsandbytes."""
+    """Return the transformers config of bitsandbytes with ``options``."""
     pytest.importorskip("bitsandbytes")
     return BitsAndBytesConfig(**options)
 
 
 def quanto():
-    """Return a config of quanto with 8-bit weights."""
+    """Return the transformers config of quanto with 8-bit weights."""
     pytest.importorskip("optimum.quanto")
     return QuantoConfig(weights="int8")
 
 
-# function that returns the config, and tolerance of log-probabilities, which is larger if
-# activations are quantised
+# by name: (function that returns the quantisation config, allowed mean difference of
+# log-probabilities, which is larger if activations are quantised)
 WEIGHTS = {
     "torchao-int8": (lambda: torchao("Int8WeightOnlyConfig"), 1e-4),
     "torchao-fp8": (lambda: torchao("Float8WeightOnlyConfig"), 1e-4),
@@ -60,21 +60,21 @@ WEIGHTS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a folder with a saved tiny model."""
+    """Save a tiny model, and return its folder."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny_model(**SIZES).save_pretrained(folder)
     return folder
 
 
 def sparse_model():
-    """Return the tiny model with "cab"."""
+    """Return the tiny model with "cab" and the settings `SPARSE`."""
     model = tiny_model(**SIZES)
     cab_hf.apply_cab(model, SPARSE)
     return model
 
 
 def log_probabilities(model):
-    """Return the log-probabilities of 300 random tokens."""
+    """Return the log-probabilities of ``model`` for 300 random tokens, [1, 300, vocabulary]."""
     with torch.no_grad():
         return model(tokens(1, LENGTH)).logits.float().log_softmax(-1)
 
@@ -91,9 +91,9 @@ def test_quantised_weights_match_sdpa(saved, kind):
 
 
 def require_as_by_sdpa(load, tolerance):
-    """Assert that a model equals sdpa at full budget, and is sparse with `SPARSE`.
+    """Assert that a quantised model with "cab" equals sdpa at full budget, and can be sparse.
 
-    ``load`` returns the model for keyword arguments of ``from_pretrained``.
+    ``load`` is a function that takes arguments of ``from_pretrained`` and returns the model.
     """
     dense = log_probabilities(load(attn_implementation="sdpa"))
     model = load(attn_implementation="cab", cab_config=FULL)
@@ -108,7 +108,7 @@ def test_compiled_torchao_rounding_is_accurate(monkeypatch):
     names = ("_choose_scale_float8", "_quantize_affine_float8")
     originals = [getattr(module, name) for name in names]
     for name, function in zip(names, originals, strict=True):
-        # monkeypatch restores the functions after the test
+        # set the attribute to its own value, so that monkeypatch restores it after the test
         monkeypatch.setattr(module, name, function)
     quantised._compile_rounding.__wrapped__()
     assert all(getattr(module, n) is not each for n, each in zip(names, originals, strict=True))
@@ -118,7 +118,7 @@ def test_compiled_torchao_rounding_is_accurate(monkeypatch):
         assert rounded.qdata.dtype == torch.float8_e4m3fn
         scale = x.abs().amax(-1, keepdim=True).float() / 448
         torch.testing.assert_close(rounded.scale, scale, rtol=2**-8, atol=0)
-        # float8_e4m3fn has three mantissa bits
+        # float8_e4m3fn has three mantissa bits: the relative rounding error is at most 2^-4
         tolerance = {"rtol": 2**-4, "atol": 2**-10 * scale.max().item()}
         torch.testing.assert_close(rounded.qdata.float() * rounded.scale, x.float(), **tolerance)
 
@@ -141,7 +141,7 @@ def test_compressed_weights_match_sdpa(tmp_path, scheme, tolerance):
 def compress(model, scheme, folder):
     """Quantise a model and save it in the format of llm-compressor.
 
-    Scales are computed from the smallest and the largest weight of each group.
+    The scale of each group follows from its smallest and its largest weight.
     """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -153,7 +153,7 @@ def compress(model, scheme, folder):
 
     group = preset_name_to_scheme(scheme, ["Linear"])
     if group.weights.group_size:
-        # the layers of the model are narrower than the default group
+        # the default group size exceeds the width of the model's layers
         group.weights.group_size = SIZES["hidden_size"]
     config = QuantizationConfig(config_groups={"all": group}, ignore=["lm_head"])
     apply_quantization_config(model, config)
@@ -175,7 +175,7 @@ def compress(model, scheme, folder):
 
 @pytest.fixture
 def four_bits():
-    """Return arguments of a 4-bit cache of quanto."""
+    """Return the arguments of a `QuantizedCache` with 4 bits by quanto."""
     pytest.importorskip("optimum.quanto")
     return {"backend": "quanto", "nbits": 4, "residual_length": 32}
 

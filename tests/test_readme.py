@@ -1,4 +1,4 @@
-"""Code in the README runs, its models exist, and the links of all pages resolve."""
+"""The code in the README runs, its models exist, and links between documentation pages work."""
 
 import json
 import re
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "guide.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-# layers, heads and positions of the model that the README loads
+# config with the layers, heads and positions of Llama-3.1-8B, which the README loads
 LLAMA = LlamaConfig(
     vocab_size=8,
     hidden_size=4096,
@@ -32,7 +32,7 @@ LLAMA = LlamaConfig(
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """Make loading functions return a tiny model with 131,072 positions."""
+    """Make `from_pretrained` return a tiny model with max_position_embeddings 131,072."""
     folder = save_llama(tmp_path / "tiny")
     config = json.loads((folder / "config.json").read_text())
     config["max_position_embeddings"] = LLAMA.max_position_embeddings
@@ -44,12 +44,12 @@ def hub(monkeypatch, tmp_path):
         return load(folder, **options)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
-    # replace the embedded model too
+    # `load_model` of the embedded model returns the tiny model, too
     monkeypatch.setattr(models, "made_folder", lambda name: folder)
 
 
 def on_this_machine(block):
-    """Return a code block that runs on the CPU with a short prompt."""
+    """Return a code block, changed to run on the CPU with a short prompt."""
     return block.replace('"cuda"', '"cpu"').replace("* 1150", "* 20")
 
 
@@ -96,7 +96,7 @@ def test_readme_states_current_defaults():
 
 
 def anchors(page):
-    """Return the anchors that GitHub gives to the headings of a page."""
+    """Return the link targets (#...) that GitHub generates for the headings of a page."""
     headings = re.findall(
         r"^#+ (.+)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE
     )

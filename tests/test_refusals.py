@@ -65,7 +65,7 @@ MLA = {
 }
 
 
-# functions that apply a transform to `call` and its argument `ids`
+# by name: function that runs `call(ids)` under a transform of PyTorch
 TRANSFORMS = {
     "torch.jit.trace": lambda call, ids: torch.jit.trace(call, (ids,), check_trace=False),
     "torch.vmap": lambda call, ids: torch.vmap(lambda row: call(row[None]))(ids),
@@ -78,7 +78,7 @@ TRANSFORMS = {
 
 
 def _faked(call, ids):
-    """Call ``call`` with fake tensors."""
+    """Run ``call(ids)`` with fake tensors, which have shapes but no values."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         return call(mode.from_tensor(ids))
 
@@ -86,10 +86,10 @@ def _faked(call, ids):
 @pytest.mark.parametrize("kind", ["sparse", "full", "exact", "dense"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_functional_transforms_raise_or_equal_plain_call(name, kind):
-    """The error names the transform; otherwise the result equals a plain call."""
+    """Assert that a transform raises an error with its name, or equals a plain call."""
     settings = {"full": FULL, "exact": SMALL.changed(min_length=500)}
     model, ids = apply_cab(tiny_model(), settings.get(kind, SMALL)), tokens(2, 200)
-    # torch.jit.trace rejects constants that require gradients
+    # torch.jit.trace rejects constants that require gradients, such as weights
     model.requires_grad_(False)
     if kind == "dense":
         model.set_attn_implementation("cab_dense")
@@ -126,7 +126,7 @@ def test_active_context_parallel_mesh_raises(model, monkeypatch):
 
 
 def bert():
-    """Return a bidirectional model with "cab"."""
+    """Return a BERT model, whose attention is bidirectional, with "cab"."""
     sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
     model = BertModel(BertConfig(**sizes, num_attention_heads=2, num_hidden_layers=1))
     model.set_attn_implementation("cab")
@@ -196,11 +196,11 @@ def test_invalid_saved_config_raises(saved):
     assert model.config._attn_implementation == "sdpa"
     model.config.cab_config = None
     model.set_attn_implementation("cab")
-    # a failed assignment to a model with "cab" keeps its settings
+    # after an assignment that raises, a model with "cab" has its previous settings
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
         model.config.cab_config = saved
     assert model.config.cab_config is None
-    # a change inside a dict is no assignment, and raises in the next call
+    # setting the attribute past the assignment check raises an error in the next call
     vars(model.config)["cab_config"] = saved
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
         model(tokens(1, 40))
@@ -242,7 +242,7 @@ def test_invalid_saved_config_raises_when_compiled(saved):
 
 
 def call(query, key=None, mask=None, attend=cab_attention, **kwargs):
-    """Call an attention function as a layer would; ``key`` None: the query."""
+    """Call an attention function as a model's layer does; ``key`` None: use the query as key."""
     module = torch.nn.Module()
     module.config = tiny_model().config
     module.config.cab_config = FULL
@@ -256,37 +256,40 @@ EIGHT = torch.zeros(1, 1, 8, 16)  # queries of eight tokens
 
 
 def prefix(batch, head, query, key):
-    """Return True for causal pairs, and for the first four keys."""
+    """Return True for causal (query, key) pairs and for the keys 0 to 3: a mask function."""
     return (key <= query) | (key < 4)
 
 
 def prefixed_mask(**options):
-    """Return a mask with a function that is not causal; only layers that use it raise errors."""
+    """Return the mask of a function that is not causal; a layer raises when it uses the mask."""
     return cab_mask(1, 8, 8, mask_function=prefix, config=BertConfig(), **options)
 
 
 def forward(**inputs):
-    """Return a function that calls a model with two sequences of 40 tokens."""
+    """Return a function that takes a model and calls it with two sequences of 40 tokens."""
     return lambda model: model(tokens(2, 40), use_cache=False, **inputs)
 
 
 def padded(rows, length):
-    """Return `forward` with a padding mask [rows, length]."""
+    """Return the function `forward` with a padding mask of the shape [rows, length]."""
     return forward(attention_mask=(torch.arange(length) > 0).expand(rows, -1))
 
 
 def attention(**arguments):
-    """Return a function that calls the attention function with eight tokens."""
+    """Return a function that ignores its model, and calls attention directly with 8 tokens."""
     return lambda _: call(**{"query": EIGHT, **arguments})
 
 
 def settings(config=None, **fields):
-    """Return a function that calls `apply_cab`."""
+    """Return a function that takes a model and calls `apply_cab` with these settings."""
     return lambda model: apply_cab(model, config, **fields)
 
 
 def training(**fields):
-    """Return a function that runs a training step of a new model."""
+    """Return a function that ignores its model, and runs a training step of a new model.
+
+    ``fields`` are fields of CabConfig, or ``attention_dropout`` of the model config.
+    """
     attributes = {name: fields.pop(name) for name in ("attention_dropout",) if name in fields}
 
     def step(_):
@@ -297,7 +300,7 @@ def training(**fields):
 
 
 def with_cropped_cache(lost):
-    """Return a function that runs a decode step after one layer of the cache lost tokens."""
+    """Return a function that runs a decode step after layer 1 of the cache lost ``lost`` tokens."""
 
     def step(model):
         cache, ids = DynamicCache(config=model.config), tokens(1, 201)
@@ -317,7 +320,7 @@ def vmap_over_mask(model):
     torch.vmap(row_logits)(tokens(2, 200))
 
 
-# function of a model that raises, type of the error, argument that the message names
+# by name: (function of a model, which raises; type of the error; argument that the message names)
 REFUSALS = {
     "output_attentions": (forward(output_attentions=True), ValueError, "output_attentions"),
     "unknown-keyword": (forward(foo=3), ValueError, "foo"),
@@ -393,7 +396,7 @@ def test_unsupported_keyword_raises(name, attend):
     with pytest.raises((NotImplementedError, ValueError), match=f"^{name} must be None") as raised:
         call(EIGHT, attend=attend, **{name: torch.ones(1, 1, 8, 8)})
     assert str(raised.value).count(". ") <= 1
-    # None is accepted
+    # the value None is accepted
     call(EIGHT, attend=attend, **{name: None})
 
 
@@ -403,7 +406,7 @@ def test_keywords_unrelated_to_attention_are_accepted():
     assert torch.equal(call(q, **values)[0], call(q)[0])
 
 
-# outputs of tokenizers, and columns of Trainer, that are no inputs of attention
+# keyword arguments without effect on attention: outputs of tokenizers, and columns of `Trainer`
 TOKENIZED = {
     "special_tokens_mask": torch.zeros(1, 40, dtype=torch.int64),
     "offset_mapping": torch.zeros(1, 40, 2, dtype=torch.int64),
@@ -454,7 +457,7 @@ def test_model_known_unsupported_only_at_call_raises(name, fields, sentence):
     model.set_attn_implementation("cab")
     with pytest.raises(NotImplementedError, match=sentence):
         model(tokens(1, 40))
-    # describe reports the reason too
+    # `describe` also reports that the layer raises an error
     assert ": refused, " in cab_hf.describe(model, tokens=40)
 
 
@@ -489,7 +492,7 @@ def test_model_without_attention_interface_raises_at_load(
 
 
 def test_model_without_attention_interface_raises_at_apply_cab():
-    """transformers accepts any implementation name for a model without attention."""
+    """Check in `apply_cab`: transformers accepts any implementation name for such a model."""
     config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
     model = transformers.MambaForCausalLM(config)
     with pytest.raises(ValueError, match="MambaForCausalLM computes no attention"):
@@ -497,7 +500,7 @@ def test_model_without_attention_interface_raises_at_apply_cab():
 
 
 def test_model_with_unreadable_source_is_accepted(monkeypatch):
-    """The source code of classes in a notebook is not available."""
+    """Accept models whose source code is not available, such as classes in a notebook."""
 
     class Own(LlamaForCausalLM):
         pass

@@ -1,4 +1,4 @@
-"""`TokenPermutation` equals a gather with an index per element, in outputs and gradients."""
+"""`TokenPermutation` equals `torch.gather` with expanded indices, in outputs and gradients."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 FIRST = torch.arange(LENGTH)[None] >= torch.tensor([[9], [0]])
 LAST = torch.arange(LENGTH)[None] < torch.tensor([[63], [111]])
 PACKED = torch.tensor([[0] * 40 + [1] + [2] * 70, [0] * 111])
-# number of queries, padding mask, document ids
+# by name: (number of queries, padding mask, document ids)
 CASES = {
     "left-padded": (LENGTH, FIRST, None),
     "right-padded": (LENGTH, LAST, None),
@@ -22,11 +22,11 @@ CASES = {
     "packed": (LENGTH, None, PACKED),
     "packed-padded": (LENGTH, LAST & FIRST, PACKED),
 }
-# functions that change the strides of a tensor [B, H, N, D]
+# by name: function that changes the strides of a tensor [B, H, N, D], but not its values
 LAYOUTS = {
     "by-token": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "by-head": lambda x: x.contiguous(),
-    # queries are a slice of a fused projection
+    # strides of q as a slice of a fused qkv projection
     "of-one-projection": lambda x: (
         torch.cat((x, x), 1).transpose(1, 2).contiguous().narrow(2, 0, HEADS).transpose(1, 2)
     ),
@@ -49,7 +49,10 @@ def layout_of(case):
 
 
 def by_number(x, index):
-    """Gather rows of x [B, H, N, D] with an index per element."""
+    """Gather tokens of x [B, H, N, D] by `torch.gather` with an expanded index.
+
+    ``index`` has numbers of tokens in the flattened batch, [B * N].
+    """
     batch, heads, _, dim = x.shape
     index = index.view(batch, -1)
     index = index - (torch.arange(batch) * x.shape[2])[:, None]
@@ -57,12 +60,12 @@ def by_number(x, index):
 
 
 def apply_by_number(order, x):
-    """Compute `TokenPermutation.apply` by `by_number`."""
+    """Return the expected result of `TokenPermutation.apply`, by `by_number`."""
     return by_number(x, order.source)
 
 
 def undo_by_number(order, x):
-    """Compute `TokenPermutation.undo` by `by_number`."""
+    """Return the expected result of `TokenPermutation.undo`, by `by_number`."""
     result = by_number(x, order.target)
     if order.padding is None:
         return result
@@ -83,7 +86,7 @@ def test_permutation_and_gradients_match_elementwise_index(case, layout, dtype):
     num_tokens, num_slots = CASES[case][0], order.vacant.shape[1]
     x = LAYOUTS[layout](noise(num_tokens, dtype)).requires_grad_()
     y = LAYOUTS[layout](noise(num_slots, dtype, 1)).requires_grad_()
-    # later operations give no gradient to empty slots
+    # attention gives zero gradients to empty slots
     grad = noise(num_slots, dtype, 2).masked_fill(order.vacant[:, None, :, None], 0.0)
     for actual, expected, leaf, upstream in (
         (order.apply(x), apply_by_number(order, x), x, grad),
@@ -113,7 +116,7 @@ def test_attention_in_layout_is_bit_identical(case):
 
 
 def test_empty_slot_has_zero_gradient():
-    """The gradient of an empty slot is zero even if its output gradient is NaN."""
+    """Pass NaN as the output gradient of empty slots, which must not reach any token."""
     order = layout_of("packed").key_order
     x = noise(LENGTH).requires_grad_()
     grad = noise(order.vacant.shape[1]).masked_fill(order.vacant[:, None, :, None], torch.nan)

@@ -36,7 +36,7 @@ SIZES = {
     "head_dim": 64,
     "pad_token_id": 0,
 }
-# slow channels if RoPE rotates pairs (i, i + 32), or pairs (2 i, 2 i + 1)
+# the slower half of 64 channels if RoPE rotates pairs (i, i + 32), or pairs (2 i, 2 i + 1)
 HALVES = (*range(16, 32), *range(48, 64))
 NEIGHBOURS = tuple(range(32, 64))
 
@@ -49,7 +49,7 @@ def attention_of(model):
 
 
 def new_model(config_class, model_class, **fields):
-    """Return a random model with the sizes `SIZES`."""
+    """Return a random model with the config fields `SIZES` and ``fields``."""
     torch.manual_seed(0)
     return model_class(config_class(**{**SIZES, **fields})).eval()
 
@@ -68,7 +68,7 @@ def new_model(config_class, model_class, **fields):
     ],
 )
 def test_slow_channels_are_those_with_lowest_measured_rotation(channels, make):
-    """The expected channels change least if the model rotates a vector by one position."""
+    """Compare `slow_channels` with the channels that change least from position 0 to 1."""
     model = make()
     assert slow_channels(attention_of(model), 64) == channels
     rotary = next(each for name, each in model.named_modules() if name.endswith("rotary_emb"))
@@ -94,7 +94,7 @@ def test_unknown_rotation_keeps_all_channels(make, head_dim):
 
 
 def test_no_rotation_keeps_all_channels():
-    # the Python module of this class has no function rotate_half
+    # the Python module of nn.Linear has no function rotate_half
     assert slow_channels(nn.Linear(2, 2), 64) == ()
     assert slow_channels(None, 64) == ()
 
@@ -128,7 +128,7 @@ def test_large_heads_score_half_of_the_channels(head_dim, count):
 
 
 def test_layers_without_rotation_keep_all_channels():
-    """Every fourth layer of SmolLM3 has no rotation."""
+    """Check SmolLM3, in which every fourth layer has no RoPE."""
     model = tiny_model("smollm3", head_dim=64, num_hidden_layers=4)
     layers = [each for each in model.modules() if isinstance(each, SmolLM3Attention)]
     assert [slow_channels(layer, 64) for layer in layers] == [HALVES] * 3 + [()]

@@ -1,4 +1,4 @@
-"""`route` selects how a layer is computed, for dispatch and for `describe`."""
+"""`route` decides how a layer is computed; dispatch and `describe` both call `route`."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def route_of(
     slots=None,
     **mask_fields,
 ):
-    """Return the route of a call.
+    """Return the `Route` of a layer for a call with one row.
 
     Args:
         config, sparse, index: as in `route`.

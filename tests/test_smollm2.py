@@ -1,4 +1,4 @@
-"""Full budget equals sdpa on a pretrained model, SmolLM2-135M."""
+"""The pretrained model SmolLM2-135M: "cab" at full budget equals sdpa."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ FULL = CabConfig(mass_threshold=0.0, min_length=0)
 
 
 def largest_difference(device, length, engine):
-    """Return the largest difference of a logit between sdpa and "cab" at full budget."""
+    """Return max |logits of sdpa - logits of "cab" at full budget| for a prompt of ``length``."""
     model, tokenizer = load_model("smollm2", device, "float32")
     prompt = Haystack(tokenizer, "noise", 1, None).prompt(length, 0.5, 0, seed=0)
     ids = torch.tensor([prompt.tokens], device=device)

@@ -1,4 +1,4 @@
-"""Tasks of long documents: prompts contain the answers, and have the requested length."""
+"""Long-context tasks: prompts determine the answers, and have the requested length."""
 
 import re
 from collections import Counter
@@ -16,29 +16,29 @@ TOKENIZERS = {
     "chat": make_tokenizer(CHAT),
     "merging": make_merging_tokenizer(),
 }
-# tasks whose answers depend on counts of words, without needles
+# tasks that ask for frequent words, and hide no needles
 COUNTING = ("common_words", "frequent_words")
 HIDING = [name for name in TASKS if name not in COUNTING]
 tasks = pytest.mark.parametrize("name", TASKS)
 
 
 def example_of(name, tokenizer="merging", length=LENGTH, index=0, seed=0, sentences=NOISE):
-    """Return an example of the task ``name``."""
+    """Return an example of the task ``name``, with its prompt, needles and answers."""
     return TASKS[name].make(TOKENIZERS[tokenizer], sentences, length, index=index, seed=seed)
 
 
 def text_of(tokens):
-    """Decode tokens of tokenizer "merging"."""
+    """Decode token ids of the tokenizer "merging"."""
     return TOKENIZERS["merging"].decode(tokens, clean_up_tokenization_spaces=False)
 
 
 def listed(text):
-    """Return the words after the instruction of a prompt."""
+    """Return the list of words that follows the instruction of a prompt."""
     return text.split("\n\n", 1)[1].split()
 
 
 def common_words(text, question):
-    """Return the ten most frequent words."""
+    """Find the answers of a prompt: the ten words that occur ten times as often as the others."""
     counts = Counter(listed(text))
     often, seldom = counts.most_common(11)[0][1], counts.most_common(11)[10][1]
     assert often == 10 * seldom
@@ -46,7 +46,7 @@ def common_words(text, question):
 
 
 def frequent_words(text, question):
-    """Return the three most frequent words, without the dots."""
+    """Find the answers of a prompt: the three most frequent words, not counting "...."."""
     dots, *ranked = Counter(listed(text)).most_common(5)
     assert dots[0] == "...."
     counts = [count for _, count in (dots, *ranked)]
@@ -55,33 +55,36 @@ def frequent_words(text, question):
 
 
 def one_key(text, question):
-    """Return the pass key of the name or locker in the question."""
+    """Find the answer of a prompt: the pass key of the name or locker in the question."""
     (owner,) = re.findall(r"pass key( for [\w ]+)\?", question)
     return re.findall(rf"The pass key{owner} is (\d+)\.", text)
 
 
 def several_values(text, question):
-    """Return all pass keys of the name in the question."""
+    """Find the answers of a prompt: all pass keys of the name in the question."""
     (name,) = re.findall(r"pass keys for (\w+),", question)
     return re.findall(rf"One of the pass keys for {name} is (\d+)\.", text)
 
 
 def uuid(text, question):
-    """Return the JSON value of the key in the question."""
+    """Find the answer of a prompt: the JSON value of the key in the question."""
     (key,) = re.findall(r"the key ([\w-]+)\?", question)
     return re.findall(f'"{key}": "([^"]+)",', text)
 
 
 def copying(text, question):
-    """Return the text after the five words in the question."""
+    """Find the answer of a prompt: the text that follows the five words in the question."""
     (first_words,) = re.findall(r'"(.+)"', question)
     assert len(first_words.split()) == 5
     return re.findall(rf"{first_words} ((?:[^.]+\.){{2}}[^.]+)\.", text)
 
 
 def tracking(text, question):
-    """Return the variables that have the value in the question, directly or by assignment."""
-    # the value, then the variables
+    """Find the answers of a prompt: the variables that have the value in the question.
+
+    Variables have the value directly, or by assignment of another such variable.
+    """
+    # keys of this dict: the value, and then the variables found so far
     names = dict.fromkeys(re.findall(r"value (\d+),", question))
     for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", text):
         if source in names:
@@ -90,7 +93,7 @@ def tracking(text, question):
 
 
 def two_facts(text, question):
-    """Return the pass key of the deputy of the name in the question."""
+    """Find the answer of a prompt: the pass key of the deputy of the name in the question."""
     (chief,) = re.findall(r"the deputy of (\w+)\?", question)
     (deputy,) = re.findall(rf"The deputy of {chief} is (\w+)\.", text)
     return re.findall(rf"The pass key for {deputy} is (\d+)\.", text)
@@ -118,7 +121,7 @@ def test_spans_locate_answers(name):
     answers = [text_of(example.tokens[start:end]).strip() for start, end in example.answers]
     assert answers == list(example.replies)
     assert example.answers[0][0] == example.prompt
-    # the answers follow the prompt, and are the end of the document
+    # the tokens after the prompt are the answers, separated by commas
     after_prompt = text_of(example.tokens[example.prompt :])
     assert after_prompt.strip() == f"{', '.join(example.replies)}."
 
@@ -158,7 +161,7 @@ def test_needle_depths_differ_between_examples(name):
     if len(examples[0].needles) > 1:
         return
     starts = sorted(example.needles[0][0] / LENGTH for example in examples)
-    # depths are about evenly spaced
+    # relative positions of the needles are about evenly spaced
     gaps = [b - a for a, b in zip([0, *starts], [*starts, 1], strict=True)]
     assert min(gaps[1:-1]) > 0 and max(gaps) < 0.2
 

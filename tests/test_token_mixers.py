@@ -1,4 +1,4 @@
-"""Layers that mix tokens without attention are detected, and raise where documents would mix."""
+"""Layers such as Mamba that mix tokens without attention raise if documents would mix."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import cab_hf
 from cab_hf.finetune import lora
 from cab_hf.hf.token_mixers import token_mixers
 
-# class of the layer by model type
+# by model type: class of the layer that mixes tokens without attention
 MIXERS = {
     "bamba": "BambaMixer",
     "jamba": "JambaMambaMixer",
@@ -26,7 +26,7 @@ MIXERS = {
     "olmo_hybrid": "OlmoHybridGatedDeltaNet",
     "recurrent_gemma": "RecurrentGemmaRecurrentBlock",
 }
-# types with experts, latent keys, different layers, or encoders of images and sound
+# types that mix tokens by attention only
 ATTENTION_ALONE = "llama mixtral deepseek_v3 gemma3 gemma4 qwen3_moe olmo2 gpt2 moshi"
 
 
@@ -36,7 +36,7 @@ def test_other_token_mixers_raise_under_context_parallel(model_type, one_process
     sentence = rf"mix tokens without attention \({MIXERS[model_type]}.*\); inside context_parallel"
     with pytest.raises(NotImplementedError, match=sentence), cab_hf.context_parallel(model):
         pass
-    # the failed block leaves no state in the model
+    # after the error, the model works outside of the block
     model(torch.full((1, 8), FIRST_TOKEN))
 
 

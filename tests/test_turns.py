@@ -1,4 +1,4 @@
-"""Prompt chunks, questions after a cached document, chats, drafts and nested calls."""
+"""Several calls with one KV cache: prompt chunks, questions, chats, drafts, nested calls."""
 
 import copy
 from dataclasses import replace
@@ -17,7 +17,7 @@ CHAT = (130, 40, 1, 77, 52)  # tokens of five turns
 
 
 def cache_of(model, kind):
-    """Return an empty cache; "static" has 512 slots."""
+    """Return an empty KV cache: for ``kind`` "static" with 512 slots, else dynamic."""
     if kind == "static":
         return StaticCache(model.config, max_cache_len=512)
     return DynamicCache(config=model.config)
@@ -25,20 +25,20 @@ def cache_of(model, kind):
 
 @torch.no_grad()
 def read(model, ids, cache):
-    """Return the logits of ``ids`` after the tokens in ``cache``, which is extended."""
+    """Append ``ids`` to the sequence in ``cache``, and return their logits."""
     return model(ids, past_key_values=cache, use_cache=True).logits
 
 
 @torch.no_grad()
 def one_prefill(model, sequences):
-    """Return the logits of the concatenation of ``sequences`` in one call without cache."""
+    """Concatenate ``sequences``, and return the logits of one call without cache."""
     return model(torch.cat(sequences, dim=1), use_cache=False).logits
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", "cropped"])
 @pytest.mark.parametrize("budget", ["full", "sparse"])
 def test_document_cache_serves_several_questions(kind, budget):
-    """Each question uses a copy of the document's cache, or crops the cache afterwards."""
+    """Ask questions after a cached document: on a copy of the cache, or cropping it afterwards."""
     config = {"full": FULL, "sparse": replace(SPARSE, dense_tail_blocks=0)}[budget]
     model = cab_hf.apply_cab(tiny_model(), config)
     document, cache = tokens(1, DOCUMENT), cache_of(model, kind)
@@ -68,7 +68,7 @@ def test_chunked_generate_selects_same_blocks_as_one_prefill(padding):
     model = cab_hf.apply_cab(tiny_model(), SPARSE)
     ids = tokens(2, 352)
     mask = torch.ones_like(ids)
-    # with left padding, chunks of row 0 end inside its query blocks
+    # with this left padding, chunks end inside query blocks of row 0, which start after the padding
     mask[0, :padding] = 0
 
     def scores(**options):
@@ -96,7 +96,7 @@ def test_only_calls_prepared_by_generate_have_a_prompt():
         generation.prepare(model, lambda: {"input_ids": None})
         assert scope.prompt_of(1, config, None) is None
         model(ids)
-        # another number of rows than the prompt
+        # a call with another number of rows (2) is not a chunk of the prompt
         assert scope.prompt_of(2, config, None) is None
         model(ids)
         with scope.without_prompt():
@@ -108,12 +108,12 @@ def test_only_calls_prepared_by_generate_have_a_prompt():
     assert not model._forward_pre_hooks and not model._forward_hooks
 
 
-# options of generate: greedy, without an end token
+# options of `generate`: greedy decoding, without end-of-sequence token
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def first_logits(model, ids, steps=1, **options):
-    """Return the logits of the first generated tokens, [batch, steps, vocabulary]."""
+    """Generate ``steps`` tokens, and return their logits [batch, steps, vocabulary]."""
     fixed = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": steps}
     mask = options.pop("attention_mask", torch.ones_like(ids))
     result = model.generate(ids, attention_mask=mask, **GREEDY, **fixed, **options)
@@ -121,7 +121,7 @@ def first_logits(model, ids, steps=1, **options):
 
 
 def assert_chunks_equal_one_call(length, tail, chunk=64, **fields):
-    """Assert that chunked prefill of a prompt and one prefill have the same logits.
+    """Assert that chunked prefill of a prompt gives the logits of one prefill.
 
     Args:
         length: tokens of the prompt.
@@ -135,7 +135,7 @@ def assert_chunks_equal_one_call(length, tail, chunk=64, **fields):
         model = cab_hf.apply_cab(tiny_model(), replace(config, mass_threshold=threshold))
         return first_logits(model, ids, **options)
 
-    # rounding may move a mass across the threshold, in which case another threshold is tried
+    # rounding may move a block's mass across the threshold: then try a slightly larger threshold
     for threshold in (config.mass_threshold, config.mass_threshold * (1 + 1e-5)):
         expected = last_logits(threshold)
         actual = last_logits(threshold, prefill_chunk_size=chunk)
@@ -171,7 +171,7 @@ def test_chunks_of_whole_query_blocks_equal_one_call_at_every_length(tail):
 
 
 def test_query_blocks_start_at_first_token_of_sequence():
-    # the first chunk ends inside a block; later blocks equal the blocks of one call
+    # a chunk of 50 tokens ends inside a block; the blocks after it must equal those of one call
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), replace(SPARSE, dense_tail_blocks=0))
     ids, cache = tokens(1, 256), cache_of(model, "dynamic")
     read(model, ids[:, :50], cache)
@@ -190,7 +190,7 @@ def test_query_blocks_of_padded_rows_start_at_first_real_token():
             ids[:, 64:], attention_mask=mask, past_key_values=cache, use_cache=True
         ).logits
     padded_row, other_row = one_prefill(model, [ids[:1, 45:]]), one_prefill(model, [ids[1:]])
-    # the first call has 19 real tokens of row 0, so that its first query block is cut
+    # the first call ends inside query block 0 of row 0 (19 of 32 tokens): compare from block 1
     torch.testing.assert_close(actual[:1, 13:], padded_row[:, 32:], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(actual[1:], other_row[:, 64:], rtol=1e-4, atol=1e-4)
 
@@ -277,12 +277,15 @@ def test_last_chunk_of_one_token_is_not_a_decode_step(budget):
 
 
 def repeated(length, seed):
-    """Return a prompt of repeated tokens, from which prompt lookup makes drafts."""
+    """Return a prompt that repeats its tokens, so that prompt lookup decoding finds drafts."""
     return tokens(1, max(8, length // 4), seed=seed).repeat(1, 5)[:, :length]
 
 
 def count_changed_answers(prompts, **fields):
-    """Return the number of ``prompts`` prompts whose generated tokens change with drafts."""
+    """Generate for ``prompts`` prompts with and without drafts; return the number of differences.
+
+    Drafts are made by prompt lookup, and by an assistant model.
+    """
     model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, **fields))
     assistant = tiny_model(num_hidden_layers=1)
     num_changed = 0
@@ -325,7 +328,7 @@ def test_answer_is_dense_in_every_call_pattern(options):
 
 
 class Streamer:
-    """Streamer of `generate` that calls a function for each token."""
+    """Streamer for `generate` that calls ``call`` when a token is generated."""
 
     def __init__(self, call):
         self._call = call
@@ -338,7 +341,7 @@ class Streamer:
 
 
 def options_with_call(kind, call):
-    """Return options of `generate` that run ``call`` at every step."""
+    """Return options of `generate` whose callback of this ``kind`` runs ``call`` at every step."""
     if kind == "processor":
         return {"logits_processor": [lambda _, scores: (call(), scores)[1]]}
     if kind == "criterion":
@@ -349,10 +352,10 @@ def options_with_call(kind, call):
     return {"streamer": Streamer(call)}
 
 
-# calls of a model inside `generate` of the same or another model
+# by name: function that calls a model, from a callback inside `generate`
 FOREIGN = {
     "text": lambda model: one_prefill(model, [tokens(1, 200, seed=5)]),
-    # the same number of rows and tokens as the outer call
+    # this call has the same number of rows and tokens as the prompt of `generate`
     "alike": lambda model: one_prefill(model, [tokens(1, 300, seed=5)]),
     "padded": lambda model: padded(model, tokens(2, 420, seed=6)),
     "generate": lambda model: first_logits(model, tokens(1, 260, seed=7)),
@@ -361,7 +364,7 @@ FOREIGN = {
 
 @torch.no_grad()
 def padded(model, ids):
-    """Return the logits of ``ids`` with left padding in row 0."""
+    """Return the logits of ``ids``; the first 100 tokens of row 0 are padding."""
     mask = torch.ones_like(ids)
     mask[0, :100] = 0
     return model(ids, attention_mask=mask, use_cache=False).logits
@@ -479,7 +482,7 @@ def test_guidance_has_a_separate_prompt_end():
 
 
 def test_question_after_document_is_the_prompt_end():
-    # a question of one token belongs to the dense tail of the prompt, and is no decode step
+    # a question of one token is part of the prompt: its dense tail, and not a decode step
     document, question = tokens(1, DOCUMENT), tokens(1, 1, seed=2)
     fields = {"sparse_decode": True, "decode_tokens": 0.05}
 

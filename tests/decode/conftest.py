@@ -3,7 +3,7 @@ import pytest
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Record the layer index of every sparse decode step in a list."""
+    """Return a list to which every sparse decode step appends the index of its layer."""
     from cab_hf import dispatch
 
     layers, route = [], dispatch.route
@@ -20,7 +20,7 @@ def steps(monkeypatch):
 
 @pytest.fixture
 def from_anywhere(monkeypatch):
-    """Make decode steps sparse at every length, also if the prompt is too short."""
+    """Remove the minimum length of sparse decode, so that steps after short prompts are sparse."""
     # modules that import `decode_from` must be imported before it is patched
     import cab_hf.patches  # noqa: F401
     from cab_hf.decode import step

@@ -1,4 +1,4 @@
-"""Cache layers with an index: every change of the keys also changes the index."""
+"""KV cache layers with an index of quantised keys: each change of keys updates the index."""
 
 import copy
 import pickle
@@ -78,7 +78,7 @@ OPERATIONS = {
 }
 
 
-# class with an index, class of transformers, and options of both
+# by name: class with an index, its base class in transformers, and arguments of both
 KINDS = {
     "dynamic": (IndexedDynamicLayer, DynamicLayer, {}),
     "static": (IndexedStaticLayer, StaticLayer, {"max_cache_len": 32}),
@@ -89,7 +89,7 @@ KINDS = {
         {"max_cache_len": 32},
     ),
 }
-# operations that every class supports
+# names of the `OPERATIONS` that every class supports
 COMMON = ("nothing", "reorder", "offload", "reset", "deepcopy", "pickle")
 CASES = [("dynamic", name) for name in OPERATIONS]
 CASES += [(kind, name) for kind in KINDS if kind != "dynamic" for name in COMMON]
@@ -105,7 +105,10 @@ def with_states(layer):
 
 
 def require_same(layer, plain):
-    """Assert that two layers are equal, also after two more tokens, with an up-to-date index."""
+    """Assert that ``layer`` equals the layer without index ``plain``, also after two more tokens.
+
+    The index of ``layer`` must equal an index that is built from all its keys.
+    """
     assert layer.get_seq_length() == plain.get_seq_length()
     if hasattr(plain, "conv_states"):
         assert torch.equal(layer.conv_states[0], plain.conv_states[0])
@@ -128,7 +131,7 @@ def test_cache_operation_matches_transformers_and_updates_index(kind, name):
     if (kind, name) == ("dynamic-hybrid", "reset") and plain.get_seq_length():
         pytest.skip("this version of transformers resets only the states of a hybrid layer")
     if (kind, name) == ("dynamic", "reset"):
-        # some versions of transformers keep zeros in a plain layer
+        # some versions of transformers set the keys to 0 instead of removing them
         plain = DynamicLayer()
     assert type(layer) is indexed_class
     require_same(layer, plain)
@@ -154,7 +157,7 @@ def test_step_writes_one_token_in_place(monkeypatch):
         keys, values = key_value(1, seed)
         layer.update(keys, values)
         addresses.append([x.data_ptr() for x in (layer.keys, layer.values, *layer.index)])
-    # 15 tokens are written; the buffer has 16 slots, and then 24
+    # the buffers have 16 slots at step 0, 24 slots from step 1 on, and 32 from step 9 on
     first_steps = [addresses.index(address) for address in addresses]
     assert first_steps == [0] + 8 * [1] + 3 * [9]
 
@@ -191,7 +194,7 @@ def test_gradients_flow_through_a_cache():
         keys, values = layer.update(new_keys, new_values)
         (keys.square().sum() + values.square().sum()).backward(retain_graph=True)
     assert index_equals_rebuilt_index(layer) and not any(x.requires_grad for x in layer.index)
-    # a token is in the loss of its call and of all later calls
+    # a token contributes to the loss of its own call and of all later calls
     for leaf, num_calls in zip(leaves, (3, 3, 2, 2, 1, 1), strict=True):
         torch.testing.assert_close(leaf.grad, 2 * num_calls * leaf)
 

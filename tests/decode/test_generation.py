@@ -1,4 +1,4 @@
-"""`generate` with an indexed cache: equal to dense attention if all keys are read."""
+"""`generate` with sparse decode: equal to dense attention if every step selects all keys."""
 
 import copy
 import re
@@ -28,11 +28,11 @@ from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer
 from cab_hf.decode.step import decode_from
 from cab_hf.ops import decode
 
-# prompts shorter than min_length use dense attention
+# the prompts of this module are shorter than min_length, so that prefill is dense
 DENSE_PROMPTS = CabConfig(min_length=2000)
-# decode steps read all keys: this share of a short sequence is rounded up
+# decode steps select all keys: 0.9999 of the length of a short sequence is rounded up
 ALL = {"sparse_decode": True, "decode_tokens": 0.9999}
-# decode steps read few keys
+# decode steps select 128 keys
 FEW = {"sparse_decode": True, "decode_tokens": 128}
 pytestmark = pytest.mark.usefixtures("from_anywhere")
 
@@ -63,7 +63,7 @@ def index_equals_rebuilt_index(cache):
 
 
 STATIC = {"cache_implementation": "static"}
-# options of `generate`
+# keyword arguments of `generate` by test id
 PATHS = {
     "greedy": {},
     "sampling": {"do_sample": True},
@@ -75,14 +75,14 @@ PATHS = {
     "static-beams": STATIC | {"num_beams": 3},
     "static-chunked": STATIC | {"prefill_chunk_size": 50},
 }
-# config fields of the model
+# config fields of the model by test id
 SHAPES = {
     "groups-of-3": {},
     "groups-of-1": {"num_key_value_heads": 6},
     "groups-of-4": {"num_attention_heads": 8},
     "half-of-the-channels": {"head_dim": 64},
 }
-# fields of CabConfig with which layers reuse the selection of an anchor
+# fields of CabConfig with which layers reuse the keys that an anchor layer selected
 SHARED = {
     "cascade": {"predictor": "cascade", "anchors": (0, 2)},
     "mapped": {"predictor": "cascade", "anchors": (0,), "head_map": ((5, 4, 3, 2, 1, 0),) * 3},
@@ -91,14 +91,14 @@ WITHOUT_EOS = {"eos_token_id": None, "pad_token_id": 0}
 
 
 def opt_model(dim):
-    """Create a model with any head dim."""
+    """Return a random OPT model with head dim ``dim``."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
     return OPTForCausalLM(OPTConfig(**sizes, hidden_size=4 * dim)).eval()
 
 
 def cases_reading_all_keys():
-    """Yield cases of `test_reading_all_keys_generates_dense_tokens`."""
+    """Yield the parameters of `test_reading_all_keys_generates_dense_tokens`."""
 
     def case(
         name,
@@ -127,9 +127,10 @@ def cases_reading_all_keys():
         for dim in (33, 17):
             make_model = partial(opt_model, dim)
             yield case(f"odd-{dim}-{cache}", make_model, options=options, layers=(0, 1))
-        # hybrid models with linear attention, without an index; a model that creates its own cache
+        # three hybrid models, whose linear attention layers have no index, and minimax, which
+        # creates its own cache
         for model_type in ("falcon_h1", "zamba", "zamba2", "minimax"):
-            # minimax accepts its own cache only
+            # minimax accepts no other cache than its own
             if model_type != "minimax" or not options:
                 is_slow = model_type not in ("zamba", "minimax")
                 without_compile = {"disable_compile": True} if options else {}
@@ -151,7 +152,7 @@ def cases_reading_all_keys():
 def test_reading_all_keys_generates_dense_tokens(
     make_model, options, fields, padding, layers, steps
 ):
-    """``layers`` are the layers with sparse steps; None accepts any layers."""
+    """``layers`` are the indices of layers with sparse decode steps; None skips this check."""
     model, ids = make_model(), tokens(2, 130)
     if padding:
         mask = torch.ones_like(ids)
@@ -163,7 +164,7 @@ def test_reading_all_keys_generates_dense_tokens(
     assert steps == 4 * list(layers) if layers else steps
 
 
-# settings under which the shorter row has dense steps, and the longer row sparse steps
+# settings under which decode steps are dense for the shorter row and sparse for the longer row
 MIXED = [
     pytest.param({"min_length": 500, "decode_tokens": 128}, id="min_length"),
     pytest.param({"min_length": 0, "decode_tokens": 128}, id="decode_tokens"),
@@ -190,17 +191,17 @@ def test_padded_row_equals_single_row(fields, path, monkeypatch):
 @since("5.24", "phi3 creates the second cache outside of the code that adds an index")
 @pytest.mark.parametrize("length", [130, 98])
 def test_recreated_cache_is_indexed_again(length, steps):
-    # the model creates a new cache when the sequence exceeds these positions
+    # Phi-3 drops its cache when the sequence exceeds original_max_position_embeddings
     model, ids = tiny_type("phi3", original_max_position_embeddings=100), tokens(1, length)
     options = WITHOUT_EOS | {"max_new_tokens": 8}
     expected = generate(model, ids, **options)
     cab_hf.apply_cab(model, DENSE_PROMPTS, **ALL)
     assert torch.equal(generate(model, ids, **options), expected)
-    # the call that creates the cache is not a decode step
+    # the call that creates the cache again is a prefill, so that one decode step less is recorded
     assert len(steps) == (7 if length == 130 else 6) * 4
 
 
-# model types of `make test`
+# model types that `make test` runs; other types are marked as slow
 FAST = ["llama", "deepseek_v3", "jetmoe", "zaya", "moshi", "exaone4", "recurrent_gemma"]
 OTHERS = [name for name in causal_types() if name not in FAST]
 
@@ -211,7 +212,7 @@ def test_describe_reports_sparse_decode_support(model_type, steps):
         model = cab_hf.apply_cab(tiny_type(model_type), DENSE_PROMPTS, **FEW)
         description = re.search(r"decode: (\w+)", cab_hf.describe(model))
         generate(model, tokens(1, 200), **WITHOUT_EOS)
-    except Exception as error:  # noqa: BLE001 - transformers cannot run some types either
+    except Exception as error:  # noqa: BLE001 - some types also fail without cab_hf
         pytest.skip(str(error)[:80])
     assert description[1] == ("sparse" if steps else "dense")
 
@@ -239,7 +240,7 @@ def test_assisted_decoding_crops_index_and_generates_dense_tokens(drafts):
     model, ids = tiny_model(), tokens(1, 40).repeat(1, 3)
     options = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 20}
     if drafts == "assistant":
-        # a draft model with other weights: some drafted tokens are rejected
+        # the draft model has other weights, so that some drafted tokens are rejected
         assistant = tiny_model(num_hidden_layers=1)
         options = {"assistant_model": assistant, "max_new_tokens": 20}
     expected = generate(model, ids, **options)
@@ -306,7 +307,7 @@ def test_dense_decode_creates_plain_caches(static, steps):
     cab_hf.apply_cab(model, DENSE_PROMPTS, **ALL)
     expected = generate(model, ids, **options)
     steps.clear()
-    # switch sparse decode off between two calls
+    # turn off sparse decode (no field sparse_decode) before the second call
     cab_hf.apply_cab(model, DENSE_PROMPTS)
     result = generate(model, ids, return_dict_in_generate=True, **options)
     indexed_classes = (IndexedDynamicLayer, IndexedStaticLayer)
@@ -330,7 +331,7 @@ def test_index_after_generate_equals_rebuilt_index(kind, count, steps):
 
 
 def graphs_of(graphs, backend):
-    """Return a backend for torch.compile that appends its graphs to ``graphs``."""
+    """Return a torch.compile backend that appends graphs to ``graphs`` and calls ``backend``."""
 
     def record_then_compile(graph, inputs):
         graphs.append(graph)
@@ -411,7 +412,7 @@ def test_nan_row_does_not_change_other_rows(kind, value, steps):
         model(ids, past_key_values=cache)
         embeddings = model.get_input_embeddings()(ids[:, :1])
         embeddings[0] *= factor
-        # the NaN is in the cache from the second step on
+        # the second call reads the NaN key from the cache
         outputs.append(
             [model(inputs_embeds=embeddings, past_key_values=cache).logits for _ in range(2)]
         )
@@ -423,7 +424,7 @@ def test_nan_row_does_not_change_other_rows(kind, value, steps):
 @since("5.24", "older static caches have the dtype of the model under autocast")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_dynamic_cache_equals_static_cache(dtype, steps, monkeypatch):
-    # the dynamic cache also grows in decode steps
+    # with 2 spare slots, the buffers of the dynamic cache also grow during decode steps
     monkeypatch.setattr(cache_layers, "SPARE_TOKENS", 2)
     model, ids = tiny_model(), tokens(2, 300)
     cab_hf.apply_cab(model, DENSE_PROMPTS, **FEW)

@@ -20,7 +20,7 @@ SCALE = 0.25
 
 
 def choice_of(q, k, length, num_keys, channels=(), valid=None):
-    """Return the choice of about ``num_keys`` of the first ``length`` keys."""
+    """Return the `Choice` of about ``num_keys`` of the first ``length`` keys."""
     return choose(
         q,
         index_keys(k, channels),
@@ -33,15 +33,15 @@ def choice_of(q, k, length, num_keys, channels=(), valid=None):
 
 
 def selected_keys(q, k, length, num_keys, channels=(), valid=None):
-    """Return bool [B, H_kv, N], True for the keys of `choice_of`."""
+    """Return bool [B, H_kv, N]: True for keys that `choice_of` selects."""
     return choice_of(q, k, length, num_keys, channels=channels, valid=valid).to_mask()
 
 
 def quantised(x, max_code):
-    """Round vectors to whole multiples of one scale per vector, as scoring does.
+    """Round each vector to integer multiples of its quantisation scale, as `choose` does.
 
     Args:
-        max_code: 7 for 4-bit keys, 127 for 8-bit queries.
+        max_code: largest integer: 7 for 4-bit keys, 127 for 8-bit queries.
     """
     is_key = max_code == 7
     scale = x.abs().amax(-1, keepdim=True) / max_code
@@ -50,7 +50,7 @@ def quantised(x, max_code):
 
 
 def shares(q, k, length):
-    """Return the maximum attention share of each key over the heads of its group, [B, H_kv, N]."""
+    """Return the maximum attention weight of each key over its query heads, [B, H_kv, N]."""
     group = q.shape[1] // k.shape[1]
     q, k = quantised(q, 127), quantised(k, 7)
     logits = q @ k[:, :, :length].repeat_interleave(group, dim=1).mT * SCALE
@@ -58,15 +58,15 @@ def shares(q, k, length):
 
 
 def require_largest_shares_selected(share, selected):
-    """Assert that no unselected key has a larger share than a selected key of its head.
+    """Assert that no unselected key has a larger attention weight than a selected key of its head.
 
     Args:
-        share: float [B, H_kv, N].
-        selected: bool [B, H_kv, N], without the keys that are always read.
+        share: attention weights, float [B, H_kv, N].
+        selected: bool [B, H_kv, N]; sinks and local keys, which are always selected, are left out.
     """
     smallest_selected = share.masked_fill(~selected, 2).amin(-1)
     largest_unselected = share.masked_fill(selected, 0).amax(-1)
-    # shares are compared in whole levels
+    # `choose` rounds the logarithms of attention weights to integers: allow for 1.5 steps
     assert (smallest_selected * 2 ** (1.5 / LEVELS_PER_OCTAVE) >= largest_unselected).all()
 
 
@@ -93,7 +93,7 @@ def test_index_rounds_keys_within_half_a_unit(channels):
     codes = torch.cat((index.codes & 15, index.codes >> 4), -1).float() - 8
     decoded = codes * index.scales.float().unsqueeze(-1)
     unit = x.abs().amax(-1, keepdim=True) / 7
-    # half a unit, and the error of the scale, a float16 of eleven bits
+    # rounding error: half a quantisation step, and the error of the scale in float16 (11 bits)
     assert ((decoded - x).abs() <= unit * 0.505).all()
     torch.testing.assert_close(decoded, quantised(x, 7).nan_to_num())
 
@@ -116,10 +116,11 @@ def test_unread_keys_contribute_as_one_key_with_mean_value():
     q_8_bits = quantised(q, 127)
     k_4_bits = quantised(k, 7)[:, :, :450].repeat_interleave(3, dim=1)
     weights = (q_8_bits @ k_4_bits.mT * SCALE).exp().squeeze(2) * is_unread
-    # logits are rounded to levels
+    # `choose` rounds logits, hence the tolerance of 2%
     expected = weights.sum(-1) * UNREAD_WEIGHT
     torch.testing.assert_close(choice.unread.exp2(), expected, rtol=2e-2, atol=0)
-    # one more key: its logit is ``unread``, its value the mean of 256 equidistant values
+    # unselected keys count as one more key: its logit is ``unread``, and its value is the mean of
+    # 256 equidistant values
     mean = v[:, :, torch.arange(256) * 450 // 256].mean(2, keepdim=True)
     keys = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2).repeat_interleave(3, dim=1)
     values = torch.cat([v, mean], dim=2).repeat_interleave(3, dim=1)
@@ -129,7 +130,7 @@ def test_unread_keys_contribute_as_one_key_with_mean_value():
     logits[..., -1] = choice.unread.unsqueeze(-1) * math.log(2)
     actual = attend(q, k, v, choice, scale=SCALE, length=length)
     torch.testing.assert_close(actual, logits.softmax(-1) @ values)
-    # the additional key makes the output closer to dense attention
+    # with the additional key, the output is closer to dense attention than without
     dense = F.scaled_dot_product_attention(
         q, k[:, :, :450], v[:, :, :450], scale=SCALE, enable_gqa=True
     )
@@ -185,10 +186,10 @@ def test_long_cache_threshold_comes_from_a_sample(kv_heads):
     assert ((count - 4000).abs() < 400).all() and (count != 4000).any()
     share = shares(3 * q, k, 39_000)
     largest_sum = share.topk(4000, dim=-1).values.sum(-1)
-    # without the keys that are always read
+    # leave out sinks and local keys, which are always selected
     middle = slice(SINK_TOKENS, 39_000 - LOCAL_TOKENS)
     selected_sum = (selected[..., middle] * share[..., middle]).sum(-1)
     assert (selected_sum > 0.95 * largest_sum).all()
     if kv_heads == 6:
-        # each KV head selects for one query head
+        # without groups, each KV head selects for a single query head, so that the order is exact
         require_largest_shares_selected(share[..., middle], selected[..., middle])

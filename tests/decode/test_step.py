@@ -24,7 +24,7 @@ SCALE = 0.25
 
 
 def step(mask, config, layer, qkv):
-    """Return the output of a sparse decode step of the layer with index ``layer``."""
+    """Return the attention output of one sparse decode step; ``layer`` is the layer index."""
     q, k, v = qkv
     call = Call(
         q=q,
@@ -42,7 +42,7 @@ def step(mask, config, layer, qkv):
 
 
 def mask_of_last_token():
-    """Return the mask of one query after LENGTH - 1 cached tokens."""
+    """Return the `MaskInfo` of a decode step: one query after LENGTH - 1 cached tokens."""
     return MaskInfo(batch=1, q_length=1, kv_length=LENGTH, q_offset=LENGTH - 1)
 
 
@@ -113,7 +113,7 @@ def test_budget_is_computed_once_per_forward_pass(decode_tokens, q_offset, num_k
 )
 @pytest.mark.parametrize("slots", [600, 900], ids=["growing", "static"])
 def test_budget_depends_on_tokens_of_the_row(decode_tokens, num_keys, slots):
-    # the mask of a static cache may be True for all slots after the sequence
+    # in a static cache, the mask may be True for the unwritten slots after the sequence
     padding_mask = torch.ones(2, slots, dtype=torch.bool)
     padding_mask[0, :201], padding_mask[1, :100] = False, False
     mask = MaskInfo(
@@ -135,7 +135,8 @@ def test_budget_depends_on_tokens_of_the_row(decode_tokens, num_keys, slots):
         pytest.param(FEW | {"min_length": 700}, "from 700 tokens on", id="min_length"),
         pytest.param(FEW | {"decode_tokens": 0.1}, "0.1 of the keys per KV head", id="share"),
         pytest.param(FEW | {"decode_tokens": 0.5}, "dense, decode_tokens 0.5", id="too-much"),
-        # per key: 32 of 64 channels in 4 bits and a scale of 2 bytes, of keys and values in float32
+        # bytes of the index per key: 32 of 64 channels in 4 bits, and a scale of 2 bytes. They are
+        # divided by the bytes of a key and a value in float32
         pytest.param(FEW, "an index of 0.035 of its bytes", id="index"),
         pytest.param(
             FEW | {"dense_layers": (1, 2)}, "an index of 0.012 of its bytes", id="one-layer-of-3"

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is sharded across ranks, against a single process."""
+"""Attention over a sequence that is sharded across ranks equals attention in one process."""
 
 import math
 from functools import partial
@@ -27,14 +27,14 @@ def full_sequence(sharding, group, kv_heads, dim=16):
 
 
 def attention_of_rank(process_group, scheme, ends, shape, settings):
-    """Return {"out", "lse", "dq", "dk", "dv"} of a rank.
+    """Return the shards of this rank by name: "out", "lse", "dq", "dk" and "dv".
 
     ``shape`` has the arguments ``group`` and ``kv_heads`` of `full_sequence`.
     """
     sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
     q, k, v, grad = (shard_of(x, sharding, rank) for x in full_sequence(sharding, **shape))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    # small slices, so that an all-gather overlaps with attention over another slice
+    # gather one KV head at a time, so that the next all-gather overlaps with attention
     settings = {"heads_k_stride": 1, **settings}
     out, lse = SCHEMES[scheme](
         q, k, v, group=process_group, cu_seqlens=ends, block=BLOCK, engine="reference", **settings
@@ -47,7 +47,7 @@ def attention_of_rank(process_group, scheme, ends, shape, settings):
 
 
 def attention_in_one_process(sharding, group, kv_heads, causal=True):
-    """Return {"out", "lse", "dq", "dk", "dv"} of exact attention over the whole sequence."""
+    """Return "out", "lse", "dq", "dk" and "dv" of masked attention over the whole sequence."""
     q, k, v, grad = full_sequence(sharding, group, kv_heads)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     doc_ids = torch.arange(len(sharding.lengths)).repeat_interleave(torch.tensor(sharding.lengths))
@@ -64,14 +64,17 @@ def attention_in_one_process(sharding, group, kv_heads, causal=True):
 
 
 def assert_same(actual, sharding, expected):
-    """Assert that the joined tensors of all ranks equal the expected tensors, by name."""
+    """Assert that the shards of all ranks, concatenated, equal the tensor of the same name.
+
+    ``actual`` has a dict of shards by name for each rank.
+    """
     for name, tensor in expected.items():
         result = together([of_rank[name] for of_rank in actual], sharding)
         error = (result - tensor).abs().max() / tensor.abs().max()
         assert error <= 1e-5, f"{name}: {error:.2g}"
 
 
-# (number of ranks, scheme, KV heads, query heads per KV head, settings)
+# by name: (number of ranks, scheme, KV heads, query heads per KV head, settings of the scheme)
 CASES = {
     **{f"own-keys-{world}": (world, "zigzag", 2, 1, {}) for world in (1, 2, 4, 8)},
     **{f"shared-keys-{world}": (world, "zigzag", 2, 4, {}) for world in (1, 2, 4, 8)},
@@ -117,7 +120,7 @@ def offloaded(attend, q, k, v):
 
 
 def copied_later(attend, q, k, v):
-    """Call ``attend`` with saved-tensor hooks that copy all tensors after the forward pass."""
+    """Call ``attend`` with hooks that clone all saved tensors whenever backward reads a tensor."""
     saved = []
 
     def unpack(index):
@@ -138,7 +141,7 @@ AUTOGRAD_MODES = {
 
 
 def gradients_of_rank(process_group, mode, group, settings):
-    """Return gradients of two backward passes, or of one under selective checkpointing."""
+    """Return a list of dq, dk and dv by name: one dict for each backward pass of ``mode``."""
     sharding, rank = sharding_for(process_group.size(), None), process_group.rank()
     q, k, v, grad = (shard_of(x, sharding, rank) for x in full_sequence(sharding, group, 3))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -172,7 +175,7 @@ def test_gradients_are_equal_under_checkpointing_and_offloading(ranks, mode, gro
     sharding = sharding_for(2, None)
     expected = attention_in_one_process(sharding, group, 3)
     gradients = {name: expected[name] for name in ("dq", "dk", "dv")}
-    # one pair for each backward pass
+    # rank_0 and rank_1 have the gradients of each backward pass
     for of_ranks in zip(rank_0, rank_1, strict=True):
         assert_same(of_ranks, sharding, gradients)
 

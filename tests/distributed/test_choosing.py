@@ -1,4 +1,4 @@
-"""Plans of several ranks, against the rows of the plan that a single process computes."""
+"""The rows of a plan that ranks compute together equal the rows of a plan of one process."""
 
 import contextlib
 from dataclasses import replace
@@ -50,7 +50,7 @@ CONFIGS = {
 
 
 class LoudBlocks(Predictor):
-    """Predictor of key blocks that contain a key with a large norm; gathers summaries only."""
+    """Predictor that selects blocks with large key norms, and gathers one norm per block."""
 
     def encode_keys(self, k, valid=None):
         norms = k.norm(dim=-1)
@@ -70,7 +70,7 @@ class LoudBlocks(Predictor):
 
 
 class HalfAMass(RowsPredictor):
-    """`RowsPredictor` with half of the mass threshold; inherits ``required_inputs``."""
+    """Subclass of `RowsPredictor` with half of the mass threshold and the same gathered inputs."""
 
     def choose(self, q, summary, call):
         half = replace(self.config, mass_threshold=self.config.mass_threshold / 2)
@@ -82,13 +82,13 @@ register_predictor("half-a-mass", HalfAMass)
 
 
 def full_sequence(sharding, dim=DIM):
-    """Return q, k and v; some blocks have much more attention mass than others."""
+    """Return q, k and v of the whole sequence; q and k are doubled, so that masses differ."""
     q, k, v = qkv(1, HEADS, KV_HEADS, sharding.length, dim=dim)
     return 2 * q, 2 * k, v
 
 
 def plan_of_rank(process_group, config, ends):
-    """Return `facts_of` the plan of a rank."""
+    """Predict the plan of this rank and return `facts_of` the plan."""
     sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
     q, k, _ = (shard_of(x, sharding, rank) for x in full_sequence(sharding))
     plan = distributed.predict(
@@ -98,7 +98,10 @@ def plan_of_rank(process_group, config, ends):
 
 
 def facts_of(plan):
-    """Return (kept blocks, dense rows, index of each row in the sequence) of a rank's plan."""
+    """Return (selected blocks, dense rows, index of each row in the sequence) of a rank's plan.
+
+    The index is -1 for rows that have padding only.
+    """
     require_valid(plan)
     return (
         plan.to_dense(),
@@ -115,7 +118,12 @@ def plan_in_one_process(config, sharding, dim=DIM, channels=()):
 
 
 def assert_rows_of(actual, plan):
-    """Assert that every row of ``plan`` is on one rank; ``actual`` has `facts_of` each rank."""
+    """Assert that each row of ``plan`` equals the row of exactly one rank.
+
+    Args:
+        actual: `facts_of` the plan of each rank.
+        plan: plan of a single process.
+    """
     num_ranks = torch.zeros(plan.q_blocks, dtype=torch.int64)
     for dense, complete, rows in actual:
         is_real = rows >= 0
@@ -124,7 +132,7 @@ def assert_rows_of(actual, plan):
         if plan.is_dense() is not None:
             assert torch.equal(complete[:, :, is_real], plan.is_dense()[:, :, rows[is_real]])
         num_ranks[rows[is_real]] += 1
-    # exactly one rank has each row, except rows of padding between documents
+    # exactly one rank has each row with queries; no rank has rows of padding between documents
     has_queries = plan.ranges.rows(plan.query_block).queries[0] > 0
     assert torch.equal(num_ranks, has_queries.long())
 
@@ -138,7 +146,7 @@ def test_rank_plans_are_rows_of_single_process_plan(ranks, config, boundaries):
 
 
 def num_gathered_elements(process_group, config, layer):
-    """Return the number of elements of each all-gather that selection on this rank starts."""
+    """Return a sorted list with the number of elements that each all-gather of selection sends."""
     sharding, rank = sharding_for(process_group.size(), None), process_group.rank()
     q, k, _ = (shard_of(x, sharding, rank) for x in full_sequence(sharding))
     sizes = []
@@ -148,12 +156,12 @@ def num_gathered_elements(process_group, config, layer):
             sharded, "all_gather", lambda x, g: sizes.append(x.numel()) or all_gather(x, g)
         )
         with contextlib.suppress(ValueError):
-            # the second layer of a cascade raises, because its anchor did not run
+            # layer 1 of a cascade raises ValueError, because its anchor layer 0 was not called
             distributed.predict(q, k, group=process_group, config=config, layer=layer, block=BLOCK)
     return sorted(sizes)
 
 
-# elements of q and of k of one rank, for 128 tokens
+# elements of the shards of q and k of one rank, which has 128 tokens
 Q, K = 4 * 128 * 16, 2 * 128 * 16
 
 
@@ -190,7 +198,7 @@ def test_slow_channels_select_rows_of_single_process_plan(ranks, config, boundar
     sharding = sharding_for(4, BOUNDARIES[boundaries])
     plan = plan_in_one_process(config, sharding, 64, SLOW)
     assert_rows_of(actual, plan)
-    # all channels select other blocks than the slow channels
+    # scores of all channels select other blocks than scores of the slow channels
     by_all_channels = plan_in_one_process(config, sharding, 64)
     assert not torch.equal(plan.to_dense(), by_all_channels.to_dense())
 
@@ -260,7 +268,11 @@ def test_layers_share_key_ranges(ranks):
 
 
 def predict_twice(process_group):
-    """Return (True if two layers share ranges and plan, message for ranges of other documents)."""
+    """Predict with the key ranges of an earlier prediction, for the same and for other documents.
+
+    Returns:
+        (True if ranges and plan are the same, message of the error for other documents).
+    """
     sharding = sharding_for(2, BOUNDARIES["packed"])
     q, k, _ = (shard_of(x, sharding, process_group.rank()) for x in full_sequence(sharding))
     fields = {"group": process_group, "config": SMALL, "block": BLOCK}

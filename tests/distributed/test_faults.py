@@ -1,4 +1,4 @@
-"""Errors of ranks with different arguments, wrong shards or dead partners; every rank raises."""
+"""Every rank raises an error if arguments or shards differ between ranks or a rank dies."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from cab_hf.distributed import sharding as shardings
 from cab_hf.distributed.sharded import ShardedLayout
 from cab_hf.engines import REFERENCE
 
-# seconds until a collective without answer fails
+# seconds after which a collective fails if a rank does not take part
 TIMEOUT = 20
 
 
@@ -29,7 +29,10 @@ def one_layer(implementation="cab"):
 
 
 def attend(group, changed):
-    """Run attention; rank 1 has inputs with the changed arguments of `qkv`, or ``cu_seqlens``."""
+    """Run attention; rank 1 draws its inputs with other arguments than the other ranks.
+
+    ``changed`` are arguments of `qkv`, or ``cu_seqlens``.
+    """
     fields = {"heads": 4, "kv_heads": 2, "q_length": 128, "dim": 16}
     fields |= {"dtype": torch.float32, "batch": 1, "cu_seqlens": None}
     if group.rank() == 1:
@@ -69,7 +72,7 @@ def test_inconsistent_arguments_raise_on_all_ranks(ranks, changed, sentence):
 
 
 def run_with_positions_of(group, owners):
-    """Run a model on each rank with the position ids of rank ``owners[rank]``."""
+    """Run a model on each rank, with the position ids of the shard of rank ``owners[rank]``."""
     batch = {"input_ids": tokens(1, 256)}
     inputs = distributed.shard(batch, group, BLOCK)
     sharding = shardings.sharding_of((256,), group.size(), BLOCK)
@@ -109,7 +112,7 @@ def test_different_settings_raise_on_all_ranks(ranks):
 
 
 def run_with_another_batch(group, changed, index):
-    """Run a model on each rank; the tensor ``changed`` of rank 1 differs in one token."""
+    """Run a model on each rank; the input ``changed`` of rank 1 differs at token ``index``."""
     batch = {"input_ids": tokens(2, 256), "labels": tokens(2, 256)}
     if group.rank() == 1:
         batch[changed][1, index] = 1
@@ -132,9 +135,10 @@ def test_different_batches_raise_on_all_ranks(ranks, changed, index):
 
 
 def error_of_attention(group, wrong):
-    """Return the largest error of this rank's output against one process.
+    """Return the maximum difference between this rank's output and attention in one process.
 
-    ``wrong`` is "permutation" (of gathered keys), "positions" (of another rank) or None.
+    ``wrong`` is the injected fault: "permutation" (wrong order of gathered keys), "positions"
+    (those of the other rank) or None.
     """
     sharding, rank = sharding_for(group.size(), [0, 300]), group.rank()
     q, k, v = qkv(1, 4, 2, sharding.length)
@@ -179,7 +183,7 @@ def attend_until_rank_dies(group, death):
                 raise MemoryError("the third layer did not fit")
             distributed.zigzag_attention(q, k, v, group=group, block=BLOCK)
     except MemoryError:
-        # the end of the process closes its connections, which other ranks notice
+        # exiting closes the connections of this process, so that collectives of other ranks fail
         os._exit(1)
     except distributed.RankLost as error:
         return str(error), time.monotonic() - start
@@ -202,7 +206,7 @@ def test_dead_rank_stops_other_ranks(processes, death, cause):
 
 
 def run_with_unsupported(group, what):
-    """Run a model with one unsupported argument, named by ``what``."""
+    """Run a model with the unsupported argument or setting that ``what`` names."""
     model = one_layer("sdpa" if what == "implementation" else "cab")
     batch = {"input_ids": tokens(1, 256)}
     if what == "padding":
@@ -274,7 +278,7 @@ def saved_bytes(group, regather_kv):
 
 
 def test_autograd_does_not_save_gathered_keys(ranks):
-    # float32 K and V of 1,024 tokens with 2 heads of 16 channels
+    # bytes of K and V of all 1,024 tokens, with 2 heads of 16 channels in float32
     gathered_kv_bytes = 2 * 1024 * 2 * 16 * 4
     with_saved_kv, with_regathered_kv = (
         ranks.run(2, saved_bytes, regather_kv)[0] for regather_kv in (False, True)
@@ -283,7 +287,11 @@ def test_autograd_does_not_save_gathered_keys(ranks):
 
 
 def train_with_one_pass_inside(group, reentrant, inside):
-    """Run a training step; only its forward or its backward pass is in `context_parallel`."""
+    """Run a training step of which only one pass, ``inside``, is in `context_parallel`.
+
+    Args:
+        inside: "forward" or "backward".
+    """
     model = model_of("cab", SPARSE).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()

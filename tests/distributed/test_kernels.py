@@ -1,4 +1,4 @@
-"""Kernels with the key ranges of one rank (an early and a late chunk), in the interpreter."""
+"""Kernels in Triton's interpreter with the queries of one rank: an early and a late chunk."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Models on several ranks with sharded sequences, against the same models in one process."""
+"""Models on several ranks with sharded sequences equal the same models in one process."""
 
 import gc
 import re
@@ -38,8 +38,8 @@ CONFIGS = {
         min_length=300,
     ),
 }
-# frequencies depend on the largest position. With 400 tokens on two ranks, the first rank has the
-# last token, and the second rank has tokens 128 to 383
+# RoPE frequencies depend on the largest position, which only one rank has: with 400 tokens on two
+# ranks, the first rank has the last token, and the second rank has tokens 128 to 383
 DYNAMIC = {
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
     "max_position_embeddings": 128,
@@ -67,7 +67,7 @@ def batch_of(length, ends=None, rows=2):
 def step(model, inputs):
     """Return (loss, logits, gradients of all parameters by name)."""
     outputs = model(**inputs, use_cache=False)
-    # in a separate thread, as autograd on a GPU
+    # run backward in another thread, as autograd does for CUDA tensors
     with ThreadPoolExecutor(1) as autograd:
         autograd.submit(outputs.loss.backward).result()
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
@@ -75,7 +75,7 @@ def step(model, inputs):
 
 
 def step_of_rank(group, batch, model_fields, settings):
-    """Return (loss of this rank, logits of the sequence, gradients of this rank by name).
+    """Run a step on a shard; return (own loss, logits of all ranks, own gradients by name).
 
     ``model_fields`` are the arguments of `model_of`. ``settings`` are arguments of
     `context_parallel`, and "checkpointing".
@@ -83,7 +83,7 @@ def step_of_rank(group, batch, model_fields, settings):
     model = model_of(**model_fields).train()
     if settings.get("checkpointing"):
         model.gradient_checkpointing_enable()
-    # small slices, so that an all-gather overlaps with attention over another slice
+    # gather one KV head at a time, so that the next all-gather overlaps with attention
     options = {"heads_k_stride": 1, **settings}
     options.pop("checkpointing", None)
     with cab_hf.context_parallel(model, group, block=BLOCK, **options):
@@ -104,7 +104,10 @@ def step_in_one_process(batch, model_fields):
 
 
 def assert_same_step(actual, expected):
-    """Assert that the steps of all ranks add up to the step of one process."""
+    """Assert that losses and gradients of all ranks sum to those of one process.
+
+    The logits of each rank must equal the logits of one process.
+    """
     loss, logits, gradients = expected
     losses = torch.stack([loss_of_rank for loss_of_rank, _, _ in actual])
     assert losses.sum() == pytest.approx(float(loss), rel=1e-5)
@@ -114,7 +117,7 @@ def assert_same_step(actual, expected):
 
 
 def cab(config=SPARSE, **fields):
-    """Return arguments of `model_of` for a model with "cab"."""
+    """Return arguments of `model_of` for a model with attn_implementation "cab"."""
     return {"implementation": "cab", "config": config, **fields}
 
 
@@ -131,7 +134,7 @@ def test_training_step_equals_single_process(ranks, config, ends):
     [
         pytest.param({"implementation": "cab_dense"}, {}, 2, id="cab_dense"),
         pytest.param(cab(), {"checkpointing": True}, 2, id="checkpointing"),
-        # without groups of heads, engines save K and V themselves, not a repeated copy
+        # with as many KV heads as query heads, engines save K and V without repeating heads
         pytest.param(
             cab(num_key_value_heads=6), {"checkpointing": True}, 2, id="checkpointing-of-own-keys"
         ),
@@ -139,7 +142,7 @@ def test_training_step_equals_single_process(ranks, config, ends):
             cab(CONFIGS["cascade"]), {"checkpointing": True}, 2, id="cascade-checkpointed"
         ),
         pytest.param(cab(), {"heads_k_stride": 2}, 2, id="both-heads-at-once"),
-        # ranks draw different samples, unless all blocks are sampled
+        # ranks draw different random blocks, unless sampled_one_in=1 samples all blocks
         pytest.param(cab(replace(SPARSE, sampled_one_in=1)), {}, 2, id="all-sampled"),
         pytest.param(cab(), {}, 1, id="alone"),
         pytest.param(cab(family="mistral-sliding"), {}, 4, id="a-sliding-window"),
@@ -152,7 +155,7 @@ def test_training_step_equals_single_process(ranks, config, ends):
         pytest.param(
             cab(FULL, **ROUTED), {"ends": [0, 70, 71, 300, 400]}, 2, id="a-router-loss-packed"
         ),
-        # the frequencies depend on the longest document
+        # RoPE frequencies depend on the longest document
         pytest.param(
             cab(FULL, **DYNAMIC), {"ends": [0, 70, 71, 200, 400]}, 4, id="dynamic-rope-packed"
         ),
@@ -168,7 +171,7 @@ def test_training_step_of_other_models_and_settings_equals_single_process(
 
 
 def num_cached_after_each_pass(group, batch):
-    """Return the number of cache entries of all `KeyRanges` after each of three forward passes."""
+    """Return the number of cached entries in all living `KeyRanges` after each of three passes."""
     model, counts = model_of("cab", CONFIGS["some-documents-exact"]), []
     for _ in range(3):
         with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
@@ -190,7 +193,7 @@ def answer_of_rank(group, ids):
         inputs = distributed.shard({"input_ids": ids}, group, BLOCK)
         cache = model(**inputs, use_cache=True).past_key_values
     cache = distributed.whole_cache(cache, inputs["cu_seq_lens_q"], group, BLOCK)
-    # the call in the docstring, which must work
+    # run the call that the docstring of `whole_cache` shows
     (call,) = re.findall(r"``(cache\.crop\(.*?\))``", distributed.whole_cache.__doc__)
     eval(call, {"cache": cache, "N": ids.shape[1]})
     return model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
@@ -217,7 +220,7 @@ def sharded_and_unsharded_ids(group, batch):
 def test_shard_of_handwritten_batch(ranks):
     sharding = sharding_of((5, 40), 2, 16)
     assert sharding.chunks == (16, 16) and sharding.tokens == 64
-    # rank 0 has the first document, and the start and the end of the second document
+    # rank 0 has the 5 tokens of the first document, and the start and end of the second document
     assert sharding.real.sum(1).tolist() == [5 + 16, 16 + 8]
     assert sharding.sequence_index[1, 32:48].tolist() == list(range(21, 37))
     assert sharding.positions[1, 48:].tolist() == [*range(32, 40), *[39] * 8]
@@ -225,14 +228,14 @@ def test_shard_of_handwritten_batch(ranks):
     batch["position_ids"] = torch.cat((torch.arange(5), torch.arange(40)))[None]
     first, second = ranks.run(2, sharded, batch)
     assert first["input_ids"][0, :6].tolist() == [10, 11, 12, 13, 14, 0]
-    # the label of the last token of a document is the next token of the row
+    # the shifted label of the last token of a document is the first token of the next document
     assert first["shift_labels"][0, :6].tolist() == [11, 12, 13, 14, 15, -100]
     assert second["labels"][0, 48:].tolist() == [*range(48, 55), *[-100] * 9]
     assert first["num_items_in_batch"] == 44
     assert first["cu_seq_lens_q"].tolist() == [0, 5, 45]
     batch["shift_labels"] = batch.pop("labels") + 100
     shifted = ranks.run(2, sharded, batch)[1]
-    # shifted labels stay as they are
+    # labels that are already shifted are sharded without another shift
     assert shifted["labels"][0, 48:].tolist() == [*range(147, 155), *[-100] * 8]
     assert shifted["num_items_in_batch"] == 45
 
@@ -248,7 +251,7 @@ def gradients_of_wrapped_model(group, batches, wrapper):
     batch, sequence_group = batches[mesh.get_local_rank("dp")], mesh.get_group("cp")
     with cab_hf.context_parallel(model, sequence_group, block=BLOCK):
         inputs = distributed.shard(batch, sequence_group, BLOCK)
-        # gradients are averaged over four ranks; two ranks share one sequence
+        # factor 2: the wrapper averages gradients over four ranks, and two ranks share a sequence
         loss = 2 * model(**inputs, use_cache=False).loss
         loss.backward()
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
@@ -275,7 +278,7 @@ WRAPPERS = {
 def test_data_parallel_wrappers_match_single_process(processes, wrapper):
     batches = [batch_of(400), batch_of(400)]
     batches[1]["input_ids"] = tokens(2, 400, seed=5)
-    # four new processes, because wrappers communicate with all processes
+    # start exactly four processes, because wrappers communicate with all processes
     actual = processes(4).run(4, gradients_of_wrapped_model, batches, wrapper)
     first, second = (step_in_one_process(batch, cab())[2] for batch in batches)
     for name in first:

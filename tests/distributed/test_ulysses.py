@@ -1,4 +1,4 @@
-"""Ulysses: each rank computes some heads over the whole sequence, by the registered names.
+"""Ulysses parallelism with "cab" and "cab_dense": each rank computes some heads of all tokens.
 
 An exchange before and after the attention function converts shards of tokens to shards of heads.
 DeepSpeed has a wrapper for this exchange. `by_torch` is the same exchange in PyTorch, for
@@ -41,7 +41,7 @@ def step(model, inputs, labels):
 
 
 def exchanged(x, group, scattered, gathered):
-    """Exchange x between ranks: scatter one dimension, gather another."""
+    """Exchange ``x`` by all-to-all: shard the dimension ``scattered``, gather ``gathered``."""
     parts = x.unflatten(scattered, (group.size(), -1)).movedim(scattered, 0).contiguous()
     parts = all_to_all_single(torch.empty_like(parts), parts, group=group)
     return torch.cat(list(parts), dim=gathered)
@@ -64,7 +64,7 @@ def by_torch(model, group):
     try:
         yield
     finally:
-        # afterwards, the registered function applies again
+        # the global registration of "cab" is visible again
         del ALL_ATTENTION_FUNCTIONS[name]
 
 
@@ -93,7 +93,10 @@ BACKENDS = {"torch": by_torch, "deepspeed": by_deepspeed}
 
 
 def step_of_rank(group, backend, case, batch):
-    """Return (logits, gradients by name) of a rank's shard of ``batch``, (inputs, labels)."""
+    """Run a step on the shard of this rank, and return (logits, gradients by name).
+
+    ``batch`` is (inputs, labels) of the whole sequence.
+    """
     model, (inputs, labels) = model_of_case(case), batch
     with BACKENDS[backend](model, group):
         return step(model, shards_of(inputs, group), shard_of(labels, group))
@@ -175,7 +178,7 @@ def test_accelerate_passes_implementation_to_deepspeed(two):
 
 
 def test_per_head_budgets_raise(ranks):
-    """Each rank has some of the heads, but a table has an entry for every head."""
+    """A rank has 3 of 6 heads, and cannot know which rows of a per-head table apply."""
     tables = CabConfig.published(((0.3, 0.4, 0.5, 0.6, 0.7, 0.8),) * 2, min_length=0)
     case, batch = ("cab", tables), batch_of(DOCUMENT_LENGTHS["one-document"])
     for outcome in ranks.outcomes(2, step_of_rank, "torch", case, batch):

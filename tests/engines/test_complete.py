@@ -1,4 +1,4 @@
-"""Dense rows of a plan: rows that attend to all visible keys and have no block lists."""
+"""Dense rows: query blocks that attend to all visible keys, without lists of key blocks."""
 
 from dataclasses import replace
 from unittest.mock import Mock
@@ -59,7 +59,7 @@ parametrize_cases = pytest.mark.parametrize(("shape", "blocks"), CASES)
 
 
 def with_all_blocks_listed(plan):
-    """Return a plan of the same attention whose lists contain every block."""
+    """Return an equivalent plan without dense rows: their blocks are listed explicitly."""
     return BlockPlan.from_dense(
         plan.to_dense(), plan.ranges, query_block=plan.query_block, key_block=plan.key_block
     )
@@ -93,7 +93,7 @@ def test_dense_rows_equal_listed_blocks(shape, blocks):
 
 
 def test_split_keys_end_at_key_block_borders():
-    """The chunk starts inside of a block, and key blocks are larger than `DENSE_BLOCK_SIZE`."""
+    """Split keys for a chunk that starts inside a block; key blocks exceed `DENSE_BLOCK_SIZE`."""
     ranges = KeyRanges.causal(1, 128, 9788, "cpu")
     rows = ranges.tail_rows(128, 128)
     *_, plan = complete._gathered(ranges, rows, (128, 256), 2)
@@ -134,7 +134,7 @@ def test_inference_output_equals_training_output(shape, blocks, return_lse):
     ("shape", "blocks"), [case for case in CASES if "dim" not in case.values[0]]
 )
 def test_split_keys_of_dense_rows_equal_reference(shape, blocks, return_lse, monkeypatch):
-    """Few rows over all keys of a long sequence would leave most multiprocessors idle."""
+    """Dense rows are split along the keys, because few rows would leave multiprocessors idle."""
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
     monkeypatch.setattr(complete, "JOINED_ON", ("cpu",))
     monkeypatch.setattr(complete, "SPLIT_KEYS", 16)
@@ -198,6 +198,6 @@ def test_tail_rows_follow_from_lengths():
     padded = laid_out("padded", batch=2, length=100, kv_length=100, align=32, device="cpu").ranges
     assert padded.tail_rows(32, 32).tolist() == [[1, 2], [2, 3]]
     packed = laid_out("packed", batch=1, length=100, kv_length=100, align=32, device="cpu").ranges
-    # documents of 33 and 67 tokens: the tail rows of each document
+    # documents of 33 and 67 tokens: each has its own tail rows
     assert packed.tail_rows(32, 32).tolist() == [[0, 1, 3, 4]]
     assert replace(packed, documents=None).tail_rows(32, 32) is None

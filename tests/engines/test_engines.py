@@ -40,7 +40,11 @@ def block_mask(plan, device, training=False):
 
 
 def by_definition(q, k, v, *, plan, scale):
-    """Return (output, log-sum-exp) by a loop over heads and queries, in float64."""
+    """Compute attention by a loop over heads and queries, in float64.
+
+    Returns:
+        (output [B, H, N, D], log-sum-exp [B, H, N]).
+    """
     q, k, v = (x.double() for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     heads_per_plan_head = q.shape[1] // plan.heads
@@ -65,7 +69,7 @@ def by_definition(q, k, v, *, plan, scale):
     ids=str,
 )
 def test_reference_equals_loop_over_queries(shape, blocks, heads):
-    """One head of the plan may apply to several query heads."""
+    """Compare also plans with fewer heads than q: each plan head applies to several query heads."""
     q, k, v = qkv(**shape)
     plan = random_plan(q, k, blocks, heads=heads)
     require_valid(plan)
@@ -83,7 +87,7 @@ def test_plan_heads_that_do_not_divide_query_heads_raise():
 
 
 def test_queries_without_keys_have_zero_output_and_empty_log_sum_exp():
-    """A query has no keys if its key range is empty, or if its row lists no blocks."""
+    """Test both causes: the key range of a query is empty, or its query block lists no blocks."""
     q, k, v = qkv(q_length=96)
     ranges = KeyRanges.causal(1, 96, 96, q.device)
     ranges = replace(ranges, end=ranges.end.masked_fill(torch.arange(96) < 5, -1))
@@ -106,7 +110,7 @@ KINDS = ["plain", "dense-rows", "sampled", "plan-of-groups", "not-finite", "soft
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_traced_op_equals_reference(kind, shape):
-    """The traced op replaces the reference under torch.compile, forward and backward."""
+    """Compare the custom op that is used under torch.compile, forward and backward."""
     q, k, v = qkv(**shape)
     dense_rows = torch.tensor([[0, -1]] * len(q)) if kind == "dense-rows" else None
     plan_heads = k.shape[1] if kind == "plan-of-groups" else None
@@ -114,7 +118,7 @@ def test_traced_op_equals_reference(kind, shape):
     if kind == "sampled":
         plan = plan.with_sample(3, torch.tensor(5))
     if kind == "not-finite":
-        # the NaN key is in a block that some heads list for some rows
+        # some heads list the block of the NaN key for some query blocks
         k[:, :, 20] = torch.nan
 
     def results(attend):
@@ -134,7 +138,7 @@ def test_traced_op_equals_reference(kind, shape):
 
 
 def test_traced_op_passes_opcheck():
-    """Check the shapes, strides and gradients that torch.compile relies on."""
+    """Run `torch.library.opcheck` on the custom op: shapes, strides and gradients."""
     q, k, v = (x.requires_grad_() for x in qkv(q_length=63, kv_length=111))
     plan = random_plan(q, k, (32, 16))
     op = traced._attention_op
@@ -150,7 +154,7 @@ def test_traced_op_passes_opcheck():
 @pytest.mark.parametrize("blocks", slow_but(BLOCKS, 0))
 @pytest.mark.parametrize("shape", slow_but(SHAPES, 0))
 def test_flex_computes_what_the_reference_defines(shape, blocks, heads):
-    """Detect ignored lists: uncompiled FlexAttention computes dense attention."""
+    """Compare values, because FlexAttention without compilation ignores block lists silently."""
     q, k, v = qkv(**shape)
     if heads is not None and q.shape[1] % heads:
         pytest.skip("the number of plan heads must divide the number of query heads")
@@ -207,7 +211,7 @@ def test_flex_with_padding_and_documents():
 
 
 def test_uncompiled_flex_attention_ignores_block_lists():
-    """The engine therefore always compiles. Remove this test when PyTorch fixes the error."""
+    """Document why the engine always compiles. Remove this test when PyTorch fixes the error."""
     q, k, v = qkv(q_length=256)
     plan = random_plan(q, k, (64, 32), share=0.0)
     lists_only = block_mask(plan, torch.device("meta"))
@@ -232,7 +236,7 @@ def test_flex_raises_at_recompile_limit(monkeypatch):
 
 
 def test_block_mask_lists_have_one_width():
-    """torch 2.11 reads the full lists with the strides of the partial lists."""
+    """Check strides: torch 2.11 reads ``full_kv_indices`` with the strides of ``kv_indices``."""
     q, k, _ = qkv(q_length=256)
     mask = block_mask(random_plan(q, k, (64, 32)), q.device, training=True)
     assert mask.kv_indices.stride() == mask.full_kv_indices.stride()
@@ -255,7 +259,7 @@ def test_block_mask_transpose_lists_every_attending_query_block():
 
 
 def test_blocks_merged_for_training_attend_the_same_tokens():
-    """Backward kernels reject key blocks of 64: blocks are merged, and mask_mod selects pairs."""
+    """Backward kernels reject key blocks of 64: blocks are merged, and mask_mod masks pairs."""
     q, k, _ = qkv(q_length=300)
     plan = random_plan(q, k, (64, 32), share=0.9)
     mask = block_mask(plan, q.device, training=True)
@@ -264,7 +268,7 @@ def test_blocks_merged_for_training_attend_the_same_tokens():
         BlockIndices(mask.kv_num_blocks, mask.kv_indices),
         BlockIndices(mask.full_kv_num_blocks, mask.full_kv_indices),
     )
-    # block masks [B, H, 3, 3] as token masks
+    # expand block masks [B, H, 3, 3] to token masks [B, H, 300, 300]
     partial, full = (
         x.to_dense(3).repeat_interleave(128, 2).repeat_interleave(128, 3)[..., :300, :300]
         for x in lists
@@ -422,13 +426,13 @@ def test_missing_ffpa_is_not_selected(monkeypatch):
     assert engines.exact(workload(head_dim=512), 4096) is engines.TRITON
 
 
-# fewest tokens at which times are compared: at 8,192 tokens, launch overhead decides between the
-# engines, whose times differ by at most 0.14 ms
+# smallest length at which engines are compared: at 8,192 tokens, launch overhead dominates, and
+# the times of engines differ by at most 0.14 ms
 LONG = 16384
 
 
 def committed_rows(folder):
-    """Return the rows of a committed speed run with at least `LONG` tokens."""
+    """Return the rows with at least `LONG` tokens in the results of a committed speed run."""
     path = Path(__file__).parents[2] / "eval" / "results" / folder / "results.json"
     rows = json.loads(read_file(path))["rows"]
     long_rows = [row for row in rows if row["length"] >= LONG and not row["error"]]
@@ -459,7 +463,7 @@ def test_ffpa_head_dims_match_committed_times():
 
 
 def workload(**changes):
-    """Return `USUAL` as a workload, with other values of some fields."""
+    """Return a `Workload` with the fields `USUAL`, except for ``changes``."""
     return engines.Workload(**{**USUAL, **changes})
 
 
@@ -498,7 +502,7 @@ def test_unknown_engine_raises():
 
 
 def test_flex_with_soft_cap_compiles_for_dynamic_lengths(monkeypatch):
-    """FlexAttention on a GPU accepts a soft cap only as a constant."""
+    """Compile with dynamic shapes, under which the soft cap must still be a constant."""
     compiled = torch.compile(flex._attend, dynamic=True, backend="aot_eager")
     monkeypatch.setattr(flex, "_compiled", lambda _: compiled)
     for length in (96, 160):

@@ -1,4 +1,4 @@
-"""The gather engine for CPUs: attention over the gathered keys of listed blocks."""
+"""The CPU engine "gather": copy the keys of listed blocks, and attend densely to the copy."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_empty_rows_have_zero_output():
 
 
 def workload(**changes):
-    """Return a workload of inference on a CPU with default blocks, with other values of fields."""
+    """Return a `Workload` of float32 inference on a CPU, except for the fields ``changes``."""
     fields = {"device": "cpu", "head_dim": 64, "dtype": torch.float32, "training": False}
     blocks = {"query_block": CabConfig().query_block, "key_block": CabConfig().key_block}
     return engines.Workload(**{**fields, **blocks, **changes})

@@ -1,4 +1,4 @@
-"""Blocks that a plan samples in training, as an estimate of all unlisted blocks."""
+"""Sampled blocks: in training, a random sample of unlisted blocks estimates all of them."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ SAMPLING = replace(SPARSE, sampled_one_in=3)
 
 
 def sampled_case(shape, blocks, sample_period):
-    """Return (q, k, v, gradient, plan) with a sample of the unlisted blocks."""
+    """Return (q, k, v, output gradient, plan); the plan samples 1 / ``sample_period`` of blocks."""
     return case("cpu", torch.float32, blocks, share=0.2, sample_period=sample_period, **shape)
 
 
@@ -74,7 +74,7 @@ def test_soft_cap_applies_to_listed_and_sampled_blocks():
 
 @pytest.mark.parametrize(("shape", "blocks"), CASES)
 def test_sample_period_1_equals_dense_attention(shape, blocks):
-    """The lists contain all blocks that the diagonal or a document border cuts."""
+    """Period 1 samples every unlisted block, so that listed and sampled blocks are all blocks."""
     q, k, v, grad, plan = sampled_case(shape, blocks, sample_period=1)
     query_block, key_block = blocks
     dense = BlockPlan.causal(plan.ranges, 1, query_block, key_block)
@@ -95,14 +95,14 @@ def test_unlisted_blocks_are_sampled_with_equal_probability():
     frequency = sum(x.of_sampled().to_dense().float() for x in draws) / len(draws)
     visible = BlockPlan.causal(plan.ranges, 1, 32, 16).to_dense()
     is_unlisted = visible & ~plan.to_dense()
-    # mean frequency per column, per row and per head, over 300 draws
+    # the sampling frequency over 300 draws, per key block, per query block and per head
     assert (frequency[~is_unlisted] == 0).all()
     for dims in ((0, 1, 2), (0, 1, 3), (0, 2, 3)):
         count = is_unlisted.sum(dims)
         mean = (frequency * is_unlisted).sum(dims) / count.clamp(min=1)
         assert (mean[count > 20] - 0.25).abs().max() < 0.03
     sampled = torch.stack([x.of_sampled().to_dense() for x in draws]).float()
-    # one block of two heads, in all draws
+    # query block 19 and key block 4, for all heads and draws
     one_block = sampled[:, 0, :, 19, 4]
     both_heads = one_block[:, 0].mul(one_block[:, 1]).mean()
     assert both_heads < 0.12, "samples of heads are not independent"
@@ -133,7 +133,7 @@ def test_sampled_blocks_survive_plan_changes():
 
 
 def gradients(model, ids, **checkpointing):
-    """Return the gradients of one training step.
+    """Run one training step with a fixed seed, and return a list of gradients.
 
     Args:
         checkpointing: arguments of gradient checkpointing; empty for no checkpointing.
@@ -141,7 +141,7 @@ def gradients(model, ids, **checkpointing):
     model.train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False, **checkpointing})
-        # the inputs of a layer with frozen weights need no gradients
+        # also checkpoint layers whose input needs no gradient
         model.disable_input_require_grads()
     torch.manual_seed(0)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -149,7 +149,7 @@ def gradients(model, ids, **checkpointing):
 
 
 def density(model, ids):
-    """Return the density that one training step records."""
+    """Run one training step and return the density that `attended` recorded."""
     attended.clear()
     gradients(model, ids)
     num_attended, num_causal = sum(attended.values()).tolist()
@@ -198,7 +198,7 @@ def test_sampling_config_compiles_for_inference():
 
 
 def test_sampling_with_unaligned_documents_raises():
-    """A compiled model does not align documents to blocks: one block has several documents."""
+    """Under torch.compile, documents are not aligned to blocks, which sampling requires."""
     model, ids = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SAMPLING).train(), tokens(1, 400)
     positions = torch.cat([torch.arange(90), torch.arange(310)])[None]
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Attention sinks: one logit per head in the softmax, without a key and with value 0."""
+"""Attention sinks: a learnt logit per head that takes part in the softmax, with value 0."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ ENGINES = {
 
 
 def softmax_with_sink_column(q, k, v, sinks, *, plan, scale):
-    """Return attention over the keys of the plan and one sink per head, whose value is 0."""
+    """Compute attention under a plan with an additional logit column, the sink of each head."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     logits = q @ k.mT * scale
     mask = plan.token_mask().expand(logits.shape)
@@ -78,7 +78,7 @@ def test_inference_kernel_applies_sinks(dtype, order, monkeypatch):
     out = torch.randn(shape).to(dtype)
     out = out if order == "heads first" else out.transpose(1, 2)
     lse = 4 * torch.randn(2, 4, 150)
-    # one query has no keys
+    # query 7 of head 1 in row 0 has no keys
     lse[0, 1, 7], out[0, 1, 7] = -torch.inf, 0.0
     sinks = torch.tensor(SINKS, dtype=dtype)
     expected = reference.with_sinks(out.double(), lse.double(), sinks)

@@ -1,4 +1,4 @@
-"""Models that consist of a base and a packaged adapter: merged once, identified by content."""
+"""Models of a base and an adapter in this package: merged once, identified by file content."""
 
 import configparser
 import json
@@ -24,7 +24,7 @@ NAME, LENGTH = "tiny-8k", 8192
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return (folder with a base and an adapter, logits of base and adapter together)."""
+    """Return (folder that contains a base and an adapter, logits of the base with the adapter)."""
     folder = tmp_path_factory.mktemp("trained")
     base = save_llama(folder / "base")
     model, tokenizer = load_model(
@@ -37,7 +37,7 @@ def trained(tmp_path_factory):
             if weight.requires_grad:
                 weight.add_(torch.randn_like(weight) * (0.1 if "lora_" in name else 0.02))
     save_adapter(adapted, tokenizer, folder / "all-files")
-    # the package contains some of these files
+    # copy only the files that the package contains
     (folder / NAME).mkdir()
     for file in models.ADAPTER_FILES:
         shutil.copy(folder / "all-files" / file, folder / NAME)
@@ -48,7 +48,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def shipped(trained, tmp_path, monkeypatch):
-    """Return (folder of the adapter, empty cache folder); the adapter is one of the package's."""
+    """Register a copy of the adapter as part of the package; return (its folder, cache folder)."""
     adapter = Path(shutil.copytree(trained[0] / NAME, tmp_path / NAME))
     monkeypatch.setitem(models.ADAPTED, NAME, adapter)
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))

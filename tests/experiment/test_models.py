@@ -1,4 +1,4 @@
-"""Models of experiments: conversion, identity by content, and remote code.
+"""Models of experiments: conversion of weights, hashes of model folders, and remote code.
 
 The tests need neither a network nor a trained model.
 """
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Return an empty cache folder; environment variables name the folder and a GGUF file."""
+    """Set environment variables to a fake GGUF file and a new cache folder; return the folder."""
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF")
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
@@ -127,7 +127,7 @@ def test_cache_folder_follows_environment(environment, expected, monkeypatch):
 
 @pytest.fixture
 def no_hub(monkeypatch, tmp_path):
-    """Raise an error in ``from_pretrained``, in an empty working directory."""
+    """Make ``from_pretrained`` fail the test, and change to an empty working directory."""
 
     def from_pretrained(*_, **__):
         raise AssertionError("the hub was asked")
@@ -201,12 +201,12 @@ def change_json(folder, file, **fields):
 
 
 def with_file(file):
-    """Return a function that writes a file in a folder."""
+    """Return a function that takes a folder and writes the new file ``file`` into it."""
     return lambda folder: (folder / file).write_text("x")
 
 
 def with_fields(file, **fields):
-    """Return a function that changes fields of a JSON file in a folder."""
+    """Return a function that takes a folder and changes ``fields`` of its JSON file ``file``."""
     return lambda folder: change_json(folder, file, **fields)
 
 
@@ -258,7 +258,7 @@ def test_identity_of_adapter_includes_base(copied, tmp_path):
     before = models.content_sha256(str(adapter))
     change_json(copied, "config.json", rms_norm_eps=0.1)
     assert models.content_sha256(str(adapter)) != before
-    # an adapter is local only if its base is local
+    # an adapter counts as local only if its base model is local too
     assert models.is_local(str(adapter))
     change_json(adapter, "adapter_config.json", base_model_name_or_path="someone/tiny")
     assert not models.is_local(str(adapter))
@@ -298,7 +298,7 @@ class OurTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def with_code(copied, tmp_path, monkeypatch):
-    """Return (folder of a model with remote code, file that the code writes when it runs).
+    """Return (folder of a model with remote code, path of a file that the remote code writes).
 
     The standard input answers "y" to the question whether the code may run.
     """
@@ -364,7 +364,7 @@ def test_max_positions_of_config_variants(config, expected):
 
 @pytest.fixture(scope="module")
 def llama2():
-    """Return (model, tokenizer) of "tiny"."""
+    """Return (model, tokenizer) of the model with the name "tiny"."""
     return models.load_model("tiny", "cpu", "float32")
 
 

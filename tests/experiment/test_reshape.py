@@ -1,4 +1,4 @@
-"""Reshaped models have the outputs of their source, and are loaded by name."""
+"""Models with changed numbers or sizes of heads keep the logits of the original model."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def small(head_dim=16, heads=4, kv_heads=2, theta=10_000.0):
 @torch.no_grad()
 def test_wider_model_equals_original_with_equal_frequencies():
     model = small()
-    # pair 2 j of 32 channels rotates as pair j of 16
+    # with 32 channels, RoPE pair 2 j has the frequency of pair j with 16 channels
     wide = widened(model, head_dim=32, group=4, theta=10_000.0).eval()
     assert wide.model.layers[0].self_attn.q_proj.weight.shape == (2 * 4 * 32, 96)
     torch.testing.assert_close(wide(IDS).logits, model(IDS).logits, atol=1e-5, rtol=1e-4)
@@ -45,7 +45,7 @@ def test_other_rope_base_uses_nearest_frequencies():
     assert wide.config.rope_parameters["rope_theta"] == 500_000.0
     frequencies = model.model.rotary_emb.inv_freq
     wide_frequencies = wide.model.rotary_emb.inv_freq
-    # the first 64 channels are the first channels of all pairs; unused pairs have zero weights
+    # channel i < 64 is the first channel of RoPE pair i; the weights of unused pairs are zero
     is_used = wide.model.layers[0].self_attn.q_proj.weight[:128].abs().sum(1)[:64] > 0
     ratio = wide_frequencies[is_used] / frequencies
     assert is_used.sum() == 32 and ratio.min() > 0.89 and ratio.max() < 1.12
@@ -83,7 +83,7 @@ def test_reshaped_models_load_by_name_and_are_cached(tmp_path, monkeypatch, name
         (128, 4) if name == WIDE else (64, 3)
     )
     assert hasattr(attention, "q_norm") == (name != WIDE)
-    # the second call finds the model in the cache
+    # the second call reads the reshaped model from the cache, without its source
     monkeypatch.setattr(reshape, "smollm2_folder", None)
     cached_model, _ = models.load_model(name, "cpu", "float32")
     cached_weights = cached_model.state_dict()

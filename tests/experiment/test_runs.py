@@ -1,4 +1,4 @@
-"""Common parts of experiments: logs, settings from command lines and files, and provenance."""
+"""Parts that experiments share: record logs, settings (command line, file), and provenance."""
 
 import errno
 import fcntl
@@ -69,14 +69,14 @@ def test_records_with_equal_keys_count_once(path):
         opened.append(record(1, needle="another"))
         opened.append(record(2))
         assert indices(path) == [0, 1, 2]
-    # a duplicate in the file does not count either
+    # a record that the file contains twice is read once
     content = path.read_text()
     path.write_text(content + content.splitlines()[1] + "\n")
     with Log(path, IDENTITY, KEY) as opened:
         assert [each["index"] for each in opened.records] == [0, 1, 2]
     assert indices(path) == [0, 1, 2, 0]
     assert [each["index"] for each in read_log(path, KEY)[1]] == [0, 1, 2]
-    # without a key every record counts
+    # without a key, duplicates are not detected
     with Log(path, IDENTITY) as opened:
         assert [each["index"] for each in opened.records] == [0, 1, 2, 0]
 
@@ -87,7 +87,7 @@ def test_new_key_fields_have_defaults_in_old_records(path):
     with pytest.raises(LogError, match="line 2 has no 'world'"):
         Log(path, IDENTITY, key)
     with Log(path, IDENTITY, key, added) as opened:
-        # fields of a record override the defaults
+        # `added` has defaults for missing fields; fields of a record have priority
         assert opened.records == [
             record(0, needle=[1, 2], world=1),
             record(1, world=1, needle=None),
@@ -114,7 +114,7 @@ def test_packed_log_can_be_continued(path):
     with Log(path, IDENTITY, KEY) as opened:
         assert path.read_bytes() == before and len(opened.records) == 3
     assert list(path.parent.iterdir()) == [path]
-    # after a kill, both files may exist: the unpacked log is newer
+    # after a kill, the packed and the unpacked log may both exist; the unpacked log is newer
     packed.write_bytes(lzma.compress(complete))
     assert indices(path) == [0, 1, 2]
     path.unlink()
@@ -127,7 +127,7 @@ def test_packed_log_can_be_continued(path):
 
 
 def lines_of(count, incomplete=b""):
-    """Return a function from a log to its first ``count`` lines and an incomplete line."""
+    """Return a function that cuts a log, bytes, to ``count`` lines and appends ``incomplete``."""
     return lambda content: b"".join(content.splitlines(keepends=True)[:count]) + incomplete
 
 
@@ -146,7 +146,7 @@ def lines_of(count, incomplete=b""):
 def test_torn_last_line_is_dropped(path, cut, num_records):
     complete = path.read_bytes()
     path.write_bytes(cut(complete))
-    # `read_log` needs a complete header
+    # without a complete header line, `read_log` raises an error, so it is not called
     assert num_records == 0 or indices(path) == [0, 1][:num_records]
     with Log(path, IDENTITY, KEY) as opened:
         assert len(opened.records) == num_records
@@ -229,7 +229,7 @@ def test_second_writer_raises(path):
 
 
 def test_forked_child_does_not_hold_the_lock(tmp_path):
-    """A run can continue while child processes of the killed run are still alive."""
+    """Fork while a log is open. The child must not hold the lock, or no run could continue."""
     first_log = Log(tmp_path / "log.jsonl", {})
     exit_reader, exit_writer = os.pipe()
     started_reader, started_writer = os.pipe()
@@ -268,7 +268,7 @@ def test_killed_run_continues_with_same_records(tmp_path):
     command = [sys.executable, "-c", WRITER]
     with subprocess.Popen([*command, killed, "60"], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"0\n"
-        # the lock of a process ends with the process
+        # while the process runs, its lock prevents a second writer
         with pytest.raises(LogError, match="another process"):
             Log(killed, {"seed": 0})
         os.kill(process.pid, signal.SIGKILL)
@@ -322,7 +322,10 @@ MIXED = Settings((1, 2), 0.7, 2, ("a=1", "b='x'", "a=2"), loud=True)
 
 
 def with_file(words, content, folder):
-    """Return the words of a command line; ``content`` is written to a file for ``--config``."""
+    """Return a command line as a list; ``content`` is passed in a file by ``--config``.
+
+    Without ``content`` (None), the command line is ``words`` only.
+    """
     if content is None:
         return words.split()
     (folder / "settings.yaml").write_text(content)
@@ -428,7 +431,7 @@ def test_provenance_has_versions_but_no_host_or_path():
     facts = provenance.provenance({"seed": 3}, "cpu", provenance.utc_now())
     assert facts["settings"] == {"seed": 3} and facts["versions"]["torch"]
     assert facts["finished"].endswith("+00:00")
-    # no value is an absolute path
+    # no string starts with "/": absolute paths would reveal the host
     assert '"/' not in json.dumps(facts)
 
 

@@ -21,35 +21,35 @@ from cab_hf.finetune.checkpoints import Checkpoints, asked_to_stop
 
 
 class Killed(BaseException):
-    """Exception that simulates a kill, because `except Exception` does not catch it."""
+    """Exception that simulates a killed process: ``except Exception`` does not catch it."""
 
 
 @pytest.fixture
 def checkpoint_folder(tmp_path):
-    """Return the empty checkpoints of a run with one process."""
+    """Return a `Checkpoints` of one process, without saved steps."""
     return Checkpoints(tmp_path / "checkpoints", 0, 1, lambda: None)
 
 
 def write_adapter(folder):
-    """Write an adapter of one text file into a new folder."""
+    """Create ``folder`` with one text file, in place of the files of an adapter."""
     folder.mkdir()
     (folder / "weights").write_text("of the adapter")
 
 
 def save(checkpoint_folder, step):
-    """Save a small checkpoint of ``step`` and return its folder."""
+    """Save a checkpoint of ``step`` with a tensor of three elements, and return its folder."""
     shared = {"value": torch.full((3,), step)}
     return checkpoint_folder.save(step, shared, {"data": str(step)}, write_adapter)
 
 
 def names(checkpoint_folder):
-    """Return the sorted names of complete and incomplete checkpoints."""
+    """Return the sorted folder names of all checkpoints, complete or incomplete."""
     return sorted(path.name for path in checkpoint_folder.folder.iterdir())
 
 
 def test_newest_two_checkpoints_remain(checkpoint_folder):
     assert checkpoint_folder.newest() is None
-    # the order of numbers differs from the order of names
+    # sorted by name, step-100000000 would come before step-99999999
     for step in (2, 4, 99_999_999, 100_000_000):
         save(checkpoint_folder, step)
     assert names(checkpoint_folder) == ["step-100000000", "step-99999999"]
@@ -58,7 +58,8 @@ def test_newest_two_checkpoints_remain(checkpoint_folder):
     assert (checkpoint_folder.newest() / "adapter" / "weights").read_text() == "of the adapter"
 
 
-# function in which step 3 is killed, number of calls before that, and newest complete step
+# (function in which saving step 3 is killed, calls of the function before the kill, newest
+# complete step afterwards)
 KILLS = {
     "before the first file": ("save", 0, 2),
     "before the shared file": ("save", 1, 2),
@@ -86,7 +87,7 @@ def test_incomplete_checkpoint_is_ignored(
     assert checkpoint_folder.newest().name == f"step-{newest:08d}"
     assert checkpoint_folder.load(checkpoint_folder.newest())[0]["step"] == newest
     save(checkpoint_folder, 4)
-    # the incomplete folder of the killed run is removed
+    # saving step 4 has removed the incomplete folder of step 3
     assert names(checkpoint_folder) == [f"step-{newest:08d}", "step-00000004"]
 
 
@@ -112,7 +113,7 @@ def test_full_disk_error_is_the_same_for_all_libraries(checkpoint_folder, large_
 
     shared = large if large_part == "shared" else small
     own_state = large if large_part == "own_state" else small
-    # simulate a full disk by a limit on the size of files in bytes
+    # simulate a full disk: limit the size of each written file to 100,000 bytes
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
@@ -133,23 +134,23 @@ def test_other_process_count_raises(checkpoint_folder):
 
 
 def flip_bit(content):
-    """Flip one bit of the tensor in a file's content."""
+    """Return the content of a file with one flipped bit in a tensor of 64 threes."""
     index = content.index(torch.full((64,), 3.0).numpy().tobytes()) + 100
     return content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :]
 
 
 class Foreign:
-    """Class that torch unpickles only from a trusted file."""
+    """Class that `torch.load` rejects with ``weights_only=True``."""
 
 
 def pickled_class(_):
-    """Return a file of torch.save that contains an object of `Foreign`."""
+    """Return the bytes of a file in which `torch.save` pickled a `Foreign` object."""
     buffer = io.BytesIO()
     torch.save(Foreign(), buffer)
     return buffer.getvalue()
 
 
-# functions of a file's content; None removes the file
+# by name: function from the content of a file to its damaged content; None: remove the file
 CHANGES = {"flipped bit": flip_bit, "truncated": lambda content: content[: len(content) // 2]}
 CHANGES |= {"text": lambda _: b"no checkpoint", "pickled class": pickled_class, "missing": None}
 
@@ -190,10 +191,10 @@ def test_sigterm_sets_stop_flag_only():
 
 
 def test_checkpoint_has_trained_parameters_and_generator_states():
-    """`test_stopped_run_resumes_bit_identically` checks the steps of a resumed run."""
+    """Check the saved state; `test_stopped_run_resumes_bit_identically` checks resumed runs."""
 
     def draws():
-        """Return a number of each random generator."""
+        """Draw one number from each random generator: Python, NumPy and torch."""
         return random.random(), float(np.random.rand()), torch.rand(1).item()
 
     state = checkpoints.random_state()

@@ -1,4 +1,4 @@
-"""Cost model: FLOPs equal torch's counter, memory is close to the bytes of tensors."""
+"""Cost model: FLOPs match `FlopCounterMode`, and memory matches the measured bytes of tensors."""
 
 import re
 from pathlib import Path
@@ -38,13 +38,13 @@ def adapted(**overrides):
 def test_flops_equal_torch_flop_counter():
     length = 64
     model = adapted().train()
-    # without this call the first layer computes no gradient of its input
+    # the cost model assumes that the first layer computes the gradient of its input, too
     model.enable_input_require_grads()
     counter = FlopCounterMode(display=False)
     with counter:
         Objective(model)(batch(length)).backward()
     cost = cost_model.Cost.of(model)
-    # eager attention also computes the pairs above the diagonal
+    # eager attention computes all length^2 pairs, also those above the diagonal
     expected = cost.products(length) + sum(cost.attention([length**2] * 3))
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
 
@@ -56,7 +56,7 @@ def test_weight_flops_depend_on_trained_parameters():
     trained = rank * (hidden + heads + hidden + kv + inner + hidden)
     assert cost.frozen == layers * frozen + vocabulary * hidden
     assert cost.trained == cost.trained_parameters == layers * trained
-    # q, k, v, o, gate, up, down, an embedding, a head and norms
+    # parameters: linear layers (frozen), adapters (trained), input and output embeddings, norms
     embeddings_and_norms = vocabulary * hidden + (2 * layers + 1) * hidden
     assert cost.parameters == cost.frozen + cost.trained + embeddings_and_norms
 
@@ -70,7 +70,7 @@ def test_mixture_of_experts_flops_are_unknown():
 
 @since("5.24", "Gemma 4 computes one product more")
 def test_attention_flops_follow_heads_of_each_layer():
-    """Half of the layers of Gemma 4 have full attention, with heads twice as large."""
+    """Half of Gemma 4's layers have full attention, with twice the head dim of windowed layers."""
     length, model = 48, tiny_type("gemma4_text").float().requires_grad_(True)
     model.set_attn_implementation("eager")
     counter = FlopCounterMode(display=False)
@@ -113,14 +113,14 @@ H200 = cost_model.Room(140 * cost_model.GIB, 128 * cost_model.GIB)
 
 
 def four_layers(vocabulary, dtype=torch.float32, **options):
-    """Return a model of four layers with LoRA adapters on attention, in training mode."""
+    """Return a four-layer model with LoRA adapters on attention projections, in training mode."""
     sizes = {"hidden_size": 128, "intermediate_size": 448, "vocab_size": vocabulary}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
     model = tiny_model(num_hidden_layers=4, **sizes, **heads, **options)
     return with_lora(model.to(dtype), ATTENTION, 4, 8).train()
 
 
-# vocabulary, dtype and checkpointing
+# by name: (vocabulary, dtype, True for gradient checkpointing)
 STEPS = {
     "peak in a layer": (64, torch.float32, True),
     "peak in the loss": (8192, torch.float32, True),
@@ -160,20 +160,21 @@ def test_memory_estimate_includes_tiles_and_offloading(vocabulary, offloaded):
     estimate = cost_model.memory(
         cost, length, itemsize=4, loss_tokens=2**26, tile=tile, offloaded=offloaded
     )
-    # the step above has no optimizer, and its tensors on the host are on the CPU as well
+    # on a CPU, offloaded checkpoints are counted too: subtract them. The measured step has no
+    # optimizer: add its estimate
     actual = tensor_bytes.peak - offload.host_bytes + estimate.optimizer
     assert estimate.total == pytest.approx(actual, rel=0.05)
-    # each checkpoint takes a chunk of 256 MiB
+    # each offloaded checkpoint takes one chunk of host memory, 256 MiB
     assert estimate.host == estimate.checkpoints == offloaded * 2**28
 
 
-# LLaMA-3-8B; the checkpoint of a layer with 2^17 tokens has 1 GiB
+# config of LLaMA-3-8B. The checkpoint of one layer takes 1 GiB for 2^17 tokens in bfloat16
 LARGE = {
     **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
     **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256},
     **{"head_dim": 128, "max_position_embeddings": 2**20},
 }
-# SmolLM2-135M
+# config of SmolLM2-135M
 SMALL = {
     **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30},
     **{"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152},
@@ -199,7 +200,7 @@ def settings_of(length, **options):
     ("length", "gpu", "host", "offloaded"),
     [
         *((2**17, 140, 128, 0), (2**19, 140, 128, 17)),
-        # 120 GiB of checkpoints and 32 of plans, and two checkpoints on the device
+        # on the host: 30 checkpoints of 4 GiB, and 32 GiB of plans; on the device: two checkpoints
         (2**19, 80, 176, 30),
     ],
     ids=["all layers fit", "some layers fit", "two layers fit"],
@@ -217,7 +218,7 @@ def test_offloading_is_limited_by_host_memory(large):
     room = cost_model.Room(40 * cost_model.GIB, 100 * cost_model.GIB)
     fitted = dry_run.fit(settings_of(2**19, attention="cab_dense"), large, {}, room)
     assert not room.holds(fitted.memory)
-    # each checkpoint has 4 GiB
+    # 22 checkpoints of 4 GiB each are on the host
     assert fitted.offloaded == 22 and fitted.memory.host == 88 * cost_model.GIB
 
 
@@ -231,7 +232,7 @@ def test_oversized_step_error_names_longest_length(large):
         assert H200.holds(dry_run.fit(settings_of(length), large, {}, H200).memory) == fits
 
 
-# model type, settings, and peak GiB measured on an H200
+# by name: (model type, settings, peak GiB that was measured on an H200)
 PACKED = {
     "32k": ("llama", {"length": 2**15, "micro_batch": 2}, 48.3),
     "128k": ("llama", {"length": 2**17, "tile_tokens": 0}, 93.1),
@@ -245,7 +246,7 @@ PACKED = {
 
 @pytest.mark.parametrize(("model_type", "settings", "peak_gib"), PACKED.values(), ids=PACKED)
 def test_packed_step_estimate_matches_h200_measurement(model_type, settings, peak_gib):
-    """The model is SmolLM2-135M without checkpointing; most documents are below `min_length`."""
+    """Estimate SmolLM2-135M without checkpointing; most documents are shorter than `min_length`."""
     config = transformers.AutoConfig.for_model(model_type, **SMALL)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -258,7 +259,7 @@ def test_packed_step_estimate_matches_h200_measurement(model_type, settings, pea
 
 @pytest.mark.parametrize("name", ["", "-131k", "-262k", "-524k", "-4-bits-24", "-4-bits-48"])
 def test_step_estimate_matches_committed_runs(large, name):
-    """The steps have the shape of LLaMA-3-8B, with the recorded number of offloaded layers."""
+    """Estimate steps of LLaMA-3-8B, with the number of offloaded layers that the runs recorded."""
     results = read_results(RESULTS / f"speed-lora{name}")
     four_bits = dry_run.FOUR_BIT_BYTES if results.provenance["settings"].get("qlora") else None
     rows = [
@@ -282,7 +283,7 @@ def test_4_bit_weights_are_counted_at_stored_size(large):
         for dry in (False, True)
     )
     assert loaded == large.weight_bytes
-    # weights have 4 bits and scales instead of 16 bits, except for embeddings and head
+    # weights take 4 bits and their scales instead of 16 bits; embeddings and head stay at 16 bits
     assert 0.3 * loaded < estimated < 0.45 * loaded
 
 
@@ -324,7 +325,7 @@ def test_report_has_offload_bytes_and_time(large):
     settings = settings_of(2**19, link_gbs=25.0)
     fitted = dry_run.fit(settings, large, {}, H200)
     printed = dry_run.report(settings, large, processes=1, fitted=fitted, room=H200)
-    # 4 GiB to the host and back for each of 17 layers
+    # 17 layers x 4 GiB, copied to the host and back
     copies = f"copies 136.0 GiB out and back in {136 * 2**30 / 25e9:.1f} s at 25 GB/s"
     assert f"checkpoints of the first 17 layers; each micro batch {copies}" in printed
     assert "on its host: 100.00 GiB (checkpoints 68.00, plans 32.00, sharded 0.00)" in printed
@@ -349,14 +350,14 @@ def test_host_weights_reduce_memory_for_checkpoints(large):
     moved_bytes = (large.weight_bytes + 16 * large.trained_parameters) / 2
     difference = on_gpu.total - on_host.total
     assert difference == pytest.approx(on_host.host) == pytest.approx(moved_bytes)
-    # the device has the weights of 2 of 32 layers
+    # at a time, the device has the weights of 2 of 32 layers
     assert on_host.weights == pytest.approx(large.weight_bytes / 16)
 
 
 @pytest.mark.parametrize(
     ("config", "share"),
-    # share of 8,192 key blocks in the longest list: assumed for a threshold, rounded up from a
-    # budget, and without a plan
+    # share = length of the longest block list / 8,192 key blocks: 1/4 is assumed for a threshold,
+    # 1/16 is max_density rounded up, and dense attention has no lists
     [({}, 1 / 4), ({"max_density": 0.06}, 1 / 16), ({"min_length": 2**20}, 0)],
 )
 def test_plan_memory_follows_longest_list(large, config, share):

@@ -1,4 +1,4 @@
-"""Data sources and packing: order of documents, shares, resuming, held-out documents, errors."""
+"""Data sources and packing: document order, mixture weights, resuming, held-out data, errors."""
 
 import gzip
 import json
@@ -33,32 +33,32 @@ LENGTH = 48
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch, tmp_path_factory):
-    """Shuffle streams in blocks of 8 documents, and use a temporary cache of datasets."""
-    # do not report downloads to a server
+    """Set the shuffle buffer of streams to 8 documents, and use a temporary datasets cache."""
+    # datasets would send download counts to the hub
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
     monkeypatch.setattr(sources, "BLOCK_STREAMED", 8)
 
 
 def text(number):
-    """Return a document that starts with ``number``, followed by 2 to about 60 names."""
+    """Return a document as a string: ``number``, followed by 2 to 60 names."""
     names = NAMES[number % len(NAMES) :] + NAMES
     return f"{number} " + " ".join(names[: 2 + number * 7 % 59])
 
 
 def texts_of(count):
-    """Return the documents of the numbers from 0 to ``count - 1``."""
+    """Return a list of the documents `text(0)` to `text(count - 1)`."""
     return [text(number) for number in range(count)]
 
 
 def in_memory(texts, **options):
-    """Return a source of texts without a file."""
+    """Return a `TextSource` of a dataset in memory whose documents are ``texts``."""
     dataset = datasets.Dataset.from_dict({"text": texts})
     return sources.TextSource("memory", dataset, "text", **options)
 
 
 def write_file(path, texts):
-    """Write a list of texts to a file in the format of its suffix and return the file's name."""
+    """Write documents to a .parquet, .jsonl or .txt file, and return its path as a string."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         rows = {"text": texts, "n": [1] * len(texts)}
@@ -70,7 +70,10 @@ def write_file(path, texts):
 
 
 def write_folder(folder, suffix, texts):
-    """Write texts to several files with one suffix, and return the path of their folder."""
+    """Write documents to several files with this suffix, and return the path of their folder.
+
+    The folder also has a README.md, which is not data.
+    """
     texts_per_file = 1 if suffix == "txt" else -(-len(texts) // 3)
     for start in range(0, len(texts), texts_per_file):
         file_texts = texts[start : start + texts_per_file]
@@ -80,7 +83,7 @@ def write_folder(folder, suffix, texts):
 
 
 def firsts(packed, count):
-    """Return the next ``count`` sequences."""
+    """Return a list of the next ``count`` sequences of a `Packed` iterator."""
     return list(islice(packed, count))
 
 
@@ -102,7 +105,7 @@ def letter_tokenizer():
 
 
 def spelled(tokenizer, tokens):
-    """Return tokens as letters, with `-` for ignored labels."""
+    """Return a string with the letter of each token id, or `-` for an ignored label."""
     return "".join("-" if t < 0 else tokenizer.convert_ids_to_tokens(int(t)) for t in tokens)
 
 
@@ -111,7 +114,10 @@ SUFFIXES = pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
 
 
 def spelled_sequences(texts, length, tokenizer=None):
-    """Yield for each sequence a string "tokens positions labels" of letters and digits."""
+    """Pack documents, and yield each sequence as a string "INPUT_IDS POSITION_IDS LABELS".
+
+    Input ids and labels are letters (see `spelled`), and position ids are digits.
+    """
     tokenizer = tokenizer or letter_tokenizer()
     texts = texts if isinstance(texts, sources.TextSource) else in_memory(texts, shuffle=False)
     for item in Packed(tokenizer, [(texts, 1)], length, 0, hold_out=0):
@@ -172,7 +178,7 @@ def test_packed_logits_equal_single_document_logits(implementation):
         for start, end in zip(starts, [*starts[1:], 150], strict=True):
             expected = logits(ids[start:end], torch.arange(end - start))
             torch.testing.assert_close(actual[start:end], expected, atol=2e-5, rtol=1e-4)
-        # without document borders the logits differ
+        # check of the test: if attention crosses document borders, the logits differ
         assert not torch.allclose(logits(ids, torch.arange(150))[-1], actual[-1], atol=1e-2)
 
 
@@ -202,13 +208,13 @@ def test_killed_run_continues_at_same_sequence(tmp_path, suffix, streaming, mixt
         return Packed(TOKENIZER, pairs, 280, 5, hold_out=10)
 
     packed, states, items = new_packed(), [], []
-    # read more than two epochs
+    # read two epochs, and more
     while packed.epoch < 2 or len(items) % 5:
         states.append(json.dumps(packed.state_dict()))
         items.append(next(packed))
     assert len(items) < 80
     for index in range(0, len(items), 3):
-        # a state also moves an iterator back
+        # load the state into a new iterator, or into the advanced iterator
         resumed = new_packed() if index % 2 else packed
         resumed.load_state_dict(json.loads(states[index]))
         assert json.dumps(resumed.state_dict()) == states[index]
@@ -221,7 +227,7 @@ def test_order_differs_per_epoch_and_seed(tmp_path, streaming):
     name = write_folder(tmp_path, "jsonl", texts_of(40))
 
     def numbers(salt, shuffle=True, **options):
-        """Return the numbers of the documents in three epochs."""
+        """Return the numbers at the start of the documents, 40 for each of three epochs."""
         source = replace(make_source(name, streaming=streaming, **options), shuffle=shuffle)
         texts = sources.Texts(source, sources.Part(0), str(salt))
         return [[int(next(texts).split()[0]) for _ in range(40)] for _ in range(3)]
@@ -235,7 +241,7 @@ def test_order_differs_per_epoch_and_seed(tmp_path, streaming):
 
 
 def text_and_retrieval():
-    """Return pairs of source and share: texts, and retrieval documents in these texts."""
+    """Return a mixture as a list of (source, weight): documents, and retrieval documents."""
     return [(in_memory(texts_of(40)), 0.6), (make_source(RETRIEVAL), 0.4)]
 
 
@@ -250,7 +256,7 @@ def test_order_is_independent_of_world_size(world):
         assert_same(list(map(next, ranks)), sequences[start : start + world])
         states = [json.dumps(rank.state_dict()) for rank in ranks]
         assert len(set(states)) == 1
-    # one process can resume from the state of several processes
+    # the state of two processes can be loaded into one process
     packed = Packed(TOKENIZER, text_and_retrieval(), 280, 0)
     firsts(ranks[0], 4)
     packed.load_state_dict(ranks[0].state_dict())
@@ -269,7 +275,7 @@ def test_prefetching_keeps_sequences_and_state(world, workers):
     items, states = zip(*firsts(pairs, 4), strict=True)
     assert_same(items, expected[:4])
     assert torch.equal(torch.get_rng_state(), rng_state)
-    # the state with a worker continues without a worker, and vice versa
+    # a state that was saved with a DataLoader worker can be loaded without, and vice versa
     packed = new_packed()
     packed.load_state_dict(json.loads(json.dumps(states[-1])))
     assert packed.state_dict() == states[-1]
@@ -285,7 +291,7 @@ def test_prefetch_error_raises_at_its_sequence(workers):
 
 
 def numbers_in(items):
-    """Return the four-digit numbers at the start of the documents in ``items``."""
+    """Return the set of four-digit numbers in the decoded sequences ``items``."""
     ids = torch.cat([item["input_ids"] for item in items])
     match = re.findall(r"(?<!\d )(\d \d \d \d)(?! \d)", TOKENIZER.decode(ids))
     return {number.replace(" ", "") for number in match}
@@ -304,7 +310,7 @@ def test_training_excludes_held_out_documents(tmp_path, streaming):
             trained.append(next(packed))
         every_tenth = {str(1000 + number) for number in range(0, 60, 10)}
         assert numbers_in(reserved) == every_tenth
-        # each held-out document occurs once, except for at most one repeated sequence
+        # fewer than 8 of 99 sequences: `held_out` stops after each held-out document has occurred
         assert len(reserved) < 8
         assert numbers_in(trained) == {str(1000 + number) for number in range(60)} - every_tenth
         assert_same(held_out(count=99, hold_out=10, **fields), reserved)
@@ -377,7 +383,7 @@ def test_token_outside_of_vocabulary_raises(kind):
     with pytest.raises(UsageError, match=rf"data must .*, got token {added_token} \('<more>'\)"):
         next(packed)
     next(Packed(tokenizer, mixture, 8, 0, hold_out=0, vocabulary=added_token + 1))
-    # padding uses a token inside the vocabulary
+    # the padding token exceeds the vocabulary, so another token pads sequences
     tokenizer = letter_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     mixture = [(make_source("retrieval:keys:70"), 1)]
@@ -402,7 +408,7 @@ def test_hub_names_load_through_datasets(monkeypatch):
 
 
 def read_from(name, streaming=False):
-    """Return all texts of a source in the order of the data."""
+    """Return the list of all documents of a source, in the order of its files."""
     source = make_source(str(name), streaming=streaming)
     return [row["text"] for row in source.dataset]
 
@@ -421,7 +427,7 @@ def test_path_is_not_expanded_as_glob(tmp_path, suffix, pattern, matched, stream
 
 
 def test_fingerprint_depends_on_content_only(tmp_path):
-    """Names, folders and time stamps of files do not change the fingerprint."""
+    """Compare equal content under other file names, folders and time stamps."""
     fingerprints, texts_read = [], []
     for folder, texts in (("one", "abcd"), ("two", "abcd"), ("three", "bacd")):
         for number, text in enumerate(texts):
@@ -448,7 +454,7 @@ LINE = json.dumps({"content": "a b c", "title": "x"}) + "\n"
 
 
 def row(text):
-    """Return a line of a .jsonl file."""
+    """Return the line of a .jsonl file for one document."""
     return json.dumps({"text": text}) + "\n"
 
 
@@ -478,7 +484,7 @@ def row(text):
     ],
 )
 def test_unreadable_data_raises(tmp_path, files, message, streaming):
-    """``files`` maps names to contents (None: a broken link); the first name is the source."""
+    """Write ``files`` and read the first as a source; the content None stands for a broken link."""
     suffix = [*files][-1].rpartition(".")[2]
     if "2" in "".join(files):
         files |= {f"{number}.{suffix}": "a b" if suffix == "txt" else row("a b") for number in "13"}
@@ -495,7 +501,7 @@ def test_unreadable_data_raises(tmp_path, files, message, streaming):
 
 @pytest.mark.parametrize("name", ["none.jsonl", "./none", "/nowhere/a", "text", "folder:main"])
 def test_missing_path_raises_without_hub_request(tmp_path, monkeypatch, name):
-    """datasets would read the working directory, or a folder in it, for some of these names."""
+    """Check names for which `datasets.load_dataset` would read the working directory."""
     write_file(tmp_path / "folder" / "a.txt", ["a b c"])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=f"must be an existing file or folder, got '{name}'"):
@@ -506,7 +512,7 @@ def test_missing_path_raises_without_hub_request(tmp_path, monkeypatch, name):
     ("training", "validation", "refused"),
     [
         *(("a.txt", "a.txt", True), ("a.txt", "copy.txt", True), ("a.txt", "texts", True)),
-        # another text of the same length, synthetic documents, and a share of 0
+        # no overlap: other content of the same length, synthetic documents, a training weight of 0
         *(("a.txt", "b.txt", False), ("retrieval:passkey:256", "retrieval:passkey:256", False)),
         ("a.txt=0", "a.txt", False),
     ],
@@ -534,7 +540,7 @@ def test_local_files_make_no_network_request(tmp_path, monkeypatch, suffix, stre
         hosts.append(host)
         raise socket.gaierror
 
-    # the default settings of datasets, which allow network requests
+    # restore the defaults of datasets, which allow network requests
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)

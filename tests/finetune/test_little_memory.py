@@ -1,4 +1,4 @@
-"""Tiled MLPs and offloaded checkpoints do not change gradients, and save memory."""
+"""MLPs in tiles of tokens and offloaded checkpoints save memory with the same gradients."""
 
 import gc
 import weakref
@@ -31,13 +31,13 @@ step = partial(train_step, length=LENGTH)
 
 
 def assert_close(actual, expected):
-    """Assert that losses and gradients, tensors by name, are equal up to rounding."""
+    """Assert that two dicts, of the loss and the gradients by name, are equal up to rounding."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (actual[name] - tensor).norm() <= 3e-6 * tensor.norm(), name
 
 
-# function that returns the model, and True if norms are trained
+# by name: (function that returns the model, True if norms are trained)
 KINDS = {
     "llama": (tiny_model, False),
     "trained norms": (tiny_model, True),
@@ -59,7 +59,7 @@ def test_tiled_losses_and_gradients_equal_untiled(kind, checkpointing):
     assert untiled_mlps(model) == []
     compute_in_tiles(model, TILE_TOKENS)
     assert_close(step(model), expected)
-    # a call without gradients is tiled too
+    # the loss under no_grad is computed in tiles, too
     with torch.no_grad():
         torch.testing.assert_close(Objective(model)(batch(LENGTH)), expected["loss"])
 
@@ -72,7 +72,7 @@ def test_batch_rows_share_tiles():
 
 
 def test_recompute_repeats_dropout():
-    # with repeated dropout masks, the gradient equals the slope of the loss
+    # the gradient equals the slope of the loss only if recompute draws the same dropout masks
     model = tiled(dropout=0.3).double()
     compute_in_tiles(model, TILE_TOKENS)
     before = step(model)
@@ -88,7 +88,7 @@ def test_recompute_repeats_dropout():
 
 def test_tiles_limit_largest_mlp_tensor(monkeypatch):
     inner, length = 1024, 2048
-    # a chunk of the loss has 128 tokens
+    # limit a chunk of logits to 2^16 elements: 128 tokens x 512 words
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 2**16)
     model = tiny_model(intermediate_size=inner, num_hidden_layers=1, vocab_size=512)
     model = with_lora(model.bfloat16(), TARGETS, 4, 8).train()
@@ -101,7 +101,7 @@ def test_tiles_limit_largest_mlp_tensor(monkeypatch):
         return tensor_bytes.largest
 
     assert largest(length) >= length * inner * 2
-    # the largest tensor is q in bfloat16, not an MLP tensor, a float32 tensor or logits
+    # in tiles, the largest tensor is q in bfloat16; MLP tensors and logits are smaller
     assert largest(TILE_TOKENS) == length * 96 * 2
 
 
@@ -124,26 +124,26 @@ def test_experts_are_not_tiled_and_are_reported():
     assert untiled_mlps(model) == ["MixtralSparseMoeBlock"]
     compute_in_tiles(model, TILE_TOKENS)
     assert_close(step(model), expected)
-    # the memory estimate assumes no tiles for such a model
+    # the memory estimate also ignores the tile size for this model
     cost = cost_model.Cost.of(model)
     assert cost_model.memory(cost, LENGTH, tile=TILE_TOKENS) == cost_model.memory(cost, LENGTH)
 
 
 LAYERS, HIDDEN = 4, 48
 CHECKPOINT_BYTES = LENGTH * HIDDEN * 4
-# bytes of a chunk of host memory, which do not divide the bytes of a checkpoint
+# bytes per chunk of host memory; the bytes of a checkpoint are no multiple of this number
 CHUNK_BYTES = 10_000
 CPU = torch.device("cpu")
 
 
 def four_layers(dropout=0.0):
-    """Return an adapted model of four layers with gradient checkpointing."""
+    """Return a four-layer model with LoRA adapters and gradient checkpointing."""
     make = partial(tiny_model, num_hidden_layers=LAYERS, hidden_size=HIDDEN)
     return adapted(("q_proj", "o_proj", "up_proj"), make, dropout=dropout)
 
 
 def offloaded(layers):
-    """Return a model whose first ``layers`` checkpoints are offloaded, and its `Offload`."""
+    """Return (model, its `Offload`), which offloads the checkpoints of the first ``layers``."""
     model, offload = four_layers(), Offload(layers, CPU, CHUNK_BYTES)
     offload.reserve(CHECKPOINT_BYTES)
     offload.enable(model)
@@ -151,7 +151,7 @@ def offloaded(layers):
 
 
 def free_bytes(offload):
-    """Return the bytes of chunks that are not in use."""
+    """Return the bytes of all unused chunks of host memory."""
     return sum(chunk.nbytes for chunk in offload._free)
 
 
@@ -161,7 +161,7 @@ def test_offloaded_step_is_bit_identical(layers, dropout):
     model = four_layers(dropout)
     expected = step(model).values()
     Offload(layers, CPU, CHUNK_BYTES).enable(model)
-    # the second step reuses the memory of the first
+    # the second step reuses the host memory of the first
     for _ in range(2):
         assert all(map(torch.equal, step(model).values(), expected))
 
@@ -185,7 +185,7 @@ def test_two_checkpoints_at_most_are_on_the_device():
 
     def counting_pack(index, hidden_address, x):
         packed = pack(index, hidden_address, x)
-        # torch also saves tensors other than checkpoints
+        # only offloaded checkpoints are packed; other saved tensors stay tensors
         if not isinstance(packed, torch.Tensor):
             checkpoints.add(packed)
             counts.append(num_on_device())

@@ -33,14 +33,14 @@ from cab_hf.finetune.models import load_model
 from cab_hf.finetune.objective import learning_rate
 from cab_hf.finetune.sources import make_source
 
-# names of runs with an error in one process; see `MEDDLED`
+# names of runs in which `MEDDLED` injects an error into one process
 SPOILT = ("spoilt", "spoilt-weights", *(f"spoilt-source-{x}" for x in "dv"))
 
 
 def two_machines(folder, name):
-    """Write a file into the folders 0 and 1; return the file in folder 0.
+    """Write data of two machines: a file in folder 0 and a file of the same name in folder 1.
 
-    The last documents of the files differ.
+    Only the last documents of the files differ. Returns the path of the file in folder 0.
     """
     for rank in "01":
         (folder / rank).mkdir(exist_ok=True)
@@ -51,7 +51,7 @@ def two_machines(folder, name):
 
 @pytest.mark.slow
 def test_two_processes_resume_after_kill_and_stop(tmp_path):
-    """One test covers all behaviour of two processes, because launches are slow."""
+    """Test all behaviour of two processes with few launches, because a launch is slow."""
     (script := tmp_path / "meddled.py").write_text(MEDDLED)
     commands = {
         name: " ".join([*TRAIN[1:], "--out", str(tmp_path / name)])
@@ -65,7 +65,7 @@ def test_two_processes_resume_after_kill_and_stop(tmp_path):
     process = launched([*LAUNCH, str(script), series])
     assert process.returncode == 0, process.stderr[-3000:]
     assert launched([*LAUNCH, str(script), commands["killed"]]).returncode != 0
-    # killed between two checkpoints, the run computes step 3 again
+    # the run was killed between the checkpoints of steps 2 and 4, so that it computes step 3 again
     assert [step for _, step, _ in losses(tmp_path / "killed")] == [1, 2]
     one = ["--tokens-per-step", "512", "--dropout", "0", "--out", str(tmp_path / "one")]
     merge = ["-m", "cab_hf.finetune.merge", str(tmp_path / "killed" / "adapter")]
@@ -89,7 +89,7 @@ def test_two_processes_resume_after_kill_and_stop(tmp_path):
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
     names = sorted(path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir())
     assert names == ["step-00000004", "step-00000006"]
-    # two processes equal one process with two accumulation steps; values of all steps differ
+    # two processes equal one process with two accumulation steps; no two steps have equal values
     for field in ("density", "grad_norm", "loss"):
         of_one, of_two = steps(tmp_path / "one", field), steps(tmp_path / "two", field)
         assert of_one == pytest.approx(of_two, rel=1e-5)
@@ -100,7 +100,7 @@ def test_two_processes_resume_after_kill_and_stop(tmp_path):
     assert [step for _, step, _ in losses(tmp_path / "spoilt")] == [1, 2]
     (checkpoint,) = (tmp_path / "spoilt" / "checkpoints").iterdir()
     assert checkpoint.name == "step-00000002"
-    # processes with different weights or data stop before the first step
+    # if weights or data differ between processes, the run stops before the first step
     weight = "weight base_model.model.model.layers.1.mlp.up_proj.weight"
     sources = [f"the content of source 1 of --{setting}" for setting in ("data", "validation")]
     for fact in (weight, *sources):
@@ -110,9 +110,9 @@ def test_two_processes_resume_after_kill_and_stop(tmp_path):
 
 
 def run(tmp_path, words=(), *, name="run", draws_curve=False):
-    """Train a small run with the options ``words``; return the exit status."""
+    """Train with the options `SMALL` and ``words`` in this process, and return the exit status."""
     with pytest.MonkeyPatch.context() as patch:
-        # drawing takes as long as training
+        # drawing the loss curve takes as long as the training
         if not draws_curve:
             patch.setattr(train.curve, "draw", lambda *_: None)
         return lora.main([*SMALL, *words, "--out", str(tmp_path / name)])
@@ -120,20 +120,20 @@ def run(tmp_path, words=(), *, name="run", draws_curve=False):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Return the folder of a finished run."""
+    """Train with the options `SMALL`, and return the folder of the finished run."""
     folder = tmp_path_factory.mktemp("finished")
     assert run(folder) == 0
     return folder / "run"
 
 
 def refusal(capsys):
-    """Return the only error line of the command."""
+    """Return the error message that the command printed; there must be exactly one."""
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith(lora.PROG)]
     return line
 
 
 def stop_at(tmp_path, last, words=()):
-    """Start a run that receives SIGTERM in its step ``last``."""
+    """Run a training that receives SIGTERM during step ``last``."""
     original_step = train.Run._step
 
     def stopped_step(self, step, stop_request):
@@ -166,7 +166,7 @@ def test_run_with_validation_writes_files_and_complete_log(tmp_path):
             assert 0 < record["density"] < 1 and record["grad_norm"] > 0 and record["lr"] > 0
             assert record["tokens_per_second"] == record["tokens_per_second_per_gpu"]
             assert record["tokens_per_second"] * record["seconds"] == pytest.approx(256)
-            # the peak FLOP/s of a CPU are unknown
+            # "mfu" is None, because the peak FLOP/s of a CPU are unknown
             assert record["mfu"] is None and record["peak_gib"] is None
 
 
@@ -182,7 +182,7 @@ def test_saved_adapter_is_rounded_but_checkpoint_is_not(tmp_path, finished):
 
 
 def test_full_budget_run_matches_peft_loop(tmp_path):
-    """The reference is a loop over dense logits with the same data and learning rates."""
+    """Compare with a plain PEFT loop with SDPA, the same data and the same learning rates."""
     words = ["--cab", "mass_threshold=0", "--dropout", "0", "--data", "retrieval:keys:100"]
     words += ["--steps", "8", "--lr", "1e-2"]
     assert run(tmp_path, words) == 0
@@ -210,7 +210,7 @@ def test_full_budget_run_matches_peft_loop(tmp_path):
     assert expected[-1] < 0.97 * expected[0]
 
 
-# options of two runs with equal losses
+# by name: the options of two runs that must have equal losses
 EQUIVALENT = {
     "micro batches": (["--micro-batch", "2"], ["--tokens-per-step", "512"]),
     "tiles and offloaded checkpoints": ([], ["--tile-tokens", "48", "--offload-layers", "1"]),
@@ -226,7 +226,7 @@ def test_memory_options_do_not_change_losses(tmp_path, words, other_words):
         assert steps(tmp_path / "other", field) == pytest.approx(expected, rel=1e-5)
 
 
-# by option: a file whose content the run must check
+# by option: a file whose content a resumed run must compare with the content at its start
 CONTENTS = {
     "data": "data.jsonl",
     "validation": "validation.jsonl",
@@ -236,7 +236,7 @@ CONTENTS = {
 
 
 def changed(file):
-    """Return a file's content with other weights, another document or another setting."""
+    """Return the content of ``file`` with changed weights, words or mass threshold."""
     if file.suffix == ".safetensors":
         return save({name: x + 0.1 for name, x in load_file(file).items()})
     threshold = '"mass_threshold": 0.'
@@ -253,7 +253,7 @@ def test_changed_content_under_same_name_raises(tmp_path, capsys):
         words += [f"--{name}", str(tmp_path / file.partition("/")[0])]
     assert run(tmp_path, words) == 0
     log = (tmp_path / "run" / "log.jsonl").read_bytes()
-    # time stamps do not matter
+    # new time stamps do not count as changed content
     for file in tmp_path.rglob("*.json*"):
         os.utime(file, (1, 1))
     assert run(tmp_path, words) == 0
@@ -280,7 +280,7 @@ def test_checkpoint_of_another_run_raises(tmp_path, capsys, finished, is_truncat
         (out / train.LOG).write_text(text[:30])
     assert run(tmp_path, ["--lr", "1e-3"]) == 2
     assert "checkpoints/step-00000002 was made with lr 0.002" in refusal(capsys)
-    # the original settings continue the run
+    # with its original settings, the run continues
     assert run(tmp_path) == 0
     assert "log.jsonl has 0 of the 2 steps that were made before." in capsys.readouterr().out
     assert losses(out) == losses(finished)[2:]
@@ -291,13 +291,13 @@ def test_finished_run_is_unchanged_and_cleaned_up(finished, capsys):
     log = (finished / train.LOG).read_bytes()
     half_removed.mkdir()
     assert run(finished.parent) == 0 and not half_removed.exists()
-    # other settings do not continue the run
+    # with other settings, the run does not continue
     assert run(finished.parent, ["--lr", "1e-3"]) == 2
     assert "log.jsonl was made with lr 0.002, this run has 0.001" in refusal(capsys)
     assert (finished / train.LOG).read_bytes() == log
 
 
-# training of all weights; --rank and --alpha replace values in the config with the defaults
+# train all weights; --rank and --alpha reset the values of the config file to their defaults
 ALL = ["--train", "all", "--dropout", "0", "--rank", "16", "--alpha", "32"]
 # sampled blocks and dropout use random generators, whose states a checkpoint must contain
 SAMPLED = ["--cab", "sampled_one_in=3", "--dropout", "0.1", "--checkpointing", "true"]
@@ -306,7 +306,7 @@ QLORA = ["--qlora", "--held-out", "1", "--eval-every", "1", "--validation", "ret
 
 
 def dynamic(folder):
-    """Return options of a run with dynamic RoPE whose first sequence is the longest."""
+    """Return options of a run with dynamic RoPE whose first sequence is longer than later ones."""
     config = save_llama(folder / "model") / "config.json"
     config.write_text(
         json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 100})
@@ -361,11 +361,11 @@ def test_full_training_saves_model_that_loads_identically(tmp_path, monkeypatch)
         losses_of[dtype] = steps(tmp_path / dtype, "loss")
     exact, rounded = losses_of.values()
     assert exact[-1] < 0.6 * exact[0]
-    # bfloat16 products change the losses slightly
+    # adapter products in bfloat16 instead of float32 change the losses slightly
     assert rounded != exact and rounded == pytest.approx(exact, rel=0.05)
 
 
-# options > part of the error message
+# cases "OPTIONS > PART OF THE ERROR MESSAGE", separated by ";" or line ends
 REFUSED = """
 --tokens-per-step 300 > tokens_per_step ; --length 8192 > length must be at most 4096
 --targets q_prj > targets must be names of linear layers ; --passkey-lengths 64 > passkey_lengths
@@ -392,7 +392,7 @@ def test_foreign_output_folder_raises(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
 
 
-# error, and part of the message; None: the error is raised
+# by name: (injected error, part of the printed message; None: the error propagates)
 ERRORS = {
     "memory": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "--micro-batch"),
     "disk": (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "No space left on device"),
@@ -430,7 +430,7 @@ def test_dry_run_prints_estimates(tmp_path, capsys):
 
 
 WEIGHT = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
-# options, and expected message, by the part of a run that contains NaN
+# by part of the run that becomes NaN: (options, pattern of the message)
 SPOILT_BY = {
     "base": ([], "step 1 has a weight that is not finite, .* in base"),
     "rate": (["--lr", "1e25"], f"step 2 has a gradient .* in {WEIGHT}A"),
@@ -467,7 +467,7 @@ def test_nan_ends_run_before_saving(tmp_path, monkeypatch, capsys, spoilt):
 
 
 def test_evaluation_does_not_change_training(tmp_path):
-    # sequences of evaluations are longer than sequences of training
+    # evaluation sequences are longer than training sequences: dynamic RoPE changes frequencies
     words = [*dynamic(tmp_path), "--data", "retrieval:passkey:120", "--held-out", "1"]
     words += ["--validation", "retrieval:passkey:256"]
     for every in "10":
@@ -480,7 +480,7 @@ def test_run_starts_from_adapter_of_another_run(tmp_path, finished):
     adapter = ["--adapter", str(finished / "adapter")]
 
     def new_model(words):
-        """Return a model that starts from the weights of the finished run."""
+        """Build the model of a new run whose --adapter is that of the finished run."""
         return train.build(lora.read([*SMALL, *adapter, *words, "--out", "next"]), "cpu")[0]
 
     model = new_model(["--length", "512"])
@@ -491,6 +491,6 @@ def test_run_starts_from_adapter_of_another_run(tmp_path, finished):
     for words in (["--rank", "3"], ["--targets", "q_proj"]):
         with pytest.raises(UsageError, match="does not fit .*. Give the base .* rank, alpha"):
             new_model(words)
-    # a run cannot be resumed with another adapter
+    # a run with another initial adapter cannot resume the first run
     assert run(tmp_path, adapter) == 0
     assert run(tmp_path, ["--adapter", str(tmp_path / "run" / "adapter")]) == 2

@@ -1,4 +1,4 @@
-"""The chunked loss equals cross-entropy of full logits, and limits memory."""
+"""The loss in chunks of tokens equals cross-entropy of full logits, with less memory."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from cab_hf.finetune.loss import IGNORED, linear_cross_entropy
 
 VOCABULARY, CHANNELS = 51, 24
-# range of tokens without a label, by the tokens that have labels
+# by name of the tokens with labels: slice of the tokens without labels
 LABELS = {"all": slice(0, 0), "some": slice(3, 20), "none in the first chunk": slice(0, 9)}
 LABELS |= {"one": slice(0, -1), "none": slice(None)}
 
@@ -34,7 +34,7 @@ def by_torch(hidden, weight, labels):
 
 
 def gradients(total, *tensors):
-    """Return the gradients of ``total / 7``; the division checks the gradient of the loss."""
+    """Return the gradients of ``total / 7``, so that the gradient of the loss is 1/7 and not 1."""
     return torch.autograd.grad(total / 7, tensors)
 
 
@@ -124,7 +124,7 @@ def test_largest_tensor_is_one_chunk_of_logits(trained):
 
 
 class Head(nn.Module):
-    """A linear layer and a head, which is frozen unless ``trained`` is True, with the loss."""
+    """Module that returns the loss of a linear layer and a head; ``trained`` unfreezes the head."""
 
     def __init__(self, trained):
         super().__init__()
@@ -141,7 +141,7 @@ class Head(nn.Module):
 def test_ddp_reduces_all_gradients(one_process, trained, ignored):
     hidden, _, labels = inputs(ignored=ignored, dtype=torch.float32)
     reference, ddp = Head(trained), nn.parallel.DistributedDataParallel(Head(trained))
-    # DDP raises in the second pass if a parameter had no gradient in the first
+    # two passes, because DDP reports a parameter without gradient in the second pass only
     for _ in range(2):
         ddp(hidden, labels).backward()
         reference(hidden, labels).backward()

@@ -1,4 +1,4 @@
-"""Merged models equal their base with the adapter; adapters of other bases raise."""
+"""A merged model equals its base with the adapter; merging into another base raises an error."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ CONFIG = "adapter_config.json"
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Return the folders of two models: "llama", and "tied" with tied embeddings."""
+    """Return two model folders by name: "llama", and "tied" with tied embeddings."""
     folder, tokenizer = tmp_path_factory.mktemp("bases"), make_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
     tiny_model(tie_word_embeddings=True, **sizes).save_pretrained(folder / "tied")
@@ -49,13 +49,16 @@ def trained(base, folder, targets=LINEAR, dtype="float32", rope=LENGTH, **option
 
 
 def merged_into(tmp_path, **options):
-    """Merge the folder ``adapter`` into the folder ``merged``; return the logit difference."""
+    """Merge the adapter in the folder ``adapter``; save the model to the folder ``merged``.
+
+    Returns the logit difference that `merge` measures.
+    """
     folders = {"adapter": str(tmp_path / "adapter"), "out": str(tmp_path / "merged")}
     return merge(MergeSettings(**folders, **options))
 
 
 def loaded(folder, **options):
-    """Load a model in eval mode with the dtype of its weights."""
+    """Return the model in ``folder`` in eval mode, with the dtype of its saved weights."""
     options |= {"dtype": "auto", "trust_remote_code": False}
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
@@ -79,7 +82,7 @@ def test_merged_model_equals_base_with_adapter(bases, tmp_path, base, options):
     tolerance = 1e-4 if merged.dtype == torch.float32 else 0.1
     assert difference < tolerance * expected.abs().max()
     assert (actual - expected).abs().max() < tolerance * expected.abs().max()
-    # the adapter changes the logits by more than the tolerance
+    # check of the test: the adapter changes the logits by more than the tolerance
     assert (base_logits - expected).abs().max() > 3 * tolerance * expected.abs().max()
     assert merged.config.rope_parameters["factor"] == 2.0
     assert merged.config.tie_word_embeddings == (base == "tied")
@@ -104,7 +107,7 @@ def test_merged_model_loads_with_from_pretrained(bases, tmp_path, capsys):
     assert tokenizer("It rained.").input_ids == make_tokenizer()("It rained.").input_ids
 
 
-# arguments of LoraConfig
+# by name: arguments of PEFT's `LoraConfig`
 LORA_OPTIONS = {
     "head": {"target_modules": ["q_proj", "lm_head"]},
     "embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
@@ -118,7 +121,7 @@ LORA_OPTIONS = {
 @pytest.mark.parametrize("base", ["llama", "tied"])
 @pytest.mark.parametrize("options", LORA_OPTIONS.values(), ids=LORA_OPTIONS)
 def test_head_and_embeddings_saved_by_peft_are_merged(bases, tmp_path, base, options):
-    """PEFT also saves the base weights of adapted heads and embeddings."""
+    """Merge adapters whose files also contain base weights, which PEFT saves for these layers."""
     torch.manual_seed(1)
     config = LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **options)
     adapted = get_peft_model(loaded(bases[base]), config).eval()
@@ -145,7 +148,7 @@ def test_run_starts_from_head_saved_by_peft(bases, tmp_path, changed):
 
 
 def rewrite(file, **fields):
-    """Change fields of a JSON file."""
+    """Overwrite ``fields`` in the JSON file ``file``."""
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
@@ -157,7 +160,7 @@ def llama(bases, tmp_path):
 
 
 def test_adapter_without_base_file_is_checked_by_name(bases, llama, tmp_path):
-    # PEFT alone writes no such file
+    # adapters that PEFT saved have no file with the hash of the base
     (llama / BASE).unlink()
     rewrite(llama / CONFIG, base_model_name_or_path="someone/llama")
     with pytest.raises(UsageError, match="was trained in 'someone/llama', and base is 'tied'"):
@@ -196,8 +199,8 @@ def test_adapter_of_other_shapes_raises(llama, tmp_path, sizes, sentence):
         merged_into(tmp_path, base=str(other))
 
 
-# file, and its change: None truncates the file, bytes replace its content, and a dict sets invalid
-# fields of a JSON file
+# (file, damage): None truncates the file, bytes replace its content, and a dict overwrites fields
+# of the JSON file with invalid values
 DAMAGES = [
     *((WEIGHTS, None), (WEIGHTS, b"of another program"), (CONFIG, None), (CONFIG, b"[]")),
     *((CONFIG, {"peft_type": "OTHER"}), (CONFIG, {"r": "8"}), (CONFIG, {"target_modules": 7})),
@@ -247,7 +250,7 @@ def test_merge_that_fails_verification_is_removed(bases, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("targets", ["names", "expression"])
 def test_model_card_describes_the_merge(bases, tmp_path, targets):
-    # the name contains characters with a meaning in YAML and Markdown
+    # ":" and "|" must be escaped in YAML and Markdown
     base = shutil.copytree(bases["llama"], tmp_path / "a: b|c")
     trained(base, tmp_path / "adapter", norms=True)
     layers = "down_proj, q_proj, v_proj"

@@ -1,4 +1,4 @@
-"""Loading models to train: RoPE scaling, float32 adapters, and losses from hidden states."""
+"""Models for training: RoPE scaling, float32 adapters, and the loss from hidden states."""
 
 import json
 
@@ -67,7 +67,7 @@ def double(**options):
 
 
 def adapted(model=None, targets=LINEAR, rank=4, alpha=8.0, **options):
-    """Return a model with random LoRA adapters whose products are not zero."""
+    """Return a model with random LoRA adapters; B is not zero, so that adapters change logits."""
     torch.manual_seed(1)
     wrapped = with_lora(model or tiny_model(), targets, rank, alpha, **options)
     with torch.no_grad():
@@ -78,7 +78,10 @@ def adapted(model=None, targets=LINEAR, rank=4, alpha=8.0, **options):
 
 
 def batch_of(length=90, rows=2):
-    """Return packed documents with shifted labels; last tokens of documents have no label."""
+    """Return rows of two packed documents, with shifted labels.
+
+    The last token of each document and token 50 have no label.
+    """
     ids = tokens(rows, length)
     labels = torch.cat([ids[:, 1:], torch.full((rows, 1), IGNORED)], dim=1)
     labels[:, [40, 50]] = IGNORED
@@ -87,14 +90,14 @@ def batch_of(length=90, rows=2):
 
 
 def by_logits(model, batch):
-    """Return the summed cross-entropy of the logits of ``model``."""
+    """Return the cross-entropy of the logits of ``model``, summed over tokens."""
     inputs = {name: x for name, x in batch.items() if name != "labels"}
     logits = model(**inputs, use_cache=False).logits.flatten(0, 1)
     return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
 
 
 def by_hidden(model, batch):
-    """Return the chunked loss of the hidden states of ``model``."""
+    """Return the loss of `by_logits`, computed from hidden states in chunks of 16 tokens."""
     hidden, weight = forward_hidden(model, batch)
     return linear_cross_entropy(hidden, weight, batch["labels"], chunk_tokens=16)
 
@@ -126,7 +129,7 @@ def test_chunked_loss_equals_loss_of_logits(make):
     )
     torch.testing.assert_close(actual_grads, expected_grads, rtol=1e-9, atol=1e-9)
     assert all(x.abs().sum() > 0 for x in actual_grads)
-    # after `forward_hidden`, the model returns logits again
+    # `forward_hidden` has restored the head of the model
     assert model(batch["input_ids"]).logits.shape[-1] == 64
 
 
@@ -145,15 +148,15 @@ LLAMA = {"max_position_embeddings": 1000, "head_dim": 16}
 
 
 def frequencies(config, length):
-    """Return the RoPE frequencies after a call with ``length`` positions."""
+    """Return the RoPE frequencies that are in use after a call with ``length`` positions."""
     rotary = LlamaRotaryEmbedding(config)
     rotary(torch.ones(1), torch.arange(length).unsqueeze(0))
     return rotary.inv_freq
 
 
 @pytest.mark.parametrize(
-    # new divided by old frequency, for the lowest and the highest frequency; "dynamic" multiplies
-    # theta by (4 x 4000 / 1000 - 3)^(16 / 14)
+    # lowest, highest: ratio of the scaled to the unscaled frequency, for the lowest and the highest
+    # frequency. "dynamic" multiplies theta by (4 x 4000 / 1000 - 3)^(16 / 14)
     ("rope", "lowest", "highest"),
     [
         *(("linear", 1 / 4, 1 / 4), ("dynamic", 13.0 ** -(16 / 14 * 14 / 16), 1)),
@@ -180,7 +183,7 @@ def test_settings_are_compared_with_settings_of_the_model(tmp_path, attention):
     def load(**fields):
         load_model(str(folder), cab_config=fields, attn_implementation=attention)
 
-    # the saved config reads sparsity but no mass_threshold, unlike the default config
+    # the predictor in the saved config reads sparsity; mass_threshold is a field of the default one
     load(sparsity=0.8)
     message = "mass_threshold is 0.08, which predictor='frc' does not read"
     with pytest.raises(ValueError, match=message):
@@ -238,7 +241,7 @@ def test_trained_parameters_and_dtypes(norms):
     expected = {"norm", "input_layernorm", "post_attention_layernorm"} if norms else set()
     assert {name for name in last_names if "lora" not in name and name != "weight"} == expected
     assert sum("lora_A" in name for name in trained) == 3 * len(LINEAR)
-    # products have the dtype of the model without autocast
+    # outside of autocast, the float32 adapters do not change the dtype of hidden states
     hidden, weight = forward_hidden(wrapped, batch_of())
     assert hidden.dtype == torch.bfloat16
     assert wrapped(tokens(1, 5)).logits.isfinite().all()

@@ -1,4 +1,4 @@
-"""Context parallelism in training: results equal one process, and shards hold each token once."""
+"""Context parallelism in training: results equal one process, and each token is in one shard."""
 
 import time
 from types import SimpleNamespace
@@ -22,19 +22,19 @@ from cab_hf.finetune.rank_checks import ending_together, facts_of
 from cab_hf.finetune.settings import Settings
 from cab_hf.finetune.validation import Validation
 
-# options of a run with two documents and padding in each sequence
+# options of a run whose sequences contain two documents and padding
 WORDS = [
     *("--config", str(ROOT / "finetune" / "configs" / "tiny_cpu.yaml"), "--cpu", "--dropout", "0"),
     *("--data", "retrieval:passkey:200", "--validation", "retrieval:passkey:200"),
     *("--steps", "4", "--save-every", "9", "--eval-every", "4", "--held-out", "3"),
 ]
-# options for one document per sequence, whose last positions are in one process only
+# one document per sequence: only one process has the last positions, which dynamic RoPE needs
 WHOLE = ["--data", "retrieval:passkey:511", "--validation", "retrieval:passkey:511"]
 TILED = ["--tile-tokens", "100", "--offload-layers", "1"]
 RUNS = {
     "cab": [],
     "little": TILED,
-    # samples differ between numbers of processes, unless all blocks are sampled
+    # random samples of blocks depend on the number of processes, unless all blocks are sampled
     "all-sampled": ["--cab", "sampled_one_in=1"],
     "cab_dense": ["--attention", "cab_dense", "--checkpointing", "false"],
     "turns": ["--micro-batch", "2", "--tokens-per-step", "2048"],
@@ -68,13 +68,13 @@ def checked(run):
 train.Run.train = checked
 """
 
-# names of runs that must be identical: resumed after a kill, and not interrupted
+# names of two runs that must be identical: "killed" is resumed, "whole" is not interrupted
 ENDS = ("killed", "whole")
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    """Start exactly four processes, because a device mesh spans all processes."""
+    """Return a `Ranks` of exactly four processes, because a device mesh spans all processes."""
     ranks = Ranks(4, tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()
@@ -82,7 +82,7 @@ def four(tmp_path_factory):
 
 @pytest.mark.slow
 def test_sequence_parallel_training_equals_one_process(tmp_path):
-    """One test covers all runs that need a launcher, because launches are slow."""
+    """Test all runs that need a launcher with few launches, because a launch is slow."""
     script = tmp_path / "meddled.py"
     script.write_text(SHARDED + MEDDLED)
 
@@ -113,7 +113,7 @@ def test_sequence_parallel_training_equals_one_process(tmp_path):
 
 
 def few_positions(folder):
-    """Save the tiny model with 128 positions into ``folder``; the runs need 512."""
+    """Save the tiny model with 128 positions, fewer than the 512 of the runs; return the path."""
     model, tokenizer = load_model("tiny", attn_implementation="sdpa", dtype="float32")
     model.config.max_position_embeddings = 128
     model.save_pretrained(folder)
@@ -122,10 +122,10 @@ def few_positions(folder):
 
 
 def assert_runs_are_close(actual, expected):
-    """Assert that the logs of two runs, folders, are equal up to rounding."""
+    """Assert that the logs in two run folders are equal up to rounding."""
     for field in ("loss", "grad_norm"):
         assert steps(actual, field) == pytest.approx(steps(expected, field), rel=1e-5), field
-    # each pair and token is counted in one process
+    # token pairs and tokens are not counted twice
     assert steps(actual, "density") == pytest.approx(steps(expected, "density"), rel=1e-9)
     assert tokens_of(actual) == pytest.approx(tokens_of(expected))
     (one,), (other,) = (
@@ -137,13 +137,13 @@ def assert_runs_are_close(actual, expected):
 
 
 def tokens_of(out):
-    """Return the tokens of each step of a run."""
+    """Return a list with the number of tokens of each step of the run in folder ``out``."""
     rates, durations = steps(out, "tokens_per_second"), steps(out, "seconds")
     return [rate * seconds for rate, seconds in zip(rates, durations, strict=True)]
 
 
 def parallel_of(group, cp, attention="cab"):
-    """Return the `Parallel` of this process, and an object with the used accelerator fields."""
+    """Return (the `Parallel` of this process, a stand-in for its accelerate `Accelerator`)."""
     settings = Settings(model="tiny", data=("a.txt",), attention=attention, cp=cp)
     accelerator = SimpleNamespace(
         num_processes=group.size(),
@@ -162,17 +162,21 @@ def all_reduce(x, _):
 
 
 def random_batch(length=1100, documents=(700, 1, 150, 249)):
-    """Return two rows of documents with these lengths; all labels differ."""
+    """Return a batch of two rows of packed documents with these lengths; all labels differ."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 64, (2, length), generator=generator)
     positions = torch.cat([torch.arange(size) for size in documents]).expand(2, -1)
-    # different labels show whether a token occurs twice
+    # with distinct labels, the test detects tokens that are in two shards
     labels = torch.arange(2 * length).view(2, length)
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
 
 
 def shard_on_a_process(group, batch):
-    """Return the number of replicas, the index, the shard and the positions of this process."""
+    """Shard ``batch`` over two of four processes.
+
+    Returns:
+        (number of replicas, index of the replica of this process, its shard, its positions).
+    """
     parallel, _ = parallel_of(group, 2)
     own_shard = parallel.sharded(batch)
     return parallel.replicas, parallel.replica, own_shard, parallel.positions(own_shard)
@@ -193,9 +197,10 @@ def test_each_replica_holds_every_token_once(four):
 
 
 class Memorised(nn.Module):
-    """Objective that predicts the next token of known documents, or wrong tokens only.
+    """Stand-in for `Objective` that predicts the correct next token of known documents.
 
-    ``documents`` are the `Validation.documents`. Predictions are wrong if ``is_wrong`` is True.
+    ``documents`` are the `Validation.documents`. If ``is_wrong`` is True, every prediction is the
+    correct token id plus 1.
     """
 
     def __init__(self, documents, is_wrong):
@@ -206,13 +211,17 @@ class Memorised(nn.Module):
         ids, positions = batch["input_ids"][0], batch["position_ids"][0]
         for document in self.documents[int(batch["cu_seq_lens_q"][-1])].values():
             tokens = torch.tensor(document.tokens)
-            # padding is 0
+            # find the document whose tokens are those of the batch; token 0 is padding
             if ((tokens[positions] == ids) | (ids == 0)).all():
                 return tokens[positions[query_indices] + 1] + self.is_wrong
 
 
 def passkeys_on_a_process(group, wrong_ranks):
-    """Return the shares of correct keys by length, and the documents of this process."""
+    """Run the pass-key evaluation with a `Memorised` model, which is wrong on ``wrong_ranks``.
+
+    Returns:
+        (share of correct keys by length, documents of this process by length).
+    """
     parallel, accelerator = parallel_of(group, 2)
     _, tokenizer = load_model("tiny", attn_implementation="cab", dtype="float32", device="cpu")
     validation = Validation(
@@ -229,12 +238,13 @@ def passkeys_on_a_process(group, wrong_ranks):
 def test_passkey_counts_when_all_ranks_predict_their_part(four):
     results = four.run(4, passkeys_on_a_process, ())
     assert [shares for shares, _ in results] == [{"300": 1.0, "1024": 1.0}] * 4
-    # if the second process of each replica is wrong, keys in the first process are correct
+    # if the second process of each replica predicts wrongly, only keys whose answers are completely
+    # in the shard of the first process are correct
     expected = {}
     for length in (300, 1024):
         sharding = sharding_of((length,), 2)
         documents = {**results[0][1][length], **results[2][1][length]}
-        # each replica has four documents of every length
+        # two replicas have four documents of each length
         assert sorted(documents) == list(range(8))
         answers = [document.answers[0] for document in documents.values()]
         is_in_first = [
@@ -255,7 +265,7 @@ def test_dry_run_divides_memory_by_ranks(tmp_path):
     room = cost_model.Room(2**40, 2**40)
     of_one, of_four = (dry_run.fit(each, cost, {}, room).memory for each in (one, four))
     assert of_four.layers == of_one.layers / 4 and of_four.weights == of_one.weights
-    # every rank gathers keys and values of the complete sequence
+    # working memory shrinks by less than 4, because each rank gathers all keys and values
     assert of_one.working / 4 < of_four.working < of_one.working
 
 
@@ -273,13 +283,13 @@ def test_different_tokenizer_or_config_raises_on_all_ranks(name):
 
 
 def stop_on_rank_1(group, error):
-    """Raise ``error`` on rank 1, and then the error of a lost connection on rank 0."""
+    """Raise ``error`` on rank 1; then raise gloo's error for a lost connection on rank 0."""
     with ending_together():
         if group.rank() == 1:
             raise error
         while not failures_of_others(torch.distributed.group.WORLD):
             time.sleep(0.01)
-        # gloo raises this error
+        # the message of gloo for a lost connection
         raise RuntimeError("Connection closed by peer [127.0.0.1]:21654.")
 
 

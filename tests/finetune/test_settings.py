@@ -19,14 +19,14 @@ DATA = ("text.jsonl",)
 
 
 def settings(**fields):
-    """Return settings with the source `DATA` and other ``fields``."""
+    """Return `Settings` with the data source `DATA`, unless ``fields`` override it."""
     return Settings(**{"data": DATA, **fields})
 
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "configs").iterdir()), ids=lambda path: path.stem)
 def test_shipped_configs_are_valid(path):
     actual = read(["--config", str(path)])
-    # the LLaMA configs are for eight GPUs
+    # the configs llama3*.yaml are for eight GPUs, and all others for one
     assert actual.data and actual.accumulation(8 if "llama3" in path.stem else 1) >= 1
     CabConfig.from_dict(actual.cab_config())
     fields = yaml.safe_load(path.read_text())
@@ -45,7 +45,7 @@ def test_accelerate_configs_are_valid(name, kind, processes):
 
     actual = load_config_from_file(str(FOLDER / "accelerate" / f"{name}.yaml"))
     assert (actual.distributed_type.value, actual.num_processes) == (kind, processes)
-    # `train` controls autocast
+    # finetune.train enables autocast itself
     assert actual.mixed_precision == "no"
 
 
@@ -78,7 +78,7 @@ def test_command_line_overrides_file(tmp_path):
 
 
 def test_existing_path_with_equals_sign_has_no_weight(tmp_path):
-    """Folders of partitioned data sets have names such as year=2024."""
+    """Do not split the path of an existing folder such as year=2024 into a path and a weight."""
     (tmp_path / "year=2024").mkdir()
     folder = str(tmp_path / "year=2024")
     data = (folder, f"{folder}=0.5", str(tmp_path / "year=2023"))
@@ -92,7 +92,7 @@ def test_accumulation_steps_follow_tokens_per_step():
     assert settings(**fields, tokens_per_step=2**16).accumulation(4) == 8
     with pytest.raises(UsageError, match="tokens_per_step must be a multiple of 6144"):
         settings(**fields, tokens_per_step=2**16).accumulation(3)
-    # with context parallelism, cp processes share a sequence
+    # with context parallelism, ``cp`` processes share a sequence: 4 processes are 2 replicas
     with_cp = settings(length=1024, tokens_per_step=8192, cp=2)
     assert with_cp.accumulation(4) == 4
     with pytest.raises(UsageError, match="tokens_per_step must be a multiple of 6144"):
@@ -108,7 +108,7 @@ def test_identity_excludes_output_options():
 
 
 @pytest.mark.parametrize(
-    # halfway through the cosine, the rate is the mean of the peak and the last rate
+    # step 6 is halfway through the cosine: the rate is the mean of the peak 1.0 and the end 0.2
     ("step", "rate"),
     [(1, 0.5), (2, 1.0), (6, 0.6), (10, 0.2)],
 )
@@ -117,7 +117,7 @@ def test_learning_rate_schedule_values(step, rate):
     assert learning_rate(step, schedule) == pytest.approx(rate)
 
 
-# cases of settings in YAML, separated by |; the error names the last setting of a case
+# settings in YAML, cases separated by "|"; the error must name the last setting of its case
 REFUSED = """
 train: lora | train: all, qlora: true | train: all, dropout: 0.1 | train: all, rank: 8
 train: all, alpha: 8.0 | train: all, targets: [q_proj] | train: all, adapter: a

@@ -1,4 +1,4 @@
-"""Trainers of transformers and TRL train models with CAB."""
+"""`Trainer` of transformers and `SFTTrainer` of TRL train models with "cab"."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ STEPS = {
 
 
 def by_transformers(model, tokenizer, folder):
-    """Return a Trainer of transformers on random tokens."""
+    """Return a transformers `Trainer` of a model with LoRA, on random tokens."""
     ids = torch.randint(3, 60, (4, 300), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": x, "labels": x} for x in ids]
     adapted = get_peft_model(model, LORA)
@@ -28,9 +28,9 @@ def by_transformers(model, tokenizer, folder):
 
 
 def by_trl(model, tokenizer, folder):
-    """Return a trainer of TRL on packed documents.
+    """Return a TRL `SFTTrainer` of a model with LoRA, on packed documents.
 
-    Attention across documents would change the loss.
+    Documents differ, so that attention across document borders would change the loss.
     """
     trl = pytest.importorskip("trl", reason="trl is not installed; `pip install '.[dev]'`")
     words = TEXT.split()
@@ -43,9 +43,10 @@ def by_trl(model, tokenizer, folder):
 
 
 def train(make_trainer, model_folder, folder, config=None):
-    """Train with "cab" and ``config``; None: "sdpa".
+    """Train a model with "cab" and ``config``, or with "sdpa" if ``config`` is None.
 
-    Returns the loss of each step, and the density of each layer.
+    Returns:
+        (loss of each step, density of each layer).
     """
     torch.manual_seed(0)
     attention = "sdpa" if config is None else "cab"

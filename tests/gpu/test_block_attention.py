@@ -105,7 +105,7 @@ def test_softcap_matches_reference(gpu, name, dim):
         softcap=True,
     )
     attend = engines.choose(name, work).attention
-    # this scale makes logits reach the cap
+    # four times the usual scale, so that some logits reach the soft cap
     assert_engine_within_budget(
         attend, q, k, v, grad=grad, plan=plan, scale=4 * dim**-0.5, softcap=3.0
     )
@@ -164,7 +164,7 @@ def test_transpose_matches_reference(gpu):
     assert torch.equal(transpose.transpose(lists, 2000).to_dense(1000), expected)
     packed = transpose.pack_columns(lists, 2000, with_slots=True)
     assert torch.equal(packed.counts, expected.sum(-1, dtype=torch.int32))
-    # the first row that lists column 77 of head 3
+    # the first query block that lists key block 77 in head 3
     head, column = 3, 77
     start = int(packed.starts[0, head, column])
     row, slot = int(packed.rows[start]), int(packed.slots[start])
@@ -173,7 +173,7 @@ def test_transpose_matches_reference(gpu):
 
 @pytest.mark.parametrize("head_dim", [320, 512])
 def test_cab_dense_of_large_heads_matches_sdpa(gpu, head_dim):
-    """The reference is SDPA in float32; one row is padded."""
+    """Compare with SDPA in float32; row 0 has left padding."""
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": head_dim}
     model = tiny_model(**sizes).to(gpu)
     ids = tokens(2, 300).to(gpu)
@@ -187,7 +187,7 @@ def test_cab_dense_of_large_heads_matches_sdpa(gpu, head_dim):
         query_block=128,
         key_block=128,
     )
-    # float32 tiles of these head dims are too large for kernels that read by pointers
+    # without tensor descriptors, float32 tiles of these head dims exceed shared memory
     assert (engines.exact(work, None) is engines.TRITON) == reads_by_descriptor(gpu)
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits
@@ -224,7 +224,7 @@ def test_full_budget_training_losses_match_dense(gpu, blocks, name):
 
 
 def test_dense_attention_of_131072_tokens_and_512_channels_fits_memory(gpu):
-    """Attention weights exist one tile at a time, so memory is not quadratic in the length."""
+    """Kernels keep one tile of attention weights, so memory is not quadratic in the length."""
     length = 131_072
     q = torch.randn((1, 2, length, 512), device=gpu, dtype=torch.bfloat16)
     k, v = torch.randn((2, 1, 1, length, 512), device=gpu, dtype=torch.bfloat16)

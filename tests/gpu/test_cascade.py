@@ -1,4 +1,4 @@
-"""A cascade on a CUDA device: plans of anchors, and attention of the layers that use them."""
+"""Predictor "cascade" on a CUDA device: plans of anchor layers, and layers that reuse them."""
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ pytestmark = [
 ]
 GREEDY = GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=2)
 PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (20, 900, 300, 77, 1)]
-# options of `ContinuousBatchingConfig`
+# options of `ContinuousBatchingConfig` by test id
 BATCHINGS = {
     "at-once": {},
     "chunks": {"max_batch_tokens": 256},
@@ -27,7 +27,7 @@ BATCHINGS = {
 
 @pytest.fixture
 def model_and_answers(gpu):
-    """Return a model on "cab" at full budget, and the answers of dense attention."""
+    """Return (model with "cab" at full budget, generated tokens by dense attention per prompt)."""
     model = tiny_model(head_dim=64).to(gpu)
     expected = [
         model.generate(torch.tensor([prompt], device=gpu), generation_config=GREEDY)[
@@ -39,7 +39,10 @@ def model_and_answers(gpu):
 
 
 def answers(model, **changes):
-    """Return the generated tokens of all prompts, with other values of some settings."""
+    """Return the tokens that continuous batching generates for each of `PROMPTS`.
+
+    ``changes`` are fields of `ContinuousBatchingConfig`.
+    """
     settings = {"num_blocks": 400, "page_size": 16, "max_batch_tokens": 4096, **changes}
     result = model.generate_batch(PROMPTS, GREEDY, ContinuousBatchingConfig(**settings))
     return [answer.generated_tokens for answer in result.values()]
@@ -52,7 +55,7 @@ def test_full_budget_equals_dense_attention(model_and_answers, changes):
 
 
 def test_buffers_are_reset_before_first_batch(model_and_answers, monkeypatch):
-    """transformers zeroes buffers on one stream and fills them on another."""
+    """Delay the reset of buffers: transformers resets them on one stream and fills on another."""
     model, expected = model_and_answers
     reset = ContinuousBatchingIOs.reset
 

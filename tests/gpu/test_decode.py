@@ -18,7 +18,7 @@ from cab_hf.ops import decode
 from cab_hf.ops.decode import kernels, reference
 
 pytestmark = pytest.mark.gpu
-# see `decode_cases.CASES`
+# longer cases in the format of `decode_cases.CASES`
 LONG = {
     "long": (32, 8, 16384, 16000, 128, 128, 1024, {}),
     "longer-of-3": (9, 3, 33000, 32800, 64, 64, 4096, {"padding": 3000}),
@@ -39,7 +39,7 @@ def test_captured_step_follows_growing_cache(gpu):
     static_q = torch.empty_like(q)
 
     def compute():
-        # a copy precedes the first launch: programmatic dependent launch must not skip the copy
+        # the first kernel uses programmatic dependent launch, and must wait for this copy
         static_q.copy_(q)
         choice = decode.choose(
             static_q, index, scale=scale, length=length, wanted=wanted, channels=channels
@@ -118,5 +118,5 @@ def test_compiled_step_is_one_graph_and_equals_eager_step(gpu):
 
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
     eager = logits(model)
-    # kernels may round a score differently, and then select one key more or less
+    # compiled and eager code round scores differently, so one key more or less may be selected
     assert (logits(compiled) - eager).norm() < 1e-3 * eager.norm()

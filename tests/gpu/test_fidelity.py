@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """Create a random model with the heads of SmolLM2."""
+    """Save a random model with the numbers and sizes of heads of SmolLM2; return its folder."""
     folder, tokenizer = tmp_path_factory.mktemp("model"), make_tokenizer()
     torch.manual_seed(0)
     config = LlamaConfig(

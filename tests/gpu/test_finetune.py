@@ -54,7 +54,7 @@ LENGTH = 1024
 
 
 def lora_model(gpu, offload=None):
-    """Create a model with LoRA and checkpointing, whose gradients are the same in every run.
+    """Return a model with LoRA and gradient checkpointing, with equal gradients in every run.
 
     Args:
         offload: `Offload` of the checkpoints; None to keep them on the device.
@@ -72,7 +72,7 @@ def lora_model(gpu, offload=None):
 
 
 def train_step(model, gpu):
-    """Return the loss, all gradients, and the peak bytes of a step."""
+    """Run a forward and a backward pass; return ([loss, *gradients], peak bytes of the device)."""
     ids = tokens(1, LENGTH).to(gpu)
     batch = {"input_ids": ids, "position_ids": torch.arange(LENGTH, device=gpu)[None]}
     model.zero_grad()
@@ -84,11 +84,11 @@ def train_step(model, gpu):
 
 
 class DelayedOffload(Offload):
-    """Offloading with delayed copies: a reader that does not wait for a copy gets wrong data."""
+    """`Offload` with delayed copies: code that does not wait for a copy reads wrong data."""
 
     def _copy(self, saved, pairs):
         with torch.cuda.stream(self._stream):
-            # in clock cycles
+            # clock cycles
             torch.cuda._sleep(20_000_000)
         super()._copy(saved, pairs)
 
@@ -102,7 +102,8 @@ def test_offloaded_checkpoints_are_restored_exactly(gpu, offload_class, layers):
     for _ in range(3):
         actual, peak = train_step(model, gpu)
         assert all(map(torch.equal, actual, expected))
-    # two checkpoints are on the device at a time, and so are the expected gradients
+    # savings are less than ``layers`` checkpoints: two checkpoints stay on the device, and the
+    # tensors ``expected`` are on the device during the second step
     checkpoint_bytes = LENGTH * 48 * 2
     assert expected_peak - peak > 0.6 * min(layers, 4) * checkpoint_bytes
     assert offload.host_bytes == layers * -(-checkpoint_bytes // 2**16) * 2**16
@@ -115,7 +116,7 @@ def test_aborted_backward_does_not_change_next_step(gpu):
     expected, _ = train_step(model, gpu)
     with left_halfway(model, 4):
         train_step(model, gpu)
-    # tensors that reuse memory into which an unfinished copy could write
+    # allocate memory that the offload freed: an unfinished copy would overwrite the zeros
     zeros = [torch.zeros(LENGTH * 48, device=gpu, dtype=torch.bfloat16) for _ in range(8)]
     torch.cuda.synchronize()
     assert not any(x.any() for x in zeros)
@@ -173,6 +174,6 @@ def test_every_sharding_is_correct_over_two_gpus(gpu, tmp_path):
     command = ("-m", "cab_hf.eval", "speed", "context-parallel")
     run_command([*TORCHRUN, *command, *words, "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    # one and two ranks, dense and sparse, forward and backward
+    # rows: (one and two ranks) x (dense and sparse) x (forward and backward)
     timed_rows = [row for row in rows if row["measured"] and row["scheme"] != "ring"]
     assert len(timed_rows) == 2 * 4 and all(row["ms"] for row in timed_rows)

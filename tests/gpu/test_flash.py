@@ -1,4 +1,4 @@
-"""The two backends of engine "flex" on a CUDA device, compared with the reference."""
+"""Both backends of engine "flex", TRITON and FLASH, on a CUDA device against the reference."""
 
 import inspect
 
@@ -16,7 +16,7 @@ WIDE, NARROW = (128, 128), (128, 64)
 
 
 def shape_of(q_length=1000, heads=8, kv_heads=2, dim=128, **options):
-    """Return arguments of `attention_cases.case`."""
+    """Return the arguments of `attention_cases.case` that determine shapes, with defaults."""
     return {"q_length": q_length, "heads": heads, "kv_heads": kv_heads, "dim": dim, **options}
 
 
@@ -46,7 +46,7 @@ CASES = [
 
 @pytest.fixture
 def hopper(gpu):
-    """Return the device if FLASH can run a backward pass."""
+    """Return the CUDA device; skip the test if FLASH cannot run a backward pass on the device."""
     query_block, key_block = WIDE
     reason = flash.unavailable(
         head_dim=128, dtype=torch.bfloat16, query_block=query_block, key_block=key_block
@@ -130,7 +130,7 @@ def test_triton_accepts_plans_shared_by_heads(gpu, shape, blocks):
 
 
 def test_expanded_output_gradient_is_supported(hopper):
-    """`out.sum()` passes a gradient with strides of 0."""
+    """Call `out.sum().backward()`, whose output gradient is expanded with strides of 0."""
     q, k, v, _, plan = case(hopper, torch.bfloat16, NARROW, **shape_of())
 
     def gradients(attend):
@@ -188,7 +188,7 @@ def test_flash_runs_in_cuda_graph(hopper, blocks):
 
 
 def test_private_flash_interface_has_expected_signature(hopper):
-    """flash-attn-4 is a beta: names and order of the arguments may change."""
+    """Detect changed arguments of private functions of flash-attn-4, which is a beta version."""
     interface = flash._flash()
     forward, backward = (
         list(inspect.signature(function).parameters)

@@ -1,4 +1,4 @@
-"""Kernels of predictor "frc" on a GPU, compared with the same computation in PyTorch."""
+"""Triton kernels of predictor "frc" on a GPU, compared with its PyTorch implementation."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ CASES = [
 
 
 def plans_of_kernels_and_pytorch(monkeypatch, config, q, k, *, context):
-    """Return the blocks that the kernels and PyTorch select on the device."""
+    """Return the selected blocks, bool [B, H, M_q, M_k], by the kernels and by PyTorch."""
     plan = FrcPredictor(config)(q, k, context)
     require_valid(plan)
     assert torch.equal(plan.to_dense(), FrcPredictor(config)(q, k, context).to_dense())
@@ -44,7 +44,7 @@ def test_kernels_select_same_blocks_as_pytorch(gpu, config, shape, monkeypatch):
     actual, expected = plans_of_kernels_and_pytorch(
         monkeypatch, config, q, k, context=LayerContext(ranges, 0.1, 0)
     )
-    # rounding may change which of two tokens has the larger norm
+    # rounding may change which token of a block has the largest norm
     assert (actual != expected).sum() <= 0.001 * expected.sum()
 
 

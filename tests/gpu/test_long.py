@@ -20,9 +20,10 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 SCALE = DIM**-0.5
 # channels with the lowest RoPE frequencies
 SLOW = (*range(32, 64), *range(96, 128))
-# random heads have nearly equal shares: every row of blocks reaches ``max_density``
+# the attention masses of random q and k are nearly equal, so every query block selects
+# ``max_density`` of its blocks
 CONFIG = CabConfig(mass_threshold=1e-4, max_density=0.02, dense_tail_blocks=0)
-# plan rows per comparison, few because their masks have the length of the prompt
+# query blocks per comparison: few, because their token masks have the length of the prompt
 ROWS = 8
 
 
@@ -40,7 +41,7 @@ def heads_on(device, q_length):
 
 @pytest.mark.parametrize(
     ("q_length", "gib"),
-    # one million keys need 1 GiB in FP8, and 2 GiB on GPUs without FP8
+    # gib: limit of additional memory; the quantised keys take 1 GiB in FP8, and 2 GiB without FP8
     [pytest.param(TOKENS, 24, id="prompt"), pytest.param(CHUNK, 3, id="chunk")],
 )
 def test_layer_attends_one_million_tokens(gpu, q_length, gib):
@@ -69,6 +70,6 @@ def test_layer_attends_one_million_tokens(gpu, q_length, gib):
             def exact(q, k, v, mask=mask[:, heads]):
                 return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE)
 
-            # query heads of a group share one KV head
+            # repeat the KV head of these query heads
             keys, values = (x[:, kv_head : kv_head + 1].expand(-1, group, -1, -1) for x in (k, v))
             assert_within_budget(out[:, heads, rows], exact, q[:, heads, rows], keys, values)

@@ -40,7 +40,7 @@ SHAPES = [
 
 
 def moved(device, tensors, dtype):
-    """Return tensors [B, H, N, D] on a device, with the strides of a model: transposed views."""
+    """Return tensors [B, H, N, D] on a device, as transposed views of [B, N, H, D] like a model."""
     return [x.transpose(1, 2).to(device, dtype).transpose(1, 2) for x in tensors]
 
 
@@ -101,7 +101,7 @@ def test_full_budget_equals_sdpa(gpu, dtype):
 
 @pytest.mark.parametrize("family", ["granite-swa", "gemma2", "llama4"])
 def test_full_budget_has_the_gradients_of_dense_attention(gpu, family):
-    """The families have sinks, soft caps and chunks; the engine is the default of the GPU."""
+    """Compare families with sinks, soft caps and chunked attention, on the default engine."""
     model, ids = tiny_model(family).to(gpu), tokens(2, 400).to(gpu)
     expected = gradients(model, ids)
     actual = gradients(cab_hf.apply_cab(model, FULL, query_block=128, key_block=64), ids)
@@ -110,7 +110,7 @@ def test_full_budget_has_the_gradients_of_dense_attention(gpu, family):
 
 
 def test_many_lengths_stay_sparse_past_recompile_limit(gpu):
-    """After the recompile limit of dynamo, FlexAttention would ignore the lists."""
+    """Exceed dynamo's recompile limit, after which uncompiled FlexAttention would ignore lists."""
     for length in range(130, 1800, 110):
         q, k, v = moved(gpu, qkv(q_length=length, heads=4, kv_heads=2, dim=64), torch.bfloat16)
         plan = random_plan(q, k, (128, 64), share=0.1)
@@ -192,7 +192,7 @@ def test_fp8_score_sums_are_finite_at_any_norm(gpu, magnitude):
     """
     q = torch.full((1, 2, 512, 128), magnitude, device=gpu, dtype=torch.bfloat16)
     k = q[:, :1].clone()
-    # keys of one block have a larger norm
+    # key block 2 has larger norms than all others
     k[:, :, 128:192] *= 1.15
     ranges = KeyRanges.causal(1, 512, 512, gpu)
     config = CabConfig(dense_tail_blocks=0, sink_blocks=0, local_blocks=1, mass_threshold=0.08)
@@ -200,7 +200,7 @@ def test_fp8_score_sums_are_finite_at_any_norm(gpu, magnitude):
     require_valid(plan)
     selected = plan.to_dense()
     assert selected[:, :, 3, 2].all()
-    # the logits of all other blocks are equal; two blocks are always selected
+    # all other blocks have equal logits: only block 2 is selected besides two forced blocks
     assert selected[:, :, 3].sum(-1).max() <= 2 + 1
 
 
@@ -208,16 +208,19 @@ NEEDLES = 64
 
 
 def needles_on(device, length=16384):
-    """Return q, k, and (head, query, key) of `NEEDLES` queries that match one key each."""
+    """Return q, k and the index tensors (head, query, key) of planted needles.
+
+    Each of the `NEEDLES` needle queries has one key with a much larger logit than other keys.
+    """
     q, k = heads_on(device, length=length, dtype=torch.float32)
-    # small enough for float16 after a multiplication by 1e4
+    # clamp, so that values are finite in float16 after a multiplication by 1e4
     q, k = q.clamp(-6, 6), k.clamp(-6, 6)
     generator = torch.Generator(device).manual_seed(1)
     needle = torch.zeros(NEEDLES, 128, device=device)
     needle[:, SLOW] = 3 * torch.randn(NEEDLES, 64, device=device, generator=generator).sign()
     index = torch.arange(NEEDLES, device=device)
     heads = index % q.shape[1]
-    # query blocks whose other queries are similar, so that the needle query is the only outlier
+    # use query blocks within one run of similar tokens, so that the needle is their only outlier
     starts = torch.arange(length // 2, length - 256, 128, device=device)
     starts = starts[starts // 300 == (starts + 127) // 300]
     rows = starts[index // 2 % len(starts)] + index
@@ -243,12 +246,12 @@ def test_keys_of_any_magnitude_are_selected_at_equal_density(gpu, dtype):
         actual = selected_blocks(factor)
         assert actual[needle_blocks].all(), factor
         assert int(actual.sum()) == pytest.approx(int(expected.sum()), rel=0.03)
-    # multiplication by a power of two is exact
+    # a power of two changes exponents only, so that the selection must be identical
     for factor in (2.0**-13, 2.0**13) if dtype == torch.bfloat16 else ():
         assert torch.equal(selected_blocks(factor), expected)
 
 
-# sparse settings with the block sizes of a GPU
+# `SPARSE` with the default block sizes on a GPU
 LARGE = replace(SPARSE, query_block=128, key_block=64, outlier_queries=16)
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 

@@ -1,4 +1,4 @@
-"""NaN and infinities on a GPU: keys that are not finite are always selected."""
+"""NaN and infinity on a GPU: blocks with such keys are always selected."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def selected_blocks(config, q, k):
 
 
 def choose(q, index, choose_args):
-    """Return the choice of the kernels; ``choose_args`` are those of `step_of`."""
+    """Call `kernels.choose` with the arguments ``choose_args`` from `step_of`."""
     scale, length, wanted, channels, valid, sinks = choose_args
     return kernels.choose(
         q,
@@ -62,7 +62,7 @@ def test_blocks_with_nan_key_are_selected(gpu, config, dtype, value):
     actual = selected_blocks(config, q, k)
     row, column = slot // config.query_block, slot // config.key_block
     assert actual[:, 4:, row:, column].all()
-    # the other KV head and earlier query blocks are unchanged
+    # heads of the other KV head, and earlier query blocks, select the same blocks as before
     assert torch.equal(actual[:, :4], expected[:, :4])
     assert torch.equal(actual[:, :, :row], expected[:, :, :row])
     if config is not CONFIGS["published"]:
@@ -88,7 +88,10 @@ def test_nan_scored_query_selects_all_blocks(gpu, dtype, value):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("config", ["full", "rows", "capped", "published"])
 def test_nan_token_reaches_all_later_logits(gpu, config, dtype, projection):
-    """A projection of the first layer yields NaN for one token, which is NaN in later layers."""
+    """Set the q, k or v of one token in the first layer to NaN.
+
+    The hidden state of this token is NaN from then on, so that later queries must become NaN.
+    """
     settings = replace(CONFIGS[config], min_length=0)
     model, ids = tiny_model(max_position_embeddings=4096).to(gpu, dtype), tokens(1, 2000).to(gpu)
     apply_cab(model, settings)
@@ -105,7 +108,7 @@ def test_nan_token_reaches_all_later_logits(gpu, config, dtype, projection):
     begin = 600 // settings.query_block * settings.query_block
     torch.testing.assert_close(actual[:, :begin], expected[:, :begin])
     assert actual[:, 600].isnan().all()
-    # the hidden state of the token becomes NaN, and is a key of the second layer
+    # the token is a NaN key in the second layer, which all later query blocks must read
     if projection != "v" or config == "full":
         assert actual[:, begin + settings.query_block :].isnan().all()
 

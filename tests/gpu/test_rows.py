@@ -39,11 +39,11 @@ LAYOUTS = ["padded", "packed", "chunk"]
 
 
 def context_of(q, k, ranges=None, **logits):
-    """Return the `LayerContext` of causal queries.
+    """Return the `LayerContext` of a layer with LLaMA's RoPE channels.
 
     Args:
-        ranges: other key ranges; None for causal ones.
-        logits: ``sinks`` or ``softcap``.
+        ranges: `KeyRanges`; None: causal.
+        logits: fields of the context that change logits, ``sinks`` or ``softcap``.
     """
     ranges = ranges or KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     dim = q.shape[3]
@@ -51,7 +51,7 @@ def context_of(q, k, ranges=None, **logits):
 
 
 def blocks_of_kernels_and_reference(config, q, k, context):
-    """Return the blocks selected by the kernels and by the reference in float32."""
+    """Return the selected blocks, bool [B, H, M_q, M_k], by kernels and float32 reference."""
     plan = RowsPredictor(config)(q, k, context)
     require_valid(plan)
     options = ScoreOptions(context.scale, context.channels, context.sinks, context.softcap)
@@ -70,8 +70,8 @@ def blocks_of_kernels_and_reference(config, q, k, context):
 
 
 def assert_few_differences(actual, expected, dtype):
-    """Assert that the selected blocks agree, up to the precision of the scores."""
-    # 16-bit inputs are scored in 8 bits where the device supports FP8
+    """Assert that at most 0.1% (float32) or 3% (16-bit inputs) of the selected blocks differ."""
+    # 16-bit inputs are scored in FP8 if the device supports FP8
     allowed = 0.001 if dtype == torch.float32 else 0.03
     assert (actual != expected).sum() <= allowed * expected.sum()
 

@@ -97,7 +97,10 @@ def test_float16_is_within_error_budget(dim):
 
 @pytest.mark.slow
 def test_small_workspace_equals_one_pass(monkeypatch):
-    """Above 256 channels, the kernels process groups of query blocks and add up dk and dv."""
+    """A small workspace forces the kernels for large heads to process query blocks in groups.
+
+    The gradients dk and dv are then sums over groups.
+    """
     shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": 264}
     q, k, v, grad, plan = case("cpu", torch.float32, (16, 16), **shape)
     expected = with_gradients(block.attention, (q, k, v), grad=grad, plan=plan, scale=0.1)
@@ -109,12 +112,12 @@ def test_small_workspace_equals_one_pass(monkeypatch):
 
 @pytest.mark.parametrize("dim", [16, 264], ids=["fused", "split"])
 def test_nan_in_unlisted_blocks_does_not_reach_output(dim):
-    """Keys and values that the last query block does not list are NaN."""
+    """Set all keys and values that the last query block does not list to NaN."""
     q, k, v = qkv(q_length=96, heads=2, kv_heads=1, dim=dim)
     plan = random_plan(q, k, (32, 16), share=0.0)
     selected = plan.to_dense()[0]
     expected = reference.attention(q, k, v, plan, scale=0.2)
-    # keys that any query block lists, and keys that the last query block lists
+    # bool [N]: keys in blocks that any query block lists, and that the last query block lists
     is_listed = selected.any(0).any(0).repeat_interleave(16)[:96]
     is_listed_last = selected[:, -1].any(0).repeat_interleave(16)[:96]
     k, v = (x.masked_fill(~is_listed_last[:, None], torch.nan) for x in (k, v))
@@ -124,7 +127,7 @@ def test_nan_in_unlisted_blocks_does_not_reach_output(dim):
 
 
 def test_unaligned_and_strided_tensors_are_accepted():
-    """One view starts at an unaligned address; the channels of another are not contiguous."""
+    """Pass k with an unaligned address, and v whose channels are not contiguous."""
     q, k, v = qkv(q_length=40, dim=16)
     plan = random_plan(q, k, (32, 16))
     expected = reference.attention(q, k, v, plan, scale=0.2)
@@ -194,7 +197,7 @@ def test_transposed_lists_equal_reference(rows, columns, monkeypatch):
 
 
 def test_lists_of_width_1_are_widened():
-    """Compiled Triton 3.6 drops a width of 1 inside the plan tuple; the interpreter does not."""
+    """Check that lists have at least two columns: Triton 3.6 drops a width of 1 from tuples."""
     lists = BlockIndices(torch.ones(1, 2, 3, dtype=torch.int32), torch.full((1, 2, 3, 1), 7).int())
     widened = Lists.of(lists)
     assert widened.width == widened.indices.shape[-1] == 2

@@ -7,22 +7,22 @@ from marks import slow_but
 
 from cab_hf.ops.decode import attend_kernels, kernels, reference
 
-# maximum size of the sample, an eighth of the number on a GPU: the interpreter needs a second for a
-# few thousand keys
+# maximum number of sampled keys from which `choose` estimates attention weights: an eighth of the
+# number on a GPU, because the interpreter needs a second for a few thousand keys
 MAX_SAMPLED_KEYS = 1024
-# cases whose sample does not contain all keys
+# cases with more keys than MAX_SAMPLED_KEYS
 SAMPLES = {
     "a-sample": (8, 2, 4400, 4313, 64, 64, 250, {}),
     "a-sample-of-padding": (3, 3, 4400, 4313, 64, 64, 250, {"padding": 1130}),
     "little-of-a-sample": (6, 2, 8800, 900, 64, 64, 200, {}),
 }
-# cases of `make test`: head groups, padding, odd head dim, a sample, few slots, sinks
+# cases that `make test` runs
 FAST = ("group-of-3", "padding", "odd-heads", "a-sample", "few-slots", "sinks")
 
 
 @pytest.fixture(autouse=True)
 def _fill_empty_tensors():
-    """Fill empty tensors with NaN and the largest numbers, to detect reads of unwritten memory."""
+    """Fill new tensors with NaN or the largest integer, to detect reads of unwritten memory."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -30,12 +30,12 @@ def _fill_empty_tensors():
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch):
-    """Launch few programs, because the interpreter runs one program at a time."""
+    """Reduce the number of programs per launch, because the interpreter runs them one by one."""
     monkeypatch.setattr(attend_kernels, "READING_PROGRAMS", 24)
 
 
 def choose(ops, q, index, choose_args):
-    """Return the choice of `kernels` or `reference`.
+    """Return the `Choice` of ``ops``, which is the module `kernels` or `reference`.
 
     Args:
         choose_args: scale, length, wanted, channels, valid and sinks of `step_of`.
@@ -54,7 +54,7 @@ def choose(ops, q, index, choose_args):
 
 
 def attend(ops, qkv, choice, choose_args):
-    """Return attention of `kernels` or `reference` over the selected keys."""
+    """Return the attention output over the selected keys, by the module ``ops``."""
     q, k, v = qkv
     scale, length, *_ = choose_args
     return ops.attend(q, k, v, choice, scale=scale, length=length)
@@ -73,7 +73,7 @@ def test_decode_step_equals_reference(name, monkeypatch):
 
 
 def test_decode_step_of_many_programs_equals_reference(monkeypatch):
-    # more programs than the merge kernel combines at a time
+    # the merge kernel needs several iterations for the results of this many programs
     monkeypatch.setattr(attend_kernels, "READING_PROGRAMS", 280)
     assert attend_kernels.MERGED_AT_A_TIME < 280 // 4
     require_step_equals_reference(CASES["few-slots"])
@@ -83,7 +83,7 @@ def test_unused_cache_slots_do_not_change_strided_step():
     q, k, v, choose_args = step_of(CASES["group-of-3"])
     index = kernels.index_keys(k, choose_args[3])
     choice = choose(kernels, q, index, choose_args)
-    # views of buffers with 300 additional slots
+    # pass views of buffers with 300 more slots, so that tensors are not contiguous
     strided_k, strided_v, codes, scales = (
         torch.cat((x, x[:, :, :300]), dim=2)[:, :, :1500] for x in (k, v, *index)
     )
@@ -96,7 +96,7 @@ def test_unused_cache_slots_do_not_change_strided_step():
 
 
 def test_sequences_in_a_shared_cache_read_their_own_slots():
-    """Continuous batching has one cache and a list of slots for each sequence."""
+    """Test the cache of continuous batching, in which each sequence has a list of slots."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, 6, 1, 64, generator=generator)
     cache = torch.randn(2, 400, 2, 64, generator=generator)

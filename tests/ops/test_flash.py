@@ -32,7 +32,7 @@ def test_folding_head_groups_into_batch_is_a_view():
 
 
 def test_fake_op_returns_strides_of_transformers():
-    """Check the shapes and strides that torch.compile relies on."""
+    """Check the fake (meta) implementation of the op, which torch.compile uses for shapes."""
     q, k, v = qkv(q_length=40)
     plan = random_plan(q, k, (128, 64))
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):

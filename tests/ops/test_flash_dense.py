@@ -15,14 +15,14 @@ from cab_hf.ops.attention import flash_dense
 
 
 def workload(**fields):
-    """Return a workload that flash-attn supports, with other values of some fields."""
+    """Return a `Workload` that flash-attn supports, except for ``fields``."""
     values = {"device": "cuda", "head_dim": 128, "dtype": torch.bfloat16, "training": False}
     return Workload(**values | {"query_block": 128, "key_block": 64} | fields)
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Pretend that flash-attn is installed on a Hopper GPU; return monkeypatch."""
+    """Patch `flash_dense` to find flash-attn on a Hopper GPU; return monkeypatch."""
     monkeypatch.setattr(flash_dense, "capability", lambda: (HOPPER, 0))
     monkeypatch.setattr(flash_dense, "_kernel", lambda: object)
     return monkeypatch

@@ -15,15 +15,15 @@ CHIPS = {
     **{"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99},
     "gfx942": 64,
 }
-# limits of the stack per thread, in bytes
-# most kernels: 128 bytes are 32 spilled registers of 255
+# maximum stack per thread, in bytes, to which registers are spilled
+# most kernels: 128 bytes are 32 spilled registers, in addition to 255 registers
 STACK = 128
-# the 8-bit scoring kernel, because three of its programs share a multiprocessor
+# the 8-bit scoring kernel: has fewer registers, because three programs share a multiprocessor
 SCORE_STACK = 384
-# all kernels on 10.0, which uses the tile sizes of 9.0
+# all kernels on compute capability 10.0, whose tile sizes are those of 9.0
 BLACKWELL_STACK = 768
 FRC = {"predictor": "frc", "query_block": 64, "curvature": "forman"}
-# name of a function of `SCRIPT`, settings, dtype, head dim
+# (name of a function of `SCRIPT`, fields of CabConfig, dtype, head dim)
 USUAL = [("choose", {}, "bfloat16", 128), ("decode", {}, "bfloat16", 128)]
 CASES = [
     *USUAL,
@@ -32,7 +32,7 @@ CASES = [
     ("decode", {}, "float16", 80),
     *(("attend", {}, "bfloat16", dim) for dim in (64, 80, 96, 128, 192, 256, 512)),
 ]
-# cases that check shared memory only: most of these kernels spill registers on every GPU
+# cases for which only shared memory is checked, because most of these kernels spill registers
 WIDE = [
     ("choose", {"query_block": 64, "key_block": 128, "outlier_queries": 0}, "float16", 256),
     ("choose", {}, "float32", 256),
@@ -49,7 +49,7 @@ SCRIPT = ROOT / "tests" / "shared" / "compiling.py"
 
 
 def compile_cases(chip, cases):
-    """Compile the kernels of ``cases`` for a chip by `SCRIPT`.
+    """Compile the kernels of ``cases`` for a GPU in a new process that runs `SCRIPT`.
 
     Returns:
         {kernel name: (number of compilations, largest shared memory in bytes, stack in bytes)}.
@@ -73,7 +73,7 @@ def require_shared_memory(chip, compiled):
 
 
 def require_registers(chip, compiled):
-    """Assert that no kernel spills more registers than allowed."""
+    """Assert that the stack of every kernel, to which registers are spilled, is within limits."""
     default_limit = BLACKWELL_STACK if chip == "10.0" else STACK
     limits = {"_score_kernel": max(default_limit, SCORE_STACK)}
     stacks = {name: stack for name, (_, _, stack) in compiled.items()}
@@ -108,7 +108,7 @@ def test_large_head_dims_and_soft_caps_fit_into_shared_memory(chip):
 def test_lengths_do_not_recompile_kernels():
     compiled = compile_cases("9.0", [("choose", {}, "bfloat16", 128, LENGTHS)])
     counts = {name: count for name, (count, *_) in compiled.items()}
-    # two variants each: outliers or typical queries; plans with dense rows or samples
+    # two compilations: for outlier and typical queries, or for plans with and without dense rows
     for name in ("_gather_queries_kernel", "_score_kernel", "_pairs_kernel"):
         assert counts.pop(name) <= 2
     assert set(counts.values()) == {1}, counts

@@ -9,7 +9,7 @@ from cab_hf.ops.pairs import add_pairs
 SHAPES = [
     pytest.param({"q_length": 200}, (32, 16), id="plain"),
     pytest.param({"q_length": 70, "kv_length": 261, "heads": 18, "batch": 2}, (16, 32), id="chunk"),
-    # blocks of 48 queries, which is no power of two
+    # 48 is no power of two
     pytest.param({"q_length": 150, "layout": "padded", "batch": 2}, (48, 16), id="padded"),
     pytest.param({"q_length": 200, "layout": "packed"}, (16, 16), id="packed"),
     pytest.param(
@@ -32,7 +32,7 @@ def test_counted_pairs_equal_plan_pairs(shape, blocks):
     counts = add_pairs(plan)
     assert counts.dtype == torch.int64
     assert torch.equal(counts, expected)
-    # the second call returns a sum, and does not change its argument
+    # `add_pairs` returns a new tensor, and does not change ``counts``
     assert torch.equal(add_pairs(plan, counts), 2 * expected)
     assert torch.equal(counts, expected)
 

@@ -11,7 +11,7 @@ import cab_hf
 from cab_hf import capability, checks
 from cab_hf.config import Origin
 
-# the origin of a calibration that fits `tiny_model`
+# `Origin` of a calibration for a model with the shape of `tiny_model`
 ORIGIN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
 
 
@@ -27,7 +27,7 @@ def test_stats_accumulate_until_reset(model):
         model(tokens(1, 300))
         after_first_call = cab_hf.stats(model)
         model(tokens(1, 300))
-    # the density of two equal calls is the density of one
+    # densities are means over calls, so that a repeated call changes nothing
     assert cab_hf.stats(model) == after_first_call
     assert after_first_call[1]["density"] is None
     assert all(0 < after_first_call[i]["density"] < 1 for i in (0, 2))
@@ -117,7 +117,7 @@ def test_describe_with_invalid_arguments_raises(model, argument):
 
 def test_describe_reports_unsupported_layers():
     model = cab_hf.apply_cab(tiny_model(), {})
-    # a layer with this attribute reuses the keys that the indexer of another layer selected
+    # `skip_topk` marks a layer that reuses the keys which the indexer of another layer selected
     model.model.layers[1].self_attn.skip_topk = True
     lines = cab_hf.describe(model, tokens=200).splitlines()[1:]
     assert lines[0] == "  layer 0: dense, input shorter than min_length=16384"
@@ -139,7 +139,7 @@ def test_describe_agrees_with_executed_route(model):
 
 @pytest.fixture
 def warnings_with(monkeypatch, recwarn):
-    """Return a function from a text to the warnings of this test that contain the text."""
+    """Return a function that takes a string and returns the warnings that contain the string."""
     monkeypatch.setattr(checks, "_warned", set())
     return lambda text: [str(each.message) for each in recwarn if text in str(each.message)]
 
@@ -186,11 +186,11 @@ def test_model_that_is_always_dense_warns_once(model, warnings_with, switch):
     (sentence,) = warnings_with("positions")
     assert sentence.startswith("llama has 2,048 positions and min_length is 8,192, so 'cab' ")
     assert 'Set cab_config={"min_length": 1024}' in sentence
-    # switching again with the same settings does not warn
+    # calling apply_cab again with the same settings does not warn again
     for switch_again in SWITCHES:
         switch_again(model, 8192)
     assert len(warnings_with("positions")) == 1
-    # other settings warn again
+    # other settings cause another warning
     switch(model, 4096)
     assert len(warnings_with("positions")) == 2
 
@@ -236,7 +236,7 @@ LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta"
     [
         *((switch, {}, 2048) for switch in SWITCHES),
         *((switch, LINEAR, 8192) for switch in SWITCHES),
-        # exact attention on request, and a compiled model, do not warn either
+        # "cab_dense" and compiled models do not warn either
         (prefill_by_cab_dense, {}, None),
         (prefill_compiled, {}, None),
     ],

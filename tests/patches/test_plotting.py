@@ -11,7 +11,8 @@ import cab_hf
 
 pytest.importorskip("matplotlib")
 LENGTH = 300
-# left, right, bottom and top of a panel: LENGTH rounded up to blocks of 16 keys and 32 queries
+# axis limits of a panel (left, right, bottom, top), in tokens: LENGTH rounded up to whole blocks
+# of 16 keys and 32 queries
 EXTENT = [0, 304, 320, 0]
 
 
@@ -21,7 +22,10 @@ def model():
 
 
 def pairs(panel):
-    """Return (attended, causal) token pairs of a panel; attended pairs are a mean over heads."""
+    """Return (number of attended token pairs, number of causal pairs) of a panel.
+
+    Attended pairs are a mean over heads, because the colour of a block is a mean over heads.
+    """
     share = torch.from_numpy(numpy.ma.getdata(panel.images[0].get_array())).nan_to_num()
     of_tokens = share.repeat_interleave(32, 0)[:LENGTH].repeat_interleave(16, 1)[:, :LENGTH]
     return float(of_tokens.tril().sum()), LENGTH * (LENGTH + 1) / 2
@@ -57,7 +61,7 @@ def test_mean_of_head_panels_equals_panel_of_all_heads(model):
 def test_invisible_pairs_are_blank(model):
     (panel, _) = cab_hf.plot_plan(model, tokens(1, LENGTH), layer=0).axes
     image = numpy.ma.getdata(panel.images[0].get_array())
-    # the first 32 queries see two blocks of 16 keys
+    # the first query block (32 queries) sees two key blocks of 16; later blocks are not drawn
     assert numpy.isnan(image[0]).tolist() == [False] * 2 + [True] * 17
     # the last query block attends to all keys
     assert (image[-1] == 1).all()

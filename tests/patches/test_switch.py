@@ -1,4 +1,4 @@
-"""`apply_cab`, `remove_cab` and `cab` restore the former state, and refuse wrong settings."""
+"""`apply_cab`, `remove_cab` and `cab` set and restore model configs, and reject settings."""
 
 import copy
 import dataclasses
@@ -27,11 +27,11 @@ from cab_hf.config import Origin
 from cab_hf.hf import model_config
 from cab_hf.patches import calibration
 
-# `state` of a model without CAB
+# `state` of a new model, to which `apply_cab` was not applied
 PLAIN = ("sdpa", None)
-# settings whose sparsity may be a table with a number for each head
+# a predictor whose field sparsity may be a table with a number for each head
 BY_HEAD = {"predictor": "frc"}
-# the origin of a calibration that fits `tiny_model`
+# `Origin` of a calibration for a model with the shape of `tiny_model`
 ORIGIN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
 
 
@@ -105,7 +105,7 @@ def test_saved_config_has_cab_config_only(model, tmp_path):
     assert saved.config.to_dict().keys() == plain.keys() | {"cab_config", "architectures"}
     before = state(saved)
     assert before[0] == "sdpa" and CabConfig.from_dict(before[1]) == SPARSE
-    # apply_cab was not called on the loaded model
+    # apply_cab was not called on the loaded model, so remove_cab keeps the saved settings
     assert state(cab_hf.remove_cab(saved)) == before
     assert state(cab_hf.remove_cab(cab_hf.apply_cab(saved, mass_threshold=0.08))) == before
 
@@ -133,7 +133,7 @@ def test_cab_blocks_can_end_in_any_order(model, first_to_end, prepare):
     for block in blocks:
         block.__enter__()
     blocks.pop(first_to_end).__exit__(None, None, None)
-    # the settings of the innermost open block apply
+    # the settings of the innermost ``with`` block that is still open apply
     assert state(model)[1]["mass_threshold"] == (0.6 if first_to_end == 2 else 0.7)
     for block in blocks:
         block.__exit__(None, None, None)
@@ -181,7 +181,7 @@ def tiny_llava(**implementations):
 
 
 def implementations_of(model):
-    """Return the attention implementations of a model ("") and of its vision and text models."""
+    """Return attention implementations by part: "" (the model), "v" (vision) and "t" (text)."""
     configs = {"": model.config, "v": model.config.vision_config, "t": model.config.text_config}
     return {name: config._attn_implementation for name, config in configs.items()}
 
@@ -296,23 +296,23 @@ def test_apply_cab_accepts_dict_or_file(model, tmp_path, kind):
         assert state(model) == ("cab", dataclasses.replace(config, mass_threshold=0.05).to_dict())
     cab_hf.apply_cab(model, settings)
     assert state(model) == ("cab", config.to_dict())
-    # a saved model contains the settings themselves, not the path of the calibration file
+    # the config of a saved model contains the settings, not the path of the file
     reloaded = loaded(
         tiny_model(), tmp_path / "model", attn_implementation="cab", cab_config=settings
     )
     assert state(reloaded) == ("cab", config.to_dict())
-    # a dict replaces all settings
+    # fields that a dict leaves out are reset to their defaults
     cab_hf.apply_cab(model, {"mass_threshold": 0.08})
     assert state(model)[1] == CabConfig(mass_threshold=0.08).to_dict()
 
 
 def loaded(model, folder, **options):
-    """Save a model and load it again."""
+    """Save a model to ``folder``, and return the model that ``from_pretrained`` loads from it."""
     model.save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
-# settings for a model of 30 layers
+# settings for 30 layers; `tiny_model` has 3
 DEEP = BY_HEAD | {"sparsity": [[0.5] * 6] * 30}
 HEAD_MAP = {"predictor": "cascade", "anchors": [0], "head_map": [[0] * 9] * 3}
 OTHER_SHAPE = (
@@ -334,7 +334,14 @@ MISFITS = {
 
 
 def pass_settings(model, folder, config, entry_point):
-    """Pass settings to a model by one of the entry points; ``folder`` is for a saved model."""
+    """Pass the settings ``config`` to a model by an entry point.
+
+    Args:
+        model: the model.
+        folder: empty folder, for the entry point "load".
+        config: the settings.
+        entry_point: "apply", "block", "load", or any other word for an assignment to the config.
+    """
     if entry_point == "apply":
         cab_hf.apply_cab(model, config)
     elif entry_point == "block":
@@ -368,7 +375,7 @@ def test_assigning_settings_of_another_model_raises(model):
         with pytest.raises(ValueError, match=message):
             model.config.cab_config = config
     assert model.config.cab_config == SPARSE.to_dict()
-    # a model with "sdpa" accepts any settings, because nothing uses them
+    # settings are checked with "cab" only: a model with "sdpa" does not use settings
     cab_hf.remove_cab(model)
     model.config.cab_config = DEEP
 
@@ -390,7 +397,7 @@ def test_settings_are_compared_once_per_model(model, monkeypatch):
     for _ in range(3):
         model(tokens(1, 40))
     assert not compared
-    # a changed number of layers needs another comparison
+    # after a change of the model config, settings are compared with the model again
     model.config.num_hidden_layers = 2
     model(tokens(1, 40))
     assert len(compared) == 1
@@ -424,7 +431,7 @@ def gradient_of(loss, model):
 
 
 def loss_inside_block(model, padded):
-    """Return a loss that was computed in a ``with`` block, after the end of the block."""
+    """Compute a loss inside a ``with cab(...)`` block, and return the loss after the block."""
     with cab_hf.cab(model, SPARSE):
         return loss_of(model, padded)
 
@@ -456,13 +463,13 @@ def test_recompute_with_other_settings_raises(
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     with cab_hf.cab(model, SPARSE):
-        # a complete step, which must not affect the next step
+        # run forward and backward inside the block; the next step must not depend on this step
         expected = gradient_of(loss_of(model, padded), model)
     loss = loss_before_switch(model, padded)
     with pytest.raises(RuntimeError, match="was left or entered in between"):
         loss.backward()
     model.zero_grad()
-    # the error leaves no state, and equal settings do not raise
+    # the error has left no state: a step under unchanged settings succeeds
     loss = loss_of(applied(model), padded)
     assert torch.equal(gradient_of(loss, applied(model)), expected)
 

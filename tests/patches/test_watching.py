@@ -1,4 +1,4 @@
-"""`watched` passes the attention calls of a model to a function."""
+"""`watched` calls a function with the `Call` of every attention layer of a model."""
 
 from itertools import product
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from cab_hf.patches.watching import watched
 
 
 class Observed(NamedTuple):
-    """Facts of one attention call."""
+    """Fields of one attention call: module, shapes of q, k and v, logit scale, sliding window."""
 
     layer: torch.nn.Module
     shapes: list[tuple[int, ...]]
@@ -22,7 +22,7 @@ class Observed(NamedTuple):
 
 
 def observe(model, calls):
-    """Return a context that appends an `Observed` to ``calls`` for every attention call."""
+    """Return a context manager that appends an `Observed` to ``calls`` for every attention call."""
 
     def look(call):
         shapes = [tuple(x.shape) for x in (call.q, call.k, call.v)]

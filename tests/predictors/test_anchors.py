@@ -1,4 +1,4 @@
-"""Anchor layers: the dynamic program, head maps, and measured coverage."""
+"""Selection of anchor layers by dynamic programming, head maps, and measured coverage."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -36,7 +36,7 @@ def _few_blocks(monkeypatch):
 
 
 def total_of(value, anchors):
-    """Return the sum of value[anchor of b][b] over the layers b."""
+    """Return sum_b value[a_b][b], where a_b is the last anchor at or before layer b."""
     return sum(value[max(a for a in anchors if a <= b)][b] for b in range(len(value)))
 
 
@@ -54,18 +54,19 @@ def test_best_anchors_equal_exhaustive_search(layers):
 
 
 def test_anchors_by_hand():
-    # layers 0 and 1 are alike, and so are 2 and 3
+    # value[a][b]: coverage of layer b by the blocks of layer a; layers 0 and 1 are similar, and so
+    # are layers 2 and 3
     value = [[1, 0.9, 0.1, 0.1], [0, 1, 0.2, 0.2], [0, 0, 1, 0.9], [0, 0, 0, 1]]
     assert best_anchors(value, 1) == (0,)
     assert best_anchors(value, 2) == (0, 2)
-    # ties select the earlier layer
+    # of equal values, the earlier layer is selected
     assert best_anchors([[1.0] * 4] * 4, 3) == (0, 1, 2)
     with pytest.raises(ValueError, match="anchors must be 1 to 4, .*, got 5"):
         best_anchors(value, 5)
 
 
 def kept_of(config, layers, importance=None):
-    """Return `Coverage` at each threshold.
+    """Measure all layers, and return a list with a `Coverage` for each threshold.
 
     Args:
         config: settings of the predictor.
@@ -85,12 +86,12 @@ def kept_of(config, layers, importance=None):
 
 
 def cascaded_config(config, kept, *, layers=(0, 1), total=2, count=1, target):
-    """Return the result of `fit_cascade` for a model of ``total`` layers."""
+    """Return the CabConfig that `fit_cascade` fits for a model of ``total`` layers."""
     return fit_cascade(config, kept, layers, num_layers=total, num_anchors=count, target=target)
 
 
 def plan_of(config, q, k, layer=0):
-    """Return the plan of one causal layer."""
+    """Return the plan that the predictor of ``config`` selects for causal q and k."""
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     return make_predictor(config)(q, k, LayerContext(ranges, 0.25, layer))
 
@@ -104,7 +105,7 @@ def loud(seed, heads=4):
 def test_permuted_heads_are_mapped_back(outlier_queries):
     config = replace(SMALL, outlier_queries=outlier_queries)
     q, k = loud(0)
-    # equal tokens within a block make the sampled estimate exact
+    # if all tokens of a block are equal, any sampled query gives the exact mass of its block
     q, k = (
         x[:, :, ::size].repeat_interleave(size, 2)[:, :, :LENGTH] for x, size in ((q, 32), (k, 16))
     )
@@ -112,7 +113,7 @@ def test_permuted_heads_are_mapped_back(outlier_queries):
     kept = kept_of(config, [(q, k), (q[:, order], k[:, order])])
     coverage = kept[4]
     assert assign_anchors(gains(coverage), (0,)).sources.tolist() == [[0, 1, 2, 3], order]
-    # the mapped heads cover as much mass as the heads of the anchor
+    # with the head map, blocks cover as much mass in layer 1 as in the anchor layer
     mass = coverage.mass[0, 1, order, range(4)].mean()
     torch.testing.assert_close(mass, coverage.mass[0, 0].diagonal().mean())
     assert cascaded_config(config, kept, target=0.5).head_map[1] == tuple(order)
@@ -126,7 +127,7 @@ def test_coverage_by_hand():
     logits = other_q[0, 0] @ other_k[0, 0].T * 0.25
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     shares = logits.masked_fill(~causal, -torch.inf).softmax(-1)
-    # head 0 of layer 1 with the blocks of head 1 of layer 0
+    # expected coverage of head 0 of layer 1 by the blocks of head 1 of layer 0
     expected = (shares * tokens).sum(-1).mean()
     assert float(kept.mass[0, 1, 1, 0]) == pytest.approx(float(expected), abs=1e-5)
     actual = [(shares * tokens)[140, 40:44].sum(), (shares * tokens)[150, 90:94].sum()]
@@ -138,13 +139,13 @@ def test_threshold_0_covers_all_mass(monkeypatch):
     monkeypatch.setattr(anchor_calibration, "THRESHOLDS", (0.0,))
     (kept,) = kept_of(SMALL, [loud(0), loud(1)], [0.5, 0.25])
     torch.testing.assert_close(kept.mass, torch.ones(2, 2, 4, 4, dtype=torch.float64))
-    # needle coverage does not depend on the anchor head
+    # if all blocks are selected, needle coverage is the same for every anchor head
     torch.testing.assert_close(kept.needle, kept.needle[:1, :, :1].expand_as(kept.needle))
     assert kept.importance.tolist() == [0.5, 0.25]
 
 
 def test_anchors_are_weighted_by_importance():
-    """The second anchor is layer 1 or 2, whichever has the higher importance."""
+    """Layers 1 and 2 compete to be the second anchor: the more important layer must win."""
     mass = torch.ones(3, 3, 1, 1, dtype=torch.float64)
     mass[0, 1], mass[0, 2], mass[1, 2] = 0.5, 0.6, 0.55
 
@@ -156,9 +157,10 @@ def test_anchors_are_weighted_by_importance():
 
 
 def test_heads_and_densities_by_hand():
-    """Anchor heads use their own blocks; other heads use the anchor head with most coverage."""
+    """Heads of anchor layers map to themselves; other heads map to the head that covers most."""
     mass = torch.tensor([[[0.9, 0.1], [0.95, 0.5]], [[0.9, 0.2], [0.4, 0.9]]]).double()
-    # [a, b, head of a, head of b]; an anchor uses its own blocks even if another head covers more
+    # gain [anchor layer a, layer b, head of a, head of b]; in an anchor layer, each head maps to
+    # itself even if another head covers more
     gain = torch.stack([mass, mass.flip(1)])
     actual = assign_anchors(gain, (0,))
     assert actual.of_layer == (0, 0) and actual.sources.tolist() == [[0, 1], [0, 1]]

@@ -1,4 +1,4 @@
-"""Calibration: the density at each threshold, and the threshold for a target density."""
+"""Calibration: measure the density at each threshold, and fit a threshold to a density."""
 
 import copy
 import re
@@ -29,13 +29,14 @@ from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 SMALL = {"query_block": 16, "key_block": 16, "min_length": 0}
-# share_threshold 1.0, because in short sequences nearly every block has a large share
+# share_threshold 1.0 turns off selection by maximum share, which in short sequences would select
+# nearly every block
 CALIBRATED = CabConfig(**SMALL, share_threshold=1.0)
 BY_MASS = SPARSE.changed(share_threshold=1.0, dense_tail_blocks=1)
 
 
 def measured_layer(config, length=400):
-    """Return (q, k, call, densities) of one layer."""
+    """Return (q, k, `LayerContext`, density at each threshold) of one layer."""
     q, k = loud(q_length=length, heads=4, kv_heads=2)
     call = LayerContext(KeyRanges.causal(1, length, length, "cpu"), 0.25, 0)
     return q, k, call, densities(q, k, call, config)
@@ -53,7 +54,7 @@ def test_densities_equal_plan_densities(fields):
         plan = make_predictor(config.changed(mass_threshold=THRESHOLDS[index]))(q, k, call)
         assert float(actual[index + 1]) == pytest.approx(plan.density(), abs=1e-6)
     assert (actual.diff() >= 0).all() and actual[1] < 0.9
-    # the last threshold is 0
+    # the last threshold is 0, at which all blocks within max_density are selected
     assert float(actual[-1]) == pytest.approx(most_density(config, 400))
 
 
@@ -67,7 +68,7 @@ def test_fitted_threshold_reaches_target(target):
     config = fit_threshold(BY_MASS, [{0: of_layer}], target)
     assert make_predictor(config)(q, k, call).density() == pytest.approx(target, abs=0.03)
     assert fit_threshold(BY_MASS, [{0: of_layer}] * 2, target) == config
-    # the mean with a layer of constant density needs a lower threshold
+    # with a second layer whose density never grows, the same mean needs a lower threshold
     other = torch.full_like(of_layer, float(of_layer[0]))
     assert (
         fit_threshold(BY_MASS, [{0: of_layer, 1: other}], target).mass_threshold
@@ -111,12 +112,12 @@ IDS = torch.randint(2, 50, (1, 300), generator=torch.Generator().manual_seed(0))
 
 
 def new_model(kind="llama", **changes):
-    """Return a tiny model with the vocabulary of `TOKENIZER`."""
+    """Return a tiny model whose vocabulary has the size of `TOKENIZER`."""
     return tiny_model(kind, **{"vocab_size": len(TOKENIZER)} | changes)
 
 
 def calibrated(model, texts="So it goes.", target_density=0.7, **changes):
-    """Calibrate the model on short sequences and return its config."""
+    """Calibrate the model on one sequence of 300 tokens, and return the calibrated config."""
     fields = {"config": CALIBRATED, "length": 300, "documents": 1, **changes}
     return cab_hf.calibrate(model, TOKENIZER, texts, target_density, **fields)
 
@@ -138,20 +139,20 @@ def mean_density(model):
 def test_calibrate_sets_and_saves_config(tmp_path):
     model = new_model()
     config = calibrated(model)
-    # the model uses the calibrated config
+    # `calibrate` has applied the config to the model
     assert attention_settings(model) == ("cab", config.to_dict())
     assert config.origin == Origin("llama", layers=3, heads=6, kv_heads=2, length=300)
     config.save(tmp_path / "own.json")
     assert CabConfig.calibrated(tmp_path / "own.json") == config
     assert 0.5 < mean_density(model) < 0.8
     assert attention_settings(cab_hf.remove_cab(model)) == ("sdpa", None)
-    # a list with the same text gives the same config
+    # a string and a list with this string are equivalent
     assert calibrated(model, ["So it goes."]) == config
 
 
 def test_calibrating_one_model_leaves_another_unchanged():
     one = new_model(num_hidden_layers=1)
-    # both models share a config object
+    # ``one`` and ``other`` share a config object, which calibration of one must not change
     other = type(one)(one.config).eval()
     expected = [calibrated(copy.deepcopy(other)), calibrated(one)][::-1]
     assert attention_settings(other) == ("sdpa", None)
@@ -246,7 +247,7 @@ def test_too_many_anchors_raise_before_forward_pass(kind, layers):
     ("weights", "damage"),
     [
         pytest.param("model.embed_tokens.weight", float("nan"), id="not-a-number"),
-        # weights of the last MLP, which do not change any q or k
+        # no q or k depends on the last MLP, so only its output is not finite
         pytest.param("model.layers.2.mlp.down_proj.weight", float("inf"), id="infinite"),
     ],
 )
@@ -264,7 +265,7 @@ def test_calibrate_with_anchors_sets_cascade_config():
     assert config.predictor == "cascade" and len(config.anchors) == 2 and config.anchors[0] == 0
     assert attention_settings(model) == ("cab", config.to_dict())
     assert 0.5 < mean_density(model) < 0.8
-    # a second calibration changes the threshold only
+    # calibrating a cascade config again keeps anchors and head map, and changes the threshold
     again = calibrated(model, target_density=0.6, config=config)
     assert (again.anchors, again.head_map) == (config.anchors, config.head_map)
     assert again.mass_threshold > config.mass_threshold

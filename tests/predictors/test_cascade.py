@@ -1,4 +1,4 @@
-"""Cascade: anchors select blocks, and the following layers attend the same blocks."""
+"""Predictor "cascade": anchor layers select blocks, and the layers after them reuse blocks."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ LENGTH = 205
 
 
 def plans_of_layers(config, count=4, length=LENGTH, ranges=None, **shape):
-    """Return the plans of the layers of one forward pass, each with its own q and k."""
+    """Return the plans of ``count`` layers that share state; each layer has its own q and k."""
     predictor, shared_state, plans = make_predictor(config), {}, []
     for layer in range(count):
         q, k = loud(q_length=length, seed=layer, **{"heads": 4, "kv_heads": 2, **shape})
@@ -95,7 +95,7 @@ def test_padded_rows_and_documents_select_as_single_sequences(layout):
     call = LayerContext(laid.ranges, 0.25, 0)
     together = predictor(laid.queries(q), laid.keys(k), call)
     require_valid(together)
-    # compare with the second row alone, from the start of its last document
+    # expected: the plan of row 1 alone; if packed, the plan of its last document alone
     begin = 111 // 3 if layout == "packed" else 0
     q, k = q[1:, :, begin:], k[1:, :, begin:]
     alone = predictor(
@@ -160,7 +160,7 @@ def test_layer_without_anchor_plan_raises():
         predictor(q, k, LayerContext(ranges, 0.25))
     shared_state = {}
     predictor(q, k, LayerContext(ranges, 0.25, 0, shared_state))
-    # anchor layer 2 did not run
+    # anchor layer 2 was not called in this forward pass
     with pytest.raises(ValueError, match="Layer 3 needs the plan of anchor layer 2"):
         predictor(q, k, LayerContext(ranges, 0.25, 3, shared_state))
     with pytest.raises(ValueError, match="layer 1 has 3 query heads and 2 KV heads, its anchor"):
@@ -171,7 +171,7 @@ def test_layer_without_anchor_plan_raises():
 
 
 def logits_of(model, config, ids, **arguments):
-    """Return the logits of ``model`` under ``config``."""
+    """Return the logits of ``model`` inside ``with cab_hf.cab(model, config)``."""
     with cab_hf.cab(model, config), torch.no_grad():
         return model(ids, **arguments).logits
 
@@ -198,7 +198,7 @@ def test_dense_layer_before_anchor_has_no_plan():
 
 @pytest.mark.parametrize("config", [CASCADE, TYPICAL], ids=["rows", "typical"])
 def test_anchors_select_again_for_every_chunk(config):
-    """The last chunk uses plans that anchors select for its own queries."""
+    """Anchors select blocks for the queries of each chunk, not once per sequence."""
     model, ids = tiny_model(), tokens(1, 256)
     config = replace(config, anchors=(0,), dense_tail_blocks=0)
     with cab_hf.cab(model, config), torch.no_grad():

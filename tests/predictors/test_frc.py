@@ -1,4 +1,4 @@
-"""Predictor "frc": steps by hand, properties of its plans, and kernels against the reference."""
+"""Predictor "frc": hand-computed steps, properties of plans, and kernels against PyTorch."""
 
 import math
 from functools import partial
@@ -16,16 +16,16 @@ from cab_hf.plan import KeyRanges
 from cab_hf.predictors import FrcPredictor, LayerContext, frc, make_predictor
 
 GRID = {"query_block": 16, "key_block": 16}
-# affinity of three query and key blocks; the third row has columns 0 to 2
+# causal affinity of 3 query blocks (rows) and 3 key blocks (columns)
 AFFINITY = torch.tensor([[1.0, 0, 0], [2, 3, 0], [0, 1, 2]])[None, None]
 LOWER = torch.ones(3, 3, dtype=torch.bool).tril()
 
 
 def tokens_with_logits(logits):
-    """Return q and k with one nonzero token per block and these block logits at scale 1/4.
+    """Return q and k whose block logits, by the largest token of each block, are ``logits``.
 
     Args:
-        logits: rows of numbers, [blocks, blocks].
+        logits: nested list [blocks, blocks], logits at scale 1/4.
 
     Returns:
         q and k, [1, 1, 16 * blocks, 16].
@@ -38,13 +38,13 @@ def tokens_with_logits(logits):
     return q.flatten(2, 3), k.flatten(2, 3)
 
 
-# --- by hand
+# --- hand-computed values
 
 
 def test_largest_tokens_by_hand():
     x = torch.tensor([[1.0, 1], [0, -3], [2, 0], [0, 2], [0.5, 0]])[None, None]
     valid = torch.tensor([[True, True, True, True, False]])
-    # ties select the first token; a block of padding selects a padding token
+    # of equal norms, the first token is selected; in a block without valid tokens, any token
     assert frc.largest_norm_tokens(x, valid, 2).tolist() == [[[[0, -3], [2, 0], [0.5, 0]]]]
     valid[0, 1] = False
     assert frc.largest_norm_tokens(x, valid, 2)[0, 0, 0].tolist() == [1, 1]
@@ -60,12 +60,13 @@ def test_affinity_is_rectified_visible_logits():
 def test_two_hops_by_hand():
     hops = frc.two_hop(AFFINITY, torch.arange(3)[None], 16, 16)
     assert hops.tolist() == [[[[1, 0, 0], [8, 9, 0], [2, 5, 4]]]]
-    # narrow key blocks are summed to the query grid, and the result is repeated
+    # key blocks narrower than query blocks: affinities are summed per query block, and the result
+    # is repeated
     narrow = torch.tensor([[0.25, 0.75, 0, 0], [0.1, 0.2, 0.3, 0.4]])[None, None]
     coarse = torch.tensor([[1.0, 0], [0.3, 0.7]])
     expected = (coarse @ coarse).repeat_interleave(2, -1)
     torch.testing.assert_close(frc.two_hop(narrow, torch.arange(2)[None], 32, 16)[0, 0], expected)
-    # wide key blocks are divided by the query grid, and the parts are summed again
+    # key blocks wider than query blocks: affinities are divided, and the results are summed
     wide = torch.tensor([[1.0], [3.0]])[None, None]
     assert frc.two_hop(wide, torch.arange(2)[None], 16, 32).flatten().tolist() == [2, 6]
 
@@ -88,7 +89,7 @@ def test_two_hop_ignores_nonfinite_edges():
 
 def test_forman_curvature_by_hand():
     hops = AFFINITY @ AFFINITY
-    # 4 A - row strength - column strength of rows up to this row + 3 A A
+    # curvature[i, j] = 4 A[i, j] - sum_k A[i, k] - sum_{k <= i} A[k, j] + 3 (A A)[i, j]
     first = [4 - 1 - 1 + 3, -1 - 0, -1 - 0]
     second = [8 - 5 - 3 + 24, 12 - 5 - 3 + 27, -5 - 0]
     third = [0 - 3 - 3 + 6, 4 - 3 - 4 + 15, 8 - 3 - 2 + 12]
@@ -103,7 +104,7 @@ def test_scores_by_hand():
     assert torch.equal(score_of(hops=hops, curvature="forman", redundancy=1.0), -forman)
     half = (AFFINITY - forman) / 2
     assert torch.equal(score_of(hops=hops, curvature="forman", redundancy=0.5), half)
-    # the row scaled to [0, 1], less 0.3 A A / 3
+    # score = row of A scaled to [0, 1] - 0.3 (A A) / 3
     expected = torch.tensor([[-0.1, 0, 0], [-0.8, 0.1, 0], [-0.2, 0, 0.6]])[None, None]
     actual = score_of(hops=hops, curvature="additive", redundancy=0.3)
     torch.testing.assert_close(actual, expected)
@@ -112,8 +113,8 @@ def test_scores_by_hand():
 @pytest.mark.parametrize(
     ("curvature", "kept"),
     [
-        # columns 0 to 2 of the fourth row have curvatures 0 - 10 - 9 + 81, 4 - 10 - 8 + 81 and
-        # 20 - 10 - 7 + 90: the lowest is that of column 0, and the largest edge that to column 2
+        # the fourth row has curvatures 0 - 10 - 9 + 81, 4 - 10 - 8 + 81 and 20 - 10 - 7 + 90 in
+        # columns 0 to 2: column 0 has the lowest curvature, and column 2 the largest affinity
         pytest.param("forman", [0, 3], id="forman"),
         pytest.param("none", [2, 3], id="magnitude"),
     ],
@@ -143,7 +144,7 @@ def test_ties_select_lower_index_after_forced_blocks():
 
 
 def test_row_bounds_and_wanted_blocks_by_hand():
-    # the last 48 of 112 tokens
+    # queries are the last 48 of 112 tokens
     ranges = KeyRanges.causal(1, 48, 112, "cpu")
     bounds = reference.row_bounds(ranges, 32, 16, 1, 3)[:, 0]
     assert bounds[:4].tolist() == [[0, 0], [5, 6], [1, 1], [3, 4]]
@@ -155,7 +156,8 @@ def test_row_bounds_and_wanted_blocks_by_hand():
         sparsity=(0.5,),
         max_density=1.0,
     )
-    # max(ceil(6 / 2), 4) and max(ceil(7 / 2), 4): a sink and three local blocks are forced
+    # max(ceil(6 / 2), 4) and max(ceil(7 / 2), 4): half of 6 or 7 visible blocks, and at least the
+    # four forced blocks (one sink, three local)
     assert wanted.flatten().tolist() == [4, 4]
     tail = torch.tensor([[False, True]])
     for is_tail_listed, last in ((True, 7), (False, 0)):
@@ -166,7 +168,7 @@ def test_row_bounds_and_wanted_blocks_by_hand():
             sparsity=(0.5, 0.0),
             max_density=0.4,
         )
-        # a row lists at most 0.4 of its visible blocks
+        # max_density 0.4 limits the number of blocks per query block
         assert wanted_of_heads.tolist() == [[[3, last], [3, last]]]
 
 
@@ -252,7 +254,7 @@ def test_kernels_select_largest_tokens_of_reference(length, dtype):
     x = qkv(q_length=length, heads=4, dim=24, batch=2, dtype=dtype)[0]
     valid = torch.ones(2, length, dtype=torch.bool)
     valid[1, 3:40] = False
-    # some blocks contain padding only
+    # tokens 3 to 39 of row 1 are padding, so that some blocks contain padding only
     for block in (16, 48):
         actual = kernels.largest_norm_tokens(x, valid, block)
         assert torch.equal(actual, frc.largest_norm_tokens(x, valid, block))
@@ -266,7 +268,7 @@ def test_blocks_with_nonfinite_key_are_marked():
     x[:, 1, 70, 3] = torch.inf
     for largest in (kernels.largest_norm_tokens, frc.largest_norm_tokens):
         marked = largest(x, valid, 16, mark=True).isnan().all(-1)
-        # the NaN of the second row is padding
+        # one NaN of row 1 is padding, and is not marked
         assert marked.nonzero().tolist() == [[0, 0, 2], [0, 1, 4], [1, 1, 4]]
 
 
@@ -275,7 +277,7 @@ def test_blocks_with_nonfinite_key_are_marked():
     "change",
     [
         pytest.param(lambda q, k: (q, k), id="as-they-are"),
-        # integers have exact products, so that equal keys have equal scores
+        # products of integers are exact, so that equal keys have exactly equal scores
         pytest.param(lambda q, k: (q.round(), k[:, :, :1].round().expand_as(k)), id="equal-keys"),
         pytest.param(lambda q, k: (torch.zeros_like(q), k), id="nothing-at-all"),
     ],
@@ -324,7 +326,7 @@ def test_selection_head_by_head_equals_all_heads(monkeypatch):
 def test_nan_query_gives_a_valid_plan():
     q, k = loud(**SHAPE)
     q[0, 0, 40] = math.nan
-    # plan_by_kernels validates the plan
+    # the assertion is in plan_by_kernels, which calls require_valid
     plan_by_kernels(CONFIGS[0].values[0], q, k, KeyRanges.causal(1, 136, 136, "cpu"))
 
 

@@ -90,5 +90,5 @@ def test_subclass_with_new_method_names_does_not_warn():
         class Later(Own):
             pass
 
-    # code that calls the old name gets the new method
+    # the old method name calls the new method
     assert Later(CONFIG).summarise(None) == "encoded" == Later(CONFIG)(None, None, CALL)

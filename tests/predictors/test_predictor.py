@@ -1,4 +1,4 @@
-"""Forced blocks and dense tails by hand, and properties of every predictor."""
+"""Hand-computed forced blocks and dense tails, and properties of all predictors."""
 
 import runpy
 from dataclasses import replace
@@ -27,11 +27,11 @@ configs = pytest.mark.parametrize("config", CONFIGS)
 
 
 def changed(config, **fields):
-    """Return the config with other fields, also with fields that its predictor does not read."""
+    """Return ``config`` with changed ``fields``; also allow fields that its predictor ignores."""
     return CabConfig.from_dict({**config.to_dict(), **fields})
 
 
-# --- row places, by hand
+# --- positions of query blocks, computed by hand
 
 
 def test_row_places_follow_first_query():
@@ -41,7 +41,7 @@ def test_row_places_follow_first_query():
     assert padded.rows(16).block_positions(16).tolist() == [[2, 3, 0]] * 2
 
 
-# --- selection, by hand
+# --- selection, computed by hand
 
 
 def test_share_rounds_up_without_floating_point_error():
@@ -101,7 +101,7 @@ def test_every_document_has_a_dense_tail():
         align=32,
         device=torch.device("cpu"),
     )
-    # 47 + 80 tokens, and 70 + 70, from one border to the next
+    # row lengths between document borders: 47 + 80 tokens, and 70 + 70 tokens
     assert layout.ranges.tail(32, 32).nonzero().tolist() == [
         [0, 0],
         [0, 1],

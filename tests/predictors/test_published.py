@@ -1,4 +1,4 @@
-"""The published classes: formulas by hand, and equality with `CabConfig.published`."""
+"""Classes of the published method: hand-computed formulas, and plans of `CabConfig.published`."""
 
 import math
 import runpy
@@ -30,7 +30,7 @@ both_ways = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bid
 
 
 def coarse_tokens(logits):
-    """Return q and k [1, 1, blocks, 4] whose logits at scale 1 / sqrt(D) are ``logits``."""
+    """Return q and k [1, 1, blocks, D=4] with q k^T / sqrt(D) = ``logits``."""
     logits = torch.tensor(logits, dtype=torch.float32)
     blocks = len(logits)
     q, k = torch.zeros((2, 1, 1, blocks, 4))
@@ -40,7 +40,7 @@ def coarse_tokens(logits):
 
 
 def blocks_selected_by(frc, sparsity, **settings):
-    """Return the columns that each row of the curvature ``frc`` [M, M] selects."""
+    """Return a list of selected key blocks for each row of the curvature ``frc`` [M, M]."""
     mask = generate_block_mask_from_frc(torch.tensor(frc)[None, None], sparsity, **settings)
     return [row.nonzero().flatten().tolist() for row in mask[0, 0]]
 
@@ -52,13 +52,13 @@ def published_plan(q, k, *, sparsity, formula="forman", **settings):
     return FrcPredictor(config)(q, k, LayerContext(ranges, q.shape[-1] ** -0.5))
 
 
-# --- coarsening, by hand
+# --- coarsening, computed by hand
 
 
 def test_largest_token_of_each_block_by_hand():
     q = torch.tensor([[1.0, 1], [0, -3], [2, 0], [0, 2], [0.1, 0]])[None, None]
     q_coarse, k_coarse = coarsen_qk_max_l2(q, q.flip(2), 2)
-    # ties select the first token; the last block is incomplete
+    # of equal norms, the first token is selected; the last block has one token
     assert torch.equal(q_coarse, torch.tensor([[[[0, -3], [2, 0], [0.1, 0]]]]))
     assert k_coarse.tolist() == [[[[0, 2], [0, -3], [1, 1]]]]
 
@@ -68,7 +68,7 @@ def test_coarse_tokens_are_float32():
     assert {x.dtype for x in coarsen_qk_max_l2(q, k)} == {torch.float32}
 
 
-# --- curvature, by hand
+# --- curvature, computed by hand
 
 LOGITS = [[1.0, 9, 9], [2, 3, 9], [-5, 1, 2]]
 
@@ -77,12 +77,12 @@ def test_curvature_by_hand():
     actual = compute_block_frc(*coarse_tokens(LOGITS), formula="forman")
     assert actual.affinity.tolist() == [[[[1, 0, 0], [2, 3, 0], [0, 1, 2]]]]
     assert actual.triangles.tolist() == [[[[1, 0, 0], [8, 9, 0], [2, 5, 4]]]]
-    # 4 A - row strength - column strength of rows up to this row + 3 A A
+    # curvature[i, j] = 4 A[i, j] - sum_k A[i, k] - sum_{k <= i} A[k, j] + 3 (A A)[i, j]
     first = [4 - 1 - 1 + 3, 0, 0]
     second = [8 - 5 - 3 + 24, 12 - 5 - 3 + 27, 0]
     third = [0 - 3 - 3 + 6, 4 - 3 - 4 + 15, 8 - 3 - 2 + 12]
     assert actual.frc.tolist() == [[[first, second, third]]]
-    # the row scaled to [0, 1], less 0.3 A A / 3
+    # score = row of A scaled to [0, 1] - 0.3 (A A) / 3
     actual = compute_block_frc(*coarse_tokens(LOGITS), formula="additive", redundancy=0.3).frc
     expected = [[-0.1, 0, 0], [-0.8, 0.1, 0], [-0.2, 0, 0.6]]
     torch.testing.assert_close(actual, torch.tensor(expected)[None, None])
@@ -91,14 +91,14 @@ def test_curvature_by_hand():
 def test_bidirectional_forman_by_hand():
     actual = compute_block_frc(*coarse_tokens([[1.0, 1], [-3, 2]]), causal=False)
     assert actual.triangles.tolist() == [[[[1, 3], [0, 4]]]]
-    # both rows have strength 2; the columns have strengths 1 and 3 over all rows
+    # not causal: both rows of A sum to 2, and the columns sum to 1 and 3
     first = [4 - 2 - 1 + 3, 4 - 2 - 3 + 9]
     second = [0 - 2 - 1 + 0, 8 - 2 - 3 + 12]
     assert actual.frc.tolist() == [[[first, second]]]
 
 
 def test_forman_curvature_grows_with_edge_weight():
-    """A strong edge therefore does not have the lowest curvature."""
+    """Show that a large affinity does not mean a low curvature."""
     curvature = [
         compute_block_frc(*coarse_tokens([[1.0, 0, 0], [1, 1, 0], [1, own, 1]])).frc[0, 0, 2, 1]
         for own in (0, 1, 8)
@@ -106,7 +106,7 @@ def test_forman_curvature_grows_with_edge_weight():
     assert curvature[0] < curvature[1] < curvature[2]
 
 
-# --- the mask, by hand
+# --- block mask, computed by hand
 
 FRC = [[0.0, 9, 9, 9], [1, 2, 9, 9], [3, 1, 2, 9], [1, 2, 3, 4]]
 
@@ -132,7 +132,7 @@ def test_ties_go_to_the_lower_index(keep):
     assert blocks_selected_by([[1.0] * 4] * 4, 0.5, keep=keep)[3] == [0, 3]
 
 
-# --- the predictor is the published config
+# --- predictor "frc" with the published config equals the published classes
 
 
 @formulas
@@ -194,17 +194,17 @@ def test_predictor_outputs_have_no_gradient(kind):
     assert not any(tensor.requires_grad for tensor in diagnostics)
 
 
-# --- a sparsity for each row
+# --- adaptive predictor: a sparsity for each row
 
 
 def adaptive_rows(frc, **settings):
-    """Return the columns that the adaptive predictor selects in each row of ``frc`` [M, M]."""
+    """Return the key blocks that the adaptive predictor selects, a list per row of ``frc``."""
     predictor = AdaptiveCurvaturePredictor(**{"min_keep": 0.01, "max_keep": 1.0, **settings})
     kept = predictor.select(torch.tensor(frc)[None, None])
     return [row.nonzero().flatten().tolist() for row in kept[0, 0]]
 
 
-# the last row has mean 0, standard deviation sqrt(2), and the mean on its diagonal
+# the last row has mean 0, population standard deviation sqrt(2), and 0 on the diagonal
 UNEVEN = [[0.0] * 5, [0.0] * 5, [0.0] * 5, [0.0] * 5, [-2.0, -1, 1, 2, 0]]
 
 
@@ -245,7 +245,7 @@ def test_adaptive_rows_stay_between_min_and_max_keep(formula, causal):
     assert kept[..., -1].unique().numel() > 1
 
 
-# --- the figure
+# --- figures of the published method
 
 
 @pytest.fixture
@@ -280,12 +280,12 @@ def test_missing_matplotlib_error_names_package(diagnostics, monkeypatch):
         visualize_frc_statistics(diagnostics.frc)
 
 
-# --- operations
+# --- number of operations
 
 
 def test_operations_by_hand():
     actual = estimate_flops(4, head_dim=8, heads=3, block_size=2, sparsity=0.5)
-    # two blocks; each row selects its diagonal block only, which has three causal pairs
+    # 4 tokens are two blocks of 2; each row selects its diagonal block with 3 causal pairs
     assert actual == (3 * 4 * 4 * 8, 3 * 2 * 4 * 8, 3 * 2 * 8, 3 * 4 * 8 * 6, 3 * 4 * 8 * 10)
     assert actual.saving == actual.dense / sum(actual[:4])
 
@@ -312,7 +312,7 @@ SIX_HEADS = torch.zeros(1, 6, 64, 16)
 FOUR_HEADS, NINE_TOKENS = SIX_HEADS[:, :4], SIX_HEADS[:, :, :9]
 SQUARE = SIX_HEADS[..., :16, :]
 coarse, adaptive = CoarseCurvaturePredictor, AdaptiveCurvaturePredictor
-# (function, positional arguments, keyword arguments, pattern of the message)
+# (function, positional arguments, keyword arguments, pattern of the error message)
 INVALID = [
     (coarsen_qk_max_l2, (SIX_HEADS[0], SIX_HEADS), {}, "shape of q must be "),
     (coarsen_qk_max_l2, (SIX_HEADS, SIX_HEADS[0]), {}, "shape of k must be "),
@@ -364,7 +364,7 @@ def test_invalid_arguments_of_published_classes_raise(function, arguments, setti
         function(*arguments, **settings)
 
 
-# --- the example
+# --- example script
 
 
 def test_published_classes_example_runs(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""`RowsPredictor` under torch.compile, its settings, and what `describe` prints."""
+"""`RowsPredictor` under torch.compile, its settings, and its line in `describe`."""
 
 from dataclasses import replace
 

@@ -17,7 +17,7 @@ LENGTH, HEADS = 64, 4
 
 
 def select(config=CONFIG, ranges=None, q=None, **options):
-    """Return the lists of `select_blocks` for one causal sequence."""
+    """Return the (full, partial) block lists of `select_blocks` for one causal sequence."""
     default_q, k = loud(q_length=LENGTH, heads=HEADS, kv_heads=2)
     ranges = ranges or KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     q = default_q if q is None else q

@@ -1,4 +1,4 @@
-"""Fast scores on a CPU: the blocks of the reference, except for ties of rounding."""
+"""Fast scores on a CPU select the blocks of the reference, except for rounding."""
 
 from dataclasses import replace
 
@@ -19,12 +19,12 @@ CONFIG = CabConfig(
     mass_threshold=0.05,
 )
 LAYOUTS = ("causal", "padded", "packed", "chunk", "in-place")
-# share of blocks that may differ, because a cosine or a mass share is close to a threshold
+# fraction of blocks that may differ, because rounding moves a value across a threshold
 TIES = 1e-3
 
 
 def both_selections(q, k, ranges, config, **logits):
-    """Return the blocks that the reference selects by its own scores and by those of `cpu`."""
+    """Return selected blocks, bool [B, H, M_q, M_k], by scores of the reference and of `cpu`."""
     options = ScoreOptions(q.shape[-1] ** -0.5, **logits)
     return [
         reference.selected_blocks(

@@ -1,4 +1,4 @@
-"""Quantised keys and sampled queries: kernels against the reference, and 8-bit rounding by hand."""
+"""Quantised keys and sampled queries: kernels equal the reference; 8-bit rounding by hand."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ SMALL = CabConfig(32, 16, predictor="rows", outlier_queries=4, typical_queries=4
     typical_key_stride=1)  # fmt: skip
 SHAPE = {"q_length": 300, "heads": 4, "kv_heads": 2, "dim": 32}
 HALF = tuple(range(16, 32))
-# both batch rows of four heads
+# 8 heads in total: 2 batch rows of 4 heads
 HEADS = HeadRange(first=0, count=8, per_row=4)
 CPU = torch.device("cpu")
 
@@ -64,13 +64,13 @@ def test_padded_rows_give_typical_queries_of_the_reference():
     positions = positions.clamp(min=0)
     end = ranges.end.gather(1, positions).masked_fill(~is_real, -1)
     assert torch.equal(sample.end, end.repeat_interleave(4, 0))
-    # head 2 of the second batch row is head 6 of the sample
+    # ``vectors`` has batch rows and heads in one dimension: row 1, head 2 is index 6
     expected = q[1, 2, positions[1]] * is_real[1][:, None]
     assert torch.equal(sample.vectors[6], expected)
 
 
 def dequantized(k):
-    """Return the values that 8-bit keys represent, and their exponents."""
+    """Quantise keys to FP8; return (dequantised keys, exponent of each key)."""
     values, exponents = quantize(k, (), FP8)
     assert values.dtype == FP8 and exponents.dtype == torch.int8
     return values.float()[..., : k.shape[3]] * 2.0**exponents, exponents
@@ -79,7 +79,8 @@ def dequantized(k):
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
-        # four significant bits, and steps of 2^-7 of the power of two below the largest channel
+        # FP8 E4M3 has four significant bits; the step near 0 is 2^-7 times the power of two below
+        # the largest channel
         pytest.param([1.0, 0.53, 2**-7, 2**-9, 0.0], [1.0, 0.5, 2**-7, 0.0, 0.0], id="ones"),
         pytest.param([1e4, -17.2, 320.0], [10240.0, 0.0, 320.0], id="one-channel-alone"),
         pytest.param([0.0] * 3, [0.0] * 3, id="nothing"),
@@ -97,7 +98,7 @@ def test_8_bit_keys_scaled_by_a_power_of_two_round_alike(power):
     _, k = loud(**SHAPE)
     expected, exponents = dequantized(k)
     assert torch.equal(dequantized(k * 2.0**power)[0], expected * 2.0**power)
-    # keys of usual magnitudes share one exponent
+    # the random keys of `loud` all have the same exponent
     assert exponents.unique().tolist() == [-1]
 
 

@@ -1,4 +1,4 @@
-"""The selection kernels compute the selection of the reference, in every layout."""
+"""The selection kernels select the blocks of the reference, in every layout of sequences."""
 
 from dataclasses import replace
 
@@ -16,9 +16,9 @@ SMALL = CabConfig(
     typical_key_stride=1, mass_threshold=0.08, share_threshold=0.3,
 )  # fmt: skip
 SHAPE = {"q_length": 300, "heads": 4, "kv_heads": 2, "dim": 32}
-# fewer heads, for tests that run the kernels twice
+# two query heads and one KV head, for tests that run the kernels twice
 ONE_GROUP = {**SHAPE, "heads": 2, "kv_heads": 1}
-# channels of outliers: the second half of 32 channels
+# channels by which outlier queries are scored: the second half of 32 channels
 HALF = tuple(range(16, 32))
 
 
@@ -153,20 +153,20 @@ def test_lists_over_the_memory_bound_get_the_width_of_the_longest_row(monkeypatc
 
 
 def with_one_large_key(k):
-    """Return keys of which one has another exponent than the other keys of its block."""
+    """Return keys of which key 50 is scaled by 2^12, so that its FP8 exponent differs."""
     k = k.clone()
     k[:, :, 50] *= 2.0**12
     return k
 
 
 def with_many_magnitudes(k):
-    """Return keys with every second key times 2^-12, and every third block times 2^-9."""
+    """Return keys with odd keys scaled by 2^-12, and every third block of 16 keys by 2^-9."""
     token = torch.arange(k.shape[2])
     return k * 2.0 ** -(12.0 * (token % 2) + 9.0 * (token // 16 % 3 == 1))[:, None]
 
 
 def dequantized(k):
-    """Return the values that 8-bit keys represent."""
+    """Return the keys after quantisation to FP8 and dequantisation."""
     values, exponents = gather.quantize(k, (), tiles.FP8)
     return values.float()[..., : k.shape[3]] * 2.0**exponents
 
@@ -179,7 +179,7 @@ def test_8_bit_keys_select_nearly_the_blocks_of_the_reference(change, uninitiali
     k, ranges = change(k), KeyRanges.causal(1, 300, 300, "cpu")
     expected = plan_by_reference(SMALL, q, dequantized(k), ranges).to_dense()
     actual = rows_plan_by_kernels(SMALL, q, k, ranges, dtype=tiles.FP8).to_dense()
-    # queries are rounded as well
+    # allow for 6% differences: the kernels also quantise queries, and the reference does not
     assert (actual != expected).sum() <= 0.06 * expected.sum()
 
 

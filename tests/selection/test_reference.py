@@ -1,4 +1,4 @@
-"""The definition of the selection: small cases by hand, and properties of every layout."""
+"""The reference of block selection: hand-computed cases, and properties in every layout."""
 
 import math
 from dataclasses import replace
@@ -22,7 +22,7 @@ SMALL = CabConfig(
 
 
 def shares_of(q, k, config, channels=()):
-    """Return (mean_share, max_share) of the only head, [M_q, M_k] each."""
+    """Return (mean_share, max_share), [M_q, M_k] each, of a single head."""
     ranges = KeyRanges.causal(1, q.shape[2], q.shape[2], "cpu")
     shares = reference.block_shares(
         q, k, ranges=ranges, config=config, options=ScoreOptions(1.0, channels)
@@ -49,14 +49,17 @@ def test_outliers_have_weight_one_and_typical_queries_the_remaining_weight():
 
 
 def test_outliers_are_a_farthest_point_sample():
-    """Directions at 0, 90, 100 and 180 degrees: each is sampled before any is sampled twice."""
+    """Use queries in four directions, at 0, 90, 100 and 180 degrees.
+
+    Each direction must be sampled once before any direction is sampled twice.
+    """
     angles = torch.zeros(32)
     angles[[5, 6, 20]] = torch.tensor([180.0, 90.0, 100.0])
     angles = angles.deg2rad()
     q = torch.stack((angles.cos(), angles.sin()), -1)[None, None]
     positions = reference.outlier_queries(q, KeyRanges.causal(1, 32, 32, "cpu"), 32, 8)
     # 180 is farthest from the mean, then 0 is farthest from 180, and 90 is farthest from both.
-    # Then 100 is left, and the remaining queries are ties at 0
+    # Then 100 follows, and the remaining queries, all at 0, in order of their index
     assert positions.flatten().tolist() == [5, 0, 6, 20, 1, 2, 3, 4]
 
 
@@ -67,7 +70,7 @@ def test_block_with_fewer_queries_than_outliers_samples_each_once():
 
 
 def test_key_stride_scores_the_middle_key_of_each_stride():
-    """A stride of 4 in blocks of 16 keys scores keys 2, 6, 10 and 14 of each block."""
+    """Stride 4 in blocks of 16 scores keys 2, 6, 10 and 14: key 6 counts, and key 21 does not."""
     q = torch.ones(1, 1, 64, 2)
     k = torch.full((1, 1, 64, 2), -20.0)
     k[0, 0, 6], k[0, 0, 21] = 20.0, 20.0
@@ -79,7 +82,7 @@ def test_key_stride_scores_the_middle_key_of_each_stride():
 
 
 def test_sample_without_visible_sampled_key_has_no_weight():
-    """Documents begin inside of a stride: their first query sees no sampled key."""
+    """Queries that see no scored key, as at the start of a document, must not enter the mean."""
     q, k = loud(q_length=32, heads=1, kv_heads=1)
     last = torch.arange(32, dtype=torch.int32)[None]
     first = (last >= 19).int() * 19
@@ -129,7 +132,7 @@ def test_channels_apply_to_outliers_only():
     expected, actual = (
         shares_of(q, keys, every, tuple(range(8, 16)))[0] for keys in (k, without_first_half)
     )
-    # typical queries have weight 0 if every query is an outlier
+    # if every query is an outlier, no query is typical, so that channels 0 to 7 have no effect
     torch.testing.assert_close(actual, expected)
 
 

@@ -1,4 +1,4 @@
-"""`plan_tiles` and the other sizes of launches, as functions of shapes and settings."""
+"""`plan_tiles` computes tile sizes and launch sizes from shapes and settings."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def plan_of(config=CONFIG, **changes):
 def test_default_at_131072_tokens_has_these_sizes():
     plan = plan_of()
     typical, outliers = plan.typical, plan.outliers
-    # 128 samples per program: 4 query blocks of 32, or 8 of 16
+    # 128 sampled queries per program: 4 query blocks with 32 each, or 8 query blocks with 16 each
     assert (typical.q_blocks_per_tile, outliers.q_blocks_per_tile) == (4, 8)
     assert (typical.rows, outliers.rows) == (128, 128)
     assert (typical.key_block, outliers.key_block) == (16, 64)
@@ -36,7 +36,8 @@ def test_default_at_131072_tokens_has_these_sizes():
     assert (typical.interleave, outliers.interleave) == (2, 4)
     assert (typical.first_width, typical.other_width) == (128, 0)
     assert (outliers.first_width, outliers.other_width) == (64, 0)
-    # 4 query blocks of 128 tokens see 8 more key blocks of 64; 8 see 16 more
+    # from one tile to the next, 4 query blocks of 128 tokens see 8 more key blocks of 64, and 8
+    # query blocks see 16 more
     assert (typical.scratch_growth, outliers.scratch_growth) == (8, 16)
     assert plan.scratch_dtype == torch.float16 and plan.is_by_head
 
@@ -48,7 +49,7 @@ def test_chunks_cover_every_tile_once_and_fit_the_scratch(
 ):
     monkeypatch.setattr(tiles, "SCRATCH_BYTES", scratch_bytes)
     plan = plan_of(q_length=8_000, kv_length=8_000, is_whole_sequence=is_whole_sequence)
-    # the last tiles come first
+    # chunks are in descending order, and cover all query blocks without gaps
     borders = [end for _, end in plan.chunks] + [plan.chunks[-1].begin]
     assert borders == sorted(borders, reverse=True) and borders[-1] == 0
     assert borders[0] * plan.q_blocks_per_chunk_tile >= plan.q_blocks

@@ -16,7 +16,7 @@ def random_plan(q, k, blocks, share=0.4, ranges=None, heads=None, **fields):
     Args:
         q, k: [B, H, N_q, D] and [B, H_kv, N_k, D].
         blocks: (query block, key block).
-        share: probability of a block.
+        share: probability that a block that is not on the diagonal is listed.
         ranges: `KeyRanges`; None: causal.
         heads: number of heads of the plan; None: the heads of q.
         fields: further arguments of `BlockPlan.from_dense`, such as ``dense_rows``.
@@ -40,16 +40,16 @@ def seeds(count):
 
 
 def laid_out(layout, batch, length, kv_length, align, device):
-    """Return the `BlockLayout` of an input.
+    """Return the `BlockLayout` of a batch with a named arrangement of padding and documents.
 
     Args:
         layout: "causal"; "padded", with left padding in row 0; "packed", with two documents; or
-            "chunk", a prefill chunk that starts inside a query block and is followed by ``align``
-            tokens of its sequence.
+            "chunk", a prefill chunk that starts inside a query block and ends ``align`` tokens
+            before the end of its sequence.
         batch: number of rows.
         length: number of queries.
         kv_length: number of keys.
-        align: tokens; documents start at multiples of this number.
+        align: documents start at multiples of this number of tokens.
         device: device of the layout.
     """
     valid = torch.ones(batch, kv_length, dtype=torch.bool)
@@ -103,15 +103,15 @@ def case(
     """Return q, k, v, output gradient and plan of a test case.
 
     Args:
-        device, dtype: of the tensors.
+        device, dtype: device and dtype of q, k, v and the gradient.
         blocks: (query block, key block).
         layout: as in `laid_out`.
         plan_heads: number of heads of the plan; None: the heads of q.
-        share: probability that the plan has a block.
+        share: probability that the plan lists a block that is not on the diagonal.
         dense_rows: query blocks with dense attention, a list per row of the batch; "tail" for the
             last query block of each sequence; None: no dense rows.
         sample_period: one of ``sample_period`` unselected blocks is sampled; None: no sample.
-        shape: sizes for `draw`.
+        shape: arguments of `draw`, such as ``q_length``.
     """
     q, k, v, grad = draw(device, dtype, **shape)
     block_layout = laid_out(
@@ -137,7 +137,7 @@ def case(
 
 
 def with_gradients(attend, inputs, grad, plan, scale, through_lse=False, **logits):
-    """Return the results of an engine by name: "out", "lse", "dq", "dk" and "dv".
+    """Run an engine forward and backward; return "out", "lse", "dq", "dk" and "dv" by name.
 
     Args:
         attend: the engine, a function like `reference.attention`.
@@ -158,9 +158,10 @@ def with_gradients(attend, inputs, grad, plan, scale, through_lse=False, **logit
 
 
 def assert_engine_within_budget(attend, q, k, v, grad, plan, scale, **how):
-    """Assert that output, log-sum-exp and gradients have at most twice PyTorch's error.
+    """Assert that output, log-sum-exp and gradients of an engine are within the error budget.
 
-    Arguments are those of `with_gradients`.
+    The budget is twice the error of the PyTorch reference at the same precision; both errors are
+    differences to the reference in float64. Arguments are those of `with_gradients`.
     """
     fields = {"plan": plan, "scale": scale, **how}
     inputs, double_inputs = (q, k, v), [x.double() for x in (q, k, v)]

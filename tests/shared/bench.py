@@ -1,4 +1,4 @@
-"""Fast runs of speed commands, and fake benches with fixed times."""
+"""Fast runs of the commands ``speed OP``, and fake `Bench` classes that report fixed times."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from cab_hf.plan import BlockPlan
 ROOT = Path(__file__).parents[2]
 # --standalone chooses a free port, so that several launches can run at the same time
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-# sizes of a random model, and fields of CabConfig with blocks so small that short prompts have
-# unselected blocks
+# TINY: sizes of a random model. BLOCKS: CabConfig fields with blocks small enough that short
+# prompts have unselected blocks
 TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=1")
 FILES = ["figure.png", "report.md", "results.csv", "results.json", "samples.jsonl"]
@@ -41,10 +41,7 @@ def speed_run(op, out, words=(), drawn=False):
 
 
 def torchrun(words):
-    """Run a module or a script in two ranks and return the finished process.
-
-    ``words`` are the module or script and its arguments, as a list or tuple.
-    """
+    """Run ``torchrun --nproc_per_node=2`` with ``words`` (list or tuple), and return the finished process."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, *TORCHRUN, *words],
@@ -65,13 +62,13 @@ def refused(capsys, op, words):
 
 
 def sample_of(kind, settings, case, bench=None):
-    """Return the sample of ``case``.
+    """Measure ``case``, and return its result record.
 
     Args:
         kind: class of the experiment.
         settings: settings of the experiment.
         case: fields of the case.
-        bench: the bench; None: `FakeBench`.
+        bench: the `Bench` that measures times; None: a `FakeBench`.
     """
     experiment = kind(settings)
     experiment.bench = FakeBench() if bench is None else bench
@@ -79,14 +76,14 @@ def sample_of(kind, settings, case, bench=None):
 
 
 def shown(kind, rows):
-    """Return the text of all tables that the experiment ``kind`` makes of ``rows``."""
+    """Return all tables of ``rows`` by the experiment class ``kind``, as one string."""
     return "\n".join(kind.tables(rows).values())
 
 
 class FakeBench(timing.Bench):
     """Bench that reports 2 ms per call in a CUDA graph, 3 ms per call from Python, and 5 GiB.
 
-    ``why_not`` is the reason why there is no CUDA graph; None: there is a graph.
+    ``why_not`` is the reported reason why CUDA graph capture failed; None: capture succeeds.
     """
 
     def __init__(self, why_not=None):

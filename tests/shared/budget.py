@@ -2,14 +2,14 @@
 
 import torch
 
-# largest relative rounding error
+# machine epsilon of each dtype
 EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def assert_within_budget(actual, compute, *inputs):
     """Assert err(actual, exact) <= 2 (err(plain, exact) + eps max|exact|).
 
-    ``plain`` is ``compute`` of the inputs, and ``exact`` is ``compute`` of the inputs in float64.
+    ``plain`` is ``compute(*inputs)`` at the dtype of the inputs, and ``exact`` the same in float64.
     """
     exact = compute(*(x.double() for x in inputs))
     plain = compute(*inputs)

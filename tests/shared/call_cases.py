@@ -1,4 +1,4 @@
-"""Single, padded and packed inputs of a model, and its logits and gradients."""
+"""Model inputs without padding, with padding and with packed documents; logits, gradients."""
 
 import torch
 from tiny import tokens
@@ -10,13 +10,13 @@ def positions_of(lengths):
 
 
 def left_padded(ids, padding):
-    """Return ids and attention mask with ``padding`` additional tokens on the left."""
+    """Return (ids, attention mask) after adding ``padding`` padding tokens on the left."""
     ids = torch.cat([ids.new_zeros(ids.shape[0], padding), ids], dim=1)
     return ids, (torch.arange(ids.shape[1]) >= padding).long().expand(ids.shape[0], -1)
 
 
 def _padded(padding):
-    """Return an element of `CALLS` with padding at the slice ``padding`` of row 0."""
+    """Return an entry of `CALLS` in which row 0 has padding at the slice ``padding``."""
     ids = tokens(2, 150)
     mask = torch.ones_like(ids)
     mask[0, padding] = 0
@@ -24,17 +24,17 @@ def _padded(padding):
 
 
 def _single(length):
-    """Return an element of `CALLS` without padding."""
+    """Return an entry of `CALLS`: two rows of ``length`` tokens without padding."""
     return {"input_ids": tokens(2, length)}, slice(None)
 
 
 def _packed():
-    """Return an element of `CALLS` with three packed documents."""
+    """Return an entry of `CALLS`: three packed documents in one row."""
     positions = positions_of((50, 3, 97))
     return {"input_ids": tokens(1, 150), "position_ids": positions, "use_cache": False}, slice(None)
 
 
-# inputs of a model, and the index of tokens that are not padding
+# by name: (keyword arguments of a model, index [B, N] that selects tokens that are not padding)
 CALLS = {
     "one-token": _single(1),
     "less-than-a-block": _single(31),
@@ -46,13 +46,13 @@ CALLS = {
 
 
 def logits(model, **inputs):
-    """Return the logits of ``model`` without gradients."""
+    """Call ``model`` under no_grad, and return its logits."""
     with torch.no_grad():
         return model(**inputs).logits
 
 
 def gradients(model, ids):
-    """Return the gradient of the causal loss of ``ids`` for every parameter."""
+    """Return a list with the gradient of the language modelling loss for every parameter."""
     model.zero_grad()
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return [weight.grad.clone() for weight in model.parameters()]

@@ -37,7 +37,7 @@ LENGTH, HEADS, KV_HEADS = 1024, 4, 2
 
 
 class NoDevice:
-    """A Triton driver with the methods that compilation needs."""
+    """Triton driver of a GPU that is not present, with the methods that compilation calls."""
 
     def get_current_target(self):
         if NVIDIA:
@@ -52,7 +52,7 @@ class NoDevice:
 
 
 def zeros(dtype, dim, queries=LENGTH, keys=LENGTH):
-    """Return q and k of zeros, [B, H, N, D], and their causal `KeyRanges`."""
+    """Return (q, k, `KeyRanges`): zeros [B, H, N, D] and the ranges of causal attention."""
     q, k = (
         torch.zeros(1, heads, length, dim, dtype=dtype)
         for heads, length in ((HEADS, queries), (KV_HEADS, keys))
@@ -63,7 +63,7 @@ def zeros(dtype, dim, queries=LENGTH, keys=LENGTH):
 def choose(config, dtype, dim, lengths=((LENGTH, LENGTH),), softcap=None):
     """Launch the selection kernels of predictor "rows" and the kernel that counts pairs.
 
-    ``lengths`` are pairs (queries, keys). With ``softcap``, logits have sinks too.
+    ``lengths`` lists (number of queries, number of keys). With ``softcap``, heads also have sinks.
     """
     logits = {"sinks": torch.zeros(HEADS) if softcap else None, "softcap": softcap}
     channels = llama_channels(dim)
@@ -88,7 +88,7 @@ def choose(config, dtype, dim, lengths=((LENGTH, LENGTH),), softcap=None):
 
 
 def choose_by_frc(config, dtype, dim, lengths=((LENGTH, LENGTH),)):
-    """Launch the kernels of predictor "frc"; ``lengths`` are pairs (queries, keys)."""
+    """Launch the kernels of predictor "frc"; ``lengths`` lists (queries, keys) of each launch."""
     frc.has_kernels = lambda x: True
     for num_queries, num_keys in lengths:
         q, k, ranges = zeros(dtype, dim, num_queries, num_keys)
@@ -140,9 +140,10 @@ def attend(config, dtype, dim, softcap=None):
 
 
 def record():
-    """Make launches compile kernels without running them.
+    """Patch Triton, so that a kernel launch compiles the kernel and does not run it.
 
-    Returns a dict to which each launch adds its compiled kernel: name -> hash -> kernel.
+    Returns:
+        {kernel name: {hash: compiled kernel}}, to which each launch adds its kernel.
     """
     driver.set_active(NoDevice())
     run, compiled = jit.JITFunction.run, {}
@@ -157,7 +158,7 @@ def record():
 
 
 def stack(kernel):
-    """Return the bytes of local memory per thread, to which registers are spilled."""
+    """Return the stack of a compiled kernel in bytes per thread, to which registers are spilled."""
     if not NVIDIA:
         return int(re.search(r"private_segment_fixed_size: *(\d+)", kernel.asm["amdgcn"])[1])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -172,7 +173,7 @@ if __name__ == "__main__":
     kernels_by_name = record()
     for function, settings, dtype, *arguments in json.loads(sys.argv[2]):
         globals()[function](CabConfig(**settings), getattr(torch, dtype), *arguments)
-    # for each name: number of kernels, largest shared memory and largest stack
+    # by kernel name: (number of compilations, largest shared memory, largest stack), in bytes
     result = {}
     for name, by_hash in kernels_by_name.items():
         compiled_kernels = by_hash.values()

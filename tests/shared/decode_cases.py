@@ -12,7 +12,7 @@ from cab_hf.hf.rotary import llama_channels
 from cab_hf.ops import Workload, decode
 from cab_hf.ops.decode import kernels, reference
 
-# heads, KV heads, cache slots, written slots, D, D_v, number of keys to select, other options
+# by name: (heads, KV heads, cache slots, written slots, D, D_v, number of keys to select, options)
 CASES = {
     "group-of-3": (6, 2, 1500, 1300, 64, 64, 200, {}),
     "padding": (6, 2, 1500, 1300, 64, 64, 200, {"padding": 100}),
@@ -26,7 +26,7 @@ CASES = {
     "sinks-and-local-tokens-only": (6, 2, 1500, 1300, 64, 64, 80, {}),
     "far-from-zero": (6, 2, 1500, 1300, 64, 64, 200, {"shift": 40.0}),
     "few-written": (6, 2, 1500, 40, 64, 64, 200, {}),
-    # caches so large that shares are estimated from a sample of keys
+    # caches so large that `choose` estimates attention weights from a sample of keys
     "a-sample": (8, 2, 35000, 34321, 64, 64, 2000, {}),
     "a-sample-of-padding": (3, 3, 35000, 34321, 64, 64, 2000, {"padding": 9000}),
     "little-of-a-sample": (6, 2, 70000, 900, 64, 64, 200, {}),
@@ -37,9 +37,10 @@ CASES = {
 
 
 def step_of(case, dtype=torch.float32, device="cpu", batch=2):
-    """Return q, k, v and further arguments of ``choose`` for one of `CASES`.
+    """Return (q, k, v, arguments) of a decode step for one of `CASES`.
 
-    The arguments after ``index`` are scale, length, wanted, channels, valid and sinks.
+    The last element is the tuple (scale, length, wanted, channels, valid, sinks) of arguments of
+    ``choose``.
     """
     heads, kv_heads, slots, written, dim, value_dim, wanted, options = case
     generator = torch.Generator().manual_seed(0)
@@ -49,7 +50,7 @@ def step_of(case, dtype=torch.float32, device="cpu", batch=2):
 
     q = 2 * noise(heads, 1, dim)
     k, v = noise(kv_heads, slots, dim), noise(kv_heads, slots, value_dim)
-    # add about the same number to all logits of a head
+    # shift keys along the mean query of their group, which adds a constant to all logits of a head
     k = k + options.get("shift", 0.0) * q.unflatten(1, (kv_heads, -1)).mean(2) / 4
     q, k, v = (x.to(device, dtype) for x in (q, k, v))
     valid = None
@@ -80,7 +81,7 @@ def require_step_equals_reference(case, dtype=torch.float32, device="cpu"):
     limit = reference.last_read_level(steps, sampled, always, length=length, wanted=wanted)
     is_selected = choice.to_mask()
     assert torch.equal(is_selected.sum(-1), choice.counts)
-    # kernels add sums in another order, which may shift the rounded shares of a head by one step
+    # kernels sum in another order, which may change the rounded attention weights by one step
     assert ((is_selected == (steps <= limit)) | ((steps - limit).abs() <= 2)).all()
     assert (is_selected == expected.to_mask()).float().mean() > 0.999
     torch.testing.assert_close(choice.unread, expected.unread, rtol=1e-2, atol=0.1)
@@ -93,7 +94,7 @@ def require_step_equals_reference(case, dtype=torch.float32, device="cpu"):
 
 
 def masks_of_a_step(device="cpu"):
-    """Return masks of a decode step by name: 2 rows with one query and up to 300 keys."""
+    """Return `MaskInfo` by name, each of a decode step with 2 rows, one query and 300 slots."""
     valid = torch.ones(2, 300, dtype=torch.bool, device=device)
     valid[0, :77] = False
     position = torch.tensor(250, device=device)
@@ -111,7 +112,7 @@ def masks_of_a_step(device="cpu"):
 
 
 def require_dense_step_equals_sdpa(mask, monkeypatch, dtype=torch.float32, device="cpu"):
-    """Assert that the dense step kernel equals SDPA under the mask."""
+    """Assert that the kernel of a dense decode step equals SDPA with the token mask of ``mask``."""
     q, k, v = (x.to(device, dtype) for x in qkv(2, q_length=1, kv_length=300, dim=32))
     config = CabConfig()
     work = Workload.of(q, k, v, blocks_of(config))

@@ -21,8 +21,8 @@ SMALL = [
     *("--data", "retrieval:passkey:256", "--length", "256", "--steps", "4", "--save-every", "9"),
     *("--eval-every", "0", "--held-out", "0", "--passkey-lengths", "256"),
 ]
-# program that runs several trainings in the same processes, and injects errors into runs whose
-# output folder has one of the names below
+# program that runs several trainings one after the other in the same processes. It injects an
+# error into a run whose output folder has one of the names in the program
 MEDDLED = """
 import os, signal, sys
 from dataclasses import replace
@@ -83,7 +83,7 @@ def launched(words):
     """
     module = ["-m", "accelerate.commands.launch"] if words[0] == "accelerate" else []
     command = [sys.executable, *module, *words[2 if module else 1 :]]
-    # users do not run Triton's interpreter, which is slow
+    # run as users do, without Triton's interpreter, which is slow
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
@@ -91,7 +91,7 @@ def launched(words):
 
 
 def losses(out):
-    """Return kind, step and loss of each record in the log of a run."""
+    """Return a list of (kind, step, loss) of all log records of the run in folder ``out``."""
     _, records = read_log(out / train.LOG)
     return [
         (each["kind"], each["step"], each.get("loss", each.get("held_out_loss")))
@@ -100,13 +100,13 @@ def losses(out):
 
 
 def steps(out, field):
-    """Return a field of each step in the log of a run."""
+    """Return a list with the field ``field`` of all step records in the log of a run."""
     _, records = read_log(out / train.LOG)
     return [each[field] for each in records if each["kind"] == "step"]
 
 
 def saved_weights(out):
-    """Return the saved weights of a run by name."""
+    """Return the saved tensors of a run by name: of its adapter, or of its model."""
     (file,) = [*out.glob("adapter/*.safetensors"), *out.glob("model/*.safetensors")]
     return load_file(file)
 

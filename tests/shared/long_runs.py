@@ -1,4 +1,4 @@
-"""Run the commands passkey and fidelity with a tiny model."""
+"""Run the evaluation commands ``passkey`` and ``fidelity`` with a tiny model."""
 
 import json
 
@@ -8,7 +8,7 @@ from tiny import SPARSE_WORDS
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import named
 
-# options that make a command fast; later options override them
+# by command: options that make the command fast; options of a test come later and override them
 FIXED = {
     "passkey": "--lengths 400 --depths 3 --samples 1 --controls 0",
     "fidelity": "--lengths 300 --keys 2",
@@ -17,7 +17,7 @@ FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.pn
 
 
 def start(name, model, out, words=(), methods="dense,cab,random", drawn=False):
-    """Run a command and return its exit status.
+    """Run an evaluation command on the CPU and return its exit status.
 
     Args:
         name: "passkey" or "fidelity".
@@ -36,7 +36,7 @@ def start(name, model, out, words=(), methods="dense,cab,random", drawn=False):
 
 
 def command(name, model, out, words=(), **options):
-    """Run a command and return its results.json; None without such a file.
+    """Run an evaluation command; return the content of its results.json, or None without the file.
 
     Arguments are those of `start`.
     """

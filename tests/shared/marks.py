@@ -13,7 +13,7 @@ def before(version):
 def since(version, why):
     """Return a mark that skips a test if transformers is older than ``version``.
 
-    ``why`` completes the reason "before transformers VERSION ...".
+    The reason that pytest shows is "before transformers VERSION", followed by ``why``.
     """
     return pytest.mark.skipif(before(version), reason=f"before transformers {version} {why}")
 

@@ -1,4 +1,4 @@
-"""Sweep over model types: compare "cab" with the own attention of tiny random models.
+"""Sweep over model types: compare "cab" with the default attention of tiny random models.
 
 One process compares logits of models that are loaded with "cab" or changed by `apply_cab`, with and
 without padding, and for packed documents. Several processes compare a training step inside
@@ -65,26 +65,26 @@ from cab_hf.eval.families import (
 )
 from cab_hf.patches import apply_cab
 
-BLOCK = 32  # tokens: chunks of processes are multiples of this number
+BLOCK = 32  # tokens: chunks of ranks in `context_parallel` are multiples of this number
 # modules that the fork server imports; Python 3.11 cannot import this module there
 PRELOADED = ["cab_hf.eval.families", "cab_hf.patches", "torch.multiprocessing"]
 PRELOADED += ["transformers.models.auto.modeling_auto", "transformers.masking_utils"]
-SAMPLE = "sample.json"  # file with the result of rank 0
-# config fields that add the auxiliary loss of routers to the loss
+SAMPLE = "sample.json"  # file in which rank 0 stores its result record
+# config fields of mixture-of-experts models that add the router loss to the loss
 ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
-# RoPE whose frequencies depend on the longest position, with fewer positions than the inputs
+# dynamic RoPE: frequencies depend on the longest position; inputs are longer than 64 positions
 DYNAMIC = {
     "rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 4.0},
     "max_position_embeddings": 64,
 }
-# model arguments that only the loss needs
+# arguments of a model that only its loss uses
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
-# distinguishes errors of this project from errors of other libraries
+# messages of errors that this project raises match this pattern
 OURS = re.compile("cab|context_parallel")
 
 
 class Sweep(Families):
-    """An experiment that examines each model type of its settings in new processes."""
+    """Experiment that compares "cab" with the default attention for each type in its settings."""
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         for model_type in self.settings.types:
@@ -96,11 +96,11 @@ class Sweep(Families):
 
 
 def in_processes(model_type: str, ranks: int, timeout: float, memory: float) -> dict[str, Any]:
-    """Examine a model type in new processes, and return the sample of rank 0.
+    """Examine a model type in new processes, and return the result record of rank 0.
 
     Args:
-        model_type: the type.
-        ranks: number of processes, a gloo group if there are several.
+        model_type: type of the model, such as "llama".
+        ranks: number of processes; several processes form a gloo group.
         timeout: seconds after which the processes are killed.
         memory: limit of address space per process in GiB.
 
@@ -108,7 +108,7 @@ def in_processes(model_type: str, ranks: int, timeout: float, memory: float) -> 
         The result of `examine` or `examine_over_ranks`; {"not_built": reason} after a timeout or a
         crash of a process.
     """
-    # fork children from a process that has imported all libraries but not used any threads
+    # fork from a process that has imported all libraries but started no threads
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     ends = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
@@ -135,7 +135,7 @@ def in_processes(model_type: str, ranks: int, timeout: float, memory: float) -> 
 
 
 def _child(rank: int, model_type: str, memory: float, ranks: int, folder: str) -> None:
-    """Examine a type in process ``rank`` of ``ranks``; rank 0 writes the sample to ``folder``."""
+    """Examine a type in process ``rank``; rank 0 writes its result record to ``folder``."""
     limit = round(memory * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     torch.set_num_threads(1)
@@ -147,12 +147,12 @@ def _child(rank: int, model_type: str, memory: float, ranks: int, folder: str) -
         sample = examine_over_ranks(model_type)
     if rank == 0:
         Path(folder, SAMPLE).write_text(json.dumps(sample))
-    # exit without waiting for other ranks of the group, which may have stopped
+    # exit without destroying the group, which would wait for ranks that may have died
     os._exit(0)
 
 
 def examine(model_type: str) -> dict[str, Any]:
-    """Return the outcomes of `compare` for a type in one process, or {"not_built": reason}."""
+    """Return the results of `compare` for "by_name" and "applied", or {"not_built": reason}."""
     try:
         model, expected, reads_padding = built(model_type)
         result = {
@@ -171,11 +171,11 @@ def examine(model_type: str) -> dict[str, Any]:
 
 
 def built(model_type: str, **values: Any) -> tuple[PreTrainedModel, dict[str, Tensor], list[str]]:
-    """Build a model of a type with its own attention.
+    """Build a model of a type, and compute its logits with its default attention.
 
     Returns:
-        The model; its logits by name of the input; and the names of inputs for which padding tokens
-        change the logits of other tokens.
+        (model, logits by name of the input, names of inputs for which the ids of padding tokens
+        change the logits of other tokens).
     """
     model = tiny_model(model_type, **values)
     expected = {name: logits(model, **fields) for name, fields in inputs().items()}
@@ -189,16 +189,16 @@ def built(model_type: str, **values: Any) -> tuple[PreTrainedModel, dict[str, Te
         with separate_documents(model):
             separate = logits(model, **packed_inputs()[PACKED])
     except Exception:
-        # models of some types do not accept position ids
+        # models of some types do not accept position ids: omit packed inputs
         return model, expected, reads_padding
     return model, expected | dict.fromkeys(packed_inputs(), separate), reads_padding
 
 
 def inputs(padding: int | None = None) -> dict[str, dict[str, Any]]:
-    """Return model arguments by name: two rows of tokens without padding, or with padding in row 0.
+    """Return model arguments by name: "plain", "left padded" and "right padded", two rows each.
 
-    ``padding`` is the padding token; None: random tokens. Padding tokens must not change the logits
-    of other tokens.
+    Row 0 of the padded inputs has padding. ``padding`` is the id of padding tokens; None: random
+    ids, which must not change the logits of other tokens.
     """
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(FIRST_TOKEN, VOCABULARY, (2, TOKENS), generator=generator)
@@ -213,9 +213,10 @@ def inputs(padding: int | None = None) -> dict[str, dict[str, Any]]:
 
 
 def packed_inputs() -> dict[str, dict[str, Any]]:
-    """Return model arguments by name: the tokens of `inputs`, packed as `DOCUMENTS`.
+    """Return model arguments by name: the tokens of `inputs` as packed documents, in three forms.
 
-    A mask of ones and a cache must not change the logits.
+    The forms are without mask and cache, with a mask of ones, and with a cache. All three must
+    have the same logits. `DOCUMENTS` has the lengths of the documents.
     """
     fields = packed(inputs()["plain"]) | {"use_cache": False}
     mask = {"attention_mask": torch.ones_like(fields["input_ids"])}
@@ -228,7 +229,7 @@ def packed_inputs() -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def separate_documents(model: PreTrainedModel) -> Iterator[None]:
-    """Restrict the model's own attention to the same document of `DOCUMENTS` inside the block."""
+    """Make the default attention mask pairs across `DOCUMENTS`, inside the ``with`` block."""
     name = model.config.get_text_config()._attn_implementation
     make_mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
     lengths = torch.tensor(DOCUMENTS)
@@ -252,7 +253,7 @@ def logits(model: PreTrainedModel, attention_mask: Tensor | None = None, **field
     Raises:
         ValueError: a logit is not finite.
     """
-    # some types draw random numbers in the forward pass
+    # some types draw random numbers in the forward pass, which must be equal in all calls
     torch.manual_seed(2)
     masked = {} if attention_mask is None else {"attention_mask": attention_mask}
     with torch.no_grad():
@@ -264,7 +265,7 @@ def logits(model: PreTrainedModel, attention_mask: Tensor | None = None, **field
 
 
 def by_name(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a new model with the same weights and ``attn_implementation="cab"``."""
+    """Return a new model with the same weights, created with ``attn_implementation="cab"``."""
     config = copy.deepcopy(model.config)
     config.get_text_config().cab_config = FULL.to_dict()
     cab_model = type(model)._from_config(config, dtype=torch.float32, attn_implementation="cab")
@@ -273,7 +274,7 @@ def by_name(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def applied(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of ``model`` that `apply_cab` has changed."""
+    """Return a copy of ``model`` after `apply_cab`."""
     return apply_cab(copy.deepcopy(model), FULL)
 
 
@@ -282,16 +283,16 @@ def compare(
     model: PreTrainedModel,
     expected: Mapping[str, Tensor],
 ) -> dict[str, Any]:
-    """Compare the logits of a model with "cab" with ``expected``.
+    """Switch a model to "cab", and compare its logits with ``expected``.
 
     Args:
-        switch: `by_name` or `applied`.
-        model: model with its own attention.
+        switch: function that returns the model with "cab": `by_name` or `applied`.
+        model: model with its default attention.
         expected: logits by name of the input.
 
     Returns:
-        ``inputs``: {"difference": largest difference of a logit} by name, or an `outcome`;
-        ``layers`` and ``sparse``: numbers of layers with attention by "cab", and by a plan.
+        {"inputs": {name of the input: {"difference": largest difference of a logit} or `outcome`},
+        "layers": number of layers that "cab" computed, "sparse": number of them with a plan}.
     """
     with counted("cab") as layers:
         try:
@@ -320,7 +321,7 @@ def _difference(result: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def counted(implementation: str) -> Iterator[set[nn.Module]]:
-    """Yield a set that collects the modules that attend by ``implementation`` inside the block."""
+    """Yield a set to which each module that calls ``implementation`` is added inside the block."""
     function, modules = ALL_ATTENTION_FUNCTIONS[implementation], set()
 
     def recording(
@@ -337,7 +338,7 @@ def counted(implementation: str) -> Iterator[set[nn.Module]]:
 
 
 def outcome(error: Exception) -> dict[str, str]:
-    """Return {"refused": message} for an error that this project raises, else {"failed": ...}."""
+    """Return {"refused": message} for an error of this project, and {"failed": message} else."""
     text = " ".join(str(error).split())
     if isinstance(error, ValueError | NotImplementedError) and OURS.search(text):
         return {"refused": text}
@@ -350,7 +351,7 @@ def _last_line(error: Exception) -> str:
 
 
 class StepMode(NamedTuple):
-    """The mode of a training step."""
+    """Dtype and loss function of a training step."""
 
     dtype: str
     own_loss: bool  # True for the loss of the model, False for the loss of this module
@@ -368,7 +369,7 @@ class Step(NamedTuple):
 
 
 def examine_over_ranks(model_type: str) -> dict[str, Any]:
-    """Return the outcomes of `step_of_build` for each of `builds`, or {"not_built": reason}.
+    """Return the results of `step_of_build` by variant in `builds`, or {"not_built": reason}.
 
     All ranks must call this function, and return equal results. Each rank also computes the step of
     a single process.
@@ -393,7 +394,10 @@ def examine_over_ranks(model_type: str) -> dict[str, Any]:
 
 
 def builds(model_type: str) -> dict[str, dict[str, Any]]:
-    """Return arguments of `tiny_config` by variant: "plain", "windowed" and "dynamic"."""
+    """Return arguments of `tiny_config` by variant that the type supports.
+
+    "plain" has the defaults, "windowed" sliding windows, and "dynamic" dynamic RoPE.
+    """
     config_fields = vars(tiny_config(model_type))
     routers = {name: value for name, value in ROUTERS.items() if name in config_fields}
     result = {"plain": routers}
@@ -408,7 +412,7 @@ def builds(model_type: str) -> dict[str, dict[str, Any]]:
 
 
 def step_of_build(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the outcomes of `over_ranks` by input for one variant of a type."""
+    """Return the results of `over_ranks` by name of the input, for one variant of a type."""
     try:
         model = tiny_model(model_type, **fields)
     except Exception as error:
@@ -437,7 +441,10 @@ def step_of_build(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 def in_one_process(
     model_type: str, fields: Mapping[str, Any]
 ) -> tuple[PreTrainedModel, StepMode, Step]:
-    """Return a model, the first of `MODES` that works, and its step with its own attention."""
+    """Return (model, mode, `Step`) with default attention, in the first mode that works.
+
+    `MODES` lists the modes. Some types do not run in float64, or have no loss.
+    """
     for mode in MODES:
         model = tiny_model(model_type, **fields).to(getattr(torch, mode.dtype))
         try:
@@ -459,13 +466,13 @@ def texts() -> dict[str, Tensor]:
 
 
 def packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the same tokens as packed `DOCUMENTS`."""
+    """Return ``batch`` with position ids that restart at 0 for each of `DOCUMENTS`."""
     positions = torch.cat([torch.arange(length) for length in DOCUMENTS])
     return {**batch, "position_ids": positions.expand_as(batch["input_ids"])}
 
 
 def step(model: PreTrainedModel, inputs: Mapping[str, Tensor], mode: StepMode) -> Step:
-    """Compute the loss and gradients of a batch, or of a result of `cab_hf.distributed.shard`."""
+    """Return the `Step` of ``inputs``: a batch, or a shard by `cab_hf.distributed.shard`."""
     model.zero_grad()
     # some types draw random numbers in the forward pass
     torch.manual_seed(2)
@@ -485,7 +492,10 @@ def step(model: PreTrainedModel, inputs: Mapping[str, Tensor], mode: StepMode) -
 
 
 def _loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the mean loss of a batch; for a shard, its summed loss divided by all labels."""
+    """Return the mean loss over labels.
+
+    For a shard, return its summed loss divided by the number of labels in all shards.
+    """
     shifted = inputs.get("shift_labels")
     if shifted is None:
         shifted = F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
@@ -496,13 +506,13 @@ def _loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 def over_ranks(
     model: PreTrainedModel, batch: Mapping[str, Tensor], mode: StepMode, expected: Step
 ) -> dict[str, Any]:
-    """Return the relative error of a step that is sharded over all ranks, or an `outcome`.
+    """Return the relative errors of a step that is sharded over all ranks, or an `outcome`.
 
     Args:
         model: model with "cab".
         batch: the complete batch, equal in all ranks.
         mode: mode of the step.
-        expected: the step of one process.
+        expected: the `Step` of one process with default attention.
     """
     own_step, failure = None, None
     with counted("cab") as layers:

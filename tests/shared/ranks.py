@@ -1,4 +1,4 @@
-"""A pool of processes with gloo groups, which runs functions on several ranks."""
+"""A pool of processes with gloo groups, which calls functions on several ranks."""
 
 import contextlib
 import multiprocessing
@@ -20,14 +20,15 @@ PRELOADED = [
     ),
     "transformers.models.smollm3.modeling_smollm3",
 ]
-# seconds that a call may take
+# seconds until a call fails the test
 PATIENCE = 120
 
 
 class Ranks:
-    """Pool of ``count`` processes; the first W processes form the group of W ranks.
+    """Pool of ``count`` processes. A group of W ranks consists of the first W processes.
 
-    ``folder`` is for the store of the groups, ``timeout`` the timeout of collectives in seconds.
+    ``folder`` is the folder of the group's file store, and ``timeout`` the timeout of collectives
+    in seconds.
     """
 
     def __init__(self, count, folder, timeout=60):
@@ -44,7 +45,7 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, world, function, *arguments):
-        """Return ``function(group, *arguments)`` of each rank of the group of ``world`` ranks.
+        """Call ``function(group, *arguments)`` on ``world`` ranks; return a list of their results.
 
         Raises:
             AssertionError: a rank raised an error. The message is the traceback of the rank.
@@ -56,7 +57,10 @@ class Ranks:
         return results
 
     def outcomes(self, world, function, *arguments):
-        """Return the results of `run`, with `Failure` for an error and None for a dead rank."""
+        """Call a function as `run` does, and return a list with an element for each rank.
+
+        The element is the result, a `Failure` if the rank raised an error, or None if it died.
+        """
         pipes = self.pipes[:world]
         for pipe in pipes:
             pipe.send((world, function, arguments))
@@ -89,7 +93,7 @@ class Failure:
 
 
 def _serve(rank, count, store, timeout, pipe):
-    """Join the groups as ``rank`` of ``count``, and run the functions from ``pipe`` until None."""
+    """Join all groups as ``rank``, and call the functions that ``pipe`` receives until None."""
     torch.set_num_threads(1)
     wait = timedelta(seconds=timeout)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=wait)

@@ -1,4 +1,4 @@
-"""Configs of predictors of published methods, and the blocks that predictors select."""
+"""Configs of predictors from other publications, and the blocks that predictors select."""
 
 import torch
 from valid_plan import require_valid
@@ -29,21 +29,21 @@ def eager_probabilities(q, k, scale):
 def config_of(name, share=None, **fields):
     """Return a config with predictor ``name``.
 
-    ``share`` is passed to `blocks.at_share`, to select that share of blocks; None: unchanged.
+    ``share`` is the share of blocks to select, by `blocks.at_share`; None: the default budget.
     """
     config = SMALL.changed(predictor=name, dense_tail_blocks=0, **fields)
     return config if share is None else blocks.at_share(config, share)
 
 
 def blocks_selected_by(config, q, k):
-    """Return the blocks that a predictor selects under causal attention, bool [B, H, M_q, M_k]."""
+    """Return the blocks that the predictor of ``config`` selects, bool [B, H, M_q, M_k]."""
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
     plan = make_predictor(config)(q, k, LayerContext(ranges, 0.25))
     require_valid(plan)
     return plan.to_dense()
 
 
-# configs with budgets below the density of dense attention
+# configs whose budgets leave blocks unselected, by predictor
 RIVALS = {
     "streaming": config_of("streaming", local_blocks=2),
     **{

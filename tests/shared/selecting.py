@@ -1,4 +1,4 @@
-"""Plans by the reference and by the kernels, and inputs for tests that compare both."""
+"""Plans of the reference and of the kernels, and inputs for tests that compare the two."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from cab_hf.selection.reference import ScoreOptions
 def plan_by_reference(config, q, k, ranges=None, scale=0.25, channels=(), **logits):
     """Return the plan of the predictor in ``config`` by the reference implementation.
 
-    ``logits`` are ``sinks`` and ``softcap``. ``ranges`` None: causal.
+    ``logits`` are the fields ``sinks`` and ``softcap`` of `LayerContext`. ``ranges`` None: causal.
     """
     ranges = ranges or KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     context = LayerContext(ranges, scale, 0, channels=channels, **logits)
@@ -27,7 +27,7 @@ def plan_by_reference(config, q, k, ranges=None, scale=0.25, channels=(), **logi
 
 
 def plan_by_kernels(config, q, k, ranges, scale=0.25, channels=()):
-    """Return the plan of the predictor in ``config`` by kernels in Triton's interpreter."""
+    """Return the plan of the predictor in ``config`` by its kernels, in Triton's interpreter."""
     if config.predictor == "rows":
         return rows_plan_by_kernels(config, q, k, ranges, scale=scale, channels=channels)
     with pytest.MonkeyPatch.context() as patch:
@@ -61,18 +61,19 @@ def rows_plan_by_kernels(config, q, k, ranges, scale=0.25, channels=(), dtype=No
 
 
 def loud(**shape):
-    """Return q and k of scale 2, so that attention is neither uniform nor on a single block.
+    """Return normal q and k times 2, so that attention is neither uniform nor on one block only.
 
-    ``shape`` has sizes for `tiny.qkv`.
+    ``shape`` has arguments of `tiny.qkv`.
     """
     q, k, _ = qkv(**shape)
     return 2 * q, 2 * k
 
 
 def laid_in(layout, q, k, align):
-    """Return q, k and `KeyRanges` in a layout of `laid_out`, or "in-place".
+    """Return (q, k, `KeyRanges`) after rearranging q and k for a layout of `laid_out`.
 
-    "in-place" has sequences that start at token 37, inside a block, as under torch.compile.
+    The layout "in-place" keeps q and k: the second document starts at token 37, inside a block, as
+    under torch.compile.
     """
     batch, length = q.shape[0], q.shape[2]
     if layout == "in-place":
@@ -103,7 +104,8 @@ def heads_on(
 ):
     """Return random q and k, [B, H, N, D] with the strides of [B, N, H, D].
 
-    As in real text, runs of 300 tokens are similar; each run has one of ``topics`` directions.
+    Runs of 300 tokens are similar, as in real text: a random one of ``topics`` vectors is added to
+    all tokens of a run.
     """
     generator = torch.Generator(device).manual_seed(0)
     like = {"device": device, "generator": generator}

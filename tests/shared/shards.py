@@ -8,7 +8,7 @@ from cab_hf.call.packing import DocumentLength
 from cab_hf.distributed.sharding import lengths_between, sharding_of
 
 BLOCK = 32
-# boundaries of documents in tokens; None: one document that needs no padding
+# cumulative document lengths by test id; None: one document whose length needs no padding
 BOUNDARIES = {
     "causal": None,
     "padded": [0, 461],
@@ -17,25 +17,28 @@ BOUNDARIES = {
 
 
 def sharding_for(world, ends):
-    """Return the sharding of documents over ``world`` ranks; ``ends`` are from `BOUNDARIES`."""
+    """Return the `Sharding` of documents over ``world`` ranks; ``ends`` is from `BOUNDARIES`."""
     lengths = (2 * world * BLOCK * 2,) if ends is None else lengths_between(ends)
     return sharding_of(lengths, world, BLOCK)
 
 
 def shard_of(x, sharding, rank):
-    """Return the shard of ``x`` [B, H, N, D] of a rank; padding is 7, which must not matter."""
+    """Return a rank's shard of ``x`` [B, H, N, D].
+
+    Padding slots are 7.0, which must not change the results.
+    """
     shard = x[:, :, sharding.sequence_index[rank]].clone()
     shard[:, :, ~sharding.real[rank]] = 7.0
     return shard
 
 
 def together(shards, sharding):
-    """Return the tensor [B, H, N, ...] of the shards of all ranks, without padding."""
+    """Join the shards of all ranks to a tensor [B, H, N, ...] of the sequence, without padding."""
     return torch.cat(shards, dim=2)[:, :, sharding.shard_index]
 
 
 def layout_of(sharding, align):
-    """Return the `BlockLayout` of one process that has all tokens of ``sharding``."""
+    """Return the `BlockLayout` of the documents of ``sharding`` in a single process."""
     doc_ids = torch.arange(len(sharding.lengths)).repeat_interleave(torch.tensor(sharding.lengths))
     return BlockLayout.build(
         batch=1,
@@ -53,7 +56,7 @@ def layout_of(sharding, align):
 
 
 def model_of(implementation, config=None, **settings):
-    """Return a tiny model of two layers with an attention implementation.
+    """Return a tiny two-layer model with the attention implementation ``implementation``.
 
     ``config`` is the CabConfig of the model; None: the default.
     """

@@ -1,4 +1,4 @@
-"""Measure the bytes of tensors while code runs, on any device."""
+"""Measure the bytes of tensors that code allocates, on any device."""
 
 import weakref
 
@@ -11,10 +11,10 @@ class TensorBytes(TorchDispatchMode):
     """Dispatch mode that counts the bytes of tensors that operations create.
 
     Args:
-        existing: tensors that count from the start.
+        existing: tensors that are counted from the start.
 
     Attributes:
-        now: bytes of all living tensors.
+        now: bytes of all counted tensors that exist.
         peak: largest value of ``now``.
         largest: bytes of the largest tensor that an operation has created.
     """
@@ -28,7 +28,7 @@ class TensorBytes(TorchDispatchMode):
         self.largest = 0
 
     def _count(self, tensor):
-        """Add the storage of ``tensor`` unless it was added before."""
+        """Count the storage of ``tensor``, unless the storage is already counted."""
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
         if key not in self._storages:

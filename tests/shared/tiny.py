@@ -1,4 +1,4 @@
-"""Tiny random models of several families, and settings that make them sparse."""
+"""Tiny random models of several families, and CabConfigs with small blocks."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# config class, model class and further config fields
+# by family: (config class, model class, config fields in addition to SIZES)
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
@@ -54,14 +54,14 @@ FAMILIES = {
         {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
     ),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {}),
-    # heads have sinks, and all layers except the first have sliding windows
+    # has attention sinks; all layers except the first have sliding windows
     "granite-swa": (
         GraniteSWAConfig,
         GraniteSWAForCausalLM,
         {"sliding_window": 40, "attention_multiplier": 0.25},
     ),
-    # logits are soft-capped, which sdpa ignores in some versions; the first and the last layer have
-    # sliding windows
+    # has a soft cap of logits, which sdpa ignores in some versions of transformers; the first and
+    # the last layer have sliding windows
     "gemma2": (
         Gemma2Config,
         Gemma2ForCausalLM,
@@ -85,7 +85,7 @@ FAMILIES = {
         },
     ),
 }
-# small blocks, so that a few hundred tokens have many blocks
+# small blocks, so that sequences of a few hundred tokens have many blocks
 SMALL = CabConfig(query_block=32, key_block=16, min_length=0)
 FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
 SPARSE = replace(
@@ -94,10 +94,10 @@ SPARSE = replace(
     share_threshold=0.5,
     outlier_queries=4,
     typical_queries=4,
-    # the default of two blocks would be a large part of a short sequence
+    # the default, two dense query blocks at the end, would be a large part of a short sequence
     dense_tail_blocks=1,
 )
-# fields of `SPARSE` for the command line, except for the numbers of scored queries
+# `SPARSE` as words for the option --cab, without its numbers of outlier and typical queries
 SPARSE_WORDS = (
     "query_block=32",
     "key_block=16",
@@ -130,7 +130,7 @@ def tiny_model(family="llama", model_class=None, **overrides):
 
 
 def tiny_llava():
-    """Return a random LLaVA, an image encoder with a LLaMA, whose image token is 2."""
+    """Return a random LLaVA model (CLIP image encoder and LLaMA), whose image token id is 2."""
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
     torch.manual_seed(0)
@@ -143,7 +143,7 @@ def tiny_llava():
 
 
 def tokens(batch, length, seed=1):
-    """Return random token ids, int64 [batch, length], without special tokens."""
+    """Return random token ids, int64 [batch, length]; special tokens (ids 0 to 2) do not occur."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
 
@@ -151,7 +151,7 @@ def tokens(batch, length, seed=1):
 def qkv(batch=1, heads=6, kv_heads=2, q_length=200, kv_length=None, dim=16, seed=0, **kind):
     """Return random q, k and v, [B, H, N, D] with the strides of [B, N, H, D].
 
-    ``kind`` are arguments of `Tensor.to`, such as ``dtype``. ``kv_length`` None: ``q_length``.
+    ``kind`` has arguments of `Tensor.to`, such as ``dtype``. ``kv_length`` None: ``q_length`` keys.
     """
     generator = torch.Generator().manual_seed(seed)
 

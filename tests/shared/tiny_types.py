@@ -1,8 +1,8 @@
 """Tiny random models of all causal language model types in transformers.
 
-A config starts from the defaults of its type. Sizes in `SIZES` are reduced, also in nested configs.
-Lists with an entry per layer are shortened to cycles of their different entries. `REPAIRS` has
-fields of types for which that is not enough.
+A tiny config is the default config of its type with reduced sizes (`SIZES`), also in nested
+configs. A list with an entry per layer is replaced by a cycle of its different entries. `REPAIRS`
+has further fields for types whose tiny config would be invalid otherwise.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
-# smallest token id that is no special token
+# token ids from 0 to 31 may be special tokens
 FIRST_TOKEN = 32
-# lines of a size and config fields with that size; sliding windows are shorter than test sequences
+# each line: a size, and the config fields that are set to the size; sliding windows are shorter
+# than the sequences of tests
 SIZE_TABLE = """
 64 hidden_size d_model n_embd emb_dim embedding_dim embedding_size input_embedding_size
 64 output_embedding_size word_embed_proj_dim lru_width hidden_size_global backbone_hidden_size
@@ -74,12 +75,12 @@ SIZES = {
 LAYERS, HEADS = SIZES["num_hidden_layers"], SIZES["num_attention_heads"]
 KV_HEADS, HEAD_DIM, HIDDEN = SIZES["num_key_value_heads"], SIZES["head_dim"], SIZES["hidden_size"]
 VOCABULARY, WINDOW = SIZES["vocab_size"], SIZES["sliding_window"]
-# fields that are set even if their default is None
+# fields that are set to their size even if their default is None
 ALWAYS = ("head_dim", "num_key_value_heads")
 KINDS = ("sliding_attention", "full_attention")
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 SOME_SLIDING = list(KINDS) * (LAYERS // 2)
-# further config fields by type
+# by type: config fields that override the reduced config
 REPAIRS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"use_cache": False},
@@ -102,7 +103,7 @@ REPAIRS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * (LAYERS // 2)},
     "ministral": {"layer_types": SOME_SLIDING},
-    # no sliding windows, which `window_fields` adds
+    # no sliding windows by default; `window_fields` adds sliding windows
     "mistral": {"sliding_window": None},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
@@ -123,12 +124,12 @@ REPAIRS: dict[str, dict[str, Any]] = {
 
 
 def causal_types() -> list[str]:
-    """Return all types of `AutoModelForCausalLM`, sorted."""
+    """Return the sorted model types that `AutoModelForCausalLM` supports."""
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING))
 
 
 def tiny_config(model_type: str, **values: Any) -> PreTrainedConfig:
-    """Return a config with a few layers, heads and tokens; ``values`` overrides fields."""
+    """Return a config with few layers and heads and a small vocabulary; ``values`` are fields."""
     config = _tiny(CONFIG_MAPPING[model_type](), values)
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
@@ -136,7 +137,10 @@ def tiny_config(model_type: str, **values: Any) -> PreTrainedConfig:
 
 
 def window_fields(model_type: str) -> dict[str, Any]:
-    """Return arguments of `tiny_config` that add sliding windows to a type without them."""
+    """Return arguments of `tiny_config` that turn on sliding windows.
+
+    Returns {} if the type has no field for windows, or if its tiny config has windows already.
+    """
     config = tiny_config(model_type)
     names = {field.name for field in dataclasses.fields(config)}
     values = vars(config)
@@ -155,7 +159,7 @@ def _tiny(
     default: PreTrainedConfig, overrides: Mapping[str, Any] | None = None
 ) -> PreTrainedConfig:
     """Return a reduced copy of ``default``, with the fields ``overrides``."""
-    # vars() avoids properties, some of which raise errors for values that differ between layers
+    # read vars(), because some properties raise an error if a value differs between layers
     values = vars(default)
     layers = values.get("num_hidden_layers")
     fields: dict[str, Any] = {}
@@ -174,7 +178,7 @@ def _tiny(
 
 
 def _number(name: str, value: int | None) -> dict[str, int]:
-    """Return the reduced value of an integer field by name; {} to keep the default."""
+    """Return {name: reduced value} for an integer field; {} to keep its default."""
     if name in SIZES:
         return {name: SIZES[name]}
     is_token = name.endswith(("token_id", "token_index"))
@@ -182,7 +186,7 @@ def _number(name: str, value: int | None) -> dict[str, int]:
 
 
 def _of_each_kind(entries: list[Any] | tuple[Any, ...]) -> list[Any]:
-    """Return `LAYERS` entries that cycle through the different entries of a list."""
+    """Return a list of `LAYERS` entries that repeats the different entries in turn."""
     different = [each for index, each in enumerate(entries) if each not in entries[:index]]
     return [different[layer % len(different)] for layer in range(LAYERS)]
 
@@ -190,7 +194,8 @@ def _of_each_kind(entries: list[Any] | tuple[Any, ...]) -> list[Any]:
 def tiny_model(model_type: str, **values: Any) -> PreTrainedModel:
     """Return a random float32 model of `tiny_config` whose attention is far from uniform.
 
-    With the default initialisation, wrong attention would hardly change the logits.
+    With the default initialisation, attention is nearly uniform, and tests would not detect errors
+    of attention in the logits.
     """
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
     torch.manual_seed(0)

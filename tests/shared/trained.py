@@ -1,4 +1,4 @@
-"""Tiny models with adapters, and a training step."""
+"""Tiny models with LoRA adapters, and a training step of such a model."""
 
 from contextlib import contextmanager
 
@@ -15,7 +15,7 @@ def adapted(targets, made=tiny_model, checkpointing=True, **options):
 
     Args:
         targets: names of the adapted layers.
-        made: function that returns the model.
+        made: function that returns the base model.
         checkpointing: True for gradient checkpointing.
         options: further arguments of `with_lora`.
     """
@@ -37,7 +37,7 @@ def batch(length, rows=1):
 
 
 def train_step(model, length, rows=1):
-    """Return the loss, as "loss", and the gradients of a step by name."""
+    """Run one forward and backward pass; return the gradients by name, and the loss as "loss"."""
     torch.manual_seed(1)
     model.zero_grad()
     total = Objective(model)(batch(length, rows))
@@ -48,7 +48,10 @@ def train_step(model, length, rows=1):
 
 @contextmanager
 def left_halfway(model, layer):
-    """Interrupt the backward pass in the block when it reaches the input of layer ``layer``."""
+    """Interrupt a backward pass inside the ``with`` block by KeyboardInterrupt.
+
+    The exception is raised at the input of layer ``layer``, and must reach the end of the block.
+    """
 
     def interrupt(_gradient):
         raise KeyboardInterrupt

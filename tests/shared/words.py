@@ -14,7 +14,7 @@ CHAT = (
 
 
 def make_tokenizer(chat_template=None):
-    """Return a tokenizer with a token for each word of needle tests and for each digit."""
+    """Return a word-level tokenizer of the words in needle tests, with a token for each digit."""
     texts = [
         *needles.NOISE,
         *needles.DISTRACTORS,
@@ -43,7 +43,7 @@ def make_tokenizer(chat_template=None):
 
 
 def make_merging_tokenizer():
-    """Return a byte-level BPE tokenizer with a BOS token, whose words start with a space."""
+    """Return a byte-level BPE tokenizer with a BOS token; tokens of words start with a space."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,8 +1,8 @@
-"""Classify the model classes of vLLM by the support for their attention layers.
+"""Classify the model classes of vLLM: is attention of their prompts sparse, dense or refused?
 
-Run ``python tests/vllm/classes.py`` in the environment of vLLM to write the table in
-docs/serving.md again. `verdict` reads the source of a class, and `layers_of` builds its layers
-without weights, to check the verdict.
+Run ``python tests/vllm/classes.py`` in an environment with vLLM to rewrite the table in
+docs/serving.md. `verdict` classifies a class by its source code. Tests check the verdict with the
+layers that `layers_of` builds without weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 BEGIN, END = "<!-- classes -->", "<!-- end -->"
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 
-# names in the source of a model class -> the kind of layers that stay dense
+# name in the source of a model class -> kind of layers with this name, which have dense attention
 DENSE_LAYERS = {
     "per_layer_sliding_window": "a sliding window",
     "sinks": "attention sinks",
@@ -26,19 +26,20 @@ DENSE_LAYERS = {
     "alibi_slopes": "ALiBi",
     "ChunkedLocalAttention": "chunked attention",
 }
-# kinds in `DENSE_LAYERS` -> reasons of `cab_hf.vllm.layers.why_dense`, if the two differ
+# kind in `DENSE_LAYERS` -> reason that `cab_hf.vllm.layers.why_dense` returns, if they differ
 REASONS = {"chunked attention": "batches that vLLM rewrites"}
-# classes of attention layers: latent attention, causal attention, attention in both directions
+# classes of vLLM's attention layers: latent attention, causal attention, and attention in both
+# directions within a prefix
 LATENT = {"MLAAttention", "MultiHeadLatentAttentionWrapper"}
 CAUSAL = {"Attention", "ChunkedLocalAttention"}
 PREFIX = {"PrefillPrefixLMAttention"}
 
 
 class Verdict(NamedTuple):
-    """The support for sparse prompts of one model class.
+    """Support for sparse prefill of one model class.
 
     Attributes:
-        prompts: "sparse", "dense", "refused", or two of these words.
+        prompts: "sparse", "dense", "refused", or "sparse or refused": the attention of prompts.
         why: the kinds of layers that are dense, or the reason why all layers are dense.
     """
 
@@ -47,14 +48,18 @@ class Verdict(NamedTuple):
 
 
 NOTHING = Verdict("dense", "no attention over pages of keys and values")
-# verdict on models that vLLM takes from transformers; their config determines the kinds of layers
+# verdict on models that vLLM runs by transformers: the model config determines which layers are
+# dense
 BY_CONFIG = Verdict(
     "sparse", "a sliding window, attention sinks or soft-capped logits, if the config has them"
 )
 
 
 def source_of(models: Path, module: str) -> str:
-    """Return the source of a module or package in vLLM's registry; ``models`` is its folder."""
+    """Return the source code of a module, or of all files of a package, in vLLM's registry.
+
+    ``models`` is the folder of vLLM's models.
+    """
     if module.startswith("vllm."):
         path = models.parents[1] / module.removeprefix("vllm.").replace(".", "/")
     else:
@@ -69,8 +74,8 @@ def verdict(models: Path, module: str, seen: frozenset[str] = frozenset()) -> Ve
 
     Args:
         models: folder of vLLM's models.
-        module: name of the module.
-        seen: modules that import ``module``, which are not read again.
+        module: name of the module in the registry.
+        seen: modules that import ``module``; the recursion over imports stops at these modules.
     """
     if module == "transformers":
         return BY_CONFIG
@@ -89,17 +94,17 @@ def verdict(models: Path, module: str, seen: frozenset[str] = frozenset()) -> Ve
         return Verdict("refused", latent)
     if words & PREFIX:
         return Verdict("dense", "prompts that attend in both directions")
-    # a module without attention layers may import the layers of another model
+    # a module without attention layers may import layers from other models: use their verdicts
     bases = re.findall(r"from (?:\.|vllm\.model_executor\.models\.)(\w+) import", source)
     results = [verdict(models, base, seen | {module}) for base in bases if base not in seen]
     results = [result for result in results if result != NOTHING]
-    # a sparse verdict has priority
+    # if verdicts of imported modules differ, prefer a sparse verdict
     return min(results, key=lambda result: result.prompts != "sparse", default=NOTHING)
 
 
 def words_of(source: str) -> set[str]:
-    """Return the names and the keyword arguments of calls in a source."""
-    # concatenated files have this import in the middle, where Python does not allow it
+    """Return all names and all keywords of calls in the source code ``source``."""
+    # remove this import, which Python does not allow in the middle of concatenated files
     source = source.replace("from __future__ import annotations", "")
     nodes = list(ast.walk(ast.parse(source)))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -108,7 +113,7 @@ def words_of(source: str) -> set[str]:
 
 @cache
 def verdicts() -> dict[str, Verdict]:
-    """Return the verdict on every text model of the installed vLLM, by name of its class."""
+    """Return the `Verdict` on every text generation model of the installed vLLM, by class name."""
     from vllm.model_executor.models import registry
 
     models = Path(registry.__file__).parent
@@ -117,7 +122,7 @@ def verdicts() -> dict[str, Verdict]:
 
 
 def table() -> str:
-    """Return the table of docs/serving.md."""
+    """Return the Markdown table of `verdicts` for docs/serving.md."""
     from vllm import __version__
 
     rows = defaultdict(list)
@@ -131,7 +136,7 @@ def table() -> str:
 
 
 def page_with_table() -> str:
-    """Return docs/serving.md with a new table between the markers `BEGIN` and `END`."""
+    """Return the text of docs/serving.md, with `table` between the markers `BEGIN` and `END`."""
     before, _, table_and_after = DOCS.read_text("utf-8").partition(BEGIN)
     _, _, after = table_and_after.partition(END)
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
@@ -139,7 +144,7 @@ def page_with_table() -> str:
 
 @cache
 def model_types() -> dict[str, str]:
-    """Return the model type of every causal LM of transformers, by name of its class."""
+    """Return {class name: model type} of all causal language models in transformers."""
     from transformers.models.auto import modeling_auto
 
     types = {}
@@ -150,10 +155,13 @@ def model_types() -> dict[str, str]:
 
 
 def layers_of(name: str) -> Counter[str | None] | None:
-    """Build a model class with transformers' default config and without weights.
+    """Build a model class on the meta device, and count its attention layers by reason.
 
-    Returns the number of attention layers by the reason why the layers are dense; the reason of
-    sparse layers is None. Returns None if vLLM cannot build the class in this way on a CPU.
+    The config is the default of transformers.
+
+    Returns:
+        {reason why the layers are dense, or None for sparse layers: number of layers}; None if
+        vLLM cannot build the class from this config on a CPU.
     """
     import torch
     from transformers import CONFIG_MAPPING
@@ -186,7 +194,7 @@ def layers_of(name: str) -> Counter[str | None] | None:
 
 
 def begin_process_groups() -> None:
-    """Start the process groups of one rank for the current config of vLLM."""
+    """Create vLLM's process groups of a single rank for the current config of vLLM."""
     import torch
     from vllm import distributed
 
@@ -199,7 +207,7 @@ def begin_process_groups() -> None:
             local_rank=0,
             backend="gloo",
         )
-    # models with experts need a group that does not exist after the start of other models
+    # create model-parallel groups again: models with experts need a group that others do not create
     distributed.destroy_model_parallel()
     distributed.ensure_model_parallel_initialized(1, 1)
 

@@ -4,14 +4,14 @@ import os
 
 import pytest
 
-# run engines in this process, so that tests can inspect them
+# run engines in the test process, so that tests can inspect their schedulers and layers
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def registered():
-    """Register the plugin, which vLLM itself does only when an engine starts."""
+    """Register the plugin before all tests; vLLM registers plugins only when an engine starts."""
     from importlib.util import find_spec
 
     if find_spec("vllm") is not None:
@@ -22,7 +22,7 @@ def registered():
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory):
-    """Return a tiny model whose answers depend on the attended keys."""
+    """Save a tiny LLaMA with large weights, whose answers depend on attention; return folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -47,11 +47,12 @@ def llama(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(llama):
-    """Return a function that starts engines of vLLM.
+    """Return a function that starts or reuses engines of vLLM.
 
-    Its arguments are the settings "cab" (None for an engine without the plugin), the folder of the
-    model, and options of `LLM`. Equal arguments return the same engine. Engines of a process share
-    process groups, which the end of any engine destroys, so all engines of a module end together.
+    The arguments of the function are the settings "cab" (None: an engine without the plugin), the
+    folder of the model, and options of `LLM`. A call with equal arguments returns the same engine.
+    All engines are shut down together at the end of a test module, because an engine that shuts
+    down destroys the process groups of all engines in this process.
     """
     from vllm import LLM
 
@@ -81,17 +82,17 @@ def engine(llama):
 
 @pytest.fixture
 def plugin_messages(monkeypatch):
-    """Return the list of messages that the plugin logs during the test."""
+    """Return a list to which the messages that the plugin logs are appended during the test."""
     messages, log = [], logging.getLogger("vllm.cab_hf")
-    # vLLM sets the levels and handlers of its loggers when an engine starts
+    # patch the logger's methods, because vLLM resets levels and handlers when an engine starts
     for name in ("info", "warning"):
         monkeypatch.setattr(log, name, lambda text, *args: messages.append(text % args))
     return messages
 
 
 def pytest_collection_modifyitems(items):
-    """Run the tests that build model classes last.
+    """Move the tests of test_classes.py, which build all model classes, to the end.
 
-    These classes import numba, and vLLM 0.32 cannot start an engine on a CPU after that.
+    Some model classes import numba, after which vLLM 0.32 cannot start an engine on a CPU.
     """
     items.sort(key=lambda item: "test_classes.py" in item.nodeid)

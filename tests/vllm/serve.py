@@ -1,7 +1,7 @@
-"""Start vLLM's API servers: ``python serve.py MODEL [options of vllm serve]``.
+"""Start vLLM's API servers, as ``vllm serve``: ``python serve.py MODEL [OPTIONS]``.
 
-The command ``vllm serve`` needs a distribution with the name "vllm", and CPU builds have another
-name. API servers are processes that import this file again.
+The command ``vllm serve`` itself fails for CPU builds: it requires a distribution with the name
+"vllm", and CPU builds have another name. Each API server is a process that imports this file.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The HTTP endpoints of an engine with two API servers."""
+"""HTTP endpoints of an engine with two API servers: completions and metrics."""
 
 import json
 import os
@@ -16,18 +16,18 @@ pytest.importorskip("vllm")
 from test_settings import shown_in
 from test_vllm import SPARSE
 
-# warnings are those of vLLM and its libraries
+# ignore warnings, which vLLM and its libraries cause
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
-# seconds until the servers answer: four processes import vLLM one after the other
+# timeout in seconds until the servers answer: four processes import vLLM one after the other
 START_S = 540
-# seconds until a worker has published its counters, with an interval of one second
+# timeout in seconds until workers have published their counters, which they do every second
 PUBLISH_S = 30
 
 
 @pytest.fixture(scope="module")
 def url(llama, tmp_path_factory):
-    """Start an engine with two API servers, and return their common address."""
+    """Start an engine with two API servers, and yield the URL that both servers share."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -65,7 +65,7 @@ def url(llama, tmp_path_factory):
 
 
 def wait_for(url, process, log):
-    """Wait until the servers answer; fail with the end of the log after ``START_S`` seconds."""
+    """Wait until the servers answer. After ``START_S`` seconds, fail the test and show the log."""
     end = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < end:
         try:
@@ -78,8 +78,8 @@ def wait_for(url, process, log):
 def complete(url, length, **fields):
     """Send a prompt of ``length`` tokens, and return the number of generated tokens.
 
-    Prompts of different lengths have different first tokens, so that no prompt is in the prefix
-    cache.
+    The first token depends on the length, so that prompts of different lengths share no prefix in
+    the prefix cache.
     """
     body = {
         "model": "tiny",
@@ -100,10 +100,10 @@ def counters(url):
 
 
 def test_metrics_of_api_servers_count_sparse_prompts_and_pairs(url):
-    # the counters exist before the first prompt
+    # before the first prompt, all counters exist and are 0
     assert set(counters(url).values()) == {0}
     assert complete(url, 300) == complete(url, 500) == 4
-    # shorter than a query block, and dense on request
+    # not sparse: a prompt shorter than a query block, and a prompt that asks for dense attention
     assert complete(url, 20) == complete(url, 400, vllm_xargs={"cab": False}) == 4
     pairs = 3 * 4 * sum(n * (n + 1) // 2 for n in (300, 500))
     end = time.monotonic() + PUBLISH_S
@@ -112,5 +112,5 @@ def test_metrics_of_api_servers_count_sparse_prompts_and_pairs(url):
     assert totals["sparse_prompts"] == 2
     assert totals["possible_pairs"] == pairs
     assert 0.1 < totals["attended_pairs"] / pairs < 1
-    # each connection goes to one of the two servers, so that eight requests reach both
+    # the kernel assigns each connection to one of two servers: eight requests probably reach both
     assert [counters(url) for _ in range(8)] == [totals] * 8

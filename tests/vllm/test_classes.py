@@ -7,13 +7,13 @@ pytest.importorskip("vllm")
 from test_models import MODELS
 from vllm.model_executor.models import registry
 
-# warnings are those of vLLM and its libraries
+# ignore warnings, which vLLM and its libraries cause
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def inspect_in_process():
-    """Inspect model classes in this process, because vLLM would start a process for each class."""
+    """Make vLLM inspect model classes in this process, and not in a new process for each class."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             registry._LazyRegisteredModel,
@@ -24,7 +24,7 @@ def inspect_in_process():
 
 
 def test_docs_table_lists_model_classes():
-    """``python tests/vllm/classes.py`` writes the table."""
+    """Compare the table in the page. ``python tests/vllm/classes.py`` rewrites the table."""
     assert classes.DOCS.read_text("utf-8") == classes.page_with_table()
 
 
@@ -34,7 +34,7 @@ def test_sparse_model_classes_are_classified_as_sparse(name):
 
 
 def test_layers_built_by_vllm_match_table():
-    """Check every class that has a config in transformers and that vLLM can build on a CPU."""
+    """Check the verdicts on all classes that `layers_of` can build."""
     layers_by_class = {}
     for name in classes.verdicts():
         layers = classes.layers_of(name)
@@ -49,7 +49,7 @@ def test_layers_built_by_vllm_match_table():
             if kind in verdict.why
         }
         if verdict.prompts != "sparse":
-            # a CPU has a backend for latent attention
+            # on a CPU, latent attention has a backend of its own, and is not refused
             allowed |= {"another backend", "batches that vLLM rewrites"}
         if verdict.prompts in ("sparse", "sparse or refused"):
             allowed.add(None)

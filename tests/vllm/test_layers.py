@@ -1,4 +1,4 @@
-"""Layers and KV caches whose layout or batching in vLLM differs from plain attention."""
+"""Models and KV caches for which vLLM has a special layout, batching or chunking."""
 
 from random import Random
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import subclass_attention_backend
 from cab_hf.dispatch import attended
 from cab_hf.vllm.backend import CabBackend, CabBuilder, SparseBuilder, elements_of, gather
 
-# warnings are those of vLLM and its libraries
+# ignore warnings, which vLLM and its libraries cause
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
@@ -49,7 +49,7 @@ FULL = {"query_block": 32, "key_block": 16, "min_length": 0, "mass_threshold": 0
 
 
 def save_model(folder, model_class, config_class, **fields):
-    """Save a random model whose answers depend on the attended keys; return its folder."""
+    """Save a random model with large weights, whose answers depend on attention; return folder."""
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**fields)
     model = getattr(transformers, model_class)(config)
@@ -60,7 +60,10 @@ def save_model(folder, model_class, config_class, **fields):
 
 
 def served(engine, prompts):
-    """Return (log-probabilities of the answer, number of cached tokens) of every prompt."""
+    """Generate four tokens per prompt; return a list with a tuple for each prompt.
+
+    The tuple is ([(token, its log-probability) of each step], number of cached prompt tokens).
+    """
     sampling = SamplingParams(
         temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=0
     )
@@ -77,7 +80,7 @@ def served(engine, prompts):
 
 
 def assert_same(actual, expected):
-    """Assert that answers have equal tokens and log-probabilities; arguments as from `served`."""
+    """Assert that two results of `served` have equal tokens and close log-probabilities."""
     for (answer, _), (expected_answer, _) in zip(actual, expected, strict=True):
         assert [token for token, _ in answer] == [token for token, _ in expected_answer]
         torch.testing.assert_close(
@@ -98,7 +101,7 @@ def test_chunked_attention_layers_stay_dense(engine, tmp_path):
     prompts = [prompt_of(300), prompt_of(700, 1)]
     attended.clear()
     actual = served(engine(FULL, folder, max_num_batched_tokens=2048), prompts)
-    # the last layer of four attends to all tokens
+    # only layer 3, the last, has full attention, and is sparse
     assert {layer.layer_idx for layer in attended} == {3}
     assert_same(actual, served(engine(None, folder, max_num_batched_tokens=2048), prompts))
 
@@ -114,7 +117,7 @@ def test_derived_builders_are_dense(monkeypatch):
     monkeypatch.setattr(CabBuilder, "isa", "vec", raising=False)
 
     class Derived(CabBuilder):
-        """A builder that vLLM derives for layers with static sinks or chunked attention."""
+        """Subclass of the builder, as vLLM derives for static sinks or chunked attention."""
 
     derived = subclass_attention_backend("Derived", CabBackend, Derived).get_builder_cls()
     plain = {"block_size": 32, "head_size": 64, "dtype": torch.float32}
@@ -131,7 +134,7 @@ def test_hybrid_model_reuses_cached_mamba_states(engine, tmp_path):
     ours, theirs = engine(cab, folder, **options), engine(None, folder, **options)
     prompt = prompt_of(700)
     later = [*prompt[:690], *prompt_of(150, 1)]
-    # vLLM's own results for this model depend on where chunks end
+    # vLLM's results for this model depend on where chunks end: make its chunks end where ours end
     scheduler = theirs.llm_engine.engine_core.engine_core.scheduler
     chunk_ends = {0: 384, 384: 672}
     split = scheduler._mamba_block_aligned_split
@@ -155,8 +158,8 @@ def test_hybrid_model_reuses_cached_mamba_states(engine, tmp_path):
         ("vec", torch.float32, 128, 64),
         ("vec", torch.bfloat16, 32, 128),
         ("vec16", torch.float32, 48, 80),
-        # pairs of channels (keys) or tokens (values) are adjacent; every x86 CPU can write this
-        # layout
+        # layout "amx" interleaves pairs of channels (keys) or tokens (values); every x86 CPU can
+        # write this layout
         ("amx", torch.bfloat16, 32, 64),
         ("amx", torch.bfloat16, 128, 128),
         ("amx", torch.bfloat16, 96, 32),
@@ -165,7 +168,7 @@ def test_hybrid_model_reuses_cached_mamba_states(engine, tmp_path):
 def test_gather_reads_pages_in_vllm_layout(isa, dtype, page, dim):
     current_platform.import_kernels()
     generator = torch.Generator().manual_seed(0)
-    # two and a half pages, not in order
+    # page table of two and a half pages, whose page numbers are not ascending
     pages, count = torch.tensor([3, 0, 4]), 2 * page + page // 2
     key, value = (torch.randn(count, 2, dim, generator=generator).to(dtype) for _ in "kv")
     token = torch.arange(count)
@@ -173,7 +176,7 @@ def test_gather_reads_pages_in_vllm_layout(isa, dtype, page, dim):
     cache = torch.full((5, 2, page, 2 * dim), torch.nan, dtype=dtype)
     key_cache, value_cache = cache.view(5, 2, 2 * page, dim).chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa)
-    # vLLM 0.22 has separate tensors for keys and values
+    # in vLLM 0.22, keys and values are separate halves of the cache
     separate = torch.stack([x.reshape(5, 2, page, dim) for x in (key_cache, value_cache)])
     for kv_cache in (cache, separate):
         gathered_key, gathered_value = gather(kv_cache, pages, isa)

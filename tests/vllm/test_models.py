@@ -1,4 +1,4 @@
-"""Sparse prompts of many architectures in vLLM, compared with "cab" in transformers."""
+"""Sparse prefill of many architectures in vLLM equals "cab" in transformers."""
 
 import re
 from functools import partial
@@ -18,7 +18,7 @@ from cab_hf.config import CabConfig
 from cab_hf.dispatch import attended
 from cab_hf.vllm import layers
 
-# warnings are those of vLLM and its libraries
+# ignore warnings, which vLLM and its libraries cause
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 SIZES = {
@@ -34,7 +34,7 @@ SIZES = {
 }
 WINDOW, GLOBAL = "sliding_attention", "full_attention"
 WINDOWS = {"sliding_window": 64, "layer_types": [WINDOW, GLOBAL] * 2}
-# (model class, config class, fields of the config, number of sparse layers)
+# by name: (model class, config class, fields of the config, number of sparse layers)
 MODELS = {
     "interleaved": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {}, 4),
     "half-of-the-channels": ("StableLmForCausalLM", "StableLmConfig", {"head_dim": None}, 4),
@@ -66,8 +66,11 @@ def prompt(length, seed=0):
 
 @pytest.fixture
 def make_model(tmp_path, monkeypatch):
-    """Return a function of model class, config class and fields that saves a tiny model."""
-    # vLLM shares rotary embeddings between models, and ERNIE changes its rotary embedding
+    """Return a function that saves a tiny model and returns its folder.
+
+    The arguments of the function are the model class, the config class and fields of the config.
+    """
+    # use a new cache of rotary embeddings, because ERNIE changes an embedding that models share
     monkeypatch.setattr("vllm.model_executor.layers.rotary_embedding._ROPE_DICT", {})
 
     def make(model_class, config_class, fields, scale=3):
@@ -84,7 +87,7 @@ def make_model(tmp_path, monkeypatch):
 
 @pytest.fixture
 def once(engine):
-    """Return `engine` with a small KV cache, for models that one test serves."""
+    """Return the function `engine` with a small KV cache, for models of a single test."""
     return partial(engine, num_gpu_blocks_override=128)
 
 
@@ -103,7 +106,7 @@ def test_sparse_answers_of_architecture_equal_transformers(name, make_model, onc
 
 
 def test_kv_sharing_layers_equal_reference(make_model, once):
-    """The last layers of Gemma 3n read keys and values of earlier layers."""
+    """Test Gemma 3n, whose last layers read the keys and values of earlier layers."""
     fields = {
         "num_hidden_layers": 6,
         "num_kv_shared_layers": 2,
@@ -115,7 +118,7 @@ def test_kv_sharing_layers_equal_reference(make_model, once):
         "activation_sparsity_pattern": [0.0] * 6,
     }
     folder = make_model("Gemma3nForCausalLM", "Gemma3nTextConfig", fields, scale=1.5)
-    # two prompts are longer than min_length and one is shorter, in one batch
+    # one batch has two prompts above min_length and one below
     prompts = [prompt(300), prompt(90, 1), prompt(200, 2)]
     options = {"max_num_batched_tokens": 160}
     expected = served(once(None, folder, **options), prompts)
@@ -124,7 +127,7 @@ def test_kv_sharing_layers_equal_reference(make_model, once):
 
 
 def test_cascade_shares_plans_between_kv_cache_groups(make_model, once):
-    """Four layers with full attention are in two KV cache groups if two layers have windows."""
+    """Check that plans pass between groups: vLLM splits the four full-attention layers in two."""
     layer_types = [WINDOW, GLOBAL, GLOBAL, WINDOW, GLOBAL, GLOBAL]
     fields = {"num_hidden_layers": 6, "layer_types": layer_types, "sliding_window": 64}
     folder = make_model(
@@ -139,7 +142,7 @@ def test_cascade_shares_plans_between_kv_cache_groups(make_model, once):
 
 
 def test_only_prompts_without_images_are_sparse(engine, llama, monkeypatch):
-    """vLLM passes {0: []} to the backend of a multimodal model for a prompt without images."""
+    """Simulate the image ranges that vLLM passes; {0: []} means a prompt without images."""
     ours, metadata = engine(SPARSE), gpu_model_runner.CommonAttentionMetadata
     prompts = [prompt(300), prompt(280, 1)]
     sparse = [Reference(llama, SPARSE)(x) for x in prompts]
@@ -158,7 +161,7 @@ def test_only_prompts_without_images_are_sparse(engine, llama, monkeypatch):
 
 
 def test_speculative_draft_model_needs_no_settings(engine, llama, tmp_path):
-    """The settings contain the index of a layer that the draft model does not have."""
+    """Use settings that name layer 2, which the draft model of one layer does not have."""
     config = transformers.LlamaConfig.from_pretrained(llama, num_hidden_layers=1)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     guesses = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
@@ -192,7 +195,10 @@ def test_dense_layers_report_reasons(impl, builder, reason):
 
 
 def test_rotary_embedding_conditions_of_vllm_are_covered():
-    """`layers` lists every attribute by which a vLLM layer decides whether it rotates heads."""
+    """Find all conditions in vLLM's sources under which a layer applies RoPE.
+
+    `cab_hf.vllm.layers` must list every attribute in these conditions.
+    """
     listed = {*layers.SWITCHES, *(x for names in layers.APPLIED_IF.values() for x in names)}
     conditions = set()
     for file in Path(models.__file__).parent.glob("*.py"):
@@ -203,5 +209,5 @@ def test_rotary_embedding_conditions_of_vllm_are_covered():
     assert len(conditions) > 5
     listed |= {"rotary_emb", "config.use_mem_rope"}
     unlisted = {(module, name) for module, name in conditions if name not in listed}
-    # the condition of Molmo is about norms, not about the rotary embedding
+    # in Molmo, the condition decides about norms, and RoPE is always applied
     assert unlisted <= {("molmo", "q_norm"), ("molmo", "k_norm")}

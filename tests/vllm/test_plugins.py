@@ -1,4 +1,4 @@
-"""Processes that do not load the plugin, because VLLM_PLUGINS excludes it."""
+"""The environment variable VLLM_PLUGINS can exclude the plugin: using it must then raise."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ LLM(
 
 
 def test_scheduler_without_plugin_raises(llama):
-    """The option ``scheduler_cls`` imports cab_hf in a process without the plugin."""
+    """Name the scheduler of cab_hf by ``scheduler_cls``, in a process without the plugin."""
     environment = os.environ | {"VLLM_PLUGINS": "other"}
     command = [sys.executable, "-c", START, str(llama)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)

@@ -1,4 +1,4 @@
-"""The chunks into which the plugin's schedulers divide prompts; no model runs."""
+"""Chunks into which the plugin's schedulers divide prompts, without running a model."""
 
 import copy
 import json
@@ -29,7 +29,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from cab_hf.vllm.scheduler import BlockAligned, CabAsyncScheduler, CabScheduler
 
-# warnings are those of vLLM and its libraries
+# ignore warnings, which vLLM and its libraries cause
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 MODEL = {
@@ -43,27 +43,27 @@ MODEL = {
     "vocab_size": 512,
     "max_position_embeddings": 4096,
 }
-# steps without progress after which a test fails
+# number of steps without scheduled tokens after which a test fails
 IDLE_STEPS = 50
 
 
 @dataclass(frozen=True)
 class Setup:
-    """An engine without a model.
+    """Options of an engine whose scheduler is tested.
 
     Attributes:
-        budget: ``max_num_batched_tokens``.
+        budget: option ``max_num_batched_tokens``.
         query_block: tokens of a query block.
         block_size: tokens of a block of the KV cache, and of a state of Mamba layers.
-        scheduled: ``max_num_scheduled_tokens``; None for the budget.
-        threshold: ``long_prefill_token_threshold``; 0 for none.
-        num_seqs: ``max_num_seqs``.
+        scheduled: option ``max_num_scheduled_tokens``; None for the budget.
+        threshold: option ``long_prefill_token_threshold``; 0 for none.
+        num_seqs: option ``max_num_seqs``.
         num_blocks: blocks of the KV cache.
         has_mamba: True if the model has attention and Mamba layers.
         has_prefix_cache: True if prompts with a common prefix share blocks of the KV cache.
         min_length: tokens of the shortest prompt with sparse attention.
         is_async: True for an asynchronous scheduler.
-        draft_slots: tokens that a draft model adds to a step, per request.
+        draft_slots: tokens that speculative decoding adds to each request and step.
     """
 
     budget: int = 160
@@ -82,12 +82,12 @@ class Setup:
 
 @dataclass
 class Trace:
-    """The chunks into which a scheduler divided prompts.
+    """Record of the chunks into which a scheduler divided prompts.
 
     Attributes:
-        steps: number of steps until every request was finished.
-        chunks: (step, start, end) of every chunk, by request id.
-        outside: (request id, start, end) of chunks that vLLM itself would end earlier.
+        steps: number of scheduler steps until all requests were finished.
+        chunks: by request id: (step, first token, end token) of every chunk.
+        outside: (request id, start, end) of chunks that vLLM's own scheduler would end earlier.
     """
 
     steps: int = 0
@@ -111,7 +111,7 @@ def vllm_config(tmp_path_factory):
 
 
 def scheduler_of(vllm_config, setup, is_cab=True):
-    """Return the scheduler of an engine: the plugin's if ``is_cab``, else vLLM's own."""
+    """Return a scheduler with the options ``setup``: the plugin's if ``is_cab``, else vLLM's."""
     config = copy.copy(vllm_config)
     for part in ("scheduler_config", "cache_config"):
         setattr(config, part, copy.copy(getattr(config, part)))
@@ -171,7 +171,7 @@ def request_of(name, prompt, setup, num_answer=2):
 
 
 def step(scheduler, trace):
-    """Schedule a step, add its chunks to ``trace``, and sample a token for finished prompts."""
+    """Schedule a step, record its chunks in ``trace``, and add a token to each finished prompt."""
     output = scheduler.schedule()
     tokens = {}
     for name, count in output.num_scheduled_tokens.items():
@@ -194,7 +194,10 @@ def step(scheduler, trace):
 
 
 def vllm_ends_at(scheduler, request, start, end):
-    """Return True if vLLM, with ``end - start`` tokens to schedule, ends a chunk at ``end``."""
+    """Return True if vLLM's scheduler accepts a chunk from ``start`` to ``end``.
+
+    In models with Mamba layers, vLLM shortens chunks to multiples of the block size.
+    """
     if not scheduler.has_mamba_layers:
         return True
     earlier = copy.copy(request)
@@ -203,9 +206,9 @@ def vllm_ends_at(scheduler, request, start, end):
 
 
 def run(scheduler, setup, arrivals):
-    """Run requests until all are finished, and return the `Trace`.
+    """Schedule requests until all are finished, and return the `Trace`.
 
-    ``arrivals`` has (step of the arrival, prompt, tokens of the answer) of every request.
+    ``arrivals`` lists (step of the arrival, prompt, number of tokens to generate) of all requests.
     """
     trace, waiting, num_idle = Trace(), list(enumerate(arrivals)), 0
     while waiting or scheduler.has_unfinished_requests():
@@ -223,7 +226,7 @@ def draw_setup(draw):
     block_size = draw.choice([16, 32, 48, 96, 128])
     has_mamba = draw.random() < 0.4
     query_block = draw.choice([16, 32, 64, 128])
-    # vLLM's own scheduler needs a budget of one block in hybrid models before 0.27
+    # budgets below one block are included: vLLM's scheduler before 0.27 fails for Mamba with these
     budget = draw.randrange(8, 400)
     return Setup(
         budget=budget,
@@ -251,7 +254,10 @@ def draw_arrivals(draw):
 
 
 def borders(setup, start, end):
-    """Return the block borders in (start, end] where vLLM can end a chunk."""
+    """Return the multiples of the query block in (start, end] at which vLLM can end a chunk.
+
+    With Mamba layers, these are the common multiples of query block and KV cache block.
+    """
     unit = math.lcm(setup.query_block, setup.block_size if setup.has_mamba else 1)
     return range((start // unit + 1) * unit, end + 1, unit)
 
@@ -275,7 +281,7 @@ def test_requests_finish_and_chunks_end_at_block_borders(vllm_config, first):
 
 
 def prompts(*lengths):
-    """Return arrivals in the first step, with answers of one token."""
+    """Return ``arrivals`` for `run`: prompts of these lengths in step 0, with one token each."""
     return [(0, [n + 3] * length, 1) for n, length in enumerate(lengths)]
 
 
@@ -302,7 +308,7 @@ def test_budget_below_block_size_lets_prompt_finish(vllm_config, setup, length, 
 
 
 def test_threshold_below_block_size_lets_prompts_finish(vllm_config):
-    """vLLM applies ``long_prefill_token_threshold`` if there is more than one request."""
+    """Schedule two requests, because vLLM applies the threshold to several requests only."""
     setup = Setup(threshold=12)
     trace = run(scheduler_of(vllm_config, setup), setup, prompts(40, 40))
     assert ends(trace, "0") == ends(trace, "1") == [12, 24, 32, 40]
@@ -311,7 +317,7 @@ def test_threshold_below_block_size_lets_prompts_finish(vllm_config):
 @pytest.mark.parametrize(
     ("block_size", "budget", "length", "expected"),
     [
-        # the least common multiples of 128 and 96 or 288 are 384 and 1152
+        # chunks end at common multiples: lcm(128, 96) = 384, and lcm(128, 288) = 1152
         (96, 512, 700, [384, 672, 700]),
         (288, 512, 700, [288, 576, 700]),
         (288, 1200, 1500, [1152, 1440, 1500]),
@@ -332,7 +338,7 @@ def test_hybrid_chunks_end_at_cached_mamba_states(
     arrivals = [(0, prompt, 1), (20, [*prompt[:-5], 1, 2], 1)]
     trace = run(scheduler, setup, arrivals)
     assert ends(trace, "0") == expected
-    # the second prompt continues from the last cached Mamba state of the first prompt
+    # the second prompt reuses the last Mamba state of the first prompt in the prefix cache
     assert trace.chunks["1"][0][1] == expected[-2]
     assert not trace.outside
 
@@ -351,16 +357,16 @@ def test_decode_steps_with_small_remaining_budget_do_not_stall_prompt(vllm_confi
     trace = run(scheduler_of(vllm_config, setup), setup, [*answers, (2, [9] * 100, 1)])
     _, _, first_end = trace.chunks["5"][0]
     last_step, _, last_end = trace.chunks["5"][-1]
-    # after its arrival in step 2, the prompt waits for one step and needs two steps for each of its
-    # four blocks
+    # the prompt arrives in step 2, waits for at most one step, and takes at most two steps for each
+    # of its four query blocks
     assert last_step - 2 <= 1 + 2 * 4
     assert (first_end, last_end) == (29, 100)
 
 
-# (tokens of the chunk before an image, tokens after alignment)
+# tokens: length of the chunk before an image; expected: length after alignment to query blocks
 @pytest.mark.parametrize(("tokens", "expected"), [(20, 20), (31, 31), (32, 32), (50, 32)])
 def test_full_encoder_cache_leaves_nonempty_chunk_before_image(vllm_config, tokens, expected):
-    # vLLM 0.22 to 0.26 first ends the chunk before the image, and then aligns the shorter chunk
+    # vLLM 0.22 to 0.26 first ends the chunk before the image, and then aligns the end of this chunk
     scheduler = scheduler_of(vllm_config, Setup())
     request = request_of("0", [5] * 300, Setup())
     scheduler.schedule()
@@ -374,7 +380,7 @@ def test_indivisible_image_is_not_split(vllm_config, is_whole, expected):
     scheduler = scheduler_of(vllm_config, Setup())
     scheduler.scheduler_config.disable_chunked_mm_input = is_whole
     request = request_of("0", [5] * 300, Setup())
-    # the block borders 64 and 96 are inside the image
+    # the image has tokens 40 to 109: the multiples 64 and 96 of the query block are inside
     position = SimpleNamespace(offset=40, length=70)
     request.mm_features = [SimpleNamespace(mm_position=position)]
     scheduler.schedule()
@@ -392,7 +398,7 @@ def test_dropped_short_chunk_is_scheduled_without_alignment(vllm_config):
 
 
 class LoadsFirst:
-    """A scheduler that treats asynchronous loads of a KV cache as vLLM 0.22 does."""
+    """Base scheduler that handles asynchronous loads of KV caches as vLLM 0.22 does."""
 
     def __init__(self, vllm_config):
         self.vllm_config = vllm_config

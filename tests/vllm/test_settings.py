@@ -21,14 +21,14 @@ from cab_hf.config import CabConfig
 from cab_hf.vllm import metrics, never_sparse, settings_of
 from cab_hf.vllm.requests import salt_of
 
-# warnings are those of vLLM and its libraries
+# ignore warnings, which vLLM and its libraries cause
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 START = {"skip_tokenizer_init": True, "max_model_len": 64}
 
 
 def config_of(cache=(), backend=None, extra=None, instance_id="", **model):
-    """Return a stand-in for `VllmConfig` with the fields that the plugin reads."""
+    """Return a stand-in for vLLM's `VllmConfig` with the fields that the plugin reads."""
     hf_text_config = SimpleNamespace(num_hidden_layers=4)
     defaults = {"runner_type": "generate", "max_model_len": 32768, "use_mla": False}
     return SimpleNamespace(
@@ -205,14 +205,14 @@ def test_metrics_count_sparse_prompts_and_pairs(engine, plugin_messages):
     served(ours, [prompt(300, 7), prompt(20, 8), prompt(500, 9)], prompt_too=False)
     meter.publish()
     new = {name: total - before[name] for name, total in meter.totals().items()}
-    # a prompt of 20 tokens has no query block
+    # the prompt of 20 tokens is shorter than a query block, and is not counted as sparse
     assert new["sparse_prompts"] == 2
     pairs = 3 * 4 * sum(n * (n + 1) // 2 for n in (300, 500))
     assert 0.1 < new["attended_pairs"] / new["possible_pairs"] < 1
     assert new["possible_pairs"] == pairs
     assert "2 sparse prompts, density 0." in " ".join(plugin_messages[num_messages:])
     page = generate_latest(REGISTRY).decode()
-    # other engines of this module have published counters too
+    # /metrics has the sums over all engines of this test module
     totals = Counter()
     for any_meter in metrics.METERS.values():
         totals.update(any_meter.logged if any_meter.file.exists() else {})
@@ -220,13 +220,13 @@ def test_metrics_count_sparse_prompts_and_pairs(engine, plugin_messages):
 
 
 def shown_in(page):
-    """Return the plugin's counters by name from a page of ``/metrics``."""
+    """Return {name of a counter of the plugin: value} from the text of a ``/metrics`` page."""
     counters = re.findall(r"^cab_hf:(\w+)_total (\S+)$", page, re.M)
     return {name: int(float(value)) for name, value in counters}
 
 
 def test_aggregated_api_servers_sum_counters(tmp_path, monkeypatch):
-    """``/metrics`` of several API servers has the sums over all files of all processes."""
+    """Write counters of two engines, and read their sums from ``/metrics`` of an API server."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     monkeypatch.setattr(metrics, "_totals", None)
     metrics.export(config_of(instance_id="an API server, whose id no worker knows"))

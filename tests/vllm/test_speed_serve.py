@@ -1,11 +1,11 @@
-"""``speed serve --engine vllm`` on a CPU."""
+"""The benchmark command ``speed serve --engine vllm`` runs on a CPU."""
 
 import pytest
 
 pytest.importorskip("vllm")
 from bench import BLOCKS, speed_run
 
-# warnings are those of vLLM and its libraries
+# ignore warnings, which vLLM and its libraries cause
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 

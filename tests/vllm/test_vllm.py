@@ -12,15 +12,15 @@ from vllm import LLM, SamplingParams
 
 from cab_hf.dispatch import attended
 
-# warnings are those of vLLM and its libraries
+# ignore warnings, which vLLM and its libraries cause
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 BLOCKS = {"query_block": 32, "key_block": 16, "min_length": 0, "local_blocks": 1}
 FULL = BLOCKS | {"mass_threshold": 0.0}
 SPARSE = BLOCKS | {"mass_threshold": 0.3, "share_threshold": 1.0}
-# largest difference of equal log-probabilities
+# maximum difference of log-probabilities that are equal up to rounding
 TOLERANCE = 2e-5
-# tokens of an answer
+# number of generated tokens per prompt
 ANSWER = 4
 
 
@@ -32,7 +32,11 @@ def prompts_of(seed, max_count=5, longest=600):
 
 
 def served(engine, prompts, prompt_too=True):
-    """Return (answer tokens, log-probabilities of prompt and answer tokens) of every prompt."""
+    """Generate `ANSWER` tokens per prompt; return a list with a tuple for each prompt.
+
+    The tuple is (generated token ids, log-probabilities of prompt and generated tokens). If
+    ``prompt_too`` is False, log-probabilities are of generated tokens only.
+    """
     sampling = SamplingParams(
         temperature=0,
         max_tokens=ANSWER,
@@ -46,19 +50,19 @@ def served(engine, prompts, prompt_too=True):
 
 
 def read(request_output):
-    """Return (answer tokens, log-probabilities of prompt and answer tokens) of a request."""
+    """Return (generated token ids, log-probabilities) of the output of a request."""
     # the first token of a prompt has no log-probability
     steps = [
         *(request_output.prompt_logprobs or [None])[1:],
         *request_output.outputs[0].logprobs,
     ]
-    # the first entry of a step is the token itself
+    # each step is a dict of log-probabilities, whose first entry is that of the actual token
     logprobs = [next(iter(step.values())).logprob for step in steps]
     return list(request_output.outputs[0].token_ids), logprobs
 
 
 class Reference:
-    """A model with "cab" in transformers, which answers one prompt at a time as `served`."""
+    """Model with "cab" in transformers. A call returns the result of `served` for one prompt."""
 
     def __init__(self, folder, config):
         options = {"attn_implementation": "cab", "cab_config": config}
@@ -91,7 +95,7 @@ def reference(llama):
 
 
 def assert_same(actual, expected, tolerance=TOLERANCE):
-    """Assert that answers have equal tokens and log-probabilities; arguments as from `served`."""
+    """Assert that two results of `served` have equal tokens and close log-probabilities."""
     assert [tokens for tokens, _ in actual] == [tokens for tokens, _ in expected]
     for (_, logprobs), (_, expected_logprobs) in zip(actual, expected, strict=True):
         assert len(logprobs) == len(expected_logprobs)
@@ -101,7 +105,7 @@ def assert_same(actual, expected, tolerance=TOLERANCE):
 
 
 def density():
-    """Return the density over all sparse layers since ``attended.clear()``."""
+    """Return attended / causal token pairs of all sparse layers since ``attended.clear()``."""
     pairs = [x.double() for x in attended.values()]
     return float(sum(x[0] for x in pairs) / sum(x[1] for x in pairs))
 
@@ -144,7 +148,7 @@ def test_sparse_answers_equal_transformers(engine, reference, token_budget, firs
     ids=["batch", "threshold", "scheduled"],
 )
 def test_chunks_smaller_than_query_block_equal_dense(engine, options):
-    """Every query block is in several chunks, whose parts select key blocks separately."""
+    """Split query blocks over several chunks, each of which selects key blocks for its part."""
     prompts = prompts_of(3, max_count=3, longest=200)
     small_cache = {"num_gpu_blocks_override": 64}
     expected = served(engine(None, max_num_batched_tokens=2048), prompts)
@@ -169,7 +173,8 @@ def test_preempted_requests_are_recomputed(engine, reference, monkeypatch):
     ours = engine(
         SPARSE, max_num_batched_tokens=2048, num_gpu_blocks_override=10, enable_prefix_caching=False
     )
-    # a prompt fills three of nine pages of 128 tokens; its answer needs a fourth page
+    # the cache has nine pages of 128 tokens. Each of three prompts fills three pages, and its
+    # answer needs a fourth page, so that a request is preempted
     prompts = [[(i * n) % 500 + 3 for i in range(383)] for n in (3, 7, 11)]
     scheduler, preempted = ours.llm_engine.engine_core.engine_core.scheduler, []
     original_preempt = scheduler._preempt_request
@@ -234,7 +239,7 @@ def test_cab_config_of_model_is_used(engine, llama, tmp_path):
     actual = served(engine({}, tmp_path), prompts)
     assert sorted(layer.layer_idx for layer in attended) == [1, 2]
     assert_same(actual, [Reference(tmp_path, saved)(x) for x in prompts])
-    # an engine of another model has its own settings
+    # another engine in the same process still uses its own settings
     assert_same(
         served(engine(FULL), prompts), served(engine(None, max_num_batched_tokens=2048), prompts)
     )
