@@ -33,7 +33,7 @@ LENGTH = 48
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch, tmp_path_factory):
-    """Set the shuffle buffer of streams to 8 documents, and use a temporary datasets cache."""
+    """Shuffle streamed documents in blocks of 8, and use a temporary datasets cache."""
     # datasets would send download counts to the hub
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))

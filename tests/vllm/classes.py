@@ -1,4 +1,4 @@
-"""Classify the model classes of vLLM: is attention of their prompts sparse, dense or refused?
+"""Classify the model classes of vLLM by the attention of their prompts: sparse, dense, refused.
 
 Run ``python tests/vllm/classes.py`` in an environment with vLLM to rewrite the table in
 docs/serving.md. `verdict` classifies a class by its source code. Tests check the verdict with the
