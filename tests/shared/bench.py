@@ -41,7 +41,7 @@ def speed_run(op, out, words=(), drawn=False):
 
 
 def torchrun(words):
-    """Run ``torchrun --nproc_per_node=2`` with ``words`` (list or tuple), and return the finished process."""
+    """Run ``torchrun --nproc_per_node=2`` with the list ``words``, and return the process."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, *TORCHRUN, *words],
