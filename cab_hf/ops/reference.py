@@ -367,8 +367,8 @@ def masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[Masks]:
     """Yield the token masks of ``plan`` for all queries, one chunk of queries at a time.
 
     A chunk has at most `QUERY_CHUNK` queries. If k or v contains NaN or infinities, all queries of
-    a chunk are in one query block, so that keys which one query block does not attend to are
-    replaced by zeros only for this query block.
+    a chunk are in one query block. Keys that this query block does not attend to can then be
+    replaced by zeros, without a change for other query blocks.
 
     Args:
         q: [B, H, N_q, D].

@@ -347,9 +347,9 @@ def _threshold_kernel(
 ):
     """Write the bitmap of one query block of a head from the logits of its samples.
 
-    ``begin`` is the first query block of the launch. TAIL is "none" for no dense tail, "listed" if
-    the tail selects all visible blocks, and "named" if the tail selects no block, because the plan
-    names the query blocks of the tail.
+    ``begin`` is the first query block of the launch. TAIL is "none" for no dense tail, and "listed"
+    if the tail selects all visible blocks. TAIL is "named" if the tail selects no block, because
+    the plan names the query blocks of the tail.
     """
     # query block, its scratch, and the visible sampled keys and the weight of its samples: scalars
     TYPICAL_ROWS: tl.constexpr = TYPICAL_Q_BLOCKS * TYPICAL

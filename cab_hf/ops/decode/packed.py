@@ -134,7 +134,7 @@ def load_queries(
     """Load the queries of a group, and quantise the queries to the right matrices of the product.
 
     The matrix product needs at least 16 columns, and a group has fewer queries. Therefore a row of
-    the left matrix contains `PACK` adjacent keys, and column j * BLOCK_G + g of the right matrix
+    the left matrix contains `PACK` adjacent keys. Column j * BLOCK_G + g of the right matrix
     contains query g at the channels of key j, and zeros at the channels of the other keys. Thus an
     entry of the result is the product of one key and one query.
 

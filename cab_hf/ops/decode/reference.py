@@ -356,9 +356,9 @@ def attend(
 ) -> Tensor:
     """Compute attention of q [B, H, 1, D] over the selected keys, [B, H, 1, D_v].
 
-    If ``choice.unread`` is not None, all keys that are not selected count as one key, with the sum
-    of their weights and the mean value of the cache (SparQ Attention, Ribar et al., 2024). Without
-    this key, the weights of the selected keys would be too large. The mean is over
+    If ``choice.unread`` is not None, all keys that are not selected count as one key. This key has
+    the sum of their weights and the mean value of the cache (SparQ Attention, Ribar et al., 2024).
+    Without this key, the weights of the selected keys would be too large. The mean is over
     `NUM_MEAN_VALUES` equidistant slots of the sequence.
 
     Args:
