@@ -439,7 +439,7 @@ def _uses_attention_interface(model: type) -> bool:
         except (OSError, TypeError, KeyError):
             # no source, for example for a class that is defined in a notebook
             return True
-        # the model has its own dict of attention classes; vision towers may have such a dict
+        # the model has its own dict of attention classes; such dicts of vision towers do not count
         if re.search(r"\b(?!\w*VISION)\w+_ATTENTION_CLASSES\[", source):
             return False
         # AutoModel builds submodels, which are checked when they are built

@@ -217,8 +217,8 @@ def judged(sample: Row) -> dict[str, Any]:
             if kind not in fields.get("reads_padding", ())
         ]
         for field, layer_counts in counts.items():
-            counted = (variant, *outcome_by_input.values())
-            layer_counts += [outcome[field] for outcome in counted if field in outcome]
+            counted_outcomes = (variant, *outcome_by_input.values())
+            layer_counts += [outcome[field] for outcome in counted_outcomes if field in outcome]
     all_outcomes = [outcome for group in outcomes.values() for outcome in group]
     reasons = (outcome.get("refused") or outcome.get("failed") for outcome in all_outcomes)
     verdicts = {

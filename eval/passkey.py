@@ -352,11 +352,11 @@ EXPERIMENT = Passkey
 
 
 def _row(cell: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
-    """Return the measured fields of the row of one cell.
+    """Return the measurements of one cell as fields of its row in the report.
 
     Args:
         cell: all samples of the cell.
-        dense: question (`question_of`) -> sample of dense attention.
+        dense: the sample that dense attention gave for each question, by `question_of`.
     """
     method = cell[0]["method"]
     pairs = [(s, dense[question_of(s)]) for s in cell if question_of(s) in dense]

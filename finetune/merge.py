@@ -127,15 +127,19 @@ def merge(settings: MergeSettings) -> float:
         # the warning does not apply: logits are compared with dense attention on purpose
         warnings.filterwarnings("ignore", message=".* has a cab_config, which nothing uses")
         folder = Path(temporary.name) / "merged"
-        expected = _write(folder, adapter=adapter, base=base, config=config, settings=settings)
-        difference = compare(folder, expected, settings)
+        base_logits = _write_merged(
+            folder, adapter=adapter, base=base, config=config, settings=settings
+        )
+        difference = compare(folder, base_logits, settings)
         text = card(name=out.name, folder=folder, base=base, config=config, difference=difference)
         write_atomically(folder / "README.md", text)
         os.rename(folder, out)
     return difference
 
 
-def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeSettings) -> Tensor:
+def _write_merged(
+    folder: Path, adapter: Path, base: str, config: Any, settings: MergeSettings
+) -> Tensor:
     """Write the merged model to ``folder``; return the logits of the base with the adapter.
 
     Args:

@@ -45,7 +45,8 @@ FEWER_KEYS = (6, 3)
 # kinds of documents that state every sentence twice, the second time in another order: filler text
 # with keys, or keys only. They have thousands of labelled tokens, documents of other kinds a few
 REPEATS, KEYS_ALONE = "repeats", "keys"
-# sentences of kind "keys"; models learn to retrieve a key faster if it is close to its name
+# templates of the sentences of kind "keys", with a name and a key. The key follows its name
+# closely, because models then learn retrieval faster
 WORDINGS = ("{} {}.", "{} is {}.", "The pass key for {} is {}.")
 # number of first tokens of a repeated sentence that have no labels, because they identify it
 BEGINNING = 3

@@ -236,7 +236,7 @@ def _local_files(name: str) -> list[Path]:
         is_path = path.suffix in KINDS or path.is_absolute() or name.startswith((".", "~"))
         # for FOLDER:CONFIG, datasets would read the folder
         if is_path or Path(name.split(":")[0]).is_dir():
-            raise _missing_path(name)
+            raise _missing_path_error(name)
         return []
     files = [path]
     if path.is_dir():
@@ -252,7 +252,7 @@ def _local_files(name: str) -> list[Path]:
     return files
 
 
-def _missing_path(name: str) -> UsageError:
+def _missing_path_error(name: str) -> UsageError:
     """Return the error for a source name that is neither a path nor a data set on the hub."""
     return UsageError(
         f"source must be an existing file or folder, got {name!r}. Give the path of a file or "
@@ -261,14 +261,14 @@ def _missing_path(name: str) -> UsageError:
 
 
 def _open_hub(name: str, split: str, streaming: bool) -> tuple[Any, str | None]:
-    """Open the data set ``name`` on the hub; return the data set and the hash of its commit."""
+    """Return the data set ``name`` of the hub, and the hash of its commit or None if unknown."""
     from datasets import load_dataset, load_dataset_builder
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
     path, _, config = name.partition(":")
     if path in _PACKAGED_DATASETS_MODULES:
         # for a name such as "json", datasets would read all JSON files in the working directory
-        raise _missing_path(name)
+        raise _missing_path_error(name)
     commit = load_dataset_builder(path, config or None).hash
     return load_dataset(path, config or None, split=split, streaming=streaming), commit
 

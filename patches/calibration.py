@@ -147,8 +147,8 @@ def calibrate(
                 target=target_density,
             )
             if result.mass_threshold == anchor_calibration.THRESHOLDS[-1]:
-                # anchors are compared at a few thresholds, and even the lowest may be too high for
-                # the target; fit the threshold of the cascade itself
+                # the comparison of anchors tries few thresholds, and the lowest can be too high for
+                # the target; search the threshold of the cascade without this limit
                 bar.total += documents * num_sparse
                 result = fit(result)
     result = dataclasses.replace(result, origin=origin_of(text_config, length))

@@ -158,7 +158,7 @@ def cab(
         yield model
     except BaseException:
         # not validated, because an error of `_validate_while_batching` would hide this error
-        _end_block(model, states, state)
+        _leave_context(model, states, state)
         raise
     if state is states[-1]:
         try:
@@ -168,7 +168,7 @@ def cab(
             if state is not states[0]:
                 states.remove(state)
             raise
-    _end_block(model, states, state)
+    _leave_context(model, states, state)
 
 
 def _validate_while_batching(model: nn.Module, state: _SavedState) -> None:
@@ -177,7 +177,7 @@ def _validate_while_batching(model: nn.Module, state: _SavedState) -> None:
         validate_while_batching(model, former.implementation)
 
 
-def _end_block(model: PreTrainedModel, states: list[_SavedState], state: _SavedState) -> None:
+def _leave_context(model: PreTrainedModel, states: list[_SavedState], state: _SavedState) -> None:
     """End the ``with`` block of ``state``, and remove ``state`` from ``states``."""
     index = states.index(state)
     if state is states[-1]:

@@ -120,8 +120,8 @@ def test_import_cycle_is_found():
     assert cycle(graph) == {"a", "b", "c", "d"}
 
 
-# modules that the section of the docs need not list: wrappers of transformers functions, and
-# argument checks
+# modules that "Files of one sparse prefill" in docs/house.md need not list: wrappers of
+# transformers functions, and argument checks
 WRAPPERS = {"registration.py", "batching/hooks.py", "batching/batch.py", "checks.py"}
 
 

@@ -16,7 +16,8 @@ OPENINGS = {
     *("What", "Whether", "Of", "How", "Those", "Where", "Which", "That", "By", "Up"),
     *("From", "With", "For", "To", "As", "On", "In"),
 }
-# everyday words in place of: after, next to, again, receives, no process or user, n
+# colloquial words that texts must not use. In the same order, texts use instead: after, next to,
+# again, receives, no process or no user, n
 WORDS = re.compile(r"\b(behind|beside|anew|told|nobody|so many)\b")
 # largest number of calls f(*name) per 1,000 lines of the library, including forwarded *args
 UNPACKED = 2

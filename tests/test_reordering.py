@@ -11,16 +11,16 @@ from cab_hf.ops import reference
 LENGTH, HEADS, DIM = 111, 3, 10
 CPU = torch.device("cpu")
 FIRST = torch.arange(LENGTH)[None] >= torch.tensor([[9], [0]])
-LAST = torch.arange(LENGTH)[None] < torch.tensor([[63], [111]])
+HAS_TOKEN = torch.arange(LENGTH)[None] < torch.tensor([[63], [111]])
 PACKED = torch.tensor([[0] * 40 + [1] + [2] * 70, [0] * 111])
 # by name: (number of queries, padding mask, document ids)
 CASES = {
     "left-padded": (LENGTH, FIRST, None),
-    "right-padded": (LENGTH, LAST, None),
+    "right-padded": (LENGTH, HAS_TOKEN, None),
     "nothing-but-padding": (LENGTH, FIRST & torch.tensor([[True], [False]]), None),
     "a-chunk": (105, FIRST, None),
     "packed": (LENGTH, None, PACKED),
-    "packed-padded": (LENGTH, LAST & FIRST, PACKED),
+    "packed-padded": (LENGTH, HAS_TOKEN & FIRST, PACKED),
 }
 # by name: function that changes the strides of a tensor [B, H, N, D], but not its values
 LAYOUTS = {

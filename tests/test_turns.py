@@ -171,7 +171,8 @@ def test_chunks_of_whole_query_blocks_equal_one_call_at_every_length(tail):
 
 
 def test_query_blocks_start_at_first_token_of_sequence():
-    # a chunk of 50 tokens ends inside a block; the blocks after it must equal those of one call
+    # a chunk of 50 tokens ends inside a query block; the outputs after the chunk must equal those
+    # of a single call with all tokens
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), replace(SPARSE, dense_tail_blocks=0))
     ids, cache = tokens(1, 256), cache_of(model, "dynamic")
     read(model, ids[:, :50], cache)

@@ -325,7 +325,7 @@ def _attend_pages(row: BatchRow, allocator: Any) -> Tensor:
         visible = Choice(slots.to(torch.int32).unsqueeze(1), counts, None)
         return written, visible.expanded(num_requests, row.k.shape[1])
 
-    # a CUDA graph must not read tensors of an earlier forward pass without a graph
+    # a captured CUDA graph must not read tensors that an earlier, uncaptured forward pass cached
     key = "pages", allocator, is_captured(row.q)
     written, visible = row.batch.state.cached(key, find_slots)
     for cached, x in zip(pages, (row.k, row.v), strict=True):

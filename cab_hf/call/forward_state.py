@@ -39,7 +39,7 @@ class ForwardState:
     _cache: dict[Any, Any] = field(default_factory=dict)
     # pairs of a config and its parsed config; a list, because configs are compared by identity
     _parsed: list[tuple[Any, Any]] = field(default_factory=list)
-    # attention module -> settings of its first computation
+    # attention module -> settings with which it first computed attention in this forward pass
     _settings: dict[Any, Any] = field(default_factory=dict)
     # attention module -> its plans, if the module needs gradients
     _plans: dict[Any, list[BlockPlan]] = field(default_factory=dict)

@@ -373,8 +373,8 @@ class _Positions(NamedTuple):
         num_keys: number of positions for keys.
         num_queries: number of positions for queries.
         document_start: int64 [B, N_k], position of the first token in the document of each key.
-        shift: int64 [B, N_k], position of each key minus the number of earlier keys in its row,
-            without padding.
+        shift: int64 [B, N_k], position of each key minus the number of earlier keys of its row
+            that are not padding.
         num_documents: documents per row.
         document_queries: int64 [B, 1 or N_k], number of queries in the document of each key.
         document_tokens: int64 [B, 1 or N_k], number of tokens in the document of each key.
@@ -470,9 +470,10 @@ def _positions_of_documents(
 
 
 def _in_window(ranges: KeyRanges, window: int | None) -> KeyRanges:
-    """Return ``ranges`` with at most the last ``window`` keys of each query; None for all keys.
+    """Return ``ranges`` limited to the last ``window`` keys of each query.
 
-    The keys of a query must be consecutive, without padding between them.
+    If ``window`` is None, all keys remain. The keys of a query must be consecutive, without padding
+    between them.
     """
     return ranges if window is None else _windowed(ranges, ranges.end - (window - 1))
 

@@ -84,7 +84,7 @@ class MaskPlaceholder:
         raise used_as_tensor(model, getattr(function, "__name__", "a function of torch"))
 
     def contiguous(self) -> MaskPlaceholder:
-        """Return self, because `generate` calls this method on the masks of static caches."""
+        """Return self; `generate` calls this method on the masks of static caches."""
         return self
 
 

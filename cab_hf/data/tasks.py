@@ -199,7 +199,7 @@ def _around(tokenizer: Any, draft: Draft) -> tuple[Tokens, Tokens, list[Span]]:
 
 
 # keys in a text of `many_keys` and `alike_keys`; the question is about one key
-KEYS = 16
+NUM_KEYS = 16
 # keys per name in `several_values`
 VALUES = 4
 # passages in a text of `copying`
@@ -248,7 +248,7 @@ def many_keys(rng: random.Random, depth: float) -> Draft:
 
     RULER's multi-key NIAH is the same task with 4 keys.
     """
-    return one_of(draw_keys(rng, KEYS), rng, depth)
+    return one_of(draw_keys(rng, NUM_KEYS), rng, depth)
 
 
 def alike_keys(rng: random.Random, depth: float) -> Draft:
@@ -265,9 +265,9 @@ def alike_keys(rng: random.Random, depth: float) -> Draft:
         for digit in "0123456789"
         if digit != asked_number[i] and (i > 0 or digit != "0")
     ]
-    lockers = [asked_number, *rng.sample(changed, KEYS - 1)]
-    # 2 * KEYS numbers, because at most KEYS numbers are those of lockers and cannot be keys
-    candidates = map(str, rng.sample(NUMBERS, 2 * KEYS))
+    lockers = [asked_number, *rng.sample(changed, NUM_KEYS - 1)]
+    # 2 * NUM_KEYS numbers, because at most NUM_KEYS numbers are those of lockers and cannot be keys
+    candidates = map(str, rng.sample(NUMBERS, 2 * NUM_KEYS))
     numbers = (number for number in candidates if number not in lockers)
     keys = [Key(f" for locker {locker}", next(numbers)) for locker in lockers]
     return one_of(keys, rng, depth)
@@ -511,7 +511,10 @@ def frequent_words(rng: random.Random, depth: float) -> Draft:
     words_by_rank = [DOTS, *asked_words]
 
     def fill(length: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens] | None:
-        """Return a text with as many words as fit, padded with dots to ``length``; a `Filler`."""
+        """Return the tokens of as many words as fit, and of dots up to ``length``.
+
+        Returns None if fewer than `MIN_WORDS` words fit. The function is a `Filler`.
+        """
 
         def pieces(size: int) -> list[Tokens]:
             """Return the tokens of all occurrences of all words, for about ``size`` occurrences."""

@@ -54,7 +54,7 @@ def as_json(value: Any, path: Path) -> str:
         return json.dumps(value, allow_nan=False)
     except ValueError as error:
         raise LogError(
-            f"{path} must contain finite numbers only, got NaN or infinity as a measurement. Give "
+            f"{path} must contain finite numbers only, but a measurement is NaN or infinite. Use "
             "another model, dtype or text."
         ) from error
 

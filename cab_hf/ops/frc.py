@@ -82,13 +82,13 @@ def _largest_kernel(
             other=0.0,
         ).to(tl.float32)
         is_valid = tl.load(valid + token, mask=exists, other=0) != 0
-        norm = tl.sum(rows * rows, 1)
+        squared_norm = tl.sum(rows * rows, 1)
         if MARK:
-            has_infinite |= (is_valid & ~(norm < float("inf"))).to(tl.int32)
-        # padding and NaN get a norm of -1, which is below every other norm
-        norm = tl.where(is_valid & (norm == norm), norm, -1.0)
-        max_of_rows = tl.max(norm, 0)
-        index = tl.argmax(norm, 0, tie_break_left=True)
+            has_infinite |= (is_valid & ~(squared_norm < float("inf"))).to(tl.int32)
+        # padding and NaN get -1, which is below every squared norm
+        squared_norm = tl.where(is_valid & (squared_norm == squared_norm), squared_norm, -1.0)
+        max_of_rows = tl.max(squared_norm, 0)
+        index = tl.argmax(squared_norm, 0, tie_break_left=True)
         max_token = tl.where(max_of_rows > max_norm, block * BLOCK + start + index, max_token)
         max_norm = tl.maximum(max_norm, max_of_rows)
     row = tl.load(x_head + max_token * x.token + channel, mask=channel < D, other=0.0)

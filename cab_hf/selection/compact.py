@@ -90,8 +90,8 @@ class CappedLists(NamedTuple):
 def head_groups(bitmap: Bitmap, kv_blocks: int, config: CabConfig) -> Iterator[HeadRange]:
     """Yield the groups of heads that are processed together.
 
-    Without capped rows, all heads of all batch rows are one group. With capped rows, a group has
-    heads of one batch row, and their scores have at most `SCORE_BYTES`.
+    If ``max_density`` is 1, all heads of all batch rows are one group. Otherwise a group has heads
+    of one batch row, and the scores of a group take at most `SCORE_BYTES` bytes.
 
     Args:
         bitmap: Bitmap of all heads; only its shape is used.

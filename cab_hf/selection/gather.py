@@ -341,7 +341,9 @@ def sample_queries(
 def outlier_positions(
     q: Tensor, ranges: KeyRanges, *, heads: HeadRange, query_block: int, count: int
 ) -> Tensor:
-    """Compute `reference.outlier_queries` of a group of heads by kernels.
+    """Return the positions of the outliers of each query block, for a group of heads.
+
+    `reference.outlier_queries` is the definition.
 
     Args:
         q: [B, H, N_q, D].

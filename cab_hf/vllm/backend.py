@@ -148,7 +148,7 @@ class SparseBuilder:
     def _mask(self, request: int, q_length: int, kv_length: int, prompt_length: int) -> MaskInfo:
         """Return the mask of a chunk of a prompt, the same object for all KV cache groups.
 
-        Also count the prompt if the chunk is its last one and the mask is new.
+        For the first mask of the last chunk of a prompt, the method also counts the prompt.
 
         Args:
             request: index of the request in the batch.

@@ -231,7 +231,8 @@ class BlockAligned:
 
         If the request waits for the first time, the method may also add the request to ``waited``.
         """
-        # a later step has more tokens for the request only if this step computes other requests
+        # do not postpone the request: a later step offers more tokens only if other requests use a
+        # part of this step
         if not self.scheduled_tokens or tokens < self._num_free_tokens():
             return False
         # a step for this request alone must reach a border, or the end of the prompt

@@ -171,14 +171,14 @@ def realised_on(model: PreTrainedModel, tokens: Sequence[int]) -> Realised:
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """The base class of all methods.
+    """The base class of attention methods that are compared: it switches a model to the method.
 
     Attributes:
         name: name of the method.
         matched: True if `fit` matches the density or time of the method to ``Cell.budget``.
         hides_needle: True if prompts for the method lack the needle.
         dense_prefill: True if prefill is dense, and only decode steps attend to a part of the keys.
-        decodes: description of decode steps in reports.
+        decodes: words that describe the decode steps in reports.
     """
 
     name: ClassVar[str]

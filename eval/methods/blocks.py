@@ -357,9 +357,10 @@ class AuthorsShareMethod(Chosen):
 
 @dataclass(frozen=True)
 class MassShareMethod(Chosen):
-    """The base class of top-p methods whose fraction of the mass matches the budget.
+    """The base class of top-p methods, which keep a fraction of the attention mass.
 
-    `fit` measures densities by ``Cell.realised``, or times by ``Cell.took``. Forced blocks and the
+    `fit` finds the fraction at which the density (``Cell.realised``) or the time (``Cell.took``) is
+    that of the budget. Forced blocks and the
     dense tail are those of CAB, and the measurements include them.
     """
 

@@ -33,13 +33,15 @@ MIN_TOKENS = 1024  # FlexPrefill: smallest number of tokens in columns, and in d
 
 
 class FlexPrefillPredictor(SharePredictor):
-    """FlexPrefill (Lai et al. 2025, arXiv 2502.20766), with blocks instead of tokens.
+    """FlexPrefill (Lai et al. 2025, arXiv 2502.20766), for blocks.
+
+    The method selects blocks where the paper selects tokens.
 
     For each head, the attention of the last block of queries to key blocks is computed exactly, and
     estimated from mean-pooled queries and keys. The head is query-aware if the square root of the
     Jensen-Shannon divergence of the two distributions is below tau = 0.1. A query-aware head
-    estimates the mass of all blocks by mean pooling. It keeps the smallest set of blocks, over all
-    rows together, that has the fraction gamma = 0.95 of the total mass.
+    estimates the mass of all blocks by mean pooling. The head keeps the smallest set of blocks,
+    over all query blocks together, that has the fraction gamma = 0.95 of the total mass.
 
     Any other head is vertical-slash. Let n be the smallest number of columns (single keys) that
     receive more than gamma of the last query block's attention. The head keeps the n // key_block +

@@ -423,11 +423,11 @@ def _facts(
         note = f" ({', '.join(references)})" if references else ""
         facts.append(f"KL is {best.kl:.3g}{note}")
     if best.recall or best.border:
-        facts.append(_recalled(best, dense))
+        facts.append(_recall_sentence(best, dense))
     return facts
 
 
-def _recalled(sparse: Summary, dense: Summary) -> str:
+def _recall_sentence(sparse: Summary, dense: Summary) -> str:
     """Return a clause on how many keys CAB and dense attention answer correctly."""
     counts_by_position = {
         "in running text": (sparse.recall, dense.recall),

@@ -246,7 +246,7 @@ class Attention(Speed):
         """Add the times of an engine to ``sample``: of attention alone, and with block selection.
 
         Args:
-            sample: the sample of a case.
+            sample: result record of a case.
             name: name of the engine in results.
             engine: the engine.
             layer: the layer.

@@ -198,7 +198,7 @@ def test_sampling_config_compiles_for_inference():
 
 
 def test_sampling_with_unaligned_documents_raises():
-    """Under torch.compile, documents are not aligned to blocks, which sampling requires."""
+    """Sampling requires documents that are aligned to blocks; under torch.compile they are not."""
     model, ids = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SAMPLING).train(), tokens(1, 400)
     positions = torch.cat([torch.arange(90), torch.arange(310)])[None]
     torch._dynamo.reset()

@@ -15,7 +15,7 @@ HALF = 0.263407
 @pytest.mark.parametrize(
     ("correct", "n", "low", "high"),
     [
-        # at the ends the interval is [n / (n + z²), 1] and its mirror image
+        # [n / (n + z²), 1] if all answers are correct, and its mirror image if none is
         *((10, 10, 10 / (10 + Z2), 1.0), (0, 10, 0.0, Z2 / (10 + Z2))),
         *((5, 10, 0.236593, 0.763407), (100, 100, 100 / (100 + Z2), 1.0), (1, 1, 0.206549, 1.0)),
     ],

@@ -73,7 +73,7 @@ ENDS = ("killed", "whole")
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory):
+def four_ranks(tmp_path_factory):
     """Return a `Ranks` of exactly four processes, because a device mesh spans all processes."""
     ranks = Ranks(4, tmp_path_factory.mktemp("ranks"))
     yield ranks
@@ -182,9 +182,9 @@ def shard_on_a_process(group, batch):
     return parallel.replicas, parallel.replica, own_shard, parallel.positions(own_shard)
 
 
-def test_each_replica_holds_every_token_once(four):
+def test_each_replica_holds_every_token_once(four_ranks):
     batch = random_batch()
-    actual = four.run(4, shard_on_a_process, batch)
+    actual = four_ranks.run(4, shard_on_a_process, batch)
     assert [each[:2] for each in actual] == [(2, 0), (2, 0), (2, 1), (2, 1)]
     for replica in (actual[:2], actual[2:]):
         labels = torch.cat([own_shard["labels"][0] for _, _, own_shard, _ in replica])
@@ -235,8 +235,8 @@ def passkeys_on_a_process(group, wrong_ranks):
     return validation.measure(objective)["passkey"], validation.documents
 
 
-def test_passkey_counts_when_all_ranks_predict_their_part(four):
-    results = four.run(4, passkeys_on_a_process, ())
+def test_passkey_counts_when_all_ranks_predict_their_part(four_ranks):
+    results = four_ranks.run(4, passkeys_on_a_process, ())
     assert [shares for shares, _ in results] == [{"300": 1.0, "1024": 1.0}] * 4
     # if the second process of each replica predicts wrongly, only keys whose answers are completely
     # in the shard of the first process are correct
@@ -253,7 +253,9 @@ def test_passkey_counts_when_all_ranks_predict_their_part(four):
         ]
         expected[str(length)] = sum(is_in_first) / 8
     assert 0 < expected["1024"] < 1
-    assert [result for result, _ in four.run(4, passkeys_on_a_process, (1, 3))] == [expected] * 4
+    assert [result for result, _ in four_ranks.run(4, passkeys_on_a_process, (1, 3))] == [
+        expected
+    ] * 4
 
 
 def test_dry_run_divides_memory_by_ranks(tmp_path):

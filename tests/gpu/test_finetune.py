@@ -88,7 +88,7 @@ class DelayedOffload(Offload):
 
     def _copy(self, saved, pairs):
         with torch.cuda.stream(self._stream):
-            # clock cycles
+            # delay the copy by 20 million clock cycles, so that a missing synchronisation shows
             torch.cuda._sleep(20_000_000)
         super()._copy(saved, pairs)
 

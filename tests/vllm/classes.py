@@ -26,7 +26,8 @@ DENSE_LAYERS = {
     "alibi_slopes": "ALiBi",
     "ChunkedLocalAttention": "chunked attention",
 }
-# kind in `DENSE_LAYERS` -> reason that `cab_hf.vllm.layers.why_dense` returns, if they differ
+# kind in `DENSE_LAYERS` -> reason that `cab_hf.vllm.layers.why_dense` returns, for kinds whose
+# reason is not the name of the kind
 REASONS = {"chunked attention": "batches that vLLM rewrites"}
 # classes of vLLM's attention layers: latent attention, causal attention, and attention in both
 # directions within a prefix

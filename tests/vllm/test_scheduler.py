@@ -258,8 +258,8 @@ def borders(setup, start, end):
 
     With Mamba layers, these are the common multiples of query block and KV cache block.
     """
-    unit = math.lcm(setup.query_block, setup.block_size if setup.has_mamba else 1)
-    return range((start // unit + 1) * unit, end + 1, unit)
+    chunk_alignment = math.lcm(setup.query_block, setup.block_size if setup.has_mamba else 1)
+    return range((start // chunk_alignment + 1) * chunk_alignment, end + 1, chunk_alignment)
 
 
 @pytest.mark.parametrize("first", range(0, 300, 100))

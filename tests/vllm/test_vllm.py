@@ -105,7 +105,7 @@ def assert_same(actual, expected, tolerance=TOLERANCE):
 
 
 def density():
-    """Return attended / causal token pairs of all sparse layers since ``attended.clear()``."""
+    """Return the density of all sparse layers since ``attended.clear()``."""
     pairs = [x.double() for x in attended.values()]
     return float(sum(x[0] for x in pairs) / sum(x[1] for x in pairs))
 

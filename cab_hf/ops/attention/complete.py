@@ -152,10 +152,10 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def _joined_by_kernels(x: Tensor) -> bool:
-    """Return True if the kernels of `merge` support the device of ``x``.
+    """Return True if the kernels of `merge` run on the device of ``x``, outside of torch.compile.
 
-    Returns False while torch.compile traces, because torch.compile cannot trace the kernels. The
-    kernels have no backward pass, so that callers must use PyTorch if a gradient is required.
+    torch.compile cannot trace the kernels. Callers must not use the kernels if a gradient is
+    required, because the kernels have no backward pass.
     """
     return x.device.type in JOINED_ON and HAS_TRITON and not torch.compiler.is_compiling()
 

@@ -41,8 +41,8 @@ class Halves(NamedTuple):
         one_run = tuple(range(first, first + len(channels)))
         if channels not in (two_runs, one_run) or channels[-1] >= dim:
             raise ValueError(
-                f"channels must be one run of adjacent channels below {dim}, or two runs of one "
-                f"size, got {channels}. Use () for all channels."
+                f"channels must be one run of adjacent channels, or two equally long runs, all "
+                f"below {dim}, got {channels}. Use () for all channels."
             )
         return cls(first=first, distance=second - first, size=size)
 

@@ -484,8 +484,8 @@ def _list_kernel(
 ):
     """Write the slots of the selected keys among ``PROGRAM_KEYS`` keys to the list of the row.
 
-    The position in the list is the number of keys that earlier programs of the row list. The first
-    program of a row also writes the number of selected keys of the row.
+    A program writes its slots after those of all earlier programs of the row. The first program of
+    a row also writes the number of selected keys of the row.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()

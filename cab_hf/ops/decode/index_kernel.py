@@ -143,7 +143,7 @@ def _index_kernel(
 
 @triton.jit
 def _key_code(x):
-    """Return the codes of scaled channels: x is rounded to -8 to 7, with codes 0 to 15."""
+    """Round x to an integer from -8 to 7, and return this integer plus 8 as a code, 0 to 15."""
     return (round_to_integer(x, MAX_KEY_CODE) + 8.0).to(tl.int32)
 
 

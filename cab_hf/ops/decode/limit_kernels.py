@@ -233,7 +233,7 @@ def limit_kernel(
     lse = m_i + tl.log2(l_i)
     lse = _round_to_levels(lse, HAS_PTX).to(tl.int32)
 
-    # level of each sampled key, the smallest over the heads, [BLOCK_N]
+    # [BLOCK_N]: for each sampled key, the smallest level (lse - logit) over the heads of the group
     query_scale = tl.load(query_scales_ptr + row * BLOCK_G + member)
     # queries with NaN or infinities (query_scale is NaN) do not affect the selection
     is_choosing = (member < GROUP) & (query_scale == query_scale)

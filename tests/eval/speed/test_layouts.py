@@ -23,7 +23,7 @@ def tiny_settings(**fields):
 
 
 def measured(layout, **fields):
-    """Return the sample of a case with this layout; ``fields`` replaces fields of the case."""
+    """Return the result record of a case with this layout; ``fields`` override the case."""
     case = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16"}
     settings = tiny_settings(layouts=(layout,), directions=("forward",))
     return sample_of(Attention, settings, {**case, "layout": layout, "budget": 0.3, **fields})

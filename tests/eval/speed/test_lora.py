@@ -141,7 +141,7 @@ def test_lora_run_of_two_ranks(tmp_path):
         share = 0.5 if row["spread"] == "cp" else 1.0
         assert row["tokens_s"] == pytest.approx(share * 600 / row["ms"] * 1e3)
         assert row["efficiency"] == pytest.approx(share * one["ms"] / row["ms"])
-        # all spreads select about as many blocks as one process
+        # every ``spread`` selects about as many blocks as one process
         assert row["density"] == pytest.approx(one["density"], rel=0.1)
         assert (row["density"] < 1) == (row["implementation"] == "cab")
     (sharded,) = (row for row in rows if row["spread"] == "cp" and row["implementation"] == "cab")

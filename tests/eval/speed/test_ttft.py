@@ -17,7 +17,7 @@ WORDS = [word for each in BLOCKS for word in ("--cab", each)]
 
 
 def tiny_settings(**fields):
-    """Return settings of a tiny model; ``fields`` replaces fields."""
+    """Return settings of a tiny model; ``fields`` override the defaults."""
     return Settings(device="cpu", **{**TINY, **fields})
 
 
