@@ -389,8 +389,8 @@ def _activations(
             saved=saved,
             recomputed=saved - x,
             gradients=max(in_mlp, in_attention),
-            # four tensors [tokens, hidden]: the output of the last layer, the output of the final norm,
-            # and the gradient of this output before and after it is scaled
+            # four tensors [tokens, hidden]: the output of the last layer, the output of the final
+            # norm, and the gradient of this output before and after it is scaled
             loss=tokens * 4 * x + logits,
         )
     # norms compute in float32

@@ -82,7 +82,7 @@ class Coverage(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """For each layer, the anchor layer that selects its blocks; for each head, the anchor's head.
+    """Anchors of a cascade: the anchor layer of each layer, and the anchor's head for each head.
 
     Attributes:
         anchors: indices of the anchors among the L measured layers, ascending.
