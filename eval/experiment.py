@@ -228,7 +228,7 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
         UsageError: the settings cannot be measured.
     """
     out = Path(experiment.settings.out)
-    _refuse_files_of_others(out)
+    _refuse_files_of_other_runs(out)
     experiment.check()
     kind = type(experiment)
     with experiment.log(out / SAMPLES) as log:
@@ -332,7 +332,7 @@ def read_provenance(folder: Path) -> Row | None:
     )
 
 
-def _refuse_files_of_others(out: Path) -> None:
+def _refuse_files_of_other_runs(out: Path) -> None:
     """Raise an error if ``out`` contains result files but no samples.
 
     Result files without samples do not come from a run in this folder, and must not be overwritten.

@@ -268,8 +268,10 @@ class Fidelity(LongRun):
             if probe == TURNS:
                 return TeacherForced(tokens, turn_ends(length))
             if probe in num_predicted:
-                prompt = length - max(1, min(num_predicted[probe], length // CONTINUED_SHARE))
-                return TeacherForced(tokens, ((prompt, length),), prompt)
+                prompt_length = length - max(
+                    1, min(num_predicted[probe], length // CONTINUED_SHARE)
+                )
+                return TeacherForced(tokens, ((prompt_length, length),), prompt_length)
             if probe == PERPLEXITY:
                 return TeacherForced(tokens, ((length // 2, length),))
             border = settings.border

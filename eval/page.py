@@ -105,10 +105,10 @@ def _refusal(folder: Path, error: Exception) -> str:
 
 
 def page(results: Sequence[Results]) -> str:
-    """Return the page as HTML.
+    """Return an HTML page with the tables and sentences of ``results``.
 
     Raises:
-        UsageError: the content of a folder cannot be shown.
+        UsageError: a report cannot be written from the results of a folder.
     """
     sections = []
     for result in results:

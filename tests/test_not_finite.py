@@ -18,7 +18,7 @@ from cab_hf.selection.reference import typical_queries
 BLOCKS = {"query_block": 32, "key_block": 16, "dense_tail_blocks": 0, "local_blocks": 1}
 GRID = {"query_block": 16, "key_block": 16}
 LENGTH = 232
-AT = 170
+BAD_TOKEN = 170
 VALUES = [torch.nan, torch.inf, -torch.inf]
 
 
@@ -68,16 +68,16 @@ def test_nan_key_does_not_change_kernel_selection_of_earlier_blocks(config):
 def _assert_same_earlier_selection(select, config, prefix, value):
     """Assert that earlier query blocks select the same blocks if later q and k are ``value``.
 
-    All tokens from `AT` on are replaced. ``prefix`` is the number of cached keys.
+    All tokens from `BAD_TOKEN` on are replaced. ``prefix`` is the number of cached keys.
     """
     shape = {"q_length": LENGTH, "kv_length": LENGTH + prefix, "heads": 2, "kv_heads": 1}
     q, k = loud(**shape)
     ranges = KeyRanges.causal(1, LENGTH, LENGTH + prefix, "cpu")
     expected = select(config, q, k, ranges).to_dense()
-    broken_q = with_value(q, slice(AT, None), value)
-    broken_k = with_value(k, AT + prefix, value)
+    broken_q = with_value(q, slice(BAD_TOKEN, None), value)
+    broken_k = with_value(k, BAD_TOKEN + prefix, value)
     actual = select(config, broken_q, broken_k, ranges).to_dense()
-    row = AT // config.query_block
+    row = BAD_TOKEN // config.query_block
     assert row > 3 and not expected[:, :, row - 1].all()
     assert torch.equal(actual[:, :, :row], expected[:, :, :row])
 

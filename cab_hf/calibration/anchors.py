@@ -178,9 +178,14 @@ def coverage_of_layers(
     needle = needle / max(1, len(rows))
 
     def shares_in(blocks: Tensor, shares: Tensor) -> Tensor:
-        """Sum the ``shares`` of layer b over the ``blocks`` of layer a, float64 [L, L, H, H].
+        """Return the attention of layer b to the blocks that layer a selects, [L, L, H, H].
 
-        The dimensions of the result are layer a, layer b, head of a and head of b.
+        Args:
+            blocks: float32 [L, H, rows, blocks], 1 for blocks that a head of a layer selects.
+            shares: [L * H, rows * blocks], attention of each head of each layer to each block.
+
+        Returns:
+            float64. The dimensions are layer a, layer b, head of a and head of b.
         """
         result = blocks.flatten(0, 1).flatten(1) @ shares.T
         result = result.view(num_layers, num_heads, num_layers, num_heads)

@@ -126,7 +126,11 @@ def _read_together(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
 
 
 def _lengths_of_rows(counts: dict[str, list[int]]) -> list[list[DocumentLength]]:
-    """Return for each row a list with its `DocumentLength`, from queries and tokens per row."""
+    """Return for each row a list of one `DocumentLength`, because each row is one document.
+
+    Args:
+        counts: the numbers of "queries" and of "tokens" in every row.
+    """
     rows = zip(counts["queries"], counts["tokens"], strict=True)
     return [[DocumentLength(num_queries, num_tokens)] for num_queries, num_tokens in rows]
 

@@ -303,10 +303,10 @@ def _document(
 
     Args:
         tokens: all tokens of the document.
-        needles: the span of each statement in ``tokens``.
-        repetitions: the span of each repetition in ``tokens``, in the order of ``digits``.
-        digits: dict from the index of a key in ``needles`` to the span of its digits, relative to
-            the start of its repetition.
+        needles: for each key, the span in ``tokens`` of the sentence that states the key.
+        repetitions: for each item of ``digits``, the span of the sentence that repeats the key.
+        digits: index of a key in ``needles`` -> span of the digits of the key, relative to the
+            start of the sentence that repeats the key.
     """
     answers = {
         key: (start + first, start + last)

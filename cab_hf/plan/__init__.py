@@ -434,9 +434,15 @@ def _dense_rows_among(ranges: KeyRanges, dense_rows: Tensor, rows: Tensor, q_blo
 
 @cached_per_ranges
 def _union(ranges: KeyRanges, rows: Tensor, others: Tensor, query_block: int) -> Tensor:
-    """Return the distinct query blocks of ``rows``, int64 [B, R], and ``others``, int64 [B, S].
+    """Return the union of two lists of query block indices for each sequence, int64 [B, R + S].
 
-    The result is int64 [B, R + S], -1 for unused entries.
+    Entries of -1 are unused.
+
+    Args:
+        ranges: visible keys of every query, which give the number of query blocks.
+        rows: int64 [B, R], -1 for unused entries.
+        others: int64 [B, S], -1 for unused entries.
+        query_block: query block size, in tokens.
     """
     is_in_rows = rows_mask(ranges, rows, query_block)[:, 0]
     is_repeated = (others >= 0) & is_in_rows.gather(1, others.clamp(min=0))

@@ -80,7 +80,8 @@ class Predictor(ABC):
         if overridden:
             old_names = ", ".join(f"{cls.__name__}.{old}" for old in overridden)
             new_names = ", ".join(OLD_METHODS[old] for old in overridden)
-            # the warning names the class statement: skip this method, ABCMeta and `warn_renamed`
+            # stacklevel=4: the warning points to the class statement, not to this method, ABCMeta
+            # or `warn_renamed`
             warn_renamed(old_names, new_names, stacklevel=4)
 
     def encode_keys(self, k: Tensor, valid: Tensor | None = None) -> Any:

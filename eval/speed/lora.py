@@ -173,10 +173,10 @@ class LoraStep(Ranked):
             if settings.longest:
                 for implementation in dict.fromkeys(case["implementation"] for case in cases):
                     searched = {**fields, "implementation": implementation}
-                    estimate = self.estimated(searched)
+                    estimate = self.estimated_tokens(searched)
                     yield from self.search(searched, samples, settings.multiple, estimate)
 
-    def estimated(self, case: Mapping[str, Any]) -> int:
+    def estimated_tokens(self, case: Mapping[str, Any]) -> int:
         """Return the longest sequence, in tokens, whose step fits into memory by the cost model.
 
         Returns 0 on a CPU, or if no sequence fits.

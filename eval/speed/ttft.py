@@ -176,10 +176,10 @@ class TimeToFirstToken(Ranked):
             # one search per variant and implementation: the search chooses the lengths
             if case["length"] == settings.lengths[0]:
                 fields = {"variant": case["variant"], "implementation": case["implementation"]}
-                estimate = self.estimated(case["implementation"])
+                estimate = self.estimated_tokens(case["implementation"])
                 yield from self.search({**fields, "world": 1}, samples, settings.multiple, estimate)
 
-    def estimated(self, implementation: str) -> int:
+    def estimated_tokens(self, implementation: str) -> int:
         """Return the tokens of the longest prompt that fits, estimated by `cab_hf.eval.fits`.
 
         Returns 0 if the memory of the device is unknown.
@@ -243,7 +243,7 @@ class TimeToFirstToken(Ranked):
         # load the model before asking for free memory
         model = models.random_model(settings, variant)
         weights_bytes = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-        estimate = self.estimated(implementation) if settings.longest else 0
+        estimate = self.estimated_tokens(implementation) if settings.longest else 0
         return {
             "cache_gib": settings.cache_gib(length + settings.behind),
             "weights_gib": weights_bytes / 2**30,

@@ -403,7 +403,7 @@ def test_fitted_budget_matches_attention_time(model_folder, tmp_path, monkeypatc
 
 
 def test_resumed_run_reuses_fitted_budgets(model_folder, tmp_path, monkeypatch, kill):
-    """After an interruption, the timer measures other times, but no method is fitted again."""
+    """A resumed run fits no method again, although the patched timer returns different times."""
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
     options = (*TIMED, "--probes", "continuation,recall", "--documents", "2")
     # interrupt the run at case 12, the second sample of the third method
@@ -433,8 +433,8 @@ def test_every_method_has_rows(model_folder, tmp_path, halved_for_fp8):
 def test_run_is_extended_by_more_cases(model_folder, tmp_path, kill, capsys):
     command(model_folder, tmp_path)
     calls = kill(None)
-    grown = command(model_folder, tmp_path, ["--documents", "2"], methods="dense")
-    assert [row["recall"]["n"] for row in grown["rows"]] == [4, 2, 2]
+    results = command(model_folder, tmp_path, ["--documents", "2"], methods="dense")
+    assert [row["recall"]["n"] for row in results["rows"]] == [4, 2, 2]
     assert [case["index"] for case in calls] == [1] * 4
 
     words = ["--variant", f"wide={SMALL}"]

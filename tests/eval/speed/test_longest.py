@@ -147,10 +147,10 @@ def test_whole_prompt_estimate_equals_fits():
     experiment.bench = GpuBench()
     prompts = Prompts.of(model.llama_config(settings))
     expected = prompts.longest(500 * 2**20, None, "dynamic")
-    assert 0 < experiment.estimated("cab") <= expected < experiment.estimated("sdpa")
+    assert 0 < experiment.estimated_tokens("cab") <= expected < experiment.estimated_tokens("sdpa")
     case = case_of(200, "cab")
     (row,) = Ttft.rows([sample_of(Ttft, settings, case, GpuBench())], {})
-    assert row["estimate"] == experiment.estimated("cab") and row["error"] is None
+    assert row["estimate"] == experiment.estimated_tokens("cab") and row["error"] is None
 
 
 def test_search_covers_every_implementation(tmp_path, monkeypatch):

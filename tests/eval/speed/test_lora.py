@@ -224,7 +224,7 @@ def test_step_search_starts_below_estimate():
     experiment = LoraStep(tiny_settings(lengths=(96,), implementations=("cab",), longest=True))
     experiment.bench = SimpleNamespace(room=lambda: 0.25)
     case = {"spread": "alone", "world": 1, "implementation": "cab"}
-    estimate = experiment.estimated(case)
+    estimate = experiment.estimated_tokens(case)
     limits = lora.room_of(0.25)
     lengths = (estimate, estimate + 64)
     steps = (experiment.fitted(case, length, limits)[1].memory for length in lengths)
