@@ -68,7 +68,7 @@ def search(tmp_path, monkeypatch, bench, implementations="cab-always", estimate=
 
     monkeypatch.setattr(model, "prefilling", prefilling)
     monkeypatch.setattr(Ttft, "bench", bench)
-    monkeypatch.setattr(Ttft, "estimated", lambda *_: estimate)
+    monkeypatch.setattr(Ttft, "estimated_tokens", lambda *_: estimate)
     words = [*WORDS, "--lengths", "256,512", "--implementations", implementations]
     return speed_run("ttft", tmp_path, words, drawn=drawn)["rows"]
 
