@@ -7,6 +7,7 @@ decision.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +91,13 @@ def _with_measured_min_length(config: CabConfig, work: Workload) -> CabConfig:
         return config
     channels = None if work.num_heads is None else work.num_heads * work.head_dim
     min_length = break_even.min_length_for(channels, work.device)
-    return config if min_length <= config.min_length else replace(config, min_length=min_length)
+    return config if min_length <= config.min_length else _with_min_length(config, min_length)
+
+
+@lru_cache
+def _with_min_length(config: CabConfig, min_length: int) -> CabConfig:
+    """Return the settings with another ``min_length``; cached for all layers and calls."""
+    return replace(config, min_length=min_length)
 
 
 def _kind(
