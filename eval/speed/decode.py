@@ -234,7 +234,7 @@ class Settings(models.ModelShape):
 
     DEFAULTS = {"min_length": 0, "sparse_decode": True}
     POSITIVE = (*models.ModelShape.POSITIVE, "steps", "batches")
-    FROM_0 = ("seconds",)
+    FROM_0 = (*models.ModelShape.FROM_0, "seconds")
     CHOICES = {"parts": PARTS, "kernels": DENSE, "modes": MODES}
 
     lengths: tuple[int, ...] | None = runner.listed((2**15, 2**17), (1024,), "tokens", parse_length)

@@ -101,6 +101,7 @@ class Settings(models.LongestSettings):
             self._set("implementations", (CAB_DENSE, CAB))
         accepted = (SDPA, CAB_DENSE, CAB, *dense.on(self.device))
         self.check_choice("implementations", accepted)
+        self.check("experts", not self.experts, "0, because the adapters and tiles are of one MLP")
         supports_cp = CP not in self.spread or set(self.implementations) & set(NAMES)
         cp_names = ", ".join(name for name in NAMES if name in accepted)
         self.check(

@@ -24,7 +24,7 @@ from cab_hf.experiment.settings import by_device, option
 
 # functions import transformers themselves, so that --help is fast
 if TYPE_CHECKING:
-    from transformers import Cache, LlamaConfig, PreTrainedModel
+    from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 SDPA = "sdpa"  # the default attention of transformers
 # name of the attention implementation in results -> fields of CabConfig that it replaces
@@ -52,17 +52,35 @@ TOGETHER = (
 
 @dataclass(frozen=True)
 class ModelShape(SpeedSettings):
-    """The shape of a whole LLaMA with random weights, by default that of LLaMA-3-8B."""
+    """The shape of a whole model with random weights, by default that of LLaMA-3-8B.
 
-    POSITIVE = ("layers", "hidden", "intermediate", "kv_heads", "head_dim", "vocab")
+    With ``experts``, the model is a Qwen3-MoE. Without, the model is a LLaMA.
+    """
+
+    POSITIVE = (
+        *("layers", "hidden", "intermediate", "kv_heads", "head_dim", "vocab"),
+        "experts_per_token",
+    )
+    FROM_0 = ("experts",)
 
     layers: int | None = by_device(32, 2, "number of decoder layers", int)
     hidden: int | None = by_device(4096, 64, "hidden size", int)
-    intermediate: int | None = by_device(14336, 128, "channels of the MLP", int)
+    intermediate: int | None = by_device(14336, 128, "channels of the MLP or an expert", int)
     heads: int | None = by_device(32, 4, "query heads", int)
     kv_heads: int | None = by_device(8, 2, "key and value heads", int)
     head_dim: int | None = by_device(128, 16, "head dim", int)
     vocab: int | None = by_device(128_256, 256, "vocabulary size", int)
+    experts: int = option(0, "experts per layer of a Qwen3-MoE; 0: a LLaMA with one MLP", int)
+    experts_per_token: int = option(8, "experts that a token uses, with --experts", int)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        accepted = f"at most --experts {self.experts}"
+        self.check(
+            "experts_per_token",
+            not self.experts or self.experts_per_token <= self.experts,
+            accepted,
+        )
 
     @property
     def positions(self) -> int:
@@ -80,7 +98,9 @@ class ModelShape(SpeedSettings):
             num_cached: tokens in the KV cache before the prompt.
         """
         projections = 2 * (self.heads + self.kv_heads) * self.head_dim
-        weights = self.layers * self.hidden * (projections + 3 * self.intermediate)
+        mlps = self.experts_per_token if self.experts else 1
+        mlp_weights = 3 * self.intermediate * mlps + self.experts  # projections and router
+        weights = self.layers * self.hidden * (projections + mlp_weights)
         pairs = density * (length * num_cached + length**2 / 2)
         attention = self.layers * self.heads * 4 * self.head_dim * pairs
         return 2.0 * (length * weights + self.hidden * self.vocab) + attention
@@ -118,7 +138,7 @@ class ModelSettings(ModelShape):
 class LongestSettings(ModelSettings):
     """Settings of ops that can search for the longest sequence that fits into GPU memory."""
 
-    FROM_0 = ("gpu_gib",)
+    FROM_0 = (*ModelSettings.FROM_0, "gpu_gib")
 
     gpu_gib: float = option(
         0.0, "GiB that may be allocated, to simulate a smaller GPU; 0: all", float
@@ -132,9 +152,15 @@ class LongestSettings(ModelSettings):
 def described(settings: Mapping[str, Any]) -> str:
     """Return a description of the model, CAB's config and the timing method for a report."""
     budgets = settings.get("max_density")
+    experts, mlp = settings.get("experts"), f"{settings['intermediate']} in the MLP"
+    if experts:
+        mlp = (
+            f"{experts} experts of {settings['intermediate']}, {settings['experts_per_token']} "
+            "per token"
+        )
     return run_description(
-        f"A LLaMA with random weights (standard deviation {INITIAL_STD}): {settings['layers']} "
-        f"layers of {settings['hidden']} channels ({settings['intermediate']} in the MLP), "
+        f"A {'Qwen3-MoE' if experts else 'LLaMA'} with random weights (standard deviation "
+        f"{INITIAL_STD}): {settings['layers']} layers of {settings['hidden']} channels ({mlp}), "
         f"{settings['heads']} query and {settings['kv_heads']} key heads of "
         f"{settings['head_dim']}, {settings['vocab']:,} tokens, {settings['dtype']}"
         + (f", max_density {', '.join(budgets)}" if budgets else ""),
@@ -142,11 +168,20 @@ def described(settings: Mapping[str, Any]) -> str:
     )
 
 
-def llama_config(settings: ModelShape) -> LlamaConfig:
-    """Return the transformers config of the model."""
-    from transformers import LlamaConfig
+def model_config(settings: ModelShape) -> PretrainedConfig:
+    """Return the transformers config of the model: a `LlamaConfig` or a `Qwen3MoeConfig`."""
+    from transformers import LlamaConfig, Qwen3MoeConfig
 
-    return LlamaConfig(
+    mlps: dict[str, Any] = {}
+    if settings.experts:
+        mlps = {
+            "num_experts": settings.experts,
+            "num_experts_per_tok": settings.experts_per_token,
+            "moe_intermediate_size": settings.intermediate,
+            "norm_topk_prob": True,
+        }
+    config_class = Qwen3MoeConfig if settings.experts else LlamaConfig
+    return config_class(
         vocab_size=settings.vocab,
         hidden_size=settings.hidden,
         intermediate_size=settings.intermediate,
@@ -160,11 +195,12 @@ def llama_config(settings: ModelShape) -> LlamaConfig:
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
+        **mlps,
     )
 
 
 def random_model(settings: ModelShape, variant: str = PLAIN) -> PreTrainedModel:
-    """Return a LLaMA with random weights, created directly on its device and in its dtype.
+    """Return a model with random weights, created directly on its device and in its dtype.
 
     The last returned model is cached, so that successive cases with equal arguments share it.
 
@@ -184,7 +220,7 @@ def _random_model(settings: ModelShape, variant: str) -> PreTrainedModel:
     torch.manual_seed(settings.seed)
     with torch.device(settings.device):
         model = AutoModelForCausalLM.from_config(
-            llama_config(settings), dtype=settings.torch_dtype, attn_implementation=SDPA
+            model_config(settings), dtype=settings.torch_dtype, attn_implementation=SDPA
         )
     for name in () if variant == PLAIN else variant.split("+"):
         HASTENED[name](model)

@@ -61,7 +61,7 @@ class Settings(models.ModelSettings):
     KEYS = {"implementation": "implementations"}
 
     POSITIVE = (*models.ModelSettings.POSITIVE, "batch_tokens", "warm_up")
-    FROM_0 = ("rate",)
+    FROM_0 = (*models.ModelSettings.FROM_0, "rate")
     CHOICES = {"implementations": KNOWN, "engine": ("transformers", VLLM)}
 
     lengths: tuple[int, ...] | None = runner.listed(
@@ -77,6 +77,7 @@ class Settings(models.ModelSettings):
         "attention implementations",
     )
     engine: str = option("transformers", "serving engine: transformers or vllm")
+    quantization: str = option("", "vLLM's quantization of the weights, such as fp8; empty: none")
     new_tokens: int | None = by_device(64, 8, "tokens generated per request", int)
     rate: float = option(0.0, "requests per second of Poisson arrivals; 0: all at once", float)
     shared: int = option(0, "tokens at the start that all prompts share", parse_length)
@@ -110,6 +111,8 @@ class Settings(models.ModelSettings):
         self.check(
             "new_tokens", self.new_tokens > 1, "at least 2, because the first one is not timed"
         )
+        accepted = f"empty with engine {self.engine}: only vLLM quantizes the weights of the trace"
+        self.check("quantization", not self.quantization or self.engine == VLLM, accepted)
         self.check("shared", 0 <= self.shared < self.lengths[0], "less than the shortest prompt")
         self.check("blocks", self.blocks is None or self.blocks > 0, "at least 1")
         self.check("memory", 0 < self.memory <= 1, "in (0, 1]")

@@ -90,6 +90,8 @@ class Settings(models.LongestSettings):
         self._set("variants", tuple(sorted(self.variants, key=VARIANTS.index)))
         is_supported = not by_torchrun() or self.variants == (PLAIN,)
         self.check("variants", is_supported, f"{PLAIN} if ranks share a prompt")
+        has_mlps = not self.experts or self.variants == (PLAIN,)
+        self.check("variants", has_mlps, f"{PLAIN} with --experts, whose kernels have no variants")
         # attention implementations that support a sequence sharded over ranks
         supported = (CAB_DENSE, *CAB)
         if not by_torchrun():
@@ -289,7 +291,7 @@ def speed_ups(rows: Sequence[Row]) -> list[str]:
 @lru_cache
 def prompt_memory(settings: Settings) -> Prompts:
     """Return the memory model of prompts, from which the longest prompt is estimated."""
-    return Prompts.of(models.llama_config(settings))
+    return Prompts.of(models.model_config(settings))
 
 
 # lru_cache skips repeated calls, because compiled kernels stay in the process

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cab_hf.config import CabConfig
 from cab_hf.dispatch import attended
-from cab_hf.eval.speed.model import CAB, llama_config
+from cab_hf.eval.speed.model import CAB, model_config
 from cab_hf.eval.speed.serve import rounded
 from cab_hf.eval.speed.timing import bench_on
 
@@ -69,7 +69,7 @@ def serve_traces(
 
 
 def engine_of(settings: Settings, implementation: str, config: CabConfig) -> LLMEngine:
-    """Return an engine of vLLM for a LLaMA with random weights and for the lengths of the trace.
+    """Return an engine of vLLM for a model with random weights and for the lengths of the trace.
 
     Args:
         settings: shape of the model, cache and trace.
@@ -88,9 +88,9 @@ def engine_of(settings: Settings, implementation: str, config: CabConfig) -> LLM
         options["gpu_memory_utilization"] = settings.memory
     longest = settings.longest + settings.new_tokens
     with TemporaryDirectory() as folder:
-        model = llama_config(settings)
+        model = model_config(settings)
         model.max_position_embeddings = longest
-        model.architectures = ["LlamaForCausalLM"]
+        model.architectures = ["Qwen3MoeForCausalLM" if settings.experts else "LlamaForCausalLM"]
         model.save_pretrained(folder)
         return LLM(
             folder,
@@ -103,6 +103,7 @@ def engine_of(settings: Settings, implementation: str, config: CabConfig) -> LLM
             max_num_seqs=sum(settings.counts.values()),
             num_gpu_blocks_override=settings.blocks,
             enable_prefix_caching=settings.shared > 0,
+            quantization=settings.quantization or None,
             **options,
         ).llm_engine
 

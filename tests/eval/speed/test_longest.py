@@ -145,7 +145,7 @@ def test_whole_prompt_estimate_equals_fits():
     settings = replace(settings, chunk=0, longest=True, implementations=("sdpa", "cab"))
     experiment = Ttft(settings)
     experiment.bench = GpuBench()
-    prompts = Prompts.of(model.llama_config(settings))
+    prompts = Prompts.of(model.model_config(settings))
     expected = prompts.longest(500 * 2**20, None, "dynamic")
     assert 0 < experiment.estimated_tokens("cab") <= expected < experiment.estimated_tokens("sdpa")
     case = case_of(200, "cab")

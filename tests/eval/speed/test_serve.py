@@ -138,3 +138,27 @@ def test_generation_error_is_row_error(monkeypatch):
         row["served"] is None
         and random_model(tiny_settings()).config._attn_implementation == "sdpa"
     )
+
+
+@pytest.mark.parametrize(("experts", "model_type"), [(0, "llama"), (4, "qwen3_moe")])
+def test_trace_is_served_with_and_without_experts(experts, model_type):
+    settings = tiny_settings(experts=experts, experts_per_token=2, implementations=("cab",))
+    assert random_model(settings).config.model_type == model_type
+    row = sample_of(Serve, settings, settings.asked()[0])
+    assert row["error"] is None and len(row["served"]) == 4
+
+
+def test_flops_count_experts_of_a_token():
+    def mlp_flops(**experts):
+        settings = tiny_settings(layers=1, hidden=8, intermediate=32, **experts)
+        without_mlp = tiny_settings(layers=1, hidden=8, intermediate=1)
+        return (settings.flops(1) - without_mlp.flops(1)) / 2 + 3 * 8
+
+    assert mlp_flops() == 3 * 8 * 32
+    # two experts of a token, and a router with four rows
+    assert mlp_flops(experts=4, experts_per_token=2) == 2 * 3 * 8 * 32 + 4 * 8
+
+
+def test_quantization_without_vllm_is_refused():
+    with pytest.raises(ValueError, match=r"quantization must be empty with engine transformers"):
+        tiny_settings(quantization="fp8")
