@@ -114,19 +114,19 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
         start = self.get_seq_length()
         stop = start + keys.shape[2]
         if not torch.is_grad_enabled() and self._can_write_in_place(stop):
-            for buffer, new in zip(self._buffers, new_tensors, strict=True):
-                buffer[:, :, start:stop] = new
+            for buffer, new_tensor in zip(self._buffers, new_tensors, strict=True):
+                buffer[:, :, start:stop] = new_tensor
         else:
-            num_spare = 0
+            num_spare_tokens = 0
             if not torch.is_grad_enabled():
-                num_spare = (stop // SPARE_TOKENS + 1) * SPARE_TOKENS - stop
+                num_spare_tokens = (stop // SPARE_TOKENS + 1) * SPARE_TOKENS - stop
             old_tensors = (None,) * len(new_tensors)
             if start:
                 old_tensors = self.keys, self.values, *self.index
             with decode.without_autocast(keys):
                 self._buffers = tuple(
-                    _concatenated(old, new, num_spare)
-                    for old, new in zip(old_tensors, new_tensors, strict=True)
+                    _concatenate(old_tensor, new_tensor, num_spare_tokens)
+                    for old_tensor, new_tensor in zip(old_tensors, new_tensors, strict=True)
                 )
         self._set_views(stop)
 
@@ -145,9 +145,9 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
         self.keys, self.values, *index = (x[:, :, :length] for x in self._buffers)
         self.index = Index._make(index)
 
-    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+    def _change(self, function: Callable[[Tensor], Tensor]) -> None:
         if self._buffers is not None:
-            self._buffers = tuple(map(change, self._buffers))
+            self._buffers = tuple(map(function, self._buffers))
             self._set_views(self._length)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -217,46 +217,46 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
         """Set keys, values and index of all slots to zero."""
         super().reset()
         if self.index is not None:
-            for x, empty in zip(self.index, self._index_of_empty_slot(), strict=True):
-                x.copy_(empty)
+            for x, empty_slot in zip(self.index, self._index_of_empty_slot(), strict=True):
+                x.copy_(empty_slot)
 
-    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+    def _change(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.index is not None:
-            self.keys, self.values, *index = map(change, (self.keys, self.values, *self.index))
+            self.keys, self.values, *index = map(function, (self.keys, self.values, *self.index))
             self.index = Index._make(index)
 
 
-def _for_states_and_keys(name: str) -> Callable[..., None]:
-    """Return a method that calls ``name`` of `LinearAttentionLayer`, then of the indexed layer.
+def _make_hybrid_method(method_name: str) -> Callable[..., None]:
+    """Return a method that calls a method of `LinearAttentionLayer`, then of the indexed layer.
 
     The first call changes the linear-attention states, and the second call keys and values.
     """
 
-    def method(self: LinearAttentionLayer, *args: Any) -> None:
-        getattr(LinearAttentionLayer, name)(self, *args)
-        getattr(super(LinearAttentionCacheLayerMixin, self), name)(*args)
+    def change_states_and_keys(self: LinearAttentionLayer, *args: Any) -> None:
+        getattr(LinearAttentionLayer, method_name)(self, *args)
+        getattr(super(LinearAttentionCacheLayerMixin, self), method_name)(*args)
 
-    return method
+    return change_states_and_keys
 
 
 class IndexedHybridLayer(LinearAttentionAndFullAttentionLayer, IndexedDynamicLayer):
     """An `IndexedDynamicLayer` that also contains states of linear attention."""
 
-    offload = _for_states_and_keys("offload")
-    prefetch = _for_states_and_keys("prefetch")
-    reset = _for_states_and_keys("reset")
-    reorder_cache = _for_states_and_keys("reorder_cache")
-    crop = _for_states_and_keys("crop")
+    offload = _make_hybrid_method("offload")
+    prefetch = _make_hybrid_method("prefetch")
+    reset = _make_hybrid_method("reset")
+    reorder_cache = _make_hybrid_method("reorder_cache")
+    crop = _make_hybrid_method("crop")
 
 
 class IndexedStaticHybridLayer(LinearAttentionAndStaticFullAttentionLayer, IndexedStaticLayer):
     """An `IndexedStaticLayer` that also contains states of linear attention."""
 
-    offload = _for_states_and_keys("offload")
-    prefetch = _for_states_and_keys("prefetch")
-    reset = _for_states_and_keys("reset")
-    reorder_cache = _for_states_and_keys("reorder_cache")
-    crop = _for_states_and_keys("crop")
+    offload = _make_hybrid_method("offload")
+    prefetch = _make_hybrid_method("prefetch")
+    reset = _make_hybrid_method("reset")
+    reorder_cache = _make_hybrid_method("reorder_cache")
+    crop = _make_hybrid_method("crop")
 
     def lazy_initialization(self, *args: Tensor, **kwargs: Any) -> None:
         """Allocate keys and values, or linear-attention states.
@@ -277,7 +277,7 @@ INDEXED_CLASSES = {
 }
 
 
-def indexed(layer: CacheLayerMixin, channels: tuple[int, ...]) -> CacheLayerMixin:
+def make_indexed_layer(layer: CacheLayerMixin, channels: tuple[int, ...]) -> CacheLayerMixin:
     """Return a cache layer with the tokens of ``layer`` and an index of their keys.
 
     Args:
@@ -298,9 +298,11 @@ def indexed(layer: CacheLayerMixin, channels: tuple[int, ...]) -> CacheLayerMixi
     return indexed_layer
 
 
-def _concatenated(old: Tensor | None, new: Tensor, num_spare: int) -> Tensor:
-    """Return ``old``, then ``new``, then ``num_spare`` uninitialised tokens, along dimension 2."""
-    tensors = [new] if old is None else [old, new]
-    if num_spare:
-        tensors.append(new.new_empty((*new.shape[:2], num_spare, *new.shape[3:])))
+def _concatenate(old_tensor: Tensor | None, new_tensor: Tensor, num_spare_tokens: int) -> Tensor:
+    """Concatenate along dimension 2, and append ``num_spare_tokens`` uninitialised tokens."""
+    tensors = [new_tensor] if old_tensor is None else [old_tensor, new_tensor]
+    if num_spare_tokens:
+        tensors.append(
+            new_tensor.new_empty((*new_tensor.shape[:2], num_spare_tokens, *new_tensor.shape[3:]))
+        )
     return torch.cat(tensors, dim=2)

@@ -13,12 +13,12 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from cab_hf.call.validate import unsupported_reason
 from cab_hf.checks import warn_once
 from cab_hf.config import SPARSE, CabConfig
-from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer, indexed
+from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer, make_indexed_layer
 from cab_hf.hf.fit import layer_index, softcap
 from cab_hf.hf.layers import attention_layers, head_dim, transformers_model, window
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.hf.rotary import slow_channels
-from cab_hf.predictors.cascade import anchor_of
+from cab_hf.predictors.cascade import find_anchor
 
 
 def index_cache(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
@@ -37,20 +37,22 @@ def index_cache(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
     """
     model = transformers_model(model)
     text_config = model.config.get_text_config()
-    reason = _refusal(model, DynamicCache() if cache is None else cache)
+    reason = _why_no_index(model, DynamicCache() if cache is None else cache)
     if reason is not None:
         raise ValueError(reason)
     config = cab_config_of(text_config)
     cache = DynamicCache(config=text_config) if cache is None else cache
-    for layer, module in attention_layers(model):
+    for layer_idx, module in attention_layers(model):
         if why_no_selection(module, config) is not None:
             continue
         layer_class = cache.layer_class_to_replicate
-        while layer_class is not None and layer is not None and len(cache.layers) <= layer:
+        while layer_class is not None and layer_idx is not None and len(cache.layers) <= layer_idx:
             cache.layers.append(layer_class())
         channels = slow_channels(module, head_dim(module))
-        for i in _cache_layer_indices(layer, cache):
-            cache.layers[i] = indexed(cache.layers[i], channels)
+        for cache_layer_index in _cache_layer_indices(layer_idx, cache):
+            cache.layers[cache_layer_index] = make_indexed_layer(
+                cache.layers[cache_layer_index], channels
+            )
     return cache
 
 
@@ -70,9 +72,9 @@ def index_cache_of_generate(model: PreTrainedModel, cache: object) -> None:
 
     Warns once if the cache cannot have a key index.
     """
-    if _refusal(model, DynamicCache()) is not None:
+    if _why_no_index(model, DynamicCache()) is not None:
         return
-    reason = _refusal(model, cache)
+    reason = _why_no_index(model, cache)
     if reason is None:
         index_cache(model, cache)
     else:
@@ -80,13 +82,13 @@ def index_cache_of_generate(model: PreTrainedModel, cache: object) -> None:
         warn_once(warning_key, f"sparse_decode is True, but decode steps are dense. {reason}")
 
 
-def _refusal(model: PreTrainedModel, cache: object) -> str | None:
+def _why_no_index(model: PreTrainedModel, cache: object) -> str | None:
     """Return the error message of `index_cache` for a model and its cache; None if supported."""
     text_config = model.config.get_text_config()
     remedy = "Call cab_hf.apply_cab(model, sparse_decode=True) first."
     if text_config._attn_implementation not in SPARSE:
-        name = repr(text_config._attn_implementation)
-        return f"attn_implementation must be 'cab' or 'cab_frc', got {name}. {remedy}"
+        implementation = repr(text_config._attn_implementation)
+        return f"attn_implementation must be 'cab' or 'cab_frc', got {implementation}. {remedy}"
     if not isinstance(cache, (DynamicCache, StaticCache)):
         return (
             f"cache must be a DynamicCache or a StaticCache, got a {type(cache).__name__}, whose "
@@ -121,7 +123,7 @@ def why_no_selection(module: nn.Module, config: CabConfig) -> str | None:
         return "soft-capped logits"
     if layer in config.dense_layers:
         return "in dense_layers"
-    if anchor_of(config, layer) not in (None, layer):
+    if find_anchor(config, layer) not in (None, layer):
         return "keys selected by its anchor"
     return "keys computed from the cache" if _changes_cached_keys(type(module)) else None
 
@@ -135,26 +137,32 @@ def _changes_cached_keys(layer_class: type[nn.Module]) -> bool:
     method updates the cache.
     """
     try:
-        source = inspect.getsource(inspect.unwrap(layer_class.forward))
-        tree = ast.parse(textwrap.dedent(source))
+        forward_source = inspect.getsource(inspect.unwrap(layer_class.forward))
+        forward_tree = ast.parse(textwrap.dedent(forward_source))
     except (OSError, SyntaxError, TypeError):
         return False
-    nodes = list(ast.walk(tree))
-    assigned = [x for x in nodes if isinstance(x, ast.Assign) and isinstance(x.value, ast.Call)]
-    updates = [x for x in assigned if ast.unparse(x.value.func).endswith(".update")]
-    if not updates:
+    nodes = list(ast.walk(forward_tree))
+    call_assignments = [
+        x for x in nodes if isinstance(x, ast.Assign) and isinstance(x.value, ast.Call)
+    ]
+    cache_updates = [x for x in call_assignments if ast.unparse(x.value.func).endswith(".update")]
+    if not cache_updates:
         return False
     # keys_name, values_name = past_key_values.update(...)
-    update = updates[-1]
-    target = update.targets[0]
-    keys_name = ast.unparse(target.elts[0] if isinstance(target, ast.Tuple) else target)
-    later_nodes = [x for x in nodes if getattr(x, "lineno", 0) > update.end_lineno]
+    last_update = cache_updates[-1]
+    keys_target = last_update.targets[0]
+    keys_name = ast.unparse(
+        keys_target.elts[0] if isinstance(keys_target, ast.Tuple) else keys_target
+    )
+    later_nodes = [x for x in nodes if getattr(x, "lineno", 0) > last_update.end_lineno]
     # calls of an attention function, whose first argument is the layer
-    calls = [x for x in later_nodes if isinstance(x, ast.Call) and len(x.args) > 3]
-    calls = [x for x in calls if ast.unparse(x.args[0]) == "self"]
-    if not calls:
+    attention_calls = [x for x in later_nodes if isinstance(x, ast.Call) and len(x.args) > 3]
+    attention_calls = [x for x in attention_calls if ast.unparse(x.args[0]) == "self"]
+    if not attention_calls:
         return False
-    call = min(calls, key=lambda x: x.lineno)
-    names = [x for x in later_nodes if isinstance(x, ast.Name) and x.lineno < call.lineno]
-    is_reassigned = any(x.id == keys_name and isinstance(x.ctx, ast.Store) for x in names)
-    return is_reassigned or ast.unparse(call.args[2]) != keys_name
+    attention_call = min(attention_calls, key=lambda x: x.lineno)
+    name_nodes = [
+        x for x in later_nodes if isinstance(x, ast.Name) and x.lineno < attention_call.lineno
+    ]
+    is_reassigned = any(x.id == keys_name and isinstance(x.ctx, ast.Store) for x in name_nodes)
+    return is_reassigned or ast.unparse(attention_call.args[2]) != keys_name

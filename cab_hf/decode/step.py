@@ -13,11 +13,11 @@ from cab_hf.decode.cache import KeyIndex
 from cab_hf.hf.fit import softcap
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice
-from cab_hf.predictors.cascade import anchor_of, require_heads_of
+from cab_hf.predictors.cascade import find_anchor, require_equal_heads
 
 # smallest ratio of cached keys to selected keys in a sparse step: at smaller ratios, scoring costs
 # more than dense attention
-DECODE_FROM = 4
+MIN_KEYS_RATIO = 4
 # key of a `SharedChoice` in the state that the layers of a forward pass share
 SHARED_CHOICE = "cascade decode"
 
@@ -48,7 +48,7 @@ def select_keys(
     num_keys: Tensor,
     padding_mask: Tensor | None,
     sinks: Tensor | None,
-    shared: dict[Any, Any],
+    shared_state: dict[Any, Any],
 ) -> Choice:
     """Return the keys that each KV head of a layer reads in a decode step.
 
@@ -65,46 +65,52 @@ def select_keys(
         length, num_keys: results of `MaskInfo.decode_budget`.
         padding_mask: bool [B, N_k], False for padding keys; None without padding.
         sinks: [H], one additional logit per head; None without sinks.
-        shared: state that layers of a forward pass share. An anchor stores its selection in it.
+        shared_state: state that layers of a forward pass share. An anchor stores its selection in
+            it.
     """
-    heads, anchor = (q.shape[1], kv_heads), anchor_of(config, layer)
+    heads, anchor = (q.shape[1], kv_heads), find_anchor(config, layer)
     if anchor is not None and anchor != layer:
-        return _choice_of_anchor(
-            shared[SHARED_CHOICE], config=config, layer=layer, heads=heads, device=q.device
+        return _map_choice_of_anchor(
+            shared_state[SHARED_CHOICE], config=config, layer=layer, heads=heads, device=q.device
         )
     choice = decode.choose(
         q,
         index=index.index,
         scale=scale,
         length=length,
-        wanted=num_keys,
+        num_keys=num_keys,
         channels=index.channels,
-        valid=padding_mask,
+        padding_mask=padding_mask,
         sinks=sinks,
     )
     if anchor is not None:
-        shared[SHARED_CHOICE] = SharedChoice(layer, heads, choice)
+        shared_state[SHARED_CHOICE] = SharedChoice(layer, heads, choice)
     return choice
 
 
-def _choice_of_anchor(
-    shared: SharedChoice, *, config: CabConfig, layer: int, heads: tuple[int, int], device: Any
+def _map_choice_of_anchor(
+    shared_choice: SharedChoice,
+    *,
+    config: CabConfig,
+    layer: int,
+    heads: tuple[int, int],
+    device: Any,
 ) -> Choice:
     """Return the selection of the anchor for the KV heads of a later layer.
 
     Args:
-        shared: selection of the anchor.
+        shared_choice: selection of the anchor.
         config: settings of the layer.
         layer: index of the later layer.
         heads: numbers of query heads and of KV heads of the later layer.
         device: device of the later layer, which may differ from the device of the anchor.
     """
-    require_heads_of(shared.layer, shared.heads, layer, heads)
+    require_equal_heads(shared_choice.layer, shared_choice.heads, layer, heads)
     kv_heads = heads[1]
-    anchor_heads = mapped_kv_heads(config.head_map[layer], kv_heads) if config.head_map else None
-    if anchor_heads == tuple(range(kv_heads)):
-        anchor_heads = None
-    return shared.choice.for_layer(device, anchor_heads)
+    anchor_kv_heads = mapped_kv_heads(config.head_map[layer], kv_heads) if config.head_map else None
+    if anchor_kv_heads == tuple(range(kv_heads)):
+        anchor_kv_heads = None
+    return shared_choice.choice.for_layer(device, anchor_kv_heads)
 
 
 def why_dense(
@@ -130,10 +136,10 @@ def why_dense(
         is_short = num_slots is not None and num_slots < config.min_length
         name = "min_length" if is_short else "decode_tokens"
         return f"too short for {name}={getattr(config, name)} (decode)"
-    anchor = anchor_of(config, getattr(layer, "layer_idx", None))
+    anchor = find_anchor(config, getattr(layer, "layer_idx", None))
     if anchor is not None and anchor < layer.layer_idx:
-        shared = mask.state.shared.get(SHARED_CHOICE)
-        can_select = shared is not None and shared.layer == anchor
+        shared_choice = mask.state.shared.get(SHARED_CHOICE)
+        can_select = shared_choice is not None and shared_choice.layer == anchor
     else:
         can_select = index is not None
         if not can_select and not torch.compiler.is_compiling():
@@ -146,36 +152,37 @@ def why_dense(
     return None if can_select else "a cache without an index (decode)"
 
 
-def decodes_sparsely(config: CabConfig, tokens: int) -> bool:
-    """Return True if a decode step over ``tokens`` cached tokens is sparse."""
-    min_tokens = decode_from(config)
-    return config.sparse_decode and min_tokens is not None and tokens >= min_tokens
+def decodes_sparsely(config: CabConfig, num_tokens: int) -> bool:
+    """Return True if a decode step over ``num_tokens`` cached tokens is sparse."""
+    min_tokens = min_sparse_tokens(config)
+    return config.sparse_decode and min_tokens is not None and num_tokens >= min_tokens
 
 
-def decode_from(config: CabConfig) -> int | None:
+def min_sparse_tokens(config: CabConfig) -> int | None:
     """Return the smallest number of cached tokens for a sparse step; None if never sparse."""
     budget = config.decode_tokens
     if isinstance(budget, int):
-        return max(config.min_length, DECODE_FROM * budget)
+        return max(config.min_length, MIN_KEYS_RATIO * budget)
     # a share of the cached tokens
-    return config.min_length if DECODE_FROM * budget <= 1 else None
+    return config.min_length if MIN_KEYS_RATIO * budget <= 1 else None
 
 
-def mapped_kv_heads(row: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
+def mapped_kv_heads(head_map_row: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
     """Return the KV head of the anchor for each KV head of a layer.
 
     A KV head is mapped to the KV head of the anchor to which most query heads of its group are
     mapped. Ties are resolved in favour of the first query head of the group.
 
     Args:
-        row: row of ``head_map``: the query head of the anchor for each query head of the layer.
+        head_map_row: row of ``head_map``: the query head of the anchor for each query head of the
+            layer.
         kv_heads: number of KV heads of the layer.
     """
-    group = len(row) // kv_heads
-    mapped = []
-    for first in range(0, len(row), group):
-        anchor_heads = [head // group for head in row[first : first + group]]
+    group = len(head_map_row) // kv_heads
+    mapped_heads = []
+    for first_head in range(0, len(head_map_row), group):
+        anchor_heads = [head // group for head in head_map_row[first_head : first_head + group]]
         largest_count = max([anchor_heads.count(head) for head in anchor_heads])
         candidates = [head for head in anchor_heads if anchor_heads.count(head) == largest_count]
-        mapped.append(candidates[0])
-    return tuple(mapped)
+        mapped_heads.append(candidates[0])
+    return tuple(mapped_heads)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.capability import HOPPER, NONE, capability
+from cab_hf.capability import HOPPER, NO_CAPABILITY, capability
 from cab_hf.ops import HAS_TRITON, Workload, reference
 from cab_hf.ops.attention import complete, ffpa, flash_dense, gather, traced
 
@@ -19,7 +19,7 @@ from cab_hf.ops.attention import complete, ffpa, flash_dense, gather, traced
 SDPA_HEAD_DIM = 256
 # fewest (query, key) pairs per block for `GATHER` in `choose`; smaller blocks need too many small
 # operations
-GATHERED_FROM = 64 * 64
+MIN_GATHERED_PAIRS = 64 * 64
 
 
 class Engine(NamedTuple):
@@ -50,88 +50,92 @@ class Engine(NamedTuple):
         return self.load()
 
 
-def _reference() -> Callable[..., Any]:
+def _load_reference() -> Callable[..., Any]:
     return traced.attention if torch.compiler.is_compiling() else reference.attention
 
 
-def _gather_unavailable(work: Workload) -> str | None:
-    if work.device != "cpu":
-        return f"runs on a CPU, not on {work.device}"
+def _why_no_gather(workload: Workload) -> str | None:
+    if workload.device != "cpu":
+        return f"runs on a CPU, not on {workload.device}"
     if torch.compiler.is_compiling():
         return "cannot be traced by torch.compile"
-    return "has no backward" if work.training else None
+    return "has no backward" if workload.training else None
 
 
-def _triton() -> Callable[..., Any]:
+def _load_triton() -> Callable[..., Any]:
     # imported late, because Triton may not be installed
     from cab_hf.ops.attention import block
 
     return partial(complete.attention, block.attention)
 
 
-def _triton_unavailable(work: Workload) -> str | None:
+def _why_no_triton(workload: Workload) -> str | None:
     if not HAS_TRITON:
         return "needs the package triton, which is not installed"
     from cab_hf.ops.attention import block
 
-    return block.unavailable(device=work.device, head_dim=work.head_dim, dtype=work.dtype)
+    return block.unavailable(
+        device=workload.device, head_dim=workload.head_dim, dtype=workload.dtype
+    )
 
 
-def _flex() -> Callable[..., Any]:
+def _load_flex() -> Callable[..., Any]:
     # imported late, because FlexAttention is a heavy import
     from cab_hf.ops.attention import flex
 
     return partial(complete.attention, flex.attention)
 
 
-def _flex_unavailable(work: Workload) -> str | None:
+def _why_no_flex(workload: Workload) -> str | None:
     from cab_hf.ops.attention import flex
 
-    if work.sinks and work.device == "cpu":
+    if workload.sinks and workload.device == "cpu":
         return "returns no log-sum-exp on CPU, which sinks need"
     return flex.unavailable(
-        device=work.device,
-        head_dim=work.head_dim,
-        dtype=work.dtype,
-        training=work.training,
-        query_block=work.query_block,
-        key_block=work.key_block,
+        device=workload.device,
+        head_dim=workload.head_dim,
+        dtype=workload.dtype,
+        training=workload.training,
+        query_block=workload.query_block,
+        key_block=workload.key_block,
     )
 
 
-def _flex_label(work: Workload) -> str:
+def _label_flex(workload: Workload) -> str:
     from cab_hf.ops.attention import flex
 
-    if work.device == "cpu":
+    if workload.device == "cpu":
         return "flex (CPU)"
-    query_block, key_block = flex.merged_blocks(work.query_block, work.key_block)
-    if not work.training or (query_block, key_block) == work.blocks:
+    query_block, key_block = flex.merged_block_sizes(workload.query_block, workload.key_block)
+    if not workload.training or (query_block, key_block) == workload.blocks:
         return "flex (TRITON)"
     return f"flex (TRITON, blocks merged to {query_block} x {key_block})"
 
 
-def _flash() -> Callable[..., Any]:
+def _load_flash() -> Callable[..., Any]:
     from cab_hf.ops.attention import flash
 
     return partial(complete.attention, flash.attention)
 
 
-def _flash_unavailable(work: Workload) -> str | None:
-    if work.softcap:
+def _why_no_flash(workload: Workload) -> str | None:
+    if workload.softcap:
         return "does not support soft caps"
-    return _flex_unavailable(work) or _flash_unavailable_here(
-        device=work.device,
-        head_dim=work.head_dim,
-        dtype=work.dtype,
-        query_block=work.query_block,
-        key_block=work.key_block,
+    return _why_no_flex(workload) or _why_no_flash_here(
+        device=workload.device,
+        head_dim=workload.head_dim,
+        dtype=workload.dtype,
+        query_block=workload.query_block,
+        key_block=workload.key_block,
     )
 
 
-def _flash_label(work: Workload) -> str:
+def _label_flash(workload: Workload) -> str:
     from cab_hf.ops.attention import flash
 
-    if not work.training or flash.own_backward(work.head_dim, work.query_block, work.key_block):
+    if not workload.training or flash.has_own_backward(
+        workload.head_dim, workload.query_block, workload.key_block
+    ):
         return "flex (FLASH)"
     return "flex (FLASH, gradients by triton)"
 
@@ -139,28 +143,28 @@ def _flash_label(work: Workload) -> str:
 # plain PyTorch on any device
 REFERENCE = Engine(
     name="reference",
-    load=_reference,
-    unavailable=lambda work: None,
-    label=lambda work: "reference",
+    load=_load_reference,
+    unavailable=lambda workload: None,
+    label=lambda workload: "reference",
 )
 # plain PyTorch on a CPU, which reads only the listed keys
 GATHER = Engine(
     name="gather",
     load=lambda: partial(complete.attention, gather.attention),
-    unavailable=_gather_unavailable,
-    label=lambda work: "gather",
+    unavailable=_why_no_gather,
+    label=lambda workload: "gather",
 )
 # Triton kernels of this package
 TRITON = Engine(
     name="triton",
-    load=_triton,
-    unavailable=_triton_unavailable,
-    label=lambda work: "triton",
+    load=_load_triton,
+    unavailable=_why_no_triton,
+    label=lambda workload: "triton",
 )
 # FlexAttention with its TRITON or CPU backend
-FLEX = Engine(name="flex", load=_flex, unavailable=_flex_unavailable, label=_flex_label)
+FLEX = Engine(name="flex", load=_load_flex, unavailable=_why_no_flex, label=_label_flex)
 # FlexAttention with the kernels of flash-attn-4
-FLASH = Engine(name="flex", load=_flash, unavailable=_flash_unavailable, label=_flash_label)
+FLASH = Engine(name="flex", load=_load_flash, unavailable=_why_no_flash, label=_label_flash)
 
 
 class DenseKernel(NamedTuple):
@@ -175,7 +179,7 @@ class DenseKernel(NamedTuple):
     attention: Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _attend_by_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     is_causal, is_grouped = q.shape[2] > 1, q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
@@ -183,7 +187,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 # kernels of PyTorch
-SDPA = DenseKernel("sdpa", _sdpa)
+SDPA = DenseKernel("sdpa", _attend_by_sdpa)
 # kernels of ffpa-attn for large head dims, without a cache
 FFPA = DenseKernel("ffpa", ffpa.attention)
 # kernels of flash-attn-3 or flash-attn-4
@@ -199,41 +203,44 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
 # eval/results/speed-attention and eval/results/speed-attention-without-flash
 FASTEST = (FLASH, TRITON, FLEX, REFERENCE)
 # engines of "auto" on GPUs before Hopper, where no engine was measured
-UNMEASURED = (FLASH, FLEX, TRITON, REFERENCE)
+ENGINES_OF_UNMEASURED_GPUS = (FLASH, FLEX, TRITON, REFERENCE)
 
 
-def choose(name: str, work: Workload) -> Engine:
+def choose(name: str, workload: Workload) -> Engine:
     """Return the engine that computes a workload.
 
     Args:
-        name: Value of `CabConfig.engine`; "auto" for the fastest engine that can run ``work``.
-        work: Requirements of the call.
+        name: Value of `CabConfig.engine`; "auto" for the fastest engine that can run ``workload``.
+        workload: Requirements of the call.
 
     Raises:
-        ValueError: If the name is unknown, or if no backend of that name can run ``work``.
+        ValueError: If the name is unknown, or if no backend of that name can run ``workload``.
     """
     if name == "auto":
         # on a CPU, flex would be compiled for every new length
-        if work.device == "cpu":
-            is_large = work.query_block * work.key_block >= GATHERED_FROM
-            return GATHER if is_large and GATHER.unavailable(work) is None else REFERENCE
-        candidates = FASTEST if _measured_here() else UNMEASURED
+        if workload.device == "cpu":
+            has_large_blocks = workload.query_block * workload.key_block >= MIN_GATHERED_PAIRS
+            return (
+                GATHER if has_large_blocks and GATHER.unavailable(workload) is None else REFERENCE
+            )
+        candidates = FASTEST if _is_measured_gpu() else ENGINES_OF_UNMEASURED_GPUS
     elif name in ENGINES:
         candidates = ENGINES[name]
     else:
         names = ", ".join(map(repr, ("auto", *ENGINES)))
         raise ValueError(f"CabConfig.engine must be one of {names}, got {name!r}.")
     for engine in candidates:
-        reason = engine.unavailable(work)
-        if reason is None:
+        unavailable_reason = engine.unavailable(workload)
+        if unavailable_reason is None:
             return engine
     raise ValueError(
-        f"CabConfig.engine is {name!r}, which {reason}. Use engine='auto' or 'reference'."
+        f"CabConfig.engine is {name!r}, which {unavailable_reason}. "
+        "Use engine='auto' or 'reference'."
     )
 
 
-def exact(
-    work: Workload, length: int | None, last_queries: int | None = None
+def choose_exact(
+    workload: Workload, length: int | None, last_queries: int | None = None
 ) -> Engine | DenseKernel:
     """Return the dense kernel or the engine that computes exact attention.
 
@@ -241,23 +248,23 @@ def exact(
     cases, an engine computes exact attention under a plan of all blocks.
 
     Args:
-        work: Requirements of the call.
+        workload: Requirements of the call.
         length: Number of queries and of keys; None unless both numbers are equal and causality is
             the only mask.
         last_queries: Number of queries; None unless the queries are the last tokens of the keys and
             causality is the only mask.
     """
-    if last_queries is not None and flash_dense.unavailable(work, last_queries) is None:
+    if last_queries is not None and flash_dense.unavailable(workload, last_queries) is None:
         return FLASH_ATTN
-    if length is not None and work.head_dim <= SDPA_HEAD_DIM:
+    if length is not None and workload.head_dim <= SDPA_HEAD_DIM:
         return SDPA
-    if TRITON.unavailable(work) or not _measured_here():
+    if TRITON.unavailable(workload) or not _is_measured_gpu():
         return SDPA
     if length is not None and not ffpa.unavailable(
-        device=work.device,
-        head_dim=work.head_dim,
-        dtype=work.dtype,
-        training=work.training,
+        device=workload.device,
+        head_dim=workload.head_dim,
+        dtype=workload.dtype,
+        training=workload.training,
         length=length,
     ):
         return FFPA
@@ -267,17 +274,17 @@ def exact(
 # results are constants in a compiled graph: torch.compile cannot trace lookups of packages and
 # devices
 @torch.compiler.assume_constant_result
-def _measured_here() -> bool:
+def _is_measured_gpu() -> bool:
     """Return True on GPUs from Hopper on, where the engines were measured."""
     return torch.cuda.is_available() and capability()[0] >= HOPPER
 
 
 @torch.compiler.assume_constant_result
-def _flash_unavailable_here(
+def _why_no_flash_here(
     device: str, head_dim: int, dtype: torch.dtype, query_block: int, key_block: int
 ) -> str | None:
     """Return why flash-attn-4 cannot run on this machine, as a clause; None if it can."""
-    if device == "cpu" or not torch.cuda.is_available() or capability() == NONE:
+    if device == "cpu" or not torch.cuda.is_available() or capability() == NO_CAPABILITY:
         return "runs on NVIDIA GPUs only"
     from cab_hf.ops.attention import flash
 

@@ -13,11 +13,11 @@ from cab_hf.ops.attention import traced
 from cab_hf.ops.reference import Masks
 
 # most query rows that share one mask tensor; bounds memory, does not affect the result
-ROWS_AT_A_TIME = 1024
+MAX_ROWS_PER_MASK = 1024
 # most elements of a mask tensor; bounds memory, does not affect the result
-MASK_AT_A_TIME = 1 << 28
+MAX_MASK_ELEMENTS = 1 << 28
 # most logits in memory at a time in the backward pass of a compiled model
-LOGITS_AT_A_TIME = 1 << 26
+MAX_LOGITS = 1 << 26
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskInfo, scale: float) -> Tensor:
@@ -33,7 +33,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskInfo, scale: float) -> 
     if torch.compiler.is_compiling() and q.shape[2] > 1:
         # a static cache has a tensor offset, which the device changes
         is_on_device = isinstance(mask.q_offset, Tensor)
-        return _masked_op(
+        return _masked_attention_op(
             q,
             k,
             v,
@@ -48,47 +48,57 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskInfo, scale: float) -> 
             return_lse=False,
         )[0]
     # a mask tensor has one element per (query, key) pair, batch row and query head of a KV head
-    mask_copies = q.shape[0] * (q.shape[1] // k.shape[1])
-    outs = [
-        _masked(q[:, :, rows], k[:, :, keys], v[:, :, keys], visible=visible, scale=scale)
-        for rows, keys, visible, *_ in _masks(q, k, mask, MASK_AT_A_TIME // mask_copies)
+    num_mask_copies = q.shape[0] * (q.shape[1] // k.shape[1])
+    out_chunks = [
+        _attend_masked(
+            q[:, :, rows], k[:, :, keys], v[:, :, keys], is_visible=is_visible, scale=scale
+        )
+        for rows, keys, is_visible, *_ in _make_masks(
+            q, k, mask, MAX_MASK_ELEMENTS // num_mask_copies
+        )
     ]
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+    return out_chunks[0] if len(out_chunks) == 1 else torch.cat(out_chunks, dim=2)
 
 
-def _masks(query: Tensor, key: Tensor, mask: MaskInfo, max_pairs: int) -> Iterator[Masks]:
+def _make_masks(query: Tensor, key: Tensor, mask: MaskInfo, max_pairs: int) -> Iterator[Masks]:
     """Yield chunks of queries with their mask tensors, at most ``max_pairs`` pairs per chunk."""
     q_length, kv_length = query.shape[2], key.shape[2]
     # an offset on the device is unknown to the host, which then cannot cut the keys
     is_on_host = not isinstance(mask.q_offset, Tensor)
-    num_keys = kv_length if mask.window is None else min(kv_length, mask.window + ROWS_AT_A_TIME)
-    chunk = min(ROWS_AT_A_TIME, max(1, max_pairs // num_keys))
+    num_keys = kv_length if mask.window is None else min(kv_length, mask.window + MAX_ROWS_PER_MASK)
+    chunk = min(MAX_ROWS_PER_MASK, max(1, max_pairs // num_keys))
     for start in range(0, q_length, chunk):
         stop = min(start + chunk, q_length)
         high = min(kv_length, mask.q_offset + stop) if is_on_host else kv_length
         low = max(0, mask.q_offset + start + 1 - mask.window) if is_on_host and mask.window else 0
-        visible = mask.dense_rows(start=start, stop=stop, low=low, high=high, device=query.device)
+        visible = mask.dense_mask(
+            query_start=start, query_stop=stop, key_start=low, key_stop=high, device=query.device
+        )
         yield Masks(slice(start, stop), slice(low, high), visible)
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, *, visible: Tensor, scale: float) -> Tensor:
-    """Compute SDPA under the mask ``visible``, bool [B or 1, 1, N_q, N_k]: [B, H, N_q, D_v].
+def _attend_masked(
+    query: Tensor, key: Tensor, value: Tensor, *, is_visible: Tensor, scale: float
+) -> Tensor:
+    """Compute SDPA under the mask ``is_visible``, bool [B or 1, 1, N_q, N_k]: [B, H, N_q, D_v].
 
     SDPA's fast kernels accept a mask only if q and k have the same number of heads. Therefore the
     queries of a group become more queries of their KV head, and no key is repeated.
     """
     batch, kv_heads = key.shape[:2]
     group, length = query.shape[1] // kv_heads, query.shape[2]
-    folded = query.unflatten(1, (kv_heads, group)).flatten(2, 3)
-    folded_mask = visible.unsqueeze(2).expand((-1, -1, group, -1, -1)).flatten(2, 3)
+    folded_query = query.unflatten(1, (kv_heads, group)).flatten(2, 3)
+    folded_mask = is_visible.unsqueeze(2).expand((-1, -1, group, -1, -1)).flatten(2, 3)
     folded_mask = folded_mask.expand(batch, -1, -1, -1)
-    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=folded_mask, scale=scale)
+    out = F.scaled_dot_product_attention(
+        folded_query, key, value, attn_mask=folded_mask, scale=scale
+    )
     return out.unflatten(2, (group, length)).flatten(1, 2)
 
 
-def _mask_of(query: Tensor, key: Tensor, values: tuple) -> MaskInfo:
-    """Build a `MaskInfo` from ``values``, the arguments of `_masked_op` after ``softcap``."""
-    padding_mask, doc_ids, window, chunk_starts, q_offset, live_offset, _ = values
+def _make_mask_info(query: Tensor, key: Tensor, mask_arguments: tuple) -> MaskInfo:
+    """Build a `MaskInfo` from the arguments of `_masked_attention_op` after ``softcap``."""
+    padding_mask, doc_ids, window, chunk_starts, q_offset, live_offset, _ = mask_arguments
     return MaskInfo(
         batch=query.shape[0],
         q_length=query.shape[2],
@@ -101,25 +111,25 @@ def _mask_of(query: Tensor, key: Tensor, values: tuple) -> MaskInfo:
     )
 
 
-def _attend(query, key, value, scale, softcap, *values):
-    """Return the results of `_masked_op`: the output of `attention`, and an empty log-sum-exp."""
-    out = attention(query, key, value, _mask_of(query, key, values), scale=scale)
+def _attend_for_op(query, key, value, scale, softcap, *mask_arguments):
+    """Return the output of `attention` and an empty log-sum-exp, for `_masked_attention_op`."""
+    out = attention(query, key, value, _make_mask_info(query, key, mask_arguments), scale=scale)
     return out, query.new_empty(0, dtype=torch.float32)
 
 
-def _masks_of_logits(query, key, value, *values):
+def _make_backward_masks(query, key, value, *mask_arguments):
     """Return chunks of queries with masks for the backward pass, as an iterator.
 
-    A chunk has at most `LOGITS_AT_A_TIME` logits.
+    A chunk has at most `MAX_LOGITS` logits.
     """
-    max_pairs = LOGITS_AT_A_TIME // (query.shape[0] * query.shape[1])
-    return _masks(query, key, _mask_of(query, key, values), max_pairs)
+    max_pairs = MAX_LOGITS // (query.shape[0] * query.shape[1])
+    return _make_masks(query, key, _make_mask_info(query, key, mask_arguments), max_pairs)
 
 
-_masked_op = traced.register(
+_masked_attention_op = traced.register_attention_op(
     "attention_by_rows",
     "Tensor? padding_mask, Tensor? doc_ids, int? window, Tensor? chunk_starts, SymInt q_offset,"
     " Tensor? live_offset, bool return_lse",
-    _attend,
-    _masks_of_logits,
+    _attend_for_op,
+    _make_backward_masks,
 )

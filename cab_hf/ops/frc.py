@@ -30,13 +30,13 @@ def largest_norm_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, length, dim = x.shape
-    blocks = triton.cdiv(length, block)
-    target = x.new_empty(batch, heads, blocks, dim, dtype=torch.float32)
+    num_blocks = triton.cdiv(length, block)
+    out = x.new_empty(batch, heads, num_blocks, dim, dtype=torch.float32)
     with on_device_of(x):
-        _largest_kernel[(batch * heads * blocks,)](
+        _largest_kernel[(batch * heads * num_blocks,)](
             x=vectors(x),
             valid=valid.contiguous(),
-            target=target,
+            out=out,
             heads=heads,
             length=length,
             BLOCK=block,
@@ -44,7 +44,7 @@ def largest_norm_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False
             MARK=mark,
             num_warps=1,
         )
-    return target
+    return out
 
 
 # the length must not cause another compilation
@@ -52,7 +52,7 @@ def largest_norm_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False
 def _largest_kernel(
     x,
     valid,
-    target,
+    out,
     heads,
     length,
     BLOCK: tl.constexpr,
@@ -63,9 +63,9 @@ def _largest_kernel(
     # heads vary fastest: neighbouring programs read neighbouring memory of a [B, N, H, D] tensor
     pid = tl.program_id(0).to(tl.int64)
     head = pid % heads
-    blocks = tl.cdiv(length, BLOCK)
-    block = pid // heads % blocks
-    batch = pid // (heads * blocks)
+    num_blocks = tl.cdiv(length, BLOCK)
+    block = pid // heads % num_blocks
+    batch = pid // (heads * num_blocks)
     x_head = x.data + (batch * x.batch + head * x.head)
     valid += batch * length
     channel = tl.arange(0, max(16, triton.next_power_of_2(D)))
@@ -74,25 +74,27 @@ def _largest_kernel(
     has_infinite = tl.zeros([ROWS], tl.int32)
     for start in tl.static_range(0, BLOCK, ROWS):
         token = block * BLOCK + start + tl.arange(0, ROWS)
-        exists = token < length
+        is_in_bounds = token < length
         # [ROWS, channels]
-        rows = tl.load(
+        token_vectors = tl.load(
             x_head + token[:, None] * x.token + channel[None, :],
-            mask=exists[:, None] & (channel[None, :] < D),
+            mask=is_in_bounds[:, None] & (channel[None, :] < D),
             other=0.0,
         ).to(tl.float32)
-        is_valid = tl.load(valid + token, mask=exists, other=0) != 0
-        squared_norm = tl.sum(rows * rows, 1)
+        is_valid = tl.load(valid + token, mask=is_in_bounds, other=0) != 0
+        squared_norm = tl.sum(token_vectors * token_vectors, 1)
         if MARK:
             has_infinite |= (is_valid & ~(squared_norm < float("inf"))).to(tl.int32)
         # padding and NaN get -1, which is below every squared norm
         squared_norm = tl.where(is_valid & (squared_norm == squared_norm), squared_norm, -1.0)
-        max_of_rows = tl.max(squared_norm, 0)
-        index = tl.argmax(squared_norm, 0, tie_break_left=True)
-        max_token = tl.where(max_of_rows > max_norm, block * BLOCK + start + index, max_token)
-        max_norm = tl.maximum(max_norm, max_of_rows)
-    row = tl.load(x_head + max_token * x.token + channel, mask=channel < D, other=0.0)
+        max_tile_norm = tl.max(squared_norm, 0)
+        argmax_norm = tl.argmax(squared_norm, 0, tie_break_left=True)
+        max_token = tl.where(
+            max_tile_norm > max_norm, block * BLOCK + start + argmax_norm, max_token
+        )
+        max_norm = tl.maximum(max_norm, max_tile_norm)
+    max_vector = tl.load(x_head + max_token * x.token + channel, mask=channel < D, other=0.0)
     if MARK:
-        row = tl.where(tl.max(has_infinite, 0) != 0, float("nan"), row.to(tl.float32))
-    target += ((batch * heads + head) * blocks + block) * D + channel
-    tl.store(target, row.to(tl.float32), mask=channel < D)
+        max_vector = tl.where(tl.max(has_infinite, 0) != 0, float("nan"), max_vector.to(tl.float32))
+    out += ((batch * heads + head) * num_blocks + block) * D + channel
+    tl.store(out, max_vector.to(tl.float32), mask=channel < D)

@@ -8,10 +8,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.capability import NAMED, NONE, capability
+from cab_hf.capability import CAPABILITY_OVERRIDE, NO_CAPABILITY, capability
 
 # initial value of a running maximum; not -inf, because the difference of two infinities is NaN
-LOWEST = tl.constexpr(-1.0e30)
+LOWEST_LOGIT = tl.constexpr(-1.0e30)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD_DIM = 256
 
@@ -33,29 +33,29 @@ def unavailable(x: Tensor) -> str | None:
 
 def on_device_of(x: Tensor) -> torch.cuda.device | nullcontext:
     """Return a context in which the device of ``x`` is current: Triton uses the current device."""
-    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
-    return torch.cuda.device(x.device) if elsewhere else nullcontext()
+    is_on_other_device = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if is_on_other_device else nullcontext()
 
 
-def early(x: Tensor) -> dict[str, bool]:
+def pdl_options(x: Tensor) -> dict[str, bool]:
     """Return the options of a kernel launch with programmatic dependent launch (PDL).
 
-    With PDL, a kernel starts before the previous kernel ends. If ``EARLY`` is True, the kernel must
-    call ``gdc_wait`` before it reads results of the previous kernel. ``EARLY`` is False on GPUs
-    below compute capability 9.0, which do not support PDL.
+    With PDL, a kernel starts before the previous kernel ends. If ``USE_PDL`` is True, the kernel
+    must call ``gdc_wait`` before it reads results of the previous kernel. ``USE_PDL`` is False on
+    GPUs below compute capability 9.0, which do not support PDL.
     """
-    ahead = capability(x.device) >= (9, 0)
-    return {"EARLY": True, "launch_pdl": True} if ahead else {"EARLY": False}
+    has_pdl = capability(x.device) >= (9, 0)
+    return {"USE_PDL": True, "launch_pdl": True} if has_pdl else {"USE_PDL": False}
 
 
-def registers(x: Tensor, most: int) -> dict[str, int]:
-    """Return the launch option that limits registers per thread to ``most``; {} on AMD's GPUs."""
-    return {"maxnreg": most} if packed(x) else {}
+def register_limit(x: Tensor, max_registers: int) -> dict[str, int]:
+    """Return the launch option that limits registers per thread; {} on AMD's GPUs."""
+    return {"maxnreg": max_registers} if has_ptx(x) else {}
 
 
-def packed(x: Tensor) -> bool:
+def has_ptx(x: Tensor) -> bool:
     """Return True if ``x`` is on an NVIDIA GPU, where kernels may use PTX instructions."""
-    return capability(x.device) > NONE
+    return capability(x.device) > NO_CAPABILITY
 
 
 def reads_by_descriptor(device: torch.device | str) -> bool:
@@ -66,23 +66,23 @@ def reads_by_descriptor(device: torch.device | str) -> bool:
     On compute capability 12.0, tiles that descriptors load are copied to registers, which spill.
     Triton's interpreter on a CPU uses descriptors.
     """
-    interpreted = NAMED is None and torch.device(device).type == "cpu"
-    return interpreted or (9, 0) <= capability(device) < (12, 0)
+    is_interpreted = CAPABILITY_OVERRIDE is None and torch.device(device).type == "cpu"
+    return is_interpreted or (9, 0) <= capability(device) < (12, 0)
 
 
-def padding(valid: Tensor | None) -> tuple[Tensor | None, int, Tensor | None]:
+def padding_arguments(padding_mask: Tensor | None) -> tuple[Tensor | None, int, Tensor | None]:
     """Return the arguments that pass a padding mask to a decode kernel.
 
     Args:
-        valid: bool [B, N_k], False for padding; None without padding.
+        padding_mask: bool [B, N_k], False for padding; None without padding.
 
     Returns:
-        mask: ``valid`` with contiguous rows; None without padding.
+        mask: ``padding_mask`` with contiguous rows; None without padding.
         batch_stride: Elements between two rows of the mask; 0 without padding.
         first: int32 [B], the index of the first token of each row that is not padding; None without
             padding.
     """
-    if valid is None:
+    if padding_mask is None:
         return None, 0, None
-    valid = valid if valid.stride(-1) == 1 else valid.contiguous()
-    return valid, valid.stride(0), valid.int().argmax(-1).int()
+    padding_mask = padding_mask if padding_mask.stride(-1) == 1 else padding_mask.contiguous()
+    return padding_mask, padding_mask.stride(0), padding_mask.int().argmax(-1).int()

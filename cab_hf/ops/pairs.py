@@ -14,58 +14,65 @@ from cab_hf.ops.launch import on_device_of
 from cab_hf.plan import BlockPlan
 
 # plan heads whose lists a program reads per loop iteration
-HEADS_AT_A_TIME = 16
+MAX_HEADS_PER_ITERATION = 16
 
 
-def add_pairs(plan: BlockPlan, before: Tensor | None = None) -> Tensor:
-    """Count the (query, key) pairs of ``plan``, add the counts to ``before``, and return the sums.
+def add_pairs(plan: BlockPlan, earlier_sums: Tensor | None = None) -> Tensor:
+    """Count the (query, key) pairs of ``plan``, and return the counts plus ``earlier_sums``.
 
     Args:
         plan: The plan whose pairs are counted, over all heads of the plan.
-        before: int64 [2], sums of earlier calls, not changed in place; None for zeros.
+        earlier_sums: int64 [2], sums of earlier calls, not changed in place; None for zeros.
 
     Returns:
         int64 [2], the number of pairs that the plan attends to, and the number of causal pairs.
     """
     full, partial, sampled = plan.full, plan.partial, plan.sampled
     ranges, dense_rows = plan.ranges, plan.dense_rows
-    if before is None:
+    if earlier_sums is None:
         sums = full.counts.new_zeros(2, dtype=torch.int64)
     else:
-        sums = before.to(full.counts.device, copy=True)
-    batch, heads, rows = full.counts.shape
-    start_batch, start_token = ranges.start.stride()
-    end_batch, end_token = ranges.end.stride()
+        sums = earlier_sums.to(full.counts.device, copy=True)
+    batch, heads, num_rows = full.counts.shape
+    start_batch_stride, start_token_stride = ranges.start.stride()
+    end_batch_stride, end_token_stride = ranges.end.stride()
     with on_device_of(full.counts):
-        _pairs_kernel[(rows, batch)](
+        _pairs_kernel[(num_rows, batch)](
             sums=sums,
             full_counts=full.counts,
             sampled_counts=None if sampled is None else sampled.counts,
             partial_counts=partial.counts,
             partial_indices=partial.indices,
             start=ranges.start,
-            start_batch=start_batch,
-            start_token=start_token,
+            start_batch_stride=start_batch_stride,
+            start_token_stride=start_token_stride,
             end=ranges.end,
-            end_batch=end_batch,
-            end_token=end_token,
+            end_batch_stride=end_batch_stride,
+            end_token_stride=end_token_stride,
             dense_rows=dense_rows,
             num_dense_rows=0 if dense_rows is None else dense_rows.shape[1],
             heads=heads,
             q_length=ranges.q_length,
-            rows=rows,
+            num_rows=num_rows,
             width=partial.width,
             QUERY_BLOCK=plan.query_block,
             KEY_BLOCK=plan.key_block,
-            HEADS=min(HEADS_AT_A_TIME, triton.next_power_of_2(heads)),
-            QUERIES=triton.next_power_of_2(plan.query_block),
+            BLOCK_HEADS=min(MAX_HEADS_PER_ITERATION, triton.next_power_of_2(heads)),
+            BLOCK_QUERIES=triton.next_power_of_2(plan.query_block),
         )
     return sums
 
 
 # numbers that depend on the sequence length must not cause another compilation
 @triton.jit(
-    do_not_specialize=["start_batch", "end_batch", "num_dense_rows", "q_length", "rows", "width"]
+    do_not_specialize=[
+        "start_batch_stride",
+        "end_batch_stride",
+        "num_dense_rows",
+        "q_length",
+        "num_rows",
+        "width",
+    ]
 )
 def _pairs_kernel(
     sums,
@@ -74,34 +81,38 @@ def _pairs_kernel(
     partial_counts,
     partial_indices,
     start,
-    start_batch,
-    start_token,
+    start_batch_stride,
+    start_token_stride,
     end,
-    end_batch,
-    end_token,
+    end_batch_stride,
+    end_token_stride,
     dense_rows,
     num_dense_rows,
     heads,
     q_length,
-    rows,
+    num_rows,
     width,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
 ):
     """Add the attended and the causal pairs of one query block, over all heads, to ``sums`` [2]."""
     row = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
 
     # ranges of visible keys, [QUERIES] each; a padding query has an empty range
-    index = tl.arange(0, QUERIES)
+    index = tl.arange(0, BLOCK_QUERIES)
     query = row * QUERY_BLOCK + index
-    exists = (index < QUERY_BLOCK) & (query < q_length)
-    first_key = tl.load(start + batch * start_batch + query * start_token, mask=exists, other=0)
-    last_key = tl.load(end + batch * end_batch + query * end_token, mask=exists, other=-1)
-    queries = tl.sum((last_key >= 0).to(tl.int64), 0)
-    causal = tl.sum(tl.maximum(last_key - first_key + 1, 0).to(tl.int64), 0)
+    is_in_bounds = (index < QUERY_BLOCK) & (query < q_length)
+    first_key = tl.load(
+        start + batch * start_batch_stride + query * start_token_stride, mask=is_in_bounds, other=0
+    )
+    last_key = tl.load(
+        end + batch * end_batch_stride + query * end_token_stride, mask=is_in_bounds, other=-1
+    )
+    num_queries = tl.sum((last_key >= 0).to(tl.int64), 0)
+    num_causal = tl.sum(tl.maximum(last_key - first_key + 1, 0).to(tl.int64), 0)
 
     # query blocks in ``dense_rows`` have empty lists, and attend to all visible keys in every head
     num_dense_heads = tl.zeros([], tl.int64)
@@ -109,26 +120,28 @@ def _pairs_kernel(
         for i in range(num_dense_rows):
             is_dense = tl.load(dense_rows + batch * num_dense_rows + i) == row
             num_dense_heads = tl.where(is_dense, heads, num_dense_heads)
-    attended = causal * num_dense_heads
+    num_attended = num_causal * num_dense_heads
 
-    for first_head in range(0, heads, HEADS):
+    for first_head in range(0, heads, BLOCK_HEADS):
         # full and sampled blocks, [HEADS]: all KEY_BLOCK keys count for every query except padding
-        head = first_head + tl.arange(0, HEADS)
-        inside = head < heads
-        list_row = (batch * heads + head) * rows + row
-        blocks = tl.load(full_counts + list_row, mask=inside, other=0).to(tl.int64)
+        head = first_head + tl.arange(0, BLOCK_HEADS)
+        is_real_head = head < heads
+        list_row = (batch * heads + head) * num_rows + row
+        num_blocks = tl.load(full_counts + list_row, mask=is_real_head, other=0).to(tl.int64)
         if sampled_counts is not None:
-            blocks += tl.load(sampled_counts + list_row, mask=inside, other=0)
-        attended += tl.sum(blocks, 0) * queries * KEY_BLOCK
+            num_blocks += tl.load(sampled_counts + list_row, mask=is_real_head, other=0)
+        num_attended += tl.sum(num_blocks, 0) * num_queries * KEY_BLOCK
         # partial blocks: the part of each block inside the range of each query
-        count = tl.load(partial_counts + list_row, mask=inside, other=0)
+        count = tl.load(partial_counts + list_row, mask=is_real_head, other=0)
         for slot in range(tl.max(count, 0)):
             block = tl.load(partial_indices + list_row * width + slot, mask=slot < count, other=0)
             block_start = block[:, None] * KEY_BLOCK
             # [HEADS, QUERIES]
-            low = tl.maximum(block_start, first_key[None, :])
-            high = tl.minimum(block_start + (KEY_BLOCK - 1), last_key[None, :])
-            seen = tl.where((slot < count)[:, None], tl.maximum(high - low + 1, 0), 0)
-            attended += tl.sum(tl.sum(seen, 1).to(tl.int64), 0)
-    tl.atomic_add(sums, attended)
-    tl.atomic_add(sums + 1, causal * heads)
+            first_seen = tl.maximum(block_start, first_key[None, :])
+            last_seen = tl.minimum(block_start + (KEY_BLOCK - 1), last_key[None, :])
+            num_seen = tl.where(
+                (slot < count)[:, None], tl.maximum(last_seen - first_seen + 1, 0), 0
+            )
+            num_attended += tl.sum(tl.sum(num_seen, 1).to(tl.int64), 0)
+    tl.atomic_add(sums, num_attended)
+    tl.atomic_add(sums + 1, num_causal * heads)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.config import CabConfig, tail_of
+from cab_hf.config import CabConfig, tail_sizes
 from cab_hf.plan import BlockPlan, KeyRanges, cached_per_ranges
 
 # largest number of queries whose token mask is built at a time; limits memory, and does not affect
 # the result
 QUERY_CHUNK = 256
 # smallest divisor when weights are normalised by their sum, which may be 0
-LEAST = 1e-30
+MIN_DIVISOR = 1e-30
 
 
 class Masks(NamedTuple):
@@ -45,22 +45,22 @@ class Masks(NamedTuple):
     is_finite: bool = True
 
 
-def standardise(x: Tensor, visible: Tensor) -> Tensor:
+def standardise(x: Tensor, is_visible: Tensor) -> Tensor:
     """Shift and scale the visible entries of each row to zero mean and unit variance.
 
     Args:
         x: float [..., M_k].
-        visible: bool, same shape. Invisible entries do not affect the mean and the variance, and
+        is_visible: bool, same shape. Invisible entries do not affect the mean and the variance, and
             are 0 in the result.
     """
-    count = visible.sum(-1, keepdim=True).clamp(min=1)
-    x = x.masked_fill(~visible, 0.0)
-    centred = (x - x.sum(-1, keepdim=True) / count).masked_fill(~visible, 0.0)
-    deviation = (centred.square().sum(-1, keepdim=True) / count).sqrt()
+    num_visible = is_visible.sum(-1, keepdim=True).clamp(min=1)
+    x = x.masked_fill(~is_visible, 0.0)
+    centred = (x - x.sum(-1, keepdim=True) / num_visible).masked_fill(~is_visible, 0.0)
+    deviation = (centred.square().sum(-1, keepdim=True) / num_visible).sqrt()
     return centred / deviation.clamp(min=torch.finfo(x.dtype).eps)
 
 
-def forced_blocks(visible: Tensor, ranges: KeyRanges, config: CabConfig) -> Tensor:
+def forced_blocks(is_visible: Tensor, ranges: KeyRanges, config: CabConfig) -> Tensor:
     """Return the key blocks that each row attends to regardless of scores, bool [B, M_q, M_k].
 
     The forced blocks of a row are the first ``sink_blocks`` and the last ``local_blocks`` of its
@@ -68,90 +68,98 @@ def forced_blocks(visible: Tensor, ranges: KeyRanges, config: CabConfig) -> Tens
     tail (``config.dense_tail_blocks``, see `KeyRanges.tail`), all visible blocks are forced.
 
     Args:
-        visible: bool [B, M_q, M_k], True if any key of the block is visible to any query of the
+        is_visible: bool [B, M_q, M_k], True if any key of the block is visible to any query of the
             row.
         ranges: The visible keys of each query.
         config: The configuration, of which block sizes and numbers of forced blocks are used.
     """
     rows = ranges.rows(config.query_block)
-    block = torch.arange(visible.shape[-1], device=visible.device)
+    block = torch.arange(is_visible.shape[-1], device=is_visible.device)
     first_block = (rows.min_first // config.key_block).unsqueeze(-1)
     last_block = (rows.max_last // config.key_block).unsqueeze(-1)
-    diagonal = (rows.min_last // config.key_block).unsqueeze(-1)
+    diagonal_block = (rows.min_last // config.key_block).unsqueeze(-1)
     is_sink = block < first_block + config.sink_blocks
-    is_local = (block > last_block - config.local_blocks) | (block >= diagonal)
-    is_tail = ranges.tail(*tail_of(config)).unsqueeze(-1)
-    return visible & (is_sink | is_local | is_tail)
+    is_local = (block > last_block - config.local_blocks) | (block >= diagonal_block)
+    is_tail = ranges.tail(*tail_sizes(config)).unsqueeze(-1)
+    return is_visible & (is_sink | is_local | is_tail)
 
 
-def share_of_row(visible: Tensor, share: float | Tensor) -> Tensor:
+def share_of_row(is_visible: Tensor, fraction: float | Tensor) -> Tensor:
     """Return ceil(share * number of visible blocks) for each row, int64 [..., 1].
 
     Args:
-        visible: bool [..., M_k].
-        share: Fraction from 0 to 1; a tensor must broadcast with [..., 1].
+        is_visible: bool [..., M_k].
+        fraction: Fraction from 0 to 1; a tensor must broadcast with [..., 1].
     """
-    blocks = visible.sum(-1, keepdim=True).to(torch.float64)
+    num_visible = is_visible.sum(-1, keepdim=True).to(torch.float64)
     # 1e-9 compensates rounding: 0.07 * 100 is above 7 in floating point, and ceil would return 8
-    return (blocks * share - 1e-9).ceil().to(torch.int64)
+    return (num_visible * fraction - 1e-9).ceil().to(torch.int64)
 
 
-def top_blocks(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
-    """Return the ``count`` candidates of each row with the highest scores, bool [..., M_k].
+def top_blocks(score: Tensor, is_candidate: Tensor, num_blocks: Tensor) -> Tensor:
+    """Return the ``num_blocks`` candidates of each row with the highest scores, bool [..., M_k].
 
     Among equal scores, the lower index comes first.
 
     Args:
         score: float [..., M_k].
-        candidates: bool, same shape, True for entries that may be returned.
-        count: int [..., 1], the number of entries to return per row.
+        is_candidate: bool, same shape, True for entries that may be returned.
+        num_blocks: int [..., 1], the number of entries to return per row.
     """
-    order = score.masked_fill(~candidates, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    order = score.masked_fill(~is_candidate, -torch.inf).argsort(
+        dim=-1, descending=True, stable=True
+    )
     rank = order.argsort(-1)
-    return candidates & (rank < count)
+    return is_candidate & (rank < num_blocks)
 
 
-def not_finite(k: Tensor, valid: Tensor) -> Tensor:
+def not_finite(k: Tensor, padding_mask: Tensor) -> Tensor:
     """Return True for keys that contain NaN or an infinity, bool [B, H_kv, N_k].
 
     Args:
         k: [B, H_kv, N_k, D].
-        valid: bool [B, N_k], False for padding keys, whose result is always False.
+        padding_mask: bool [B, N_k], False for padding keys, whose result is always False.
     """
     # a maximum is NaN if any entry is NaN; this is faster than isfinite().all()
-    return ~(k.abs().amax(-1) < torch.inf) & valid.unsqueeze(1)
+    return ~(k.abs().amax(-1) < torch.inf) & padding_mask.unsqueeze(1)
 
 
-def marked_blocks(marked: Tensor, key_block: int) -> Tensor:
+def marked_blocks(is_marked_key: Tensor, key_block: int) -> Tensor:
     """Return True for key blocks that contain a key with NaN or an infinity, bool [B, H_kv, M_k].
 
     Predictors must select these marked blocks, because the logits of such keys are NaN or infinite,
     and attention must return NaN as dense attention does.
 
     Args:
-        marked: bool [B, H_kv, N_k], result of `not_finite`.
+        is_marked_key: bool [B, H_kv, N_k], result of `not_finite`.
         key_block: Tokens per key block.
     """
-    return F.pad(marked, (0, -marked.shape[2] % key_block)).unflatten(2, (-1, key_block)).any(-1)
+    return (
+        F.pad(is_marked_key, (0, -is_marked_key.shape[2] % key_block))
+        .unflatten(2, (-1, key_block))
+        .any(-1)
+    )
 
 
-def has_visible_marked(marked: Tensor, bounds: Tensor) -> Tensor:
+def has_visible_marked(is_marked: Tensor, bounds: Tensor) -> Tensor:
     """Return True for rows with a visible marked block that is not forced, bool [B, H_kv, M_q].
 
     Args:
-        marked: bool [B, H_kv, M_k], result of `marked_blocks`.
+        is_marked: bool [B, H_kv, M_k], result of `marked_blocks`.
         bounds: int32 [6, B, M_q], result of `row_bounds`.
     """
     # number of marked blocks before each block; blocks from sink_end to local_start - 1 of a row
     # are visible and not forced
-    num_before = F.pad(marked.cumsum(-1, dtype=torch.int32), (1, 0))
+    num_before = F.pad(is_marked.cumsum(-1, dtype=torch.int32), (1, 0))
     sink_end, local_start = (
-        x.long().unsqueeze(1).expand(-1, marked.shape[1], -1) for x in bounds[2:4]
+        x.long().unsqueeze(1).expand(-1, is_marked.shape[1], -1) for x in bounds[2:4]
     )
     return num_before.gather(2, local_start) > num_before.gather(2, sink_end)
 
 
-def most_of_rows(bounds: Tensor, max_density: float, marked: Tensor | None = None) -> Tensor:
+def max_blocks_of_rows(
+    bounds: Tensor, max_density: float, is_marked: Tensor | None = None
+) -> Tensor:
     """Return the largest number of blocks that each row may select, int32 [B, 1 or H_kv, M_q].
 
         max(ceil(max_density * visible blocks), forced blocks + m)
@@ -161,33 +169,35 @@ def most_of_rows(bounds: Tensor, max_density: float, marked: Tensor | None = Non
     Args:
         bounds: int32 [6, B, M_q], result of `row_bounds`.
         max_density: Largest fraction of the visible blocks that a row may select.
-        marked: bool [B, H_kv, M_k], result of `marked_blocks`; None if no block is marked.
+        is_marked: bool [B, H_kv, M_k], result of `marked_blocks`; None if no block is marked.
     """
     first, last, sink_end, local_start = bounds[:4].unsqueeze(2)
-    blocks = last - first + 1
-    forced = blocks - (local_start - sink_end).clamp(min=0)
-    if marked is not None:
-        forced = forced + has_visible_marked(marked, bounds).int()
+    num_visible = last - first + 1
+    num_forced = num_visible - (local_start - sink_end).clamp(min=0)
+    if is_marked is not None:
+        num_forced = num_forced + has_visible_marked(is_marked, bounds).int()
     # 1e-9 compensates rounding: 0.07 * 100 is above 7 in floating point, and ceil would return 8
-    return (blocks.double() * max_density - 1e-9).ceil().int().maximum(forced)
+    return (num_visible.double() * max_density - 1e-9).ceil().int().maximum(num_forced)
 
 
-def best_of_rows(score: Tensor, visible: Tensor, forced: Tensor, wanted: Tensor) -> Tensor:
-    """Return the ``wanted`` best blocks of each row, bool [B, H, M_q, M_k].
+def select_best_blocks(
+    score: Tensor, is_visible: Tensor, is_forced: Tensor, num_blocks: Tensor
+) -> Tensor:
+    """Return the ``num_blocks`` best blocks of each row, bool [B, H, M_q, M_k].
 
     Forced blocks come first, then the blocks with the highest scores. Among equal scores, the lower
     index comes first. NaN counts as infinity.
 
     Args:
         score: float [B, H, M_q, M_k].
-        visible: bool, broadcasts with ``score``; blocks that are not visible are never returned.
-        forced: bool, broadcasts with ``score``. All forced blocks of a row are returned unless
-            ``wanted`` is 0 for the row.
-        wanted: int [B, H, M_q], number of blocks to return per row.
+        is_visible: bool, broadcasts with ``score``; blocks that are not visible are never returned.
+        is_forced: bool, broadcasts with ``score``. All forced blocks of a row are returned unless
+            ``num_blocks`` is 0 for the row.
+        num_blocks: int [B, H, M_q], number of blocks to return per row.
     """
-    wanted, score = wanted.unsqueeze(-1), score.masked_fill(score.isnan(), torch.inf)
-    num_by_score = wanted - forced.sum(-1, keepdim=True)
-    return (forced & (wanted > 0)) | top_blocks(score, visible & ~forced, num_by_score)
+    num_blocks, score = num_blocks.unsqueeze(-1), score.masked_fill(score.isnan(), torch.inf)
+    num_by_score = num_blocks - is_forced.sum(-1, keepdim=True)
+    return (is_forced & (num_blocks > 0)) | top_blocks(score, is_visible & ~is_forced, num_by_score)
 
 
 @cached_per_ranges
@@ -218,15 +228,15 @@ def row_bounds(
     has_queries = rows.queries > 0
     first = rows.min_first.where(has_queries, 0) // key_block
     last = rows.max_last // key_block
-    diagonal = rows.min_last.where(has_queries, -1) // key_block
+    diagonal_block = rows.min_last.where(has_queries, -1) // key_block
     sink_end = (first + sink_blocks).minimum(last + 1)
-    local_start = diagonal.minimum(last + 1 - local_blocks).maximum(first)
+    local_start = diagonal_block.minimum(last + 1 - local_blocks).maximum(first)
     full_first = -(-rows.max_first // key_block)
     full_last = (rows.min_last.where(has_queries, -1) + 1) // key_block - 1
     return torch.stack((first, last, sink_end, local_start, full_first, full_last)).int()
 
 
-def refuse_infinite(name: str, x: Tensor) -> None:
+def require_finite(name: str, x: Tensor) -> None:
     """Raise ValueError if ``x`` contains infinities or NaN. The check is a device sync.
 
     Args:
@@ -280,7 +290,7 @@ def attention(
         lse: Only with ``return_lse``. The log-sum-exp (natural logarithm), [B, H, N_q], float32, or
             float64 for float64 inputs. It is -inf for queries without keys.
     """
-    chunks = masks(q, k, v, plan)
+    chunks = iterate_masks(q, k, v, plan)
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     out_chunks, lse_chunks = [], []
@@ -335,7 +345,7 @@ def _attend_chunk(
     has_no_keys = ~chunk.seen.any(dim=-1, keepdim=True)
     mask = chunk.seen | has_no_keys
     if return_lse or softcap is not None:
-        logits = _logits(q, k, logit_bias=chunk.logit_bias, scale=scale, softcap=softcap)
+        logits = _compute_logits(q, k, logit_bias=chunk.logit_bias, scale=scale, softcap=softcap)
     if softcap is not None:
         p = logits.masked_fill(~mask, -torch.inf).softmax(-1)
         out = p @ v.to(p.dtype)
@@ -363,7 +373,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return out * share.to(out.dtype).unsqueeze(-1)
 
 
-def masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[Masks]:
+def iterate_masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[Masks]:
     """Yield the token masks of ``plan`` for all queries, one chunk of queries at a time.
 
     A chunk has at most `QUERY_CHUNK` queries. If k or v contains NaN or infinities, all queries of
@@ -379,9 +389,9 @@ def masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[Masks]:
     is_finite = all(bool(x.isfinite().all()) for x in (k, v))
     heads_per_list = plan.shared_by(q.shape[1])
     sample = None if plan.sampled is None else plan.of_sampled()
-    chunk = QUERY_CHUNK if is_finite else math.gcd(QUERY_CHUNK, plan.query_block)
-    for start in range(0, plan.q_length, chunk):
-        stop = min(start + chunk, plan.q_length)
+    chunk_queries = QUERY_CHUNK if is_finite else math.gcd(QUERY_CHUNK, plan.query_block)
+    for start in range(0, plan.q_length, chunk_queries):
+        stop = min(start + chunk_queries, plan.q_length)
         keys_end = max(1, int(plan.ranges.end[:, start:stop].max()) + 1)
         seen = plan.token_mask(start, stop, keys_end).repeat_interleave(heads_per_list, dim=1)
         logit_bias = None
@@ -401,7 +411,7 @@ def masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[Masks]:
         )
 
 
-def _logits(
+def _compute_logits(
     q: Tensor, k: Tensor, logit_bias: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
     """Return the logits of q [B, H, n, D] and k [B, H, m, D] in at least float32, [B, H, n, m].

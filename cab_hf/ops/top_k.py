@@ -1,7 +1,7 @@
 """Kernel that lists the key blocks with the highest scores of every query block (row).
 
 The kernel finds a threshold by bisection instead of a sort. The definition is
-`reference.best_of_rows`.
+`reference.select_best_blocks`.
 """
 
 from __future__ import annotations
@@ -10,42 +10,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.ops.bisection import is_kept, just_below, threshold_by_count
+from cab_hf.ops.bisection import is_selected, step_below, threshold_by_count
 from cab_hf.ops.launch import on_device_of
 
 # scores of a row that a program reads per loop iteration
 CHUNK = 128
 
 
-def select(
-    score: Tensor, bounds: Tensor, wanted: Tensor, start: int, lists: tuple[Tensor, ...]
+def select_blocks(
+    score: Tensor, bounds: Tensor, num_selected: Tensor, start: int, lists: tuple[Tensor, ...]
 ) -> None:
     """Select the best blocks of every row for h of H heads, and write the lists of these heads.
 
-    The definition of the best blocks is `reference.best_of_rows`.
+    The definition of the best blocks is `reference.select_best_blocks`.
 
     Args:
         score: float32 [B, h, M_q, M_k], scores of the h heads from ``start`` on.
         bounds: int32 [6, B, M_q], result of `reference.row_bounds`.
-        wanted: int32 [B, H, M_q], the number of blocks to list per row.
+        num_selected: int32 [B, H, M_q], the number of blocks to list per row.
         start: Index of the first head whose lists are written.
         lists: Four int32 tensors, changed in place: counts [B, H, M_q] and indices [B, H, M_q, W]
             of full blocks, then counts and indices of partial blocks.
     """
-    batch, count, q_blocks, kv_blocks = score.shape
+    batch, num_score_heads, q_blocks, kv_blocks = score.shape
     _, full_indices, _, partial_indices = lists
     # each program copies the scores of its row to this workspace, padded to whole chunks
-    workspace = score.new_empty(batch, count, q_blocks, CHUNK * triton.cdiv(kv_blocks, CHUNK))
+    workspace = score.new_empty(
+        batch, num_score_heads, q_blocks, CHUNK * triton.cdiv(kv_blocks, CHUNK)
+    )
     with on_device_of(score):
-        _select_kernel[(batch * count * q_blocks,)](
+        _select_kernel[(batch * num_score_heads * q_blocks,)](
             score=score.contiguous(),
             workspace=workspace,
             bounds=bounds,
-            wanted=wanted,
+            num_selected=num_selected,
             lists=lists,
             start=start,
-            count=count,
-            heads=wanted.shape[1],
+            num_score_heads=num_score_heads,
+            heads=num_selected.shape[1],
             q_blocks=q_blocks,
             kv_blocks=kv_blocks,
             full_width=full_indices.shape[-1],
@@ -55,18 +57,26 @@ def select(
         )
 
 
-SIZES = ["start", "count", "heads", "q_blocks", "kv_blocks", "full_width", "partial_width"]
+UNSPECIALIZED_SIZES = [
+    "start",
+    "num_score_heads",
+    "heads",
+    "q_blocks",
+    "kv_blocks",
+    "full_width",
+    "partial_width",
+]
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=UNSPECIALIZED_SIZES)
 def _select_kernel(
     score,
     workspace,
     bounds,
-    wanted,
+    num_selected,
     lists,
     start,
-    count,
+    num_score_heads,
     heads,
     q_blocks,
     kv_blocks,
@@ -77,34 +87,34 @@ def _select_kernel(
     """Write the lists of one row of one head: forced blocks, and the blocks with the best scores.
 
     Args:
-        count: Number of heads of ``score``.
+        num_score_heads: Number of heads of ``score``.
         heads: Number of heads of ``lists``.
         full_width, partial_width: Allocated indices per row of the full and of the partial lists.
     """
     planes = tl.num_programs(0) // q_blocks
     # later rows see more blocks, so that their programs start first
-    i = q_blocks - 1 - tl.program_id(0) // planes
+    row = q_blocks - 1 - tl.program_id(0) // planes
     plane = (tl.program_id(0) % planes).to(tl.int64)
-    batch = plane // count
-    score_row = plane * q_blocks + i
-    list_row = (batch * heads + start + plane % count) * q_blocks + i
+    batch = plane // num_score_heads
+    score_row = plane * q_blocks + row
+    list_row = (batch * heads + start + plane % num_score_heads) * q_blocks + row
     full_counts, full_indices, partial_counts, partial_indices = lists
-    num_wanted = tl.load(wanted + list_row)
-    if num_wanted == 0:
+    num_row_selected = tl.load(num_selected + list_row)
+    if num_row_selected == 0:
         tl.store(full_counts + list_row, 0)
         tl.store(partial_counts + list_row, 0)
         return
 
     # the six numbers of `reference.row_bounds`: visible blocks are first..last, forced blocks are
     # before sink_end and from local_start on, and full blocks are full_first..full_last
-    bounds += batch * q_blocks + i
-    bounds_stride = planes // count * q_blocks
+    bounds += batch * q_blocks + row
+    bounds_stride = planes // num_score_heads * q_blocks
     first = tl.load(bounds)
     last = tl.load(bounds + bounds_stride)
     sink_end = tl.load(bounds + 2 * bounds_stride)
     # a row that lists all blocks ignores scores, because some scores may be NaN
-    lists_all = num_wanted > last - first
-    local_start = tl.where(lists_all, first, tl.load(bounds + 3 * bounds_stride))
+    should_list_all = num_row_selected > last - first
+    local_start = tl.where(should_list_all, first, tl.load(bounds + 3 * bounds_stride))
     full_first = tl.load(bounds + 4 * bounds_stride)
     full_last = tl.load(bounds + 5 * bounds_stride)
     begin = first // CHUNK * CHUNK
@@ -112,27 +122,31 @@ def _select_kernel(
     # copy the scores of candidates, [CHUNK] at a time; -inf for forced and for invisible blocks
     score += score_row * kv_blocks
     workspace += score_row * (tl.cdiv(kv_blocks, CHUNK) * CHUNK)
-    lowest = tl.full([CHUNK], float("inf"), tl.float32)
-    highest = tl.full([CHUNK], float("-inf"), tl.float32)
-    for chunk in range(begin, last + 1, CHUNK):
-        column = chunk + tl.arange(0, CHUNK)
+    lowest_score = tl.full([CHUNK], float("inf"), tl.float32)
+    highest_score = tl.full([CHUNK], float("-inf"), tl.float32)
+    for chunk_start in range(begin, last + 1, CHUNK):
+        column = chunk_start + tl.arange(0, CHUNK)
         is_candidate = (column >= sink_end) & (column < local_start)
-        value = tl.load(score + column, mask=is_candidate, other=float("-inf"))
-        value = tl.where(value == value, value, float("inf"))
-        tl.store(workspace + column, value)
-        lowest = tl.minimum(lowest, tl.where(is_candidate, value, float("inf")))
-        highest = tl.maximum(highest, value)
+        scores_of_chunk = tl.load(score + column, mask=is_candidate, other=float("-inf"))
+        scores_of_chunk = tl.where(
+            scores_of_chunk == scores_of_chunk, scores_of_chunk, float("inf")
+        )
+        tl.store(workspace + column, scores_of_chunk)
+        lowest_score = tl.minimum(
+            lowest_score, tl.where(is_candidate, scores_of_chunk, float("inf"))
+        )
+        highest_score = tl.maximum(highest_score, scores_of_chunk)
     tl.debug_barrier()
 
     # find the threshold of the blocks that are listed in addition to the forced blocks
     num_candidates = tl.maximum(local_start - sink_end, 0)
-    num_by_score = num_wanted - (last - first + 1 - num_candidates)
+    num_by_score = num_row_selected - (last - first + 1 - num_candidates)
     score_low, score_high, last_column = threshold_by_count(
-        values=workspace,
-        low=just_below(tl.min(lowest, 0)),
-        high=tl.max(highest, 0),
-        total=num_candidates,
-        count=num_by_score,
+        scores=workspace,
+        low=step_below(tl.min(lowest_score, 0)),
+        high=tl.max(highest_score, 0),
+        num_candidates=num_candidates,
+        num_selected=num_by_score,
         begin=begin,
         end=last + 1,
         CHUNK=CHUNK,
@@ -143,11 +157,15 @@ def _select_kernel(
     partial_indices += list_row * partial_width
     num_full = 0
     num_partial = 0
-    for chunk in range(begin, last + 1, CHUNK):
-        column = chunk + tl.arange(0, CHUNK)
-        value = tl.load(workspace + column)
-        is_listed = is_kept(
-            x=value, column=column, low=score_low, high=score_high, last_column=last_column
+    for chunk_start in range(begin, last + 1, CHUNK):
+        column = chunk_start + tl.arange(0, CHUNK)
+        scores_of_chunk = tl.load(workspace + column)
+        is_listed = is_selected(
+            x=scores_of_chunk,
+            column=column,
+            low=score_low,
+            high=score_high,
+            last_column=last_column,
         )
         is_listed = is_listed | (column < sink_end) | (column >= local_start)
         is_listed = is_listed & (column >= first) & (column <= last)

@@ -20,7 +20,12 @@ from torch.library import CustomOpDef
 
 from cab_hf.ops import launch
 from cab_hf.ops.attention import fused, split
-from cab_hf.ops.attention.tiles import PlanTensors, backward_stats, described, empty_transposed
+from cab_hf.ops.attention.tiles import (
+    PlanTensors,
+    compute_backward_stats,
+    empty_transposed,
+    make_descriptor_ready,
+)
 from cab_hf.plan import BlockIndices, BlockPlan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -32,21 +37,21 @@ FUSED_HEAD_DIM = 256
 # head dims do not fit in shared memory
 POINTER_HEAD_DIM_FLOAT32 = 128
 # schema of the arguments that pass a plan to a registered op, see `PlanArguments`
-PLAN = (
+PLAN_SCHEMA = (
     "Tensor full_counts, Tensor full_indices, Tensor partial_counts, Tensor partial_indices,"
-    " Tensor first, Tensor last, int query_block, int key_block, float scale, float softcap"
+    " Tensor first_key, Tensor last_key, int query_block, int key_block, float scale, float softcap"
 )
 # schema of an op that returns the output and the log-sum-exp
-FORWARD = f"(Tensor q, Tensor k, Tensor v, {PLAN}) -> (Tensor, Tensor)"
+FORWARD_SCHEMA = f"(Tensor q, Tensor k, Tensor v, {PLAN_SCHEMA}) -> (Tensor, Tensor)"
 # schema of an op that returns the gradients of q, k and v
-BACKWARD = (
+BACKWARD_SCHEMA = (
     "(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
-    f" {PLAN}) -> (Tensor, Tensor, Tensor)"
+    f" {PLAN_SCHEMA}) -> (Tensor, Tensor, Tensor)"
 )
 
 
 class PlanArguments(NamedTuple):
-    """Plan, scale and soft cap as arguments of a registered op, in the order of the schema `PLAN`.
+    """Plan, scale and soft cap as arguments of a registered op, in the order of `PLAN_SCHEMA`.
 
     P is the number of plan heads, M_q the number of query blocks, W the allocated width of a list.
 
@@ -55,7 +60,7 @@ class PlanArguments(NamedTuple):
             [B, P, M_q, W].
         partial_counts, partial_indices: Lists of `BlockPlan.partial`, int32 [B, P, M_q] and
             [B, P, M_q, W].
-        first, last: int32 [B, N_q], the first and the last visible key of each query.
+        first_key, last_key: int32 [B, N_q], the first and the last visible key of each query.
         query_block, key_block: Block sizes in tokens.
         scale: Factor of the products q · k.
         softcap: Soft cap of the scaled logits; 0 for no cap.
@@ -65,20 +70,20 @@ class PlanArguments(NamedTuple):
     full_indices: Tensor
     partial_counts: Tensor
     partial_indices: Tensor
-    first: Tensor
-    last: Tensor
+    first_key: Tensor
+    last_key: Tensor
     query_block: int
     key_block: int
     scale: float
     softcap: float
 
-    def plan(self) -> PlanTensors:
+    def to_plan_tensors(self) -> PlanTensors:
         """Return all fields except ``scale`` and ``softcap`` as `PlanTensors`."""
         return PlanTensors(
             full=BlockIndices(self.full_counts, self.full_indices),
             partial=BlockIndices(self.partial_counts, self.partial_indices),
-            first=self.first,
-            last=self.last,
+            first_key=self.first_key,
+            last_key=self.last_key,
             query_block=self.query_block,
             key_block=self.key_block,
         )
@@ -94,11 +99,14 @@ def unavailable(device: str, head_dim: int, dtype: torch.dtype) -> str | None:
         return f"runs on cuda, not on {device}"
     if dtype not in DTYPES:
         return f"supports float16, bfloat16 and float32, not {dtype}"
-    low, high = HEAD_DIMS
+    min_head_dim, max_head_dim = HEAD_DIMS
     if dtype == torch.float32 and not launch.reads_by_descriptor(device):
-        high = POINTER_HEAD_DIM_FLOAT32
-    if not low <= head_dim <= high or head_dim % 8:
-        return f"supports head dims {low} to {high} that are multiples of 8, not {head_dim}"
+        max_head_dim = POINTER_HEAD_DIM_FLOAT32
+    if not min_head_dim <= head_dim <= max_head_dim or head_dim % 8:
+        return (
+            f"supports head dims {min_head_dim} to {max_head_dim} that are multiples of 8, "
+            f"not {head_dim}"
+        )
     return None
 
 
@@ -147,8 +155,8 @@ def op_arguments(
         "full_indices": plan.full.indices,
         "partial_counts": plan.partial.counts,
         "partial_indices": plan.partial.indices,
-        "first": plan.ranges.start,
-        "last": plan.ranges.end,
+        "first_key": plan.ranges.start,
+        "last_key": plan.ranges.end,
         "query_block": plan.query_block,
         "key_block": plan.key_block,
         "scale": scale,
@@ -156,49 +164,51 @@ def op_arguments(
     }
 
 
-def fake_outputs(q, k, v, *_):
-    """Allocate output and log-sum-exp of an op with the schema `FORWARD`, for shape inference."""
+def allocate_outputs(q, k, v, *_):
+    """Allocate the results of an op with the schema `FORWARD_SCHEMA`, for shape inference."""
     return empty_transposed(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def fake_gradients(grad, grad_lse, q, k, v, *_):
-    """Allocate the gradients of an op with the schema `BACKWARD`, for shape inference."""
+def allocate_gradients(grad, grad_lse, q, k, v, *_):
+    """Allocate the gradients of an op with the schema `BACKWARD_SCHEMA`, for shape inference."""
     return empty_transposed(q), empty_transposed(k), empty_transposed(v)
 
 
 def register_gradients(
-    forward_op: CustomOpDef, backward_without_lse: Callable[[int, int, int], CustomOpDef]
+    forward_op: CustomOpDef, select_backward_op: Callable[[int, int, int], CustomOpDef]
 ) -> None:
-    """Register shape inference and autograd for an op with the schema `FORWARD`.
+    """Register shape inference and autograd for an op with the schema `FORWARD_SCHEMA`.
 
     Args:
         forward_op: The op to register both for.
-        backward_without_lse: Function that maps (head dim, query block, key block) to an op with
-            the schema `BACKWARD`. This op computes the gradients if the loss does not depend on the
-            log-sum-exp. If the loss does, `backward_op` computes the gradients.
+        select_backward_op: Function that maps (head dim, query block, key block) to an op with the
+            schema `BACKWARD_SCHEMA`. This op computes the gradients if the loss does not depend on
+            the log-sum-exp. If the loss does, `backward_op` computes the gradients.
     """
 
-    def save(ctx, inputs, output):
-        q, k, v, *values = inputs
+    def save_for_backward(ctx, inputs, output):
+        q, k, v, *plan_values = inputs
         out, lse = output
-        plan = PlanArguments._make(values)
+        plan = PlanArguments._make(plan_values)
         ctx.set_materialize_grads(False)
         ctx.query_block, ctx.key_block = plan.query_block, plan.key_block
         ctx.scale, ctx.softcap = plan.scale, plan.softcap
         ctx.save_for_backward(
             *(q, k, v, out, lse),
             *(plan.full_counts, plan.full_indices, plan.partial_counts, plan.partial_indices),
-            *(plan.first, plan.last),
+            *(plan.first_key, plan.last_key),
         )
 
     def differentiate(ctx, grad, grad_lse):
         q, k, v, out, lse, *plan_tensors = ctx.saved_tensors
-        full_counts, full_indices, partial_counts, partial_indices, first, last = plan_tensors
+        full_counts, full_indices, partial_counts, partial_indices, first_key, last_key = (
+            plan_tensors
+        )
         if grad_lse is None:
-            backward = backward_without_lse(q.shape[3], ctx.query_block, ctx.key_block)
+            selected_op = select_backward_op(q.shape[3], ctx.query_block, ctx.key_block)
         else:
-            backward = backward_op
-        gradients = backward(
+            selected_op = backward_op
+        gradients = selected_op(
             grad=zeros_if_none(grad, out),
             grad_lse=grad_lse,
             q=q,
@@ -210,8 +220,8 @@ def register_gradients(
             full_indices=full_indices,
             partial_counts=partial_counts,
             partial_indices=partial_indices,
-            first=first,
-            last=last,
+            first_key=first_key,
+            last_key=last_key,
             query_block=ctx.query_block,
             key_block=ctx.key_block,
             scale=ctx.scale,
@@ -219,8 +229,8 @@ def register_gradients(
         )
         return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
 
-    forward_op.register_fake(fake_outputs)
-    forward_op.register_autograd(differentiate, setup_context=save)
+    forward_op.register_fake(allocate_outputs)
+    forward_op.register_autograd(differentiate, setup_context=save_for_backward)
 
 
 def zeros_if_none(grad: Tensor | None, out: Tensor) -> Tensor:
@@ -228,52 +238,54 @@ def zeros_if_none(grad: Tensor | None, out: Tensor) -> Tensor:
     return torch.zeros_like(out) if grad is None else grad
 
 
-@torch.library.custom_op("cab_hf::block_attention", mutates_args=(), schema=FORWARD)
-def forward_op(q, k, v, *values):
+@torch.library.custom_op("cab_hf::block_attention", mutates_args=(), schema=FORWARD_SCHEMA)
+def forward_op(q, k, v, *plan_values):
     """Compute attention by `fused` or by `split`, depending on the head dim.
 
-    ``values`` are the fields of `PlanArguments`, in order.
+    ``plan_values`` are the fields of `PlanArguments`, in order.
     """
-    arguments = PlanArguments._make(values)
-    q, k, v = map(described, (q, k, v))
+    arguments = PlanArguments._make(plan_values)
+    q, k, v = map(make_descriptor_ready, (q, k, v))
     out, lse = empty_transposed(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    _kernels(q).forward(
+    _choose_kernel_module(q).forward(
         q=q,
         k=k,
         v=v,
         out=out,
         lse=lse,
-        plan=arguments.plan(),
+        plan=arguments.to_plan_tensors(),
         scale=arguments.scale,
         softcap=arguments.softcap,
     )
     return out, lse
 
 
-@torch.library.custom_op("cab_hf::block_attention_backward", mutates_args=(), schema=BACKWARD)
-def backward_op(grad, grad_lse, q, k, v, out, lse, *values):
+@torch.library.custom_op(
+    "cab_hf::block_attention_backward", mutates_args=(), schema=BACKWARD_SCHEMA
+)
+def backward_op(grad, grad_lse, q, k, v, out, lse, *plan_values):
     """Compute the gradients of q, k and v by `fused` or by `split`, depending on the head dim.
 
-    ``values`` are the fields of `PlanArguments`, in order.
+    ``plan_values`` are the fields of `PlanArguments`, in order.
     """
-    arguments = PlanArguments._make(values)
-    grad, q, k, v = map(described, (grad, q, k, v))
-    return _kernels(q).backward(
+    arguments = PlanArguments._make(plan_values)
+    grad, q, k, v = map(make_descriptor_ready, (grad, q, k, v))
+    return _choose_kernel_module(q).backward(
         grad=grad,
         q=q,
         k=k,
         v=v,
-        stats=backward_stats(grad=grad, grad_lse=grad_lse, out=out, lse=lse),
-        plan=arguments.plan(),
+        stats=compute_backward_stats(grad=grad, grad_lse=grad_lse, out=out, lse=lse),
+        plan=arguments.to_plan_tensors(),
         scale=arguments.scale,
         softcap=arguments.softcap,
     )
 
 
-backward_op.register_fake(fake_gradients)
+backward_op.register_fake(allocate_gradients)
 register_gradients(forward_op, lambda *_: backward_op)
 
 
-def _kernels(q: Tensor) -> ModuleType:
+def _choose_kernel_module(q: Tensor) -> ModuleType:
     """Return `fused` or `split`: the module whose kernels support the head dim of q."""
     return fused if q.shape[3] <= FUSED_HEAD_DIM else split

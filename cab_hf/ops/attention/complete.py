@@ -22,11 +22,11 @@ from cab_hf.ops import HAS_TRITON, reference
 from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges
 
 # device types on which the kernels of `merge` run
-JOINED_ON = ("cuda",)
+MERGE_DEVICE_TYPES = ("cuda",)
 # the keys of dense rows are split into parts of at least this many keys
 SPLIT_KEYS = 4096
 # largest number of parts into which the keys of dense rows are split
-MOST_SPLITS = 16
+MAX_SPLITS = 16
 
 Attend = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
@@ -58,33 +58,33 @@ def attention(
         out: [B, H, N_q, D_v].
         lse: Only with ``return_lse``, float32 [B, H, N_q], the log-sum-exp.
     """
-    cap = {} if softcap is None else {"softcap": softcap}
-    attend = partial(attend, **cap)
+    softcap_option = {} if softcap is None else {"softcap": softcap}
+    attend = partial(attend, **softcap_option)
     value_dim = v.shape[-1]
     if value_dim != q.shape[-1]:
         # kernels need one head dim for q, k and v. Channels of zeros change neither the logits nor
         # the first ``value_dim`` channels of the output
-        widest = max(value_dim, q.shape[-1])
-        q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
+        max_dim = max(value_dim, q.shape[-1])
+        q, k, v = (F.pad(x, (0, max_dim - x.shape[-1])) for x in (q, k, v))
     attend_lists = attend
     if plan.sampled is not None:
         from cab_hf.ops.attention import sampled
 
-        attend_lists = partial(sampled.attention, attend, **cap)
+        attend_lists = partial(sampled.attention, attend, **softcap_option)
     if plan.dense_rows is None:
         result = attend_lists(q, k, v, plan, scale=scale, return_lse=return_lse)
         out, lse = result if return_lse else (result, None)
     else:
-        lists = replace(plan, dense_rows=None)
-        result = attend_lists(q, k, v, lists, scale=scale, return_lse=return_lse)
+        listed_plan = replace(plan, dense_rows=None)
+        result = attend_lists(q, k, v, listed_plan, scale=scale, return_lse=return_lse)
         out, lse = result if return_lse else (result, None)
-        out, lse = _with_dense_rows(attend, q, k, v, plan=plan, scale=scale, out=out, lse=lse)
+        out, lse = _add_dense_rows(attend, q, k, v, plan=plan, scale=scale, out=out, lse=lse)
     if value_dim != v.shape[-1]:
         out = out[..., :value_dim]
     return (out, lse) if return_lse else out
 
 
-def _with_dense_rows(
+def _add_dense_rows(
     attend: Attend,
     q: Tensor,
     k: Tensor,
@@ -110,26 +110,39 @@ def _with_dense_rows(
     """
     # the backward pass of the engine reads ``out``, so ``out`` must not change if it has gradients
     has_gradients = out.requires_grad
-    splits = 1 if has_gradients or not _joined_by_kernels(q) else _splits(plan.kv_length)
-    query, repeated, real, dense_plan = _gathered(plan.ranges, plan.dense_rows, plan.blocks, splits)
-    index = repeated[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
-    needs_lse = splits > 1 or lse is not None
-    result = attend(q.gather(2, index), k, v, dense_plan, scale=scale, return_lse=needs_lse)
+    num_splits = (
+        1 if has_gradients or not _can_merge_by_kernels(q) else _choose_num_splits(plan.kv_length)
+    )
+    query_indices, repeated_query, is_real, dense_plan = _gather_dense_rows(
+        plan.ranges, plan.dense_rows, plan.blocks, num_splits
+    )
+    gather_indices = repeated_query[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
+    needs_lse = num_splits > 1 or lse is not None
+    result = attend(
+        q.gather(2, gather_indices), k, v, dense_plan, scale=scale, return_lse=needs_lse
+    )
     dense_out, dense_lse = result if needs_lse else (result, None)
-    if splits > 1:
+    if num_splits > 1:
         from cab_hf.ops.attention.merge import write_merged
 
-        write_merged(out=out, lse=lse, parts=dense_out, sums=dense_lse, query=query, real=real)
+        write_merged(
+            out=out,
+            lse=lse,
+            part_outs=dense_out,
+            part_lses=dense_lse,
+            query=query_indices,
+            is_real=is_real,
+        )
         return out, lse
     # ``out`` is 0 and ``lse`` is -inf in dense rows, so that a sum and a maximum write the results.
     # Entries that are not real contain the index of another query, to which zeros are added
-    dense_out = dense_out.masked_fill(~real[:, None, :, None], 0.0)
-    add = out.scatter_add if has_gradients else out.scatter_add_
-    out = add(2, query[:, None, :, None].expand_as(dense_out), dense_out)
+    dense_out = dense_out.masked_fill(~is_real[:, None, :, None], 0.0)
+    scatter_add = out.scatter_add if has_gradients else out.scatter_add_
+    out = scatter_add(2, query_indices[:, None, :, None].expand_as(dense_out), dense_out)
     if lse is not None:
-        dense_lse = dense_lse.masked_fill(~real[:, None], -torch.inf)
-        reduce = lse.scatter_reduce if has_gradients else lse.scatter_reduce_
-        lse = reduce(2, query[:, None].expand_as(dense_lse), dense_lse, "amax")
+        dense_lse = dense_lse.masked_fill(~is_real[:, None], -torch.inf)
+        scatter_max = lse.scatter_reduce if has_gradients else lse.scatter_reduce_
+        lse = scatter_max(2, query_indices[:, None].expand_as(dense_lse), dense_lse, "amax")
     return out, lse
 
 
@@ -143,7 +156,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         sinks: [H], one additional logit per head.
     """
     has_gradients = torch.is_grad_enabled() and (out.requires_grad or sinks.requires_grad)
-    if has_gradients or not _joined_by_kernels(out):
+    if has_gradients or not _can_merge_by_kernels(out):
         return reference.with_sinks(out, lse, sinks)
     from cab_hf.ops.attention.merge import share_with_sinks
 
@@ -151,62 +164,68 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return out
 
 
-def _joined_by_kernels(x: Tensor) -> bool:
+def _can_merge_by_kernels(x: Tensor) -> bool:
     """Return True if the kernels of `merge` run on the device of ``x``, outside of torch.compile.
 
     torch.compile cannot trace the kernels. Callers must not use the kernels if a gradient is
     required, because the kernels have no backward pass.
     """
-    return x.device.type in JOINED_ON and HAS_TRITON and not torch.compiler.is_compiling()
+    return x.device.type in MERGE_DEVICE_TYPES and HAS_TRITON and not torch.compiler.is_compiling()
 
 
-def _splits(kv_length: int) -> int:
+def _choose_num_splits(kv_length: int) -> int:
     """Return the number of parts into which the keys of dense rows are split.
 
     Without a split, a few rows that read all keys would leave most of the GPU idle.
     """
-    return max(1, min(MOST_SPLITS, kv_length // SPLIT_KEYS))
+    return max(1, min(MAX_SPLITS, kv_length // SPLIT_KEYS))
 
 
 @cached_per_ranges
-def _gathered(
-    ranges: KeyRanges, rows: Tensor, blocks: tuple[int, int], splits: int
+def _gather_dense_rows(
+    ranges: KeyRanges, dense_rows: Tensor, blocks: tuple[int, int], num_splits: int
 ) -> tuple[Tensor, Tensor, Tensor, BlockPlan]:
     """Return the queries of dense rows, and a one-head plan that lists all their visible keys.
 
     Args:
         ranges: The visible keys of each query.
-        rows: int64 [B, R], indices of the dense rows (query blocks); -1 for unused entries.
+        dense_rows: int64 [B, R], indices of the dense rows (query blocks); -1 for unused entries.
         blocks: Tokens per query block and per key block.
-        splits: Number of parts of the keys.
+        num_splits: Number of parts of the keys.
 
     Returns:
-        query: int64 [B, R * query_block], indices of the queries in dense rows.
-        repeated: int64 [B, splits * R * query_block], ``query`` repeated for each part of the keys.
-        real: bool [B, R * query_block], False where ``query`` contains an arbitrary index: for
-            unused entries of ``rows``, and after the last query of the sequence.
+        query_indices: int64 [B, R * query_block], indices of the queries in dense rows.
+        repeated: int64 [B, num_splits * R * query_block], ``query_indices`` repeated for each part
+            of the keys.
+        is_real: bool [B, R * query_block], False where ``query_indices`` contains an arbitrary
+            index: for unused entries of ``dense_rows``, and after the last query of the sequence.
         plan: The plan whose queries are ``repeated``. Each repetition attends to another part of
             the keys.
     """
     query_block, key_block = blocks
     key_block = max(key_block, DENSE_BLOCK_SIZE)
     offset = torch.arange(query_block, device=ranges.end.device)
-    query = (rows.unsqueeze(-1) * query_block + offset).flatten(1)
-    real = (query >= 0) & (query < ranges.q_length)
-    query = query.clamp(0, ranges.q_length - 1)
-    first = ranges.start.gather(1, query)
-    last = ranges.end.gather(1, query).masked_fill(~real, -1)
-    if splits > 1:
+    query_indices = (dense_rows.unsqueeze(-1) * query_block + offset).flatten(1)
+    is_real = (query_indices >= 0) & (query_indices < ranges.q_length)
+    query_indices = query_indices.clamp(0, ranges.q_length - 1)
+    first_key = ranges.start.gather(1, query_indices)
+    last_key = ranges.end.gather(1, query_indices).masked_fill(~is_real, -1)
+    if num_splits > 1:
         # each part is a whole number of key blocks, so that no key block is in two parts
-        part = -(-ranges.kv_length // (splits * key_block)) * key_block
-        part_start = part * torch.arange(splits, device=first.device, dtype=first.dtype)[:, None]
-        first = torch.maximum(first.unsqueeze(1), part_start).flatten(1)
-        last = torch.minimum(last.unsqueeze(1), part_start + (part - 1)).flatten(1)
-        last = last.masked_fill(last < first, -1)
-    dense_ranges = replace(ranges, start=first, end=last, consecutive=False)
-    if ranges.documents != 1 and any(max(blocks) % size for size in (query_block, key_block)):
+        part_keys = -(-ranges.kv_length // (num_splits * key_block)) * key_block
+        part_start = (
+            part_keys
+            * torch.arange(num_splits, device=first_key.device, dtype=first_key.dtype)[:, None]
+        )
+        first_key = torch.maximum(first_key.unsqueeze(1), part_start).flatten(1)
+        last_key = torch.minimum(last_key.unsqueeze(1), part_start + (part_keys - 1)).flatten(1)
+        last_key = last_key.masked_fill(last_key < first_key, -1)
+    dense_ranges = replace(ranges, start=first_key, end=last_key, consecutive=False)
+    if ranges.documents != 1 and any(
+        max(blocks) % block_size for block_size in (query_block, key_block)
+    ):
         # documents that start at multiples of ``blocks`` need not start at multiples of the larger
         # key block, so that the ranges do not count as aligned
         dense_ranges = replace(dense_ranges, aligned=False)
     plan = BlockPlan.causal(dense_ranges, 1, query_block, key_block)
-    return query, query.repeat(1, splits), real, plan
+    return query_indices, query_indices.repeat(1, num_splits), is_real, plan

@@ -13,9 +13,9 @@ from cab_hf.capability import HOPPER, capability
 DTYPES = (torch.float16, torch.bfloat16)
 # head dims where, on Hopper, the forward pass of ffpa-attn is faster than that of `block` under a
 # plan of all blocks; measured in eval/results/speed-attention-wide
-FASTER_AT = (512,)
+FASTER_HEAD_DIMS = (512,)
 # smallest number of tokens for which ffpa-attn runs its kernels; it passes shorter inputs to SDPA
-LEAST_LENGTH = 512
+MIN_LENGTH = 512
 
 
 def unavailable(
@@ -35,15 +35,15 @@ def unavailable(
     """
     if device != "cuda" or capability()[0] != HOPPER:
         return "was only measured on Hopper GPUs"
-    if training or head_dim not in FASTER_AT or dtype not in DTYPES:
-        return f"is only faster in forward passes with head dims {FASTER_AT} and 16 bits"
-    if length < LEAST_LENGTH:
-        return f"passes inputs of fewer than {LEAST_LENGTH} tokens to SDPA"
-    return _missing()
+    if training or head_dim not in FASTER_HEAD_DIMS or dtype not in DTYPES:
+        return f"is only faster in forward passes with head dims {FASTER_HEAD_DIMS} and 16 bits"
+    if length < MIN_LENGTH:
+        return f"passes inputs of fewer than {MIN_LENGTH} tokens to SDPA"
+    return _why_not_installed()
 
 
 @cache
-def _missing() -> str | None:
+def _why_not_installed() -> str | None:
     """Return a reason for `unavailable` if a package is missing; None if all are installed."""
     if any(find_spec(name) is None for name in ("ffpa_attn", "cutlass")):
         return "needs the packages ffpa-attn and nvidia-cutlass-dsl, which are not installed"

@@ -6,7 +6,7 @@ functions directly, so that no graph is compiled per shape, and compact lists ne
 flash-attn-4 needs query blocks that are multiples of the query tile, and key blocks of exactly one
 key tile. Therefore each wider key block of a list is replaced by its tiles.
 
-The backward pass of flash-attn-4 supports only multiples of fixed tiles (`own_backward`). For
+The backward pass of flash-attn-4 supports only multiples of fixed tiles (`has_own_backward`). For
 other blocks, `block.backward_op` computes the gradients from the output and the log-sum-exp.
 """
 
@@ -32,7 +32,7 @@ from cab_hf.plan import BlockIndices, BlockPlan
 PACKAGE = "flash-attn-4"
 # the first version that works, and the first version that was not tested; this module uses private
 # functions, which may change in every beta version
-LEAST_VERSION, UNTRIED_VERSION = "4.0.0b36", "4.0.0b37"
+MIN_VERSION, UNTESTED_VERSION = "4.0.0b36", "4.0.0b37"
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 # head dim -> (queries, keys) per tile of flash-attn-4's block-sparse backward pass on Hopper
@@ -42,10 +42,10 @@ BLACKWELL = (10, 11)
 # (queries, keys) of which block sizes must be multiples in the block-sparse Blackwell kernel
 BLACKWELL_BLOCKS = (256, 128)
 # rows of a Hopper matrix instruction (wgmma); tile sizes are multiples of this number
-TILE = 64
+MIN_TILE = 64
 # largest head dim for which a tile of 128 keys fits into shared memory
 WIDE_HEAD_DIM = 128
-# queries per program of `_blank_kernel`
+# queries per program of `_blank_padding_kernel`
 BLANK_ROWS = 32
 
 
@@ -56,39 +56,43 @@ def unavailable(head_dim: int, dtype: torch.dtype, query_block: int, key_block: 
     not float32".
     """
     major, minor = capability()
-    blackwell = major in BLACKWELL
-    if major != HOPPER and not blackwell:
+    is_blackwell = major in BLACKWELL
+    if major != HOPPER and not is_blackwell:
         return f"runs on sm_90, sm_100 and sm_110, not on sm_{major}{minor}"
     if dtype not in DTYPES:
         return f"supports float16 and bfloat16, not {dtype}"
-    widest = WIDE_HEAD_DIM if blackwell else MAX_HEAD_DIM
-    if head_dim > widest or head_dim % 8:
-        return f"supports head dims up to {widest} that are multiples of 8, not {head_dim}"
-    rows, columns = BLACKWELL_BLOCKS if blackwell else (TILE, TILE)
-    if query_block % rows or key_block % columns:
+    max_head_dim = WIDE_HEAD_DIM if is_blackwell else MAX_HEAD_DIM
+    if head_dim > max_head_dim or head_dim % 8:
+        return f"supports head dims up to {max_head_dim} that are multiples of 8, not {head_dim}"
+    query_multiple, key_multiple = BLACKWELL_BLOCKS if is_blackwell else (MIN_TILE, MIN_TILE)
+    if query_block % query_multiple or key_block % key_multiple:
         return (
-            f"supports blocks of multiples of {rows} x {columns}, not {query_block} x {key_block}"
+            f"supports blocks of multiples of {query_multiple} x {key_multiple}, "
+            f"not {query_block} x {key_block}"
         )
-    return _missing()
+    return _why_not_installed()
 
 
-def own_backward(head_dim: int, query_block: int, key_block: int) -> bool:
+def has_own_backward(head_dim: int, query_block: int, key_block: int) -> bool:
     """Return True if the backward pass of flash-attn-4 supports the blocks on this GPU."""
     if head_dim not in BACKWARD_TILES or capability()[0] != HOPPER:
         return False
-    rows, columns = BACKWARD_TILES[head_dim]
-    return query_block % rows == 0 and key_block % columns == 0
+    query_multiple, key_multiple = BACKWARD_TILES[head_dim]
+    return query_block % query_multiple == 0 and key_block % key_multiple == 0
 
 
 @cache
-def _missing() -> str | None:
+def _why_not_installed() -> str | None:
     """Return a reason for `unavailable` if no tested flash-attn-4 is installed; else None."""
     try:
-        installed = version(PACKAGE)
+        installed_version = version(PACKAGE)
     except PackageNotFoundError:
         return f"needs the package {PACKAGE}, which is not installed"
-    if not Version(LEAST_VERSION) <= Version(installed) < Version(UNTRIED_VERSION):
-        return f"needs {PACKAGE} {LEAST_VERSION} or later, below {UNTRIED_VERSION}, not {installed}"
+    if not Version(MIN_VERSION) <= Version(installed_version) < Version(UNTESTED_VERSION):
+        return (
+            f"needs {PACKAGE} {MIN_VERSION} or later, below {UNTESTED_VERSION}, "
+            f"not {installed_version}"
+        )
     return None
 
 
@@ -111,35 +115,35 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-@torch.library.custom_op("cab_hf::flash_attention", mutates_args=(), schema=block.FORWARD)
-def _forward_op(q, k, v, *values):
-    """Compute attention by flash-attn-4. ``values`` are the fields of `block.PlanArguments`."""
-    arguments = block.PlanArguments._make(values)
-    plan = arguments.plan()
+@torch.library.custom_op("cab_hf::flash_attention", mutates_args=(), schema=block.FORWARD_SCHEMA)
+def _forward_op(q, k, v, *plan_values):
+    """Compute attention by flash-attn-4. ``plan_values`` are the fields of `PlanArguments`."""
+    arguments = block.PlanArguments._make(plan_values)
+    plan = arguments.to_plan_tensors()
     batch, heads, length, dim = q.shape
     kv_heads, kv_length = k.shape[1:3]
     tile = key_tile(dim, plan.key_block)
-    parts, tiles = plan.key_block // tile, -(-kv_length // tile)
-    partial = finer_columns(plan.partial, parts, tiles)
-    full = finer_columns(plan.full, parts, tiles)
-    first, last = plan.first, plan.last
+    tiles_per_block, num_tiles = plan.key_block // tile, -(-kv_length // tile)
+    partial = split_key_blocks(plan.partial, tiles_per_block, num_tiles)
+    full = split_key_blocks(plan.full, tiles_per_block, num_tiles)
+    first_key, last_key = plan.first_key, plan.last_key
     out = q.new_empty(batch, length, heads, v.shape[3])
     # flash-attn-4 reads and writes [B, N, H, D]
     flash_q, flash_k, flash_v, flash_out = (*(x.transpose(1, 2) for x in (q, k, v)), out)
     # if all query heads of a KV head are packed into one tile, keys are read once per KV head; with
     # tiles of 64 keys this is not faster
-    can_pack = tile > TILE and kv_heads < heads
+    can_pack = tile > MIN_TILE and kv_heads < heads
     if can_pack and partial.counts.shape[1] == kv_heads and (batch == 1 or kv_heads == 1):
         flash_q, flash_k, flash_v, flash_out = (
-            _heads_as_batch(x, kv_heads) for x in (flash_q, flash_k, flash_v, flash_out)
+            _fold_heads_into_batch(x, kv_heads) for x in (flash_q, flash_k, flash_v, flash_out)
         )
         partial, full = (
             lists.map_tensors(lambda x: x.flatten(0, 1).unsqueeze(1)) for lists in (partial, full)
         )
-        first, last = (x.repeat_interleave(kv_heads, dim=0) for x in (first, last))
+        first_key, last_key = (x.repeat_interleave(kv_heads, dim=0) for x in (first_key, last_key))
     else:
         partial, full = partial.for_heads(heads), full.for_heads(heads)
-    flash = _flash()
+    flash = _import_flash()
     _, lse, *_ = flash.forward(
         flash_q,
         flash_k,
@@ -148,42 +152,44 @@ def _forward_op(q, k, v, *values):
         softmax_scale=arguments.scale,
         return_lse=True,
         pack_gqa=can_pack and partial.counts.shape[1] == 1,
-        **_sparsity(
+        **_make_sparsity_arguments(
             flash,
             partial=partial,
             full=full,
             blocks=(plan.query_block, tile),
-            first=first,
-            last=last,
+            first_key=first_key,
+            last_key=last_key,
         ),
     )
     out, lse = out.transpose(1, 2), lse.view(batch, heads, length)
-    _blank(out, lse, plan.last)
+    _blank_padding_queries(out, lse, plan.last_key)
     return out, lse
 
 
-@torch.library.custom_op("cab_hf::flash_attention_backward", mutates_args=(), schema=block.BACKWARD)
-def _backward_op(grad, grad_lse, q, k, v, out, lse, *values):
-    """Compute the gradients of q, k and v. ``values`` are the fields of `block.PlanArguments`.
+@torch.library.custom_op(
+    "cab_hf::flash_attention_backward", mutates_args=(), schema=block.BACKWARD_SCHEMA
+)
+def _backward_op(grad, grad_lse, q, k, v, out, lse, *plan_values):
+    """Compute the gradients of q, k and v. ``plan_values`` are the fields of `block.PlanArguments`.
 
     ``grad_lse`` must be None, because flash-attn-4 has no gradient of the log-sum-exp.
     """
     assert grad_lse is None
-    arguments = block.PlanArguments._make(values)
-    plan = arguments.plan()
+    arguments = block.PlanArguments._make(plan_values)
+    plan = arguments.to_plan_tensors()
     heads, kv_length = q.shape[1], k.shape[2]
     _, tile = BACKWARD_TILES[q.shape[3]]
     # flash-attn-4 does not mask full blocks, but exp(logit - inf) = 0 for padding queries
-    lse = lse.masked_fill((plan.last < 0).unsqueeze(1), torch.inf)
+    lse = lse.masked_fill((plan.last_key < 0).unsqueeze(1), torch.inf)
     partial, full = (
-        by_tile(lists, plan.key_block, tile=tile, kv_length=kv_length).for_heads(heads)
+        transpose_to_tiles(lists, plan.key_block, tile=tile, kv_length=kv_length).for_heads(heads)
         for lists in (plan.partial, plan.full)
     )
     # flash-attn-4 reads and writes [B, N, H, D]
     flash_q, flash_k, flash_v, flash_out, flash_grad = (
         x.transpose(1, 2) for x in (q, k, v, out, grad)
     )
-    flash = _flash()
+    flash = _import_flash()
     gradients = flash.backward(
         q=flash_q,
         k=flash_k,
@@ -192,13 +198,13 @@ def _backward_op(grad, grad_lse, q, k, v, out, lse, *values):
         dout=flash_grad,
         lse=lse,
         softmax_scale=arguments.scale,
-        **_sparsity(
+        **_make_sparsity_arguments(
             flash,
             partial=partial,
             full=full,
             blocks=(plan.query_block, tile),
-            first=plan.first,
-            last=plan.last,
+            first_key=plan.first_key,
+            last_key=plan.last_key,
         ),
     )
     return tuple(x.transpose(1, 2) for x in gradients)
@@ -210,47 +216,51 @@ def _(grad, grad_lse, q, k, v, *_):
     return tuple(torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
 
 
-def _backward_for(head_dim: int, query_block: int, key_block: int) -> CustomOpDef:
+def _select_backward_op(head_dim: int, query_block: int, key_block: int) -> CustomOpDef:
     """Return the backward op for losses that do not depend on the log-sum-exp.
 
     The op is `block.backward_op` if the backward pass of flash-attn-4 does not support the blocks.
     """
-    is_supported = own_backward(head_dim, query_block, key_block)
+    is_supported = has_own_backward(head_dim, query_block, key_block)
     return _backward_op if is_supported else block.backward_op
 
 
-block.register_gradients(_forward_op, _backward_for)
+block.register_gradients(_forward_op, _select_backward_op)
 
 
 def key_tile(head_dim: int, key_block: int) -> int:
     """Return the number of keys per tile of the forward pass, a divisor of the key block."""
-    is_wide = key_block % (2 * TILE) == 0 and head_dim <= WIDE_HEAD_DIM
-    return 2 * TILE if is_wide else TILE
+    is_wide = key_block % (2 * MIN_TILE) == 0 and head_dim <= WIDE_HEAD_DIM
+    return 2 * MIN_TILE if is_wide else MIN_TILE
 
 
-def finer_columns(lists: BlockIndices, parts: int, columns: int) -> BlockIndices:
-    """Return the lists with every key block replaced by ``parts`` smaller key blocks.
+def split_key_blocks(lists: BlockIndices, tiles_per_block: int, num_tiles: int) -> BlockIndices:
+    """Return the lists with every key block replaced by ``tiles_per_block`` smaller key blocks.
 
     Args:
         lists: Lists of key blocks per query block.
-        parts: Smaller key blocks per key block.
-        columns: Number of smaller key blocks in the sequence. The last key block may contain fewer
-            than ``parts``.
+        tiles_per_block: Smaller key blocks per key block.
+        num_tiles: Number of smaller key blocks in the sequence. The last key block may contain
+            fewer than ``tiles_per_block``.
     """
-    if parts == 1:
+    if tiles_per_block == 1:
         return lists
-    part = torch.arange(parts, device=lists.indices.device, dtype=torch.int32)
-    indices = (lists.indices.unsqueeze(-1) * parts + part).flatten(-2)
-    indices = indices.narrow(-1, 0, min(columns, indices.shape[-1]))
+    tile_in_block = torch.arange(tiles_per_block, device=lists.indices.device, dtype=torch.int32)
+    indices = (lists.indices.unsqueeze(-1) * tiles_per_block + tile_in_block).flatten(-2)
+    indices = indices.narrow(-1, 0, min(num_tiles, indices.shape[-1]))
     # only the last key block of the sequence may have fewer parts. Lists are ascending, so that
     # this block is the last entry of a list
     last_slot = (lists.counts - 1).clamp(min=0).unsqueeze(-1).to(torch.int64)
-    last_part = lists.indices.gather(-1, last_slot).squeeze(-1) * parts + (parts - 1)
-    num_missing = (last_part - (columns - 1)).clamp(min=0).where(lists.counts > 0, 0)
-    return BlockIndices(lists.counts * parts - num_missing, indices.contiguous())
+    last_tile = lists.indices.gather(-1, last_slot).squeeze(-1) * tiles_per_block + (
+        tiles_per_block - 1
+    )
+    num_missing = (last_tile - (num_tiles - 1)).clamp(min=0).where(lists.counts > 0, 0)
+    return BlockIndices(lists.counts * tiles_per_block - num_missing, indices.contiguous())
 
 
-def by_tile(lists: BlockIndices, key_block: int, tile: int, kv_length: int) -> BlockIndices:
+def transpose_to_tiles(
+    lists: BlockIndices, key_block: int, tile: int, kv_length: int
+) -> BlockIndices:
     """Return transposed lists: for every tile of keys, the query blocks that attend to the tile.
 
     Args:
@@ -260,15 +270,15 @@ def by_tile(lists: BlockIndices, key_block: int, tile: int, kv_length: int) -> B
         kv_length: Number of keys.
     """
     by_block = transpose(lists, -(-kv_length // key_block))
-    parts, tiles = key_block // tile, -(-kv_length // tile)
-    if parts == 1:
+    tiles_per_block, num_tiles = key_block // tile, -(-kv_length // tile)
+    if tiles_per_block == 1:
         return by_block
     return by_block.map_tensors(
-        lambda x: x.repeat_interleave(parts, dim=2).narrow(2, 0, tiles).contiguous()
+        lambda x: x.repeat_interleave(tiles_per_block, dim=2).narrow(2, 0, num_tiles).contiguous()
     )
 
 
-def _heads_as_batch(x: Tensor, kv_heads: int) -> Tensor:
+def _fold_heads_into_batch(x: Tensor, kv_heads: int) -> Tensor:
     """Return x [1, N, H, D] as [H_kv, N, H / H_kv, D]: KV heads become the batch dimension.
 
     If there is one KV head, return x [B, N, H, D] unchanged.
@@ -276,7 +286,7 @@ def _heads_as_batch(x: Tensor, kv_heads: int) -> Tensor:
     return x if kv_heads == 1 else x.squeeze(0).unflatten(1, (kv_heads, -1)).transpose(0, 1)
 
 
-def _blank(out: Tensor, lse: Tensor, last: Tensor) -> None:
+def _blank_padding_queries(out: Tensor, lse: Tensor, last_keys: Tensor) -> None:
     """Write zeros to ``out`` and -inf to ``lse`` for padding queries.
 
     flash-attn-4 does not mask full blocks, so that results of padding queries are arbitrary.
@@ -284,14 +294,14 @@ def _blank(out: Tensor, lse: Tensor, last: Tensor) -> None:
     Args:
         out: [B, H, N_q, D], changed in place.
         lse: float32 [B, H, N_q], changed in place.
-        last: int32 [B, N_q], the last visible key of each query; -1 for padding queries.
+        last_keys: int32 [B, N_q], the last visible key of each query; -1 for padding queries.
     """
     batch, heads, length, dim = out.shape
-    last_batch, last_token = last.stride()
-    _blank_kernel[(triton.cdiv(length, BLANK_ROWS), batch)](
-        last=last,
-        last_batch=last_batch,
-        last_token=last_token,
+    batch_stride, token_stride = last_keys.stride()
+    _blank_padding_kernel[(triton.cdiv(length, BLANK_ROWS), batch)](
+        last_keys=last_keys,
+        last_keys_batch_stride=batch_stride,
+        last_keys_token_stride=token_stride,
         out=vectors(out),
         lse=lse,
         heads=heads,
@@ -303,11 +313,11 @@ def _blank(out: Tensor, lse: Tensor, last: Tensor) -> None:
 
 
 # numbers that depend on the sequence length must not cause another compilation
-@triton.jit(do_not_specialize=["last_batch", "length"])
-def _blank_kernel(
-    last,
-    last_batch,
-    last_token,
+@triton.jit(do_not_specialize=["last_keys_batch_stride", "length"])
+def _blank_padding_kernel(
+    last_keys,
+    last_keys_batch_stride,
+    last_keys_token_stride,
     out,
     lse,
     heads,
@@ -322,71 +332,76 @@ def _blank_kernel(
     """
     batch = tl.program_id(1).to(tl.int64)
     query = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = query < length
-    last_key = tl.load(last + batch * last_batch + query * last_token, mask=inside, other=0)
-    is_padding = inside & (last_key < 0)
+    is_in_bounds = query < length
+    last_key = tl.load(
+        last_keys + batch * last_keys_batch_stride + query * last_keys_token_stride,
+        mask=is_in_bounds,
+        other=0,
+    )
+    is_padding = is_in_bounds & (last_key < 0)
     if tl.max(is_padding.to(tl.int32), 0) > 0:
         channel = tl.arange(0, D)[None, :]
         zeros = tl.zeros((BLOCK_M, D), out.data.dtype.element_ty)
         for head in range(heads):
-            out_pointers = vectors_at(out, batch, head, query) + channel
-            tl.store(out_pointers, zeros, mask=is_padding[:, None] & (channel < dim))
-            lse_pointers = lse + (batch * heads + head) * length + query
+            out_ptrs = vectors_at(out, batch, head, query) + channel
+            tl.store(out_ptrs, zeros, mask=is_padding[:, None] & (channel < dim))
+            lse_ptrs = lse + (batch * heads + head) * length + query
             minus_infinity = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            tl.store(lse_pointers, minus_infinity, mask=is_padding)
+            tl.store(lse_ptrs, minus_infinity, mask=is_padding)
 
 
 @cache
-def _flash() -> SimpleNamespace:
+def _import_flash() -> SimpleNamespace:
     """Import flash-attn-4, which takes seconds, and return the functions that this module uses.
 
     Returns:
         forward, backward: The block-sparse forward and backward pass.
         lists: Class of the lists of blocks.
-        in_span: Mask function of partial blocks, first visible key <= key <= last visible key.
+        is_in_key_range: Mask function of partial blocks, first visible key <= key <= last visible
+            key.
     """
     from cutlass import cute
     from flash_attn.cute import interface
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     @cute.jit
-    def in_span(batch, head, query, key, lengths, ranges):
-        first = ranges[0][batch[0], query[0]]
-        last = ranges[1][batch[0], query[0]]
-        return (key >= first) & (key <= last)
+    def is_in_key_range(batch, head, query, key, lengths, key_ranges):
+        first_key = key_ranges[0][batch[0], query[0]]
+        last_key = key_ranges[1][batch[0], query[0]]
+        return (key >= first_key) & (key <= last_key)
 
     return SimpleNamespace(
         forward=interface._flash_attn_fwd,
         backward=interface._flash_attn_bwd,
         lists=BlockSparseTensorsTorch,
-        in_span=in_span,
+        is_in_key_range=is_in_key_range,
     )
 
 
-def _sparsity(
+def _make_sparsity_arguments(
     flash: SimpleNamespace,
     *,
     partial: BlockIndices,
     full: BlockIndices,
     blocks: tuple[int, int],
-    first: Tensor,
-    last: Tensor,
+    first_key: Tensor,
+    last_key: Tensor,
 ) -> dict[str, object]:
     """Return the keyword arguments that pass the lists and the mask of a plan to flash-attn-4.
 
     Args:
-        flash: Result of `_flash`.
+        flash: Result of `_import_flash`.
         partial, full: In the forward pass, lists of key tiles per query block. In the backward
             pass, lists of query blocks per key tile.
         blocks: Queries and keys per block of the lists.
-        first, last: int32 [B, N_q], the first and the last visible key of each query, which mask
-            partial blocks.
+        first_key, last_key: int32 [B, N_q], the first and the last visible key of each query, which
+            mask partial blocks.
     """
-    ranges = [first.contiguous(), last.contiguous()]
-    for bound in ranges:
+    key_ranges = [first_key.contiguous(), last_key.contiguous()]
+    for range_tensor in key_ranges:
         # flash-attn-4 takes a dimension with stride 1 as the contiguous dimension. Both dimensions
         # may have stride 1 if one has size 1, so that the dimension is set here
-        bound.__leading_dim__ = 1
+        range_tensor.__leading_dim__ = 1
     return {
         "block_sparse_tensors": flash.lists(
             mask_block_cnt=partial.counts,
@@ -395,6 +410,6 @@ def _sparsity(
             full_block_idx=full.indices,
             block_size=blocks,
         ),
-        "mask_mod": flash.in_span,
-        "aux_tensors": ranges,
+        "mask_mod": flash.is_in_key_range,
+        "aux_tensors": key_ranges,
     }

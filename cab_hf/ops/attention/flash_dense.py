@@ -24,36 +24,36 @@ DTYPES = (torch.float16, torch.bfloat16)
 MODULES = ("flash_attn_interface", "fa3_fwd_interface", "flash_attn.cute")
 MAX_HEAD_DIM = 256
 # smallest number of queries; with fewer queries, SDPA and sparse decode kernels are as fast
-LEAST_QUERIES = 128
+MIN_QUERIES = 128
 
 
-def unavailable(work: Workload, q_length: int) -> str | None:
+def unavailable(workload: Workload, q_length: int) -> str | None:
     """Return why flash-attn should not compute a workload; None if flash-attn should compute it.
 
     The reason continues a sentence that starts with "the kernels of flash-attn", e.g. "were only
     measured on Hopper GPUs".
 
     Args:
-        work: The workload, which must have neither sinks nor soft caps.
+        workload: The workload, which must have neither sinks nor soft caps.
         q_length: Number of queries.
     """
-    if work.training or torch.compiler.is_compiling():
+    if workload.training or torch.compiler.is_compiling():
         return "are only used in forward passes that are not compiled"
-    if work.device != "cuda" or capability()[0] != HOPPER:
+    if workload.device != "cuda" or capability()[0] != HOPPER:
         return "were only measured on Hopper GPUs"
-    if work.dtype not in DTYPES or work.head_dim > MAX_HEAD_DIM or work.head_dim % 8:
+    if workload.dtype not in DTYPES or workload.head_dim > MAX_HEAD_DIM or workload.head_dim % 8:
         return f"support 16 bits and head dims up to {MAX_HEAD_DIM} that are multiples of 8"
-    if work.value_dim is not None:
+    if workload.value_dim is not None:
         return "need values with the head dim of the queries"
-    if q_length < LEAST_QUERIES:
-        return f"are only used from {LEAST_QUERIES} queries on"
-    if _kernel() is None:
+    if q_length < MIN_QUERIES:
+        return f"are only used from {MIN_QUERIES} queries on"
+    if _import_flash_attn_func() is None:
         return "need flash-attn-3 or flash-attn-4, which are not installed"
     return None
 
 
 @cache
-def _kernel() -> Callable[..., Any] | None:
+def _import_flash_attn_func() -> Callable[..., Any] | None:
     """Return `flash_attn_func` of the first of `MODULES` that can be imported, else None."""
     for name in MODULES:
         # flash-attn-2 contains flash_attn.cute, but not the packages that flash_attn.cute imports
@@ -71,7 +71,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         scale: Factor of the products q · k.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = _kernel()(q, k, v, softmax_scale=scale, causal=True)
+    out = _import_flash_attn_func()(q, k, v, softmax_scale=scale, causal=True)
     # some versions also return the log-sum-exp
     out = out[0] if isinstance(out, tuple) else out
     return out.transpose(1, 2)

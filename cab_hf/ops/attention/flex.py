@@ -30,7 +30,7 @@ from cab_hf.plan import BlockIndices, BlockPlan
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 # tokens; on Hopper, FlexAttention's backward kernel supports blocks that are multiples of this size
-TRAINED = 128
+TRAINED_BLOCK_SIZE = 128
 # largest number of compilations per process; on CPU, every new sequence length is compiled
 RECOMPILE_LIMIT = 64
 
@@ -55,8 +55,11 @@ def unavailable(
         return None
     if not 16 <= head_dim <= MAX_HEAD_DIM:
         return f"supports head dims 16 to {MAX_HEAD_DIM}, not {head_dim}"
-    if training and any(block % TRAINED and TRAINED % block for block in (query_block, key_block)):
-        return f"trains on CUDA with blocks that divide {TRAINED} or are multiples of it"
+    if training and any(
+        block % TRAINED_BLOCK_SIZE and TRAINED_BLOCK_SIZE % block
+        for block in (query_block, key_block)
+    ):
+        return f"trains on CUDA with blocks that divide {TRAINED_BLOCK_SIZE} or are multiples of it"
     return None
 
 
@@ -97,7 +100,7 @@ def attention(
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     # raises if the number of plan heads does not divide the number of query heads
     plan.shared_by(q.shape[1])
-    tables = block_tables(plan, heads=q.shape[1], device=q.device, training=training)
+    tables = make_block_tables(plan, heads=q.shape[1], device=q.device, training=training)
     options = kernel_options(plan, q)
     if torch.compiler.is_compiling():
         return _attend(
@@ -112,13 +115,13 @@ def attention(
         specialize_int=True,
         specialize_float=True,
     ):
-        return _compiled(q.device.type)(
+        return _compile_attend(q.device.type)(
             q, k, v, tables, scale=scale, options=options, return_lse=return_lse, softcap=softcap
         )
 
 
 @cache
-def _compiled(device: str) -> Callable[..., Tensor]:
+def _compile_attend(device: str) -> Callable[..., Tensor]:
     """Return the compiled `_attend` for a device type."""
     # the C++ template does not compile with a dynamic shape inside mask_mod (torch 2.13)
     return torch.compile(_attend, dynamic=device != "cpu")
@@ -139,7 +142,7 @@ def _attend(
     Args:
         q: [B, H, N_q, D].
         k, v: [B, H_kv, N_k, D].
-        tables: Lists and masks of the plan, from `block_tables`.
+        tables: Lists and masks of the plan, from `make_block_tables`.
         scale: Factor of the products q · k.
         options: Tile sizes, see `kernel_options`; None for FlexAttention's choice.
         return_lse: True to also return the log-sum-exp.
@@ -147,17 +150,17 @@ def _attend(
     """
     # the mask is built here, inside the compiled function, so that lengths come from tensors and
     # only block sizes are constants
-    arguments = {
+    flex_arguments = {
         "block_mask": block_mask(tables, q.shape[2], k.shape[2]),
         "scale": scale,
         "enable_gqa": q.shape[1] != k.shape[1],
         "kernel_options": options,
     }
     if softcap is not None:
-        arguments["score_mod"] = lambda score, *indices: capped(score, softcap)
+        flex_arguments["score_mod"] = lambda score, *indices: capped(score, softcap)
     if not return_lse:
-        return flex_attention(q, k, v, **arguments)
-    out, aux = flex_attention(q, k, v, **arguments, return_aux=AuxRequest(lse=True))
+        return flex_attention(q, k, v, **flex_arguments)
+    out, aux = flex_attention(q, k, v, **flex_arguments, return_aux=AuxRequest(lse=True))
     return out, aux.lse
 
 
@@ -181,10 +184,10 @@ class BlockTables(NamedTuple):
 
     Attributes:
         lists: The key blocks of each query block.
-        transposed: The query blocks of each key block, for the backward pass; None without
+        transposed_lists: The query blocks of each key block, for the backward pass; None without
             gradients.
         blocks: Tokens per query block and per key block of the lists.
-        first, last: int32 [B, N_q], the first and the last visible key of each query.
+        first_key, last_key: int32 [B, N_q], the first and the last visible key of each query.
         bitmap: bool [B, H, M_q, M_k], True for blocks that the plan lists; None if ``lists`` need
             no mask of blocks. The mask function needs the bitmap on CPU, and if ``lists`` have
             larger blocks than the plan.
@@ -192,15 +195,17 @@ class BlockTables(NamedTuple):
     """
 
     lists: FullAndPartialLists
-    transposed: FullAndPartialLists | None
+    transposed_lists: FullAndPartialLists | None
     blocks: tuple[int, int]
-    first: Tensor
-    last: Tensor
+    first_key: Tensor
+    last_key: Tensor
     bitmap: Tensor | None
     bitmap_blocks: tuple[int, int]
 
 
-def block_tables(plan: BlockPlan, heads: int, device: torch.device, training: bool) -> BlockTables:
+def make_block_tables(
+    plan: BlockPlan, heads: int, device: torch.device, training: bool
+) -> BlockTables:
     """Convert a plan to lists and masks for FlexAttention.
 
     Args:
@@ -211,79 +216,81 @@ def block_tables(plan: BlockPlan, heads: int, device: torch.device, training: bo
             kernel for the blocks of the plan.
     """
     partial, full, blocks = plan.partial, plan.full, plan.blocks
-    is_merged = training and merged_blocks(plan.query_block, plan.key_block) != blocks
+    is_merged = training and merged_block_sizes(plan.query_block, plan.key_block) != blocks
     if is_merged:
-        partial, full, blocks = _merged(plan)
-    transposed = None
+        partial, full, blocks = _merge_blocks(plan)
+    transposed_lists = None
     if training:
-        key_blocks = -(-plan.kv_length // blocks[1])
-        transposed = _list_pair(
-            partial=_transposed(partial, key_blocks),
-            full=_transposed(full, key_blocks),
+        num_key_blocks = -(-plan.kv_length // blocks[1])
+        transposed_lists = _make_list_pair(
+            partial=_transpose_lists(partial, num_key_blocks),
+            full=_transpose_lists(full, num_key_blocks),
             heads=heads,
         )
     bitmap = None
     if is_merged or device.type == "cpu":
         bitmap = plan.to_dense().repeat_interleave(plan.shared_by(heads), dim=1)
     return BlockTables(
-        lists=_list_pair(partial=partial, full=full, heads=heads),
-        transposed=transposed,
+        lists=_make_list_pair(partial=partial, full=full, heads=heads),
+        transposed_lists=transposed_lists,
         blocks=blocks,
-        first=plan.ranges.start,
-        last=plan.ranges.end,
+        first_key=plan.ranges.start,
+        last_key=plan.ranges.end,
         bitmap=bitmap,
         bitmap_blocks=plan.blocks,
     )
 
 
-def _transposed(lists: BlockIndices, columns: int) -> BlockIndices:
-    """Return lists per key block, for ``columns`` key blocks: the query blocks that list the block.
+def _transpose_lists(lists: BlockIndices, num_key_blocks: int) -> BlockIndices:
+    """Return lists per key block: the query blocks that list each of ``num_key_blocks`` blocks.
 
     A kernel computes these lists on a GPU outside of compiled graphs.
     """
     if lists.counts.device.type == "cpu" or torch.compiler.is_compiling():
-        return lists.transpose(columns)
+        return lists.transpose(num_key_blocks)
     from cab_hf.ops.attention.transpose import transpose
 
-    return transpose(lists, columns)
+    return transpose(lists, num_key_blocks)
 
 
 def block_mask(tables: BlockTables, q_length: int, kv_length: int) -> BlockMask:
     """Build a BlockMask from the tables, for ``q_length`` queries and ``kv_length`` keys."""
-    first, last, bitmap = tables.first, tables.last, tables.bitmap
-    rows, columns = tables.bitmap_blocks
+    first_key, last_key, bitmap = tables.first_key, tables.last_key, tables.bitmap
+    query_block, key_block = tables.bitmap_blocks
 
-    def in_span(batch, head, query, key):
-        return (key >= first[batch, query]) & (key <= last[batch, query])
+    def is_in_key_range(batch, head, query, key):
+        return (key >= first_key[batch, query]) & (key <= last_key[batch, query])
 
-    def listed_and_in_span(batch, head, query, key):
-        listed = bitmap[batch, head, query // rows, key // columns]
-        return listed & in_span(batch, head, query, key)
+    def is_listed_and_in_key_range(batch, head, query, key):
+        is_listed = bitmap[batch, head, query // query_block, key // key_block]
+        return is_listed & is_in_key_range(batch, head, query, key)
 
-    lists, transposed = tables.lists, tables.transposed
+    lists, transposed_lists = tables.lists, tables.transposed_lists
     return BlockMask(
         seq_lengths=(q_length, kv_length),
         kv_num_blocks=lists.partial_counts,
         kv_indices=lists.partial_indices,
         full_kv_num_blocks=lists.full_counts,
         full_kv_indices=lists.full_indices,
-        q_num_blocks=None if transposed is None else transposed.partial_counts,
-        q_indices=None if transposed is None else transposed.partial_indices,
-        full_q_num_blocks=None if transposed is None else transposed.full_counts,
-        full_q_indices=None if transposed is None else transposed.full_indices,
+        q_num_blocks=None if transposed_lists is None else transposed_lists.partial_counts,
+        q_indices=None if transposed_lists is None else transposed_lists.partial_indices,
+        full_q_num_blocks=None if transposed_lists is None else transposed_lists.full_counts,
+        full_q_indices=None if transposed_lists is None else transposed_lists.full_indices,
         BLOCK_SIZE=tables.blocks,
-        mask_mod=in_span if bitmap is None else listed_and_in_span,
+        mask_mod=is_in_key_range if bitmap is None else is_listed_and_in_key_range,
     )
 
 
-def merged_blocks(query_block: int, key_block: int) -> tuple[int, int]:
+def merged_block_sizes(query_block: int, key_block: int) -> tuple[int, int]:
     """Return the smallest multiples of the block sizes for which TRITON has a backward kernel."""
-    rows, columns = (block * max(1, TRAINED // block) for block in (query_block, key_block))
-    return rows, columns
+    query_size, key_size = (
+        block * max(1, TRAINED_BLOCK_SIZE // block) for block in (query_block, key_block)
+    )
+    return query_size, key_size
 
 
-def _merged(plan: BlockPlan) -> tuple[BlockIndices, BlockIndices, tuple[int, int]]:
-    """Return the plan's lists for larger blocks of at least `TRAINED` tokens.
+def _merge_blocks(plan: BlockPlan) -> tuple[BlockIndices, BlockIndices, tuple[int, int]]:
+    """Return the plan's lists for larger blocks of at least `TRAINED_BLOCK_SIZE` tokens.
 
     A larger block is full if all blocks inside are full. A larger block is partial if the plan
     attends to some blocks inside, and the bitmap then masks the others.
@@ -291,27 +298,41 @@ def _merged(plan: BlockPlan) -> tuple[BlockIndices, BlockIndices, tuple[int, int
     Returns:
         partial: Lists of partial blocks.
         full: Lists of full blocks.
-        blocks: Tokens per larger query block and key block.
+        merged_sizes: Tokens per larger query block and key block.
     """
-    blocks = merged_blocks(plan.query_block, plan.key_block)
-    rows, columns = blocks[0] // plan.query_block, blocks[1] // plan.key_block
+    merged_sizes = merged_block_sizes(plan.query_block, plan.key_block)
+    query_blocks_per_group, key_blocks_per_group = (
+        merged_sizes[0] // plan.query_block,
+        merged_sizes[1] // plan.key_block,
+    )
 
-    def tiles(lists: BlockIndices) -> Tensor:
+    def group_blocks(lists: BlockIndices) -> Tensor:
         """Return True for listed blocks, grouped into larger blocks.
 
         The shape is [B, H, larger query blocks, rows, larger key blocks, columns].
         """
-        dense = lists.to_dense(plan.kv_blocks)
-        padding = (0, -dense.shape[3] % columns, 0, -dense.shape[2] % rows)
-        return F.pad(dense, padding).unflatten(3, (-1, columns)).unflatten(2, (-1, rows))
+        is_listed = lists.to_dense(plan.kv_blocks)
+        padding = (
+            0,
+            -is_listed.shape[3] % key_blocks_per_group,
+            0,
+            -is_listed.shape[2] % query_blocks_per_group,
+        )
+        return (
+            F.pad(is_listed, padding)
+            .unflatten(3, (-1, key_blocks_per_group))
+            .unflatten(2, (-1, query_blocks_per_group))
+        )
 
-    full, partial = tiles(plan.full), tiles(plan.partial)
+    full, partial = group_blocks(plan.full), group_blocks(plan.partial)
     is_full = full.all(dim=5).all(dim=3)
     is_partial = (full | partial).any(dim=5).any(dim=3) & ~is_full
-    return BlockIndices.from_dense(is_partial), BlockIndices.from_dense(is_full), blocks
+    return BlockIndices.from_dense(is_partial), BlockIndices.from_dense(is_full), merged_sizes
 
 
-def _list_pair(*, partial: BlockIndices, full: BlockIndices, heads: int) -> FullAndPartialLists:
+def _make_list_pair(
+    *, partial: BlockIndices, full: BlockIndices, heads: int
+) -> FullAndPartialLists:
     """Return the lists expanded to ``heads`` heads and widened to the same width."""
     width = max(partial.width, full.width)
     partial, full = (lists.for_heads(heads).widened(width) for lists in (partial, full))
@@ -332,12 +353,12 @@ def kernel_options(plan: BlockPlan, q: Tensor) -> dict[str, int | str] | None:
         return None
     # large tiles fit in shared memory if a token of k has at most 256 bytes (D = 128 in bf16)
     is_wide = q.shape[-1] * q.element_size() > 256
-    rows, columns, stages = (64, 32, 2) if is_wide else (128, 64, 3)
+    max_queries, max_keys, stages = (64, 32, 2) if is_wide else (128, 64, 3)
     return {
         # for short queries, AUTO selects the decoding kernel, which needs masks of other shapes
         "BACKEND": "TRITON",
         # the largest power of two that divides the block
-        "fwd_BLOCK_M": min(rows, plan.query_block & -plan.query_block),
-        "fwd_BLOCK_N": min(columns, plan.key_block & -plan.key_block),
+        "fwd_BLOCK_M": min(max_queries, plan.query_block & -plan.query_block),
+        "fwd_BLOCK_N": min(max_keys, plan.key_block & -plan.key_block),
         "fwd_num_stages": stages,
     }

@@ -27,11 +27,11 @@ from cab_hf.ops.attention.tiles import (
     empty_transposed,
     has_future_keys,
     is_visible,
-    kernel_arguments,
     load_key_ranges,
     load_tile,
-    locate,
+    locate_tile,
     logit_scales,
+    make_kernel_arguments,
     online_softmax_update,
     plan_plane,
     precision,
@@ -39,7 +39,7 @@ from cab_hf.ops.attention.tiles import (
     tanh,
     tile_of,
     tile_start,
-    transposed_plan,
+    transpose_plan,
     zero_unseen,
 )
 
@@ -101,10 +101,10 @@ def forward(
         scale: Factor of the products q · k.
         softcap: Soft cap of the scaled logits; 0 for no cap.
     """
-    kernel_plan, sizes = kernel_arguments(q, k, plan)
-    tile = _tile("forward", q, plan)
-    tiles = triton.cdiv(q.shape[2], tile.block_m)
-    _block_attention_fwd_kernel[(tiles, q.shape[0] * q.shape[1])](
+    kernel_plan, sizes = make_kernel_arguments(q, k, plan)
+    tile = _choose_tile("forward", q, plan)
+    num_tiles = triton.cdiv(q.shape[2], tile.block_m)
+    _block_attention_fwd_kernel[(num_tiles, q.shape[0] * q.shape[1])](
         desc_q=descriptor(q, tile.block_m),
         desc_k=descriptor(k, tile.block_n),
         desc_v=descriptor(v, tile.block_n),
@@ -113,7 +113,7 @@ def forward(
         plan=kernel_plan,
         sizes=sizes,
         **logit_scales(scale, softcap),
-        **_constants(tile, q, plan),
+        **_constexpr_arguments(tile, q, plan),
         HAS_FUTURE_KEYS=has_future_keys(plan, q_length=q.shape[2], kv_length=k.shape[2]),
     )
 
@@ -134,7 +134,7 @@ def backward(
         grad: [B, H, N_q, D], the gradient of the output.
         q: [B, H, N_q, D].
         k, v: [B, H_kv, N_k, D].
-        stats: Log-sum-exp and delta of every query, from `backward_stats`.
+        stats: Log-sum-exp and delta of every query, from `compute_backward_stats`.
         plan: The plan of the forward pass.
         scale: Factor of the products q · k.
         softcap: Soft cap of the scaled logits; 0 for no cap.
@@ -163,10 +163,10 @@ def _write_query_gradient(
     softcap: float,
 ) -> None:
     """Write the gradient of q to ``dq`` [B, H, N_q, D]. The arguments are those of `backward`."""
-    kernel_plan, sizes = kernel_arguments(q, k, plan)
-    tile = _tile("query gradient", q, plan)
-    tiles = triton.cdiv(q.shape[2], tile.block_m)
-    _block_attention_bwd_query_kernel[(tiles, q.shape[0] * q.shape[1])](
+    kernel_plan, sizes = make_kernel_arguments(q, k, plan)
+    tile = _choose_tile("query gradient", q, plan)
+    num_tiles = triton.cdiv(q.shape[2], tile.block_m)
+    _block_attention_bwd_query_kernel[(num_tiles, q.shape[0] * q.shape[1])](
         desc_q=descriptor(q, tile.block_m),
         desc_do=descriptor(grad, tile.block_m),
         desc_k=descriptor(k, tile.block_n),
@@ -177,7 +177,7 @@ def _write_query_gradient(
         softmax_scale=scale,
         sizes=sizes,
         **logit_scales(scale, softcap),
-        **_constants(tile, q, plan),
+        **_constexpr_arguments(tile, q, plan),
     )
 
 
@@ -198,17 +198,17 @@ def _write_key_gradients(
 
     The other arguments are those of `backward`.
     """
-    kernel_plan, sizes = kernel_arguments(q, k, plan)
+    kernel_plan, sizes = make_kernel_arguments(q, k, plan)
     batch, heads, kv_heads = q.shape[0], sizes.heads, sizes.kv_heads
-    tile = _tile("key gradient", q, plan)
-    tiles = triton.cdiv(k.shape[2], tile.block_n)
-    sink_tiles = min(SINK_TILES, tiles)
-    sink_shape = (batch, heads, sink_tiles * tile.block_n, k.shape[3])
+    tile = _choose_tile("key gradient", q, plan)
+    num_tiles = triton.cdiv(k.shape[2], tile.block_n)
+    num_sink_tiles = min(SINK_TILES, num_tiles)
+    sink_shape = (batch, heads, num_sink_tiles * tile.block_n, k.shape[3])
     sink_dk = k.new_empty(sink_shape, dtype=torch.float32)
     sink_dv = v.new_empty(sink_shape, dtype=torch.float32)
     kv_blocks = triton.cdiv(k.shape[2], plan.key_block)
-    programs = batch * (sink_tiles * heads + (tiles - sink_tiles) * kv_heads)
-    _block_attention_bwd_key_kernel[(programs,)](
+    num_programs = batch * (num_sink_tiles * heads + (num_tiles - num_sink_tiles) * kv_heads)
+    _block_attention_bwd_key_kernel[(num_programs,)](
         desc_q=descriptor(q, tile.block_m),
         desc_do=descriptor(grad, tile.block_m),
         desc_k=descriptor(k, tile.block_n),
@@ -218,22 +218,22 @@ def _write_key_gradients(
         desc_sink_dk=descriptor(sink_dk, tile.block_n),
         desc_sink_dv=descriptor(sink_dv, tile.block_n),
         stats=stats,
-        plan=transposed_plan(kernel_plan, kv_blocks),
+        plan=transpose_plan(kernel_plan, kv_blocks),
         softmax_scale=scale,
         kv_blocks=kv_blocks,
-        sink_tiles=sink_tiles,
-        batches=batch,
+        num_sink_tiles=num_sink_tiles,
+        batch_size=batch,
         sizes=sizes,
         **logit_scales(scale, softcap),
-        **_constants(tile, q, plan),
+        **_constexpr_arguments(tile, q, plan),
     )
-    for target, per_head in ((dk, sink_dk), (dv, sink_dv)):
-        first_keys = target[:, :, : per_head.shape[2]]
-        sums = per_head.unflatten(1, (kv_heads, -1)).sum(2)
-        first_keys.copy_(sums[:, :, : first_keys.shape[2]])
+    for key_gradient, sink_gradient in ((dk, sink_dk), (dv, sink_dv)):
+        sink_rows = key_gradient[:, :, : sink_gradient.shape[2]]
+        sink_sums = sink_gradient.unflatten(1, (kv_heads, -1)).sum(2)
+        sink_rows.copy_(sink_sums[:, :, : sink_rows.shape[2]])
 
 
-def _tile(kernel: str, q: Tensor, plan: PlanTensors) -> Tile:
+def _choose_tile(kernel: str, q: Tensor, plan: PlanTensors) -> Tile:
     """Return the tile of a kernel for the head dim, dtype and device of q.
 
     The tile sizes divide the block sizes of the plan.
@@ -249,7 +249,7 @@ def _tile(kernel: str, q: Tensor, plan: PlanTensors) -> Tile:
         # `POINTER_TILES` is for 16-bit numbers; a float32 needs the memory of two
         width = q.shape[3] * q.element_size() // 2
         tile = next(tile for dim, tile in POINTER_TILES[kernel].items() if width <= dim)
-        if not launch.packed(q):
+        if not launch.has_ptx(q):
             # AMD's warps have 64 threads instead of 32
             tile = tile._replace(block_m=tile.block_m // 2, warps=4)
     if q.element_size() > 2:
@@ -260,7 +260,7 @@ def _tile(kernel: str, q: Tensor, plan: PlanTensors) -> Tile:
     )
 
 
-def _constants(tile: Tile, q: Tensor, plan: PlanTensors) -> dict[str, int | str]:
+def _constexpr_arguments(tile: Tile, q: Tensor, plan: PlanTensors) -> dict[str, int | str]:
     """Return the constexpr arguments and launch options that all kernels of this module share."""
     return {
         "QUERY_BLOCK": plan.query_block,
@@ -298,9 +298,9 @@ def _block_attention_fwd_kernel(
     """Write the output [BLOCK_M, D] and the log-sum-exp [BLOCK_M] of one tile of queries."""
     # later queries attend to more keys. Their programs start first, so that no long program is left
     # over at the end of the launch
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
-    batch, head, kv_head, plan_row = locate(tl.program_id(1), start, sizes, QUERY_BLOCK)
-    q = load_tile(desc_q, batch, head, token=start, channel=0, TOKENS=BLOCK_M, CHANNELS=D)
+    query_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    batch, head, kv_head, plan_row = locate_tile(tl.program_id(1), query_start, sizes, QUERY_BLOCK)
+    q = load_tile(desc_q, batch, head, token=query_start, channel=0, TOKENS=BLOCK_M, CHANNELS=D)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -309,40 +309,44 @@ def _block_attention_fwd_kernel(
     for MASKED in tl.static_range(2):
         lists = plan[MASKED]
         indices = lists.indices + plan_row * lists.width
-        tiles = tl.load(lists.counts + plan_row) * (KEY_BLOCK // BLOCK_N)
+        num_tiles = tl.load(lists.counts + plan_row) * (KEY_BLOCK // BLOCK_N)
         if MASKED:
             # loaded after the loop over full blocks, where registers are scarce
-            query = start + tl.arange(0, BLOCK_M)
-            first, last = load_key_ranges(plan, batch, query, sizes.q_length)
-        for i in tl.range(0, tiles, num_stages=STAGES):
+            query = query_start + tl.arange(0, BLOCK_M)
+            first_key, last_key = load_key_ranges(plan, batch, query, sizes.q_length)
+        for tile_index in tl.range(0, num_tiles, num_stages=STAGES):
             # k, v: [BLOCK_N, D]; qk, p: [BLOCK_M, BLOCK_N]
-            column = tile_start(indices, i, KEY_BLOCK, BLOCK_N)
+            key_start = tile_start(indices, tile_index, KEY_BLOCK, BLOCK_N)
             k = load_tile(
-                desc_k, batch, kv_head, token=column, channel=0, TOKENS=BLOCK_N, CHANNELS=D
+                desc_k, batch, kv_head, token=key_start, channel=0, TOKENS=BLOCK_N, CHANNELS=D
             )
             qk = tl.dot(q, k.T, input_precision=PRECISION)
             if CAPPED:
                 qk = tanh(qk * cap_scale)
             if MASKED:
-                key = column + tl.arange(0, BLOCK_N)[None, :]
-                qk = tl.where(is_visible(key, first[:, None], last[:, None]), qk, float("-inf"))
+                key = key_start + tl.arange(0, BLOCK_N)[None, :]
+                qk = tl.where(
+                    is_visible(key, first_key[:, None], last_key[:, None]), qk, float("-inf")
+                )
             m_i, l_i, p, alpha = online_softmax_update(
                 m_i=m_i, l_i=l_i, qk=qk, qk_scale=qk_scale, MASKED=MASKED
             )
             acc = acc * alpha[:, None]
             v = load_tile(
-                desc_v, batch, kv_head, token=column, channel=0, TOKENS=BLOCK_N, CHANNELS=D
+                desc_v, batch, kv_head, token=key_start, channel=0, TOKENS=BLOCK_N, CHANNELS=D
             )
             if MASKED and HAS_FUTURE_KEYS:
-                v = zero_unseen(v, column + tl.arange(0, BLOCK_N), first, last)
+                v = zero_unseen(v, key_start + tl.arange(0, BLOCK_N), first_key, last_key)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
     # write zeros and -inf for queries without keys. A padding query (last < 0) may have l_i > 0,
     # because full blocks are not masked
-    has_no_keys = (last < 0) | (l_i == 0)
+    has_no_keys = (last_key < 0) | (l_i == 0)
     l_i = tl.where(has_no_keys, 1.0, l_i)
     acc = tl.where(has_no_keys[:, None], 0.0, acc / l_i[:, None])
-    store_tile(desc_out, batch, head, token=start, channel=0, tile=acc, TOKENS=BLOCK_M, CHANNELS=D)
+    store_tile(
+        desc_out, batch, head, token=query_start, channel=0, tile=acc, TOKENS=BLOCK_M, CHANNELS=D
+    )
     query_lse = tl.where(has_no_keys, float("-inf"), (m_i + tl.log2(l_i)) * LN_2)
     plane = tl.program_id(1).to(tl.int64)
     tl.store(lse + plane * sizes.q_length + query, query_lse, mask=query < sizes.q_length)
@@ -371,40 +375,40 @@ def _block_attention_bwd_query_kernel(
     STAGES: tl.constexpr,
 ):
     """Write the gradient dq [BLOCK_M, D] of one tile of queries."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
-    batch, head, kv_head, plan_row = locate(tl.program_id(1), start, sizes, QUERY_BLOCK)
+    query_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    batch, head, kv_head, plan_row = locate_tile(tl.program_id(1), query_start, sizes, QUERY_BLOCK)
 
     # first, last, lse, delta: [BLOCK_M]; q, do, dq: [BLOCK_M, D]
-    query = start + tl.arange(0, BLOCK_M)
-    first, last = load_key_ranges(plan, batch, query, sizes.q_length)
-    offset = tl.program_id(1).to(tl.int64) * stats.padded_length + query
-    lse = tl.load(stats.lse + offset)
-    delta = tl.load(stats.delta + offset)
-    q = load_tile(desc_q, batch, head, token=start, channel=0, TOKENS=BLOCK_M, CHANNELS=D)
-    do = load_tile(desc_do, batch, head, token=start, channel=0, TOKENS=BLOCK_M, CHANNELS=D)
+    query = query_start + tl.arange(0, BLOCK_M)
+    first_key, last_key = load_key_ranges(plan, batch, query, sizes.q_length)
+    query_offset = tl.program_id(1).to(tl.int64) * stats.padded_length + query
+    lse = tl.load(stats.lse + query_offset)
+    delta = tl.load(stats.delta + query_offset)
+    q = load_tile(desc_q, batch, head, token=query_start, channel=0, TOKENS=BLOCK_M, CHANNELS=D)
+    do = load_tile(desc_do, batch, head, token=query_start, channel=0, TOKENS=BLOCK_M, CHANNELS=D)
     dq = tl.zeros((BLOCK_M, D), tl.float32)
 
     # full blocks without a mask, then partial blocks with a mask
     for MASKED in tl.static_range(2):
         lists = plan[MASKED]
         indices = lists.indices + plan_row * lists.width
-        tiles = tl.load(lists.counts + plan_row) * (KEY_BLOCK // BLOCK_N)
-        for i in tl.range(0, tiles, num_stages=STAGES):
+        num_tiles = tl.load(lists.counts + plan_row) * (KEY_BLOCK // BLOCK_N)
+        for tile_index in tl.range(0, num_tiles, num_stages=STAGES):
             # k, v: [BLOCK_N, D]; qk, p, dp, ds: [BLOCK_M, BLOCK_N]
-            column = tile_start(indices, i, KEY_BLOCK, BLOCK_N)
+            key_start = tile_start(indices, tile_index, KEY_BLOCK, BLOCK_N)
             k = load_tile(
-                desc_k, batch, kv_head, token=column, channel=0, TOKENS=BLOCK_N, CHANNELS=D
+                desc_k, batch, kv_head, token=key_start, channel=0, TOKENS=BLOCK_N, CHANNELS=D
             )
             v = load_tile(
-                desc_v, batch, kv_head, token=column, channel=0, TOKENS=BLOCK_N, CHANNELS=D
+                desc_v, batch, kv_head, token=key_start, channel=0, TOKENS=BLOCK_N, CHANNELS=D
             )
             qk = tl.dot(q, k.T, input_precision=PRECISION)
             if CAPPED:
                 qk = tanh(qk * cap_scale)
             p = tl.exp2(qk * qk_scale - lse[:, None])
             if MASKED:
-                key = column + tl.arange(0, BLOCK_N)[None, :]
-                p = tl.where(is_visible(key, first[:, None], last[:, None]), p, 0.0)
+                key = key_start + tl.arange(0, BLOCK_N)[None, :]
+                p = tl.where(is_visible(key, first_key[:, None], last_key[:, None]), p, 0.0)
             dp = tl.dot(do, v.T, input_precision=PRECISION)
             ds = p * (dp - delta[:, None])
             if CAPPED:
@@ -412,39 +416,47 @@ def _block_attention_bwd_query_kernel(
                 ds *= 1 - qk * qk
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     dq = dq * softmax_scale
-    store_tile(desc_dq, batch, head, token=start, channel=0, tile=dq, TOKENS=BLOCK_M, CHANNELS=D)
+    store_tile(
+        desc_dq, batch, head, token=query_start, channel=0, tile=dq, TOKENS=BLOCK_M, CHANNELS=D
+    )
 
 
 @triton.jit
-def _key_tile_of_program(program, sink_tiles, batches, heads, kv_heads, tiles):
+def _assign_key_tile(program, num_sink_tiles, batch_size, heads, kv_heads, num_tiles):
     """Return the key tile and the query heads that a program of the key gradient kernel processes.
 
-    Every query attends to the first ``sink_tiles`` key tiles, so these tiles take longest. Their
-    programs start first, and each query head has a separate program. A program of another tile
-    processes all query heads of one KV head.
+    Every query attends to the first ``num_sink_tiles`` key tiles, so these tiles take longest.
+    Their programs start first, and each query head has a separate program. A program of another
+    tile processes all query heads of one KV head.
 
     Args:
         program: Index of the program.
-        sink_tiles: Number of sink tiles.
-        batches: Batch size.
+        num_sink_tiles: Number of sink tiles.
+        batch_size: Batch size.
         heads, kv_heads: Heads of q, and of k and v.
-        tiles: Number of key tiles of the sequence.
+        num_tiles: Number of key tiles of the sequence.
 
     Returns:
         tile: Index of the key tile.
         batch: Index of the batch row.
         first_head: The first query head that the program processes.
-        group: Number of consecutive query heads that the program processes.
+        num_heads: Number of consecutive query heads that the program processes.
     """
-    sink_programs = sink_tiles * batches * heads
-    is_sink = program < sink_programs
-    index = tl.maximum(program - sink_programs, 0)
-    other_tiles = tl.maximum(tiles - sink_tiles, 1)
-    plane = tl.where(is_sink, program % (batches * heads), index // other_tiles)
-    group = tl.where(is_sink, 1, heads // kv_heads)
+    num_sink_programs = num_sink_tiles * batch_size * heads
+    is_sink = program < num_sink_programs
+    program_after_sinks = tl.maximum(program - num_sink_programs, 0)
+    num_other_tiles = tl.maximum(num_tiles - num_sink_tiles, 1)
+    plane = tl.where(
+        is_sink, program % (batch_size * heads), program_after_sinks // num_other_tiles
+    )
+    num_heads = tl.where(is_sink, 1, heads // kv_heads)
     planes_per_batch = tl.where(is_sink, heads, kv_heads)
-    tile = tl.where(is_sink, program // (batches * heads), sink_tiles + index % other_tiles)
-    return tile, plane // planes_per_batch, plane % planes_per_batch * group, group
+    tile = tl.where(
+        is_sink,
+        program // (batch_size * heads),
+        num_sink_tiles + program_after_sinks % num_other_tiles,
+    )
+    return tile, plane // planes_per_batch, plane % planes_per_batch * num_heads, num_heads
 
 
 @triton.jit
@@ -461,8 +473,8 @@ def _block_attention_bwd_key_kernel(
     plan,
     softmax_scale,
     kv_blocks,
-    sink_tiles,
-    batches,
+    num_sink_tiles,
+    batch_size,
     qk_scale,
     cap_scale,
     sizes,
@@ -482,53 +494,59 @@ def _block_attention_bwd_key_kernel(
     KV head to ``desc_dk`` and ``desc_dv``.
     """
     heads, kv_heads = sizes.heads, sizes.kv_heads
-    tiles = (tl.num_programs(0) // batches - sink_tiles * heads) // kv_heads + sink_tiles
-    tile, batch, first_head, group = _key_tile_of_program(
+    num_tiles = (
+        tl.num_programs(0) // batch_size - num_sink_tiles * heads
+    ) // kv_heads + num_sink_tiles
+    key_tile, batch, first_head, num_heads = _assign_key_tile(
         program=tl.program_id(0),
-        sink_tiles=sink_tiles,
-        batches=batches,
+        num_sink_tiles=num_sink_tiles,
+        batch_size=batch_size,
         heads=heads,
         kv_heads=kv_heads,
-        tiles=tiles,
+        num_tiles=num_tiles,
     )
 
     # k, v, dk, dv: [BLOCK_N, D]
-    start = tile * BLOCK_N
+    key_start = key_tile * BLOCK_N
     kv_head = first_head // (heads // kv_heads)
-    key = start + tl.arange(0, BLOCK_N)
-    k = load_tile(desc_k, batch, kv_head, token=start, channel=0, TOKENS=BLOCK_N, CHANNELS=D)
-    v = load_tile(desc_v, batch, kv_head, token=start, channel=0, TOKENS=BLOCK_N, CHANNELS=D)
+    key = key_start + tl.arange(0, BLOCK_N)
+    k = load_tile(desc_k, batch, kv_head, token=key_start, channel=0, TOKENS=BLOCK_N, CHANNELS=D)
+    v = load_tile(desc_v, batch, kv_head, token=key_start, channel=0, TOKENS=BLOCK_N, CHANNELS=D)
     dk = tl.zeros((BLOCK_N, D), tl.float32)
     dv = tl.zeros((BLOCK_N, D), tl.float32)
 
-    for head in range(first_head, first_head + group):
-        plan_column = plan_plane(batch, head, sizes) * kv_blocks + start // KEY_BLOCK
-        plane = (batch * heads + head).to(tl.int64) * stats.padded_length
+    for head in range(first_head, first_head + num_heads):
+        plan_column = plan_plane(batch, head, sizes) * kv_blocks + key_start // KEY_BLOCK
+        stats_offset = (batch * heads + head).to(tl.int64) * stats.padded_length
         # query blocks that list the tile as full (without a mask), then as partial (with a mask)
         for MASKED in tl.static_range(2):
             lists = plan[MASKED]
             rows = lists.rows + tl.load(lists.starts + plan_column)
-            tiles = tl.load(lists.counts + plan_column) * (QUERY_BLOCK // BLOCK_M)
-            for i in tl.range(0, tiles, num_stages=STAGES):
+            num_tiles = tl.load(lists.counts + plan_column) * (QUERY_BLOCK // BLOCK_M)
+            for tile_index in tl.range(0, num_tiles, num_stages=STAGES):
                 # q, do: [BLOCK_M, D]; qk, p, dp, ds: [BLOCK_N, BLOCK_M]
-                row = tile_start(rows, i, QUERY_BLOCK, BLOCK_M)
-                query = row + tl.arange(0, BLOCK_M)
-                q = load_tile(desc_q, batch, head, token=row, channel=0, TOKENS=BLOCK_M, CHANNELS=D)
-                do = load_tile(
-                    desc_do, batch, head, token=row, channel=0, TOKENS=BLOCK_M, CHANNELS=D
+                query_start = tile_start(rows, tile_index, QUERY_BLOCK, BLOCK_M)
+                query = query_start + tl.arange(0, BLOCK_M)
+                q = load_tile(
+                    desc_q, batch, head, token=query_start, channel=0, TOKENS=BLOCK_M, CHANNELS=D
                 )
-                lse = tl.load(stats.lse + plane + query)
+                do = load_tile(
+                    desc_do, batch, head, token=query_start, channel=0, TOKENS=BLOCK_M, CHANNELS=D
+                )
+                lse = tl.load(stats.lse + stats_offset + query)
                 qk = tl.dot(k, q.T, input_precision=PRECISION)
                 if CAPPED:
                     qk = tanh(qk * cap_scale)
                 p = tl.exp2(qk * qk_scale - lse[None, :])
                 if MASKED:
-                    first, last = load_key_ranges(plan, batch, query, sizes.q_length)
-                    p = tl.where(is_visible(key[:, None], first[None, :], last[None, :]), p, 0.0)
+                    first_key, last_key = load_key_ranges(plan, batch, query, sizes.q_length)
+                    p = tl.where(
+                        is_visible(key[:, None], first_key[None, :], last_key[None, :]), p, 0.0
+                    )
                 dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
                 dp = tl.dot(v, do.T, input_precision=PRECISION)
                 # loaded after the product, because registers are scarce
-                delta = tl.load(stats.delta + plane + query)
+                delta = tl.load(stats.delta + stats_offset + query)
                 ds = p * (dp - delta[None, :])
                 if CAPPED:
                     # derivative of tanh
@@ -536,12 +554,12 @@ def _block_attention_bwd_key_kernel(
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 
     dk = dk * softmax_scale
-    if tile < sink_tiles:
+    if key_tile < num_sink_tiles:
         store_tile(
             desc_sink_dk,
             batch,
             first_head,
-            token=start,
+            token=key_start,
             channel=0,
             tile=dk,
             TOKENS=BLOCK_N,
@@ -551,7 +569,7 @@ def _block_attention_bwd_key_kernel(
             desc_sink_dv,
             batch,
             first_head,
-            token=start,
+            token=key_start,
             channel=0,
             tile=dv,
             TOKENS=BLOCK_N,
@@ -559,8 +577,8 @@ def _block_attention_bwd_key_kernel(
         )
     else:
         store_tile(
-            desc_dk, batch, kv_head, token=start, channel=0, tile=dk, TOKENS=BLOCK_N, CHANNELS=D
+            desc_dk, batch, kv_head, token=key_start, channel=0, tile=dk, TOKENS=BLOCK_N, CHANNELS=D
         )
         store_tile(
-            desc_dv, batch, kv_head, token=start, channel=0, tile=dv, TOKENS=BLOCK_N, CHANNELS=D
+            desc_dv, batch, kv_head, token=key_start, channel=0, tile=dv, TOKENS=BLOCK_N, CHANNELS=D
         )

@@ -5,7 +5,7 @@ gathered keys without a mask. Another call attends to the partial blocks with a 
 are merged by their log-sum-exps. Query blocks that list few keys share a call of the kernel.
 
 The fused kernel supports neither soft caps, nor NaN or infinities, nor v with another head dim than
-q. For such inputs, `_by_products` computes attention by matrix products.
+q. For such inputs, `_attend_by_products` computes attention by matrix products.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def attention(
     # function, and a sum is faster than isfinite
     is_finite = all(math.isfinite(float(x.sum(dtype=torch.float32))) for x in (q, k, v))
     if softcap is None and is_finite and q.shape[3] == v.shape[3]:
-        out, lse = _fused_attention(q, k, v, plan, scale=scale)
+        out, lse = _attend_by_fused_kernel(q, k, v, plan, scale=scale)
     else:
-        out, lse = _by_products(q, k, v, plan, scale=scale, softcap=softcap)
+        out, lse = _attend_by_products(q, k, v, plan, scale=scale, softcap=softcap)
     out, lse = (x.flatten(2, 3)[:, :, : q.shape[2]] for x in (out, lse))
     return (out, lse) if return_lse else out
 
 
-def _fused_attention(
+def _attend_by_fused_kernel(
     q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute attention by PyTorch's fused CPU kernel. The arguments are those of `attention`.
@@ -77,11 +77,11 @@ def _fused_attention(
     )
     keys, values = (x.view(-1, plan.key_block * x.shape[3]) for x in (keys, values))
     out, lse = torch.zeros_like(queries), queries.new_full(queries.shape[:4], -torch.inf)
-    inputs = {"q": queries, "k": keys, "v": values, "kv_heads": k.shape[1]}
-    _attend_full(plan, **inputs, scale=scale, out=out, lse=lse)
-    _add_partial(plan, **inputs, scale=scale, out=out, lse=lse)
-    first, last = plan.ranges.blocked(plan.query_block)
-    has_no_keys = (first > last).unsqueeze(2)
+    shared_arguments = {"q": queries, "k": keys, "v": values, "kv_heads": k.shape[1]}
+    _attend_full(plan, **shared_arguments, scale=scale, out=out, lse=lse)
+    _add_partial(plan, **shared_arguments, scale=scale, out=out, lse=lse)
+    first_key, last_key = plan.ranges.blocked(plan.query_block)
+    has_no_keys = (first_key > last_key).unsqueeze(2)
     if bool(has_no_keys.any()):
         out.masked_fill_(has_no_keys.unsqueeze(4), 0.0)
         lse.masked_fill_(has_no_keys, -torch.inf)
@@ -102,7 +102,7 @@ def _attend_full(
     """Write attention over the full blocks to ``out`` and ``lse``.
 
     Query blocks without full blocks do not change. One call of the kernel computes units (see
-    `_units`) that list the same number of blocks, so that the call needs no mask.
+    `_divide_into_units`) that list the same number of blocks, so that the call needs no mask.
 
     Args:
         plan: The plan.
@@ -113,20 +113,22 @@ def _attend_full(
         out: [B, M_q, H, query_block, D], changed in place.
         lse: [B, M_q, H, query_block], the log-sum-exp, changed in place.
     """
-    heads_per_unit, list_rows, first_blocks = _units(plan, q.shape[2], kv_heads)
+    heads_per_unit, list_rows, first_blocks = _divide_into_units(plan, q.shape[2], kv_heads)
     counts = plan.full.counts.flatten()[list_rows]
     indices = plan.full.indices.flatten(0, 2)
     q, out, lse = (x.unflatten(2, (-1, heads_per_unit)).flatten(0, 2) for x in (q, out, lse))
     counts, order = counts.sort(stable=True)
     logits_per_block = heads_per_unit * plan.query_block * plan.key_block
-    for unit_slice, count in _units_per_call(counts.tolist(), logits_per_block):
-        unit = order[unit_slice]
-        blocks = indices.index_select(0, list_rows[unit])[:, :count]
-        blocks = blocks + first_blocks[unit].unsqueeze(1)
+    for unit_slice, num_blocks in _iterate_unit_slices(counts.tolist(), logits_per_block):
+        unit_indices = order[unit_slice]
+        blocks = indices.index_select(0, list_rows[unit_indices])[:, :num_blocks]
+        blocks = blocks + first_blocks[unit_indices].unsqueeze(1)
         unit_k, unit_v = (_gather_blocks(x, blocks, q.shape[3]).unsqueeze(1) for x in (k, v))
-        unit_out, unit_lse = _fused(q.index_select(0, unit), unit_k, unit_v, scale)
-        out.index_copy_(0, unit, unit_out)
-        lse.index_copy_(0, unit, unit_lse)
+        unit_out, unit_lse = _call_fused_kernel(
+            q.index_select(0, unit_indices), unit_k, unit_v, scale
+        )
+        out.index_copy_(0, unit_indices, unit_out)
+        lse.index_copy_(0, unit_indices, unit_lse)
 
 
 def _add_partial(
@@ -146,7 +148,7 @@ def _add_partial(
     arguments are those of `_attend_full`.
     """
     batch, rows, heads = q.shape[:3]
-    heads_per_unit, list_rows, first_blocks = _units(plan, heads, kv_heads)
+    heads_per_unit, list_rows, first_blocks = _divide_into_units(plan, heads, kv_heads)
     # [B * M_q, U], for the U units of a query block
     counts = plan.partial.counts.flatten()[list_rows].view(batch * rows, -1)
     indices = plan.partial.indices.flatten(0, 2)[list_rows].unflatten(0, counts.shape)
@@ -155,34 +157,37 @@ def _add_partial(
     # Then all heads need the same mask
     is_shared = bool((counts == counts[:, :1]).all() and (indices == indices[:, :1]).all())
     mask_indices, mask_counts = (x[:, :1] if is_shared else x for x in (indices, counts))
-    first, last = (x.flatten(0, 1)[:, None, :, None] for x in plan.ranges.blocked(plan.query_block))
+    first_key, last_key = (
+        x.flatten(0, 1)[:, None, :, None] for x in plan.ranges.blocked(plan.query_block)
+    )
     q, out, lse = (x.flatten(0, 1) for x in (q, out, lse))
     width = max(1, int(counts.max()))
-    step = max(1, LOGITS_AT_A_TIME // (heads * plan.query_block * plan.key_block * width))
-    for start in range(0, batch * rows, step):
-        row_slice = slice(start, start + step)
+    rows_per_call = max(1, LOGITS_AT_A_TIME // (heads * plan.query_block * plan.key_block * width))
+    for start in range(0, batch * rows, rows_per_call):
+        row_slice = slice(start, start + rows_per_call)
         width = int(counts[row_slice].max())
         if not width:
             continue
         blocks = indices[row_slice, :, :width] + first_blocks[row_slice]
         row_k, row_v = (_gather_blocks(x, blocks, q.shape[3]) for x in (k, v))
 
-        unseen = _unseen_keys(
+        is_unseen = _make_unseen_mask(
             mask_indices[row_slice, :, :width],
             mask_counts[row_slice],
-            first=first[row_slice],
-            last=last[row_slice],
+            first_key=first_key[row_slice],
+            last_key=last_key[row_slice],
             key_block=plan.key_block,
         )
-        mask = q.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
-        has_no_keys = unseen.all(-1)
+        logit_mask = q.new_zeros(is_unseen.shape).masked_fill_(is_unseen, -torch.inf)
+        has_no_keys = is_unseen.all(-1)
         if not is_shared:
-            row_k, row_v, mask, has_no_keys = (
-                x.repeat_interleave(heads_per_unit, 1) for x in (row_k, row_v, mask, has_no_keys)
+            row_k, row_v, logit_mask, has_no_keys = (
+                x.repeat_interleave(heads_per_unit, 1)
+                for x in (row_k, row_v, logit_mask, has_no_keys)
             )
         elif heads_per_unit > 1:
             row_k, row_v = (x.repeat_interleave(heads_per_unit, 1) for x in (row_k, row_v))
-        row_out, row_lse = _fused(q[row_slice], row_k, row_v, scale, mask=mask)
+        row_out, row_lse = _call_fused_kernel(q[row_slice], row_k, row_v, scale, mask=logit_mask)
         if bool(has_no_keys.any()):
             row_out = row_out.masked_fill(has_no_keys.unsqueeze(-1), 0.0)
             row_lse = row_lse.masked_fill(has_no_keys, -torch.inf)
@@ -192,15 +197,15 @@ def _add_partial(
         torch.logaddexp(lse[row_slice], row_lse, out=lse[row_slice])
 
 
-def _unseen_keys(
-    indices: Tensor, counts: Tensor, *, first: Tensor, last: Tensor, key_block: int
+def _make_unseen_mask(
+    indices: Tensor, counts: Tensor, *, first_key: Tensor, last_key: Tensor, key_block: int
 ) -> Tensor:
     """Return a mask of partial blocks: True for keys that a query does not attend to.
 
     Args:
         indices: int32 [rows, units, W], the listed blocks of each unit of each query block.
         counts: int32 [rows, units], number of listed blocks; other entries of W are masked.
-        first, last: int32 [rows, 1, query_block, 1], the first and the last visible key.
+        first_key, last_key: int32 [rows, 1, query_block, 1], the first and the last visible key.
         key_block: Tokens per key block.
 
     Returns:
@@ -210,10 +215,10 @@ def _unseen_keys(
     key = (indices.unsqueeze(3) * key_block + key_offset).flatten(2).unsqueeze(2)
     is_unused = torch.arange(indices.shape[2], device=indices.device) >= counts.unsqueeze(2)
     is_unused = is_unused.repeat_interleave(key_block, 2).unsqueeze(2)
-    return (key < first) | (key > last) | is_unused
+    return (key < first_key) | (key > last_key) | is_unused
 
 
-def _units(plan: BlockPlan, heads: int, kv_heads: int) -> tuple[int, Tensor, Tensor]:
+def _divide_into_units(plan: BlockPlan, heads: int, kv_heads: int) -> tuple[int, Tensor, Tensor]:
     """Divide the heads of each query block into units of query heads that attend to the same keys.
 
     A unit is one query block of the query heads that share both a plan head and a KV head. The
@@ -242,7 +247,7 @@ def _units(plan: BlockPlan, heads: int, kv_heads: int) -> tuple[int, Tensor, Ten
     return heads_per_unit, list_rows.flatten(), first_blocks.expand_as(list_rows).flatten()
 
 
-def _units_per_call(counts: list[int], logits_per_block: int) -> Iterator[tuple[slice, int]]:
+def _iterate_unit_slices(counts: list[int], logits_per_block: int) -> Iterator[tuple[slice, int]]:
     """Yield for each call of the kernel: a slice of ``counts``, and the blocks per unit.
 
     All units of a call list the same number of blocks, at least 1. A call computes one unit, or
@@ -252,13 +257,13 @@ def _units_per_call(counts: list[int], logits_per_block: int) -> Iterator[tuple[
         counts: Number of blocks that each unit lists, ascending.
         logits_per_block: Number of logits of a unit per listed block.
     """
-    start = bisect_right(counts, 0)
-    while start < len(counts):
-        count = counts[start]
-        max_units = max(1, LOGITS_AT_A_TIME // (count * logits_per_block))
-        stop = min(bisect_right(counts, count), start + max_units)
-        yield slice(start, stop), count
-        start = stop
+    first_unit = bisect_right(counts, 0)
+    while first_unit < len(counts):
+        num_blocks = counts[first_unit]
+        max_units = max(1, LOGITS_AT_A_TIME // (num_blocks * logits_per_block))
+        end_unit = min(bisect_right(counts, num_blocks), first_unit + max_units)
+        yield slice(first_unit, end_unit), num_blocks
+        first_unit = end_unit
 
 
 def _gather_blocks(x: Tensor, blocks: Tensor, dim: int) -> Tensor:
@@ -275,7 +280,7 @@ def _gather_blocks(x: Tensor, blocks: Tensor, dim: int) -> Tensor:
     return x.index_select(0, blocks.flatten()).view((*blocks.shape[:-1], -1, dim))
 
 
-def _fused(
+def _call_fused_kernel(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Call PyTorch's fused CPU kernel for R independent problems.
@@ -295,7 +300,7 @@ def _fused(
     return attend(q, k, v, attn_mask=mask, scale=scale)
 
 
-def _by_products(
+def _attend_by_products(
     q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Compute attention by matrix products, which support all inputs.
@@ -310,35 +315,35 @@ def _by_products(
     heads_per_list, group = plan.shared_by(q.shape[1]), q.shape[1] // k.shape[1]
     is_finite = all(bool(x.isfinite().all()) for x in (k, v))
     # the last query block is padded with queries that have no keys
-    blocks = F.pad(q, (0, 0, 0, -q.shape[2] % plan.query_block)) * scale
-    blocks = blocks.unflatten(2, (-1, plan.query_block))
-    first, last = plan.ranges.blocked(plan.query_block)
-    out = q.new_empty((*blocks.shape[:4], v.shape[3]))
-    lse = q.new_empty(blocks.shape[:4], dtype=dtype)
+    query_blocks = F.pad(q, (0, 0, 0, -q.shape[2] % plan.query_block)) * scale
+    query_blocks = query_blocks.unflatten(2, (-1, plan.query_block))
+    first_key, last_key = plan.ranges.blocked(plan.query_block)
+    out = q.new_empty((*query_blocks.shape[:4], v.shape[3]))
+    lse = q.new_empty(query_blocks.shape[:4], dtype=dtype)
     num_keys = ((plan.full.counts + plan.partial.counts) * plan.key_block).tolist()
     queries_per_row = plan.query_block * min(heads_per_list, group)
     for batch in range(q.shape[0]):
         for plan_head in range(plan.heads):
-            for rows in _rows_per_product(num_keys[batch][plan_head], queries_per_row):
-                keys, unseen = _listed_keys(
+            for rows in _iterate_row_slices(num_keys[batch][plan_head], queries_per_row):
+                keys, is_unseen = _find_listed_keys(
                     plan,
                     batch,
                     plan_head,
                     rows=rows,
-                    first=first[batch, rows],
-                    last=last[batch, rows],
+                    first_key=first_key[batch, rows],
+                    last_key=last_key[batch, rows],
                 )
-                for heads, kv_head in _heads_of_list(plan_head, heads_per_list, group):
+                for heads, kv_head in _iterate_heads_of_plan_head(plan_head, heads_per_list, group):
                     row_k, row_v = (_gather_tokens(x[batch, kv_head], keys) for x in (k, v))
                     if not is_finite:
                         # 0 * NaN is NaN, so that values of keys with a weight of 0 must be finite
-                        is_unused = unseen.all(1).unsqueeze(-1)
+                        is_unused = is_unseen.all(1).unsqueeze(-1)
                         row_k, row_v = (x.masked_fill(is_unused, 0.0) for x in (row_k, row_v))
                     row_out, row_lse = _attend(
-                        q=blocks[batch, heads, rows].to(dtype).transpose(0, 1),
+                        q=query_blocks[batch, heads, rows].to(dtype).transpose(0, 1),
                         k=row_k.to(dtype),
                         v=row_v.to(dtype),
-                        unseen=unseen,
+                        is_unseen=is_unseen,
                         softcap=softcap,
                     )
                     out[batch, heads, rows] = row_out.transpose(0, 1).to(q.dtype)
@@ -346,7 +351,9 @@ def _by_products(
     return out, lse
 
 
-def _heads_of_list(plan_head: int, heads_per_list: int, group: int) -> Iterator[tuple[slice, int]]:
+def _iterate_heads_of_plan_head(
+    plan_head: int, heads_per_list: int, group: int
+) -> Iterator[tuple[slice, int]]:
     """Yield the query heads of one plan head, grouped by KV head, as (query heads, KV head).
 
     Args:
@@ -354,12 +361,12 @@ def _heads_of_list(plan_head: int, heads_per_list: int, group: int) -> Iterator[
         heads_per_list: Query heads per head of the plan.
         group: Query heads per KV head.
     """
-    first, end = plan_head * heads_per_list, (plan_head + 1) * heads_per_list
-    for kv_head in range(first // group, (end - 1) // group + 1):
-        yield slice(max(first, kv_head * group), min(end, (kv_head + 1) * group)), kv_head
+    first_head, end_head = plan_head * heads_per_list, (plan_head + 1) * heads_per_list
+    for kv_head in range(first_head // group, (end_head - 1) // group + 1):
+        yield slice(max(first_head, kv_head * group), min(end_head, (kv_head + 1) * group)), kv_head
 
 
-def _rows_per_product(num_keys: list[int], queries: int) -> Iterator[slice]:
+def _iterate_row_slices(num_keys: list[int], queries_per_row: int) -> Iterator[slice]:
     """Yield slices of consecutive query blocks, each of which one matrix product computes.
 
     The lists of a slice are padded to the longest list. A slice has one query block, or several
@@ -367,20 +374,20 @@ def _rows_per_product(num_keys: list[int], queries: int) -> Iterator[slice]:
 
     Args:
         num_keys: Number of keys that each query block lists.
-        queries: Queries per query block, over all heads of a product.
+        queries_per_row: Queries per query block, over all heads of a product.
     """
-    begin, longest = 0, 0
-    for end, length in enumerate(num_keys):
-        logits = (end + 1 - begin) * max(longest, length) * queries
-        if end > begin and logits > LOGITS_AT_A_TIME:
-            yield slice(begin, end)
-            begin, longest = end, 0
-        longest = max(longest, length)
-    yield slice(begin, len(num_keys))
+    first_row, max_num_keys = 0, 0
+    for end_row, num_row_keys in enumerate(num_keys):
+        num_logits = (end_row + 1 - first_row) * max(max_num_keys, num_row_keys) * queries_per_row
+        if end_row > first_row and num_logits > LOGITS_AT_A_TIME:
+            yield slice(first_row, end_row)
+            first_row, max_num_keys = end_row, 0
+        max_num_keys = max(max_num_keys, num_row_keys)
+    yield slice(first_row, len(num_keys))
 
 
-def _listed_keys(
-    plan: BlockPlan, batch: int, plan_head: int, *, rows: slice, first: Tensor, last: Tensor
+def _find_listed_keys(
+    plan: BlockPlan, batch: int, plan_head: int, *, rows: slice, first_key: Tensor, last_key: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the keys that R query blocks list, and a mask of keys that queries do not attend to.
 
@@ -389,15 +396,16 @@ def _listed_keys(
         batch: Index of the batch row.
         plan_head: Index of the plan head.
         rows: The R query blocks.
-        first, last: int32 [R, query_block], the first and the last visible key of each query.
+        first_key, last_key: int32 [R, query_block], the first and the last visible key of each
+            query.
 
     Returns:
         keys: int64 [R, K], the indices of the listed keys, padded to K keys.
-        unseen: bool [R, query_block, K], True for keys that a query does not attend to.
+        is_unseen: bool [R, query_block, K], True for keys that a query does not attend to.
     """
-    key_offset = torch.arange(plan.key_block, device=first.device)
+    key_offset = torch.arange(plan.key_block, device=first_key.device)
 
-    def tokens(lists: BlockIndices) -> tuple[Tensor, Tensor]:
+    def list_keys(lists: BlockIndices) -> tuple[Tensor, Tensor]:
         """Return the keys of listed blocks and a mask of padding, both [R, W * key_block]."""
         counts = lists.counts[batch, plan_head, rows]
         indices = lists.indices[batch, plan_head, rows, : int(counts.max())]
@@ -405,16 +413,16 @@ def _listed_keys(
         keys = indices.long().unsqueeze(2) * plan.key_block + key_offset
         return keys.flatten(1), ~is_listed.repeat_interleave(plan.key_block, dim=1)
 
-    full, is_full_padding = tokens(plan.full)
-    partial, is_partial_padding = tokens(plan.partial)
+    full_keys, is_full_padding = list_keys(plan.full)
+    partial_keys, is_partial_padding = list_keys(plan.partial)
     # full blocks need no mask, except for queries without keys (first > last)
-    unseen_full = is_full_padding.unsqueeze(1) | (first > last).unsqueeze(2)
-    key = partial.unsqueeze(1)
-    is_outside = (key < first.unsqueeze(2)) | (key > last.unsqueeze(2))
-    unseen_partial = is_outside | is_partial_padding.unsqueeze(1)
+    is_full_unseen = is_full_padding.unsqueeze(1) | (first_key > last_key).unsqueeze(2)
+    partial_key = partial_keys.unsqueeze(1)
+    is_outside = (partial_key < first_key.unsqueeze(2)) | (partial_key > last_key.unsqueeze(2))
+    is_partial_unseen = is_outside | is_partial_padding.unsqueeze(1)
     # the last block may extend past the last key; such keys are masked
-    keys = torch.cat([full, partial], dim=1).clamp(max=plan.kv_length - 1)
-    return keys, torch.cat([unseen_full, unseen_partial], dim=2)
+    keys = torch.cat([full_keys, partial_keys], dim=1).clamp(max=plan.kv_length - 1)
+    return keys, torch.cat([is_full_unseen, is_partial_unseen], dim=2)
 
 
 def _gather_tokens(x: Tensor, keys: Tensor) -> Tensor:
@@ -423,7 +431,7 @@ def _gather_tokens(x: Tensor, keys: Tensor) -> Tensor:
 
 
 def _attend(
-    *, q: Tensor, k: Tensor, v: Tensor, unseen: Tensor, softcap: float | None
+    *, q: Tensor, k: Tensor, v: Tensor, is_unseen: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of R query blocks of N queries by two batched matrix products.
 
@@ -431,7 +439,7 @@ def _attend(
         q: [R, H, N, D], scaled.
         k: [R, K, D].
         v: [R, K, D_v].
-        unseen: bool [R, N, K], True for keys that a query does not attend to.
+        is_unseen: bool [R, N, K], True for keys that a query does not attend to.
         softcap: Soft cap of the logits; None for no cap.
 
     Returns:
@@ -441,7 +449,7 @@ def _attend(
     if not k.shape[1]:
         return q.new_zeros((*q.shape[:3], v.shape[2])), q.new_full(q.shape[:3], -torch.inf)
     p = capped(q.flatten(1, 2) @ k.transpose(1, 2), softcap).unflatten(1, q.shape[1:3])
-    p.masked_fill_(unseen.unsqueeze(1), -torch.inf)
+    p.masked_fill_(is_unseen.unsqueeze(1), -torch.inf)
     lse = p.logsumexp(-1, keepdim=True)
     # a query without keys has weights of 0
     p = p.sub_(lse.masked_fill(lse == -torch.inf, 0.0)).exp_()

@@ -21,10 +21,10 @@ VALUES_AT_A_TIME = 4096
 def write_merged(
     out: Tensor,
     lse: Tensor | None,
-    parts: Tensor,
-    sums: Tensor,
+    part_outs: Tensor,
+    part_lses: Tensor,
     query: Tensor,
-    real: Tensor,
+    is_real: Tensor,
 ) -> None:
     """Merge attention of R queries over P parts of the keys, and write the result to ``out``.
 
@@ -32,29 +32,30 @@ def write_merged(
         out: [B, H, N, D], changed in place.
         lse: float32 [B, H, N], the log-sum-exp of ``out``, changed in place; None if the
             log-sum-exp is not needed.
-        parts: [B, H, P * R, D]: the output of all R queries over the first part, then over the
+        part_outs: [B, H, P * R, D]: the output of all R queries over the first part, then over the
             second part, and so on.
-        sums: float32 [B, H, P * R], the log-sum-exps of ``parts``; -inf for parts without keys.
+        part_lses: float32 [B, H, P * R], the log-sum-exps of ``part_outs``; -inf for parts without
+            keys.
         query: int64 [B, R], indices of the R queries in ``out``.
-        real: bool [B, R], False for queries whose result is not written.
+        is_real: bool [B, R], False for queries whose result is not written.
     """
     batch, heads, _, dim = out.shape
-    rows = query.shape[1]
+    num_rows = query.shape[1]
     block_d = triton.next_power_of_2(dim)
     block_m = max(1, VALUES_AT_A_TIME // block_d)
     with on_device_of(out):
-        _merge_rows_kernel[(triton.cdiv(rows, block_m), batch * heads)](
+        _merge_rows_kernel[(triton.cdiv(num_rows, block_m), batch * heads)](
             out=vectors(out),
             lse=lse,
             lse_batch=0 if lse is None else lse.stride(0),
             lse_head=0 if lse is None else lse.stride(1),
-            parts=vectors(parts),
-            part_lses=sums.contiguous(),
+            part_outs=vectors(part_outs),
+            part_lses=part_lses.contiguous(),
             query=query.contiguous(),
-            is_written=real.contiguous(),
+            is_written=is_real.contiguous(),
             heads=heads,
-            rows=rows,
-            num_parts=parts.shape[2] // rows,
+            num_rows=num_rows,
+            num_parts=part_outs.shape[2] // num_rows,
             dim=dim,
             BLOCK_M=block_m,
             BLOCK_D=block_d,
@@ -69,16 +70,16 @@ def share_with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
         lse: float32 [B, H, N], the log-sum-exp of ``out``.
         sinks: [H], one additional logit per head.
     """
-    batch, heads, rows, dim = out.shape
+    batch, heads, num_rows, dim = out.shape
     block_d = triton.next_power_of_2(dim)
     block_m = max(1, VALUES_AT_A_TIME // block_d)
     with on_device_of(out):
-        _share_with_sinks_kernel[(triton.cdiv(rows, block_m), batch * heads)](
+        _share_with_sinks_kernel[(triton.cdiv(num_rows, block_m), batch * heads)](
             out=vectors(out),
             lse=lse.contiguous(),
             sinks=sinks,
             heads=heads,
-            rows=rows,
+            num_rows=num_rows,
             dim=dim,
             BLOCK_M=block_m,
             BLOCK_D=block_d,
@@ -86,13 +87,13 @@ def share_with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 # numbers that depend on the sequence length must not cause another compilation
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _share_with_sinks_kernel(
     out,
     lse,
     sinks,
     heads,
-    rows,
+    num_rows,
     dim,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -101,30 +102,30 @@ def _share_with_sinks_kernel(
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     plane = tl.program_id(1).to(tl.int64)
     batch, head = plane // heads, plane % heads
-    inside = row < rows
-    row_lse = tl.load(lse + plane * rows + row, mask=inside, other=0.0)
+    is_in_bounds = row < num_rows
+    row_lse = tl.load(lse + plane * num_rows + row, mask=is_in_bounds, other=0.0)
     share = tl.sigmoid(row_lse - tl.load(sinks + head).to(tl.float32))
     # [BLOCK_M, BLOCK_D]
     channel = tl.arange(0, BLOCK_D)[None, :]
-    mask = inside[:, None] & (channel < dim)
-    pointers = vectors_at(out, batch, head, row) + channel
-    x = tl.load(pointers, mask=mask).to(tl.float32) * share[:, None]
-    tl.store(pointers, x.to(out.data.dtype.element_ty), mask=mask)
+    mask = is_in_bounds[:, None] & (channel < dim)
+    out_ptrs = vectors_at(out, batch, head, row) + channel
+    rescaled_out = tl.load(out_ptrs, mask=mask).to(tl.float32) * share[:, None]
+    tl.store(out_ptrs, rescaled_out.to(out.data.dtype.element_ty), mask=mask)
 
 
 # numbers that depend on the sequence length must not cause another compilation
-@triton.jit(do_not_specialize=["lse_batch", "lse_head", "rows", "num_parts"])
+@triton.jit(do_not_specialize=["lse_batch", "lse_head", "num_rows", "num_parts"])
 def _merge_rows_kernel(
     out,
     lse,
     lse_batch,
     lse_head,
-    parts,
+    part_outs,
     part_lses,
     query,
     is_written,
     heads,
-    rows,
+    num_rows,
     num_parts,
     dim,
     BLOCK_M: tl.constexpr,
@@ -137,9 +138,9 @@ def _merge_rows_kernel(
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     plane = tl.program_id(1).to(tl.int64)
     batch, head = plane // heads, plane % heads
-    inside = row < rows
-    row_mask = tl.load(is_written + batch * rows + row, mask=inside, other=0) != 0
-    target = tl.load(query + batch * rows + row, mask=inside, other=0)
+    is_in_bounds = row < num_rows
+    row_mask = tl.load(is_written + batch * num_rows + row, mask=is_in_bounds, other=0) != 0
+    out_row = tl.load(query + batch * num_rows + row, mask=is_in_bounds, other=0)
     channel = tl.arange(0, BLOCK_D)[None, :]
     mask = row_mask[:, None] & (channel < dim)
 
@@ -148,22 +149,24 @@ def _merge_rows_kernel(
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for part in range(num_parts):
-        part_row = part * rows + row
+        part_row = part * num_rows + row
         part_lse = tl.load(
-            part_lses + plane * num_parts * rows + part_row, mask=row_mask, other=float("-inf")
+            part_lses + plane * num_parts * num_rows + part_row, mask=row_mask, other=float("-inf")
         )
         m_new = tl.maximum(m_i, part_lse)
         # m_new is -inf until a part with keys is read; the difference of two infinities is NaN
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha, p = tl.exp(m_i - m_safe), tl.exp(part_lse - m_safe)
-        x = tl.load(vectors_at(parts, batch, head, part_row) + channel, mask=mask, other=0.0)
-        acc = acc * alpha[:, None] + x.to(tl.float32) * p[:, None]
+        part_out = tl.load(
+            vectors_at(part_outs, batch, head, part_row) + channel, mask=mask, other=0.0
+        )
+        acc = acc * alpha[:, None] + part_out.to(tl.float32) * p[:, None]
         l_i = l_i * alpha + p
         m_i = m_new
 
     acc /= tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-    out_pointers = vectors_at(out, batch, head, target) + channel
-    tl.store(out_pointers, acc.to(out.data.dtype.element_ty), mask=mask)
+    out_ptrs = vectors_at(out, batch, head, out_row) + channel
+    tl.store(out_ptrs, acc.to(out.data.dtype.element_ty), mask=mask)
     if lse is not None:
         merged_lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log(l_i))
-        tl.store(lse + batch * lse_batch + head * lse_head + target, merged_lse, mask=row_mask)
+        tl.store(lse + batch * lse_batch + head * lse_head + out_row, merged_lse, mask=row_mask)

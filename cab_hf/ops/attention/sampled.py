@@ -20,14 +20,14 @@ from cab_hf.ops.attention.tiles import empty_transposed
 from cab_hf.plan import BlockPlan
 
 # schemas of the ops: the sampled lists and the sample period, then a plan as `PlanArguments`
-SAMPLED = f"Tensor counts, Tensor indices, int sample_period, {block.PLAN}"
-FORWARD = (
+SAMPLED_SCHEMA = f"Tensor counts, Tensor indices, int sample_period, {block.PLAN_SCHEMA}"
+FORWARD_SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor listed_out, Tensor listed_lse,"
-    f" {SAMPLED}) -> (Tensor, Tensor)"
+    f" {SAMPLED_SCHEMA}) -> (Tensor, Tensor)"
 )
-BACKWARD = (
+BACKWARD_SCHEMA = (
     "(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
-    f" {SAMPLED}) -> (Tensor, Tensor, Tensor)"
+    f" {SAMPLED_SCHEMA}) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -71,44 +71,46 @@ def attention(
     return result if return_lse else result[0]
 
 
-@torch.library.custom_op("cab_hf::sampled_attention", mutates_args=(), schema=FORWARD)
-def _forward_op(q, k, v, listed_out, listed_lse, counts, indices, sample_period, *values):
+@torch.library.custom_op("cab_hf::sampled_attention", mutates_args=(), schema=FORWARD_SCHEMA)
+def _forward_op(q, k, v, listed_out, listed_lse, counts, indices, sample_period, *plan_values):
     """Attend to the sampled blocks, and merge the result with ``listed_out`` and ``listed_lse``."""
-    plan = _sampled_plan(counts, indices, PlanArguments._make(values))
+    plan = _make_sampled_plan(counts, indices, PlanArguments._make(plan_values))
     sampled_out, sampled_lse = block.forward_op(q, k, v, **plan._asdict())
     sampled_lse = sampled_lse + math.log(sample_period)
     # weight of ``sampled_out`` in the merge; 0 for queries without sampled blocks. Padding queries
     # have two log-sum-exps of -inf, whose difference is NaN
-    share = (sampled_lse - listed_lse).sigmoid().masked_fill(sampled_lse == -torch.inf, 0.0)
+    sampled_share = (sampled_lse - listed_lse).sigmoid().masked_fill(sampled_lse == -torch.inf, 0.0)
     out = empty_transposed(q, v.shape[3])
     # lerp reads both outputs once
-    torch.lerp(listed_out, sampled_out, share.unsqueeze(-1).to(sampled_out.dtype), out=out)
+    torch.lerp(listed_out, sampled_out, sampled_share.unsqueeze(-1).to(sampled_out.dtype), out=out)
     return out, torch.logaddexp(listed_lse, sampled_lse)
 
 
-@torch.library.custom_op("cab_hf::sampled_attention_backward", mutates_args=(), schema=BACKWARD)
-def _backward_op(grad, grad_lse, q, k, v, out, lse, counts, indices, sample_period, *values):
+@torch.library.custom_op(
+    "cab_hf::sampled_attention_backward", mutates_args=(), schema=BACKWARD_SCHEMA
+)
+def _backward_op(grad, grad_lse, q, k, v, out, lse, counts, indices, sample_period, *plan_values):
     """Return the gradients of q, k and v, summed over the listed and the sampled blocks.
 
     ``out`` and ``lse`` are the merged results of `_forward_op`.
     """
-    listed_plan = PlanArguments._make(values)
-    tensors = {"grad": grad, "grad_lse": grad_lse, "q": q, "k": k, "v": v, "out": out}
-    gradients = block.backward_op(**tensors, lse=lse, **listed_plan._asdict())
+    listed_plan = PlanArguments._make(plan_values)
+    shared_arguments = {"grad": grad, "grad_lse": grad_lse, "q": q, "k": k, "v": v, "out": out}
+    gradients = block.backward_op(**shared_arguments, lse=lse, **listed_plan._asdict())
     # log(sample_period) is added to logits of sampled blocks; subtracting it from ``lse`` has the
     # same effect on the weights exp(logit - lse)
     sampled_gradients = block.backward_op(
-        **tensors,
+        **shared_arguments,
         lse=lse - math.log(sample_period),
-        **_sampled_plan(counts, indices, listed_plan)._asdict(),
+        **_make_sampled_plan(counts, indices, listed_plan)._asdict(),
     )
     return tuple(x.add_(y) for x, y in zip(gradients, sampled_gradients, strict=True))
 
 
-def _save(ctx, inputs, output):
-    q, k, v, _, _, counts, indices, sample_period, *values = inputs
+def _save_for_backward(ctx, inputs, output):
+    q, k, v, _, _, counts, indices, sample_period, *plan_values = inputs
     out, lse = output
-    plan = PlanArguments._make(values)
+    plan = PlanArguments._make(plan_values)
     ctx.set_materialize_grads(False)
     ctx.sample_period = sample_period
     ctx.query_block, ctx.key_block = plan.query_block, plan.key_block
@@ -116,13 +118,13 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(
         *(q, k, v, out, lse, counts, indices),
         *(plan.full_counts, plan.full_indices, plan.partial_counts, plan.partial_indices),
-        *(plan.first, plan.last),
+        *(plan.first_key, plan.last_key),
     )
 
 
-def _differentiate(ctx, grad, grad_lse):
+def _compute_gradients(ctx, grad, grad_lse):
     q, k, v, out, lse, counts, indices, *plan_tensors = ctx.saved_tensors
-    full_counts, full_indices, partial_counts, partial_indices, first, last = plan_tensors
+    full_counts, full_indices, partial_counts, partial_indices, first_key, last_key = plan_tensors
     gradients = _backward_op(
         grad=block.zeros_if_none(grad, out),
         grad_lse=grad_lse,
@@ -138,8 +140,8 @@ def _differentiate(ctx, grad, grad_lse):
         full_indices=full_indices,
         partial_counts=partial_counts,
         partial_indices=partial_indices,
-        first=first,
-        last=last,
+        first_key=first_key,
+        last_key=last_key,
         query_block=ctx.query_block,
         key_block=ctx.key_block,
         scale=ctx.scale,
@@ -148,12 +150,12 @@ def _differentiate(ctx, grad, grad_lse):
     return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
 
 
-_forward_op.register_fake(block.fake_outputs)
-_forward_op.register_autograd(_differentiate, setup_context=_save)
-_backward_op.register_fake(block.fake_gradients)
+_forward_op.register_fake(block.allocate_outputs)
+_forward_op.register_autograd(_compute_gradients, setup_context=_save_for_backward)
+_backward_op.register_fake(block.allocate_gradients)
 
 
-def _sampled_plan(counts: Tensor, indices: Tensor, plan: PlanArguments) -> PlanArguments:
+def _make_sampled_plan(counts: Tensor, indices: Tensor, plan: PlanArguments) -> PlanArguments:
     """Return ``plan`` with the sampled blocks as full blocks, and without partial blocks.
 
     The result corresponds to `BlockPlan.of_sampled`.

@@ -4,13 +4,13 @@ For large D, a tile of the output [queries, D] does not fit in registers next to
 [queries, keys]. If each program computed one slice of D, it would recompute the weights for its
 slice. Therefore one kernel writes the weights to memory, and another kernel reads the weights:
 
-* The first kernel multiplies queries and keys, `DEPTH` channels at a time. A program writes the
+* The first kernel multiplies queries and keys, `CHUNK_D` channels at a time. A program writes the
   weights of one tile of queries and one stretch: `STRETCH` consecutive keys in the list of keys.
 * The second kernel multiplies the weights with one slice of the values' channels.
 
 The need for shared memory and registers is independent of D. A 16-bit weight has two bytes per 4 D
-operations, so that writing the weights costs little time. `WORKSPACE` limits the memory of the
-weights: query blocks are processed in pieces.
+operations, so that writing the weights costs little time. `WORKSPACE_BYTES` limits the memory of
+the weights: query blocks are processed in pieces.
 
 In the forward pass, the first kernel writes exp2(logit - m), where m is the maximum of the query in
 the stretch. The second kernel rescales these weights to the log-sum-exp of the query.
@@ -34,17 +34,17 @@ from cab_hf.ops.attention.tiles import (
     descriptor,
     empty_transposed,
     has_future_keys,
-    kernel_arguments,
     logit_scales,
+    make_kernel_arguments,
     precision,
     tile_of,
-    transposed_plan,
+    transpose_plan,
     vectors,
 )
 from cab_hf.plan import BlockIndices
 
 # largest number of bytes of the weights of a piece; a piece with only one query block may need more
-WORKSPACE = 2 << 30
+WORKSPACE_BYTES = 2 << 30
 # listed keys whose weights one program computes, for 16-bit numbers
 STRETCH = 128
 # output channels per program in products p @ x, see `_multiply_rows`
@@ -53,9 +53,9 @@ ROW_SLICE = 128
 # least padding of D is used
 COLUMN_SLICES = (256, 128)
 # channels of queries and keys that a program multiplies at a time
-DEPTH = 64
+CHUNK_D = 64
 # stretches whose softmax statistics a program reads per loop iteration
-STRETCHES = 16
+STRETCHES_PER_ITERATION = 16
 
 
 class Piece(NamedTuple):
@@ -64,15 +64,15 @@ class Piece(NamedTuple):
     Attributes:
         plan: The lists of the piece's query blocks, and the key ranges of all queries.
         kernel_plan: ``plan`` as an argument of kernels.
-        sizes: Sizes of the attention call, with ``begin`` and ``tokens`` of this piece.
-        keys: Allocated weights per query, a multiple of ``stretch``.
+        sizes: Sizes of the attention call, with ``first_query`` and ``tokens`` of this piece.
+        num_keys: Allocated weights per query, a multiple of ``stretch``.
         stretch: Number of listed keys whose weights one program computes.
     """
 
     plan: PlanTensors
     kernel_plan: Plan
     sizes: Sizes
-    keys: int
+    num_keys: int
     stretch: int
 
 
@@ -88,13 +88,13 @@ class StretchStats(NamedTuple):
     l_i: Tensor
 
 
-class Gradients(NamedTuple):
+class LogitGradients(NamedTuple):
     """Inputs and output of the kernel that computes the gradients of the logits.
 
     Attributes:
         grad: [B, H, N_q, D], the gradient of the output.
         v: [B, H_kv, N_k, D].
-        stats: Log-sum-exp and delta of every query, from `backward_stats`.
+        stats: Log-sum-exp and delta of every query, from `compute_backward_stats`.
         ds: [B, H, tokens, keys], receives the gradients of the logits.
     """
 
@@ -125,27 +125,27 @@ def forward(
         scale: Factor of the products q · k.
         softcap: Soft cap of the scaled logits; 0 for no cap.
     """
-    for piece in _pieces(q, k, plan, matrices=1):
-        planes, stretches = q.shape[0] * q.shape[1], piece.keys // piece.stretch
-        tokens, tile = piece.sizes.tokens, _row_tile(plan)
-        p = _empty_weights(q, piece)
-        shape = (planes, stretches, tokens)
+    for piece in _divide_into_pieces(q, k, plan, num_matrices=1):
+        num_planes, num_stretches = q.shape[0] * q.shape[1], piece.num_keys // piece.stretch
+        tokens, query_tile = piece.sizes.tokens, _choose_query_tile(plan)
+        p = _allocate_weights(q, piece)
+        stats_shape = (num_planes, num_stretches, tokens)
         stats = StretchStats(
-            m_i=q.new_empty(shape, dtype=torch.float32),
-            l_i=q.new_empty(shape, dtype=torch.float32),
+            m_i=q.new_empty(stats_shape, dtype=torch.float32),
+            l_i=q.new_empty(stats_shape, dtype=torch.float32),
         )
         _write_weights(q, k, p, piece, scale=scale, softcap=softcap, stats=stats)
-        kernels.block_attention_split_lse_kernel[(tokens // tile, planes)](
+        kernels.block_attention_split_lse_kernel[(tokens // query_tile, num_planes)](
             stats=stats,
             lse=lse,
             plan=piece.kernel_plan,
-            stretches=stretches,
+            allocated_stretches=num_stretches,
             sizes=piece.sizes,
             QUERY_BLOCK=plan.query_block,
             KEY_BLOCK=plan.key_block,
-            BLOCK_M=tile,
+            BLOCK_M=query_tile,
             STRETCH=piece.stretch,
-            STRETCHES=STRETCHES,
+            BLOCK_STRETCHES=STRETCHES_PER_ITERATION,
             num_warps=4,
         )
         _multiply_rows(p, x=v, out=out, piece=piece, scale=1.0, m_i=stats.m_i, lse=lse)
@@ -169,7 +169,7 @@ def backward(
         grad: [B, H, N_q, D], the gradient of the output.
         q: [B, H, N_q, D].
         k, v: [B, H_kv, N_k, D].
-        stats: Log-sum-exp and delta of every query, from `backward_stats`.
+        stats: Log-sum-exp and delta of every query, from `compute_backward_stats`.
         plan: The plan of the forward pass.
         scale: Factor of the products q · k.
         softcap: Soft cap of the scaled logits; 0 for no cap.
@@ -178,62 +178,72 @@ def backward(
     # in float32, because every piece adds to these tensors
     dk, dv = (torch.zeros_like(empty_transposed(x), dtype=torch.float32) for x in (k, v))
     kv_blocks = triton.cdiv(k.shape[2], plan.key_block)
-    for piece in _pieces(q, k, plan, matrices=2):
-        p, ds = _empty_weights(q, piece), _empty_weights(q, piece)
-        gradients = Gradients(grad=grad, v=v, stats=stats, ds=ds)
-        _write_weights(q, k, p, piece, scale=scale, softcap=softcap, gradients=gradients)
+    for piece in _divide_into_pieces(q, k, plan, num_matrices=2):
+        p, ds = _allocate_weights(q, piece), _allocate_weights(q, piece)
+        logit_gradients = LogitGradients(grad=grad, v=v, stats=stats, ds=ds)
+        _write_weights(
+            q, k, p, piece, scale=scale, softcap=softcap, logit_gradients=logit_gradients
+        )
         _multiply_rows(ds, x=k, out=dq, piece=piece, scale=scale)
-        columns = transposed_plan(piece.kernel_plan, kv_blocks, with_slots=True)
-        _multiply_columns(p, x=grad, out=dv, piece=piece, columns=columns, scale=1.0)
-        _multiply_columns(ds, x=q, out=dk, piece=piece, columns=columns, scale=scale)
+        column_plan = transpose_plan(piece.kernel_plan, kv_blocks, with_slots=True)
+        _multiply_columns(p, x=grad, out=dv, piece=piece, column_plan=column_plan, scale=1.0)
+        _multiply_columns(ds, x=q, out=dk, piece=piece, column_plan=column_plan, scale=scale)
         # free the memory before the next piece allocates it
-        del p, ds, gradients, columns
+        del p, ds, logit_gradients, column_plan
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _pieces(q: Tensor, k: Tensor, plan: PlanTensors, matrices: int) -> Iterator[Piece]:
-    """Divide the query blocks into pieces whose weights fit in `WORKSPACE` bytes; yield the pieces.
+def _divide_into_pieces(
+    q: Tensor, k: Tensor, plan: PlanTensors, num_matrices: int
+) -> Iterator[Piece]:
+    """Yield consecutive pieces of the query blocks whose weights fit in `WORKSPACE_BYTES`.
 
     Args:
         q: [B, H, N_q, D].
         k: [B, H_kv, N_k, D].
         plan: The plan of all query blocks.
-        matrices: Number of weight matrices: 1 (p) in the forward pass, 2 (p and ds) in the backward
-            pass.
+        num_matrices: Number of weight matrices: 1 (p) in the forward pass, 2 (p and ds) in the
+            backward pass.
     """
-    block = plan.query_block
-    bytes_per_key = matrices * q.shape[0] * q.shape[1] * block * q.element_size()
-    max_keys = WORKSPACE // bytes_per_key
+    query_block = plan.query_block
+    bytes_per_key = num_matrices * q.shape[0] * q.shape[1] * query_block * q.element_size()
+    max_keys = WORKSPACE_BYTES // bytes_per_key
     # half the keys for float32, so that a stretch needs the same shared memory
     stretch = STRETCH * 2 // max(2, q.element_size())
-    longest = [_round_up(max(1, keys), stretch) for keys in _longest_lists(plan)]
-    begin = 0
-    while begin < len(longest):
-        end, keys = begin + 1, longest[begin]
-        while end < len(longest) and (end + 1 - begin) * max(keys, longest[end]) <= max_keys:
-            keys = max(keys, longest[end])
-            end += 1
+    keys_of_blocks = [_round_up(max(1, num_keys), stretch) for num_keys in _count_listed_keys(plan)]
+    first_block = 0
+    while first_block < len(keys_of_blocks):
+        end_block, num_keys = first_block + 1, keys_of_blocks[first_block]
+        while (
+            end_block < len(keys_of_blocks)
+            and (end_block + 1 - first_block) * max(num_keys, keys_of_blocks[end_block]) <= max_keys
+        ):
+            num_keys = max(num_keys, keys_of_blocks[end_block])
+            end_block += 1
         piece_plan = plan._replace(
-            full=_query_blocks(plan.full, begin, end),
-            partial=_query_blocks(plan.partial, begin, end),
+            full=_slice_query_blocks(plan.full, first_block, end_block),
+            partial=_slice_query_blocks(plan.partial, first_block, end_block),
         )
-        kernel_plan, sizes = kernel_arguments(q, k, piece_plan)
+        kernel_plan, sizes = make_kernel_arguments(q, k, piece_plan)
         yield Piece(
             plan=piece_plan,
             kernel_plan=kernel_plan,
-            sizes=sizes._replace(begin=begin * block, tokens=(end - begin) * block),
-            keys=keys,
+            sizes=sizes._replace(
+                first_query=first_block * query_block,
+                tokens=(end_block - first_block) * query_block,
+            ),
+            num_keys=num_keys,
             stretch=stretch,
         )
-        begin = end
+        first_block = end_block
 
 
-def _query_blocks(lists: BlockIndices, begin: int, end: int) -> BlockIndices:
+def _slice_query_blocks(lists: BlockIndices, begin: int, end: int) -> BlockIndices:
     """Return the lists of query blocks begin to end - 1, without a copy if these are all blocks."""
     return lists.map_tensors(lambda x: x[:, :, begin:end].contiguous())
 
 
-def _longest_lists(plan: PlanTensors) -> list[int]:
+def _count_listed_keys(plan: PlanTensors) -> list[int]:
     """Return for every query block the largest number of listed keys over all heads and batch rows.
 
     The function synchronises with the device. While a CUDA graph is captured, the function returns
@@ -245,9 +255,9 @@ def _longest_lists(plan: PlanTensors) -> list[int]:
     return (counts.amax((0, 1)) * plan.key_block).tolist()
 
 
-def _empty_weights(q: Tensor, piece: Piece) -> Tensor:
+def _allocate_weights(q: Tensor, piece: Piece) -> Tensor:
     """Allocate the weights of a piece, [B, H, tokens, keys]: one per query and listed key."""
-    return q.new_empty(q.shape[0], q.shape[1], piece.sizes.tokens, piece.keys)
+    return q.new_empty(q.shape[0], q.shape[1], piece.sizes.tokens, piece.num_keys)
 
 
 def _write_weights(
@@ -259,7 +269,7 @@ def _write_weights(
     scale: float,
     softcap: float,
     stats: StretchStats | None = None,
-    gradients: Gradients | None = None,
+    logit_gradients: LogitGradients | None = None,
 ) -> None:
     """Write the weights of a piece, and in the backward pass the gradients of the logits.
 
@@ -272,37 +282,37 @@ def _write_weights(
         softcap: Soft cap of the scaled logits; 0 for no cap.
         stats: Receives the softmax statistics of each stretch in the forward pass; None in the
             backward pass.
-        gradients: Inputs and output for the gradients of the logits in the backward pass; None in
-            the forward pass.
+        logit_gradients: Inputs and output for the gradients of the logits in the backward pass;
+            None in the forward pass.
     """
     plan, stretch = piece.plan, piece.stretch
-    tile = _row_tile(plan)
+    query_tile = _choose_query_tile(plan)
     backward_arguments = dict.fromkeys(("desc_do", "desc_v", "v", "desc_ds", "backward_stats"))
-    if gradients is not None:
+    if logit_gradients is not None:
         backward_arguments = {
-            "desc_do": descriptor(gradients.grad, tile, channels=DEPTH),
-            "desc_v": descriptor(gradients.v, stretch, channels=DEPTH),
-            "v": vectors(gradients.v),
-            "desc_ds": descriptor(gradients.ds, tile, channels=stretch),
-            "backward_stats": gradients.stats,
+            "desc_do": descriptor(logit_gradients.grad, query_tile, channels=CHUNK_D),
+            "desc_v": descriptor(logit_gradients.v, stretch, channels=CHUNK_D),
+            "v": vectors(logit_gradients.v),
+            "desc_ds": descriptor(logit_gradients.ds, query_tile, channels=stretch),
+            "backward_stats": logit_gradients.stats,
         }
-    grid = (piece.keys // stretch, piece.sizes.tokens // tile, q.shape[0] * q.shape[1])
+    grid = (piece.num_keys // stretch, piece.sizes.tokens // query_tile, q.shape[0] * q.shape[1])
     kernels.block_attention_split_p_kernel[grid](
-        desc_q=descriptor(q, tile, channels=DEPTH),
-        desc_k=descriptor(k, stretch, channels=DEPTH),
+        desc_q=descriptor(q, query_tile, channels=CHUNK_D),
+        desc_k=descriptor(k, stretch, channels=CHUNK_D),
         k=vectors(k),
-        desc_p=descriptor(p, tile, channels=stretch),
+        desc_p=descriptor(p, query_tile, channels=stretch),
         **backward_arguments,
         stats=stats,
         plan=piece.kernel_plan,
         kv_length=k.shape[2],
         sizes=piece.sizes,
         **logit_scales(scale, softcap),
-        **_constants(q, plan),
-        BLOCK_M=tile,
+        **_constexpr_arguments(q, plan),
+        BLOCK_M=query_tile,
         STRETCH=stretch,
         D=q.shape[3],
-        DEPTH=DEPTH,
+        CHUNK_D=CHUNK_D,
     )
 
 
@@ -329,21 +339,25 @@ def _multiply_rows(
             no rescaling.
     """
     plan, sizes, stretch = piece.plan, piece.sizes, piece.stretch
-    tile, key_tile = _row_tile(plan), _column_tile(plan)
+    query_tile, key_tile = _choose_query_tile(plan), _choose_key_tile(plan)
     is_forward = lse is not None
-    grid = (triton.cdiv(x.shape[3], ROW_SLICE), sizes.tokens // tile, out.shape[0] * out.shape[1])
+    grid = (
+        triton.cdiv(x.shape[3], ROW_SLICE),
+        sizes.tokens // query_tile,
+        out.shape[0] * out.shape[1],
+    )
     kernels.block_attention_split_query_kernel[grid](
-        desc_p=descriptor(p, tile, channels=key_tile),
+        desc_p=descriptor(p, query_tile, channels=key_tile),
         desc_x=descriptor(x, key_tile, channels=ROW_SLICE),
-        desc_out=descriptor(out, tile, channels=ROW_SLICE),
+        desc_out=descriptor(out, query_tile, channels=ROW_SLICE),
         m_i=m_i,
         lse=lse,
         plan=piece.kernel_plan,
         scale=scale,
-        stretches=piece.keys // stretch,
+        allocated_stretches=piece.num_keys // stretch,
         sizes=sizes,
-        **_constants(x, plan),
-        BLOCK_M=tile,
+        **_constexpr_arguments(x, plan),
+        BLOCK_M=query_tile,
         BLOCK_N=key_tile,
         STRETCH=stretch,
         BLOCK_D=ROW_SLICE,
@@ -352,7 +366,7 @@ def _multiply_rows(
 
 
 def _multiply_columns(
-    p: Tensor, *, x: Tensor, out: Tensor, piece: Piece, columns: Plan, scale: float
+    p: Tensor, *, x: Tensor, out: Tensor, piece: Piece, column_plan: Plan, scale: float
 ) -> None:
     """Add scale * sum_i p[i, j] x[i] to out[j], over the queries i of a piece that list key j.
 
@@ -361,39 +375,39 @@ def _multiply_columns(
         x: [B, H, N_q, D], the gradient of the output, or q.
         out: float32 [B, H_kv, N_k, D], changed in place.
         piece: The query blocks.
-        columns: The plan of the piece as `ColumnLists` (query blocks that list each key block) with
-            slots.
+        column_plan: The plan of the piece as `ColumnLists` (query blocks that list each key block)
+            with slots.
         scale: Factor of the product.
     """
     plan = piece.plan
-    tile, key_tile = min(64, _row_tile(plan)), _column_tile(plan)
+    query_tile, key_tile = min(64, _choose_query_tile(plan)), _choose_key_tile(plan)
     batch, kv_heads, kv_length, dim = out.shape
-    width = min(COLUMN_SLICES, key=lambda width: _round_up(dim, width))
-    grid = (triton.cdiv(dim, width), triton.cdiv(kv_length, key_tile), batch * kv_heads)
+    slice_channels = min(COLUMN_SLICES, key=lambda slice_channels: _round_up(dim, slice_channels))
+    grid = (triton.cdiv(dim, slice_channels), triton.cdiv(kv_length, key_tile), batch * kv_heads)
     kernels.block_attention_split_bwd_key_kernel[grid](
-        desc_p=descriptor(p, tile, channels=key_tile),
-        desc_x=descriptor(x, tile, channels=width),
+        desc_p=descriptor(p, query_tile, channels=key_tile),
+        desc_x=descriptor(x, query_tile, channels=slice_channels),
         out=vectors(out),
         full_counts=piece.kernel_plan.full.counts,
-        plan=columns,
+        plan=column_plan,
         scale=scale,
         kv_length=kv_length,
         kv_blocks=triton.cdiv(kv_length, plan.key_block),
         sizes=piece.sizes,
-        **_constants(x, plan),
-        BLOCK_M=tile,
+        **_constexpr_arguments(x, plan),
+        BLOCK_M=query_tile,
         BLOCK_N=key_tile,
-        BLOCK_D=width,
+        BLOCK_D=slice_channels,
         D=dim,
     )
 
 
-def _row_tile(plan: PlanTensors) -> int:
+def _choose_query_tile(plan: PlanTensors) -> int:
     """Return the queries per tile, a divisor of the query block."""
     return tile_of(plan.query_block, 128)
 
 
-def _column_tile(plan: PlanTensors) -> int:
+def _choose_key_tile(plan: PlanTensors) -> int:
     """Return the keys per tile, a divisor of the key block."""
     return tile_of(plan.key_block, 64)
 
@@ -402,7 +416,7 @@ def _round_up(number: int, multiple: int) -> int:
     return triton.cdiv(number, multiple) * multiple
 
 
-def _constants(x: Tensor, plan: PlanTensors) -> dict[str, int | str]:
+def _constexpr_arguments(x: Tensor, plan: PlanTensors) -> dict[str, int | str]:
     """Return the constexpr arguments and launch options that the kernels with products share."""
     return {
         "QUERY_BLOCK": plan.query_block,

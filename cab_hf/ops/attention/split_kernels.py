@@ -15,12 +15,12 @@ import triton.language as tl
 from cab_hf.ops.attention.tiles import (
     LN_2,
     LOG2_E,
-    finite,
     is_visible,
     load_key_ranges,
     load_tile,
-    locate,
+    locate_tile,
     plan_plane,
+    replace_minus_infinity,
     store_tile,
     tanh,
     tile_start,
@@ -38,7 +38,7 @@ class StretchTile(NamedTuple):
         kv_head: KV head of the query head.
         start: The first query of the tile.
         key: [STRETCH], indices of the listed keys, clamped to the last key of the sequence.
-        first_key: Index of the first listed key of the stretch.
+        first_listed_key: Index of the first listed key of the stretch.
     """
 
     batch: tl.tensor
@@ -46,11 +46,11 @@ class StretchTile(NamedTuple):
     kv_head: tl.tensor
     start: tl.tensor
     key: tl.tensor
-    first_key: tl.tensor
+    first_listed_key: tl.tensor
 
 
 @triton.jit
-def _listed_keys(plan, plan_row, column, KEY_BLOCK: tl.constexpr):
+def _find_listed_keys(plan, plan_row, column, KEY_BLOCK: tl.constexpr):
     """Return the index of the listed key of each column of the weights.
 
     Args:
@@ -77,7 +77,7 @@ def _listed_keys(plan, plan_row, column, KEY_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _products(
+def _compute_products(
     desc_x,
     desc_y,
     y,
@@ -86,7 +86,7 @@ def _products(
     STRETCH: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     D: tl.constexpr,
-    DEPTH: tl.constexpr,
+    CHUNK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Return x @ y.T [BLOCK_M, STRETCH] for the queries and keys of a tile.
@@ -100,34 +100,34 @@ def _products(
         tile: The `StretchTile` with the queries and keys.
     """
     acc = tl.zeros((BLOCK_M, STRETCH), tl.float32)
-    channel = tl.arange(0, DEPTH)[None, :]
-    y_rows = vectors_at(y, tile.batch, tile.kv_head, tile.key) + channel
-    for depth in range(0, D, DEPTH):
+    channel = tl.arange(0, CHUNK_D)[None, :]
+    y_ptrs = vectors_at(y, tile.batch, tile.kv_head, tile.key) + channel
+    for first_channel in range(0, D, CHUNK_D):
         # a: [BLOCK_M, DEPTH]; b: [STRETCH, DEPTH]
-        a = load_tile(
+        x_tile = load_tile(
             desc_x,
             tile.batch,
             tile.head,
             token=tile.start,
-            channel=depth,
+            channel=first_channel,
             TOKENS=BLOCK_M,
-            CHANNELS=DEPTH,
+            CHANNELS=CHUNK_D,
         )
         if KEY_BLOCK % STRETCH == 0:
-            b = load_tile(
+            y_tile = load_tile(
                 desc_y,
                 tile.batch,
                 tile.kv_head,
-                token=tile.first_key,
-                channel=depth,
+                token=tile.first_listed_key,
+                channel=first_channel,
                 TOKENS=STRETCH,
-                CHANNELS=DEPTH,
+                CHANNELS=CHUNK_D,
             )
-        elif D % DEPTH == 0:
-            b = tl.load(y_rows + depth)
+        elif D % CHUNK_D == 0:
+            y_tile = tl.load(y_ptrs + first_channel)
         else:
-            b = tl.load(y_rows + depth, mask=depth + channel < D, other=0.0)
-        acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
+            y_tile = tl.load(y_ptrs + first_channel, mask=first_channel + channel < D, other=0.0)
+        acc = tl.dot(x_tile, y_tile.T, acc, input_precision=PRECISION)
     return acc
 
 
@@ -154,7 +154,7 @@ def block_attention_split_p_kernel(
     BLOCK_M: tl.constexpr,
     STRETCH: tl.constexpr,
     D: tl.constexpr,
-    DEPTH: tl.constexpr,
+    CHUNK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Write the weights p [BLOCK_M, STRETCH] of one tile of queries and one stretch.
@@ -163,26 +163,28 @@ def block_attention_split_p_kernel(
     In the backward pass, also write the gradients of the logits, ds [BLOCK_M, STRETCH].
     """
     plane = tl.program_id(2)
-    row = tl.program_id(1) * BLOCK_M
-    column = tl.program_id(0) * STRETCH
-    batch, head, kv_head, plan_row = locate(plane, row, sizes, QUERY_BLOCK)
-    full_keys = tl.load(plan.full.counts + plan_row) * KEY_BLOCK
-    listed_keys = full_keys + tl.load(plan.partial.counts + plan_row) * KEY_BLOCK
-    if column < listed_keys:
+    query_start = tl.program_id(1) * BLOCK_M
+    first_column = tl.program_id(0) * STRETCH
+    batch, head, kv_head, plan_row = locate_tile(plane, query_start, sizes, QUERY_BLOCK)
+    num_full_keys = tl.load(plan.full.counts + plan_row) * KEY_BLOCK
+    num_listed_keys = num_full_keys + tl.load(plan.partial.counts + plan_row) * KEY_BLOCK
+    if first_column < num_listed_keys:
         # qk: [BLOCK_M, STRETCH], from q [BLOCK_M, D] and the listed keys [STRETCH, D]
-        key, is_listed = _listed_keys(plan, plan_row, column + tl.arange(0, STRETCH), KEY_BLOCK)
-        first_key, _ = _listed_keys(plan, plan_row, column, KEY_BLOCK)
-        start = sizes.begin + row
+        key, is_listed = _find_listed_keys(
+            plan, plan_row, first_column + tl.arange(0, STRETCH), KEY_BLOCK
+        )
+        first_listed_key, _ = _find_listed_keys(plan, plan_row, first_column, KEY_BLOCK)
+        first_query = sizes.first_query + query_start
         tile = StretchTile(
             batch=batch,
             head=head,
             kv_head=kv_head,
-            start=start,
+            start=first_query,
             # the last block may extend past the last key; such keys are masked below
             key=tl.minimum(key, kv_length - 1),
-            first_key=first_key,
+            first_listed_key=first_listed_key,
         )
-        qk = _products(
+        qk = _compute_products(
             desc_x=desc_q,
             desc_y=desc_k,
             y=k,
@@ -191,35 +193,37 @@ def block_attention_split_p_kernel(
             STRETCH=STRETCH,
             KEY_BLOCK=KEY_BLOCK,
             D=D,
-            DEPTH=DEPTH,
+            CHUNK_D=CHUNK_D,
             PRECISION=PRECISION,
         )
         if CAPPED:
             qk = tanh(qk * cap_scale)
-            slope = 1 - qk * qk
+            tanh_slope = 1 - qk * qk
 
         # stretches that contain only keys of full blocks need no mask
-        query = start + tl.arange(0, BLOCK_M)
-        if column + STRETCH > full_keys:
-            first, last = load_key_ranges(plan, batch, query, sizes.q_length)
-            seen = is_listed[None, :] & is_visible(key[None, :], first[:, None], last[:, None])
-            qk = tl.where(seen, qk, float("-inf"))
+        query = first_query + tl.arange(0, BLOCK_M)
+        if first_column + STRETCH > num_full_keys:
+            first_key, last_key = load_key_ranges(plan, batch, query, sizes.q_length)
+            is_seen = is_listed[None, :] & is_visible(
+                key[None, :], first_key[:, None], last_key[:, None]
+            )
+            qk = tl.where(is_seen, qk, float("-inf"))
 
         if backward_stats is None:
             # m_i is an integer: then the later rescaling multiplies weights by a power of two,
             # which does not round
             m_i = tl.ceil(tl.max(qk, 1) * qk_scale)
-            p = tl.exp2(qk * qk_scale - finite(m_i)[:, None])
+            p = tl.exp2(qk * qk_scale - replace_minus_infinity(m_i)[:, None])
             offset = (plane.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * sizes.tokens
-            offset += row + tl.arange(0, BLOCK_M)
+            offset += query_start + tl.arange(0, BLOCK_M)
             tl.store(stats.m_i + offset, m_i)
             tl.store(stats.l_i + offset, tl.sum(p, 1))
             store_tile(
                 desc_p,
                 batch,
                 head,
-                token=row,
-                channel=column,
+                token=query_start,
+                channel=first_column,
                 tile=p,
                 TOKENS=BLOCK_M,
                 CHANNELS=STRETCH,
@@ -227,21 +231,21 @@ def block_attention_split_p_kernel(
         else:
             # lse, delta: [BLOCK_M]; dp, ds: [BLOCK_M, STRETCH]
             offset = plane.to(tl.int64) * backward_stats.padded_length + query
-            inside = query < sizes.q_length
-            lse = tl.load(backward_stats.lse + offset, mask=inside, other=float("inf"))
-            delta = tl.load(backward_stats.delta + offset, mask=inside, other=0.0)
+            is_in_bounds = query < sizes.q_length
+            lse = tl.load(backward_stats.lse + offset, mask=is_in_bounds, other=float("inf"))
+            delta = tl.load(backward_stats.delta + offset, mask=is_in_bounds, other=0.0)
             p = tl.exp2(qk * qk_scale - lse[:, None])
             store_tile(
                 desc_p,
                 batch,
                 head,
-                token=row,
-                channel=column,
+                token=query_start,
+                channel=first_column,
                 tile=p,
                 TOKENS=BLOCK_M,
                 CHANNELS=STRETCH,
             )
-            dp = _products(
+            dp = _compute_products(
                 desc_x=desc_do,
                 desc_y=desc_v,
                 y=v,
@@ -250,18 +254,18 @@ def block_attention_split_p_kernel(
                 STRETCH=STRETCH,
                 KEY_BLOCK=KEY_BLOCK,
                 D=D,
-                DEPTH=DEPTH,
+                CHUNK_D=CHUNK_D,
                 PRECISION=PRECISION,
             )
             ds = p * (dp - delta[:, None])
             if CAPPED:
-                ds *= slope
+                ds *= tanh_slope
             store_tile(
                 desc_ds,
                 batch,
                 head,
-                token=row,
-                channel=column,
+                token=query_start,
+                channel=first_column,
                 tile=ds,
                 TOKENS=BLOCK_M,
                 CHANNELS=STRETCH,
@@ -273,42 +277,44 @@ def block_attention_split_lse_kernel(
     stats,
     lse,
     plan,
-    stretches,
+    allocated_stretches,
     sizes,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     STRETCH: tl.constexpr,
-    STRETCHES: tl.constexpr,
+    BLOCK_STRETCHES: tl.constexpr,
 ):
     """Write the log-sum-exp of BLOCK_M queries, merged from the `StretchStats` of all stretches."""
     plane = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * BLOCK_M
-    batch, _, _, plan_row = locate(tl.program_id(1), row, sizes, QUERY_BLOCK)
+    query_start = tl.program_id(0) * BLOCK_M
+    batch, _, _, plan_row = locate_tile(tl.program_id(1), query_start, sizes, QUERY_BLOCK)
     num_blocks = tl.load(plan.full.counts + plan_row) + tl.load(plan.partial.counts + plan_row)
     num_stretches = (num_blocks * KEY_BLOCK + STRETCH - 1) // STRETCH
 
     # online softmax over the stretches
-    token = row + tl.arange(0, BLOCK_M)
+    token = query_start + tl.arange(0, BLOCK_M)
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
-    for start in range(0, num_stretches, STRETCHES):
+    for start in range(0, num_stretches, BLOCK_STRETCHES):
         # [STRETCHES, BLOCK_M]
-        stretch = start + tl.arange(0, STRETCHES)
-        offset = (plane * stretches + stretch)[:, None] * sizes.tokens + token[None, :]
-        inside = stretch[:, None] < num_stretches
-        m = tl.load(stats.m_i + offset, mask=inside, other=float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(m, 0))
-        m_safe = finite(m_new)
-        l_part = tl.load(stats.l_i + offset, mask=inside, other=0.0) * tl.exp2(m - m_safe[None, :])
+        stretch = start + tl.arange(0, BLOCK_STRETCHES)
+        offset = (plane * allocated_stretches + stretch)[:, None] * sizes.tokens + token[None, :]
+        is_in_bounds = stretch[:, None] < num_stretches
+        stretch_m = tl.load(stats.m_i + offset, mask=is_in_bounds, other=float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(stretch_m, 0))
+        m_safe = replace_minus_infinity(m_new)
+        l_part = tl.load(stats.l_i + offset, mask=is_in_bounds, other=0.0) * tl.exp2(
+            stretch_m - m_safe[None, :]
+        )
         l_i = l_i * tl.exp2(m_i - m_safe) + tl.sum(l_part, 0)
         m_i = m_new
 
     # write -inf for queries without keys. Padding queries (last < 0) may have a finite m_i, because
     # full blocks are not masked
-    query = sizes.begin + token
-    _, last = load_key_ranges(plan, batch, query, sizes.q_length)
-    has_no_keys = (m_i == float("-inf")) | (last < 0)
+    query = sizes.first_query + token
+    _, last_key = load_key_ranges(plan, batch, query, sizes.q_length)
+    has_no_keys = (m_i == float("-inf")) | (last_key < 0)
     query_lse = tl.where(has_no_keys, 0.0, m_i) + tl.log2(tl.where(has_no_keys, 1.0, l_i))
     query_lse = tl.where(has_no_keys, float("-inf"), query_lse * LN_2)
     tl.store(lse + plane * sizes.q_length + query, query_lse, mask=query < sizes.q_length)
@@ -323,7 +329,7 @@ def block_attention_split_query_kernel(
     lse,
     plan,
     scale,
-    stretches,
+    allocated_stretches,
     sizes,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
@@ -340,64 +346,70 @@ def block_attention_split_query_kernel(
     the backward pass, x is k and p are the gradients of the logits.
     """
     plane = tl.program_id(2)
-    row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
-    channel = tl.program_id(0) * BLOCK_D
-    batch, head, kv_head, plan_row = locate(plane, row, sizes, QUERY_BLOCK)
+    query_start = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
+    first_channel = tl.program_id(0) * BLOCK_D
+    batch, head, kv_head, plan_row = locate_tile(plane, query_start, sizes, QUERY_BLOCK)
     num_full = tl.load(plan.full.counts + plan_row)
     num_listed = num_full + tl.load(plan.partial.counts + plan_row)
     full_indices = plan.full.indices + plan_row * plan.full.width
     partial_indices = plan.partial.indices + plan_row * plan.partial.width - num_full
-    token = row + tl.arange(0, BLOCK_M)
+    token = query_start + tl.arange(0, BLOCK_M)
 
     # [BLOCK_M]: log-sum-exp to base two, and the log-sum-exp rounded up to an integer. Weights are
     # rescaled to the integer inside the loop, and the output to the log-sum-exp after the loop
     if lse is not None:
-        query = sizes.begin + token
+        query = sizes.first_query + token
         lse_offset = plane.to(tl.int64) * sizes.q_length + query
-        lse_2 = tl.load(lse + lse_offset, mask=query < sizes.q_length, other=float("-inf"))
-        has_no_keys = lse_2 == float("-inf")
-        lse_2 = tl.where(has_no_keys, 0.0, lse_2 * LOG2_E)
-        lse_ceil = tl.ceil(lse_2)
-        m_i += plane.to(tl.int64) * stretches * sizes.tokens + token
+        lse_base_2 = tl.load(lse + lse_offset, mask=query < sizes.q_length, other=float("-inf"))
+        has_no_keys = lse_base_2 == float("-inf")
+        lse_base_2 = tl.where(has_no_keys, 0.0, lse_base_2 * LOG2_E)
+        lse_ceil = tl.ceil(lse_base_2)
+        m_i += plane.to(tl.int64) * allocated_stretches * sizes.tokens + token
         if HAS_FUTURE_KEYS:
-            first, last = load_key_ranges(plan, batch, query, sizes.q_length)
+            first_key, last_key = load_key_ranges(plan, batch, query, sizes.q_length)
 
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     TILES: tl.constexpr = KEY_BLOCK // BLOCK_N
-    for i in range(0, num_listed * TILES):
+    for tile_index in range(0, num_listed * TILES):
         # p: [BLOCK_M, BLOCK_N]; x: [BLOCK_N, BLOCK_D]
-        slot = i // TILES
+        slot = tile_index // TILES
         block = tl.load((full_indices if slot < num_full else partial_indices) + slot)
         p = load_tile(
-            desc_p, batch, head, token=row, channel=i * BLOCK_N, TOKENS=BLOCK_M, CHANNELS=BLOCK_N
+            desc_p,
+            batch,
+            head,
+            token=query_start,
+            channel=tile_index * BLOCK_N,
+            TOKENS=BLOCK_M,
+            CHANNELS=BLOCK_N,
         )
         if lse is not None:
             # the factor is a power of two, so that the product does not round the weights
-            m = tl.load(m_i + i * BLOCK_N // STRETCH * sizes.tokens)
-            p = p * tl.exp2(m - lse_ceil).to(p.dtype)[:, None]
-        column = block * KEY_BLOCK + i % TILES * BLOCK_N
+            stretch_m = tl.load(m_i + tile_index * BLOCK_N // STRETCH * sizes.tokens)
+            p = p * tl.exp2(stretch_m - lse_ceil).to(p.dtype)[:, None]
+        key_start = block * KEY_BLOCK + tile_index % TILES * BLOCK_N
         x = load_tile(
             desc_x,
             batch,
             kv_head,
-            token=column,
-            channel=channel,
+            token=key_start,
+            channel=first_channel,
             TOKENS=BLOCK_N,
             CHANNELS=BLOCK_D,
         )
         if HAS_FUTURE_KEYS:
-            x = zero_unseen(x, column + tl.arange(0, BLOCK_N), first, last)
+            x = zero_unseen(x, key_start + tl.arange(0, BLOCK_N), first_key, last_key)
         acc = tl.dot(p, x, acc, input_precision=PRECISION)
 
     acc = acc * scale
     if lse is not None:
-        acc = acc * tl.where(has_no_keys, 0.0, tl.exp2(lse_ceil - lse_2))[:, None]
+        acc = acc * tl.where(has_no_keys, 0.0, tl.exp2(lse_ceil - lse_base_2))[:, None]
     store_tile(
         desc_out,
         batch,
         head,
-        token=sizes.begin + row,
-        channel=channel,
+        token=sizes.first_query + query_start,
+        channel=first_channel,
         tile=acc,
         TOKENS=BLOCK_M,
         CHANNELS=BLOCK_D,
@@ -463,7 +475,7 @@ def block_attention_split_bwd_key_kernel(
                     desc_x,
                     batch,
                     head,
-                    token=sizes.begin + row,
+                    token=sizes.first_query + row,
                     channel=channel,
                     TOKENS=BLOCK_M,
                     CHANNELS=BLOCK_D,
@@ -473,6 +485,8 @@ def block_attention_split_bwd_key_kernel(
     # add to the sums of earlier pieces
     key = start + tl.arange(0, BLOCK_N)
     out_channel = channel + tl.arange(0, BLOCK_D)[None, :]
-    inside = (key[:, None] < kv_length) & (out_channel < D)
+    is_in_bounds = (key[:, None] < kv_length) & (out_channel < D)
     pointers = vectors_at(out, batch, kv_head, key) + out_channel
-    tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + acc * scale, mask=inside)
+    tl.store(
+        pointers, tl.load(pointers, mask=is_in_bounds, other=0.0) + acc * scale, mask=is_in_bounds
+    )

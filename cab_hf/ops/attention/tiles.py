@@ -38,17 +38,17 @@ class PlanTensors(NamedTuple):
     Attributes:
         full: Lists of full blocks. All keys of a full block are visible to all queries of the query
             block, except padding queries.
-        partial: Lists of partial blocks, in which ``first`` and ``last`` mask keys.
-        first: int32 [B, N_q], the first visible key of each query.
-        last: int32 [B, N_q], the last visible key of each query; -1 for padding queries.
+        partial: Lists of partial blocks, in which ``first_key`` and ``last_key`` mask keys.
+        first_key: int32 [B, N_q], the first visible key of each query.
+        last_key: int32 [B, N_q], the last visible key of each query; -1 for padding queries.
         query_block: Tokens per query block.
         key_block: Tokens per key block.
     """
 
     full: BlockIndices
     partial: BlockIndices
-    first: Tensor
-    last: Tensor
+    first_key: Tensor
+    last_key: Tensor
     query_block: int
     key_block: int
 
@@ -84,18 +84,18 @@ class Plan(NamedTuple):
         full: Full blocks that each query block lists. In the backward pass for k and v,
             `ColumnLists`: the query blocks that list each key block as full.
         partial: The same for partial blocks.
-        first: int32 [B, N_q], the first visible key of each query.
-        last: int32 [B, N_q], the last visible key of each query; -1 for padding queries.
-        first_stride: Elements between two batch rows of ``first``.
-        last_stride: Elements between two batch rows of ``last``.
+        first_key: int32 [B, N_q], the first visible key of each query.
+        last_key: int32 [B, N_q], the last visible key of each query; -1 for padding queries.
+        first_key_stride: Elements between two batch rows of ``first_key``.
+        last_key_stride: Elements between two batch rows of ``last_key``.
     """
 
     full: Lists | ColumnLists
     partial: Lists | ColumnLists
-    first: Tensor
-    last: Tensor
-    first_stride: int
-    last_stride: int
+    first_key: Tensor
+    last_key: Tensor
+    first_key_stride: int
+    last_key_stride: int
 
 
 class Sizes(NamedTuple):
@@ -108,7 +108,7 @@ class Sizes(NamedTuple):
         q_length: Number of queries of the call, N_q.
         q_blocks: Number of query blocks in the lists. `split` passes the lists of a piece of
             consecutive query blocks.
-        begin: Index of the first query of the piece; 0 without pieces.
+        first_query: Index of the first query of the piece; 0 without pieces.
         tokens: Number of queries of the piece, a multiple of the query block; 0 without pieces.
     """
 
@@ -117,7 +117,7 @@ class Sizes(NamedTuple):
     plan_heads: int
     q_length: int
     q_blocks: int
-    begin: int = 0
+    first_query: int = 0
     tokens: int = 0
 
 
@@ -168,7 +168,7 @@ class BackwardStats(NamedTuple):
     padded_length: int
 
 
-def kernel_arguments(q: Tensor, k: Tensor, plan: PlanTensors) -> tuple[Plan, Sizes]:
+def make_kernel_arguments(q: Tensor, k: Tensor, plan: PlanTensors) -> tuple[Plan, Sizes]:
     """Return the arguments ``plan`` and ``sizes`` of the kernels.
 
     Args:
@@ -177,15 +177,17 @@ def kernel_arguments(q: Tensor, k: Tensor, plan: PlanTensors) -> tuple[Plan, Siz
         plan: The plan, or the part of the plan for a piece of consecutive query blocks.
     """
     full, partial = Lists.of(plan.full), Lists.of(plan.partial)
-    first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (plan.first, plan.last))
+    first_key, last_key = (
+        x if x.stride(1) == 1 else x.contiguous() for x in (plan.first_key, plan.last_key)
+    )
     _, plan_heads, q_blocks = full.counts.shape
     kernel_plan = Plan(
         full=full,
         partial=partial,
-        first=first,
-        last=last,
-        first_stride=first.stride(0),
-        last_stride=last.stride(0),
+        first_key=first_key,
+        last_key=last_key,
+        first_key_stride=first_key.stride(0),
+        last_key_stride=last_key.stride(0),
     )
     sizes = Sizes(
         heads=q.shape[1],
@@ -197,7 +199,7 @@ def kernel_arguments(q: Tensor, k: Tensor, plan: PlanTensors) -> tuple[Plan, Siz
     return kernel_plan, sizes
 
 
-def transposed_plan(plan: Plan, kv_blocks: int, with_slots: bool = False) -> Plan:
+def transpose_plan(plan: Plan, kv_blocks: int, with_slots: bool = False) -> Plan:
     """Return the plan with `ColumnLists`: the query blocks that list each key block.
 
     Args:
@@ -211,7 +213,7 @@ def transposed_plan(plan: Plan, kv_blocks: int, with_slots: bool = False) -> Pla
     return plan._replace(full=full, partial=partial)
 
 
-def backward_stats(
+def compute_backward_stats(
     grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
 ) -> BackwardStats:
     """Compute log-sum-exp (to base two) and delta of every query for the backward pass.
@@ -246,7 +248,7 @@ def backward_stats(
     return stats
 
 
-def described(x: Tensor) -> Tensor:
+def make_descriptor_ready(x: Tensor) -> Tensor:
     """Return ``x`` if a tensor descriptor supports the strides and the address, else a copy.
 
     Args:
@@ -281,7 +283,7 @@ def descriptor(x: Tensor, tokens: int, channels: int | None = None) -> TensorDes
     """Return x [B, H, N, D] as an argument of kernels that use `load_tile` or `store_tile`.
 
     Args:
-        x: A tensor that `described` returned, or a new tensor.
+        x: A tensor that `make_descriptor_ready` returned, or a new tensor.
         tokens: Tokens per tile.
         channels: Channels per tile; None for D, rounded up to a power of two.
     """
@@ -299,9 +301,9 @@ def descriptor(x: Tensor, tokens: int, channels: int | None = None) -> TensorDes
     return TensorDescriptor.from_tensor(x, block_shape)
 
 
-def tile_of(block: int, most: int) -> int:
-    """Return the largest power of two that divides ``block``, at most ``most``."""
-    return min(most, block & -block)
+def tile_of(block_size: int, max_size: int) -> int:
+    """Return the largest power of two that divides ``block_size``, at most ``max_size``."""
+    return min(max_size, block_size & -block_size)
 
 
 def has_future_keys(plan: PlanTensors, q_length: int, kv_length: int) -> bool:
@@ -320,7 +322,7 @@ def precision(x: Tensor) -> str:
     float32 products use tf32 on NVIDIA's GPUs and float32 elsewhere (gfx950 has no tf32). Products
     of 16-bit numbers have only one precision.
     """
-    return "tf32" if x.dtype != torch.float32 and launch.packed(x) else "ieee"
+    return "tf32" if x.dtype != torch.float32 and launch.has_ptx(x) else "ieee"
 
 
 def logit_scales(scale: float, softcap: float) -> dict[str, float | bool]:
@@ -333,18 +335,18 @@ def logit_scales(scale: float, softcap: float) -> dict[str, float | bool]:
         scale: Factor of the products.
         softcap: Soft cap of the logits to base e, see `reference.capped`; 0 for no cap.
     """
-    outer = softcap or scale
-    inner = scale / softcap if softcap else 0.0
-    return {"qk_scale": outer * LOG2_E.value, "cap_scale": inner, "CAPPED": softcap > 0}
+    outer_scale = softcap or scale
+    inner_scale = scale / softcap if softcap else 0.0
+    return {"qk_scale": outer_scale * LOG2_E.value, "cap_scale": inner_scale, "CAPPED": softcap > 0}
 
 
 @triton.jit
-def locate(plane, start, sizes, QUERY_BLOCK: tl.constexpr):
+def locate_tile(plane, start, sizes, QUERY_BLOCK: tl.constexpr):
     """Return the indices by which a program reads the tensors and the lists of a tile of queries.
 
     Args:
         plane: batch * heads + head.
-        start: The first query of the tile, counted from ``sizes.begin``.
+        start: The first query of the tile, counted from ``sizes.first_query``.
         sizes: `Sizes`.
 
     Returns:
@@ -369,15 +371,16 @@ def plan_plane(batch, head, sizes):
 
 
 @triton.jit
-def tile_start(indices, i, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def tile_start(indices, tile_index, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Return the first token of the i-th tile of a list of blocks.
 
     Args:
         indices: Pointer to the list of blocks.
-        i: Index of the tile. Tiles are counted over all listed blocks, BLOCK // TILE per block.
+        tile_index: Index of the tile. Tiles are counted over all listed blocks, BLOCK // TILE per
+            block.
     """
     TILES: tl.constexpr = BLOCK // TILE
-    return tl.load(indices + i // TILES) * BLOCK + i % TILES * TILE
+    return tl.load(indices + tile_index // TILES) * BLOCK + tile_index % TILES * TILE
 
 
 @triton.jit
@@ -403,10 +406,10 @@ def load_tile(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl
     if isinstance(x, tl.tensor_descriptor):
         tile = x.load([batch, head, token, channel]).reshape(TOKENS, CHANNELS)
     else:
-        pointers, inside = _tile_pointers(
+        pointers, is_in_bounds = _tile_pointers(
             x, batch, head, token=token, channel=channel, TOKENS=TOKENS, CHANNELS=CHANNELS
         )
-        tile = tl.load(pointers, mask=inside, other=0.0)
+        tile = tl.load(pointers, mask=is_in_bounds, other=0.0)
     return tile
 
 
@@ -430,10 +433,10 @@ def store_tile(
         tile = tile.to(x.dtype).reshape(1, 1, TOKENS, CHANNELS)
         x.store([batch, head, token, channel], tile)
     else:
-        pointers, inside = _tile_pointers(
+        pointers, is_in_bounds = _tile_pointers(
             x, batch, head, token=token, channel=channel, TOKENS=TOKENS, CHANNELS=CHANNELS
         )
-        tl.store(pointers, tile.to(x.data.dtype.element_ty), mask=inside)
+        tl.store(pointers, tile.to(x.data.dtype.element_ty), mask=is_in_bounds)
 
 
 @triton.jit
@@ -441,31 +444,35 @@ def _tile_pointers(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNEL
     """Return pointers to a tile of `Tiles`, and a mask of existing entries, [TOKENS, CHANNELS]."""
     tokens = token + tl.arange(0, TOKENS)
     channels = channel + tl.arange(0, CHANNELS)[None, :]
-    inside = (tokens < x.tokens)[:, None] & (channels < x.channels)
+    is_in_bounds = (tokens < x.tokens)[:, None] & (channels < x.channels)
     # in Triton's interpreter, a loop variable is a Python integer, which has no method ``to``. The
     # sum with a tensor is a tensor
     zero = tl.zeros([], tl.int32)
-    return vectors_at(x, batch + zero, head + zero, tokens) + channels, inside
+    return vectors_at(x, batch + zero, head + zero, tokens) + channels, is_in_bounds
 
 
 @triton.jit
 def load_key_ranges(plan, batch, query, q_length):
     """Return the first and the last visible key of each query; 0 and -1 if query >= q_length."""
-    inside = query < q_length
+    is_in_bounds = query < q_length
     batch = batch.to(tl.int64)
-    first = tl.load(plan.first + batch * plan.first_stride + query, mask=inside, other=0)
-    last = tl.load(plan.last + batch * plan.last_stride + query, mask=inside, other=-1)
-    return first, last
+    first_key = tl.load(
+        plan.first_key + batch * plan.first_key_stride + query, mask=is_in_bounds, other=0
+    )
+    last_key = tl.load(
+        plan.last_key + batch * plan.last_key_stride + query, mask=is_in_bounds, other=-1
+    )
+    return first_key, last_key
 
 
 @triton.jit
-def is_visible(key, first, last):
+def is_visible(key, first_key, last_key):
     """Return True where ``key`` is in the range of visible keys, first <= key <= last."""
-    return (key >= first) & (key <= last)
+    return (key >= first_key) & (key <= last_key)
 
 
 @triton.jit
-def zero_unseen(x, key, first, last):
+def zero_unseen(x, key, first_key, last_key):
     """Return values with zeros for keys before or after all visible keys of a tile of queries.
 
     A NaN in the value of an invisible key would reach the output, because 0 * NaN is NaN.
@@ -473,17 +480,17 @@ def zero_unseen(x, key, first, last):
     Args:
         x: [BLOCK_N, D], values.
         key: [BLOCK_N], indices of the keys.
-        first, last: [BLOCK_M], the first and the last visible key of each query.
+        first_key, last_key: [BLOCK_M], the first and the last visible key of each query.
     """
-    lowest = tl.min(tl.where(last < 0, 2147483647, first), 0)
-    seen = (key >= lowest) & (key <= tl.max(last, 0))
-    return tl.where(seen[:, None], x, 0.0).to(x.dtype)
+    min_first_key = tl.min(tl.where(last_key < 0, 2147483647, first_key), 0)
+    is_seen = (key >= min_first_key) & (key <= tl.max(last_key, 0))
+    return tl.where(is_seen[:, None], x, 0.0).to(x.dtype)
 
 
 @triton.jit
-def finite(m):
-    """Return maximum logits ``m`` with -inf (no keys) replaced by 0, because -inf + inf is NaN."""
-    return tl.where(m == float("-inf"), 0.0, m)
+def replace_minus_infinity(max_logit):
+    """Return ``max_logit`` with -inf (no keys) replaced by 0, because -inf + inf is NaN."""
+    return tl.where(max_logit == float("-inf"), 0.0, max_logit)
 
 
 @triton.jit
@@ -526,7 +533,7 @@ def online_softmax_update(m_i, l_i, qk, qk_scale, MASKED: tl.constexpr):
         alpha: [BLOCK_M], factor that rescales an accumulator to the new m_i.
     """
     m_new = tl.maximum(m_i, tl.max(qk, 1) * qk_scale)
-    m_safe = finite(m_new) if MASKED else m_new
+    m_safe = replace_minus_infinity(m_new) if MASKED else m_new
     p = tl.exp2(qk * qk_scale - m_safe[:, None])
     alpha = tl.exp2(m_i - m_safe)
     return m_new, l_i * alpha + tl.sum(p, 1), p, alpha
@@ -549,18 +556,18 @@ def _backward_stats_kernel(
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     query = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = query < length
-    grad_row = vectors_at(grad, batch, head, query)
-    out_row = vectors_at(out, batch, head, query)
+    is_in_bounds = query < length
+    grad_ptrs = vectors_at(grad, batch, head, query)
+    out_ptrs = vectors_at(out, batch, head, query)
     delta = tl.zeros((BLOCK_M,), tl.float32)
     for start in tl.static_range(0, D, BLOCK_D):
         # [BLOCK_M, BLOCK_D]
         channel = start + tl.arange(0, BLOCK_D)[None, :]
-        mask = inside[:, None] & (channel < D)
-        do = tl.load(grad_row + channel, mask=mask, other=0.0).to(tl.float32)
-        o = tl.load(out_row + channel, mask=mask, other=0.0).to(tl.float32)
+        mask = is_in_bounds[:, None] & (channel < D)
+        do = tl.load(grad_ptrs + channel, mask=mask, other=0.0).to(tl.float32)
+        o = tl.load(out_ptrs + channel, mask=mask, other=0.0).to(tl.float32)
         delta += tl.sum(do * o, 1)
     tl.store(stats.delta + plane * stats.padded_length + query, delta)
-    query_lse = tl.load(lse + plane * length + query, mask=inside, other=float("-inf"))
+    query_lse = tl.load(lse + plane * length + query, mask=is_in_bounds, other=float("-inf"))
     query_lse = tl.where(query_lse == float("-inf"), float("inf"), query_lse * LOG2_E)
     tl.store(stats.lse + plane * stats.padded_length + query, query_lse)

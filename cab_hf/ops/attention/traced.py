@@ -18,15 +18,16 @@ from cab_hf.ops.reference import Masks, capped
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges
 
 # schema of the arguments that pass a plan to the op, see `PlanArguments`
-PLAN = (
+PLAN_SCHEMA = (
     "Tensor full_counts, Tensor full_indices, Tensor partial_counts, Tensor partial_indices,"
     " Tensor? sampled_counts, Tensor? sampled_indices, int sample_period, Tensor? dense_rows,"
-    " Tensor first, Tensor last, Tensor key_valid, int query_block, int key_block, bool return_lse"
+    " Tensor first_key, Tensor last_key, Tensor key_valid, int query_block, int key_block,"
+    " bool return_lse"
 )
 
 
 class PlanArguments(NamedTuple):
-    """Plan and result options as arguments of the op, in the order of the schema `PLAN`.
+    """Plan and result options as arguments of the op, in the order of the schema `PLAN_SCHEMA`.
 
     P is the number of plan heads, M_q the number of query blocks, W the allocated width of a list.
 
@@ -39,7 +40,7 @@ class PlanArguments(NamedTuple):
         sample_period: Number of blocks that each sampled block represents.
         dense_rows: int64 [B, R], query blocks that attend to all visible keys, -1 for unused
             entries; None if the plan has no dense rows.
-        first, last: int32 [B, N_q], the first and the last visible key of each query.
+        first_key, last_key: int32 [B, N_q], the first and the last visible key of each query.
         key_valid: bool [B, N_k], False for padding keys.
         query_block, key_block: Block sizes in tokens.
         return_lse: True if the op returns the log-sum-exp.
@@ -53,14 +54,14 @@ class PlanArguments(NamedTuple):
     sampled_indices: Tensor | None
     sample_period: int
     dense_rows: Tensor | None
-    first: Tensor
-    last: Tensor
+    first_key: Tensor
+    last_key: Tensor
     key_valid: Tensor
     query_block: int
     key_block: int
     return_lse: bool
 
-    def plan(self) -> BlockPlan:
+    def to_block_plan(self) -> BlockPlan:
         """Return the `BlockPlan`. Other fields of `KeyRanges` have their default values."""
         sampled = None
         if self.sampled_counts is not None:
@@ -68,7 +69,7 @@ class PlanArguments(NamedTuple):
         return BlockPlan(
             full=BlockIndices(self.full_counts, self.full_indices),
             partial=BlockIndices(self.partial_counts, self.partial_indices),
-            ranges=KeyRanges(start=self.first, end=self.last, key_valid=self.key_valid),
+            ranges=KeyRanges(start=self.first_key, end=self.last_key, key_valid=self.key_valid),
             query_block=self.query_block,
             key_block=self.key_block,
             dense_rows=self.dense_rows,
@@ -102,8 +103,8 @@ def attention(
         sampled_indices=None if sampled is None else sampled.indices,
         sample_period=plan.sample_period,
         dense_rows=plan.dense_rows,
-        first=ranges.start,
-        last=ranges.end,
+        first_key=ranges.start,
+        last_key=ranges.end,
         key_valid=ranges.key_valid,
         query_block=plan.query_block,
         key_block=plan.key_block,
@@ -112,40 +113,40 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def register(
+def register_attention_op(
     name: str,
     schema: str,
     attend: Callable[..., tuple[Tensor, Tensor]],
-    masks: Callable[..., Iterable[Masks]],
+    make_masks: Callable[..., Iterable[Masks]],
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Register an attention op of (q, k, v, scale, softcap, *values), with autograd.
+    """Register an attention op of (q, k, v, scale, softcap, *mask_arguments), with autograd.
 
     Args:
         name: Name of the op in the namespace ``cab_hf``.
-        schema: Schema of ``values``, the arguments that describe the mask. The last value is a
-            bool, True if the op returns the log-sum-exp.
-        attend: Forward function. Maps (q, k, v, scale, softcap, *values) to the output
+        schema: Schema of ``mask_arguments``, the arguments that describe the mask. The last value
+            is a bool, True if the op returns the log-sum-exp.
+        attend: Forward function. Maps (q, k, v, scale, softcap, *mask_arguments) to the output
             [B, H, N_q, D_v] and the log-sum-exp [B, H, N_q]. The log-sum-exp is an empty tensor if
             the last value is False.
-        masks: Maps (q, k, v, *values) to the token masks of all queries, in chunks, from which the
-            backward pass computes gradients.
+        make_masks: Maps (q, k, v, *mask_arguments) to the token masks of all queries, in chunks,
+            from which the backward pass computes gradients.
 
     Returns:
         The op.
     """
-    parameters = f"Tensor q, Tensor k, Tensor v, float scale, float? softcap, {schema}"
+    input_schema = f"Tensor q, Tensor k, Tensor v, float scale, float? softcap, {schema}"
 
     def forward(*inputs):
         return tuple(x.contiguous() for x in attend(*inputs))
 
-    def forward_shapes(q, k, v, scale, softcap, *values):
-        lse_shape = q.shape[:3] if values[-1] else (0,)
+    def allocate_outputs(q, k, v, scale, softcap, *mask_arguments):
+        lse_shape = q.shape[:3] if mask_arguments[-1] else (0,)
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         return out, q.new_empty(lse_shape, dtype=dtype)
 
-    def backward(grad, grad_lse, q, k, v, scale, softcap, *values):
-        return gradients(
+    def backward(grad, grad_lse, q, k, v, scale, softcap, *mask_arguments):
+        return compute_gradients(
             grad=grad,
             grad_lse=grad_lse,
             q=q,
@@ -153,13 +154,13 @@ def register(
             v=v,
             scale=scale,
             softcap=softcap,
-            masks=masks(q, k, v, *values),
+            masks=make_masks(q, k, v, *mask_arguments),
         )
 
-    def backward_shapes(grad, grad_lse, q, k, v, *_):
+    def allocate_gradients(grad, grad_lse, q, k, v, *_):
         return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
-    def save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    def save_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.set_materialize_grads(False)
         ctx.out_shape = output[0].shape
         ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
@@ -172,19 +173,19 @@ def register(
         grad = inputs[0].new_zeros(ctx.out_shape) if grad is None else grad
         return *backward_op(grad, grad_lse, *inputs), *(None,) * (len(inputs) - 3)
 
-    forward_op = _custom_op(name, forward, f"({parameters}) -> (Tensor, Tensor)")
-    backward_op = _custom_op(
+    forward_op = _register_custom_op(name, forward, f"({input_schema}) -> (Tensor, Tensor)")
+    backward_op = _register_custom_op(
         f"{name}_backward",
         backward,
-        f"(Tensor grad, Tensor? grad_lse, {parameters}) -> (Tensor, Tensor, Tensor)",
+        f"(Tensor grad, Tensor? grad_lse, {input_schema}) -> (Tensor, Tensor, Tensor)",
     )
-    forward_op.register_fake(forward_shapes)
-    forward_op.register_autograd(differentiate, setup_context=save)
-    backward_op.register_fake(backward_shapes)
+    forward_op.register_fake(allocate_outputs)
+    forward_op.register_autograd(differentiate, setup_context=save_for_backward)
+    backward_op.register_fake(allocate_gradients)
     return forward_op
 
 
-def _custom_op(name: str, function: Callable[..., Any], signature: str) -> CustomOpDef:
+def _register_custom_op(name: str, function: Callable[..., Any], signature: str) -> CustomOpDef:
     """Register ``function`` as the op ``cab_hf::name`` with the schema ``signature``."""
     return torch.library.custom_op(
         f"cab_hf::{name}",
@@ -196,7 +197,7 @@ def _custom_op(name: str, function: Callable[..., Any], signature: str) -> Custo
     )
 
 
-def gradients(
+def compute_gradients(
     *,
     grad: Tensor,
     grad_lse: Tensor | None,
@@ -219,50 +220,50 @@ def gradients(
         softcap: Soft cap of the scaled logits; None for no cap.
         masks: The token masks of all queries, in chunks.
     """
-    dtype, groups = torch.promote_types(q.dtype, torch.float32), (k.shape[1], -1)
+    dtype, group_shape = torch.promote_types(q.dtype, torch.float32), (k.shape[1], -1)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
     for chunk in masks:
         rows, keys = chunk.rows, chunk.keys
         # query, out_grad: [B, H_kv, g, rows, D]; key, value: [B, H_kv, 1, keys, D]
-        query, out_grad = (x[:, :, rows].to(dtype).unflatten(1, groups) for x in (q, grad))
-        key, value = (x[:, :, keys].to(dtype).unsqueeze(2) for x in (k, v))
-        mask_shape = query.shape[0], q.shape[1], -1, -1
-        unseen = ~chunk.seen.expand(mask_shape).unflatten(1, groups)
+        q_chunk, grad_chunk = (x[:, :, rows].to(dtype).unflatten(1, group_shape) for x in (q, grad))
+        k_chunk, v_chunk = (x[:, :, keys].to(dtype).unsqueeze(2) for x in (k, v))
+        mask_shape = q_chunk.shape[0], q.shape[1], -1, -1
+        is_unseen = ~chunk.seen.expand(mask_shape).unflatten(1, group_shape)
         if not chunk.is_finite:
             # as in the forward pass: 0 * NaN is NaN, so that keys and values with a weight of 0 are
             # replaced by zeros
-            is_unused = unseen.all(dim=-2).unsqueeze(-1)
-            key, value = (torch.where(is_unused, 0.0, x) for x in (key, value))
+            is_unused = is_unseen.all(dim=-2).unsqueeze(-1)
+            k_chunk, v_chunk = (torch.where(is_unused, 0.0, x) for x in (k_chunk, v_chunk))
 
         # logits, p, dp, ds: [B, H_kv, g, rows, keys]
-        logits = capped(query @ key.transpose(-1, -2) * scale, softcap)
-        slope = None if softcap is None else 1 - (logits / softcap).square()
+        logits = capped(q_chunk @ k_chunk.transpose(-1, -2) * scale, softcap)
+        softcap_slope = None if softcap is None else 1 - (logits / softcap).square()
         if chunk.logit_bias is not None:
-            logits = logits + chunk.logit_bias.expand(mask_shape).unflatten(1, groups)
-        p = logits.masked_fill(unseen, -torch.inf).softmax(-1).masked_fill(unseen, 0.0)
-        dp = out_grad @ value.transpose(-1, -2)
+            logits = logits + chunk.logit_bias.expand(mask_shape).unflatten(1, group_shape)
+        p = logits.masked_fill(is_unseen, -torch.inf).softmax(-1).masked_fill(is_unseen, 0.0)
+        dp = grad_chunk @ v_chunk.transpose(-1, -2)
         delta = (p * dp).sum(-1, keepdim=True)
         if grad_lse is not None:
-            delta = delta - grad_lse[:, :, rows].unflatten(1, groups).unsqueeze(-1)
+            delta = delta - grad_lse[:, :, rows].unflatten(1, group_shape).unsqueeze(-1)
         ds = p * (dp - delta) * scale
-        ds = ds if slope is None else ds * slope
-        dq[:, :, rows] = (ds @ key).flatten(1, 2)
-        dk[:, :, keys] += (ds.transpose(-1, -2) @ query).sum(2)
-        dv[:, :, keys] += (p.transpose(-1, -2) @ out_grad).sum(2)
+        ds = ds if softcap_slope is None else ds * softcap_slope
+        dq[:, :, rows] = (ds @ k_chunk).flatten(1, 2)
+        dk[:, :, keys] += (ds.transpose(-1, -2) @ q_chunk).sum(2)
+        dv[:, :, keys] += (p.transpose(-1, -2) @ grad_chunk).sum(2)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _attend(q, k, v, scale, softcap, *values):
+def _attend_by_reference(q, k, v, scale, softcap, *plan_values):
     """Compute `reference.attention` for the op: return the output and the log-sum-exp.
 
     The log-sum-exp is an empty tensor if ``return_lse`` is False.
     """
-    arguments = PlanArguments._make(values)
+    arguments = PlanArguments._make(plan_values)
     result = reference.attention(
         q,
         k,
         v,
-        arguments.plan(),
+        arguments.to_block_plan(),
         scale=scale,
         return_lse=arguments.return_lse,
         softcap=softcap,
@@ -270,9 +271,11 @@ def _attend(q, k, v, scale, softcap, *values):
     return result if arguments.return_lse else (result, q.new_empty(0, dtype=torch.float32))
 
 
-def _masks(q, k, v, *values):
+def _make_masks(q, k, v, *plan_values):
     """Return the token masks of the op's plan, for the backward pass."""
-    return reference.masks(q, k, v, PlanArguments._make(values).plan())
+    return reference.iterate_masks(q, k, v, PlanArguments._make(plan_values).to_block_plan())
 
 
-_attention_op = register("reference_attention", PLAN, _attend, _masks)
+_attention_op = register_attention_op(
+    "reference_attention", PLAN_SCHEMA, _attend_by_reference, _make_masks
+)

@@ -17,12 +17,12 @@ from torch import Tensor
 from cab_hf.plan import BlockIndices
 
 # bits per word of the bitmap
-WORD = 32
+WORD_BITS = 32
 # entries of a list, or rows of the bitmap, that a program reads at a time
 CHUNK = 256
 # bytes; transposed lists up to this size have the largest possible width. Larger lists have the
 # smallest sufficient width, which needs a device sync
-WIDE_LISTS = 64 << 20
+WIDE_LISTS_BYTES = 64 << 20
 
 
 class ColumnLists(NamedTuple):
@@ -52,7 +52,7 @@ def pack_columns(lists: BlockIndices, columns: int, with_slots: bool = False) ->
         columns: C, the number of key blocks.
         with_slots: True to compute `ColumnLists.slots`.
     """
-    bits, counts = _bitmap(lists, columns)
+    bits, counts = _make_bitmap(lists, columns)
     starts = counts.flatten().cumsum(0, dtype=torch.int64) - counts.flatten()
     starts = starts.view_as(counts)
     rows = lists.indices.new_empty(max(1, lists.indices.numel()))
@@ -67,44 +67,44 @@ def transpose(lists: BlockIndices, columns: int) -> BlockIndices:
     """Compute `BlockIndices.transpose` on the GPU.
 
     The allocated width of the result is the number of rows. If the result would then need more than
-    `WIDE_LISTS` bytes, the width is the length of the longest list, which needs a device sync.
+    `WIDE_LISTS_BYTES`, the width is the length of the longest list, which needs a device sync.
     While a CUDA graph is captured, the width is always the number of rows.
 
     Args:
         lists: Lists of key blocks per row.
         columns: C, the number of key blocks.
     """
-    batch, heads, rows = lists.counts.shape
+    batch, heads, num_rows = lists.counts.shape
     is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    is_wide = is_captured or 4 * batch * heads * columns * rows <= WIDE_LISTS
-    bits, counts = _bitmap(lists, columns)
-    width = rows if is_wide else max(1, int(counts.max()))
+    is_wide = is_captured or 4 * batch * heads * columns * num_rows <= WIDE_LISTS_BYTES
+    bits, counts = _make_bitmap(lists, columns)
+    width = num_rows if is_wide else max(1, int(counts.max()))
     starts = torch.arange(counts.numel(), device=counts.device, dtype=torch.int64) * width
     indices = lists.indices.new_zeros((*counts.shape, width))
     _write_rows(bits, starts=starts.view_as(counts), rows=indices, lists=lists, slots=None)
     return BlockIndices(counts, indices)
 
 
-def _bitmap(lists: BlockIndices, columns: int) -> tuple[Tensor, Tensor]:
+def _make_bitmap(lists: BlockIndices, columns: int) -> tuple[Tensor, Tensor]:
     """Return the bitmap of ``lists``, and the number of rows that list each key block.
 
     Returns:
         bits: int32 [B, P, C, words]. Bit r % 32 of word r // 32 is set if row r lists the block.
         counts: int32 [B, P, C].
     """
-    batch, heads, rows = lists.counts.shape
-    words = triton.cdiv(rows, WORD)
-    bits = lists.indices.new_zeros(batch, heads, columns, words)
+    batch, heads, num_rows = lists.counts.shape
+    num_words = triton.cdiv(num_rows, WORD_BITS)
+    bits = lists.indices.new_zeros(batch, heads, columns, num_words)
     counts = lists.counts.new_empty(batch, heads, columns)
     if lists.width:
-        _mark_kernel[(rows, batch * heads)](
+        _mark_kernel[(num_rows, batch * heads)](
             counts=lists.counts,
             indices=lists.indices,
             bits=bits,
-            rows=rows,
+            num_rows=num_rows,
             width=lists.width,
             columns=columns,
-            words=words,
+            num_words=num_words,
             CHUNK=CHUNK,
             num_warps=1,
         )
@@ -112,8 +112,8 @@ def _bitmap(lists: BlockIndices, columns: int) -> tuple[Tensor, Tensor]:
         bits=bits,
         counts=counts,
         columns=columns,
-        words=words,
-        WORDS=triton.next_power_of_2(words),
+        num_words=num_words,
+        WORDS=triton.next_power_of_2(num_words),
         num_warps=1,
     )
     return bits, counts
@@ -132,7 +132,7 @@ def _write_rows(
         slots: int32, shape of ``rows``, receives the index of the key block in the list of each
             row; None if not needed.
     """
-    batch, heads, columns, words = bits.shape
+    batch, heads, columns, num_words = bits.shape
     _unpack_kernel[(columns, batch * heads)](
         bits=bits,
         starts=starts,
@@ -141,7 +141,7 @@ def _write_rows(
         list_counts=lists.counts,
         list_indices=lists.indices,
         columns=columns,
-        words=words,
+        num_words=num_words,
         num_rows=lists.counts.shape[2],
         width=lists.width,
         CHUNK=CHUNK,
@@ -150,30 +150,30 @@ def _write_rows(
 
 
 @triton.jit
-def _mark_kernel(counts, indices, bits, rows, width, columns, words, CHUNK: tl.constexpr):
+def _mark_kernel(counts, indices, bits, num_rows, width, columns, num_words, CHUNK: tl.constexpr):
     """Set the bit of one row in the bitmap of every key block that the row lists."""
     row = tl.program_id(0)
     plane = tl.program_id(1).to(tl.int64)
-    count = tl.load(counts + plane * rows + row)
-    indices += (plane * rows + row) * width
+    count = tl.load(counts + plane * num_rows + row)
+    indices += (plane * num_rows + row) * width
     # bit 31 makes an int32 word negative; this has no effect, because words are only read as bits
     bit = 1 << (row % 32)
-    bits += plane * columns * words + row // 32
+    bits += plane * columns * num_words + row // 32
     for start in range(0, count, CHUNK):
         slot = start + tl.arange(0, CHUNK)
-        listed = slot < count
-        column = tl.load(indices + slot, mask=listed, other=0)
-        tl.atomic_or(bits + column.to(tl.int64) * words, bit, mask=listed)
+        is_listed = slot < count
+        column = tl.load(indices + slot, mask=is_listed, other=0)
+        tl.atomic_or(bits + column.to(tl.int64) * num_words, bit, mask=is_listed)
 
 
 @triton.jit
-def _count_kernel(bits, counts, columns, words, WORDS: tl.constexpr):
+def _count_kernel(bits, counts, columns, num_words, WORDS: tl.constexpr):
     """Count the rows that list one key block: the set bits of its bitmap."""
     column = tl.program_id(0)
     plane = tl.program_id(1).to(tl.int64)
     word_index = tl.arange(0, WORDS)
-    bits += (plane * columns + column) * words
-    word = tl.load(bits + word_index, mask=word_index < words, other=0)
+    bits += (plane * columns + column) * num_words
+    word = tl.load(bits + word_index, mask=word_index < num_words, other=0)
     total = tl.zeros((WORDS,), tl.int32)
     for bit in tl.static_range(32):
         total += (word >> bit) & 1
@@ -189,7 +189,7 @@ def _unpack_kernel(
     list_counts,
     list_indices,
     columns,
-    words,
+    num_words,
     num_rows,
     width,
     CHUNK: tl.constexpr,
@@ -200,34 +200,34 @@ def _unpack_kernel(
     """
     column = tl.program_id(0)
     plane = tl.program_id(1).to(tl.int64)
-    bits += (plane * columns + column) * words
+    bits += (plane * columns + column) * num_words
     start = tl.load(starts + plane * columns + column)
     list_counts += plane * num_rows
     list_indices += plane * num_rows * width
     num_written = 0
-    for begin in range(0, words * 32, CHUNK):
+    for first_row in range(0, num_words * 32, CHUNK):
         # [CHUNK]
-        row = begin + tl.arange(0, CHUNK)
-        word = tl.load(bits + row // 32, mask=row < words * 32, other=0)
-        listed = (word >> (row % 32)) & 1
-        target = start + num_written + tl.cumsum(listed, 0) - 1
-        tl.store(rows + target, row, mask=listed != 0)
+        row = first_row + tl.arange(0, CHUNK)
+        word = tl.load(bits + row // 32, mask=row < num_words * 32, other=0)
+        is_listed = (word >> (row % 32)) & 1
+        position = start + num_written + tl.cumsum(is_listed, 0) - 1
+        tl.store(rows + position, row, mask=is_listed != 0)
         if slots is not None:
-            slot = _slot_of(
+            slot = _find_slots(
                 column,
                 list_counts,
                 list_indices,
                 row=row,
                 width=width,
-                listed=listed != 0,
+                is_listed=is_listed != 0,
                 CHUNK=CHUNK,
             )
-            tl.store(slots + target, slot, mask=listed != 0)
-        num_written += tl.sum(listed, 0)
+            tl.store(slots + position, slot, mask=is_listed != 0)
+        num_written += tl.sum(is_listed, 0)
 
 
 @triton.jit
-def _slot_of(column, counts, indices, row, width, listed, CHUNK: tl.constexpr):
+def _find_slots(column, counts, indices, row, width, is_listed, CHUNK: tl.constexpr):
     """Return the index of a key block in the lists of CHUNK rows, found by binary search.
 
     Args:
@@ -235,15 +235,15 @@ def _slot_of(column, counts, indices, row, width, listed, CHUNK: tl.constexpr):
         counts, indices: Pointers to the lists of one head; lists are ascending.
         row: [CHUNK], the rows whose lists are searched.
         width: Allocated indices per row.
-        listed: bool [CHUNK], False for rows that do not list the key block. The result of these
+        is_listed: bool [CHUNK], False for rows that do not list the key block. The result of these
             rows is undefined.
     """
     low = tl.zeros((CHUNK,), tl.int32)
-    high = tl.load(counts + row, mask=listed, other=1) - 1
+    high = tl.load(counts + row, mask=is_listed, other=1) - 1
     indices += row.to(tl.int64) * width
     while tl.max(high - low, 0) > 0:
         middle = (low + high) // 2
-        below = tl.load(indices + middle, mask=listed, other=0) < column
-        low = tl.where(below & (low < high), middle + 1, low)
-        high = tl.where(below, high, tl.maximum(middle, low))
+        is_below = tl.load(indices + middle, mask=is_listed, other=0) < column
+        low = tl.where(is_below & (low < high), middle + 1, low)
+        high = tl.where(is_below, high, tl.maximum(middle, low))
     return low

@@ -31,9 +31,9 @@ def choose(
     index: Index,
     scale: float,
     length: Tensor,
-    wanted: Tensor,
+    num_keys: Tensor,
     channels: tuple[int, ...] = (),
-    valid: Tensor | None = None,
+    padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Choice:
     """Select the keys that a decode step attends to; see `reference.choose`."""
@@ -43,9 +43,9 @@ def choose(
             index,
             scale=scale,
             length=length,
-            wanted=wanted,
+            num_keys=num_keys,
             channels=channels,
-            valid=valid,
+            padding_mask=padding_mask,
             sinks=sinks,
         )
 
@@ -57,7 +57,7 @@ def attend(
     choice: Choice,
     scale: float,
     length: Tensor | None = None,
-    valid: Tensor | None = None,
+    padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
@@ -66,7 +66,7 @@ def attend(
     The kernels support neither gradients nor soft caps; `reference` computes calls with gradients
     or soft caps.
     """
-    options = {"scale": scale, "length": length, "valid": valid, "sinks": sinks}
+    options = {"scale": scale, "length": length, "padding_mask": padding_mask, "sinks": sinks}
     with without_autocast(q):
         if softcap is not None or not has_kernels(q, k, v):
             return reference.attend(q, k, v, choice, softcap=softcap, **options)

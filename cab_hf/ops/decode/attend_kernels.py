@@ -15,7 +15,7 @@ from cab_hf.ops import launch
 from cab_hf.ops.attention.tiles import LOG2_E, precision, vectors
 from cab_hf.ops.decode import reference
 from cab_hf.ops.decode.reference import Choice
-from cab_hf.ops.launch import LOWEST, on_device_of
+from cab_hf.ops.launch import LOWEST_LOGIT, on_device_of
 
 NUM_MEAN_VALUES = tl.constexpr(reference.NUM_MEAN_VALUES)
 
@@ -45,12 +45,12 @@ def attend(
     choice: Choice,
     scale: float,
     length: Tensor | None = None,
-    valid: Tensor | None = None,
+    padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention over the selected keys; see `reference.attend`."""
-    compute = torch.ops.cab_hf.decode_attend if torch.compiler.is_compiling() else _attend
-    return compute(
+    attend_function = torch.ops.cab_hf.decode_attend if torch.compiler.is_compiling() else _attend
+    return attend_function(
         q=q,
         k=k,
         v=v,
@@ -59,7 +59,7 @@ def attend(
         unread=choice.unread,
         scale=scale,
         length=length,
-        valid=valid,
+        padding_mask=padding_mask,
         sinks=sinks,
     )
 
@@ -73,7 +73,7 @@ def _attend(
     unread: Tensor | None,
     scale: float,
     length: Tensor | None,
-    valid: Tensor | None,
+    padding_mask: Tensor | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `attend` for the tensors of a `Choice`, which a custom op can have as arguments."""
@@ -82,7 +82,7 @@ def _attend(
     group, rows = heads // kv_heads, batch * kv_heads
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     slots = slots if slots.stride(-1) == 1 else slots.contiguous()
-    valid, valid_stride, first_token = launch.padding(valid)
+    padding_mask, padding_mask_stride, first_token = launch.padding_arguments(padding_mask)
     key_splits = max(MIN_SPLITS, min(MAX_SPLITS, READING_PROGRAMS // rows))
     # additional programs estimate the contribution of the keys that are not selected (unread keys)
     mean_splits = NUM_MEAN_VALUES.value // MEAN_VALUES_PER_PROGRAM
@@ -104,8 +104,8 @@ def _attend(
             counts_head=counts.stride(1),
             unread_ptr=unread,
             length_ptr=length,
-            valid_ptr=valid,
-            valid_stride=valid_stride,
+            padding_mask_ptr=padding_mask,
+            padding_mask_stride=padding_mask_stride,
             first_token_ptr=first_token,
             max_ptr=max_logits,
             sum_ptr=sums,
@@ -125,7 +125,7 @@ def _attend(
             PRECISION=precision(q),
             num_warps=READ_WARPS,
             num_stages=READ_STAGES,
-            **launch.early(q),
+            **launch.pdl_options(q),
         )
         _merge_kernel[(rows, group)](
             max_ptr=max_logits,
@@ -139,7 +139,7 @@ def _attend(
             BLOCK_S=MERGED_AT_A_TIME,
             BLOCK_V=triton.next_power_of_2(value_dim),
             num_warps=4,
-            **launch.early(q),
+            **launch.pdl_options(q),
         )
     return out
 
@@ -158,8 +158,8 @@ def _attend_kernel(
     counts_head,
     unread_ptr,
     length_ptr,
-    valid_ptr,
-    valid_stride,
+    padding_mask_ptr,
+    padding_mask_stride,
     first_token_ptr,
     max_ptr,
     sum_ptr,
@@ -177,7 +177,7 @@ def _attend_kernel(
     IS_FAR: tl.constexpr,
     MEAN_VALUES: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Attend to one of ``key_splits`` equal parts of the selected keys of a row.
 
@@ -188,87 +188,95 @@ def _attend_kernel(
     """
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, kv_head = row // kv_heads, row % kv_heads
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    member = tl.arange(0, BLOCK_G)
-    is_head = member < GROUP
+    head_in_group = tl.arange(0, BLOCK_G)
+    is_real_head = head_in_group < GROUP
     channel, value_channel = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    values = v.data + batch * v.batch + kv_head * v.head
-    partial = (row * tl.num_programs(0) + split) * GROUP + member
-    target = partial_out_ptr + partial[:, None] * D_V + value_channel[None, :]
+    v_head = v.data + batch * v.batch + kv_head * v.head
+    partial_row = (row * tl.num_programs(0) + split) * GROUP + head_in_group
+    partial_out_ptrs = partial_out_ptr + partial_row[:, None] * D_V + value_channel[None, :]
 
     # unread keys: one logit per head, and the part of the mean value [BLOCK_V] of this program
     if unread_ptr is not None:  # noqa: SIM102 - the compiler evaluates this condition only
         if split >= key_splits:
             begin, end = 0, tl.load(length_ptr).to(tl.int64)
-            if valid_ptr is not None:
+            if padding_mask_ptr is not None:
                 begin = tl.load(first_token_ptr + batch)
-            mean, real_share = tl.zeros([BLOCK_V], tl.float32), 0.0
+            mean_value, real_share = tl.zeros([BLOCK_V], tl.float32), 0.0
             for start in range(0, MEAN_VALUES, BLOCK_N):
                 i = (split - key_splits) * MEAN_VALUES + start + tl.arange(0, BLOCK_N)
                 slot = begin + i * (end - begin) // NUM_MEAN_VALUES
                 is_real = slot < end
-                if valid_ptr is not None:
-                    valid_at = valid_ptr + batch * valid_stride + slot
-                    is_real = tl.load(valid_at, mask=is_real, other=0) != 0
+                if padding_mask_ptr is not None:
+                    padding_mask_ptrs = padding_mask_ptr + batch * padding_mask_stride + slot
+                    is_real = tl.load(padding_mask_ptrs, mask=is_real, other=0) != 0
                 v_tile = tl.load(
-                    values + slot[:, None] * v.token + value_channel[None, :],
+                    v_head + slot[:, None] * v.token + value_channel[None, :],
                     mask=is_real[:, None] & (value_channel < D_V)[None, :],
                     other=0.0,
                 )
-                mean += tl.sum(v_tile.to(tl.float32), 0) / NUM_MEAN_VALUES
+                mean_value += tl.sum(v_tile.to(tl.float32), 0) / NUM_MEAN_VALUES
                 real_share += tl.sum(is_real.to(tl.float32), 0) / NUM_MEAN_VALUES
-            logit = tl.load(unread_ptr + row * GROUP + member, mask=is_head, other=0.0)
-            has_unread = logit > LOWEST
-            tl.store(max_ptr + partial, tl.where(has_unread, logit, LOWEST), mask=is_head)
-            tl.store(sum_ptr + partial, tl.where(has_unread, real_share, 0.0), mask=is_head)
-            mean = tl.where(has_unread[:, None], mean[None, :], 0.0)
-            tl.store(target, mean, mask=is_head[:, None] & (value_channel < D_V)[None, :])
+            logit = tl.load(unread_ptr + row * GROUP + head_in_group, mask=is_real_head, other=0.0)
+            has_unread = logit > LOWEST_LOGIT
+            tl.store(
+                max_ptr + partial_row, tl.where(has_unread, logit, LOWEST_LOGIT), mask=is_real_head
+            )
+            tl.store(
+                sum_ptr + partial_row, tl.where(has_unread, real_share, 0.0), mask=is_real_head
+            )
+            mean_value = tl.where(has_unread[:, None], mean_value[None, :], 0.0)
+            tl.store(
+                partial_out_ptrs,
+                mean_value,
+                mask=is_real_head[:, None] & (value_channel < D_V)[None, :],
+            )
             return
 
     # queries of the group, [BLOCK_G, BLOCK_D]
-    q_at = q.data + batch * q.batch + (kv_head * GROUP + member)[:, None] * q.head
+    q_ptrs = q.data + batch * q.batch + (kv_head * GROUP + head_in_group)[:, None] * q.head
     q_tile = tl.load(
-        q_at + channel[None, :], mask=is_head[:, None] & (channel < D)[None, :], other=0.0
+        q_ptrs + channel[None, :], mask=is_real_head[:, None] & (channel < D)[None, :], other=0.0
     )
-    keys = k.data + batch * k.batch + kv_head * k.head
+    k_head = k.data + batch * k.batch + kv_head * k.head
     listed_slots = slots_ptr + batch * slots_batch + kv_head * slots_head
-    count = tl.load(counts_ptr + batch * counts_batch + kv_head * counts_head)
-    split_keys = tl.cdiv(count, key_splits)
-    stop = tl.minimum((split + 1) * split_keys, count)
-    m_i = tl.full([BLOCK_G], LOWEST, tl.float32)
+    num_selected = tl.load(counts_ptr + batch * counts_batch + kv_head * counts_head)
+    keys_per_split = tl.cdiv(num_selected, key_splits)
+    split_end = tl.minimum((split + 1) * keys_per_split, num_selected)
+    m_i = tl.full([BLOCK_G], LOWEST_LOGIT, tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
     l_i = tl.zeros([BLOCK_G], tl.float32)
-    for start in range(split * split_keys, stop, BLOCK_N):
+    for start in range(split * keys_per_split, split_end, BLOCK_N):
         # gather k [BLOCK_N, BLOCK_D] and v [BLOCK_N, BLOCK_V]
         i = start + tl.arange(0, BLOCK_N)
-        inside = i < stop
-        slot = tl.load(listed_slots + i, mask=inside, other=0)
+        is_in_bounds = i < split_end
+        slot = tl.load(listed_slots + i, mask=is_in_bounds, other=0)
         if IS_FAR:
             slot = slot.to(tl.int64)
         k_tile = tl.load(
-            keys + slot[:, None] * k.token + channel[None, :],
-            mask=inside[:, None] & (channel < D)[None, :],
+            k_head + slot[:, None] * k.token + channel[None, :],
+            mask=is_in_bounds[:, None] & (channel < D)[None, :],
             other=0.0,
         )
         v_tile = tl.load(
-            values + slot[:, None] * v.token + value_channel[None, :],
-            mask=inside[:, None] & (value_channel < D_V)[None, :],
+            v_head + slot[:, None] * v.token + value_channel[None, :],
+            mask=is_in_bounds[:, None] & (value_channel < D_V)[None, :],
             other=0.0,
         )
         # online softmax of logits [BLOCK_G, BLOCK_N]
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * qk_scale
-        s = tl.where(inside[None, :], s, float("-inf"))
+        s = tl.where(is_in_bounds[None, :], s, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1))
         p = tl.exp2(s - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
         l_i = l_i * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
         m_i = m_new
-    tl.store(max_ptr + partial, m_i, mask=is_head)
-    tl.store(sum_ptr + partial, l_i, mask=is_head)
-    tl.store(target, acc, mask=is_head[:, None] & (value_channel < D_V)[None, :])
+    tl.store(max_ptr + partial_row, m_i, mask=is_real_head)
+    tl.store(sum_ptr + partial_row, l_i, mask=is_real_head)
+    tl.store(partial_out_ptrs, acc, mask=is_real_head[:, None] & (value_channel < D_V)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_splits", "kv_heads"])
@@ -283,32 +291,32 @@ def _merge_kernel(
     D_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Merge the ``num_splits`` partial results of one query head, and write the output."""
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_wait()
-    row, member, group = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row, head_in_group, group = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     value_channel = tl.arange(0, BLOCK_V)
     acc = tl.zeros([BLOCK_V], tl.float32)
     l_i = tl.zeros([1], tl.float32)
-    m_i = tl.full([1], LOWEST, tl.float32)
+    m_i = tl.full([1], LOWEST_LOGIT, tl.float32)
     if sinks_ptr is not None:
         # the sink acts as a first key, whose value is 0
-        sink = tl.load(sinks_ptr + row % kv_heads * group + member).to(tl.float32)
+        sink = tl.load(sinks_ptr + row % kv_heads * group + head_in_group).to(tl.float32)
         m_i = tl.zeros([1], tl.float32) + sink * LOG2_E
         l_i += 1.0
     for start in range(0, num_splits, BLOCK_S):
         # maxima and sums [BLOCK_S], outputs [BLOCK_S, BLOCK_V]
         split = start + tl.arange(0, BLOCK_S)
-        partial = (row * num_splits + split) * group + member
-        split_max = tl.load(max_ptr + partial, mask=split < num_splits, other=LOWEST)
+        partial_row = (row * num_splits + split) * group + head_in_group
+        split_max = tl.load(max_ptr + partial_row, mask=split < num_splits, other=LOWEST_LOGIT)
         m_new = tl.maximum(m_i, tl.max(split_max, 0))
         # programs without keys have written a maximum of LOWEST and sums of 0
         weight = tl.exp2(split_max - m_new)
-        split_sum = tl.load(sum_ptr + partial, mask=split < num_splits, other=0.0)
+        split_sum = tl.load(sum_ptr + partial_row, mask=split < num_splits, other=0.0)
         split_out = tl.load(
-            partial_out_ptr + partial[:, None] * D_V + value_channel[None, :],
+            partial_out_ptr + partial_row[:, None] * D_V + value_channel[None, :],
             mask=(split < num_splits)[:, None] & (value_channel < D_V)[None, :],
             other=0.0,
         )
@@ -316,13 +324,13 @@ def _merge_kernel(
         acc = acc * alpha + tl.sum(split_out * weight[:, None], 0)
         l_i = l_i * alpha + tl.sum(split_sum * weight, 0)
         m_i = m_new
-    out_at = out_ptr + (row * group + member) * D_V + value_channel
-    tl.store(out_at, (acc / l_i).to(out_ptr.dtype.element_ty), mask=value_channel < D_V)
+    out_ptrs = out_ptr + (row * group + head_in_group) * D_V + value_channel
+    tl.store(out_ptrs, (acc / l_i).to(out_ptr.dtype.element_ty), mask=value_channel < D_V)
 
 
 _attend_op = torch.library.custom_op("cab_hf::decode_attend", _attend, mutates_args=())
 
 
 @_attend_op.register_fake
-def _(q, k, v, slots, counts, unread, scale, length, valid, sinks=None):
+def _(q, k, v, slots, counts, unread, scale, length, padding_mask, sinks=None):
     return q.new_empty(*q.shape[:3], v.shape[3])

@@ -36,15 +36,18 @@ class Halves(NamedTuple):
         """
         channels = channels or tuple(range(dim))
         first, size = channels[0], len(channels) // 2
-        second = channels[size]
-        two_runs = (*range(first, first + size), *range(second, second + size))
-        one_run = tuple(range(first, first + len(channels)))
-        if channels not in (two_runs, one_run) or channels[-1] >= dim:
+        second_range_start = channels[size]
+        two_ranges = (
+            *range(first, first + size),
+            *range(second_range_start, second_range_start + size),
+        )
+        one_range = tuple(range(first, first + len(channels)))
+        if channels not in (two_ranges, one_range) or channels[-1] >= dim:
             raise ValueError(
                 f"channels must be one run of adjacent channels, or two equally long runs, all "
                 f"below {dim}, got {channels}. Use () for all channels."
             )
-        return cls(first=first, distance=second - first, size=size)
+        return cls(first=first, distance=second_range_start - first, size=size)
 
     @property
     def constants(self) -> dict[str, int]:

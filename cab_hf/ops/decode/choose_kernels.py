@@ -4,9 +4,9 @@
 
 * `sample_kernel` scores a sample of the keys, and the keys that are always selected. Each program
   writes the logits of its keys, rounded to levels, and their log-sum-exp for each query head.
-* `limit_kernel` has one program per KV head and sequence. The program finds the last selected level
-  by bisection. For each query head, it writes a threshold, which is the smallest product q · k of a
-  selected key, and the estimated weight of all keys that are not selected.
+* `threshold_kernel` has one program per KV head and sequence. The program finds the last selected
+  level by bisection. For each query head, the program writes a threshold, which is the smallest
+  product q · k of a selected key, and the estimated weight of all keys that are not selected.
 * `_choose_kernel` reads the index of all keys, and writes one bit per key: selected or not.
 * `_list_kernel` converts the bits to a compact list of slots.
 
@@ -28,15 +28,15 @@ from cab_hf.ops import launch
 from cab_hf.ops.attention.tiles import LOG2_E, vectors
 from cab_hf.ops.decode.channels import Halves
 from cab_hf.ops.decode.index_kernel import token_scalars
-from cab_hf.ops.decode.limit_kernels import (
+from cab_hf.ops.decode.packed import MIN_COLUMNS, key_products, load_queries, make_packing
+from cab_hf.ops.decode.reference import Choice, Index, sample_stride
+from cab_hf.ops.decode.threshold_kernels import (
     LOCAL_TOKENS,
     RUN_KEYS,
     SINK_TOKENS,
-    limit_kernel,
     sample_kernel,
+    threshold_kernel,
 )
-from cab_hf.ops.decode.packed import MIN_COLUMNS, key_products, load_queries, packing
-from cab_hf.ops.decode.reference import Choice, Index, sample_stride
 from cab_hf.ops.launch import on_device_of
 
 # the sizes below were the fastest on an H200
@@ -50,8 +50,8 @@ SCORE_WARPS = 4
 SCORE_STAGES = 3
 # pipeline stages of `_choose_kernel` that fit in the 64 KiB of shared memory of AMD's GPUs
 AMD_STAGES = 2
-# warps per program of `limit_kernel`
-LIMIT_WARPS = 16
+# warps per program of `threshold_kernel`
+THRESHOLD_WARPS = 16
 # keys whose bits a program of `_list_kernel` converts to slots per loop iteration
 LISTED_KEYS = 2048
 
@@ -61,22 +61,22 @@ def choose(
     index: Index,
     scale: float,
     length: Tensor,
-    wanted: Tensor,
+    num_keys: Tensor,
     channels: tuple[int, ...] = (),
-    valid: Tensor | None = None,
+    padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Choice:
     """Select the keys that a decode step attends to; see `reference.choose`."""
-    select = torch.ops.cab_hf.decode_choose if torch.compiler.is_compiling() else _choose
-    slots, counts, unread = select(
+    choose_function = torch.ops.cab_hf.decode_choose if torch.compiler.is_compiling() else _choose
+    slots, counts, unread = choose_function(
         q=q,
         codes=index.codes,
         scales=index.scales,
         scale=scale,
         length=length,
-        wanted=wanted,
+        num_keys=num_keys,
         channels=list(channels),
-        valid=valid,
+        padding_mask=padding_mask,
         sinks=sinks,
     )
     return Choice(slots, counts, unread)
@@ -88,9 +88,9 @@ def _choose(
     scales: Tensor,
     scale: float,
     length: Tensor,
-    wanted: Tensor,
+    num_keys: Tensor,
     channels: list[int],
-    valid: Tensor | None,
+    padding_mask: Tensor | None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `choose`, and return the fields of the `Choice`: (slots, counts, unread)."""
@@ -99,51 +99,53 @@ def _choose(
     q = q if q.stride(-1) == 1 else q.contiguous()
     codes = codes if codes.stride()[2:] == (key_bytes, 1) else codes.contiguous()
     scales = scales if scales.stride(2) == 1 else scales.contiguous()
-    wanted = wanted.expand(len(q)).contiguous()
-    valid, valid_stride, first_token = launch.padding(valid)
+    num_keys = num_keys.expand(len(q)).contiguous()
+    padding_mask, padding_mask_stride, first_token = launch.padding_arguments(padding_mask)
     # arguments of both kernels that score keys
-    scoring = {
+    scoring_arguments = {
         "q": vectors(q),
         "codes": vectors(codes),
         "scales": token_scalars(scales),
         "length_ptr": length,
-        "valid_ptr": valid,
-        "valid_stride": valid_stride,
+        "padding_mask_ptr": padding_mask,
+        "padding_mask_stride": padding_mask_stride,
         "first_token_ptr": first_token,
         "qk_scale": scale * LOG2_E.value,
         "kv_heads": codes.shape[1],
         "GROUP": q.shape[1] // codes.shape[1],
-        "HAS_PTX": launch.packed(q),
+        "HAS_PTX": launch.has_ptx(q),
         **halves.constants,
-        **launch.early(q),
+        **launch.pdl_options(q),
     }
     with on_device_of(q):
-        thresholds, unread = _find_thresholds(q, codes, scoring, wanted=wanted, sinks=sinks)
-        slots, counts = _list_keys(q, codes, scoring, thresholds=thresholds)
+        thresholds, unread = _find_thresholds(
+            q, codes, scoring_arguments, num_keys=num_keys, sinks=sinks
+        )
+        slots, counts = _list_keys(q, codes, scoring_arguments, thresholds=thresholds)
     return slots, counts, unread
 
 
 def _find_thresholds(
-    q: Tensor, codes: Tensor, scoring: dict, *, wanted: Tensor, sinks: Tensor | None
+    q: Tensor, codes: Tensor, scoring_arguments: dict, *, num_keys: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernels that find the threshold of each query head from the sample of the keys.
 
     Args:
         q: [B, H, 1, D].
         codes: uint8 [B, H_kv, N, C / 2].
-        scoring: Keyword arguments that `sample_kernel` and `_choose_kernel` share.
-        wanted: int32 [B], the number of keys to select.
+        scoring_arguments: Keyword arguments that `sample_kernel` and `_choose_kernel` share.
+        num_keys: int32 [B], the number of keys to select.
         sinks: [H], one logit per head; None without.
 
     Returns:
         thresholds: float32 [B * H_kv, BLOCK_G], the smallest product of a selected key for each
-            query head of a group, see `limit_kernel`.
+            query head of a group, see `threshold_kernel`.
         unread: float32 [B, H], see `Choice`.
     """
     batch, kv_heads, num_slots, key_bytes = codes.shape
     group, rows = q.shape[1] // kv_heads, batch * kv_heads
     stride = sample_stride(num_slots)
-    layout = packing(group, key_bytes, RUN_KEYS.value)
+    layout = make_packing(group, key_bytes, RUN_KEYS.value)
     sample_keys = triton.cdiv(num_slots, RUN_KEYS.value * stride) * RUN_KEYS.value
     num_splits = triton.cdiv(sample_keys, layout.keys_per_tile)
     max_samples = num_splits * layout.keys_per_tile
@@ -151,7 +153,7 @@ def _find_thresholds(
     logits = q.new_empty(rows, max_samples, padded_group, dtype=torch.int16)
     # the additional program per row (+ 1) processes the keys that are always selected
     lse = q.new_empty(rows, num_splits + 1, padded_group, dtype=torch.float32)
-    num_always = q.new_empty(rows, dtype=torch.int32)
+    num_always_read = q.new_empty(rows, dtype=torch.int32)
     query_scales = q.new_empty(rows, padded_group, dtype=torch.float32)
     thresholds = torch.empty_like(query_scales)
     unread = q.new_empty(batch, q.shape[1], dtype=torch.float32)
@@ -160,23 +162,23 @@ def _find_thresholds(
         logits_ptr=logits,
         lse_ptr=lse,
         query_scales_ptr=query_scales,
-        num_always_ptr=num_always,
+        num_always_read_ptr=num_always_read,
         SAMPLE_STRIDE=stride,
         LOG2_SAMPLE_STRIDE=log2_stride,
         num_warps=SCORE_WARPS,
         **layout.constants,
-        **scoring,
+        **scoring_arguments,
     )
-    limit_kernel[(rows,)](
+    threshold_kernel[(rows,)](
         logits_ptr=logits,
         lse_ptr=lse,
         query_scales_ptr=query_scales,
-        num_always_ptr=num_always,
+        num_always_read_ptr=num_always_read,
         sinks_ptr=sinks,
         thresholds_ptr=thresholds,
         unread_ptr=unread,
-        length_ptr=scoring["length_ptr"],
-        wanted_ptr=wanted,
+        length_ptr=scoring_arguments["length_ptr"],
+        num_keys_ptr=num_keys,
         kv_heads=kv_heads,
         max_samples=max_samples,
         num_splits=num_splits,
@@ -185,16 +187,16 @@ def _find_thresholds(
         GROUP=group,
         BLOCK_G=padded_group,
         BLOCK_SPLITS=triton.next_power_of_2(num_splits + 1),
-        HAS_PTX=launch.packed(q),
+        HAS_PTX=launch.has_ptx(q),
         BLOCK_N=triton.next_power_of_2(sample_keys),
-        num_warps=LIMIT_WARPS,
-        **launch.early(q),
+        num_warps=THRESHOLD_WARPS,
+        **launch.pdl_options(q),
     )
     return thresholds, unread
 
 
 def _list_keys(
-    q: Tensor, codes: Tensor, scoring: dict, *, thresholds: Tensor
+    q: Tensor, codes: Tensor, scoring_arguments: dict, *, thresholds: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernels that list the keys whose product reaches the threshold of any query head.
 
@@ -206,7 +208,7 @@ def _list_keys(
     batch, kv_heads, num_slots, key_bytes = codes.shape
     rows = batch * kv_heads
     # a row of the product contains several adjacent keys, see `load_queries`
-    layout = packing(q.shape[1] // kv_heads, key_bytes, MIN_COLUMNS)
+    layout = make_packing(q.shape[1] // kv_heads, key_bytes, MIN_COLUMNS)
     program_keys = triton.next_power_of_2(triton.cdiv(num_slots * rows, NUM_PROGRAMS))
     program_keys = max(MIN_PROGRAM_KEYS, min(MAX_PROGRAM_KEYS, program_keys))
     program_keys = max(layout.keys_per_tile, program_keys)
@@ -226,16 +228,16 @@ def _list_keys(
         PROGRAM_KEYS=program_keys,
         IS_PADDED=layout.padded_bytes != key_bytes,
         num_warps=SCORE_WARPS,
-        num_stages=SCORE_STAGES if launch.packed(q) else AMD_STAGES,
+        num_stages=SCORE_STAGES if launch.has_ptx(q) else AMD_STAGES,
         **layout.constants,
-        **scoring,
+        **scoring_arguments,
     )
     _list_kernel[(num_splits, rows)](
         bits_ptr=bits,
         num_read_ptr=num_read,
         slots_ptr=slots,
         counts_ptr=counts,
-        length_ptr=scoring["length_ptr"],
+        length_ptr=scoring_arguments["length_ptr"],
         num_words=num_words,
         num_slots=num_slots,
         num_splits=num_splits,
@@ -243,7 +245,7 @@ def _list_keys(
         BLOCK_SPLITS=triton.next_power_of_2(num_splits),
         BLOCK_N=min(LISTED_KEYS, program_keys),
         num_warps=4,
-        **launch.early(q),
+        **launch.pdl_options(q),
     )
     return slots, counts
 
@@ -254,8 +256,8 @@ def _choose_kernel(
     codes,
     scales,
     length_ptr,
-    valid_ptr,
-    valid_stride,
+    padding_mask_ptr,
+    padding_mask_stride,
     first_token_ptr,
     qk_scale,
     kv_heads,
@@ -276,12 +278,12 @@ def _choose_kernel(
     BLOCK_C: tl.constexpr,
     IS_PADDED: tl.constexpr,
     HAS_PTX: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Write one bit per key for ``PROGRAM_KEYS`` keys, 1 if selected, and the number of 1 bits."""
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, kv_head = row // kv_heads, row % kv_heads
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
     COLUMNS: tl.constexpr = PACK * BLOCK_G
     ROWS: tl.constexpr = BLOCK_N // PACK
@@ -298,7 +300,7 @@ def _choose_kernel(
         HALF_SIZE=HALF_SIZE,
         BLOCK_C=BLOCK_C,
     )
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_wait()
     end = tl.load(length_ptr).to(tl.int32)
     program_begin = split * PROGRAM_KEYS
@@ -306,48 +308,50 @@ def _choose_kernel(
     written_end = tl.minimum(program_end, end)
     column, key_in_row = tl.arange(0, COLUMNS)[None, :], tl.arange(0, PACK)[None, :]
     row_begin = tl.arange(0, ROWS)[:, None] * PACK
-    first_token, valid_row = 0, valid_ptr
-    if valid_ptr is not None:
+    first_token, padding_mask_row = 0, padding_mask_ptr
+    if padding_mask_ptr is not None:
         first_token = tl.load(first_token_ptr + batch)
-        valid_row = valid_ptr + batch * valid_stride
+        padding_mask_row = padding_mask_ptr + batch * padding_mask_stride
 
     # threshold of each column, [1, COLUMNS]
-    member = column % BLOCK_G
+    head_in_group = column % BLOCK_G
     threshold = tl.load(
-        thresholds_ptr + row * THRESHOLDS_G + member,
-        mask=member < THRESHOLDS_G,
+        thresholds_ptr + row * THRESHOLDS_G + head_in_group,
+        mask=head_in_group < THRESHOLDS_G,
         other=float("inf"),
     )
 
     # addresses of codes [ROWS, PACK * BLOCK_C], scales [ROWS, PACK], bits [BLOCK_N // 32]
     packed_byte = tl.arange(0, PACK * BLOCK_C)[None, :]
     packed_key, byte = packed_byte // BLOCK_C, packed_byte % BLOCK_C
-    codes_at = codes.data + batch * codes.batch + kv_head * codes.head
-    codes_at += (row_begin + packed_key) * HALF_SIZE + byte
+    codes_ptrs = codes.data + batch * codes.batch + kv_head * codes.head
+    codes_ptrs += (row_begin + packed_key) * HALF_SIZE + byte
     key_bytes = tl.full([], HALF_SIZE, tl.int64)
-    scales_at = scales.data + batch * scales.batch + kv_head * scales.head + row_begin + key_in_row
+    scales_ptrs = (
+        scales.data + batch * scales.batch + kv_head * scales.head + row_begin + key_in_row
+    )
     word = tl.arange(0, BLOCK_N // 32)
-    bits_at = bits_ptr + row * num_words + word
+    bits_ptrs = bits_ptr + row * num_words + word
     count = tl.zeros([BLOCK_N // 32], tl.int32)
 
     # tiles of BLOCK_N slots inside the cache are loaded without a mask. Slots after the end of the
     # sequence contain undefined codes, and are never listed
-    full_end = program_begin
+    unmasked_end = program_begin
     if not IS_PADDED:
-        full_end = tl.maximum(
+        unmasked_end = tl.maximum(
             program_begin, tl.minimum(written_end, num_slots // BLOCK_N * BLOCK_N)
         )
     # an iteration loads the scales of the next tile before it computes the products of its tile
     next_scale = tl.load(
-        scales_at + program_begin,
+        scales_ptrs + program_begin,
         mask=program_begin + row_begin + key_in_row < num_slots,
         other=0.0,
     )
-    for start in range(program_begin, full_end, BLOCK_N):
-        key_codes = tl.load(codes_at + start * key_bytes)
+    for start in range(program_begin, unmasked_end, BLOCK_N):
+        key_codes = tl.load(codes_ptrs + start * key_bytes)
         key_scale = next_scale
         next_start = tl.minimum(start + BLOCK_N, tl.maximum(num_slots - BLOCK_N, 0))
-        next_scale = tl.load(scales_at + next_start)
+        next_scale = tl.load(scales_ptrs + next_start)
         tile_bits, word_counts = _tile_bits(
             codes=key_codes,
             key_scale=key_scale,
@@ -358,19 +362,19 @@ def _choose_kernel(
             start=start,
             first_token=first_token,
             end=end,
-            valid_row=valid_row,
+            padding_mask_row=padding_mask_row,
             PACK=PACK,
             BLOCK_G=BLOCK_G,
             BLOCK_N=BLOCK_N,
             HAS_PTX=HAS_PTX,
         )
-        tl.store(bits_at + start // 32, tile_bits)
+        tl.store(bits_ptrs + start // 32, tile_bits)
         count += word_counts
-    for start in tl.range(full_end, written_end, BLOCK_N, num_stages=1):
-        inside = (start + row_begin + packed_key < num_slots) & (byte < HALF_SIZE)
-        key_codes = tl.load(codes_at + start * key_bytes, mask=inside, other=0)
+    for start in tl.range(unmasked_end, written_end, BLOCK_N, num_stages=1):
+        is_in_bounds = (start + row_begin + packed_key < num_slots) & (byte < HALF_SIZE)
+        key_codes = tl.load(codes_ptrs + start * key_bytes, mask=is_in_bounds, other=0)
         key_scale = tl.load(
-            scales_at + start, mask=start + row_begin + key_in_row < num_slots, other=0.0
+            scales_ptrs + start, mask=start + row_begin + key_in_row < num_slots, other=0.0
         )
         tile_bits, word_counts = _tile_bits(
             codes=key_codes,
@@ -382,13 +386,13 @@ def _choose_kernel(
             start=start,
             first_token=first_token,
             end=end,
-            valid_row=valid_row,
+            padding_mask_row=padding_mask_row,
             PACK=PACK,
             BLOCK_G=BLOCK_G,
             BLOCK_N=BLOCK_N,
             HAS_PTX=HAS_PTX,
         )
-        tl.store(bits_at + start // 32, tile_bits, mask=start // 32 + word < num_words)
+        tl.store(bits_ptrs + start // 32, tile_bits, mask=start // 32 + word < num_words)
         count += word_counts
     tl.store(num_read_ptr + row * tl.num_programs(0) + split, tl.sum(count, 0))
 
@@ -404,7 +408,7 @@ def _tile_bits(
     start,
     first_token,
     end,
-    valid_row,
+    padding_mask_row,
     PACK: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -421,7 +425,7 @@ def _tile_bits(
         start: Slot of the first key.
         first_token: Slot of the first token of the sequence that is not padding.
         end: Slot after the last token of the sequence.
-        valid_row: Pointer to the padding mask of the sequence; None without padding.
+        padding_mask_row: Pointer to the padding mask of the sequence; None without padding.
 
     Returns:
         bits: int32 [BLOCK_N // 32], 32 keys per word.
@@ -440,9 +444,9 @@ def _tile_bits(
     if (start < first_token + SINK_TOKENS) | (start + BLOCK_N > end - LOCAL_TOKENS):
         is_always_read = (token < first_token + SINK_TOKENS) | (token >= end - LOCAL_TOKENS)
         is_read = (is_read | is_always_read) & (token < end)
-    if valid_row is not None:
-        valid = tl.load(valid_row + token, mask=token < end, other=0)
-        is_read = is_read & (valid != 0)
+    if padding_mask_row is not None:
+        padding_mask = tl.load(padding_mask_row + token, mask=token < end, other=0)
+        is_read = is_read & (padding_mask != 0)
     bits = tl.where(is_read, 1 << (token % 32), 0)
     bits = tl.sum(tl.reshape(bits, (BLOCK_N // 32, 32)), 1)
     return bits, _count_bits(bits, HAS_PTX)
@@ -480,36 +484,38 @@ def _list_kernel(
     PROGRAM_KEYS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Write the slots of the selected keys among ``PROGRAM_KEYS`` keys to the list of the row.
 
     A program writes its slots after those of all earlier programs of the row. The first program of
     a row also writes the number of selected keys of the row.
     """
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    splits = tl.arange(0, BLOCK_SPLITS)
+    split_indices = tl.arange(0, BLOCK_SPLITS)
     split_counts = tl.load(
-        num_read_ptr + row * num_splits + splits, mask=splits < num_splits, other=0
+        num_read_ptr + row * num_splits + split_indices, mask=split_indices < num_splits, other=0
     )
     if split == 0:
         tl.store(counts_ptr + row, tl.sum(split_counts, 0))
-    num_listed = tl.sum(tl.where(splits < split, split_counts, 0), 0)
-    begin = split * PROGRAM_KEYS
-    end = tl.minimum(begin + PROGRAM_KEYS, num_slots)
-    end = tl.minimum(end, tl.load(length_ptr).to(tl.int32))
+    num_listed = tl.sum(tl.where(split_indices < split, split_counts, 0), 0)
+    program_begin = split * PROGRAM_KEYS
+    program_end = tl.minimum(program_begin + PROGRAM_KEYS, num_slots)
+    program_end = tl.minimum(program_end, tl.load(length_ptr).to(tl.int32))
     row_slots = slots_ptr + row * num_slots
-    for start in range(begin, end, BLOCK_N):
+    for start in range(program_begin, program_end, BLOCK_N):
         # bits of the keys, [BLOCK_N]; words after the end of the sequence are undefined and masked
         word = start // 32 + tl.arange(0, BLOCK_N // 32)
-        words = tl.load(bits_ptr + row * num_words + word, mask=word * 32 < end, other=0)
+        words = tl.load(bits_ptr + row * num_words + word, mask=word * 32 < program_end, other=0)
         bits = (words[:, None] >> tl.arange(0, 32)[None, :]) & 1
         bits = tl.reshape(bits, (BLOCK_N,))
-        listed_until = num_listed + tl.cumsum(bits, 0)
-        tl.store(row_slots + listed_until - 1, start + tl.arange(0, BLOCK_N), mask=bits != 0)
+        num_listed_up_to_key = num_listed + tl.cumsum(bits, 0)
+        tl.store(
+            row_slots + num_listed_up_to_key - 1, start + tl.arange(0, BLOCK_N), mask=bits != 0
+        )
         num_listed += tl.sum(bits, 0)
 
 
@@ -517,7 +523,7 @@ _choose_op = torch.library.custom_op("cab_hf::decode_choose", _choose, mutates_a
 
 
 @_choose_op.register_fake
-def _(q, codes, scales, scale, length, wanted, channels, valid, sinks=None):
+def _(q, codes, scales, scale, length, num_keys, channels, padding_mask, sinks=None):
     slots = q.new_empty(scales.shape, dtype=torch.int32)
     counts = q.new_empty(scales.shape[:2], dtype=torch.int32)
     return slots, counts, q.new_empty(q.shape[:2], dtype=torch.float32)

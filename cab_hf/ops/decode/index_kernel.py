@@ -42,11 +42,15 @@ def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tenso
 
     ``start`` is the slot of the first key; None for slot 0.
     """
-    write = torch.ops.cab_hf.decode_write_index if torch.compiler.is_compiling() else _write
-    write(codes=index.codes, scales=index.scales, k=k, channels=list(channels), start=start)
+    write_function = (
+        torch.ops.cab_hf.decode_write_index if torch.compiler.is_compiling() else _write_index
+    )
+    write_function(
+        codes=index.codes, scales=index.scales, k=k, channels=list(channels), start=start
+    )
 
 
-def _write(
+def _write_index(
     codes: Tensor, scales: Tensor, k: Tensor, channels: list[int], start: Tensor | None
 ) -> None:
     batch, heads, length, dim = k.shape
@@ -66,7 +70,7 @@ def _write(
             BLOCK_C=triton.next_power_of_2(halves.size),
             D=dim,
             CHUNK_D=min(CHECKED_CHANNELS, triton.next_power_of_2(dim)),
-            EARLY=launch.early(k)["EARLY"],
+            USE_PDL=launch.pdl_options(k)["USE_PDL"],
             num_warps=4,
         )
 
@@ -92,13 +96,13 @@ def _index_kernel(
     BLOCK_C: tl.constexpr,
     D: tl.constexpr,
     CHUNK_D: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Compress ``BLOCK_N`` of ``length`` new keys of one KV head, and write codes and scales.
 
     ``start_ptr`` points to the slot of the first new key; None for slot 0.
     """
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
     plane = tl.program_id(1).to(tl.int64)
     batch, head = plane // heads, plane % heads
@@ -106,39 +110,41 @@ def _index_kernel(
 
     # first and second half of the scored channels, [BLOCK_N, BLOCK_C]
     channel = tl.arange(0, BLOCK_C)
-    inside = (token < length)[:, None] & (channel < HALF_SIZE)[None, :]
-    key = vectors_at(k, batch, head, token)
-    scored = key + (FIRST_CHANNEL + channel)[None, :]
-    low = tl.load(scored, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(scored + HALF_DISTANCE, mask=inside, other=0.0).to(tl.float32)
+    is_in_bounds = (token < length)[:, None] & (channel < HALF_SIZE)[None, :]
+    key_ptrs = vectors_at(k, batch, head, token)
+    scored_ptrs = key_ptrs + (FIRST_CHANNEL + channel)[None, :]
+    low = tl.load(scored_ptrs, mask=is_in_bounds, other=0.0).to(tl.float32)
+    high = tl.load(scored_ptrs + HALF_DISTANCE, mask=is_in_bounds, other=0.0).to(tl.float32)
 
     # bits of the largest magnitude over all channels, [BLOCK_N]; also channels that are not scored
     # may contain NaN
     max_bits = tl.maximum(tl.max(magnitude(low), 1), tl.max(magnitude(high), 1))
     if 2 * HALF_SIZE < D:
         for first_channel in tl.static_range(0, D, CHUNK_D):
-            chunk = first_channel + tl.arange(0, CHUNK_D)
-            mask = (token < length)[:, None] & (chunk < D)[None, :]
-            values = tl.load(key + chunk[None, :], mask=mask, other=0.0).to(tl.float32)
-            max_bits = tl.maximum(max_bits, tl.max(magnitude(values), 1))
+            chunk_channel = first_channel + tl.arange(0, CHUNK_D)
+            is_in_chunk = (token < length)[:, None] & (chunk_channel < D)[None, :]
+            chunk_values = tl.load(
+                key_ptrs + chunk_channel[None, :], mask=is_in_chunk, other=0.0
+            ).to(tl.float32)
+            max_bits = tl.maximum(max_bits, tl.max(magnitude(chunk_values), 1))
     is_finite = max_bits < INFINITE_BITS
 
     # quantise with one scale per key
     low, high = tl.where(is_finite[:, None], low, 0.0), tl.where(is_finite[:, None], high, 0.0)
-    largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
-    scale = tl.minimum(largest * INVERSE_MAX_KEY_CODE, MAX_KEY_SCALE).to(tl.float16)
+    max_abs = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+    scale = tl.minimum(max_abs * INVERSE_MAX_KEY_CODE, MAX_KEY_SCALE).to(tl.float16)
     divisor = tl.maximum(scale.to(tl.float32), MIN_SCALE)
-    inverse = tl.div_rn(tl.full([BLOCK_N], 1.0, tl.float32), divisor)[:, None]
+    inverse_scale = tl.div_rn(tl.full([BLOCK_N], 1.0, tl.float32), divisor)[:, None]
     scale = tl.where(is_finite, scale, float("inf")).to(tl.float16)
-    code = _key_code(low * inverse) | (_key_code(high * inverse) << 4)
+    code = _key_code(low * inverse_scale) | (_key_code(high * inverse_scale) << 4)
 
     slot = token.to(tl.int64)
     if start_ptr is not None:
         slot += tl.load(start_ptr)
-    scale_target = scales.data + batch * scales.batch + head * scales.head + slot * scales.token
-    tl.store(scale_target, scale, mask=token < length)
-    code_target = vectors_at(codes, batch, head, slot) + channel[None, :]
-    tl.store(code_target, code.to(tl.uint8), mask=inside)
+    scale_ptrs = scales.data + batch * scales.batch + head * scales.head + slot * scales.token
+    tl.store(scale_ptrs, scale, mask=token < length)
+    code_ptrs = vectors_at(codes, batch, head, slot) + channel[None, :]
+    tl.store(code_ptrs, code.to(tl.uint8), mask=is_in_bounds)
 
 
 @triton.jit
@@ -148,17 +154,17 @@ def _key_code(x):
 
 
 @triton.jit
-def round_to_integer(x, MAX: tl.constexpr):
+def round_to_integer(x, MAX_CODE: tl.constexpr):
     """Return x rounded to the nearest integers from -MAX - 1 to MAX.
 
     The clamp precedes the addition of 0.5. Otherwise the compiler would fuse the addition with the
     product that computes x (FMA), and round once instead of twice as `reference.index_keys` does.
     """
-    return tl.floor(tl.minimum(tl.maximum(x, -MAX - 1.0), MAX) + 0.5)
+    return tl.floor(tl.minimum(tl.maximum(x, -MAX_CODE - 1.0), MAX_CODE) + 0.5)
 
 
 _write_op = torch.library.custom_op(
-    "cab_hf::decode_write_index", _write, mutates_args=("codes", "scales")
+    "cab_hf::decode_write_index", _write_index, mutates_args=("codes", "scales")
 )
 
 

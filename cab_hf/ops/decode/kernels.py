@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cab_hf.capability import NONE, capability
+from cab_hf.capability import NO_CAPABILITY, capability
 from cab_hf.ops import launch
 from cab_hf.ops.decode.attend_kernels import attend
 from cab_hf.ops.decode.choose_kernels import choose
@@ -24,6 +24,6 @@ def unavailable(x: Tensor) -> str | None:
     The reason continues a sentence that starts with the name of the engine, e.g. "supports float32,
     not float64".
     """
-    if NONE < capability(x.device) < (8, 0):
+    if NO_CAPABILITY < capability(x.device) < (8, 0):
         return "runs on GPUs of compute capability 8.0 and newer"
     return launch.unavailable(x)

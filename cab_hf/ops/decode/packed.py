@@ -54,7 +54,7 @@ class Packing(NamedTuple):
         }
 
 
-def packing(group: int, key_bytes: int, max_keys_per_row: int) -> Packing:
+def make_packing(group: int, key_bytes: int, max_keys_per_row: int) -> Packing:
     """Return the layout of the matrix product of keys and the queries of a group.
 
     A row contains only one key if the number of bytes per key is not a power of two.
@@ -66,17 +66,17 @@ def packing(group: int, key_bytes: int, max_keys_per_row: int) -> Packing:
     """
     padded_group = triton.next_power_of_2(group)
     padded_bytes = triton.next_power_of_2(key_bytes)
-    pack = max(MIN_COLUMNS // padded_group, MIN_BYTES // key_bytes, 1)
-    row_is_too_short = pack > max_keys_per_row and max_keys_per_row * key_bytes < MIN_BYTES
-    if padded_bytes != key_bytes or row_is_too_short:
-        pack = 1
-    pack = min(pack, max_keys_per_row)
-    padded_bytes = max(padded_bytes, MIN_BYTES // pack)
+    keys_per_row = max(MIN_COLUMNS // padded_group, MIN_BYTES // key_bytes, 1)
+    is_row_too_short = keys_per_row > max_keys_per_row and max_keys_per_row * key_bytes < MIN_BYTES
+    if padded_bytes != key_bytes or is_row_too_short:
+        keys_per_row = 1
+    keys_per_row = min(keys_per_row, max_keys_per_row)
+    padded_bytes = max(padded_bytes, MIN_BYTES // keys_per_row)
     return Packing(
-        keys_per_row=pack,
-        padded_group=max(padded_group, MIN_COLUMNS // pack),
+        keys_per_row=keys_per_row,
+        padded_group=max(padded_group, MIN_COLUMNS // keys_per_row),
         padded_bytes=padded_bytes,
-        keys_per_tile=pack * max(MIN_ROWS, TILE_BYTES // (pack * padded_bytes)),
+        keys_per_tile=keys_per_row * max(MIN_ROWS, TILE_BYTES // (keys_per_row * padded_bytes)),
     )
 
 
@@ -93,7 +93,7 @@ def _block_diagonal(x, PACK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.co
 
 
 @triton.jit
-def _half_bytes(x, UPPER: tl.constexpr, HAS_PTX: tl.constexpr):
+def _unpack_half_bytes(x, UPPER: tl.constexpr, HAS_PTX: tl.constexpr):
     """Return the lower or upper four bits of each byte, int8."""
     if HAS_PTX:
         # PTX processes four bytes per instruction, Triton's own code one
@@ -146,11 +146,18 @@ def load_queries(
             two; NaN for a query with NaN or infinities.
     """
     # [BLOCK_G, BLOCK_C]
-    member, channel = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_C)
-    inside = (member < GROUP)[:, None] & (channel < HALF_SIZE)[None, :]
-    query = q.data + batch * q.batch + (kv_head * GROUP + member)[:, None] * q.head + FIRST_CHANNEL
-    low = tl.load(query + channel[None, :], mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(query + HALF_DISTANCE + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    head_in_group, channel = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_C)
+    is_in_bounds = (head_in_group < GROUP)[:, None] & (channel < HALF_SIZE)[None, :]
+    query_ptrs = (
+        q.data
+        + batch * q.batch
+        + (kv_head * GROUP + head_in_group)[:, None] * q.head
+        + FIRST_CHANNEL
+    )
+    low = tl.load(query_ptrs + channel[None, :], mask=is_in_bounds, other=0.0).to(tl.float32)
+    high = tl.load(query_ptrs + HALF_DISTANCE + channel[None, :], mask=is_in_bounds, other=0.0).to(
+        tl.float32
+    )
 
     # quantise with one scale per query
     max_bits = tl.maximum(tl.max(magnitude(low), 1), tl.max(magnitude(high), 1))
@@ -158,9 +165,9 @@ def load_queries(
     low, high = tl.where(is_finite[:, None], low, 0.0), tl.where(is_finite[:, None], high, 0.0)
     query_scale = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
     query_scale = tl.maximum(query_scale * INVERSE_MAX_QUERY_CODE, MIN_SCALE)
-    inverse = tl.div_rn(tl.full([BLOCK_G], 1.0, tl.float32), query_scale)[:, None]
-    low = round_to_integer(low * inverse, MAX_QUERY_CODE)
-    high = round_to_integer(high * inverse, MAX_QUERY_CODE)
+    inverse_scale = tl.div_rn(tl.full([BLOCK_G], 1.0, tl.float32), query_scale)[:, None]
+    low = round_to_integer(low * inverse_scale, MAX_QUERY_CODE)
+    high = round_to_integer(high * inverse_scale, MAX_QUERY_CODE)
 
     # sum over channels of 8 * query, because the code of a key is 8 more than its value
     offset = (8.0 * (tl.sum(low, 1) + tl.sum(high, 1))).to(tl.int32)
@@ -188,6 +195,6 @@ def key_products(codes, key_scale, low, high, offset, HAS_PTX: tl.constexpr):
     Returns:
         float32 [keys / PACK, PACK * BLOCK_G].
     """
-    s = tl.dot(_half_bytes(codes, False, HAS_PTX), low, out_dtype=tl.int32)
-    s = tl.dot(_half_bytes(codes, True, HAS_PTX), high, s, out_dtype=tl.int32)
+    s = tl.dot(_unpack_half_bytes(codes, False, HAS_PTX), low, out_dtype=tl.int32)
+    s = tl.dot(_unpack_half_bytes(codes, True, HAS_PTX), high, s, out_dtype=tl.int32)
     return (s - offset).to(tl.float32) * key_scale.to(tl.float32)

@@ -104,12 +104,12 @@ def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
             dropped.
     """
     is_finite = k.isfinite().all(-1)
-    x = scored_channels(k, channels).masked_fill(~is_finite.unsqueeze(-1), 0.0)
+    scored = scored_channels(k, channels).masked_fill(~is_finite.unsqueeze(-1), 0.0)
     # devices differ in whether they divide by a number or multiply by its inverse, which rounds
     # differently. Explicit products with the inverse are the same on every device
-    scales = (x.abs().amax(-1) * (1 / MAX_KEY_CODE)).clamp(max=MAX_KEY_SCALE).to(torch.float16)
-    inverse = scales.float().clamp(min=MIN_SCALE).reciprocal().unsqueeze(-1)
-    codes = (x * inverse).clamp(-MAX_KEY_CODE - 1, MAX_KEY_CODE)
+    scales = (scored.abs().amax(-1) * (1 / MAX_KEY_CODE)).clamp(max=MAX_KEY_SCALE).to(torch.float16)
+    inverse_scale = scales.float().clamp(min=MIN_SCALE).reciprocal().unsqueeze(-1)
+    codes = (scored * inverse_scale).clamp(-MAX_KEY_CODE - 1, MAX_KEY_CODE)
     codes = ((codes + 0.5).floor() + 8).to(torch.uint8)
     scales = scales.masked_fill(~is_finite, torch.inf)
     lower_half, upper_half = codes.chunk(2, dim=-1)
@@ -126,8 +126,8 @@ def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tenso
         start: int64 scalar or [1], the slot of the first new key.
     """
     slots = start + torch.arange(k.shape[2], device=k.device)
-    for tensor, new_entries in zip(index, index_keys(k, channels), strict=True):
-        tensor.index_copy_(2, slots, new_entries)
+    for index_tensor, new_entries in zip(index, index_keys(k, channels), strict=True):
+        index_tensor.index_copy_(2, slots, new_entries)
 
 
 def scored_channels(x: Tensor, channels: tuple[int, ...]) -> Tensor:
@@ -156,13 +156,13 @@ class Choice(NamedTuple):
     unread: Tensor | None
 
     @classmethod
-    def from_mask(cls, selected: Tensor, unread: Tensor | None = None) -> Choice:
-        """Build a choice from a mask: ``selected`` is bool [B, H_kv, N], True for selected keys.
+    def from_mask(cls, is_selected: Tensor, unread: Tensor | None = None) -> Choice:
+        """Build a choice from a mask: ``is_selected`` is bool [B, H_kv, N], True for selected keys.
 
         ``unread`` becomes the field of the choice.
         """
-        slots = (~selected).byte().argsort(dim=-1, stable=True).to(torch.int32)
-        return cls(slots, selected.sum(-1, dtype=torch.int32), unread)
+        slots = (~is_selected).byte().argsort(dim=-1, stable=True).to(torch.int32)
+        return cls(slots, is_selected.sum(-1, dtype=torch.int32), unread)
 
     def to_mask(self, num_slots: int | None = None) -> Tensor:
         """Return bool [B, H_kv, num_slots], True for selected keys.
@@ -203,21 +203,22 @@ def choose(
     index: Index,
     scale: float,
     length: Tensor,
-    wanted: Tensor,
+    num_keys: Tensor,
     channels: tuple[int, ...] = (),
-    valid: Tensor | None = None,
+    padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Choice:
     """Select the keys that each KV head attends to in a decode step.
 
-    Each KV head selects about ``wanted`` keys. Of the keys of one level, all or none are selected:
+    Each KV head selects about n = ``num_keys`` keys. Of the keys of one level, all or none are
+    selected:
 
-    * A head selects all keys if there are at most ``wanted`` keys.
-    * Otherwise, a head selects the lowest levels, as many as have at most ``wanted`` keys together.
-    * If these levels have fewer than ``wanted`` / 2 keys, the head also selects the next level.
+    * A head selects all keys if there are at most n keys.
+    * Otherwise, a head selects the lowest levels, as many as have at most n keys together.
+    * If these levels have fewer than n / 2 keys, the head also selects the next level.
 
     Numbers of keys per level are estimates unless the sample contains all keys. Keys with NaN or
-    infinities are selected in addition to ``wanted``. Queries with NaN or infinities do not affect
+    infinities are selected in addition to the n keys. Queries with NaN or infinities do not affect
     the selection.
 
     Args:
@@ -225,9 +226,9 @@ def choose(
         index: Index of all slots of the cache; entries from ``length`` on are ignored.
         scale: Factor of the products q · k.
         length: int [1], the number of written keys, including the key of the query.
-        wanted: int32 [B], or [1] for all rows, the number of keys to select.
+        num_keys: int32 [B], or [1] for all rows, the number of keys to select.
         channels: The scored channels from which the index was built; () for all.
-        valid: bool [B, >= length], False for padding; None without padding.
+        padding_mask: bool [B, >= length], False for padding; None without padding.
         sinks: [H], one logit per head that takes part in the softmax; None without.
     """
     scores = score_keys(
@@ -236,18 +237,22 @@ def choose(
         scale=scale,
         length=length,
         channels=channels,
-        valid=valid,
+        padding_mask=padding_mask,
         sinks=sinks,
     )
-    logits, levels, sampled, always = scores
-    selected = levels <= last_read_level(
-        levels, sampled=sampled, always=always, length=length, wanted=wanted
+    logits, levels, is_sampled, is_always_read = scores
+    is_selected = levels <= last_read_level(
+        levels,
+        is_sampled=is_sampled,
+        is_always_read=is_always_read,
+        length=length,
+        num_keys=num_keys,
     )
-    unselected = (sampled & ~selected & (levels < HIDDEN_LEVEL)).unsqueeze(2)
-    unread = (logits / (LEVELS_PER_OCTAVE * LOG2_E)).masked_fill(~unselected, float("-inf"))
-    represented_keys = sample_stride(levels.shape[2])
-    unread = unread.logsumexp(-1) * LOG2_E + math.log2(represented_keys * UNREAD_WEIGHT)
-    return Choice.from_mask(selected, unread.flatten(1, 2))
+    is_unread = (is_sampled & ~is_selected & (levels < HIDDEN_LEVEL)).unsqueeze(2)
+    unread = (logits / (LEVELS_PER_OCTAVE * LOG2_E)).masked_fill(~is_unread, float("-inf"))
+    num_represented_keys = sample_stride(levels.shape[2])
+    unread = unread.logsumexp(-1) * LOG2_E + math.log2(num_represented_keys * UNREAD_WEIGHT)
+    return Choice.from_mask(is_selected, unread.flatten(1, 2))
 
 
 def score_keys(
@@ -256,7 +261,7 @@ def score_keys(
     scale: float,
     length: Tensor,
     channels: tuple[int, ...],
-    valid: Tensor | None,
+    padding_mask: Tensor | None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute logits and levels of all keys of a cache. The arguments are those of `choose`.
@@ -266,19 +271,22 @@ def score_keys(
         levels: int64 [B, H_kv, N]. The level of a key is the minimum over the group of
             log-sum-exp - logit, clamped to 1 to `LAST_LEVEL`. It is `ALWAYS_LEVEL` for keys that
             are always selected, and `HIDDEN_LEVEL` for keys that are not visible.
-        sampled: bool [B, H_kv, N], True for keys of the sample.
-        always: bool [B, H_kv, N], True for sink and local tokens, which are always selected. Keys
-            with NaN or infinities are in neither ``sampled`` nor ``always``.
+        is_sampled: bool [B, H_kv, N], True for keys of the sample.
+        is_always_read: bool [B, H_kv, N], True for sink and local tokens, which are always
+            selected. Keys with NaN or infinities are in neither ``is_sampled`` nor
+            ``is_always_read``.
     """
     kv_heads, num_slots = index.scales.shape[1:]
     group = q.shape[1] // kv_heads
-    visible, always = (x.unsqueeze(1) for x in _visible(num_slots, length, valid, q.device))
-    # keys with NaN or infinities are selected in addition to ``wanted`` keys, and not counted
-    nonfinite = index.scales.isinf() & visible
-    always = always & ~nonfinite
+    is_visible, is_always_read = (
+        x.unsqueeze(1) for x in _find_visible_slots(num_slots, length, padding_mask, q.device)
+    )
+    # keys with NaN or infinities are selected in addition to ``num_keys`` keys, and not counted
+    is_nonfinite = index.scales.isinf() & is_visible
+    is_always_read = is_always_read & ~is_nonfinite
     stride = sample_stride(num_slots)
     is_in_run = torch.arange(num_slots, device=q.device) // RUN_KEYS % stride == 0
-    sampled = visible & ~always & ~nonfinite & is_in_run
+    is_sampled = is_visible & ~is_always_read & ~is_nonfinite & is_in_run
 
     # logits [B, H_kv, group, N] of 8-bit queries and 4-bit keys
     queries = scored_channels(q, channels).unflatten(1, (kv_heads, group)).squeeze(3)
@@ -287,14 +295,16 @@ def score_keys(
     query_scales = query_scales.clamp(min=MIN_SCALE)
     queries = (queries * query_scales.reciprocal() + 0.5).floor()
     keys = torch.cat((index.codes & 15, index.codes >> 4), dim=-1).float() - 8
-    key_scales = index.scales.float().masked_fill(nonfinite, 0.0)
+    key_scales = index.scales.float().masked_fill(is_nonfinite, 0.0)
     logits = queries @ keys.transpose(-1, -2) * key_scales.unsqueeze(2)
     logits = logits * (query_scales * (scale * LOG2_E))
 
     # each sampled key represents ``stride`` keys in the log-sum-exp [B, H_kv, group, 1]
-    counted = logits + math.log2(stride) * sampled.unsqueeze(2)
-    counted = counted.masked_fill(~(sampled | always).unsqueeze(2), float("-inf"))
-    lse = torch.logsumexp(counted / LOG2_E, dim=-1, keepdim=True)
+    counted_logits = logits + math.log2(stride) * is_sampled.unsqueeze(2)
+    counted_logits = counted_logits.masked_fill(
+        ~(is_sampled | is_always_read).unsqueeze(2), float("-inf")
+    )
+    lse = torch.logsumexp(counted_logits / LOG2_E, dim=-1, keepdim=True)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.float().view(1, kv_heads, group, 1))
     lse = lse * LOG2_E
@@ -304,38 +314,40 @@ def score_keys(
     # other heads of the group select keys
     levels = (lse - logits).nan_to_num(nan=LAST_LEVEL).amin(2)
     levels = levels.clamp(ALWAYS_LEVEL + 1, LAST_LEVEL).long()
-    levels = levels.masked_fill(always | nonfinite, ALWAYS_LEVEL)
-    levels = levels.masked_fill(~visible, HIDDEN_LEVEL)
-    return logits, levels, sampled, always
+    levels = levels.masked_fill(is_always_read | is_nonfinite, ALWAYS_LEVEL)
+    levels = levels.masked_fill(~is_visible, HIDDEN_LEVEL)
+    return logits, levels, is_sampled, is_always_read
 
 
 def last_read_level(
     levels: Tensor,
-    sampled: Tensor,
-    always: Tensor,
+    is_sampled: Tensor,
+    is_always_read: Tensor,
     length: Tensor,
-    wanted: Tensor,
+    num_keys: Tensor,
 ) -> Tensor:
     """Return the last selected level of each KV head, int64 [B, H_kv, 1].
 
     Args:
-        levels, sampled, always: Results of `score_keys`.
-        length, wanted: Arguments of `choose`.
+        levels, is_sampled, is_always_read: Results of `score_keys`.
+        length, num_keys: Arguments of `choose`.
     """
     stride = sample_stride(levels.shape[2])
     counts = levels.new_zeros(*levels.shape[:2], HIDDEN_LEVEL + 1)
-    counts.scatter_add_(2, levels, sampled.long().expand_as(levels))
+    counts.scatter_add_(2, levels, is_sampled.long().expand_as(levels))
     # keys that are always selected are not in the sample, and are counted exactly
-    wanted = wanted.view(-1, 1, 1)
-    num_keys = counts[..., :HIDDEN_LEVEL].cumsum(-1) * stride + always.sum(-1, keepdim=True)
-    is_within_budget = num_keys[..., :LAST_LEVEL] <= wanted
+    num_keys = num_keys.view(-1, 1, 1)
+    num_keys_up_to_level = counts[..., :HIDDEN_LEVEL].cumsum(-1) * stride
+    num_keys_up_to_level = num_keys_up_to_level + is_always_read.sum(-1, keepdim=True)
+    is_within_budget = num_keys_up_to_level[..., :LAST_LEVEL] <= num_keys
     is_within_budget[..., ALWAYS_LEVEL] = True
     num_levels = is_within_budget.sum(-1)
-    num_read = (num_keys[..., :LAST_LEVEL] * is_within_budget).amax(-1)
-    takes_one_more = (2 * num_read < wanted.squeeze(-1)) & (num_levels < LAST_LEVEL)
-    reads_all = (num_keys[..., -1:] <= wanted).squeeze(-1) | (length <= wanted.squeeze(-1))
-    last = num_levels - 1 + takes_one_more.long()
-    return last.masked_fill(reads_all, LAST_LEVEL).unsqueeze(-1)
+    num_read = (num_keys_up_to_level[..., :LAST_LEVEL] * is_within_budget).amax(-1)
+    should_take_next_level = (2 * num_read < num_keys.squeeze(-1)) & (num_levels < LAST_LEVEL)
+    reads_all = (num_keys_up_to_level[..., -1:] <= num_keys).squeeze(-1)
+    reads_all = reads_all | (length <= num_keys.squeeze(-1))
+    last_level = num_levels - 1 + should_take_next_level.long()
+    return last_level.masked_fill(reads_all, LAST_LEVEL).unsqueeze(-1)
 
 
 def sample_stride(num_slots: int) -> int:
@@ -350,7 +362,7 @@ def attend(
     choice: Choice,
     scale: float,
     length: Tensor | None = None,
-    valid: Tensor | None = None,
+    padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
@@ -366,50 +378,58 @@ def attend(
         k, v: [B, H_kv, N, D] and [B, H_kv, N, D_v].
         choice: Selected keys of each KV head.
         scale: Factor of the products q · k.
-        length, valid: Arguments of `choose`; only needed for a choice with ``unread``.
+        length, padding_mask: Arguments of `choose`; only needed for a choice with ``unread``.
         sinks: [H], one additional logit per head, which has no value; None without.
         softcap: Soft cap of the scaled logits, see `capped`; None for no cap.
     """
     kv_heads, num_slots = k.shape[1:3]
-    exact = torch.promote_types(q.dtype, torch.float32)
-    grouped = q.to(exact).unflatten(1, (kv_heads, -1)).squeeze(3)
-    logits = capped(grouped @ k.to(exact).transpose(-1, -2) * scale, softcap)
-    selected = choice.to_mask(num_slots).unsqueeze(2)
-    logits, values = logits.masked_fill(~selected, float("-inf")), v.to(exact)
-    values = values.masked_fill(~selected.any(2).unsqueeze(-1), 0)
+    exact_dtype = torch.promote_types(q.dtype, torch.float32)
+    grouped_q = q.to(exact_dtype).unflatten(1, (kv_heads, -1)).squeeze(3)
+    logits = capped(grouped_q @ k.to(exact_dtype).transpose(-1, -2) * scale, softcap)
+    is_selected = choice.to_mask(num_slots).unsqueeze(2)
+    logits, values = logits.masked_fill(~is_selected, float("-inf")), v.to(exact_dtype)
+    values = values.masked_fill(~is_selected.any(2).unsqueeze(-1), 0)
     if choice.unread is not None:
-        mean, real_share = _mean_value(v, length, valid)
-        unread = choice.unread.to(exact).unflatten(1, (kv_heads, -1)).unsqueeze(-1) / LOG2_E
-        logits = torch.cat((logits, unread + real_share.to(exact).log()), dim=-1)
-        values = torch.cat((values, mean.to(exact)), dim=2)
+        mean_value, real_share = _compute_mean_value(v, length, padding_mask)
+        unread_logit = (
+            choice.unread.to(exact_dtype).unflatten(1, (kv_heads, -1)).unsqueeze(-1) / LOG2_E
+        )
+        logits = torch.cat((logits, unread_logit + real_share.to(exact_dtype).log()), dim=-1)
+        values = torch.cat((values, mean_value.to(exact_dtype)), dim=2)
     if sinks is not None:
         # a sink acts as one more key, whose value is 0
-        sinks = sinks.to(exact).view(1, kv_heads, -1, 1).expand(len(q), -1, -1, -1)
+        sinks = sinks.to(exact_dtype).view(1, kv_heads, -1, 1).expand(len(q), -1, -1, -1)
         logits, values = torch.cat((logits, sinks), dim=-1), F.pad(values, (0, 0, 0, 1))
     return (logits.softmax(-1) @ values).to(q.dtype).flatten(1, 2).unsqueeze(2)
 
 
-def _mean_value(v: Tensor, length: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+def _compute_mean_value(
+    v: Tensor, length: Tensor, padding_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Compute the mean of `NUM_MEAN_VALUES` values at equidistant slots, without padding.
 
     Args:
         v: [B, H_kv, N, D_v].
-        length, valid: Arguments of `choose`.
+        length, padding_mask: Arguments of `choose`.
 
     Returns:
-        mean: float32 [B, H_kv, 1, D_v], the mean of the values that are not padding.
+        mean_value: float32 [B, H_kv, 1, D_v], the mean of the values that are not padding.
         real_share: float32 [B, 1, 1, 1], the fraction of the equidistant slots that are not
-            padding; 1 without ``valid``.
+            padding; 1 without ``padding_mask``.
     """
     batch, kv_heads, _, dim = v.shape
-    first = length.new_zeros(batch, 1) if valid is None else valid.int().argmax(-1, keepdim=True)
+    first_token = (
+        length.new_zeros(batch, 1)
+        if padding_mask is None
+        else padding_mask.int().argmax(-1, keepdim=True)
+    )
     slots = torch.arange(NUM_MEAN_VALUES, device=v.device)
-    slots = first + slots * (length - first) // NUM_MEAN_VALUES
+    slots = first_token + slots * (length - first_token) // NUM_MEAN_VALUES
     values = v.gather(2, slots[:, None, :, None].expand(-1, kv_heads, -1, dim)).float()
-    is_real = torch.ones_like(slots) if valid is None else valid.gather(1, slots)
+    is_real = torch.ones_like(slots) if padding_mask is None else padding_mask.gather(1, slots)
     is_real = is_real[:, None, :, None].float()
-    mean = (values * is_real).sum(2, keepdim=True) / is_real.sum(2, keepdim=True)
-    return mean, is_real.mean(2, True)
+    mean_value = (values * is_real).sum(2, keepdim=True) / is_real.sum(2, keepdim=True)
+    return mean_value, is_real.mean(2, True)
 
 
 def round_to_levels(x: Tensor) -> Tensor:
@@ -418,31 +438,33 @@ def round_to_levels(x: Tensor) -> Tensor:
     Args:
         x: Logits or log-sum-exps to base two.
     """
-    limits = torch.iinfo(torch.int16)
-    return (x * LEVELS_PER_OCTAVE).round().clamp(limits.min, limits.max)
+    int16_range = torch.iinfo(torch.int16)
+    return (x * LEVELS_PER_OCTAVE).round().clamp(int16_range.min, int16_range.max)
 
 
-def _visible(
-    num_slots: int, length: Tensor, valid: Tensor | None, device: torch.device
+def _find_visible_slots(
+    num_slots: int, length: Tensor, padding_mask: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return which slots contain a visible key, and which of these are sink or local tokens.
 
     Args:
         num_slots: N, the number of slots of the cache.
-        length, valid: Arguments of `choose`.
+        length, padding_mask: Arguments of `choose`.
         device: Device of the results.
 
     Returns:
-        visible: bool [B or 1, N], False for padding and for slots from ``length`` on.
-        always: bool [B or 1, N], True for visible sink and local tokens.
+        is_visible: bool [B or 1, N], False for padding and for slots from ``length`` on.
+        is_always_read: bool [B or 1, N], True for visible sink and local tokens.
     """
     slot = torch.arange(num_slots, device=device)
-    visible = (slot < length).unsqueeze(0)
-    if valid is not None:
-        padded = torch.zeros(valid.shape[0], num_slots, dtype=torch.bool, device=device)
-        width = min(num_slots, valid.shape[1])
-        padded[:, :width] = valid[:, :width]
-        visible = visible & padded
-    first = visible.int().argmax(-1, keepdim=True)
-    always = visible & ((slot < first + SINK_TOKENS) | (slot >= length - LOCAL_TOKENS))
-    return visible, always
+    is_visible = (slot < length).unsqueeze(0)
+    if padding_mask is not None:
+        is_real = torch.zeros(padding_mask.shape[0], num_slots, dtype=torch.bool, device=device)
+        width = min(num_slots, padding_mask.shape[1])
+        is_real[:, :width] = padding_mask[:, :width]
+        is_visible = is_visible & is_real
+    first_token = is_visible.int().argmax(-1, keepdim=True)
+    is_always_read = is_visible & (
+        (slot < first_token + SINK_TOKENS) | (slot >= length - LOCAL_TOKENS)
+    )
+    return is_visible, is_always_read

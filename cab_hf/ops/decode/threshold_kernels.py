@@ -13,7 +13,7 @@ import triton.language as tl
 from cab_hf.ops.attention.tiles import LOG2_E
 from cab_hf.ops.decode import reference
 from cab_hf.ops.decode.packed import key_products, load_queries, repeat_per_key
-from cab_hf.ops.launch import LOWEST
+from cab_hf.ops.launch import LOWEST_LOGIT
 
 LEVELS_PER_OCTAVE = tl.constexpr(reference.LEVELS_PER_OCTAVE)
 OCTAVES_PER_LEVEL = tl.constexpr(1 / reference.LEVELS_PER_OCTAVE)
@@ -25,7 +25,7 @@ LOCAL_TOKENS = tl.constexpr(reference.LOCAL_TOKENS)
 LOG2_UNREAD_WEIGHT = tl.constexpr(math.log2(reference.UNREAD_WEIGHT))
 LEVEL_BITS = tl.constexpr(reference.LAST_LEVEL.bit_length())
 # stored logit of a sampled slot without a countable key: the smallest int16
-UNCOUNTED = tl.constexpr(-32768)
+UNCOUNTED_LOGIT = tl.constexpr(-32768)
 
 
 @triton.jit
@@ -50,15 +50,15 @@ def sample_kernel(
     codes,
     scales,
     length_ptr,
-    valid_ptr,
-    valid_stride,
+    padding_mask_ptr,
+    padding_mask_stride,
     first_token_ptr,
     qk_scale,
     kv_heads,
     logits_ptr,
     lse_ptr,
     query_scales_ptr,
-    num_always_ptr,
+    num_always_read_ptr,
     SAMPLE_STRIDE: tl.constexpr,
     LOG2_SAMPLE_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -70,7 +70,7 @@ def sample_kernel(
     HALF_SIZE: tl.constexpr,
     BLOCK_C: tl.constexpr,
     HAS_PTX: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Write the logits of ``BLOCK_N`` sampled keys, rounded to levels, and their log-sum-exps.
 
@@ -78,7 +78,7 @@ def sample_kernel(
     keys that are always selected instead of sampled keys. This program writes the log-sum-exp and
     the number of these keys, and the scales of the queries.
     """
-    if EARLY:
+    if USE_PDL:
         # wait before launching dependents: `_choose_kernel` reads the query before it waits, so
         # that the kernel that writes the query must have ended
         tl.extra.cuda.gdc_wait()
@@ -87,51 +87,57 @@ def sample_kernel(
     batch, kv_head = row // kv_heads, row % kv_heads
     num_splits = tl.num_programs(0)
     end = tl.load(length_ptr).to(tl.int32)
-    begin = 0
-    if valid_ptr is not None:
-        begin = tl.load(first_token_ptr + batch)
+    first_token = 0
+    if padding_mask_ptr is not None:
+        first_token = tl.load(first_token_ptr + batch)
     COLUMNS: tl.constexpr = PACK * BLOCK_G
     ROWS: tl.constexpr = BLOCK_N // PACK
-    column, key_row = tl.arange(0, COLUMNS), tl.arange(0, ROWS)
+    column, packed_row = tl.arange(0, COLUMNS), tl.arange(0, ROWS)
     # [BLOCK_G]
     lse_offset = (row * num_splits + split) * BLOCK_G + tl.arange(0, BLOCK_G)
     is_sample = split < num_splits - 1
     if is_sample & (split * BLOCK_N * SAMPLE_STRIDE >= end):
-        tl.store(lse_ptr + lse_offset, tl.full([BLOCK_G], LOWEST, tl.float32))
+        tl.store(lse_ptr + lse_offset, tl.full([BLOCK_G], LOWEST_LOGIT, tl.float32))
         return
 
     # slot of the first key of each row of PACK keys, [ROWS, 1]: sampled keys, or in the last
     # program first sink tokens, then local tokens
-    sample_index = split * BLOCK_N + key_row * PACK
-    sample_slot = sample_index // RUN_KEYS * (RUN_KEYS * SAMPLE_STRIDE) + sample_index % RUN_KEYS
-    local_slot = end - LOCAL_TOKENS + key_row * PACK - SINK_TOKENS
-    always_slot = tl.where(key_row * PACK < SINK_TOKENS, begin + key_row * PACK, local_slot)
-    always_slot = tl.where(key_row * PACK < SINK_TOKENS + LOCAL_TOKENS, always_slot, end)
-    slot = tl.where(is_sample, sample_slot, always_slot)[:, None]
+    sample_index = split * BLOCK_N + packed_row * PACK
+    sampled_slot = sample_index // RUN_KEYS * (RUN_KEYS * SAMPLE_STRIDE) + sample_index % RUN_KEYS
+    local_slot = end - LOCAL_TOKENS + packed_row * PACK - SINK_TOKENS
+    always_read_slot = tl.where(
+        packed_row * PACK < SINK_TOKENS, first_token + packed_row * PACK, local_slot
+    )
+    always_read_slot = tl.where(
+        packed_row * PACK < SINK_TOKENS + LOCAL_TOKENS, always_read_slot, end
+    )
+    slot = tl.where(is_sample, sampled_slot, always_read_slot)[:, None]
 
     # mask of keys that take part in the log-sum-exp, [ROWS, COLUMNS]
     token = slot + (column // BLOCK_G)[None, :]
     is_visible = (token >= 0) & (token < end)
-    if valid_ptr is not None:
-        valid = tl.load(valid_ptr + batch * valid_stride + token, mask=is_visible, other=0)
-        is_visible = is_visible & (valid != 0)
-    is_always_read = (token < begin + SINK_TOKENS) | (token >= end - LOCAL_TOKENS)
+    if padding_mask_ptr is not None:
+        padding_mask = tl.load(
+            padding_mask_ptr + batch * padding_mask_stride + token, mask=is_visible, other=0
+        )
+        is_visible = is_visible & (padding_mask != 0)
+    is_always_read = (token < first_token + SINK_TOKENS) | (token >= end - LOCAL_TOKENS)
     # in a short sequence, local tokens are also sinks: count them once
-    is_sink_row = (key_row * PACK < SINK_TOKENS)[:, None]
+    is_sink_row = (packed_row * PACK < SINK_TOKENS)[:, None]
     is_counted = is_visible & tl.where(
-        is_sample, ~is_always_read, is_sink_row == (token < begin + SINK_TOKENS)
+        is_sample, ~is_always_read, is_sink_row == (token < first_token + SINK_TOKENS)
     )
 
     # load the index of the keys: codes [ROWS, PACK * BLOCK_C], scales [ROWS, COLUMNS]
     packed_byte = tl.arange(0, PACK * BLOCK_C)[None, :]
     packed_key, byte = packed_byte // BLOCK_C, packed_byte % BLOCK_C
     packed_slot = slot + packed_key
-    inside = (packed_slot >= 0) & (packed_slot < end) & (byte < HALF_SIZE)
-    codes_at = codes.data + batch * codes.batch + kv_head * codes.head
-    codes_at = codes_at + slot.to(tl.int64) * HALF_SIZE + (packed_key * HALF_SIZE + byte)
-    key_codes = tl.load(codes_at, mask=inside, other=0)
-    scales_at = scales.data + batch * scales.batch + kv_head * scales.head
-    key_scale = tl.load(scales_at + token, mask=is_counted, other=0.0)
+    is_in_bounds = (packed_slot >= 0) & (packed_slot < end) & (byte < HALF_SIZE)
+    codes_ptrs = codes.data + batch * codes.batch + kv_head * codes.head
+    codes_ptrs = codes_ptrs + slot.to(tl.int64) * HALF_SIZE + (packed_key * HALF_SIZE + byte)
+    key_codes = tl.load(codes_ptrs, mask=is_in_bounds, other=0)
+    scales_ptrs = scales.data + batch * scales.batch + kv_head * scales.head
+    key_scale = tl.load(scales_ptrs + token, mask=is_counted, other=0.0)
     # keys with NaN or infinities are selected, but have no logit that could be counted
     is_counted = is_counted & (key_scale < float("inf"))
 
@@ -154,36 +160,36 @@ def sample_kernel(
     )
     s = s * repeat_per_key(query_scale, PACK, BLOCK_G)
     if is_sample:
-        levels = tl.maximum(_round_to_levels(s, HAS_PTX), UNCOUNTED + 1)
-        levels = tl.where(is_counted, levels, UNCOUNTED).to(tl.int16)
-        target = logits_ptr + (row * (num_splits - 1) + split) * (BLOCK_N * BLOCK_G)
-        tl.store(target + key_row[:, None] * COLUMNS + column[None, :], levels)
+        levels = tl.maximum(_round_to_levels(s, HAS_PTX), UNCOUNTED_LOGIT + 1)
+        levels = tl.where(is_counted, levels, UNCOUNTED_LOGIT).to(tl.int16)
+        logits_tile_ptrs = logits_ptr + (row * (num_splits - 1) + split) * (BLOCK_N * BLOCK_G)
+        tl.store(logits_tile_ptrs + packed_row[:, None] * COLUMNS + column[None, :], levels)
         # a sampled key represents SAMPLE_STRIDE keys
         s += LOG2_SAMPLE_STRIDE
     else:
         counted_keys = is_counted & (column % BLOCK_G == 0)[None, :]
-        tl.store(num_always_ptr + row, tl.sum(tl.sum(counted_keys.to(tl.int32), 1), 0))
+        tl.store(num_always_read_ptr + row, tl.sum(tl.sum(counted_keys.to(tl.int32), 1), 0))
         tl.store(query_scales_ptr + row * BLOCK_G + tl.arange(0, BLOCK_G), query_scale)
 
     # log-sum-exp of the counted keys, [BLOCK_G]
-    s = tl.reshape(tl.where(is_counted, s, LOWEST), (ROWS * PACK, BLOCK_G))
+    s = tl.reshape(tl.where(is_counted, s, LOWEST_LOGIT), (ROWS * PACK, BLOCK_G))
     # if no key is counted, the maximum is LOWEST, and the sum must not be used
     m_i = tl.max(s, 0)
     lse = m_i + tl.log2(tl.sum(tl.exp2(s - m_i[None, :]), 0))
-    tl.store(lse_ptr + lse_offset, tl.where(m_i > LOWEST, lse, LOWEST))
+    tl.store(lse_ptr + lse_offset, tl.where(m_i > LOWEST_LOGIT, lse, LOWEST_LOGIT))
 
 
 @triton.jit
-def limit_kernel(
+def threshold_kernel(
     logits_ptr,
     lse_ptr,
     query_scales_ptr,
-    num_always_ptr,
+    num_always_read_ptr,
     sinks_ptr,
     thresholds_ptr,
     unread_ptr,
     length_ptr,
-    wanted_ptr,
+    num_keys_ptr,
     kv_heads,
     max_samples,
     num_splits,
@@ -194,38 +200,42 @@ def limit_kernel(
     BLOCK_SPLITS: tl.constexpr,
     HAS_PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Write the threshold of each query head of a row: the smallest product of a selected key.
 
     A threshold is divided by the scale of the query, as are the products of `key_products`. Also
     write the logarithm of the weight of all keys that are not selected, `Choice.unread`.
     """
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    end, num_always = tl.load(length_ptr).to(tl.int32), tl.load(num_always_ptr + row)
-    wanted = tl.load(wanted_ptr + row // kv_heads)
-    member, sample = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
+    end, num_always_read = tl.load(length_ptr).to(tl.int32), tl.load(num_always_read_ptr + row)
+    num_keys = tl.load(num_keys_ptr + row // kv_heads)
+    head_in_group, sample = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
 
     # logits of the sample, rounded to levels, [BLOCK_N, BLOCK_G]. Logits after the end of the
     # sequence were not written
     num_samples = tl.minimum(tl.cdiv(end, RUN_KEYS * SAMPLE_STRIDE) * RUN_KEYS, max_samples)
-    logits_at = logits_ptr + (row * max_samples + sample)[:, None] * BLOCK_G + member[None, :]
+    logits_ptrs = (
+        logits_ptr + (row * max_samples + sample)[:, None] * BLOCK_G + head_in_group[None, :]
+    )
     # a separate select: with `other`, Triton 3.6 returns wrong values for every second 16-bit
     # number
-    logit = tl.load(logits_at, mask=(sample < num_samples)[:, None]).to(tl.int32)
-    logit = tl.where((sample < num_samples)[:, None], logit, UNCOUNTED)
+    logit = tl.load(logits_ptrs, mask=(sample < num_samples)[:, None]).to(tl.int32)
+    logit = tl.where((sample < num_samples)[:, None], logit, UNCOUNTED_LOGIT)
 
     # log-sum-exp of each head over all programs and the sink, rounded to levels, [BLOCK_G]
     split = tl.arange(0, BLOCK_SPLITS)
-    lse_offset = (row * (num_splits + 1) + split)[:, None] * BLOCK_G + member[None, :]
-    split_lse = tl.load(lse_ptr + lse_offset, mask=(split <= num_splits)[:, None], other=LOWEST)
+    lse_offset = (row * (num_splits + 1) + split)[:, None] * BLOCK_G + head_in_group[None, :]
+    split_lse = tl.load(
+        lse_ptr + lse_offset, mask=(split <= num_splits)[:, None], other=LOWEST_LOGIT
+    )
     m_i = tl.max(split_lse, 0)
     if sinks_ptr is not None:
-        sinks_at = sinks_ptr + row % kv_heads * GROUP + member
-        sink = tl.load(sinks_at, mask=member < GROUP, other=0.0).to(tl.float32) * LOG2_E
+        sinks_ptrs = sinks_ptr + row % kv_heads * GROUP + head_in_group
+        sink = tl.load(sinks_ptrs, mask=head_in_group < GROUP, other=0.0).to(tl.float32) * LOG2_E
         m_i = tl.maximum(m_i, sink)
     l_i = tl.sum(tl.exp2(split_lse - m_i[None, :]), 0)
     if sinks_ptr is not None:
@@ -234,38 +244,40 @@ def limit_kernel(
     lse = _round_to_levels(lse, HAS_PTX).to(tl.int32)
 
     # [BLOCK_N]: for each sampled key, the smallest level (lse - logit) over the heads of the group
-    query_scale = tl.load(query_scales_ptr + row * BLOCK_G + member)
+    query_scale = tl.load(query_scales_ptr + row * BLOCK_G + head_in_group)
     # queries with NaN or infinities (query_scale is NaN) do not affect the selection
-    is_choosing = (member < GROUP) & (query_scale == query_scale)
-    head_level = tl.where(is_choosing[None, :], lse[None, :] - logit, LAST_LEVEL)
+    is_finite_query = (head_in_group < GROUP) & (query_scale == query_scale)
+    head_level = tl.where(is_finite_query[None, :], lse[None, :] - logit, LAST_LEVEL)
     level = tl.minimum(tl.maximum(tl.min(head_level, 1), 1), LAST_LEVEL)
-    level = tl.where(tl.max(logit, 1) > UNCOUNTED, level, HIDDEN_LEVEL)
+    level = tl.where(tl.max(logit, 1) > UNCOUNTED_LOGIT, level, HIDDEN_LEVEL)
 
-    # find the largest level ``last`` such that at most ``wanted`` keys have levels up to ``last``,
-    # one bit of ``last`` per iteration. Keys of level 0 are always selected
-    last, num_read = 0, num_always
+    # find the last selected level: the largest level such that at most ``num_keys`` keys have this
+    # or a lower level. An iteration finds one bit. Keys of level 0 are always selected
+    last_level, num_read = 0, num_always_read
     for bit in tl.static_range(LEVEL_BITS):
-        candidate = last + ((LAST_LEVEL + 1) >> (bit + 1))
-        num_keys = num_always + SAMPLE_STRIDE * tl.sum((level <= candidate).to(tl.int32), 0)
-        is_within = (num_keys <= wanted) & (candidate < LAST_LEVEL)
-        last = tl.where(is_within, candidate, last)
-        num_read = tl.where(is_within, num_keys, num_read)
-    last += ((2 * num_read < wanted) & (last + 1 < LAST_LEVEL)).to(tl.int32)
-    num_visible = num_always + SAMPLE_STRIDE * tl.sum((level < HIDDEN_LEVEL).to(tl.int32), 0)
-    reads_all = (num_visible <= wanted) | (end <= wanted)
+        candidate_level = last_level + ((LAST_LEVEL + 1) >> (bit + 1))
+        num_candidate_keys = num_always_read + SAMPLE_STRIDE * tl.sum(
+            (level <= candidate_level).to(tl.int32), 0
+        )
+        is_within_budget = (num_candidate_keys <= num_keys) & (candidate_level < LAST_LEVEL)
+        last_level = tl.where(is_within_budget, candidate_level, last_level)
+        num_read = tl.where(is_within_budget, num_candidate_keys, num_read)
+    last_level += ((2 * num_read < num_keys) & (last_level + 1 < LAST_LEVEL)).to(tl.int32)
+    num_visible = num_always_read + SAMPLE_STRIDE * tl.sum((level < HIDDEN_LEVEL).to(tl.int32), 0)
+    reads_all = (num_visible <= num_keys) | (end <= num_keys)
 
     # logarithm of the weight of the keys that are not selected, [BLOCK_G]
-    is_unread = (level > last) & (level < HIDDEN_LEVEL) & ~reads_all
+    is_unread = (level > last_level) & (level < HIDDEN_LEVEL) & ~reads_all
     weight = tl.exp2(head_level.to(tl.float32) * -OCTAVES_PER_LEVEL)
     weight = tl.sum(tl.where(is_unread[:, None], weight, 0.0), 0)
     unread = tl.log2(weight) + lse.to(tl.float32) * OCTAVES_PER_LEVEL
     unread = unread + (LOG2_SAMPLE_STRIDE + LOG2_UNREAD_WEIGHT)
-    tl.store(unread_ptr + row * GROUP + member, unread, mask=member < GROUP)
+    tl.store(unread_ptr + row * GROUP + head_in_group, unread, mask=head_in_group < GROUP)
 
     # smallest product of a selected key, [BLOCK_G]. Logits are rounded to levels, so that logits
     # from half a level below have the last selected level
-    threshold = (lse - last).to(tl.float32) - 0.5
+    threshold = (lse - last_level).to(tl.float32) - 0.5
     threshold = threshold * OCTAVES_PER_LEVEL / query_scale
     threshold = tl.where(reads_all, float("-inf"), threshold)
-    threshold = tl.where(is_choosing, threshold, float("inf"))
-    tl.store(thresholds_ptr + row * BLOCK_G + member, threshold)
+    threshold = tl.where(is_finite_query, threshold, float("inf"))
+    tl.store(thresholds_ptr + row * BLOCK_G + head_in_group, threshold)
