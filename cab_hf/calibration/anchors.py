@@ -1,10 +1,10 @@
 """Calibration of a cascade: the anchor layer of each layer, and the anchor's head for each head.
 
-1. `measure_layer` and `coverage_of_layers` measure one sequence at several mass thresholds. The
+1. `measure_layer` and `compute_coverage` measure one sequence at several mass thresholds. The
    result for layers a and b is the share of the attention of b to the blocks that a selects.
-2. At each threshold, `best_anchors` finds the anchors with the largest total of `values`, by a
-   dynamic program.
-3. `assign_anchors` maps every head to the head of its anchor with the largest of `gains`.
+2. At each threshold, `find_best_anchors` finds the anchors with the largest total value, by a
+   dynamic program. `compute_anchor_values` returns the value of each layer as an anchor.
+3. `assign_anchors` maps every head to the head of its anchor with the largest of `compute_gains`.
 4. `fit_cascade` sets one threshold for all layers, at which the model reaches its target density.
 """
 
@@ -16,16 +16,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cab_hf.calibration.density import block_pairs, threshold_for
+from cab_hf.calibration.density import count_block_pairs, interpolate_threshold
 from cab_hf.config import CabConfig
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext
-from cab_hf.predictors.attention_mass import attention_rows, block_mass, block_sums
-from cab_hf.selection.reference import ScoreOptions, block_scores, capped_scores
+from cab_hf.predictors.attention_mass import compute_block_mass, iterate_attention_rows, sum_blocks
+from cab_hf.selection.reference import ScoreOptions, cap_scores, compute_block_scores
 
 # values of `CabConfig.mass_threshold` at which layers are measured, descending
 THRESHOLDS = (0.064, 0.032, 0.016, 0.011, 0.008, 0.0055, 0.004, 0.0028, 0.002, 0.0014)
-# weight of the attention to needles relative to the attention to all blocks, in `gains`
+# weight of the attention to needles relative to the attention to all blocks, in `compute_gains`
 NEEDLE_WEIGHT = 3.0
 
 
@@ -86,17 +86,19 @@ class Assignment(NamedTuple):
 
     Attributes:
         anchors: indices of the anchors among the L measured layers, ascending.
-        of_layer: for each measured layer, the index of its anchor among the measured layers.
-        sources: int64 [L, H], the anchor's head whose blocks each head attends to.
+        anchor_of_layer: for each measured layer, the index of its anchor among the measured layers.
+        source_heads: int64 [L, H], the anchor's head whose blocks each head attends to.
     """
 
     anchors: tuple[int, ...]
-    of_layer: tuple[int, ...]
-    sources: Tensor
+    anchor_of_layer: tuple[int, ...]
+    source_heads: Tensor
 
-    def density(self, coverage: Coverage) -> float:
+    def compute_density(self, coverage: Coverage) -> float:
         """Return the share of (query, key) pairs that are attended, mean over layers and heads."""
-        return float(coverage.density[torch.tensor(self.of_layer)].gather(1, self.sources).mean())
+        return float(
+            coverage.density[torch.tensor(self.anchor_of_layer)].gather(1, self.source_heads).mean()
+        )
 
 
 def measure_layer(
@@ -112,13 +114,13 @@ def measure_layer(
         needles: needle queries of the sequence.
     """
     options = ScoreOptions(call.scale, call.channels, call.sinks, call.softcap)
-    rank = block_scores(q, k, ranges=call.ranges, config=config, options=options)
-    rank = capped_scores(rank, call.ranges, config)[0]
-    selected = torch.stack([rank >= threshold for threshold in THRESHOLDS]).cpu()
-    pairs = block_pairs(call.ranges, config).cpu().flatten()
-    densities = torch.stack([blocks.flatten(1).double() @ pairs for blocks in selected])
+    scores = compute_block_scores(q, k, ranges=call.ranges, config=config, options=options)
+    scores = cap_scores(scores, call.ranges, config)[0]
+    selected = torch.stack([scores >= threshold for threshold in THRESHOLDS]).cpu()
+    pairs = count_block_pairs(call.ranges, config).cpu().flatten()
+    densities = torch.stack([is_selected.flatten(1).double() @ pairs for is_selected in selected])
     densities = densities / pairs.sum()
-    mass = block_mass(
+    mass = compute_block_mass(
         q,
         k,
         ranges=call.ranges,
@@ -127,15 +129,27 @@ def measure_layer(
         key_block=config.key_block,
     )[0]
     mass /= call.ranges.rows(config.query_block).queries.sum()
-    needle = needle_shares(q, k, call, key_block=config.key_block, needles=needles)
-    mass, needle, rows = mass.cpu(), needle.cpu(), (needles.queries // config.query_block).cpu()
+    needle_attention = compute_needle_shares(
+        q, k, call, key_block=config.key_block, needles=needles
+    )
+    mass, needle_attention, needle_rows = (
+        mass.cpu(),
+        needle_attention.cpu(),
+        (needles.queries // config.query_block).cpu(),
+    )
     return [
-        LayerMeasurement(selected=blocks, density=density, mass=mass, needle=needle, rows=rows)
-        for blocks, density in zip(selected, densities, strict=True)
+        LayerMeasurement(
+            selected=is_selected,
+            density=density,
+            mass=mass,
+            needle=needle_attention,
+            rows=needle_rows,
+        )
+        for is_selected, density in zip(selected, densities, strict=True)
     ]
 
 
-def needle_shares(
+def compute_needle_shares(
     q: Tensor, k: Tensor, call: LayerContext, key_block: int, needles: Needles
 ) -> Tensor:
     """Return the attention of each needle query to its needle, float32 [H, n, M_k].
@@ -152,16 +166,16 @@ def needle_shares(
     shares = q.new_zeros(
         q.shape[1], len(needles.queries), -(-k.shape[2] // key_block), dtype=torch.float32
     )
-    chunks = attention_rows(q[:, :, needles.queries], k, ranges, call.scale)
+    chunks = iterate_attention_rows(q[:, :, needles.queries], k, ranges, call.scale)
     for first_query, attention in chunks:
         queries = slice(first_query, first_query + attention.shape[2])
         key = torch.arange(attention.shape[-1], device=k.device)
         is_needle = (key >= needles.starts[queries, None]) & (key < needles.ends[queries, None])
-        shares[:, queries] = block_sums(attention[0] * is_needle, key_block, shares.shape[-1])
+        shares[:, queries] = sum_blocks(attention[0] * is_needle, key_block, shares.shape[-1])
     return shares
 
 
-def coverage_of_layers(
+def compute_coverage(
     measurements: Sequence[LayerMeasurement], importance: Sequence[float]
 ) -> Coverage:
     """Return the `Coverage` for all pairs of layers and of heads.
@@ -171,13 +185,15 @@ def coverage_of_layers(
         importance: `Coverage.importance` of each layer.
     """
     num_layers, num_heads = len(measurements), measurements[0].selected.shape[0]
-    rows = measurements[0].rows
-    selected = torch.stack([layer.selected.float() for layer in measurements])
+    needle_rows = measurements[0].rows
+    is_selected = torch.stack([layer.selected.float() for layer in measurements])
     mass = torch.stack([layer.mass for layer in measurements]).flatten(0, 1).flatten(1)
-    needle = torch.stack([layer.needle for layer in measurements]).flatten(0, 1).flatten(1)
-    needle = needle / max(1, len(rows))
+    needle_attention = (
+        torch.stack([layer.needle for layer in measurements]).flatten(0, 1).flatten(1)
+    )
+    needle_attention = needle_attention / max(1, len(needle_rows))
 
-    def shares_in(blocks: Tensor, shares: Tensor) -> Tensor:
+    def sum_shares(blocks: Tensor, shares: Tensor) -> Tensor:
         """Return the attention of layer b to the blocks that layer a selects, [L, L, H, H].
 
         Args:
@@ -187,25 +203,28 @@ def coverage_of_layers(
         Returns:
             float64. The dimensions are layer a, layer b, head of a and head of b.
         """
-        result = blocks.flatten(0, 1).flatten(1) @ shares.T
-        result = result.view(num_layers, num_heads, num_layers, num_heads)
-        return result.transpose(1, 2).double()
+        coverage = blocks.flatten(0, 1).flatten(1) @ shares.T
+        coverage = coverage.view(num_layers, num_heads, num_layers, num_heads)
+        return coverage.transpose(1, 2).double()
 
     return Coverage(
-        mass=shares_in(selected, mass),
-        needle=shares_in(selected[:, :, rows], needle),
+        mass=sum_shares(is_selected, mass),
+        needle=sum_shares(is_selected[:, :, needle_rows], needle_attention),
         density=torch.stack([layer.density for layer in measurements]).double(),
         importance=torch.tensor(importance, dtype=torch.float64),
     )
 
 
-def mean_coverage(coverages: Sequence[Sequence[Coverage]]) -> list[Coverage]:
+def average_coverage(coverages: Sequence[Sequence[Coverage]]) -> list[Coverage]:
     """Return the mean `Coverage` over documents, at each of `THRESHOLDS`.
 
     Args:
         coverages: for each document, the `Coverage` at each of `THRESHOLDS`.
     """
-    by_threshold = [[document[i] for document in coverages] for i in range(len(coverages[0]))]
+    by_threshold = [
+        [document[threshold_index] for document in coverages]
+        for threshold_index in range(len(coverages[0]))
+    ]
     return [
         Coverage(
             mass=torch.stack([coverage.mass for coverage in documents]).mean(0),
@@ -217,33 +236,33 @@ def mean_coverage(coverages: Sequence[Sequence[Coverage]]) -> list[Coverage]:
     ]
 
 
-def gains(coverage: Coverage) -> Tensor:
+def compute_gains(coverage: Coverage) -> Tensor:
     """Return ``mass + NEEDLE_WEIGHT * needle`` of a coverage, float64 [L, L, H, H]."""
     return coverage.mass + NEEDLE_WEIGHT * coverage.needle
 
 
-def values(gain: Tensor, importance: Tensor) -> list[list[float]]:
+def compute_anchor_values(gain: Tensor, importance: Tensor) -> list[list[float]]:
     """Return the value of each layer a as the anchor of each layer b, as a list of lists [a][b].
 
     ``values[a][b] = importance[b] * mean_{head of b} max_{head of a} gain[a, b]``
 
     Args:
-        gain: [L, L, H, H], result of `gains`.
+        gain: [L, L, H, H], result of `compute_gains`.
         importance: [L], `Coverage.importance`.
     """
     return (gain.amax(2).mean(-1) * importance).tolist()
 
 
-def require_anchors(count: int, layers: int) -> None:
-    """Raise a ValueError if a model with ``layers`` sparse layers cannot have ``count`` anchors."""
-    if not 1 <= count <= layers:
+def require_num_anchors(num_anchors: int, num_layers: int) -> None:
+    """Raise a ValueError unless ``num_anchors`` is between 1 and ``num_layers``."""
+    if not 1 <= num_anchors <= num_layers:
         raise ValueError(
-            f"anchors must be 1 to {layers}, the number of sparse layers, got {count}. Pass a "
-            "number in this range."
+            f"anchors must be 1 to {num_layers}, the number of sparse layers, got {num_anchors}. "
+            "Pass a number in this range."
         )
 
 
-def best_anchors(value: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:
+def find_best_anchors(values: Sequence[Sequence[float]], num_anchors: int) -> tuple[int, ...]:
     """Return the anchors with the largest total value, by a dynamic program.
 
     The first layer is always an anchor. The anchor of a layer is the last anchor that is not after
@@ -251,28 +270,30 @@ def best_anchors(value: Sequence[Sequence[float]], count: int) -> tuple[int, ...
     Returns ascending indices among the measured layers.
 
     Args:
-        value: result of `values`.
-        count: number of anchors.
+        values: result of `compute_anchor_values`.
+        num_anchors: number of anchors.
 
     Raises:
-        ValueError: if ``count`` is not between 1 and the number of layers.
+        ValueError: if ``num_anchors`` is not between 1 and the number of layers.
     """
-    num_layers = len(value)
-    require_anchors(count, num_layers)
+    num_layers = len(values)
+    require_num_anchors(num_anchors, num_layers)
     # segment_value[a][b]: total value of layers a to b - 1 if layer a is their anchor
-    segment_value = [[sum(value[a][a:b]) for b in range(num_layers + 1)] for a in range(num_layers)]
+    segment_value = [
+        [sum(values[a][a:b]) for b in range(num_layers + 1)] for a in range(num_layers)
+    ]
     # best[b]: largest total value of layers 0 to b - 1, and its anchors
     best = {b: (segment_value[0][b], (0,)) for b in range(1, num_layers + 1)}
-    for num_anchors in range(2, count + 1):
+    for num_placed in range(2, num_anchors + 1):
         best = {
             b: max(
                 (
                     (best[a][0] + segment_value[a][b], (*best[a][1], a))
-                    for a in range(num_anchors - 1, b)
+                    for a in range(num_placed - 1, b)
                 ),
                 key=lambda candidate: candidate[0],
             )
-            for b in range(num_anchors, num_layers + 1)
+            for b in range(num_placed, num_layers + 1)
         }
     return best[num_layers][1]
 
@@ -283,17 +304,17 @@ def assign_anchors(gain: Tensor, anchors: Sequence[int]) -> Assignment:
     A head of an anchor is mapped to itself.
 
     Args:
-        gain: [L, L, H, H], result of `gains`.
+        gain: [L, L, H, H], result of `compute_gains`.
         anchors: indices of the anchors among the measured layers.
     """
     num_layers, num_heads = gain.shape[1:3]
     anchor_of_layer = tuple(max(a for a in anchors if a <= b) for b in range(num_layers))
     own_heads = torch.arange(num_heads)
-    sources = [
+    source_heads = [
         own_heads if anchor == layer else gain[anchor, layer].argmax(0)
         for layer, anchor in enumerate(anchor_of_layer)
     ]
-    return Assignment(tuple(anchors), anchor_of_layer, torch.stack(sources))
+    return Assignment(tuple(anchors), anchor_of_layer, torch.stack(source_heads))
 
 
 def fit_cascade(
@@ -317,26 +338,26 @@ def fit_cascade(
 
     Raises:
         ValueError: if ``target`` is below the density of the highest threshold, or if
-            ``num_anchors`` is out of range (see `best_anchors`).
+            ``num_anchors`` is out of range (see `find_best_anchors`).
     """
     assignments = []
     for coverage in coverages:
-        gain = gains(coverage)
-        anchors = best_anchors(values(gain, coverage.importance), num_anchors)
+        gain = compute_gains(coverage)
+        anchors = find_best_anchors(compute_anchor_values(gain, coverage.importance), num_anchors)
         assignments.append(assign_anchors(gain, anchors))
     densities = [
-        assignment.density(coverage)
+        assignment.compute_density(coverage)
         for assignment, coverage in zip(assignments, coverages, strict=True)
     ]
-    index, threshold = threshold_for(THRESHOLDS, densities, target)
+    index, threshold = interpolate_threshold(THRESHOLDS, densities, target)
     assignment = assignments[index]
-    own_heads = list(range(assignment.sources.shape[1]))
-    sources = {
-        layer: heads.tolist() for layer, heads in zip(layers, assignment.sources, strict=True)
+    identity_map = list(range(assignment.source_heads.shape[1]))
+    source_heads = {
+        layer: heads.tolist() for layer, heads in zip(layers, assignment.source_heads, strict=True)
     }
     return config.changed(
         predictor="cascade",
         mass_threshold=threshold,
         anchors=tuple(layers[anchor] for anchor in assignment.anchors),
-        head_map=[sources.get(layer, own_heads) for layer in range(num_layers)],
+        head_map=[source_heads.get(layer, identity_map) for layer in range(num_layers)],
     )

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.config import CAB, CabConfig
+from cab_hf.config import CAB_PREDICTORS, CabConfig
 from cab_hf.ops import reference
 from cab_hf.plan import KeyRanges, block_visibility
 from cab_hf.predictors import LayerContext
-from cab_hf.predictors.cascade import anchor_of
-from cab_hf.selection.reference import ScoreOptions, block_scores, capped_scores
+from cab_hf.predictors.cascade import find_anchor
+from cab_hf.selection.reference import ScoreOptions, cap_scores, compute_block_scores
 
 # values of `CabConfig.mass_threshold` at which layers are measured, descending from 0.5 to about
 # 1e-6 in equal ratios of 2 ** (1 / 4)
 THRESHOLDS = tuple(2 ** (-step / 4) for step in range(4, 80))
 
 
-def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
+def measure_densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
     """Return the density of a layer at the mass thresholds 1, `THRESHOLDS` and 0, float64 [T + 2].
 
     The density is the share of the (query, key) pairs that the layer attends to. At threshold 1, a
@@ -39,123 +39,135 @@ def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Te
         call: context of the layer.
         config: settings of the layer.
     """
-    pairs = block_pairs(call.ranges, config)
+    block_pairs = count_block_pairs(call.ranges, config)
     ascending = torch.tensor(THRESHOLDS[::-1], device=q.device)
     pairs_by_threshold = torch.zeros(len(THRESHOLDS) + 2, dtype=torch.float64, device=q.device)
     options = ScoreOptions(call.scale, call.channels, call.sinks, call.softcap)
-    rank_of_heads = block_scores(q, k, ranges=call.ranges, config=config, options=options)
-    for rank in capped_scores(rank_of_heads, call.ranges, config)[0]:
+    scores = compute_block_scores(q, k, ranges=call.ranges, config=config, options=options)
+    for head_scores in cap_scores(scores, call.ranges, config)[0]:
         # number of the thresholds 1 and `THRESHOLDS` at which a row selects each block
-        num_reached = torch.bucketize(rank, ascending, right=True) + (rank >= 1)
-        is_visible = rank >= 0
-        pairs_by_threshold += torch.bincount(
-            num_reached[is_visible], pairs[is_visible], len(pairs_by_threshold)
+        num_reached_thresholds = torch.bucketize(head_scores, ascending, right=True) + (
+            head_scores >= 1
         )
-    return (pairs_by_threshold.flip(0).cumsum(0) / (pairs.sum() * q.shape[1])).cpu()
+        is_visible = head_scores >= 0
+        pairs_by_threshold += torch.bincount(
+            num_reached_thresholds[is_visible], block_pairs[is_visible], len(pairs_by_threshold)
+        )
+    return (pairs_by_threshold.flip(0).cumsum(0) / (block_pairs.sum() * q.shape[1])).cpu()
 
 
-def block_pairs(ranges: KeyRanges, config: CabConfig) -> Tensor:
+def count_block_pairs(ranges: KeyRanges, config: CabConfig) -> Tensor:
     """Return the visible (query, key) pairs of each block of one sequence, float64 [M_q, M_k]."""
-    start = torch.arange(0, ranges.kv_length, config.key_block, device=ranges.start.device)
-    end = start + config.key_block - 1
+    block_start = torch.arange(0, ranges.kv_length, config.key_block, device=ranges.start.device)
+    block_end = block_start + config.key_block - 1
     first_key, last_key = ranges.start[0, :, None], ranges.end[0, :, None]
     # [N_q, M_k], number of visible keys of each query in each key block
-    num_visible = torch.minimum(end, last_key) - torch.maximum(start, first_key) + 1
-    padding = -ranges.q_length % config.query_block
-    num_visible = F.pad(num_visible.clamp(min=0), (0, 0, 0, padding))
+    num_visible = torch.minimum(block_end, last_key) - torch.maximum(block_start, first_key) + 1
+    num_padding = -ranges.q_length % config.query_block
+    num_visible = F.pad(num_visible.clamp(min=0), (0, 0, 0, num_padding))
     return num_visible.unflatten(0, (-1, config.query_block)).sum(1).double()
 
 
-def least_density(config: CabConfig, length: int) -> float:
+def compute_min_density(config: CabConfig, length: int) -> float:
     """Return the share of the (query, key) pairs of ``length`` tokens that are in forced blocks."""
     ranges = KeyRanges.causal(1, length, length, "cpu")
-    visible = block_visibility(ranges, config.query_block, config.key_block)
-    pairs = block_pairs(ranges, config)
-    is_forced = reference.forced_blocks(visible, ranges, config)[0]
+    is_visible = block_visibility(ranges, config.query_block, config.key_block)
+    pairs = count_block_pairs(ranges, config)
+    is_forced = reference.forced_blocks(is_visible, ranges, config)[0]
     return float((pairs * is_forced).sum() / pairs.sum())
 
 
-def most_density(config: CabConfig, length: int) -> float:
+def compute_max_density(config: CabConfig, length: int) -> float:
     """Return the largest density of ``length`` tokens that ``max_density`` allows."""
     ranges = KeyRanges.causal(1, length, length, "cpu")
-    visible = block_visibility(ranges, config.query_block, config.key_block)
-    is_forced = reference.forced_blocks(visible, ranges, config)
+    is_visible = block_visibility(ranges, config.query_block, config.key_block)
+    is_forced = reference.forced_blocks(is_visible, ranges, config)
     # equal ranks, because all blocks that are not forced contain the same number of pairs
-    rank = torch.zeros(visible.shape).masked_fill(is_forced, torch.inf).masked_fill(~visible, -1.0)
-    can_be_selected = capped_scores(rank[:, None], ranges, config)[0, 0] >= 0
-    pairs = block_pairs(ranges, config)
+    scores = (
+        torch.zeros(is_visible.shape)
+        .masked_fill(is_forced, torch.inf)
+        .masked_fill(~is_visible, -1.0)
+    )
+    can_be_selected = cap_scores(scores[:, None], ranges, config)[0, 0] >= 0
+    pairs = count_block_pairs(ranges, config)
     return float((pairs * can_be_selected).sum() / pairs.sum())
 
 
-def require_target(config: CabConfig, target: float, length: int) -> None:
+def require_reachable_target(config: CabConfig, target: float, length: int) -> None:
     """Raise a ValueError if no threshold reaches the target density.
 
     Args:
         config: settings, whose predictor must select blocks by mass.
-        target: target density, which must be between the results of `least_density` and
-            `most_density`.
+        target: target density, which must be between the results of `compute_min_density` and
+            `compute_max_density`.
         length: length of the calibration documents, in tokens.
     """
-    if config.predictor not in CAB:
+    if config.predictor not in CAB_PREDICTORS:
         raise ValueError(
-            f"predictor must be one of {', '.join(map(repr, CAB))}, got {config.predictor!r}, "
-            "which does not select blocks by mass. Change the predictor before you calibrate."
+            f"predictor must be one of {', '.join(map(repr, CAB_PREDICTORS))}, got "
+            f"{config.predictor!r}, which does not select blocks by mass. Change the predictor "
+            "before you calibrate."
         )
-    require_reachable(target, least_density(config, length))
-    largest = most_density(config, length)
-    if target > largest + 1e-6:
+    require_min_density(target, compute_min_density(config, length))
+    max_density = compute_max_density(config, length)
+    if target > max_density + 1e-6:
         # rounded down, so that the density in the message is accepted as a target
         raise ValueError(
-            f"target_density must be at most {floor(1000 * largest + 1e-6) / 1000:.3f} with "
+            f"target_density must be at most {floor(1000 * max_density + 1e-6) / 1000:.3f} with "
             f"max_density={config.max_density:g} at this length, got {target:g}. Raise "
             "max_density or lower target_density."
         )
 
 
-def require_reachable(target: float, least: float) -> None:
-    """Raise a ValueError if the target density is below ``least``, the least possible density."""
-    if not least <= target:
+def require_min_density(target: float, min_density: float) -> None:
+    """Raise a ValueError if the target density is below ``min_density``."""
+    if not min_density <= target:
         # rounded up, so that the density in the message is accepted as a target
-        accepted = ceil(1000 * least - 1e-6) / 1000
+        rounded_density = ceil(1000 * min_density - 1e-6) / 1000
         raise ValueError(
-            f"target_density must be at least {accepted:.3f}, the smallest density of the model at "
-            f"this length, got {target:g}. Raise target_density or use longer sequences."
+            f"target_density must be at least {rounded_density:.3f}, the smallest density of the "
+            f"model at this length, got {target:g}. Raise target_density or use longer sequences."
         )
 
 
 def fit_threshold(
-    config: CabConfig, measured: Sequence[Mapping[int, Tensor]], target: float
+    config: CabConfig, measured_densities: Sequence[Mapping[int, Tensor]], target: float
 ) -> CabConfig:
     """Return the settings with the threshold at which the mean density of the layers is ``target``.
 
     Args:
         config: settings of the model.
-        measured: for each document, a dict from layer index to the result of `densities`.
+        measured_densities: for each document, a dict from layer index to the result of
+            `measure_densities`.
         target: target density.
 
     Raises:
         ValueError: if no layer is sparse, or no threshold reaches the target.
     """
-    layers = sorted(measured[0])
+    layers = sorted(measured_densities[0])
     if not layers:
         raise ValueError(
             "model must have at least one sparse layer, got none. Remove layers from dense_layers."
         )
     # a layer of a cascade attends to the blocks that its anchor selects
-    anchors = [anchor_of(config, layer) for layer in layers]
+    anchors = [find_anchor(config, layer) for layer in layers]
     selecting_layers = [
         layer if anchor is None else anchor for layer, anchor in zip(layers, anchors, strict=True)
     ]
-    per_layer = [document[layer] for document in measured for layer in selecting_layers]
-    *mean_densities, density_at_zero = torch.stack(per_layer).mean(0).tolist()
-    index, threshold = threshold_for((1.0, *THRESHOLDS), mean_densities, target)
+    layer_densities = [
+        document_densities[layer]
+        for document_densities in measured_densities
+        for layer in selecting_layers
+    ]
+    *mean_densities, density_at_zero = torch.stack(layer_densities).mean(0).tolist()
+    index, threshold = interpolate_threshold((1.0, *THRESHOLDS), mean_densities, target)
     is_last = index == len(THRESHOLDS)
     if is_last and density_at_zero - target <= target - mean_densities[-1]:
         threshold = 0.0
     return config.changed(mass_threshold=threshold)
 
 
-def threshold_for(
+def interpolate_threshold(
     thresholds: Sequence[float], densities: Sequence[float], target: float
 ) -> tuple[int, float]:
     """Return the threshold at which the density is ``target``, by interpolation.
@@ -173,11 +185,11 @@ def threshold_for(
     Raises:
         ValueError: if ``target`` is below the density of the first threshold.
     """
-    require_reachable(target, densities[0])
+    require_min_density(target, densities[0])
     index = max(i for i, density in enumerate(densities) if density <= target)
     threshold = thresholds[index]
     if index + 1 < len(thresholds):
-        step = max(densities[index + 1] - densities[index], 1e-12)
-        fraction = min((target - densities[index]) / step, 1.0)
+        density_step = max(densities[index + 1] - densities[index], 1e-12)
+        fraction = min((target - densities[index]) / density_step, 1.0)
         threshold *= exp(fraction * log(thresholds[index + 1] / threshold))
     return index, float(f"{threshold:.3g}")

@@ -46,9 +46,9 @@ OLD_NAMES = {"Spans": KeyRanges, "RowSpans": BlockRanges, "BlockLists": BlockInd
 def __getattr__(name: str) -> type:
     if name not in OLD_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    renamed = OLD_NAMES[name]
-    warn_renamed(f"cab_hf.plan.{name}", f"cab_hf.plan.{renamed.__name__}")
-    return renamed
+    new_class = OLD_NAMES[name]
+    warn_renamed(f"cab_hf.plan.{name}", f"cab_hf.plan.{new_class.__name__}")
+    return new_class
 
 
 # smallest block size, in tokens, of a plan that attends to all visible blocks
@@ -119,21 +119,21 @@ class BlockPlan:
         Raises:
             ValueError: if ``keep`` has another shape or dtype.
         """
-        visible, complete = visibility(ranges.rows(query_block), key_block, ranges.kv_length)
-        if keep.dtype != torch.bool or keep.ndim != 4 or keep.shape[2:] != visible.shape[1:]:
+        is_visible, is_complete = visibility(ranges.rows(query_block), key_block, ranges.kv_length)
+        if keep.dtype != torch.bool or keep.ndim != 4 or keep.shape[2:] != is_visible.shape[1:]:
             raise ValueError(
-                f"keep must be bool [B, H, {visible.shape[1]}, {visible.shape[2]}] for these "
+                f"keep must be bool [B, H, {is_visible.shape[1]}, {is_visible.shape[2]}] for these "
                 f"ranges and block sizes, got {keep.dtype} {tuple(keep.shape)}. Pass one entry per "
                 "query block and key block."
             )
-        keep = keep & visible.unsqueeze(1)
+        keep = keep & is_visible.unsqueeze(1)
         if dense_rows is not None:
             keep = keep & ~rows_mask(ranges, dense_rows, query_block).unsqueeze(-1)
-        complete = complete.unsqueeze(1)
+        is_complete = is_complete.unsqueeze(1)
         max_partial = crossed_blocks(query_block, key_block) if ranges.aligned else None
         return cls(
-            full=BlockIndices.from_dense(keep & complete),
-            partial=BlockIndices.from_dense(keep & ~complete, max_partial),
+            full=BlockIndices.from_dense(keep & is_complete),
+            partial=BlockIndices.from_dense(keep & ~is_complete, max_partial),
             ranges=ranges,
             query_block=query_block,
             key_block=key_block,
@@ -143,8 +143,8 @@ class BlockPlan:
     @classmethod
     def causal(cls, ranges: KeyRanges, heads: int, query_block: int, key_block: int) -> BlockPlan:
         """Build the plan that attends to all visible blocks, which is exact attention."""
-        visible = block_visibility(ranges, query_block, key_block)
-        keep = visible.unsqueeze(1).expand(-1, heads, -1, -1)
+        is_visible = block_visibility(ranges, query_block, key_block)
+        keep = is_visible.unsqueeze(1).expand(-1, heads, -1, -1)
         return cls.from_dense(keep, ranges, query_block=query_block, key_block=key_block)
 
     def of_sampled(self) -> BlockPlan:
@@ -224,7 +224,7 @@ class BlockPlan:
         """Return the plan with ``rows``, int64 [B, R], added to ``dense_rows``."""
         is_added = rows_mask(self.ranges, rows, self.query_block)
         if self.dense_rows is not None:
-            rows = _union(self.ranges, rows, self.dense_rows, self.query_block)
+            rows = _merge_rows(self.ranges, rows, self.dense_rows, self.query_block)
         return self.map_lists(
             lambda lists: BlockIndices(lists.counts.masked_fill(is_added, 0), lists.indices),
             dense_rows=rows,
@@ -246,17 +246,22 @@ class BlockPlan:
             seed: int64 scalar on the device of the plan. The same plan and seed draw the same
                 sample.
         """
-        rows, device = self.ranges.rows(self.query_block), seed.device
+        row_bounds, device = self.ranges.rows(self.query_block), seed.device
         # one drawn block per row and run of adjacent blocks, [B, H, M_q, runs]
         runs = torch.arange(-(-self.kv_blocks // sample_period), device=device)
         shape = (*self.full.counts.shape, len(runs))
         draw_index = torch.arange(math.prod(shape), device=device).view(shape)
-        drawn_blocks = runs * sample_period + _random_integers(draw_index + seed) % sample_period
-        first, last, num_queries = (
-            x[:, None, :, None] for x in (rows.max_first, rows.min_last, rows.queries)
+        drawn_blocks = runs * sample_period + _hash_to_integers(draw_index + seed) % sample_period
+        max_first_key, min_last_key, num_queries = (
+            x[:, None, :, None]
+            for x in (row_bounds.max_first, row_bounds.min_last, row_bounds.queries)
         )
-        starts = drawn_blocks * self.key_block
-        is_sampled = (starts >= first) & (starts + (self.key_block - 1) <= last) & (num_queries > 0)
+        block_starts = drawn_blocks * self.key_block
+        is_sampled = (
+            (block_starts >= max_first_key)
+            & (block_starts + (self.key_block - 1) <= min_last_key)
+            & (num_queries > 0)
+        )
         existing_blocks = drawn_blocks.clamp(max=self.kv_blocks - 1)
         is_sampled &= ~self.full.to_dense(self.kv_blocks).gather(-1, existing_blocks)
         is_dense_row = self.is_dense()
@@ -278,14 +283,14 @@ class BlockPlan:
 
     def slice_heads(self, start: int, stop: int, heads: int) -> BlockPlan:
         """Return the plan of query heads ``start`` to ``stop`` of ``heads``; see `shared_by`."""
-        group, plan = self.shared_by(heads), self
+        q_heads_per_plan_head, plan = self.shared_by(heads), self
         if plan.heads == 1:
             return plan
-        if start % group or stop % group:
+        if start % q_heads_per_plan_head or stop % q_heads_per_plan_head:
             # the slice splits the query heads of a plan head: repeat the lists for each query head
             plan = plan.map_lists(lambda lists: lists.for_heads(heads))
-            group = 1
-        plan_heads = slice(start // group, stop // group)
+            q_heads_per_plan_head = 1
+        plan_heads = slice(start // q_heads_per_plan_head, stop // q_heads_per_plan_head)
         return plan.map_tensors(lambda x: x[:, plan_heads].contiguous())
 
     def take_rows(self, rows: Tensor, ranges: KeyRanges) -> BlockPlan:
@@ -297,14 +302,14 @@ class BlockPlan:
         """
         is_empty, index = rows < 0, rows.clamp(min=0)
 
-        def taken(lists: BlockIndices) -> BlockIndices:
+        def take_list_rows(lists: BlockIndices) -> BlockIndices:
             counts = lists.counts[:, :, index].masked_fill(is_empty, 0)
             return BlockIndices(counts, lists.indices[:, :, index])
 
         dense_rows = self.dense_rows
         if dense_rows is not None:
-            dense_rows = _dense_rows_among(ranges, dense_rows, rows, self.q_blocks)
-        return self.map_lists(taken, ranges=ranges, dense_rows=dense_rows)
+            dense_rows = _find_dense_rows(ranges, dense_rows, rows, self.q_blocks)
+        return self.map_lists(take_list_rows, ranges=ranges, dense_rows=dense_rows)
 
     def is_dense(self) -> Tensor | None:
         """Return bool [B, 1, M_q], True for ``dense_rows``; None if the plan has no dense rows."""
@@ -314,13 +319,13 @@ class BlockPlan:
 
     def to_dense(self) -> Tensor:
         """Return the attended blocks as bool [B, H, M_q, M_k], without sampled blocks."""
-        selected = self._selected_blocks(slice(None))
+        is_selected = self._find_selected_blocks(slice(None))
         if self.dense_rows is None:
-            return selected
-        visible = block_visibility(self.ranges, self.query_block, self.key_block)
-        return selected & visible.unsqueeze(1)
+            return is_selected
+        is_visible = block_visibility(self.ranges, self.query_block, self.key_block)
+        return is_selected & is_visible.unsqueeze(1)
 
-    def _selected_blocks(self, rows: slice) -> Tensor:
+    def _find_selected_blocks(self, rows: slice) -> Tensor:
         """Return bool [B, H, rows, M_k], True for listed blocks and every block of dense rows."""
         full, partial = (
             lists.map_tensors(lambda x: x[:, :, rows]).to_dense(self.kv_blocks)
@@ -347,12 +352,14 @@ class BlockPlan:
         """
         stop = self.q_length if stop is None else min(stop, self.q_length)
         kv_stop = self.kv_length if kv_stop is None else kv_stop
-        rows = slice(start // self.query_block, -(-stop // self.query_block))
-        row = torch.arange(start, stop, device=self.ranges.start.device) // self.query_block
-        key = torch.arange(kv_stop, device=row.device)
-        selected = self._selected_blocks(rows)[:, :, row - rows.start][..., key // self.key_block]
-        first, last = (x[:, start:stop, None] for x in (self.ranges.start, self.ranges.end))
-        return selected & ((key >= first) & (key <= last)).unsqueeze(1)
+        q_block_slice = slice(start // self.query_block, -(-stop // self.query_block))
+        q_block = torch.arange(start, stop, device=self.ranges.start.device) // self.query_block
+        key = torch.arange(kv_stop, device=q_block.device)
+        is_selected = self._find_selected_blocks(q_block_slice)[
+            :, :, q_block - q_block_slice.start
+        ][..., key // self.key_block]
+        first_key, last_key = (x[:, start:stop, None] for x in (self.ranges.start, self.ranges.end))
+        return is_selected & ((key >= first_key) & (key <= last_key)).unsqueeze(1)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """Count (query, key) pairs over all heads: attended pairs, and all causal pairs.
@@ -360,42 +367,42 @@ class BlockPlan:
         Returns:
             Two int64 scalars. Sampled blocks count once.
         """
-        rows = self.ranges.rows(self.query_block)
-        num_queries = rows.queries.unsqueeze(1).to(torch.int64)
-        attended = (self.full.counts * num_queries).sum() * self.key_block
+        row_bounds = self.ranges.rows(self.query_block)
+        num_queries = row_bounds.queries.unsqueeze(1).to(torch.int64)
+        num_attended = (self.full.counts * num_queries).sum() * self.key_block
         if self.sampled is not None:
-            attended = attended + (self.sampled.counts * num_queries).sum() * self.key_block
-        first, last = self.ranges.blocked(self.query_block)
+            num_attended = num_attended + (self.sampled.counts * num_queries).sum() * self.key_block
+        first_key, last_key = self.ranges.blocked(self.query_block)
         is_listed = self.partial.listed()
         for entry in range(self.partial.width):
             start = self.partial.indices[..., entry, None] * self.key_block
-            low = torch.maximum(start, first.unsqueeze(1))
-            high = torch.minimum(start + (self.key_block - 1), last.unsqueeze(1))
-            row_pairs = (high - low + 1).clamp(min=0).sum(-1, dtype=torch.int64)
-            attended = attended + torch.where(is_listed[..., entry], row_pairs, 0).sum()
+            first_attended = torch.maximum(start, first_key.unsqueeze(1))
+            last_attended = torch.minimum(start + (self.key_block - 1), last_key.unsqueeze(1))
+            row_pairs = (last_attended - first_attended + 1).clamp(min=0).sum(-1, dtype=torch.int64)
+            num_attended = num_attended + torch.where(is_listed[..., entry], row_pairs, 0).sum()
         is_dense_row = self.is_dense()
         if is_dense_row is not None:
-            row_pairs = (last - first + 1).clamp(min=0).sum(-1, dtype=torch.int64)
-            attended = attended + (is_dense_row * row_pairs.unsqueeze(1)).sum() * self.heads
-        return attended, self.ranges.pairs() * self.heads
+            row_pairs = (last_key - first_key + 1).clamp(min=0).sum(-1, dtype=torch.int64)
+            num_attended = num_attended + (is_dense_row * row_pairs.unsqueeze(1)).sum() * self.heads
+        return num_attended, self.ranges.pairs() * self.heads
 
     def density(self) -> float:
         """Return attended (query, key) pairs divided by causal pairs; synchronises the device."""
-        attended, causal = self.pairs()
-        return int(attended) / max(1, int(causal))
+        num_attended, num_causal = self.pairs()
+        return int(num_attended) / max(1, int(num_causal))
 
 
-def _mask_of_rows(rows: Tensor, num_blocks: int) -> Tensor:
+def _build_row_mask(rows: Tensor, num_blocks: int) -> Tensor:
     """Return bool [B, num_blocks], True for the query blocks ``rows``, int64 [B, R].
 
     Rows of -1 are ignored.
     """
-    mask = torch.zeros(rows.shape[0], num_blocks + 1, device=rows.device, dtype=torch.bool)
+    row_mask = torch.zeros(rows.shape[0], num_blocks + 1, device=rows.device, dtype=torch.bool)
     # -1 is written to one spare column
-    return mask.scatter_(1, rows.masked_fill(rows < 0, num_blocks), True)[:, :num_blocks]
+    return row_mask.scatter_(1, rows.masked_fill(rows < 0, num_blocks), True)[:, :num_blocks]
 
 
-def _random_integers(x: Tensor) -> Tensor:
+def _hash_to_integers(x: Tensor) -> Tensor:
     """Hash int64 x to pseudo-random integers >= 0 by the finaliser of SplitMix64.
 
     Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators (2014).
@@ -412,11 +419,11 @@ def rows_mask(ranges: KeyRanges, rows: Tensor, query_block: int) -> Tensor:
 
     Rows of -1 are ignored. The result is cached for all layers of a forward pass.
     """
-    return _mask_of_rows(rows, -(-ranges.q_length // query_block)).unsqueeze(1)
+    return _build_row_mask(rows, -(-ranges.q_length // query_block)).unsqueeze(1)
 
 
 @cached_per_ranges
-def _dense_rows_among(ranges: KeyRanges, dense_rows: Tensor, rows: Tensor, q_blocks: int) -> Tensor:
+def _find_dense_rows(ranges: KeyRanges, dense_rows: Tensor, rows: Tensor, q_blocks: int) -> Tensor:
     """Return the indices i for which ``rows[i]`` is a dense row, int64 [B, min(R, m)].
 
     Unused entries are -1. The result is cached: all layers of a forward pass have the same dense
@@ -428,12 +435,12 @@ def _dense_rows_among(ranges: KeyRanges, dense_rows: Tensor, rows: Tensor, q_blo
         rows: int64 [m], some query blocks; -1 for unused entries.
         q_blocks: number of query blocks.
     """
-    is_dense = _mask_of_rows(dense_rows, q_blocks)[:, rows.clamp(min=0)] & (rows >= 0)
-    return row_indices(is_dense, min(dense_rows.shape[1], rows.shape[0]))
+    is_dense_row = _build_row_mask(dense_rows, q_blocks)[:, rows.clamp(min=0)] & (rows >= 0)
+    return row_indices(is_dense_row, min(dense_rows.shape[1], rows.shape[0]))
 
 
 @cached_per_ranges
-def _union(ranges: KeyRanges, rows: Tensor, others: Tensor, query_block: int) -> Tensor:
+def _merge_rows(ranges: KeyRanges, rows: Tensor, other_rows: Tensor, query_block: int) -> Tensor:
     """Return the union of two lists of query block indices for each sequence, int64 [B, R + S].
 
     Entries of -1 are unused.
@@ -441,9 +448,9 @@ def _union(ranges: KeyRanges, rows: Tensor, others: Tensor, query_block: int) ->
     Args:
         ranges: visible keys of every query, which give the number of query blocks.
         rows: int64 [B, R], -1 for unused entries.
-        others: int64 [B, S], -1 for unused entries.
+        other_rows: int64 [B, S], -1 for unused entries.
         query_block: query block size, in tokens.
     """
     is_in_rows = rows_mask(ranges, rows, query_block)[:, 0]
-    is_repeated = (others >= 0) & is_in_rows.gather(1, others.clamp(min=0))
-    return torch.cat((rows, others.masked_fill(is_repeated, -1)), dim=1)
+    is_repeated = (other_rows >= 0) & is_in_rows.gather(1, other_rows.clamp(min=0))
+    return torch.cat((rows, other_rows.masked_fill(is_repeated, -1)), dim=1)

@@ -25,13 +25,13 @@ def cached_per_ranges(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def cached(ranges: KeyRanges, *args: Any) -> Any:
-        key = function, *args
-        if key not in ranges._cache:
-            ranges._cache[key] = function(ranges, *args)
-        return ranges._cache[key]
+    def call_with_cache(ranges: KeyRanges, *args: Any) -> Any:
+        cache_key = function, *args
+        if cache_key not in ranges._cache:
+            ranges._cache[cache_key] = function(ranges, *args)
+        return ranges._cache[cache_key]
 
-    return cached
+    return call_with_cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +85,12 @@ class KeyRanges:
             q_slot: key slot of the first query; None if the queries are the last tokens.
         """
         q_slot = kv_length - q_length if q_slot is None else q_slot
-        last = torch.arange(q_length, device=device, dtype=torch.int32) + q_slot
-        last = last.to(torch.int32).expand(batch, -1)
+        last_key = torch.arange(q_length, device=device, dtype=torch.int32) + q_slot
+        last_key = last_key.to(torch.int32).expand(batch, -1)
         return cls(
             start=torch.zeros(batch, q_length, device=device, dtype=torch.int32),
-            end=last,
-            key_valid=torch.arange(kv_length, device=device) <= last[:, -1:],
+            end=last_key,
+            key_valid=torch.arange(kv_length, device=device) <= last_key[:, -1:],
             aligned=True,
             documents=1,
         )
@@ -126,10 +126,10 @@ class KeyRanges:
 
         Entries after the last query contain 0 and -1, a range without keys.
         """
-        padding = -self.q_length % query_block
-        first = F.pad(self.start, (0, padding)).unflatten(1, (-1, query_block))
-        last = F.pad(self.end, (0, padding), value=-1).unflatten(1, (-1, query_block))
-        return first, last
+        num_padding = -self.q_length % query_block
+        first_key = F.pad(self.start, (0, num_padding)).unflatten(1, (-1, query_block))
+        last_key = F.pad(self.end, (0, num_padding), value=-1).unflatten(1, (-1, query_block))
+        return first_key, last_key
 
     @cached_per_ranges
     def tail(self, tokens: int, query_block: int) -> Tensor:
@@ -143,7 +143,7 @@ class KeyRanges:
             tokens: number of tail tokens per document.
             query_block: block size in tokens.
         """
-        padding = -self.q_length % query_block
+        num_padding = -self.q_length % query_block
         if not self.has_tail(tokens, query_block):
             is_tail = torch.zeros_like(self.end, dtype=torch.bool)
         elif self.sequence_end is not None:
@@ -154,7 +154,7 @@ class KeyRanges:
             later_start = F.pad(self.start[:, tokens:], (0, num_missing))
             later_end = F.pad(self.end[:, tokens:], (0, num_missing), value=-1)
             is_tail = (self.end >= 0) & ((later_end < 0) | (later_start != self.start))
-        return F.pad(is_tail, (0, padding)).unflatten(1, (-1, query_block)).any(-1)
+        return F.pad(is_tail, (0, num_padding)).unflatten(1, (-1, query_block)).any(-1)
 
     @cached_per_ranges
     def tail_rows(self, tokens: int, query_block: int) -> Tensor | None:
@@ -175,14 +175,14 @@ class KeyRanges:
     @cached_per_ranges
     def rows(self, query_block: int) -> BlockRanges:
         """Return the bounds of the key ranges in every query block, without padding queries."""
-        largest = torch.iinfo(torch.int32).max
-        first, last = self.blocked(query_block)
-        is_real = last >= 0
+        max_int32 = torch.iinfo(torch.int32).max
+        first_key, last_key = self.blocked(query_block)
+        is_real = last_key >= 0
         return BlockRanges(
-            min_first=first.masked_fill(~is_real, largest).amin(-1),
-            max_first=first.masked_fill(~is_real, -1).amax(-1),
-            min_last=last.masked_fill(~is_real, largest).amin(-1),
-            max_last=last.amax(-1),
+            min_first=first_key.masked_fill(~is_real, max_int32).amin(-1),
+            max_first=first_key.masked_fill(~is_real, -1).amax(-1),
+            min_last=last_key.masked_fill(~is_real, max_int32).amin(-1),
+            max_last=last_key.amax(-1),
             queries=is_real.sum(-1, dtype=torch.int32),
         )
 
@@ -233,17 +233,23 @@ def visibility(rows: BlockRanges, key_block: int, kv_length: int) -> tuple[Tenso
         kv_length: number of keys.
 
     Returns:
-        visible: bool [B, M_q, M_k], True if any query of the query block may attend to any key of
-            the key block.
-        complete: bool [B, M_q, M_k], True if all queries of the query block may attend to all keys
+        is_visible: bool [B, M_q, M_k], True if any query of the query block may attend to any key
             of the key block.
+        is_complete: bool [B, M_q, M_k], True if all queries of the query block may attend to all
+            keys of the key block.
     """
-    start = torch.arange(0, kv_length, key_block, device=rows.max_last.device, dtype=torch.int32)
-    end = start + (key_block - 1)
+    block_start = torch.arange(
+        0, kv_length, key_block, device=rows.max_last.device, dtype=torch.int32
+    )
+    block_end = block_start + (key_block - 1)
     has_queries = rows.queries.unsqueeze(-1) > 0
-    visible = (start <= rows.max_last.unsqueeze(-1)) & (end >= rows.min_first.unsqueeze(-1))
-    complete = (start >= rows.max_first.unsqueeze(-1)) & (end <= rows.min_last.unsqueeze(-1))
-    return visible & has_queries, complete & has_queries
+    is_visible = (block_start <= rows.max_last.unsqueeze(-1)) & (
+        block_end >= rows.min_first.unsqueeze(-1)
+    )
+    is_complete = (block_start >= rows.max_first.unsqueeze(-1)) & (
+        block_end <= rows.min_last.unsqueeze(-1)
+    )
+    return is_visible & has_queries, is_complete & has_queries
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,8 +310,8 @@ class BlockIndices:
         """Return bool [B, H, M, columns], True for listed blocks; the inverse of `from_dense`."""
         # unused entries are written to one spare column
         column = torch.where(self.listed(), self.indices, columns).to(torch.int64)
-        dense = column.new_zeros((*self.counts.shape, columns + 1), dtype=torch.bool)
-        return dense.scatter_(-1, column, True)[..., :columns]
+        is_listed = column.new_zeros((*self.counts.shape, columns + 1), dtype=torch.bool)
+        return is_listed.scatter_(-1, column, True)[..., :columns]
 
     def transpose(self, columns: int) -> BlockIndices:
         """Return lists per column: the rows that list each of the ``columns`` columns."""

@@ -76,13 +76,17 @@ class Predictor(ABC):
         warning per class.
         """
         super().__init_subclass__(**options)
-        overridden = [old for old, new in OLD_METHODS.items() if _share_override(cls, old, new)]
-        if overridden:
-            old_names = ", ".join(f"{cls.__name__}.{old}" for old in overridden)
-            new_names = ", ".join(OLD_METHODS[old] for old in overridden)
+        overridden_names = [
+            old_name
+            for old_name, new_name in OLD_METHODS.items()
+            if _mirror_override(cls, old_name, new_name)
+        ]
+        if overridden_names:
+            old_text = ", ".join(f"{cls.__name__}.{old_name}" for old_name in overridden_names)
+            new_text = ", ".join(OLD_METHODS[old_name] for old_name in overridden_names)
             # stacklevel=4: the warning points to the class statement, not to this method, ABCMeta
             # or `warn_renamed`
-            warn_renamed(old_names, new_names, stacklevel=4)
+            warn_renamed(old_text, new_text, stacklevel=4)
 
     def encode_keys(self, k: Tensor, valid: Tensor | None = None) -> Any:
         """Return the summary of k that `choose` receives; by default k itself.
@@ -191,30 +195,30 @@ class Predictor(ABC):
             return self.choose(q, self.summary_of(k, call.ranges.key_valid, call), call)
 
 
-def _share_override(cls: type[Predictor], old: str, new: str) -> bool:
+def _mirror_override(cls: type[Predictor], old_name: str, new_name: str) -> bool:
     """Make both names of a method refer to the override that is first in the MRO.
 
     Args:
         cls: a subclass of `Predictor`.
-        old: old name of the method.
-        new: new name of the method.
+        old_name: old name of the method.
+        new_name: new name of the method.
 
     Returns:
         True if the class with the first override defines the old name only.
     """
-    for base in cls.__mro__:
-        has_old, has_new = old in vars(base), new in vars(base)
-        if has_old or has_new:
+    for base_class in cls.__mro__:
+        has_old_name, has_new_name = old_name in vars(base_class), new_name in vars(base_class)
+        if has_old_name or has_new_name:
             break
-    if has_old and not has_new:
-        setattr(cls, new, vars(base)[old])
-    elif has_new and not has_old:
-        setattr(cls, old, vars(base)[new])
-    return has_old and not has_new
+    if has_old_name and not has_new_name:
+        setattr(cls, new_name, vars(base_class)[old_name])
+    elif has_new_name and not has_old_name:
+        setattr(cls, old_name, vars(base_class)[new_name])
+    return has_old_name and not has_new_name
 
 
 # a function and not a method of `CabConfig`: torch.compile cannot trace methods of constants
-def sparsity_of(config: CabConfig, layer: int | None, heads: int) -> tuple[float, ...]:
+def get_head_sparsity(config: CabConfig, layer: int | None, heads: int) -> tuple[float, ...]:
     """Return the sparsity of each head of a layer, or a single number if it is equal for all heads.
 
     The sparsity of a head is the fraction of its visible blocks that a query block does not select.
@@ -229,29 +233,29 @@ def sparsity_of(config: CabConfig, layer: int | None, heads: int) -> tuple[float
         ValueError: ``config.sparsity`` is a table, and the layer has no index, the table has no row
             for the layer, or the table has another number of heads.
     """
-    table = config.sparsity
-    if not isinstance(table, tuple):
-        return (table,)
+    sparsity_table = config.sparsity
+    if not isinstance(sparsity_table, tuple):
+        return (sparsity_table,)
     if layer is None:
         raise ValueError(
             "CabConfig.sparsity must be one number for a layer that has no index, got a table of "
             "layers. Give one number for all layers."
         )
-    if layer >= len(table) or heads != len(table[0]):
+    if layer >= len(sparsity_table) or heads != len(sparsity_table[0]):
         raise ValueError(
             f"CabConfig.sparsity must have a row for layer {layer} with {heads} heads, got a "
-            f"table of {len(table)} layers of {len(table[0])} heads. Calibrate this model, or "
-            "give one number."
+            f"table of {len(sparsity_table)} layers of {len(sparsity_table[0])} heads. Calibrate "
+            "this model, or give one number."
         )
-    row = table[layer]
-    return row[:1] if len(set(row)) == 1 else row
+    head_sparsity = sparsity_table[layer]
+    return head_sparsity[:1] if len(set(head_sparsity)) == 1 else head_sparsity
 
 
-Factory = Callable[[CabConfig], Predictor]
-_FACTORIES: dict[str, Factory] = {}
+PredictorFactory = Callable[[CabConfig], Predictor]
+_FACTORIES: dict[str, PredictorFactory] = {}
 
 
-def register_predictor(name: str, factory: Factory) -> None:
+def register_predictor(name: str, factory: PredictorFactory) -> None:
     """Register ``factory`` as the predictor of ``CabConfig(predictor=name)``.
 
     Args:

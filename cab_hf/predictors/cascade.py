@@ -20,7 +20,7 @@ from cab_hf.predictors.rows import RowsPredictor
 from cab_hf.selection import QuantizedKeys
 
 # key of the plan in `LayerContext.shared_state`
-SHARED_PLAN = "cascade"
+SHARED_PLAN_KEY = "cascade"
 
 
 class SharedPlan(NamedTuple):
@@ -46,25 +46,25 @@ class CascadePredictor(Predictor):
 
     def __init__(self, config: CabConfig) -> None:
         super().__init__(config)
-        self.anchor = RowsPredictor(config)
+        self.anchor_predictor = RowsPredictor(config)
 
     def encode_keys(self, k: Tensor, valid: Tensor | None = None) -> QuantizedKeys:
         """Return the quantised keys, as `RowsPredictor.encode_keys` does."""
-        return self.anchor.encode_keys(k, valid)
+        return self.anchor_predictor.encode_keys(k, valid)
 
     def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> QuantizedKeys | Tensor:
         """Return the quantised keys for an anchor, and k itself for other layers."""
-        return self.anchor.summary_of(k, valid, call) if self._is_anchor(call) else k
+        return self.anchor_predictor.summary_of(k, valid, call) if self._is_anchor(call) else k
 
     def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
         """Return "summaries" for an anchor. Other layers need no tensors of other ranks."""
-        return self.anchor.required_inputs(call, heads) if self._is_anchor(call) else ()
+        return self.anchor_predictor.required_inputs(call, heads) if self._is_anchor(call) else ()
 
     def merge(
         self, summary: QuantizedKeys, call: LayerContext, heads: tuple[int, int], layout: Any
     ) -> QuantizedKeys:
         """Return the quantised keys of all ranks; called for anchors only."""
-        return self.anchor.merge(summary, call, heads, layout)
+        return self.anchor_predictor.merge(summary, call, heads, layout)
 
     def _is_anchor(self, call: LayerContext) -> bool:
         """Return True if the layer is an anchor."""
@@ -85,14 +85,14 @@ class CascadePredictor(Predictor):
         kv_heads = summary.shape[1] if isinstance(summary, Tensor) else summary.kv_heads
         heads = q.shape[1], kv_heads
         if self._is_anchor(call):
-            plan = self.anchor.choose(q, summary, call)
-            call.shared_state[SHARED_PLAN] = SharedPlan(call.layer, heads, plan)
+            plan = self.anchor_predictor.choose(q, summary, call)
+            call.shared_state[SHARED_PLAN_KEY] = SharedPlan(call.layer, heads, plan)
             return plan
-        shared = self._shared_plan(heads, call)
+        shared_plan = self._get_shared_plan(heads, call)
         # the anchor may be on another device than this layer
-        return self._with_mapped_heads(shared.plan, call.layer).on(call.ranges)
+        return self._map_heads(shared_plan.plan, call.layer).on(call.ranges)
 
-    def _shared_plan(self, heads: tuple[int, int], call: LayerContext) -> SharedPlan:
+    def _get_shared_plan(self, heads: tuple[int, int], call: LayerContext) -> SharedPlan:
         """Return the plan that the anchor of the layer ``call.layer`` has stored.
 
         Args:
@@ -108,42 +108,46 @@ class CascadePredictor(Predictor):
                 "predictor must not be 'cascade' for a model in which a layer has no index, got "
                 "'cascade'. Use 'rows'."
             )
-        anchor = anchor_of(self.config, layer)
+        anchor = find_anchor(self.config, layer)
         if anchor is None:
             raise ValueError(
                 f"CabConfig.anchors must have a layer at or before layer {layer}, got "
                 f"{self.config.anchors}. Add the first sparse layer."
             )
-        shared: SharedPlan | None = call.shared_state.get(SHARED_PLAN)
-        if shared is None or shared.layer != anchor:
+        shared_plan: SharedPlan | None = call.shared_state.get(SHARED_PLAN_KEY)
+        if shared_plan is None or shared_plan.layer != anchor:
             raise ValueError(
                 f"Layer {layer} needs the plan of anchor layer {anchor}, which did not run "
                 "sparsely in this forward pass. Select an anchor that runs sparsely. Checkpoint "
                 "gradients with use_reentrant=False, and do not checkpoint layers that are "
                 "called several times."
             )
-        require_heads_of(shared.layer, shared.heads, layer, heads)
-        return shared
+        require_equal_heads(shared_plan.layer, shared_plan.heads, layer, heads)
+        return shared_plan
 
-    def _with_mapped_heads(self, plan: BlockPlan, layer: int) -> BlockPlan:
+    def _map_heads(self, plan: BlockPlan, layer: int) -> BlockPlan:
         """Return ``plan`` with its heads in the order of ``config.head_map[layer]``.
 
         Head h of the result is head ``config.head_map[layer][h]`` of the anchor's plan. Without a
         head map, the plan is returned unchanged.
         """
-        table = self.config.head_map
-        if not table:
+        head_map = self.config.head_map
+        if not head_map:
             return plan
-        if layer >= len(table) or len(table[0]) != plan.heads or max(table[layer]) >= plan.heads:
+        if (
+            layer >= len(head_map)
+            or len(head_map[0]) != plan.heads
+            or max(head_map[layer]) >= plan.heads
+        ):
             raise ValueError(
                 f"CabConfig.head_map must have a row for layer {layer} that maps {plan.heads} "
-                f"heads, got a table of {len(table)} layers of {len(table[0])} heads. Calibrate "
-                "this model, or give ()."
+                f"heads, got a table of {len(head_map)} layers of {len(head_map[0])} heads. "
+                "Calibrate this model, or give ()."
             )
-        return plan.select_heads(table[layer])
+        return plan.select_heads(head_map[layer])
 
 
-def anchor_of(config: CabConfig, layer: int | None) -> int | None:
+def find_anchor(config: CabConfig, layer: int | None) -> int | None:
     """Return the index of the last anchor up to and including ``layer``.
 
     Returns None if no anchor precedes the layer, the layer has no index, or the predictor is not
@@ -151,11 +155,11 @@ def anchor_of(config: CabConfig, layer: int | None) -> int | None:
     """
     if config.predictor != "cascade" or layer is None:
         return None
-    candidates = [anchor for anchor in config.anchors if anchor <= layer]
-    return candidates[-1] if candidates else None
+    preceding_anchors = [anchor for anchor in config.anchors if anchor <= layer]
+    return preceding_anchors[-1] if preceding_anchors else None
 
 
-def require_heads_of(
+def require_equal_heads(
     anchor: int, anchor_heads: tuple[int, int], layer: int, heads: tuple[int, int]
 ) -> None:
     """Raise an error if a layer and its anchor differ in their numbers of heads.

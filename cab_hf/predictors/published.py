@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from cab_hf.checks import is_number, is_share, is_whole, require
 from cab_hf.ops import reference
 from cab_hf.predictors.frc import (
-    affinity_of,
-    forman_curvature,
-    largest_norm_tokens,
-    min_max,
-    two_hop,
+    compute_affinity,
+    compute_forman_curvature,
+    compute_two_hop_weights,
+    find_largest_norm_tokens,
+    min_max_scale,
 )
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # by formula: whether the blocks with the lowest or with the highest curvature are selected
-KEPT_SIDE = {"forman": "lowest", "additive": "highest"}
+SELECTED_SIDE = {"forman": "lowest", "additive": "highest"}
 # most points of a scatter plot: limits the size of the figure
-POINTS_DRAWN = 20_000
+MAX_DRAWN_POINTS = 20_000
 # quantiles per row in the figure
 QUANTILES = (0.1, 0.5, 0.9)
 
@@ -73,10 +73,12 @@ def coarsen_qk_max_l2(q: Tensor, k: Tensor, block_size: int = 64) -> tuple[Tenso
     """
     _require_heads(q=q, k=k)
     _require_sizes(block_size=block_size)
-    q_valid, k_valid = (x.new_ones(x.shape[0], x.shape[2], dtype=torch.bool) for x in (q, k))
+    is_valid_query, is_valid_key = (
+        x.new_ones(x.shape[0], x.shape[2], dtype=torch.bool) for x in (q, k)
+    )
     return (
-        largest_norm_tokens(q, q_valid, block_size),
-        largest_norm_tokens(k, k_valid, block_size, mark=True),
+        find_largest_norm_tokens(q, is_valid_query, block_size),
+        find_largest_norm_tokens(k, is_valid_key, block_size, mark_not_finite=True),
     )
 
 
@@ -96,9 +98,9 @@ def compute_block_frc(
     * ``"forman"``: F = 4 A - S_i - S_j + 3 A A, the Forman-Ricci curvature. S_i is the sum of row
       i of A. S_j is the sum of column j, over the rows up to i if causal. The method selects the
       LOWEST values. A low F does not mean a strong edge, because F grows with A.
-    * ``"additive"``: F = min_max(A) - ``redundancy`` * A A / M. min_max scales each row to [0, 1].
-      The method selects the HIGHEST values. M counts all blocks, so a longer sequence can change
-      the selection of an earlier row.
+    * ``"additive"``: F = min_max_scale(A) - ``redundancy`` * A A / M. min_max_scale scales each row
+      to [0, 1]. The method selects the HIGHEST values. M counts all blocks, so a longer sequence
+      can change the selection of an earlier row.
 
     If the representative of a key block is NaN, its column of F is NaN and its edges have weight 0.
 
@@ -114,28 +116,29 @@ def compute_block_frc(
             unknown, or the redundancy is outside [0, 1].
     """
     _require_heads(q_coarse=q_coarse, k_coarse=k_coarse)
-    _require_recipe(formula, redundancy)
-    blocks = q_coarse.shape[2]
-    if k_coarse.shape[2] != blocks:
+    _require_settings(formula, redundancy)
+    num_blocks = q_coarse.shape[2]
+    if k_coarse.shape[2] != num_blocks:
         raise ValueError(
-            f"k_coarse must have as many blocks as q_coarse ({blocks}), got {k_coarse.shape[2]}. "
-            "Pass q and k of equal length: triangles use each block as a query and as a key."
+            f"k_coarse must have as many blocks as q_coarse ({num_blocks}), got "
+            f"{k_coarse.shape[2]}. Pass q and k of equal length: triangles use each block as a "
+            "query and as a key."
         )
     queries, keys = q_coarse.float(), k_coarse.float()
     keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
-    visible = _visible_blocks(queries.new_empty(1, 1, blocks, blocks), causal)
-    affinity = affinity_of(queries, keys, queries.shape[-1] ** -0.5, visible)
-    block_positions = torch.arange(blocks, device=queries.device).expand(len(queries), -1)
-    triangles = two_hop(affinity, block_positions, query_block=1, key_block=1)
+    is_visible = _find_visible_blocks(queries.new_empty(1, 1, num_blocks, num_blocks), causal)
+    affinity = compute_affinity(queries, keys, queries.shape[-1] ** -0.5, is_visible)
+    block_positions = torch.arange(num_blocks, device=queries.device).expand(len(queries), -1)
+    triangles = compute_two_hop_weights(affinity, block_positions, query_block=1, key_block=1)
     if formula == "additive":
-        frc = min_max(affinity, visible) - redundancy * triangles / blocks
+        frc = min_max_scale(affinity, is_visible) - redundancy * triangles / num_blocks
     else:
-        frc = forman_curvature(affinity, triangles)
+        frc = compute_forman_curvature(affinity, triangles)
         if not causal:
-            # `forman_curvature` sums a column up to row i only: replace by the sum of all rows
+            # `compute_forman_curvature` sums a column up to row i only: use the sum of all rows
             frc = frc + affinity.cumsum(-2) - affinity.sum(-2, keepdim=True)
     frc = frc.masked_fill(keys.isnan().any(-1).unsqueeze(2), torch.nan)
-    return BlockFrc(frc.masked_fill(~visible, 0.0), affinity, triangles)
+    return BlockFrc(frc.masked_fill(~is_visible, 0.0), affinity, triangles)
 
 
 def generate_block_mask_from_frc(
@@ -165,35 +168,39 @@ def generate_block_mask_from_frc(
             unknown.
     """
     _require_square(frc)
-    _require_recipe(sparsity=sparsity)
-    require(keep in KEPT_SIDE.values(), "keep", keep, "'lowest' or 'highest'")
-    visible = _visible_blocks(frc, causal)
-    count = reference.share_of_row(visible, 1 - sparsity)
-    return _best_blocks(-frc if keep == "lowest" else frc, visible, keep_diagonal, count)
+    _require_settings(sparsity=sparsity)
+    require(keep in SELECTED_SIDE.values(), "keep", keep, "'lowest' or 'highest'")
+    is_visible = _find_visible_blocks(frc, causal)
+    num_selected = reference.share_of_row(is_visible, 1 - sparsity)
+    return _select_best_blocks(
+        -frc if keep == "lowest" else frc, is_visible, keep_diagonal, num_selected
+    )
 
 
-def _visible_blocks(frc: Tensor, causal: bool) -> Tensor:
+def _find_visible_blocks(frc: Tensor, causal: bool) -> Tensor:
     """Return the blocks that each row may select, bool [M, M]; ``frc`` is [B, H, M, M]."""
     all_blocks = torch.ones_like(frc[0, 0], dtype=torch.bool)
     return all_blocks.tril() if causal else all_blocks
 
 
-def _best_blocks(score: Tensor, visible: Tensor, keep_diagonal: bool, count: Tensor) -> Tensor:
-    """Return the ``count`` blocks of each row with the highest scores, bool [B, H, M, M].
+def _select_best_blocks(
+    score: Tensor, is_visible: Tensor, keep_diagonal: bool, num_selected: Tensor
+) -> Tensor:
+    """Return the ``num_selected`` blocks of each row with the highest scores, bool [B, H, M, M].
 
     A score of NaN is higher than all numbers. If a row has blocks with a score of NaN, at least one
     of these blocks is selected in addition to the diagonal.
 
     Args:
         score: [B, H, M, M].
-        visible: bool [M, M], blocks that each row may select.
+        is_visible: bool [M, M], blocks that each row may select.
         keep_diagonal: True to select the diagonal first.
-        count: int [..., M, 1], blocks per row.
+        num_selected: int [..., M, 1], blocks per row.
     """
-    forced = visible.diag().diag() & bool(keep_diagonal)
-    has_nan = (score.isnan() & visible & ~forced).any(-1, keepdim=True)
-    count = count.maximum(forced.sum(-1, keepdim=True) + has_nan)
-    return reference.best_of_rows(score, visible, forced, count.squeeze(-1))
+    is_forced = is_visible.diag().diag() & bool(keep_diagonal)
+    has_nan = (score.isnan() & is_visible & ~is_forced).any(-1, keepdim=True)
+    num_selected = num_selected.maximum(is_forced.sum(-1, keepdim=True) + has_nan)
+    return reference.select_best_blocks(score, is_visible, is_forced, num_selected.squeeze(-1))
 
 
 class CoarseCurvaturePredictor(nn.Module):
@@ -231,7 +238,7 @@ class CoarseCurvaturePredictor(nn.Module):
     ) -> None:
         super().__init__()
         _require_sizes(block_size=block_size)
-        _require_recipe(formula, redundancy, sparsity)
+        _require_settings(formula, redundancy, sparsity)
         self.block_size = block_size
         self.sparsity = sparsity
         self.formula = formula
@@ -263,8 +270,8 @@ class CoarseCurvaturePredictor(nn.Module):
         diagnostics = compute_block_frc(
             queries, keys, formula=self.formula, redundancy=self.redundancy, causal=self.causal
         )
-        selected = self.select(diagnostics.frc)
-        return (selected, diagnostics) if return_diagnostics else selected
+        block_mask = self.select(diagnostics.frc)
+        return (block_mask, diagnostics) if return_diagnostics else block_mask
 
     def select(self, frc: Tensor) -> Tensor:
         """Return the blocks that are selected by the curvature ``frc``, bool [B, H, M, M].
@@ -275,7 +282,7 @@ class CoarseCurvaturePredictor(nn.Module):
         return generate_block_mask_from_frc(
             frc,
             self.sparsity,
-            keep=KEPT_SIDE[self.formula],
+            keep=SELECTED_SIDE[self.formula],
             keep_diagonal=self.keep_diagonal,
             causal=self.causal,
         )
@@ -315,8 +322,13 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
         **recipe: Any,
     ) -> None:
         require(is_number(threshold), "threshold", threshold, "a finite number")
-        for name, share in (("min_keep", min_keep), ("max_keep", max_keep)):
-            require(is_share(share) and share > 0, name, share, "in (0, 1]")
+        for argument_name, kept_fraction in (("min_keep", min_keep), ("max_keep", max_keep)):
+            require(
+                is_share(kept_fraction) and kept_fraction > 0,
+                argument_name,
+                kept_fraction,
+                "in (0, 1]",
+            )
         require(min_keep <= max_keep, "min_keep", min_keep, f"at most max_keep={max_keep}")
         super().__init__(block_size, 1 - min_keep, **recipe)
         self.threshold = threshold
@@ -330,19 +342,19 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
             frc: curvature, [B, H, M, M].
         """
         _require_square(frc)
-        visible = _visible_blocks(frc, self.causal)
-        score = -frc if KEPT_SIDE[self.formula] == "lowest" else frc
-        is_nan, has_score = visible & score.isnan(), visible & ~score.isnan()
+        is_visible = _find_visible_blocks(frc, self.causal)
+        score = -frc if SELECTED_SIDE[self.formula] == "lowest" else frc
+        is_nan, has_score = is_visible & score.isnan(), is_visible & ~score.isnan()
         # scale to [0, 1] first: then rows of equal curvatures have deviations of exactly 0
-        deviations = reference.standardise(min_max(score, has_score), has_score)
-        passes = is_nan | (has_score & (deviations > self.threshold))
+        deviations = reference.standardise(min_max_scale(score, has_score), has_score)
+        is_selected = is_nan | (has_score & (deviations > self.threshold))
         if self.keep_diagonal:
-            passes = passes | visible.diag().diag()
-        count = passes.sum(-1, keepdim=True).clamp(
-            min=reference.share_of_row(visible, self.min_keep),
-            max=reference.share_of_row(visible, self.max_keep),
+            is_selected = is_selected | is_visible.diag().diag()
+        num_selected = is_selected.sum(-1, keepdim=True).clamp(
+            min=reference.share_of_row(is_visible, self.min_keep),
+            max=reference.share_of_row(is_visible, self.max_keep),
         )
-        return _best_blocks(score, visible, self.keep_diagonal, count)
+        return _select_best_blocks(score, is_visible, self.keep_diagonal, num_selected)
 
 
 def visualize_frc_statistics(
@@ -375,8 +387,8 @@ def visualize_frc_statistics(
     terms = {"affinity": affinity, "triangles": triangles}
     terms = {name: term for name, term in terms.items() if term is not None}
     for name, term in terms.items():
-        expected = f"{list(frc.shape)}, the shape of frc"
-        require(term.shape == frc.shape, f"the shape of {name}", list(term.shape), expected)
+        expected_shape = f"{list(frc.shape)}, the shape of frc"
+        require(term.shape == frc.shape, f"the shape of {name}", list(term.shape), expected_shape)
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -384,50 +396,53 @@ def visualize_frc_statistics(
             "matplotlib is not installed, and visualize_frc_statistics needs it. Run `pip "
             "install matplotlib`."
         ) from error
-    visible = _visible_blocks(frc, causal).cpu()
+    is_visible = _find_visible_blocks(frc, causal).cpu()
     frc = frc.detach().float().cpu()
     figure = Figure(figsize=(15, 8), layout="constrained")
-    histogram, heat_map, by_row, *panels = figure.subplots(2, 3).flat
-    visible_frc = frc[..., visible].flatten()
-    histogram.hist(visible_frc[visible_frc.isfinite()].numpy(), bins=100)
-    histogram.set(title="curvature, all heads", xlabel="curvature", ylabel="blocks")
-    image = heat_map.imshow(frc[0, 0].masked_fill(~visible, torch.nan).numpy(), aspect="equal")
-    figure.colorbar(image, ax=heat_map)
-    heat_map.set(title="curvature, first head", xlabel="key block", ylabel="query block")
-    _plot_quantiles(by_row, frc, visible)
+    histogram_axes, heat_map_axes, quantile_axes, *scatter_axes = figure.subplots(2, 3).flat
+    visible_frc = frc[..., is_visible].flatten()
+    histogram_axes.hist(visible_frc[visible_frc.isfinite()].numpy(), bins=100)
+    histogram_axes.set(title="curvature, all heads", xlabel="curvature", ylabel="blocks")
+    image = heat_map_axes.imshow(
+        frc[0, 0].masked_fill(~is_visible, torch.nan).numpy(), aspect="equal"
+    )
+    figure.colorbar(image, ax=heat_map_axes)
+    heat_map_axes.set(title="curvature, first head", xlabel="key block", ylabel="query block")
+    _plot_quantiles(quantile_axes, frc, is_visible)
     # draw every n-th point only
-    thinned = slice(None, None, -(-visible_frc.numel() // POINTS_DRAWN))
+    drawn_points = slice(None, None, -(-visible_frc.numel() // MAX_DRAWN_POINTS))
     for name, term in terms.items():
-        panel = panels.pop(0)
-        visible_term = term.detach().float().cpu()[..., visible].flatten()
-        x, y = visible_term[thinned].numpy(), visible_frc[thinned].numpy()
-        panel.scatter(x, y, s=4, alpha=0.4)
-        panel.set(title=f"curvature against {name}", xlabel=name, ylabel="curvature")
-    for panel in panels:
-        panel.remove()
+        axes = scatter_axes.pop(0)
+        visible_term = term.detach().float().cpu()[..., is_visible].flatten()
+        x, y = visible_term[drawn_points].numpy(), visible_frc[drawn_points].numpy()
+        axes.scatter(x, y, s=4, alpha=0.4)
+        axes.set(title=f"curvature against {name}", xlabel=name, ylabel="curvature")
+    for axes in scatter_axes:
+        axes.remove()
     if path is not None:
         figure.savefig(path)
     return figure
 
 
-def _plot_quantiles(panel: Axes, frc: Tensor, visible: Tensor) -> None:
+def _plot_quantiles(axes: Axes, frc: Tensor, is_visible: Tensor) -> None:
     """Plot `QUANTILES` of the curvature of the visible blocks of each row, over all heads.
 
     Args:
-        panel: receives the plot.
+        axes: receives the plot.
         frc: curvature, float32 [B, H, M, M].
-        visible: bool [M, M], visible blocks of each row.
+        is_visible: bool [M, M], visible blocks of each row.
     """
     levels = torch.tensor(QUANTILES)
     quantiles = [
-        frc[:, :, row, columns].flatten().quantile(levels) for row, columns in enumerate(visible)
+        frc[:, :, row, is_visible_in_row].flatten().quantile(levels)
+        for row, is_visible_in_row in enumerate(is_visible)
     ]
-    panel.plot(
+    axes.plot(
         torch.stack(quantiles).numpy(),
         label=[f"{level:.0%} of the blocks are below" for level in QUANTILES],
     )
-    panel.legend()
-    panel.set(title="curvature by row, all heads", xlabel="query block", ylabel="curvature")
+    axes.legend()
+    axes.set(title="curvature by row, all heads", xlabel="query block", ylabel="curvature")
 
 
 class FlopsEstimate(NamedTuple):
@@ -489,25 +504,25 @@ def estimate_flops(
         ValueError: a size is below 1, or the sparsity is outside [0, 1).
     """
     _require_sizes(n=n, head_dim=head_dim, heads=heads, block_size=block_size)
-    _require_recipe(sparsity=sparsity)
-    blocks = -(-n // block_size)
+    _require_settings(sparsity=sparsity)
+    num_blocks = -(-n // block_size)
     # rounded like `reference.share_of_row`
     selected_per_row = [
-        math.ceil((1 - sparsity) * num_visible - 1e-9) for num_visible in range(1, blocks + 1)
+        math.ceil((1 - sparsity) * num_visible - 1e-9) for num_visible in range(1, num_blocks + 1)
     ]
-    selected_pairs, all_pairs = selected_per_row[-1] * n * n // blocks, n * n
+    selected_pairs, all_pairs = selected_per_row[-1] * n * n // num_blocks, n * n
     if causal:
-        sizes = [min(block_size, n - start) for start in range(0, n, block_size)]
+        block_lengths = [min(block_size, n - start) for start in range(0, n, block_size)]
         # the diagonal block of a row has fewer pairs than its other selected blocks
         selected_pairs = sum(
-            size * (size + 1) // 2 + (count - 1) * size * block_size
-            for size, count in zip(sizes, selected_per_row, strict=True)
+            block_length * (block_length + 1) // 2 + (num_selected - 1) * block_length * block_size
+            for block_length, num_selected in zip(block_lengths, selected_per_row, strict=True)
         )
         all_pairs = n * (n + 1) // 2
     return FlopsEstimate(
         coarsen=4 * n * head_dim * heads,
-        scores=2 * blocks**2 * head_dim * heads,
-        triangles=2 * blocks**3 * heads,
+        scores=2 * num_blocks**2 * head_dim * heads,
+        triangles=2 * num_blocks**3 * heads,
         attention=4 * head_dim * heads * selected_pairs,
         dense=4 * head_dim * heads * all_pairs,
     )
@@ -519,9 +534,9 @@ def _require_sizes(**sizes: Any) -> None:
         require(is_whole(size), name, size, "a whole number >= 1")
 
 
-def _require_recipe(formula: Any = "forman", redundancy: Any = 0, sparsity: Any = 0) -> None:
+def _require_settings(formula: Any = "forman", redundancy: Any = 0, sparsity: Any = 0) -> None:
     """Raise a ValueError for a setting of the published method that is out of range."""
-    require(formula in KEPT_SIDE, "formula", formula, "'forman' or 'additive'")
+    require(formula in SELECTED_SIDE, "formula", formula, "'forman' or 'additive'")
     require(is_share(redundancy), "redundancy", redundancy, "in [0, 1]")
     require(
         is_share(sparsity) and sparsity < 1,

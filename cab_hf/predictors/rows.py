@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cab_hf.config import tail_of
+from cab_hf.config import tail_sizes
 from cab_hf.plan import BlockPlan
 from cab_hf.predictors.base import LayerContext, Predictor
 from cab_hf.selection import QuantizedKeys, quantize_keys, select_blocks
@@ -75,7 +75,7 @@ class RowsPredictor(Predictor):
             sinks=call.sinks,
             softcap=call.softcap,
         )
-        tail_tokens, query_block = tail_of(config)
+        tail_tokens, query_block = tail_sizes(config)
         return BlockPlan(
             full,
             partial,

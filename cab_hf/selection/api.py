@@ -1,6 +1,6 @@
 """The entry points of block selection: argument checks, dispatch to a backend, registered ops.
 
-`select_blocks` runs `reference.selected_blocks` on a CPU and the kernels on a GPU. Both compute the
+`select_blocks` runs `reference.select_blocks` on a CPU and the kernels on a GPU. Both compute the
 same selection.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cab_hf.checks import require
-from cab_hf.config import CabConfig, tail_of
+from cab_hf.config import CabConfig, tail_sizes
 from cab_hf.ops import has_kernels
 from cab_hf.ops import reference as ops_reference
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, crossed_blocks
@@ -20,7 +20,7 @@ from cab_hf.selection import cpu, reference
 from cab_hf.selection.reference import ScoreOptions
 
 # fields of CabConfig that selection reads, with their types in the schema of the registered op
-FIELDS = {
+CONFIG_FIELDS = {
     "query_block": "int",
     "key_block": "int",
     "sink_blocks": "int",
@@ -43,8 +43,8 @@ class QuantizedKeys:
 
     Attributes:
         values: [B, H_kv, N_k, C]. On a CPU, k itself, with C = D. On a GPU, k with its channels
-            reordered and padded as `gather.Channels` describes, in the dtype of
-            `gather.scored_dtype`: 8-bit floats if the GPU multiplies 8-bit floats.
+            reordered and padded as `gather.ChannelOrder` describes, in the dtype of
+            `gather.choose_scoring_dtype`: 8-bit floats if the GPU multiplies 8-bit floats.
         exponents: int8 [B, H_kv, N_k, 1], see `gather.quantize`. None on a CPU, where values are
             not scaled.
     """
@@ -72,13 +72,13 @@ def quantize_keys(
         check_finite: True to raise a ValueError if k contains NaN or infinities.
     """
     if check_finite:
-        ops_reference.refuse_infinite("k", k)
+        ops_reference.require_finite("k", k)
     if not has_kernels(k):
         return QuantizedKeys(k)
     if torch.compiler.is_compiling():
         values, exponents = torch.ops.cab_hf.quantize_keys(k, channels)
     else:
-        values, exponents = _quantize(k, channels)
+        values, exponents = _quantize_on_gpu(k, channels)
     return QuantizedKeys(values, exponents)
 
 
@@ -122,7 +122,7 @@ def select_blocks(
             set and q contains NaN or infinities.
     """
     if config.check_finite:
-        ops_reference.refuse_infinite("q", q)
+        ops_reference.require_finite("q", q)
     if torch.compiler.is_compiling():
         return _select_as_op(
             q,
@@ -134,13 +134,13 @@ def select_blocks(
             sinks=sinks,
             softcap=softcap,
         )
-    _validate(q, keys, ranges=ranges, channels=channels, sinks=sinks)
+    _require_matching_shapes(q, keys, ranges=ranges, channels=channels, sinks=sinks)
     options = ScoreOptions(scale, channels, sinks, softcap)
     select = _select_by_kernels if has_kernels(q) else _select_by_reference
     return select(q, keys, ranges=ranges, config=config, options=options)
 
 
-def _validate(
+def _require_matching_shapes(
     q: Tensor,
     keys: QuantizedKeys,
     ranges: KeyRanges,
@@ -186,20 +186,21 @@ def _select_by_reference(
     config: CabConfig,
     options: ScoreOptions,
 ) -> tuple[BlockIndices, BlockIndices]:
-    """Compute `select_blocks` by `reference.selected_blocks`.
+    """Compute `select_blocks` by `reference.select_blocks`.
 
-    On a CPU, `cpu.sampled_scores` computes the same scores faster, if the scale is positive.
+    On a CPU, `cpu.compute_sampled_scores` computes the same scores faster. The scale must be
+    positive.
     """
     has_fast_scores = q.device.type == "cpu" and options.scale > 0
-    selected = reference.selected_blocks(
+    selected = reference.select_blocks(
         q,
         keys.values,
         ranges=ranges,
         config=config,
         options=options,
-        sampled_scores_fn=cpu.sampled_scores if has_fast_scores else None,
+        sampled_scores_fn=cpu.compute_sampled_scores if has_fast_scores else None,
     )
-    tail_tokens, query_block = tail_of(config)
+    tail_tokens, query_block = tail_sizes(config)
     plan = BlockPlan.from_dense(
         selected,
         ranges,
@@ -229,16 +230,18 @@ def _select_by_kernels(
     (batch, num_heads, q_length, head_dim), kv_length = q.shape, keys.values.shape[2]
     with launch.on_device_of(q):
         rules = threshold.SelectionRules.create(keys.exponents, ranges, config)
-        bitmap = threshold.Bitmap.empty(rules, num_heads)
+        bitmap = threshold.Bitmap.allocate(rules, num_heads)
         is_capped = config.max_density < 1
-        capped = compact.CappedLists.empty(bitmap, rules, ranges, config) if is_capped else None
-        for heads in compact.head_groups(bitmap, rules.marked.shape[2], config):
-            scores = compact.empty_scores(bitmap, rules, heads) if is_capped else None
+        capped_lists = (
+            compact.CappedLists.allocate(bitmap, rules, ranges, config) if is_capped else None
+        )
+        for head_range in compact.split_heads(bitmap, rules.marked.shape[2], config):
+            scores = compact.allocate_scores(bitmap, rules, head_range) if is_capped else None
             samples = gather.sample_queries(
                 q,
                 ranges=ranges,
                 config=config,
-                heads=heads,
+                heads=head_range,
                 scale=options.scale,
                 channels=options.channels,
                 dtype=keys.values.dtype,
@@ -247,9 +250,9 @@ def _select_by_kernels(
                 config,
                 q_length=q_length,
                 kv_length=kv_length,
-                num_heads=heads.count,
+                num_heads=head_range.num_heads,
                 num_kv_heads=batch * keys.kv_heads,
-                widths=tiles.channel_widths(options.channels, head_dim),
+                widths=tiles.compute_channel_widths(options.channels, head_dim),
                 dtype=keys.values.dtype,
                 is_whole_sequence=q_length == kv_length and ranges.consecutive,
                 has_descriptors=launch.reads_by_descriptor(q.device),
@@ -261,14 +264,20 @@ def _select_by_kernels(
                 exponents=keys.exponents,
                 plan=plan,
                 rules=rules,
-                heads=heads,
+                heads=head_range,
                 config=config,
                 scores=scores,
                 options=options,
             )
             if is_capped:
-                compact.fill_capped(capped, scores, bitmap=bitmap, rules=rules, heads=heads)
-        return capped.lists if is_capped else compact.lists_of_bitmap(bitmap, rules, ranges, config)
+                compact.fill_capped_lists(
+                    capped_lists, scores, bitmap=bitmap, rules=rules, heads=head_range
+                )
+        return (
+            capped_lists.lists
+            if is_capped
+            else compact.convert_bitmap_to_lists(bitmap, rules, ranges, config)
+        )
 
 
 def _select_as_op(
@@ -305,7 +314,7 @@ def _select_as_op(
         aligned=ranges.aligned,
         consecutive=ranges.consecutive,
         documents=ranges.documents,
-        **{name: getattr(config, name) for name in FIELDS},
+        **{field_name: getattr(config, field_name) for field_name in CONFIG_FIELDS},
     )
     return BlockIndices(full_counts, full), BlockIndices(partial_counts, partial)
 
@@ -316,7 +325,7 @@ def _select_as_op(
     schema="(Tensor q, Tensor values, Tensor? exponents, Tensor? sinks, Tensor start, Tensor end,"
     " Tensor key_valid, Tensor? sequence_end, *, float? softcap, float scale, int[] channels,"
     " bool aligned, bool consecutive, int? documents, "
-    + ", ".join(f"{kind} {name}" for name, kind in FIELDS.items())
+    + ", ".join(f"{schema_type} {name}" for name, schema_type in CONFIG_FIELDS.items())
     + ") -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _select_op(q, values, exponents, sinks, start, end, key_valid, sequence_end, **options):
@@ -341,7 +350,7 @@ def _select_op(q, values, exponents, sinks, start, end, key_valid, sequence_end,
         q,
         QuantizedKeys(values, exponents),
         ranges,
-        _config_of(options),
+        _build_config(options),
         scale=options["scale"],
         channels=tuple(options["channels"]),
         sinks=sinks,
@@ -352,7 +361,7 @@ def _select_op(q, values, exponents, sinks, start, end, key_valid, sequence_end,
 
 @_select_op.register_fake
 def _(q, values, exponents, sinks, start, end, key_valid, sequence_end, **options):
-    config = _config_of(options)
+    config = _build_config(options)
     batch, heads, q_length, _ = q.shape
     q_blocks = -(-q_length // config.query_block)
     kv_blocks = -(-values.shape[2] // config.key_block)
@@ -365,28 +374,30 @@ def _(q, values, exponents, sinks, start, end, key_valid, sequence_end, **option
     return counts, full, torch.empty_like(counts), partial
 
 
-def _config_of(options: dict[str, float]) -> CabConfig:
-    """Build a `CabConfig` from the arguments of the registered op that `FIELDS` names."""
-    return CabConfig(**{name: options[name] for name in FIELDS}, predictor="rows")
+def _build_config(options: dict[str, float]) -> CabConfig:
+    """Build a `CabConfig` from the arguments of the registered op that `CONFIG_FIELDS` names."""
+    return CabConfig(
+        **{field_name: options[field_name] for field_name in CONFIG_FIELDS}, predictor="rows"
+    )
 
 
-def _quantize(k: Tensor, channels: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _quantize_on_gpu(k: Tensor, channels: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Quantise k on a GPU, and return the values and exponents of `QuantizedKeys`."""
     from cab_hf.ops import launch
     from cab_hf.selection import gather
 
     with launch.on_device_of(k):
-        return gather.quantize(k, channels, gather.scored_dtype(k))
+        return gather.quantize(k, channels, gather.choose_scoring_dtype(k))
 
 
 @torch.library.custom_op("cab_hf::quantize_keys", mutates_args=())
 def _quantize_op(k: Tensor, channels: list[int]) -> list[Tensor]:
-    """Run `_quantize` as a registered op, and return the list [values, exponents]."""
-    return list(_quantize(k, tuple(channels)))
+    """Run `_quantize_on_gpu` as a registered op, and return the list [values, exponents]."""
+    return list(_quantize_on_gpu(k, tuple(channels)))
 
 
 @_quantize_op.register_fake
 def _(k: Tensor, channels: list[int]) -> list[Tensor]:
     from cab_hf.selection import gather
 
-    return list(gather.empty_keys(k, tuple(channels), gather.scored_dtype(k)))
+    return list(gather.allocate_quantized_keys(k, tuple(channels), gather.choose_scoring_dtype(k)))

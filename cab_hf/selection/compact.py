@@ -31,7 +31,7 @@ LIST_BYTES = 2 << 30
 # largest size of the scores of capped rows, in bytes; more heads are processed in several groups
 SCORE_BYTES = 1 << 30
 # key blocks per iteration of a program of `_compact_kernel`
-COLUMNS = 128
+BLOCKS_PER_ITERATION = 128
 
 
 class CappedLists(NamedTuple):
@@ -53,7 +53,7 @@ class CappedLists(NamedTuple):
         return self.full, self.partial
 
     @classmethod
-    def empty(
+    def allocate(
         cls, bitmap: Bitmap, rules: SelectionRules, ranges: KeyRanges, config: CabConfig
     ) -> CappedLists:
         """Allocate the lists without initialising them, and compute the caps.
@@ -65,29 +65,29 @@ class CappedLists(NamedTuple):
             config: Settings of the selection.
         """
         kv_blocks = rules.marked.shape[2]
-        crossed = crossed_blocks(config.query_block, config.key_block)
+        num_crossed_blocks = crossed_blocks(config.query_block, config.key_block)
         width = kv_blocks
-        if rules.tail is None or not rules.is_tail_listed:
+        if rules.tail_mask is None or not rules.is_tail_listed:
             # add 1 because the number of blocks is rounded up, and 1 for floating-point errors
             max_selected = int(config.max_density * kv_blocks) + 2
             # add 1 because a row with a marked block may list one more block
-            max_forced = config.sink_blocks + max(config.local_blocks, crossed) + 1
+            max_forced = config.sink_blocks + max(config.local_blocks, num_crossed_blocks) + 1
             width = max(max_selected, max_forced)
-        full, partial = _empty_lists(
+        full, partial = _allocate_lists(
             bitmap.counts,
             full_width=min(kv_blocks, width),
-            partial_width=crossed if ranges.aligned else width,
+            partial_width=num_crossed_blocks if ranges.aligned else width,
         )
-        caps = ops_reference.most_of_rows(rules.bounds, config.max_density, rules.marked)
-        if rules.tail is not None:
-            first, last = rules.bounds[:2]
-            num_visible = last - first + 1
-            caps = torch.where(rules.tail.unsqueeze(1), num_visible.unsqueeze(1), caps)
-        group = bitmap.counts.shape[1] // caps.shape[1]
-        return cls(full=full, partial=partial, caps=caps.repeat_interleave(group, dim=1))
+        caps = ops_reference.max_blocks_of_rows(rules.bounds, config.max_density, rules.marked)
+        if rules.tail_mask is not None:
+            first_visible, last_visible = rules.bounds[:2]
+            num_visible = last_visible - first_visible + 1
+            caps = torch.where(rules.tail_mask.unsqueeze(1), num_visible.unsqueeze(1), caps)
+        group_size = bitmap.counts.shape[1] // caps.shape[1]
+        return cls(full=full, partial=partial, caps=caps.repeat_interleave(group_size, dim=1))
 
 
-def head_groups(bitmap: Bitmap, kv_blocks: int, config: CabConfig) -> Iterator[HeadRange]:
+def split_heads(bitmap: Bitmap, kv_blocks: int, config: CabConfig) -> Iterator[HeadRange]:
     """Yield the groups of heads that are processed together.
 
     If ``max_density`` is 1, all heads of all batch rows are one group. Otherwise a group has heads
@@ -100,17 +100,21 @@ def head_groups(bitmap: Bitmap, kv_blocks: int, config: CabConfig) -> Iterator[H
     """
     batch, heads, q_blocks = bitmap.counts.shape
     if config.max_density == 1:
-        yield HeadRange(first=0, count=batch * heads, per_row=heads)
+        yield HeadRange(first_head=0, num_heads=batch * heads, heads_per_row=heads)
         return
     score_bytes_per_head = 4 * q_blocks * kv_blocks
     heads_per_group = max(1, SCORE_BYTES // score_bytes_per_head)
     for batch_row in range(batch):
-        for head in range(0, heads, heads_per_group):
-            count = min(heads_per_group, heads - head)
-            yield HeadRange(first=batch_row * heads + head, count=count, per_row=heads)
+        for first_head in range(0, heads, heads_per_group):
+            num_group_heads = min(heads_per_group, heads - first_head)
+            yield HeadRange(
+                first_head=batch_row * heads + first_head,
+                num_heads=num_group_heads,
+                heads_per_row=heads,
+            )
 
 
-def lists_of_bitmap(
+def convert_bitmap_to_lists(
     bitmap: Bitmap, rules: SelectionRules, ranges: KeyRanges, config: CabConfig
 ) -> tuple[BlockIndices, BlockIndices]:
     """Return the lists of full and of partial blocks of all heads.
@@ -122,24 +126,24 @@ def lists_of_bitmap(
         config: Settings of the selection.
     """
     counts, width = bitmap.counts, rules.marked.shape[2]
-    if 4 * counts.numel() * width > LIST_BYTES and not _is_capturing(counts):
+    if 4 * counts.numel() * width > LIST_BYTES and not _is_capturing_graph(counts):
         width = max(1, int(counts.max()))
-    crossed = crossed_blocks(config.query_block, config.key_block)
-    full, partial = _empty_lists(
-        counts, full_width=width, partial_width=crossed if ranges.aligned else width
+    num_crossed_blocks = crossed_blocks(config.query_block, config.key_block)
+    full, partial = _allocate_lists(
+        counts, full_width=width, partial_width=num_crossed_blocks if ranges.aligned else width
     )
     fill_lists(bitmap.bits, bounds=rules.bounds, full=full, partial=partial)
     return full, partial
 
 
-def empty_scores(bitmap: Bitmap, rules: SelectionRules, heads: HeadRange) -> Tensor:
+def allocate_scores(bitmap: Bitmap, rules: SelectionRules, heads: HeadRange) -> Tensor:
     """Allocate scores of a group of heads of one batch row, float32 [1, heads, M_q, M_k]."""
     q_blocks, kv_blocks = bitmap.counts.shape[2], rules.marked.shape[2]
-    return bitmap.counts.new_empty(1, heads.count, q_blocks, kv_blocks, dtype=torch.float32)
+    return bitmap.counts.new_empty(1, heads.num_heads, q_blocks, kv_blocks, dtype=torch.float32)
 
 
-def fill_capped(
-    capped: CappedLists,
+def fill_capped_lists(
+    capped_lists: CappedLists,
     scores: Tensor,
     *,
     bitmap: Bitmap,
@@ -152,19 +156,19 @@ def fill_capped(
     number of selected blocks and the cap of the row.
 
     Args:
-        capped: Lists of all heads, and the caps.
+        capped_lists: Lists of all heads, and the caps.
         scores: float32 [1, heads, M_q, M_k], written by `threshold.threshold_blocks`.
         bitmap: Selected blocks of all heads; only the counts are used.
         rules: Its ``bounds`` contain the visible and the full blocks of each query block.
         heads: Heads of the scores, all of the same batch row.
     """
-    batch_row, first_head = divmod(heads.first, heads.per_row)
+    batch_row, first_head = divmod(heads.first_head, heads.heads_per_row)
     row_slice = slice(batch_row, batch_row + 1)
-    full, partial = capped.lists
-    top_k.select(
+    full, partial = capped_lists.lists
+    top_k.select_blocks(
         score=scores,
         bounds=rules.bounds[:, row_slice].contiguous(),
-        wanted=bitmap.counts[row_slice].minimum(capped.caps[row_slice]),
+        num_selected=bitmap.counts[row_slice].minimum(capped_lists.caps[row_slice]),
         start=first_head,
         lists=(
             full.counts[row_slice],
@@ -175,7 +179,7 @@ def fill_capped(
     )
 
 
-def _empty_lists(
+def _allocate_lists(
     counts: Tensor, *, full_width: int, partial_width: int
 ) -> tuple[BlockIndices, BlockIndices]:
     """Allocate lists of full and of partial blocks without initialising them.
@@ -195,7 +199,7 @@ def _empty_lists(
     return full, partial
 
 
-def _is_capturing(x: Tensor) -> bool:
+def _is_capturing_graph(x: Tensor) -> bool:
     """Return True while the current CUDA stream captures a graph, which forbids synchronisation."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -212,38 +216,38 @@ def fill_lists(bits: Tensor, *, bounds: Tensor, full: BlockIndices, partial: Blo
         full: Receives the lists of full blocks. Its width must suffice for every row.
         partial: Receives the lists of partial blocks. Its width must suffice for every row.
     """
-    heads, q_blocks, words = bits.shape[1:]
+    heads, q_blocks, num_words = bits.shape[1:]
     _compact_kernel[(full.counts.numel(),)](
         bits=bits,
         bounds=bounds,
         full_counts=full.counts,
-        full=full.indices,
+        full_indices=full.indices,
         full_width=full.width,
         partial_counts=partial.counts,
-        partial=partial.indices,
+        partial_indices=partial.indices,
         partial_width=partial.width,
         heads=heads,
         q_blocks=q_blocks,
-        words=words,
-        COLUMNS=COLUMNS,
+        num_words=num_words,
+        COLUMNS=BLOCKS_PER_ITERATION,
         num_warps=1,
     )
 
 
 # these arguments change from call to call: without specialisation, Triton compiles once
-@triton.jit(do_not_specialize=["full_width", "partial_width", "heads", "q_blocks", "words"])
+@triton.jit(do_not_specialize=["full_width", "partial_width", "heads", "q_blocks", "num_words"])
 def _compact_kernel(
     bits,
     bounds,
     full_counts,
-    full,
+    full_indices,
     full_width,
     partial_counts,
-    partial,
+    partial_indices,
     partial_width,
     heads,
     q_blocks,
-    words,
+    num_words,
     COLUMNS: tl.constexpr,
 ):
     """Write the selected blocks of one query block of a head to its lists, see `fill_lists`."""
@@ -255,27 +259,29 @@ def _compact_kernel(
     last_visible = tl.load(row_bounds + bounds_plane)
     first_full = tl.load(row_bounds + 4 * bounds_plane)
     last_full = tl.load(row_bounds + 5 * bounds_plane)
-    bits += row * words
-    full += row * full_width
-    partial += row * partial_width
+    bits += row * num_words
+    full_indices += row * full_width
+    partial_indices += row * partial_width
     num_full = 0
     num_partial = 0
-    for first in range(first_visible // COLUMNS * COLUMNS, last_visible + 1, COLUMNS):
+    for first_column in range(first_visible // COLUMNS * COLUMNS, last_visible + 1, COLUMNS):
         # selected and full key blocks [COLUMNS]
-        column = first + tl.arange(0, COLUMNS)
+        column = first_column + tl.arange(0, COLUMNS)
         is_visible = (column >= first_visible) & (column <= last_visible)
-        word = tl.load(bits + column // 32, mask=is_visible, other=0)
-        is_selected = is_visible & (((word >> (column % 32)) & 1) != 0)
+        bitmap_word = tl.load(bits + column // 32, mask=is_visible, other=0)
+        is_selected = is_visible & (((bitmap_word >> (column % 32)) & 1) != 0)
         is_full = (column >= first_full) & (column <= last_full)
         # positions in both lists [COLUMNS] from one scan: the lower 16 bits count full blocks, the
         # upper 16 bits count partial blocks
         increment = tl.where(is_selected, tl.where(is_full, 1, 65536), 0)
-        packed = tl.cumsum(increment, 0) - 1
-        tl.store(full + num_full + (packed & 65535), column, mask=is_selected & is_full)
-        partial_position = num_partial + ((packed + 1) >> 16) - 1
-        tl.store(partial + partial_position, column, mask=is_selected & (is_full == 0))
-        total = tl.sum(increment, 0)
-        num_full += total & 65535
-        num_partial += total >> 16
+        packed_positions = tl.cumsum(increment, 0) - 1
+        tl.store(
+            full_indices + num_full + (packed_positions & 65535), column, mask=is_selected & is_full
+        )
+        partial_position = num_partial + ((packed_positions + 1) >> 16) - 1
+        tl.store(partial_indices + partial_position, column, mask=is_selected & (is_full == 0))
+        packed_counts = tl.sum(increment, 0)
+        num_full += packed_counts & 65535
+        num_partial += packed_counts >> 16
     tl.store(full_counts + row, num_full)
     tl.store(partial_counts + row, num_partial)

@@ -1,4 +1,4 @@
-"""Fast scores on a CPU: `sampled_scores` of the reference, in one pass over the logits.
+"""Fast scores on a CPU: `compute_sampled_scores` of the reference, in one pass over the logits.
 
 One batched product multiplies the sampled queries of a few query blocks of all heads with the keys
 of consecutive key blocks. The maxima per key block are computed while the logits are in the cache.
@@ -22,19 +22,19 @@ from cab_hf.selection.reference import ScoreOptions
 
 # logits of one product: 2 MiB in float32, which stay in the cache of a core until the maxima per
 # key block are computed
-LOGITS_AT_A_TIME = 2**19
+MAX_LOGITS_PER_PRODUCT = 2**19
 # the number of key blocks per product is a multiple of this number if memory allows, because `amax`
 # over the keys of a block is vectorised over key blocks
-BLOCKS_OF_A_VECTOR = 32
+KEY_BLOCKS_PER_VECTOR = 32
 # sampled queries of all heads that are scored together: enough for fast products, and few enough
 # that most key blocks need no mask
-SAMPLES_AT_A_TIME = 1024
+MAX_SAMPLES_PER_GROUP = 1024
 # query blocks whose Gram matrices are in memory together: 8 MiB for blocks of 128 queries
-GRAMS_AT_A_TIME = 128
+MAX_GRAM_MATRICES = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Samples:
+class SampledQueries:
     """The sampled queries of one kind, typical or outlier, and the keys that they are scored on.
 
     Attributes:
@@ -52,58 +52,60 @@ class Samples:
     weight: float
 
 
-def sampled_scores(
+def compute_sampled_scores(
     q: Tensor,
     k: Tensor,
     ranges: KeyRanges,
     config: CabConfig,
     options: ScoreOptions,
     *,
-    visible: Tensor,
-    forced: Tensor,
+    is_visible: Tensor,
+    is_forced: Tensor,
 ) -> Tensor:
-    """Return the result of `reference.sampled_scores` for the same arguments, computed faster.
+    """Compute `reference.compute_sampled_scores` for the same arguments, but faster.
 
     ``options.scale`` must be positive, because the maximum over keys is taken before scaling.
     """
     heads = q.shape[1]
-    kinds = _samples(q, k, ranges=ranges, config=config, channels=options.channels)
-    max_samples = max(kind.positions.shape[3] for kind in kinds)
-    q_blocks_per_slab = max(1, SAMPLES_AT_A_TIME // (heads * max_samples))
-    num_visible_keys = config.key_block * visible.sum(-1)
+    sample_kinds = _sample_queries(q, k, ranges=ranges, config=config, channels=options.channels)
+    max_samples = max(sample_kind.positions.shape[3] for sample_kind in sample_kinds)
+    q_blocks_per_group = max(1, MAX_SAMPLES_PER_GROUP // (heads * max_samples))
+    num_visible_keys = config.key_block * is_visible.sum(-1)
     length_factor = (num_visible_keys / reference.THRESHOLD_KEYS).clamp(min=1)
     # a query block whose visible blocks are all forced needs no scores
-    needs_scores = (visible & ~forced).any(-1)
-    scores = torch.zeros(q.shape[0], heads, *visible.shape[1:], device=q.device)
-    for batch in range(q.shape[0]):
-        scored_blocks = needs_scores[batch].nonzero()[:, 0]
-        for q_blocks in scored_blocks.split(q_blocks_per_slab) if len(scored_blocks) else ():
-            slab = _Slab.of(ranges, batch, q_blocks, config)
+    needs_scores = (is_visible & ~is_forced).any(-1)
+    scores = torch.zeros(q.shape[0], heads, *is_visible.shape[1:], device=q.device)
+    for batch_row in range(q.shape[0]):
+        scored_blocks = needs_scores[batch_row].nonzero()[:, 0]
+        for q_blocks in scored_blocks.split(q_blocks_per_group) if len(scored_blocks) else ():
+            block_group = _QueryBlockGroup.from_blocks(ranges, batch_row, q_blocks, config)
             share_sum, weight_sum, max_share = 0.0, 0.0, None
-            for kind in kinds:
-                kind_max, kind_sum, num_samples = _shares(
+            for sample_kind in sample_kinds:
+                kind_max, kind_sum, num_samples = _compute_shares(
                     q,
-                    kind,
-                    slab=slab,
+                    sample_kind,
+                    block_group=block_group,
                     ranges=ranges,
                     options=options,
                     key_block=config.key_block,
                 )
-                share_sum = share_sum + kind.weight * kind_sum
-                weight_sum = weight_sum + kind.weight * num_samples.unsqueeze(-1)
+                share_sum = share_sum + sample_kind.weight * kind_sum
+                weight_sum = weight_sum + sample_kind.weight * num_samples.unsqueeze(-1)
                 max_share = kind_max if max_share is None else torch.maximum(max_share, kind_max)
-            mean_share = share_sum / weight_sum.clamp(min=ops_reference.LEAST)
-            slab_scores = (mean_share * length_factor[batch, q_blocks, None]).clamp(max=1)
+            mean_share = share_sum / weight_sum.clamp(min=ops_reference.MIN_DIVISOR)
+            group_scores = (mean_share * length_factor[batch_row, q_blocks, None]).clamp(max=1)
             is_large = max_share >= config.share_threshold
-            slab_scores = torch.where(is_large, 1 + max_share, slab_scores)
+            group_scores = torch.where(is_large, 1 + max_share, group_scores)
             # a sampled query that is not finite has shares of NaN: the score 1 selects all blocks
-            slab_scores = slab_scores.masked_fill(slab_scores.isnan(), 1.0)
-            scores[batch][:, q_blocks, slab.first_block : slab.end_block] = slab_scores
+            group_scores = group_scores.masked_fill(group_scores.isnan(), 1.0)
+            scores[batch_row][:, q_blocks, block_group.first_block : block_group.end_block] = (
+                group_scores
+            )
     return scores
 
 
 @dataclass(frozen=True, eq=False)
-class _Slab:
+class _QueryBlockGroup:
     """A few query blocks of one batch row, which are scored together, and their key blocks.
 
     Attributes:
@@ -125,7 +127,9 @@ class _Slab:
     end_full: int
 
     @classmethod
-    def of(cls, ranges: KeyRanges, batch: int, q_blocks: Tensor, config: CabConfig) -> _Slab:
+    def from_blocks(
+        cls, ranges: KeyRanges, batch: int, q_blocks: Tensor, config: CabConfig
+    ) -> _QueryBlockGroup:
         """Compute the visible key blocks of the query blocks ``q_blocks`` of one batch row."""
         bounds, key_block = ranges.rows(config.query_block), config.key_block
         end_block = int(bounds.max_last[batch, q_blocks].max()) // key_block + 1
@@ -142,100 +146,105 @@ class _Slab:
             end_full=end_full,
         )
 
-    def column_ranges(self, max_blocks: int) -> list[tuple[int, int, bool]]:
+    def split_key_blocks(self, max_blocks: int) -> list[tuple[int, int, bool]]:
         """Split the visible key blocks into ranges of at most ``max_blocks`` key blocks.
 
         Returns:
             (begin, end, needs_mask) of each range: its first key block, its end (exclusive), and
             True if a key of the range may be invisible to a query.
         """
-        result = []
+        block_ranges = []
         for first, end, needs_mask in (
             (self.first_block, self.first_full, True),
             (self.first_full, self.end_full, False),
             (self.end_full, self.end_block, True),
         ):
-            result += [
+            block_ranges += [
                 (begin, min(begin + max_blocks, end), needs_mask)
                 for begin in range(first, end, max_blocks)
             ]
-        return result
+        return block_ranges
 
 
-def _samples(
+def _sample_queries(
     q: Tensor, k: Tensor, *, ranges: KeyRanges, config: CabConfig, channels: tuple[int, ...]
-) -> list[Samples]:
+) -> list[SampledQueries]:
     """Return the typical queries, then the outlier queries if ``config.outlier_queries`` > 0.
 
-    `reference.block_shares` defines their weights, channels and keys.
+    `reference.compute_block_shares` defines their weights, channels and keys.
     """
     query_block, num_outliers = config.query_block, config.outlier_queries
     num_typical, key_stride = num_typical_queries(config), config.typical_key_stride
-    typical = reference.typical_queries(ranges, query_block, num_typical)
+    typical_positions = reference.sample_typical_queries(ranges, query_block, num_typical)
     padded_keys = F.pad(k, (0, 0, 0, -k.shape[2] % config.key_block))
-    kinds = [
-        Samples(
-            positions=typical.unsqueeze(1).expand(-1, q.shape[1], -1, -1),
+    sample_kinds = [
+        SampledQueries(
+            positions=typical_positions.unsqueeze(1).expand(-1, q.shape[1], -1, -1),
             channels=None,
-            keys=padded_keys[:, :, reference.key_offset(key_stride) :: key_stride].float(),
+            keys=padded_keys[
+                :, :, reference.get_first_sampled_key(key_stride) :: key_stride
+            ].float(),
             key_stride=key_stride,
             weight=(query_block - num_outliers) / num_typical,
         )
     ]
     if num_outliers:
-        index = torch.tensor(channels, device=q.device) if channels else None
-        outlier_keys = padded_keys if index is None else padded_keys.index_select(-1, index)
-        kinds.append(
-            Samples(
-                positions=outlier_queries(q, ranges, query_block, num_outliers),
-                channels=index,
+        channel_index = torch.tensor(channels, device=q.device) if channels else None
+        outlier_keys = (
+            padded_keys if channel_index is None else padded_keys.index_select(-1, channel_index)
+        )
+        sample_kinds.append(
+            SampledQueries(
+                positions=sample_outlier_queries(q, ranges, query_block, num_outliers),
+                channels=channel_index,
                 keys=outlier_keys.float(),
                 key_stride=1,
                 weight=1.0,
             )
         )
-    return kinds
+    return sample_kinds
 
 
-def _shares(
+def _compute_shares(
     q: Tensor,
-    kind: Samples,
+    samples: SampledQueries,
     *,
-    slab: _Slab,
+    block_group: _QueryBlockGroup,
     ranges: KeyRanges,
     options: ScoreOptions,
     key_block: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `reference.shares_of_samples` for the query blocks and key blocks of ``slab``.
+    """Compute `reference.compute_sample_shares` for the blocks of ``block_group``.
 
     Returns:
-        maximum, total: float32 [H, R, blocks], for R query blocks and the key blocks of ``slab``.
+        max_share, share_sum: float32 [H, R, blocks], for R query blocks and the key blocks of
+            ``block_group``.
         num_samples: float32 [H, R], the number of samples with a visible sampled key.
     """
-    keys = kind.keys[slab.batch]
-    positions = kind.positions[slab.batch][:, slab.q_blocks]
+    keys = samples.keys[block_group.batch]
+    positions = samples.positions[block_group.batch][:, block_group.q_blocks]
     heads, _, samples_per_block = positions.shape
     # [H, R * S]
     positions = positions.flatten(1)
     is_missing = positions < 0
     positions = positions.clamp(min=0)
     head = torch.arange(heads, device=q.device).unsqueeze(-1)
-    queries = q[slab.batch][head, positions]
-    if kind.channels is not None:
-        queries = queries.index_select(-1, kind.channels)
-    start = ranges.start[slab.batch][positions]
-    end = ranges.end[slab.batch][positions].masked_fill(is_missing, -1)
+    queries = q[block_group.batch][head, positions]
+    if samples.channels is not None:
+        queries = queries.index_select(-1, samples.channels)
+    start = ranges.start[block_group.batch][positions]
+    end = ranges.end[block_group.batch][positions].masked_fill(is_missing, -1)
     # one product per KV head: [H, R * S] -> [H_kv, group * R * S]
     kv_queries, kv_start, kv_end = (
         x.unflatten(0, (keys.shape[0], -1)).flatten(1, 2) for x in (queries.float(), start, end)
     )
-    block_max = _block_maxima(
+    block_max = _compute_block_maxima(
         kv_queries,
         start=kv_start,
         end=kv_end,
         keys=keys,
-        key_stride=kind.key_stride,
-        slab=slab,
+        key_stride=samples.key_stride,
+        block_group=block_group,
         key_block=key_block,
     )
     # scaling and soft caps do not change the order of logits: apply both to the maxima only
@@ -243,22 +252,26 @@ def _shares(
     if bool(is_missing.any()):
         block_max = block_max.masked_fill((kv_end < 0).unsqueeze(-1), -torch.inf)
     block_max = block_max.unflatten(1, (heads // keys.shape[0], -1)).flatten(0, 1)
-    share = _softmax(block_max, options.sinks, key_block).unflatten(1, (-1, samples_per_block))
-    offset = reference.key_offset(kind.key_stride)
-    first_sampled_key = (start - offset).clamp(min=0).add(kind.key_stride - 1) // kind.key_stride
-    has_visible_key = first_sampled_key * kind.key_stride + offset <= end
+    shares = _compute_softmax(block_max, options.sinks, key_block).unflatten(
+        1, (-1, samples_per_block)
+    )
+    offset = reference.get_first_sampled_key(samples.key_stride)
+    first_sampled_key = (start - offset).clamp(min=0).add(
+        samples.key_stride - 1
+    ) // samples.key_stride
+    has_visible_key = first_sampled_key * samples.key_stride + offset <= end
     num_samples = has_visible_key.unflatten(1, (-1, samples_per_block)).sum(-1)
-    return share.amax(2), share.sum(2), num_samples.float()
+    return shares.amax(2), shares.sum(2), num_samples.float()
 
 
-def _block_maxima(
+def _compute_block_maxima(
     queries: Tensor,
     *,
     start: Tensor,
     end: Tensor,
     keys: Tensor,
     key_stride: int,
-    slab: _Slab,
+    block_group: _QueryBlockGroup,
     key_block: int,
 ) -> Tensor:
     """Return the maximum dot product per sampled query and key block, float32 [H_kv, S, blocks].
@@ -268,49 +281,58 @@ def _block_maxima(
         start, end: int32 [H_kv, S], the first and last visible token of each query.
         keys: float32 [H_kv, N, C], the sampled keys, padded to whole blocks.
         key_stride: Distance between sampled keys, in tokens.
-        slab: Its key blocks ``first_block`` to ``end_block`` are the columns of the result.
+        block_group: Its key blocks ``first_block`` to ``end_block`` are the columns of the result.
         key_block: Tokens per key block.
     """
-    kv_heads, num_samples, dim = queries.shape
-    keys_per_block, num_blocks = key_block // key_stride, slab.end_block - slab.first_block
-    max_blocks = max(1, LOGITS_AT_A_TIME // (keys_per_block * kv_heads * num_samples))
-    max_blocks = max_blocks // BLOCKS_OF_A_VECTOR * BLOCKS_OF_A_VECTOR or max_blocks
+    kv_heads, num_samples, num_channels = queries.shape
+    keys_per_block, num_blocks = (
+        key_block // key_stride,
+        block_group.end_block - block_group.first_block,
+    )
+    max_blocks = max(1, MAX_LOGITS_PER_PRODUCT // (keys_per_block * kv_heads * num_samples))
+    max_blocks = max_blocks // KEY_BLOCKS_PER_VECTOR * KEY_BLOCKS_PER_VECTOR or max_blocks
     max_blocks = min(max_blocks, num_blocks)
     latest_start = int(start.max())
     logit_buffer = queries.new_empty(kv_heads * num_samples * max_blocks * keys_per_block)
     block_max = queries.new_empty(kv_heads, num_samples, num_blocks)
-    for first_block, end_block, needs_mask in slab.column_ranges(max_blocks):
-        width = end_block - first_block
+    for first_block, end_block, needs_mask in block_group.split_key_blocks(max_blocks):
+        num_range_blocks = end_block - first_block
         key_slice = slice(first_block * keys_per_block, end_block * keys_per_block)
-        # [H_kv, keys_per_block * width, C]: adjacent rows belong to adjacent blocks, so that the
-        # maximum over the keys of a block is a maximum of vectors
-        slab_keys = keys[:, key_slice].unflatten(1, (width, keys_per_block))
-        slab_keys = slab_keys.transpose(1, 2).reshape(kv_heads, -1, dim)
-        num_logits = kv_heads * num_samples * slab_keys.shape[1]
+        # [H_kv, keys_per_block * num_range_blocks, C]: adjacent rows belong to adjacent blocks, so
+        # that the maximum over the keys of a block is a maximum of vectors
+        range_keys = keys[:, key_slice].unflatten(1, (num_range_blocks, keys_per_block))
+        range_keys = range_keys.transpose(1, 2).reshape(kv_heads, -1, num_channels)
+        num_logits = kv_heads * num_samples * range_keys.shape[1]
         logits = logit_buffer[:num_logits].view(kv_heads, num_samples, -1)
-        torch.bmm(queries, slab_keys.transpose(1, 2), out=logits)
+        torch.bmm(queries, range_keys.transpose(1, 2), out=logits)
         if needs_mask:
             key_index = torch.arange(key_slice.start, key_slice.stop, device=keys.device)
-            token = key_index.view(width, keys_per_block).T.flatten() * key_stride
-            token = (token + reference.key_offset(key_stride)).int()
-            is_masked = token > end.unsqueeze(-1)
+            key_positions = (
+                key_index.view(num_range_blocks, keys_per_block).T.flatten() * key_stride
+            )
+            key_positions = (key_positions + reference.get_first_sampled_key(key_stride)).int()
+            is_masked = key_positions > end.unsqueeze(-1)
             if first_block * key_block < latest_start:
-                is_masked |= token < start.unsqueeze(-1)
+                is_masked |= key_positions < start.unsqueeze(-1)
             logits.masked_fill_(is_masked, -torch.inf)
-        logits = logits.unflatten(2, (keys_per_block, width))
+        logits = logits.unflatten(2, (keys_per_block, num_range_blocks))
         # amax over few columns is slow: halve the keys by elementwise maxima instead
-        while logits.shape[2] > 1 and logits.shape[2] % 2 == 0 and width < BLOCKS_OF_A_VECTOR:
-            half = logits.shape[2] // 2
-            logits = torch.maximum(logits[:, :, :half], logits[:, :, half:])
-        columns = slice(first_block - slab.first_block, end_block - slab.first_block)
+        while (
+            logits.shape[2] > 1
+            and logits.shape[2] % 2 == 0
+            and num_range_blocks < KEY_BLOCKS_PER_VECTOR
+        ):
+            num_half_keys = logits.shape[2] // 2
+            logits = torch.maximum(logits[:, :, :num_half_keys], logits[:, :, num_half_keys:])
+        columns = slice(first_block - block_group.first_block, end_block - block_group.first_block)
         torch.amax(logits, 2, out=block_max[..., columns])
     return block_max
 
 
-def _softmax(block_max: Tensor, sinks: Tensor | None, key_block: int) -> Tensor:
+def _compute_softmax(block_max: Tensor, sinks: Tensor | None, key_block: int) -> Tensor:
     """Return the attention share of each key block, float32 [H, S, blocks].
 
-    `reference.shares_of_samples` defines the shares.
+    `reference.compute_sample_shares` defines the shares.
 
     Args:
         block_max: float32 [H, S, blocks], the maximum logit per key block; -inf for invisible
@@ -320,23 +342,27 @@ def _softmax(block_max: Tensor, sinks: Tensor | None, key_block: int) -> Tensor:
     """
     softmax_input = block_max
     if sinks is not None:
-        sink = sinks.float() - torch.tensor(key_block, dtype=torch.float32).log()
-        sink = sink[:, None, None].expand(-1, block_max.shape[1], 1)
-        softmax_input = torch.cat([block_max, sink], -1)
-    share = softmax_input.softmax(-1)[..., : block_max.shape[-1]]
+        sink_logits = sinks.float() - torch.tensor(key_block, dtype=torch.float32).log()
+        sink_logits = sink_logits[:, None, None].expand(-1, block_max.shape[1], 1)
+        softmax_input = torch.cat([block_max, sink_logits], -1)
+    shares = softmax_input.softmax(-1)[..., : block_max.shape[-1]]
     # softmax over no keys is NaN
-    return share.masked_fill(block_max == -torch.inf, 0.0)
+    return shares.masked_fill(block_max == -torch.inf, 0.0)
 
 
-def outlier_queries(q: Tensor, ranges: KeyRanges, query_block: int, count: int) -> Tensor:
-    """Compute `reference.outlier_queries` from the Gram matrix of each query block."""
-    if count == query_block:
-        return reference.outlier_queries(q, ranges, query_block, count)
+def sample_outlier_queries(
+    q: Tensor, ranges: KeyRanges, query_block: int, samples_per_block: int
+) -> Tensor:
+    """Compute `reference.sample_outlier_queries` from the Gram matrix of each query block."""
+    if samples_per_block == query_block:
+        return reference.sample_outlier_queries(q, ranges, query_block, samples_per_block)
     q_blocks = -(-q.shape[2] // query_block)
     num_padding = q_blocks * query_block - q.shape[2]
     is_real = F.pad(ranges.end >= 0, (0, num_padding)).unflatten(1, (-1, query_block))
-    sampled = torch.empty(*q.shape[:2], q_blocks, count, dtype=torch.int64, device=q.device)
-    blocks_per_chunk = max(1, GRAMS_AT_A_TIME // (q.shape[0] * q.shape[1]))
+    sample_indices = torch.empty(
+        *q.shape[:2], q_blocks, samples_per_block, dtype=torch.int64, device=q.device
+    )
+    blocks_per_chunk = max(1, MAX_GRAM_MATRICES // (q.shape[0] * q.shape[1]))
     for first_block in range(0, q_blocks, blocks_per_chunk):
         # blocks [B, H, blocks of the chunk, query_block, D]
         chunk = slice(first_block, first_block + blocks_per_chunk)
@@ -346,15 +372,17 @@ def outlier_queries(q: Tensor, ranges: KeyRanges, query_block: int, count: int) 
         chunk_is_real = is_real[:, chunk].unsqueeze(1).expand(blocks.shape[:-1])
         if not bool(chunk_is_real.all()):
             blocks = blocks.masked_fill(~chunk_is_real.unsqueeze(-1), 0.0)
-        samples = _farthest_points(blocks.flatten(0, 2), chunk_is_real.flatten(0, 2), count)
-        sampled[:, :, chunk] = samples.view(sampled[:, :, chunk].shape)
+        chunk_samples = _sample_farthest_points(
+            blocks.flatten(0, 2), chunk_is_real.flatten(0, 2), samples_per_block
+        )
+        sample_indices[:, :, chunk] = chunk_samples.view(sample_indices[:, :, chunk].shape)
     block_start = torch.arange(0, q.shape[2], query_block, device=q.device)
-    is_padding = ~is_real.unsqueeze(1).expand(-1, q.shape[1], -1, -1).gather(-1, sampled)
-    return (sampled + block_start[:, None]).masked_fill_(is_padding, -1)
+    is_padding = ~is_real.unsqueeze(1).expand(-1, q.shape[1], -1, -1).gather(-1, sample_indices)
+    return (sample_indices + block_start[:, None]).masked_fill_(is_padding, -1)
 
 
-def _farthest_points(blocks: Tensor, is_real: Tensor, count: int) -> Tensor:
-    """Return the samples of `outlier_queries` as indices in their blocks, int64 [M, count].
+def _sample_farthest_points(blocks: Tensor, is_real: Tensor, samples_per_block: int) -> Tensor:
+    """Compute `sample_outlier_queries` as indices in the blocks, int64 [M, samples_per_block].
 
     For each query, ``max_similarity`` contains steps * query_block + index, where steps is the
     rounded similarity times `reference.COSINE_STEPS`. These integers are exact in float32. The
@@ -363,19 +391,19 @@ def _farthest_points(blocks: Tensor, is_real: Tensor, count: int) -> Tensor:
     Args:
         blocks: float32 [M, query_block, D], zeros where ``is_real`` is False.
         is_real: bool [M, query_block], False for padding.
-        count: Samples per block.
+        samples_per_block: Samples per block.
     """
     query_block = blocks.shape[1]
     gram = torch.bmm(blocks, blocks.transpose(1, 2))
-    mean = blocks.sum(1)  # the cosine does not depend on the factor 1 / query_block
-    inverse_norm, inverse_mean_norm = (
-        x.square().sum(-1).clamp(min=reference.LEAST_SQUARE).rsqrt()
-        for x in (blocks, mean.unsqueeze(1))
+    query_sum = blocks.sum(1)  # the cosine does not depend on the factor 1 / query_block
+    inverse_norm, inverse_sum_norm = (
+        x.square().sum(-1).clamp(min=reference.MIN_SQUARED_NORM).rsqrt()
+        for x in (blocks, query_sum.unsqueeze(1))
     )
     index = torch.arange(query_block, device=blocks.device, dtype=torch.float32)
     is_padding = None if bool(is_real.all()) else ~is_real
 
-    def similarity_of(products: Tensor, other_inverse_norm: Tensor) -> Tensor:
+    def compute_similarity(products: Tensor, other_inverse_norm: Tensor) -> Tensor:
         cosine = (products * inverse_norm).mul_(other_inverse_norm)
         cosine = cosine.nan_to_num_(nan=-1.0).clamp_(-1, 1)
         steps = cosine.mul_(reference.COSINE_STEPS).trunc_()
@@ -383,20 +411,20 @@ def _farthest_points(blocks: Tensor, is_real: Tensor, count: int) -> Tensor:
             steps.masked_fill_(is_padding, reference.PADDING_STEPS)
         return steps.mul_(query_block).add_(index)
 
-    mean_products = torch.bmm(blocks, mean.unsqueeze(-1))[..., 0]
-    max_similarity = similarity_of(mean_products, inverse_mean_norm)
-    samples = torch.empty(len(blocks), count, dtype=torch.int64, device=blocks.device)
-    for number in range(count):
+    sum_products = torch.bmm(blocks, query_sum.unsqueeze(-1))[..., 0]
+    max_similarity = compute_similarity(sum_products, inverse_sum_norm)
+    samples = torch.empty(len(blocks), samples_per_block, dtype=torch.int64, device=blocks.device)
+    for sample_number in range(samples_per_block):
         sample = max_similarity.amin(-1, keepdim=True).remainder_(query_block)
         # larger than every similarity, so that no query is sampled twice
-        sampled_value = sample + reference.SAMPLED_STEPS * query_block
+        excluding_similarity = sample + reference.SAMPLED_STEPS * query_block
         sample = sample.long()
-        samples[:, number] = sample[:, 0]
+        samples[:, sample_number] = sample[:, 0]
         products = gram.gather(1, sample.unsqueeze(-1).expand(-1, -1, query_block))[:, 0]
-        similarity = similarity_of(products, inverse_norm.gather(-1, sample))
-        if number == 0:
+        similarity = compute_similarity(products, inverse_norm.gather(-1, sample))
+        if sample_number == 0:
             max_similarity = similarity
         else:
             torch.maximum(max_similarity, similarity, out=max_similarity)
-        max_similarity.scatter_(-1, sample, sampled_value)
+        max_similarity.scatter_(-1, sample, excluding_similarity)
     return samples

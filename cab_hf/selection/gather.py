@@ -1,7 +1,7 @@
 """Quantised keys and sampled queries: the operands of the scoring kernels.
 
-`reference.outlier_queries` and `reference.typical_queries` define the samples. On GPUs that
-multiply 8-bit floats, this module rounds keys and sampled queries to 8-bit floats.
+`reference.sample_outlier_queries` and `reference.sample_typical_queries` define the samples. On
+GPUs that multiply 8-bit floats, this module rounds keys and sampled queries to 8-bit floats.
 
 The 8-bit format of keys: a key is divided by its quantisation scale, a power of two, and the
 quotient is rounded. The tensor ``exponents`` stores the exponent of each quantisation scale. The
@@ -34,84 +34,85 @@ from cab_hf.ops.attention.tiles import (
 )
 from cab_hf.plan import KeyRanges
 from cab_hf.selection import reference
-from cab_hf.selection.tiles import FP8, HeadRange, channel_widths, plan_gram
+from cab_hf.selection.tiles import FP8, HeadRange, compute_channel_widths, plan_gram
 
 # before rounding, a key is scaled so that its largest channel has this exponent. At this exponent,
 # 8-bit floats have four significant bits and multiples of 2^-9. Thus keys of all magnitudes have
 # the same relative error, and the rounding of a key does not depend on other keys
-ROUNDED_AT = tl.constexpr(-2)
-# all keys whose largest channel has an exponent from UNIT_BEGINS to UNIT_BEGINS + 9 have the same
-# quantisation scale. Most keys are in this range: their largest channel is between 2^-3 and 2^7
-UNIT_BEGINS = tl.constexpr(-3)
+ROUNDING_EXPONENT = tl.constexpr(-2)
+# all keys whose largest channel has an exponent from FIRST_UNIT_EXPONENT to FIRST_UNIT_EXPONENT + 9
+# have the same quantisation scale. Most keys are in this range: their largest channel is between
+# 2^-3 and 2^7
+FIRST_UNIT_EXPONENT = tl.constexpr(-3)
 # difference between the exponents of two consecutive quantisation scales
-UNITS_APART = tl.constexpr(10)
+UNIT_EXPONENT_STEP = tl.constexpr(10)
 # channels of larger magnitude are clamped, because their products would not be finite
-LARGEST_CHANNEL = tl.constexpr(2.0**56)
+MAX_CHANNEL_MAGNITUDE = tl.constexpr(2.0**56)
 # exponent that marks a key with NaN or an infinity. Exponents of finite keys are one less than a
 # multiple of 10, and most of these exponents are -1. The marker is next to -1, so that the marker
 # does not widen the range of exponents that a float16 must represent
 NOT_FINITE = -2
 NOT_FINITE_EXPONENT = tl.constexpr(NOT_FINITE)
 # norm of 8-bit queries: their products with keys of norms up to 32,000 fit a float16
-QUERY_NORM = 8.0
+FP8_QUERY_NORM = 8.0
 # most 16-bit channels that one instruction loads
-MAX_CONTIGUOUS = 8
-# largest number of cached `Channels` objects
-CACHED_TABLES = 256
+MAX_RUN_CHANNELS = 8
+# largest number of cached `ChannelOrder` objects
+MAX_CACHED_ORDERS = 256
 # keys per program of `_quantize_keys_kernel`
-KEYS_QUANTIZED = 128
+KEYS_PER_QUANTIZE_PROGRAM = 128
 # samples per program of `_gather_queries_kernel`
-QUERIES_GATHERED = 64
-# keys per program of `_marked_kernel`
-KEYS_MARKED = 2048
+QUERIES_PER_GATHER_PROGRAM = 64
+# keys per program of `_mark_blocks_kernel`
+KEYS_PER_MARK_PROGRAM = 2048
 COSINE_STEPS = tl.constexpr(reference.COSINE_STEPS)
-LEAST_SQUARE = tl.constexpr(reference.LEAST_SQUARE)
+MIN_SQUARED_NORM = tl.constexpr(reference.MIN_SQUARED_NORM)
 PADDING_STEPS = tl.constexpr(reference.PADDING_STEPS)
 SAMPLED_STEPS = tl.constexpr(reference.SAMPLED_STEPS)
 
 
-class Channels(NamedTuple):
+class ChannelOrder(NamedTuple):
     """Order of the channels in a stored key or query: those of outlier queries, then the others.
 
     The channels of outlier queries are the channels that outlier queries are scored on.
 
     Attributes:
-        table: int32 [first_width + other_width], the channel of q or k that each stored channel
-            contains; -1 for padding.
+        channel_table: int32 [first_width + other_width], the channel of q or k that each stored
+            channel contains; -1 for padding.
         first_width: Number of stored channels of outlier queries, a power of two. The number of all
             stored channels if outlier queries are scored on all channels.
         other_width: Number of further stored channels, a power of two or 0.
-        contiguous: Length of the aligned runs of ``table`` that contain adjacent channels or only
-            padding. One instruction loads a run.
+        run_length: Length of the aligned runs of ``channel_table`` that contain adjacent channels
+            or only padding. One instruction loads a run.
     """
 
-    table: Tensor
+    channel_table: Tensor
     first_width: int
     other_width: int
-    contiguous: int
+    run_length: int
 
     @classmethod
-    @lru_cache(CACHED_TABLES)
-    def of(cls, channels: tuple[int, ...], dim: int, device: torch.device) -> Channels:
+    @lru_cache(MAX_CACHED_ORDERS)
+    def create(cls, channels: tuple[int, ...], head_dim: int, device: torch.device) -> ChannelOrder:
         """Return the order of channels if outlier queries are scored on ``channels``.
 
-        The result is cached, because the copy of ``table`` to the device synchronises.
+        The result is cached, because the copy of ``channel_table`` to the device synchronises.
 
         Args:
             channels: Channels that outlier queries are scored on; () for all channels.
-            dim: Channels of q and k.
-            device: Device of ``table``.
+            head_dim: Channels of q and k.
+            device: Device of ``channel_table``.
         """
-        first = channels or tuple(range(dim))
-        others = [channel for channel in range(dim) if channel not in first]
-        widths = channel_widths(channels, dim)
-        table = [*first, *[-1] * (widths.outliers - len(first))]
-        table += [*others, *[-1] * (widths.others - len(others))]
+        outlier_channels = channels or tuple(range(head_dim))
+        other_channels = [channel for channel in range(head_dim) if channel not in outlier_channels]
+        widths = compute_channel_widths(channels, head_dim)
+        channel_table = [*outlier_channels, *[-1] * (widths.outliers - len(outlier_channels))]
+        channel_table += [*other_channels, *[-1] * (widths.others - len(other_channels))]
         return cls(
-            table=torch.tensor(table, dtype=torch.int32, device=device),
+            channel_table=torch.tensor(channel_table, dtype=torch.int32, device=device),
             first_width=widths.outliers,
             other_width=widths.others,
-            contiguous=_contiguous(table),
+            run_length=_find_run_length(channel_table),
         )
 
     @property
@@ -120,23 +121,28 @@ class Channels(NamedTuple):
         return self.first_width + self.other_width
 
 
-def _contiguous(table: list[int]) -> int:
-    """Return `Channels.contiguous` for ``table``: a power of two, at most `MAX_CONTIGUOUS`."""
-    length = MAX_CONTIGUOUS
-    while not all(_is_run(table[start : start + length]) for start in range(0, len(table), length)):
-        length //= 2
-    return length
+def _find_run_length(channel_table: list[int]) -> int:
+    """Return `ChannelOrder.run_length`: a power of two, at most `MAX_RUN_CHANNELS`."""
+    run_length = MAX_RUN_CHANNELS
+    while not all(
+        _is_contiguous_run(channel_table[start : start + run_length])
+        for start in range(0, len(channel_table), run_length)
+    ):
+        run_length //= 2
+    return run_length
 
 
-def _is_run(channels: list[int]) -> bool:
-    """Return True if one load instruction can read these entries of `Channels.table`.
+def _is_contiguous_run(channels: list[int]) -> bool:
+    """Return True if one load instruction can read these entries of `ChannelOrder.channel_table`.
 
     The entries are all padding, or n adjacent channels whose first channel is a multiple of n.
     """
-    length, first = len(channels), channels[0]
-    if first == -1:
-        return channels == [-1] * length
-    return first % length == 0 and channels == [*range(first, first + length)]
+    num_channels, first_channel = len(channels), channels[0]
+    if first_channel == -1:
+        return channels == [-1] * num_channels
+    return first_channel % num_channels == 0 and channels == [
+        *range(first_channel, first_channel + num_channels)
+    ]
 
 
 class QuerySample(NamedTuple):
@@ -145,17 +151,19 @@ class QuerySample(NamedTuple):
     The samples of a head are in the order of the query blocks.
 
     Attributes:
-        vectors: [heads, M_q * count, C], the sampled queries in the dtype of the stored keys.
-        scale: float32 [heads, M_q * count], factors that convert products to logits to base two.
-            For 8-bit keys, the kernel of `score` multiplies this tensor by the largest quantisation
-            scale of the keys.
-        lse: float32 [heads, M_q * count], the log-sum-exp to base two. `score` writes it.
-        start: int32 [heads, M_q * count], index of the first visible sampled key.
-        end: int32 [heads, M_q * count], index of the last visible sampled key; -1 if no sampled key
-            is visible.
-        count: Samples per query block.
+        vectors: [heads, M_q * samples_per_block, C], the sampled queries in the dtype of the stored
+            keys.
+        scale: float32 [heads, M_q * samples_per_block], factors that convert products to logits to
+            base two. For 8-bit keys, the kernel of `score` multiplies this tensor by the largest
+            quantisation scale of the keys.
+        lse: float32 [heads, M_q * samples_per_block], the log-sum-exp to base two, written by
+            `score`.
+        start: int32 [heads, M_q * samples_per_block], index of the first visible sampled key.
+        end: int32 [heads, M_q * samples_per_block], index of the last visible sampled key; -1 if no
+            sampled key is visible.
+        samples_per_block: Samples per query block.
         key_stride: Distance between sampled keys, in tokens. Sampled key i is the token
-            ``reference.key_offset(key_stride) + i * key_stride``.
+            ``reference.get_first_sampled_key(key_stride) + i * key_stride``.
     """
 
     vectors: Tensor
@@ -163,7 +171,7 @@ class QuerySample(NamedTuple):
     lse: Tensor
     start: Tensor
     end: Tensor
-    count: int
+    samples_per_block: int
     key_stride: int
 
     @property
@@ -184,25 +192,29 @@ class SampleTensors(NamedTuple):
     end: Tensor
 
 
-def scored_dtype(x: Tensor) -> torch.dtype:
+def choose_scoring_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which `score` multiplies keys and queries with the dtype of ``x``.
 
     The result is an 8-bit float if ``x`` has 16 bits and the GPU multiplies 8-bit floats, and the
     dtype of ``x`` otherwise.
     """
-    has_fp8 = x.dtype != torch.float32 and capability.capability(x.device) >= capability.FP8
+    has_fp8 = (
+        x.dtype != torch.float32 and capability.capability(x.device) >= capability.FP8_CAPABILITY
+    )
     return FP8 if has_fp8 else x.dtype
 
 
-def empty_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def allocate_quantized_keys(
+    k: Tensor, channels: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Allocate values and exponents, the results of `quantize`, without computing them."""
-    width = sum(channel_widths(channels, k.shape[3]))
+    width = sum(compute_channel_widths(channels, k.shape[3]))
     values = k.new_empty(*k.shape[:3], width, dtype=dtype)
     return values, k.new_empty(*k.shape[:3], 1, dtype=torch.int8)
 
 
 def quantize(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return k as ``values * 2 ** exponents``, with channels in the order of `Channels`.
+    """Return k as ``values * 2 ** exponents``, with channels in the order of `ChannelOrder`.
 
     For 8-bit values, each key is divided by its quantisation scale, a power of two, and rounded.
     For other dtypes, keys are not scaled, and their exponents are 0. A key with NaN or an infinity
@@ -217,50 +229,50 @@ def quantize(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> tuple[
         values: ``dtype`` [B, H_kv, N_k, C].
         exponents: int8 [B, H_kv, N_k, 1].
     """
-    batch, heads, length, dim = k.shape
-    order = Channels.of(channels, dim, k.device)
+    batch, heads, length, head_dim = k.shape
+    order = ChannelOrder.create(channels, head_dim, k.device)
     k = k if k.stride(-1) == 1 else k.contiguous()
-    values, exponents = empty_keys(k, channels, dtype)
-    grid = batch * heads, triton.cdiv(length, KEYS_QUANTIZED)
+    values, exponents = allocate_quantized_keys(k, channels, dtype)
+    grid = batch * heads, triton.cdiv(length, KEYS_PER_QUANTIZE_PROGRAM)
     _quantize_keys_kernel[grid](
         k=vectors(k),
         values=values,
         exponents=exponents,
-        table=order.table,
+        channel_table=order.channel_table,
         heads=heads,
         length=length,
-        BLOCK_N=KEYS_QUANTIZED,
+        BLOCK_N=KEYS_PER_QUANTIZE_PROGRAM,
         FIRST_WIDTH=order.first_width,
         OTHER_WIDTH=order.other_width,
-        CONTIGUOUS=order.contiguous,
+        CONTIGUOUS=order.run_length,
         num_warps=4,
     )
     return values, exponents
 
 
-def marked_blocks(exponents: Tensor, valid: Tensor, key_block: int) -> Tensor:
+def mark_blocks(exponents: Tensor, is_valid: Tensor, key_block: int) -> Tensor:
     """Return int8 [B, H_kv, M_k], 1 for key blocks with a key that contains NaN or an infinity.
 
     `marked_blocks` of `cab_hf.ops.reference` is the definition. Padding keys are ignored.
 
     Args:
         exponents: int8 [B, H_kv, N_k, 1], from `quantize`.
-        valid: bool [B, N_k], False for padding.
+        is_valid: bool [B, N_k], False for padding.
         key_block: Keys per block.
     """
     batch, heads, length, _ = exponents.shape
     kv_blocks = triton.cdiv(length, key_block)
-    marked = exponents.new_empty(batch, heads, kv_blocks)
+    is_marked = exponents.new_empty(batch, heads, kv_blocks)
     padded_key_block = triton.next_power_of_2(key_block)
-    blocks_per_program = max(1, KEYS_MARKED // padded_key_block)
-    valid = valid.expand(batch, length)
+    blocks_per_program = max(1, KEYS_PER_MARK_PROGRAM // padded_key_block)
+    is_valid = is_valid.expand(batch, length)
     grid = batch * heads, triton.cdiv(kv_blocks, blocks_per_program)
-    _marked_kernel[grid](
+    _mark_blocks_kernel[grid](
         exponents=exponents.contiguous(),
-        valid=valid.view(torch.int8),
-        valid_batch_stride=valid.stride(0),
-        valid_token_stride=valid.stride(1),
-        marked=marked,
+        is_valid_key=is_valid.view(torch.int8),
+        valid_batch_stride=is_valid.stride(0),
+        valid_token_stride=is_valid.stride(1),
+        marked=is_marked,
         heads=heads,
         length=length,
         kv_blocks=kv_blocks,
@@ -269,7 +281,7 @@ def marked_blocks(exponents: Tensor, valid: Tensor, key_block: int) -> Tensor:
         BLOCKS=blocks_per_program,
         num_warps=4,
     )
-    return marked
+    return is_marked
 
 
 def sample_queries(
@@ -296,97 +308,104 @@ def sample_queries(
     Returns:
         The typical queries with all channels, then the outlier queries with ``channels`` only.
     """
-    order = Channels.of(channels, q.shape[3], q.device)
-    samples = []
-    if count := config.outlier_queries:
-        positions = outlier_positions(
-            q, ranges, heads=heads, query_block=config.query_block, count=count
+    order = ChannelOrder.create(channels, q.shape[3], q.device)
+    outlier_samples = []
+    if num_outliers := config.outlier_queries:
+        positions = sample_outlier_positions(
+            q, ranges, heads=heads, query_block=config.query_block, samples_per_block=num_outliers
         )
-        outliers = _empty_sample(
-            q, heads=heads, config=config, count=count, width=order.first_width, dtype=dtype
+        outlier_sample = _allocate_sample(
+            q,
+            heads=heads,
+            config=config,
+            samples_per_block=num_outliers,
+            width=order.first_width,
+            dtype=dtype,
         )
-        _gather(
+        _gather_queries(
             q,
             ranges,
             heads=heads,
-            sample=outliers,
+            sample=outlier_sample,
             order=order,
             positions=positions,
             scale=scale,
             query_block=config.query_block,
         )
-        samples.append(outliers)
-    typical = _empty_sample(
+        outlier_samples.append(outlier_sample)
+    typical_sample = _allocate_sample(
         q,
         heads=heads,
         config=config,
-        count=num_typical_queries(config),
+        samples_per_block=num_typical_queries(config),
         width=order.width,
         dtype=dtype,
         key_stride=config.typical_key_stride,
     )
-    _gather(
+    _gather_queries(
         q,
         ranges,
         heads=heads,
-        sample=typical,
+        sample=typical_sample,
         order=order,
         positions=None,
         scale=scale,
         query_block=config.query_block,
     )
-    return [typical, *samples]
+    return [typical_sample, *outlier_samples]
 
 
-def outlier_positions(
-    q: Tensor, ranges: KeyRanges, *, heads: HeadRange, query_block: int, count: int
+def sample_outlier_positions(
+    q: Tensor, ranges: KeyRanges, *, heads: HeadRange, query_block: int, samples_per_block: int
 ) -> Tensor:
     """Return the positions of the outliers of each query block, for a group of heads.
 
-    `reference.outlier_queries` is the definition.
+    `reference.sample_outlier_queries` is the definition.
 
     Args:
         q: [B, H, N_q, D].
         ranges: Keys that each query may attend to; queries without keys are padding.
         heads: Heads whose queries are sampled.
         query_block: Queries per block.
-        count: Samples per query block.
+        samples_per_block: Samples per query block.
 
     Returns:
-        int32 [heads, M_q * count], positions in q; -1 for missing samples.
+        int32 [heads, M_q * samples_per_block], positions in q; -1 for missing samples.
     """
-    length, dim = q.shape[2:]
+    length, head_dim = q.shape[2:]
     q_blocks = triton.cdiv(length, query_block)
-    if count == query_block:
-        return _all_positions(ranges, heads, q_blocks * count)
+    if samples_per_block == query_block:
+        return _list_all_positions(ranges, heads, q_blocks * samples_per_block)
     tiles = plan_gram(
-        query_block=query_block, head_dim=dim, num_heads=heads.count, q_blocks=q_blocks
+        query_block=query_block, head_dim=head_dim, num_heads=heads.num_heads, q_blocks=q_blocks
     )
-    block_q, step = tiles.block_q, tiles.q_blocks_per_launch
-    positions = torch.empty(heads.count, q_blocks * count, device=q.device, dtype=torch.int32)
-    gram_shape = heads.count * step * block_q, block_q
+    block_q, q_blocks_per_launch = tiles.block_q, tiles.q_blocks_per_launch
+    positions = torch.empty(
+        heads.num_heads, q_blocks * samples_per_block, device=q.device, dtype=torch.int32
+    )
+    gram_shape = heads.num_heads * q_blocks_per_launch * block_q, block_q
     gram = q.new_empty(gram_shape, dtype=torch.int8) if tiles.has_gram else None
-    to_mean = positions.new_empty(heads.count * step, block_q)
-    inverse_norm = torch.empty_like(to_mean, dtype=torch.float32)
+    mean_similarity = positions.new_empty(heads.num_heads * q_blocks_per_launch, block_q)
+    inverse_norm = torch.empty_like(mean_similarity, dtype=torch.float32)
     end = ranges.end if ranges.end.stride(1) == 1 else ranges.end.contiguous()
     queries = vectors(q if q.stride(-1) == 1 else q.contiguous())
-    for first_block in range(0, q_blocks, step):
+    for first_block in range(0, q_blocks, q_blocks_per_launch):
         # heads vary fastest: programs that run together read adjacent memory of [B, N, H, D]
-        grid = heads.count, min(step, q_blocks - first_block)
+        grid = heads.num_heads, min(q_blocks_per_launch, q_blocks - first_block)
         _similarities_kernel[grid](
             q=queries,
             end=end,
             end_stride=end.stride(0),
             gram=gram,
-            to_mean=to_mean,
+            mean_similarity=mean_similarity,
             inverse_norm=inverse_norm,
             first_block=first_block,
-            first_head=heads.first,
-            heads=heads.per_row,
+            first_head=heads.first_head,
+            heads=heads.heads_per_row,
             length=length,
             QUERY_BLOCK=query_block,
             BLOCK_Q=block_q,
-            D=dim,
+            D=head_dim,
             BLOCK_D=tiles.block_d,
             PRECISION=precision(q),
             num_warps=4,
@@ -394,61 +413,61 @@ def outlier_positions(
         _farthest_points_kernel[grid](
             q=queries,
             gram=gram,
-            to_mean=to_mean,
+            mean_similarity=mean_similarity,
             inverse_norm=inverse_norm,
             positions=positions,
             first_block=first_block,
-            first_head=heads.first,
-            heads=heads.per_row,
+            first_head=heads.first_head,
+            heads=heads.heads_per_row,
             q_blocks=q_blocks,
             QUERY_BLOCK=query_block,
-            COUNT=count,
+            COUNT=samples_per_block,
             BLOCK_Q=block_q,
-            D=dim,
+            D=head_dim,
             BLOCK_D=tiles.block_d,
             num_warps=1 if tiles.has_gram else 4,
         )
     return positions
 
 
-def _all_positions(ranges: KeyRanges, heads: HeadRange, length: int) -> Tensor:
+def _list_all_positions(ranges: KeyRanges, heads: HeadRange, length: int) -> Tensor:
     """Return the positions 0 to ``length`` - 1, with -1 for padding, int32 [heads, length]."""
     position = torch.arange(length, device=ranges.end.device, dtype=torch.int32)
     end = F.pad(ranges.end, (0, length - ranges.q_length), value=-1)
-    positions = position.where(end >= 0, -1).repeat_interleave(heads.per_row, 0)
-    return positions[heads.first : heads.first + heads.count]
+    positions = position.where(end >= 0, -1).repeat_interleave(heads.heads_per_row, 0)
+    return positions[heads.first_head : heads.first_head + heads.num_heads]
 
 
-def _empty_sample(
+def _allocate_sample(
     q: Tensor,
     *,
     heads: HeadRange,
     config: CabConfig,
-    count: int,
+    samples_per_block: int,
     width: int,
     dtype: torch.dtype,
     key_stride: int = 1,
 ) -> QuerySample:
-    """Allocate a `QuerySample` of ``count`` queries per query block with ``width`` channels."""
-    shape = heads.count, triton.cdiv(q.shape[2], config.query_block) * count
+    """Allocate a `QuerySample` of ``samples_per_block`` queries with ``width`` channels."""
+    shape = heads.num_heads, triton.cdiv(q.shape[2], config.query_block) * samples_per_block
     return QuerySample(
         vectors=q.new_empty((*shape, width), dtype=dtype),
         scale=q.new_empty(shape, dtype=torch.float32),
         lse=q.new_empty(shape, dtype=torch.float32),
         start=torch.empty(shape, device=q.device, dtype=torch.int32),
         end=torch.empty(shape, device=q.device, dtype=torch.int32),
-        count=count,
+        samples_per_block=samples_per_block,
         key_stride=key_stride,
     )
 
 
-def _gather(
+def _gather_queries(
     q: Tensor,
     ranges: KeyRanges,
     *,
     heads: HeadRange,
     sample: QuerySample,
-    order: Channels,
+    order: ChannelOrder,
     positions: Tensor | None,
     scale: float,
     query_block: int,
@@ -459,45 +478,45 @@ def _gather(
         q: [B, H, N_q, D].
         ranges: Keys that each query may attend to.
         heads: Heads of the sample.
-        sample: Allocated by `_empty_sample`. All fields except ``lse`` are written.
+        sample: Allocated by `_allocate_sample`. All fields except ``lse`` are written.
         order: Order of the channels.
-        positions: int32 [heads, M_q * count], positions of outlier queries, -1 for missing samples;
-            None for typical queries, whose positions the kernel computes.
+        positions: int32 [heads, M_q * samples_per_block], positions of outlier queries, -1 for
+            missing samples; None for typical queries, whose positions the kernel computes.
         scale: Factor of the dot products.
         query_block: Queries per block.
     """
-    total, width = sample.vectors.shape[1:]
+    samples_per_head, width = sample.vectors.shape[1:]
     start, end = (x if x.stride(1) == 1 else x.contiguous() for x in (ranges.start, ranges.end))
-    grid = heads.count, triton.cdiv(total, QUERIES_GATHERED)
+    grid = heads.num_heads, triton.cdiv(samples_per_head, QUERIES_PER_GATHER_PROGRAM)
     _gather_queries_kernel[grid](
         q=vectors(q if q.stride(-1) == 1 else q.contiguous()),
-        starts=start,
-        ends=end,
+        range_starts=start,
+        range_ends=end,
         start_stride=start.stride(0),
         end_stride=end.stride(0),
         positions=positions,
-        table=order.table,
+        channel_table=order.channel_table,
         sample=sample.tensors,
         qk_scale=scale * LOG2_E.value,
-        first_head=heads.first,
-        heads=heads.per_row,
+        first_head=heads.first_head,
+        heads=heads.heads_per_row,
         length=q.shape[2],
-        total=total,
-        NORM=QUERY_NORM if sample.vectors.dtype == FP8 else 0.0,
+        samples_per_head=samples_per_head,
+        NORM=FP8_QUERY_NORM if sample.vectors.dtype == FP8 else 0.0,
         QUERY_BLOCK=query_block,
-        COUNT=sample.count,
-        BLOCK_M=QUERIES_GATHERED,
+        COUNT=sample.samples_per_block,
+        BLOCK_M=QUERIES_PER_GATHER_PROGRAM,
         FIRST_WIDTH=order.first_width,
         OTHER_WIDTH=width - order.first_width,
-        CONTIGUOUS=order.contiguous,
+        CONTIGUOUS=order.run_length,
         KEY_STRIDE=sample.key_stride,
-        KEY_OFFSET=reference.key_offset(sample.key_stride),
+        KEY_OFFSET=reference.get_first_sampled_key(sample.key_stride),
         num_warps=4,
     )
 
 
 @triton.jit
-def exponent_of(x):
+def compute_exponent(x):
     """Return the exponents of non-negative float32 numbers to base two, clamped to -60 to 60."""
     exponent = (x.to(tl.int32, bitcast=True) >> 23) - 127
     return tl.minimum(tl.maximum(exponent, -60), 60)
@@ -510,42 +529,51 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def _read(
-    vector, is_real, table, BEGIN: tl.constexpr, COUNT: tl.constexpr, CONTIGUOUS: tl.constexpr
+def _load_channels(
+    vector_pointers,
+    is_real,
+    channel_table,
+    BEGIN: tl.constexpr,
+    COUNT: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
 ):
     """Load the stored channels BEGIN to BEGIN + COUNT - 1 of N vectors of q or k.
 
     Args:
-        vector: [N, 1], pointers to the vectors.
+        vector_pointers: [N, 1], pointers to the vectors.
         is_real: bool [N], False for vectors that are replaced by zeros.
-        table: `Channels.table`.
+        channel_table: `ChannelOrder.channel_table`.
 
     Returns:
         values: float32 [N, COUNT], zeros for padding channels.
-        stored: int32 [COUNT], the indices of the stored channels.
+        stored_index: int32 [COUNT], the indices of the stored channels.
     """
-    stored = BEGIN + tl.arange(0, COUNT)
-    channel = tl.max_contiguous(tl.multiple_of(tl.load(table + stored), CONTIGUOUS), CONTIGUOUS)
+    stored_index = BEGIN + tl.arange(0, COUNT)
+    channel = tl.max_contiguous(
+        tl.multiple_of(tl.load(channel_table + stored_index), CONTIGUOUS), CONTIGUOUS
+    )
     mask = is_real[:, None] & (channel >= 0)[None, :]
-    return tl.load(vector + channel[None, :], mask=mask, other=0.0).to(tl.float32), stored
+    return tl.load(vector_pointers + channel[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    ), stored_index
 
 
 @triton.jit
-def _clamped(x):
-    """Clamp finite float32 numbers to the range of -`LARGEST_CHANNEL` to `LARGEST_CHANNEL`."""
-    return tl.clamp(x, -LARGEST_CHANNEL, LARGEST_CHANNEL)
+def _clamp_channels(x):
+    """Clamp finite float32 numbers so that no magnitude exceeds `MAX_CHANNEL_MAGNITUDE`."""
+    return tl.clamp(x, -MAX_CHANNEL_MAGNITUDE, MAX_CHANNEL_MAGNITUDE)
 
 
 @triton.jit
-def _rounded(x, exponent, exponent_shift, values):
+def _round_to_fp8(x, exponent, exponent_shift, values):
     """Return x * 2 ** (exponent_shift - exponent) as 8-bit floats.
 
     The rounding takes place before the multiplication by 2 ** exponent_shift, at the exponent
-    `ROUNDED_AT` of the largest channel.
+    `ROUNDING_EXPONENT` of the largest channel.
 
     Args:
         x: float32 [N, C].
-        exponent: int32 [N], exponent of the largest channel minus `ROUNDED_AT`.
+        exponent: int32 [N], exponent of the largest channel minus `ROUNDING_EXPONENT`.
         exponent_shift: int32 [N], ``exponent`` minus the exponent of the quantisation scale.
         values: Pointer, whose dtype is the dtype of the result.
     """
@@ -559,7 +587,7 @@ def _quantize_keys_kernel(
     k,
     values,
     exponents,
-    table,
+    channel_table,
     heads,
     length,
     BLOCK_N: tl.constexpr,
@@ -568,60 +596,69 @@ def _quantize_keys_kernel(
     CONTIGUOUS: tl.constexpr,
 ):
     """Write the values and exponents of BLOCK_N keys of a KV head, see `quantize`."""
-    # keys x [BLOCK_N, FIRST_WIDTH] and y [BLOCK_N, OTHER_WIDTH], in the order of the table
+    # keys x [BLOCK_N, FIRST_WIDTH] and y [BLOCK_N, OTHER_WIDTH], in the order of ``channel_table``
     flat_head = tl.program_id(0)
     token = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_inside = token < length
-    source = vectors_at(k, flat_head // heads, flat_head % heads, token)
+    key_pointers = vectors_at(k, flat_head // heads, flat_head % heads, token)
     row = flat_head.to(tl.int64) * length + token
-    target = values + row[:, None] * (FIRST_WIDTH + OTHER_WIDTH)
-    x, x_stored = _read(source, is_inside, table, BEGIN=0, COUNT=FIRST_WIDTH, CONTIGUOUS=CONTIGUOUS)
+    value_pointers = values + row[:, None] * (FIRST_WIDTH + OTHER_WIDTH)
+    x, x_stored = _load_channels(
+        key_pointers, is_inside, channel_table, BEGIN=0, COUNT=FIRST_WIDTH, CONTIGUOUS=CONTIGUOUS
+    )
     if OTHER_WIDTH > 0:
-        y, y_stored = _read(
-            source, is_inside, table, BEGIN=FIRST_WIDTH, COUNT=OTHER_WIDTH, CONTIGUOUS=CONTIGUOUS
+        y, y_stored = _load_channels(
+            key_pointers,
+            is_inside,
+            channel_table,
+            BEGIN=FIRST_WIDTH,
+            COUNT=OTHER_WIDTH,
+            CONTIGUOUS=CONTIGUOUS,
         )
     # largest magnitude of each key [BLOCK_N], as integers: a maximum of floats may drop a NaN
-    bits = tl.max(magnitude(x), 1)
+    magnitude_bits = tl.max(magnitude(x), 1)
     if OTHER_WIDTH > 0:
-        bits = tl.maximum(bits, tl.max(magnitude(y), 1))
-    is_finite = bits < INFINITE_BITS
+        magnitude_bits = tl.maximum(magnitude_bits, tl.max(magnitude(y), 1))
+    is_finite = magnitude_bits < INFINITE_BITS
     x = tl.where(is_finite[:, None], x, 0.0)
     if OTHER_WIDTH > 0:
         y = tl.where(is_finite[:, None], y, 0.0)
     if values.dtype.element_ty.is_fp8():
         # exponents [BLOCK_N], 8-bit values [BLOCK_N, FIRST_WIDTH] and [BLOCK_N, OTHER_WIDTH]
-        x = _clamped(x)
+        x = _clamp_channels(x)
         if OTHER_WIDTH > 0:
-            y = _clamped(y)
-        largest = tl.where(is_finite, bits, 0).to(tl.float32, bitcast=True)
-        largest = tl.minimum(largest, LARGEST_CHANNEL)
+            y = _clamp_channels(y)
+        max_magnitude = tl.where(is_finite, magnitude_bits, 0).to(tl.float32, bitcast=True)
+        max_magnitude = tl.minimum(max_magnitude, MAX_CHANNEL_MAGNITUDE)
         # a key of zeros may have any quantisation scale: use the scale of most keys
-        exponent = tl.where(largest > 0, exponent_of(largest), 0)
+        exponent = tl.where(max_magnitude > 0, compute_exponent(max_magnitude), 0)
         # the remainder has the sign of the dividend in Triton: keep the dividend positive
-        exponent_shift = (exponent - UNIT_BEGINS + 100 * UNITS_APART) % UNITS_APART
-        exponent -= ROUNDED_AT
+        exponent_shift = (
+            exponent - FIRST_UNIT_EXPONENT + 100 * UNIT_EXPONENT_STEP
+        ) % UNIT_EXPONENT_STEP
+        exponent -= ROUNDING_EXPONENT
         stored_exponent = tl.where(is_finite, exponent - exponent_shift, NOT_FINITE_EXPONENT)
         tl.store(exponents + row, stored_exponent.to(tl.int8), mask=is_inside)
         tl.store(
-            target + x_stored[None, :],
-            _rounded(x, exponent, exponent_shift, values),
+            value_pointers + x_stored[None, :],
+            _round_to_fp8(x, exponent, exponent_shift, values),
             mask=is_inside[:, None],
         )
         if OTHER_WIDTH > 0:
-            y = _rounded(y, exponent, exponent_shift, values)
-            tl.store(target + y_stored[None, :], y, mask=is_inside[:, None])
+            y = _round_to_fp8(y, exponent, exponent_shift, values)
+            tl.store(value_pointers + y_stored[None, :], y, mask=is_inside[:, None])
     else:
         # 16-bit or float32 values of the same shapes; their exponent is 0
         stored_exponent = tl.where(is_finite, 0, NOT_FINITE_EXPONENT)
         tl.store(exponents + row, stored_exponent.to(tl.int8), mask=is_inside)
         dtype: tl.constexpr = values.dtype.element_ty
-        tl.store(target + x_stored[None, :], x.to(dtype), mask=is_inside[:, None])
+        tl.store(value_pointers + x_stored[None, :], x.to(dtype), mask=is_inside[:, None])
         if OTHER_WIDTH > 0:
-            tl.store(target + y_stored[None, :], y.to(dtype), mask=is_inside[:, None])
+            tl.store(value_pointers + y_stored[None, :], y.to(dtype), mask=is_inside[:, None])
 
 
 @triton.jit
-def _cosine_steps(products, inverse_norm, other_inverse_norm):
+def _compute_cosine_steps(products, inverse_norm, other_inverse_norm):
     """Return cosine similarities in steps of 1 / COSINE_STEPS, not rounded; NaN counts as -1."""
     cosine = products * inverse_norm * other_inverse_norm
     cosine = tl.where(cosine == cosine, cosine, -1.0)
@@ -629,17 +666,17 @@ def _cosine_steps(products, inverse_norm, other_inverse_norm):
 
 
 @triton.jit
-def _load_queries(source, is_real, first_channel, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_queries(query_pointers, is_real, first_channel, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load BLOCK_D channels of the queries of a block, [BLOCK_Q, BLOCK_D]; zeros for padding.
 
     Args:
-        source: [BLOCK_Q, 1], pointers to the queries.
+        query_pointers: [BLOCK_Q, 1], pointers to the queries.
         is_real: bool [BLOCK_Q], False for padding.
         first_channel: The first of the BLOCK_D channels.
     """
     channel = first_channel + tl.arange(0, BLOCK_D)
     mask = is_real[:, None] & (channel < D)[None, :]
-    return tl.load(source + channel[None, :], mask=mask, other=0.0)
+    return tl.load(query_pointers + channel[None, :], mask=mask, other=0.0)
 
 
 # these arguments change from call to call: without specialisation, Triton compiles once
@@ -649,7 +686,7 @@ def _similarities_kernel(
     end,
     end_stride,
     gram,
-    to_mean,
+    mean_similarity,
     inverse_norm,
     first_block,
     first_head,
@@ -667,7 +704,7 @@ def _similarities_kernel(
 
     * ``gram``: int8 [BLOCK_Q, BLOCK_Q], similarities of all pairs of queries. The argument is None
       if query blocks are too large for a program.
-    * ``to_mean``: int32 [BLOCK_Q], similarity to the mean query; PADDING_STEPS for padding.
+    * ``mean_similarity``: int32 [BLOCK_Q], similarity to the mean query; PADDING_STEPS for padding.
     * ``inverse_norm``: float32 [BLOCK_Q], 1 / norm of each query.
     """
     # queries of the block: position and is_real [BLOCK_Q]
@@ -678,58 +715,66 @@ def _similarities_kernel(
     is_inside = (index < QUERY_BLOCK) & (position < length)
     batch = (first_head + launch_head) // heads
     is_real = tl.load(end + batch * end_stride + position, mask=is_inside, other=-1) >= 0
-    source = vectors_at(q, batch, (first_head + launch_head) % heads, position)
+    query_pointers = vectors_at(q, batch, (first_head + launch_head) % heads, position)
     # products of all pairs of queries [BLOCK_Q, BLOCK_Q], and of each query with the sum of all
     # queries [BLOCK_Q]. The sum replaces the mean, because the cosine is the same for both
     if gram is not None:
-        matrix = tl.zeros([BLOCK_Q, BLOCK_Q], tl.float32)
-        for channel in tl.static_range(0, D, BLOCK_D):
-            x = _load_queries(source, is_real, channel, D=D, BLOCK_D=BLOCK_D)
-            matrix = tl.dot(x, x.T, matrix, input_precision=PRECISION)
-        square = tl.sum(tl.where(index[:, None] == index[None, :], matrix, 0.0), 1)
-        products = tl.sum(matrix, 1)
-        sum_square = tl.sum(products, 0)
+        gram_matrix = tl.zeros([BLOCK_Q, BLOCK_Q], tl.float32)
+        for first_channel in tl.static_range(0, D, BLOCK_D):
+            x = _load_queries(query_pointers, is_real, first_channel, D=D, BLOCK_D=BLOCK_D)
+            gram_matrix = tl.dot(x, x.T, gram_matrix, input_precision=PRECISION)
+        squared_norm = tl.sum(tl.where(index[:, None] == index[None, :], gram_matrix, 0.0), 1)
+        products = tl.sum(gram_matrix, 1)
+        sum_squared_norm = tl.sum(products, 0)
     else:
-        square = tl.zeros([BLOCK_Q], tl.float32)
+        squared_norm = tl.zeros([BLOCK_Q], tl.float32)
         products = tl.zeros([BLOCK_Q], tl.float32)
-        sum_square = 0.0
-        for channel in tl.static_range(0, D, BLOCK_D):
-            x = _load_queries(source, is_real, channel, D=D, BLOCK_D=BLOCK_D).to(tl.float32)
-            total = tl.sum(x, 0)
-            square += tl.sum(x * x, 1)
-            products += tl.sum(x * total[None, :], 1)
-            sum_square += tl.sum(total * total, 0)
+        sum_squared_norm = 0.0
+        for first_channel in tl.static_range(0, D, BLOCK_D):
+            x = _load_queries(query_pointers, is_real, first_channel, D=D, BLOCK_D=BLOCK_D).to(
+                tl.float32
+            )
+            channel_sums = tl.sum(x, 0)
+            squared_norm += tl.sum(x * x, 1)
+            products += tl.sum(x * channel_sums[None, :], 1)
+            sum_squared_norm += tl.sum(channel_sums * channel_sums, 0)
     # similarities to the mean query [BLOCK_Q]
-    own_inverse = tl.rsqrt(tl.maximum(square, LEAST_SQUARE))
+    query_inverse_norm = tl.rsqrt(tl.maximum(squared_norm, MIN_SQUARED_NORM))
     first_row = (tl.program_id(1) * tl.num_programs(0) + launch_head) * BLOCK_Q
-    sum_inverse = tl.rsqrt(tl.maximum(sum_square, LEAST_SQUARE))
-    similarity = _cosine_steps(products, own_inverse, sum_inverse).to(tl.int32)
-    tl.store(to_mean + first_row + index, tl.where(is_real, similarity, PADDING_STEPS))
-    tl.store(inverse_norm + first_row + index, own_inverse)
+    sum_inverse_norm = tl.rsqrt(tl.maximum(sum_squared_norm, MIN_SQUARED_NORM))
+    similarity = _compute_cosine_steps(products, query_inverse_norm, sum_inverse_norm).to(tl.int32)
+    tl.store(mean_similarity + first_row + index, tl.where(is_real, similarity, PADDING_STEPS))
+    tl.store(inverse_norm + first_row + index, query_inverse_norm)
     if gram is not None:
         # similarities of all pairs [BLOCK_Q, BLOCK_Q]. The inverse norms are needed along rows and
         # along columns, which have different register layouts: read one of them from memory again
         tl.debug_barrier()
-        other_inverse = tl.load(inverse_norm + first_row + index)
-        steps = _cosine_steps(matrix, own_inverse[:, None], other_inverse[None, :]).to(tl.int8)
+        column_inverse_norm = tl.load(inverse_norm + first_row + index)
+        similarity_steps = _compute_cosine_steps(
+            gram_matrix, query_inverse_norm[:, None], column_inverse_norm[None, :]
+        ).to(tl.int8)
         row = first_row + index
-        tl.store(gram + row[:, None] * BLOCK_Q + index[None, :], steps)
+        tl.store(gram + row[:, None] * BLOCK_Q + index[None, :], similarity_steps)
 
 
 @triton.jit
-def _products_with(source, vector, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
+def _dot_with_vector(
+    query_pointers, vector_pointer, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """Return dot products of the queries of a block with one vector, float32 [BLOCK_Q].
 
     Args:
-        source: [BLOCK_Q, 1], pointers to the queries.
-        vector: Pointer to the vector of D channels.
+        query_pointers: [BLOCK_Q, 1], pointers to the queries.
+        vector_pointer: Pointer to the vector of D channels.
     """
     products = tl.zeros([BLOCK_Q], tl.float32)
     for first_channel in tl.static_range(0, D, BLOCK_D):
         channel = first_channel + tl.arange(0, BLOCK_D)
         is_inside = channel < D
-        y = tl.load(vector + channel, mask=is_inside, other=0.0).to(tl.float32)
-        x = tl.load(source + channel[None, :], mask=is_inside[None, :], other=0.0).to(tl.float32)
+        y = tl.load(vector_pointer + channel, mask=is_inside, other=0.0).to(tl.float32)
+        x = tl.load(query_pointers + channel[None, :], mask=is_inside[None, :], other=0.0).to(
+            tl.float32
+        )
         products += tl.sum(x * y[None, :], 1)
     return products
 
@@ -739,7 +784,7 @@ def _products_with(source, vector, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK
 def _farthest_points_kernel(
     q,
     gram,
-    to_mean,
+    mean_similarity,
     inverse_norm,
     positions,
     first_block,
@@ -762,54 +807,66 @@ def _farthest_points_kernel(
     launch_head = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_Q)
     first_row = (tl.program_id(1) * tl.num_programs(0) + launch_head) * BLOCK_Q
-    max_similarity = tl.load(to_mean + first_row + index)
+    max_similarity = tl.load(mean_similarity + first_row + index)
     is_real = max_similarity < PADDING_STEPS
     if gram is None:
-        own_inverse = tl.load(inverse_norm + first_row + index)
+        query_inverse_norm = tl.load(inverse_norm + first_row + index)
         batch = (first_head + launch_head) // heads
         head = (first_head + launch_head) % heads
         # padding reads the first query of the block: its similarities are not used
-        source = vectors_at(q, batch, head, block * QUERY_BLOCK + tl.where(is_real, index, 0))
+        query_pointers = vectors_at(
+            q, batch, head, block * QUERY_BLOCK + tl.where(is_real, index, 0)
+        )
     # samples [COUNT], one per iteration: the query whose highest similarity to the earlier samples
     # is the lowest
-    number = tl.arange(0, COUNT)
+    sample_number = tl.arange(0, COUNT)
     samples = tl.full([COUNT], -1, tl.int32)
-    for i in range(COUNT):
+    for iteration in range(COUNT):
         # the index is in the lowest bits: ties go to the earlier query
-        least = tl.min(max_similarity * BLOCK_Q + index, 0)
-        sampled = least & (BLOCK_Q - 1)
-        is_found = least < PADDING_STEPS * BLOCK_Q
-        samples = tl.where((number == i) & is_found, block * QUERY_BLOCK + sampled, samples)
+        packed_min = tl.min(max_similarity * BLOCK_Q + index, 0)
+        sampled_index = packed_min & (BLOCK_Q - 1)
+        is_found = packed_min < PADDING_STEPS * BLOCK_Q
+        samples = tl.where(
+            (sample_number == iteration) & is_found, block * QUERY_BLOCK + sampled_index, samples
+        )
         if gram is not None:
-            similarity = tl.load(gram + (first_row + sampled) * BLOCK_Q + index).to(tl.int32)
+            similarity = tl.load(gram + (first_row + sampled_index) * BLOCK_Q + index).to(tl.int32)
         else:
-            token = (block * QUERY_BLOCK + tl.where(is_found, sampled, 0)).to(tl.int64)
-            vector = q.data + batch * q.batch + head * q.head + token * q.token
-            products = _products_with(source, vector, D=D, BLOCK_Q=BLOCK_Q, BLOCK_D=BLOCK_D)
-            sample_inverse = tl.load(inverse_norm + first_row + sampled)
-            similarity = _cosine_steps(products, own_inverse, sample_inverse).to(tl.int32)
-        max_similarity = tl.where(i == 0, similarity, tl.maximum(max_similarity, similarity))
-        max_similarity = tl.where(index == sampled, SAMPLED_STEPS, max_similarity)
+            token = (block * QUERY_BLOCK + tl.where(is_found, sampled_index, 0)).to(tl.int64)
+            sample_pointer = q.data + batch * q.batch + head * q.head + token * q.token
+            products = _dot_with_vector(
+                query_pointers, sample_pointer, D=D, BLOCK_Q=BLOCK_Q, BLOCK_D=BLOCK_D
+            )
+            sample_inverse_norm = tl.load(inverse_norm + first_row + sampled_index)
+            similarity = _compute_cosine_steps(
+                products, query_inverse_norm, sample_inverse_norm
+            ).to(tl.int32)
+        max_similarity = tl.where(
+            iteration == 0, similarity, tl.maximum(max_similarity, similarity)
+        )
+        max_similarity = tl.where(index == sampled_index, SAMPLED_STEPS, max_similarity)
         max_similarity = tl.where(is_real, max_similarity, PADDING_STEPS)
-    tl.store(positions + (launch_head * q_blocks + block) * COUNT + number, samples)
+    tl.store(positions + (launch_head * q_blocks + block) * COUNT + sample_number, samples)
 
 
 # these arguments change from call to call: without specialisation, Triton compiles once
-@triton.jit(do_not_specialize=["start_stride", "end_stride", "first_head", "length", "total"])
+@triton.jit(
+    do_not_specialize=["start_stride", "end_stride", "first_head", "length", "samples_per_head"]
+)
 def _gather_queries_kernel(
     q,
-    starts,
-    ends,
+    range_starts,
+    range_ends,
     start_stride,
     end_stride,
     positions,
-    table,
+    channel_table,
     sample,
     qk_scale,
     first_head,
     heads,
     length,
-    total,
+    samples_per_head,
     NORM: tl.constexpr,
     QUERY_BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
@@ -829,47 +886,58 @@ def _gather_queries_kernel(
     batch = (first_head + launch_head) // heads
     head = (first_head + launch_head) % heads
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_inside = row < total
+    is_inside = row < samples_per_head
     if positions is not None:
-        query = tl.load(positions + launch_head * total + row, mask=is_inside, other=-1)
+        query_position = tl.load(
+            positions + launch_head * samples_per_head + row, mask=is_inside, other=-1
+        )
     else:
         # typical queries: the middle of COUNT equal steps
-        step: tl.constexpr = QUERY_BLOCK // COUNT
-        query = row // COUNT * QUERY_BLOCK + row % COUNT * step + step // 2
-        query = tl.where(is_inside & (query < length), query, -1)
-    has_query = query >= 0
-    start = tl.load(starts + batch * start_stride + query, mask=has_query, other=0)
-    end = tl.load(ends + batch * end_stride + query, mask=has_query, other=-1)
+        queries_per_step: tl.constexpr = QUERY_BLOCK // COUNT
+        query_position = (
+            row // COUNT * QUERY_BLOCK + row % COUNT * queries_per_step + queries_per_step // 2
+        )
+        query_position = tl.where(is_inside & (query_position < length), query_position, -1)
+    has_query = query_position >= 0
+    start = tl.load(range_starts + batch * start_stride + query_position, mask=has_query, other=0)
+    end = tl.load(range_ends + batch * end_stride + query_position, mask=has_query, other=-1)
     is_real = end >= 0
     # channels x [BLOCK_M, FIRST_WIDTH] and y [BLOCK_M, OTHER_WIDTH]; squared norm and largest
     # magnitude [BLOCK_M]
-    source = vectors_at(q, batch, head, query)
-    x, x_stored = _read(source, is_real, table, BEGIN=0, COUNT=FIRST_WIDTH, CONTIGUOUS=CONTIGUOUS)
-    square = tl.sum(x * x, 1)
-    bits = tl.max(magnitude(x), 1)
+    query_pointers = vectors_at(q, batch, head, query_position)
+    x, x_stored = _load_channels(
+        query_pointers, is_real, channel_table, BEGIN=0, COUNT=FIRST_WIDTH, CONTIGUOUS=CONTIGUOUS
+    )
+    squared_norm = tl.sum(x * x, 1)
+    magnitude_bits = tl.max(magnitude(x), 1)
     if OTHER_WIDTH > 0:
-        y, y_stored = _read(
-            source, is_real, table, BEGIN=FIRST_WIDTH, COUNT=OTHER_WIDTH, CONTIGUOUS=CONTIGUOUS
+        y, y_stored = _load_channels(
+            query_pointers,
+            is_real,
+            channel_table,
+            BEGIN=FIRST_WIDTH,
+            COUNT=OTHER_WIDTH,
+            CONTIGUOUS=CONTIGUOUS,
         )
-        square += tl.sum(y * y, 1)
-        bits = tl.maximum(bits, tl.max(magnitude(y), 1))
+        squared_norm += tl.sum(y * y, 1)
+        magnitude_bits = tl.maximum(magnitude_bits, tl.max(magnitude(y), 1))
     # written queries [BLOCK_M, FIRST_WIDTH + OTHER_WIDTH]
     norm_factor = tl.full([BLOCK_M], 1.0, tl.float32)
     if NORM > 0:
-        norm_factor = NORM / tl.sqrt(tl.maximum(square, LEAST_SQUARE))
-    row += launch_head * total
-    target = sample.vectors + row[:, None] * (FIRST_WIDTH + OTHER_WIDTH)
+        norm_factor = NORM / tl.sqrt(tl.maximum(squared_norm, MIN_SQUARED_NORM))
+    row += launch_head * samples_per_head
+    vector_pointers = sample.vectors + row[:, None] * (FIRST_WIDTH + OTHER_WIDTH)
     x = (x * norm_factor[:, None]).to(sample.vectors.dtype.element_ty)
-    tl.store(target + x_stored[None, :], x, mask=is_inside[:, None])
+    tl.store(vector_pointers + x_stored[None, :], x, mask=is_inside[:, None])
     if OTHER_WIDTH > 0:
         y = (y * norm_factor[:, None]).to(sample.vectors.dtype.element_ty)
-        tl.store(target + y_stored[None, :], y, mask=is_inside[:, None])
+        tl.store(vector_pointers + y_stored[None, :], y, mask=is_inside[:, None])
     # visible keys [BLOCK_M]: convert tokens to indices of sampled keys
     start = (tl.maximum(start - KEY_OFFSET, 0) + KEY_STRIDE - 1) // KEY_STRIDE
     end = tl.where(end >= KEY_OFFSET, (end - KEY_OFFSET) // KEY_STRIDE, -1)
     end = tl.where(end >= start, end, -1)
     # a query with NaN or an infinity gets the scale NaN: all its attention shares are then NaN
-    scale = tl.where(bits < INFINITE_BITS, qk_scale / norm_factor, float("nan"))
+    scale = tl.where(magnitude_bits < INFINITE_BITS, qk_scale / norm_factor, float("nan"))
     tl.store(sample.scale + row, scale, mask=is_inside)
     tl.store(sample.start + row, start, mask=is_inside)
     tl.store(sample.end + row, end, mask=is_inside)
@@ -877,9 +945,9 @@ def _gather_queries_kernel(
 
 # these arguments change from call to call: without specialisation, Triton compiles once
 @triton.jit(do_not_specialize=["valid_batch_stride", "length", "kv_blocks"])
-def _marked_kernel(
+def _mark_blocks_kernel(
     exponents,
-    valid,
+    is_valid_key,
     valid_batch_stride,
     valid_token_stride,
     marked,
@@ -890,7 +958,7 @@ def _marked_kernel(
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Write the marks of BLOCKS key blocks of a KV head, see `marked_blocks`.
+    """Write the marks of BLOCKS key blocks of a KV head, see `mark_blocks`.
 
     ``BLOCK_N`` is KEY_BLOCK rounded up to a power of two.
     """
@@ -901,7 +969,7 @@ def _marked_kernel(
     token = block[:, None] * KEY_BLOCK + index[None, :]
     is_inside = (token < length) & (index < KEY_BLOCK)[None, :]
     exponent = tl.load(exponents + flat_head * length + token, mask=is_inside, other=0)
-    is_valid = valid + flat_head // heads * valid_batch_stride + token * valid_token_stride
+    is_valid = is_valid_key + flat_head // heads * valid_batch_stride + token * valid_token_stride
     is_valid = tl.load(is_valid, mask=is_inside, other=0) != 0
     # marks of the blocks [BLOCKS]
     is_marked = tl.max(((exponent == NOT_FINITE_EXPONENT) & is_valid).to(tl.int32), 1)

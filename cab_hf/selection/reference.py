@@ -12,10 +12,10 @@ For query block m, sampled query i of block m, key block j and sampled key n of 
                      or max_share[m, j] >= share_threshold
                      or block j is forced or marked
 
-The sampled queries of a block are outlier queries (`outlier_queries`) and typical queries
-(`typical_queries`). A query block attends to its *forced* blocks regardless of scores: sink blocks,
-local blocks and the blocks of its own positions. In the dense tail of a sequence all visible blocks
-are forced. A *marked* block contains a key with NaN or an infinity.
+The sampled queries of a block are outlier queries (`sample_outlier_queries`) and typical queries
+(`sample_typical_queries`). A query block attends to its *forced* blocks regardless of scores: sink
+blocks, local blocks and the blocks of its own positions. In the dense tail of a sequence all
+visible blocks are forced. A *marked* block contains a key with NaN or an infinity.
 
 Shapes: q [B, H, N_q, D], k [B, H_kv, N_k, D]. M_q is the number of query blocks, M_k the number of
 key blocks. All scores and shares are float32.
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.config import CabConfig, blocks_of, num_typical_queries
+from cab_hf.config import CabConfig, block_sizes, num_typical_queries
 from cab_hf.ops import reference as ops_reference
 from cab_hf.plan import KeyRanges, block_visibility
 
@@ -47,9 +47,9 @@ PADDING_STEPS = 2 * 127
 # sampled twice
 SAMPLED_STEPS = 3 * 127
 # lower bound of squared norms: a vector of zeros has similarity 0 to every vector
-LEAST_SQUARE = 1e-30
+MIN_SQUARED_NORM = 1e-30
 # sampled queries per matrix product: bounds the size of the logits
-QUERY_CHUNK = 128
+QUERIES_PER_CHUNK = 128
 
 
 class ScoreOptions(NamedTuple):
@@ -68,7 +68,7 @@ class ScoreOptions(NamedTuple):
     softcap: float | None = None
 
 
-def selected_blocks(
+def select_blocks(
     q: Tensor,
     k: Tensor,
     ranges: KeyRanges,
@@ -85,10 +85,10 @@ def selected_blocks(
         ranges: Keys that each query may attend to.
         config: Settings of the selection.
         options: Parameters of the logits.
-        sampled_scores_fn: Replacement of `sampled_scores` with the same arguments; None for
-            `sampled_scores` itself.
+        sampled_scores_fn: Replacement of `compute_sampled_scores` with the same arguments; None for
+            `compute_sampled_scores` itself.
     """
-    scores = block_scores(
+    scores = compute_block_scores(
         q,
         k,
         ranges=ranges,
@@ -98,12 +98,12 @@ def selected_blocks(
     )
     if config.max_density < 1:
         is_not_finite = ops_reference.not_finite(k, ranges.key_valid)
-        marked = ops_reference.marked_blocks(is_not_finite, config.key_block)
-        scores = capped_scores(scores, ranges, config, marked)
+        is_marked = ops_reference.marked_blocks(is_not_finite, config.key_block)
+        scores = cap_scores(scores, ranges, config, is_marked)
     return scores >= config.mass_threshold
 
 
-def block_scores(
+def compute_block_scores(
     q: Tensor,
     k: Tensor,
     ranges: KeyRanges,
@@ -131,35 +131,43 @@ def block_scores(
         ranges: Keys that each query may attend to.
         config: Settings of the selection.
         options: Parameters of the logits.
-        sampled_scores_fn: Replacement of `sampled_scores`, which computes the last three cases;
-            None for `sampled_scores` itself.
+        sampled_scores_fn: Replacement of `compute_sampled_scores`, which computes the last three
+            cases; None for `compute_sampled_scores` itself.
     """
-    visible = block_visibility(ranges, config.query_block, config.key_block)
-    forced = ops_reference.forced_blocks(visible, ranges, config)
+    is_visible = block_visibility(ranges, config.query_block, config.key_block)
+    is_forced = ops_reference.forced_blocks(is_visible, ranges, config)
     is_not_finite = ops_reference.not_finite(k, ranges.key_valid)
-    marked = ops_reference.marked_blocks(is_not_finite, config.key_block).unsqueeze(2)
+    is_marked = ops_reference.marked_blocks(is_not_finite, config.key_block).unsqueeze(2)
     # on a GPU, replace always: to read the condition would synchronise with the device
     if k.device.type != "cpu" or bool(is_not_finite.any()):
         k = k.masked_fill(is_not_finite.unsqueeze(-1), 0.0)
-    scores = (sampled_scores_fn or sampled_scores)(
-        q, k, ranges=ranges, config=config, options=options, visible=visible, forced=forced
+    scores = (sampled_scores_fn or compute_sampled_scores)(
+        q,
+        k,
+        ranges=ranges,
+        config=config,
+        options=options,
+        is_visible=is_visible,
+        is_forced=is_forced,
     )
-    group = q.shape[1] // k.shape[1]
-    always_selected = forced.unsqueeze(1) | marked.repeat_interleave(group, dim=1)
-    return scores.masked_fill_(always_selected, torch.inf).masked_fill_(~visible.unsqueeze(1), -1.0)
+    group_size = q.shape[1] // k.shape[1]
+    is_always_selected = is_forced.unsqueeze(1) | is_marked.repeat_interleave(group_size, dim=1)
+    return scores.masked_fill_(is_always_selected, torch.inf).masked_fill_(
+        ~is_visible.unsqueeze(1), -1.0
+    )
 
 
-def sampled_scores(
+def compute_sampled_scores(
     q: Tensor,
     k: Tensor,
     ranges: KeyRanges,
     config: CabConfig,
     options: ScoreOptions,
     *,
-    visible: Tensor,
-    forced: Tensor,
+    is_visible: Tensor,
+    is_forced: Tensor,
 ) -> Tensor:
-    """Return `block_scores` of the visible blocks that are neither forced nor marked.
+    """Return `compute_block_scores` of the visible blocks that are neither forced nor marked.
 
     Args:
         q: [B, H, N_q, D].
@@ -167,35 +175,35 @@ def sampled_scores(
         ranges: Keys that each query may attend to.
         config: Settings of the selection.
         options: Parameters of the logits.
-        visible: bool [B, M_q, M_k], True if a query of the query block may attend to a key of the
-            key block.
-        forced: bool [B, M_q, M_k], forced blocks. Unused here; other implementations skip query
+        is_visible: bool [B, M_q, M_k], True if a query of the query block may attend to a key of
+            the key block.
+        is_forced: bool [B, M_q, M_k], forced blocks. Unused here; other implementations skip query
             blocks whose visible blocks are all forced.
 
     Returns:
         float32 [B, H, M_q, M_k]. The values of all other blocks are arbitrary.
     """
-    group = q.shape[1] // k.shape[1]
-    num_visible_keys = config.key_block * visible.sum(-1, keepdim=True).unsqueeze(1)
+    group_size = q.shape[1] // k.shape[1]
+    num_visible_keys = config.key_block * is_visible.sum(-1, keepdim=True).unsqueeze(1)
     length_factor = (num_visible_keys / THRESHOLD_KEYS).clamp(min=1)
     scores_of_heads = []
     for head in range(q.shape[1]):
-        own_sinks = None if options.sinks is None else options.sinks[[head]]
-        mean_share, max_share = block_shares(
+        head_sinks = None if options.sinks is None else options.sinks[[head]]
+        mean_share, max_share = compute_block_shares(
             q[:, [head]],
-            k[:, [head // group]],
+            k[:, [head // group_size]],
             ranges=ranges,
             config=config,
-            options=options._replace(sinks=own_sinks),
+            options=options._replace(sinks=head_sinks),
         )
-        scores = (mean_share * length_factor).clamp(max=1)
-        scores = torch.where(max_share >= config.share_threshold, 1 + max_share, scores)
-        scores_of_heads.append(scores.masked_fill(scores.isnan(), 1.0))
+        head_scores = (mean_share * length_factor).clamp(max=1)
+        head_scores = torch.where(max_share >= config.share_threshold, 1 + max_share, head_scores)
+        scores_of_heads.append(head_scores.masked_fill(head_scores.isnan(), 1.0))
     return torch.cat(scores_of_heads, dim=1)
 
 
-def capped_scores(
-    scores: Tensor, ranges: KeyRanges, config: CabConfig, marked: Tensor | None = None
+def cap_scores(
+    scores: Tensor, ranges: KeyRanges, config: CabConfig, is_marked: Tensor | None = None
 ) -> Tensor:
     """Return ``scores`` with -1 for the blocks that ``config.max_density`` excludes.
 
@@ -203,30 +211,30 @@ def capped_scores(
     descending order, until ``max_density`` times the number of visible blocks is reached.
 
     Args:
-        scores: float32 [B, H, M_q, M_k], from `block_scores`.
+        scores: float32 [B, H, M_q, M_k], from `compute_block_scores`.
         ranges: Keys that each query may attend to.
         config: Settings of the selection.
-        marked: bool [B, H_kv, M_k], marked blocks; None if no block is marked.
+        is_marked: bool [B, H_kv, M_k], marked blocks; None if no block is marked.
 
     Returns:
         float32 [B, H, M_q, M_k].
     """
     if config.max_density == 1:
         return scores
-    query_block, key_block = blocks_of(config)
-    visible = block_visibility(ranges, query_block, key_block)
-    forced = ops_reference.forced_blocks(visible, ranges, config).unsqueeze(1)
+    query_block, key_block = block_sizes(config)
+    is_visible = block_visibility(ranges, query_block, key_block)
+    is_forced = ops_reference.forced_blocks(is_visible, ranges, config).unsqueeze(1)
     bounds = ops_reference.row_bounds(
         ranges, query_block, key_block, config.sink_blocks, config.local_blocks
     )
-    max_blocks = ops_reference.most_of_rows(bounds, config.max_density, marked)
+    max_blocks = ops_reference.max_blocks_of_rows(bounds, config.max_density, is_marked)
     max_blocks = max_blocks.repeat_interleave(scores.shape[1] // max_blocks.shape[1], dim=1)
-    num_kept = max_blocks.maximum(forced.sum(-1))
-    best = ops_reference.best_of_rows(scores, scores >= 0, forced, num_kept)
-    return scores.masked_fill(~best, -1.0)
+    num_listed = max_blocks.maximum(is_forced.sum(-1))
+    is_listed = ops_reference.select_best_blocks(scores, scores >= 0, is_forced, num_listed)
+    return scores.masked_fill(~is_listed, -1.0)
 
 
-class _SampledKind(NamedTuple):
+class _SampledQueries(NamedTuple):
     """The sampled queries of one kind, typical or outlier, and what they are scored on.
 
     Attributes:
@@ -243,7 +251,7 @@ class _SampledKind(NamedTuple):
     key_stride: int
 
 
-def block_shares(
+def compute_block_shares(
     q: Tensor, k: Tensor, ranges: KeyRanges, config: CabConfig, options: ScoreOptions
 ) -> tuple[Tensor, Tensor]:
     """Return (mean_share, max_share) of every key block for every query block.
@@ -267,44 +275,46 @@ def block_shares(
     """
     query_block, num_outliers = config.query_block, config.outlier_queries
     num_typical = num_typical_queries(config)
-    typical = typical_queries(ranges, query_block, num_typical)
-    kinds = [
-        _SampledKind(
-            positions=typical.unsqueeze(1).expand(-1, q.shape[1], -1, -1),
+    typical_positions = sample_typical_queries(ranges, query_block, num_typical)
+    sample_kinds = [
+        _SampledQueries(
+            positions=typical_positions.unsqueeze(1).expand(-1, q.shape[1], -1, -1),
             weight=(query_block - num_outliers) / num_typical,
             channels=(),
             key_stride=config.typical_key_stride,
         )
     ]
     if num_outliers:
-        outliers = outlier_queries(q, ranges, query_block, num_outliers)
-        kinds.append(
-            _SampledKind(positions=outliers, weight=1.0, channels=options.channels, key_stride=1)
+        outlier_positions = sample_outlier_queries(q, ranges, query_block, num_outliers)
+        sample_kinds.append(
+            _SampledQueries(
+                positions=outlier_positions, weight=1.0, channels=options.channels, key_stride=1
+            )
         )
     share_sum, weight_sum, max_share = 0.0, 0.0, None
-    for kind in kinds:
+    for sample_kind in sample_kinds:
         queries, keys = q, k
-        if kind.channels:
-            queries, keys = q[..., list(kind.channels)], k[..., list(kind.channels)]
-        index = kind.positions.clamp(min=0).flatten(2)[..., None]
-        index = index.expand(-1, -1, -1, queries.shape[3])
-        kind_max, kind_sum, num_samples = shares_of_samples(
-            queries.gather(2, index).unflatten(2, kind.positions.shape[2:]),
-            positions=kind.positions,
+        if sample_kind.channels:
+            queries, keys = q[..., list(sample_kind.channels)], k[..., list(sample_kind.channels)]
+        query_index = sample_kind.positions.clamp(min=0).flatten(2)[..., None]
+        query_index = query_index.expand(-1, -1, -1, queries.shape[3])
+        kind_max, kind_sum, num_samples = compute_sample_shares(
+            queries.gather(2, query_index).unflatten(2, sample_kind.positions.shape[2:]),
+            positions=sample_kind.positions,
             keys=keys,
             ranges=ranges,
             options=options,
             key_block=config.key_block,
-            key_stride=kind.key_stride,
+            key_stride=sample_kind.key_stride,
         )
-        share_sum = share_sum + kind.weight * kind_sum
-        weight_sum = weight_sum + kind.weight * num_samples.unsqueeze(-1)
+        share_sum = share_sum + sample_kind.weight * kind_sum
+        weight_sum = weight_sum + sample_kind.weight * num_samples.unsqueeze(-1)
         max_share = kind_max if max_share is None else torch.maximum(max_share, kind_max)
     # without samples the mean share is 0 and not NaN, as in the kernels
-    return share_sum / weight_sum.clamp(min=ops_reference.LEAST), max_share
+    return share_sum / weight_sum.clamp(min=ops_reference.MIN_DIVISOR), max_share
 
 
-def shares_of_samples(
+def compute_sample_shares(
     queries: Tensor,
     *,
     positions: Tensor,
@@ -330,27 +340,33 @@ def shares_of_samples(
         options: Parameters of the logits; ``channels`` is not used.
         key_block: Tokens per key block.
         key_stride: Distance between sampled keys, in tokens. The first sampled key is the token
-            ``key_offset(key_stride)``.
+            ``get_first_sampled_key(key_stride)``.
 
     Returns:
-        maximum, total: float32 [B, H, M_q, M_k], maximum and sum of the shares over the samples.
+        max_share, share_sum: float32 [B, H, M_q, M_k], maximum and sum of the shares over the
+            samples.
         num_samples: float32 [B, H, M_q], the number of samples with a visible sampled key.
     """
     heads, samples_per_block = queries.shape[1], queries.shape[3]
     kv_blocks = -(-keys.shape[2] // key_block)
-    maximum, total = (queries.new_zeros(*queries.shape[:3], kv_blocks).float() for _ in range(2))
+    max_share, share_sum = (
+        queries.new_zeros(*queries.shape[:3], kv_blocks).float() for _ in range(2)
+    )
     num_samples = queries.new_zeros(queries.shape[:3]).float()
     key_positions = torch.arange(keys.shape[2], device=keys.device)
-    key_positions = key_positions[key_offset(key_stride) :: key_stride]
+    key_positions = key_positions[get_first_sampled_key(key_stride) :: key_stride]
     keys = keys[:, :, key_positions]
-    group, q_blocks_per_chunk = heads // keys.shape[1], max(1, QUERY_CHUNK // samples_per_block)
-    for head, start in product(range(heads), range(0, queries.shape[2], q_blocks_per_chunk)):
+    group_size, q_blocks_per_chunk = (
+        heads // keys.shape[1],
+        max(1, QUERIES_PER_CHUNK // samples_per_block),
+    )
+    for head, first_block in product(range(heads), range(0, queries.shape[2], q_blocks_per_chunk)):
         # the samples of a chunk of query blocks: [B, Q, C] with Q = query blocks * S
-        chunk = slice(start, start + q_blocks_per_chunk)
-        block_max, has_visible_key = _max_logits(
+        chunk = slice(first_block, first_block + q_blocks_per_chunk)
+        block_max, has_visible_key = _compute_max_logits(
             queries[:, head, chunk].flatten(1, 2),
             positions=positions[:, head, chunk].flatten(1),
-            keys=keys[:, head // group],
+            keys=keys[:, head // group_size],
             key_positions=key_positions,
             keys_per_block=key_block // key_stride,
             kv_blocks=kv_blocks,
@@ -362,15 +378,17 @@ def shares_of_samples(
             softmax_input = F.pad(block_max, (0, 1))
             softmax_input[..., -1] = options.sinks[head] - math.log(key_block)
         # softmax over no keys is NaN: a query without visible sampled keys adds no share
-        share = softmax_input.softmax(-1)[..., :kv_blocks].masked_fill(block_max == -torch.inf, 0.0)
-        share = share.unflatten(1, (-1, samples_per_block))
-        maximum[:, head, chunk], total[:, head, chunk] = share.amax(2), share.sum(2)
+        shares = softmax_input.softmax(-1)[..., :kv_blocks].masked_fill(
+            block_max == -torch.inf, 0.0
+        )
+        shares = shares.unflatten(1, (-1, samples_per_block))
+        max_share[:, head, chunk], share_sum[:, head, chunk] = shares.amax(2), shares.sum(2)
         has_visible_key = has_visible_key.unflatten(1, (-1, samples_per_block))
         num_samples[:, head, chunk] = has_visible_key.sum(-1).float()
-    return maximum, total, num_samples
+    return max_share, share_sum, num_samples
 
 
-def _max_logits(
+def _compute_max_logits(
     queries: Tensor,
     *,
     positions: Tensor,
@@ -397,19 +415,21 @@ def _max_logits(
         block_max: float32 [B, Q, M_k], -inf for invisible blocks.
         has_visible_key: bool [B, Q], False for queries without visible sampled keys.
     """
-    start_key, end_key = (x.gather(1, positions.clamp(min=0)) for x in (ranges.start, ranges.end))
-    end_key = end_key.masked_fill(positions < 0, -1)
+    first_key, last_key = (x.gather(1, positions.clamp(min=0)) for x in (ranges.start, ranges.end))
+    last_key = last_key.masked_fill(positions < 0, -1)
     products = queries.float() @ keys.float().transpose(-1, -2)
     logits = ops_reference.capped(products * options.scale, options.softcap)
-    is_masked = key_positions < start_key.unsqueeze(-1)
-    is_masked |= key_positions > end_key.unsqueeze(-1)
+    is_masked = key_positions < first_key.unsqueeze(-1)
+    is_masked |= key_positions > last_key.unsqueeze(-1)
     logits = logits.masked_fill(is_masked, -torch.inf)
     num_padding_keys = kv_blocks * keys_per_block - len(key_positions)
     logits = F.pad(logits, (0, num_padding_keys), value=-torch.inf)
     return logits.unflatten(-1, (kv_blocks, -1)).amax(-1), (~is_masked).any(-1)
 
 
-def outlier_queries(q: Tensor, ranges: KeyRanges, query_block: int, count: int) -> Tensor:
+def sample_outlier_queries(
+    q: Tensor, ranges: KeyRanges, query_block: int, samples_per_block: int
+) -> Tensor:
     """Return a farthest-point sample of each query block by cosine similarity.
 
     The first sample is the query with the lowest similarity to the mean query of its block. Every
@@ -421,100 +441,106 @@ def outlier_queries(q: Tensor, ranges: KeyRanges, query_block: int, count: int) 
         q: [B, H, N_q, D].
         ranges: Keys that each query may attend to; queries without keys are padding.
         query_block: Queries per block.
-        count: Samples per query block. If ``count`` equals ``query_block``, all queries are
+        samples_per_block: Samples per query block. If equal to ``query_block``, all queries are
             sampled in order.
 
     Returns:
-        int64 [B, H, M_q, count], positions in q. Blocks with fewer than ``count`` real queries are
+        int64 [B, H, M_q, samples_per_block], positions in q. Blocks with too few real queries are
         filled with -1.
     """
     blocks, is_real = _split_into_blocks(q, ranges.end >= 0, query_block)
     is_real = is_real.expand(blocks.shape[:-1])
     block_start = torch.arange(0, q.shape[2], query_block, device=q.device)
-    if count == query_block:
-        sampled = torch.arange(query_block, device=q.device).expand(blocks.shape[:-1])
+    if samples_per_block == query_block:
+        sample_indices = torch.arange(query_block, device=q.device).expand(blocks.shape[:-1])
     else:
         blocks = blocks.masked_fill(~is_real.unsqueeze(-1), 0.0)
-        sampled = _farthest_points(blocks, is_real, count)
-    is_padding = ~is_real.gather(-1, sampled)
-    return (sampled + block_start[:, None]).masked_fill(is_padding, -1)
+        sample_indices = _sample_farthest_points(blocks, is_real, samples_per_block)
+    is_padding = ~is_real.gather(-1, sample_indices)
+    return (sample_indices + block_start[:, None]).masked_fill(is_padding, -1)
 
 
-def _farthest_points(blocks: Tensor, is_real: Tensor, count: int) -> Tensor:
-    """Return the samples of `outlier_queries` as indices in their blocks, int64 [B, H, M, count].
+def _sample_farthest_points(blocks: Tensor, is_real: Tensor, samples_per_block: int) -> Tensor:
+    """Compute `sample_outlier_queries` as indices in blocks, int64 [B, H, M, samples_per_block].
 
     Args:
         blocks: float32 [B, H, M, query_block, D], zeros where ``is_real`` is False.
         is_real: bool [B, H, M, query_block], False for padding.
-        count: Samples per block.
+        samples_per_block: Samples per block.
     """
-    mean = blocks.sum(-2)  # the cosine does not depend on the factor 1 / query_block
-    inverse_norm, inverse_mean_norm = (
-        x.square().sum(-1).clamp(min=LEAST_SQUARE).rsqrt() for x in (blocks, mean.unsqueeze(-2))
+    query_sum = blocks.sum(-2)  # the cosine does not depend on the factor 1 / query_block
+    inverse_norm, inverse_sum_norm = (
+        x.square().sum(-1).clamp(min=MIN_SQUARED_NORM).rsqrt()
+        for x in (blocks, query_sum.unsqueeze(-2))
     )
-    products = (blocks @ mean.unsqueeze(-1))[..., 0]
-    max_similarity = _cosine_steps(products, inverse_norm, inverse_mean_norm)
+    products = (blocks @ query_sum.unsqueeze(-1))[..., 0]
+    max_similarity = _compute_cosine_steps(products, inverse_norm, inverse_sum_norm)
     max_similarity = max_similarity.masked_fill(~is_real, PADDING_STEPS)
     query_block = max_similarity.shape[-1]
     position = torch.arange(query_block, device=blocks.device)
     samples = []
-    for number in range(count):
+    for sample_number in range(samples_per_block):
         # argmin returns any of several equal values: the position breaks ties
         index = (max_similarity * query_block + position).argmin(-1, keepdim=True)
         samples.append(index)
         sample = blocks.take_along_dim(index.unsqueeze(-1), dim=-2)
         products = (blocks @ sample.transpose(-1, -2))[..., 0]
-        similarity = _cosine_steps(products, inverse_norm, inverse_norm.gather(-1, index))
+        similarity = _compute_cosine_steps(products, inverse_norm, inverse_norm.gather(-1, index))
         similarity = similarity.masked_fill(~is_real, PADDING_STEPS)
-        if number > 0:
+        if sample_number > 0:
             similarity = torch.maximum(max_similarity, similarity)
         max_similarity = similarity.scatter(-1, torch.cat(samples, -1), SAMPLED_STEPS)
     return torch.cat(samples, -1)
 
 
-def _cosine_steps(products: Tensor, inverse_norm: Tensor, other_inverse_norm: Tensor) -> Tensor:
+def _compute_cosine_steps(
+    products: Tensor, inverse_norm: Tensor, other_inverse_norm: Tensor
+) -> Tensor:
     """Return cosine similarities times `COSINE_STEPS`, rounded towards zero, int64."""
     cosine = (products * inverse_norm * other_inverse_norm).nan_to_num(nan=-1.0)
     return (cosine.clamp(-1, 1) * COSINE_STEPS).long()
 
 
-def typical_queries(ranges: KeyRanges, query_block: int, count: int) -> Tensor:
-    """Return ``count`` equally spaced queries of each block.
+def sample_typical_queries(ranges: KeyRanges, query_block: int, samples_per_block: int) -> Tensor:
+    """Return ``samples_per_block`` equally spaced queries of each block.
 
-    A block is divided into ``count`` equal steps, and the query in the middle of a step is sampled.
+    A block is divided into ``samples_per_block`` equal steps. The query in the middle of a step is
+    sampled.
 
     Args:
         ranges: Keys that each query may attend to; queries without keys are padding.
         query_block: Queries per block.
-        count: Samples per query block; divides ``query_block``.
+        samples_per_block: Samples per query block; divides ``query_block``.
 
     Returns:
-        int64 [B, M_q, count], positions of queries; -1 for padding.
+        int64 [B, M_q, samples_per_block], positions of queries; -1 for padding.
     """
-    step = query_block // count
+    queries_per_step = query_block // samples_per_block
     block_start = torch.arange(0, ranges.q_length, query_block, device=ranges.end.device)
-    offsets = torch.arange(step // 2, query_block, step, device=ranges.end.device)
+    offsets = torch.arange(
+        queries_per_step // 2, query_block, queries_per_step, device=ranges.end.device
+    )
     positions = (block_start[:, None] + offsets).expand(ranges.end.shape[0], -1, -1)
-    _, end_key = ranges.blocked(query_block)
-    return positions.masked_fill(end_key[:, :, offsets] < 0, -1)
+    _, last_key = ranges.blocked(query_block)
+    return positions.masked_fill(last_key[:, :, offsets] < 0, -1)
 
 
-def key_offset(key_stride: int) -> int:
+def get_first_sampled_key(key_stride: int) -> int:
     """Return the position of the first sampled key: the middle of the first stride."""
     return key_stride // 2
 
 
-def _split_into_blocks(x: Tensor, valid: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def _split_into_blocks(x: Tensor, is_valid: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Split [B, H, N, D] into M blocks, and return a mask of real tokens.
 
     Args:
         x: [B, H, N, D].
-        valid: bool [B, N], False for padding.
-        block: Tokens per block.
+        is_valid: bool [B, N], False for padding.
+        block_size: Tokens per block.
 
     Returns:
-        float32 [B, H, M, block, D] and bool [B, 1, M, block], False for padding.
+        float32 [B, H, M, block_size, D] and bool [B, 1, M, block_size], False for padding.
     """
-    num_padding = -x.shape[2] % block
-    blocks = F.pad(x, (0, 0, 0, num_padding)).unflatten(2, (-1, block)).float()
-    return blocks, F.pad(valid, (0, num_padding)).unflatten(1, (-1, block)).unsqueeze(1)
+    num_padding = -x.shape[2] % block_size
+    blocks = F.pad(x, (0, 0, 0, num_padding)).unflatten(2, (-1, block_size)).float()
+    return blocks, F.pad(is_valid, (0, num_padding)).unflatten(1, (-1, block_size)).unsqueeze(1)

@@ -1,7 +1,7 @@
 """Selection of key blocks from the logits of `score`, as a bitmap with one bit per key block.
 
 A kernel computes attention shares from the logits, and compares their mean and maximum with the
-thresholds. `reference.selected_blocks` is the definition. Scoring and selection are separate
+thresholds. `reference.select_blocks` is the definition. Scoring and selection are separate
 launches, because selection waits for memory most of the time. A multiprocessor runs too few scoring
 programs to hide these waits.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.config import CabConfig, blocks_of, tail_of
+from cab_hf.config import CabConfig, block_sizes, tail_sizes
 from cab_hf.ops import reference as ops_reference
 from cab_hf.ops.attention.tiles import LOG2_E
 from cab_hf.plan import KeyRanges
@@ -22,25 +22,36 @@ from cab_hf.selection import gather, reference
 from cab_hf.selection.gather import QuerySample
 from cab_hf.selection.reference import ScoreOptions
 from cab_hf.selection.score import (
-    POSITIONS,
+    UNSPECIALIZED_ARGUMENTS,
     KeyExponents,
     SampleScoring,
-    capped,
+    cap_logits,
+    locate_tile_scratch,
     prepare_scoring,
     score_samples,
-    scratch_of,
 )
 from cab_hf.selection.tiles import FP8, HeadRange, TilePlan, TileRange
 
 # key blocks per iteration of a program, a multiple of the 32 bits of a word
-COLUMNS = 64
+BLOCKS_PER_ITERATION = 64
 # warps per program: a program processes one query block of one head
 WARPS = 1
 # bytes that a thread loads with one instruction
 LOAD_BYTES = tl.constexpr(16)
-# arguments of `_threshold_kernel`, in addition to `POSITIONS`, that change from launch to launch
-NUMBERS = ["mean_threshold", "max_threshold", "kv_heads", "kv_blocks", "words", "bounds_plane"]
-NUMBERS += ["typical_columns", "outlier_columns", "all_typical_columns", "all_outlier_columns"]
+# arguments of `_threshold_kernel`, in addition to `UNSPECIALIZED_ARGUMENTS`, that change from
+# launch to launch
+UNSPECIALIZED_THRESHOLD_ARGUMENTS = [
+    "mean_threshold",
+    "max_threshold",
+    "kv_heads",
+    "kv_blocks",
+    "num_words",
+    "bounds_plane",
+    "typical_columns",
+    "outlier_columns",
+    "all_typical_columns",
+    "all_outlier_columns",
+]
 
 
 class SelectionRules(NamedTuple):
@@ -50,15 +61,15 @@ class SelectionRules(NamedTuple):
         bounds: int32 [6, B, M_q], the visible, the forced and the full blocks of each query block,
             see `row_bounds` of `cab_hf.ops.reference`.
         marked: int8 [B, H_kv, M_k], 1 for blocks with a key that contains NaN or an infinity.
-        tail: bool [B, M_q], True for query blocks of the dense tail, which attend to all visible
-            blocks; None if there is no tail.
+        tail_mask: bool [B, M_q], True for query blocks of the dense tail, which attend to all
+            visible blocks; None if there is no tail.
         is_tail_listed: True if the lists of the tail contain all visible blocks. False if they are
             empty, because the plan names the query blocks of the tail.
     """
 
     bounds: Tensor
     marked: Tensor
-    tail: Tensor | None
+    tail_mask: Tensor | None
     is_tail_listed: bool
 
     @classmethod
@@ -70,16 +81,16 @@ class SelectionRules(NamedTuple):
             ranges: Keys that each query may attend to.
             config: Settings of the selection.
         """
-        query_block, key_block = blocks_of(config)
+        query_block, key_block = block_sizes(config)
         bounds = ops_reference.row_bounds(
             ranges, query_block, key_block, config.sink_blocks, config.local_blocks
         )
-        tokens, _ = tail_of(config)
-        has_tail = ranges.has_tail(tokens, query_block)
+        tail_tokens, _ = tail_sizes(config)
+        has_tail = ranges.has_tail(tail_tokens, query_block)
         return cls(
             bounds=bounds,
-            marked=gather.marked_blocks(exponents, ranges.key_valid, key_block),
-            tail=ranges.tail(tokens, query_block) if has_tail else None,
+            marked=gather.mark_blocks(exponents, ranges.key_valid, key_block),
+            tail_mask=ranges.tail(tail_tokens, query_block) if has_tail else None,
             is_tail_listed=ranges.documents is None,
         )
 
@@ -97,12 +108,12 @@ class Bitmap(NamedTuple):
     counts: Tensor
 
     @classmethod
-    def empty(cls, rules: SelectionRules, num_heads: int) -> Bitmap:
+    def allocate(cls, rules: SelectionRules, num_heads: int) -> Bitmap:
         """Allocate a bitmap of ``num_heads`` heads per batch row without initialising it."""
         _, batch, q_blocks = rules.bounds.shape
         counts = rules.bounds.new_empty(batch, num_heads, q_blocks)
-        words = triton.cdiv(rules.marked.shape[2], 32)
-        return cls(bits=counts.new_empty((*counts.shape, words)), counts=counts)
+        num_words = triton.cdiv(rules.marked.shape[2], 32)
+        return cls(bits=counts.new_empty((*counts.shape, num_words)), counts=counts)
 
 
 def fill_bitmap(
@@ -134,7 +145,7 @@ def fill_bitmap(
         options: Parameters of the logits; ``sinks`` and ``softcap`` are used.
     """
     scorings = prepare_scoring(samples, values, plan, config.key_block)
-    key_exponents = KeyExponents.of(exponents) if values.dtype == FP8 else None
+    key_exponents = KeyExponents.flatten(exponents) if values.dtype == FP8 else None
     softcap = None if options.softcap is None else options.softcap * LOG2_E.value
     for chunk in plan.chunks:
         for scoring in scorings:
@@ -184,42 +195,42 @@ def threshold_blocks(
         rules: Blocks that are selected regardless of scores.
         bitmap: Bitmap of all heads, which receives the bits.
         config: Settings of the selection.
-        scores: float32 [heads, M_q, M_k], receives `reference.block_scores` of the visible blocks.
-            The scores of forced blocks are arbitrary. None for no scores.
+        scores: float32 [heads, M_q, M_k], receives `reference.compute_block_scores` of the visible
+            blocks. The scores of forced blocks are arbitrary. None for no scores.
         softcap: Soft cap of logits to base two; None for no cap.
     """
-    typical, outliers = scorings[0], scorings[-1]
-    typical_tiles, outlier_tiles = typical.tiles, outliers.tiles
+    typical_scoring, outlier_scoring = scorings[0], scorings[-1]
+    typical_tiles, outlier_tiles = typical_scoring.tiles, outlier_scoring.tiles
     first_block = chunk.begin * plan.q_blocks_per_chunk_tile
     end_block = chunk.end * plan.q_blocks_per_chunk_tile
     batch, kv_heads, kv_blocks = rules.marked.shape
     tail_mode = "none"
-    if rules.tail is not None:
+    if rules.tail_mask is not None:
         tail_mode = "listed" if rules.is_tail_listed else "named"
-    _threshold_kernel[(end_block - first_block, heads.count)](
-        typical=typical.sample.tensors,
-        outliers=outliers.sample.tensors,
+    _threshold_kernel[(end_block - first_block, heads.num_heads)](
+        typical_sample=typical_scoring.sample.tensors,
+        outlier_sample=outlier_scoring.sample.tensors,
         bounds=rules.bounds,
         marked=rules.marked,
-        tails=bitmap.bits if rules.tail is None else rules.tail,
+        tail_mask=bitmap.bits if rules.tail_mask is None else rules.tail_mask,
         bitmap=bitmap,
         scores=scores,
         softcap=softcap,
-        typical_scratch=typical.scratch,
-        outlier_scratch=outliers.scratch,
-        typical_columns=typical_tiles.columns(plan.tiles_of(typical_tiles, chunk)),
-        outlier_columns=outlier_tiles.columns(plan.tiles_of(outlier_tiles, chunk)),
-        all_typical_columns=typical_tiles.all_columns,
-        all_outlier_columns=outlier_tiles.all_columns,
+        typical_scratch=typical_scoring.scratch,
+        outlier_scratch=outlier_scoring.scratch,
+        typical_columns=typical_tiles.count_columns(plan.convert_chunk(typical_tiles, chunk)),
+        outlier_columns=outlier_tiles.count_columns(plan.convert_chunk(outlier_tiles, chunk)),
+        all_typical_columns=typical_tiles.num_columns,
+        all_outlier_columns=outlier_tiles.num_columns,
         mean_threshold=config.mass_threshold,
         max_threshold=config.share_threshold,
         begin=first_block,
-        first_head=heads.first,
-        heads=heads.per_row,
+        first_head=heads.first_head,
+        heads=heads.heads_per_row,
         kv_heads=kv_heads,
         q_blocks=plan.q_blocks,
         kv_blocks=kv_blocks,
-        words=bitmap.bits.shape[-1],
+        num_words=bitmap.bits.shape[-1],
         bounds_plane=batch * plan.q_blocks,
         TYPICAL=typical_tiles.num_samples,
         OUTLIERS=config.outlier_queries,
@@ -233,14 +244,14 @@ def threshold_blocks(
         OUTLIER_GROWTH=outlier_tiles.scratch_growth,
         WEIGHT=(config.query_block - config.outlier_queries) / typical_tiles.num_samples,
         THRESHOLD_BLOCKS=reference.THRESHOLD_KEYS / config.key_block,
-        COLUMNS=COLUMNS,
+        COLUMNS=BLOCKS_PER_ITERATION,
         TAIL=tail_mode,
         num_warps=WARPS,
     )
 
 
 @triton.jit
-def _shares(
+def _compute_shares(
     sample, softcap, flat_block, logits, first_column, first_key, last_key, COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -271,46 +282,48 @@ def _shares(
         column = first_column + tl.arange(0, COLUMNS)
         step = column // BLOCKS
         is_inside = (step >= first_key // STEP) & (step <= last_key // STEP)
-        cell = step[None, :] * (ROWS * BLOCKS) + (column % BLOCKS)[None, :]
-        cell += tl.arange(0, COUNT)[:, None] * BLOCKS
-        block_max = tl.load(logits + cell, mask=is_inside[None, :], other=float("-inf")).to(
-            tl.float32
-        )
-        share = tl.exp2(capped(block_max * qk_scale[:, None], softcap) - lse[:, None])
-        return tl.max(share, 0), tl.sum(share, 0)
+        logit_offsets = step[None, :] * (ROWS * BLOCKS) + (column % BLOCKS)[None, :]
+        logit_offsets += tl.arange(0, COUNT)[:, None] * BLOCKS
+        block_max = tl.load(
+            logits + logit_offsets, mask=is_inside[None, :], other=float("-inf")
+        ).to(tl.float32)
+        shares = tl.exp2(cap_logits(block_max * qk_scale[:, None], softcap) - lse[:, None])
+        return tl.max(shares, 0), tl.sum(shares, 0)
     # [steps, COUNT * BLOCKS]: a thread holds samples of few key blocks
     step = first_column // BLOCKS + tl.arange(0, COLUMNS // BLOCKS)
     is_inside = (step >= first_key // STEP) & (step <= last_key // STEP)
-    cell = step[:, None] * (ROWS * BLOCKS) + tl.arange(0, COUNT * BLOCKS)[None, :]
-    block_max = tl.load(logits + cell, mask=is_inside[:, None], other=float("-inf")).to(tl.float32)
+    logit_offsets = step[:, None] * (ROWS * BLOCKS) + tl.arange(0, COUNT * BLOCKS)[None, :]
+    block_max = tl.load(logits + logit_offsets, mask=is_inside[:, None], other=float("-inf")).to(
+        tl.float32
+    )
     block_max = tl.reshape(block_max, (step.shape[0], COUNT, BLOCKS))
-    share = tl.exp2(capped(block_max * qk_scale[None, :, None], softcap) - lse[None, :, None])
-    return tl.reshape(tl.max(share, 1), (COLUMNS,)), tl.reshape(tl.sum(share, 1), (COLUMNS,))
+    shares = tl.exp2(cap_logits(block_max * qk_scale[None, :, None], softcap) - lse[None, :, None])
+    return tl.reshape(tl.max(shares, 1), (COLUMNS,)), tl.reshape(tl.sum(shares, 1), (COLUMNS,))
 
 
 @triton.jit
-def _visible_keys(sample, flat_block, COUNT: tl.constexpr):
+def _find_visible_keys(sample, flat_block, COUNT: tl.constexpr):
     """Return the range of visible sampled keys of the samples of a query block.
 
     Returns:
-        first: The first sampled key that is visible to any sample.
-        last: The last sampled key that is visible to any sample.
+        first_key: The first sampled key that is visible to any sample.
+        last_key: The last sampled key that is visible to any sample.
         num_samples: Number of samples with a visible sampled key, float32.
     """
     row = flat_block * COUNT + tl.arange(0, COUNT)
-    last = tl.load(sample.end + row)
-    first = tl.where(last >= 0, tl.load(sample.start + row), 2147483647)
-    return tl.min(first, 0), tl.max(last, 0), tl.sum((last >= 0).to(tl.float32), 0)
+    last_key = tl.load(sample.end + row)
+    first_key = tl.where(last_key >= 0, tl.load(sample.start + row), 2147483647)
+    return tl.min(first_key, 0), tl.max(last_key, 0), tl.sum((last_key >= 0).to(tl.float32), 0)
 
 
 # these arguments change from call to call: without specialisation, Triton compiles once
-@triton.jit(do_not_specialize=[*POSITIONS[2:], *NUMBERS])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED_ARGUMENTS[2:], *UNSPECIALIZED_THRESHOLD_ARGUMENTS])
 def _threshold_kernel(
-    typical,
-    outliers,
+    typical_sample,
+    outlier_sample,
     bounds,
     marked,
-    tails,
+    tail_mask,
     bitmap,
     scores,
     softcap,
@@ -328,7 +341,7 @@ def _threshold_kernel(
     kv_heads,
     q_blocks,
     kv_blocks,
-    words,
+    num_words,
     bounds_plane,
     TYPICAL: tl.constexpr,
     OUTLIERS: tl.constexpr,
@@ -360,23 +373,27 @@ def _threshold_kernel(
         return
     # index of the query block among the query blocks of all heads of the launch
     flat_block = launch_head.to(tl.int64) * q_blocks + block
-    typical_logits = scratch_of(
+    typical_logits = locate_tile_scratch(
         typical_scratch, launch_head=launch_head, tile=block // TYPICAL_Q_BLOCKS,
         begin=begin // TYPICAL_Q_BLOCKS, columns=typical_columns,
         all_columns=all_typical_columns, ROWS=TYPICAL_ROWS, GROWTH=TYPICAL_GROWTH,
     )  # fmt: skip
     typical_logits += block % TYPICAL_Q_BLOCKS * (TYPICAL * TYPICAL_STEP)
-    typical_first, typical_last, num_samples = _visible_keys(typical, flat_block, TYPICAL)
+    typical_first_key, typical_last_key, num_samples = _find_visible_keys(
+        typical_sample, flat_block, TYPICAL
+    )
     weight = num_samples * WEIGHT
     if OUTLIERS > 0:
         OUTLIER_ROWS: tl.constexpr = OUTLIER_Q_BLOCKS * OUTLIERS
-        outlier_logits = scratch_of(
+        outlier_logits = locate_tile_scratch(
             outlier_scratch, launch_head=launch_head, tile=block // OUTLIER_Q_BLOCKS,
             begin=begin // OUTLIER_Q_BLOCKS, columns=outlier_columns,
             all_columns=all_outlier_columns, ROWS=OUTLIER_ROWS, GROWTH=OUTLIER_GROWTH,
         )  # fmt: skip
         outlier_logits += block % OUTLIER_Q_BLOCKS * (OUTLIERS * OUTLIER_STEP)
-        outlier_first, outlier_last, num_samples = _visible_keys(outliers, flat_block, OUTLIERS)
+        outlier_first_key, outlier_last_key, num_samples = _find_visible_keys(
+            outlier_sample, flat_block, OUTLIERS
+        )
         weight += num_samples
     # bounds of the query block, see `row_bounds`, and the threshold of its share sums: scalars
     batch = (first_head + launch_head) // heads
@@ -390,26 +407,26 @@ def _threshold_kernel(
     weight = tl.maximum(weight, 1e-30) / length_factor
     min_share_sum = mean_threshold * weight
     if TAIL != "none":
-        is_tail = tl.load(tails + batch_block) != 0
+        is_tail = tl.load(tail_mask + batch_block) != 0
     kv_head = (first_head + launch_head) % heads // (heads // kv_heads)
     flat_kv_head = batch * kv_heads + kv_head
     marked += flat_kv_head.to(tl.int64) * kv_blocks
     # index of the query block among the query blocks of all heads of all batch rows
     bitmap_row = (first_head + launch_head).to(tl.int64) * q_blocks + block
-    count = 0
+    num_selected = 0
     for first_column in range(first_visible // COLUMNS * COLUMNS, last_visible + 1, COLUMNS):
         # maximum and weighted sum of the shares over all samples [COLUMNS]
-        max_share, share_sum = _shares(
-            typical, softcap=softcap, flat_block=flat_block, logits=typical_logits,
-            first_column=first_column, first_key=typical_first, last_key=typical_last,
+        max_share, share_sum = _compute_shares(
+            typical_sample, softcap=softcap, flat_block=flat_block, logits=typical_logits,
+            first_column=first_column, first_key=typical_first_key, last_key=typical_last_key,
             COLUMNS=COLUMNS, BLOCKS=TYPICAL_STEP, ROWS=TYPICAL_ROWS, COUNT=TYPICAL,
             KEY_BLOCK=TYPICAL_KEY_BLOCK,
         )  # fmt: skip
         share_sum *= WEIGHT
         if OUTLIERS > 0:
-            outlier_max, outlier_sum = _shares(
-                outliers, softcap=softcap, flat_block=flat_block, logits=outlier_logits,
-                first_column=first_column, first_key=outlier_first, last_key=outlier_last,
+            outlier_max, outlier_sum = _compute_shares(
+                outlier_sample, softcap=softcap, flat_block=flat_block, logits=outlier_logits,
+                first_column=first_column, first_key=outlier_first_key, last_key=outlier_last_key,
                 COLUMNS=COLUMNS, BLOCKS=OUTLIER_STEP, ROWS=OUTLIER_ROWS, COUNT=OUTLIERS,
                 KEY_BLOCK=OUTLIER_KEY_BLOCK,
             )  # fmt: skip
@@ -435,8 +452,12 @@ def _threshold_kernel(
             is_selected &= is_tail == 0
         # words of 32 bits [COLUMNS // 32]
         bits = is_selected.to(tl.int32)
-        count += tl.sum(bits, 0)
+        num_selected += tl.sum(bits, 0)
         bits = tl.reshape(bits, (COLUMNS // 32, 32)) << tl.arange(0, 32)[None, :]
-        word = first_column // 32 + tl.arange(0, COLUMNS // 32)
-        tl.store(bitmap.bits + bitmap_row * words + word, tl.sum(bits, 1), mask=word < words)
-    tl.store(bitmap.counts + bitmap_row, count)
+        word_index = first_column // 32 + tl.arange(0, COLUMNS // 32)
+        tl.store(
+            bitmap.bits + bitmap_row * num_words + word_index,
+            tl.sum(bits, 1),
+            mask=word_index < num_words,
+        )
+    tl.store(bitmap.counts + bitmap_row, num_selected)

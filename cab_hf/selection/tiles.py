@@ -62,14 +62,14 @@ class HeadRange(NamedTuple):
     """Consecutive heads that one launch processes. A head has the index batch_row * H + head.
 
     Attributes:
-        first: Index of the first head.
-        count: Number of heads.
-        per_row: H, the number of heads per batch row.
+        first_head: Index of the first head.
+        num_heads: Number of heads.
+        heads_per_row: H, the number of heads per batch row.
     """
 
-    first: int
-    count: int
-    per_row: int
+    first_head: int
+    num_heads: int
+    heads_per_row: int
 
 
 class TileRange(NamedTuple):
@@ -107,7 +107,7 @@ class SampleTiles:
         first_width: Channels of the first product.
         other_width: Channels of the second product; 0 for a single product.
         tile_keys: Sampled keys per tile of keys.
-        interleave: Keys of a block that are adjacent in a tile, see `score.interleaved_keys`.
+        interleave: Keys of a block that are adjacent in a tile, see `score.interleave_keys`.
         blocks_per_step: Key blocks per step, at least 1.
         q_blocks_per_tile: Query blocks per tile.
         stages: Depth of the software pipeline: number of tiles of keys in flight.
@@ -129,25 +129,25 @@ class SampleTiles:
     scratch_growth: int
 
     @property
-    def rows(self) -> int:
+    def rows_per_tile(self) -> int:
         """Return the number of samples per tile."""
         return self.q_blocks_per_tile * self.num_samples
 
     @property
-    def all_columns(self) -> int:
+    def num_columns(self) -> int:
         """Return the number of key blocks of the sequence, rounded up to whole steps."""
         return triton.cdiv(self.kv_blocks, self.blocks_per_step) * self.blocks_per_step
 
-    def columns(self, tiles: TileRange) -> int:
+    def count_columns(self, tiles: TileRange) -> int:
         """Return the number of key blocks in the scratch of one head, summed over ``tiles``."""
         begin, end = tiles
         if self.scratch_growth:
             return self.scratch_growth * (end * (end + 1) - begin * (begin + 1)) // 2
-        return (end - begin) * self.all_columns
+        return (end - begin) * self.num_columns
 
-    def scratch_logits(self, tiles: TileRange, num_heads: int) -> int:
+    def count_scratch_logits(self, tiles: TileRange, num_heads: int) -> int:
         """Return the number of logits in the scratch of ``num_heads`` heads, over ``tiles``."""
-        return self.columns(tiles) * num_heads * self.rows
+        return self.count_columns(tiles) * num_heads * self.rows_per_tile
 
 
 @dataclass(frozen=True)
@@ -158,44 +158,45 @@ class TilePlan:
     which use the same scratch one after another.
 
     Attributes:
-        kinds: Sizes for typical queries, then for outlier queries if there are any.
+        sample_tiles: Sizes for typical queries, then for outlier queries if there are any.
         q_blocks: Query blocks of a head.
         q_blocks_per_chunk_tile: Query blocks per tile of ``chunks``: the maximum of
-            ``q_blocks_per_tile`` over ``kinds``.
+            ``q_blocks_per_tile`` over ``sample_tiles``.
         chunks: Ranges of tiles. The last tiles come first, because their programs run longest.
         scratch_logits: For each kind, the number of logits in the scratch of the largest chunk.
         scratch_dtype: Dtype of the scratch.
-        is_by_head: True if programs that run at the same time process the same head, so that the
+        is_head_major: True if programs that run at the same time process the same head, so that the
             keys of this head stay in the L2 cache.
     """
 
-    kinds: tuple[SampleTiles, ...]
+    sample_tiles: tuple[SampleTiles, ...]
     q_blocks: int
     q_blocks_per_chunk_tile: int
     chunks: tuple[TileRange, ...]
     scratch_logits: tuple[int, ...]
     scratch_dtype: torch.dtype
-    is_by_head: bool
+    is_head_major: bool
 
     @property
-    def typical(self) -> SampleTiles:
+    def typical_tiles(self) -> SampleTiles:
         """Return the sizes for typical queries."""
-        return self.kinds[0]
+        return self.sample_tiles[0]
 
     @property
-    def outliers(self) -> SampleTiles | None:
+    def outlier_tiles(self) -> SampleTiles | None:
         """Return the sizes for outlier queries; None if no outlier queries are sampled."""
-        return self.kinds[1] if len(self.kinds) > 1 else None
+        return self.sample_tiles[1] if len(self.sample_tiles) > 1 else None
 
-    def tiles_of(self, kind: SampleTiles, chunk: TileRange) -> TileRange:
+    def convert_chunk(self, sample_tiles: SampleTiles, chunk: TileRange) -> TileRange:
         """Convert a chunk to the tiles of one kind of samples.
 
         Args:
-            kind: One of ``kinds``, whose tiles have ``kind.q_blocks_per_tile`` query blocks.
+            sample_tiles: One of ``TilePlan.sample_tiles``. Its tiles have ``q_blocks_per_tile``
+                query blocks.
             chunk: One of ``chunks``, whose tiles have ``q_blocks_per_chunk_tile`` query blocks.
         """
-        ratio = self.q_blocks_per_chunk_tile // kind.q_blocks_per_tile
-        return TileRange(chunk.begin * ratio, chunk.end * ratio)
+        tiles_per_chunk_tile = self.q_blocks_per_chunk_tile // sample_tiles.q_blocks_per_tile
+        return TileRange(chunk.begin * tiles_per_chunk_tile, chunk.end * tiles_per_chunk_tile)
 
 
 def plan_tiles(
@@ -218,18 +219,18 @@ def plan_tiles(
         kv_length: Keys per batch row.
         num_heads: Heads of one launch, summed over batch rows.
         num_kv_heads: KV heads, summed over batch rows.
-        widths: Result of `channel_widths`.
+        widths: Result of `compute_channel_widths`.
         dtype: Dtype of the stored keys and of the gathered queries.
         is_whole_sequence: True if query i is token i, so that the number of visible keys grows
             from tile to tile.
         has_descriptors: True if kernels read keys by tensor descriptors, see
             `launch.reads_by_descriptor`.
     """
-    sampled = [(num_typical_queries(config), config.typical_key_stride, sum(widths))]
+    sample_sizes = [(num_typical_queries(config), config.typical_key_stride, sum(widths))]
     if config.outlier_queries:
-        sampled.append((config.outlier_queries, 1, widths.outliers))
-    kinds = tuple(
-        _sample_tiles(
+        sample_sizes.append((config.outlier_queries, 1, widths.outliers))
+    sample_tiles = tuple(
+        _plan_sample_tiles(
             config,
             num_samples=num_samples,
             key_stride=key_stride,
@@ -239,14 +240,14 @@ def plan_tiles(
             is_whole_sequence=is_whole_sequence,
             has_descriptors=has_descriptors,
         )
-        for num_samples, key_stride, width in sampled
+        for num_samples, key_stride, width in sample_sizes
     )
     q_blocks = triton.cdiv(q_length, config.query_block)
-    q_blocks_per_chunk_tile = max(kind.q_blocks_per_tile for kind in kinds)
+    q_blocks_per_chunk_tile = max(tiles.q_blocks_per_tile for tiles in sample_tiles)
     # float16 suffices for logits of 8-bit products, and packs two comparisons in one instruction
     scratch_dtype = torch.float16 if dtype == FP8 else torch.float32
-    chunks, scratch_logits = _chunks(
-        kinds,
+    chunks, scratch_logits = _split_into_chunks(
+        sample_tiles,
         q_blocks=q_blocks,
         q_blocks_per_chunk_tile=q_blocks_per_chunk_tile,
         num_heads=num_heads,
@@ -254,17 +255,17 @@ def plan_tiles(
     )
     key_bytes = num_kv_heads * kv_length * sum(widths) * dtype.itemsize
     return TilePlan(
-        kinds=kinds,
+        sample_tiles=sample_tiles,
         q_blocks=q_blocks,
         q_blocks_per_chunk_tile=q_blocks_per_chunk_tile,
         chunks=chunks,
         scratch_logits=scratch_logits,
         scratch_dtype=scratch_dtype,
-        is_by_head=key_bytes > CACHED_KEY_BYTES,
+        is_head_major=key_bytes > CACHED_KEY_BYTES,
     )
 
 
-def _sample_tiles(
+def _plan_sample_tiles(
     config: CabConfig,
     *,
     num_samples: int,
@@ -307,7 +308,7 @@ def _sample_tiles(
         first_width=first_width,
         other_width=width - first_width,
         tile_keys=tile_keys,
-        interleave=_interleave(blocks_per_step, key_block, tile_keys),
+        interleave=_compute_interleave(blocks_per_step, key_block, tile_keys),
         blocks_per_step=blocks_per_step,
         q_blocks_per_tile=q_blocks_per_tile,
         stages=max(1, min(MAX_STAGES, stages)),
@@ -315,7 +316,7 @@ def _sample_tiles(
     )
 
 
-def _interleave(blocks_per_step: int, key_block: int, tile_keys: int) -> int:
+def _compute_interleave(blocks_per_step: int, key_block: int, tile_keys: int) -> int:
     """Return `SampleTiles.interleave`, the keys of a block that are adjacent in a tile of keys."""
     if blocks_per_step == 1:
         # all keys of a tile belong to one block
@@ -323,8 +324,8 @@ def _interleave(blocks_per_step: int, key_block: int, tile_keys: int) -> int:
     return min(COLUMNS_OF_LANES // min(LANES, blocks_per_step), key_block)
 
 
-def _chunks(
-    kinds: tuple[SampleTiles, ...],
+def _split_into_chunks(
+    sample_tiles: tuple[SampleTiles, ...],
     *,
     q_blocks: int,
     q_blocks_per_chunk_tile: int,
@@ -338,32 +339,35 @@ def _chunks(
     Returns:
         `TilePlan.chunks` and `TilePlan.scratch_logits`.
     """
-    ratios = [q_blocks_per_chunk_tile // kind.q_blocks_per_tile for kind in kinds]
+    tiles_per_chunk_tile = [
+        q_blocks_per_chunk_tile // tiles.q_blocks_per_tile for tiles in sample_tiles
+    ]
 
-    def logits_per_kind(begin: int, end: int) -> list[int]:
+    def count_logits_per_kind(begin: int, end: int) -> list[int]:
         return [
-            kind.scratch_logits(TileRange(begin * ratio, end * ratio), num_heads)
-            for kind, ratio in zip(kinds, ratios, strict=True)
+            tiles.count_scratch_logits(TileRange(begin * num_tiles, end * num_tiles), num_heads)
+            for tiles, num_tiles in zip(sample_tiles, tiles_per_chunk_tile, strict=True)
         ]
 
-    def is_small_enough(begin: int, end: int) -> bool:
-        num_bytes = sum(logits_per_kind(begin, end)) * scratch_dtype.itemsize
+    def fits_scratch(begin: int, end: int) -> bool:
+        num_bytes = sum(count_logits_per_kind(begin, end)) * scratch_dtype.itemsize
         return begin + 1 == end or num_bytes <= SCRATCH_BYTES
 
     # from the last tile to the first: each chunk begins as early as its scratch allows
-    borders = [triton.cdiv(q_blocks, q_blocks_per_chunk_tile)]
-    while borders[-1]:
-        end = borders[-1]
-        borders.append(bisect_left(range(end), True, key=partial(is_small_enough, end=end)))
-    chunks = tuple(TileRange(begin, end) for end, begin in pairwise(borders))
-    logits_of_chunks = [logits_per_kind(chunk.begin, chunk.end) for chunk in chunks]
-    most_logits = (
-        max((logits[kind] for logits in logits_of_chunks), default=0) for kind in range(len(kinds))
+    chunk_ends = [triton.cdiv(q_blocks, q_blocks_per_chunk_tile)]
+    while chunk_ends[-1]:
+        end = chunk_ends[-1]
+        chunk_ends.append(bisect_left(range(end), True, key=partial(fits_scratch, end=end)))
+    chunks = tuple(TileRange(begin, end) for end, begin in pairwise(chunk_ends))
+    logits_of_chunks = [count_logits_per_kind(chunk.begin, chunk.end) for chunk in chunks]
+    max_logits_per_kind = (
+        max((logits[kind] for logits in logits_of_chunks), default=0)
+        for kind in range(len(sample_tiles))
     )
-    return chunks, tuple(most_logits)
+    return chunks, tuple(max_logits_per_kind)
 
 
-def channel_widths(channels: tuple[int, ...], head_dim: int) -> ChannelWidths:
+def compute_channel_widths(channels: tuple[int, ...], head_dim: int) -> ChannelWidths:
     """Return the padded widths of the channels of outlier queries, and of the other channels.
 
     Args:
@@ -372,18 +376,18 @@ def channel_widths(channels: tuple[int, ...], head_dim: int) -> ChannelWidths:
     """
     num_outlier_channels = len(channels) or head_dim
     return ChannelWidths(
-        outliers=_padded_width(num_outlier_channels),
-        others=_padded_width(head_dim - num_outlier_channels),
+        outliers=_pad_width(num_outlier_channels),
+        others=_pad_width(head_dim - num_outlier_channels),
     )
 
 
-def _padded_width(num_channels: int) -> int:
+def _pad_width(num_channels: int) -> int:
     """Round a number of channels up to a power of two, at least `MIN_CHANNELS`; 0 remains 0."""
     return max(MIN_CHANNELS, triton.next_power_of_2(num_channels)) if num_channels else 0
 
 
 class GramTiles(NamedTuple):
-    """Sizes of the launches of `gather.outlier_positions`.
+    """Sizes of the launches of `gather.sample_outlier_positions`.
 
     Attributes:
         block_q: Queries per block, rounded up to a power of two.
@@ -400,7 +404,7 @@ class GramTiles(NamedTuple):
 
 
 def plan_gram(query_block: int, head_dim: int, num_heads: int, q_blocks: int) -> GramTiles:
-    """Compute the sizes of the launches of `gather.outlier_positions`.
+    """Compute the sizes of the launches of `gather.sample_outlier_positions`.
 
     Args:
         query_block: Queries per block.
