@@ -33,10 +33,12 @@ class LoudestBlocks(Predictor):
             k: keys, [B, H_kv, N, D].
             valid: bool [B, N], False for padding keys; None without padding.
         """
-        norms = k.float().norm(dim=-1)
+        key_norms = k.float().norm(dim=-1)
         if valid is not None:
-            norms = norms * valid.unsqueeze(1)
-        return torch.stack([block.mean(-1) for block in norms.split(self.config.key_block, -1)], -1)
+            key_norms = key_norms * valid.unsqueeze(1)
+        return torch.stack(
+            [block.mean(-1) for block in key_norms.split(self.config.key_block, -1)], -1
+        )
 
     def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
         """Return the plan of one layer: the key blocks that each query block attends to.
@@ -47,18 +49,20 @@ class LoudestBlocks(Predictor):
             call: the context of the layer, with the range of visible keys of every query.
         """
         config = self.config
-        blocks = {"query_block": config.query_block, "key_block": config.key_block}
-        visible = block_visibility(call.ranges, **blocks)
+        block_sizes = {"query_block": config.query_block, "key_block": config.key_block}
+        is_visible = block_visibility(call.ranges, **block_sizes)
         # bool [B, 1, M_q, M_k], key blocks that each query block always attends to
-        forced = reference.forced_blocks(visible, call.ranges, config).unsqueeze(1)
-        visible = visible.unsqueeze(1)
+        is_forced = reference.forced_blocks(is_visible, call.ranges, config).unsqueeze(1)
+        is_visible = is_visible.unsqueeze(1)
         # [B, H, M_q, M_k]; the query heads of a group have the same key blocks
-        score = summary.repeat_interleave(q.shape[1] // summary.shape[1], dim=1)
-        score = score.unsqueeze(2).expand(-1, -1, visible.shape[2], -1)
-        num_kept = reference.share_of_row(visible, 1 - config.sparsity)
-        num_selected = num_kept - forced.sum(-1, keepdim=True)
-        keep = forced | reference.top_blocks(score, visible & ~forced, num_selected)
-        return BlockPlan.from_dense(keep, call.ranges, **blocks)
+        block_scores = summary.repeat_interleave(q.shape[1] // summary.shape[1], dim=1)
+        block_scores = block_scores.unsqueeze(2).expand(-1, -1, is_visible.shape[2], -1)
+        num_blocks = reference.share_of_row(is_visible, 1 - config.sparsity)
+        num_selected = num_blocks - is_forced.sum(-1, keepdim=True)
+        is_selected = is_forced | reference.top_blocks(
+            block_scores, is_visible & ~is_forced, num_selected
+        )
+        return BlockPlan.from_dense(is_selected, call.ranges, **block_sizes)
 
 
 cab_hf.register_predictor("loudest", LoudestBlocks)

@@ -25,66 +25,71 @@ from cab_hf.predictors.published import (
 )
 
 # number of tokens, N
-TOKENS = 2048
+NUM_TOKENS = 2048
 # tokens per block
-BLOCK = 64
+BLOCK_TOKENS = 64
 # number of heads, H
-HEADS = 4
+NUM_HEADS = 4
 # channels per head, D
 HEAD_DIM = 64
 # (query block, key block) with the largest logit
-BRIDGE = (28, 5)
+BRIDGE_BLOCKS = (28, 5)
 # norm of the query and the key in the bridge; random queries and keys have a norm of about 8
 BRIDGE_NORM = 12.0
 
 
 def random_qk_with_bridge() -> tuple[Tensor, Tensor]:
     """Return random q and k, [1, H, N, D] each, with the bridge."""
-    q, k = torch.randn((2, 1, HEADS, TOKENS, HEAD_DIM))
+    q, k = torch.randn((2, 1, NUM_HEADS, NUM_TOKENS, HEAD_DIM))
     direction = torch.nn.functional.normalize(torch.randn(HEAD_DIM), dim=0)
-    for x, block in zip((q, k), BRIDGE, strict=True):
-        x[:, :, block * BLOCK + BLOCK // 2] = BRIDGE_NORM * direction
+    for x, block in zip((q, k), BRIDGE_BLOCKS, strict=True):
+        x[:, :, block * BLOCK_TOKENS + BLOCK_TOKENS // 2] = BRIDGE_NORM * direction
     return q, k
 
 
-def report(name: str, kept: Tensor) -> None:
+def print_density(name: str, is_kept: Tensor) -> None:
     """Print the density of the kept blocks, and the number of heads that keep the bridge.
 
     Args:
         name: name of the predictor.
-        kept: bool [1, H, M, M], True for each (query block, key block) that the predictor keeps.
+        is_kept: bool [1, H, M, M], True for each (query block, key block) that the predictor keeps.
     """
-    num_causal = kept.shape[-1] * (kept.shape[-1] + 1) // 2 * HEADS
-    share = kept.sum().item() / num_causal
-    num_heads = kept[0, :, BRIDGE[0], BRIDGE[1]].sum().item()
-    print(f"{name:18} keeps {share:.3f} of the blocks, the bridge in {num_heads} of {HEADS} heads")
+    num_causal_blocks = is_kept.shape[-1] * (is_kept.shape[-1] + 1) // 2 * NUM_HEADS
+    density = is_kept.sum().item() / num_causal_blocks
+    num_heads_with_bridge = is_kept[0, :, BRIDGE_BLOCKS[0], BRIDGE_BLOCKS[1]].sum().item()
+    print(
+        f"{name:18} keeps {density:.3f} of the blocks, the bridge in {num_heads_with_bridge} of "
+        f"{NUM_HEADS} heads"
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Compare the predictors, draw the curvature, and train a layer for one step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/published.png"))
-    out = parser.parse_args(arguments).out
+    output_path = parser.parse_args(arguments).out
     torch.manual_seed(0)
 
     q, k = random_qk_with_bridge()
     for formula in ("forman", "additive"):
-        predictor = CoarseCurvaturePredictor(BLOCK, sparsity=0.9, formula=formula)
-        kept, diagnostics = predictor(q, k, return_diagnostics=True)
-        report(formula, kept)
-    report("adaptive additive", AdaptiveCurvaturePredictor(BLOCK, formula="additive")(q, k))
-    out.parent.mkdir(parents=True, exist_ok=True)
+        predictor = CoarseCurvaturePredictor(BLOCK_TOKENS, sparsity=0.9, formula=formula)
+        is_kept, diagnostics = predictor(q, k, return_diagnostics=True)
+        print_density(formula, is_kept)
+    print_density(
+        "adaptive additive", AdaptiveCurvaturePredictor(BLOCK_TOKENS, formula="additive")(q, k)
+    )
+    output_path.parent.mkdir(parents=True, exist_ok=True)
     curvature, affinity, triangles = diagnostics
-    visualize_frc_statistics(curvature, affinity, triangles, path=out)
-    print(f"the additive curvature is drawn in {out}")
+    visualize_frc_statistics(curvature, affinity, triangles, path=output_path)
+    print(f"the additive curvature is drawn in {output_path}")
     for length in (32_768, 1_048_576):
         saving = estimate_flops(length, head_dim=128).saving
         print(f"{length:,} tokens: dense attention has {saving:.1f} times the operations")
 
-    layer = CABAttentionLayer(HEADS * HEAD_DIM, HEADS, BLOCK, sparsity=0.9)
-    hidden_states = torch.randn(1, TOKENS, HEADS * HEAD_DIM)
+    layer = CABAttentionLayer(NUM_HEADS * HEAD_DIM, NUM_HEADS, BLOCK_TOKENS, sparsity=0.9)
+    hidden_states = torch.randn(1, NUM_TOKENS, NUM_HEADS * HEAD_DIM)
     layer(hidden_states).square().mean().backward()
-    gradient_norm = sum(p.grad.square().sum() for p in layer.parameters()).sqrt()
+    gradient_norm = sum(parameter.grad.square().sum() for parameter in layer.parameters()).sqrt()
     print(f"one CABAttentionLayer, forward and backward: gradient norm {gradient_norm:.3f}")
 
 

@@ -16,18 +16,22 @@ from transformers.utils.logging import tqdm
 
 from cab_hf.calibration import anchors as anchor_calibration
 from cab_hf.calibration.anchors import Coverage, LayerMeasurement, Needles
-from cab_hf.calibration.density import densities, fit_threshold, require_target
+from cab_hf.calibration.density import (
+    fit_threshold,
+    measure_densities,
+    require_reachable_target,
+)
 from cab_hf.call.call import Call
 from cab_hf.checks import is_share, is_whole, require, require_finite
 from cab_hf.config import CabConfig
-from cab_hf.data.documents import Document, recall_document, with_copies
+from cab_hf.data.documents import Document, insert_copies, make_recall_document
 from cab_hf.data.needles import Tokens, split_sentences
 from cab_hf.experiment.offline_models import built_in_text
-from cab_hf.hf.fit import layer_index, number, origin_of, positions, require_layers
+from cab_hf.hf.fit import layer_index, max_positions, origin_of, read_int_field, require_layers
 from cab_hf.hf.layers import attention_layers, transformers_model, window
 from cab_hf.hf.model_config import cab_config_of
-from cab_hf.patches.switch import Settings, apply_cab, config_of
-from cab_hf.patches.watching import watched
+from cab_hf.patches.switch import Settings, apply_cab, to_cab_config
+from cab_hf.patches.watching import observe_calls
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext
 
@@ -38,13 +42,13 @@ DOCUMENTS = 3
 # number of keys per document: numbers of named persons that the document states and repeats
 KEYS = 12
 # number of passages per document that the document contains twice
-COPIES = 4
+NUM_COPIES = 4
 # tokens per passage
-PASSAGE = 128
+PASSAGE_TOKENS = 128
 # first tokens of a copy, from which a model recognises the passage. They have no needles
-RECOGNISED = 16
+COPY_PREFIX_TOKENS = 16
 # distance in tokens between the tokens of a copy that have needles
-EVERY = 8
+NEEDLE_STRIDE_TOKENS = 8
 
 
 def calibrate(
@@ -106,54 +110,58 @@ def calibrate(
     )
     text_config = transformers_model(model).config.get_text_config()
     require(callable(tokenizer), "tokenizer", tokenizer, "the tokenizer of the model")
-    config = cab_config_of(text_config) if config is None else config_of(config)
+    config = cab_config_of(text_config) if config is None else to_cab_config(config)
     require_layers(config, text_config)
-    max_length = positions(text_config)
+    max_length = max_positions(text_config)
     length = length or min(LENGTH, max_length or LENGTH)
-    accepted = f"at most {max_length}, the number of positions of the model"
-    require(max_length is None or length <= max_length, "length", length, accepted)
-    measured_documents = _documents(tokenizer, texts, length, count=documents, seed=seed)
+    requirement = f"at most {max_length}, the number of positions of the model"
+    require(max_length is None or length <= max_length, "length", length, requirement)
+    measured_documents = _build_documents(
+        tokenizer, texts, length, num_documents=documents, seed=seed
+    )
     largest_token = max(max(tokens) for tokens, _ in measured_documents)
-    _require_in_vocabulary(largest_token, number(text_config, "vocab_size"))
-    require_target(config, target_density, length)
+    _require_in_vocabulary(largest_token, read_int_field(text_config, "vocab_size"))
+    require_reachable_target(config, target_density, length)
     # an upper bound: some layers that cannot be sparse are detected only when they are called
     num_sparse = sum(
         layer not in config.dense_layers and window(module) is None
         for layer, module in attention_layers(model)
     )
     if anchors is not None and num_sparse:
-        anchor_calibration.require_anchors(anchors, num_sparse)
-    with tqdm(desc="calibrate", total=documents * num_sparse, unit="layer") as bar:
-        fit = partial(
+        anchor_calibration.require_num_anchors(anchors, num_sparse)
+    with tqdm(desc="calibrate", total=documents * num_sparse, unit="layer") as progress_bar:
+        fit_threshold_of = partial(
             _fit_threshold,
             model,
             measured_documents,
-            target=target_density,
-            layer_done=bar.update,
+            target_density=target_density,
+            on_layer_done=progress_bar.update,
         )
         if anchors is None:
-            result = fit(config)
+            fitted_config = fit_threshold_of(config)
         else:
-            measured = [
-                kept_of(model, tokens, needles, config=config, layer_done=bar.update)
+            coverages = [
+                measure_coverage(
+                    model, tokens, needles, config=config, on_layer_done=progress_bar.update
+                )
                 for tokens, needles in measured_documents
             ]
-            result = anchor_calibration.fit_cascade(
+            fitted_config = anchor_calibration.fit_cascade(
                 config,
-                anchor_calibration.mean_coverage([kept for _, kept in measured]),
-                layers=measured[0][0],
+                anchor_calibration.average_coverage([coverage for _, coverage in coverages]),
+                layers=coverages[0][0],
                 num_layers=text_config.num_hidden_layers,
                 num_anchors=anchors,
                 target=target_density,
             )
-            if result.mass_threshold == anchor_calibration.THRESHOLDS[-1]:
+            if fitted_config.mass_threshold == anchor_calibration.THRESHOLDS[-1]:
                 # the comparison of anchors tries few thresholds, and the lowest can be too high for
                 # the target; search the threshold of the cascade without this limit
-                bar.total += documents * num_sparse
-                result = fit(result)
-    result = dataclasses.replace(result, origin=origin_of(text_config, length))
-    apply_cab(model, result)
-    return result
+                progress_bar.total += documents * num_sparse
+                fitted_config = fit_threshold_of(fitted_config)
+    fitted_config = dataclasses.replace(fitted_config, origin=origin_of(text_config, length))
+    apply_cab(model, fitted_config)
+    return fitted_config
 
 
 def _require_numbers(
@@ -179,58 +187,60 @@ def _fit_threshold(
     measured_documents: Sequence[tuple[Tokens, Needles]],
     config: CabConfig,
     *,
-    target: float,
-    layer_done: Callable[[], Any],
+    target_density: float,
+    on_layer_done: Callable[[], Any],
 ) -> CabConfig:
-    """Return ``config`` with the ``mass_threshold`` at which the mean density is ``target``.
+    """Return ``config`` with the ``mass_threshold`` at which the mean density equals the target.
 
     The mean is over the measured layers and the documents.
 
     Args:
         model: the model.
-        measured_documents: the documents, as in `_documents`.
+        measured_documents: the documents, as in `_build_documents`.
         config: settings of the model.
-        target: target density, in (0, 1].
-        layer_done: function that is called after each measured layer.
+        target_density: target density, in (0, 1].
+        on_layer_done: function that is called after each measured layer.
     """
-    measure = partial(densities, config=config)
+    measure_layer = partial(measure_densities, config=config)
     layer_densities = [
-        _layer_by_layer(model, tokens, config, measure=measure, layer_done=layer_done)
+        _measure_layers(
+            model, tokens, config, measure_layer=measure_layer, on_layer_done=on_layer_done
+        )
         for tokens, _ in measured_documents
     ]
-    return fit_threshold(config, layer_densities, target)
+    return fit_threshold(config, layer_densities, target_density)
 
 
-def _require_in_vocabulary(token: int, vocabulary: int | None) -> None:
+def _require_in_vocabulary(token: int, vocabulary_size: int | None) -> None:
     """Raise a ValueError if a token is outside the vocabulary, which would crash a GPU kernel."""
-    if vocabulary is not None and token >= vocabulary:
+    if vocabulary_size is not None and token >= vocabulary_size:
         raise ValueError(
-            f"tokenizer must produce tokens below {vocabulary}, the vocabulary of the model, got "
-            f"token {token}. Pass the tokenizer of this model."
+            f"tokenizer must produce tokens below {vocabulary_size}, the vocabulary of the model, "
+            f"got token {token}. Pass the tokenizer of this model."
         )
 
 
-def _documents(
-    tokenizer: Any, texts: str | Sequence[str] | None, length: int, *, count: int, seed: int
+def _build_documents(
+    tokenizer: Any, texts: str | Sequence[str] | None, length: int, *, num_documents: int, seed: int
 ) -> list[tuple[Tokens, Needles]]:
-    """Build ``count`` documents from sentences of ``texts``; arguments as in `calibrate`.
+    """Build ``num_documents`` documents from sentences of ``texts``; arguments as in `calibrate`.
 
     Returns:
-        The result (tokens, needles) of `with_needles` for each document.
+        The result (tokens, needles) of `add_needles` for each document.
     """
     texts = [built_in_text()] if texts is None else [texts] if isinstance(texts, str) else texts
     are_texts = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
-    accepted = "a text or a list of texts that contain words"
-    require(are_texts and any(text.strip() for text in texts), "texts", texts, accepted)
+    requirement = "a text or a list of texts that contain words"
+    require(are_texts and any(text.strip() for text in texts), "texts", texts, requirement)
     sentences = split_sentences("\n\n".join(texts))
     try:
         return [
-            with_needles(
-                recall_document(
+            add_needles(
+                make_recall_document(
                     tokenizer, sentences, length=length, keys=KEYS, index=index, seed=seed
                 )
             )
-            for index in range(count)
+            for index in range(num_documents)
         ]
     except ValueError as error:
         # the original message recommends fewer keys, which the user cannot change
@@ -241,15 +251,15 @@ def _documents(
 
 
 @torch.no_grad()
-def _layer_by_layer(
+def _measure_layers(
     model: PreTrainedModel,
     tokens: Tokens,
     config: CabConfig,
     *,
-    measure: Callable[[Tensor, Tensor, LayerContext], Any],
-    layer_done: Callable[[], Any],
+    measure_layer: Callable[[Tensor, Tensor, LayerContext], Any],
+    on_layer_done: Callable[[], Any],
 ) -> dict[int, Any]:
-    """Call ``measure`` for every layer that can be sparse, in one dense pass over a document.
+    """Call ``measure_layer`` for every layer that can be sparse, in one dense pass over a document.
 
     Layers with a sliding window and layers in ``dense_layers`` are left out.
 
@@ -257,15 +267,16 @@ def _layer_by_layer(
         model: the model.
         tokens: tokens of the document, N.
         config: settings of the model.
-        measure: function of q [1, H, N, D], k [1, H_kv, N, D] and the `LayerContext` of the layer.
-        layer_done: function that is called after each layer.
+        measure_layer: function of q [1, H, N, D], k [1, H_kv, N, D] and the `LayerContext` of the
+            layer.
+        on_layer_done: function that is called after each layer.
 
     Returns:
-        Results of ``measure`` by index of the layer.
+        Results of ``measure_layer`` by index of the layer.
     """
-    result: dict[int, Any] = {}
+    measurements: dict[int, Any] = {}
 
-    def look(call: Call) -> None:
+    def observe_call(call: Call) -> None:
         q, k = call.q, call.k
         for x in (q, k):
             require_finite(x, "dense")
@@ -281,16 +292,16 @@ def _layer_by_layer(
         if layer in config.dense_layers:
             return
         ranges = KeyRanges.causal(1, q.shape[2], k.shape[2], q.device)
-        result[layer] = measure(q, k, call.context(ranges))
-        layer_done()
+        measurements[layer] = measure_layer(q, k, call.context(ranges))
+        on_layer_done()
 
     ids = torch.tensor([tokens], device=model.device)
-    with watched(model, look):
+    with observe_calls(model, observe_call):
         require_finite(model(ids, use_cache=False, logits_to_keep=1).logits, "dense")
-    return result
+    return measurements
 
 
-def with_needles(document: Document) -> tuple[Tokens, Needles]:
+def add_needles(document: Document) -> tuple[Tokens, Needles]:
     """Copy passages inside a document, and list the tokens that queries must attend to.
 
     Returns:
@@ -300,28 +311,30 @@ def with_needles(document: Document) -> tuple[Tokens, Needles]:
             is the statement of the key. The needle of a query inside a copy is the same token in
             the passage, and the token after it.
     """
-    document, copies = with_copies(document, COPIES, PASSAGE)
+    document, copies = insert_copies(document, NUM_COPIES, PASSAGE_TOKENS)
     # (index of the query, first token of its needle, index after the last token of its needle)
-    rows = [
-        (query, first, last)
-        for (first, last), (start, end) in zip(document.needles, document.answers, strict=True)
+    needle_rows = [
+        (query, needle_start, needle_stop)
+        for (needle_start, needle_stop), (answer_start, answer_end) in zip(
+            document.needles, document.answers, strict=True
+        )
         # a token predicts the digit after it
-        for query in range(start - 1, end - 1)
+        for query in range(answer_start - 1, answer_end - 1)
     ]
-    rows += [
-        (target + offset, source + offset, source + offset + 2)
-        for source, target in copies
-        for offset in range(RECOGNISED, PASSAGE - 1, EVERY)
+    needle_rows += [
+        (copy_start + offset, passage_start + offset, passage_start + offset + 2)
+        for passage_start, copy_start in copies
+        for offset in range(COPY_PREFIX_TOKENS, PASSAGE_TOKENS - 1, NEEDLE_STRIDE_TOKENS)
     ]
-    return document.tokens, Needles(*torch.tensor(rows).unbind(1))
+    return document.tokens, Needles(*torch.tensor(needle_rows).unbind(1))
 
 
-def kept_of(
+def measure_coverage(
     model: PreTrainedModel,
     tokens: Tokens,
     needles: Needles,
     config: CabConfig,
-    layer_done: Callable[[], Any],
+    on_layer_done: Callable[[], Any],
 ) -> tuple[list[int], list[Coverage]]:
     """Measure how much of each layer's attention mass is in the blocks that other layers select.
 
@@ -330,7 +343,7 @@ def kept_of(
         tokens: tokens of a document.
         needles: needles of the document's queries.
         config: settings of the model.
-        layer_done: function that is called after each layer.
+        on_layer_done: function that is called after each layer.
 
     Returns:
         layers: indices of the layers that can be sparse, sorted.
@@ -340,59 +353,61 @@ def kept_of(
         ValueError: the layers have different numbers of heads, no layer can be sparse, or a module
             serves several layers.
     """
-    heads: set[tuple[int, int]] = set()
+    head_counts: set[tuple[int, int]] = set()
 
-    def measure(q: Tensor, k: Tensor, call: LayerContext) -> list[LayerMeasurement]:
-        heads.add((q.shape[1], k.shape[1]))
+    def measure(q: Tensor, k: Tensor, context: LayerContext) -> list[LayerMeasurement]:
+        head_counts.add((q.shape[1], k.shape[1]))
         device_needles = Needles(*(x.to(q.device) for x in needles))
-        return anchor_calibration.measure_layer(q, k, call, config, device_needles)
+        return anchor_calibration.measure_layer(q, k, context, config, device_needles)
 
-    with _input_changes(model) as importance:
-        views = _layer_by_layer(model, tokens, config, measure=measure, layer_done=layer_done)
-    if not views:
+    with _measure_input_changes(model) as importance:
+        measurements = _measure_layers(
+            model, tokens, config, measure_layer=measure, on_layer_done=on_layer_done
+        )
+    if not measurements:
         raise ValueError(
             "anchors must be left out for a model without sparse layers. None of the layers "
             "attends sparsely, so none can be an anchor."
         )
-    if len(heads) > 1:
-        listing = ", ".join(f"{q} query heads over {k} KV heads" for q, k in sorted(heads))
+    if len(head_counts) > 1:
+        listing = ", ".join(f"{q} query heads over {k} KV heads" for q, k in sorted(head_counts))
         raise ValueError(
             "anchors must be left out for a model whose layers differ in their heads, got layers "
             f"with {listing}. Calibrate without anchors."
         )
-    layers = sorted(views)
+    layers = sorted(measurements)
     weights = [importance[layer] for layer in layers]
-    layers_by_threshold = zip(*(views[layer] for layer in layers), strict=True)
+    layers_by_threshold = zip(*(measurements[layer] for layer in layers), strict=True)
     return layers, [
-        anchor_calibration.coverage_of_layers(measurements, weights)
-        for measurements in layers_by_threshold
+        anchor_calibration.compute_coverage(threshold_measurements, weights)
+        for threshold_measurements in layers_by_threshold
     ]
 
 
 @contextmanager
-def _input_changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
+def _measure_input_changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
     """Measure how much each decoder layer changes its input during forward passes in the block.
 
     Yields:
         A dict from the index of a layer to 1 - mean over tokens of cos(input, output), where input
         and output are hidden states. A forward pass inside the block fills the dict.
     """
-    result: dict[int, float] = {}
-    names = {id(module): name for name, module in model.named_modules()}
+    changes: dict[int, float] = {}
+    module_names = {id(module): name for name, module in model.named_modules()}
 
-    def record(index: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        before = args[0] if args else kwargs["hidden_states"]
-        after = output[0] if isinstance(output, tuple) else output
-        cosine = F.cosine_similarity(before.float(), after.float(), dim=-1)
-        result[index] = float(1 - cosine.mean())
+    def record_change(index: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        layer_input = args[0] if args else kwargs["hidden_states"]
+        layer_output = output[0] if isinstance(output, tuple) else output
+        cosine = F.cosine_similarity(layer_input.float(), layer_output.float(), dim=-1)
+        changes[index] = float(1 - cosine.mean())
 
     with ExitStack() as hooks:
         for index, module in attention_layers(model):
-            parent = names[id(module)].rpartition(".")[0]
+            parent_name = module_names[id(module)].rpartition(".")[0]
             # a decoder layer with two attention modules has them in a list
-            while isinstance(model.get_submodule(parent), nn.ModuleList):
-                parent = parent.rpartition(".")[0]
-            hook = partial(record, index)
-            layer = model.get_submodule(parent)
+            while isinstance(model.get_submodule(parent_name), nn.ModuleList):
+                parent_name = parent_name.rpartition(".")[0]
+            hook = partial(record_change, index)
+            layer = model.get_submodule(parent_name)
             hooks.enter_context(layer.register_forward_hook(hook, with_kwargs=True))
-        yield result
+        yield changes

@@ -15,17 +15,24 @@ from cab_hf.batching.served import unbatchable_reason
 from cab_hf.call.mask import MaskInfo
 from cab_hf.call.validate import unsupported_reason
 from cab_hf.checks import is_whole, require
-from cab_hf.config import CAB, FRC, NAMES, SPARSE, CabConfig, num_typical_queries
+from cab_hf.config import (
+    CAB_PREDICTORS,
+    FRC_PREDICTOR,
+    NAMES,
+    SPARSE,
+    CabConfig,
+    num_typical_queries,
+)
 from cab_hf.decode.generation import has_index, index_cache, why_no_selection
-from cab_hf.decode.step import decode_from
-from cab_hf.dispatch import attended
+from cab_hf.decode.step import min_sparse_tokens
+from cab_hf.dispatch import attended_pairs
 from cab_hf.engines import SDPA, Workload
-from cab_hf.hf.fit import number, softcap
+from cab_hf.hf.fit import read_int_field, softcap
 from cab_hf.hf.layers import attention_layers, head_dim, transformers_model, window
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.hf.rotary import slow_channels
 from cab_hf.ops.decode import index_keys
-from cab_hf.predictors.cascade import anchor_of
+from cab_hf.predictors.cascade import find_anchor
 from cab_hf.route import route
 
 
@@ -62,21 +69,28 @@ def describe(
     is_sparse = name in SPARSE
     lines = [_settings_line(name, config, tokens)]
     if is_sparse:
-        lines += _gpu(next(model.parameters()).device, model.dtype)
+        lines += _gpu_lines(next(model.parameters()).device, model.dtype)
     layers = [
-        (_layer(module, config, model.dtype, tokens=tokens, training=training, sparse=is_sparse), i)
-        for i, module in attention_layers(model)
+        (
+            _layer_text(
+                module, config, model.dtype, tokens=tokens, training=training, sparse=is_sparse
+            ),
+            index,
+        )
+        for index, module in attention_layers(model)
     ]
     if not layers:
         lines.append("  no layer is known to attend causally, and layers that do not are refused.")
     for description, equal_layers in groupby(layers, key=itemgetter(0)):
-        first, *others = [index for _, index in equal_layers]
-        subject = f"layers {first}-{others[-1]}" if others else f"layer {first}"
-        if first is None:
+        first_index, *other_indices = [index for _, index in equal_layers]
+        subject = (
+            f"layers {first_index}-{other_indices[-1]}" if other_indices else f"layer {first_index}"
+        )
+        if first_index is None:
             subject = "layers that occur several times"
         lines.append(f"  {subject}: {description}")
     if is_sparse and layers:
-        lines.append(f"  decode: {_decode(model, config)}")
+        lines.append(f"  decode: {_decode_text(model, config)}")
     if layers:
         reason = unbatchable_reason(model)
         batching = f"refused, {reason}" if reason else "each sequence by itself, decode dense"
@@ -88,16 +102,16 @@ def _settings_line(name: str, config: CabConfig, tokens: int) -> str:
     """Return the first line of `describe`: attention implementation, settings, prompt length."""
     if name not in SPARSE:
         return f"cab_dense: exact attention; a prompt of {tokens} tokens:"
-    blocks = f"blocks {config.query_block} x {config.key_block}"
+    block_text = f"blocks {config.query_block} x {config.key_block}"
     origin = config.origin
-    calibrated = ""
+    calibration_text = ""
     if origin is not None:
-        calibrated = f" (calibrated for {origin.model} at {origin.length:,} tokens)"
-    settings = f"{name}: predictor {config.predictor}{_budget(config)}, {blocks}"
-    return f"{settings}; a prompt of {tokens} tokens{calibrated}:"
+        calibration_text = f" (calibrated for {origin.model} at {origin.length:,} tokens)"
+    settings_text = f"{name}: predictor {config.predictor}{_budget_text(config)}, {block_text}"
+    return f"{settings_text}; a prompt of {tokens} tokens{calibration_text}:"
 
 
-def _gpu(device: torch.device, dtype: torch.dtype) -> list[str]:
+def _gpu_lines(device: torch.device, dtype: torch.dtype) -> list[str]:
     """Return a list with the line of `describe` about a GPU on which CAB was not measured.
 
     The list is empty on Hopper, the measured architecture, and on a CPU without
@@ -107,33 +121,48 @@ def _gpu(device: torch.device, dtype: torch.dtype) -> list[str]:
         device: device of the model.
         dtype: dtype of the model.
     """
-    version = capability.capability(device)
-    if version[0] == capability.HOPPER or (device.type != "cuda" and capability.NAMED is None):
+    gpu_capability = capability.capability(device)
+    if gpu_capability[0] == capability.HOPPER or (
+        device.type != "cuda" and capability.CAPABILITY_OVERRIDE is None
+    ):
         return []
-    major, minor = version
-    name = "not by NVIDIA" if version == capability.NONE else f"compute capability {major}.{minor}"
-    source = "" if capability.NAMED is None else f", as {capability.VARIABLE} says"
-    has_8_bit_scores = version >= capability.FP8 and dtype != torch.float32
-    scores = "8 bits" if has_8_bit_scores else str(dtype).removeprefix("torch.")
-    return [f"  GPU: {name}{source}; keys scored in {scores}; nothing was measured on one"]
+    major, minor = gpu_capability
+    capability_text = (
+        "not by NVIDIA"
+        if gpu_capability == capability.NO_CAPABILITY
+        else f"compute capability {major}.{minor}"
+    )
+    source_text = (
+        ""
+        if capability.CAPABILITY_OVERRIDE is None
+        else f", as {capability.CAPABILITY_VARIABLE} says"
+    )
+    has_8_bit_scores = gpu_capability >= capability.FP8_CAPABILITY and dtype != torch.float32
+    score_text = "8 bits" if has_8_bit_scores else str(dtype).removeprefix("torch.")
+    return [
+        f"  GPU: {capability_text}{source_text}; keys scored in {score_text}; nothing was measured "
+        "on one"
+    ]
 
 
-def _budget(config: CabConfig) -> str:
+def _budget_text(config: CabConfig) -> str:
     """Return the settings that limit the selected blocks; "" for predictors of other packages."""
-    if config.predictor == FRC:
+    if config.predictor == FRC_PREDICTOR:
         return f" ({config.curvature}: sparsity {config.sparsity})"
-    if config.predictor not in CAB:
+    if config.predictor not in CAB_PREDICTORS:
         return ""
-    samples = f"{config.outlier_queries} outlier queries and {num_typical_queries(config)} typical"
+    sample_text = (
+        f"{config.outlier_queries} outlier queries and {num_typical_queries(config)} typical"
+    )
     stride = config.typical_key_stride
-    samples += f" queries on every {stride}th key" if stride > 3 else " queries"
-    samples += {2: " on every 2nd key"}.get(stride, "")
-    limits = f"mass_threshold {config.mass_threshold}, share_threshold {config.share_threshold}"
-    anchors = f"{len(config.anchors)} anchors, " if config.predictor == "cascade" else ""
-    return f" ({anchors}{samples}, {limits})"
+    sample_text += f" queries on every {stride}th key" if stride > 3 else " queries"
+    sample_text += {2: " on every 2nd key"}.get(stride, "")
+    limit_text = f"mass_threshold {config.mass_threshold}, share_threshold {config.share_threshold}"
+    anchor_text = f"{len(config.anchors)} anchors, " if config.predictor == "cascade" else ""
+    return f" ({anchor_text}{sample_text}, {limit_text})"
 
 
-def _anchor(config: CabConfig, module: nn.Module) -> str:
+def _anchor_text(config: CabConfig, module: nn.Module) -> str:
     """Return the words of `describe` about the anchor of a layer; "" without a cascade.
 
     The anchor is the layer of the cascade that selects the blocks of this layer.
@@ -141,13 +170,13 @@ def _anchor(config: CabConfig, module: nn.Module) -> str:
     layer = getattr(module, "layer_idx", None)
     if config.predictor != "cascade" or layer is None:
         return ""
-    anchor = anchor_of(config, layer)
+    anchor = find_anchor(config, layer)
     if anchor is None:
         return ", refused: no anchor before it"
     return ", an anchor" if anchor == layer else f", the blocks of layer {anchor}"
 
 
-def _decode(model: PreTrainedModel, config: CabConfig) -> str:
+def _decode_text(model: PreTrainedModel, config: CabConfig) -> str:
     """Return the words of `describe` about decode steps.
 
     They give the number of keys that a sparse step reads and the size of the index of keys, or the
@@ -155,15 +184,15 @@ def _decode(model: PreTrainedModel, config: CabConfig) -> str:
     """
     if not config.sparse_decode:
         return "dense"
-    min_tokens, tokens = decode_from(config), config.decode_tokens
+    min_tokens, decode_tokens = min_sparse_tokens(config), config.decode_tokens
     if min_tokens is None:
-        return f"dense, decode_tokens {tokens} is too large a share of the keys to save time"
+        return f"dense, decode_tokens {decode_tokens} is too large a share of the keys to save time"
     layers = list(attention_layers(model))
     # a dict without values, as an ordered set
     dense_reasons: dict[str, None] = {}
-    refused = next(filter(None, (unsupported_reason(module) for _, module in layers)), None)
-    if refused is not None:
-        return f"refused, {refused}"
+    refusal_reason = next(filter(None, (unsupported_reason(module) for _, module in layers)), None)
+    if refusal_reason is not None:
+        return f"refused, {refusal_reason}"
     try:
         indexed_cache = index_cache(model)
     except AttributeError:
@@ -172,24 +201,28 @@ def _decode(model: PreTrainedModel, config: CabConfig) -> str:
     # bytes per token and KV head, summed over layers
     cache_bytes = index_bytes = 0
     for layer, module in layers:
-        dim = head_dim(module)
+        key_dim = head_dim(module)
         # on the meta device, because only the shape of the index is needed
-        key = torch.empty(1, 1, 1, dim, dtype=model.dtype, device="meta")
-        cache_bytes += (dim + getattr(module, "v_head_dim", dim)) * key.element_size()
+        key = torch.empty(1, 1, 1, key_dim, dtype=model.dtype, device="meta")
+        cache_bytes += (key_dim + getattr(module, "v_head_dim", key_dim)) * key.element_size()
         reason = why_no_selection(module, config)
         if reason is None and not has_index(indexed_cache, layer):
             reason = "their cache layers cannot have an index"
         if reason is None:
-            index_bytes += index_keys(key, slow_channels(module, dim)).nbytes
+            index_bytes += index_keys(key, slow_channels(module, key_dim)).nbytes
         else:
             dense_reasons[reason] = None
     if not index_bytes:
         return f"dense, no layer selects keys ({'; '.join(dense_reasons)})"
-    keys = f"{tokens} keys" if isinstance(tokens, int) else f"{tokens} of the keys"
+    num_keys_text = (
+        f"{decode_tokens} keys"
+        if isinstance(decode_tokens, int)
+        else f"{decode_tokens} of the keys"
+    )
     return (
-        f"sparse, {keys} per KV head, from {min_tokens} tokens on, if the cache has an index of "
-        f"{index_bytes / cache_bytes:.3f} of its bytes (generate() makes one, index_cache(model, "
-        "cache) adds one); dense with any other cache"
+        f"sparse, {num_keys_text} per KV head, from {min_tokens} tokens on, if the cache has an "
+        f"index of {index_bytes / cache_bytes:.3f} of its bytes (generate() makes one, "
+        "index_cache(model, cache) adds one); dense with any other cache"
     )
 
 
@@ -211,16 +244,16 @@ def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
     Raises:
         ValueError: ``model`` is not a model.
     """
-    rows = []
+    density_rows = []
     for index, module in attention_layers(transformers_model(model)):
-        pairs = attended.pop(module, None) if reset else attended.get(module)
-        num_attended, num_causal = (0, 0) if pairs is None else pairs.tolist()
-        density = None if pairs is None else num_attended / max(1, num_causal)
-        rows.append({"layer": index, "density": density})
-    return rows
+        pair_counts = attended_pairs.pop(module, None) if reset else attended_pairs.get(module)
+        num_attended, num_causal = (0, 0) if pair_counts is None else pair_counts.tolist()
+        density = None if pair_counts is None else num_attended / max(1, num_causal)
+        density_rows.append({"layer": index, "density": density})
+    return density_rows
 
 
-def _layer(
+def _layer_text(
     module: nn.Module,
     config: CabConfig,
     dtype: torch.dtype,
@@ -251,21 +284,25 @@ def _layer(
         key_block=config.key_block,
         sinks=getattr(module, "sinks", None) is not None,
         softcap=softcap(module) is not None,
-        num_heads=number(module.config, "num_attention_heads"),
+        num_heads=read_int_field(module.config, "num_attention_heads"),
     )
-    prompt = MaskInfo(batch=1, q_length=tokens, kv_length=tokens, q_offset=0, window=window(module))
-    chosen = route(prompt, config, work, sparse=sparse, layer=module)
-    if chosen.method == "sparse":
-        description = f"sparse, engine {chosen.engine.label(work)}{_anchor(config, module)}"
+    prompt_mask = MaskInfo(
+        batch=1, q_length=tokens, kv_length=tokens, q_offset=0, window=window(module)
+    )
+    chosen_route = route(prompt_mask, config, work, sparse=sparse, layer=module)
+    if chosen_route.method == "sparse":
+        description = (
+            f"sparse, engine {chosen_route.engine.label(work)}{_anchor_text(config, module)}"
+        )
         if training and config.sampled_one_in:
             description += f", 1 in {config.sampled_one_in} of the other blocks sampled"
     else:
-        parts = ["dense"]
-        if chosen.reason:
-            parts.append(chosen.reason)
+        description_parts = ["dense"]
+        if chosen_route.reason:
+            description_parts.append(chosen_route.reason)
         # if a reason is shown, SDPA is the usual kernel and is not named
-        if not chosen.reason or chosen.engine is not SDPA:
-            parts.append(chosen.engine.name)
-        description = ", ".join(parts)
+        if not chosen_route.reason or chosen_route.engine is not SDPA:
+            description_parts.append(chosen_route.engine.name)
+        description = ", ".join(description_parts)
     is_causal = getattr(module, "is_causal", True)
     return description if is_causal else f"{description}; refused unless its model calls it causal"

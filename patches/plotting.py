@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cab_hf.call.call import Call
-from cab_hf.call.scope import during_calls
+from cab_hf.call.scope import set_during_calls
 from cab_hf.checks import require
-from cab_hf.config import SPARSE, blocks_of
+from cab_hf.config import SPARSE, block_sizes
 from cab_hf.dispatch import select_blocks
-from cab_hf.hf.fit import number
+from cab_hf.hf.fit import read_int_field
 from cab_hf.hf.layers import attention_layers, transformers_model
 from cab_hf.plan import BlockPlan, block_visibility
 from cab_hf.route import route
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # panels per row of a figure
-COLUMNS = 4
+MAX_COLUMNS = 4
 # width and height of a panel in inches
 PANEL_INCHES = 3.5
 
@@ -65,7 +65,7 @@ def plot_plan(
         raise ImportError(
             "matplotlib is not installed, and plot_plan needs it. Run `pip install matplotlib`."
         ) from error
-    plan, num_heads = _plan_of(model, input_ids, layer)
+    plan, num_heads = _select_plan(model, input_ids, layer)
     if heads is None:
         panels = {f"layer {layer}, {num_heads} heads": plan}
     else:
@@ -75,28 +75,37 @@ def plot_plan(
             f"layer {layer}, head {head}": plan.select_heads([head // group_size])
             for head in _head_indices(heads, num_heads)
         }
-    columns = min(len(panels), COLUMNS)
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(PANEL_INCHES * columns + 1, PANEL_INCHES * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flat
-    invisible = ~block_visibility(plan.ranges, plan.query_block, plan.key_block)[0].cpu()
+    num_columns = min(len(panels), MAX_COLUMNS)
+    num_rows = -(-len(panels) // num_columns)
+    figure = Figure(
+        figsize=(PANEL_INCHES * num_columns + 1, PANEL_INCHES * num_rows), layout="constrained"
+    )
+    axes = figure.subplots(num_rows, num_columns, squeeze=False).flat
+    is_invisible = ~block_visibility(plan.ranges, plan.query_block, plan.key_block)[0].cpu()
     # left, right, bottom and top in tokens
     extent = 0, plan.kv_blocks * plan.key_block, plan.q_blocks * plan.query_block, 0
-    for (title, panel_plan), panel in zip(panels.items(), axes, strict=False):
-        share = panel_plan.to_dense()[0].float().mean(0).cpu().masked_fill(invisible, torch.nan)
-        image = panel.imshow(
-            share.numpy(), cmap="viridis", extent=extent, vmin=0, vmax=1, interpolation="nearest"
+    for (title, panel_plan), panel_axes in zip(panels.items(), axes, strict=False):
+        head_share = (
+            panel_plan.to_dense()[0].float().mean(0).cpu().masked_fill(is_invisible, torch.nan)
+        )
+        image = panel_axes.imshow(
+            head_share.numpy(),
+            cmap="viridis",
+            extent=extent,
+            vmin=0,
+            vmax=1,
+            interpolation="nearest",
         )
         density = f"density {panel_plan.density():.2f}"
-        panel.set(title=f"{title}\n{density}", xlabel="key", ylabel="query")
-    for panel in axes[len(panels) :]:
-        panel.remove()
+        panel_axes.set(title=f"{title}\n{density}", xlabel="key", ylabel="query")
+    for panel_axes in axes[len(panels) :]:
+        panel_axes.remove()
     if heads is None:
         figure.colorbar(image, ax=axes[0], label="share of heads")
     return figure
 
 
-def _index(value: Any) -> int | None:
+def _to_index(value: Any) -> int | None:
     """Convert an integer of Python, NumPy or torch to an int; return None for other values."""
     if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
         return None
@@ -109,12 +118,12 @@ def _index(value: Any) -> int | None:
 def _head_indices(heads: Any, num_heads: int) -> list[int]:
     """Return ``heads`` as ints, or raise a ValueError if an item of ``heads`` is no query head."""
     try:
-        indices = [_index(head) for head in heads]
+        indices = [_to_index(head) for head in heads]
     except TypeError:
         # a number, or a tensor or an array without dimensions
         indices = []
-    are_heads = bool(indices) and all(index in range(num_heads) for index in indices)
-    require(are_heads, "heads", heads, f"a list of query heads, 0 to {num_heads - 1}")
+    are_valid_heads = bool(indices) and all(index in range(num_heads) for index in indices)
+    require(are_valid_heads, "heads", heads, f"a list of query heads, 0 to {num_heads - 1}")
     return indices
 
 
@@ -124,19 +133,26 @@ def _require_prompt(input_ids: Any, model: PreTrainedModel) -> None:
     is_prompt = is_tensor and input_ids.ndim == 2 and len(input_ids) == 1 and input_ids.numel()
     require(is_prompt, "input_ids", input_ids, "the tokens of one prompt, a tensor [1, N]")
     dtype = input_ids.dtype
-    is_whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-    require(is_whole, "input_ids", dtype, "a tensor of integers, such as torch.int64")
-    vocabulary = number(model.config.get_text_config(), "vocab_size")
-    lowest, highest = (int(bound) for bound in input_ids.aminmax())
-    is_valid = lowest >= 0 and (vocabulary is None or highest < vocabulary)
-    accepted = "tokens that the model knows, 0 or more"
-    if vocabulary is not None:
-        accepted = f"tokens that the model knows, 0 to {vocabulary - 1}"
-    require(is_valid, "input_ids", lowest if lowest < 0 else highest, accepted)
+    is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    require(is_integer, "input_ids", dtype, "a tensor of integers, such as torch.int64")
+    vocabulary_size = read_int_field(model.config.get_text_config(), "vocab_size")
+    lowest_token, highest_token = (int(bound) for bound in input_ids.aminmax())
+    is_in_vocabulary = lowest_token >= 0 and (
+        vocabulary_size is None or highest_token < vocabulary_size
+    )
+    requirement = "tokens that the model knows, 0 or more"
+    if vocabulary_size is not None:
+        requirement = f"tokens that the model knows, 0 to {vocabulary_size - 1}"
+    require(
+        is_in_vocabulary,
+        "input_ids",
+        lowest_token if lowest_token < 0 else highest_token,
+        requirement,
+    )
 
 
 @torch.no_grad()
-def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[BlockPlan, int]:
+def _select_plan(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[BlockPlan, int]:
     """Run the model up to a layer, and return the plan that the layer selects for a prompt.
 
     Arguments and errors as in `plot_plan`.
@@ -145,21 +161,21 @@ def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[Blo
         plan: the plan of the layer.
         num_heads: number of query heads of the layer.
     """
-    inner = transformers_model(model)
-    _require_prompt(input_ids, inner)
-    name = inner.config.get_text_config()._attn_implementation
-    accepted = f"{' or '.join(SPARSE)}, as cab_hf.apply_cab sets it"
-    require(name in SPARSE, "attn_implementation", name, accepted)
-    modules = dict(attention_layers(inner))
-    index = _index(layer)
-    accepted = f"the index of an attention layer, one of {[*modules]}"
+    inner_model = transformers_model(model)
+    _require_prompt(input_ids, inner_model)
+    implementation = inner_model.config.get_text_config()._attn_implementation
+    requirement = f"{' or '.join(SPARSE)}, as cab_hf.apply_cab sets it"
+    require(implementation in SPARSE, "attn_implementation", implementation, requirement)
+    modules = dict(attention_layers(inner_model))
+    layer_index = _to_index(layer)
+    requirement = f"the index of an attention layer, one of {[*modules]}"
     # the index of a module that serves several layers is None
-    is_index = layer is None or index is not None
-    require(is_index and index in modules, "layer", layer, accepted)
+    is_integer = layer is None or layer_index is not None
+    require(is_integer and layer_index in modules, "layer", layer, requirement)
     plans: list[tuple[BlockPlan, int]] = []
 
-    def look(call: Call) -> None:
-        if call.layer is not modules[index]:
+    def select_and_stop(call: Call) -> None:
+        if call.layer is not modules[layer_index]:
             return
         chosen_route = route(
             call.mask,
@@ -171,10 +187,10 @@ def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[Blo
         )
         if chosen_route.method != "sparse":
             raise ValueError(
-                f"layer must attend sparsely, got {index}, which attends to every block: "
+                f"layer must attend sparsely, got {layer_index}, which attends to every block: "
                 f"{chosen_route.reason}. Choose another layer, or change CabConfig."
             )
-        query_block, key_block = blocks_of(chosen_route.config)
+        query_block, key_block = block_sizes(chosen_route.config)
         layout = call.mask.layout(query_block, key_block, call.q.device)
         plan = select_blocks(
             call,
@@ -186,11 +202,11 @@ def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[Blo
         plans.append((plan, call.q.shape[1]))
         raise _PlanFound
 
-    with during_calls(model, observer=look), suppress(_PlanFound):
-        model(input_ids.to(inner.device, torch.int64), use_cache=False)
+    with set_during_calls(model, observer=select_and_stop), suppress(_PlanFound):
+        model(input_ids.to(inner_model.device, torch.int64), use_cache=False)
     if not plans:
         raise ValueError(
-            f"layer must be a layer that {type(inner).__name__} runs for this prompt, got {index}. "
-            "Choose another layer."
+            f"layer must be a layer that {type(inner_model).__name__} runs for this prompt, got "
+            f"{layer_index}. Choose another layer."
         )
     return plans[0]

@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from cab_hf.batching.hooks import validate_while_batching
+from cab_hf.batching.hooks import validate_switch_while_batching
 from cab_hf.checks import require
-from cab_hf.config import CAB_FRC, FRC, CabConfig
+from cab_hf.config import CAB_FRC, FRC_PREDICTOR, CabConfig
 from cab_hf.hf.fit import require_layers, require_origin, warn_if_never_sparse
 from cab_hf.hf.layers import transformers_model
 from cab_hf.hf.model_config import cab_config_of
@@ -27,7 +27,7 @@ from cab_hf.predictors import make_predictor
 # accepted types of settings: a config, a dict of its fields, or the path of a calibration file
 Settings = CabConfig | Mapping[str, Any] | str | Path
 # attribute of a model with a list of `_SavedState`, the oldest first
-STATES = "_cab_found"
+STATES_ATTRIBUTE = "_cab_found"
 
 
 @dataclasses.dataclass
@@ -50,23 +50,23 @@ class _SavedState:
     """The settings of a model before `apply_cab`, or before a ``with`` block of `cab`.
 
     Attributes:
-        was: for each config that the switch changed, the values before the switch.
-        scoped: True for a ``with`` block of `cab`, False for `apply_cab`.
+        saved_configs: for each config that the switch changed, the values before the switch.
+        is_with_block: True for a ``with`` block of `cab`, False for `apply_cab`.
     """
 
-    was: list[SavedConfig]
-    scoped: bool
+    saved_configs: list[SavedConfig]
+    is_with_block: bool
 
 
-def restore_settings(saved: list[SavedConfig]) -> None:
-    """Set the two fields of every config in ``saved`` back to the saved values."""
-    for former in saved:
+def restore_settings(saved_configs: list[SavedConfig]) -> None:
+    """Set the two fields of every config in ``saved_configs`` back to the saved values."""
+    for saved_config in saved_configs:
         # assigning to the public property would also change all nested configs
-        former.config._attn_implementation_internal = former.implementation
-        if former.cab_config is None:
-            del former.config.cab_config
+        saved_config.config._attn_implementation_internal = saved_config.implementation
+        if saved_config.cab_config is None:
+            del saved_config.config.cab_config
         else:
-            former.config.cab_config = former.cab_config
+            saved_config.config.cab_config = saved_config.cab_config
 
 
 def apply_cab(
@@ -94,7 +94,7 @@ def apply_cab(
             model does not use transformers' attention interface.
         NotImplementedError: the call switches a model on which continuous batching runs.
     """
-    state = _SavedState(_turn_on(model, config, overrides), scoped=False)
+    state = _SavedState(_switch_on(model, config, overrides), is_with_block=False)
     states = _saved_states(model)
     # a second call keeps the settings from before the first call
     if not states:
@@ -121,12 +121,12 @@ def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
     require(isinstance(model, nn.Module), "model", model, "a PyTorch model")
     # the model with the states may be inside an adapter or a wrapper
     for module in model.modules():
-        states = vars(module).get(STATES)
+        states = vars(module).get(STATES_ATTRIBUTE)
         if states:
-            _validate_while_batching(module, states[0])
+            _validate_restore_while_batching(module, states[0])
             copy_configs(model)
-            restore_settings(states[0].was)
-            if not states[-1].scoped:
+            restore_settings(states[0].saved_configs)
+            if not states[-1].is_with_block:
                 states.pop()
     return model
 
@@ -151,30 +151,31 @@ def cab(
         NotImplementedError: the block ends while continuous batching runs on the model. The model
             then stays switched, as after `apply_cab`: stop the manager and call `remove_cab`.
     """
-    state = _SavedState(_turn_on(model, config, overrides), scoped=True)
+    state = _SavedState(_switch_on(model, config, overrides), is_with_block=True)
     states = _saved_states(model)
     states.append(state)
     try:
         yield model
     except BaseException:
-        # not validated, because an error of `_validate_while_batching` would hide this error
+        # not validated, because an error of `_validate_restore_while_batching` would hide this
+        # error
         _leave_context(model, states, state)
         raise
     if state is states[-1]:
         try:
-            _validate_while_batching(transformers_model(model), state)
+            _validate_restore_while_batching(transformers_model(model), state)
         except NotImplementedError:
-            state.scoped = False
+            state.is_with_block = False
             if state is not states[0]:
                 states.remove(state)
             raise
     _leave_context(model, states, state)
 
 
-def _validate_while_batching(model: nn.Module, state: _SavedState) -> None:
+def _validate_restore_while_batching(model: nn.Module, state: _SavedState) -> None:
     """Raise a NotImplementedError if continuous batching forbids switching back to ``state``."""
-    for former in state.was:
-        validate_while_batching(model, former.implementation)
+    for saved_config in state.saved_configs:
+        validate_switch_while_batching(model, saved_config.implementation)
 
 
 def _leave_context(model: PreTrainedModel, states: list[_SavedState], state: _SavedState) -> None:
@@ -182,14 +183,14 @@ def _leave_context(model: PreTrainedModel, states: list[_SavedState], state: _Sa
     index = states.index(state)
     if state is states[-1]:
         copy_configs(model)
-        restore_settings(state.was)
+        restore_settings(state.saved_configs)
     else:
         # the block that started after this block restores the settings from before both blocks
-        states[index + 1].was = state.was
+        states[index + 1].saved_configs = state.saved_configs
     del states[index]
 
 
-def _turn_on(
+def _switch_on(
     model: PreTrainedModel, config: Settings | None, overrides: dict[str, Any]
 ) -> list[SavedConfig]:
     """Switch ``model`` to CAB; arguments as in `apply_cab`.
@@ -199,34 +200,34 @@ def _turn_on(
     Returns:
         The former settings of each changed config.
     """
-    inner = transformers_model(model)
-    text_config = inner.config.get_text_config()
-    settings = cab_config_of(text_config) if config is None else config_of(config)
+    inner_model = transformers_model(model)
+    text_config = inner_model.config.get_text_config()
+    settings = cab_config_of(text_config) if config is None else to_cab_config(config)
     settings = settings.changed(**overrides)
-    keeps_frc = text_config._attn_implementation == CAB_FRC and settings.predictor == FRC
+    keeps_frc = text_config._attn_implementation == CAB_FRC and settings.predictor == FRC_PREDICTOR
     # called before the switch, because these functions raise errors for settings that do not fit
     make_predictor(settings)
     require_origin(settings.origin, text_config)
     require_layers(settings, text_config)
-    saved = copy_configs(model)
-    text_config = inner.config.get_text_config()
-    # set before `switch`, during which transformers validates ``cab_config``
+    saved_configs = copy_configs(model)
+    text_config = inner_model.config.get_text_config()
+    # set before `switch_implementation`, during which transformers validates ``cab_config``
     text_config.cab_config = settings.to_dict()
     try:
-        switch(inner, text_config, CAB_FRC if keeps_frc else "cab")
+        switch_implementation(inner_model, text_config, CAB_FRC if keeps_frc else "cab")
     except BaseException:
-        restore_settings(saved)
+        restore_settings(saved_configs)
         raise
     warn_if_never_sparse(settings.min_length, text_config)
     return [
-        former
-        for former in saved
-        if former.config is text_config
-        or former.config._attn_implementation != former.implementation
+        saved_config
+        for saved_config in saved_configs
+        if saved_config.config is text_config
+        or saved_config.config._attn_implementation != saved_config.implementation
     ]
 
 
-def config_of(settings: Settings) -> CabConfig:
+def to_cab_config(settings: Settings) -> CabConfig:
     """Convert settings to a `CabConfig`.
 
     Args:
@@ -239,55 +240,65 @@ def config_of(settings: Settings) -> CabConfig:
         return CabConfig.calibrated(settings)
     if isinstance(settings, Mapping):
         return CabConfig.from_dict(settings)
-    accepted = "a CabConfig, a dict of its fields, or the path of a calibration file"
-    require(isinstance(settings, CabConfig), "config", settings, accepted)
+    requirement = "a CabConfig, a dict of its fields, or the path of a calibration file"
+    require(isinstance(settings, CabConfig), "config", settings, requirement)
     return settings
 
 
-def switch(model: PreTrainedModel, text: PreTrainedConfig, implementation: str) -> None:
-    """Set the attention implementation of those layers whose config is ``text``.
+def switch_implementation(
+    model: PreTrainedModel, text_config: PreTrainedConfig, implementation: str
+) -> None:
+    """Set the attention implementation of those layers whose config is ``text_config``.
 
     In a vision-language model, layers with other configs keep their implementation.
 
     Args:
         model: a model of transformers.
-        text: the config of the model or of its text model.
+        text_config: the config of the model or of its text model.
         implementation: name of the attention implementation.
 
     Raises:
         ValueError: the model does not use transformers' attention interface.
     """
-    if text._attn_implementation != implementation:
-        request = _request(model.config, text, implementation) or implementation
-        model.set_attn_implementation(request)
-    if text._attn_implementation != implementation:
+    if text_config._attn_implementation != implementation:
+        implementation_request = (
+            _nested_implementation(model.config, text_config, implementation) or implementation
+        )
+        model.set_attn_implementation(implementation_request)
+    if text_config._attn_implementation != implementation:
         raise ValueError(
             "model must reach its attention through transformers' attention interface, got "
             f"{type(model).__name__}, which keeps "
-            f"attn_implementation={text._attn_implementation!r}. Use a model type that cab_hf "
-            "supports."
+            f"attn_implementation={text_config._attn_implementation!r}. Use a model type that "
+            "cab_hf supports."
         )
 
 
-def _request(config: PreTrainedConfig, text: PreTrainedConfig, implementation: str) -> Any:
+def _nested_implementation(
+    config: PreTrainedConfig, text_config: PreTrainedConfig, implementation: str
+) -> Any:
     """Return the argument of ``set_attn_implementation`` that switches one config only.
 
     Args:
         config: the config of the model.
-        text: the config to switch.
+        text_config: the config to switch.
         implementation: name of the attention implementation.
 
     Returns:
-        ``implementation`` if ``config`` is ``text``, or a nested dict such as ``{"text_config":
-        "cab"}``. None if ``config`` does not contain ``text``.
+        ``implementation`` if ``config`` is ``text_config``, or a nested dict such as
+        ``{"text_config": "cab"}``. None if ``config`` does not contain ``text_config``.
     """
-    if config is text:
+    if config is text_config:
         return implementation
     for name in config.sub_configs:
         sub_config = getattr(config, name, None)
-        request = None if sub_config is None else _request(sub_config, text, implementation)
-        if request:
-            return {name: request}
+        nested_request = (
+            None
+            if sub_config is None
+            else _nested_implementation(sub_config, text_config, implementation)
+        )
+        if nested_request:
+            return {name: nested_request}
     return None
 
 
@@ -296,7 +307,7 @@ def _saved_states(model: nn.Module) -> list[_SavedState]:
 
     The list itself is returned, so that callers can change it in place.
     """
-    return vars(transformers_model(model)).setdefault(STATES, [])
+    return vars(transformers_model(model)).setdefault(STATES_ATTRIBUTE, [])
 
 
 def copy_configs(model: nn.Module) -> list[SavedConfig]:
@@ -313,9 +324,9 @@ def copy_configs(model: nn.Module) -> list[SavedConfig]:
             if isinstance(value, PreTrainedConfig):
                 vars(module)[name] = copy.deepcopy(value, copies)
     for module in model.modules():
-        for state in vars(module).get(STATES, ()):
-            for former in state.was:
-                former.config = copies.get(id(former.config), former.config)
+        for state in vars(module).get(STATES_ATTRIBUTE, ()):
+            for saved_config in state.saved_configs:
+                saved_config.config = copies.get(id(saved_config.config), saved_config.config)
     # ``copies`` is the memo of deepcopy, which contains other objects too
     return [
         SavedConfig(

@@ -1,4 +1,4 @@
-"""`watched`: run a model with exact attention, and call a function with each attention call."""
+"""`observe_calls`: run a model with exact attention, and pass each `Call` to a function."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
-from cab_hf.batching.hooks import validate_while_batching
+from cab_hf.batching.hooks import validate_switch_while_batching
 from cab_hf.call.call import Call
-from cab_hf.call.scope import during_calls
+from cab_hf.call.scope import set_during_calls
 from cab_hf.hf.layers import transformers_model
-from cab_hf.patches.switch import copy_configs, restore_settings, switch
+from cab_hf.patches.switch import copy_configs, restore_settings, switch_implementation
 
 
 @contextmanager
-def watched(model: PreTrainedModel, look: Callable[[Call], None]) -> Iterator[None]:
+def observe_calls(model: PreTrainedModel, observer: Callable[[Call], None]) -> Iterator[None]:
     """Switch a model to exact attention and eval mode in a ``with`` block, and observe its layers.
 
     After the block, the model has its former attention implementation and mode. Its configs stay
@@ -23,18 +23,19 @@ def watched(model: PreTrainedModel, look: Callable[[Call], None]) -> Iterator[No
 
     Args:
         model: a model of transformers, or a PEFT model around one.
-        look: function that receives the `Call` of each layer before the layer computes attention.
+        observer: function that receives the `Call` of each layer before the layer computes
+            attention.
     """
-    inner = transformers_model(model)
-    validate_while_batching(inner, "dense attention under observation")
-    saved = copy_configs(model)
+    inner_model = transformers_model(model)
+    validate_switch_while_batching(inner_model, "dense attention under observation")
+    saved_configs = copy_configs(model)
     training_modules = [module for module in model.modules() if module.training]
     try:
-        switch(inner, inner.config.get_text_config(), "cab_dense")
+        switch_implementation(inner_model, inner_model.config.get_text_config(), "cab_dense")
         model.eval()
-        with during_calls(model, observer=look):
+        with set_during_calls(model, observer=observer):
             yield
     finally:
-        restore_settings(saved)
+        restore_settings(saved_configs)
         for module in training_modules:
             module.training = True

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cab_hf.call.call import Call, one_dtype
+from cab_hf.call.call import Call, cast_to_one_dtype
 from cab_hf.call.forward_state import is_captured
 from cab_hf.call.mask import MaskDetails, MaskInfo
-from cab_hf.call.placeholder import KEYWORDS, PagedBatch
+from cab_hf.call.placeholder import PAGING_KEYWORDS, PagedBatch
 from cab_hf.call.scope import Prompt
 from cab_hf.call.validate import LayerArguments, validate_arguments
-from cab_hf.config import CabConfig, blocks_of
+from cab_hf.config import CabConfig, block_sizes
 from cab_hf.dispatch import dispatch
 from cab_hf.engines import TRITON
 from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
@@ -60,18 +60,18 @@ class PackedSequence(NamedTuple):
     mask: MaskInfo
 
 
-class Packed(NamedTuple):
+class PackedRequests(NamedTuple):
     """The queries and keys of all requests in a forward pass.
 
     Attributes:
         sequences: prompts, and answers that follow a prompt in the same forward pass.
-        steps: decode steps; None if there are no decode steps.
-        read: int64 [N], cache slots of the keys of ``sequences``, concatenated.
+        decode_steps: decode steps; None if there are no decode steps.
+        read_slots: int64 [N], cache slots of the keys of ``sequences``, concatenated.
     """
 
     sequences: list[PackedSequence]
-    steps: DecodeSteps | None
-    read: Tensor
+    decode_steps: DecodeSteps | None
+    read_slots: Tensor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -90,7 +90,7 @@ class BatchRow:
         sinks: [H], one additional logit per head in the softmax; None without sinks.
         softcap: cap c of the logits, ``c * tanh(logits / c)``; None without a cap.
         batch: the mask of the forward pass.
-        paging: the arguments `placeholder.KEYWORDS` of transformers, by name.
+        paging_arguments: the arguments `placeholder.PAGING_KEYWORDS` of transformers, by name.
     """
 
     q: Tensor
@@ -104,7 +104,7 @@ class BatchRow:
     sinks: Tensor | None
     softcap: float | None
     batch: PagedBatch
-    paging: dict[str, Any]
+    paging_arguments: dict[str, Any]
 
     @classmethod
     def create(
@@ -113,23 +113,25 @@ class BatchRow:
         batch: PagedBatch,
         *,
         sparse: bool,
-        paging: dict[str, Any],
+        paging_arguments: dict[str, Any],
     ) -> BatchRow:
         """Build a row from the arguments of an attention function.
 
         Args:
-            arguments: arguments of the attention function, without those in ``paging``.
+            arguments: arguments of the attention function, without those in ``paging_arguments``.
             batch: the mask of the forward pass.
             sparse: True if sparse attention is requested.
-            paging: the arguments `placeholder.KEYWORDS`, by name.
+            paging_arguments: the arguments `placeholder.PAGING_KEYWORDS`, by name.
 
         Raises:
             ValueError, NotImplementedError: as in `Call.create`.
         """
         validate_arguments(arguments, mask=None)
         module = arguments.module
-        q, k, v = one_dtype(module, arguments.query, arguments.key, arguments.value)
-        config = batch.state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
+        q, k, v = cast_to_one_dtype(module, arguments.query, arguments.key, arguments.value)
+        config = batch.state.parse_once(
+            module.config, cab_config_in_use if sparse else cab_config_of
+        )
         has_sinks, has_softcap = arguments.s_aux is not None, arguments.softcap is not None
         return cls(
             q=q,
@@ -139,14 +141,14 @@ class BatchRow:
             layer=module,
             config=config,
             sparse=sparse,
-            work=Workload.of(q, k, v, blocks_of(config), sinks=has_sinks, softcap=has_softcap),
+            work=Workload.of(q, k, v, block_sizes(config), sinks=has_sinks, softcap=has_softcap),
             sinks=arguments.s_aux,
             softcap=arguments.softcap,
             batch=batch,
-            paging=paging,
+            paging_arguments=paging_arguments,
         )
 
-    def call(self, queries: slice, k: Tensor, v: Tensor, mask: MaskInfo) -> Call:
+    def make_call(self, queries: slice, k: Tensor, v: Tensor, mask: MaskInfo) -> Call:
         """Return the `Call` that computes attention of one sequence of the row.
 
         Args:
@@ -170,7 +172,7 @@ class BatchRow:
         )
 
 
-def accepting_batches(attention: Callable[..., Any], *, sparse: bool) -> Callable[..., Any]:
+def accept_batches(attention: Callable[..., Any], *, sparse: bool) -> Callable[..., Any]:
     """Return an attention function that also computes the packed rows of continuous batching.
 
     Args:
@@ -203,11 +205,11 @@ def accepting_batches(attention: Callable[..., Any], *, sparse: bool) -> Callabl
                 **kwargs,
             )
         kwargs.pop("batch", None)
-        paging = {name: kwargs.pop(name, None) for name in KEYWORDS}
-        arguments = LayerArguments.of(
+        paging_arguments = {name: kwargs.pop(name, None) for name in PAGING_KEYWORDS}
+        arguments = LayerArguments.from_keywords(
             module, query, key, value, dropout=dropout, scaling=scaling, **kwargs
         )
-        row = BatchRow.create(arguments, batch, sparse=sparse, paging=paging)
+        row = BatchRow.create(arguments, batch, sparse=sparse, paging_arguments=paging_arguments)
         return attend_batch(row).contiguous(), None
 
     return attend
@@ -215,61 +217,75 @@ def accepting_batches(attention: Callable[..., Any], *, sparse: bool) -> Callabl
 
 def attend_batch(row: BatchRow) -> Tensor:
     """Return the attention output [1, T, H, D_v] of a packed row of T tokens."""
-    layer_idx, paging = row.layer.layer_idx, row.paging
-    cache, new_states = paging["cache"], {"key_states": row.k, "value_states": row.v}
+    layer_idx, paging_arguments = row.layer.layer_idx, row.paging_arguments
+    cache, key_value_states = (
+        paging_arguments["cache"],
+        {"key_states": row.k, "value_states": row.v},
+    )
     allocator = cache.layer_to_allocator[layer_idx]
-    if paging.get("block_table") is not None:
-        cache.update(**new_states, layer_idx=layer_idx, kwargs=paging)
+    if paging_arguments.get("block_table") is not None:
+        cache.update(**key_value_states, layer_idx=layer_idx, kwargs=paging_arguments)
         return _attend_pages(row, allocator)
-    packed = row.batch.state.cached(("packed", allocator), lambda: _pack(row, allocator))
-    read_index = list(paging["read_index"])
-    read_index[allocator.index] = packed.read
+    packed_requests = row.batch.state.get_or_compute(
+        ("packed", allocator), lambda: _pack_requests(row, allocator)
+    )
+    read_index = list(paging_arguments["read_index"])
+    read_index[allocator.index] = packed_requests.read_slots
     keys, values = cache.update(
-        **new_states, layer_idx=layer_idx, kwargs={**paging, "read_index": read_index}
+        **key_value_states,
+        layer_idx=layer_idx,
+        kwargs={**paging_arguments, "read_index": read_index},
     )
     # zeros, because padding tokens of the batch belong to no sequence and have zero output
     out = row.q.new_zeros(1, row.q.shape[2], row.q.shape[1], values.shape[3])
-    for sequence in packed.sequences:
+    for sequence in packed_requests.sequences:
         k, v = keys[:, :, sequence.keys], values[:, :, sequence.keys]
-        call = row.call(sequence.queries, k=k, v=v, mask=sequence.mask)
+        call = row.make_call(sequence.queries, k=k, v=v, mask=sequence.mask)
         out[:, sequence.queries] = dispatch(call).transpose(1, 2)
-    if packed.steps is not None:
-        queries = packed.steps.queries
+    if packed_requests.decode_steps is not None:
+        queries = packed_requests.decode_steps.queries
         pages = allocator.get_cache_for_block_table(layer_idx)
         q = row.q[0, :, queries].transpose(0, 1).unsqueeze(2)
         k, v = (_expand_pages(x, len(queries)) for x in pages)
-        step_out = decode.attend(
-            q, k, v, choice=packed.steps.visible, scale=row.scale, sinks=row.sinks
+        decode_out = decode.attend(
+            q, k, v, choice=packed_requests.decode_steps.visible, scale=row.scale, sinks=row.sinks
         )
-        out[0, queries] = step_out.squeeze(2)
+        out[0, queries] = decode_out.squeeze(2)
     return out
 
 
-def _pack(row: BatchRow, allocator: Any) -> Packed:
+def _pack_requests(row: BatchRow, allocator: Any) -> PackedRequests:
     """Return the queries and keys of all requests, for the layers that use ``allocator``.
 
     Args:
         row: packed row of the first of these layers.
         allocator: cache allocator of transformers.
     """
-    paging, prompt_lengths = row.paging, row.batch.prompts
-    read_index = paging["read_index"][allocator.index]
-    cu_seq_lens_k = paging["cu_seq_lens_k"][allocator.layer_type]
+    paging_arguments, prompt_lengths = row.paging_arguments, row.batch.prompt_lengths
+    read_index = paging_arguments["read_index"][allocator.index]
+    cu_seq_lens_k = paging_arguments["cu_seq_lens_k"][allocator.layer_type]
     # one transfer for both tensors, so that the host waits for the device once
-    query_ends, key_ends = torch.stack((paging["cu_seq_lens_q"], cu_seq_lens_k)).tolist()
+    query_borders, key_borders = torch.stack(
+        (paging_arguments["cu_seq_lens_q"], cu_seq_lens_k)
+    ).tolist()
     # read_index is empty if no request has keys in the cache
     has_kernels = len(read_index) > 0 and decode.has_kernels(row.q, row.k)
-    details = MaskDetails(model=row.batch.model, dense_block_size=_dense_block_size(row.work))
-    sequences, decoding, gathered_slots, num_gathered = [], [], [], 0
-    for request, queries in enumerate(starmap(slice, pairwise(query_ends))):
-        keys = slice(key_ends[request], key_ends[request + 1])
-        num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
+    details = MaskDetails(
+        model_name=row.batch.model_name, dense_block_size=_dense_block_size(row.work)
+    )
+    sequences, decode_requests, gathered_slots, num_gathered = [], [], [], 0
+    for request, query_slice in enumerate(starmap(slice, pairwise(query_borders))):
+        key_slice = slice(key_borders[request], key_borders[request + 1])
+        num_queries, num_keys = (
+            query_slice.stop - query_slice.start,
+            key_slice.stop - key_slice.start,
+        )
         # padding of a batch belongs to no request
         has_prompt = request < len(prompt_lengths)
         prompt = Prompt(prompt_lengths[request]) if has_prompt else None
         is_answer = prompt is None or num_keys > prompt.end
         if num_queries == 1 and has_kernels and is_answer:
-            decoding.append((queries.start, keys.start, num_keys))
+            decode_requests.append((query_slice.start, key_slice.start, num_keys))
         elif num_queries:
             mask = MaskInfo(
                 batch=1,
@@ -279,17 +295,19 @@ def _pack(row: BatchRow, allocator: Any) -> Packed:
                 prompt=prompt,
                 details=details,
             )
-            own_keys = slice(num_gathered, num_gathered + num_keys)
-            for piece, piece_mask in mask.split_at_prompt_end(steps=False):
-                first, last, _ = piece.indices(num_queries)
-                piece_queries = slice(queries.start + first, queries.start + last)
-                sequences.append(PackedSequence(piece_queries, own_keys, piece_mask))
-            gathered_slots.append(read_index[keys])
+            gathered_keys = slice(num_gathered, num_gathered + num_keys)
+            for part_slice, part_mask in mask.split_at_prompt_end(separate_steps=False):
+                part_start, part_stop, _ = part_slice.indices(num_queries)
+                part_queries = slice(query_slice.start + part_start, query_slice.start + part_stop)
+                sequences.append(PackedSequence(part_queries, gathered_keys, part_mask))
+            gathered_slots.append(read_index[key_slice])
             num_gathered += num_keys
-    if not decoding:
-        return Packed(sequences, None, read_index)
-    read = torch.cat(gathered_slots) if gathered_slots else read_index[:0]
-    return Packed(sequences, _decode_steps(decoding, read_index, row.k.shape[1]), read)
+    if not decode_requests:
+        return PackedRequests(sequences, None, read_index)
+    read_slots = torch.cat(gathered_slots) if gathered_slots else read_index[:0]
+    return PackedRequests(
+        sequences, _build_decode_steps(decode_requests, read_index, row.k.shape[1]), read_slots
+    )
 
 
 def _dense_block_size(work: Workload) -> int | None:
@@ -309,52 +327,58 @@ def _attend_pages(row: BatchRow, allocator: Any) -> Tensor:
         row: packed row; its block table lists pages [P, tokens, H_kv, D] of K and V.
         allocator: cache allocator of transformers.
     """
-    paging, num_requests = row.paging, row.q.shape[2]
-    pages = paging["k_cache"], paging["v_cache"]
+    paging_arguments, num_requests = row.paging_arguments, row.q.shape[2]
+    pages = paging_arguments["k_cache"], paging_arguments["v_cache"]
 
     def find_slots() -> tuple[Tensor, Choice]:
         """Return the cache slot of each new token, and the cache slots of all visible keys."""
-        lengths, page_size = paging["cu_seq_lens_k"].diff(), pages[0].shape[1]
-        table = paging["block_table"].long().clamp(min=0)
-        slots = table.unsqueeze(-1) * page_size + torch.arange(page_size, device=table.device)
-        slots = slots.flatten(1)
-        last = slots.gather(1, (lengths - 1).clamp(min=0).long().unsqueeze(1)).squeeze(1)
+        num_keys, page_size = paging_arguments["cu_seq_lens_k"].diff(), pages[0].shape[1]
+        block_table = paging_arguments["block_table"].long().clamp(min=0)
+        page_slots = block_table.unsqueeze(-1) * page_size + torch.arange(
+            page_size, device=block_table.device
+        )
+        page_slots = page_slots.flatten(1)
+        new_token_slots = page_slots.gather(
+            1, (num_keys - 1).clamp(min=0).long().unsqueeze(1)
+        ).squeeze(1)
         # K and V of padding go to a slot that is never read; a padding query reads one valid key
-        written = torch.where(lengths > 0, last, allocator.write_trash_index)
-        counts = lengths.clamp(min=1).to(torch.int32).unsqueeze(1)
-        visible = Choice(slots.to(torch.int32).unsqueeze(1), counts, None)
-        return written, visible.expanded(num_requests, row.k.shape[1])
+        written_slots = torch.where(num_keys > 0, new_token_slots, allocator.write_trash_index)
+        num_read_keys = num_keys.clamp(min=1).to(torch.int32).unsqueeze(1)
+        visible_slots = Choice(page_slots.to(torch.int32).unsqueeze(1), num_read_keys, None)
+        return written_slots, visible_slots.expanded(num_requests, row.k.shape[1])
 
     # a captured CUDA graph must not read tensors that an earlier, uncaptured forward pass cached
-    key = "pages", allocator, is_captured(row.q)
-    written, visible = row.batch.state.cached(key, find_slots)
-    for cached, x in zip(pages, (row.k, row.v), strict=True):
-        cached.flatten(0, 1).index_copy_(0, written, x[0].transpose(0, 1))
+    cache_key = "pages", allocator, is_captured(row.q)
+    written_slots, visible_slots = row.batch.state.get_or_compute(cache_key, find_slots)
+    for cached_pages, x in zip(pages, (row.k, row.v), strict=True):
+        cached_pages.flatten(0, 1).index_copy_(0, written_slots, x[0].transpose(0, 1))
     k, v = (_expand_pages(x, num_requests) for x in pages)
     q = row.q[0].transpose(0, 1).unsqueeze(2)
-    out = decode.attend(q, k, v, choice=visible, scale=row.scale, sinks=row.sinks)
+    out = decode.attend(q, k, v, choice=visible_slots, scale=row.scale, sinks=row.sinks)
     return out.squeeze(2).unsqueeze(0)
 
 
-def _decode_steps(
-    decoding: list[tuple[int, int, int]], read_index: Tensor, kv_heads: int
+def _build_decode_steps(
+    decode_requests: list[tuple[int, int, int]], read_index: Tensor, kv_heads: int
 ) -> DecodeSteps:
     """Return the decode steps of a forward pass.
 
     Args:
-        decoding: for each request, the index of the query in the packed row, the index of the first
-            key in ``read_index``, and the number of keys.
+        decode_requests: for each request, the index of the query in the packed row, the index of
+            the first key in ``read_index``, and the number of keys.
         read_index: int64 [N], cache slots of the keys of all requests.
         kv_heads: number of KV heads.
     """
-    queries, starts, lengths = torch.tensor(decoding, device=read_index.device).unbind(1)
-    longest = max(num_keys for *_, num_keys in decoding)
+    queries, first_keys, key_counts = torch.tensor(
+        decode_requests, device=read_index.device
+    ).unbind(1)
+    max_keys = max(num_request_keys for *_, num_request_keys in decode_requests)
     # clamped indices are harmless: kernels do not read the slots after the keys of a request
-    index = starts.unsqueeze(1) + torch.arange(longest, device=read_index.device)
-    slots = read_index[index.clamp(max=len(read_index) - 1)].to(torch.int32).unsqueeze(1)
-    counts = lengths.to(torch.int32).unsqueeze(1)
-    choice = Choice(slots, counts, None)
-    return DecodeSteps(queries, choice.expanded(len(decoding), kv_heads))
+    key_indices = first_keys.unsqueeze(1) + torch.arange(max_keys, device=read_index.device)
+    slots = read_index[key_indices.clamp(max=len(read_index) - 1)].to(torch.int32).unsqueeze(1)
+    num_keys = key_counts.to(torch.int32).unsqueeze(1)
+    choice = Choice(slots, num_keys, None)
+    return DecodeSteps(queries, choice.expanded(len(decode_requests), kv_heads))
 
 
 def _expand_pages(pages: Tensor, num_requests: int) -> Tensor:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from cab_hf.batching import support
-from cab_hf.batching.support import PACKAGE
+from cab_hf.batching.support import BATCHING_PACKAGE
 from cab_hf.config import NAMES, SPARSE
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # attribute of a model that contains its manager if persistent_manager=True
-PERSISTENT_MANAGER = "_cached_continuous_batching_manager"
+PERSISTENT_MANAGER_ATTRIBUTE = "_cached_continuous_batching_manager"
 
 # transformers model or submodel -> the managers that have been started for it
 _managers: WeakKeyDictionary[Any, WeakSet] = WeakKeyDictionary()
@@ -36,37 +36,39 @@ def register(api: Any) -> None:
     Args:
         api: module ``continuous_api`` of transformers.
     """
-    wrap(api.ContinuousMixin, "init_continuous_batching", _check_model_then_init)
-    wrap(api.ContinuousBatchingManager, "__init__", _check_model_then_create)
-    wrap(api.ContinuousBatchingManager, "start", _check_model_then_start)
-    if not support.reads_a_batch():
+    wrap_function(api.ContinuousMixin, "init_continuous_batching", _check_model_then_init)
+    wrap_function(api.ContinuousBatchingManager, "__init__", _check_model_then_create)
+    wrap_function(api.ContinuousBatchingManager, "start", _check_model_then_start)
+    if not support.passes_paged_cache():
         return
-    initialization, cache, model_runner = (
-        importlib.import_module(f"{PACKAGE}.{name}")
+    initialization_module, cache_module, runner_module = (
+        importlib.import_module(f"{BATCHING_PACKAGE}.{name}")
         for name in ("initialization", "cache", "model_runner")
     )
-    for module in (api, initialization, cache):
-        wrap(module, "is_flash_attention_requested", _is_flash_or_cab)
-    wrap(api, "resolve_continuous_batching_config", _resolve_config)
-    wrap(initialization, "ensure_decode_fast_path_is_available", _enable_block_tables)
-    wrap(api.ContinuousBatchingManager, "_create_batch_processor", _create_batch_processor)
-    wrap(model_runner.ModelRunner, "compute_batch", _compute_with_paged_batch)
-    wrap(cache.PagedAttentionCache, "update", _defer_cache_update)
+    for module in (api, initialization_module, cache_module):
+        wrap_function(module, "is_flash_attention_requested", _is_flash_or_cab)
+    wrap_function(api, "resolve_continuous_batching_config", _resolve_config)
+    wrap_function(
+        initialization_module, "ensure_decode_fast_path_is_available", _enable_block_tables
+    )
+    wrap_function(api.ContinuousBatchingManager, "_create_batch_processor", _create_batch_processor)
+    wrap_function(runner_module.ModelRunner, "compute_batch", _compute_with_paged_batch)
+    wrap_function(cache_module.PagedAttentionCache, "update", _defer_cache_update)
 
 
-def wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Wrap a function of a class or module in ``function``.
+def wrap_function(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Wrap a function of a class or module in ``wrapper``.
 
     Args:
         owner: class or module.
         name: name of the function in ``owner``.
-        function: wrapper. It receives the old function, followed by the arguments of the call.
+        wrapper: wrapper. It receives the old function, followed by the arguments of the call.
     """
-    original = getattr(owner, name)
+    original_function = getattr(owner, name)
 
-    @functools.wraps(original)
+    @functools.wraps(original_function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return function(original, *args, **kwargs)
+        return wrapper(original_function, *args, **kwargs)
 
     setattr(owner, name, wrapped)
 
@@ -77,8 +79,10 @@ def require_batching(model: PreTrainedModel) -> None:
     Raises:
         NotImplementedError: if the model is not supported. The message contains the reason.
     """
-    names = (each.config._attn_implementation for each in support.parts(model))
-    implementation = next(filter(NAMES.__contains__, names), None)
+    implementations = (
+        submodel.config._attn_implementation for submodel in support.transformers_submodels(model)
+    )
+    implementation = next(filter(NAMES.__contains__, implementations), None)
     if implementation is None:
         return
     from cab_hf.batching.served import unbatchable_reason
@@ -92,7 +96,7 @@ def require_batching(model: PreTrainedModel) -> None:
         )
 
 
-def validate_while_batching(model: Any, requested: str | None) -> None:
+def validate_switch_while_batching(model: Any, new_implementation: str | None) -> None:
     """Raise an error for a model that is switched to or from "cab" while a manager serves it.
 
     The new implementation would receive masks that the manager has built for the old
@@ -100,48 +104,50 @@ def validate_while_batching(model: Any, requested: str | None) -> None:
 
     Args:
         model: model that is switched.
-        requested: name of the new attention implementation, or None.
+        new_implementation: name of the new attention implementation, or None.
 
     Raises:
         NotImplementedError: if a manager of the model is running.
     """
-    current = model.config._attn_implementation
-    if (current in NAMES) == (requested in NAMES):
+    current_implementation = model.config._attn_implementation
+    if (current_implementation in NAMES) == (new_implementation in NAMES):
         return
     if any(manager.is_running() for manager in _managers.get(model, ())):
         raise NotImplementedError(
-            f"continuous batching runs on {type(model).__name__} with {current!r}. Stop its "
-            f"manager before you switch to {requested!r}."
+            f"continuous batching runs on {type(model).__name__} with {current_implementation!r}. "
+            f"Stop its manager before you switch to {new_implementation!r}."
         )
 
 
-def _check_model_then_init(begin: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def _check_model_then_init(
+    original_init: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Check that continuous batching supports a model, then start it."""
     require_batching(model)
-    cached_manager = vars(model).get(PERSISTENT_MANAGER)
+    cached_manager = vars(model).get(PERSISTENT_MANAGER_ATTRIBUTE)
     if cached_manager is not None:
         _require_same_implementation(cached_manager)
-    return begin(model, *args, **kwargs)
+    return original_init(model, *args, **kwargs)
 
 
 def _check_model_then_create(
-    make: Callable[..., None], manager: Any, model: Any, *args: Any, **kwargs: Any
+    original_init: Callable[..., None], manager: Any, model: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Check a model, create its manager, and record the attention implementation in the manager."""
     require_batching(model)
-    make(manager, model, *args, **kwargs)
+    original_init(manager, model, *args, **kwargs)
     manager._cab_implementation = model.config._attn_implementation
 
 
 def _check_model_then_start(
-    start: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
+    original_start: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Check the model of a manager and its attention implementation, then start the manager."""
     require_batching(manager.model)
     _require_same_implementation(manager)
-    for model in support.parts(manager.model):
+    for model in support.transformers_submodels(manager.model):
         _managers.setdefault(model, WeakSet()).add(manager)
-    return start(manager, *args, **kwargs)
+    return original_start(manager, *args, **kwargs)
 
 
 def _require_same_implementation(manager: Any) -> None:
@@ -150,21 +156,21 @@ def _require_same_implementation(manager: Any) -> None:
     Raises:
         NotImplementedError: if the model has since been switched to or from "cab".
     """
-    model, created_for = manager.model, manager._cab_implementation
-    current = model.config._attn_implementation
-    if (current in NAMES) == (created_for in NAMES):
+    model, first_implementation = manager.model, manager._cab_implementation
+    current_implementation = model.config._attn_implementation
+    if (current_implementation in NAMES) == (first_implementation in NAMES):
         return
     remedy = "Make a new manager"
-    if vars(model).get(PERSISTENT_MANAGER) is manager:
+    if vars(model).get(PERSISTENT_MANAGER_ATTRIBUTE) is manager:
         remedy = "Call model.destroy_cached_continuous_batching_manager() and make a new manager"
     raise NotImplementedError(
         f"the manager of continuous batching was made for {type(model).__name__} with "
-        f"{created_for!r}, and the model has {current!r} now. {remedy}."
+        f"{first_implementation!r}, and the model has {current_implementation!r} now. {remedy}."
     )
 
 
 def _is_flash_or_cab(
-    is_flash: Callable[..., bool],
+    original_function: Callable[..., bool],
     config: Any = None,
     requested_attention_implementation: Any = None,
     **kwargs: Any,
@@ -175,54 +181,56 @@ def _is_flash_or_cab(
     transformers neither switches the model nor builds a mask.
 
     Args:
-        is_flash: transformers' function.
+        original_function: transformers' function.
         config: config of a model.
         requested_attention_implementation: name of an implementation; None to read ``config``.
         kwargs: arguments that ask for a version of flash-attn. The result is then False for "cab".
     """
-    name = requested_attention_implementation or getattr(config, "_attn_implementation", None)
-    if name in NAMES:
+    implementation = requested_attention_implementation or getattr(
+        config, "_attn_implementation", None
+    )
+    if implementation in NAMES:
         return not kwargs
-    return is_flash(config, requested_attention_implementation, **kwargs)
+    return original_function(config, requested_attention_implementation, **kwargs)
 
 
 def _resolve_config(
-    resolve: Callable[..., Any], config: Any, cb_config: Any, *args: Any, **kwargs: Any
+    original_function: Callable[..., Any], config: Any, cb_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Return the resolved config of continuous batching, with CUDA graphs for decode steps only.
 
     A CUDA graph cannot contain a batch with prompts, because the host reads the lengths of prompts.
 
     Args:
-        resolve: transformers' function.
+        original_function: transformers' function.
         config: config of the model.
         cb_config: config of continuous batching.
-        args, kwargs: further arguments of ``resolve``.
+        args, kwargs: further arguments of ``original_function``.
 
     Raises:
         NotImplementedError: if the config enables graphs for prompts, or compilation.
     """
     if config._attn_implementation not in NAMES:
-        return resolve(config, cb_config, *args, **kwargs)
-    from cab_hf.batching.served import reads_pages
+        return original_function(config, cb_config, *args, **kwargs)
+    from cab_hf.batching.served import has_page_kernel
 
     cb_config = copy.deepcopy(cb_config)
     if cb_config.use_cuda_graph is None:
-        cb_config.use_cuda_graph = False, reads_pages()
-    result = resolve(config, cb_config, *args, **kwargs)
-    if result.cuda_graph_booleans[0]:
+        cb_config.use_cuda_graph = False, has_page_kernel()
+    resolved_config = original_function(config, cb_config, *args, **kwargs)
+    if resolved_config.cuda_graph_booleans[0]:
         raise NotImplementedError(
             "use_cuda_graph must not include batches with prompts, whose lengths 'cab' reads on "
             "the host. Set use_cuda_graph=(False, True), or leave it out."
         )
-    if result.varlen_compile_config or result.decode_compile_config:
+    if resolved_config.varlen_compile_config or resolved_config.decode_compile_config:
         raise NotImplementedError(
             "varlen_compile_config and decode_compile_config must be None: 'cab' is not compiled "
             "in continuous batching. Leave out the compile configs and default_compile_level."
         )
     if config._attn_implementation in SPARSE:
-        _warn_of_unaligned_sizes(config, result)
-    return result
+        _warn_of_unaligned_sizes(config, resolved_config)
+    return resolved_config
 
 
 def _warn_of_unaligned_sizes(config: Any, cb_config: Any) -> None:
@@ -236,13 +244,13 @@ def _warn_of_unaligned_sizes(config: Any, cb_config: Any) -> None:
     from cab_hf.hf.model_config import cab_config_of
 
     query_block = cab_config_of(config).query_block
-    tokens, page_size = cb_config.max_batch_tokens, cb_config.page_size
-    if tokens is not None and tokens < query_block:
+    max_tokens, page_size = cb_config.max_batch_tokens, cb_config.page_size
+    if max_tokens is not None and max_tokens < query_block:
         warn_once(
-            ("max_batch_tokens", tokens, query_block),
-            f"max_batch_tokens must be at least query_block={query_block}, got {tokens}: no batch "
-            "contains a whole query block, so all attention is exact. Set max_batch_tokens to "
-            f"several times {query_block}, or leave it out.",
+            ("max_batch_tokens", max_tokens, query_block),
+            f"max_batch_tokens must be at least query_block={query_block}, got {max_tokens}: no "
+            "batch contains a whole query block, so all attention is exact. Set max_batch_tokens "
+            f"to several times {query_block}, or leave it out.",
         )
     if cb_config.allow_block_sharing and page_size % query_block:
         warn_once(
@@ -254,55 +262,55 @@ def _warn_of_unaligned_sizes(config: Any, cb_config: Any) -> None:
 
 
 def _enable_block_tables(
-    ensure: Callable[..., None], config: Any, cb_config: Any, user_requested: bool
+    original_function: Callable[..., None], config: Any, cb_config: Any, user_requested: bool
 ) -> None:
     """Enable block tables for batches of decode steps if a kernel of this package can read pages.
 
     transformers enables block tables only for a fixed list of attention implementations.
 
     Args:
-        ensure: transformers' function.
+        original_function: transformers' function.
         config: config of the model.
         cb_config: config of continuous batching, which is changed.
         user_requested: True if the user has enabled block tables.
     """
     if config._attn_implementation not in NAMES:
-        ensure(config, cb_config, user_requested)
+        original_function(config, cb_config, user_requested)
         return
-    from cab_hf.batching.served import reads_pages
+    from cab_hf.batching.served import has_page_kernel
 
     # without the kernel, block tables give correct but slow decode steps
-    if not (user_requested or reads_pages()):
+    if not (user_requested or has_page_kernel()):
         cb_config.max_blocks_per_request = 0
 
 
-def _create_batch_processor(create: Callable[..., Any], self: Any) -> Any:
+def _create_batch_processor(original_function: Callable[..., Any], self: Any) -> Any:
     """Create the batch processor of a manager; models on "cab" get a block-aligned scheduler.
 
     Args:
-        create: transformers' function.
+        original_function: transformers' function.
         self: manager.
     """
     uses_cab, config = self._cab_implementation in NAMES, self.continuous_batching_config
     user_scheduler = config.scheduler_type
     if uses_cab:
-        from cab_hf.batching.scheduler import scheduler_type
+        from cab_hf.batching.scheduler import register_block_aligned
 
-        config.scheduler_type = scheduler_type(user_scheduler)
+        config.scheduler_type = register_block_aligned(user_scheduler)
     try:
-        processor = create(self)
+        processor = original_function(self)
     finally:
         config.scheduler_type = user_scheduler
     if uses_cab:
         processor.scheduler.record_model(self.model)
         if self.model.device.type == "cuda":
-            _wait_for_resets(self.model.device)
+            _wait_for_zeroed_buffers(self.model.device)
     # `_compute_with_paged_batch` compares the attribute with the implementation of the model
     processor.model_runner._was_created_for_cab = uses_cab
     return processor
 
 
-def _wait_for_resets(device: Any) -> None:
+def _wait_for_zeroed_buffers(device: Any) -> None:
     """Wait until transformers has filled the buffers of batches with zeros.
 
     transformers writes the zeros on the current stream, and writes batches on another stream, which
@@ -315,12 +323,12 @@ def _wait_for_resets(device: Any) -> None:
 
 
 def _compute_with_paged_batch(
-    compute: Callable[..., None], self: Any, model: Any, batch_data: dict[str, Any]
+    original_function: Callable[..., None], self: Any, model: Any, batch_data: dict[str, Any]
 ) -> None:
     """Run a forward pass of a model on "cab" with a `PagedBatch` as the mask of all layers.
 
     Args:
-        compute: transformers' function.
+        original_function: transformers' function.
         self: model runner.
         model: model that the runner calls.
         batch_data: arguments of the model, by name.
@@ -328,32 +336,32 @@ def _compute_with_paged_batch(
     Raises:
         RuntimeError: if the model was switched to or from "cab" while the manager runs.
     """
-    from cab_hf.hf.fit import name_of
+    from cab_hf.hf.fit import model_name_of
 
-    name = model.config._attn_implementation
-    uses_cab = name in NAMES
+    implementation = model.config._attn_implementation
+    uses_cab = implementation in NAMES
     # a runner without a manager has no recorded implementation
     if vars(self).get("_was_created_for_cab", uses_cab) != uses_cab:
         raise RuntimeError(
-            f"{name_of(model.config)} was switched to {name!r} while continuous batching runs. "
-            "Stop its manager before you switch."
+            f"{model_name_of(model.config)} was switched to {implementation!r} while continuous "
+            "batching runs. Stop its manager before you switch."
         )
     batch = None
     if uses_cab:
         from cab_hf.call.placeholder import PagedBatch
 
         batch = PagedBatch(
-            model=name_of(model.config),
-            tokens=batch_data["input_ids"].shape[1],
-            prompts=_prompt_lengths(self.inputs_and_outputs),
+            model_name=model_name_of(model.config),
+            num_tokens=batch_data["input_ids"].shape[1],
+            prompt_lengths=_prompt_lengths(self.inputs_and_outputs),
         )
         batch_data["attention_mask"] = batch
     self.cache._batch = batch
-    compute(self, model, batch_data)
+    original_function(self, model, batch_data)
 
 
 def _defer_cache_update(
-    update: Callable[..., Any],
+    original_function: Callable[..., Any],
     self: Any,
     key_states: Any,
     value_states: Any,
@@ -367,7 +375,7 @@ def _defer_cache_update(
     function.
 
     Args:
-        update: transformers' function.
+        original_function: transformers' function.
         self: paged cache.
         key_states: keys of the new tokens.
         value_states: values of the new tokens.
@@ -376,22 +384,24 @@ def _defer_cache_update(
     """
     batch = vars(self).get("_batch")
     if batch is None or "cache" in kwargs:
-        return update(self, key_states, value_states, layer_idx=layer_idx, kwargs=kwargs)
+        return original_function(self, key_states, value_states, layer_idx=layer_idx, kwargs=kwargs)
     kwargs |= {"cache": self, "batch": batch}
     return key_states, value_states
 
 
-def _prompt_lengths(inputs: Any) -> tuple[int, ...]:
+def _prompt_lengths(buffers: Any) -> tuple[int, ...]:
     """Return the prompt length of each request of a batch, in tokens, without answers.
 
     transformers preempts a request if the cache has no free pages. The request then restarts with
     its prompt and its answer as a new prompt.
 
     Args:
-        inputs: buffers of a model runner.
+        buffers: buffers of a model runner.
     """
     # asynchronous batching alternates between two sets of buffers
-    if hasattr(inputs, "io_pairs"):
-        inputs = inputs.io_pairs[inputs.current_pair].host_io
-    states = (future.state for future in inputs.requests_in_batch)
-    return tuple(state._true_initial_tokens or len(state.initial_tokens) for state in states)
+    if hasattr(buffers, "io_pairs"):
+        buffers = buffers.io_pairs[buffers.current_pair].host_io
+    request_states = (future.state for future in buffers.requests_in_batch)
+    return tuple(
+        state._true_initial_tokens or len(state.initial_tokens) for state in request_states
+    )

@@ -13,35 +13,35 @@ from transformers.generation.continuous_batching.scheduler import (
 )
 
 from cab_hf.config import NAMES, SPARSE
-from cab_hf.hf.fit import name_of
+from cab_hf.hf.fit import model_name_of
 from cab_hf.hf.model_config import cab_config_of
 
 # prefix of the names of block-aligned schedulers in the registry of transformers
-PREFIX = "cab_"
+NAME_PREFIX = "cab_"
 
 
-def scheduler_type(name: str) -> str:
+def register_block_aligned(name: str) -> str:
     """Register the block-aligned version of a scheduler and return the name of this version.
 
     Args:
         name: name of a scheduler of transformers; an unknown name selects the FIFO scheduler.
     """
-    base = SCHEDULER_MAPPING.get(name, FIFOScheduler)
-    SCHEDULER_MAPPING[PREFIX + name] = _block_aligned(base)
-    return PREFIX + name
+    base_class = SCHEDULER_MAPPING.get(name, FIFOScheduler)
+    SCHEDULER_MAPPING[NAME_PREFIX + name] = _make_block_aligned(base_class)
+    return NAME_PREFIX + name
 
 
 @cache
-def _block_aligned(base: type[Scheduler]) -> type[Scheduler]:
+def _make_block_aligned(base_class: type[Scheduler]) -> type[Scheduler]:
     """Return a subclass of a scheduler whose chunks end at boundaries of query blocks."""
 
-    class CabScheduler(_CabScheduler, base):
+    class CabScheduler(_BlockAlignedMixin, base_class):
         pass
 
     return CabScheduler
 
 
-class _CabScheduler:
+class _BlockAlignedMixin:
     """A mixin for a scheduler of transformers that aligns chunks to query blocks.
 
     Attributes of a batch that is being scheduled:
@@ -53,7 +53,7 @@ class _CabScheduler:
         """Set the model of the scheduler, and record its settings at the first call."""
         self._model = model
         if not hasattr(self, "_settings"):
-            self._settings = _settings(model)
+            self._settings = _settings_of(model)
 
     def _process_candidates(
         self, candidates: Iterable[Any], token_budget: int, *args: Any
@@ -86,9 +86,9 @@ class _CabScheduler:
         # the caller schedules each candidate before this generator continues, so the attributes are
         # up to date
         for state in candidates:
-            budget_left = token_budget - self._num_scheduled
-            is_split = len(state.remaining_prefill_tokens) > budget_left
-            if not (is_split and self._has_prompt and budget_left < query_block):
+            num_free_tokens = token_budget - self._num_scheduled
+            is_split = len(state.remaining_prefill_tokens) > num_free_tokens
+            if not (is_split and self._has_prompt and num_free_tokens < query_block):
                 yield state
 
     def _schedule_request(
@@ -104,9 +104,9 @@ class _CabScheduler:
         """
         query_block, is_prompt = self._query_block(), bool(state.remaining_prefill_tokens)
         if query_block is not None and token_budget < len(request_tokens):
-            after_boundary = (state.position_offset + token_budget) % query_block
+            num_after_boundary = (state.position_offset + token_budget) % query_block
             # a chunk that contains no boundary is not shortened, because nothing would remain
-            token_budget -= after_boundary if after_boundary < token_budget else 0
+            token_budget -= num_after_boundary if num_after_boundary < token_budget else 0
         super()._schedule_request(state, request_tokens, token_budget, *args)
         self._num_scheduled += len(state.tokens_to_process)
         self._has_prompt |= is_prompt
@@ -123,31 +123,31 @@ class _CabScheduler:
         Raises:
             RuntimeError: if requests are being computed under the previous settings.
         """
-        before, now = self._settings, _settings(self._model)
-        if now is None or now == before:
+        old_settings, new_settings = self._settings, _settings_of(self._model)
+        if new_settings is None or new_settings == old_settings:
             return
-        waiting = self.waiting_requests.values()
-        if self.active_requests or any(state.is_cpu_offloaded for state in waiting):
-            change = f"was switched from {before[0]!r} to {now[0]!r}"
-            if before[0] == now[0]:
-                change = "received another cab_config"
+        waiting_states = self.waiting_requests.values()
+        if self.active_requests or any(state.is_cpu_offloaded for state in waiting_states):
+            change_text = f"was switched from {old_settings[0]!r} to {new_settings[0]!r}"
+            if old_settings[0] == new_settings[0]:
+                change_text = "received another cab_config"
             raise RuntimeError(
-                f"{name_of(self._model.config)} {change} while continuous batching computes "
-                "requests, whose keys and values belong to the previous settings. Wait for all "
-                "answers before you change settings."
+                f"{model_name_of(self._model.config)} {change_text} while continuous batching "
+                "computes requests, whose keys and values belong to the previous settings. Wait "
+                "for all answers before you change settings."
             )
         self.cache.evict_cached_blocks()
-        self._settings = now
+        self._settings = new_settings
 
 
-def _settings(model: Any) -> tuple[str, Any] | None:
+def _settings_of(model: Any) -> tuple[str, Any] | None:
     """Return the settings that determine cached keys and values.
 
     Returns the attention implementation, and its CabConfig or None if it is not sparse. Returns
     None if the attention implementation is not from this package.
     """
     text_config = model.config.get_text_config()
-    name = text_config._attn_implementation
-    if name not in NAMES:
+    implementation = text_config._attn_implementation
+    if implementation not in NAMES:
         return None
-    return name, cab_config_of(text_config) if name in SPARSE else None
+    return implementation, cab_config_of(text_config) if implementation in SPARSE else None

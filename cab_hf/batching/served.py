@@ -22,21 +22,24 @@ def unbatchable_reason(model: PreTrainedModel) -> str | None:
 
     Returns None if continuous batching supports the model.
     """
-    if not support.reads_a_batch():
+    if not support.passes_paged_cache():
         return f"transformers must be 5.19 or newer, got {transformers.__version__}"
-    if not all(each.config._attn_implementation in NAMES for each in support.parts(model)):
+    if not all(
+        submodel.config._attn_implementation in NAMES
+        for submodel in support.transformers_submodels(model)
+    ):
         return "some of its parts use another attention"
     if model.config.get_text_config().is_encoder_decoder:
         return "it has an encoder"
-    mixers = dict.fromkeys(type(module).__name__ for module in token_mixers(model))
-    if mixers:
-        return f"it has layers that mix tokens without attention ({', '.join(mixers)})"
-    reasons = (_unbatchable_layer(module) for _, module in attention_layers(model))
+    mixer_names = dict.fromkeys(type(module).__name__ for module in token_mixers(model))
+    if mixer_names:
+        return f"it has layers that mix tokens without attention ({', '.join(mixer_names)})"
+    reasons = (_unbatchable_layer_reason(module) for _, module in attention_layers(model))
     reason = next(filter(None, reasons), None)
     return reason and f"it has {reason}"
 
 
-def _unbatchable_layer(module: nn.Module) -> str | None:
+def _unbatchable_layer_reason(module: nn.Module) -> str | None:
     """Return the property of an attention module that is not supported, as a noun phrase.
 
     Returns None if continuous batching supports the module.
@@ -54,6 +57,6 @@ def _unbatchable_layer(module: nn.Module) -> str | None:
     return unsupported_reason(module)
 
 
-def reads_pages() -> bool:
+def has_page_kernel() -> bool:
     """Return True if a kernel is available that reads the keys of decode steps from pages."""
     return torch.cuda.is_available() and HAS_TRITON

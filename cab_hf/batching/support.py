@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # package of transformers with continuous batching
-PACKAGE = "transformers.generation.continuous_batching"
+BATCHING_PACKAGE = "transformers.generation.continuous_batching"
 
 
-def reads_a_batch() -> bool:
+def passes_paged_cache() -> bool:
     """Return True if this version of transformers passes its paged cache to attention functions."""
-    return importlib.util.find_spec(f"{PACKAGE}.cache_allocators") is not None
+    return importlib.util.find_spec(f"{BATCHING_PACKAGE}.cache_allocators") is not None
 
 
-def parts(model: Any) -> Iterator[PreTrainedModel]:
+def transformers_submodels(model: Any) -> Iterator[PreTrainedModel]:
     """Return an iterator over ``model`` and its submodules that are transformers models."""
     from transformers import PreTrainedModel
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from cab_hf.call import packing
-from cab_hf.call.forward_state import SETTINGS_CHANGED, in_backward_pass
+from cab_hf.call.forward_state import SETTINGS_CHANGED_ERROR, in_backward_pass
 from cab_hf.call.mask import MaskDetails, MaskInfo
-from cab_hf.call.scope import FORWARD_CONTEXT, is_sharded, prompt_of
+from cab_hf.call.scope import FORWARD_CONTEXT, current_prompt, is_sharded
 from cab_hf.call.validate import LayerArguments, validate_arguments
-from cab_hf.config import CabConfig, blocks_of
+from cab_hf.config import CabConfig, block_sizes
 from cab_hf.hf.fit import layer_index, warn_if_too_short
 from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
 from cab_hf.hf.rotary import slow_channels
@@ -70,16 +70,18 @@ class Call:
         """
         validate_arguments(arguments, mask)
         module, s_aux, softcap = arguments.module, arguments.s_aux, arguments.softcap
-        q, k, v = one_dtype(module, arguments.query, arguments.key, arguments.value)
+        q, k, v = cast_to_one_dtype(module, arguments.query, arguments.key, arguments.value)
         if mask is None:
             mask = _plain_mask(
                 module,
                 batch=q.shape[0],
-                queries=q.shape[2],
-                keys=k.shape[2],
+                num_queries=q.shape[2],
+                num_keys=k.shape[2],
                 window=arguments.sliding_window,
             )
-        config = mask.state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
+        config = mask.state.parse_once(
+            module.config, cab_config_in_use if sparse else cab_config_of
+        )
         call = Call(
             q=q,
             k=k,
@@ -89,7 +91,7 @@ class Call:
             config=config,
             sparse=sparse,
             work=Workload.of(
-                q, k, v, blocks_of(config), sinks=s_aux is not None, softcap=softcap is not None
+                q, k, v, block_sizes(config), sinks=s_aux is not None, softcap=softcap is not None
             ),
             mask=mask,
             # from ``arguments.key``, because a cast to another dtype drops attributes of tensors
@@ -113,12 +115,14 @@ class Call:
         if parallel is not None:
             return replace(self, mask=parallel.sharded_mask(self, position_ids, cu_seq_lens))
         if is_sharded(self.layer.config):
-            _raise_outside(self.layer)
-        mask, is_mixed = self.mask.with_documents(position_ids, cu_seq_lens, self.v)
-        if is_mixed is not None:
-            q = packing.raise_where(q, is_mixed, packing.mixed_documents_error(mask.model))
+            _raise_mask_built_outside(self.layer)
+        mask, has_mixed_documents = self.mask.with_documents(position_ids, cu_seq_lens, self.v)
+        if has_mixed_documents is not None:
+            q = packing.raise_where(
+                q, has_mixed_documents, packing.mixed_documents_error(mask.model_name)
+            )
         if self.sparse:
-            _warn_of_a_short_prompt(self.layer, mask, self.config)
+            _warn_of_short_prompt(self.layer, mask, self.config)
         return replace(self, q=q, mask=mask)
 
     def split_at_prompt_end(self) -> list[Call]:
@@ -126,8 +130,8 @@ class Call:
 
         With ``sparse_decode``, each query of the answer is a separate part.
         """
-        parts = self.mask.split_at_prompt_end(self.sparse and self.config.sparse_decode)
-        return [replace(self, q=self.q[:, :, queries], mask=mask) for queries, mask in parts]
+        mask_parts = self.mask.split_at_prompt_end(self.sparse and self.config.sparse_decode)
+        return [replace(self, q=self.q[:, :, queries], mask=mask) for queries, mask in mask_parts]
 
     def context(self, ranges: KeyRanges, shared: dict[Any, Any] | None = None) -> LayerContext:
         """Return the context of the layer for a predictor.
@@ -153,15 +157,15 @@ class Call:
 
 
 def _plain_mask(
-    module: nn.Module, *, batch: int, queries: int, keys: int, window: int | None
+    module: nn.Module, *, batch: int, num_queries: int, num_keys: int, window: int | None
 ) -> MaskInfo:
     """Return the mask of a layer that receives no mask: plain causal attention.
 
     Args:
         module: attention layer.
         batch: batch rows.
-        queries: number of queries per row.
-        keys: number of keys per row.
+        num_queries: number of queries per row.
+        num_keys: number of keys per row.
         window: width of a sliding window in tokens; None without a window.
 
     Raises:
@@ -171,9 +175,9 @@ def _plain_mask(
     """
     mask = MaskInfo(
         batch=batch,
-        q_length=queries,
-        kv_length=keys,
-        q_offset=keys - queries,
+        q_length=num_queries,
+        kv_length=num_keys,
+        q_offset=num_keys - num_queries,
         window=window or None,
         # set here, because torch.compile does not trace the default value
         details=MaskDetails(),
@@ -184,8 +188,8 @@ def _plain_mask(
         _last_calls_without_mask[module] = module.config, FORWARD_CONTEXT.get().parallel
     config, parallel = _last_calls_without_mask.get(module, (None, None))
     if config is not module.config:
-        raise RuntimeError(SETTINGS_CHANGED)
-    prompt = prompt_of(batch, module.config, keys)
+        raise RuntimeError(SETTINGS_CHANGED_ERROR)
+    prompt = current_prompt(batch, module.config, num_keys)
     return replace(mask, prompt=prompt, details=MaskDetails(parallel=parallel))
 
 
@@ -196,27 +200,27 @@ _last_calls_without_mask: WeakKeyDictionary[nn.Module, tuple[PreTrainedConfig, A
 )
 
 
-def _raise_outside(layer: nn.Module) -> NoReturn:
+def _raise_mask_built_outside(layer: nn.Module) -> NoReturn:
     """Raise an error for a layer inside `context_parallel` whose mask was built outside."""
     if in_backward_pass():
-        raise RuntimeError(SETTINGS_CHANGED)
+        raise RuntimeError(SETTINGS_CHANGED_ERROR)
     raise NotImplementedError(
         f"{type(layer).__name__} is inside context_parallel, and its mask was built outside. Call "
         "the model that was passed to context_parallel."
     )
 
 
-def _warn_of_a_short_prompt(module: nn.Module, mask: MaskInfo, config: CabConfig) -> None:
+def _warn_of_short_prompt(module: nn.Module, mask: MaskInfo, config: CabConfig) -> None:
     """Warn once if all documents of a prompt are too short for sparse attention."""
     is_first_call = mask.q_length == mask.kv_length and mask.q_length > 1
     if torch.compiler.is_compiling() or not is_first_call or mask.window is not None:
         return
-    longest = mask.longest
-    tokens = mask.kv_length if longest is None else longest.tokens
-    warn_if_too_short(tokens, config.min_length, CabConfig.min_length, module.config)
+    longest_document = mask.longest
+    num_tokens = mask.kv_length if longest_document is None else longest_document.tokens
+    warn_if_too_short(num_tokens, config.min_length, CabConfig.min_length, module.config)
 
 
-def one_dtype(
+def cast_to_one_dtype(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v in one dtype, which transformers would choose for flash attention.
@@ -229,14 +233,18 @@ def one_dtype(
         key: [B, H_kv, N_k, D].
         value: [B, H_kv, N_k, D_v].
     """
-    device = query.device.type
-    target = query.dtype
-    if torch.is_autocast_enabled(device):
-        target = torch.get_autocast_dtype(device)
+    device_type = query.device.type
+    target_dtype = query.dtype
+    if torch.is_autocast_enabled(device_type):
+        target_dtype = torch.get_autocast_dtype(device_type)
     elif query.dtype == torch.float32:
-        weights = (m.weight.dtype for m in module.modules() if isinstance(m, nn.Linear))
-        target = next(weights, query.dtype)
-        if not target.is_floating_point or target.itemsize == 1:
+        weight_dtypes = (
+            submodule.weight.dtype
+            for submodule in module.modules()
+            if isinstance(submodule, nn.Linear)
+        )
+        target_dtype = next(weight_dtypes, query.dtype)
+        if not target_dtype.is_floating_point or target_dtype.itemsize == 1:
             # quantised weights: the compute dtype is in the config
-            target = module.config.dtype or query.dtype
-    return query.to(target), key.to(target), value.to(target)
+            target_dtype = module.config.dtype or query.dtype
+    return query.to(target_dtype), key.to(target_dtype), value.to(target_dtype)

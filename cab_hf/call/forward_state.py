@@ -15,13 +15,13 @@ from cab_hf.plan import BlockIndices, BlockPlan
 MIN_TRIMMED_BYTES = 2**26
 
 # error for a layer that gradient checkpointing recomputes with other settings
-SETTINGS_CHANGED = (
+SETTINGS_CHANGED_ERROR = (
     "gradient checkpointing computes a layer again in the backward pass, and attention settings "
     "differ from the forward pass: a `with` block of cab_hf.cab or cab_hf.context_parallel was "
     "left or entered in between, or apply_cab or remove_cab was called. Call backward inside the "
     "`with` block of the forward pass."
 )
-SAMPLED_LATER = (
+SAMPLING_IN_RECOMPUTE_ERROR = (
     "gradient checkpointing with use_reentrant=True runs the forward pass without gradients, where "
     "sampled_one_in samples nothing. Set use_reentrant=False, or sampled_one_in=0."
 )
@@ -38,41 +38,43 @@ class ForwardState:
     shared: dict[Any, Any] = field(default_factory=dict)
     _cache: dict[Any, Any] = field(default_factory=dict)
     # pairs of a config and its parsed config; a list, because configs are compared by identity
-    _parsed: list[tuple[Any, Any]] = field(default_factory=list)
+    _parsed_configs: list[tuple[Any, Any]] = field(default_factory=list)
     # attention module -> settings with which it first computed attention in this forward pass
-    _settings: dict[Any, Any] = field(default_factory=dict)
+    _first_settings: dict[Any, Any] = field(default_factory=dict)
     # attention module -> its plans, if the module needs gradients
     _plans: dict[Any, list[BlockPlan]] = field(default_factory=dict)
 
-    def for_some_queries(self) -> ForwardState:
+    def for_query_slice(self) -> ForwardState:
         """Return an empty state for a slice of the queries, with the same settings and configs."""
-        return ForwardState(_parsed=self._parsed, _settings=self._settings)
+        return ForwardState(
+            _parsed_configs=self._parsed_configs, _first_settings=self._first_settings
+        )
 
-    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the result of ``make``, computed once for all layers with the same ``key``."""
+    def get_or_compute(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """Return the result of ``compute``, computed once for all layers with the same ``key``."""
         if key not in self._cache:
-            self._cache[key] = make()
+            self._cache[key] = compute()
         return self._cache[key]
 
     def store(self, key: Any, value: Any) -> None:
-        """Store a ``value`` that `cached` and `stored` return."""
+        """Store a ``value`` that `get_or_compute` and `get_stored` return."""
         self._cache[key] = value
 
-    def stored(self, key: Any) -> Any:
+    def get_stored(self, key: Any) -> Any:
         """Return the value that is cached under ``key``; None without a value."""
         return self._cache.get(key)
 
-    def parsed(self, config: Any, parse: Callable[[Any], Any]) -> Any:
+    def parse_once(self, config: Any, parse: Callable[[Any], Any]) -> Any:
         """Return ``parse(config)``, computed once per forward pass.
 
         Parsing in every layer would be slow: a config can contain long tables, and torch.compile
         traces each number that the parser reads.
         """
-        for parsed_config, result in self._parsed:
-            if parsed_config is config:
-                return result
-        self._parsed.append((config, parse(config)))
-        return self._parsed[-1][1]
+        for known_config, settings in self._parsed_configs:
+            if known_config is config:
+                return settings
+        self._parsed_configs.append((config, parse(config)))
+        return self._parsed_configs[-1][1]
 
     def require_same_settings(
         self, layer: Any, config: Any, *, sparse: bool, sampled_one_in: int
@@ -91,13 +93,15 @@ class ForwardState:
         if torch.compiler.is_compiling():
             return
         settings = (config, sparse), sampled_one_in
-        first_settings = self._settings.setdefault(layer, settings)
+        first_settings = self._first_settings.setdefault(layer, settings)
         if first_settings == settings:
             return
         if in_backward_pass():
-            is_sampled_later = first_settings[0] == settings[0]
-            raise RuntimeError(SAMPLED_LATER if is_sampled_later else SETTINGS_CHANGED)
-        self._settings[layer] = settings
+            has_same_config = first_settings[0] == settings[0]
+            raise RuntimeError(
+                SAMPLING_IN_RECOMPUTE_ERROR if has_same_config else SETTINGS_CHANGED_ERROR
+            )
+        self._first_settings[layer] = settings
 
     def plan_for_recompute(
         self, layer: Any, tensors: Sequence[Tensor], predict: Callable[[], BlockPlan]
@@ -112,14 +116,18 @@ class ForwardState:
             tensors: q, k and v of the layer.
             predict: function that selects blocks and returns a plan.
         """
-        trained = next((x for x in tensors if x.requires_grad), None)
-        if torch.compiler.is_compiling() or trained is None or is_captured(trained):
+        tensor_with_gradient = next((x for x in tensors if x.requires_grad), None)
+        if (
+            torch.compiler.is_compiling()
+            or tensor_with_gradient is None
+            or is_captured(tensor_with_gradient)
+        ):
             return predict()
         saved_plans = self._plans.setdefault(layer, [])
         if not in_backward_pass():
-            plan = trimmed(predict())
+            plan = trim_plan(predict())
             # stored on the host, because the lists of all layers need much memory of the GPU
-            saved_plans.append(narrowed(plan).map_tensors(_to_pinned_host))
+            saved_plans.append(narrow_plan(plan).map_tensors(_to_pinned_host))
             return plan
         if len(saved_plans) > 1:
             # Select blocks again: the layer was called several times, and the recomputed call is
@@ -127,7 +135,7 @@ class ForwardState:
             self.shared.clear()
         if len(saved_plans) != 1:
             return predict()
-        device = trained.device
+        device = tensor_with_gradient.device
         return saved_plans.pop().map_tensors(lambda x: x.to(device, non_blocking=True).int())
 
 
@@ -146,15 +154,15 @@ def is_captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def trimmed(plan: BlockPlan) -> BlockPlan:
+def trim_plan(plan: BlockPlan) -> BlockPlan:
     """Return the plan with padded index lists cut to the length of the longest list.
 
     Cutting waits for the device. Lists of at most `MIN_TRIMMED_BYTES` bytes are not cut.
     """
-    return plan.map_lists(_trimmed_lists)
+    return plan.map_lists(_trim_lists)
 
 
-def _trimmed_lists(lists: BlockIndices) -> BlockIndices:
+def _trim_lists(lists: BlockIndices) -> BlockIndices:
     """Return large ``lists`` cut to the length of the longest list; return others unchanged."""
     if lists.indices.nbytes <= MIN_TRIMMED_BYTES:
         return lists
@@ -162,7 +170,7 @@ def _trimmed_lists(lists: BlockIndices) -> BlockIndices:
     return BlockIndices(lists.counts, lists.indices[..., :width].contiguous())
 
 
-def narrowed(plan: BlockPlan) -> BlockPlan:
+def narrow_plan(plan: BlockPlan) -> BlockPlan:
     """Return the plan with int16 lists if all block indices are below 2**15."""
     return plan.map_tensors(lambda x: x.short()) if plan.kv_blocks < 2**15 else plan
 

@@ -11,23 +11,23 @@ from transformers.masking_utils import causal_mask_function
 
 from cab_hf.call import packing
 from cab_hf.call.mask import (
-    NON_CAUSAL,
+    NON_CAUSAL_REASON,
     MaskDetails,
     MaskInfo,
+    mask_too_short_error,
     non_causal_error,
     padding_mask_error,
-    too_short_error,
 )
 from cab_hf.call.placeholder import MaskPlaceholder
 from cab_hf.call.scope import (
     FORWARD_CONTEXT,
     Prompt,
-    prompt_of,
+    current_prompt,
     recorded_positions,
     validate_compiled,
 )
 from cab_hf.call.validate import validate_tracing, validate_vmap
-from cab_hf.hf.fit import name_of
+from cab_hf.hf.fit import model_name_of
 
 
 def cab_mask(
@@ -87,7 +87,7 @@ def cab_mask(
         device=device,
         config=config,
     )
-    return _mask_info(arguments, q_offset, position_ids)
+    return _build_mask_info(arguments, q_offset, position_ids)
 
 
 class _MaskArguments(NamedTuple):
@@ -105,7 +105,7 @@ class _MaskArguments(NamedTuple):
     config: Any
 
 
-def _mask_info(
+def _build_mask_info(
     arguments: _MaskArguments, q_offset: int | Tensor, position_ids: Tensor | None
 ) -> MaskInfo:
     """Return the result of `cab_mask` for valid arguments.
@@ -118,42 +118,44 @@ def _mask_info(
     """
     q_length, kv_offset = arguments.q_length, arguments.kv_offset
     is_eager = not torch.compiler.is_compiling()
-    prompt = _prompt(arguments, q_offset) if is_eager else None
+    prompt = _find_prompt(arguments, q_offset) if is_eager else None
     if isinstance(q_offset, Tensor):
         # copied to the host or cloned, because the counter of a static cache changes in place
-        is_readable = is_eager and (q_length > 1 or prompt is not None)
-        q_offset = int(q_offset) if is_readable else q_offset.clone()
-    first_slot = q_offset - kv_offset
-    num_written = None
-    if not isinstance(first_slot, Tensor):
+        can_read_offset = is_eager and (q_length > 1 or prompt is not None)
+        q_offset = int(q_offset) if can_read_offset else q_offset.clone()
+    first_query_slot = q_offset - kv_offset
+    num_written_keys = None
+    if not isinstance(first_query_slot, Tensor):
         # a static cache has more slots than written keys
-        num_written = min(arguments.kv_length, first_slot + q_length)
+        num_written_keys = min(arguments.kv_length, first_query_slot + q_length)
     padding_mask = None
     if arguments.attention_mask is not None:
-        padding_mask = _columns_of_padding(
+        padding_mask = _slice_padding_mask(
             arguments.attention_mask,
             batch=arguments.batch,
             first_slot=kv_offset,
-            num_slots=num_written or arguments.kv_length,
+            num_slots=num_written_keys or arguments.kv_length,
             min_tokens=q_offset + q_length,
         ).to(arguments.device)
 
-    pattern = _pattern(arguments, q_offset, is_complete=num_written == q_length)
-    model, unsupported = name_of(arguments.config), pattern.unsupported
+    pattern = _find_pattern(arguments, q_offset, has_all_keys=num_written_keys == q_length)
+    model_name, reason = model_name_of(arguments.config), pattern.unsupported_reason
     details = MaskDetails(
-        model=model,
+        model_name=model_name,
         cache_length=arguments.kv_length,
-        unsupported=None if unsupported is None else non_causal_error(model, unsupported),
+        unsupported_error=None if reason is None else non_causal_error(model_name, reason),
         parallel=FORWARD_CONTEXT.get().parallel if is_eager else None,
-        non_causal=pattern.non_causal,
-        chunk_starts=_first_real_slots(arguments) - kv_offset if _is_chunked(arguments) else None,
+        is_non_causal=pattern.is_non_causal,
+        chunk_starts=_first_unpadded_slots(arguments) - kv_offset
+        if _has_chunks(arguments)
+        else None,
         position_ids=position_ids,
     )
     return MaskInfo(
         batch=arguments.batch,
         q_length=q_length,
-        kv_length=num_written,
-        q_offset=first_slot,
+        kv_length=num_written_keys,
+        q_offset=first_query_slot,
         padding_mask=padding_mask,
         doc_ids=pattern.doc_ids,
         window=pattern.window,
@@ -162,7 +164,7 @@ def _mask_info(
     )
 
 
-def _is_chunked(arguments: _MaskArguments) -> bool:
+def _has_chunks(arguments: _MaskArguments) -> bool:
     """Return True if ``local_size`` is the size of chunks and not of a sliding window."""
     chunk_size = getattr(arguments.config, "attention_chunk_size", None)
     return arguments.local_size is not None and arguments.local_size == chunk_size
@@ -182,57 +184,64 @@ class _Pattern(NamedTuple):
     Attributes:
         window: width of a sliding window or of chunks in tokens; None without both.
         doc_ids: see `MaskInfo`.
-        unsupported: argument ``reason`` of `non_causal_error`; None if the pattern is supported.
-        non_causal: see `MaskDetails`.
+        unsupported_reason: argument ``reason`` of `non_causal_error`; None if the pattern is
+            supported.
+        is_non_causal: see `MaskDetails`.
     """
 
     window: int | None
     doc_ids: Tensor | None = None
-    unsupported: str | None = None
-    non_causal: Tensor | None = None
+    unsupported_reason: str | None = None
+    is_non_causal: Tensor | None = None
 
 
-def _pattern(arguments: _MaskArguments, q_offset: int | Tensor, *, is_complete: bool) -> _Pattern:
+def _find_pattern(
+    arguments: _MaskArguments, q_offset: int | Tensor, *, has_all_keys: bool
+) -> _Pattern:
     """Return the pattern of the mask function of transformers.
 
     Args:
         arguments: arguments of `cab_mask`.
         q_offset: position of the first query, int or 0-d tensor.
-        is_complete: True if the call contains all keys that are visible to its queries.
+        has_all_keys: True if the call contains all keys that are visible to its queries.
     """
     mask_function, window = arguments.mask_function, arguments.local_size
-    is_eager, is_chunked = not torch.compiler.is_compiling(), _is_chunked(arguments)
-    unsupported, doc_ids, non_causal = None, None, None
-    functions = None
-    if is_eager and (is_chunked or arguments.use_vmap):
-        functions = packing.combined_functions(mask_function)
+    is_eager, has_chunks = not torch.compiler.is_compiling(), _has_chunks(arguments)
+    unsupported_reason, doc_ids, is_non_causal = None, None, None
+    arguments_by_function = None
+    if is_eager and (has_chunks or arguments.use_vmap):
+        arguments_by_function = packing.find_combined_functions(mask_function)
     if arguments.use_vmap:
         # known added functions are accepted, because models with images add mask functions even to
         # prompts without images
-        if functions is None or "chunked_overlay" in functions:
-            unsupported = "adds an or_mask_function or and_mask_function"
+        if arguments_by_function is None or "chunked_overlay" in arguments_by_function:
+            unsupported_reason = "adds an or_mask_function or and_mask_function"
         else:
-            window = functions.get("sliding_window_overlay", {}).get("sliding_window", window)
-    is_plain = mask_function is causal_mask_function
-    if unsupported is None and not is_plain and arguments.q_length > 1:
-        attends_next, starts = packing.attention_to_neighbours(
+            window = arguments_by_function.get("sliding_window_overlay", {}).get(
+                "sliding_window", window
+            )
+    is_causal_function = mask_function is causal_mask_function
+    if unsupported_reason is None and not is_causal_function and arguments.q_length > 1:
+        attends_next, starts_document = packing.attention_to_neighbours(
             mask_function,
             batch=arguments.batch,
             q_offset=q_offset,
             q_length=arguments.q_length,
             device=arguments.device,
         )
-        unsupported, non_causal, doc_ids = _pattern_of_neighbours(
-            attends_next, starts, is_complete=is_complete, window=window
+        unsupported_reason, is_non_causal, doc_ids = _classify_neighbour_attention(
+            attends_next, starts_document, has_all_keys=has_all_keys, window=window
         )
-    if is_chunked and functions is not None:
+    if has_chunks and arguments_by_function is not None:
         # neighbouring tokens do not distinguish documents from chunks: use the documents that
         # transformers has detected
-        doc_ids = functions.get("packed_sequence_mask_function", {}).get("packed_sequence_mask")
-    return _Pattern(window, doc_ids, unsupported, non_causal)
+        doc_ids = arguments_by_function.get("packed_sequence_mask_function", {}).get(
+            "packed_sequence_mask"
+        )
+    return _Pattern(window, doc_ids, unsupported_reason, is_non_causal)
 
 
-def _prompt(arguments: _MaskArguments, q_offset: int | Tensor) -> Prompt | None:
+def _find_prompt(arguments: _MaskArguments, q_offset: int | Tensor) -> Prompt | None:
     """Return the prompt that a call processes; None if the layers do not need its end.
 
     Also returns None if the end of the prompt is not known, and for decode steps.
@@ -243,17 +252,17 @@ def _prompt(arguments: _MaskArguments, q_offset: int | Tensor) -> Prompt | None:
             first decode step.
     """
     q_length = arguments.q_length
-    end = None if isinstance(q_offset, Tensor) else q_offset + q_length
-    prompt = prompt_of(arguments.batch, arguments.config, end)
+    call_end = None if isinstance(q_offset, Tensor) else q_offset + q_length
+    prompt = current_prompt(arguments.batch, arguments.config, call_end)
     if prompt is None:
         return None
-    is_over = prompt.progress.is_over(q_offset, prompt.end)
-    is_windowed = bool(arguments.kv_offset) or arguments.local_size is not None
+    is_prompt_over = prompt.progress.is_over(q_offset, prompt.end)
+    has_window = bool(arguments.kv_offset) or arguments.local_size is not None
     # layers with a window do not need the prompt, and a single query after it is a decode step
-    return None if is_windowed or (is_over and q_length == 1) else prompt
+    return None if has_window or (is_prompt_over and q_length == 1) else prompt
 
 
-def _first_real_slots(arguments: _MaskArguments) -> Tensor:
+def _first_unpadded_slots(arguments: _MaskArguments) -> Tensor:
     """Return int64 [B], the slot of the first token without padding of every row."""
     attention_mask, device = arguments.attention_mask, arguments.device
     if attention_mask is None:
@@ -261,35 +270,35 @@ def _first_real_slots(arguments: _MaskArguments) -> Tensor:
     return attention_mask.bool().int().argmax(-1).to(device)
 
 
-def _pattern_of_neighbours(
-    attends_next: Tensor, starts: Tensor, *, is_complete: bool, window: int | None
+def _classify_neighbour_attention(
+    attends_next: Tensor, starts_document: Tensor, *, has_all_keys: bool, window: int | None
 ) -> tuple[str | None, Tensor | None, Tensor | None]:
     """Return the fields of `_Pattern` that follow from the attention between neighbouring tokens.
 
     Args:
         attends_next: bool [], True if any token attends to the next token.
-        starts: bool [B, N_q], True for tokens that do not attend to the previous token.
-        is_complete: True if the call contains all keys that are visible to its queries.
+        starts_document: bool [B, N_q], True for tokens that do not attend to the previous token.
+        has_all_keys: True if the call contains all keys that are visible to its queries.
         window: width of a sliding window in tokens; None without a window.
 
     Returns:
-        ``unsupported``, ``non_causal`` and ``doc_ids``.
+        ``unsupported_reason``, ``is_non_causal`` and ``doc_ids``.
     """
     is_eager = not torch.compiler.is_compiling()
-    unsupported, non_causal, has_documents = None, attends_next, True
+    unsupported_reason, is_non_causal, has_documents = None, attends_next, True
     if is_eager:
-        is_non_causal, has_documents = torch.stack((attends_next, starts.any())).tolist()
-        unsupported, non_causal = NON_CAUSAL if is_non_causal else None, None
-    if has_documents and is_complete:
-        return unsupported, non_causal, starts.cumsum(-1)
+        attends_forward, has_documents = torch.stack((attends_next, starts_document.any())).tolist()
+        unsupported_reason, is_non_causal = NON_CAUSAL_REASON if attends_forward else None, None
+    if has_documents and has_all_keys:
+        return unsupported_reason, is_non_causal, starts_document.cumsum(-1)
     if has_documents and is_eager and window is None:
-        unsupported = unsupported or (
+        unsupported_reason = unsupported_reason or (
             "has a mask that hides the previous token from a token, in a call with a cache"
         )
-    return unsupported, non_causal, None
+    return unsupported_reason, is_non_causal, None
 
 
-def _columns_of_padding(
+def _slice_padding_mask(
     attention_mask: Tensor,
     *,
     batch: int,
@@ -309,19 +318,19 @@ def _columns_of_padding(
     Raises:
         ValueError: if the mask has another number of rows, or fewer than ``min_tokens`` tokens.
     """
-    rows, tokens = attention_mask.shape
-    if rows != batch:
+    num_rows, num_tokens = attention_mask.shape
+    if num_rows != batch:
         raise ValueError(
             f"attention_mask must have {batch} rows, one for each sequence of the batch, got "
-            f"{rows}. Pass one row for each sequence."
+            f"{num_rows}. Pass one row for each sequence."
         )
     padding_mask = attention_mask[:, first_slot : first_slot + num_slots].bool()
     if isinstance(min_tokens, Tensor):
-        is_too_short = (min_tokens > tokens).to(attention_mask.device)
+        is_too_short = (min_tokens > num_tokens).to(attention_mask.device)
         padding_mask = packing.raise_where(
-            padding_mask, is_too_short, too_short_error(tokens, "more")
+            padding_mask, is_too_short, mask_too_short_error(num_tokens, "more")
         )
-    elif tokens < min_tokens:
-        raise ValueError(too_short_error(tokens, min_tokens))
+    elif num_tokens < min_tokens:
+        raise ValueError(mask_too_short_error(num_tokens, min_tokens))
     # unwritten slots of a static cache count as padding
     return F.pad(padding_mask, (0, num_slots - padding_mask.shape[1]), value=False)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from cab_hf.call.packing import (
     DocumentLength,
     document_lengths,
-    first_tokens,
+    is_first_token,
     read_document_lengths,
 )
 from cab_hf.ops.attention.complete import with_sinks
@@ -57,10 +57,10 @@ class BlockLayout:
         kv_length: number of written key slots.
         query_order: reordering of the queries; None if the order does not change.
         key_order: reordering of the keys; None if the order does not change.
-        document_queries: int [B, N'_q], number of queries in the document of each query position.
-            None if no document is shorter than the call, or if lengths are not known.
-        document_tokens: int [B, N'_q], number of tokens in the same document. None if
-            ``document_queries`` is None.
+        num_document_queries: int [B, N'_q], number of queries in the document of each query
+            position. None if no document is shorter than the call, or if lengths are not known.
+        num_document_tokens: int [B, N'_q], number of tokens in the same document. None if
+            ``num_document_queries`` is None.
         lengths: `DocumentLength` of each document of each row, on the host; None if reading the
             lengths would wait for the device.
     """
@@ -69,8 +69,8 @@ class BlockLayout:
     kv_length: int
     query_order: TokenPermutation | None = None
     key_order: TokenPermutation | None = None
-    document_queries: Tensor | None = None
-    document_tokens: Tensor | None = None
+    num_document_queries: Tensor | None = None
+    num_document_tokens: Tensor | None = None
     lengths: Sequence[Sequence[DocumentLength]] | None = None
 
     @classmethod
@@ -105,28 +105,30 @@ class BlockLayout:
         options = LayoutOptions() if options is None else options
         if padding_mask is None and doc_ids is None:
             ranges = KeyRanges.causal(batch, q_length, kv_length, device=device, q_slot=q_offset)
-            return cls._unmoved(ranges, kv_length, options)
+            return cls._build_unmoved(ranges, kv_length, options)
         if doc_ids is not None and torch.compiler.is_compiling():
             ranges = _ranges_without_layout(doc_ids, padding_mask)
-            return cls(_in_window(ranges, options.window), kv_length)
-        is_real = padding_mask
-        if is_real is None:
-            is_real = torch.ones(batch, kv_length, dtype=torch.bool, device=device)
+            return cls(_limit_to_window(ranges, options.window), kv_length)
+        is_valid_key = padding_mask
+        if is_valid_key is None:
+            is_valid_key = torch.ones(batch, kv_length, dtype=torch.bool, device=device)
         if isinstance(q_offset, Tensor):
             query_slots = torch.arange(q_length, device=device) + q_offset
             # slots after the last query are not written
-            is_real = is_real & (torch.arange(kv_length, device=device) <= query_slots[-1])
+            is_valid_key = is_valid_key & (
+                torch.arange(kv_length, device=device) <= query_slots[-1]
+            )
         else:
             query_slots = slice(q_offset, q_offset + q_length)
         if doc_ids is None:
-            positions = _positions_of_rows(is_real, query_slots, options)
+            positions = _positions_of_rows(is_valid_key, query_slots, options)
         else:
             positions = _positions_of_documents(
-                is_real, query_slots, doc_ids, lengths=options.lengths, align=align
+                is_valid_key, query_slots, doc_ids, lengths=options.lengths, align=align
             )
             options = options._replace(lengths=positions.lengths)
-        return cls._moved(
-            is_real,
+        return cls._build_moved(
+            is_valid_key,
             query_slots,
             positions,
             has_padding=padding_mask is not None,
@@ -134,7 +136,9 @@ class BlockLayout:
         )
 
     @classmethod
-    def _unmoved(cls, ranges: KeyRanges, kv_length: int, options: LayoutOptions) -> BlockLayout:
+    def _build_unmoved(
+        cls, ranges: KeyRanges, kv_length: int, options: LayoutOptions
+    ) -> BlockLayout:
         """Return the layout of a call without padding and documents, whose keys do not move.
 
         Args:
@@ -143,23 +147,26 @@ class BlockLayout:
             options: see `build`; ``block_offset`` is one number for all rows.
         """
         ranges = replace(ranges, sequence_end=options.sequence_end)
-        ranges = _in_window(ranges, options.window)
+        ranges = _limit_to_window(ranges, options.window)
         if options.block_offset:
-            layout = cls._shifted(ranges, kv_length, options.block_offset)
+            layout = cls._build_shifted(ranges, kv_length, options.block_offset)
         else:
             layout = cls(ranges, kv_length)
         if isinstance(options.sequence_end, Tensor):
             # this chunk has no padding, but rows of the complete prompt have different lengths
-            tokens = options.sequence_end.expand(-1, layout.ranges.end.shape[1])
+            num_tokens = options.sequence_end.expand(-1, layout.ranges.end.shape[1])
             layout = replace(
-                layout, document_queries=tokens, document_tokens=tokens, lengths=options.lengths
+                layout,
+                num_document_queries=num_tokens,
+                num_document_tokens=num_tokens,
+                lengths=options.lengths,
             )
         return layout
 
     @classmethod
-    def _moved(
+    def _build_moved(
         cls,
-        is_real: Tensor,
+        is_valid_key: Tensor,
         query_slots: Tensor | slice,
         positions: _Positions,
         *,
@@ -169,27 +176,33 @@ class BlockLayout:
         """Return the layout that moves tokens to ``positions``.
 
         Args:
-            is_real: bool [B, N_k], True for written keys without padding.
+            is_valid_key: bool [B, N_k], True for written keys without padding.
             query_slots: slots of the queries.
             positions: positions of keys and queries.
             has_padding: True if some tokens have no position.
             options: see `build`.
         """
-        kv_length, is_real_query = is_real.shape[1], is_real[:, query_slots]
-        key_source, has_key = _invert(positions.keys, is_real, positions.num_keys)
-        query_source, has_query = _invert(positions.queries, is_real_query, positions.num_queries)
+        kv_length, is_valid_query = is_valid_key.shape[1], is_valid_key[:, query_slots]
+        key_indices, has_key = _invert_positions(
+            positions.key_positions, is_valid_key, positions.num_key_positions
+        )
+        query_indices, has_query = _invert_positions(
+            positions.query_positions, is_valid_query, positions.num_query_positions
+        )
 
-        def by_query(values: Tensor, fill: int) -> Tensor:
+        def move_to_queries(slot_values: Tensor, fill_value: int) -> Tensor:
             """Move one value per slot to the query positions, int32 [B, N'_q].
 
-            Positions without a query have the value ``fill``.
+            Positions without a query have the value ``fill_value``.
             """
-            moved = values.expand(-1, kv_length)[:, query_slots].gather(1, query_source)
-            return moved.masked_fill(~has_query, fill).to(torch.int32)
+            moved_values = slot_values.expand(-1, kv_length)[:, query_slots].gather(
+                1, query_indices
+            )
+            return moved_values.masked_fill(~has_query, fill_value).to(torch.int32)
 
         ranges = KeyRanges(
-            start=by_query(positions.document_start, 0),
-            end=by_query(positions.keys, -1),
+            start=move_to_queries(positions.document_start, 0),
+            end=move_to_queries(positions.key_positions, -1),
             key_valid=has_key,
             aligned=True,
             documents=positions.num_documents,
@@ -198,73 +211,90 @@ class BlockLayout:
         window = options.window
         if window is not None:
             # positions of the first key inside the window of each slot
-            window_start = F.pad(is_real.cumsum(-1), (window, 0))[:, :kv_length] + positions.shift
-            ranges = _windowed(ranges, by_query(window_start, 0))
+            window_start = (
+                F.pad(is_valid_key.cumsum(-1), (window, 0))[:, :kv_length] + positions.shift
+            )
+            ranges = _drop_keys_before_window(ranges, move_to_queries(window_start, 0))
         return cls(
             ranges=ranges,
             kv_length=kv_length,
-            query_order=TokenPermutation.of(
-                source=query_source,
-                filled=has_query,
-                target=positions.queries,
-                real=is_real_query if has_padding else None,
+            query_order=TokenPermutation.from_row_indices(
+                token_indices=query_indices,
+                has_token=has_query,
+                positions=positions.query_positions,
+                has_position=is_valid_query if has_padding else None,
             ),
-            key_order=TokenPermutation.of(
-                source=key_source,
-                filled=has_key,
-                target=positions.keys,
-                real=is_real if has_padding else None,
+            key_order=TokenPermutation.from_row_indices(
+                token_indices=key_indices,
+                has_token=has_key,
+                positions=positions.key_positions,
+                has_position=is_valid_key if has_padding else None,
             ),
-            document_queries=by_query(positions.document_queries, 0),
-            document_tokens=by_query(positions.document_tokens, 0),
+            num_document_queries=move_to_queries(positions.num_document_queries, 0),
+            num_document_tokens=move_to_queries(positions.num_document_tokens, 0),
             lengths=options.lengths,
         )
 
     @classmethod
-    def _shifted(cls, ranges: KeyRanges, kv_length: int, num_vacant: int) -> BlockLayout:
+    def _build_shifted(cls, ranges: KeyRanges, kv_length: int, num_vacant: int) -> BlockLayout:
         """Return a layout with ``num_vacant`` vacant positions before the first query."""
-        batch, tokens = ranges.end.shape
-        target = torch.arange(num_vacant, num_vacant + tokens, device=ranges.end.device)
-        source = torch.arange(-num_vacant, tokens, device=ranges.end.device)
-        filled = (source >= 0).expand(batch, -1)
-        source, target = source.clamp(min=0).expand(batch, -1), target.expand(batch, -1)
+        batch, num_tokens = ranges.end.shape
+        query_positions = torch.arange(
+            num_vacant, num_vacant + num_tokens, device=ranges.end.device
+        )
+        query_indices = torch.arange(-num_vacant, num_tokens, device=ranges.end.device)
+        has_query = (query_indices >= 0).expand(batch, -1)
+        query_indices, query_positions = (
+            query_indices.clamp(min=0).expand(batch, -1),
+            query_positions.expand(batch, -1),
+        )
         ranges = replace(
             ranges,
             start=F.pad(ranges.start, (num_vacant, 0)),
             end=F.pad(ranges.end, (num_vacant, 0), value=-1),
         )
-        query_order = TokenPermutation.of(source=source, filled=filled, target=target, real=None)
+        query_order = TokenPermutation.from_row_indices(
+            token_indices=query_indices,
+            has_token=has_query,
+            positions=query_positions,
+            has_position=None,
+        )
         return cls(ranges, kv_length, query_order)
 
-    def rows_below_min_length(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
+    def query_blocks_below_min_length(
+        self, min_queries: int, min_tokens: int, query_block: int
+    ) -> Tensor | None:
         """Return the query blocks of short documents, int64 [B, R], filled with -1.
 
         Returns None if no document is short.
 
         Args:
-            queries: documents with fewer queries are short.
-            tokens: documents with fewer tokens are short.
+            min_queries: documents with fewer queries are short.
+            min_tokens: documents with fewer tokens are short.
             query_block: query block size in tokens, a divisor of the ``align`` of `build`.
         """
-        if self.document_queries is None:
+        if self.num_document_queries is None:
             return None
         if self.lengths is None:
             # upper bound, because reading the lengths would wait for the device
-            num_blocks = -(-max(queries, tokens) // query_block)
+            num_blocks = -(-max(min_queries, min_tokens) // query_block)
         else:
-            short = [
-                [x for x in row if x.queries < queries or x.tokens < tokens] for row in self.lengths
+            short_documents = [
+                [x for x in row if x.queries < min_queries or x.tokens < min_tokens]
+                for row in self.lengths
             ]
-            num_blocks = max(sum(-(-x.queries // query_block) for x in row) for row in short)
+            num_blocks = max(
+                sum(-(-x.queries // query_block) for x in row) for row in short_documents
+            )
         if num_blocks == 0:
             return None
         # positional, because `cached_per_ranges` accepts no keywords
-        return _short_documents(
+        return _query_blocks_of_short_documents(
             self.ranges,
-            self.document_queries,
-            self.document_tokens,
-            queries,
-            tokens,
+            self.num_document_queries,
+            self.num_document_tokens,
+            min_queries,
+            min_tokens,
             query_block,
             num_blocks,
         )
@@ -278,17 +308,21 @@ class BlockLayout:
         x = x[:, :, : self.kv_length]
         return x if self.key_order is None else self.key_order.apply(x)
 
-    def choose(self, predictor: Predictor, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
+    def choose(
+        self, predictor: Predictor, q: Tensor, k: Tensor, context: LayerContext
+    ) -> BlockPlan:
         """Return the plan that ``predictor`` selects, without gradient.
 
         Args:
             predictor: method that selects blocks.
             q: [B, H, N', D], result of `queries`.
             k: [B, H_kv, N'_k, D], result of `keys`.
-            call: context of the layer.
+            context: context of the layer.
         """
         with torch.no_grad():
-            return predictor.choose(q, predictor.summary_of(k, self.ranges.key_valid, call), call)
+            return predictor.choose(
+                q, predictor.summary_of(k, self.ranges.key_valid, context), context
+            )
 
     def full_plan(self) -> BlockPlan:
         """Return the plan of all visible blocks, with blocks of `DENSE_BLOCK_SIZE` tokens."""
@@ -330,16 +364,16 @@ class BlockLayout:
 
 
 @cached_per_ranges
-def full_plan(ranges: KeyRanges, size: int) -> BlockPlan:
-    """Return the plan of all visible blocks of ``size`` tokens, cached for all layers."""
-    return BlockPlan.causal(ranges, 1, size, size)
+def full_plan(ranges: KeyRanges, block_size: int) -> BlockPlan:
+    """Return the plan of all visible blocks of ``block_size`` tokens, cached for all layers."""
+    return BlockPlan.causal(ranges, 1, block_size, block_size)
 
 
 @cached_per_ranges
-def _short_documents(
+def _query_blocks_of_short_documents(
     ranges: KeyRanges,
-    document_queries: Tensor,
-    document_tokens: Tensor,
+    num_document_queries: Tensor,
+    num_document_tokens: Tensor,
     min_queries: int,
     min_tokens: int,
     query_block: int,
@@ -351,14 +385,14 @@ def _short_documents(
 
     Args:
         ranges: visible keys of each query.
-        document_queries: int [B, N'_q], number of queries in the document of each query.
-        document_tokens: int [B, N'_q], number of tokens in the document of each query.
+        num_document_queries: int [B, N'_q], number of queries in the document of each query.
+        num_document_tokens: int [B, N'_q], number of tokens in the document of each query.
         min_queries: documents with fewer queries are short.
         min_tokens: documents with fewer tokens are short.
         query_block: query block size, in tokens.
         max_blocks: upper bound of the number of query blocks per row.
     """
-    is_short = (document_queries < min_queries) | (document_tokens < min_tokens)
+    is_short = (num_document_queries < min_queries) | (num_document_tokens < min_tokens)
     is_short = is_short & (ranges.end >= 0)
     is_short = F.pad(is_short, (0, -is_short.shape[1] % query_block))
     return row_indices(is_short.unflatten(1, (-1, query_block)).any(-1), max_blocks)
@@ -368,69 +402,71 @@ class _Positions(NamedTuple):
     """The positions in a layout to which the tokens of a call move.
 
     Attributes:
-        keys: int64 [B, N_k], position of each key.
-        queries: int64 [B, N_q], position of each query.
-        num_keys: number of positions for keys.
-        num_queries: number of positions for queries.
+        key_positions: int64 [B, N_k], position of each key.
+        query_positions: int64 [B, N_q], position of each query.
+        num_key_positions: number of positions for keys.
+        num_query_positions: number of positions for queries.
         document_start: int64 [B, N_k], position of the first token in the document of each key.
         shift: int64 [B, N_k], position of each key minus the number of earlier keys of its row
             that are not padding.
         num_documents: documents per row.
-        document_queries: int64 [B, 1 or N_k], number of queries in the document of each key.
-        document_tokens: int64 [B, 1 or N_k], number of tokens in the document of each key.
+        num_document_queries: int64 [B, 1 or N_k], number of queries in the document of each key.
+        num_document_tokens: int64 [B, 1 or N_k], number of tokens in the document of each key.
         lengths: `DocumentLength` of every document of each row; None for rows without documents.
     """
 
-    keys: Tensor
-    queries: Tensor
-    num_keys: int
-    num_queries: int
+    key_positions: Tensor
+    query_positions: Tensor
+    num_key_positions: int
+    num_query_positions: int
     document_start: Tensor
     shift: Tensor
     num_documents: int
-    document_queries: Tensor
-    document_tokens: Tensor
+    num_document_queries: Tensor
+    num_document_tokens: Tensor
     lengths: Sequence[Sequence[DocumentLength]] | None = None
 
 
 def _positions_of_rows(
-    is_real: Tensor, query_slots: Tensor | slice, options: LayoutOptions
+    is_valid_key: Tensor, query_slots: Tensor | slice, options: LayoutOptions
 ) -> _Positions:
     """Return the positions of rows with padding, each of which is one document.
 
     Args:
-        is_real: bool [B, N_k], True for written keys without padding.
+        is_valid_key: bool [B, N_k], True for written keys without padding.
         query_slots: slots of the queries.
         options: see `BlockLayout.build`.
     """
-    is_real_query, keys = is_real[:, query_slots], is_real.cumsum(-1) - 1
-    zeros = torch.zeros_like(keys)
+    is_valid_query, key_positions = is_valid_key[:, query_slots], is_valid_key.cumsum(-1) - 1
+    zeros = torch.zeros_like(key_positions)
     # queries move left, without gaps
-    queries, num_queries = is_real_query.cumsum(-1) - 1, is_real_query.shape[1]
+    query_positions, num_queries = is_valid_query.cumsum(-1) - 1, is_valid_query.shape[1]
     block_offset = options.block_offset
     if block_offset:
-        queries = queries + torch.tensor(block_offset, device=is_real.device).unsqueeze(1)
+        query_positions = query_positions + torch.tensor(
+            block_offset, device=is_valid_key.device
+        ).unsqueeze(1)
         num_queries += max(block_offset)
     if options.sequence_end is None:
-        document_queries = is_real_query.sum(-1, keepdim=True)
-        document_tokens = is_real.sum(-1, keepdim=True)
+        num_document_queries = is_valid_query.sum(-1, keepdim=True)
+        num_document_tokens = is_valid_key.sum(-1, keepdim=True)
     else:
-        document_queries = document_tokens = options.sequence_end
+        num_document_queries = num_document_tokens = options.sequence_end
     return _Positions(
-        keys=keys,
-        queries=queries,
-        num_keys=is_real.shape[1],
-        num_queries=num_queries,
+        key_positions=key_positions,
+        query_positions=query_positions,
+        num_key_positions=is_valid_key.shape[1],
+        num_query_positions=num_queries,
         document_start=zeros,
         shift=zeros,
         num_documents=1,
-        document_queries=document_queries,
-        document_tokens=document_tokens,
+        num_document_queries=num_document_queries,
+        num_document_tokens=num_document_tokens,
     )
 
 
 def _positions_of_documents(
-    is_real: Tensor,
+    is_valid_key: Tensor,
     query_slots: Tensor | slice,
     doc_ids: Tensor,
     *,
@@ -440,45 +476,45 @@ def _positions_of_documents(
     """Return the positions of packed documents, each of which starts at a block border.
 
     Args:
-        is_real: bool [B, N_k], True for written keys without padding.
+        is_valid_key: bool [B, N_k], True for written keys without padding.
         query_slots: slots of the queries.
         doc_ids: int [B, N_k], document of each key.
         lengths: `DocumentLength` of each document of each row; None to read them from the device.
         align: larger one of the two block sizes, in tokens.
     """
     if lengths is None:
-        lengths = read_document_lengths(is_real, doc_ids)
-    num_tokens = document_lengths(is_real, doc_ids, len(lengths[0]))
-    document_start, shift = _aligned_documents(num_tokens, doc_ids, align)
-    keys = is_real.cumsum(-1) - 1 + shift
+        lengths = read_document_lengths(is_valid_key, doc_ids)
+    num_tokens = document_lengths(is_valid_key, doc_ids, len(lengths[0]))
+    document_start, shift = _align_documents(num_tokens, doc_ids, align)
+    key_positions = is_valid_key.cumsum(-1) - 1 + shift
     # at least one position, also for a call that is all padding
-    num_positions = max(1, *(_aligned_length(row, align) for row in lengths))
-    document_tokens = num_tokens.gather(1, doc_ids.to(torch.int64))
+    num_positions = max(1, *(_count_aligned_positions(row, align) for row in lengths))
+    num_document_tokens = num_tokens.gather(1, doc_ids.to(torch.int64))
     return _Positions(
-        keys=keys,
+        key_positions=key_positions,
         # queries have the positions of their keys
-        queries=keys[:, query_slots],
-        num_keys=num_positions,
-        num_queries=num_positions,
+        query_positions=key_positions[:, query_slots],
+        num_key_positions=num_positions,
+        num_query_positions=num_positions,
         document_start=document_start,
         shift=shift,
         num_documents=len(lengths[0]),
-        document_queries=document_tokens,
-        document_tokens=document_tokens,
+        num_document_queries=num_document_tokens,
+        num_document_tokens=num_document_tokens,
         lengths=lengths,
     )
 
 
-def _in_window(ranges: KeyRanges, window: int | None) -> KeyRanges:
+def _limit_to_window(ranges: KeyRanges, window: int | None) -> KeyRanges:
     """Return ``ranges`` limited to the last ``window`` keys of each query.
 
     If ``window`` is None, all keys remain. The keys of a query must be consecutive, without padding
     between them.
     """
-    return ranges if window is None else _windowed(ranges, ranges.end - (window - 1))
+    return ranges if window is None else _drop_keys_before_window(ranges, ranges.end - (window - 1))
 
 
-def _windowed(ranges: KeyRanges, window_start: Tensor) -> KeyRanges:
+def _drop_keys_before_window(ranges: KeyRanges, window_start: Tensor) -> KeyRanges:
     """Return ``ranges`` without the keys before the window of each query.
 
     Args:
@@ -489,12 +525,14 @@ def _windowed(ranges: KeyRanges, window_start: Tensor) -> KeyRanges:
     return replace(ranges, start=start, aligned=False)
 
 
-def _invert(target: Tensor, is_real: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
+def _invert_positions(
+    positions: Tensor, has_position: Tensor, num_positions: int
+) -> tuple[Tensor, Tensor]:
     """Return the token at each position of a layout.
 
     Args:
-        target: int64 [B, N], position of each token.
-        is_real: bool [B, N], True for tokens that have a position.
+        positions: int64 [B, N], position of each token.
+        has_position: bool [B, N], True for tokens that have a position.
         num_positions: number N' of positions.
 
     Returns:
@@ -502,18 +540,22 @@ def _invert(target: Tensor, is_real: Tensor, num_positions: int) -> tuple[Tensor
         True for positions with a token.
     """
     # tokens without a position move to an additional column
-    column = target.masked_fill(~is_real, num_positions)
-    slots = torch.arange(target.shape[1], device=target.device).expand_as(target)
-    source = slots.new_zeros(target.shape[0], num_positions + 1).scatter(1, column, slots)
-    filled = torch.zeros_like(source, dtype=torch.bool).scatter(1, column, True)
-    return source[:, :num_positions], filled[:, :num_positions]
+    scatter_positions = positions.masked_fill(~has_position, num_positions)
+    tokens = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+    token_indices = tokens.new_zeros(positions.shape[0], num_positions + 1).scatter(
+        1, scatter_positions, tokens
+    )
+    has_token = torch.zeros_like(token_indices, dtype=torch.bool).scatter(
+        1, scatter_positions, True
+    )
+    return token_indices[:, :num_positions], has_token[:, :num_positions]
 
 
-def _aligned_documents(num_tokens: Tensor, doc_ids: Tensor, align: int) -> tuple[Tensor, Tensor]:
+def _align_documents(document_tokens: Tensor, doc_ids: Tensor, align: int) -> tuple[Tensor, Tensor]:
     """Return where documents start if each starts at a multiple of ``align``.
 
     Args:
-        num_tokens: int64 [B, documents], number of tokens of each document.
+        document_tokens: int64 [B, documents], number of tokens of each document.
         doc_ids: int [B, N_k], document of each key.
         align: larger one of the two block sizes, in tokens.
 
@@ -521,19 +563,21 @@ def _aligned_documents(num_tokens: Tensor, doc_ids: Tensor, align: int) -> tuple
         The start of the document of each key, and the difference between this start and the start
         without alignment; both int64 [B, N_k].
     """
-    padded = (num_tokens + align - 1) // align * align
-    aligned_starts, packed_starts = (F.pad(x.cumsum(-1), (1, -1)) for x in (padded, num_tokens))
+    padded_lengths = (document_tokens + align - 1) // align * align
+    aligned_starts, packed_starts = (
+        F.pad(x.cumsum(-1), (1, -1)) for x in (padded_lengths, document_tokens)
+    )
     doc_ids = doc_ids.to(torch.int64)
     document_start = aligned_starts.gather(1, doc_ids)
     return document_start, document_start - packed_starts.gather(1, doc_ids)
 
 
-def _aligned_length(lengths: Sequence[DocumentLength], align: int) -> int:
+def _count_aligned_positions(lengths: Sequence[DocumentLength], align: int) -> int:
     """Return the number of positions of a row whose documents start at multiples of ``align``."""
     start = end = 0
-    for _, tokens in lengths:
-        end = start + tokens if tokens else end
-        start += -(-tokens // align) * align
+    for _, num_tokens in lengths:
+        end = start + num_tokens if num_tokens else end
+        start += -(-num_tokens // align) * align
     return end
 
 
@@ -555,10 +599,10 @@ def _ranges_without_layout(doc_ids: Tensor, padding_mask: Tensor | None) -> KeyR
             "a model with sinks or soft caps, where 'cab' cannot read padding. Leave it out, or do "
             "not compile."
         )
-    slot = torch.arange(doc_ids.shape[1], device=doc_ids.device, dtype=torch.int32)
-    slot = slot.expand_as(doc_ids)
-    first_slot = slot.masked_fill(~first_tokens(doc_ids), 0).cummax(-1).values
-    return KeyRanges(first_slot, slot, torch.ones_like(doc_ids, dtype=torch.bool))
+    slots = torch.arange(doc_ids.shape[1], device=doc_ids.device, dtype=torch.int32)
+    slots = slots.expand_as(doc_ids)
+    document_start = slots.masked_fill(~is_first_token(doc_ids), 0).cummax(-1).values
+    return KeyRanges(document_start, slots, torch.ones_like(doc_ids, dtype=torch.bool))
 
 
 @dataclass(frozen=True, eq=False)
@@ -569,52 +613,63 @@ class TokenPermutation:
     without sums. A position without a token has an arbitrary value and no gradient.
 
     Attributes:
-        source: int64 [B * N'], index of the token at each position, counted over the batch. Vacant
-            positions have the first token of their row.
-        vacant: bool [B, N'], True for positions without a token.
-        target: int64 [B * N], index of the position of each token, counted over the batch. Padding
-            has the first position of its row.
-        padding: bool [B, N], True for tokens without a position; None if all tokens have one.
+        token_indices: int64 [B * N'], index of the token at each position, counted over the batch.
+            Vacant positions have the first token of their row.
+        is_vacant: bool [B, N'], True for positions without a token.
+        position_indices: int64 [B * N], index of the position of each token, counted over the
+            batch. Padding has the first position of its row.
+        is_padding: bool [B, N], True for tokens without a position; None if all tokens have one.
     """
 
-    source: Tensor
-    vacant: Tensor
-    target: Tensor
-    padding: Tensor | None
+    token_indices: Tensor
+    is_vacant: Tensor
+    position_indices: Tensor
+    is_padding: Tensor | None
 
     @classmethod
-    def of(
-        cls, source: Tensor, filled: Tensor, target: Tensor, real: Tensor | None
+    def from_row_indices(
+        cls,
+        token_indices: Tensor,
+        has_token: Tensor,
+        positions: Tensor,
+        has_position: Tensor | None,
     ) -> TokenPermutation:
         """Build a reordering from indices within a row.
 
         Args:
-            source: int64 [B, N'], token at each position.
-            filled: bool [B, N'], True for positions with a token.
-            target: int64 [B, N], position of each token.
-            real: bool [B, N], True for tokens with a position; None for all tokens.
+            token_indices: int64 [B, N'], token at each position.
+            has_token: bool [B, N'], True for positions with a token.
+            positions: int64 [B, N], position of each token.
+            has_position: bool [B, N], True for tokens with a position; None for all tokens.
         """
-        padding = None if real is None else ~real
-        target = target if padding is None else target.masked_fill(padding, 0)
-        if len(source) > 1:
-            row = torch.arange(len(source), device=source.device).unsqueeze(1)
-            num_tokens, num_positions = target.shape[1], source.shape[1]
-            source, target = source + row * num_tokens, target + row * num_positions
-        return cls(source.flatten(), ~filled, target.flatten(), padding)
+        is_padding = None if has_position is None else ~has_position
+        positions = positions if is_padding is None else positions.masked_fill(is_padding, 0)
+        if len(token_indices) > 1:
+            row = torch.arange(len(token_indices), device=token_indices.device).unsqueeze(1)
+            num_tokens, num_positions = positions.shape[1], token_indices.shape[1]
+            token_indices, positions = (
+                token_indices + row * num_tokens,
+                positions + row * num_positions,
+            )
+        return cls(token_indices.flatten(), ~has_token, positions.flatten(), is_padding)
 
     def apply(self, x: Tensor) -> Tensor:
         """Return x [B, H, N, D] in the new order, [B, H, N', D] with strides of [B, N', H, D]."""
-        return _Gather.apply(x, self.source, None, self.target, self.padding)
+        return _GatherTokens.apply(
+            x, self.token_indices, None, self.position_indices, self.is_padding
+        )
 
     def undo(self, x: Tensor) -> Tensor:
         """Return x [B, H, N', D] in the old order, [B, H, N, D], with zeros at padding.
 
         The strides are those of [B, N, H, D].
         """
-        return _Gather.apply(x, self.target, self.padding, self.source, self.vacant)
+        return _GatherTokens.apply(
+            x, self.position_indices, self.is_padding, self.token_indices, self.is_vacant
+        )
 
 
-class _Gather(torch.autograd.Function):
+class _GatherTokens(torch.autograd.Function):
     """`_gather_tokens` with a gradient, which gathers by the inverse indices.
 
     The gradient is ``_gather_tokens(grad, inverse, inverse_zero)``.
@@ -624,33 +679,33 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        index: Tensor,
-        zero: Tensor | None,
-        inverse: Tensor,
-        inverse_zero: Tensor | None,
+        token_indices: Tensor,
+        is_zero: Tensor | None,
+        inverse_indices: Tensor,
+        inverse_is_zero: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(inverse, inverse_zero)
-        return _gather_tokens(x, index, zero)
+        ctx.save_for_backward(inverse_indices, inverse_is_zero)
+        return _gather_tokens(x, token_indices, is_zero)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inverse, inverse_zero = ctx.saved_tensors
-        return _gather_tokens(grad, inverse, inverse_zero), None, None, None, None
+        inverse_indices, inverse_is_zero = ctx.saved_tensors
+        return _gather_tokens(grad, inverse_indices, inverse_is_zero), None, None, None, None
 
 
-def _gather_tokens(x: Tensor, index: Tensor, zero: Tensor | None) -> Tensor:
+def _gather_tokens(x: Tensor, token_indices: Tensor, is_zero: Tensor | None) -> Tensor:
     """Gather tokens of x [B, H, N, D] and return [B, H, N', D].
 
     Models pass tensors with strides of [B, N, H, D]. Other tensors are copied first.
 
     Args:
         x: [B, H, N, D].
-        index: int64 [B * N'], tokens to gather, counted over the batch.
-        zero: bool [B, N'], True for results that are zero; None for no zeros.
+        token_indices: int64 [B * N'], tokens to gather, counted over the batch.
+        is_zero: bool [B, N'], True for results that are zero; None for no zeros.
     """
     batch, heads, _, dim = x.shape
-    tokens = x.transpose(1, 2).reshape(-1, heads * dim).index_select(0, index)
-    tokens = tokens.view(batch, -1, heads, dim)
-    if zero is not None:
-        tokens = tokens.masked_fill_(zero[:, :, None, None], 0.0)
-    return tokens.transpose(1, 2)
+    gathered_tokens = x.transpose(1, 2).reshape(-1, heads * dim).index_select(0, token_indices)
+    gathered_tokens = gathered_tokens.view(batch, -1, heads, dim)
+    if is_zero is not None:
+        gathered_tokens = gathered_tokens.masked_fill_(is_zero[:, :, None, None], 0.0)
+    return gathered_tokens.transpose(1, 2)

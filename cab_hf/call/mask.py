@@ -17,7 +17,7 @@ from cab_hf.call import packing
 from cab_hf.call.forward_state import ForwardState
 from cab_hf.call.layout import BlockLayout, LayoutOptions
 from cab_hf.call.packing import (
-    CONSTANT_END,
+    MIN_EQUAL_END_TOKENS,
     DocumentLength,
     Packing,
     detect_packing,
@@ -25,11 +25,11 @@ from cab_hf.call.packing import (
 )
 from cab_hf.call.placeholder import MaskPlaceholder
 from cab_hf.call.scope import Prompt
-from cab_hf.checks import short, warn_once
+from cab_hf.checks import short_repr, warn_once
 
 # keys of cached results in `ForwardState`
-PACKING = "packing"
-LENGTHS = "document lengths"
+PACKING_KEY = "packing"
+LENGTHS_KEY = "document lengths"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -37,13 +37,13 @@ class MaskDetails:
     """The properties of a mask that few functions need.
 
     Attributes:
-        model: name of the model, for error messages.
+        model_name: name of the model, for error messages.
         cache_length: length of the key tensor of a layer; None if not known.
-        unsupported: message of the error that the first layer with this mask raises; None if the
-            mask is supported. `cab_mask` does not raise, because some masks are never used.
-        parallel: `Parallel` of the ranks that share the sequence; None with one process.
-        non_causal: bool [], True if a token attends to a later token. The first layer that uses the
-            mask then fails on the device. None if the host has checked the mask.
+        unsupported_error: message of the error that the first layer with this mask raises; None if
+            the mask is supported. `cab_mask` does not raise, because some masks are never used.
+        parallel: `ParallelSettings` of the ranks that share the sequence; None with one process.
+        is_non_causal: bool [], True if a token attends to a later token. The first layer that uses
+            the mask then fails on the device. None if the host has checked the mask.
         chunk_starts: int64 [B], slot from which chunks of a row are counted, for layers with
             chunked attention and without documents; None for other layers.
         position_ids: int [B or 1, N_q] that the model passes to its mask functions; None if the
@@ -54,11 +54,11 @@ class MaskDetails:
         max_documents: upper bound of the number of documents per row; None if the host has none.
     """
 
-    model: str = "this model"
+    model_name: str = "this model"
     cache_length: int | None = None
-    unsupported: str | None = None
+    unsupported_error: str | None = None
     parallel: Any = None
-    non_causal: Tensor | None = None
+    is_non_causal: Tensor | None = None
     chunk_starts: Tensor | None = None
     position_ids: Tensor | None = None
     dense_block_size: int | None = None
@@ -100,71 +100,81 @@ class MaskInfo(MaskPlaceholder):
     state: ForwardState = field(default_factory=lambda: ForwardState())
 
     @property
-    def model(self) -> str:
+    def model_name(self) -> str:
         """Name of the model, for error messages."""
-        return self.details.model
+        return self.details.model_name
 
     def __getitem__(self, index: Any) -> MaskInfo:
         """Return the mask ``mask[:, :, -n:, :]`` of the last n queries, which Gemma 4 uses.
 
         Raises:
-            UsedAsTensor: for any other index.
+            MaskUsedAsTensorError: for any other index.
         """
-        everything = slice(None)
+        full_slice = slice(None)
         queries = index[2] if isinstance(index, tuple) and len(index) == 4 else None
-        if not isinstance(queries, slice) or index != (everything, everything, queries, everything):
+        if not isinstance(queries, slice) or index != (full_slice, full_slice, queries, full_slice):
             return super().__getitem__(index)
         start, stop, step = queries.indices(self.q_length)
         if (stop, step) != (self.q_length, 1) or start == stop:
             return super().__getitem__(index)
-        stored = self.state.stored(PACKING)
-        mask = self if stored is None else self._with_packing(stored)
+        stored_packing = self.state.get_stored(PACKING_KEY)
+        mask = self if stored_packing is None else self._with_packing(stored_packing)
         return mask.slice_queries(start, stop)
 
     def slice_queries(self, start: int, stop: int) -> MaskInfo:
         """Return the mask of the queries ``start`` to ``stop - 1``, without later keys."""
         if (start, stop) == (0, self.q_length):
             return self
-        changes: dict[str, Any] = {"q_length": stop - start, "q_offset": self.q_offset + start}
+        changed_fields: dict[str, Any] = {
+            "q_length": stop - start,
+            "q_offset": self.q_offset + start,
+        }
         if stop < self.q_length:
-            end = changes["kv_length"] = self.q_offset + stop
-            tensors = {"padding_mask": self.padding_mask, "doc_ids": self.doc_ids}
-            changes |= {name: x[:, :end] for name, x in tensors.items() if x is not None}
+            key_end = changed_fields["kv_length"] = self.q_offset + stop
+            key_tensors = {"padding_mask": self.padding_mask, "doc_ids": self.doc_ids}
+            changed_fields |= {
+                name: x[:, :key_end] for name, x in key_tensors.items() if x is not None
+            }
         details = self.details
         if details.position_ids is not None:
             details = replace(details, position_ids=details.position_ids[..., start:stop])
-        lengths = details.lengths or self.state.stored(LENGTHS)
-        state = self.state.for_some_queries()
-        sliced = replace(self, **changes, details=replace(details, lengths=lengths), state=state)
+        lengths = details.lengths or self.state.get_stored(LENGTHS_KEY)
+        state = self.state.for_query_slice()
+        sliced_mask = replace(
+            self, **changed_fields, details=replace(details, lengths=lengths), state=state
+        )
         if lengths is not None and self.doc_ids is None:
             # the slice changes the number of queries in padded rows: compute the lengths again
-            sliced = sliced._with_packing(sliced._detect())
-        if self.state.stored(PACKING) is not None:
-            state.store(PACKING, sliced._packing)
-        return sliced
+            sliced_mask = sliced_mask._with_packing(sliced_mask._detect_packing())
+        if self.state.get_stored(PACKING_KEY) is not None:
+            state.store(PACKING_KEY, sliced_mask._packing)
+        return sliced_mask
 
-    def split_at_prompt_end(self, steps: bool) -> list[tuple[slice, MaskInfo]]:
+    def split_at_prompt_end(self, separate_steps: bool) -> list[tuple[slice, MaskInfo]]:
         """Return the parts of the call that are computed separately: prompt, and answer.
 
         Args:
-            steps: True to return each token of the answer as a separate part, as in decode steps.
+            separate_steps: True to return each token of the answer as a separate part, as in decode
+                steps.
 
         Returns:
             For each part: the slice of its queries, and the mask of these queries.
         """
         if self.prompt is None:
             return [(slice(None), self)]
-        num_prompt = min(max(self.prompt.end - self.q_offset, 0), self.q_length)
-        cuts = range(num_prompt, self.q_length) if steps else (num_prompt,)
-        borders = sorted({0, *cuts, self.q_length})
-        if len(borders) == 2:
+        num_prompt_queries = min(max(self.prompt.end - self.q_offset, 0), self.q_length)
+        cut_indices = (
+            range(num_prompt_queries, self.q_length) if separate_steps else (num_prompt_queries,)
+        )
+        part_borders = sorted({0, *cut_indices, self.q_length})
+        if len(part_borders) == 2:
             # not cached in ``state``, which would then contain the mask to which it belongs
             return [(slice(None), self)]
-        return self.state.cached(
-            ("prompt and answer", steps),
+        return self.state.get_or_compute(
+            ("prompt and answer", separate_steps),
             lambda: [
                 (slice(start, stop), self.slice_queries(start, stop))
-                for start, stop in pairwise(borders)
+                for start, stop in pairwise(part_borders)
             ],
         )
 
@@ -183,22 +193,22 @@ class MaskInfo(MaskPlaceholder):
         """True if the mask is causal, without padding, documents and window."""
         return self.padding_mask is None and self.doc_ids is None and self.window is None
 
-    def tail_start(self, blocks: int, query_block: int) -> int | None:
-        """Return the slot at which the last ``blocks`` query blocks of the prompt start.
+    def tail_start(self, num_blocks: int, query_block: int) -> int | None:
+        """Return the slot at which the last ``num_blocks`` query blocks of the prompt start.
 
         Returns None if rows end at different slots, or if the end of the prompt is not known.
 
         Args:
-            blocks: number of query blocks.
+            num_blocks: number of query blocks.
             query_block: query block size, in tokens.
         """
         if not self.is_prefill or self.prompt.lengths is not None or self.doc_ids is not None:
             return None
-        return max(0, self.prompt.end - blocks * query_block) // query_block * query_block
+        return max(0, self.prompt.end - num_blocks * query_block) // query_block * query_block
 
     @property
     def lengths(self) -> list[list[DocumentLength]] | None:
-        """DocumentLength of each document, as one list of `DocumentLength` per row.
+        """One list per row, with the `DocumentLength` of each document.
 
         In a prompt whose end is known, each row is one document, and its length is the length of
         the complete prompt. None if each row is one sequence without padding, or if waiting for the
@@ -214,7 +224,7 @@ class MaskInfo(MaskPlaceholder):
         is_known = self.details.lengths is not None or self.doc_ids is None
         if is_known or torch.compiler.is_compiling():
             return self.details.lengths
-        return self.state.cached(LENGTHS, self._document_lengths)
+        return self.state.get_or_compute(LENGTHS_KEY, self._document_lengths)
 
     def _document_lengths(self) -> list[list[DocumentLength]]:
         """Return the `DocumentLength` of each packed document of each row. Waits for the device."""
@@ -266,11 +276,13 @@ class MaskInfo(MaskPlaceholder):
             ValueError: if ``cu_seqlens`` has another number of tokens.
             NotImplementedError: if ``cu_seqlens`` is set in a call that continues a cache.
         """
-        stored, mixed = self.state.stored(PACKING), None
-        if stored is None:
-            stored, mixed = self._detect_documents(position_ids, cu_seqlens, value)
-            self.state.store(PACKING, stored)
-        return self._with_packing(stored), mixed
+        stored_packing, has_mixed_documents = self.state.get_stored(PACKING_KEY), None
+        if stored_packing is None:
+            stored_packing, has_mixed_documents = self._detect_documents(
+                position_ids, cu_seqlens, value
+            )
+            self.state.store(PACKING_KEY, stored_packing)
+        return self._with_packing(stored_packing), has_mixed_documents
 
     @property
     def _packing(self) -> Packing:
@@ -282,13 +294,18 @@ class MaskInfo(MaskPlaceholder):
             max_documents=self.details.max_documents,
         )
 
-    def _with_packing(self, detected: Packing) -> MaskInfo:
-        """Return the mask with the documents and the padding in ``detected``."""
+    def _with_packing(self, detected_packing: Packing) -> MaskInfo:
+        """Return the mask with the documents and the padding in ``detected_packing``."""
         details = replace(
-            self.details, lengths=detected.lengths, max_documents=detected.max_documents
+            self.details,
+            lengths=detected_packing.lengths,
+            max_documents=detected_packing.max_documents,
         )
         return replace(
-            self, padding_mask=detected.padding_mask, doc_ids=detected.doc_ids, details=details
+            self,
+            padding_mask=detected_packing.padding_mask,
+            doc_ids=detected_packing.doc_ids,
+            details=details,
         )
 
     def _detect_documents(
@@ -301,31 +318,33 @@ class MaskInfo(MaskPlaceholder):
             cu_seqlens: int [documents + 1], cumulative lengths of documents, or None.
             value: [B, H_kv, N, D_v] of the layer, or None.
         """
-        mask = self if self.details.non_causal is None else self._failing_if_non_causal()
-        is_complete = self.q_length == self.kv_length
-        if cu_seqlens is not None and not is_complete:
+        mask = self if self.details.is_non_causal is None else self._raise_if_non_causal()
+        has_all_keys = self.q_length == self.kv_length
+        if cu_seqlens is not None and not has_all_keys:
             raise NotImplementedError(
                 f"cu_seq_lens_q is set in a call of {self.q_length} tokens that continues a cache; "
                 "'cab' packs documents in one call. Leave out cu_seq_lens_q, or the cache."
             )
-        mixed, positions = None, None
+        has_mixed_documents, positions = None, None
         if self.q_length > 1:
             positions = self._one_dimensional_positions(position_ids)
         if torch.compiler.is_compiling() and cu_seqlens is None and positions is not None:
-            mixed, positions = mask._mixed(positions), None
-        if not is_complete or self.q_length == 1:
+            has_mixed_documents, positions = mask._has_mixed_documents(positions), None
+        if not has_all_keys or self.q_length == 1:
             positions = cu_seqlens = None
-        if not is_complete or self.batch == 1:
+        if not has_all_keys or self.batch == 1:
             value = None
-        detected = mask._detect(positions, cu_seqlens, value)
-        self._warn_of_padding(detected)
+        detected_packing = mask._detect_packing(positions, cu_seqlens, value)
+        self._warn_of_padding(detected_packing)
         chunk_starts = self.details.chunk_starts
-        if chunk_starts is not None and detected.doc_ids is not None:
-            doc_ids = packing.in_chunks(detected.doc_ids, detected.padding_mask, self.window)
-            detected = detected._replace(doc_ids=doc_ids, max_documents=None)
-        return detected, mixed
+        if chunk_starts is not None and detected_packing.doc_ids is not None:
+            doc_ids = packing.split_into_chunks(
+                detected_packing.doc_ids, detected_packing.padding_mask, self.window
+            )
+            detected_packing = detected_packing._replace(doc_ids=doc_ids, max_documents=None)
+        return detected_packing, has_mixed_documents
 
-    def _detect(
+    def _detect_packing(
         self,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
@@ -338,22 +357,22 @@ class MaskInfo(MaskPlaceholder):
             cu_seqlens: int [documents + 1], cumulative lengths of documents, or None.
             value: [B, H_kv, N, D_v] of the first layer, or None.
         """
-        is_step = self.q_length == 1 and not self.is_prefill
-        may_wait = not is_step and not torch.compiler.is_compiling()
-        end = self.q_offset + self.q_length
+        is_decode_step = self.q_length == 1 and not self.is_prefill
+        may_wait = not is_decode_step and not torch.compiler.is_compiling()
+        query_end = self.q_offset + self.q_length
         return detect_packing(
             position_ids,
             cu_seqlens,
             self.padding_mask,
             batch=self.batch,
-            queries=slice(self.q_offset, end) if may_wait else slice(None),
+            query_slots=slice(self.q_offset, query_end) if may_wait else slice(None),
             kv_length=self.kv_length,
             doc_ids=self.doc_ids,
             value=value,
             may_wait=may_wait,
         )
 
-    def _mixed(self, position_ids: Tensor) -> Tensor | None:
+    def _has_mixed_documents(self, position_ids: Tensor) -> Tensor | None:
         """Return bool [], True if the mask does not separate documents of ``position_ids``.
 
         Returns None if the call continues a cache, or if transformers has already separated the
@@ -362,31 +381,38 @@ class MaskInfo(MaskPlaceholder):
         Args:
             position_ids: int [B or 1, N_q], which restart where a document starts.
         """
-        continues = self.kv_length is not None and self.q_length != self.kv_length
-        if continues or (self.doc_ids is not None and self.details.chunk_starts is None):
+        continues_cache = self.kv_length is not None and self.q_length != self.kv_length
+        if continues_cache or (self.doc_ids is not None and self.details.chunk_starts is None):
             return None
         padding_mask = self.padding_mask
         if padding_mask is not None:
             padding_mask = padding_mask[:, : self.q_length]
-        starts = packing.document_starts(position_ids, padding_mask)
+        starts_document = packing.document_starts(position_ids, padding_mask)
         if self.doc_ids is None:
-            mixed = (starts.sum(-1) > 1).any()
+            has_mixed_documents = (starts_document.sum(-1) > 1).any()
         else:
             # ``doc_ids`` are chunks here: a document that starts inside a chunk is not separated
-            mixed = (starts & ~packing.first_tokens(self.doc_ids)).any()
+            has_mixed_documents = (starts_document & ~packing.is_first_token(self.doc_ids)).any()
         # only the device has the length of a static cache, which a call continues unless it is at 0
-        return mixed if self.kv_length is not None else mixed & (self.q_offset == 0)
+        return (
+            has_mixed_documents
+            if self.kv_length is not None
+            else has_mixed_documents & (self.q_offset == 0)
+        )
 
-    def _failing_if_non_causal(self) -> MaskInfo:
+    def _raise_if_non_causal(self) -> MaskInfo:
         """Return the mask with an operation that fails on the device for non-causal attention."""
-        is_refused, error = self.details.non_causal, non_causal_error(self.model, NON_CAUSAL)
+        is_non_causal, error = (
+            self.details.is_non_causal,
+            non_causal_error(self.model_name, NON_CAUSAL_REASON),
+        )
         if self.doc_ids is not None:
-            return replace(self, doc_ids=packing.raise_where(self.doc_ids, is_refused, error))
+            return replace(self, doc_ids=packing.raise_where(self.doc_ids, is_non_causal, error))
         padding_mask = self.padding_mask
         if padding_mask is None:
             shape = self.batch, self.kv_length or self.details.cache_length
-            padding_mask = torch.ones(shape, dtype=torch.bool, device=is_refused.device)
-        return replace(self, padding_mask=packing.raise_where(padding_mask, is_refused, error))
+            padding_mask = torch.ones(shape, dtype=torch.bool, device=is_non_causal.device)
+        return replace(self, padding_mask=packing.raise_where(padding_mask, is_non_causal, error))
 
     def _one_dimensional_positions(self, position_ids: Tensor | None) -> Tensor | None:
         """Return position ids with one integer per token, int [B or 1, N_q].
@@ -398,21 +424,25 @@ class MaskInfo(MaskPlaceholder):
             position_ids: position ids of the layer; None to read the position ids of the mask.
         """
         shapes = (1, self.q_length), (self.batch, self.q_length)
-        for ids in (position_ids, self.details.position_ids):
-            if ids is not None and not ids.is_floating_point() and tuple(ids.shape) in shapes:
-                return ids
+        for candidate_ids in (position_ids, self.details.position_ids):
+            if (
+                candidate_ids is not None
+                and not candidate_ids.is_floating_point()
+                and tuple(candidate_ids.shape) in shapes
+            ):
+                return candidate_ids
         return None
 
-    def _warn_of_padding(self, detected: Packing) -> None:
+    def _warn_of_padding(self, detected_packing: Packing) -> None:
         """Warn once per process and model if some rows of a batch end in equal tokens."""
-        rows = detected.num_constant_ends
-        if 0 < rows < self.batch and detected.doc_ids is None:
+        num_rows = detected_packing.num_rows_with_equal_ends
+        if 0 < num_rows < self.batch and detected_packing.doc_ids is None:
             warn_once(
-                (self.model, "right padding"),
-                f"{self.model} reads {self.batch} sequences without an attention_mask, of which "
-                f"{rows} end in {CONSTANT_END} or more equal tokens. If these are padding, 'cab' "
-                "reads them as real tokens, and the result of a row depends on the others. Pass "
-                "the attention_mask of the tokenizer.",
+                (self.model_name, "right padding"),
+                f"{self.model_name} reads {self.batch} sequences without an attention_mask, of "
+                f"which {num_rows} end in {MIN_EQUAL_END_TOKENS} or more equal tokens. If these "
+                "are padding, 'cab' reads them as real tokens, and the result of a row depends on "
+                "the others. Pass the attention_mask of the tokenizer.",
             )
 
     def layout(
@@ -452,7 +482,9 @@ class MaskInfo(MaskPlaceholder):
                 ),
             )
 
-        return self.state.cached(("layout", query_block, key_block, device, from_start), build)
+        return self.state.get_or_compute(
+            ("layout", query_block, key_block, device, from_start), build
+        )
 
     def _block_offset(self, query_block: int) -> int | list[int]:
         """Return the position of the first query in its query block, in tokens.
@@ -498,81 +530,89 @@ class MaskInfo(MaskPlaceholder):
         """
 
         def count_keys() -> tuple[Tensor, Tensor]:
-            length = self.q_offset + self.q_length
-            if isinstance(length, Tensor):
-                length = length.to(device).reshape(1)
+            num_written = self.q_offset + self.q_length
+            if isinstance(num_written, Tensor):
+                num_written = num_written.to(device).reshape(1)
             else:
-                length = torch.full((1,), length, dtype=torch.int64, device=device)
-            tokens = length.expand(self.batch)
+                num_written = torch.full((1,), num_written, dtype=torch.int64, device=device)
+            num_tokens = num_written.expand(self.batch)
             if self.padding_mask is not None:
                 padding_mask = self.padding_mask.to(device)
-                is_written = torch.arange(padding_mask.shape[1], device=device) < length
-                tokens = (padding_mask & is_written).sum(-1)
+                is_written = torch.arange(padding_mask.shape[1], device=device) < num_written
+                num_tokens = (padding_mask & is_written).sum(-1)
             if isinstance(decode_tokens, int):
-                num_keys = torch.full_like(tokens, decode_tokens)
+                num_keys = torch.full_like(num_tokens, decode_tokens)
             else:
-                num_keys = (tokens * decode_tokens).ceil().long()
-            all_keys = torch.iinfo(torch.int32).max
-            return length, num_keys.masked_fill(tokens < min_tokens, all_keys).to(torch.int32)
+                num_keys = (num_tokens * decode_tokens).ceil().long()
+            max_int32 = torch.iinfo(torch.int32).max
+            return num_written, num_keys.masked_fill(num_tokens < min_tokens, max_int32).to(
+                torch.int32
+            )
 
-        return self.state.cached(("decode budget", device), count_keys)
+        return self.state.get_or_compute(("decode budget", device), count_keys)
 
-    def dense_rows(self, start: int, stop: int, low: int, high: int, device: Any) -> Tensor:
+    def dense_mask(
+        self, query_start: int, query_stop: int, key_start: int, key_stop: int, device: Any
+    ) -> Tensor:
         """Return the dense mask of some queries and keys, True for visible keys.
 
         Args:
-            start: index of the first query in this call.
-            stop: index after the last query.
-            low: first key slot.
-            high: slot after the last key.
+            query_start: index of the first query in this call.
+            query_stop: index after the last query.
+            key_start: first key slot.
+            key_stop: slot after the last key.
             device: device of the mask.
 
         Returns:
             bool [B or 1, 1, stop - start, high - low].
         """
-        query = self.q_offset + torch.arange(start, stop, device=device).unsqueeze(-1)
-        key = torch.arange(low, high, device=device)
-        visible = key <= query
+        query_slots = self.q_offset + torch.arange(
+            query_start, query_stop, device=device
+        ).unsqueeze(-1)
+        key_slots = torch.arange(key_start, key_stop, device=device)
+        is_visible = key_slots <= query_slots
         if self.window is not None:
-            visible = visible & (key > query - self.window)
-        visible = visible.unsqueeze(0)
+            is_visible = is_visible & (key_slots > query_slots - self.window)
+        is_visible = is_visible.unsqueeze(0)
         if self.padding_mask is not None:
-            visible = visible & self.padding_mask[:, None, low:high].to(device)
+            is_visible = is_visible & self.padding_mask[:, None, key_start:key_stop].to(device)
         if self.details.chunk_starts is not None and self.doc_ids is None:
             chunk_start = self.details.chunk_starts.to(device).view(-1, 1, 1)
-            chunk_of_key = (key - chunk_start) // self.window
-            chunk_of_query = (query - chunk_start) // self.window
-            visible = visible & (chunk_of_key == chunk_of_query)
+            chunk_of_key = (key_slots - chunk_start) // self.window
+            chunk_of_query = (query_slots - chunk_start) // self.window
+            is_visible = is_visible & (chunk_of_key == chunk_of_query)
         if self.doc_ids is not None:
             doc_ids = self.doc_ids.to(device)
-            doc_of_query = doc_ids[:, self.q_offset + start : self.q_offset + stop, None]
-            visible = visible & (doc_of_query == doc_ids[:, None, low:high])
+            doc_of_query = doc_ids[
+                :, self.q_offset + query_start : self.q_offset + query_stop, None
+            ]
+            is_visible = is_visible & (doc_of_query == doc_ids[:, None, key_start:key_stop])
         # a padding query attends to itself, because softmax over no keys is NaN
-        return (visible | (key == query)).unsqueeze(1)
+        return (is_visible | (key_slots == query_slots)).unsqueeze(1)
 
 
 # reason for `non_causal_error`
-NON_CAUSAL = "has a mask that lets tokens attend to later tokens"
+NON_CAUSAL_REASON = "has a mask that lets tokens attend to later tokens"
 
 
-def non_causal_error(model: str, reason: str) -> str:
+def non_causal_error(model_name: str, reason: str) -> str:
     """Return the error message for a model whose mask has an unsupported pattern.
 
     Args:
-        model: name of the model.
+        model_name: name of the model.
         reason: property of the mask, as the predicate of a sentence about the model.
     """
     return (
-        f"{model} {reason}; 'cab' computes causal attention, with or without sliding windows. "
+        f"{model_name} {reason}; 'cab' computes causal attention, with or without sliding windows. "
         "Load the model with attn_implementation='sdpa'."
     )
 
 
-def too_short_error(tokens: int, keys: int | str) -> str:
+def mask_too_short_error(num_tokens: int, num_keys: int | str) -> str:
     """Return the error message for an attention_mask with fewer tokens than keys."""
     return (
-        f"attention_mask has {tokens} tokens and there are {keys} keys. Pass one number for each "
-        "token, including the tokens in the cache."
+        f"attention_mask has {num_tokens} tokens and there are {num_keys} keys. Pass one "
+        "number for each token, including the tokens in the cache."
     )
 
 
@@ -580,5 +620,5 @@ def padding_mask_error(mask: Any) -> str:
     """Return the error message for an attention_mask that is not a padding mask."""
     return (
         "attention_mask must be None or the 2-D padding mask [batch, tokens] of the tokenizer, got "
-        f"{short(mask)}. Use attn_implementation='sdpa' for other masks."
+        f"{short_repr(mask)}. Use attn_implementation='sdpa' for other masks."
     )

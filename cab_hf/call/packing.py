@@ -14,10 +14,10 @@ from transformers.masking_utils import causal_mask_function
 from cab_hf.checks import require
 
 # number of equal tokens at the end of a row that look like padding
-CONSTANT_END = 4
+MIN_EQUAL_END_TOKENS = 4
 # tokens count as equal if their V vectors in the first layer differ by at most this factor times
 # the largest absolute number
-SAME_VALUE = 1e-3
+EQUAL_VALUE_TOLERANCE = 1e-3
 
 
 class DocumentLength(NamedTuple):
@@ -43,14 +43,15 @@ class Packing(NamedTuple):
             otherwise None.
         max_documents: upper bound of the number of documents per row; None if only the device has
             the number.
-        num_constant_ends: number of rows that end in equal tokens, which look like right padding.
+        num_rows_with_equal_ends: number of rows that end in equal tokens, which look like right
+            padding.
     """
 
     padding_mask: Tensor | None
     doc_ids: Tensor | None
     lengths: list[list[DocumentLength]] | None = None
     max_documents: int | None = None
-    num_constant_ends: int = 0
+    num_rows_with_equal_ends: int = 0
 
 
 def detect_packing(
@@ -59,7 +60,7 @@ def detect_packing(
     padding_mask: Tensor | None,
     *,
     batch: int,
-    queries: slice,
+    query_slots: slice,
     kv_length: int | None,
     doc_ids: Tensor | None = None,
     value: Tensor | None = None,
@@ -72,7 +73,7 @@ def detect_packing(
         cu_seqlens: int [documents + 1], cumulative lengths, read instead of position ids; or None.
         padding_mask: bool [B, N_k], False for padding keys; None without padding.
         batch: batch rows.
-        queries: slots of the queries.
+        query_slots: slots of the queries.
         kv_length: number of written keys.
         doc_ids: int [B, N_k], the known document of each key; None to detect documents.
         value: [B, H_kv, N, D_v] of the first layer, to detect rows that look padded; or None.
@@ -81,27 +82,27 @@ def detect_packing(
     Raises:
         ValueError: if ``cu_seqlens`` has another number of tokens.
     """
-    max_documents = starts = None
+    max_documents = starts_document = None
     if doc_ids is None and cu_seqlens is not None:
-        doc_ids = documents_between(cu_seqlens, batch, kv_length)
+        doc_ids = doc_ids_from_cu_seq_lens(cu_seqlens, batch, kv_length)
         max_documents = cu_seqlens.shape[0]
     elif doc_ids is None and position_ids is not None:
-        starts = document_starts(position_ids, padding_mask)
+        starts_document = document_starts(position_ids, padding_mask)
     if not may_wait:
         return Packing(padding_mask, doc_ids, max_documents=max_documents)
     device_counts = {}
-    if starts is not None:
-        device_counts["documents"] = starts.sum(-1).expand(batch)
+    if starts_document is not None:
+        device_counts["documents"] = starts_document.sum(-1).expand(batch)
     if padding_mask is not None:
-        device_counts["queries"] = padding_mask[:, queries].sum(-1)
+        device_counts["queries"] = padding_mask[:, query_slots].sum(-1)
         device_counts["tokens"] = padding_mask.sum(-1)
     if value is not None and padding_mask is None and doc_ids is None:
-        device_counts["constant ends"] = ends_in_equal_tokens(value).long()
-    counts = _read_together(device_counts)
-    if starts is not None:
+        device_counts["rows with equal ends"] = ends_in_equal_tokens(value).long()
+    counts = _read_from_device(device_counts)
+    if starts_document is not None:
         max_documents = max(counts["documents"])
         if max_documents > 1:
-            doc_ids = (starts.cumsum(-1) - 1).clamp(min=0).expand(batch, -1)
+            doc_ids = (starts_document.cumsum(-1) - 1).clamp(min=0).expand(batch, -1)
     if padding_mask is not None and all(count == kv_length for count in counts["tokens"]):
         # no key is padding: drop the mask, because kernels without a mask are faster
         padding_mask = None
@@ -111,18 +112,18 @@ def detect_packing(
         doc_ids=doc_ids,
         lengths=_lengths_of_rows(counts) if has_row_lengths else None,
         max_documents=max_documents,
-        num_constant_ends=sum(counts.get("constant ends", ())),
+        num_rows_with_equal_ends=sum(counts.get("rows with equal ends", ())),
     )
 
 
-def _read_together(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+def _read_from_device(device_counts: dict[str, Tensor]) -> dict[str, list[int]]:
     """Return int64 tensors [B] as lists of numbers, by name. Waits for the device at most once."""
-    if not tensors:
+    if not device_counts:
         return {}
     # the model's tensors can be on several devices
-    device = list(tensors.values())[-1].device
-    rows = torch.stack([x.to(device) for x in tensors.values()]).tolist()
-    return dict(zip(tensors, rows, strict=True))
+    device = list(device_counts.values())[-1].device
+    host_counts = torch.stack([x.to(device) for x in device_counts.values()]).tolist()
+    return dict(zip(device_counts, host_counts, strict=True))
 
 
 def _lengths_of_rows(counts: dict[str, list[int]]) -> list[list[DocumentLength]]:
@@ -138,9 +139,9 @@ def _lengths_of_rows(counts: dict[str, list[int]]) -> list[list[DocumentLength]]
 def ends_in_equal_tokens(value: Tensor) -> Tensor:
     """Return bool [B], True for rows of ``value`` [B, H_kv, N, D_v] that end in equal tokens."""
     # detached, because autograd must save no tensors here: a recomputed layer skips this code
-    last_values = value[:, :, -CONSTANT_END:].detach().float()
+    last_values = value[:, :, -MIN_EQUAL_END_TOKENS:].detach().float()
     difference = (last_values - last_values[:, :, -1:]).flatten(1).abs().amax(-1)
-    return difference <= SAME_VALUE * last_values.flatten(1).abs().amax(-1)
+    return difference <= EQUAL_VALUE_TOLERANCE * last_values.flatten(1).abs().amax(-1)
 
 
 def read_document_lengths(
@@ -157,8 +158,8 @@ def read_document_lengths(
     """
     if max_documents is None:
         max_documents = int(doc_ids.max()) + 1
-    tokens = document_lengths(padding_mask, doc_ids, max_documents)
-    return [[DocumentLength(count, count) for count in row] for row in tokens.tolist()]
+    num_tokens = document_lengths(padding_mask, doc_ids, max_documents)
+    return [[DocumentLength(length, length) for length in row] for row in num_tokens.tolist()]
 
 
 def document_lengths(padding_mask: Tensor, doc_ids: Tensor, max_documents: int) -> Tensor:
@@ -169,10 +170,10 @@ def document_lengths(padding_mask: Tensor, doc_ids: Tensor, max_documents: int) 
         doc_ids: int [B, N], equal for tokens of one document.
         max_documents: upper bound of the number of documents per row.
     """
-    tokens = torch.zeros(
+    num_tokens = torch.zeros(
         padding_mask.shape[0], max_documents, dtype=torch.int64, device=padding_mask.device
     )
-    return tokens.scatter_add_(1, doc_ids.to(torch.int64), padding_mask.to(torch.int64))
+    return num_tokens.scatter_add_(1, doc_ids.to(torch.int64), padding_mask.to(torch.int64))
 
 
 def document_starts(position_ids: Tensor, padding_mask: Tensor | None) -> Tensor:
@@ -187,21 +188,25 @@ def document_starts(position_ids: Tensor, padding_mask: Tensor | None) -> Tensor
         position_ids: int [B or 1, N].
         padding_mask: bool [B, N], False for padding; None without padding.
     """
-    slot = torch.arange(position_ids.shape[1], device=position_ids.device)
+    slots = torch.arange(position_ids.shape[1], device=position_ids.device)
     if padding_mask is not None:
         padding_mask = padding_mask.to(position_ids.device)
         # padding gets the position of the last token before the padding, and starts no document
-        latest = torch.where(padding_mask, slot, -1).cummax(-1).values
-        position_ids = position_ids.expand(padding_mask.shape[0], -1).gather(1, latest.clamp(min=0))
-        position_ids = position_ids.masked_fill(latest < 0, torch.iinfo(position_ids.dtype).max)
-    step = F.pad(position_ids[:, 1:].sub(position_ids[:, :-1]).sign(), (1, 0), value=-1)
+        last_token_slot = torch.where(padding_mask, slots, -1).cummax(-1).values
+        position_ids = position_ids.expand(padding_mask.shape[0], -1).gather(
+            1, last_token_slot.clamp(min=0)
+        )
+        position_ids = position_ids.masked_fill(
+            last_token_slot < 0, torch.iinfo(position_ids.dtype).max
+        )
+    position_change = F.pad(position_ids[:, 1:].sub(position_ids[:, :-1]).sign(), (1, 0), value=-1)
     # slot of the last token whose position differs from the position before
-    last_change = torch.where(step != 0, slot, 0).cummax(-1).values
-    starts = step.gather(1, last_change) < 0
-    return starts if padding_mask is None else starts & padding_mask
+    last_change = torch.where(position_change != 0, slots, 0).cummax(-1).values
+    starts_document = position_change.gather(1, last_change) < 0
+    return starts_document if padding_mask is None else starts_document & padding_mask
 
 
-def counted_lengths(position_ids: Tensor) -> tuple[int, ...]:
+def read_common_document_lengths(position_ids: Tensor) -> tuple[int, ...]:
     """Return the lengths of the packed documents, which must be equal in all rows.
 
     Waits for the device.
@@ -212,11 +217,13 @@ def counted_lengths(position_ids: Tensor) -> tuple[int, ...]:
     Raises:
         ValueError: if ``position_ids`` do not count from 0 in every document, or rows differ.
     """
-    tokens = position_ids.shape[1]
-    starts = document_starts(position_ids[:1], None)[0].nonzero().squeeze(1)
-    lengths = F.pad(starts[1:], (0, 1), value=tokens) - starts
-    expected = torch.arange(tokens, device=starts.device) - starts.repeat_interleave(lengths)
-    if not bool((position_ids == expected).all()):
+    num_tokens = position_ids.shape[1]
+    first_slots = document_starts(position_ids[:1], None)[0].nonzero().squeeze(1)
+    lengths = F.pad(first_slots[1:], (0, 1), value=num_tokens) - first_slots
+    expected_ids = torch.arange(
+        num_tokens, device=first_slots.device
+    ) - first_slots.repeat_interleave(lengths)
+    if not bool((position_ids == expected_ids).all()):
         raise ValueError(
             "position_ids must count from 0 in every document, equally in all rows. Leave out "
             "position_ids, or pass the cumulative lengths of documents as cu_seq_lens_q."
@@ -224,7 +231,7 @@ def counted_lengths(position_ids: Tensor) -> tuple[int, ...]:
     return tuple(lengths.tolist())
 
 
-def documents_between(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
+def doc_ids_from_cu_seq_lens(cu_seq_lens: Tensor, batch: int, row_length: int) -> Tensor:
     """Return document ids int [B, N] from cumulative lengths.
 
     Tokens after the end of the last document form one more document.
@@ -233,52 +240,59 @@ def documents_between(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
         cu_seq_lens: int [documents + 1], lengths of one row that apply to all rows, or lengths of
             all rows one after the other.
         batch: batch rows.
-        length: tokens per row.
+        row_length: tokens per row.
 
     Raises:
         ValueError: if the lengths are not cumulative, or do not end at a row or at the batch.
             Values are not read while compiling.
     """
-    name = "cu_seq_lens_q"
-    expected = "non-decreasing cumulative lengths from 0, int [documents + 1]"
+    argument_name = "cu_seq_lens_q"
+    requirement = "non-decreasing cumulative lengths from 0, int [documents + 1]"
     is_int_tensor = isinstance(cu_seq_lens, Tensor) and not cu_seq_lens.is_floating_point()
     is_valid = is_int_tensor and cu_seq_lens.ndim == 1 and len(cu_seq_lens) > 1
-    require(is_valid, name, cu_seq_lens, expected)
-    slot = torch.arange(batch * length, device=cu_seq_lens.device)
+    require(is_valid, argument_name, cu_seq_lens, requirement)
+    slots = torch.arange(batch * row_length, device=cu_seq_lens.device)
     if not torch.compiler.is_compiling():
-        ends = cu_seq_lens.tolist()
+        cumulative_lengths = cu_seq_lens.tolist()
         # without the 0, the first two documents would be merged
-        require(ends[0] == 0 and ends == sorted(ends), name, ends, expected)
-        end = ends[-1]
-        if end > batch * length or (batch > 1 and end not in (length, batch * length)):
+        require(
+            cumulative_lengths[0] == 0 and cumulative_lengths == sorted(cumulative_lengths),
+            argument_name,
+            cumulative_lengths,
+            requirement,
+        )
+        total_length = cumulative_lengths[-1]
+        if total_length > batch * row_length or (
+            batch > 1 and total_length not in (row_length, batch * row_length)
+        ):
             raise ValueError(
-                f"cu_seq_lens_q must end at {batch * length} in a call of {batch} x {length} "
-                f"tokens, got an end at {end}."
+                f"cu_seq_lens_q must end at {batch * row_length} in a call of {batch} x "
+                f"{row_length} tokens, got an end at {total_length}."
             )
     if batch > 1:
         # lengths of one row apply to every row
-        slot = slot % cu_seq_lens[-1]
-    return torch.bucketize(slot, cu_seq_lens[1:], right=True).unflatten(0, (batch, length))
+        slots = slots % cu_seq_lens[-1]
+    return torch.bucketize(slots, cu_seq_lens[1:], right=True).unflatten(0, (batch, row_length))
 
 
-def in_chunks(doc_ids: Tensor, padding_mask: Tensor | None, size: int) -> Tensor:
-    """Return document ids [B, N] with every document split into chunks of ``size`` tokens.
+def split_into_chunks(doc_ids: Tensor, padding_mask: Tensor | None, chunk_size: int) -> Tensor:
+    """Return document ids [B, N] with every document split into chunks of ``chunk_size`` tokens.
 
     Args:
         doc_ids: int [B, N], document ids.
         padding_mask: bool [B, N], False for padding, which never starts a document; None without
             padding.
-        size: tokens per chunk.
+        chunk_size: tokens per chunk.
     """
     if padding_mask is not None:
         doc_ids = doc_ids.masked_fill(~padding_mask.to(doc_ids.device), -1)
-    slot = torch.arange(doc_ids.shape[1], device=doc_ids.device)
-    starts = first_tokens(doc_ids)
-    document_start = torch.where(starts, slot, 0).cummax(-1).values
-    return (starts | ((slot - document_start) % size == 0)).cumsum(-1)
+    slots = torch.arange(doc_ids.shape[1], device=doc_ids.device)
+    starts_document = is_first_token(doc_ids)
+    document_start = torch.where(starts_document, slots, 0).cummax(-1).values
+    return (starts_document | ((slots - document_start) % chunk_size == 0)).cumsum(-1)
 
 
-def first_tokens(doc_ids: Tensor) -> Tensor:
+def is_first_token(doc_ids: Tensor) -> Tensor:
     """Return bool [B, N], True for the first token of each document, from document ids [B, N]."""
     return F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
 
@@ -299,13 +313,13 @@ def attention_to_neighbours(
         bool [], True if any token attends to the next token; and bool [B, N_q], True for tokens
         that do not attend to the previous token. Such tokens start documents.
     """
-    slot = q_offset + torch.arange(q_length, device=device).unsqueeze(0)
-    attends_next = _attends(mask_function, batch, slot[:, :-1], slot[:, 1:]).any()
-    attends_previous = _attends(mask_function, batch, slot, (slot - 1).clamp(min=0))
-    return attends_next, ~attends_previous & (slot > 0)
+    slots = q_offset + torch.arange(q_length, device=device).unsqueeze(0)
+    attends_next = _attends(mask_function, batch, slots[:, :-1], slots[:, 1:]).any()
+    attends_previous = _attends(mask_function, batch, slots, (slots - 1).clamp(min=0))
+    return attends_next, ~attends_previous & (slots > 0)
 
 
-def combined_functions(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
+def find_combined_functions(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
     """Return the mask functions of transformers that a mask function combines.
 
     Returns:
@@ -316,39 +330,39 @@ def combined_functions(mask_function: Callable[..., Any]) -> dict[str, dict[str,
     if mask_function.__module__ != causal_mask_function.__module__:
         return None
     arguments = inspect.getclosurevars(mask_function).nonlocals
-    inner = [*arguments.get("mask_functions", ()), *filter(callable, arguments.values())]
+    inner_functions = [*arguments.get("mask_functions", ()), *filter(callable, arguments.values())]
     functions = {mask_function.__qualname__.partition(".")[0]: arguments}
-    for inner_functions in map(combined_functions, inner):
-        if inner_functions is None:
+    for functions_of_inner in map(find_combined_functions, inner_functions):
+        if functions_of_inner is None:
             return None
-        functions |= inner_functions
+        functions |= functions_of_inner
     return functions
 
 
 @torch.library.custom_op("cab_hf::raise_where", mutates_args=())
-def raise_where(x: Tensor, refused: Tensor, sentence: str) -> Tensor:
+def raise_where(x: Tensor, condition: Tensor, message: str) -> Tensor:
     """Return a copy of x, or raise an error if a condition on the device is True.
 
     The op is for compiled graphs, and for code that must not wait for the device.
 
     Args:
         x: any tensor that later operations read, so that the op is not removed.
-        refused: bool [], True to raise the error.
-        sentence: message of the error.
+        condition: bool [], True to raise the error.
+        message: message of the error.
 
     Raises:
-        NotImplementedError: if ``refused`` is True. On a GPU, a device assertion fails at the next
-            synchronisation instead.
+        NotImplementedError: if ``condition`` is True. On a GPU, a device assertion fails at the
+            next synchronisation instead.
     """
-    if refused.is_cuda:
-        torch._assert_async(~refused, sentence)
-    elif bool(refused):
-        raise NotImplementedError(sentence)
+    if condition.is_cuda:
+        torch._assert_async(~condition, message)
+    elif bool(condition):
+        raise NotImplementedError(message)
     return x.clone()
 
 
 @raise_where.register_fake
-def _(x: Tensor, refused: Tensor, sentence: str) -> Tensor:
+def _(x: Tensor, condition: Tensor, message: str) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -359,23 +373,27 @@ def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 raise_where.register_autograd(_pass_gradient)
 
 
-def mixed_documents_error(model: str) -> str:
-    """Return the error message for packed documents that a compiled ``model`` mixes."""
+def mixed_documents_error(model_name: str) -> str:
+    """Return the error message for packed documents that a compiled model mixes."""
     return (
-        f"position_ids pack documents in a compiled {model}, which reads position_ids only in "
+        f"position_ids pack documents in a compiled {model_name}, which reads position_ids only in "
         "calls without attention_mask and cache. Leave both out, pass cu_seq_lens_q, or do not "
         "compile."
     )
 
 
-def _attends(mask_function: Any, batch: int, query: Tensor, key: Tensor) -> Tensor:
+def _attends(
+    mask_function: Any, batch: int, query_positions: Tensor, key_positions: Tensor
+) -> Tensor:
     """Return bool [B, N], True if query i attends to key i in head 0.
 
     Args:
         mask_function: mask function of transformers.
         batch: batch rows.
-        query: int [1, N], positions of the queries.
-        key: int [1, N], positions of the keys.
+        query_positions: int [1, N], positions of the queries.
+        key_positions: int [1, N], positions of the keys.
     """
-    row = torch.arange(batch, device=query.device).unsqueeze(-1)
-    return mask_function(row, torch.zeros_like(row), query, key).expand(batch, query.shape[1])
+    row = torch.arange(batch, device=query_positions.device).unsqueeze(-1)
+    return mask_function(row, torch.zeros_like(row), query_positions, key_positions).expand(
+        batch, query_positions.shape[1]
+    )

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from cab_hf.call.forward_state import SETTINGS_CHANGED, ForwardState, in_backward_pass
+from cab_hf.call.forward_state import SETTINGS_CHANGED_ERROR, ForwardState, in_backward_pass
 
 # keyword arguments that attention functions receive together with a `PagedBatch`
-KEYWORDS = (
+PAGING_KEYWORDS = (
     "batch",
     "block_table",
     "cache",
@@ -24,7 +24,7 @@ KEYWORDS = (
 )
 
 
-class UsedAsTensor(NotImplementedError, AttributeError):
+class MaskUsedAsTensorError(NotImplementedError, AttributeError):
     """Error for a model that computes with its mask.
 
     The class is also an AttributeError, so that `hasattr` returns False.
@@ -35,16 +35,16 @@ class _ShapeWithoutSizes(tuple[int, ...]):
     """The shape of a placeholder, which has a number of dimensions; reading a size fails.
 
     Attributes:
-        model: name of the model, for error messages.
+        model_name: name of the model, for error messages.
     """
 
-    model: str
+    model_name: str
 
     def __getitem__(self, index: Any) -> Any:
-        raise used_as_tensor(self.model, "a size")
+        raise used_as_tensor_error(self.model_name, "a size")
 
     def __iter__(self) -> Any:
-        raise used_as_tensor(self.model, "a size")
+        raise used_as_tensor_error(self.model_name, "a size")
 
 
 class MaskPlaceholder:
@@ -55,24 +55,25 @@ class MaskPlaceholder:
     Attributes:
         ndim: number of dimensions. By this number, models and transformers distinguish attention
             masks, which have 4 dimensions, from padding masks, which have 2.
-        model: name of the model, for error messages.
+        model_name: name of the model, for error messages.
     """
 
     ndim: ClassVar[int] = 4
-    model: str
+    model_name: str
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape with ``ndim`` entries. ``len`` works, and reading an entry raises an error."""
         shape = _ShapeWithoutSizes([0] * self.ndim)
-        shape.model = self.model
+        shape.model_name = self.model_name
         return shape
 
     def __getattr__(self, name: str) -> Any:
         if name == "__setstate__":
-            # copy and pickle look up this method before ``model`` is set, which the error reads
+            # copy and pickle look up this method before ``model_name`` is set, which the error
+            # reads
             raise AttributeError(name)
-        raise used_as_tensor(self.model, name)
+        raise used_as_tensor_error(self.model_name, name)
 
     @classmethod
     def __torch_function__(
@@ -80,44 +81,44 @@ class MaskPlaceholder:
     ) -> Any:
         masks = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)]
         # empty if the mask is inside a list, for example in torch.cat
-        model = masks[0].model if masks else "this model"
-        raise used_as_tensor(model, getattr(function, "__name__", "a function of torch"))
+        model_name = masks[0].model_name if masks else "this model"
+        raise used_as_tensor_error(model_name, getattr(function, "__name__", "a function of torch"))
 
     def contiguous(self) -> MaskPlaceholder:
         """Return self; `generate` calls this method on the masks of static caches."""
         return self
 
 
-def used_as_tensor(model: str, feature: str) -> UsedAsTensor:
+def used_as_tensor_error(model_name: str, feature: str) -> MaskUsedAsTensorError:
     """Return the error for a model that computes with its mask.
 
     Args:
-        model: name of the model.
+        model_name: name of the model.
         feature: attribute, operator or function that the model uses.
     """
     if in_backward_pass():
-        return UsedAsTensor(SETTINGS_CHANGED)
-    return UsedAsTensor(
-        f"{model} computes with its attention mask (reads its {feature!r}), for which 'cab' "
+        return MaskUsedAsTensorError(SETTINGS_CHANGED_ERROR)
+    return MaskUsedAsTensorError(
+        f"{model_name} computes with its attention mask (reads its {feature!r}), for which 'cab' "
         "provides no mask tensor. Load it with attn_implementation='eager'."
     )
 
 
-def _failing_operator(name: str) -> Callable[..., Any]:
-    """Return a method that raises `UsedAsTensor` for the operator ``name``."""
+def _make_failing_operator(name: str) -> Callable[..., Any]:
+    """Return a method that raises `MaskUsedAsTensorError` for the operator ``name``."""
 
     def fail(self: MaskPlaceholder, *_: Any) -> Any:
-        raise used_as_tensor(self.model, name)
+        raise used_as_tensor_error(self.model_name, name)
 
     return fail
 
 
 # Python looks up operators on the class and does not call `__getattr__`
-for _name in ("getitem", "setitem", "invert", "neg", "lt", "le", "gt", "ge"):
-    setattr(MaskPlaceholder, f"__{_name}__", _failing_operator(_name))
-for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
-    setattr(MaskPlaceholder, f"__{_name}__", _failing_operator(_name))
-    setattr(MaskPlaceholder, f"__r{_name}__", _failing_operator(_name))
+for _operator in ("getitem", "setitem", "invert", "neg", "lt", "le", "gt", "ge"):
+    setattr(MaskPlaceholder, f"__{_operator}__", _make_failing_operator(_operator))
+for _operator in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
+    setattr(MaskPlaceholder, f"__{_operator}__", _make_failing_operator(_operator))
+    setattr(MaskPlaceholder, f"__r{_operator}__", _make_failing_operator(_operator))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,18 +126,18 @@ class PagedBatch(MaskPlaceholder):
     """The mask of a forward pass of continuous batching, which packs all sequences into one row.
 
     Attributes:
-        model: name of the model, for error messages.
-        tokens: number of tokens of all sequences, including padding.
-        prompts: prompt length of each request in tokens, in the order of the row.
+        model_name: name of the model, for error messages.
+        num_tokens: number of tokens of all sequences, including padding.
+        prompt_lengths: prompt length of each request in tokens, in the order of the row.
         state: caches that the layers share.
     """
 
-    model: str
-    tokens: int
-    prompts: tuple[int, ...] = ()
+    model_name: str
+    num_tokens: int
+    prompt_lengths: tuple[int, ...] = ()
     state: ForwardState = field(default_factory=ForwardState)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape (1, tokens) of a padding mask, which models read in calls without a cache."""
-        return 1, self.tokens
+        """Shape (1, num_tokens) of a padding mask, which models read in calls without a cache."""
+        return 1, self.num_tokens

@@ -27,16 +27,16 @@ class PromptProgress:
     def __init__(self) -> None:
         self._is_over = False
 
-    def is_over(self, q_offset: int | Tensor, end: int) -> bool:
+    def is_over(self, q_offset: int | Tensor, prompt_end: int) -> bool:
         """Return True if a call starts after the prompt.
 
         Waits for the device if ``q_offset`` is a tensor, until the first decode step.
 
         Args:
             q_offset: slot of the first query, int or 0-d tensor.
-            end: slot of the first token after the prompt.
+            prompt_end: slot of the first token after the prompt.
         """
-        self._is_over = self._is_over or int(q_offset) >= end
+        self._is_over = self._is_over or int(q_offset) >= prompt_end
         return self._is_over
 
 
@@ -61,20 +61,20 @@ class Prompt:
         """Number of tokens of the longest row, without padding."""
         return self.end if self.lengths is None else max(self.lengths)
 
-    def longer_by(self, tokens: int) -> Prompt | None:
-        """Return the prompt with ``tokens`` more tokens in every row.
+    def longer_by(self, num_tokens: int) -> Prompt | None:
+        """Return the prompt with ``num_tokens`` more tokens in every row.
 
-        Returns None if ``tokens`` is negative and rows have padding. The new lengths are then not
-        known, because the removed tokens can be padding.
+        Returns None if ``num_tokens`` is negative and rows have padding. The new lengths are then
+        not known, because the removed tokens can be padding.
         """
-        if tokens == 0:
+        if num_tokens == 0:
             return self
         if self.lengths is None:
-            return Prompt(self.end + tokens, start=self.start)
-        if tokens < 0:
+            return Prompt(self.end + num_tokens, start=self.start)
+        if num_tokens < 0:
             return None
-        lengths = tuple(length + tokens for length in self.lengths)
-        return Prompt(self.end + tokens, lengths, start=self.start)
+        lengths = tuple(length + num_tokens for length in self.lengths)
+        return Prompt(self.end + num_tokens, lengths, start=self.start)
 
 
 class Generation:
@@ -103,11 +103,11 @@ class Generation:
         # True while `generate` prepares inputs, and while the model processes these inputs
         self._is_reading = False
         # values of `_is_reading` before each active call of the model
-        self._outer: list[bool] = []
+        self._outer_states: list[bool] = []
         # slot after the last token of the first inputs; None before and after their model call
         self._prepared_end: int | None = None
         # True if the first model call has shown the length of the prompt
-        self._is_measured = False
+        self._has_final_prompt = False
         # handles of the module hooks
         self._handles: list[Any] = []
 
@@ -126,12 +126,14 @@ class Generation:
         text_config = self._model.config.get_text_config()
         configs = [vars(module).get("config") for module in self._model.modules()]
         # composite models copy the config of their language model
-        copies = {id(config): config for config in configs if type(config) is type(text_config)}
-        self._configs = [text_config, *copies.values()]
+        text_configs = {
+            id(config): config for config in configs if type(config) is type(text_config)
+        }
+        self._configs = [text_config, *text_configs.values()]
         if not is_compiled:
-            enter = self._model.register_forward_pre_hook(self._enter)
-            leave = self._model.register_forward_hook(self._leave, always_call=True)
-            self._handles = [enter, leave]
+            enter_handle = self._model.register_forward_pre_hook(self._enter_forward)
+            leave_handle = self._model.register_forward_hook(self._leave_forward, always_call=True)
+            self._handles = [enter_handle, leave_handle]
 
     def end(self) -> None:
         """Remove the hooks that `begin` has installed."""
@@ -139,24 +141,24 @@ class Generation:
             handle.remove()
         self._handles = []
 
-    def prepare(self, model: nn.Module, make: Callable[[], Any]) -> Any:
+    def prepare_inputs(self, model: nn.Module, make_inputs: Callable[[], Any]) -> Any:
         """Return the inputs of the next model call, and apply the prompt to this call.
 
         Args:
             model: model whose inputs `generate` prepares. The inputs of other models, such as
                 assistant models, are prepared without the prompt.
-            make: function that prepares and returns the inputs.
+            make_inputs: function that prepares and returns the inputs.
         """
         if model is not self._model or self._prompt is None:
-            return make()
+            return make_inputs()
         was_reading, self._is_reading = self._is_reading, True
         try:
-            inputs = make()
+            inputs = make_inputs()
         finally:
             self._is_reading = was_reading
         self._has_inputs = True
-        if not self._is_measured:
-            self._prepared_end = _end_of(inputs)
+        if not self._has_final_prompt:
+            self._prepared_end = _end_of_inputs(inputs)
         return inputs
 
     def forget_inputs(self) -> None:
@@ -166,7 +168,7 @@ class Generation:
         """
         self._has_inputs = False
 
-    def prompt_of(self, config: Any, end: int | None) -> Prompt | None:
+    def current_prompt(self, config: Any, end: int | None) -> Prompt | None:
         """Return the prompt that layers with ``config`` process in the current call.
 
         Inputs can become longer after `generate` has prepared them: PEFT adds virtual tokens, and
@@ -180,31 +182,31 @@ class Generation:
         Returns:
             The prompt. None for calls of user code, and if the end of the prompt is not known.
         """
-        is_language_model = any(config is each for each in self._configs)
+        is_language_model = any(config is text_config for text_config in self._configs)
         if not self._is_reading or not is_language_model:
             return None
         if end is not None and self._prepared_end is not None:
             self._prompt = self._prompt.longer_by(end - self._prepared_end)
-            self._prepared_end, self._is_measured = None, True
+            self._prepared_end, self._has_final_prompt = None, True
         return self._prompt
 
-    def _enter(self, *_: Any) -> None:
+    def _enter_forward(self, *_: Any) -> None:
         """Apply the prompt to this model call if `generate` has prepared its inputs."""
         if torch.compiler.is_compiling() or FORWARD_CONTEXT.get().generation is not self:
             return
-        self._outer.append(self._is_reading)
+        self._outer_states.append(self._is_reading)
         self._is_reading, self._has_inputs = self._has_inputs, False
 
-    def _leave(self, *_: Any) -> None:
+    def _leave_forward(self, *_: Any) -> None:
         """Restore the state before this model call."""
         if torch.compiler.is_compiling() or FORWARD_CONTEXT.get().generation is not self:
             return
-        # empty if an earlier hook failed, so that `_enter` did not run
-        if self._outer:
-            self._is_reading = self._outer.pop()
+        # empty if an earlier hook failed, so that `_enter_forward` did not run
+        if self._outer_states:
+            self._is_reading = self._outer_states.pop()
 
 
-def _end_of(inputs: Any) -> int | None:
+def _end_of_inputs(inputs: Any) -> int | None:
     """Return the slot after the last token of the inputs of a model; None if not known."""
     input_ids = inputs.get("input_ids")
     tokens = inputs.get("inputs_embeds") if input_ids is None else input_ids
@@ -216,21 +218,21 @@ def _end_of(inputs: Any) -> int | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Scope:
+class ForwardContext:
     """The state of a model call that layers do not receive as an argument.
 
     The mask hook reads the state once per forward pass. Layers read the state from the mask,
     because gradient checkpointing recomputes layers in another thread, where the state is empty.
 
     Attributes:
-        prompt: prompt of `reading`, which all model calls process; None outside of `reading`, and
-            inside `generate`.
+        prompt: prompt of `set_prompt`, which all model calls process; None outside of `set_prompt`,
+            and inside `generate`.
         generation: active call of `generate`; None outside of `generate`, and in user code that
             `generate` calls.
-        parallel: `Parallel` of the ranks that share the sequence; None with one process.
+        parallel: `ParallelSettings` of the ranks that share the sequence; None with one process.
         observer: function that receives each `Call` before its computation, or None.
-        module: module whose call has set this scope; None if no module call has set the scope.
-        outer: scope before the call of ``module``; None without ``module``.
+        module: module whose call has set this context; None if no module call has set the context.
+        outer_context: context before the call of ``module``; None without ``module``.
     """
 
     prompt: Prompt | None = None
@@ -238,33 +240,35 @@ class Scope:
     parallel: Any = None
     observer: Callable[[Any], None] | None = None
     module: nn.Module | None = None
-    outer: Scope | None = None
+    outer_context: ForwardContext | None = None
 
 
-EMPTY = Scope()
-FORWARD_CONTEXT: ContextVar[Scope] = ContextVar("state of a model call", default=EMPTY)
+EMPTY_CONTEXT = ForwardContext()
+FORWARD_CONTEXT: ContextVar[ForwardContext] = ContextVar(
+    "state of a model call", default=EMPTY_CONTEXT
+)
 # configs of models inside `context_parallel`; a list, because torch.compile reads no ContextVar
-SHARDED: list[Any] = []
+SHARDED_CONFIGS: list[Any] = []
 
 
 @contextmanager
-def during_calls(model: nn.Module, **fields: Any) -> Iterator[None]:
+def set_during_calls(model: nn.Module, **fields: Any) -> Iterator[None]:
     """Set fields of `FORWARD_CONTEXT` during each call of a model, while the context is active.
 
     Args:
         model: model to call. The fields are also set during calls of submodules with a ``config``.
-        fields: fields of `Scope`, by name.
+        fields: fields of `ForwardContext`, by name.
     """
 
     def enter(module: nn.Module, *_: Any) -> None:
         validate_compiled()
         outer = FORWARD_CONTEXT.get()
-        FORWARD_CONTEXT.set(replace(outer, **fields, module=module, outer=outer))
+        FORWARD_CONTEXT.set(replace(outer, **fields, module=module, outer_context=outer))
 
     def leave(module: nn.Module, *_: Any) -> None:
         # another module if an earlier hook failed, so that `enter` did not run
         if FORWARD_CONTEXT.get().module is module:
-            FORWARD_CONTEXT.set(FORWARD_CONTEXT.get().outer)
+            FORWARD_CONTEXT.set(FORWARD_CONTEXT.get().outer_context)
 
     handles = []
     for module in model.modules():
@@ -280,7 +284,7 @@ def during_calls(model: nn.Module, **fields: Any) -> Iterator[None]:
 
 def is_sharded(config: Any) -> bool:
     """Return True if the model with this config object is inside `context_parallel`."""
-    return any(config is each for each in SHARDED)
+    return any(config is sharded_config for sharded_config in SHARDED_CONFIGS)
 
 
 def validate_compiled(config: Any = None) -> None:
@@ -309,7 +313,7 @@ class _TracedMask:
 # an instance, because torch 2.11 does not trace assignments to attributes of a class
 _TRACED_MASK = _TracedMask()
 
-_POSITIONS: ContextVar[Tensor | None] = ContextVar("position ids of the next mask", default=None)
+_POSITION_IDS: ContextVar[Tensor | None] = ContextVar("position ids of the next mask", default=None)
 
 
 def record_positions(position_ids: Tensor | None) -> None:
@@ -317,7 +321,7 @@ def record_positions(position_ids: Tensor | None) -> None:
     if torch.compiler.is_compiling():
         _TRACED_MASK.position_ids = position_ids
     else:
-        _POSITIONS.set(position_ids)
+        _POSITION_IDS.set(position_ids)
 
 
 def recorded_positions() -> Tensor | None:
@@ -325,51 +329,55 @@ def recorded_positions() -> Tensor | None:
     if torch.compiler.is_compiling():
         position_ids, _TRACED_MASK.position_ids = _TRACED_MASK.position_ids, None
         return position_ids
-    position_ids = _POSITIONS.get()
+    position_ids = _POSITION_IDS.get()
     if position_ids is not None:
-        _POSITIONS.set(None)
+        _POSITION_IDS.set(None)
     return position_ids
 
 
 @contextmanager
-def generating(model: nn.Module) -> Iterator[None]:
+def set_generation(model: nn.Module) -> Iterator[None]:
     """Set a new `Generation` in `FORWARD_CONTEXT` for the call of `generate` inside the context."""
     generation = Generation(model)
-    token = FORWARD_CONTEXT.set(replace(FORWARD_CONTEXT.get(), prompt=None, generation=generation))
+    reset_token = FORWARD_CONTEXT.set(
+        replace(FORWARD_CONTEXT.get(), prompt=None, generation=generation)
+    )
     try:
         yield
     finally:
         generation.end()
-        FORWARD_CONTEXT.reset(token)
+        FORWARD_CONTEXT.reset(reset_token)
 
 
 @contextmanager
-def without_prompt() -> Iterator[None]:
+def hide_prompt() -> Iterator[None]:
     """Hide the prompt of `generate` from model calls inside the context, which user code makes."""
-    token = FORWARD_CONTEXT.set(replace(FORWARD_CONTEXT.get(), prompt=None, generation=None))
+    reset_token = FORWARD_CONTEXT.set(replace(FORWARD_CONTEXT.get(), prompt=None, generation=None))
     try:
         yield
     finally:
-        FORWARD_CONTEXT.reset(token)
+        FORWARD_CONTEXT.reset(reset_token)
 
 
 @contextmanager
-def reading(tokens: int, start: int = 0) -> Iterator[None]:
+def set_prompt(num_tokens: int, start: int = 0) -> Iterator[None]:
     """Set a prompt without padding for model calls inside the context.
 
     Args:
-        tokens: tokens of the prompt per row, including tokens in the cache.
+        num_tokens: tokens of the prompt per row, including tokens in the cache.
         start: number of tokens that are in the cache before the first call.
     """
-    prompt = Prompt(tokens, start=start)
-    token = FORWARD_CONTEXT.set(replace(FORWARD_CONTEXT.get(), prompt=prompt, generation=None))
+    prompt = Prompt(num_tokens, start=start)
+    reset_token = FORWARD_CONTEXT.set(
+        replace(FORWARD_CONTEXT.get(), prompt=prompt, generation=None)
+    )
     try:
         yield
     finally:
-        FORWARD_CONTEXT.reset(token)
+        FORWARD_CONTEXT.reset(reset_token)
 
 
-def prompt_of(batch: int, config: Any, end: int | None) -> Prompt | None:
+def current_prompt(batch: int, config: Any, end: int | None) -> Prompt | None:
     """Return the prompt that a call processes; None if its end is not known.
 
     Args:
@@ -377,10 +385,10 @@ def prompt_of(batch: int, config: Any, end: int | None) -> Prompt | None:
         config: config of the layers.
         end: slot after the last token of the call; None if only the device has the slot.
     """
-    scope = FORWARD_CONTEXT.get()
-    prompt = scope.prompt
-    if scope.generation is not None:
-        prompt = scope.generation.prompt_of(config, end)
+    context = FORWARD_CONTEXT.get()
+    prompt = context.prompt
+    if context.generation is not None:
+        prompt = context.generation.current_prompt(config, end)
     if prompt is None or (prompt.lengths is not None and len(prompt.lengths) != batch):
         return None
     return prompt
@@ -396,20 +404,20 @@ def prompt_of_generate(generation_config: Any, model_kwargs: dict[str, Any]) -> 
     if getattr(generation_config, "is_assistant", False):
         # the input of an assistant model also contains tokens of the answer
         return None
-    start = _cached_tokens(model_kwargs.get("past_key_values"))
-    mask = model_kwargs.get("attention_mask")
-    if mask is None:
+    start = _count_cached_tokens(model_kwargs.get("past_key_values"))
+    attention_mask = model_kwargs.get("attention_mask")
+    if attention_mask is None:
         # a mask without padding is omitted
         end = getattr(generation_config, "_mask_length", None)
         return None if end is None else Prompt(end, start=start)
-    if mask.ndim != 2:
+    if attention_mask.ndim != 2:
         return None
-    lengths = tuple(mask.bool().sum(-1).tolist())
-    has_padding = set(lengths) != {mask.shape[1]}
-    return Prompt(mask.shape[1], lengths if has_padding else None, start=start)
+    lengths = tuple(attention_mask.bool().sum(-1).tolist())
+    has_padding = set(lengths) != {attention_mask.shape[1]}
+    return Prompt(attention_mask.shape[1], lengths if has_padding else None, start=start)
 
 
-def _cached_tokens(cache: Any) -> int:
+def _count_cached_tokens(cache: Any) -> int:
     """Return the number of tokens in a cache; 0 if only the device has the number."""
     tokens = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
     return tokens if isinstance(tokens, int) else 0

@@ -16,18 +16,18 @@ from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 from transformers import Cache
 
-from cab_hf.call.forward_state import SETTINGS_CHANGED, in_backward_pass
-from cab_hf.call.mask import MaskInfo, padding_mask_error, too_short_error
+from cab_hf.call.forward_state import SETTINGS_CHANGED_ERROR, in_backward_pass
+from cab_hf.call.mask import MaskInfo, mask_too_short_error, padding_mask_error
 from cab_hf.call.scope import validate_compiled
-from cab_hf.checks import short
-from cab_hf.hf.fit import name_of
+from cab_hf.checks import short_repr
+from cab_hf.hf.fit import model_name_of
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # arguments that `_validate_keywords` accepts, because other functions read them
-CHECKED = frozenset({"cu_seq_lens_q", "is_causal", "output_attentions"})
+CHECKED_KEYWORDS = frozenset({"cu_seq_lens_q", "is_causal", "output_attentions"})
 # arguments that attention functions receive and may ignore: the cache is already updated, lengths
 # follow from cu_seq_lens_q, and the other arguments are for other modules of the model
-HARMLESS = frozenset(
+IGNORED_KEYWORDS = frozenset(
     {
         # further outputs of tokenizers, and columns that a Trainer keeps
         "assistant_masks",
@@ -72,7 +72,7 @@ DROPOUT_FIELDS = (
 # names of the attention dropout rate, or of a dropout module, in attention modules of transformers
 DROPOUT_ATTRIBUTES = ("attention_dropout", "attn_dropout", "attn_drop", "dropout", "dropout_p")
 # arguments of models that change attention -> their meaning, for error messages
-MEANINGS = {
+UNSUPPORTED_FEATURES = {
     "alibi_slopes": "a bias on logits",
     "attn_bias": "a bias on logits",
     "attn_mask": "a mask of its own",
@@ -86,9 +86,9 @@ MEANINGS = {
 }
 
 # DeepSeek-V4 appends compressed keys to the keys of the sequence, and no MaskInfo describes them
-COMPRESSED = "compressed keys in addition to those of the sequence"
+COMPRESSED_KEYS = "compressed keys in addition to those of the sequence"
 # keyword arguments of attention functions that have a field in `LayerArguments`
-KEYWORDS = ("dropout", "scaling", "sliding_window", "position_ids", "s_aux", "softcap")
+KEYWORDS_WITH_FIELDS = ("dropout", "scaling", "sliding_window", "position_ids", "s_aux", "softcap")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -122,11 +122,11 @@ class LayerArguments:
     others: dict[str, Any]
 
     @classmethod
-    def of(
+    def from_keywords(
         cls, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **keywords: Any
     ) -> LayerArguments:
         """Build `LayerArguments`, with keyword arguments that have no field in ``others``."""
-        fields = {name: keywords.pop(name) for name in KEYWORDS if name in keywords}
+        fields = {name: keywords.pop(name) for name in KEYWORDS_WITH_FIELDS if name in keywords}
         return cls(module=module, query=query, key=key, value=value, others=keywords, **fields)
 
 
@@ -146,22 +146,24 @@ def validate_arguments(arguments: LayerArguments, mask: Any) -> None:
     validate_forward_mode(query, key, arguments.value)
     validate_vmap("position_ids", arguments.position_ids)
     num_queries, num_keys = query.shape[2], key.shape[2]
-    if _context_parallel_active():
+    if _is_context_parallel_active():
         raise ValueError(
             "a context-parallel mesh is active; 'cab' would attend to this rank's shard only. "
             "Leave the context_parallel region, or use attn_implementation='sdpa' inside it."
         )
-    _validate_directions(module, num_queries, num_keys, is_causal=arguments.others.get("is_causal"))
+    _validate_causal_self_attention(
+        module, num_queries, num_keys, is_causal=arguments.others.get("is_causal")
+    )
     if arguments.others.get("output_attentions"):
         raise ValueError(
             "output_attentions must be False, got True: 'cab' computes no attention weights. Use "
             "attn_implementation='eager' to read attention weights."
         )
-    _validate_keywords(name_of(getattr(module, "config", None)), arguments.others)
+    _validate_keywords(model_name_of(getattr(module, "config", None)), arguments.others)
     if getattr(module, "compressor", None) is not None:
         raise NotImplementedError(
-            f"{type(module).__name__} attends to {COMPRESSED}, which 'cab' does not compute. "
-            f"Use attn_implementation='eager' for {name_of(module.config)}."
+            f"{type(module).__name__} attends to {COMPRESSED_KEYS}, which 'cab' does not compute. "
+            f"Use attn_implementation='eager' for {model_name_of(module.config)}."
         )
     if mask is not None:
         _validate_mask(mask, num_keys, arguments.sliding_window)
@@ -170,7 +172,7 @@ def validate_arguments(arguments: LayerArguments, mask: Any) -> None:
             f"dropout must be 0, got {arguments.dropout}: 'cab' has no attention dropout. "
             f"{_remedy_for_dropout(module, arguments.dropout)}"
         )
-    if query.dtype not in DTYPES:
+    if query.dtype not in SUPPORTED_DTYPES:
         raise ValueError(
             f"query must be float16, bfloat16 or float32, got {query.dtype}. "
             "Load the model with one of these dtypes."
@@ -179,22 +181,22 @@ def validate_arguments(arguments: LayerArguments, mask: Any) -> None:
     validate_compiled(module.config)
 
 
-def _validate_sinks(sinks: Any, heads: int) -> None:
+def _validate_sinks(sinks: Any, num_heads: int) -> None:
     """Raise an error for sinks that are not one logit per head.
 
     Sinks have another length than the heads if heads are sharded over ranks.
 
     Args:
         sinks: argument ``s_aux`` of the layer, [H]; None without sinks.
-        heads: number of query heads.
+        num_heads: number of query heads.
 
     Raises:
         ValueError: if the shape is not [H].
     """
-    if sinks is not None and tuple(sinks.shape) != (heads,):
+    if sinks is not None and tuple(sinks.shape) != (num_heads,):
         raise ValueError(
-            f"s_aux must have one logit per head, got {short(sinks)} for {heads} heads. Pass a "
-            "tensor of shape [heads]."
+            f"s_aux must have one logit per head, got {short_repr(sinks)} for {num_heads} heads. "
+            "Pass a tensor of shape [heads]."
         )
 
 
@@ -204,39 +206,43 @@ def unsupported_reason(module: nn.Module) -> str | None:
     Returns None if the layer is supported.
     """
     if getattr(module, "compressor", None) is not None:
-        return COMPRESSED
+        return COMPRESSED_KEYS
     if hasattr(module, "rel_logits_proj"):
-        return MEANINGS["position_bias"]
+        return UNSUPPORTED_FEATURES["position_bias"]
     # a layer without its own indexer uses the keys that the indexer of another layer selects
     if getattr(module, "indexer", None) is not None or getattr(module, "skip_topk", False):
-        return MEANINGS["indices"]
+        return UNSUPPORTED_FEATURES["indices"]
     if hasattr(module, "prepare_dynamic_mask"):
-        return MEANINGS["block_mask"]
+        return UNSUPPORTED_FEATURES["block_mask"]
     return None
 
 
 def _remedy_for_dropout(module: nn.Module, dropout: float) -> str:
     """Return the remedies for an attention ``dropout`` rate in a loaded model, as a sentence."""
     config = getattr(module, "config", None)
-    fields = [name for name in DROPOUT_FIELDS if getattr(config, name, None) == dropout]
-    remedies = [f"load the model with {fields[0]}=0.0 in its config"] if fields else []
+    matching_fields = [name for name in DROPOUT_FIELDS if getattr(config, name, None) == dropout]
+    remedies = (
+        [f"load the model with {matching_fields[0]}=0.0 in its config"] if matching_fields else []
+    )
     for name in DROPOUT_ATTRIBUTES:
-        value = getattr(module, name, None)
-        is_module = isinstance(value, nn.Dropout)
-        if (value.p if is_module else value) != dropout:
+        attribute_value = getattr(module, name, None)
+        is_module = isinstance(attribute_value, nn.Dropout)
+        if (attribute_value.p if is_module else attribute_value) != dropout:
             continue
-        setting = f"{name}.p" if is_module else name
-        if is_module and name in fields:
+        attribute_path = f"{name}.p" if is_module else name
+        if is_module and name in matching_fields:
             # Persimmon has a dropout module, but reads the rate from its config in every call
             remedies.append(f"set model.config.{name} = 0.0")
         else:
-            remedies.append(f"set {setting} = 0.0 in every {type(module).__name__} of this model")
+            remedies.append(
+                f"set {attribute_path} = 0.0 in every {type(module).__name__} of this model"
+            )
         break
     remedy = ", or ".join([*remedies, "call model.eval()"])
     return f"{remedy[0].upper()}{remedy[1:]}."
 
 
-def _validate_directions(
+def _validate_causal_self_attention(
     module: nn.Module, num_queries: int, num_keys: int, *, is_causal: bool | None
 ) -> None:
     """Raise a ValueError for attention that is not causal self-attention.
@@ -262,17 +268,17 @@ def _validate_directions(
         )
 
 
-def _validate_keywords(model: str, keywords: dict[str, Any]) -> None:
+def _validate_keywords(model_name: str, keywords: dict[str, Any]) -> None:
     """Raise an error for arguments that "cab" neither reads nor may ignore.
 
     Args:
-        model: name of the model, for error messages.
+        model_name: name of the model, for error messages.
         keywords: `LayerArguments.others`.
     """
     cache = keywords.get("cache")
     if isinstance(cache, Cache):
         raise ValueError(
-            f"cache must be None, got a {type(cache).__name__}, which {model} does not read. "
+            f"cache must be None, got a {type(cache).__name__}, which {model_name} does not read. "
             "Before transformers 5.24, pass the cache as past_key_values."
         )
     if cache is not None:
@@ -282,20 +288,20 @@ def _validate_keywords(model: str, keywords: dict[str, Any]) -> None:
         )
     if keywords.get("softmax_scale") is not None:
         raise ValueError(
-            f"softmax_scale must be None, got {short(keywords['softmax_scale'])}. Pass the factor "
-            "as scaling, the name that transformers uses."
+            f"softmax_scale must be None, got {short_repr(keywords['softmax_scale'])}. Pass the "
+            "factor as scaling, the name that transformers uses."
         )
     for name, value in keywords.items():
-        if value is None or name in CHECKED or name in HARMLESS:
+        if value is None or name in CHECKED_KEYWORDS or name in IGNORED_KEYWORDS:
             continue
-        if name in MEANINGS:
+        if name in UNSUPPORTED_FEATURES:
             raise NotImplementedError(
-                f"{name} must be None: 'cab' does not compute {MEANINGS[name]}. "
-                f"Use attn_implementation='eager' for {model}."
+                f"{name} must be None: 'cab' does not compute {UNSUPPORTED_FEATURES[name]}. "
+                f"Use attn_implementation='eager' for {model_name}."
             )
         raise ValueError(
-            f"{name} must be None, got {short(value)}: 'cab' would ignore this argument. "
-            f"Leave out {name}, or use attn_implementation='eager' for {model}."
+            f"{name} must be None, got {short_repr(value)}: 'cab' would ignore this argument. "
+            f"Leave out {name}, or use attn_implementation='eager' for {model_name}."
         )
     if keywords.get("cu_seq_lens_k") is not None and keywords.get("cu_seq_lens_q") is None:
         raise ValueError(
@@ -313,15 +319,15 @@ def _validate_mask(mask: Any, num_keys: int, sliding_window: int | None) -> None
     """
     if not isinstance(mask, MaskInfo):
         if in_backward_pass():
-            raise RuntimeError(SETTINGS_CHANGED)
+            raise RuntimeError(SETTINGS_CHANGED_ERROR)
         raise ValueError(padding_mask_error(mask))
     details = mask.details
-    if details.unsupported is not None:
-        raise NotImplementedError(details.unsupported)
+    if details.unsupported_error is not None:
+        raise NotImplementedError(details.unsupported_error)
     if details.cache_length is not None and details.cache_length != num_keys:
         # without a cache, all keys belong to this call
         if num_keys == mask.q_length and isinstance(mask.q_offset, int) and mask.q_offset == 0:
-            raise ValueError(too_short_error(details.cache_length, num_keys))
+            raise ValueError(mask_too_short_error(details.cache_length, num_keys))
         raise ValueError(
             f"key must have {details.cache_length} tokens, as in the first layer, got {num_keys}: "
             "past_key_values has another length in this layer. Pass a cache with equal lengths in "
@@ -332,14 +338,14 @@ def _validate_mask(mask: Any, num_keys: int, sliding_window: int | None) -> None
     if mask.window is None and sliding_window is not None and sliding_window < num_keys:
         raise NotImplementedError(
             f"sliding_window must be None for a mask without a window, got {sliding_window}: the "
-            f"argument and the mask of {mask.model} disagree. Use attn_implementation='sdpa'."
+            f"argument and the mask of {mask.model_name} disagree. Use attn_implementation='sdpa'."
         )
 
 
-def _context_parallel_active() -> bool:
+def _is_context_parallel_active() -> bool:
     """Return True if torch's context_parallel is active in this process."""
-    tensor = sys.modules.get("torch.distributed.tensor")
-    dispatcher = getattr(getattr(tensor, "DTensor", None), "_op_dispatcher", None)
+    tensor_module = sys.modules.get("torch.distributed.tensor")
+    dispatcher = getattr(getattr(tensor_module, "DTensor", None), "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", {})
     return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
 
@@ -362,8 +368,8 @@ def validate_tracing(*tensors: Any) -> None:
             "'cab_dense' depend on the input. Use torch.export.export or torch.compile."
         )
     # plain tensors are never fake, so the slow `detect_fake_mode` is omitted for them
-    is_plain = len(tensors) > 0 and all(type(x) is Tensor for x in tensors)
-    if not is_plain and detect_fake_mode(tensors) is not None:
+    has_only_plain_tensors = len(tensors) > 0 and all(type(x) is Tensor for x in tensors)
+    if not has_only_plain_tensors and detect_fake_mode(tensors) is not None:
         raise NotImplementedError(
             "the call has fake tensors (FakeTensorMode), and 'cab' reads values of tensors. Use "
             "torch.export.export or torch.compile, or set attn_implementation='sdpa'."

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from cab_hf.checks import is_whole, warn_once
-from cab_hf.config import TABLES, CabConfig, Origin, Table
+from cab_hf.config import TABLE_FIELDS, CabConfig, Origin, Table
 
 # names of the numbers of layers, query heads and KV heads in configs of transformers
-COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+COUNT_FIELDS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 # names of the number of layers in configs of transformers
-LAYERS = ("num_hidden_layers", "decoder_layers")
+LAYER_COUNT_FIELDS = ("num_hidden_layers", "decoder_layers")
 
 
-def counts_of(model_config: Any) -> tuple[int | None, ...]:
+def model_counts(model_config: Any) -> tuple[int | None, ...]:
     """Return the numbers of layers, query heads, KV heads and decoder layers of a model.
 
     A number is None if it differs between layers or is not in the config.
@@ -21,7 +21,9 @@ def counts_of(model_config: Any) -> tuple[int | None, ...]:
     Args:
         model_config: a transformers config.
     """
-    return tuple(number(model_config, name) for name in (*COUNTS, LAYERS[1]))
+    return tuple(
+        read_int_field(model_config, name) for name in (*COUNT_FIELDS, LAYER_COUNT_FIELDS[1])
+    )
 
 
 def origin_of(model_config: Any, length: int, model: str | None = None) -> Origin:
@@ -33,12 +35,14 @@ def origin_of(model_config: Any, length: int, model: str | None = None) -> Origi
         model: name of the model; None to read the name from the config.
     """
     text_config = model_config.get_text_config()
-    layers, heads, kv_heads = (number(text_config, name) for name in COUNTS)
+    num_layers, num_heads, num_kv_heads = (
+        read_int_field(text_config, name) for name in COUNT_FIELDS
+    )
     return Origin(
-        model=model or name_of(text_config),
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
+        model=model or model_name_of(text_config),
+        layers=num_layers,
+        heads=num_heads,
+        kv_heads=num_kv_heads,
         length=length,
     )
 
@@ -55,14 +59,14 @@ def require_origin(origin: Origin | None, model_config: Any) -> None:
     """
     if origin is None:
         return
-    own = origin_of(model_config, origin.length)
-    for calibrated_count, own_count in zip(origin[1:4], own[1:4], strict=True):
-        is_known = calibrated_count is not None and own_count is not None
-        if is_known and calibrated_count != own_count:
+    model_origin = origin_of(model_config, origin.length)
+    for calibrated_count, model_count in zip(origin[1:4], model_origin[1:4], strict=True):
+        is_known = calibrated_count is not None and model_count is not None
+        if is_known and calibrated_count != model_count:
             raise ValueError(
-                f"cab_config was calibrated for {origin.model} ({origin.shape}), and {own.model} "
-                f"has {own.shape}. Calibrate this model with cab_hf.calibrate, or use settings "
-                "without tables."
+                f"cab_config was calibrated for {origin.model} ({origin.shape}), and "
+                f"{model_origin.model} has {model_origin.shape}. Calibrate this model with "
+                "cab_hf.calibrate, or use settings without tables."
             )
 
 
@@ -76,14 +80,14 @@ def require_layers(config: CabConfig, model_config: Any) -> None:
     Raises:
         ValueError: if a field does not fit. The message names the field and both numbers.
     """
-    counts = [getattr(model_config, name, None) for name in LAYERS]
-    num_layers = max(filter(is_whole, counts), default=None)
+    layer_counts = [getattr(model_config, name, None) for name in LAYER_COUNT_FIELDS]
+    num_layers = max(filter(is_whole, layer_counts), default=None)
     for layer in config.dense_layers:
         if num_layers is not None and layer >= num_layers:
             raise ValueError(
                 f"CabConfig.dense_layers has {layer}; this model has layers 0 to {num_layers - 1}."
             )
-    for name in TABLES:
+    for name in TABLE_FIELDS:
         table = getattr(config, name)
         if isinstance(table, tuple) and table:
             _require_shape(name, table, num_layers, model_config)
@@ -100,10 +104,10 @@ def _require_shape(name: str, table: Table, num_layers: int | None, model_config
         num_layers: number of layers of the model; None if not known.
         model_config: a transformers config.
     """
-    model_shape = num_layers, number(model_config, "num_attention_heads")
+    model_shape = num_layers, read_int_field(model_config, "num_attention_heads")
     table_shape = len(table), len(table[0])
-    pairs = zip(model_shape, table_shape, strict=True)
-    if any(count is not None and count != table_count for count, table_count in pairs):
+    count_pairs = zip(model_shape, table_shape, strict=True)
+    if any(count is not None and count != table_count for count, table_count in count_pairs):
         counts = zip(model_shape, ("layers", "heads"), strict=True)
         description = " of ".join(f"{count} {unit}" for count, unit in counts if count)
         raise ValueError(
@@ -125,20 +129,20 @@ def _require_anchors(config: CabConfig, model_config: Any, num_layers: int) -> N
         raise ValueError(
             f"CabConfig.anchors has {last_anchor}; this model has layers 0 to {num_layers - 1}."
         )
-    types = getattr(model_config, "layer_types", None) or ["full_attention"] * num_layers
-    sparse = [
+    layer_types = getattr(model_config, "layer_types", None) or ["full_attention"] * num_layers
+    sparse_layers = [
         layer
-        for layer, name in enumerate(types)
-        if name == "full_attention" and layer not in config.dense_layers
+        for layer, type_name in enumerate(layer_types)
+        if type_name == "full_attention" and layer not in config.dense_layers
     ]
-    if sparse and sparse[0] not in config.anchors:
+    if sparse_layers and sparse_layers[0] not in config.anchors:
         raise ValueError(
-            f"CabConfig.anchors must contain the first sparse layer {sparse[0]}, got "
-            f"{config.anchors}. Add layer {sparse[0]}."
+            f"CabConfig.anchors must contain the first sparse layer {sparse_layers[0]}, got "
+            f"{config.anchors}. Add layer {sparse_layers[0]}."
         )
 
 
-def number(model_config: Any, name: str) -> int | None:
+def read_int_field(model_config: Any, name: str) -> int | None:
     """Return the int field ``name`` of a transformers config.
 
     Returns None if the number differs between layers, or if the config does not have the field.
@@ -146,24 +150,31 @@ def number(model_config: Any, name: str) -> int | None:
     if getattr(model_config, f"{name}_per_layer", None) is not None:
         return None
     try:
-        value = getattr(model_config, name, None)
+        field_value = getattr(model_config, name, None)
     except RuntimeError:
         # heterogeneous configs of transformers raise for values that differ between layers
         return None
-    return value if isinstance(value, int) else None
+    return field_value if isinstance(field_value, int) else None
 
 
-def rotations(model_config: Any) -> list[dict[str, Any]]:
+def rope_parameter_dicts(model_config: Any) -> list[dict[str, Any]]:
     """Return ``rope_parameters`` of a config, followed by the parameters of each layer type in it.
 
     Args:
         model_config: a transformers config.
     """
-    shared = getattr(model_config, "rope_parameters", None) or {}
-    return [shared, *(value for value in shared.values() if isinstance(value, dict))]
+    all_parameters = getattr(model_config, "rope_parameters", None) or {}
+    return [
+        all_parameters,
+        *(
+            type_parameters
+            for type_parameters in all_parameters.values()
+            if isinstance(type_parameters, dict)
+        ),
+    ]
 
 
-def positions(model_config: Any) -> int | None:
+def max_positions(model_config: Any) -> int | None:
     """Return the longest supported sequence of a model, in tokens; None if not known.
 
     The result includes rotary scaling. In some configs, ``max_position_embeddings`` does not.
@@ -172,15 +183,18 @@ def positions(model_config: Any) -> int | None:
         model_config: a transformers config.
     """
     text_config = model_config.get_text_config()
-    unscaled = getattr(text_config, "max_position_embeddings", None)
-    if not isinstance(unscaled, int) or unscaled <= 0:
+    unscaled_positions = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(unscaled_positions, int) or unscaled_positions <= 0:
         return None
-    scaled = [
-        int(rope["factor"] * (rope.get("original_max_position_embeddings") or unscaled))
-        for rope in rotations(text_config)
-        if rope.get("factor")
+    scaled_positions = [
+        int(
+            rope_parameters["factor"]
+            * (rope_parameters.get("original_max_position_embeddings") or unscaled_positions)
+        )
+        for rope_parameters in rope_parameter_dicts(text_config)
+        if rope_parameters.get("factor")
     ]
-    return max([unscaled, *scaled])
+    return max([unscaled_positions, *scaled_positions])
 
 
 def warn_if_never_sparse(min_length: int, model_config: Any) -> None:
@@ -191,10 +205,10 @@ def warn_if_never_sparse(min_length: int, model_config: Any) -> None:
         model_config: a transformers config. There is no warning if the number of positions is not
             known.
     """
-    num_positions = positions(model_config)
+    num_positions = max_positions(model_config)
     if num_positions is None or num_positions >= min_length:
         return
-    name = name_of(model_config)
+    name = model_name_of(model_config)
     warn_once(
         (name, num_positions, min_length),
         f"{name} has {num_positions:,} positions and min_length is {min_length:,}, so 'cab' "
@@ -203,28 +217,30 @@ def warn_if_never_sparse(min_length: int, model_config: Any) -> None:
     )
 
 
-def warn_if_too_short(tokens: int, min_length: int, default: int, model_config: Any) -> None:
+def warn_if_too_short(
+    num_tokens: int, min_length: int, default_min_length: int, model_config: Any
+) -> None:
     """Warn once per process and model about a prompt that is too short for sparse attention.
 
-    There is no warning if ``min_length`` is below ``default``, because the user has then set
-    ``min_length``. There is also no warning if `warn_if_never_sparse` has warned.
+    There is no warning if ``min_length`` is below ``default_min_length``, because the user has then
+    set ``min_length``. There is also no warning if `warn_if_never_sparse` has warned.
 
     Args:
-        tokens: length of the prompt, in tokens.
+        num_tokens: length of the prompt, in tokens.
         min_length: `CabConfig.min_length` of the model, in tokens.
-        default: default of ``min_length``, in tokens.
+        default_min_length: default of ``min_length``, in tokens.
         model_config: a transformers config.
     """
-    num_positions = positions(model_config)
+    num_positions = max_positions(model_config)
     is_never_sparse = num_positions is not None and num_positions < min_length
-    if tokens >= min_length or min_length < default or is_never_sparse:
+    if num_tokens >= min_length or min_length < default_min_length or is_never_sparse:
         return
-    name = name_of(model_config)
+    name = model_name_of(model_config)
     warn_once(
         (name, "prompt", min_length),
-        f"{name} reads {tokens:,} tokens and min_length is {min_length:,}, so 'cab' computes exact "
-        'attention here. Lower cab_config={"min_length": ...} for sparse attention to shorter '
-        "prompts.",
+        f"{name} reads {num_tokens:,} tokens and min_length is {min_length:,}, so 'cab' computes "
+        'exact attention here. Lower cab_config={"min_length": ...} for sparse attention to '
+        "shorter prompts.",
     )
 
 
@@ -232,7 +248,7 @@ def warn_if_unused(text_config: Any) -> None:
     """Warn once per process and model if a config has a ``cab_config`` that no layer uses."""
     if text_config.cab_config is None:
         return
-    name = name_of(text_config)
+    name = model_name_of(text_config)
     warn_once(
         (name, "cab_config"),
         f"The config of {name} has a cab_config, which nothing uses: the model is loaded without "
@@ -251,7 +267,7 @@ def layer_index(module: Any) -> int | None:
     return index if is_whole(index, 0) else None
 
 
-def name_of(model_config: Any) -> str:
+def model_name_of(model_config: Any) -> str:
     """Return the name of a model for messages: the end of its path, or its model type.
 
     Args:
@@ -271,6 +287,10 @@ def layer_type(module: Any) -> str | None:
 
     Returns None if the config has no ``layer_types``, or if the module has no index.
     """
-    types = getattr(getattr(module, "config", None), "layer_types", None)
+    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
     index = layer_index(module)
-    return types[index] if types and index is not None and index < len(types) else None
+    return (
+        layer_types[index]
+        if layer_types and index is not None and index < len(layer_types)
+        else None
+    )

@@ -23,7 +23,7 @@ def attention_layers(model: PreTrainedModel) -> Iterator[tuple[int | None, nn.Mo
     for module in model.modules():
         if module in submodules:
             continue
-        if _is_causal(module):
+        if _is_causal_attention(module):
             # skipped, because submodules that compute keys can have the same attributes
             submodules.update(module.modules())
             yield layer_index(module), module
@@ -56,11 +56,11 @@ def inner_model(model: nn.Module) -> PreTrainedModel | None:
     return next(transformers_models, None)
 
 
-def _is_causal(module: nn.Module) -> bool:
+def _is_causal_attention(module: nn.Module) -> bool:
     """Return True for a causal self-attention module."""
     # modules without ``is_causal`` are causal if they have groups of query heads
-    default = hasattr(module, "num_key_value_groups")
-    return hasattr(module, "layer_idx") and getattr(module, "is_causal", default)
+    is_causal_by_default = hasattr(module, "num_key_value_groups")
+    return hasattr(module, "layer_idx") and getattr(module, "is_causal", is_causal_by_default)
 
 
 def _is_causal_by_call(module: nn.Module, text_config: Any) -> bool:
@@ -97,8 +97,8 @@ def window(module: nn.Module) -> int | None:
     if hasattr(module, "sliding_window"):
         return module.sliding_window
     # some modules have no attribute for the window: their model builds the mask from its config
-    modeling_file = sys.modules[type(module).__module__]
+    modeling_module = sys.modules[type(module).__module__]
     can_have_window = layer_type(module) in (None, "sliding_attention")
-    if can_have_window and hasattr(modeling_file, "create_sliding_window_causal_mask"):
+    if can_have_window and hasattr(modeling_module, "create_sliding_window_causal_mask"):
         return getattr(module.config, "sliding_window", None)
     return None

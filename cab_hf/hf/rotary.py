@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from cab_hf.hf.fit import rotations
+from cab_hf.hf.fit import rope_parameter_dicts
 
 # least number of channels of a head of which half is scored: 8-bit products need multiples of 32
 # channels, so half of a smaller head saves nothing
-LEAST_HEAD_DIM = 64
+MIN_HEAD_DIM = 64
 
 
 def slow_channels(module: Any, head_dim: int) -> tuple[int, ...]:
@@ -34,22 +34,29 @@ def slow_channels(module: Any, head_dim: int) -> tuple[int, ...]:
         Ascending channel indices; () if the channels are not known, or if the layer does not rotate
         all channels. Predictors then score all channels.
     """
-    attribute = getattr(module, "slow_channels", None)
-    if isinstance(attribute, tuple):
-        return attribute
+    known_channels = getattr(module, "slow_channels", None)
+    if isinstance(known_channels, tuple):
+        return known_channels
     config = getattr(module, "config", None)
     has_unrotated_channels = (
         not _is_rotated(module)
         or getattr(config, "qk_rope_head_dim", None)
-        or any(factor != 1 for factor in _partial_factors(config))
+        or any(factor != 1 for factor in _partial_rotary_factors(config))
     )
-    if has_unrotated_channels or head_dim < LEAST_HEAD_DIM or head_dim % 4:
+    if has_unrotated_channels or head_dim < MIN_HEAD_DIM or head_dim % 4:
         return ()
-    return _slow_half(type(module).__module__, head_dim)
+    return _slow_channels_of_module(type(module).__module__, head_dim)
 
 
 # model types that apply rotary embeddings only in layers with a sliding window
-ROTATED_IN_WINDOWS = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone4_5", "exaone_moe")
+MODEL_TYPES_ROTATED_IN_WINDOWS = (
+    "afmoe",
+    "cohere2",
+    "cohere2_moe",
+    "exaone4",
+    "exaone4_5",
+    "exaone_moe",
+)
 
 
 def _is_rotated(module: Any) -> bool:
@@ -60,24 +67,31 @@ def _is_rotated(module: Any) -> bool:
     if getattr(config, "position_embedding_type", "rope") not in ("rope", "rotary"):
         return False
     model_type = type(module).__module__.rpartition("modeling_")[2]
-    if model_type not in ROTATED_IN_WINDOWS or getattr(module, "force_rope", False):
+    if model_type not in MODEL_TYPES_ROTATED_IN_WINDOWS or getattr(module, "force_rope", False):
         return True
     # EXAONE sets ``sliding_window`` also in layers without a window, where ``is_sliding`` is False
-    window = getattr(module, "sliding_window", None)
-    return getattr(module, "is_sliding", True) if window is not None else "exaone" in model_type
+    sliding_window = getattr(module, "sliding_window", None)
+    return (
+        getattr(module, "is_sliding", True)
+        if sliding_window is not None
+        else "exaone" in model_type
+    )
 
 
-def _partial_factors(config: Any) -> list[float]:
+def _partial_rotary_factors(config: Any) -> list[float]:
     """Return every ``partial_rotary_factor`` of a config: the rotated share of the channels."""
     factors = [getattr(config, "partial_rotary_factor", None)]
-    factors += [rope.get("partial_rotary_factor") for rope in rotations(config)]
+    factors += [
+        rope_parameters.get("partial_rotary_factor")
+        for rope_parameters in rope_parameter_dicts(config)
+    ]
     return [factor for factor in factors if factor is not None]
 
 
 # cached, because every layer needs the result in every call; a constant under torch.compile
 @cache
 @torch.compiler.assume_constant_result
-def _slow_half(module_name: str, head_dim: int) -> tuple[int, ...]:
+def _slow_channels_of_module(module_name: str, head_dim: int) -> tuple[int, ...]:
     """Return `slow_channels` of a head whose channels are all rotated.
 
     Args:
@@ -90,25 +104,25 @@ def _slow_half(module_name: str, head_dim: int) -> tuple[int, ...]:
     partner_of_zero = abs(int(rotate_half(torch.arange(float(head_dim), device="cpu"))[0]))
     if partner_of_zero not in (1, head_dim // 2):
         return ()
-    return halved(head_dim, interleaved=partner_of_zero == 1)
+    return slow_half_of_pairs(head_dim, is_interleaved=partner_of_zero == 1)
 
 
-def halved(head_dim: int, interleaved: bool) -> tuple[int, ...]:
+def slow_half_of_pairs(head_dim: int, is_interleaved: bool) -> tuple[int, ...]:
     """Return `slow_channels` of a head whose channels are all rotated, for known pairs.
 
     Args:
         head_dim: number of channels of a head.
-        interleaved: True if channels 2 i and 2 i + 1 form a pair, as in GPT-J; False if channels i
-            and i + head_dim / 2 form a pair, as in LLaMA.
+        is_interleaved: True if channels 2 i and 2 i + 1 form a pair, as in GPT-J; False if channels
+            i and i + head_dim / 2 form a pair, as in LLaMA.
     """
-    if not interleaved or head_dim < LEAST_HEAD_DIM or head_dim % 4:
+    if not is_interleaved or head_dim < MIN_HEAD_DIM or head_dim % 4:
         return llama_channels(head_dim)
     return tuple(range(head_dim // 2, head_dim))
 
 
 def llama_channels(head_dim: int) -> tuple[int, ...]:
     """Return `slow_channels` of a head with pairs of channels i and i + head_dim / 2."""
-    if head_dim < LEAST_HEAD_DIM or head_dim % 4:
+    if head_dim < MIN_HEAD_DIM or head_dim % 4:
         return ()
     half, quarter = head_dim // 2, head_dim // 4
     return (*range(quarter, half), *range(half + quarter, head_dim))

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from cab_hf.hf.layers import inner_model
 
 # attributes of a cache that layers with a recurrent state read or call
-STATES = frozenset(
+STATE_ATTRIBUTES = frozenset(
     {
         "conv_states",
         "get_linear_cache",
@@ -82,20 +82,22 @@ def _is_convolution(module: nn.Module) -> bool:
 
 @lru_cache
 def _has_recurrent_state(module_class: type[nn.Module]) -> bool:
-    """Return True if the code of a module class uses a name in `STATES`."""
-    for base in module_class.__mro__:
-        if not issubclass(base, nn.Module) or base is nn.Module:
+    """Return True if the code of a module class uses a name in `STATE_ATTRIBUTES`."""
+    for base_class in module_class.__mro__:
+        if not issubclass(base_class, nn.Module) or base_class is nn.Module:
             continue
-        for function in filter(callable, vars(base).values()):
+        for function in filter(callable, vars(base_class).values()):
             function = inspect.unwrap(function)
-            if inspect.isfunction(function) and not STATES.isdisjoint(_names(function.__code__)):
+            if inspect.isfunction(function) and not STATE_ATTRIBUTES.isdisjoint(
+                _names_in_code(function.__code__)
+            ):
                 return True
     return False
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def _names_in_code(code: CodeType) -> Iterator[str]:
     """Yield the names of attributes and globals in compiled code, including nested functions."""
     yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names(inner)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in_code(constant)

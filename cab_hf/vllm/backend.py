@@ -19,16 +19,16 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from cab_hf.call.call import Call
 from cab_hf.call.mask import MaskDetails, MaskInfo
 from cab_hf.call.scope import Prompt
-from cab_hf.config import blocks_of
+from cab_hf.config import block_sizes
 from cab_hf.dispatch import dispatch
 from cab_hf.engines import TRITON, Workload
 from cab_hf.engines import choose as choose_engine
 from cab_hf.plan import DENSE_BLOCK_SIZE
 from cab_hf.predictors import make_predictor
-from cab_hf.vllm import PLAIN_CACHES, backend_name, settings_of
-from cab_hf.vllm.layers import Layer
+from cab_hf.vllm import UNQUANTISED_CACHE_DTYPES, backend_name, settings_of
+from cab_hf.vllm.layers import CabLayer
 from cab_hf.vllm.metrics import METERS
-from cab_hf.vllm.runner import BATCH, install_hooks
+from cab_hf.vllm.runner import RUNNER_BATCH, install_hooks
 
 
 class SparsePrompt(NamedTuple):
@@ -46,7 +46,7 @@ class SparsePrompt(NamedTuple):
     mask: MaskInfo
 
 
-class Split(NamedTuple):
+class SplitBatch(NamedTuple):
     """The requests of a batch, divided into sparse prompts and dense requests.
 
     Attributes:
@@ -76,26 +76,29 @@ class SparseBuilder:
 
     # capture attention in CUDA graphs only for uniform batches of decode steps, without prompts
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-    # False, because a `Split` contains pages: the layers of another KV cache group have other pages
+    # False, because a `SplitBatch` contains pages: the layers of another KV cache group have other
+    # pages
     supports_update_block_table = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        spec, dtype = self.kv_cache_spec, self.vllm_config.model_config.dtype
+        cache_spec, dtype = self.kv_cache_spec, self.vllm_config.model_config.dtype
         # vLLM derives builders from this class for layers that attend to a rewritten batch: chunks
         # of tokens as separate requests (Llama 4), or sinks before each request
         is_rewritten = type(self) is not CabBuilder
         is_local = any(
-            getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size")
+            getattr(cache_spec, name, None) for name in ("sliding_window", "attention_chunk_size")
         )
         self.cab = None if is_rewritten or is_local else settings_of(self.vllm_config)
-        if self.cab is not None and spec.dtype.itemsize > 1:
+        if self.cab is not None and cache_spec.dtype.itemsize > 1:
             # raise an error for an unknown layout of pages now, not at the first prompt
-            page = torch.empty(1, 1, spec.block_size, 2 * spec.head_size, dtype=spec.dtype)
-            gather(page, torch.tensor([0]), getattr(self, "isa", None))
+            sample_page = torch.empty(
+                1, 1, cache_spec.block_size, 2 * cache_spec.head_size, dtype=cache_spec.dtype
+            )
+            gather_pages(sample_page, torch.tensor([0]), getattr(self, "isa", None))
         work = Workload(
             device=self.device.type,
-            head_dim=spec.head_size,
+            head_dim=cache_spec.head_size,
             dtype=dtype,
             training=False,
             query_block=DENSE_BLOCK_SIZE,
@@ -108,36 +111,48 @@ class SparseBuilder:
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build=False) -> Any:
         """Return the metadata of the parent class, with the additional attribute ``cab``.
 
-        ``cab`` is the `Split` of the batch, or None if no prompt is sparse. The arguments are those
-        of the parent class.
+        ``cab`` is the `SplitBatch` of the batch, or None if no prompt is sparse. The arguments are
+        those of the parent class.
         """
-        common = common_attn_metadata
-        metadata = super().build(common_prefix_len, common, fast_build)
+        common_metadata = common_attn_metadata
+        metadata = super().build(common_prefix_len, common_metadata, fast_build)
         metadata.cab = None
-        if self.cab is None or common.causal is not True:
+        if self.cab is None or common_metadata.causal is not True:
             return metadata
-        starts, bounds = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
-        lengths = (common.seq_lens.cpu() if bounds is None else bounds).tolist()
+        query_starts, length_bounds = (
+            common_metadata.query_start_loc_cpu.tolist(),
+            common_metadata.seq_lens_cpu_upper_bound,
+        )
+        lengths = (
+            common_metadata.seq_lens.cpu() if length_bounds is None else length_bounds
+        ).tolist()
         min_prompt = max(self.cab.min_length, self.cab.query_block)
         # the tokens of an image attend to each other in both directions
-        images = getattr(common, "mm_req_doc_ranges", None) or {}
+        image_ranges = getattr(common_metadata, "mm_req_doc_ranges", None) or {}
         prompts, dense_requests = [], []
-        for request, prompt_length in enumerate(BATCH.prompt_lengths[: common.num_reqs]):
-            rows, kv_length = slice(starts[request], starts[request + 1]), lengths[request]
-            q_length = rows.stop - rows.start
+        for request, prompt_length in enumerate(
+            RUNNER_BATCH.prompt_lengths[: common_metadata.num_reqs]
+        ):
+            token_rows, kv_length = (
+                slice(query_starts[request], query_starts[request + 1]),
+                lengths[request],
+            )
+            q_length = token_rows.stop - token_rows.start
             is_prefill = q_length > 0 and kv_length - q_length < prompt_length
-            if is_prefill and prompt_length >= min_prompt and not images.get(request):
+            if is_prefill and prompt_length >= min_prompt and not image_ranges.get(request):
                 num_pages = -(-kv_length // self.kv_cache_spec.block_size)
-                pages = common.block_table_tensor[request, :num_pages].long()
-                mask = self._mask(request, q_length, kv_length, prompt_length)
-                prompts.append(SparsePrompt(rows=rows, pages=pages, mask=mask))
+                pages = common_metadata.block_table_tensor[request, :num_pages].long()
+                mask = self._cached_mask(request, q_length, kv_length, prompt_length)
+                prompts.append(SparsePrompt(rows=token_rows, pages=pages, mask=mask))
             elif q_length:
                 dense_requests.append(request)
         if prompts:
             dense_metadata = dense_rows = None
             if dense_requests:
-                dense_metadata, dense_rows = self._build_for(common, dense_requests, starts)
-            metadata.cab = Split(
+                dense_metadata, dense_rows = self._build_for_requests(
+                    common_metadata, dense_requests, query_starts
+                )
+            metadata.cab = SplitBatch(
                 prompts=prompts,
                 isa=getattr(self, "isa", None),
                 dense_metadata=dense_metadata,
@@ -145,7 +160,9 @@ class SparseBuilder:
             )
         return metadata
 
-    def _mask(self, request: int, q_length: int, kv_length: int, prompt_length: int) -> MaskInfo:
+    def _cached_mask(
+        self, request: int, q_length: int, kv_length: int, prompt_length: int
+    ) -> MaskInfo:
         """Return the mask of a chunk of a prompt, the same object for all KV cache groups.
 
         For the first mask of the last chunk of a prompt, the method also counts the prompt.
@@ -157,8 +174,8 @@ class SparseBuilder:
             prompt_length: tokens of the whole prompt.
         """
         key = request, q_length, kv_length, prompt_length, self.dense_block_size
-        if key not in BATCH.mask_cache:
-            BATCH.mask_cache[key] = MaskInfo(
+        if key not in RUNNER_BATCH.mask_cache:
+            RUNNER_BATCH.mask_cache[key] = MaskInfo(
                 batch=1,
                 q_length=q_length,
                 kv_length=kv_length,
@@ -168,53 +185,65 @@ class SparseBuilder:
             )
             if kv_length >= prompt_length:
                 METERS[self.vllm_config.instance_id].count_prompt()
-        return BATCH.mask_cache[key]
+        return RUNNER_BATCH.mask_cache[key]
 
-    def _build_for(self, common: Any, requests: list[int], starts: list[int]) -> tuple[Any, Tensor]:
+    def _build_for_requests(
+        self, common_metadata: Any, requests: list[int], query_starts: list[int]
+    ) -> tuple[Any, Tensor]:
         """Build metadata of the parent class for a batch of only the given requests.
 
         Args:
-            common: vLLM's CommonAttentionMetadata of the batch.
+            common_metadata: vLLM's CommonAttentionMetadata of the batch.
             requests: indices of the requests, ascending.
-            starts: index of the first token of each request of the batch, and the number of tokens.
+            query_starts: index of the first token of each request of the batch, and the number of
+                tokens.
 
         Returns:
-            (metadata, rows). ``rows`` are the indices of the requests' tokens in the whole batch,
-            int64 [T].
+            (metadata, rows). ``token_rows`` are the indices of the requests' tokens in the whole
+            batch, int64 [T].
         """
-        indices = torch.tensor(requests)
-        counts = common.query_start_loc_cpu.diff()[indices]
-        query_start_loc = torch.cat([counts.new_zeros(1), counts.cumsum(0).to(counts.dtype)])
-        rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in requests])
+        request_indices = torch.tensor(requests)
+        num_queries = common_metadata.query_start_loc_cpu.diff()[request_indices]
+        query_start_loc = torch.cat(
+            [num_queries.new_zeros(1), num_queries.cumsum(0).to(num_queries.dtype)]
+        )
+        token_rows = torch.cat(
+            [torch.arange(query_starts[request], query_starts[request + 1]) for request in requests]
+        )
         # copies from pinned memory do not synchronise with the GPU
-        is_cuda, device = common.seq_lens.is_cuda, common.seq_lens.device
-        pinned = (x.pin_memory() if is_cuda else x for x in (indices, query_start_loc, rows))
-        device_indices, device_start_loc, rows = (x.to(device, non_blocking=True) for x in pinned)
-        selected = {
-            name: getattr(common, name)[indices]
+        is_cuda, device = common_metadata.seq_lens.is_cuda, common_metadata.seq_lens.device
+        pinned_tensors = (
+            x.pin_memory() if is_cuda else x for x in (request_indices, query_start_loc, token_rows)
+        )
+        device_indices, device_start_loc, token_rows = (
+            x.to(device, non_blocking=True) for x in pinned_tensors
+        )
+        selected_fields = {
+            name: getattr(common_metadata, name)[request_indices]
             for name in ("seq_lens_cpu_upper_bound", "is_prefilling")
-            if getattr(common, name) is not None
+            if getattr(common_metadata, name) is not None
         }
-        images = getattr(common, "mm_req_doc_ranges", None)
-        if images is not None:
-            selected["mm_req_doc_ranges"] = {
-                new: images.get(old) or [] for new, old in enumerate(requests)
+        image_ranges = getattr(common_metadata, "mm_req_doc_ranges", None)
+        if image_ranges is not None:
+            selected_fields["mm_req_doc_ranges"] = {
+                new_index: image_ranges.get(old_index) or []
+                for new_index, old_index in enumerate(requests)
             }
-        selected_metadata = common.replace(
+        selected_metadata = common_metadata.replace(
             query_start_loc=device_start_loc,
             query_start_loc_cpu=query_start_loc,
-            seq_lens=common.seq_lens[device_indices],
+            seq_lens=common_metadata.seq_lens[device_indices],
             num_reqs=len(requests),
-            num_actual_tokens=len(rows),
-            max_query_len=int(counts.max()),
-            block_table_tensor=common.block_table_tensor[device_indices],
-            slot_mapping=common.slot_mapping[rows],
+            num_actual_tokens=len(token_rows),
+            max_query_len=int(num_queries.max()),
+            block_table_tensor=common_metadata.block_table_tensor[device_indices],
+            slot_mapping=common_metadata.slot_mapping[token_rows],
             _num_computed_tokens_cache=None,
-            **selected,
+            **selected_fields,
         )
         # common_prefix_len 0; with fast_build True, FlashAttention does not overwrite the buffer
         # that the metadata of the whole batch uses
-        return super().build(0, selected_metadata, True), rows
+        return super().build(0, selected_metadata, True), token_rows
 
 
 class SparseImpl:
@@ -224,22 +253,23 @@ class SparseImpl:
         cab: the settings; None if the plugin is off.
         cab_layer: index, config and slow channels of the layer. `register_layers` sets them after
             the model is loaded. None for a layer of a draft model, which is dense.
-        cab_reason: the reason why the layer is dense; None if the layer may be sparse.
-        is_measured: True after vLLM has measured the memory of sparse attention in this layer.
+        cab_dense_reason: the reason why the layer is dense; None if the layer may be sparse.
+        is_memory_measured: True after vLLM has measured the memory of sparse attention in this
+            layer.
     """
 
-    cab_layer: Layer | None = None
+    cab_layer: CabLayer | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         vllm_config = get_current_vllm_config()
         self.model_config, self.cab = vllm_config.model_config, settings_of(vllm_config)
-        self.cab_reason = self._why_dense()
-        self.is_measured = False
+        self.cab_dense_reason = self._why_dense()
+        self.is_memory_measured = False
         if self.cab is None:
             return
         install_hooks(vllm_config)
-        if self.cab_reason is None:
+        if self.cab_dense_reason is None:
             # `make_predictor` and `choose_engine` are called for their errors: both raise for
             # settings that this model or device cannot run
             make_predictor(self.cab)
@@ -267,7 +297,7 @@ class SparseImpl:
             return "ALiBi"
         if self.logits_soft_cap:
             return "soft-capped logits"
-        if self.kv_cache_dtype not in PLAIN_CACHES:
+        if self.kv_cache_dtype not in UNQUANTISED_CACHE_DTYPES:
             return f"a cache of {self.kv_cache_dtype}"
         return None
 
@@ -277,24 +307,28 @@ class SparseImpl:
         The arguments are those of the parent class. ``key`` and ``value`` are None in a layer that
         reads the KV cache of another layer.
         """
-        is_sparse = self.cab_layer is not None and self.cab_reason is None
+        is_sparse = self.cab_layer is not None and self.cab_dense_reason is None
         is_sparse = is_sparse and self.cab_layer.layer_idx not in self.cab.dense_layers
         # vLLM calls layers without metadata to measure the memory that they need
-        if is_sparse and attn_metadata is None and query.is_cuda and not self.is_measured:
-            self.is_measured = True
-            self.measure(query)
-        split = getattr(attn_metadata, "cab", None)
-        if split is None or not is_sparse:
+        if is_sparse and attn_metadata is None and query.is_cuda and not self.is_memory_measured:
+            self.is_memory_measured = True
+            self.measure_memory(query)
+        split_batch = getattr(attn_metadata, "cab", None)
+        if split_batch is None or not is_sparse:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
-        if split.dense_metadata is not None:
-            q, k, v = (None if x is None else x[split.dense_rows] for x in (query, key, value))
-            out = torch.empty_like(output[: len(split.dense_rows)])
-            super().forward(layer, q, k, v, kv_cache, split.dense_metadata, out, *args, **kwargs)
-            output[split.dense_rows] = out
-        for prompt in split.prompts:
-            k, v = gather(kv_cache, prompt.pages, split.isa)
+        if split_batch.dense_metadata is not None:
+            q, k, v = (
+                None if x is None else x[split_batch.dense_rows] for x in (query, key, value)
+            )
+            out = torch.empty_like(output[: len(split_batch.dense_rows)])
+            super().forward(
+                layer, q, k, v, kv_cache, split_batch.dense_metadata, out, *args, **kwargs
+            )
+            output[split_batch.dense_rows] = out
+        for prompt in split_batch.prompts:
+            k, v = gather_pages(kv_cache, prompt.pages, split_batch.isa)
             self.attend(
                 query[prompt.rows], k[None], v[None], mask=prompt.mask, out=output[prompt.rows]
             )
@@ -312,10 +346,10 @@ class SparseImpl:
         """
         q = q.transpose(0, 1).unsqueeze(0)
         k, v = k[:, :, : mask.kv_length], v[:, :, : mask.kv_length]
-        work = Workload.of(q, k, v, blocks_of(self.cab))
-        for rows, part_mask in mask.split_at_prompt_end(steps=False):
+        work = Workload.of(q, k, v, block_sizes(self.cab))
+        for query_slice, part_mask in mask.split_at_prompt_end(separate_steps=False):
             call = Call(
-                q=q[:, :, rows],
+                q=q[:, :, query_slice],
                 k=k,
                 v=v,
                 scale=self.scale,
@@ -325,9 +359,9 @@ class SparseImpl:
                 work=work,
                 mask=part_mask,
             )
-            out[rows] = dispatch(call)[0].transpose(0, 1).reshape_as(out[rows])
+            out[query_slice] = dispatch(call)[0].transpose(0, 1).reshape_as(out[query_slice])
 
-    def measure(self, query: Tensor) -> None:
+    def measure_memory(self, query: Tensor) -> None:
         """Compute sparse attention of the last chunk of the longest prompt, and drop the result.
 
         Called while vLLM measures memory, so that the measurement includes sparse attention.
@@ -356,21 +390,23 @@ if current_platform.is_cpu():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as Parent
 
     # instruction sets for which a page of one head has keys [D, page] and values [page, D]
-    TRANSPOSED = ("vec", "vec16")
+    TRANSPOSED_ISAS = ("vec", "vec16")
 
     @lru_cache
-    def elements_of(isa: str, dtype: torch.dtype, page: int, dim: int) -> tuple[Tensor, Tensor]:
+    def page_element_indices(
+        isa: str, dtype: torch.dtype, page_size: int, head_dim: int
+    ) -> tuple[Tensor, Tensor]:
         """Return the index in a page of each element of its keys and of its values.
 
         vLLM packs the elements of several tokens and channels together for matrix instructions
-        (AMX, BFMMLA). `elements_of` lets vLLM write a page of token numbers and a page of channel
-        numbers, and reads the layout from these pages.
+        (AMX, BFMMLA). `page_element_indices` lets vLLM write a page of token numbers and a page of
+        channel numbers, and reads the layout from these pages.
 
         Args:
             isa: instruction set that determines the layout.
             dtype: dtype of the KV cache, of 2 or 4 bytes.
-            page: tokens per page.
-            dim: channels per head.
+            page_size: tokens per page.
+            head_dim: channels per head.
 
         Returns:
             (keys, values), int64 [page * D] each: the index of element token * D + channel in the
@@ -379,29 +415,33 @@ if current_platform.is_cpu():
         Raises:
             NotImplementedError: a page does not contain every element unchanged.
         """
-        bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-        slots = torch.arange(page)
-        token_numbers = slots.view(-1, 1, 1).expand(-1, 1, dim)
-        channel_numbers = torch.arange(dim).expand(page, 1, -1)
+        int_dtype = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+        slots = torch.arange(page_size)
+        token_numbers = slots.view(-1, 1, 1).expand(-1, 1, head_dim)
+        channel_numbers = torch.arange(head_dim).expand(page_size, 1, -1)
         stored_numbers = []
-        for numbers in (token_numbers, channel_numbers):
+        for slot_numbers in (token_numbers, channel_numbers):
             # [1, H_kv = 1, 2 * page, D], the cache of one page
-            cache = torch.zeros(1, 1, 2 * page, dim, dtype=dtype)
+            cache = torch.zeros(1, 1, 2 * page_size, head_dim, dtype=dtype)
             key_cache, value_cache = cache.chunk(2, dim=2)
-            written = numbers.to(bits).contiguous().view(dtype)
-            ops.cpu_attn_reshape_and_cache(written, written, key_cache, value_cache, slots, isa)
-            stored_numbers.append(cache.view(bits).view(2, -1).long())
+            written_values = slot_numbers.to(int_dtype).contiguous().view(dtype)
+            ops.cpu_attn_reshape_and_cache(
+                written_values, written_values, key_cache, value_cache, slots, isa
+            )
+            stored_numbers.append(cache.view(int_dtype).view(2, -1).long())
         # element of keys and of values at each index of the page, [2, page * D]
-        element = stored_numbers[0] * dim + stored_numbers[1]
-        if not torch.equal(element.sort(-1).values, torch.arange(page * dim).expand(2, -1)):
+        element_at_index = stored_numbers[0] * head_dim + stored_numbers[1]
+        if not torch.equal(
+            element_at_index.sort(-1).values, torch.arange(page_size * head_dim).expand(2, -1)
+        ):
             raise NotImplementedError(
                 f"KV cache must have a known layout, got an unknown layout for {isa!r} in {dtype}. "
                 "Use dtype float32."
             )
-        keys, values = element.argsort(-1)
+        keys, values = element_at_index.argsort(-1)
         return keys, values
 
-    def gather(kv_cache: Tensor, pages: Tensor, isa: str | None) -> tuple[Tensor, Tensor]:
+    def gather_pages(kv_cache: Tensor, pages: Tensor, isa: str | None) -> tuple[Tensor, Tensor]:
         """Copy K and V from pages, [H_kv, P * page, D] each.
 
         Args:
@@ -413,13 +453,13 @@ if current_platform.is_cpu():
             k, v = (x[pages] for x in kv_cache)
         else:
             k, v = kv_cache[pages].unflatten(3, (2, -1)).flatten(2, 3).chunk(2, dim=2)
-        page, dim = k.shape[2:]
-        if isa in TRANSPOSED:
-            k = k.reshape(*k.shape[:2], dim, page).transpose(2, 3)
+        page_size, head_dim = k.shape[2:]
+        if isa in TRANSPOSED_ISAS:
+            k = k.reshape(*k.shape[:2], head_dim, page_size).transpose(2, 3)
         else:
-            element_indices = elements_of(isa, k.dtype, page, dim)
+            element_indices = page_element_indices(isa, k.dtype, page_size, head_dim)
             k, v = (
-                x.flatten(2).index_select(2, index).unflatten(2, (page, dim))
+                x.flatten(2).index_select(2, index).unflatten(2, (page_size, head_dim))
                 for x, index in zip((k, v), element_indices, strict=True)
             )
         return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
@@ -427,7 +467,7 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend as Parent
 
-    def gather(kv_cache: Tensor, pages: Tensor, isa: str | None) -> tuple[Tensor, Tensor]:
+    def gather_pages(kv_cache: Tensor, pages: Tensor, isa: str | None) -> tuple[Tensor, Tensor]:
         """Copy K and V from pages, [H_kv, P * page, D] each, as views of one copy.
 
         The copy has the order of the pages in memory, in which the heads of a token are adjacent.

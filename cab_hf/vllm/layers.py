@@ -15,25 +15,25 @@ from torch import nn
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
 from cab_hf.config import CabConfig
-from cab_hf.hf.rotary import halved, slow_channels
-from cab_hf.predictors.cascade import anchor_of
-from cab_hf.vllm import never_sparse, settings_of
+from cab_hf.hf.rotary import slow_channels, slow_half_of_pairs
+from cab_hf.predictors.cascade import find_anchor
+from cab_hf.vllm import never_sparse_reason, settings_of
 from cab_hf.vllm.metrics import METERS, Meter
 
 logger = logging.getLogger("vllm.cab_hf")
 
 # attributes of attention modules that are False or 0 if the module does not rotate queries and keys
-SWITCHES = ("use_rope", "_use_rope", "use_rotary", "is_local_attention")
+ROTARY_SWITCHES = ("use_rope", "_use_rope", "use_rotary", "is_local_attention")
 # key: name of a model file of vLLM. Value: names of attributes of the attention modules in the
 # file. A module applies its rotary embedding only if one of these attributes is set
-APPLIED_IF = {
+ROTARY_CONDITIONS = {
     "commandr": ("v1", "sliding_window"),
     "cohere2_moe": ("sliding_window", "force_rope"),
     "exaone4": ("sliding_window", "apply_rope_all_layers"),
 }
 
 
-class Layer(nn.Module):
+class CabLayer(nn.Module):
     """The attributes of an attention layer that a `Call` reads.
 
     Attributes:
@@ -46,7 +46,9 @@ class Layer(nn.Module):
 
     def __init__(self, name: str, config: Any, slow_channels: tuple[int, ...]) -> None:
         super().__init__()
-        self.layer_idx = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        self.layer_idx = next(
+            (int(name_part) for name_part in name.split(".") if name_part.isdigit()), None
+        )
         self.config = config
         self.slow_channels = slow_channels
 
@@ -56,7 +58,7 @@ def register_layers(model: nn.Module, vllm_config: Any) -> None:
 
     Also create the `Meter` that counts the sparse prompts of the engine in this process.
 
-    Layers of draft models receive no `Layer` and stay dense.
+    Layers of draft models receive no `CabLayer` and stay dense.
 
     Args:
         model: the loaded model of an engine.
@@ -70,29 +72,29 @@ def register_layers(model: nn.Module, vllm_config: Any) -> None:
         return
     model_config = vllm_config.model_config.hf_text_config
     dense_reasons: Counter[str] = Counter()
-    sparse: list[Layer] = []
-    for owner, attention in attentions(model):
+    sparse_layers: list[CabLayer] = []
+    for owner, attention in iterate_attention_layers(model):
         impl = attention.impl
-        reason = why_dense(attention)
-        if hasattr(impl, "cab_reason"):
-            channels = channels_of(owner, attention)
-            impl.cab_layer = Layer(attention.layer_name, model_config, channels)
-            if reason is None and impl.cab_layer.layer_idx in config.dense_layers:
-                reason = "in dense_layers"
-        if reason is None:
-            sparse.append(impl.cab_layer)
+        dense_reason = why_dense(attention)
+        if hasattr(impl, "cab_dense_reason"):
+            channels = slow_channels_of(owner, attention)
+            impl.cab_layer = CabLayer(attention.layer_name, model_config, channels)
+            if dense_reason is None and impl.cab_layer.layer_idx in config.dense_layers:
+                dense_reason = "in dense_layers"
+        if dense_reason is None:
+            sparse_layers.append(impl.cab_layer)
         else:
-            dense_reasons[reason] += 1
-    _require_anchors(config, [layer.layer_idx for layer in sparse])
-    is_first = get_tensor_model_parallel_rank() == 0
+            dense_reasons[dense_reason] += 1
+    _require_anchors(config, [layer.layer_idx for layer in sparse_layers])
+    is_first_rank = get_tensor_model_parallel_rank() == 0
     # all stages of a pipeline compute the same prompts: only the first stage counts prompts
-    counts_prompts = is_first and get_pp_group().is_first_rank
-    meter = Meter(vllm_config.instance_id, sparse, counts_prompts, is_logged=is_first)
+    counts_prompts = is_first_rank and get_pp_group().is_first_rank
+    meter = Meter(vllm_config.instance_id, sparse_layers, counts_prompts, is_logged=is_first_rank)
     # write zeros now, so that ``/metrics`` shows the counters before the first prompt
     meter.write(meter.totals())
     METERS[vllm_config.instance_id] = meter
-    if is_first and never_sparse(config, vllm_config) is None:
-        _log(config, len(sparse), dense_reasons)
+    if is_first_rank and never_sparse_reason(config, vllm_config) is None:
+        _log_layers(config, len(sparse_layers), dense_reasons)
 
 
 def why_dense(attention: Any) -> str | None:
@@ -101,16 +103,18 @@ def why_dense(attention: Any) -> str | None:
     Args:
         attention: an attention layer of vLLM.
     """
-    if not hasattr(attention.impl, "cab_reason"):
+    if not hasattr(attention.impl, "cab_dense_reason"):
         return "another backend"
-    if attention.impl.cab_reason is not None:
-        return attention.impl.cab_reason
+    if attention.impl.cab_dense_reason is not None:
+        return attention.impl.cab_dense_reason
     # vLLM derives builders for layers with chunked attention, or with sinks before each request
-    is_derived = attention.attn_backend.get_builder_cls().__module__ != "cab_hf.vllm.backend"
-    return "batches that vLLM rewrites" if is_derived else None
+    has_derived_builder = (
+        attention.attn_backend.get_builder_cls().__module__ != "cab_hf.vllm.backend"
+    )
+    return "batches that vLLM rewrites" if has_derived_builder else None
 
 
-def attentions(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+def iterate_attention_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     """Yield the owner and the layer for every attention layer of vLLM in a model.
 
     Yields:
@@ -121,14 +125,16 @@ def attentions(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
         for attention in owner.children():
             if hasattr(attention, "impl") and hasattr(attention, "layer_name"):
                 yield owner, attention
-        instances = getattr(owner, "attention_instances", None)
-        if isinstance(instances, dict):
-            modules = {getattr(x, "layer_idx", None): x for x in owner.modules()}
-            for index, attention in instances.items():
-                yield modules.get(index, owner), attention
+        attention_instances = getattr(owner, "attention_instances", None)
+        if isinstance(attention_instances, dict):
+            modules_by_index = {
+                getattr(module, "layer_idx", None): module for module in owner.modules()
+            }
+            for index, attention in attention_instances.items():
+                yield modules_by_index.get(index, owner), attention
 
 
-def channels_of(owner: nn.Module, attention: Any) -> tuple[int, ...]:
+def slow_channels_of(owner: nn.Module, attention: Any) -> tuple[int, ...]:
     """Return the half of a head's channels with the lowest rotary frequencies.
 
     Returns () for a layer without rotary embedding, for an embedding that rotates a part of the
@@ -141,45 +147,51 @@ def channels_of(owner: nn.Module, attention: Any) -> tuple[int, ...]:
     head_dim = attention.head_size
     if type(owner).__module__.startswith("transformers"):
         return slow_channels(owner, head_dim)
-    rotary = next((x for x in owner.children() if hasattr(x, "rotary_dim")), None)
-    if rotary is None or not is_rotated(owner):
+    rotary_embedding = next(
+        (child for child in owner.children() if hasattr(child, "rotary_dim")), None
+    )
+    if rotary_embedding is None or not is_rotated(owner):
         return ()
     # proportional embeddings do not rotate some pairs of channels
-    is_partial = rotary.rotary_dim != head_dim or getattr(rotary, "nope_angles", 0)
-    if is_partial or rotary.head_size != head_dim:
+    is_partially_rotated = rotary_embedding.rotary_dim != head_dim or getattr(
+        rotary_embedding, "nope_angles", 0
+    )
+    if is_partially_rotated or rotary_embedding.head_size != head_dim:
         return ()
-    return halved(head_dim, interleaved=not getattr(rotary, "is_neox_style", True))
+    return slow_half_of_pairs(
+        head_dim, is_interleaved=not getattr(rotary_embedding, "is_neox_style", True)
+    )
 
 
 def is_rotated(owner: nn.Module) -> bool:
     """Return True if an attention module applies its rotary embedding."""
-    if any(getattr(owner, name, True) in (False, 0) for name in SWITCHES):
+    if any(getattr(owner, name, True) in (False, 0) for name in ROTARY_SWITCHES):
         return False
-    for base in type(owner).__mro__:
-        names = APPLIED_IF.get(base.__module__.rpartition(".")[2])
-        if names is not None:
-            return any(getattr(owner, name, None) for name in names)
+    for base_class in type(owner).__mro__:
+        attribute_names = ROTARY_CONDITIONS.get(base_class.__module__.rpartition(".")[2])
+        if attribute_names is not None:
+            return any(getattr(owner, name, None) for name in attribute_names)
     config = getattr(owner, "config", None)
     return getattr(config, "use_mem_rope", True) is not False
 
 
-def _require_anchors(config: CabConfig, sparse: list[int | None]) -> None:
-    """Raise a ValueError if a layer in ``sparse`` reuses the blocks of a dense anchor layer.
+def _require_anchors(config: CabConfig, sparse_layers: list[int | None]) -> None:
+    """Raise a ValueError if a layer in ``sparse_layers`` reuses the blocks of a dense anchor layer.
 
     Args:
         config: the settings.
-        sparse: indices of the sparse layers.
+        sparse_layers: indices of the sparse layers.
     """
-    for index in sparse:
-        anchor = anchor_of(config, index)
-        if anchor is not None and anchor not in sparse:
+    for index in sparse_layers:
+        anchor = find_anchor(config, index)
+        if anchor is not None and anchor not in sparse_layers:
             raise ValueError(
                 f"CabConfig.anchors must be layers that vLLM attends sparsely, got {anchor}, which "
                 f"is dense and selects for layer {index}. Remove it, or add an anchor after it."
             )
 
 
-def _log(config: CabConfig, num_sparse: int, dense_reasons: Counter[str]) -> None:
+def _log_layers(config: CabConfig, num_sparse: int, dense_reasons: Counter[str]) -> None:
     """Log the number of sparse layers, the shortest sparse prompt, and why layers are dense.
 
     Args:
@@ -188,13 +200,13 @@ def _log(config: CabConfig, num_sparse: int, dense_reasons: Counter[str]) -> Non
         dense_reasons: number of dense layers by reason.
     """
     reasons = "; ".join(f"{count} dense: {reason}" for reason, count in dense_reasons.items())
-    total = num_sparse + dense_reasons.total()
+    num_layers = num_sparse + dense_reasons.total()
     if not num_sparse:
-        logger.warning("cab_hf: no layer of %d is attended sparsely (%s).", total, reasons)
+        logger.warning("cab_hf: no layer of %d is attended sparsely (%s).", num_layers, reasons)
         return
-    details = "; ".join(filter(None, [f"predictor {config.predictor}", reasons]))
+    detail_text = "; ".join(filter(None, [f"predictor {config.predictor}", reasons]))
     min_prompt = f"{max(config.min_length, config.query_block):,}"
     logger.info(
-        f"cab_hf: {num_sparse} of {total} attention layers are sparse for prompts of {min_prompt} "
-        f"tokens or more ({details})."
+        f"cab_hf: {num_sparse} of {num_layers} attention layers are sparse for prompts of "
+        f"{min_prompt} tokens or more ({detail_text})."
     )

@@ -3,7 +3,7 @@
 vLLM does not forward the metrics of a backend. A worker therefore writes its totals to a file in
 the format of Prometheus' multiprocess mode. With several API servers, vLLM itself reads all files
 of that mode, in the folder PROMETHEUS_MULTIPROC_DIR. A single API server reads the files of its
-engines by the collector `Totals`.
+engines by the collector `TotalsCollector`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
 from torch import nn
 
-from cab_hf.dispatch import attended
+from cab_hf.dispatch import attended_pairs
 
 logger = logging.getLogger("vllm.cab_hf")
 
@@ -35,48 +35,52 @@ COUNTERS = {
     "possible_pairs": "(query, key) pairs that dense attention would have attended there.",
 }
 # prefix of the names of all counters; vLLM has the prefix "vllm:"
-PREFIX = "cab_hf:"
+COUNTER_PREFIX = "cab_hf:"
 
 
-def folder_of(instance: str) -> Path:
+def metrics_folder(instance_id: str) -> Path:
     """Return the folder in which the workers of an engine write their totals.
 
     vLLM sets PROMETHEUS_MULTIPROC_DIR for several API servers, and ``/metrics`` then has the sums
     over all files in that folder. All processes of an engine inherit the variable.
 
     Args:
-        instance: ``instance_id`` of the engine's config.
+        instance_id: ``instance_id`` of the engine's config.
     """
-    shared = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
-    if shared is not None:
-        return Path(shared)
-    return Path(tempfile.gettempdir()) / f"cab_hf-{os.getuid()}-{instance}"
+    shared_folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    if shared_folder is not None:
+        return Path(shared_folder)
+    return Path(tempfile.gettempdir()) / f"cab_hf-{os.getuid()}-{instance_id}"
 
 
 class Meter:
     """The counters of one engine in one worker process.
 
     Attributes:
-        layers: the sparse layers of this process. `cab_hf.dispatch.attended` contains the number of
-            (query, key) pairs of each layer.
+        layers: the sparse layers of this process. `cab_hf.dispatch.attended_pairs` contains the
+            number of (query, key) pairs of each layer.
         counts_prompts: True if this process counts prompts; one rank of an engine does.
         is_logged: True if this process logs the density.
         sparse_prompts: number of prompts whose last chunk was attended sparsely.
         file: file with the totals. Prometheus reads the type of the metrics from the file name.
-        logged: totals at the time of the last log line.
+        logged_totals: totals at the time of the last log line.
         dummy_pairs: (attended, possible) pairs of the dummy prompt with which vLLM measured memory.
         thread: thread that publishes the totals; None before the first prompt.
     """
 
     def __init__(
-        self, instance: str, layers: list[nn.Module], counts_prompts: bool, is_logged: bool
+        self,
+        instance_id: str,
+        sparse_layers: list[nn.Module],
+        counts_prompts: bool,
+        is_logged: bool,
     ) -> None:
-        self.layers = layers
+        self.layers = sparse_layers
         self.counts_prompts = counts_prompts
         self.is_logged = is_logged
         self.sparse_prompts = 0
-        self.file = folder_of(instance) / f"counter_cab-{os.getpid()}-{id(self)}.db"
-        self.logged = dict.fromkeys(COUNTERS, 0)
+        self.file = metrics_folder(instance_id) / f"counter_cab-{os.getpid()}-{id(self)}.db"
+        self.logged_totals = dict.fromkeys(COUNTERS, 0)
         self.dummy_pairs = 0, 0
         self.thread: threading.Thread | None = None
 
@@ -86,14 +90,14 @@ class Meter:
             return
         self.sparse_prompts += self.counts_prompts
         if self.thread is None:
-            self.dummy_pairs = self._pairs()
+            self.dummy_pairs = self._count_pairs()
             self.thread = threading.Thread(target=self._publish_periodically, daemon=True)
             self.thread.start()
             atexit.register(self.publish)
 
     def totals(self) -> dict[str, int]:
         """Return the values of all `COUNTERS` since the start of the engine."""
-        attended_pairs, possible_pairs = self._pairs()
+        attended_pairs, possible_pairs = self._count_pairs()
         dummy_attended, dummy_possible = self.dummy_pairs
         return {
             "sparse_prompts": self.sparse_prompts,
@@ -101,12 +105,12 @@ class Meter:
             "possible_pairs": possible_pairs - dummy_possible,
         }
 
-    def _pairs(self) -> tuple[int, int]:
+    def _count_pairs(self) -> tuple[int, int]:
         """Return the numbers of attended and of possible pairs, summed over the layers.
 
         Reading the counters synchronises with the device.
         """
-        counters = [attended[layer] for layer in self.layers if layer in attended]
+        counters = [attended_pairs[layer] for layer in self.layers if layer in attended_pairs]
         if any(counter.is_cuda for counter in counters):
             # kernels on another stream may still write the counters
             torch.cuda.synchronize()
@@ -116,16 +120,17 @@ class Meter:
     def publish(self) -> None:
         """Write the totals, and log the prompts and pairs since the last log line."""
         totals = self.totals()
-        if totals == self.logged:
+        if totals == self.logged_totals:
             return
-        new = {name: total - self.logged[name] for name, total in totals.items()}
-        self.logged = totals
+        new_counts = {name: total - self.logged_totals[name] for name, total in totals.items()}
+        self.logged_totals = totals
         self.write(totals)
-        if self.is_logged and new["possible_pairs"] > 0:
-            density = new["attended_pairs"] / new["possible_pairs"]
+        if self.is_logged and new_counts["possible_pairs"] > 0:
+            density = new_counts["attended_pairs"] / new_counts["possible_pairs"]
             logger.info(
-                f"cab_hf: {new['sparse_prompts']} sparse prompts, density {density:.3f} "
-                f"({new['attended_pairs']:.3g} of {new['possible_pairs']:.3g} pairs attended)."
+                f"cab_hf: {new_counts['sparse_prompts']} sparse prompts, density {density:.3f} "
+                f"({new_counts['attended_pairs']:.3g} of {new_counts['possible_pairs']:.3g} pairs "
+                "attended)."
             )
 
     def write(self, totals: dict[str, int]) -> None:
@@ -135,28 +140,28 @@ class Meter:
         incomplete file.
         """
         self.file.parent.mkdir(mode=0o700, exist_ok=True)
-        draft = self.file.with_suffix(".tmp")
-        draft.unlink(missing_ok=True)
-        values = MmapedDict(str(draft))
+        draft_file = self.file.with_suffix(".tmp")
+        draft_file.unlink(missing_ok=True)
+        metric_file = MmapedDict(str(draft_file))
         for name, total in totals.items():
-            metric = PREFIX + name
+            metric_name = COUNTER_PREFIX + name
             key = mmap_key(
-                metric_name=metric,
-                name=f"{metric}_total",
+                metric_name=metric_name,
+                name=f"{metric_name}_total",
                 labelnames=[],
                 labelvalues=[],
                 help_text=COUNTERS[name],
             )
-            values.write_value(key, total, 0.0)
-        values.close()
-        draft.replace(self.file)
+            metric_file.write_value(key, total, 0.0)
+        metric_file.close()
+        draft_file.replace(self.file)
 
     def _publish_periodically(self) -> None:
         """Publish the totals at the interval of vLLM's own log lines, until the process ends."""
         from vllm import envs
 
-        pause = threading.Event()
-        while not pause.wait(envs.VLLM_LOG_STATS_INTERVAL):
+        stop_event = threading.Event()
+        while not stop_event.wait(envs.VLLM_LOG_STATS_INTERVAL):
             self.publish()
 
 
@@ -164,7 +169,7 @@ class Meter:
 METERS: dict[str, Meter] = {}
 
 
-class Totals:
+class TotalsCollector:
     """A ``prometheus_client`` collector with the counters of engines that this process started.
 
     Attributes:
@@ -176,7 +181,7 @@ class Totals:
 
     def collect(self) -> Iterator[Any]:
         """Yield each counter, summed over the files of all workers of the engines."""
-        folders = [folder_of(instance) for instance in self.instances]
+        folders = [metrics_folder(instance_id) for instance_id in self.instances]
         files = [str(file) for folder in folders for file in folder.glob("counter_cab-*.db")]
         yield from MultiProcessCollector.merge(files)
 
@@ -189,24 +194,24 @@ class Totals:
         return []
 
 
-# the collector of this process; None before the first call of `export`
-_totals: Totals | None = None
+# the collector of this process; None before the first call of `export_counters`
+_totals_collector: TotalsCollector | None = None
 
 
-def export(vllm_config: Any) -> None:
+def export_counters(vllm_config: Any) -> None:
     """Add the counters of an engine to the ``/metrics`` of this process.
 
     In Prometheus' multiprocess mode this is not needed, and the function returns at once:
     ``/metrics`` reads the files of all processes, and the program that has set
     PROMETHEUS_MULTIPROC_DIR deletes the files.
     """
-    global _totals
+    global _totals_collector
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
         return
-    folder = folder_of(vllm_config.instance_id)
+    folder = metrics_folder(vllm_config.instance_id)
     shutil.rmtree(folder, ignore_errors=True)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    if _totals is None:
-        _totals = Totals()
-        REGISTRY.register(_totals)
-    _totals.instances.add(vllm_config.instance_id)
+    if _totals_collector is None:
+        _totals_collector = TotalsCollector()
+        REGISTRY.register(_totals_collector)
+    _totals_collector.instances.add(vllm_config.instance_id)

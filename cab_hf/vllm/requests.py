@@ -11,56 +11,56 @@ from collections.abc import Callable
 from functools import lru_cache, wraps
 from typing import Any
 
-from cab_hf.checks import short
+from cab_hf.checks import short_repr
 from cab_hf.config import CabConfig
 from cab_hf.vllm import settings_of
 
 # key of the switch in ``SamplingParams.extra_args``, which the API fills from ``vllm_xargs``
-SWITCH = "cab"
-DENSE = (False, 0, "false", "dense")
-SPARSE = (True, 1, "true", "sparse")
+SWITCH_KEY = "cab"
+DENSE_VALUES = (False, 0, "false", "dense")
+SPARSE_VALUES = (True, 1, "true", "sparse")
 
 
-def is_dense(params: Any) -> bool:
+def is_dense(sampling_params: Any) -> bool:
     """Return True if the switch of a request selects dense attention for its prompt.
 
     Args:
-        params: ``SamplingParams`` of the request; None for a request without sampling.
+        sampling_params: ``SamplingParams`` of the request; None for a request without sampling.
 
     Raises:
         ValueError: the value of the switch is unknown.
     """
-    value = (getattr(params, "extra_args", None) or {}).get(SWITCH, True)
-    value = value.lower() if isinstance(value, str) else value
-    if value in DENSE:
+    switch_value = (getattr(sampling_params, "extra_args", None) or {}).get(SWITCH_KEY, True)
+    switch_value = switch_value.lower() if isinstance(switch_value, str) else switch_value
+    if switch_value in DENSE_VALUES:
         return True
-    if value in SPARSE:
+    if switch_value in SPARSE_VALUES:
         return False
     raise ValueError(
-        f"vllm_xargs['{SWITCH}'] must be true or false, got {short(value)}. Set it to false to "
-        "read the prompt densely."
+        f"vllm_xargs['{SWITCH_KEY}'] must be true or false, got {short_repr(switch_value)}. Set it "
+        "to false to read the prompt densely."
     )
 
 
-def salt_of(config: CabConfig, params: Any, salt: str | None) -> str:
+def salt_of(config: CabConfig, sampling_params: Any, client_salt: str | None) -> str:
     """Return a cache salt of a request that depends on the settings of attention.
 
     Requests with different salts do not share K and V in the prefix cache.
 
     Args:
         config: the settings of the engine.
-        params: ``SamplingParams`` of the request.
-        salt: the salt in the client's request; None if the request has no salt.
+        sampling_params: ``SamplingParams`` of the request.
+        client_salt: the salt in the client's request; None if the request has no salt.
     """
-    settings = "dense" if is_dense(params) else digest_of(config)
-    return f"cab-{settings}" + (f"-{salt}" if salt else "")
+    settings_text = "dense" if is_dense(sampling_params) else settings_digest(config)
+    return f"cab-{settings_text}" + (f"-{client_salt}" if client_salt else "")
 
 
 @lru_cache
-def digest_of(config: CabConfig) -> str:
+def settings_digest(config: CabConfig) -> str:
     """Return 16 hexadecimal digits of a hash of the settings, equal in every process."""
-    settings = json.dumps(config.to_dict(), sort_keys=True)
-    return hashlib.sha256(settings.encode()).hexdigest()[:16]
+    settings_json = json.dumps(config.to_dict(), sort_keys=True)
+    return hashlib.sha256(settings_json.encode()).hexdigest()[:16]
 
 
 def watch_requests() -> None:
@@ -75,8 +75,8 @@ def watch_requests() -> None:
         if not hasattr(engine, "cab_settings"):
             engine.cab_settings = settings_of(engine.vllm_config)
         if engine.cab_settings is not None:
-            params, salt = request.sampling_params, request.cache_salt
-            request.cache_salt = salt_of(engine.cab_settings, params, salt)
+            sampling_params, client_salt = request.sampling_params, request.cache_salt
+            request.cache_salt = salt_of(engine.cab_settings, sampling_params, client_salt)
 
     def check_switch(
         processor: Any, request_id: str, prompt: Any, params: Any, *_: Any, **__: Any
@@ -85,38 +85,38 @@ def watch_requests() -> None:
         if settings_of(processor.vllm_config) is not None:
             is_dense(params)
 
-    hook(EngineCore, "preprocess_add_request", before=set_salt)
-    hook(InputProcessor, "process_inputs", before=check_switch)
+    wrap_method(EngineCore, "preprocess_add_request", before_call=set_salt)
+    wrap_method(InputProcessor, "process_inputs", before_call=check_switch)
 
 
-def hook(
+def wrap_method(
     cls: type,
     name: str,
-    before: Callable[..., None] | None = None,
-    after: Callable[[Any, Any], None] | None = None,
+    before_call: Callable[..., None] | None = None,
+    after_call: Callable[[Any, Any], None] | None = None,
 ) -> None:
-    """Wrap a method so that ``before`` runs before and ``after`` runs after each call.
+    """Wrap a method so that ``before_call`` runs before and ``after_call`` runs after each call.
 
     Wrapping the same method again has no effect.
 
     Args:
         cls: the class that has the method.
         name: name of the method.
-        before: function that receives the object and the arguments of the call; None for none.
-        after: function that receives the object and the result of the call; None for none.
+        before_call: function that receives the object and the arguments of the call; None for none.
+        after_call: function that receives the object and the result of the call; None for none.
     """
     method = getattr(cls, name)
     if hasattr(method, "of_cab_hf"):
         return
 
     @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before(self, *args, **kwargs)
+    def call_with_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if before_call is not None:
+            before_call(self, *args, **kwargs)
         result = method(self, *args, **kwargs)
-        if after is not None:
-            after(self, result)
+        if after_call is not None:
+            after_call(self, result)
         return result
 
-    call.of_cab_hf = True
-    setattr(cls, name, call)
+    call_with_hooks.of_cab_hf = True
+    setattr(cls, name, call_with_hooks)

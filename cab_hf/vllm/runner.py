@@ -12,11 +12,11 @@ from typing import Any
 
 from cab_hf.call.mask import MaskInfo
 from cab_hf.vllm.layers import register_layers
-from cab_hf.vllm.requests import hook, is_dense
+from cab_hf.vllm.requests import is_dense, wrap_method
 
 
 @dataclass
-class Batch:
+class RunnerBatch:
     """The batch that the model runner of this process prepares.
 
     Attributes:
@@ -30,7 +30,7 @@ class Batch:
     mask_cache: dict[Any, MaskInfo] = field(default_factory=dict)
 
 
-BATCH = Batch()
+RUNNER_BATCH = RunnerBatch()
 # ids of the running requests with the switch "dense"
 _dense_requests: set[str] = set()
 
@@ -40,26 +40,32 @@ def install_hooks(vllm_config: Any) -> None:
 
     Calling the function again for the same class has no effect.
     """
-    is_v2 = vllm_config.use_v2_model_runner
-    module = "gpu.model_runner" if is_v2 else "gpu_model_runner"
-    runner_class = import_module(f"vllm.v1.worker.{module}").GPUModelRunner
+    is_v2_runner = vllm_config.use_v2_model_runner
+    module_name = "gpu.model_runner" if is_v2_runner else "gpu_model_runner"
+    runner_class = import_module(f"vllm.v1.worker.{module_name}").GPUModelRunner
 
-    def record_prompts(runner: Any, result: Any) -> None:
-        if is_v2:
-            ids = result.req_ids
-            lengths = runner.req_states.prompt_len.np[result.idx_mapping_np].tolist()
+    def record_prompts(runner: Any, prepared_inputs: Any) -> None:
+        if is_v2_runner:
+            request_ids = prepared_inputs.req_ids
+            prompt_lengths = runner.req_states.prompt_len.np[
+                prepared_inputs.idx_mapping_np
+            ].tolist()
         else:
-            ids = runner.input_batch.req_ids
-            lengths = runner.input_batch.num_prompt_tokens[: len(ids)].tolist()
-        begin_batch(ids, lengths)
+            request_ids = runner.input_batch.req_ids
+            prompt_lengths = runner.input_batch.num_prompt_tokens[: len(request_ids)].tolist()
+        begin_batch(request_ids, prompt_lengths)
 
     def register_model_layers(runner: Any) -> None:
         register_layers(runner.get_model(), runner.vllm_config)
 
-    hook(runner_class, "prepare_inputs" if is_v2 else "_prepare_inputs", after=record_prompts)
-    hook(runner_class, "execute_model", before=record_switches)
+    wrap_method(
+        runner_class,
+        "prepare_inputs" if is_v2_runner else "_prepare_inputs",
+        after_call=record_prompts,
+    )
+    wrap_method(runner_class, "execute_model", before_call=record_switches)
     # vLLM calls get_kv_cache_spec after it has loaded the model and before it measures memory
-    hook(runner_class, "get_kv_cache_spec", before=register_model_layers)
+    wrap_method(runner_class, "get_kv_cache_spec", before_call=register_model_layers)
 
 
 def record_switches(runner: Any, scheduler_output: Any, *_: Any, **__: Any) -> None:
@@ -75,15 +81,15 @@ def record_switches(runner: Any, scheduler_output: Any, *_: Any, **__: Any) -> N
             _dense_requests.discard(request.req_id)
 
 
-def begin_batch(ids: list[str], lengths: list[int]) -> None:
-    """Store the prompt lengths of the next batch in `BATCH`, and drop the previous batch's masks.
+def begin_batch(request_ids: list[str], prompt_lengths: list[int]) -> None:
+    """Store the prompt lengths of the next batch in `RUNNER_BATCH`, and drop the cached masks.
 
     Args:
-        ids: ids of the requests, in the order of the batch.
-        lengths: tokens in the prompt of each request.
+        request_ids: ids of the requests, in the order of the batch.
+        prompt_lengths: tokens in the prompt of each request.
     """
-    BATCH.prompt_lengths = [
+    RUNNER_BATCH.prompt_lengths = [
         0 if request_id in _dense_requests else length
-        for request_id, length in zip(ids, lengths, strict=True)
+        for request_id, length in zip(request_ids, prompt_lengths, strict=True)
     ]
-    BATCH.mask_cache = {}
+    RUNNER_BATCH.mask_cache = {}

@@ -1,9 +1,9 @@
 """Schedulers of vLLM that end the chunks of long prompts at borders of query blocks.
 
-vLLM decides how many tokens of a request a step computes. `BlockAligned` shortens this chunk so
-that it ends at the border of a query block. Every query block is then in one chunk and selects its
-keys once for all its queries. A chunk keeps vLLM's own end if no border is possible. Attention over
-a query block in two chunks is correct, but the two parts of the block select keys separately.
+vLLM decides how many tokens of a request a step computes. `BlockAlignedMixin` shortens this chunk
+so that it ends at the border of a query block. Every query block is then in one chunk and selects
+its keys once for all its queries. A chunk keeps vLLM's own end if no border is possible. Attention
+over a query block in two chunks is correct, but the two parts of the block select keys separately.
 
 Every request that vLLM would finish is finished, after at most twice as many steps as vLLM needs,
 plus one step per request:
@@ -37,7 +37,7 @@ logger = init_logger("vllm.cab_hf")
 EndOfChunk = Callable[[int, int], int]
 
 
-def _drops_loads() -> bool:
+def _drops_kv_loads() -> bool:
     """Return True if this version of vLLM starts no asynchronous load of KV while aligning chunks.
 
     A request that loads its KV cache has a chunk of zero tokens. vLLM before 0.23 treats zero
@@ -46,7 +46,7 @@ def _drops_loads() -> bool:
     return Version(__version__).release < (0, 23)
 
 
-class BlockAligned:
+class BlockAlignedMixin:
     """A mixin for a scheduler of vLLM, which overrides private methods of the scheduler.
 
     vLLM has no public hook for the length of a chunk. A step is one call of ``schedule``.
@@ -56,10 +56,11 @@ class BlockAligned:
         aligns_mamba: True if vLLM itself aligns chunks to the states of Mamba layers.
         scheduled_tokens: tokens that this step computes, by request id.
         shortened_tokens: tokens by which this step shortened a chunk, by request id.
-        allocating: ids of requests for which this step asked for blocks of the KV cache.
-        dropped: ids of requests whose shortened chunk the last step dropped before it asked for
+        allocating_ids: ids of requests for which this step asked for blocks of the KV cache.
+        dropped_ids: ids of requests whose shortened chunk the last step dropped before it asked for
             blocks of the KV cache.
-        waited: requests that have already waited for a step in which they have more tokens.
+        waited_requests: requests that have already waited for a step in which they have more
+            tokens.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,21 +68,21 @@ class BlockAligned:
         self.cab = settings_of(self.vllm_config)
         self.aligns_mamba = self.need_mamba_block_aligned_split
         self.need_mamba_block_aligned_split = (
-            self.aligns_mamba or self.connector is None or not _drops_loads()
+            self.aligns_mamba or self.connector is None or not _drops_kv_loads()
         )
         self.scheduled_tokens: dict[str, int] = {}
         self.shortened_tokens: dict[str, int] = {}
-        self.allocating: set[str] = set()
-        self.dropped: set[str] = set()
-        self.waited: WeakSet[Any] = WeakSet()
+        self.allocating_ids: set[str] = set()
+        self.dropped_ids: set[str] = set()
+        self.waited_requests: WeakSet[Any] = WeakSet()
         self._hook_cache_manager()
-        limit = self._token_limit(num_requests=1)
-        if limit < self.cab.query_block:
+        max_prompt_tokens = self._token_limit(num_requests=1)
+        if max_prompt_tokens < self.cab.query_block:
             logger.warning(
                 "cab_hf: a step computes at most %d tokens of a prompt, fewer than query_block=%d, "
                 "so every query block is cut. Raise max_num_batched_tokens or "
                 "max_num_scheduled_tokens.",
-                limit,
+                max_prompt_tokens,
                 self.cab.query_block,
             )
 
@@ -92,19 +93,19 @@ class BlockAligned:
         original_allocate_slots = manager.allocate_slots
 
         def new_step_starts() -> None:
-            self.dropped = self.shortened_tokens.keys() - self.allocating
-            self.allocating.clear()
+            self.dropped_ids = self.shortened_tokens.keys() - self.allocating_ids
+            self.allocating_ids.clear()
             self.scheduled_tokens.clear()
             self.shortened_tokens.clear()
             original_new_step_starts()
 
         def allocate_slots(request: Any, num_new_tokens: int, **kwargs: Any) -> Any:
-            self.allocating.add(request.request_id)
-            blocks = original_allocate_slots(request, num_new_tokens, **kwargs)
+            self.allocating_ids.add(request.request_id)
+            allocated_blocks = original_allocate_slots(request, num_new_tokens, **kwargs)
             # None: the cache has too few free blocks
-            if blocks is not None and num_new_tokens:
+            if allocated_blocks is not None and num_new_tokens:
                 self.scheduled_tokens[request.request_id] = num_new_tokens
-            return blocks
+            return allocated_blocks
 
         manager.new_step_starts = new_step_starts
         manager.allocate_slots = allocate_slots
@@ -123,8 +124,10 @@ class BlockAligned:
         if not super()._handle_blocked_waiting_request(request):
             return False
         start = request.num_computed_tokens
-        tokens = min(request.num_tokens - start, self._num_free_tokens())
-        vllm_end, aligned_end = self._ends(request, start, tokens, self._vllm_end(request))
+        num_tokens = min(request.num_tokens - start, self._num_free_tokens())
+        vllm_end, aligned_end = self._chunk_ends(
+            request, start, num_tokens, self._vllm_end_function(request)
+        )
         return vllm_end == start or aligned_end > start
 
     def _mamba_block_aligned_split(
@@ -149,17 +152,17 @@ class BlockAligned:
                 of vLLM that do not pass this number.
         """
         start = request.num_computed_tokens + num_cached + num_loaded
-        vllm_end, aligned_end = self._ends(
+        vllm_end, aligned_end = self._chunk_ends(
             request,
             start,
             tokens,
-            self._vllm_end(request, num_cached, num_loaded, num_uncached_prefix),
+            self._vllm_end_function(request, num_cached, num_loaded, num_uncached_prefix),
         )
         if start < aligned_end < vllm_end:
             self.shortened_tokens[request.request_id] = vllm_end - aligned_end
         return aligned_end - start
 
-    def _vllm_end(
+    def _vllm_end_function(
         self,
         request: Any,
         num_cached: int = 0,
@@ -167,19 +170,23 @@ class BlockAligned:
         num_uncached_prefix: int | None = None,
     ) -> EndOfChunk:
         """Return the `EndOfChunk` of a request; arguments as in `_mamba_block_aligned_split`."""
-        align = super()._mamba_block_aligned_split
-        optional = {}
+        original_split = super()._mamba_block_aligned_split
+        optional_arguments = {}
         if num_uncached_prefix is not None:
-            optional["num_uncached_common_prefix_tokens"] = num_uncached_prefix
+            optional_arguments["num_uncached_common_prefix_tokens"] = num_uncached_prefix
 
-        def vllm_end(start: int, limit: int) -> int:
+        def find_vllm_end(start: int, limit: int) -> int:
             if not self.aligns_mamba:
                 return limit
-            return start + align(request, limit - start, num_cached, num_loaded, **optional)
+            return start + original_split(
+                request, limit - start, num_cached, num_loaded, **optional_arguments
+            )
 
-        return vllm_end
+        return find_vllm_end
 
-    def _ends(self, request: Any, start: int, tokens: int, vllm_end: EndOfChunk) -> tuple[int, int]:
+    def _chunk_ends(
+        self, request: Any, start: int, num_tokens: int, find_vllm_end: EndOfChunk
+    ) -> tuple[int, int]:
         """Return the ends of the next chunk of a request under vLLM and under this scheduler.
 
         An end is the index of the first token of the request after the chunk. An end equal to
@@ -188,67 +195,80 @@ class BlockAligned:
         Args:
             request: the request.
             start: first token of the chunk.
-            tokens: upper bound of the number of tokens.
-            vllm_end: function that returns the end that vLLM selects.
+            num_tokens: upper bound of the number of tokens.
+            find_vllm_end: function that returns the end that vLLM selects.
         """
-        end = vllm_end(start, start + tokens)
+        end = find_vllm_end(start, start + num_tokens)
         min_prompt = max(self.cab.min_length, self.cab.query_block)
         is_sparse = request.num_prompt_tokens >= min_prompt
         cuts_block = start < end < request.num_prompt_tokens and end % self.cab.query_block != 0
-        if not cuts_block or not is_sparse or request.request_id in self.dropped:
+        if not cuts_block or not is_sparse or request.request_id in self.dropped_ids:
             return end, end
-        border = self._border(request, start, end, vllm_end)
-        if border is None:
-            border = start if self._waits(request, start, tokens, vllm_end) else end
-        return end, border
+        block_border = self._last_block_border(request, start, end, find_vllm_end)
+        if block_border is None:
+            block_border = (
+                start if self._must_wait(request, start, num_tokens, find_vllm_end) else end
+            )
+        return end, block_border
 
-    def _border(self, request: Any, start: int, end: int, vllm_end: EndOfChunk) -> int | None:
+    def _last_block_border(
+        self, request: Any, start: int, end: int, find_vllm_end: EndOfChunk
+    ) -> int | None:
         """Return the last border of a query block in (start, end] where vLLM can end a chunk.
 
         Returns None if no border is possible. A hybrid model caches the state of its Mamba layers
         at the ends that vLLM selects, so that another end would cache a wrong state for later
         prompts. Images whose tokens attend in both directions are not divided.
         """
-        block = self.cab.query_block
-        while (border := end // block * block) > start:
-            end = min(vllm_end(start, border), self._before_image(request, border))
-            if end == border:
-                return border
+        query_block = self.cab.query_block
+        while (block_border := end // query_block * query_block) > start:
+            end = min(
+                find_vllm_end(start, block_border), self._end_before_image(request, block_border)
+            )
+            if end == block_border:
+                return block_border
         return None
 
-    def _before_image(self, request: Any, end: int) -> int:
+    def _end_before_image(self, request: Any, end: int) -> int:
         """Return ``end``, or the start of the image that a chunk up to ``end`` would divide."""
         if not self.scheduler_config.disable_chunked_mm_input:
             return end
-        for feature in request.mm_features or ():
-            image = feature.mm_position
-            if image.offset < end < image.offset + image.length:
-                return image.offset
+        for image_feature in request.mm_features or ():
+            image_range = image_feature.mm_position
+            if image_range.offset < end < image_range.offset + image_range.length:
+                return image_range.offset
         return end
 
-    def _waits(self, request: Any, start: int, tokens: int, vllm_end: EndOfChunk) -> bool:
-        """Return True if a request must wait, because ``tokens`` tokens reach no border of a block.
+    def _must_wait(
+        self, request: Any, start: int, num_tokens: int, find_vllm_end: EndOfChunk
+    ) -> bool:
+        """Return True if a request must wait, because ``num_tokens`` tokens reach no block border.
 
-        If the request waits for the first time, the method may also add the request to ``waited``.
+        If the request waits for the first time, the method may also add the request to
+        ``waited_requests``.
         """
         # do not postpone the request: a later step offers more tokens only if other requests use a
         # part of this step
-        if not self.scheduled_tokens or tokens < self._num_free_tokens():
+        if not self.scheduled_tokens or num_tokens < self._num_free_tokens():
             return False
         # a step for this request alone must reach a border, or the end of the prompt
         limit = min(start + self._token_limit(num_requests=1), request.num_prompt_tokens)
         if limit < request.num_prompt_tokens:
-            border = self._border(request, start, vllm_end(start, limit), vllm_end)
-            if border is None:
+            block_border = self._last_block_border(
+                request, start, find_vllm_end(start, limit), find_vllm_end
+            )
+            if block_border is None:
                 return False
         # without shortened chunks, vLLM would have had no tokens for this request
-        num_shortened = sum(
-            count for name, count in self.shortened_tokens.items() if name in self.scheduled_tokens
+        num_shortened_tokens = sum(
+            num_removed
+            for request_id, num_removed in self.shortened_tokens.items()
+            if request_id in self.scheduled_tokens
         )
-        if tokens > num_shortened:
-            if request in self.waited:
+        if num_tokens > num_shortened_tokens:
+            if request in self.waited_requests:
                 return False
-            self.waited.add(request)
+            self.waited_requests.add(request)
         return True
 
     def _token_limit(self, num_requests: int) -> int:
@@ -257,10 +277,12 @@ class BlockAligned:
         With speculative decoding, the slots that each request reserves for draft tokens are
         subtracted.
         """
-        speculative = self.vllm_config.speculative_config
-        drafts = getattr(speculative, "max_num_new_slots_for_drafting", 0)
-        batched = self.scheduler_config.max_num_batched_tokens - drafts * num_requests
-        return min(self.max_num_scheduled_tokens, batched)
+        speculative_config = self.vllm_config.speculative_config
+        num_draft_slots = getattr(speculative_config, "max_num_new_slots_for_drafting", 0)
+        max_batched_tokens = (
+            self.scheduler_config.max_num_batched_tokens - num_draft_slots * num_requests
+        )
+        return min(self.max_num_scheduled_tokens, max_batched_tokens)
 
     def _num_free_tokens(self) -> int:
         """Return the number of tokens that this step can compute for one more request."""
@@ -268,9 +290,9 @@ class BlockAligned:
         return limit - sum(self.scheduled_tokens.values())
 
 
-class CabScheduler(BlockAligned, Scheduler):
+class CabScheduler(BlockAlignedMixin, Scheduler):
     """vLLM's scheduler with chunks that end at borders of query blocks."""
 
 
-class CabAsyncScheduler(BlockAligned, AsyncScheduler):
+class CabAsyncScheduler(BlockAlignedMixin, AsyncScheduler):
     """vLLM's asynchronous scheduler with chunks that end at borders of query blocks."""
