@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 # public name -> module that defines the name
-_HOME = {
+_MODULE_OF_NAME = {
     "BlockPlan": "cab_hf.plan",
     "CabConfig": "cab_hf.config",
     "calibrate": "cab_hf.patches.calibration",
@@ -55,9 +55,9 @@ register_when_imported()
 
 def __getattr__(name: str) -> object:
     # lazy imports (PEP 562): importing cab_hf does not import torch, so that it is fast
-    if name not in _HOME:
+    if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module 'cab_hf' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
     return value
 
 

@@ -49,7 +49,7 @@ def cab_attention(
         kwargs: further arguments of transformers. ``position_ids`` int [B, N_q],
             ``cu_seq_lens_q`` int [documents + 1], ``s_aux`` [H] and ``softcap`` are used, and
             ``sliding_window`` (in tokens) if there is no mask. Arguments that are None or in
-            `validate.HARMLESS` are ignored. Any other argument raises an error.
+            `validate.IGNORED_KEYWORDS` are ignored. Any other argument raises an error.
 
     Returns:
         [B, N_q, H, D_v], and None in place of the attention weights, which are never computed.
@@ -57,7 +57,7 @@ def cab_attention(
     Raises:
         ValueError, NotImplementedError: if the call cannot be computed exactly as specified.
     """
-    arguments = LayerArguments.of(
+    arguments = LayerArguments.from_keywords(
         module, query, key, value, dropout=dropout, scaling=scaling, **kwargs
     )
     return _attend(Call.create(arguments, attention_mask, sparse=True)), None
@@ -74,7 +74,7 @@ def cab_dense_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute exact attention, with the arguments, results and errors of `cab_attention`."""
-    arguments = LayerArguments.of(
+    arguments = LayerArguments.from_keywords(
         module, query, key, value, dropout=dropout, scaling=scaling, **kwargs
     )
     return _attend(Call.create(arguments, attention_mask, sparse=False)), None
@@ -85,6 +85,6 @@ def _attend(call: Call) -> Tensor:
     observer = None if torch.compiler.is_compiling() else FORWARD_CONTEXT.get().observer
     if observer is not None:
         observer(call)
-    outputs = [dispatch(part) for part in call.split_at_prompt_end()]
+    outputs = [dispatch(call_part) for call_part in call.split_at_prompt_end()]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return output.transpose(1, 2).contiguous()

@@ -3,13 +3,14 @@
 Prompts shorter than `CabConfig.min_length` have dense attention. By two measured rules, some longer
 prompts have dense attention too:
 
-* `pays`: dense attention is faster for a prompt with few queries after a long cache, such as a
-  question about a document. The reason is that selection scores all cached keys.
+* `has_enough_queries`: dense attention is faster for a prompt with few queries after a long cache,
+  such as a question about a document. The reason is that selection scores all cached keys.
 * `min_length_for`: dense attention is faster for short prompts of layers with few heads, where
   launching the kernels of sparse attention takes longer than the dense computation.
 
 The file break_even.json contains the measured points. `python -m cab_hf.eval.break_even` measures
-the points of `pays`, and `python -m cab_hf.eval.quickcheck` the point of `min_length_for`.
+the points of `has_enough_queries`, and `python -m cab_hf.eval.quickcheck` the point of
+`min_length_for`.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from math import ceil, sqrt
 from pathlib import Path
 
 # file with the measured points
-PATH = Path(__file__).with_suffix(".json")
-_MEASURED = json.loads(PATH.read_text("utf-8"))
+POINTS_FILE = Path(__file__).with_suffix(".json")
+_MEASUREMENTS = json.loads(POINTS_FILE.read_text("utf-8"))
 # device type -> pairs (keys, least queries for which sparse attention is not slower), in tokens,
 # ascending by keys
 POINTS: dict[str, tuple[tuple[int, int], ...]] = {
     device: tuple((keys, queries) for keys, queries in measured["points"])
-    for device, measured in _MEASURED.items()
+    for device, measured in _MEASUREMENTS.items()
 }
 # device type -> (channels of all query heads, least tokens) of a measured layer with few heads
 FEW_HEADS: dict[str, tuple[int, int]] = {
     device: (layer["heads"] * layer["head_dim"], layer["tokens"])
-    for device, measured in _MEASURED.items()
+    for device, measured in _MEASUREMENTS.items()
     if (layer := measured.get("few_heads"))
 }
 
 
-def pays(q_length: int, kv_length: int, device_type: str) -> bool:
+def has_enough_queries(q_length: int, kv_length: int, device_type: str) -> bool:
     """Return True if a prompt has enough queries for sparse attention to be as fast as dense.
 
     Args:
@@ -43,10 +44,10 @@ def pays(q_length: int, kv_length: int, device_type: str) -> bool:
         kv_length: keys, including the cache, in tokens.
         device_type: torch device type, such as "cuda".
     """
-    return q_length >= least_queries(kv_length, device_type)
+    return q_length >= min_queries_for(kv_length, device_type)
 
 
-def least_queries(kv_length: int, device_type: str) -> int:
+def min_queries_for(kv_length: int, device_type: str) -> int:
     """Return the least number of queries for which sparse attention is not slower than dense.
 
     The result is the number at the longest measured length up to ``kv_length``, or 0 if all
@@ -76,5 +77,5 @@ def min_length_for(channels: int | None, device_type: str) -> int:
     """
     if channels is None or device_type not in FEW_HEADS:
         return 0
-    measured_channels, tokens = FEW_HEADS[device_type]
-    return ceil(tokens * sqrt(measured_channels / channels))
+    measured_channels, measured_tokens = FEW_HEADS[device_type]
+    return ceil(measured_tokens * sqrt(measured_channels / channels))

@@ -7,22 +7,22 @@ import warnings
 from typing import Any
 
 # largest number of blocks or tokens, because kernels count in int32
-MOST = 2**31 - 1
+MAX_COUNT = 2**31 - 1
 # keys of the warnings that this process has shown
-_warned: set[tuple[Any, ...]] = set()
+_shown_warnings: set[tuple[Any, ...]] = set()
 
 
-def require(accepted: object, name: str, value: Any, expected: str) -> None:
+def require(is_valid: object, name: str, value: Any, expected: str) -> None:
     """Raise a ValueError for an argument whose value is not valid.
 
     Args:
-        accepted: True if the value is valid.
+        is_valid: True if the value is valid.
         name: name of the argument.
         value: value of the argument.
         expected: description of valid values, for the message.
     """
-    if not accepted:
-        raise ValueError(f"{name} must be {expected}, got {short(value)}.")
+    if not is_valid:
+        raise ValueError(f"{name} must be {expected}, got {short_repr(value)}.")
 
 
 def require_finite(outputs: Any, attention: str) -> None:
@@ -43,7 +43,7 @@ def require_finite(outputs: Any, attention: str) -> None:
         )
 
 
-def short(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return a description of a value with at most 80 characters, for a message.
 
     The description is the shape of a tensor or array, or the repr of any other value.
@@ -60,8 +60,8 @@ def is_whole(value: Any, minimum: int = 1) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """Return True for an int from 0 to `MOST`."""
-    return is_whole(value, 0) and value <= MOST
+    """Return True for an int from 0 to `MAX_COUNT`."""
+    return is_whole(value, 0) and value <= MAX_COUNT
 
 
 def is_number(value: Any) -> bool:
@@ -97,6 +97,6 @@ def warn_once(key: tuple[Any, ...], sentence: str) -> None:
         key: identifies the warning; a second call with an equal key shows nothing.
         sentence: message of the warning.
     """
-    if key not in _warned:
-        _warned.add(key)
+    if key not in _shown_warnings:
+        _shown_warnings.add(key)
         warnings.warn(sentence, UserWarning, stacklevel=3)

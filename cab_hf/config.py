@@ -11,7 +11,16 @@ from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from cab_hf.checks import MOST, is_count, is_number, is_share, is_whole, require, short, warn_once
+from cab_hf.checks import (
+    MAX_COUNT,
+    is_count,
+    is_number,
+    is_share,
+    is_whole,
+    require,
+    short_repr,
+    warn_once,
+)
 
 # attention implementation with the published predictor
 CAB_FRC = "cab_frc"
@@ -20,36 +29,38 @@ SPARSE = ("cab", CAB_FRC)
 # all attention implementations; "cab_dense" computes exact attention in every layer
 NAMES = (*SPARSE, "cab_dense")
 
-CURVATURE = ("none", "additive", "forman")
+CURVATURES = ("none", "additive", "forman")
 # fields that accept a `Table`
-TABLES = ("sparsity", "head_map")
+TABLE_FIELDS = ("sparsity", "head_map")
 ENGINES = ("auto", "flex", "triton", "gather", "reference")
 # field -> accepted strings
-CHOICES = {"curvature": CURVATURE, "engine": ENGINES}
+CHOICES = {"curvature": CURVATURES, "engine": ENGINES}
 # one number per head of each layer, [layers][heads]
 Table = tuple[tuple[float, ...], ...]
 
 # predictors that select blocks by attention mass
-CAB = ("rows", "cascade")
+CAB_PREDICTORS = ("rows", "cascade")
 # predictor of the published method
-FRC = "frc"
+FRC_PREDICTOR = "frc"
 # all predictors of cab_hf; predictors that users register may read any field
-SHIPPED = (*CAB, FRC)
+BUILT_IN_PREDICTORS = (*CAB_PREDICTORS, FRC_PREDICTOR)
 # name of the field outlier_queries in earlier versions
-OLD_OUTLIERS = "exact_queries"
+OLD_OUTLIER_FIELD = "exact_queries"
 Class = TypeVar("Class", bound=type)
 
 
-def _read_by(predictors: tuple[str, ...], default: Any, off: Any = dataclasses.MISSING) -> Any:
+def _field_for(
+    predictors: tuple[str, ...], default: Any, off_value: Any = dataclasses.MISSING
+) -> Any:
     """Return a dataclass field that only some predictors of cab_hf read.
 
     Args:
         predictors: names of the predictors that read the field.
         default: default of the field.
-        off: value that disables the field. With other predictors, the field must be ``default`` or
-            ``off``.
+        off_value: value that disables the field. With other predictors, the field must be
+            ``default`` or ``off_value``.
     """
-    return dataclasses.field(default=default, metadata={"predictors": predictors, "off": off})
+    return dataclasses.field(default=default, metadata={"predictors": predictors, "off": off_value})
 
 
 class Origin(NamedTuple):
@@ -113,10 +124,10 @@ def _refuse_unknown_fields(config_class: Class) -> Class:
 
     @functools.wraps(init)
     def __init__(self: Any, /, *values: Any, **fields: Any) -> None:
-        fields = _renamed(fields)
-        _require_known(fields)
-        by_name = dict(zip([*FIELDS][: len(values)], values, strict=True))
-        init(self, **by_name, **fields)
+        fields = _rename_old_fields(fields)
+        _require_known_fields(fields)
+        positional_fields = dict(zip([*FIELDS][: len(values)], values, strict=True))
+        init(self, **positional_fields, **fields)
 
     config_class.__init__ = __init__
     return config_class
@@ -146,7 +157,7 @@ class CabConfig:
             counts as a complete prompt, so each chunk of a prompt then has a dense tail. Calls with
             fewer than ``query_block`` queries have no tail. Default 2.
         outlier_queries: Queries per block that are selected by farthest-point sampling
-            (`reference.outlier_queries`) and scored on half of the channels of every key.
+            (`reference.sample_outlier_queries`) and scored on half of the channels of every key.
             Outlier queries detect keys that very few queries of a block attend to. 0, or a power of
             two that divides ``query_block``. Default 16.
         typical_queries: Queries per block that are sampled at equal steps and scored on all
@@ -229,32 +240,32 @@ class CabConfig:
     sink_blocks: int = 1
     local_blocks: int = 3
     dense_tail_blocks: int = 2
-    outlier_queries: int = _read_by(CAB, default=16, off=0)
-    typical_queries: int = _read_by(CAB, default=32)
-    typical_key_stride: int = _read_by(CAB, default=4)
-    mass_threshold: float = _read_by(CAB, default=0.003)
-    share_threshold: float = _read_by(CAB, default=0.03)
-    sparsity: float | Table = _read_by((FRC,), default=0.95, off=0)
-    curvature: str = _read_by((FRC,), default="forman", off="none")
-    redundancy: float = _read_by((FRC,), default=1.0, off=0)
-    max_density: float = _read_by((*CAB, FRC), default=1.0)
+    outlier_queries: int = _field_for(CAB_PREDICTORS, default=16, off_value=0)
+    typical_queries: int = _field_for(CAB_PREDICTORS, default=32)
+    typical_key_stride: int = _field_for(CAB_PREDICTORS, default=4)
+    mass_threshold: float = _field_for(CAB_PREDICTORS, default=0.003)
+    share_threshold: float = _field_for(CAB_PREDICTORS, default=0.03)
+    sparsity: float | Table = _field_for((FRC_PREDICTOR,), default=0.95, off_value=0)
+    curvature: str = _field_for((FRC_PREDICTOR,), default="forman", off_value="none")
+    redundancy: float = _field_for((FRC_PREDICTOR,), default=1.0, off_value=0)
+    max_density: float = _field_for((*CAB_PREDICTORS, FRC_PREDICTOR), default=1.0)
     sampled_one_in: int = 0
     dense_layers: tuple[int, ...] = ()
     min_length: int = 16384
     engine: str = "auto"
     predictor: str = "rows"
-    anchors: tuple[int, ...] = _read_by(("cascade",), default=(), off=[])
-    head_map: Table = _read_by(("cascade",), default=(), off=[])
+    anchors: tuple[int, ...] = _field_for(("cascade",), default=(), off_value=[])
+    head_map: Table = _field_for(("cascade",), default=(), off_value=[])
     sparse_decode: bool = False
     decode_tokens: int | float = 4096
-    check_finite: bool = _read_by((*CAB, FRC), default=False)
+    check_finite: bool = _field_for((*CAB_PREDICTORS, FRC_PREDICTOR), default=False)
     origin: Origin | None = None
 
     def __post_init__(self) -> None:
         self._check_blocks()
-        counts = ("sink_blocks", "local_blocks", "dense_tail_blocks")
-        counts += ("sampled_one_in", "min_length")
-        self._require(counts, is_count, f"a whole number from 0 to {MOST}")
+        count_fields = ("sink_blocks", "local_blocks", "dense_tail_blocks")
+        count_fields += ("sampled_one_in", "min_length")
+        self._require(count_fields, is_count, f"a whole number from 0 to {MAX_COUNT}")
         for name, choices in CHOICES.items():
             self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
         self._check_sampled_queries()
@@ -268,8 +279,8 @@ class CabConfig:
         self._require(("max_density",), lambda x: is_share(x) and x > 0, "in (0, 1]")
         self._require(("redundancy",), is_share, "in [0, 1]")
         self._require(("predictor",), lambda x: isinstance(x, str) and x, "a name (str)")
-        switches = ("sparse_decode", "check_finite")
-        self._require(switches, lambda x: isinstance(x, bool), "True or False")
+        bool_fields = ("sparse_decode", "check_finite")
+        self._require(bool_fields, lambda x: isinstance(x, bool), "True or False")
 
         self._require(
             ("decode_tokens",),
@@ -279,10 +290,10 @@ class CabConfig:
         self._check_layers_and_heads()
         if self.origin is not None:
             object.__setattr__(self, "origin", Origin.of(self.origin))
-        for name, setting in unread(vars(self)).items():
+        for name, setting in find_unread_fields(vars(self)).items():
             raise ValueError(
-                f"CabConfig.{name} is {short(getattr(self, name))}, which {setting} does not read. "
-                f"Leave it at {FIELDS[name].default!r}{_remedy_for_unread(name)}."
+                f"CabConfig.{name} is {short_repr(getattr(self, name))}, which {setting} does not "
+                f"read. Leave it at {FIELDS[name].default!r}{_remedy_for_unread(name)}."
             )
         if self.predictor == "cascade":
             self._check_cascade()
@@ -306,7 +317,7 @@ class CabConfig:
             "sink_blocks": 0,
             "local_blocks": 1,
             "dense_tail_blocks": 0,
-            "predictor": FRC,
+            "predictor": FRC_PREDICTOR,
             "redundancy": 1.0 if curvature == "forman" else 0.3,
         }
         return cls(**recipe, sparsity=sparsity, curvature=curvature).changed(**overrides)
@@ -324,11 +335,11 @@ class CabConfig:
         """
         if not isinstance(settings, Mapping):
             raise ValueError(
-                f"cab_config must be a dict of CabConfig fields, got {short(settings)}. "
+                f"cab_config must be a dict of CabConfig fields, got {short_repr(settings)}. "
                 "CabConfig(...).to_dict() returns one."
             )
-        settings = _renamed(settings)
-        _require_known(settings)
+        settings = _rename_old_fields(settings)
+        _require_known_fields(settings)
         return cls(**settings)
 
     @classmethod
@@ -336,10 +347,11 @@ class CabConfig:
         """Return a config with ``fields``, except fields that have no effect with the others.
 
         Args:
-            fields: fields by name. Fields without effect return to their defaults; see `unread`.
+            fields: fields by name. Fields without effect return to their defaults; see
+                `find_unread_fields`.
         """
-        ignored = unread(fields)
-        return cls(**{name: value for name, value in fields.items() if name not in ignored})
+        unread_fields = find_unread_fields(fields)
+        return cls(**{name: value for name, value in fields.items() if name not in unread_fields})
 
     def changed(self, /, **fields: Any) -> CabConfig:
         """Return this config with other values for some fields.
@@ -352,10 +364,10 @@ class CabConfig:
         Raises:
             ValueError: as in `from_dict`; the new config must read all ``fields``.
         """
-        fields = _renamed(fields)
-        _require_known(fields)
-        base = CabConfig.reading({**vars(self), **fields})
-        return dataclasses.replace(base, **fields)
+        fields = _rename_old_fields(fields)
+        _require_known_fields(fields)
+        base_config = CabConfig.reading({**vars(self), **fields})
+        return dataclasses.replace(base_config, **fields)
 
     @classmethod
     def calibrated(cls, path: str | Path) -> CabConfig:
@@ -394,23 +406,23 @@ class CabConfig:
         self._require(
             ("query_block", "key_block"),
             lambda size: is_count(size) and size and size % 16 == 0,
-            f"a whole number from 16 to {MOST}, a multiple of 16",
+            f"a whole number from 16 to {MAX_COUNT}, a multiple of 16",
         )
-        smaller, larger = sorted((self.query_block, self.key_block))
+        smaller_block, larger_block = sorted((self.query_block, self.key_block))
         self._require(
             ("key_block",),
-            lambda _: larger % smaller == 0,
+            lambda _: larger_block % smaller_block == 0,
             f"a divisor or a multiple of query_block={self.query_block}",
         )
 
     def _check_sampled_queries(self) -> None:
         """Raise a ValueError for numbers of sampled queries or keys that do not fit the blocks."""
-        default = FIELDS["typical_queries"].default
-        accepted = f"a power of two that divides query_block={self.query_block}"
+        default_count = FIELDS["typical_queries"].default
+        expected = f"a power of two that divides query_block={self.query_block}"
         self._require(
             ("typical_queries",),
-            lambda x: self._is_power(x) or (is_whole(x, 1) and x == default),
-            accepted,
+            lambda x: self._is_power_of_two_divisor(x) or (is_whole(x, 1) and x == default_count),
+            expected,
         )
         self._require(
             ("typical_key_stride",),
@@ -419,8 +431,8 @@ class CabConfig:
         )
         self._require(
             ("outlier_queries",),
-            lambda x: self._is_power(x) or (is_count(x) and x == 0),
-            f"0 or {accepted}",
+            lambda x: self._is_power_of_two_divisor(x) or (is_count(x) and x == 0),
+            f"0 or {expected}",
         )
 
     def _check_layers_and_heads(self) -> None:
@@ -439,14 +451,14 @@ class CabConfig:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         object.__setattr__(self, "anchors", tuple(self.anchors))
         # checked before `_freeze_table`, which also accepts a single number for all heads
-        default = "() for the same heads"
+        default_description = "() for the same heads"
         self._require(
             ("head_map",),
             lambda x: isinstance(x, (tuple, list)),
-            f"a table [layers][heads], or {default}",
+            f"a table [layers][heads], or {default_description}",
         )
         if self.head_map:
-            self._freeze_table("head_map", is_count, default)
+            self._freeze_table("head_map", is_count, default_description)
         else:
             object.__setattr__(self, "head_map", ())
 
@@ -458,11 +470,11 @@ class CabConfig:
             lambda layers: layers != () and list(layers) == sorted(set(layers)),
             "ascending layer indices, at least one",
         )
-        dense = sorted(set(self.anchors) & set(self.dense_layers))
-        if dense:
+        dense_anchors = sorted(set(self.anchors) & set(self.dense_layers))
+        if dense_anchors:
             raise ValueError(
-                f"CabConfig.anchors must contain no layer of dense_layers, got layer {dense[0]} in "
-                "both. Remove it from one of the two fields."
+                "CabConfig.anchors must contain no layer of dense_layers, got layer "
+                f"{dense_anchors[0]} in both. Remove it from one of the two fields."
             )
 
     def _freeze_table(self, name: str, accepts: Callable[[Any], bool], expected: str) -> None:
@@ -485,12 +497,12 @@ class CabConfig:
         if not is_rectangular or not all(accepts(number) for row in rows for number in row):
             raise ValueError(
                 f"CabConfig.{name} must be {expected}, or a table [layers][heads] of such numbers "
-                f"with rows of one length, got {short(value)}."
+                f"with rows of one length, got {short_repr(value)}."
             )
         # JSON has lists in place of tuples, and a frozen dataclass must be hashable
         object.__setattr__(self, name, rows)
 
-    def _is_power(self, x: Any) -> bool:
+    def _is_power_of_two_divisor(self, x: Any) -> bool:
         """Return True if ``x`` is a power of two that divides ``query_block``."""
         return is_whole(x, 1) and x & (x - 1) == 0 and self.query_block % x == 0
 
@@ -513,7 +525,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(CabConfig)}
 
 
 # functions in place of properties, because torch.compile does not trace properties of constants
-def blocks_of(config: CabConfig) -> tuple[int, int]:
+def block_sizes(config: CabConfig) -> tuple[int, int]:
     """Return the sizes of (query, key) blocks, in tokens."""
     return config.query_block, config.key_block
 
@@ -523,7 +535,7 @@ def num_typical_queries(config: CabConfig) -> int:
     return gcd(config.typical_queries, config.query_block)
 
 
-def tail_of(config: CabConfig) -> tuple[int, int]:
+def tail_sizes(config: CabConfig) -> tuple[int, int]:
     """Return the length of the dense tail and the size of a query block, both in tokens.
 
     The two numbers are the arguments of `KeyRanges.tail`.
@@ -531,7 +543,7 @@ def tail_of(config: CabConfig) -> tuple[int, int]:
     return config.dense_tail_blocks * config.query_block, config.query_block
 
 
-def unread(settings: Mapping[str, Any]) -> dict[str, str]:
+def find_unread_fields(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields that have no effect.
 
     Args:
@@ -542,19 +554,19 @@ def unread(settings: Mapping[str, Any]) -> dict[str, str]:
         {"decode_tokens": "sparse_decode=False"}.
     """
     predictor = settings.get("predictor", FIELDS["predictor"].default)
-    ignored = {}
+    unread_fields = {}
     decode_tokens = settings.get("decode_tokens", CabConfig.decode_tokens)
     if decode_tokens != CabConfig.decode_tokens and not settings.get("sparse_decode", False):
-        ignored["decode_tokens"] = "sparse_decode=False"
-    if predictor not in SHIPPED:
-        return ignored
+        unread_fields["decode_tokens"] = "sparse_decode=False"
+    if predictor not in BUILT_IN_PREDICTORS:
+        return unread_fields
     for name, value in settings.items():
         metadata = FIELDS[name].metadata
         if not metadata or value == FIELDS[name].default or value == metadata["off"]:
             continue
         if predictor not in metadata["predictors"]:
-            ignored[name] = f"predictor={predictor!r}"
-    return ignored
+            unread_fields[name] = f"predictor={predictor!r}"
+    return unread_fields
 
 
 def _remedy_for_unread(name: str) -> str:
@@ -565,37 +577,39 @@ def _remedy_for_unread(name: str) -> str:
     return f", or select a predictor that reads it ({', '.join(predictors)})"
 
 
-def _renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _rename_old_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``settings`` with current field names, and warn once about an old name.
 
     In a config with an old name, ``typical_key_stride`` is 1: earlier versions scored typical
     queries on every key.
     """
     settings = dict(settings)
-    if OLD_OUTLIERS not in settings:
+    if OLD_OUTLIER_FIELD not in settings:
         return settings
     if "outlier_queries" in settings:
         raise ValueError(
-            f"CabConfig.{OLD_OUTLIERS} is the old name of outlier_queries, got both names. Remove "
-            f"{OLD_OUTLIERS}."
+            f"CabConfig.{OLD_OUTLIER_FIELD} is the old name of outlier_queries, got both names. "
+            f"Remove {OLD_OUTLIER_FIELD}."
         )
     warn_once(
-        (OLD_OUTLIERS,),
-        f"CabConfig.{OLD_OUTLIERS} is now outlier_queries. Rename it: a later version will not "
-        "accept the old name.",
+        (OLD_OUTLIER_FIELD,),
+        f"CabConfig.{OLD_OUTLIER_FIELD} is now outlier_queries. Rename it: a later version will "
+        "not accept the old name.",
     )
-    settings["outlier_queries"] = settings.pop(OLD_OUTLIERS)
+    settings["outlier_queries"] = settings.pop(OLD_OUTLIER_FIELD)
     if "typical_queries" in settings:
         settings.setdefault("typical_key_stride", 1)
     return settings
 
 
-def _require_known(settings: Mapping[str, Any]) -> None:
+def _require_known_fields(settings: Mapping[str, Any]) -> None:
     """Raise a ValueError that names every unknown field and lists the known fields."""
-    unknown = [repr(name) for name in settings if name not in FIELDS]
-    if unknown:
-        names = " or ".join(filter(None, (", ".join(unknown[:-1]), unknown[-1])))
-        raise ValueError(f"CabConfig has no field {names}; its fields are {', '.join(FIELDS)}.")
+    unknown_names = [repr(name) for name in settings if name not in FIELDS]
+    if unknown_names:
+        listed_names = " or ".join(filter(None, (", ".join(unknown_names[:-1]), unknown_names[-1])))
+        raise ValueError(
+            f"CabConfig has no field {listed_names}; its fields are {', '.join(FIELDS)}."
+        )
 
 
 def _json_value(value: Any) -> Any:

@@ -32,7 +32,7 @@ from cab_hf.route import route
 
 # attention module -> int64 [2] on its device: the attended (query, key) pairs of its sparse calls,
 # and all causal pairs of these calls
-attended: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+attended_pairs: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 
 
 def dispatch(call: Call) -> Tensor:
@@ -42,7 +42,7 @@ def dispatch(call: Call) -> Tensor:
         ValueError: if a named engine does not support the call.
         NotImplementedError: if `torch.vmap` batches the tensors of a sparse call.
     """
-    chosen = route(
+    chosen_route = route(
         call.mask,
         call.config,
         call.work,
@@ -50,18 +50,20 @@ def dispatch(call: Call) -> Tensor:
         layer=call.layer,
         index=call.index,
     )
-    match chosen.method:
+    match chosen_route.method:
         case "sparse":
-            return sparse(call, chosen.engine, chosen.config)
+            return sparse(call, chosen_route.engine, chosen_route.config)
         case "sparse_decode":
             return sparse_decode(call)
         case "dense":
-            return dense(call, chosen.engine)
+            return dense(call, chosen_route.engine)
         case "dense_blockwise":
-            return dense_blockwise(call, chosen.engine)
+            return dense_blockwise(call, chosen_route.engine)
         case "dense_masked":
             return dense_masked(call)
-    raise AssertionError(f"route must choose one of the five functions, got {chosen.method!r}.")
+    raise AssertionError(
+        f"route must choose one of the five functions, got {chosen_route.method!r}."
+    )
 
 
 def sparse(call: Call, engine: Engine, config: CabConfig) -> Tensor:
@@ -111,7 +113,9 @@ def select_blocks(call: Call, layout: Any, q: Tensor, k: Tensor, config: CabConf
     """
     context = call.context(layout.ranges, call.mask.state.shared)
     plan = layout.choose(make_predictor(config), q, k, context)
-    rows = layout.rows_below_min_length(config.query_block, config.min_length, plan.query_block)
+    rows = layout.query_blocks_below_min_length(
+        config.query_block, config.min_length, plan.query_block
+    )
     return plan if rows is None else plan.with_dense_rows(rows)
 
 
@@ -123,7 +127,7 @@ def sparse_decode(call: Call) -> Tensor:
     q, mask = call.q, call.mask
     validate_vmap("the input of a sparse decode step", q, call.k, call.v)
     length, num_keys = mask.decode_budget(
-        call.config.decode_tokens, step.decode_from(call.config), q.device
+        call.config.decode_tokens, step.min_sparse_tokens(call.config), q.device
     )
     padding_mask = None if mask.padding_mask is None else mask.padding_mask.to(q.device)
     choice = step.select_keys(
@@ -137,7 +141,7 @@ def sparse_decode(call: Call) -> Tensor:
         num_keys=num_keys,
         padding_mask=padding_mask,
         sinks=call.sinks,
-        shared=mask.state.shared,
+        shared_state=mask.state.shared,
     )
     return decode.attend(
         q,
@@ -146,7 +150,7 @@ def sparse_decode(call: Call) -> Tensor:
         choice=choice,
         scale=call.scale,
         length=length,
-        valid=padding_mask,
+        padding_mask=padding_mask,
         sinks=call.sinks,
     )
 
@@ -156,7 +160,7 @@ def dense(call: Call, kernel: Engine | DenseKernel) -> Tensor:
 
     Returns [B, H, N_q, D_v].
     """
-    k, v = _written_slots(call)
+    k, v = _take_written_slots(call)
     return kernel.attention(call.q, k, v, call.scale)
 
 
@@ -165,8 +169,8 @@ def dense_blockwise(call: Call, engine: Engine) -> Tensor:
 
     Returns [B, H, N_q, D_v].
     """
-    size = call.mask.details.dense_block_size or DENSE_BLOCK_SIZE
-    layout = call.mask.layout(size, size, call.q.device, from_start=False)
+    block_size = call.mask.details.dense_block_size or DENSE_BLOCK_SIZE
+    layout = call.mask.layout(block_size, block_size, call.q.device, from_start=False)
     out = layout.attend(
         engine,
         layout.queries(call.q),
@@ -189,12 +193,12 @@ def dense_masked(call: Call) -> Tensor:
 
     Returns [B, H, N_q, D_v].
     """
-    q, (k, v) = call.q, _written_slots(call)
+    q, (k, v) = call.q, _take_written_slots(call)
     has_sinks_or_softcap = call.work.sinks or call.work.softcap
     if q.shape[2] == 1 and (has_sinks_or_softcap or decode.has_kernels(q, k, v)):
-        visible = _visible_keys(call.mask, k)
+        visible_keys = _select_visible_keys(call.mask, k)
         return decode.attend(
-            q, k, v, choice=visible, scale=call.scale, sinks=call.sinks, softcap=call.softcap
+            q, k, v, choice=visible_keys, scale=call.scale, sinks=call.sinks, softcap=call.softcap
         )
     return masked.attention(q, k, v, mask=call.mask, scale=call.scale)
 
@@ -225,7 +229,7 @@ def validate_sample(work: Workload, sample_period: int = 1, is_aligned: bool = T
         )
 
 
-def _written_slots(call: Call) -> tuple[Tensor, Tensor]:
+def _take_written_slots(call: Call) -> tuple[Tensor, Tensor]:
     """Return k and v without unwritten slots of a static cache.
 
     Returns k and v unchanged if the number of written slots is only on the device.
@@ -234,31 +238,35 @@ def _written_slots(call: Call) -> tuple[Tensor, Tensor]:
     return (call.k, call.v) if length is None else (call.k[:, :, :length], call.v[:, :, :length])
 
 
-def _visible_keys(mask: MaskInfo, k: Tensor) -> Choice:
+def _select_visible_keys(mask: MaskInfo, k: Tensor) -> Choice:
     """Return the keys that are visible to the query of a decode step, cached for all layers.
 
     Args:
         mask: mask of the call.
         k: [B, H_kv, N, D].
     """
-    batch, kv_heads, slots = k.shape[:3]
-    visible: Choice = mask.state.cached(
-        ("visible keys of a decode step", slots, k.device),
+    batch, kv_heads, num_slots = k.shape[:3]
+    visible_keys: Choice = mask.state.get_or_compute(
+        ("visible keys of a decode step", num_slots, k.device),
         lambda: Choice.from_mask(
-            mask.dense_rows(start=0, stop=1, low=0, high=slots, device=k.device)[:, 0]
+            mask.dense_mask(
+                query_start=0, query_stop=1, key_start=0, key_stop=num_slots, device=k.device
+            )[:, 0]
         ),
     )
-    return visible.expanded(batch, kv_heads)
+    return visible_keys.expanded(batch, kv_heads)
 
 
 def _count_pairs(layer: nn.Module, plan: BlockPlan) -> None:
-    """Add the attended pairs and the causal pairs of ``plan`` to ``attended[layer]``."""
-    total = attended.get(layer)
+    """Add the attended pairs and the causal pairs of ``plan`` to ``attended_pairs[layer]``."""
+    previous_pairs = attended_pairs.get(layer)
     if plan.full.counts.is_cuda and HAS_TRITON:
         # imported late, because models on the CPU never need Triton
         from cab_hf.ops.pairs import add_pairs
 
-        attended[layer] = add_pairs(plan, total)
+        attended_pairs[layer] = add_pairs(plan, previous_pairs)
         return
     pairs = torch.stack(plan.pairs())
-    attended[layer] = pairs if total is None else total.to(pairs.device) + pairs
+    attended_pairs[layer] = (
+        pairs if previous_pairs is None else previous_pairs.to(pairs.device) + pairs
+    )

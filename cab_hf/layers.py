@@ -64,17 +64,21 @@ class CABAttention(nn.Module):
         _require_divisor(
             "num_kv_heads", num_kv_heads, multiple_name="num_heads", multiple=num_heads
         )
-        engines = ("auto", *ENGINES)
-        require(engine in engines, "engine", engine, "one of " + ", ".join(map(repr, engines)))
+        engine_names = ("auto", *ENGINES)
+        require(
+            engine in engine_names, "engine", engine, "one of " + ", ".join(map(repr, engine_names))
+        )
         # built even if causal attention does not use it: its constructor validates the arguments,
         # and its messages use the argument names of this class
-        published = CoarseCurvaturePredictor(block_size, sparsity, formula=formula, causal=causal)
+        published_predictor = CoarseCurvaturePredictor(
+            block_size, sparsity, formula=formula, causal=causal
+        )
         require(block_size % 16 == 0, "block_size", block_size, "a multiple of 16")
         self.config = CabConfig.published(
             sparsity, formula, query_block=block_size, key_block=block_size, engine=engine
         )
         self.causal = causal
-        self.predictor = FrcPredictor(self.config) if causal else published
+        self.predictor = FrcPredictor(self.config) if causal else published_predictor
         self.head_dim = dim // num_heads
         self.q_proj = nn.Linear(dim, dim, bias=bias)
         self.k_proj = nn.Linear(dim, num_kv_heads * self.head_dim, bias=bias)
@@ -99,19 +103,22 @@ class CABAttention(nn.Module):
             list(x.shape),
             f"[B, N, {dim}] without empty dimensions",
         )
-        q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            self._split_heads(projection(x))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
         scale = self.head_dim**-0.5
-        plan = self._plan(q, k, scale)
+        plan = self._select_blocks(q, k, scale)
         engine = choose(self.config.engine, Workload.of(q, k, v, plan.blocks))
         out = engine.attention(q, k, v, plan=plan, scale=scale)
         out = self.o_proj(out.transpose(1, 2).flatten(2))
         return (out, plan) if return_plan else out
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         """Return x [B, N, heads * head_dim] as [B, heads, N, head_dim]."""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _plan(self, q: Tensor, k: Tensor, scale: float) -> BlockPlan:
+    def _select_blocks(self, q: Tensor, k: Tensor, scale: float) -> BlockPlan:
         """Return the selected blocks of q [B, H, N, D] and k [B, H_kv, N, D].
 
         Args:
@@ -126,9 +133,9 @@ class CABAttention(nn.Module):
         # Every query attends to all keys, so the end of its range is not its position. FrcPredictor
         # reads positions from the ends of ranges; `CoarseCurvaturePredictor` needs no ranges.
         ranges = replace(ranges, end=ranges.start + (length - 1), aligned=False)
-        block = self.config.query_block
+        block_size = self.config.query_block
         return BlockPlan.from_dense(
-            self.predictor(q, k), ranges, query_block=block, key_block=block
+            self.predictor(q, k), ranges, query_block=block_size, key_block=block_size
         )
 
 
@@ -167,12 +174,12 @@ class CABAttentionLayer(nn.Module):
                 f"mlp_ratio must give at least one hidden channel for dim={dim}, got {mlp_ratio}. "
                 "Pass a number of at least 1 / dim."
             )
-        hidden = int(dim * mlp_ratio)
+        hidden_dim = int(dim * mlp_ratio)
         bias = attention.get("bias", False)
         self.attention_norm = nn.RMSNorm(dim)
         self.mlp_norm = nn.RMSNorm(dim)
         self.mlp = nn.Sequential(
-            nn.Linear(dim, hidden, bias=bias), nn.GELU(), nn.Linear(hidden, dim, bias=bias)
+            nn.Linear(dim, hidden_dim, bias=bias), nn.GELU(), nn.Linear(hidden_dim, dim, bias=bias)
         )
 
     def forward(self, x: Tensor) -> Tensor:

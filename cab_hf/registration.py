@@ -31,8 +31,8 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
-from cab_hf.batching.hooks import validate_while_batching, wrap
-from cab_hf.batching.support import PACKAGE
+from cab_hf.batching.hooks import validate_switch_while_batching, wrap_function
+from cab_hf.batching.support import BATCHING_PACKAGE
 from cab_hf.config import NAMES, SPARSE
 
 # modules of transformers whose import triggers a registration
@@ -43,10 +43,10 @@ GENERATION = "transformers.generation.utils"
 PROCESSORS = "transformers.generation.logits_process"
 CANDIDATES = "transformers.generation.candidate_generator"
 CRITERIA = "transformers.generation.stopping_criteria"
-BATCHING = f"{PACKAGE}.continuous_api"
+BATCHING = f"{BATCHING_PACKAGE}.continuous_api"
 SERVING = "transformers.cli.serving.model_manager"
 # attribute that marks a function that `_wrap_preparation` has wrapped
-RECORDED = "_cab_recorded"
+WRAPPED_MARK = "_cab_recorded"
 # largest number of stack frames, including decorators, between ``forward`` of a model and the
 # creation of its mask
 MAX_FRAMES = 10
@@ -57,20 +57,20 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     from cab_hf.attention import cab_attention, cab_dense_attention
-    from cab_hf.batching.batch import accepting_batches
+    from cab_hf.batching.batch import accept_batches
     from cab_hf.call.hook import cab_mask
 
     for name in NAMES:
-        sparse = name in SPARSE
-        attend = cab_attention if sparse else cab_dense_attention
-        AttentionInterface.register(name, accepting_batches(attend, sparse=sparse))
+        is_sparse = name in SPARSE
+        attend = cab_attention if is_sparse else cab_dense_attention
+        AttentionInterface.register(name, accept_batches(attend, sparse=is_sparse))
         AttentionMaskInterface.register(name, cab_mask)
-    wrap(PreTrainedModel, "get_correct_attn_implementation", _validate)
+    wrap_function(PreTrainedModel, "get_correct_attn_implementation", _validate_settings)
     for name in ("from_pretrained", "_from_config"):
-        setattr(PreTrainedModel, name, _accepting_cab_config(getattr(PreTrainedModel, name)))
+        setattr(PreTrainedModel, name, _accept_cab_config(getattr(PreTrainedModel, name)))
 
 
-def add_setting() -> None:
+def add_config_attribute() -> None:
     """Add the attribute ``cab_config`` to the configs of transformers."""
     from transformers.configuration_utils import PreTrainedConfig
 
@@ -83,10 +83,10 @@ def wrap_masks() -> None:
     transformers does not pass position ids to mask functions, and many models do not pass position
     ids to attention functions either.
     """
-    wrap(sys.modules[MASKING], "_preprocess_mask_arguments", _record_positions)
+    wrap_function(sys.modules[MASKING], "_preprocess_mask_arguments", _record_positions)
 
 
-def _record_positions(prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _record_positions(preprocess: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Record position ids, then run transformers' preprocessing of mask arguments."""
     # arguments are keywords or positional: models also call this function, and the names of
     # arguments differ between versions of transformers
@@ -95,11 +95,11 @@ def _record_positions(prepare: Callable[..., Any], *args: Any, **kwargs: Any) ->
         from cab_hf.call.scope import record_positions
 
         position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[4]
-        record_positions(_positions_of_caller() if position_ids is None else position_ids)
-    return prepare(*args, **kwargs)
+        record_positions(_find_positions_of_caller() if position_ids is None else position_ids)
+    return preprocess(*args, **kwargs)
 
 
-def _positions_of_caller() -> Any:
+def _find_positions_of_caller() -> Any:
     """Return the local variable ``position_ids`` of the forward pass that creates a mask.
 
     GraniteMoeHybrid passes its position ids neither to mask functions nor to layers. Returns None
@@ -125,27 +125,27 @@ def wrap_generate() -> None:
     in chunks, together with a draft of the answer, or again with every token of the answer.
     """
     mixin = sys.modules[GENERATION].GenerationMixin
-    wrap(mixin, "_prepare_cache_for_generation", _prepare_then_index)
-    wrap(mixin, "_update_model_kwargs_for_generation", _update_then_index)
-    wrap(mixin, "generate", _generate)
+    wrap_function(mixin, "_prepare_cache_for_generation", _prepare_then_index)
+    wrap_function(mixin, "_update_model_kwargs_for_generation", _update_then_index)
+    wrap_function(mixin, "generate", _run_generate)
     _wrap_preparation(mixin)
 
 
-def _generate(generate: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_generate(generate: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `generate` in a new `Generation`, so that nested calls of `generate` have own prompts."""
-    from cab_hf.call.scope import generating
+    from cab_hf.call.scope import set_generation
 
-    with generating(model):
+    with set_generation(model):
         return generate(model, *args, **kwargs)
 
 
-def _wrap_preparation(model: type) -> None:
+def _wrap_preparation(model_class: type) -> None:
     """Wrap ``prepare_inputs_for_generation`` of a model class and its base classes, once each."""
     name = "prepare_inputs_for_generation"
-    for owner in model.__mro__:
-        if name in vars(owner) and not hasattr(vars(owner)[name], RECORDED):
-            wrap(owner, name, _prepare_inputs)
-            setattr(vars(owner)[name], RECORDED, True)
+    for base_class in model_class.__mro__:
+        if name in vars(base_class) and not hasattr(vars(base_class)[name], WRAPPED_MARK):
+            wrap_function(base_class, name, _prepare_inputs)
+            setattr(vars(base_class)[name], WRAPPED_MARK, True)
 
 
 def _prepare_inputs(prepare: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,11 +156,11 @@ def _prepare_inputs(prepare: Callable[..., Any], model: Any, *args: Any, **kwarg
     generation = FORWARD_CONTEXT.get().generation
     if generation is None:
         return prepare_inputs()
-    return generation.prepare(model, prepare_inputs)
+    return generation.prepare_inputs(model, prepare_inputs)
 
 
 def _prepare_then_index(
-    prepare: Callable[..., Any],
+    prepare_cache: Callable[..., Any],
     model: Any,
     generation_config: Any,
     model_kwargs: dict[str, Any],
@@ -171,26 +171,26 @@ def _prepare_then_index(
 
     A cache that the user has passed is not indexed here; see `cab_hf.index_cache`.
     """
-    user_cache = _cache_in(model_kwargs)
-    result = prepare(model, generation_config, model_kwargs, *args, **kwargs)
+    user_cache = _get_cache(model_kwargs)
+    result = prepare_cache(model, generation_config, model_kwargs, *args, **kwargs)
     text_config = model.config.get_text_config()
     if text_config._attn_implementation not in NAMES or model.config.is_encoder_decoder:
         return result
     from cab_hf.call.scope import FORWARD_CONTEXT, prompt_of_generate
 
-    cache = _cache_in(model_kwargs)
+    cache = _get_cache(model_kwargs)
     generation = FORWARD_CONTEXT.get().generation
     if generation is not None:
         _wrap_preparation(type(model))
         is_compiled = getattr(cache, "is_compileable", False)
         generation.begin(prompt_of_generate(generation_config, model_kwargs), is_compiled)
     if user_cache is None:
-        _index(model, cache)
+        _add_key_index(model, cache)
     return result
 
 
 def _update_then_index(
-    update: Callable[..., Any],
+    update_kwargs: Callable[..., Any],
     model: Any,
     outputs: Any,
     model_kwargs: dict[str, Any],
@@ -203,16 +203,16 @@ def _update_then_index(
     generation = FORWARD_CONTEXT.get().generation
     if generation is not None:
         generation.forget_inputs()
-    cache_before = _cache_in(model_kwargs)
-    result = update(model, outputs, model_kwargs, *args, **kwargs)
+    cache_before = _get_cache(model_kwargs)
+    updated_kwargs = update_kwargs(model, outputs, model_kwargs, *args, **kwargs)
     # some models create their own cache, or replace the cache when a sequence becomes long
-    cache = _cache_in(result)
+    cache = _get_cache(updated_kwargs)
     if cache is not cache_before:
-        _index(model, cache)
-    return result
+        _add_key_index(model, cache)
+    return updated_kwargs
 
 
-def _index(model: Any, cache: Any) -> None:
+def _add_key_index(model: Any, cache: Any) -> None:
     """Add a key index to the layers of ``cache`` if the model reads an index and has a cache."""
     if cache is not None:
         from cab_hf.decode.generation import index_cache_of_generate
@@ -227,21 +227,19 @@ def wrap_early_exit() -> None:
     number, and restores the number of layers even if the draft fails.
     """
     generator = sys.modules[CANDIDATES].EarlyExitCandidateGenerator
-    wrap(generator, "get_candidates", _draft_of_first_layers)
+    wrap_function(generator, "get_candidates", _run_draft)
 
 
-def _draft_of_first_layers(
-    draft: Callable[..., Any], generator: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _run_draft(make_draft: Callable[..., Any], generator: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a draft, and restore the number of layers in the config afterwards."""
     model = generator.assistant_model
     config = getattr(model, model.base_model_prefix, model).config
     if config.get_text_config()._attn_implementation not in NAMES:
-        return draft(generator, *args, **kwargs)
-    from cab_hf.hf.model_config import truncated
+        return make_draft(generator, *args, **kwargs)
+    from cab_hf.hf.model_config import accept_fewer_layers
 
-    with truncated(config):
-        return draft(generator, *args, **kwargs)
+    with accept_fewer_layers(config):
+        return make_draft(generator, *args, **kwargs)
 
 
 def wrap_processors() -> None:
@@ -249,12 +247,12 @@ def wrap_processors() -> None:
 
     For example, classifier-free guidance calls the model with another prompt.
     """
-    wrap(sys.modules[PROCESSORS].LogitsProcessorList, "__call__", _run_without_prompt)
+    wrap_function(sys.modules[PROCESSORS].LogitsProcessorList, "__call__", _run_without_prompt)
 
 
 def wrap_criteria() -> None:
     """Wrap stopping criteria, so that the prompt does not apply to their model calls."""
-    wrap(sys.modules[CRITERIA].StoppingCriteriaList, "__call__", _run_without_prompt)
+    wrap_function(sys.modules[CRITERIA].StoppingCriteriaList, "__call__", _run_without_prompt)
 
 
 def _run_without_prompt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -263,13 +261,13 @@ def _run_without_prompt(function: Callable[..., Any], *args: Any, **kwargs: Any)
 
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
-    from cab_hf.call.scope import without_prompt
+    from cab_hf.call.scope import hide_prompt
 
-    with without_prompt():
+    with hide_prompt():
         return function(*args, **kwargs)
 
 
-def _cache_in(model_kwargs: dict[str, Any]) -> Any:
+def _get_cache(model_kwargs: dict[str, Any]) -> Any:
     """Return the cache in the arguments of a model; transformers 5.24 renamed the argument."""
     return model_kwargs.get("cache", model_kwargs.get("past_key_values"))
 
@@ -284,7 +282,7 @@ def wrap_batching() -> None:
 
 def wrap_serving() -> None:
     """Wrap the argument check of `transformers serve`, which accepts a fixed list of names."""
-    wrap(sys.modules[SERVING].ModelManager, "_validate_args", _validate_without_our_names)
+    wrap_function(sys.modules[SERVING].ModelManager, "_validate_args", _validate_without_our_names)
 
 
 def _validate_without_our_names(validate: Callable[..., None], manager: Any) -> None:
@@ -306,8 +304,8 @@ class _CabConfigAttribute:
     * A CabConfig is stored as a dict, because configs are saved as JSON.
     * A string or path is the path of a file that `CabConfig.calibrated` reads immediately, so that
       a saved model needs no other file.
-    * A model that already uses "cab" validates the value immediately. For other models, `_validate`
-      validates the value.
+    * A model that already uses "cab" validates the value immediately. For other models,
+      `_validate_settings` validates the value.
     """
 
     def __get__(self, config: Any, owner: type) -> Any:
@@ -324,10 +322,10 @@ class _CabConfigAttribute:
         value = value.to_dict() if isinstance(value, CabConfig) else value
         # no model can use the config before the model code of transformers is loaded
         if MODELING in sys.modules:
-            from cab_hf.hf.model_config import require_setting
+            from cab_hf.hf.model_config import require_valid_settings
             from cab_hf.predictors import make_predictor
 
-            settings = require_setting(config, value)
+            settings = require_valid_settings(config, value)
             if settings is not None:
                 make_predictor(settings)
         vars(config)["cab_config"] = value
@@ -336,49 +334,53 @@ class _CabConfigAttribute:
         vars(config).pop("cab_config", None)
 
 
-def _validate(
-    check: Callable[..., str], model: Any, requested: str | None, *args: Any, **kwargs: Any
+def _validate_settings(
+    check_name: Callable[..., str],
+    model: Any,
+    requested_name: str | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> str:
     """Check the settings of a model, then run transformers' check of the implementation's name.
 
     Settings that do not fit the model raise an error before the first forward pass.
 
     Args:
-        check: transformers' check.
+        check_name: transformers' check.
         model: model that is built or switched.
-        requested: name of the attention implementation; None if the user has given no name.
-        args, kwargs: further arguments of ``check``.
+        requested_name: name of the attention implementation; None if the user has given no name.
+        args, kwargs: further arguments of ``check_name``.
     """
     from cab_hf.hf.fit import warn_if_unused
     from cab_hf.hf.model_config import cab_config_of
     from cab_hf.predictors import make_predictor
 
-    if requested in NAMES:
+    if requested_name in NAMES:
         refuse_unreachable(type(model))
     if BATCHING in sys.modules:
-        validate_while_batching(model, requested)
+        validate_switch_while_batching(model, requested_name)
     refuse_misplaced(model.config)
     text_config = model.config.get_text_config()
-    if requested in NAMES:
+    if requested_name in NAMES:
         # raises the errors of the settings
-        make_predictor(cab_config_of(text_config, requested))
-    elif requested is None and text_config._attn_implementation is None:
+        make_predictor(cab_config_of(text_config, requested_name))
+    elif requested_name is None and text_config._attn_implementation is None:
         warn_if_unused(text_config)
-    return check(model, requested, *args, **kwargs)
+    return check_name(model, requested_name, *args, **kwargs)
 
 
-def _accepting_cab_config(make: Any) -> classmethod:
-    """Return a class method that calls ``make``, and accepts both a config and a ``cab_config``.
+def _accept_cab_config(make_model: Any) -> classmethod:
+    """Return a class method that calls ``make_model`` with a config, a ``cab_config`` or both.
 
     transformers accepts fields of a config as arguments only if the caller passes no config.
 
     Args:
-        make: class method of `PreTrainedModel` that builds a model.
+        make_model: class method of `PreTrainedModel` that builds a model.
     """
     from transformers import PreTrainedConfig
 
-    @functools.wraps(make.__func__)
-    def set_then_make(model: type, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(make_model.__func__)
+    def set_then_make(model_class: type, *args: Any, **kwargs: Any) -> Any:
         # the config is a keyword or the first argument
         config = kwargs.get("config", args[0] if args else None)
         if isinstance(config, PreTrainedConfig) and "cab_config" in kwargs:
@@ -388,12 +390,12 @@ def _accepting_cab_config(make: Any) -> classmethod:
                 kwargs["config"] = config
             else:
                 args = config, *args[1:]
-        return make.__func__(model, *args, **kwargs)
+        return make_model.__func__(model_class, *args, **kwargs)
 
     return classmethod(set_then_make)
 
 
-def refuse_unreachable(model: type) -> None:
+def refuse_unreachable(model_class: type) -> None:
     """Raise an error for a model class that does not call registered attention functions.
 
     Such a class ignores registered names, or fails in a dict of its own attention classes. A class
@@ -403,11 +405,12 @@ def refuse_unreachable(model: type) -> None:
         ValueError: if the class does not use transformers' attention interface. The message names
             an attention implementation that works.
     """
-    if not _uses_attention_interface(model):
-        supported = "sdpa" if model._supports_sdpa else "eager"
+    if not _uses_attention_interface(model_class):
+        supported_name = "sdpa" if model_class._supports_sdpa else "eager"
         raise ValueError(
-            f"{model.__name__} computes no attention through transformers' attention interface, so "
-            f"attn_implementation='cab' cannot reach it. Load the model with {supported!r}."
+            f"{model_class.__name__} computes no attention through transformers' attention "
+            "interface, so attn_implementation='cab' cannot reach it. Load the model with "
+            f"{supported_name!r}."
         )
 
 
@@ -427,23 +430,23 @@ def refuse_misplaced(config: Any) -> None:
 
 
 @functools.cache
-def _uses_attention_interface(model: type) -> bool:
+def _uses_attention_interface(model_class: type) -> bool:
     """Return True if the source of a model class uses transformers' attention interface."""
     from transformers import PreTrainedModel
 
-    for base in model.__mro__:
-        if not issubclass(base, PreTrainedModel) or base is PreTrainedModel:
+    for base_class in model_class.__mro__:
+        if not issubclass(base_class, PreTrainedModel) or base_class is PreTrainedModel:
             continue
         try:
-            source = inspect.getsource(sys.modules[base.__module__])
+            source_code = inspect.getsource(sys.modules[base_class.__module__])
         except (OSError, TypeError, KeyError):
             # no source, for example for a class that is defined in a notebook
             return True
         # the model has its own dict of attention classes; such dicts of vision towers do not count
-        if re.search(r"\b(?!\w*VISION)\w+_ATTENTION_CLASSES\[", source):
+        if re.search(r"\b(?!\w*VISION)\w+_ATTENTION_CLASSES\[", source_code):
             return False
         # AutoModel builds submodels, which are checked when they are built
-        if "ALL_ATTENTION_FUNCTIONS" in source or "AutoModel" in source:
+        if "ALL_ATTENTION_FUNCTIONS" in source_code or "AutoModel" in source_code:
             return True
     return False
 
@@ -454,7 +457,7 @@ def register_when_imported() -> None:
     A registration runs immediately if its module is already imported.
     """
     actions = {
-        CONFIGURATION: add_setting,
+        CONFIGURATION: add_config_attribute,
         MASKING: wrap_masks,
         MODELING: register,
         GENERATION: wrap_generate,

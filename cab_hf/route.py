@@ -63,18 +63,20 @@ def route(
         ValueError: if a named engine does not support the call.
     """
     config = _with_measured_min_length(config, work)
-    kind, reason = _kind(mask, config, layer, index) if sparse else ("dense", None)
-    if kind == "sparse":
-        reason = _why_slower(mask, config, work)
-        kind = "sparse" if reason is None else "dense"
-    if kind == "sparse":
-        tail = mask.tail_start(config.dense_tail_blocks, config.query_block)
-        if tail is not None and mask.q_offset + mask.q_length <= tail:
+    attention_type, reason = (
+        _choose_attention_type(mask, config, layer, index) if sparse else ("dense", None)
+    )
+    if attention_type == "sparse":
+        reason = _why_sparse_is_slower(mask, config, work)
+        attention_type = "sparse" if reason is None else "dense"
+    if attention_type == "sparse":
+        tail_start = mask.tail_start(config.dense_tail_blocks, config.query_block)
+        if tail_start is not None and mask.q_offset + mask.q_length <= tail_start:
             config = replace(config, dense_tail_blocks=0)
         return Route("sparse", config, engines.choose(config.engine, work))
-    if kind == "sparse_decode":
+    if attention_type == "sparse_decode":
         return Route("sparse_decode", config)
-    method, engine = _dense_method(mask, work)
+    method, engine = _choose_dense_method(mask, work)
     return Route(method, config, engine, reason)
 
 
@@ -100,7 +102,7 @@ def _with_min_length(config: CabConfig, min_length: int) -> CabConfig:
     return replace(config, min_length=min_length)
 
 
-def _kind(
+def _choose_attention_type(
     mask: Any, config: CabConfig, layer: nn.Module | None, index: KeyIndex | None
 ) -> tuple[str, str | None]:
     """Return "sparse", "sparse_decode" or "dense", and the reason for "dense" or None.
@@ -122,13 +124,13 @@ def _kind(
         return ("dense", reason) if reason else ("sparse_decode", None)
     if num_tokens < config.min_length:
         return "dense", f"input shorter than min_length={config.min_length}"
-    tail = mask.tail_start(config.dense_tail_blocks, config.query_block)
-    if tail is not None and config.dense_tail_blocks and mask.q_offset >= tail:
+    tail_start = mask.tail_start(config.dense_tail_blocks, config.query_block)
+    if tail_start is not None and config.dense_tail_blocks and mask.q_offset >= tail_start:
         return "dense", f"the end of a prompt (dense_tail_blocks={config.dense_tail_blocks})"
     return "sparse", None
 
 
-def _why_slower(mask: Any, config: CabConfig, work: Workload) -> str | None:
+def _why_sparse_is_slower(mask: Any, config: CabConfig, work: Workload) -> str | None:
     """Return why dense attention is faster than sparse attention; None if dense is not faster.
 
     The decision depends on the length of the complete prompt, so either all chunks of a prompt are
@@ -142,13 +144,15 @@ def _why_slower(mask: Any, config: CabConfig, work: Workload) -> str | None:
         return None
     if mask.prompt is not None and mask.doc_ids is None:
         num_queries -= mask.prompt.start
-    if not break_even.pays(num_queries, num_tokens, work.device):
-        least = break_even.least_queries(num_tokens, work.device)
-        return f"fewer than {least} queries after a long cache, where dense attention is faster"
+    if not break_even.has_enough_queries(num_queries, num_tokens, work.device):
+        min_queries = break_even.min_queries_for(num_tokens, work.device)
+        return (
+            f"fewer than {min_queries} queries after a long cache, where dense attention is faster"
+        )
     return None
 
 
-def _dense_method(mask: Any, work: Workload) -> tuple[str, Engine | DenseKernel]:
+def _choose_dense_method(mask: Any, work: Workload) -> tuple[str, Engine | DenseKernel]:
     """Return the name of the function in `cab_hf.dispatch` for exact attention, and its kernel.
 
     The kernel is an `Engine` or `DenseKernel`, which the function uses.
@@ -160,15 +164,15 @@ def _dense_method(mask: Any, work: Workload) -> tuple[str, Engine | DenseKernel]
     has_sinks_or_softcap = work.sinks or work.softcap
     if mask.details.dense_block_size is not None or (has_sinks_or_softcap and q_length > 1):
         # no dense kernel supports soft caps, or returns the differentiable log-sum-exp for sinks
-        size = mask.details.dense_block_size or DENSE_BLOCK_SIZE
-        work = replace(work, query_block=size, key_block=size)
+        block_size = mask.details.dense_block_size or DENSE_BLOCK_SIZE
+        work = replace(work, query_block=block_size, key_block=block_size)
         return "dense_blockwise", engines.choose("auto", work)
     if has_sinks_or_softcap:
         return "dense_masked", SDPA
     has_no_cache = mask.is_plain and q_length == kv_length
     needs_sdpa = q_length < DENSE_BLOCK_SIZE or mask.window is not None or kv_length is None
     length, last_queries = q_length if has_no_cache else None, q_length if mask.is_plain else None
-    kernel = SDPA if needs_sdpa else engines.exact(work, length, last_queries)
+    kernel = SDPA if needs_sdpa else engines.choose_exact(work, length, last_queries)
     if isinstance(kernel, Engine):
         return "dense_blockwise", kernel
     is_decode_step = mask.is_plain and q_length == 1 and kv_length is not None

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from cab_hf.data.needles import (
     Span,
     Tokens,
+    cycle_sentences,
     draw_keys,
-    endless,
+    find_span,
+    insert_statements,
     leading_tokens,
     sentence_tokens,
-    span_of,
-    with_statements,
 )
 
 
@@ -39,7 +39,7 @@ class Document(NamedTuple):
     answers: tuple[Span, ...]
 
 
-def recall_document(
+def make_recall_document(
     tokenizer: Any,
     sentences: Sequence[str],
     length: int,
@@ -70,51 +70,57 @@ def recall_document(
         ValueError: ``keys`` exceeds the number of names, or ``length`` is too small for the keys.
     """
     rng = random.Random(f"{seed}/{length}/{keys}/{index}")
-    statements, repetitions, digits = _named_keys(tokenizer, keys, rng)
-    head = leading_tokens(tokenizer)
+    statements, repetitions, digit_spans = _draw_named_keys(tokenizer, keys, rng)
+    prefix = leading_tokens(tokenizer)
     # number of filler tokens in the first half, and in the document without padding before answers
-    first_half = length // 2 - len(head) - _total(statements)
+    num_first_half = length // 2 - len(prefix) - _total_tokens(statements)
     max_padding = keys * (border - 1)
-    total = length - len(head) - _total(statements) - _total(repetitions) - max_padding
-    pieces = _sentences(tokenizer, sentences, rng, total + max_padding)
-    if 0 <= first_half <= total:
-        pieces = _with_border(pieces, first_half, total)
-    ends = [0, *accumulate(map(len, pieces))]
+    num_filler = (
+        length - len(prefix) - _total_tokens(statements) - _total_tokens(repetitions) - max_padding
+    )
+    pieces = _draw_sentences(tokenizer, sentences, rng, num_filler + max_padding)
+    if 0 <= num_first_half <= num_filler:
+        pieces = _cut_at_border(pieces, num_first_half, num_filler)
+    piece_ends = [0, *accumulate(map(len, pieces))]
     borders_of_halves = [
-        [index for index, end in enumerate(ends) if end <= first_half],
-        [index for index, end in enumerate(ends) if first_half <= end <= total],
+        [index for index, end in enumerate(piece_ends) if end <= num_first_half],
+        [index for index, end in enumerate(piece_ends) if num_first_half <= end <= num_filler],
     ]
     if not all(borders_of_halves):
         raise ValueError(
             f"length must have room for {keys} keys in both halves, got {length}. Give a larger "
             "length or fewer keys."
         )
-    borders = [drawn for half in borders_of_halves for drawn in _draw(rng, half, keys)]
-    padding_text = [*chain(*_sentences(tokenizer, sentences, rng, border - 1))]
-    digit_starts = [first for first, _ in digits.values()]
+    borders = [drawn for half in borders_of_halves for drawn in _draw_borders(rng, half, keys)]
+    padding_tokens = [*chain(*_draw_sentences(tokenizer, sentences, rng, border - 1))]
+    digit_starts = [first for first, _ in digit_spans.values()]
 
-    def padding(statement: int, num_tokens: int) -> Sequence[int]:
+    def make_padding(statement_index: int, num_tokens: int) -> Sequence[int]:
         """Return the filler tokens to insert before a statement or repetition.
 
         They move the digits of a repetition to a multiple of ``border``. Statements need none.
 
         Args:
-            statement: index in ``[*statements, *repetitions]``.
+            statement_index: index in ``[*statements, *repetitions]``.
             num_tokens: number of tokens before the statement.
         """
-        if statement < keys:
+        if statement_index < keys:
             return ()
-        missing = -(num_tokens + digit_starts[statement - keys]) % border
+        num_padding = -(num_tokens + digit_starts[statement_index - keys]) % border
         # the last tokens of the filler text, so that the padding ends with a complete sentence
-        return padding_text[len(padding_text) - missing :]
+        return padding_tokens[len(padding_tokens) - num_padding :]
 
-    tokens, spans = with_statements(
-        head, pieces, statements=[*statements, *repetitions], borders=borders, padding=padding
+    tokens, spans = insert_statements(
+        prefix,
+        pieces,
+        statements=[*statements, *repetitions],
+        borders=borders,
+        make_padding=make_padding,
     )
-    return _document(tokens[:length], spans[:keys], spans[keys:], digits)
+    return _make_document(tokens[:length], spans[:keys], spans[keys:], digit_spans)
 
 
-def asked_document(
+def make_asked_document(
     tokenizer: Any,
     sentences: Sequence[str],
     length: int,
@@ -129,8 +135,8 @@ def asked_document(
     differs from the order of the statements.
 
     Args:
-        tokenizer, sentences, length, keys, index, seed: see `recall_document`. ``length`` includes
-            the repetitions.
+        tokenizer, sentences, length, keys, index, seed: see `make_recall_document`. ``length``
+            includes the repetitions.
 
     Returns:
         document: the document.
@@ -140,26 +146,28 @@ def asked_document(
         ValueError: ``keys`` exceeds the number of names, or ``length`` is too small for the keys.
     """
     rng = random.Random(f"{seed}/asked/{length}/{keys}/{index}")
-    statements, repetitions, digits = _named_keys(tokenizer, keys, rng)
-    head = leading_tokens(tokenizer)
-    prompt_length = length - _total(repetitions)
-    num_text = prompt_length - len(head) - _total(statements)
-    pieces = _sentences(tokenizer, sentences, rng, num_text)
-    ends = [0, *accumulate(map(len, pieces))]
-    borders = [index for index, end in enumerate(ends) if end <= num_text]
+    statements, repetitions, digit_spans = _draw_named_keys(tokenizer, keys, rng)
+    prefix = leading_tokens(tokenizer)
+    prompt_length = length - _total_tokens(repetitions)
+    num_filler = prompt_length - len(prefix) - _total_tokens(statements)
+    pieces = _draw_sentences(tokenizer, sentences, rng, num_filler)
+    piece_ends = [0, *accumulate(map(len, pieces))]
+    borders = [index for index, end in enumerate(piece_ends) if end <= num_filler]
     if not borders:
         raise ValueError(
             f"length must have room for {keys} keys and {keys} questions, got {length}. Give a "
             "larger length or fewer keys."
         )
-    tokens, needles = with_statements(head, pieces, statements, _draw(rng, borders, keys))
+    tokens, needles = insert_statements(
+        prefix, pieces, statements, _draw_borders(rng, borders, keys)
+    )
     prompt = tokens[:prompt_length]
-    tokens, repeated = with_statements(prompt, [], repetitions, [0] * keys)
-    return _document(tokens, needles, repeated, digits), prompt_length
+    tokens, repetition_spans = insert_statements(prompt, [], repetitions, [0] * keys)
+    return _make_document(tokens, needles, repetition_spans, digit_spans), prompt_length
 
 
-def with_copies(
-    document: Document, count: int, size: int, seed: int = 0
+def insert_copies(
+    document: Document, num_passages: int, passage_tokens: int, seed: int = 0
 ) -> tuple[Document, tuple[tuple[int, int], ...]]:
     """Replace filler tokens in the second half of a document by passages of its first half.
 
@@ -167,88 +175,95 @@ def with_copies(
 
     Args:
         document: the document.
-        count: number of passages.
-        size: number of tokens per passage.
+        num_passages: number of passages.
+        passage_tokens: number of tokens per passage.
         seed: seed of the random positions of passages and copies.
 
     Returns:
         document: the document with copies.
         copies: a pair for each passage: index of its first token, and index of the first token of
-            its copy. There are fewer than ``count`` pairs if no tokens are left for more.
+            its copy. There are fewer than ``num_passages`` pairs if no tokens are left for more.
     """
     tokens, length = list(document.tokens), len(document.tokens)
-    rng = random.Random(f"{seed}/{length}/{count}/{size}")
+    rng = random.Random(f"{seed}/{length}/{num_passages}/{passage_tokens}")
     # the document does not contain the length of the sentence around an answer; the longest
     # statement is an upper bound
-    max_sentence = max(end - start for start, end in document.needles)
+    max_sentence_tokens = max(end - start for start, end in document.needles)
     excluded_spans = [
         *document.needles,
-        *((end - max_sentence, end + 1) for _, end in document.answers),
+        *((end - max_sentence_tokens, end + 1) for _, end in document.answers),
     ]
 
-    def draw_free(low: int, high: int) -> int | None:
-        """Return a random start of ``size`` tokens outside ``excluded_spans``; None if none exists.
+    def draw_free_start(low: int, high: int) -> int | None:
+        """Return a random start of a passage outside ``excluded_spans``; None if none exists.
 
         The passage starts and ends in [low, high), and is added to ``excluded_spans``.
         """
         starts = [
             start
-            for start in range(low, high - size)
-            if all(end <= start or start + size <= begin for begin, end in excluded_spans)
+            for start in range(low, high - passage_tokens)
+            if all(end <= start or start + passage_tokens <= begin for begin, end in excluded_spans)
         ]
         if not starts:
             return None
         start = rng.choice(starts)
-        excluded_spans.append((start, start + size))
+        excluded_spans.append((start, start + passage_tokens))
         return start
 
     copies = []
-    for _ in range(count):
-        source, target = draw_free(0, length // 2), draw_free(length // 2, length)
-        if source is None or target is None:
+    for _ in range(num_passages):
+        passage_start, copy_start = (
+            draw_free_start(0, length // 2),
+            draw_free_start(length // 2, length),
+        )
+        if passage_start is None or copy_start is None:
             break
-        tokens[target : target + size] = tokens[source : source + size]
-        copies.append((source, target))
+        tokens[copy_start : copy_start + passage_tokens] = tokens[
+            passage_start : passage_start + passage_tokens
+        ]
+        copies.append((passage_start, copy_start))
     return document._replace(tokens=tuple(tokens)), tuple(copies)
 
 
-def plain_document(
+def make_plain_document(
     tokenizer: Any, sentences: Sequence[str], length: int, index: int, seed: int = 0
 ) -> Tokens:
-    """Return ``length`` tokens of filler text without keys; arguments as in `recall_document`."""
+    """Return ``length`` tokens of filler text without keys; arguments as in "
+    "`make_recall_document`."""
     rng = random.Random(f"{seed}/{length}/{index}")
-    pieces = _sentences(tokenizer, sentences, rng, length)
+    pieces = _draw_sentences(tokenizer, sentences, rng, length)
     return (*leading_tokens(tokenizer), *chain.from_iterable(pieces))[:length]
 
 
-def count_tokens(tokenizer: Any, sentences: Sequence[str], limit: int) -> int:
-    """Return the number of tokens in ``sentences``, counted until ``limit`` is reached.
+def count_tokens(tokenizer: Any, sentences: Sequence[str], max_tokens: int) -> int:
+    """Return the number of tokens in ``sentences``, counted until ``max_tokens`` is reached.
 
-    A result below ``limit`` means that documents of ``limit`` tokens repeat sentences.
+    A result below ``max_tokens`` means that documents of ``max_tokens`` tokens repeat sentences.
     """
-    total = 0
+    num_tokens = 0
     for sentence in sentences:
-        total += len(sentence_tokens(tokenizer, sentence))
-        if total >= limit:
+        num_tokens += len(sentence_tokens(tokenizer, sentence))
+        if num_tokens >= max_tokens:
             break
-    return total
+    return num_tokens
 
 
-def _sentences(
-    tokenizer: Any, sentences: Sequence[str], rng: random.Random, size: int
+def _draw_sentences(
+    tokenizer: Any, sentences: Sequence[str], rng: random.Random, num_tokens: int
 ) -> list[Tokens]:
-    """Return the tokens of each of the fewest consecutive sentences with ``size`` tokens in total.
+    """Return the tokens of each of the fewest sentences with ``num_tokens`` tokens in total.
 
-    The first sentence is random. The last sentence may exceed ``size``.
+    The sentences are consecutive, and the first one is random. Their number of tokens may exceed
+    ``num_tokens``.
     """
-    pieces, total, iterator = [], 0, endless(sentences, rng)
-    while total < size:
-        pieces.append(sentence_tokens(tokenizer, next(iterator)))
-        total += len(pieces[-1])
+    pieces, num_drawn, sentence_iterator = [], 0, cycle_sentences(sentences, rng)
+    while num_drawn < num_tokens:
+        pieces.append(sentence_tokens(tokenizer, next(sentence_iterator)))
+        num_drawn += len(pieces[-1])
     return pieces
 
 
-def _with_border(pieces: list[Tokens], low: int, high: int) -> list[Tokens]:
+def _cut_at_border(pieces: list[Tokens], low: int, high: int) -> list[Tokens]:
     """Return ``pieces`` such that a piece starts or ends at a position in [low, high].
 
     If no piece does, the piece that contains the middle of the interval is cut in two there.
@@ -257,17 +272,17 @@ def _with_border(pieces: list[Tokens], low: int, high: int) -> list[Tokens]:
         pieces: tokens of consecutive pieces, such as sentences.
         low, high: positions in tokens from the start of the first piece.
     """
-    ends = [0, *accumulate(map(len, pieces))]
-    if any(low <= end <= high for end in ends):
+    piece_ends = [0, *accumulate(map(len, pieces))]
+    if any(low <= end <= high for end in piece_ends):
         return pieces
     middle = (low + high) // 2
-    index = bisect_right(ends, middle) - 1
-    piece, cut = pieces[index], middle - ends[index]
-    return [*pieces[:index], piece[:cut], piece[cut:], *pieces[index + 1 :]]
+    index = bisect_right(piece_ends, middle) - 1
+    cut_piece, cut_offset = pieces[index], middle - piece_ends[index]
+    return [*pieces[:index], cut_piece[:cut_offset], cut_piece[cut_offset:], *pieces[index + 1 :]]
 
 
-def _named_keys(
-    tokenizer: Any, keys: int, rng: random.Random
+def _draw_named_keys(
+    tokenizer: Any, num_keys: int, rng: random.Random
 ) -> tuple[list[Tokens], list[Tokens], dict[int, Span]]:
     """Draw keys with different names, and a random order in which the keys are repeated.
 
@@ -278,52 +293,53 @@ def _named_keys(
             repetition. The dict has the order of ``repetitions``.
 
     Raises:
-        ValueError: ``keys`` exceeds the number of names.
+        ValueError: ``num_keys`` exceeds the number of names.
     """
-    drawn_keys = draw_keys(rng, keys)
-    order = list(range(keys))
-    while keys > 1 and order == sorted(order):
+    drawn_keys = draw_keys(rng, num_keys)
+    order = list(range(num_keys))
+    while num_keys > 1 and order == sorted(order):
         rng.shuffle(order)
     statements = [sentence_tokens(tokenizer, key.statement) for key in drawn_keys]
     repetitions = [sentence_tokens(tokenizer, drawn_keys[index].repeat) for index in order]
-    digits = {
-        index: span_of(tokenizer, drawn_keys[index].repeat, drawn_keys[index].digits)
+    digit_spans = {
+        index: find_span(tokenizer, drawn_keys[index].repeat, drawn_keys[index].digits)
         for index in order
     }
-    return statements, repetitions, digits
+    return statements, repetitions, digit_spans
 
 
-def _document(
+def _make_document(
     tokens: Sequence[int],
     needles: Sequence[Span],
     repetitions: Sequence[Span],
-    digits: dict[int, Span],
+    digit_spans: dict[int, Span],
 ) -> Document:
     """Return a `Document` whose answers are the spans of the digits inside the repetitions.
 
     Args:
         tokens: all tokens of the document.
         needles: for each key, the span in ``tokens`` of the sentence that states the key.
-        repetitions: for each item of ``digits``, the span of the sentence that repeats the key.
-        digits: index of a key in ``needles`` -> span of the digits of the key, relative to the
+        repetitions: for each item of ``digit_spans``, the span of the sentence that repeats the
+            key.
+        digit_spans: index of a key in ``needles`` -> span of the digits of the key, relative to the
             start of the sentence that repeats the key.
     """
     answers = {
         key: (start + first, start + last)
-        for (key, (first, last)), (start, _) in zip(digits.items(), repetitions, strict=True)
+        for (key, (first, last)), (start, _) in zip(digit_spans.items(), repetitions, strict=True)
     }
     return Document(tuple(tokens), tuple(needles), tuple(answers[key] for key in sorted(answers)))
 
 
-def _draw(rng: random.Random, borders: Sequence[int], count: int) -> list[int]:
-    """Return ``count`` random items of ``borders``, sorted.
+def _draw_borders(rng: random.Random, borders: Sequence[int], num_borders: int) -> list[int]:
+    """Return ``num_borders`` random items of ``borders``, sorted.
 
-    Items repeat only if ``borders`` has fewer than ``count`` items.
+    Items repeat only if ``borders`` has fewer than ``num_borders`` items.
     """
-    draw = rng.sample if len(borders) >= count else rng.choices
-    return sorted(draw(borders, k=count))
+    sample_borders = rng.sample if len(borders) >= num_borders else rng.choices
+    return sorted(sample_borders(borders, k=num_borders))
 
 
-def _total(pieces: Sequence[Tokens]) -> int:
+def _total_tokens(pieces: Sequence[Tokens]) -> int:
     """Return the number of tokens in all pieces."""
     return sum(map(len, pieces))

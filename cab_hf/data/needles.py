@@ -17,15 +17,15 @@ from itertools import chain, count
 from typing import Any, NamedTuple
 
 # numbers from which keys and distractors are drawn
-NUMBERS = range(10_000, 100_000)
+KEY_NUMBERS = range(10_000, 100_000)
 # white space between two sentences
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"'”’)])\s+")
 # a line of text with the line breaks before it
-LINE = re.compile(r"\n+[^\n]+")
+LINE_PATTERN = re.compile(r"\n+[^\n]+")
 # a text is split into lines if most of its words are in sentences with more words than this
 LONG_SENTENCE = 60
 # filler sentences of passkey prompts
-NOISE = (
+NOISE_SENTENCES = (
     "The grass is green.",
     "The sky is blue.",
     "The sun is yellow.",
@@ -40,9 +40,9 @@ NAMES = (
     *("Eric", "Fiona", "George", "Helen", "Ivan", "Jane", "Karl", "Linda"),
 )
 # sentences that state a key; ``whose`` is " for NAME", or empty if the text has one key
-NEEDLE = "The pass key{whose} is {key}. Remember it. {key} is the pass key{whose}."
+KEY_STATEMENT = "The pass key{whose} is {key}. Remember it. {key} is the pass key{whose}."
 # sentence that repeats a key later in the text
-REPEAT = "As was said above, the pass key{whose} is {key}."
+KEY_REPETITION = "As was said above, the pass key{whose} is {key}."
 # distance between distractors in sentences
 DISTRACTOR_EVERY = 12
 # sentences with numbers that are no keys, so that digits alone do not identify a key
@@ -65,7 +65,7 @@ ANSWER = "The pass key{whose} is "
 # number of sentences whose tokens are cached
 CACHED_SENTENCES = 2**16
 # placeholder that is rendered with the chat template in place of the filler text
-TEXT = "<<running text>>"
+TEXT_PLACEHOLDER = "<<running text>>"
 
 Tokens = tuple[int, ...]
 # index of the first token, and index after the last token
@@ -86,47 +86,47 @@ class Key(NamedTuple):
     @property
     def statement(self) -> str:
         """Return sentences that state the key twice."""
-        return NEEDLE.format(whose=self.whose, key=self.digits)
+        return KEY_STATEMENT.format(whose=self.whose, key=self.digits)
 
     @property
     def repeat(self) -> str:
         """Return a sentence that repeats the key later in the text."""
-        return REPEAT.format(whose=self.whose, key=self.digits)
+        return KEY_REPETITION.format(whose=self.whose, key=self.digits)
 
 
-def draw_keys(rng: random.Random, keys: int, named: bool = True) -> list[Key]:
+def draw_keys(rng: random.Random, num_keys: int, has_names: bool = True) -> list[Key]:
     """Draw keys with different numbers and different names.
 
     Args:
         rng: random generator.
-        keys: number of keys.
-        named: False to leave out the names, as for a text with one key.
+        num_keys: number of keys.
+        has_names: False to leave out the names, as for a text with one key.
 
     Raises:
-        ValueError: ``keys`` exceeds the number of names.
+        ValueError: ``num_keys`` exceeds the number of names.
     """
-    if not 1 <= keys <= len(NAMES):
-        raise ValueError(f"keys must be 1 to {len(NAMES)}, got {keys!r}.")
-    numbers, names = rng.sample(NUMBERS, keys), rng.sample(NAMES, keys)
+    if not 1 <= num_keys <= len(NAMES):
+        raise ValueError(f"keys must be 1 to {len(NAMES)}, got {num_keys!r}.")
+    numbers, names = rng.sample(KEY_NUMBERS, num_keys), rng.sample(NAMES, num_keys)
     return [
-        Key(f" for {name}" if named else "", str(number))
+        Key(f" for {name}" if has_names else "", str(number))
         for name, number in zip(names, numbers, strict=True)
     ]
 
 
-def instruction(keys: int) -> str:
-    """Return the sentences that tell a model to remember ``keys`` keys of the text below."""
-    if keys > 1:
+def make_instruction(num_keys: int) -> str:
+    """Return the sentences that tell a model to remember ``num_keys`` keys of the text below."""
+    if num_keys > 1:
         return INSTRUCTION.format(are="are important pass keys", it="them")
     return INSTRUCTION.format(are="is an important pass key", it="it")
 
 
-def endless(
+def cycle_sentences(
     sentences: Sequence[str], rng: random.Random, keys: Collection[Key] | None = None
 ) -> Iterator[str]:
     """Return an endless iterator over the sentences, in order, from a random sentence on.
 
-    The first sentence is drawn when `endless` is called, not when the iteration begins.
+    The first sentence is drawn when `cycle_sentences` is called, not when the iteration begins.
 
     Args:
         sentences: the sentences of the cycle.
@@ -134,46 +134,46 @@ def endless(
         keys: keys of the text. Every `DISTRACTOR_EVERY`-th sentence is replaced by a distractor,
             whose number is none of these keys. None means no distractors.
     """
-    first = rng.randrange(len(sentences))
+    first_index = rng.randrange(len(sentences))
 
     def sentence_at(index: int) -> str:
         if keys is not None and index % DISTRACTOR_EVERY == DISTRACTOR_EVERY - 1:
-            number = str(rng.choice(NUMBERS))
+            number = str(rng.choice(KEY_NUMBERS))
             if all(number != key.digits for key in keys):
                 return rng.choice(DISTRACTORS).format(number)
-        return sentences[(first + index) % len(sentences)]
+        return sentences[(first_index + index) % len(sentences)]
 
     return map(sentence_at, count())
 
 
-def with_statements(
-    head: Sequence[int],
+def insert_statements(
+    prefix: Sequence[int],
     pieces: Sequence[Tokens],
     statements: Sequence[Tokens],
     borders: Sequence[int],
-    padding: Callable[[int, int], Sequence[int]] = lambda index, length: (),
+    make_padding: Callable[[int, int], Sequence[int]] = lambda index, length: (),
 ) -> tuple[list[int], list[Span]]:
     """Insert statements between the pieces of a text, and return where each statement is.
 
     Args:
-        head: tokens before the text.
+        prefix: tokens before the text.
         pieces: tokens of the text, such as one piece per sentence.
         statements: tokens of each statement.
         borders: number of pieces before each statement. Statements at the same border keep their
             order.
-        padding: function of the index of a statement and the number of tokens before the statement.
-            Returns the tokens to insert directly before the statement.
+        make_padding: function of the index of a statement and the number of tokens before the
+            statement. Returns the tokens to insert directly before the statement.
 
     Returns:
-        tokens: ``head``, and the text with the statements.
+        tokens: ``prefix``, and the text with the statements.
         spans: the span of each statement in ``tokens``, in the order of ``statements``.
     """
-    tokens, num_pieces = list(head), 0
+    tokens, num_pieces = list(prefix), 0
     spans: dict[int, Span] = {}
     for index in sorted(range(len(statements)), key=borders.__getitem__):
         tokens.extend(chain(*pieces[num_pieces : borders[index]]))
         num_pieces = borders[index]
-        tokens.extend(padding(index, len(tokens)))
+        tokens.extend(make_padding(index, len(tokens)))
         spans[index] = (len(tokens), len(tokens) + len(statements[index]))
         tokens.extend(statements[index])
     tokens.extend(chain(*pieces[num_pieces:]))
@@ -186,26 +186,26 @@ def cut_to_length(pieces: Iterable[Tokens], length: int) -> list[Tokens]:
     Tokens in excess of ``length`` are removed at the start, so that the result ends with a complete
     piece.
     """
-    result, total, iterator = [], 0, iter(pieces)
-    while total < length:
-        result.append(next(iterator))
-        total += len(result[-1])
-    excess = total - length
-    while excess and excess >= len(result[0]):
-        excess -= len(result.pop(0))
-    if excess:
-        result[0] = result[0][excess:]
-    return result
+    kept_pieces, num_tokens, piece_iterator = [], 0, iter(pieces)
+    while num_tokens < length:
+        kept_pieces.append(next(piece_iterator))
+        num_tokens += len(kept_pieces[-1])
+    num_excess = num_tokens - length
+    while num_excess and num_excess >= len(kept_pieces[0]):
+        num_excess -= len(kept_pieces.pop(0))
+    if num_excess:
+        kept_pieces[0] = kept_pieces[0][num_excess:]
+    return kept_pieces
 
 
-def nearest(ascending: Sequence[int], target: float) -> int:
-    """Return the index of the value nearest to ``target`` in an ascending sequence."""
-    above = bisect.bisect_left(ascending, target)
-    candidates = range(max(0, above - 1), min(above + 1, len(ascending)))
-    return min(candidates, key=lambda i: abs(ascending[i] - target))
+def find_nearest(ascending_values: Sequence[int], target_value: float) -> int:
+    """Return the index of the value nearest to ``target_value`` in an ascending sequence."""
+    insertion_index = bisect.bisect_left(ascending_values, target_value)
+    candidates = range(max(0, insertion_index - 1), min(insertion_index + 1, len(ascending_values)))
+    return min(candidates, key=lambda i: abs(ascending_values[i] - target_value))
 
 
-def as_turns(tokenizer: Any, turns: Sequence[str]) -> str:
+def render_turns(tokenizer: Any, turns: Sequence[str]) -> str:
     """Return a conversation as one string, rendered with the chat template of a tokenizer.
 
     Without a chat template, the turns are paragraphs. The last turn has no end-of-turn token, so
@@ -226,12 +226,12 @@ def as_turns(tokenizer: Any, turns: Sequence[str]) -> str:
     return prompt + turns[-1]
 
 
-def around_text(tokenizer: Any, turns: Sequence[str]) -> tuple[Tokens, str]:
-    """Render a conversation in which the placeholder `TEXT` stands for the filler text.
+def render_around_text(tokenizer: Any, turns: Sequence[str]) -> tuple[Tokens, str]:
+    """Render a conversation in which the placeholder `TEXT_PLACEHOLDER` stands for the filler text.
 
     Args:
         tokenizer: a tokenizer of transformers.
-        turns: as in `as_turns`. One turn contains `TEXT`.
+        turns: as in `render_turns`. One turn contains `TEXT_PLACEHOLDER`.
 
     Returns:
         tokens: tokens of the conversation before the placeholder, with special tokens.
@@ -240,15 +240,20 @@ def around_text(tokenizer: Any, turns: Sequence[str]) -> tuple[Tokens, str]:
     Raises:
         ValueError: the chat template changes the text of a user's turn.
     """
-    before, placeholder, after = as_turns(tokenizer, turns).partition(TEXT)
+    text_before, placeholder, text_after = render_turns(tokenizer, turns).partition(
+        TEXT_PLACEHOLDER
+    )
     if not placeholder:
         raise ValueError(
             "tokenizer must have a chat template that does not change the text of a user's turn. "
             "Use another tokenizer, or remove its chat template."
         )
     # a chat template contains the special tokens
-    special = leading_tokens(tokenizer) if tokenizer.chat_template is None else ()
-    return (*special, *tokenizer(before, add_special_tokens=False)["input_ids"]), after
+    special_tokens = leading_tokens(tokenizer) if tokenizer.chat_template is None else ()
+    return (
+        *special_tokens,
+        *tokenizer(text_before, add_special_tokens=False)["input_ids"],
+    ), text_after
 
 
 def split_sentences(text: str) -> list[str]:
@@ -263,40 +268,42 @@ def split_sentences(text: str) -> list[str]:
     sentences = list(filter(None, SENTENCE_END.split(" ".join(text.split()))))
     if not sentences:
         raise ValueError("haystack must contain text, got none. Give a text with words in it.")
-    words = [len(sentence.split()) for sentence in sentences]
-    if 2 * sum(count for count in words if count > LONG_SENTENCE) <= sum(words):
+    word_counts = [len(sentence.split()) for sentence in sentences]
+    if 2 * sum(count for count in word_counts if count > LONG_SENTENCE) <= sum(word_counts):
         return sentences
-    return LINE.findall("\n".join(["", *map(str.rstrip, text.splitlines())]))
+    return LINE_PATTERN.findall("\n".join(["", *map(str.rstrip, text.splitlines())]))
 
 
-def running(sentences: Sequence[str]) -> str:
+def join_sentences(sentences: Sequence[str]) -> str:
     """Join the results of `split_sentences`: sentences with a blank between, lines without."""
-    spaced = (text if text.startswith("\n") else f" {text}" for text in sentences)
-    return "".join(spaced).lstrip()
+    spaced_sentences = (text if text.startswith("\n") else f" {text}" for text in sentences)
+    return "".join(spaced_sentences).lstrip()
 
 
 @lru_cache(maxsize=CACHED_SENTENCES)
 def sentence_tokens(tokenizer: Any, sentence: str) -> Tokens:
     """Return the tokens that a sentence has after another sentence, with the blank between them."""
     # not tokenized alone, because some tokenizers add a token at the start of a text
-    joined = tokenizer(running((NOISE[0], sentence)), add_special_tokens=False)["input_ids"]
-    return tuple(joined[len(_first_tokens(tokenizer)) :])
+    joined_tokens = tokenizer(
+        join_sentences((NOISE_SENTENCES[0], sentence)), add_special_tokens=False
+    )["input_ids"]
+    return tuple(joined_tokens[len(_noise_tokens(tokenizer)) :])
 
 
 @lru_cache(maxsize=8)
 def leading_tokens(tokenizer: Any) -> Tokens:
     """Return the special tokens that ``tokenizer`` puts before a text."""
-    with_special = tokenizer(NOISE[0], add_special_tokens=True)["input_ids"]
-    return tuple(with_special[: with_special.index(_first_tokens(tokenizer)[0])])
+    tokens_with_special = tokenizer(NOISE_SENTENCES[0], add_special_tokens=True)["input_ids"]
+    return tuple(tokens_with_special[: tokens_with_special.index(_noise_tokens(tokenizer)[0])])
 
 
 @lru_cache(maxsize=8)
-def _first_tokens(tokenizer: Any) -> Tokens:
-    """Return the tokens of the sentence ``NOISE[0]`` alone, without special tokens."""
-    return tuple(tokenizer(NOISE[0], add_special_tokens=False)["input_ids"])
+def _noise_tokens(tokenizer: Any) -> Tokens:
+    """Return the tokens of the sentence ``NOISE_SENTENCES[0]`` alone, without special tokens."""
+    return tuple(tokenizer(NOISE_SENTENCES[0], add_special_tokens=False)["input_ids"])
 
 
-def span_of(tokenizer: Any, sentence: str, part: str, start: int = 0) -> Span:
+def find_span(tokenizer: Any, sentence: str, substring: str, search_start: int = 0) -> Span:
     """Return the span of the tokens in `sentence_tokens` that contain a part of the sentence.
 
     The span may include the blank before the part.
@@ -304,14 +311,14 @@ def span_of(tokenizer: Any, sentence: str, part: str, start: int = 0) -> Span:
     Args:
         tokenizer: a tokenizer of transformers.
         sentence: the sentence.
-        part: a substring of the sentence.
-        start: index of the character at which the search for ``part`` starts.
+        substring: a substring of the sentence.
+        search_start: index of the character at which the search for ``substring`` starts.
     """
-    first = sentence.index(part, start)
-    complete = sentence_tokens(tokenizer, sentence)
-    before = sentence_tokens(tokenizer, sentence[:first])
-    up_to_end = sentence_tokens(tokenizer, sentence[: first + len(part)])
-    return common_prefix_length(complete, before), len(up_to_end)
+    first_char = sentence.index(substring, search_start)
+    all_tokens = sentence_tokens(tokenizer, sentence)
+    tokens_before = sentence_tokens(tokenizer, sentence[:first_char])
+    tokens_up_to_end = sentence_tokens(tokenizer, sentence[: first_char + len(substring)])
+    return common_prefix_length(all_tokens, tokens_before), len(tokens_up_to_end)
 
 
 def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:

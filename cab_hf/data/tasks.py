@@ -20,33 +20,33 @@ from typing import Any, NamedTuple
 
 from cab_hf.data.needles import (
     ANSWER,
+    KEY_NUMBERS,
     NAMES,
-    NUMBERS,
     QUESTION,
-    TEXT,
+    TEXT_PLACEHOLDER,
     Key,
     Span,
     Tokens,
-    around_text,
     cut_to_length,
+    cycle_sentences,
     draw_keys,
-    endless,
-    instruction,
-    nearest,
-    running,
+    find_nearest,
+    find_span,
+    insert_statements,
+    join_sentences,
+    make_instruction,
+    render_around_text,
     sentence_tokens,
-    span_of,
-    with_statements,
 )
 
 __all__ = ["TASKS", "Example", "Task"]
 
 # last sentence of every text. It separates the filler text from the question, so that the tokens of
 # the question do not depend on the filler text
-END = "That is the end of the text."
+END_SENTENCE = "That is the end of the text."
 # golden ratio: the fractional parts of its multiples are evenly spread over [0, 1), for any number
 # of multiples
-GOLDEN = (5**0.5 - 1) / 2
+GOLDEN_RATIO = (5**0.5 - 1) / 2
 # function that builds the text around the facts. Its arguments are a length in tokens, and a
 # function that tokenizes a sentence. It returns the tokens of each piece of the text, such as a
 # sentence, with exactly this length in total. It returns None if the length is too small
@@ -143,28 +143,28 @@ class Task:
         Raises:
             ValueError: ``length`` is too small for the facts and the question.
         """
-        start = random.Random(f"{seed}/{self.name}/depth").random()
+        first_depth = random.Random(f"{seed}/{self.name}/depth").random()
         rng = random.Random(f"{seed}/{self.name}/{length}/{index}")
-        draft = self.draft(rng, (start + index * GOLDEN) % 1)
-        head, tail, answers = _around(tokenizer, draft)
-        tokens_of = partial(sentence_tokens, tokenizer)
+        draft = self.draft(rng, (first_depth + index * GOLDEN_RATIO) % 1)
+        prefix, suffix, answers = _tokenize_around_text(tokenizer, draft)
+        tokenize = partial(sentence_tokens, tokenizer)
         facts = [*draft.needed_facts, *draft.other_facts]
-        statements = [tokens_of(fact.sentence) for fact in facts]
+        statements = [tokenize(fact.sentence) for fact in facts]
 
-        filler = draft.filler or running_text(endless(sentences, rng))
-        num_filler = length - len(head) - len(tail) - sum(map(len, statements))
-        pieces = filler(num_filler, tokens_of) if num_filler >= 0 else None
+        filler = draft.filler or make_running_filler(cycle_sentences(sentences, rng))
+        num_filler = length - len(prefix) - len(suffix) - sum(map(len, statements))
+        pieces = filler(num_filler, tokenize) if num_filler >= 0 else None
         if pieces is None:
             raise ValueError(
                 f"length must have room for the task {self.name}, got {length}. Give a larger "
                 "length."
             )
-        ends = [0, *accumulate(map(len, pieces))]
-        borders = [nearest(ends, fact.depth * ends[-1]) for fact in facts]
-        tokens, spans = with_statements(head, pieces, statements, borders)
+        piece_ends = [0, *accumulate(map(len, pieces))]
+        borders = [find_nearest(piece_ends, fact.depth * piece_ends[-1]) for fact in facts]
+        tokens, spans = insert_statements(prefix, pieces, statements, borders)
         answers = [(len(tokens) + first, len(tokens) + last) for first, last in answers]
         return Example(
-            tokens=(*tokens, *tail),
+            tokens=(*tokens, *suffix),
             prompt=answers[0][0],
             needles=tuple(spans[: len(draft.needed_facts)]),
             answers=tuple(answers),
@@ -172,12 +172,12 @@ class Task:
         )
 
 
-def running_text(sentences: Iterator[str]) -> Filler:
+def make_running_filler(sentences: Iterator[str]) -> Filler:
     """Return a `Filler` that concatenates ``sentences``, and cuts excess tokens at the start."""
     return lambda length, tokens_of: cut_to_length(map(tokens_of, sentences), length)
 
 
-def _around(tokenizer: Any, draft: Draft) -> tuple[Tokens, Tokens, list[Span]]:
+def _tokenize_around_text(tokenizer: Any, draft: Draft) -> tuple[Tokens, Tokens, list[Span]]:
     """Tokenize the instruction, question and answers of a draft, without the text between.
 
     Returns:
@@ -185,31 +185,32 @@ def _around(tokenizer: Any, draft: Draft) -> tuple[Tokens, Tokens, list[Span]]:
         tail: tokens after the text, with the question and the answers.
         answers: the span of each answer in ``tail``.
     """
-    request = f"{draft.instruction}\n\n{running((TEXT, END))}\n\n{draft.question}"
-    answer = f"{draft.answer_start} {', '.join(draft.replies)}."
-    head, after = around_text(tokenizer, [request, answer])
-    after = after.removeprefix(" ")
+    text = join_sentences((TEXT_PLACEHOLDER, END_SENTENCE))
+    user_turn = f"{draft.instruction}\n\n{text}\n\n{draft.question}"
+    assistant_turn = f"{draft.answer_start} {', '.join(draft.replies)}."
+    prefix, text_after = render_around_text(tokenizer, [user_turn, assistant_turn])
+    text_after = text_after.removeprefix(" ")
     # index of the character at which the search for the next reply starts
-    search_start = len(after) - len(answer) + len(draft.answer_start)
+    search_start = len(text_after) - len(assistant_turn) + len(draft.answer_start)
     spans = []
     for reply in draft.replies:
-        spans.append(span_of(tokenizer, after, reply, search_start))
-        search_start = after.index(reply, search_start) + len(reply)
-    return head, sentence_tokens(tokenizer, after), spans
+        spans.append(find_span(tokenizer, text_after, reply, search_start))
+        search_start = text_after.index(reply, search_start) + len(reply)
+    return prefix, sentence_tokens(tokenizer, text_after), spans
 
 
-# keys in a text of `many_keys` and `alike_keys`; the question is about one key
+# keys in a text of `draft_many_keys` and `draft_alike_keys`; the question is about one key
 NUM_KEYS = 16
-# keys per name in `several_values`
-VALUES = 4
-# passages in a text of `copying`
-PASSAGES = 4
-# sentences per passage in `copying`
-SENTENCES = 3
-# words of the sentences in `copying`
+# keys per name in `draft_several_values`
+NUM_VALUES = 4
+# passages in a text of `draft_copying`
+NUM_PASSAGES = 4
+# sentences per passage in `draft_copying`
+SENTENCES_PER_PASSAGE = 3
+# words of the sentences in `draft_copying`
 VERBS = ("bought", "carried", "found", "hid", "lost", "mended", "painted", "sold")
-KINDS = ("black", "heavy", "little", "new", "red", "round", "silver", "wooden")
-THINGS = (
+ADJECTIVES = ("black", "heavy", "little", "new", "red", "round", "silver", "wooden")
+OBJECTS = (
     *("basket", "bell", "book", "bottle", "chair", "clock", "coat", "drum"),
     *("hammer", "ladder", "lamp", "map", "mirror", "table", "violin", "wheel"),
 )
@@ -219,12 +220,12 @@ PLACES = (
 )
 
 
-def statement(key: Key) -> str:
+def state_key(key: Key) -> str:
     """Return a sentence that states ``key`` once; `Key.statement` states a key twice."""
     return f"{ANSWER.format(whose=key.whose)}{key.digits}."
 
 
-def one_of(keys: list[Key], rng: random.Random, depth: float) -> Draft:
+def draft_question_about_first_key(keys: list[Key], rng: random.Random, depth: float) -> Draft:
     """Return a draft with several keys in the text and a question about the first key.
 
     Args:
@@ -234,72 +235,72 @@ def one_of(keys: list[Key], rng: random.Random, depth: float) -> Draft:
     """
     asked_key, *other_keys = keys
     return Draft(
-        instruction=instruction(len(keys)),
+        instruction=make_instruction(len(keys)),
         question=QUESTION.format(whose=asked_key.whose),
         answer_start=ANSWER.format(whose=asked_key.whose).rstrip(),
         replies=(asked_key.digits,),
-        needed_facts=[Fact(depth, statement(asked_key))],
-        other_facts=[Fact(rng.random(), statement(key)) for key in other_keys],
+        needed_facts=[Fact(depth, state_key(asked_key))],
+        other_facts=[Fact(rng.random(), state_key(key)) for key in other_keys],
     )
 
 
-def many_keys(rng: random.Random, depth: float) -> Draft:
+def draft_many_keys(rng: random.Random, depth: float) -> Draft:
     """Return a draft that asks for one of 16 keys with different names.
 
     RULER's multi-key NIAH is the same task with 4 keys.
     """
-    return one_of(draw_keys(rng, NUM_KEYS), rng, depth)
+    return draft_question_about_first_key(draw_keys(rng, NUM_KEYS), rng, depth)
 
 
-def alike_keys(rng: random.Random, depth: float) -> Draft:
+def draft_alike_keys(rng: random.Random, depth: float) -> Draft:
     """Return a draft that asks for the key of one of 16 lockers.
 
     The numbers of the other 15 lockers differ from the number of this locker in one digit. This is
     RULER's NIAH with distracting needles.
     """
-    asked_number = str(rng.choice(NUMBERS))
+    asked_number = str(rng.choice(KEY_NUMBERS))
     # a number must not start with 0
-    changed = [
+    changed_numbers = [
         asked_number[:i] + digit + asked_number[i + 1 :]
         for i in range(len(asked_number))
         for digit in "0123456789"
         if digit != asked_number[i] and (i > 0 or digit != "0")
     ]
-    lockers = [asked_number, *rng.sample(changed, NUM_KEYS - 1)]
+    lockers = [asked_number, *rng.sample(changed_numbers, NUM_KEYS - 1)]
     # 2 * NUM_KEYS numbers, because at most NUM_KEYS numbers are those of lockers and cannot be keys
-    candidates = map(str, rng.sample(NUMBERS, 2 * NUM_KEYS))
+    candidates = map(str, rng.sample(KEY_NUMBERS, 2 * NUM_KEYS))
     numbers = (number for number in candidates if number not in lockers)
     keys = [Key(f" for locker {locker}", next(numbers)) for locker in lockers]
-    return one_of(keys, rng, depth)
+    return draft_question_about_first_key(keys, rng, depth)
 
 
-def several_values(rng: random.Random, depth: float) -> Draft:
+def draft_several_values(rng: random.Random, depth: float) -> Draft:
     """Return a draft that asks for all four keys of one name, in the order of the text.
 
     This is RULER's NIAH with several values. Four keys of another name are distractors.
     """
     asked_name, other_name = rng.sample(NAMES, 2)
-    numbers = [str(number) for number in rng.sample(NUMBERS, 2 * VALUES)]
-    depths = sorted([depth, *(rng.random() for _ in range(VALUES - 1))])
-    asked_values, other_values = tuple(numbers[:VALUES]), numbers[VALUES:]
+    numbers = [str(number) for number in rng.sample(KEY_NUMBERS, 2 * NUM_VALUES)]
+    depths = sorted([depth, *(rng.random() for _ in range(NUM_VALUES - 1))])
+    asked_values, other_values = tuple(numbers[:NUM_VALUES]), numbers[NUM_VALUES:]
 
-    def fact(depth: float, name: str, digits: str) -> Fact:
+    def make_fact(depth: float, name: str, digits: str) -> Fact:
         return Fact(depth, f"One of the pass keys for {name} is {digits}.")
 
     return Draft(
-        instruction=instruction(len(numbers)),
+        instruction=make_instruction(len(numbers)),
         question=f"What are all the pass keys for {asked_name}, in the order of the text?",
         answer_start=f"The pass keys for {asked_name} are",
         replies=asked_values,
         needed_facts=[
-            fact(value_depth, asked_name, digits)
+            make_fact(value_depth, asked_name, digits)
             for value_depth, digits in zip(depths, asked_values, strict=True)
         ],
-        other_facts=[fact(rng.random(), other_name, digits) for digits in other_values],
+        other_facts=[make_fact(rng.random(), other_name, digits) for digits in other_values],
     )
 
 
-def uuids(rng: random.Random, depth: float) -> Draft:
+def draft_uuids(rng: random.Random, depth: float) -> Draft:
     """Return a draft that asks for the value of a key in a JSON object of random UUIDs.
 
     The task is the key-value retrieval of Liu et al. 2023, "Lost in the Middle" (arXiv 2307.03172).
@@ -309,7 +310,7 @@ def uuids(rng: random.Random, depth: float) -> Draft:
     def draw_uuid() -> str:
         return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
-    def other_pairs() -> Iterator[str]:
+    def make_other_pairs() -> Iterator[str]:
         while True:
             yield f'"{draw_uuid()}": "{draw_uuid()}",'
 
@@ -320,53 +321,57 @@ def uuids(rng: random.Random, depth: float) -> Draft:
         answer_start=f"The value of the key {key} is",
         replies=(value,),
         needed_facts=[Fact(depth, f'"{key}": "{value}",')],
-        filler=running_text(other_pairs()),
+        filler=make_running_filler(make_other_pairs()),
     )
 
 
-def copying(rng: random.Random, depth: float) -> Draft:
+def draft_copying(rng: random.Random, depth: float) -> Draft:
     """Return a draft that asks for a copy of one of four passages, given its first five words.
 
     The task is the n-gram lookup of Jelassi et al. 2024, "Repeat After Me" (arXiv 2402.01032), in a
     long text. A passage has three sentences of random words, so that a model cannot guess the
     passage.
     """
-    names = iter(rng.sample(NAMES, PASSAGES * SENTENCES))
+    names = iter(rng.sample(NAMES, NUM_PASSAGES * SENTENCES_PER_PASSAGE))
 
     def draw_sentence() -> tuple[str, str]:
         """Return a random sentence in two parts: the first five words, and the other words."""
-        verb, kind, thing, location = map(rng.choice, (VERBS, KINDS, THINGS, PLACES))
-        return f"{next(names)} {verb} a {kind} {thing}", f"near the {location}."
+        verb, adjective, object_name, location = map(
+            rng.choice, (VERBS, ADJECTIVES, OBJECTS, PLACES)
+        )
+        return f"{next(names)} {verb} a {adjective} {object_name}", f"near the {location}."
 
     def draw_passage() -> tuple[str, str]:
         """Return a random passage in two parts: the first five words, and the other words."""
-        (start, end), *sentences = (draw_sentence() for _ in range(SENTENCES))
-        return start, " ".join([end, *map(" ".join, sentences)])
+        (first_words, last_words), *sentences = (
+            draw_sentence() for _ in range(SENTENCES_PER_PASSAGE)
+        )
+        return first_words, " ".join([last_words, *map(" ".join, sentences)])
 
-    (start, end), *other_passages = (draw_passage() for _ in range(PASSAGES))
+    (first_words, last_words), *other_passages = (draw_passage() for _ in range(NUM_PASSAGES))
     return Draft(
         instruction="Remember every passage of the text below word for word.",
-        question=f'Copy the passage of three sentences that begins with "{start}".',
-        answer_start=start,
-        replies=(end.removesuffix("."),),
-        needed_facts=[Fact(depth, f"{start} {end}")],
+        question=f'Copy the passage of three sentences that begins with "{first_words}".',
+        answer_start=first_words,
+        replies=(last_words.removesuffix("."),),
+        needed_facts=[Fact(depth, f"{first_words} {last_words}")],
         other_facts=[Fact(rng.random(), " ".join(passage)) for passage in other_passages],
     )
 
 
-# chains of assignments in `tracking`
-CHAINS = 2
+# chains of assignments in `draft_tracking`
+NUM_CHAINS = 2
 # variables per chain
-VARIABLES = 5
+VARIABLES_PER_CHAIN = 5
 # letters in the name of a variable
-LETTERS = 5
-# pairs of facts in a text of `two_facts`
+LETTERS_PER_VARIABLE = 5
+# pairs of facts in a text of `draft_two_facts`
 NUM_PAIRS = 4
-# the facts of `two_facts` are in the first 40 % and the last 40 % of the text
+# the facts of `draft_two_facts` are in the first 40 % and the last 40 % of the text
 OUTER_SHARE = 0.4
 
 
-def tracking(rng: random.Random, depth: float) -> Draft:
+def draft_tracking(rng: random.Random, depth: float) -> Draft:
     """Return a draft that asks for all variables of a chain of assignments.
 
     A chain is ``VAR A = 12345``, ``VAR B = VAR A``, ``VAR C = VAR B`` and so on. This is RULER's
@@ -374,31 +379,34 @@ def tracking(rng: random.Random, depth: float) -> Draft:
     """
     # a dict without values, as an ordered set
     unique_names: dict[str, None] = {}
-    while len(unique_names) < CHAINS * VARIABLES:
-        unique_names["".join(rng.choices(string.ascii_uppercase, k=LETTERS))] = None
-    names, values = list(unique_names), rng.sample(NUMBERS, CHAINS)
+    while len(unique_names) < NUM_CHAINS * VARIABLES_PER_CHAIN:
+        unique_names["".join(rng.choices(string.ascii_uppercase, k=LETTERS_PER_VARIABLE))] = None
+    names, values = list(unique_names), rng.sample(KEY_NUMBERS, NUM_CHAINS)
 
-    def assignments(chain_index: int, one_depth: float) -> list[Fact]:
-        """Return the assignments of a chain as facts; one of the facts has depth ``one_depth``."""
-        chain_names = names[chain_index * VARIABLES :][:VARIABLES]
-        depths = sorted([one_depth, *(rng.random() for _ in chain_names[1:])])
-        sources = [str(values[chain_index]), *(f"VAR {name}" for name in chain_names)]
+    def make_assignments(chain_index: int, required_depth: float) -> list[Fact]:
+        """Return the assignments of a chain as facts; one of the facts has depth "
+        "``required_depth``."""
+        chain_names = names[chain_index * VARIABLES_PER_CHAIN :][:VARIABLES_PER_CHAIN]
+        depths = sorted([required_depth, *(rng.random() for _ in chain_names[1:])])
+        assigned_values = [str(values[chain_index]), *(f"VAR {name}" for name in chain_names)]
         return [
-            Fact(depth, f"VAR {name} = {source}.")
-            for depth, name, source in zip(depths, chain_names, sources, strict=False)
+            Fact(depth, f"VAR {name} = {assigned_value}.")
+            for depth, name, assigned_value in zip(
+                depths, chain_names, assigned_values, strict=False
+            )
         ]
 
     return Draft(
         instruction="The text below hides assignments of variables. Remember them.",
         question=f"Which variables have the value {values[0]}, in the order of the text?",
         answer_start=f"The variables that have the value {values[0]} are",
-        replies=tuple(names[:VARIABLES]),
-        needed_facts=assignments(0, depth),
-        other_facts=[*chain(*(assignments(i, rng.random()) for i in range(1, CHAINS)))],
+        replies=tuple(names[:VARIABLES_PER_CHAIN]),
+        needed_facts=make_assignments(0, depth),
+        other_facts=[*chain(*(make_assignments(i, rng.random()) for i in range(1, NUM_CHAINS)))],
     )
 
 
-def two_facts(rng: random.Random, depth: float) -> Draft:
+def draft_two_facts(rng: random.Random, depth: float) -> Draft:
     """Return a draft that asks for the key of a person's deputy.
 
     One fact names the deputy, and another fact states the deputy's key. One of both facts is in the
@@ -406,127 +414,135 @@ def two_facts(rng: random.Random, depth: float) -> Draft:
     contains three other pairs of facts. bAbI (Weston et al. 2015, arXiv 1502.05698) and RULER's
     HotpotQA have questions over two supporting facts.
     """
-    names, numbers = rng.sample(NAMES, 2 * NUM_PAIRS), rng.sample(NUMBERS, NUM_PAIRS)
+    names, numbers = rng.sample(NAMES, 2 * NUM_PAIRS), rng.sample(KEY_NUMBERS, NUM_PAIRS)
 
-    def facts(pair: int, depth: float) -> list[Fact]:
+    def make_facts(pair_index: int, depth: float) -> list[Fact]:
         """Return the two facts of a pair, one in the first and one in the last part of the text.
 
         Args:
-            pair: index of the pair.
+            pair_index: index of the pair.
             depth: position of the first of the two facts inside the first part of the text, from 0
                 to 1.
         """
-        chief, deputy = names[2 * pair : 2 * pair + 2]
+        chief, deputy = names[2 * pair_index : 2 * pair_index + 2]
         depths = [OUTER_SHARE * depth, 1 - OUTER_SHARE * rng.random()]
         rng.shuffle(depths)
-        key = f"{ANSWER.format(whose=f' for {deputy}')}{numbers[pair]}."
-        return [Fact(depths[0], f"The deputy of {chief} is {deputy}."), Fact(depths[1], key)]
+        key_sentence = f"{ANSWER.format(whose=f' for {deputy}')}{numbers[pair_index]}."
+        return [
+            Fact(depths[0], f"The deputy of {chief} is {deputy}."),
+            Fact(depths[1], key_sentence),
+        ]
 
     whose = f" for the deputy of {names[0]}"
     return Draft(
-        instruction=instruction(NUM_PAIRS),
+        instruction=make_instruction(NUM_PAIRS),
         question=QUESTION.format(whose=whose),
         answer_start=ANSWER.format(whose=whose).rstrip(),
         replies=(str(numbers[0]),),
-        needed_facts=facts(0, depth),
-        other_facts=[*chain(*(facts(pair, rng.random()) for pair in range(1, NUM_PAIRS)))],
+        needed_facts=make_facts(0, depth),
+        other_facts=[
+            *chain(*(make_facts(pair_index, rng.random()) for pair_index in range(1, NUM_PAIRS)))
+        ],
     )
 
 
-# letters of the words that `coined_words` yields
+# letters of the words that `coin_words` yields
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
-# number of common words in a list of `common_words`
-COMMON = 10
-# number of tokens from which on `common_words` repeats each word of its list three times as often
+# number of common words in a list of `draft_common_words`
+NUM_COMMON_WORDS = 10
+# number of tokens from which on `draft_common_words` repeats each word of its list three times as
+# often
 LONG_LIST_TOKENS = 4096
-# number of words that the question of `frequent_words` asks for
-FREQUENT = 3
-# most frequent word in a text of `frequent_words`. The question says to ignore it, as in RULER
+# number of words that the question of `draft_frequent_words` asks for
+NUM_FREQUENT_WORDS = 3
+# most frequent word in a text of `draft_frequent_words`. The question says to ignore it, as in
+# RULER
 DOTS = "...."
-# smallest number of words in a text of `frequent_words`. With fewer words, the words that are asked
-# for could occur equally often
+# smallest number of words in a text of `draft_frequent_words`. With fewer words, the words that are
+# asked for could occur equally often
 MIN_WORDS = 100
 
 
-def coined_words(rng: random.Random) -> Iterator[str]:
+def coin_words(rng: random.Random) -> Iterator[str]:
     """Yield random invented words of three syllables, such as "balonu", without repetition."""
-    yielded: set[str] = set()
+    yielded_words: set[str] = set()
     while True:
         word = "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(3))
-        if word not in yielded:
-            yielded.add(word)
+        if word not in yielded_words:
+            yielded_words.add(word)
             yield word
 
 
-def common_words(rng: random.Random, depth: float) -> Draft:
+def draft_common_words(rng: random.Random, depth: float) -> Draft:
     """Return a draft that asks for the ten words that a list contains most often.
 
     This is RULER's task of common words, with invented instead of English words. The ten words
     occur 30 times each and the others 3 times each; in a list of fewer than 4,096 tokens, 10 times
     and once. The answer has the words in the order of the list. ``depth`` is not used.
     """
-    words = coined_words(rng)
-    common = tuple(next(words) for _ in range(COMMON))
+    word_iterator = coin_words(rng)
+    common_words = tuple(next(word_iterator) for _ in range(NUM_COMMON_WORDS))
 
-    def fill(length: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens] | None:
+    def fill_text(length: int, tokenize: Callable[[str], Tokens]) -> list[Tokens] | None:
         """Return the shuffled list of words with ``length`` tokens; a `Filler`."""
         common_count, other_count = (30, 3) if length >= LONG_LIST_TOKENS else (10, 1)
-        # every entry of the list is an index: below COMMON for common words
-        entries = [index for index in range(COMMON) for _ in range(common_count)]
-        remaining = length - common_count * sum(len(tokens_of(word)) for word in common)
-        if remaining < 0:
+        # every entry of the list is an index: below NUM_COMMON_WORDS for common words
+        entries = [index for index in range(NUM_COMMON_WORDS) for _ in range(common_count)]
+        num_remaining = length - common_count * sum(len(tokenize(word)) for word in common_words)
+        if num_remaining < 0:
             return None
-        others: list[Tokens] = []
-        while remaining >= other_count * len(word := tokens_of(next(words))):
-            others += [word] * other_count
-            remaining -= other_count * len(word)
-        entries += range(COMMON, COMMON + len(others))
+        other_words: list[Tokens] = []
+        while num_remaining >= other_count * len(word := tokenize(next(word_iterator))):
+            other_words += [word] * other_count
+            num_remaining -= other_count * len(word)
+        entries += range(NUM_COMMON_WORDS, NUM_COMMON_WORDS + len(other_words))
         rng.shuffle(entries)
         # renumber the common words, so that they first occur in the order of the answer
-        order = [index for index in dict.fromkeys(entries) if index < COMMON]
-        tokens = dict(zip(order, map(tokens_of, common), strict=True))
-        tokens |= enumerate(others, COMMON)
+        order = [index for index in dict.fromkeys(entries) if index < NUM_COMMON_WORDS]
+        tokens_of_entry = dict(zip(order, map(tokenize, common_words), strict=True))
+        tokens_of_entry |= enumerate(other_words, NUM_COMMON_WORDS)
         # too few tokens remain for another word with ``other_count`` occurrences
-        padding = cut_to_length(map(tokens_of, words), remaining)
-        return padding + [tokens[index] for index in entries]
+        padding = cut_to_length(map(tokenize, word_iterator), num_remaining)
+        return padding + [tokens_of_entry[index] for index in entries]
 
     return Draft(
         instruction="The text below is a list of words. Remember which of them are common.",
-        question=f"What are the {COMMON} most common words, in the order of the text?",
+        question=f"What are the {NUM_COMMON_WORDS} most common words, in the order of the text?",
         answer_start="The most common words are",
-        replies=common,
-        filler=fill,
+        replies=common_words,
+        filler=fill_text,
     )
 
 
-def frequent_words(rng: random.Random, depth: float) -> Draft:
+def draft_frequent_words(rng: random.Random, depth: float) -> Draft:
     """Return a draft that asks for the three most frequent words, the most frequent first.
 
     This is RULER's task of frequent words: invented words whose frequency is proportional to
     1 / rank² (a zeta distribution with exponent 2). The word with rank 1 consists of dots, and the
     question says to ignore dots. ``depth`` is not used.
     """
-    words = coined_words(rng)
-    asked_words = tuple(next(words) for _ in range(FREQUENT))
+    word_iterator = coin_words(rng)
+    asked_words = tuple(next(word_iterator) for _ in range(NUM_FREQUENT_WORDS))
     words_by_rank = [DOTS, *asked_words]
 
-    def fill(length: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens] | None:
+    def fill_text(length: int, tokenize: Callable[[str], Tokens]) -> list[Tokens] | None:
         """Return the tokens of as many words as fit, and of dots up to ``length``.
 
         Returns None if fewer than `MIN_WORDS` words fit. The function is a `Filler`.
         """
 
-        def pieces(size: int) -> list[Tokens]:
-            """Return the tokens of all occurrences of all words, for about ``size`` occurrences."""
-            shares = (6 / (pi * rank) ** 2 for rank in range(1, size))
-            counts = [*takewhile(bool, (int(size * share) for share in shares))]
+        def make_pieces(num_words: int) -> list[Tokens]:
+            """Return the tokens of all occurrences of all words, for about ``num_words`` "
+            "occurrences."""
+            shares = (6 / (pi * rank) ** 2 for rank in range(1, num_words))
+            counts = [*takewhile(bool, (int(num_words * share) for share in shares))]
             while len(words_by_rank) <= len(counts):
-                words_by_rank.append(next(words))
+                words_by_rank.append(next(word_iterator))
             word_counts = zip(words_by_rank, counts, strict=False)
-            return [*chain(*(repeat(tokens_of(word), count) for word, count in word_counts))]
+            return [*chain(*(repeat(tokenize(word), count) for word, count in word_counts))]
 
-        def is_too_long(size: int) -> bool:
-            return sum(map(len, pieces(size))) > length
+        def is_too_long(num_words: int) -> bool:
+            return sum(map(len, make_pieces(num_words))) > length
 
         if is_too_long(MIN_WORDS):
             return None
@@ -534,31 +550,33 @@ def frequent_words(rng: random.Random, depth: float) -> Draft:
         while not is_too_long(upper_bound):
             upper_bound *= 2
         first_too_long = bisect_left(range(upper_bound), True, lo=MIN_WORDS, key=is_too_long)
-        text = pieces(first_too_long - 1)
-        rng.shuffle(text)
-        padding = cut_to_length(repeat(tokens_of(DOTS)), length - sum(map(len, text)))
-        return padding + text
+        text_pieces = make_pieces(first_too_long - 1)
+        rng.shuffle(text_pieces)
+        padding = cut_to_length(repeat(tokenize(DOTS)), length - sum(map(len, text_pieces)))
+        return padding + text_pieces
 
     return Draft(
         instruction=f"The text below has coded words. Ignore the dots {DOTS} in it.",
-        question=f"What are the {FREQUENT} most frequent words, the most frequent one first?",
+        question=(
+            f"What are the {NUM_FREQUENT_WORDS} most frequent words, the most frequent one first?"
+        ),
         answer_start="The most frequent words are",
         replies=asked_words,
-        filler=fill,
+        filler=fill_text,
     )
 
 
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task("many_keys", "many keys", many_keys),
-        Task("several_values", "several values", several_values),
-        Task("alike_keys", "alike keys", alike_keys),
-        Task("uuid", "UUIDs", uuids),
-        Task("copying", "copying", copying),
-        Task("tracking", "variable tracking", tracking),
-        Task("two_facts", "two facts", two_facts),
-        Task("common_words", "common words", common_words),
-        Task("frequent_words", "frequent words", frequent_words),
+        Task("many_keys", "many keys", draft_many_keys),
+        Task("several_values", "several values", draft_several_values),
+        Task("alike_keys", "alike keys", draft_alike_keys),
+        Task("uuid", "UUIDs", draft_uuids),
+        Task("copying", "copying", draft_copying),
+        Task("tracking", "variable tracking", draft_tracking),
+        Task("two_facts", "two facts", draft_two_facts),
+        Task("common_words", "common words", draft_common_words),
+        Task("frequent_words", "frequent words", draft_frequent_words),
     )
 }

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.call.packing import counted_lengths
-from cab_hf.distributed.exchange import all_gather, group_of
-from cab_hf.distributed.sharding import Sharding, lengths_between, sharding_of
+from cab_hf.call.packing import read_common_document_lengths
+from cab_hf.distributed.exchange import all_gather, resolve_group
+from cab_hf.distributed.sharding import Sharding, get_sharding, lengths_from_boundaries
 from cab_hf.plan import DENSE_BLOCK_SIZE
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # label that the loss of transformers ignores
-IGNORED = -100
+IGNORED_LABEL = -100
 # attribute of the tensor ``cu_seq_lens_q`` with a checksum of the whole batch, by which attention
 # layers check that all ranks have the same batch
-CHECKSUM = "cab_checksum"
+CHECKSUM_ATTRIBUTE = "cab_checksum"
 # tensors of a batch that `shard` accepts
 BATCH_KEYS = (
     *("input_ids", "labels", "shift_labels"),
@@ -74,7 +74,7 @@ def shard(
         ValueError: the batch has padding, rows with different documents, both ``labels`` and
             ``shift_labels``, or a tensor with another name.
     """
-    group = group_of(group)
+    group = resolve_group(group)
     for name in batch:
         if name not in BATCH_KEYS:
             raise ValueError(
@@ -82,23 +82,23 @@ def shard(
                 "shard it yourself with cab_hf.distributed.sharding."
             )
     ids = batch["input_ids"]
-    lengths = _documents(batch)
-    sharding = sharding_of(lengths, group.size(), block)
-    result = {
+    lengths = _document_lengths(batch)
+    sharding = get_sharding(lengths, group.size(), block)
+    sharded_batch = {
         "input_ids": _take_shard(ids, sharding, group.rank(), padding=0),
         "position_ids": sharding.positions[group.rank()].to(ids.device)[None],
         "cu_seq_lens_q": torch.tensor([0, *lengths], dtype=torch.int32, device=ids.device).cumsum(
             0, dtype=torch.int32
         ),
     }
-    shifted = _shifted(batch)
-    if shifted is not None:
-        labels = _take_shard(shifted, sharding, group.rank(), padding=IGNORED)
-        result["labels"] = result["shift_labels"] = labels
-        result["num_items_in_batch"] = (shifted != IGNORED).sum()
-    compared = [ids] if shifted is None else [ids, shifted]
-    setattr(result["cu_seq_lens_q"], CHECKSUM, _checksum(compared))
-    return result
+    shifted_labels = _shift_labels(batch)
+    if shifted_labels is not None:
+        labels = _take_shard(shifted_labels, sharding, group.rank(), padding=IGNORED_LABEL)
+        sharded_batch["labels"] = sharded_batch["shift_labels"] = labels
+        sharded_batch["num_items_in_batch"] = (shifted_labels != IGNORED_LABEL).sum()
+    compared_tensors = [ids] if shifted_labels is None else [ids, shifted_labels]
+    setattr(sharded_batch["cu_seq_lens_q"], CHECKSUM_ATTRIBUTE, _checksum(compared_tensors))
+    return sharded_batch
 
 
 def _checksum(tensors: list[Tensor]) -> int:
@@ -131,12 +131,13 @@ def unshard(
     Raises:
         ValueError: x has another number of tokens than the shard of a rank.
     """
-    group = group_of(group)
-    sharding = sharding_of(lengths_between(cu_seqlens), group.size(), block)
-    if x.shape[dim] != sharding.tokens:
+    group = resolve_group(group)
+    sharding = get_sharding(lengths_from_boundaries(cu_seqlens), group.size(), block)
+    if x.shape[dim] != sharding.tokens_per_rank:
         raise ValueError(
-            f"x must have {sharding.tokens} tokens in dimension {dim}, the shard of each of "
-            f"{group.size()} ranks, got {x.shape[dim]}. Give the output of the model for a shard."
+            f"x must have {sharding.tokens_per_rank} tokens in dimension {dim}, the shard of each "
+            f"of {group.size()} ranks, got {x.shape[dim]}. Give the output of the model for a "
+            "shard."
         )
     shard_index = sharding.shard_index.to(x.device)
     return all_gather(x.movedim(dim, 0), group).index_select(0, shard_index).movedim(0, dim)
@@ -171,11 +172,11 @@ def whole_cache(
         NotImplementedError: a cache layer does not contain K and V of every token, or the sequence
             has packed documents, which ``generate`` does not support.
     """
-    documents = len(lengths_between(cu_seqlens))
-    if documents > 1:
+    num_documents = len(lengths_from_boundaries(cu_seqlens))
+    if num_documents > 1:
         raise NotImplementedError(
-            f"cu_seqlens must describe one document to continue with generate, got {documents}. "
-            "Prefill the documents separately."
+            "cu_seqlens must describe one document to continue with generate, got "
+            f"{num_documents}. Prefill the documents separately."
         )
     for layer in cache.layers:
         if type(layer).__name__ != "DynamicLayer":
@@ -184,35 +185,36 @@ def whole_cache(
                 "DynamicCache of a model whose layers all keep the keys of every token."
             )
     for layer in cache.layers:
-        sequence = {"cu_seqlens": cu_seqlens, "group": group, "block": block}
-        layer.keys = unshard(layer.keys, dim=2, **sequence).contiguous()
-        layer.values = unshard(layer.values, dim=2, **sequence).contiguous()
+        unshard_args = {"cu_seqlens": cu_seqlens, "group": group, "block": block}
+        layer.keys = unshard(layer.keys, dim=2, **unshard_args).contiguous()
+        layer.values = unshard(layer.values, dim=2, **unshard_args).contiguous()
     return cache
 
 
-def _shifted(batch: Mapping[str, Tensor]) -> Tensor | None:
+def _shift_labels(batch: Mapping[str, Tensor]) -> Tensor | None:
     """Return the shifted labels of a batch, int [B, N]; None if the batch has no labels.
 
-    The shifted label of a token is the label of the next token. The last token has label `IGNORED`.
+    The shifted label of a token is the label of the next token. The last token has label
+    `IGNORED_LABEL`.
 
     Raises:
         ValueError: the batch has both ``labels`` and ``shift_labels``.
     """
-    labels, shifted = batch.get("labels"), batch.get("shift_labels")
-    if labels is not None and shifted is not None:
+    labels, shifted_labels = batch.get("labels"), batch.get("shift_labels")
+    if labels is not None and shifted_labels is not None:
         raise ValueError(
             "batch must have either labels or shift_labels, got both. Leave out one of them."
         )
-    return shifted if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return shifted_labels if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
 def _take_shard(x: Tensor, sharding: Sharding, rank: int, padding: int) -> Tensor:
     """Return the shard [B, n] of x [B, N]; padding tokens have the value ``padding``."""
-    tokens = x.index_select(1, sharding.sequence_index[rank].to(x.device))
-    return tokens.masked_fill(~sharding.real[rank].to(x.device), padding)
+    local_tokens = x.index_select(1, sharding.sequence_index[rank].to(x.device))
+    return local_tokens.masked_fill(~sharding.is_real[rank].to(x.device), padding)
 
 
-def _documents(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
+def _document_lengths(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
     """Return the number of tokens of each packed document of a batch row.
 
     All rows of a batch have the same document boundaries.
@@ -228,16 +230,16 @@ def _documents(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
             "Give rows of one length, or pack the rows."
         )
     cu_seq_lens, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
-    tokens = ids.shape[1]
+    num_tokens = ids.shape[1]
     if cu_seq_lens is not None:
-        lengths = lengths_between(cu_seq_lens)
+        lengths = lengths_from_boundaries(cu_seq_lens)
     elif positions is None:
-        lengths = (tokens,)
+        lengths = (num_tokens,)
     else:
-        lengths = counted_lengths(positions)
-    if sum(lengths) != tokens:
+        lengths = read_common_document_lengths(positions)
+    if sum(lengths) != num_tokens:
         raise ValueError(
-            f"cu_seq_lens_q must end at {tokens}, the number of tokens in input_ids, got "
+            f"cu_seq_lens_q must end at {num_tokens}, the number of tokens in input_ids, got "
             f"{sum(lengths)}. Give the boundaries of the whole sequence."
         )
     return lengths

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from cab_hf.config import CabConfig, blocks_of
-from cab_hf.distributed.exchange import group_of
+from cab_hf.config import CabConfig, block_sizes
+from cab_hf.distributed.exchange import resolve_group
 from cab_hf.distributed.sharded import ShardedLayout
-from cab_hf.distributed.sharding import sharding_between
+from cab_hf.distributed.sharding import sharding_from_boundaries
 from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
@@ -53,9 +53,9 @@ def predict(
     Raises:
         ValueError: ``ranges`` belongs to another sequence.
     """
-    group = group_of(group)
-    sharding = sharding_between(cu_seqlens, q.shape[2], group.size(), block)
-    shard_map = sharding.shard_map(max(blocks_of(config)), q.device)
+    group = resolve_group(group)
+    sharding = sharding_from_boundaries(cu_seqlens, q.shape[2], group.size(), block)
+    shard_map = sharding.shard_map(max(block_sizes(config)), q.device)
     if ranges is None:
         ranges = shard_map.ranges(group.rank(), q.shape[0])
     elif getattr(ranges, "shard_map", None) is not shard_map or ranges.start.shape[0] != q.shape[0]:
@@ -63,9 +63,9 @@ def predict(
             "ranges must belong to the sequence of q, got ranges of another sequence. Give the "
             "ranges of a plan from predict for this sequence on this rank, or None."
         )
-    call = LayerContext(ranges, q.shape[-1] ** -0.5 if scale is None else scale, layer)
+    context = LayerContext(ranges, q.shape[-1] ** -0.5 if scale is None else scale, layer)
     layout = ShardedLayout(shard_map=shard_map, group=group, ranges=ranges)
-    return layout.choose(make_predictor(config), q, k, call)
+    return layout.choose(make_predictor(config), q, k, context)
 
 
 def union(plan: BlockPlan, kv_heads: int) -> Tensor:
@@ -79,7 +79,7 @@ def union(plan: BlockPlan, kv_heads: int) -> Tensor:
         Bool [B, H_kv, M_k]. The mean of this mask is the fraction of the key blocks whose K and V
         the rank needs.
     """
-    attended = plan.to_dense().any(2)
+    attended_blocks = plan.to_dense().any(2)
     if plan.heads < kv_heads:
-        return attended.repeat_interleave(kv_heads // plan.heads, dim=1)
-    return attended.unflatten(1, (kv_heads, -1)).any(2)
+        return attended_blocks.repeat_interleave(kv_heads // plan.heads, dim=1)
+    return attended_blocks.unflatten(1, (kv_heads, -1)).any(2)

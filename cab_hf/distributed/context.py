@@ -14,24 +14,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cab_hf.call.call import Call
-from cab_hf.call.forward_state import SETTINGS_CHANGED
+from cab_hf.call.forward_state import SETTINGS_CHANGED_ERROR
 from cab_hf.call.mask import MaskDetails
 from cab_hf.call.packing import DocumentLength
-from cab_hf.call.scope import SHARDED, during_calls, is_sharded
+from cab_hf.call.scope import SHARDED_CONFIGS, is_sharded, set_during_calls
 from cab_hf.call.validate import unsupported_reason
 from cab_hf.config import NAMES, CabConfig
-from cab_hf.distributed.batch import CHECKSUM
+from cab_hf.distributed.batch import CHECKSUM_ATTRIBUTE
 from cab_hf.distributed.exchange import (
     RankLost,
-    group_of,
     publish_failure,
     require_equal,
+    resolve_group,
     withdraw_failure,
 )
-from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
+from cab_hf.distributed.kv_gather import KV_HEADS_PER_GATHER
 from cab_hf.distributed.sequence_hooks import install_sequence_hooks
-from cab_hf.distributed.sharded import SHARDING, ShardedMask
-from cab_hf.distributed.sharding import Sharding, lengths_between, sharding_of
+from cab_hf.distributed.sharded import SHARDING_KEY, ShardedMask
+from cab_hf.distributed.sharding import Sharding, get_sharding, lengths_from_boundaries
 from cab_hf.distributed.zigzag import rank_facts, require_sizes
 from cab_hf.hf.layers import inner_model
 from cab_hf.hf.token_mixers import refuse_token_mixers
@@ -53,7 +53,7 @@ class ContextState:
         self.has_cu_seq_lens = False
         self.is_over = False
 
-    def before_forward(
+    def record_cu_seq_lens(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Record whether this call of the model passes ``cu_seq_lens_q``. A forward pre-hook."""
@@ -61,7 +61,7 @@ class ContextState:
 
 
 @dataclass(frozen=True, eq=False)
-class Parallel:
+class ParallelSettings:
     """Settings of one model inside `context_parallel`.
 
     Attributes:
@@ -103,14 +103,14 @@ class Parallel:
             RuntimeError: a layer is recomputed after the end of the ``with`` block.
         """
         if self.state.is_over:
-            raise RuntimeError(SETTINGS_CHANGED)
+            raise RuntimeError(SETTINGS_CHANGED_ERROR)
         _validate_call(call)
         mask = call.mask
-        sharding = mask.state.cached(
-            SHARDING, lambda: self._compared_sharding(call, position_ids, cu_seq_lens)
+        sharding = mask.state.get_or_compute(
+            SHARDING_KEY, lambda: self._checked_sharding(call, position_ids, cu_seq_lens)
         )
         details = MaskDetails(
-            model=mask.model,
+            model_name=mask.model_name,
             parallel=self,
             dense_block_size=sharding.dense_block_size,
             lengths=[[DocumentLength(length, length) for length in sharding.lengths]],
@@ -125,7 +125,7 @@ class Parallel:
             state=mask.state,
         )
 
-    def _compared_sharding(
+    def _checked_sharding(
         self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
     ) -> Sharding:
         """Return the sharding of a forward pass, after checking that it is equal on all ranks.
@@ -143,15 +143,17 @@ class Parallel:
             NotImplementedError: the model received ``cu_seq_lens_q``, but does not pass it or the
                 position ids to its attention layers.
         """
-        sharding, tokens = None, call.q.shape[2]
+        sharding, num_tokens = None, call.q.shape[2]
         if cu_seq_lens is not None:
-            sharding = sharding_of(lengths_between(cu_seq_lens), self.group.size(), self.block)
-        num_misplaced = self._num_misplaced(sharding, tokens, position_ids)
+            sharding = get_sharding(
+                lengths_from_boundaries(cu_seq_lens), self.group.size(), self.block
+            )
+        num_misplaced = self._count_misplaced_tokens(sharding, num_tokens, position_ids)
         facts = rank_facts(call.q, call.k, call.v, sharding)
         facts["tokens at positions of another rank"] = num_misplaced
         facts["settings (checksum)"] = _config_checksum(call.config)
         # 0 if the tensor is a copy of the result of `shard`, because copies lack the attribute
-        facts["tokens or labels (checksum)"] = getattr(cu_seq_lens, CHECKSUM, 0)
+        facts["tokens or labels (checksum)"] = getattr(cu_seq_lens, CHECKSUM_ATTRIBUTE, 0)
         require_equal(facts, self.group, call.q.device)
         if self.state.has_cu_seq_lens and (position_ids is None or cu_seq_lens is None):
             raise NotImplementedError(
@@ -161,35 +163,35 @@ class Parallel:
             )
         if num_misplaced:
             raise ValueError(
-                f"position_ids and cu_seq_lens_q must describe the {tokens} tokens of rank "
+                f"position_ids and cu_seq_lens_q must describe the {num_tokens} tokens of rank "
                 f"{self.group.rank()} of {self.group.size()}, in blocks of {self.block}, got other "
                 "tokens. Call the model with the result of cab_hf.distributed.shard(batch, group)."
             )
         return sharding
 
-    def _num_misplaced(
-        self, sharding: Sharding | None, tokens: int, position_ids: Tensor | None
+    def _count_misplaced_tokens(
+        self, sharding: Sharding | None, num_tokens: int, position_ids: Tensor | None
     ) -> int:
         """Return the number of tokens whose positions are unknown or belong to another rank."""
-        if sharding is None or position_ids is None or sharding.tokens != tokens:
-            return tokens
-        expected = sharding.positions[self.group.rank()].to(position_ids.device)
-        return int((position_ids != expected).any(0).sum())
+        if sharding is None or position_ids is None or sharding.tokens_per_rank != num_tokens:
+            return num_tokens
+        expected_positions = sharding.positions[self.group.rank()].to(position_ids.device)
+        return int((position_ids != expected_positions).any(0).sum())
 
 
 def _validate_call(call: Call) -> None:
     """Raise a NotImplementedError for a call with cached keys, chunked attention or padding."""
-    cached = call.k.shape[2] - call.q.shape[2]
-    if cached:
+    num_cached = call.k.shape[2] - call.q.shape[2]
+    if num_cached:
         raise NotImplementedError(
-            f"past_key_values must be empty inside context_parallel, got {cached} tokens. Leave "
-            "the block and call cab_hf.distributed.whole_cache, which gathers the whole cache on "
-            "every rank for generate."
+            f"past_key_values must be empty inside context_parallel, got {num_cached} tokens. "
+            "Leave the block and call cab_hf.distributed.whole_cache, which gathers the whole "
+            "cache on every rank for generate."
         )
     if call.mask.details.chunk_starts is not None:
         raise NotImplementedError(
-            f"{call.mask.model} attends in chunks of {call.mask.window} tokens, which 'cab' does "
-            "not compute inside context_parallel. Run the model in one process."
+            f"{call.mask.model_name} attends in chunks of {call.mask.window} tokens, which 'cab' "
+            "does not compute inside context_parallel. Run the model in one process."
         )
     # the result is cached per forward pass: only the first layer synchronises with the device
     mask, _ = call.mask.with_documents()
@@ -205,7 +207,7 @@ def context_parallel(
     model: nn.Module,
     group: ProcessGroup | None = None,
     *,
-    heads_k_stride: int = KV_HEADS_TOGETHER,
+    heads_k_stride: int = KV_HEADS_PER_GATHER,
     block: int = DENSE_BLOCK_SIZE,
     regather_kv: bool = True,
 ) -> Iterator[nn.Module]:
@@ -243,38 +245,43 @@ def context_parallel(
             convolutions and state spaces, or does not place tokens by ``position_ids``.
         RankLost: another rank stopped inside the ``with`` block.
     """
-    group = group_of(group)
+    group = resolve_group(group)
     require_sizes(heads_k_stride, block)
     modules = list(model.modules())
     _refuse_model(model, modules)
-    name = type(inner_model(model) or model).__name__
-    parallel = Parallel(
+    model_name = type(inner_model(model) or model).__name__
+    parallel = ParallelSettings(
         group=group,
         heads_k_stride=heads_k_stride,
         block=block,
         regather_kv=regather_kv,
-        model=name,
+        model=model_name,
     )
-    hook = model.register_forward_pre_hook(parallel.state.before_forward, with_kwargs=True)
+    hook_handle = model.register_forward_pre_hook(
+        parallel.state.record_cu_seq_lens, with_kwargs=True
+    )
     withdraw_failure(group)
-    configs = _configs_of(modules)
-    SHARDED.extend(configs)
+    configs = _find_configs(modules)
+    SHARDED_CONFIGS.extend(configs)
     try:
-        with during_calls(model, parallel=parallel), install_sequence_hooks(model, group, block):
+        with (
+            set_during_calls(model, parallel=parallel),
+            install_sequence_hooks(model, group, block),
+        ):
             yield model
     except BaseException as error:
         if not isinstance(error, RankLost):
             publish_failure(group, error)
         raise
     finally:
-        hook.remove()
+        hook_handle.remove()
         parallel.state.is_over = True
         # compared by identity, because configs of different models can be equal
-        ended = set(map(id, configs))
-        SHARDED[:] = [config for config in SHARDED if id(config) not in ended]
+        ended_ids = set(map(id, configs))
+        SHARDED_CONFIGS[:] = [config for config in SHARDED_CONFIGS if id(config) not in ended_ids]
 
 
-def _configs_of(modules: list[nn.Module]) -> list[Any]:
+def _find_configs(modules: list[nn.Module]) -> list[Any]:
     """Return the config objects of ``modules``, each object once.
 
     Two objects that are equal but not identical are both returned.
@@ -294,7 +301,7 @@ def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
         ValueError: see `context_parallel`.
         NotImplementedError: see `context_parallel`.
     """
-    configs = _configs_of(modules)
+    configs = _find_configs(modules)
     names = {getattr(config, "_attn_implementation", None) for config in configs}
     if not names.intersection(NAMES):
         found_names = ", ".join(sorted(map(repr, names))) or "none"
@@ -322,22 +329,22 @@ def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
     )
 
 
-def _refuse_positions(name: str, modules: list[nn.Module]) -> None:
+def _refuse_positions(model_name: str, modules: list[nn.Module]) -> None:
     """Raise a NotImplementedError if the positions of a model do not follow ``position_ids``.
 
     Args:
-        name: class name of the model, for error messages.
+        model_name: class name of the model, for error messages.
         modules: all modules of the model.
     """
     models = [module for module in modules if isinstance(module, PreTrainedModel)]
     if models and not any("position_ids" in signature(m.forward).parameters for m in models):
         raise NotImplementedError(
-            f"{name} takes no position_ids and counts its input tokens, which are only this rank's "
-            "shard inside context_parallel. Run the model in one process."
+            f"{model_name} takes no position_ids and counts its input tokens, which are only this "
+            "rank's shard inside context_parallel. Run the model in one process."
         )
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in modules):
         raise NotImplementedError(
-            f"{name} counts positions from padding_idx + 1, but the positions of "
+            f"{model_name} counts positions from padding_idx + 1, but the positions of "
             "cab_hf.distributed.shard start at 0. Run the model in one process."
         )
 

@@ -23,7 +23,7 @@ class RankLost(RuntimeError):
     """Another rank stopped, so this rank cannot continue."""
 
 
-def group_of(group: ProcessGroup | None) -> ProcessGroup:
+def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
     """Return ``group``, or the default process group if ``group`` is None.
 
     Raises:
@@ -53,7 +53,7 @@ def start_all_gather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
     # mean that another rank stopped
     x, result = x.contiguous(), x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     with name_lost_rank(group):
-        return result, _collective("all_gather_single")(result, x, group=group, async_op=True)
+        return result, _get_collective("all_gather_single")(result, x, group=group, async_op=True)
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
@@ -64,10 +64,12 @@ def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
     """
     x, result = x.contiguous(), x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     with name_lost_rank(group):
-        return result, _collective("reduce_scatter_single")(result, x, group=group, async_op=True)
+        return result, _get_collective("reduce_scatter_single")(
+            result, x, group=group, async_op=True
+        )
 
 
-def finish(work: Work, group: ProcessGroup) -> None:
+def wait_for_collective(work: Work, group: ProcessGroup) -> None:
     """Wait for a collective: with NCCL the current CUDA stream waits, with gloo the process."""
     with name_lost_rank(group):
         work.wait()
@@ -76,7 +78,7 @@ def finish(work: Work, group: ProcessGroup) -> None:
 def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return x [n, ...] of all ranks as one tensor [W * n, ...], without gradient."""
     result, work = start_all_gather(x.detach(), group)
-    finish(work, group)
+    wait_for_collective(work, group)
     return result
 
 
@@ -96,12 +98,10 @@ def require_equal(facts: Mapping[str, int], group: ProcessGroup, device: torch.d
     """
     local_values = torch.tensor([list(facts.values())], dtype=torch.int64, device=device)
     # [fact, rank]
-    values = all_gather(local_values, group).T.tolist()
-    for name, value_of_rank in zip(facts, values, strict=True):
-        if len(set(value_of_rank)) > 1:
-            listing = ", ".join(
-                f"{value} on rank {rank}" for rank, value in enumerate(value_of_rank)
-            )
+    gathered_values = all_gather(local_values, group).T.tolist()
+    for name, rank_values in zip(facts, gathered_values, strict=True):
+        if len(set(rank_values)) > 1:
+            listing = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(rank_values))
             raise ValueError(
                 f"{name} must be equal on all ranks, got {listing}. Give every rank its shard of "
                 "the same batch, and the same model."
@@ -116,24 +116,24 @@ def name_lost_rank(group: ProcessGroup) -> Iterator[None]:
     except RankLost:
         raise
     except RuntimeError as error:
-        raise RankLost(_failure_message(group, error)) from error
+        raise RankLost(_abort_and_describe_failure(group, error)) from error
 
 
 def publish_failure(group: ProcessGroup, error: BaseException) -> None:
     """Write this rank's error to the store of the group, where other ranks can read the error."""
     # no store answers if the rank that hosts the store has stopped
     with suppress(RuntimeError, AttributeError):
-        group.get_group_store().set(_key("cause", group.rank()), _sentence(error))
+        group.get_group_store().set(_store_key("cause", group.rank()), _summarise_error(error))
 
 
-def failures_of_others(group: ProcessGroup) -> list[str]:
+def read_failures(group: ProcessGroup) -> list[str]:
     """Return "rank R stopped: ERROR" for every other rank that called `publish_failure`."""
     try:
         store = group.get_group_store()
         return [
-            f"rank {rank} stopped: {store.get(_key('cause', rank)).decode()}"
+            f"rank {rank} stopped: {store.get(_store_key('cause', rank)).decode()}"
             for rank in range(group.size())
-            if rank != group.rank() and store.check([_key("cause", rank)])
+            if rank != group.rank() and store.check([_store_key("cause", rank)])
         ]
     except (RuntimeError, AttributeError):
         return []
@@ -142,10 +142,10 @@ def failures_of_others(group: ProcessGroup) -> list[str]:
 def withdraw_failure(group: ProcessGroup) -> None:
     """Delete what `publish_failure` wrote for this rank."""
     with suppress(RuntimeError, AttributeError):
-        group.get_group_store().delete_key(_key("cause", group.rank()))
+        group.get_group_store().delete_key(_store_key("cause", group.rank()))
 
 
-def _failure_message(group: ProcessGroup, error: RuntimeError) -> str:
+def _abort_and_describe_failure(group: ProcessGroup, error: RuntimeError) -> str:
     """Abort the group, and return a sentence with the ranks that stopped and their errors.
 
     Args:
@@ -153,54 +153,55 @@ def _failure_message(group: ProcessGroup, error: RuntimeError) -> str:
         error: error of the collective backend on this rank.
     """
     this_rank = group.rank()
-    others = [rank for rank in range(group.size()) if rank != this_rank]
+    other_ranks = [rank for rank in range(group.size()) if rank != this_rank]
     try:
         store = group.get_group_store()
-        store.set(_key("alive", this_rank), b"1")
+        store.set(_store_key("alive", this_rank), b"1")
         # after the abort, collectives of other ranks that wait for this rank fail too
         group.abort()
-        silent = _silent(store, others)
-        causes = failures_of_others(group)
+        silent_ranks = _find_silent_ranks(store, other_ranks)
+        causes = read_failures(group)
     except (RuntimeError, AttributeError):
         return (
-            f"rank {this_rank} of {group.size()} stops: another rank is gone ({_sentence(error)})"
+            f"rank {this_rank} of {group.size()} stops: another rank is gone "
+            f"({_summarise_error(error)})"
         )
-    if not causes and silent:
-        causes = [f"rank {', '.join(map(str, silent))} stopped without reporting an error"]
+    if not causes and silent_ranks:
+        causes = [f"rank {', '.join(map(str, silent_ranks))} stopped without reporting an error"]
     reason = "; ".join(causes) or "all ranks are running, but the connection failed"
-    return f"rank {this_rank} of {group.size()} stops: {reason} ({_sentence(error)})"
+    return f"rank {this_rank} of {group.size()} stops: {reason} ({_summarise_error(error)})"
 
 
-def _silent(store: Store, others: list[int]) -> list[int]:
+def _find_silent_ranks(store: Store, other_ranks: list[int]) -> list[int]:
     """Return the ranks that reported neither "alive" nor a cause within `REPORT_TIMEOUT`."""
     deadline = time.monotonic() + REPORT_TIMEOUT
     while True:
-        silent = [
+        silent_ranks = [
             rank
-            for rank in others
-            if not any(store.check([_key(report, rank)]) for report in ("alive", "cause"))
+            for rank in other_ranks
+            if not any(store.check([_store_key(report, rank)]) for report in ("alive", "cause"))
         ]
-        if not silent or time.monotonic() > deadline:
-            return silent
+        if not silent_ranks or time.monotonic() > deadline:
+            return silent_ranks
         time.sleep(0.05)
 
 
 # name of a collective in torch 2.13: its name in earlier versions
-OLD_NAMES = {
+OLD_COLLECTIVE_NAMES = {
     "all_gather_single": "all_gather_into_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
 }
 
 
-def _collective(name: str) -> Any:
+def _get_collective(name: str) -> Any:
     """Return the collective of torch.distributed that is called ``name`` in torch 2.13.
 
-    Earlier versions of torch have the collective under the name in `OLD_NAMES`.
+    Earlier versions of torch have the collective under the name in `OLD_COLLECTIVE_NAMES`.
     """
-    return getattr(dist, name, None) or getattr(dist, OLD_NAMES[name])
+    return getattr(dist, name, None) or getattr(dist, OLD_COLLECTIVE_NAMES[name])
 
 
-def _key(report: str, rank: int) -> str:
+def _store_key(report: str, rank: int) -> str:
     """Return the key in the group's store under which ``rank`` writes a report.
 
     Args:
@@ -210,7 +211,7 @@ def _key(report: str, rank: int) -> str:
     return f"cab_hf/{report}/{rank}"
 
 
-def _sentence(error: BaseException) -> str:
+def _summarise_error(error: BaseException) -> str:
     """Return the type of an error and the first line of its message, cut to 200 characters."""
     first_line = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {first_line[:200]}" if first_line else type(error).__name__

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from cab_hf.distributed.exchange import finish, start_all_gather, start_reduce_scatter
+from cab_hf.distributed.exchange import start_all_gather, start_reduce_scatter, wait_for_collective
 from cab_hf.distributed.sharding import ShardMap
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 # default number of KV heads per slice. Attention over 131,072 tokens and 8 KV heads on two H200s
 # took 19.6 ms with 1 head per slice, 17.6 with 2, 17.0 with 4 and 18.0 with 8. Large slices delay
 # the first launch, with which no all-gather overlaps; many launches leave parts of the GPU idle
-KV_HEADS_TOGETHER = 4
+KV_HEADS_PER_GATHER = 4
 # function of gathered k [B, h, N', D], gathered v [B, h, N', D_v] and the index of the slice, which
 # returns output and log-sum-exp of the query heads of the slice
-Attend = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+AttendSlice = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 class KVGather:
@@ -53,8 +53,8 @@ class KVGather:
     ) -> None:
         self.k, self.v = k.detach(), v.detach()
         self.shard_map, self.group, self.regather_kv = shard_map, group, regather_kv
-        starts = range(0, k.shape[1], heads_k_stride)
-        self.slices = [slice(i, min(i + heads_k_stride, k.shape[1])) for i in starts]
+        slice_starts = range(0, k.shape[1], heads_k_stride)
+        self.slices = [slice(i, min(i + heads_k_stride, k.shape[1])) for i in slice_starts]
         # (receive buffer, work) of every all-gather that runs, by index of the slice
         self._pending: dict[int, tuple[Tensor, Work]] = {}
         self._pending_grads: list[Work] = []
@@ -69,7 +69,7 @@ class KVGather:
         if not 0 <= index < len(self.slices) or index in self._pending:
             return
         heads = self.slices[index]
-        shard = _concat(self.k[:, heads], self.v[:, heads])
+        shard = _concat_kv(self.k[:, heads], self.v[:, heads])
         self._pending[index] = start_all_gather(shard, self.group)
 
     def wait(self, index: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ class KVGather:
         Returns:
             K [B, h, N', D] and V [B, h, N', D_v] of all ranks, in the order of the slots.
         """
-        return self._split(self._wait_slice(index))
+        return self._split_kv(self._wait_slice(index))
 
     def save_no_slice(self, index: int, k: Tensor) -> AbstractContextManager[Any]:
         """Return a context manager under which autograd saves no data of a slice.
@@ -137,59 +137,61 @@ class KVGather:
             `wait_grads`.
         """
         self._regathered = None
-        slots, padding = self.shard_map.flat_slots
-        grads = _concat(dk, dv).index_select(0, slots)
-        if padding is not None:
-            grads.index_fill_(0, padding, 0.0)
+        slots, padding_indices = self.shard_map.flat_slots
+        grads = _concat_kv(dk, dv).index_select(0, slots)
+        if padding_indices is not None:
+            grads.index_fill_(0, padding_indices, 0.0)
         local_grads, work = start_reduce_scatter(grads, self.group)
         self._pending_grads.append(work)
-        return self._split(local_grads)
+        return self._split_kv(local_grads)
 
     def _wait_slice(self, index: int) -> Tensor:
         """Return a gathered slice in the order of the slots of the layout, [N', B, h, D + D_v]."""
         self.prefetch(index)
         shards, work = self._pending.pop(index)
-        finish(work, self.group)
+        wait_for_collective(work, self.group)
         return shards.index_select(0, self.shard_map.token_of_slot)
 
-    def _split(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return K [B, h, n, D] and V [B, h, n, D_v] as views of a result of `_concat`."""
+    def _split_kv(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return K [B, h, n, D] and V [B, h, n, D_v] as views of a result of `_concat_kv`."""
         kv, dim = kv.permute(1, 2, 0, 3), self.k.shape[-1]
         return kv[..., :dim], kv[..., dim:]
 
     def wait_grads(self) -> None:
         """Wait for all reduce-scatters of gradients."""
         for work in self._pending_grads:
-            finish(work, self.group)
+            wait_for_collective(work, self.group)
         self._pending_grads.clear()
 
 
-def over_slices(gather: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+def attend_over_slices(
+    kv_gather: KVGather, k: Tensor, v: Tensor, attend_slice: AttendSlice
+) -> tuple[Tensor, Tensor]:
     """Compute attention slice by slice, while the next slice is gathered.
 
     Args:
-        gather: the all-gathers of k and v.
+        kv_gather: the all-gathers of k and v.
         k: keys of this rank, [B, H_kv, n, D].
         v: values of this rank, [B, H_kv, n, D_v].
-        attend: function of gathered K [B, h, N', D], gathered V [B, h, N', D_v] and the index of
-            the slice. Returns the output and the log-sum-exp of the slice's heads.
+        attend_slice: function of gathered K [B, h, N', D], gathered V [B, h, N', D_v] and the index
+            of the slice. Returns the output and the log-sum-exp of the slice's heads.
 
     Returns:
         Output [B, H, n, D_v], and log-sum-exp [B, H, n] without gradient, of all heads.
     """
     needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-    placeholders = _SplitGrads.apply(gather, k, v) if needs_grad else None
+    placeholders = _SplitGrads.apply(kv_gather, k, v) if needs_grad else None
     outs, lses = [], []
-    gather.prefetch(0)
-    for index in range(len(gather.slices)):
-        gather.prefetch(index + 1)
+    kv_gather.prefetch(0)
+    for index in range(len(kv_gather.slices)):
+        kv_gather.prefetch(index + 1)
         if needs_grad:
             k_placeholder, v_placeholder = placeholders[2 * index], placeholders[2 * index + 1]
-            keys, values = _GatherSlice.apply(gather, index, k_placeholder, v_placeholder)
+            keys, values = _GatherSlice.apply(kv_gather, index, k_placeholder, v_placeholder)
         else:
-            keys, values = gather.wait(index)
-        with gather.save_no_slice(index, keys):
-            out, lse = attend(keys, values, index)
+            keys, values = kv_gather.wait(index)
+        with kv_gather.save_no_slice(index, keys):
+            out, lse = attend_slice(keys, values, index)
         # free the memory of this slice for the next slice
         del keys, values
         outs.append(out)
@@ -209,7 +211,7 @@ def _identity(x: Any) -> Any:
     return x
 
 
-def _concat(k: Tensor, v: Tensor) -> Tensor:
+def _concat_kv(k: Tensor, v: Tensor) -> Tensor:
     """Concatenate k [B, h, n, D] and v [B, h, n, D_v] along channels to [n, B, h, D + D_v].
 
     The tokens are in dimension 0, because collectives concatenate ranks along dimension 0.
@@ -225,10 +227,10 @@ class _SplitGrads(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gather: KVGather, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        ctx.gather = gather
+    def forward(ctx: Any, kv_gather: KVGather, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        ctx.gather = kv_gather
         return tuple(
-            x.new_empty(1).expand(x[:, heads].shape) for heads in gather.slices for x in (k, v)
+            x.new_empty(1).expand(x[:, heads].shape) for heads in kv_gather.slices for x in (k, v)
         )
 
     @staticmethod
@@ -245,10 +247,10 @@ class _GatherSlice(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gather: KVGather, index: int, k: Tensor, v: Tensor
+        ctx: Any, kv_gather: KVGather, index: int, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.gather = gather
-        return gather.wait(index)
+        ctx.gather = kv_gather
+        return kv_gather.wait(index)
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:

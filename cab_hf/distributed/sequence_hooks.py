@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cab_hf.distributed.exchange import all_gather
-from cab_hf.distributed.sharding import Sharding, lengths_between, sharding_of
+from cab_hf.distributed.sharding import Sharding, get_sharding, lengths_from_boundaries
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,13 +41,15 @@ def install_sequence_hooks(model: nn.Module, group: ProcessGroup, block: int) ->
     handles = []
     for module in model.modules():
         if _depends_on_longest_position(module):
-            append_longest = functools.partial(_append_longest, group)
-            handles.append(module.register_forward_pre_hook(append_longest, with_kwargs=True))
-            handles.append(module.register_forward_hook(_remove_longest))
+            append_longest_position = functools.partial(_append_longest_position, group)
+            handles.append(
+                module.register_forward_pre_hook(append_longest_position, with_kwargs=True)
+            )
+            handles.append(module.register_forward_hook(_remove_longest_position))
         if isinstance(module, PreTrainedModel) and _has_router_loss(module):
-            loss = _RouterLoss(group, block)
-            handles.append(module.register_forward_pre_hook(loss.replace, with_kwargs=True))
-            handles.append(module.register_forward_hook(loss.restore, always_call=True))
+            router_loss = _RouterLoss(group, block)
+            handles.append(module.register_forward_pre_hook(router_loss.replace, with_kwargs=True))
+            handles.append(module.register_forward_hook(router_loss.restore, always_call=True))
     try:
         yield
     finally:
@@ -66,33 +68,33 @@ def _depends_on_longest_position(module: nn.Module) -> bool:
     )
 
 
-def _append_longest(
+def _append_longest_position(
     group: ProcessGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Append the largest position of all ranks to the position ids of a rotary embedding.
 
-    The embedding then computes the frequencies of the whole sequence, and `_remove_longest` removes
-    the appended position from its output. A forward pre-hook, which returns the changed arguments
-    (args, kwargs) of the embedding.
+    The embedding then computes the frequencies of the whole sequence, and
+    `_remove_longest_position` removes the appended position from its output. A forward pre-hook,
+    which returns the changed arguments (args, kwargs) of the embedding.
 
     Raises:
         NotImplementedError: the embedding is called without position ids.
     """
-    bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    positions = bound.arguments.get("position_ids")
-    if not isinstance(positions, Tensor):
+    bound_args = inspect.signature(module.forward).bind(*args, **kwargs)
+    position_ids = bound_args.arguments.get("position_ids")
+    if not isinstance(position_ids, Tensor):
         raise NotImplementedError(
             f"{type(module).__name__} with rope_type {module.rope_type!r} must receive "
             "position_ids inside context_parallel, because its frequencies depend on the longest "
             "position. Use a model with another rope_type, such as 'yarn'."
         )
-    longest = all_gather(positions.max().view(1), group).max()
-    appended = longest.expand(*positions.shape[:-1], 1).to(positions.dtype)
-    bound.arguments["position_ids"] = torch.cat((positions, appended), dim=-1)
-    return bound.args, bound.kwargs
+    longest_position = all_gather(position_ids.max().view(1), group).max()
+    appended_position = longest_position.expand(*position_ids.shape[:-1], 1).to(position_ids.dtype)
+    bound_args.arguments["position_ids"] = torch.cat((position_ids, appended_position), dim=-1)
+    return bound_args.args, bound_args.kwargs
 
 
-def _remove_longest(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _remove_longest_position(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Remove the appended position from cosines and sines, [..., n + 1, D] -> [..., n, D].
 
     A forward hook of a rotary embedding.
@@ -118,7 +120,7 @@ class _RouterLoss:
     def __init__(self, group: ProcessGroup, block: int) -> None:
         self.group, self.block = group, block
         # loss function of transformers and the sharding, only while the replacement is installed
-        self.original: Callable[..., Any] | None = None
+        self.original_loss: Callable[..., Any] | None = None
         self.sharding: Sharding | None = None
 
     def replace(
@@ -129,18 +131,20 @@ class _RouterLoss:
         A forward pre-hook. Has no effect if the forward pass does not compute the loss.
         """
         cu_seqlens = kwargs.get("cu_seq_lens_q")
-        original = getattr(sys.modules[type(model).__module__], ROUTER_LOSS, None)
+        original_loss = getattr(sys.modules[type(model).__module__], ROUTER_LOSS, None)
         has_loss = kwargs.get("output_router_logits")
         if has_loss is None:
             has_loss = getattr(model.config, "output_router_logits", False)
         # True if the hook of an outer model, defined in the same Python module, has already
         # installed its replacement
-        is_replaced = isinstance(getattr(original, "__self__", None), _RouterLoss)
+        is_replaced = isinstance(getattr(original_loss, "__self__", None), _RouterLoss)
         # without cu_seq_lens_q, the first attention layer raises an error
-        if not has_loss or cu_seqlens is None or original is None or is_replaced:
+        if not has_loss or cu_seqlens is None or original_loss is None or is_replaced:
             return
-        self.original = original
-        self.sharding = sharding_of(lengths_between(cu_seqlens), self.group.size(), self.block)
+        self.original_loss = original_loss
+        self.sharding = get_sharding(
+            lengths_from_boundaries(cu_seqlens), self.group.size(), self.block
+        )
         setattr(sys.modules[type(model).__module__], ROUTER_LOSS, self.sharded_loss)
 
     def restore(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -149,16 +153,18 @@ class _RouterLoss:
         Raises:
             NotImplementedError: the model has computed the loss by another function.
         """
-        module = sys.modules[type(model).__module__]
-        if self.original is not None:
-            setattr(module, ROUTER_LOSS, self.original)
-        elif not hasattr(module, ROUTER_LOSS) and getattr(output, "aux_loss", None) is not None:
+        model_module = sys.modules[type(model).__module__]
+        if self.original_loss is not None:
+            setattr(model_module, ROUTER_LOSS, self.original_loss)
+        elif (
+            not hasattr(model_module, ROUTER_LOSS) and getattr(output, "aux_loss", None) is not None
+        ):
             raise NotImplementedError(
                 f"{type(model).__name__} computes the auxiliary loss of its routers without "
                 f"{ROUTER_LOSS}, so context_parallel cannot sum it over ranks. Set "
                 "output_router_logits=False."
             )
-        self.original = self.sharding = None
+        self.original_loss = self.sharding = None
 
     def sharded_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of all tokens, divided by the number of ranks W.
@@ -166,14 +172,14 @@ class _RouterLoss:
         The gradient flows to the router logits of this rank only, and is not divided by W.
         Arguments as for `load_balancing_loss_func` of transformers.
         """
-        bound = inspect.signature(self.original).bind(*args, **kwargs)
-        logits = bound.arguments["gate_logits"]
-        if not isinstance(logits, tuple):
-            return self.original(*args, **kwargs)
-        bound.arguments["gate_logits"] = tuple([self._gather_logits(x) for x in logits])
+        bound_args = inspect.signature(self.original_loss).bind(*args, **kwargs)
+        router_logits = bound_args.arguments["gate_logits"]
+        if not isinstance(router_logits, tuple):
+            return self.original_loss(*args, **kwargs)
+        bound_args.arguments["gate_logits"] = tuple([self._gather_logits(x) for x in router_logits])
         # `shard` refuses batches with padding, and `_gather_logits` removes the padding of shards
-        bound.arguments["attention_mask"] = None
-        loss = self.original(*bound.args, **bound.kwargs)
+        bound_args.arguments["attention_mask"] = None
+        loss = self.original_loss(*bound_args.args, **bound_args.kwargs)
         return loss - loss.detach() * (1 - 1 / self.group.size())
 
     def _gather_logits(self, logits: Tensor) -> Tensor:
@@ -181,7 +187,9 @@ class _RouterLoss:
 
         The gradient flows to the logits of this rank only.
         """
-        local_logits = logits.reshape(-1, self.sharding.tokens, logits.shape[-1]).transpose(0, 1)
+        local_logits = logits.reshape(
+            -1, self.sharding.tokens_per_rank, logits.shape[-1]
+        ).transpose(0, 1)
         shards = list(all_gather(local_logits, self.group).chunk(self.group.size()))
         # the gathered tensor has no gradient
         shards[self.group.rank()] = local_logits

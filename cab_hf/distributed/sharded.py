@@ -16,7 +16,7 @@ from torch import Tensor
 from cab_hf.call.layout import full_plan
 from cab_hf.call.mask import MaskInfo
 from cab_hf.distributed.exchange import all_gather
-from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slices
+from cab_hf.distributed.kv_gather import KV_HEADS_PER_GATHER, KVGather, attend_over_slices
 from cab_hf.distributed.sharding import LocalRanges, Sharding, ShardMap
 from cab_hf.engines import Engine
 from cab_hf.ops.attention.complete import with_sinks
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 # key of the `Sharding` in the `ForwardState` of a forward pass
-SHARDING = "sharding"
+SHARDING_KEY = "sharding"
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class ShardedLayout:
     group: ProcessGroup
     ranges: LocalRanges
     window: int | None = None
-    heads_k_stride: int = KV_HEADS_TOGETHER
+    heads_k_stride: int = KV_HEADS_PER_GATHER
     regather_kv: bool = True
 
     def queries(self, x: Tensor) -> Tensor:
@@ -77,16 +77,18 @@ class ShardedLayout:
             k: keys of this rank, [B, H_kv, n, D].
             call: the context of the layer, with the ranges of this layout.
         """
-        heads = q.shape[1], k.shape[1]
-        required = predictor.required_inputs(call, heads)
-        if "queries" in required:
+        num_heads = q.shape[1], k.shape[1]
+        required_inputs = predictor.required_inputs(call, num_heads)
+        if "queries" in required_inputs:
             return self._choose_from_all_tokens(predictor, q, k, call)
-        if "summaries" not in required:
+        if "summaries" not in required_inputs:
             return predictor.choose(q, k, call)
-        real = self.shard_map.sharding.real[self.group.rank()].to(k.device).expand(k.shape[0], -1)
-        local_summary = predictor.summary_of(k, real, call)
-        summary = predictor.merge(local_summary, call, heads, self)
-        if "vectors" not in required:
+        is_real = (
+            self.shard_map.sharding.is_real[self.group.rank()].to(k.device).expand(k.shape[0], -1)
+        )
+        local_summary = predictor.summary_of(k, is_real, call)
+        summary = predictor.merge(local_summary, call, num_heads, self)
+        if "vectors" not in required_inputs:
             return predictor.choose(q, summary, call)
         vectors = self.blocks(predictor.vectors(q, self.ranges), 2, predictor.config.query_block)
         return predictor.choose(q, summary, call, vectors)
@@ -161,7 +163,7 @@ class ShardedLayout:
             Output [B, H, n, D_v] and log-sum-exp [B, H, n].
         """
         group_size = q.shape[1] // k.shape[1]
-        gather = KVGather(
+        kv_gather = KVGather(
             k=k,
             v=v,
             shard_map=self.shard_map,
@@ -171,7 +173,7 @@ class ShardedLayout:
         )
 
         def attend(keys: Tensor, values: Tensor, index: int) -> tuple[Tensor, Tensor]:
-            kv_heads = gather.slices[index]
+            kv_heads = kv_gather.slices[index]
             heads = slice(kv_heads.start * group_size, kv_heads.stop * group_size)
             out, lse = engine.attention(
                 q[:, heads],
@@ -184,41 +186,48 @@ class ShardedLayout:
             )
             return (out if sinks is None else with_sinks(out, lse, sinks[heads])), lse
 
-        return over_slices(gather, k, v, attend)
+        return attend_over_slices(kv_gather, k, v, attend)
 
-    def rows_below_min_length(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
+    def query_blocks_below_min_length(
+        self, min_queries: int, min_tokens: int, query_block: int
+    ) -> Tensor | None:
         """Return the query blocks of this rank that belong to short documents.
 
-        `BlockLayout.rows_below_min_length` describes the arguments, and when a document is short.
+        `BlockLayout.query_blocks_below_min_length` describes the arguments, and when a document is
+        short.
 
         Returns:
             Indices of the query blocks on this rank, int64 [B, R], filled with -1; None if no
             document is short.
         """
-        rows = self.shard_map.layout.rows_below_min_length(queries, tokens, query_block)
-        return None if rows is None else _local_row_indices(self.ranges, rows, query_block)
+        short_rows = self.shard_map.layout.query_blocks_below_min_length(
+            min_queries, min_tokens, query_block
+        )
+        return (
+            None if short_rows is None else _local_row_indices(self.ranges, short_rows, query_block)
+        )
 
-    def blocks(self, x: Tensor, dim: int, size: int) -> Tensor:
+    def blocks(self, x: Tensor, dim: int, block_size: int) -> Tensor:
         """All-gather a tensor with one entry per block, and put blocks in the order of the layout.
 
         Args:
             x: tensor of this rank, with n / size entries in dimension ``dim``.
             dim: dimension of the blocks.
-            size: tokens per block.
+            block_size: tokens per block.
 
         Returns:
             The entries of all ranks, N' / size in dimension ``dim``, without gradient. Blocks
             without tokens have zeros.
         """
-        block_index, is_filled = self.shard_map.blocks(size)
-        values = all_gather(x.movedim(dim, 0), self.group)[block_index]
+        block_index, is_filled = self.shard_map.blocks(block_size)
+        gathered_blocks = all_gather(x.movedim(dim, 0), self.group)[block_index]
         is_filled = is_filled.view(-1, *[1] * (x.ndim - 1))
-        return values.masked_fill(~is_filled, 0.0).movedim(0, dim)
+        return gathered_blocks.masked_fill(~is_filled, 0.0).movedim(0, dim)
 
     def tokens(self, x: Tensor) -> Tensor:
         """All-gather x [B, H, n, C] to the order of the layout, [B, H, N', C], without gradient."""
-        values = all_gather(x.permute(2, 0, 1, 3), self.group)
-        return values[self.shard_map.token_of_slot].permute(1, 2, 0, 3)
+        gathered_tokens = all_gather(x.permute(2, 0, 1, 3), self.group)
+        return gathered_tokens[self.shard_map.token_of_slot].permute(1, 2, 0, 3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,13 +236,13 @@ class ShardedMask(MaskInfo):
 
     ``q_length`` and ``kv_length`` are the number of tokens of the whole sequence.
     ``details.parallel`` contains the group of ranks and the settings of `context_parallel`.
-    ``state`` contains the `Sharding` under the key ``SHARDING``.
+    ``state`` contains the `Sharding` under the key ``SHARDING_KEY``.
     """
 
     @property
     def sharding(self) -> Sharding:
         """The tokens of every rank, and the lengths of the documents."""
-        return self.state.stored(SHARDING)
+        return self.state.get_stored(SHARDING_KEY)
 
     def layout(
         self, query_block: int, key_block: int, device: torch.device, from_start: bool = True
@@ -245,21 +254,21 @@ class ShardedMask(MaskInfo):
             device: device of the layout's tensors.
             from_start: not used, because a sharded sequence has no cached keys before the call.
         """
-        ranks = self.details.parallel
+        parallel = self.details.parallel
         shard_map = self.sharding.shard_map(max(query_block, key_block), device)
 
-        def build() -> ShardedLayout:
-            ranges = shard_map.ranges(ranks.group.rank(), self.batch)
+        def build_layout() -> ShardedLayout:
+            ranges = shard_map.ranges(parallel.group.rank(), self.batch)
             return ShardedLayout(
                 shard_map=shard_map,
-                group=ranks.group,
+                group=parallel.group,
                 ranges=ranges,
                 window=self.window,
-                heads_k_stride=ranks.heads_k_stride,
-                regather_kv=ranks.regather_kv,
+                heads_k_stride=parallel.heads_k_stride,
+                regather_kv=parallel.regather_kv,
             )
 
-        return self.state.cached(("layout", shard_map), build)
+        return self.state.get_or_compute(("layout", shard_map), build_layout)
 
 
 @cached_per_ranges

@@ -23,7 +23,7 @@ from cab_hf.checks import warn_renamed
 from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges
 
 # maximum number of cached `Sharding` objects, and of cached `ShardMap` objects: a few batches
-NUM_CACHED = 8
+MAX_CACHED = 8
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Sharding:
 
     Attributes:
         lengths: number of tokens of each document without padding, in the order of the sequence.
-        world: number of ranks, W.
+        world_size: number of ranks, W.
         block: every chunk is a multiple of ``block`` tokens. The block sizes of plans must divide
             ``block``.
     """
 
     lengths: tuple[int, ...]
-    world: int
+    world_size: int
     block: int = DENSE_BLOCK_SIZE
 
     @property
@@ -47,15 +47,15 @@ class Sharding:
         return sum(self.lengths)
 
     @cached_property
-    def chunks(self) -> tuple[int, ...]:
+    def chunk_lengths(self) -> tuple[int, ...]:
         """Number of tokens in one chunk of each document, including padding."""
-        shortest = 2 * self.world * self.block
-        return tuple([-(-length // shortest) * self.block for length in self.lengths])
+        min_padded_length = 2 * self.world_size * self.block
+        return tuple([-(-length // min_padded_length) * self.block for length in self.lengths])
 
     @property
-    def tokens(self) -> int:
+    def tokens_per_rank(self) -> int:
         """Number of tokens of each rank, including padding, n."""
-        return 2 * sum(self.chunks)
+        return 2 * sum(self.chunk_lengths)
 
     @property
     def dense_block_size(self) -> int:
@@ -68,28 +68,30 @@ class Sharding:
 
         Padding has the offsets after the last token of the document.
         """
-        early = torch.arange(self.world).unsqueeze(1)
-        late = 2 * self.world - 1 - early
+        early_chunks = torch.arange(self.world_size).unsqueeze(1)
+        late_chunks = 2 * self.world_size - 1 - early_chunks
         offsets = [
-            chunk * size + torch.arange(size) for size in self.chunks for chunk in (early, late)
+            chunk * size + torch.arange(size)
+            for size in self.chunk_lengths
+            for chunk in (early_chunks, late_chunks)
         ]
         return torch.cat(offsets, dim=1)
 
     @cached_property
-    def documents(self) -> Tensor:
+    def document_ids(self) -> Tensor:
         """Index of the document of each token of a rank, int64 [n]; equal on all ranks."""
-        sizes = torch.tensor(self.chunks)
-        return torch.arange(len(self.lengths)).repeat_interleave(2 * sizes)
+        chunk_lengths = torch.tensor(self.chunk_lengths)
+        return torch.arange(len(self.lengths)).repeat_interleave(2 * chunk_lengths)
 
     @cached_property
-    def real(self) -> Tensor:
+    def is_real(self) -> Tensor:
         """Bool [W, n], True for tokens of the sequence, False for padding."""
-        return self.offsets < torch.tensor(self.lengths)[self.documents]
+        return self.offsets < torch.tensor(self.lengths)[self.document_ids]
 
     @cached_property
     def positions(self) -> Tensor:
         """Position of each token in its document, int64 [W, n]; padding has the last position."""
-        return torch.minimum(self.offsets, torch.tensor(self.lengths)[self.documents] - 1)
+        return torch.minimum(self.offsets, torch.tensor(self.lengths)[self.document_ids] - 1)
 
     @cached_property
     def sequence_index(self) -> Tensor:
@@ -98,7 +100,7 @@ class Sharding:
         Padding has the index of the last token of its document.
         """
         document_starts = torch.tensor([0, *self.lengths]).cumsum(0)
-        return document_starts[self.documents] + self.positions
+        return document_starts[self.document_ids] + self.positions
 
     @cached_property
     def shard_index(self) -> Tensor:
@@ -108,20 +110,20 @@ class Sharding:
         """
         return self.invert(self.sequence_index, self.length)
 
-    def invert(self, target: Tensor, length: int) -> Tensor:
+    def invert(self, targets: Tensor, num_targets: int) -> Tensor:
         """Return the index in the concatenated shards of the token at each target.
 
         Args:
-            target: int64 [W, n], a different number below ``length`` for each token; the numbers of
-                padding are ignored.
-            length: number of targets.
+            targets: int64 [W, n], a different number below ``num_targets`` for each token; the
+                numbers of padding are ignored.
+            num_targets: number of targets.
 
         Returns:
             int64 [length], rank * n + index on the rank; 0 for targets without a token.
         """
-        shard_index = torch.zeros(length, dtype=torch.int64)
-        real = self.real.flatten()
-        shard_index[target.flatten()[real]] = real.nonzero().squeeze(1)
+        shard_index = torch.zeros(num_targets, dtype=torch.int64)
+        is_real = self.is_real.flatten()
+        shard_index[targets.flatten()[is_real]] = is_real.nonzero().squeeze(1)
         return shard_index
 
     def shard_map(self, align: int, device: torch.device | str) -> ShardMap:
@@ -176,8 +178,8 @@ class ShardMap:
         no rank has padding.
         """
         slots = self.slot_of_token.flatten()
-        padding = (slots < 0).nonzero().squeeze(1)
-        return slots.clamp(min=0), padding if len(padding) else None
+        padding_indices = (slots < 0).nonzero().squeeze(1)
+        return slots.clamp(min=0), padding_indices if len(padding_indices) else None
 
     @cached_property
     def layout(self) -> BlockLayout:
@@ -185,8 +187,10 @@ class ShardMap:
         lengths, device = self.sharding.lengths, self.token_of_slot.device
         doc_ids = None
         if len(lengths) > 1:
-            sizes = torch.tensor(lengths, device=device)
-            doc_ids = torch.arange(len(lengths), device=device).repeat_interleave(sizes)[None]
+            document_lengths = torch.tensor(lengths, device=device)
+            doc_ids = torch.arange(len(lengths), device=device).repeat_interleave(document_lengths)[
+                None
+            ]
         return BlockLayout.build(
             batch=1,
             q_length=self.sharding.length,
@@ -199,7 +203,7 @@ class ShardMap:
             options=LayoutOptions(lengths=[[DocumentLength(length, length) for length in lengths]]),
         )
 
-    def blocks(self, size: int) -> tuple[Tensor, Tensor]:
+    def blocks(self, block_size: int) -> tuple[Tensor, Tensor]:
         """Map every block of the layout to the block of a rank that contains its tokens.
 
         The first slot of a layout block determines the block of a rank: if any slot of the layout
@@ -207,14 +211,14 @@ class ShardMap:
         rank.
 
         Args:
-            size: tokens per block.
+            block_size: tokens per block.
 
         Returns:
             (indices, is_filled), int64 and bool [N' / size], for every layout block. An index is
             rank * (blocks per rank) + block on the rank. ``is_filled`` is False for layout blocks
             without tokens.
         """
-        return self.token_of_slot[::size] // size, self.is_filled[::size]
+        return self.token_of_slot[::block_size] // block_size, self.is_filled[::block_size]
 
     def cached_ranges(
         self, rank: int, batch: int, causal: bool = True, window: int | None = None
@@ -237,27 +241,29 @@ class ShardMap:
             causal: True if queries do not attend to later keys.
             window: width of a sliding window, in slots; None means no window.
         """
-        start, end = self.document_start, self.slot_of_token[rank]
+        first_slot, last_slot = self.document_start, self.slot_of_token[rank]
         if window is not None:
-            start = torch.maximum(start, end - (window - 1))
+            first_slot = torch.maximum(first_slot, last_slot - (window - 1))
         if not causal:
-            lengths = torch.tensor(self.sharding.lengths, device=end.device)
-            document_end = self.document_start + lengths[self.sharding.documents.to(end.device)] - 1
-            end = document_end.where(end >= 0, -1)
-        sequence = self.layout.ranges
+            lengths = torch.tensor(self.sharding.lengths, device=last_slot.device)
+            document_end = (
+                self.document_start + lengths[self.sharding.document_ids.to(last_slot.device)] - 1
+            )
+            last_slot = document_end.where(last_slot >= 0, -1)
+        sequence_ranges = self.layout.ranges
         return LocalRanges(
-            start=start.to(torch.int32).expand(batch, -1),
-            end=end.to(torch.int32).expand(batch, -1),
+            start=first_slot.to(torch.int32).expand(batch, -1),
+            end=last_slot.to(torch.int32).expand(batch, -1),
             key_valid=self.is_filled.expand(batch, -1),
             aligned=causal and window is None,
             consecutive=False,
             # the early and the late chunk of a document count as two documents
             documents=2 * len(self.sharding.lengths),
             sequence_ranges=replace(
-                sequence,
-                start=sequence.start.expand(batch, -1),
-                end=sequence.end.expand(batch, -1),
-                key_valid=sequence.key_valid.expand(batch, -1),
+                sequence_ranges,
+                start=sequence_ranges.start.expand(batch, -1),
+                end=sequence_ranges.end.expand(batch, -1),
+                key_valid=sequence_ranges.key_valid.expand(batch, -1),
             ),
             shard_map=self,
         )
@@ -341,20 +347,26 @@ class LocalRanges(KeyRanges):
         return sequence_mask[:, rows.clamp(min=0)] & (rows >= 0)
 
 
-def sharding_between(cu_seqlens: Tensor | None, tokens: int, world: int, block: int) -> Sharding:
+def sharding_from_boundaries(
+    cu_seqlens: Tensor | None, tokens_per_rank: int, world_size: int, block: int
+) -> Sharding:
     """Return the `Sharding` of the documents with boundaries ``cu_seqlens``.
 
     Args:
         cu_seqlens: int [documents + 1]; None means one document of ``world * tokens`` tokens.
-        tokens: tokens of each rank.
-        world: number of ranks.
+        tokens_per_rank: tokens of each rank.
+        world_size: number of ranks.
         block: every chunk is a multiple of ``block`` tokens.
     """
-    lengths = (world * tokens,) if cu_seqlens is None else lengths_between(cu_seqlens)
-    return sharding_of(lengths, world, block)
+    lengths = (
+        (world_size * tokens_per_rank,)
+        if cu_seqlens is None
+        else lengths_from_boundaries(cu_seqlens)
+    )
+    return get_sharding(lengths, world_size, block)
 
 
-def lengths_between(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
+def lengths_from_boundaries(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
     """Return the number of tokens of each document with boundaries ``cu_seqlens``.
 
     Reading a tensor on a GPU synchronises with the GPU. Documents of length 0 are left out.
@@ -365,30 +377,32 @@ def lengths_between(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
     Raises:
         ValueError: the boundaries do not start at 0, or decrease.
     """
-    ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    lengths = [after - before for before, after in zip(ends, ends[1:], strict=False)]
-    if not lengths or ends[0] != 0 or min(lengths) < 0 or ends[-1] == 0:
+    boundaries = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    lengths = [after - before for before, after in zip(boundaries, boundaries[1:], strict=False)]
+    if not lengths or boundaries[0] != 0 or min(lengths) < 0 or boundaries[-1] == 0:
         raise ValueError(
             "cu_seqlens must start at 0 and increase, got "
-            f"{ends if len(ends) < 10 else [*ends[:9], '...']}. Give the document boundaries of "
-            "the whole sequence, up to its number of tokens."
+            f"{boundaries if len(boundaries) < 10 else [*boundaries[:9], '...']}. Give the "
+            "document boundaries of the whole sequence, up to its number of tokens."
         )
     return tuple([length for length in lengths if length])
 
 
-@lru_cache(NUM_CACHED)
-def sharding_of(lengths: tuple[int, ...], world: int, block: int = DENSE_BLOCK_SIZE) -> Sharding:
+@lru_cache(MAX_CACHED)
+def get_sharding(
+    lengths: tuple[int, ...], world_size: int, block: int = DENSE_BLOCK_SIZE
+) -> Sharding:
     """Return the `Sharding` of documents from a cache, so that equal arguments return one object.
 
     Args:
         lengths: number of tokens of each document without padding.
-        world: number of ranks.
+        world_size: number of ranks.
         block: every chunk is a multiple of ``block`` tokens.
     """
-    return Sharding(lengths, world, block)
+    return Sharding(lengths, world_size, block)
 
 
-@lru_cache(NUM_CACHED)
+@lru_cache(MAX_CACHED)
 def _shard_map(sharding: Sharding, align: int, device: torch.device) -> ShardMap:
     """Compute the result of `Sharding.shard_map`; equal arguments return one cached object."""
     if sharding.block % align:
@@ -398,12 +412,12 @@ def _shard_map(sharding: Sharding, align: int, device: torch.device) -> ShardMap
             "context_parallel or zigzag_attention."
         )
     padded_lengths = [-(-length // align) * align for length in sharding.lengths]
-    starts = torch.tensor([0, *padded_lengths]).cumsum(0)
-    document_start = starts[sharding.documents]
-    slot_of_token = (document_start + sharding.offsets).masked_fill(~sharding.real, -1)
-    num_slots = int(starts[-2]) + sharding.lengths[-1]
+    document_starts = torch.tensor([0, *padded_lengths]).cumsum(0)
+    document_start = document_starts[sharding.document_ids]
+    slot_of_token = (document_start + sharding.offsets).masked_fill(~sharding.is_real, -1)
+    num_slots = int(document_starts[-2]) + sharding.lengths[-1]
     is_filled = torch.zeros(num_slots, dtype=torch.bool)
-    is_filled[slot_of_token[sharding.real]] = True
+    is_filled[slot_of_token[sharding.is_real]] = True
     return ShardMap(
         sharding=sharding,
         align=align,

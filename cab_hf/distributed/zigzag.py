@@ -8,12 +8,12 @@ from torch import Tensor
 
 from cab_hf import engines
 from cab_hf.call.layout import full_plan
-from cab_hf.call.validate import DTYPES
+from cab_hf.call.validate import SUPPORTED_DTYPES
 from cab_hf.checks import is_whole, require
-from cab_hf.distributed.exchange import group_of, require_equal
-from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
+from cab_hf.distributed.exchange import require_equal, resolve_group
+from cab_hf.distributed.kv_gather import KV_HEADS_PER_GATHER
 from cab_hf.distributed.sharded import ShardedLayout
-from cab_hf.distributed.sharding import Sharding, ShardMap, sharding_between
+from cab_hf.distributed.sharding import Sharding, ShardMap, sharding_from_boundaries
 from cab_hf.engines import Engine, Workload
 from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan
 
@@ -28,7 +28,7 @@ def zigzag_attention(
     *,
     group: ProcessGroup | None,
     plan: BlockPlan | None = None,
-    heads_k_stride: int = KV_HEADS_TOGETHER,
+    heads_k_stride: int = KV_HEADS_PER_GATHER,
     cu_seqlens: Tensor | None = None,
     causal: bool = True,
     scale: float | None = None,
@@ -96,14 +96,15 @@ def zigzag_attention(
 def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise a ValueError if the shapes or dtypes of q, k and v do not fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4 or x.dtype not in DTYPES or x.dtype != q.dtype:
+        if x.ndim != 4 or x.dtype not in SUPPORTED_DTYPES or x.dtype != q.dtype:
             raise ValueError(
                 f"{name} must be [B, heads, n, D] in the floating dtype of q, got {x.dtype} "
-                f"{tuple(x.shape)}. Give q, k and v in one of {', '.join(map(str, DTYPES))}."
+                f"{tuple(x.shape)}. Give q, k and v in one of "
+                f"{', '.join(map(str, SUPPORTED_DTYPES))}."
             )
-    same_tokens = all(x.shape[::2] == q.shape[::2] for x in (k, v))
+    have_same_tokens = all(x.shape[::2] == q.shape[::2] for x in (k, v))
     if (
-        not same_tokens
+        not have_same_tokens
         or k.shape[1] != v.shape[1]
         or q.shape[1] % k.shape[1]
         or q.shape[3] != k.shape[3]
@@ -136,7 +137,7 @@ def rank_facts(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding | None) -> di
         "tokens of a rank": q.shape[2],
         "head dims": q.shape[3],
         "channels of v": v.shape[3],
-        "dtypes": DTYPES.index(q.dtype) if q.dtype in DTYPES else -1,
+        "dtypes": SUPPORTED_DTYPES.index(q.dtype) if q.dtype in SUPPORTED_DTYPES else -1,
         "documents": len(lengths),
         "tokens of the sequence": sum(lengths),
         # unlike the hash of a string, Python's hash of a tuple of ints is equal in every process
@@ -172,18 +173,19 @@ def check_arguments(
     Raises:
         ValueError: see `zigzag_attention`.
     """
-    group = group_of(group)
+    group = resolve_group(group)
     refuse_shapes(q, k, v)
     require_sizes(heads_k_stride, block)
-    world, tokens = group.size(), q.shape[2]
-    sharding = sharding_between(cu_seqlens, tokens, world, block)
+    world_size, num_tokens = group.size(), q.shape[2]
+    sharding = sharding_from_boundaries(cu_seqlens, num_tokens, world_size, block)
     if check:
         require_equal(rank_facts(q, k, v, sharding), group, q.device)
-    if sharding.tokens != tokens:
+    if sharding.tokens_per_rank != num_tokens:
         raise ValueError(
-            f"q must have {sharding.tokens} tokens, got {tokens}: documents of "
-            f"{list(sharding.lengths[:8])} tokens are sharded over {world} ranks as {2 * world} "
-            f"chunks, multiples of {block} tokens. Shard the batch with cab_hf.distributed.shard."
+            f"q must have {sharding.tokens_per_rank} tokens, got {num_tokens}: documents of "
+            f"{list(sharding.lengths[:8])} tokens are sharded over {world_size} ranks as "
+            f"{2 * world_size} chunks, multiples of {block} tokens. Shard the batch with "
+            "cab_hf.distributed.shard."
         )
     align = sharding.dense_block_size if plan is None else max(plan.blocks)
     shard_map = sharding.shard_map(align, q.device)
@@ -212,10 +214,11 @@ def _refuse_plan(plan: BlockPlan, q: Tensor, shard_map: ShardMap, causal: bool) 
         shard_map: the slots of the sequence.
         causal: argument of `zigzag_attention`.
     """
-    shape = plan.batch, plan.q_length, plan.kv_length
-    expected = q.shape[0], q.shape[2], shard_map.length
-    if shape != expected or not causal:
+    plan_shape = plan.batch, plan.q_length, plan.kv_length
+    expected_shape = q.shape[0], q.shape[2], shard_map.length
+    if plan_shape != expected_shape or not causal:
         raise ValueError(
-            f"plan must have {expected} (batch, this rank's queries, keys of the whole sequence) "
-            f"with causal=True, got {shape} with causal={causal}. Make a plan with predict."
+            f"plan must have {expected_shape} (batch, this rank's queries, keys of the whole "
+            f"sequence) with causal=True, got {plan_shape} with causal={causal}. Make a plan with "
+            "predict."
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 # prefix of temporary folders
-SCRATCH = ".making-"
+SCRATCH_PREFIX = ".making-"
 # temporary folders older than this are removed. Conversions take less than a minute, so that an
 # older folder belongs to a killed process
 STALE_SECONDS = 3600
@@ -23,7 +23,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("CAB_HF_CACHE") or user_cache / "cab_hf")
 
 
-def made_once(name: str, make: Callable[[Path], None]) -> Path:
+def make_once(name: str, make: Callable[[Path], None]) -> Path:
     """Return the path of a file or folder in the cache; call ``make`` first if it does not exist.
 
     Args:
@@ -31,23 +31,25 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
         make: function that writes the file or folder to the path that it receives. This path is in
             a temporary folder, and is renamed to ``name`` after ``make`` returns.
     """
-    target = cache_folder() / name
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for old_scratch in target.parent.glob(f"{SCRATCH}*"):
+    cached_path = cache_folder() / name
+    if cached_path.exists():
+        return cached_path
+    cached_path.parent.mkdir(parents=True, exist_ok=True)
+    for old_scratch in cached_path.parent.glob(f"{SCRATCH_PREFIX}*"):
         if time.time() - old_scratch.stat().st_mtime > STALE_SECONDS:
             shutil.rmtree(old_scratch, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=target.parent) as scratch:
-        result = Path(scratch) / name
-        make(result)
+    with tempfile.TemporaryDirectory(
+        prefix=SCRATCH_PREFIX, dir=cached_path.parent
+    ) as scratch_folder:
+        scratch_path = Path(scratch_folder) / name
+        make(scratch_path)
         try:
-            result.rename(target)
+            scratch_path.rename(cached_path)
         except OSError:
             # another process has written the same folder meanwhile
-            if not target.is_dir():
+            if not cached_path.is_dir():
                 raise
-    return target
+    return cached_path
 
 
 def file_sha256(path: Path) -> str:

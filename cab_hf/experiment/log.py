@@ -29,18 +29,18 @@ Record = dict[str, Any]
 # function: record -> names of the fields that the record must have
 FieldsOf = Callable[[Record], Iterable[str]]
 # error numbers of a full disk and of an exceeded quota
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 # suffix of a file that `pack` has compressed
-PACKED = ".xz"
+PACKED_SUFFIX = ".xz"
 # first bytes of every log
-HEADER = b'{"identity": '
+HEADER_START = b'{"identity": '
 
 
 class LogError(UsageError):
     """An error about a file that a run cannot read, continue or write."""
 
 
-def as_json(value: Any, path: Path) -> str:
+def to_json(value: Any, path: Path) -> str:
     """Convert ``value`` to JSON.
 
     Args:
@@ -147,9 +147,9 @@ class Log(_Records):
         fields_of: FieldsOf | None = None,
     ) -> None:
         super().__init__(key, failed)
-        self.path, identity = Path(path), as_recorded(identity)
+        self.path, identity = Path(path), convert_through_json(identity)
         self._fields_of = fields_of
-        with writing(self.path):
+        with convert_write_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if file_exists(self.path) and not self.path.exists():
                 content = read_file(self.path)
@@ -196,10 +196,10 @@ class Log(_Records):
         Raises:
             LogError: the record cannot be written, or the file was removed or replaced.
         """
-        line = as_json(record, self.path)
+        line = to_json(record, self.path)
         if record in self:
             return
-        with writing(self.path):
+        with convert_write_errors(self.path):
             exists = self.path.exists()
             if not exists or not os.path.samestat(os.stat(self._file.fileno()), self.path.stat()):
                 raise LogError(
@@ -224,8 +224,8 @@ class Log(_Records):
         self._file.seek(0)
         content = self._file.read()
         # bytes of the lines that end with a newline
-        num_complete = len(content) - len(content.rpartition(b"\n")[2])
-        if not num_complete and HEADER.startswith(content[: len(HEADER)]):
+        num_complete_bytes = len(content) - len(content.rpartition(b"\n")[2])
+        if not num_complete_bytes and HEADER_START.startswith(content[: len(HEADER_START)]):
             # the file is new, or its header was written incompletely
             self.started = utc_now()
             self._file.truncate(0)
@@ -242,18 +242,18 @@ class Log(_Records):
         self.started = header["started"]
         for record in records:
             self.count(record)
-        self._file.truncate(num_complete)
+        self._file.truncate(num_complete_bytes)
 
     def _write(self, line: str) -> None:
         """Append a line and wait until it is on disk; on an error, restore the file."""
-        size = os.stat(self._file.fileno()).st_size
+        num_bytes_before = os.stat(self._file.fileno()).st_size
         try:
-            remaining = line.encode() + b"\n"
-            while remaining:
-                remaining = remaining[os.write(self._file.fileno(), remaining) :]
+            remaining_bytes = line.encode() + b"\n"
+            while remaining_bytes:
+                remaining_bytes = remaining_bytes[os.write(self._file.fileno(), remaining_bytes) :]
             os.fsync(self._file)
         except OSError:
-            self._file.truncate(size)
+            self._file.truncate(num_bytes_before)
             raise
 
 
@@ -286,54 +286,54 @@ def read_log(
             f"{path} cannot be read ({error.strerror}). Give the folder of the run."
         ) from None
     header, records = _parse(path, content, key=key, added=added or {}, fields_of=fields_of)
-    unique = _Records(key, failed)
+    unique_records = _Records(key, failed)
     for record in records:
-        unique.count(record)
-    return header["identity"], unique.records + unique.failures
+        unique_records.count(record)
+    return header["identity"], unique_records.records + unique_records.failures
 
 
 def pack(path: Path | str) -> None:
-    """Replace the file at ``path`` by a compressed file with the suffix `PACKED`, if it exists.
+    """Replace the file at ``path``, if it exists, by a compressed file with `PACKED_SUFFIX`.
 
     No run may write the file meanwhile. `Log` and `read_file` find the compressed file under the
     original path.
     """
     path = Path(path)
     if path.is_file():
-        data = lzma.compress(path.read_bytes(), preset=9 | lzma.PRESET_EXTREME)
-        write_atomically(_packed(path), data)
+        packed_content = lzma.compress(path.read_bytes(), preset=9 | lzma.PRESET_EXTREME)
+        write_atomically(_packed_path(path), packed_content)
         path.unlink()
 
 
 def file_exists(path: Path) -> bool:
     """Return True if a file exists at ``path``, compressed or not."""
-    return path.exists() or _packed(path).exists()
+    return path.exists() or _packed_path(path).exists()
 
 
 def read_file(path: Path) -> bytes:
     """Return the bytes of the file at ``path``, decompressed if `pack` has compressed it."""
-    if path.exists() or not _packed(path).exists():
+    if path.exists() or not _packed_path(path).exists():
         return path.read_bytes()
     try:
-        return lzma.decompress(_packed(path).read_bytes())
+        return lzma.decompress(_packed_path(path).read_bytes())
     except lzma.LZMAError as error:
         raise LogError(
-            f"{_packed(path)} is not a complete xz file ({error}). Restore the file."
+            f"{_packed_path(path)} is not a complete xz file ({error}). Restore the file."
         ) from None
 
 
 def drop_packed(path: Path) -> None:
     """Remove the compressed version of the file at ``path``, if it exists."""
-    _packed(path).unlink(missing_ok=True)
+    _packed_path(path).unlink(missing_ok=True)
 
 
-def _packed(path: Path) -> Path:
+def _packed_path(path: Path) -> Path:
     """Return the path of the compressed version of a file."""
-    return path.with_name(path.name + PACKED)
+    return path.with_name(path.name + PACKED_SUFFIX)
 
 
 @contextmanager
-def writing(path: Path | str) -> Iterator[None]:
+def convert_write_errors(path: Path | str) -> Iterator[None]:
     """Convert errors of the file system inside a ``with`` block to a `LogError` about ``path``."""
     try:
         yield
@@ -379,25 +379,27 @@ def _parse(
     Raises:
         LogError: the identity differs, or a line is no JSON object or lacks a field.
     """
-    values = [_parse_json(line) for line in content.split(b"\n")[:-1]]
-    header = values[0] if values else None
+    parsed_lines = [_parse_json(line) for line in content.split(b"\n")[:-1]]
+    header = parsed_lines[0] if parsed_lines else None
     if not isinstance(header, dict) or not {"identity", "started"} <= header.keys():
         raise LogError(f"{path} must start with the header of a run. Give another --out.")
     if identity is not None:
         # checked first, because the records of another experiment have other fields
         require_identity(path, header["identity"], identity)
     records = []
-    for number, record in enumerate(values[1:], 2):
+    for line_number, record in enumerate(parsed_lines[1:], 2):
         problem = "is no JSON object"
         if isinstance(record, dict):
             record = {**added, **record}
             records.append(record)
-            missing = [name for name in key if name not in record]
-            if not missing and fields_of is not None:
-                missing = [name for name in fields_of(record) if name not in record]
-            problem = f"has no {missing[0]!r}" if missing else None
+            missing_fields = [name for name in key if name not in record]
+            if not missing_fields and fields_of is not None:
+                missing_fields = [name for name in fields_of(record) if name not in record]
+            problem = f"has no {missing_fields[0]!r}" if missing_fields else None
         if problem:
-            raise LogError(f"{path}, line {number} {problem}. Repair it, or give another --out.")
+            raise LogError(
+                f"{path}, line {line_number} {problem}. Repair it, or give another --out."
+            )
     return header, records
 
 
@@ -409,7 +411,7 @@ def _parse_json(line: bytes) -> Any:
         return None
 
 
-def as_recorded(identity: Mapping[str, Any]) -> dict[str, Any]:
+def convert_through_json(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Convert an identity to JSON and back, as read from a file: tuples become lists."""
     return json.loads(json.dumps(identity))
 
@@ -428,8 +430,8 @@ def require_identity(path: Path, recorded: Any, required: Any, name: str = "") -
     """
     if isinstance(recorded, dict) and isinstance(required, dict):
         for field in dict.fromkeys((*required, *recorded)):
-            inner = f"{name}.{field}" if name else field
-            require_identity(path, recorded.get(field), required.get(field), inner)
+            inner_name = f"{name}.{field}" if name else field
+            require_identity(path, recorded.get(field), required.get(field), inner_name)
     elif recorded != required:
         raise LogError(
             f"{path} was made with {name or 'identity'} {recorded!r}, this run has {required!r}. "
@@ -437,16 +439,16 @@ def require_identity(path: Path, recorded: Any, required: Any, name: str = "") -
         )
 
 
-def write_atomically(path: Path | str, data: str | bytes) -> None:
+def write_atomically(path: Path | str, content: str | bytes) -> None:
     """Write a file so that readers always read either the complete old or the complete new file."""
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary_path = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-        os.chmod(temporary, 0o644)
+            file.write(content.encode() if isinstance(content, str) else content)
+        os.chmod(temporary_path, 0o644)
         # replaces a symbolic link itself, not the file that it refers to
-        os.replace(temporary, path)
+        os.replace(temporary_path, path)
     except BaseException:
-        os.unlink(temporary)
+        os.unlink(temporary_path)
         raise

@@ -22,11 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cab_hf.experiment.cache import file_sha256, made_once
+from cab_hf.experiment.cache import file_sha256, make_once
 from cab_hf.experiment.offline_models import SMOLLM2, SMOLLM2_SHA256, smollm2_folder
 from cab_hf.experiment.reshape import RESHAPED, make_reshaped
-from cab_hf.experiment.settings import UsageError, first_line, refused_as
-from cab_hf.hf.fit import positions
+from cab_hf.experiment.settings import UsageError, convert_errors, first_line
+from cab_hf.hf.fit import max_positions
 
 # torch and transformers are imported on demand, because finding a file needs neither
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 TINY = "tiny"
 # config of `TINY`, 115,264 parameters. Like Llama 2 7B, the model has no GQA and an untied LM head
-TINY_SIZES = {
+TINY_CONFIG = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -55,28 +55,28 @@ TINY_SIZES = {
 # fields of a generation config with the ids of special tokens
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # prefixes of causal LMs on the hub whose names have no owner, such as "gpt2"
-FIRST_NAMES = (
+OWNERLESS_PREFIXES = (
     *("bert-", "camembert-", "ctrl", "distil", "gpt2", "openai-gpt", "roberta-", "transfo-xl-"),
     *("xlm-", "xlnet-"),
 )
 ADAPTER_CONFIG = "adapter_config.json"
 # file in the folder of an adapter: the "sha256" of its base model, and the fields of the base's
 # config that training changed
-BASE = "base.json"
-# fields of the base's config that `BASE` may contain and `restore` sets
-RESTORED = ("rope_parameters", "max_position_embeddings", "cab_config")
+BASE_FILE = "base.json"
+# fields of the base's config that `BASE_FILE` may contain and `restore_config_fields` sets
+RESTORED_FIELDS = ("rope_parameters", "max_position_embeddings", "cab_config")
 # files in the folder of an adapter that finetune/lora.py trained
-ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", BASE)
+ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", BASE_FILE)
 # folder with the adapters that are part of the package
-ADAPTERS = Path(__file__).parents[1] / "adapters"
+ADAPTERS_FOLDER = Path(__file__).parents[1] / "adapters"
 # by name of a model that is merged from a base and an adapter: the folder of the adapter
-ADAPTED = {name: ADAPTERS / name for name in ("smollm2-32k", "smollm2-128k")}
+ADAPTER_FOLDERS = {name: ADAPTERS_FOLDER / name for name in ("smollm2-32k", "smollm2-128k")}
 # name of the folder in which a training run of all weights writes its model
-TRAINED = "model"
+TRAINED_FOLDER = "model"
 # patterns of the files of a model that are hashed in addition to its weights
-TEXTS = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
+TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
 # patterns of weight files; transformers reads the first format that exists
-WEIGHTS = ("*.safetensors", "*_model*.bin")
+WEIGHT_PATTERNS = ("*.safetensors", "*_model*.bin")
 
 
 def load_model(
@@ -109,9 +109,9 @@ def load_model(
         )
     _refuse_adapter(name_or_path)
     tokenizer = load_tokenizer(name_or_path, trust_remote_code)
-    with _loading(name_or_path):
+    with _convert_load_errors(name_or_path):
         model = AutoModelForCausalLM.from_pretrained(
-            _source(name_or_path),
+            _resolve_source(name_or_path),
             dtype=torch_dtype,
             trust_remote_code=trust_remote_code,
             **options,
@@ -129,8 +129,8 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTra
     """
     from transformers import AutoTokenizer
 
-    with _loading(name_or_path):
-        source = _source(name_or_path)
+    with _convert_load_errors(name_or_path):
+        source = _resolve_source(name_or_path)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -145,14 +145,14 @@ def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTraine
     from transformers import AutoConfig
 
     _refuse_adapter(name_or_path)
-    source = _source(name_or_path)
-    with _loading(name_or_path):
+    source = _resolve_source(name_or_path)
+    with _convert_load_errors(name_or_path):
         return AutoConfig.from_pretrained(
-            _base_of(Path(source)) or source, trust_remote_code=trust_remote_code
+            _find_base(Path(source)) or source, trust_remote_code=trust_remote_code
         )
 
 
-def skeleton(
+def build_skeleton(
     config: PreTrainedConfig, trust_remote_code: bool = False, **options: Any
 ) -> PreTrainedModel:
     """Build the causal LM of a config with parameters on the meta device.
@@ -169,7 +169,7 @@ def skeleton(
 
     # an explicit implementation avoids the warning about an unused cab_config
     options = {"attn_implementation": "eager", **options}
-    with _loading(config.name_or_path or config.model_type), torch.device("meta"):
+    with _convert_load_errors(config.name_or_path or config.model_type), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             config, trust_remote_code=trust_remote_code, **options
         )
@@ -184,7 +184,7 @@ def _make_tiny(_: str, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         # the weights do not depend on the seed of a run
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(LlamaConfig(**TINY_SIZES)).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(LlamaConfig(**TINY_CONFIG)).save_pretrained(folder)
     # one character for each byte
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*alphabet, "<eos>", "<pad>"])}
@@ -196,7 +196,7 @@ def _make_tiny(_: str, folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def greedy(model: PreTrainedModel, **fields: Any) -> GenerationConfig:
+def make_greedy_config(model: PreTrainedModel, **fields: Any) -> GenerationConfig:
     """Return a generation config for greedy decoding with the special tokens of ``model``.
 
     Args:
@@ -210,7 +210,7 @@ def greedy(model: PreTrainedModel, **fields: Any) -> GenerationConfig:
 
 
 @contextmanager
-def greedy_generation(model: PreTrainedModel, tokens: int) -> Iterator[GenerationConfig]:
+def greedy_generation(model: PreTrainedModel, max_new_tokens: int) -> Iterator[GenerationConfig]:
     """Replace the generation config of ``model`` by greedy decoding inside a ``with`` block.
 
     An argument of ``generate`` would not suffice: ``generate`` reads settings that the argument
@@ -218,36 +218,36 @@ def greedy_generation(model: PreTrainedModel, tokens: int) -> Iterator[Generatio
 
     Args:
         model: the model.
-        tokens: largest number of new tokens.
+        max_new_tokens: largest number of new tokens.
 
     Yields:
         The greedy config.
     """
     original = model.generation_config
-    model.generation_config = greedy(model, max_new_tokens=tokens)
+    model.generation_config = make_greedy_config(model, max_new_tokens=max_new_tokens)
     try:
         yield model.generation_config
     finally:
         model.generation_config = original
 
 
-def max_prompt_tokens(config: PreTrainedConfig, written: int = 0) -> int | None:
+def max_prompt_tokens(config: PreTrainedConfig, num_generated: int = 0) -> int | None:
     """Return the largest number of tokens in a prompt of a model; None if there is no limit.
 
     Args:
         config: the config of the model.
-        written: number of tokens that the model generates after the prompt. They count only for
-            models without rotary embeddings.
+        num_generated: number of tokens that the model generates after the prompt. They count only
+            for models without rotary embeddings.
     """
-    num_positions = positions(config)
+    num_positions = max_positions(config)
     is_rotary = getattr(config.get_text_config(), "rope_parameters", None)
-    return num_positions if num_positions is None or is_rotary else num_positions - written
+    return num_positions if num_positions is None or is_rotary else num_positions - num_generated
 
 
 def is_local(name_or_path: str) -> bool:
     """Return True if a model is a local folder, and for an adapter its base model is local too."""
-    folder = Path(_source(name_or_path))
-    base = _base_of(folder)
+    folder = Path(_resolve_source(name_or_path))
+    base = _find_base(folder)
     return folder.is_dir() and (base is None or is_local(base))
 
 
@@ -267,18 +267,20 @@ def content_sha256(name_or_path: str) -> str:
     if name_or_path == SMOLLM2:
         return SMOLLM2_SHA256
     if name_or_path == TINY:
-        return _sha256(json.dumps(TINY_SIZES))
+        return _sha256(json.dumps(TINY_CONFIG))
     if name_or_path in RESHAPED:
         return _sha256(f"{SMOLLM2_SHA256} {name_or_path}")
-    if name_or_path in ADAPTED:
-        return content_sha256(str(_adapter_of(name_or_path)))
-    folder = Path(_source(name_or_path))
+    if name_or_path in ADAPTER_FOLDERS:
+        return content_sha256(str(_find_adapter(name_or_path)))
+    folder = Path(_resolve_source(name_or_path))
     if not folder.is_dir():
         folder = _folder_in_cache(name_or_path)
-    weights = next((files for pattern in WEIGHTS if (files := [*folder.glob(pattern)])), [])
-    files = weights + [file for pattern in TEXTS for file in folder.glob(pattern)]
+    weight_files = next(
+        (files for pattern in WEIGHT_PATTERNS if (files := [*folder.glob(pattern)])), []
+    )
+    files = weight_files + [file for pattern in TEXT_PATTERNS for file in folder.glob(pattern)]
     hashes = {file.name: file_sha256(file) for file in files}
-    base = _base_of(folder)
+    base = _find_base(folder)
     if base is not None:
         hashes["base model"] = content_sha256(base)
     return _sha256(json.dumps(hashes, sort_keys=True))
@@ -300,7 +302,7 @@ def _folder_in_cache(name: str) -> Path:
     raise UsageError(f"model {name!r} has no config.json in the cache of the hub. Load it first.")
 
 
-def _base_of(folder: Path) -> str | None:
+def _find_base(folder: Path) -> str | None:
     """Return the base model's name or path; None if ``folder`` contains no adapter."""
     file = folder / ADAPTER_CONFIG
     if not file.is_file() or (folder / "config.json").is_file():
@@ -308,14 +310,14 @@ def _base_of(folder: Path) -> str | None:
     return json.loads(file.read_text("utf-8"))["base_model_name_or_path"]
 
 
-def _source(name_or_path: str) -> str:
-    """Return the folder of one of `made_names`, or any other known name or path unchanged.
+def _resolve_source(name_or_path: str) -> str:
+    """Return the folder of one of `built_in_names`, or any other known name or path unchanged.
 
     Raises:
         UsageError: the name is unknown, see `refuse_unknown`.
     """
-    if is_made(name_or_path):
-        return str(made_folder(name_or_path))
+    if is_built_in(name_or_path):
+        return str(make_folder(name_or_path))
     refuse_unknown(name_or_path)
     return name_or_path
 
@@ -326,7 +328,7 @@ def _refuse_adapter(name: str) -> None:
     Without merging, transformers would load the base without the config fields that training
     changed.
     """
-    if (Path(name) / BASE).is_file():
+    if (Path(name) / BASE_FILE).is_file():
         raise UsageError(
             f"model must be a complete model, got the adapter {name!r} that finetune/lora.py "
             f"trained. Merge it into its base with `python -m cab_hf.finetune.merge {name} "
@@ -345,13 +347,14 @@ def refuse_unknown(name: str) -> None:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    if is_made(name) or Path(name).exists():
+    if is_built_in(name) or Path(name).exists():
         return
-    # accept owner/name, a name that starts with one of `FIRST_NAMES`, or a name in the hub's cache
+    # accept owner/name, a name that starts with one of `OWNERLESS_PREFIXES`, or a name in the hub's
+    # cache
     match = re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", name, re.ASCII)
     if match is not None and (
         match[1] is not None
-        or name.startswith(FIRST_NAMES)
+        or name.startswith(OWNERLESS_PREFIXES)
         or isinstance(try_to_load_from_cache(name, "config.json"), str)
     ):
         return
@@ -366,15 +369,15 @@ def refuse_unknown(name: str) -> None:
 
 def built_in_names() -> tuple[str, ...]:
     """Return the names of models that cab_hf converts, merges or builds in the user's cache."""
-    return SMOLLM2, *ADAPTED, *RESHAPED, TINY
+    return SMOLLM2, *ADAPTER_FOLDERS, *RESHAPED, TINY
 
 
-def is_made(name: str) -> bool:
+def is_built_in(name: str) -> bool:
     """Return True if ``name`` is one of `built_in_names`."""
     return name in built_in_names()
 
 
-def made_folder(name: str) -> Path:
+def make_folder(name: str) -> Path:
     """Return the folder of a model in the user's cache, after building the model if necessary.
 
     Args:
@@ -387,18 +390,20 @@ def made_folder(name: str) -> Path:
     """
     if name == SMOLLM2:
         return smollm2_folder()
-    make = {TINY: _make_tiny, **dict.fromkeys(RESHAPED, make_reshaped)}.get(name, _merge)
+    make_model = {TINY: _make_tiny, **dict.fromkeys(RESHAPED, make_reshaped)}.get(
+        name, _merge_adapter
+    )
     # the name contains the hash, so that changed sources get another folder
-    return made_once(f"{name}-{content_sha256(name)[:12]}", partial(make, name))
+    return make_once(f"{name}-{content_sha256(name)[:12]}", partial(make_model, name))
 
 
-def _loading(name: str) -> AbstractContextManager[None]:
+def _convert_load_errors(name: str) -> AbstractContextManager[None]:
     """Return a context manager that converts errors inside its block to a `UsageError`.
 
     The message contains the name of the model and a remedy.
     """
 
-    def sentence(error: Exception) -> str:
+    def describe_error(error: Exception) -> str:
         failure = f"model {name!r} cannot be loaded ({first_line(error)})"
         if "trust_remote_code" in str(error):
             return (
@@ -411,16 +416,16 @@ def _loading(name: str) -> AbstractContextManager[None]:
             f"{failure}. Give {SMOLLM2}, a folder, or a name on the hub that transformers can load."
         )
 
-    return refused_as(sentence)
+    return convert_errors(describe_error)
 
 
-def _adapter_of(name: str) -> Path:
+def _find_adapter(name: str) -> Path:
     """Return the folder of the adapter that is merged for the model ``name``.
 
     Raises:
         UsageError: a file of the adapter is missing.
     """
-    adapter = ADAPTED[name]
+    adapter = ADAPTER_FOLDERS[name]
     missing = [file for file in ADAPTER_FILES if not (adapter / file).is_file()]
     if missing:
         raise UsageError(
@@ -430,11 +435,11 @@ def _adapter_of(name: str) -> Path:
     return adapter
 
 
-def _merge(name: str, out: Path) -> None:
-    """Merge the adapter of a model in `ADAPTED` into its base, and write the model to ``out``."""
-    adapter = _adapter_of(name)
-    base_facts = json.loads((adapter / BASE).read_text("utf-8"))
-    base = _base_of(adapter)
+def _merge_adapter(name: str, folder: Path) -> None:
+    """Merge the adapter of a model in `ADAPTER_FOLDERS` into its base, and write the result."""
+    adapter = _find_adapter(name)
+    base_facts = json.loads((adapter / BASE_FILE).read_text("utf-8"))
+    base = _find_base(adapter)
     if content_sha256(base) != base_facts["sha256"]:
         raise UsageError(
             f"model {name!r} cannot be merged: adapter {adapter.name} was trained in a model with "
@@ -449,23 +454,24 @@ def _merge(name: str, out: Path) -> None:
             "'cab_hf[finetune]'`."
         ) from error
     config = load_config(base)
-    restore(config.get_text_config(), base_facts)
+    restore_config_fields(config.get_text_config(), base_facts)
     model, tokenizer = load_model(base, "cpu", "float32", config=config)
-    with _loading(name), warnings.catch_warnings():
+    with _convert_load_errors(name), warnings.catch_warnings():
         # PEFT only warns about missing weights and continues without the adapter
         warnings.filterwarnings("error", message="Found missing adapter keys")
-        adapted = PeftModel.from_pretrained(model, adapter, trust_remote_code=False)
-    adapted.merge_and_unload().save_pretrained(out)
-    tokenizer.save_pretrained(out)
+        adapted_model = PeftModel.from_pretrained(model, adapter, trust_remote_code=False)
+    adapted_model.merge_and_unload().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
-def restore(text: PreTrainedConfig, fields: Mapping[str, Any]) -> None:
+def restore_config_fields(text_config: PreTrainedConfig, fields: Mapping[str, Any]) -> None:
     """Set fields of a base's config to the values with which its adapter was trained.
 
     Args:
-        text: the text config of the base, modified in place.
-        fields: the content of the adapter's file `BASE`. Only fields in `RESTORED` are read.
+        text_config: the text config of the base, modified in place.
+        fields: the content of the adapter's file `BASE_FILE`. Only fields in `RESTORED_FIELDS` are
+            read.
     """
-    for name in RESTORED:
+    for name in RESTORED_FIELDS:
         if fields.get(name) is not None:
-            setattr(text, name, fields[name])
+            setattr(text_config, name, fields[name])

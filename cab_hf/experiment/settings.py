@@ -1,8 +1,8 @@
 """Functions that fill a dataclass of settings from a command line and a YAML file.
 
 Each field of the dataclass is an option of the command. `read_settings` reads every option as a
-string, and `_parse` converts the string to a value. `spelled` is the inverse of `read_settings`:
-`spelled` converts recorded settings to the words of a command line.
+string, and `_parse` converts the string to a value. `to_command_line` is the inverse of
+`read_settings`: `to_command_line` converts recorded settings to the words of a command line.
 
 A field is declared by `option`, `flag`, `operands` or `by_device`. Its metadata have these keys:
 
@@ -32,9 +32,9 @@ from cab_hf import checks
 
 Settings = TypeVar("Settings")
 # by type of a number: its description in error messages, in place of Python's own messages
-NUMBERS = {int: "a whole number", float: "a finite number"}
+NUMBER_DESCRIPTIONS = {int: "a whole number", float: "a finite number"}
 # name of the option whose value is the path of a YAML file
-FILE = "config"
+CONFIG_OPTION = "config"
 
 
 class UsageError(ValueError):
@@ -48,23 +48,24 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def refused_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
+def convert_errors(describe_error: Callable[[Exception], str]) -> Iterator[None]:
     """Convert errors inside a ``with`` block to a `UsageError`.
 
     `MemoryError` and `UsageError` are not converted.
 
     Args:
-        sentence: function that receives the error, and returns the message of the `UsageError`.
+        describe_error: function that receives the error, and returns the message of the
+            `UsageError`.
     """
     try:
         yield
     except (UsageError, MemoryError):
         raise
     except Exception as error:
-        raise UsageError(sentence(error)) from error
+        raise UsageError(describe_error(error)) from error
 
 
-def missing_package(error: ImportError) -> str | None:
+def describe_missing_package(error: ImportError) -> str | None:
     """Return a message with the command that installs the package whose import failed.
 
     Returns None if no extra of cab_hf contains the package.
@@ -183,12 +184,12 @@ def parse_length(text: str) -> int:
     return int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
 
 
-def number_or_auto(text: str) -> int | None:
+def parse_number_or_auto(text: str) -> int | None:
     """Convert a string to an int, and "auto" to None."""
     try:
         return None if text == "auto" else int(text)
     except ValueError:
-        raise ValueError(f"must be auto or {NUMBERS[int]}, got {text}.") from None
+        raise ValueError(f"must be auto or {NUMBER_DESCRIPTIONS[int]}, got {text}.") from None
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -207,7 +208,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def require(
-    settings: Any, name: str, condition: object, accepted: str, value: object = None
+    settings: Any, name: str, condition: object, expected: str, value: object = None
 ) -> None:
     """Raise a ValueError about a field of ``settings`` unless ``condition`` is true.
 
@@ -215,10 +216,10 @@ def require(
         settings: an instance of a settings dataclass.
         name: name of the field.
         condition: true for valid settings.
-        accepted: description of valid values, for the message "{name} must be {accepted}".
+        expected: description of valid values, for the message "{name} must be {accepted}".
         value: the value in the message; None means the value of the field.
     """
-    checks.require(condition, name, getattr(settings, name) if value is None else value, accepted)
+    checks.require(condition, name, getattr(settings, name) if value is None else value, expected)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -249,7 +250,7 @@ def read_settings(
     for field in fields.values():
         _add_option(parser, field)
     file_help = "YAML file of these options; options on the command line override it"
-    parser.add_argument(f"--{FILE}", metavar="FILE", help=file_help)
+    parser.add_argument(f"--{CONFIG_OPTION}", metavar="FILE", help=file_help)
     try:
         parsed, unknown = parser.parse_known_intermixed_args(words)
         if unknown:
@@ -283,9 +284,11 @@ def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> No
         arguments["nargs"] = "+"
     help = metadata["help"]
     # compared by identity with False, because the number 0 equals False
-    shown = [value for value in defaults if value is not False and value not in (None, (), "")]
-    if shown:
-        words = dict.fromkeys(map(metadata["spell"], shown))
+    shown_defaults = [
+        value for value in defaults if value is not False and value not in (None, (), "")
+    ]
+    if shown_defaults:
+        words = dict.fromkeys(map(metadata["spell"], shown_defaults))
         help += f" (default: {'; on CPU: '.join(words)})"
     help = help.replace("%", "%%")
     if metadata["operands"]:
@@ -330,7 +333,11 @@ def _parse(field: dataclasses.Field, words: str | list[str]) -> Any:
                 raise ValueError(f"must be a finite number, got {item}.")
         return value
     except ValueError as error:
-        reason = f"must be {NUMBERS[parse]}, got {text}." if parse in NUMBERS else error
+        reason = (
+            f"must be {NUMBER_DESCRIPTIONS[parse]}, got {text}."
+            if parse in NUMBER_DESCRIPTIONS
+            else error
+        )
         raise ValueError(f"{field.name}: {reason}") from error
 
 
@@ -353,10 +360,12 @@ def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> dict[str, 
     try:
         content = yaml.safe_load(Path(path).read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{FILE} must be a YAML file, got {path} ({first_line(error)}).") from None
+        raise ValueError(
+            f"{CONFIG_OPTION} must be a YAML file, got {path} ({first_line(error)})."
+        ) from None
     if not isinstance(content, dict):
         raise ValueError(
-            f"{FILE} must contain a mapping from option to value, got {path} without one."
+            f"{CONFIG_OPTION} must contain a mapping from option to value, got {path} without one."
         )
     words = {}
     for key, value in content.items():
@@ -372,7 +381,7 @@ def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> dict[str, 
     return words
 
 
-def spelled(recorded: Mapping[str, Any], settings_class: type) -> list[str]:
+def to_command_line(recorded: Mapping[str, Any], settings_class: type) -> list[str]:
     """Convert recorded settings to the words of a command line, without options at their default.
 
     Args:
@@ -389,7 +398,8 @@ def spelled(recorded: Mapping[str, Any], settings_class: type) -> list[str]:
         value = value["name"] if isinstance(value, Mapping) else value
         metadata, default = field.metadata, field.metadata["defaults"][-1 if on_cpu else 0]
         values, default_values = (
-            each if metadata["repeatable"] else [each] for each in (value, default)
+            value_or_values if metadata["repeatable"] else [value_or_values]
+            for value_or_values in (value, default)
         )
         spelled_values = list(map(metadata["spell"], values))
         if default is None or spelled_values != list(map(metadata["spell"], default_values)):
