@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 from cab_hf.eval.experiment import PROG
-from cab_hf.experiment.log import DISK_FULL
-from cab_hf.experiment.settings import UsageError, missing_package
+from cab_hf.experiment.log import DISK_FULL_ERRORS
+from cab_hf.experiment.settings import UsageError, describe_missing_package
 
 NAMES = (
     "calibrate",
@@ -25,10 +25,10 @@ NAMES = (
     "speed",
 )
 # command -> name of its module, if the module is not named after the command
-MODULES = {"report": "page"}
+MODULE_NAMES = {"report": "page"}
 # command -> module that defines an `Experiment` class EXPERIMENT, a function ``main(words)``, or
 # COMMANDS with subcommands
-COMMANDS = {name: f"cab_hf.eval.{MODULES.get(name, name.replace('-', '_'))}" for name in NAMES}
+COMMANDS = {name: f"cab_hf.eval.{MODULE_NAMES.get(name, name.replace('-', '_'))}" for name in NAMES}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,10 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    return _run(arguments, sys.modules[__name__], PROG)
+    return _run_command(arguments, sys.modules[__name__], PROG)
 
 
-def _run(arguments: Sequence[str], group: ModuleType, prog: str) -> int:
+def _run_command(arguments: Sequence[str], group: ModuleType, prog: str) -> int:
     """Run a command and return the exit status.
 
     Args:
@@ -52,51 +52,54 @@ def _run(arguments: Sequence[str], group: ModuleType, prog: str) -> int:
         group: a module with the mapping COMMANDS: name of a command -> name of its module.
         prog: the command line before the name of the command, for error messages.
     """
-    name, *options = arguments or [""]
-    if name in ("-h", "--help"):
+    command, *options = arguments or [""]
+    if command in ("-h", "--help"):
         width = max(map(len, group.COMMANDS))
         lines = [
-            f"  {name:{width}}  {_purpose(module)}\n" for name, module in group.COMMANDS.items()
+            f"  {command:{width}}  {_read_purpose(module)}\n"
+            for command, module in group.COMMANDS.items()
         ]
-        purpose = group.__doc__.replace("``", "")
-        print(f"{purpose}\n\n{''.join(lines)}\nRun COMMAND --help for its options.")
+        description = group.__doc__.replace("``", "")
+        print(f"{description}\n\n{''.join(lines)}\nRun COMMAND --help for its options.")
         return 0
-    if name not in group.COMMANDS:
+    if command not in group.COMMANDS:
         commands = ", ".join(group.COMMANDS)
-        return _refuse(prog, f"command must be one of {commands}, got {name!r}.")
+        return _print_usage_error(prog, f"command must be one of {commands}, got {command!r}.")
     try:
         # import only the chosen command: torch and transformers take seconds
-        module = importlib.import_module(group.COMMANDS[name])
+        module = importlib.import_module(group.COMMANDS[command])
         if hasattr(module, "COMMANDS"):
-            return _run(options, module, f"{prog} {name}")
+            return _run_command(options, module, f"{prog} {command}")
         return module.main(options) if hasattr(module, "main") else module.EXPERIMENT.main(options)
     except UsageError as error:
-        return _refuse(prog, f"{name}: {error}")
+        return _print_usage_error(prog, f"{command}: {error}")
     except ImportError as error:
-        message = missing_package(error)
+        message = describe_missing_package(error)
         if message is None:
             raise
-        return _refuse(prog, f"{name}: {message}")
+        return _print_usage_error(prog, f"{command}: {message}")
     except OSError as error:
         # the disk may be full in any folder, also in a cache of compiled kernels
-        if error.errno not in DISK_FULL:
+        if error.errno not in DISK_FULL_ERRORS:
             raise
-        return _refuse(prog, f"{name}: {error.strerror}. Free disk space, and the run continues.")
+        return _print_usage_error(
+            prog, f"{command}: {error.strerror}. Free disk space, and the run continues."
+        )
 
 
-def _purpose(module: str) -> str:
+def _read_purpose(module: str) -> str:
     """Return the line that help shows for the command in ``module``.
 
     The line is the ``purpose`` of the module's `Experiment` class, or the first line of the module
     docstring if there is no such class. Both are read from the source, because importing the module
     takes seconds.
     """
-    source = Path(importlib.util.find_spec(module).origin).read_text()
-    purpose = re.search('^    purpose = "(.+)"$', source, re.MULTILINE)
-    return purpose[1] if purpose else source.partition("\n")[0].strip('"')
+    source_code = Path(importlib.util.find_spec(module).origin).read_text()
+    match = re.search('^    purpose = "(.+)"$', source_code, re.MULTILINE)
+    return match[1] if match else source_code.partition("\n")[0].strip('"')
 
 
-def _refuse(prog: str, message: str) -> int:
+def _print_usage_error(prog: str, message: str) -> int:
     """Print ``message`` as one line on stderr; return the exit status of a usage error."""
     # error messages of other libraries may have several lines: join these
     print(f"{prog}: {' '.join(message.split())}", file=sys.stderr)

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 # command of a removed experiment -> what replaces the command
-ARCHIVED = {
+REMOVED_COMMANDS = {
     "speed batches": "`speed attention --layouts`",
     "speed breakdown": "torch.profiler",
     "speed predictor": "`speed attention`",
     "speed prefill": "`speed ttft --longest`",
 }
-# Patterns for paragraphs of reports by `cab_hf.eval.experiment.report_text`: the title, the figure,
-# and the beginnings of the final paragraphs with config, device and command lines.
-TITLE = re.compile(r"# (.+)")
-CAPTION = re.compile(r"!\[(.+)\]\(\S+\)")
-ORIGIN = ("Config of ", "Made on ", "```")
+# Patterns for paragraphs of reports by `cab_hf.eval.experiment.render_report`: the title, the
+# figure, and the beginnings of the final paragraphs with config, device and command lines.
+TITLE_PATTERN = re.compile(r"# (.+)")
+CAPTION_PATTERN = re.compile(r"!\[(.+)\]\(\S+\)")
+ORIGIN_PREFIXES = ("Config of ", "Made on ", "```")
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class ArchivedRun:
 
     @property
     def title(self) -> str:
-        return TITLE.match(self.report)[1]
+        return TITLE_PATTERN.match(self.report)[1]
 
     @property
     def caption(self) -> str:
-        return CAPTION.search(self.report)[1]
+        return CAPTION_PATTERN.search(self.report)[1]
 
     @property
     def command(self) -> str:
@@ -77,7 +77,7 @@ class ArchivedRun:
     @property
     def _figure_index(self) -> int:
         """The index in `_paragraphs` of the paragraph that shows the figure."""
-        return next(i for i, text in enumerate(self._paragraphs) if CAPTION.match(text))
+        return next(i for i, text in enumerate(self._paragraphs) if CAPTION_PATTERN.match(text))
 
     def tables(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Return heading -> Markdown table, in the order of the report.
@@ -100,6 +100,8 @@ class ArchivedRun:
         ``settings`` is ignored.
         """
         paragraphs = self._paragraphs
-        tables = [i for i, text in enumerate(paragraphs) if text.startswith("|")]
-        notes = paragraphs[max([self._figure_index, *tables]) + 1 :]
-        return "\n\n".join(text for text in notes if not text.startswith(ORIGIN))
+        table_indices = [i for i, text in enumerate(paragraphs) if text.startswith("|")]
+        final_paragraphs = paragraphs[max([self._figure_index, *table_indices]) + 1 :]
+        return "\n\n".join(
+            text for text in final_paragraphs if not text.startswith(ORIGIN_PREFIXES)
+        )

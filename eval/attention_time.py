@@ -6,7 +6,8 @@ the same inputs.
 
 Baselines select blocks in plain PyTorch here, which is slower than the kernels of their authors.
 Their selection time is therefore not measured: it is the measured time of dense attention times the
-ratio in `REPORTED`. The time of attention to the selected blocks is measured for all methods.
+ratio in `REPORTED_SHARES`. The time of attention to the selected blocks is measured for all
+methods.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from cab_hf.data.needles import Tokens
 from cab_hf.engines import Workload
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.timing import Bench, GpuBench, Timing
-from cab_hf.patches.watching import watched
+from cab_hf.patches.watching import observe_calls
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 from cab_hf.route import route
 
-WARM_UP_CALLS = 1
-RUNS = 3  # timed runs per layer; the time of a model is the sum of the layers' medians
+NUM_WARM_UP_CALLS = 1
+NUM_TIMED_RUNS = 3  # timed runs per layer; the time of a model is the sum of the layers' medians
 # predictor -> time of block selection / time of dense attention. Xu et al. 2025 (arXiv
 # 2503.16428), figure 5, report 9.3 ms at stride 8, 3.6 ms at stride 16, and 73.8 ms for dense
 # attention at one length. The figure also reports 89.6 ms for MInference and 20.8 ms for
 # FlexPrefill, which are not used, because the authors of these methods did not report them.
-REPORTED = {
+REPORTED_SHARES = {
     "antidiagonal": 9.3 / 73.8,
     "xattention": 9.3 / 73.8,
     "xattention_16": 3.6 / 73.8,
@@ -45,10 +46,10 @@ REPORTED = {
     **dict.fromkeys(("mean_pooled", "oracle", "random", "streaming"), 0.0),
 }
 # flushes of the L2 cache before a run: they take 3 ms, in which the host queues the timed kernels
-FLUSHES = 48
+NUM_CACHE_FLUSHES = 48
 
 
-def predictor_name(config: CabConfig) -> str:
+def get_predictor_name(config: CabConfig) -> str:
     """Return the name of the predictor of ``config``: ``"name"`` if the field is ``"name:0.9"``."""
     return config.predictor.partition(":")[0]
 
@@ -62,12 +63,14 @@ class LayerBench(GpuBench):
     """
 
     def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
-        for _ in range(WARM_UP_CALLS):
+        for _ in range(NUM_WARM_UP_CALLS):
             call()
-        return Timing(self.by_events(call, RUNS, FLUSHES, torch.cuda.synchronize))
+        return Timing(
+            self.time_by_events(call, NUM_TIMED_RUNS, NUM_CACHE_FLUSHES, torch.cuda.synchronize)
+        )
 
 
-def layer_bench(device: torch.device | str) -> Bench | None:
+def make_layer_bench(device: torch.device | str) -> Bench | None:
     """Return a `LayerBench` for a GPU; None for a CPU, where attention is not timed by default."""
     return LayerBench(str(device)) if torch.device(device).type == "cuda" else None
 
@@ -95,42 +98,47 @@ class AttentionClock:
             config: the config of CAB or of a baseline; None to time dense attention only.
 
         Returns:
-            ``predict_ms``: time of selecting blocks, measured or estimated from `REPORTED`.
+            ``predict_ms``: time of selecting blocks, measured or estimated from `REPORTED_SHARES`.
             ``attend_ms``: time of attention to the selected blocks, or of dense attention in layers
             that attend densely.
             ``dense_ms``: time of the fastest dense kernel in all layers.
             ``dense_kernel``: the name of this kernel.
-            ``predict_reported``: the ratio from `REPORTED`; missing if selection is measured.
+            ``predict_reported``: the ratio from `REPORTED_SHARES`; missing if selection is
+                measured.
         """
-        spent = {"predict_ms": 0.0, "attend_ms": 0.0, "dense_ms": 0.0, "dense_kernel": None}
-        reported = None if config is None else REPORTED.get(predictor_name(config))
-        if reported is not None:
-            spent["predict_reported"] = reported
+        totals = {"predict_ms": 0.0, "attend_ms": 0.0, "dense_ms": 0.0, "dense_kernel": None}
+        reported_share = None if config is None else REPORTED_SHARES.get(get_predictor_name(config))
+        if reported_share is not None:
+            totals["predict_reported"] = reported_share
         shared_state: dict[Any, Any] = {}
 
         def time_layer(call: Call) -> None:
             if call.mask.window is not None:
                 return
-            spent["dense_kernel"], dense_ms = self.dense(call.q, call.k, call.v, call.scale)
+            totals["dense_kernel"], dense_ms = self.dense(call.q, call.k, call.v, call.scale)
             batch, _, length, _ = call.q.shape
             layer = call.context(
                 KeyRanges.causal(batch, length, length, call.q.device), shared_state
             )
-            calls = None if config is None else sparse_calls(call, layer, config)
+            sparse_functions = (
+                None if config is None else make_sparse_functions(call, layer, config)
+            )
             predict_ms, attend_ms = 0.0, dense_ms
-            if calls is not None:
-                predict, attend = calls
-                measured = reported is None
-                predict_ms = self.bench.time(predict).ms if measured else reported * dense_ms
+            if sparse_functions is not None:
+                predict, attend = sparse_functions
+                is_measured = reported_share is None
+                predict_ms = (
+                    self.bench.time(predict).ms if is_measured else reported_share * dense_ms
+                )
                 attend_ms = self.bench.time(attend).ms
-            spent["dense_ms"] += dense_ms
-            spent["predict_ms"] += predict_ms
-            spent["attend_ms"] += attend_ms
+            totals["dense_ms"] += dense_ms
+            totals["predict_ms"] += predict_ms
+            totals["attend_ms"] += attend_ms
 
         ids = torch.tensor([tokens], device=model.device)
-        with watched(model, time_layer):
+        with observe_calls(model, time_layer):
             model(ids, use_cache=False, logits_to_keep=1)
-        return spent
+        return totals
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[str, float]:
         """Return name and milliseconds of the fastest dense kernel.
@@ -140,16 +148,18 @@ class AttentionClock:
         Raises:
             RuntimeError: no dense kernel runs.
         """
-        key = (q.shape, k.shape, q.dtype)
-        if key not in self._dense:
-            result = dense.measure(q, k, v, scale=scale, bench=self.bench)
-            if not result["baselines"]:
-                raise RuntimeError(f"no dense kernel runs here: {result['not_measured']}")
-            self._dense[key] = min(result["baselines"].items(), key=lambda item: item[1])
-        return self._dense[key]
+        shapes_and_dtype = (q.shape, k.shape, q.dtype)
+        if shapes_and_dtype not in self._dense:
+            measured = dense.measure_baselines(q, k, v, scale=scale, bench=self.bench)
+            if not measured["baselines"]:
+                raise RuntimeError(f"no dense kernel runs here: {measured['not_measured']}")
+            self._dense[shapes_and_dtype] = min(
+                measured["baselines"].items(), key=lambda item: item[1]
+            )
+        return self._dense[shapes_and_dtype]
 
 
-def sparse_calls(
+def make_sparse_functions(
     call: Call, layer: LayerContext, config: CabConfig
 ) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
     """Return two functions to time: one selects blocks, the other attends to these blocks.
@@ -163,8 +173,8 @@ def sparse_calls(
         Two functions without arguments; None if the layer attends densely with ``config``.
     """
     q, k, v = call.q, call.k, call.v
-    work = Workload.of(q, k, v, (config.query_block, config.key_block))
-    chosen_route = route(call.mask, config, work, sparse=True, layer=call.layer)
+    workload = Workload.of(q, k, v, (config.query_block, config.key_block))
+    chosen_route = route(call.mask, config, workload, sparse=True, layer=call.layer)
     if chosen_route.method != "sparse":
         return None
     predict = partial(make_predictor(config), q, k, layer)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from cab_hf.calibration.density import require_target
+from cab_hf.calibration.density import require_reachable_target
 from cab_hf.config import CabConfig
-from cab_hf.data.documents import Document, recall_document
+from cab_hf.data.documents import Document, make_recall_document
 from cab_hf.data.needles import split_sentences
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import FIGURE, PROG, Row
@@ -25,7 +25,7 @@ from cab_hf.eval.haystack import read_text
 from cab_hf.eval.methods import with_known_predictor
 from cab_hf.eval.on_model import OnModelSettings, refusing, require_positions
 from cab_hf.eval.report import grouped, markdown_table
-from cab_hf.experiment.log import writing
+from cab_hf.experiment.log import convert_write_errors
 from cab_hf.experiment.models import load_model, load_tokenizer
 from cab_hf.experiment.offline_models import built_in_text
 from cab_hf.experiment.settings import (
@@ -74,16 +74,20 @@ class Settings(OnModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check = partial(require, self)
+        require_setting = partial(require, self)
         for text in self.texts:
             is_file = text == BUILT_IN or Path(text).is_file()
-            check("texts", is_file, f"UTF-8 files or {BUILT_IN}", text)
-        check("texts", self.texts and self.text, f"UTF-8 files or {BUILT_IN}")
-        targets = self.target_densities
-        check("target_densities", targets and all(0 < d <= 1 for d in targets), "in (0, 1]")
-        check("anchors", self.anchors >= 0, "a number of layers, or 0")
-        check("length", self.length > 0, "a number of tokens")
-        check("documents", self.documents > 0, "at least 1")
+            require_setting("texts", is_file, f"UTF-8 files or {BUILT_IN}", text)
+        require_setting("texts", self.texts and self.text, f"UTF-8 files or {BUILT_IN}")
+        target_densities = self.target_densities
+        require_setting(
+            "target_densities",
+            target_densities and all(0 < d <= 1 for d in target_densities),
+            "in (0, 1]",
+        )
+        require_setting("anchors", self.anchors >= 0, "a number of layers, or 0")
+        require_setting("length", self.length > 0, "a number of tokens")
+        require_setting("documents", self.documents > 0, "at least 1")
         _ = self.cab_config  # raises an error for fields that CabConfig refuses
 
     @cached_property
@@ -110,7 +114,7 @@ def main(words: Sequence[str]) -> int:
     require_positions(settings, "length", settings.length)
     tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
     with refusing("length"):
-        document = recall_document(
+        document = make_recall_document(
             tokenizer=tokenizer,
             sentences=split_sentences(settings.text),
             length=settings.length,
@@ -119,34 +123,40 @@ def main(words: Sequence[str]) -> int:
             seed=settings.seed,
         )
     with refusing("target_densities"):
-        for target in settings.target_densities:
-            require_target(settings.cab_config, target, settings.length)
-    with writing(out):
+        for target_density in settings.target_densities:
+            require_reachable_target(settings.cab_config, target_density, settings.length)
+    with convert_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     try:
-        rows = _calibrated(settings, tokenizer, document, out)
-        shares = {(row["target"], float(row["layer"])): row["density"] for row in rows}
-        with writing(out / FIGURE):
-            charts.heatmap(out / FIGURE, {"density": shares}, "target density", "layer")
+        rows = _calibrate_targets(settings, tokenizer, document, out)
+        density_by_target_and_layer = {
+            (row["target"], float(row["layer"])): row["density"] for row in rows
+        }
+        with convert_write_errors(out / FIGURE):
+            charts.draw_heatmap(
+                out / FIGURE, {"density": density_by_target_and_layer}, "target density", "layer"
+            )
     finally:
         if not any(out.iterdir()):
             out.rmdir()
-    targets = []
-    for layers in grouped(rows, ["target"]):
-        densities = [row["density"] for row in layers]
+    summary_rows = []
+    for layer_rows in grouped(rows, ["target"]):
+        densities = [row["density"] for row in layer_rows]
         summary = {
             "density": fmean(densities),
             "least": min(densities),
             "most": max(densities),
         }
-        targets.append({**layers[0], **summary})
+        summary_rows.append({**layer_rows[0], **summary})
     columns = ["target", "mass_threshold", "density", "least", "most", "config"]
-    print(markdown_table(targets, columns))
+    print(markdown_table(summary_rows, columns))
     print(f"\nfigure: {out / FIGURE}")
     return 0
 
 
-def _calibrated(settings: Settings, tokenizer: Any, document: Document, out: Path) -> list[Row]:
+def _calibrate_targets(
+    settings: Settings, tokenizer: Any, document: Document, out: Path
+) -> list[Row]:
     """Calibrate the model for each target density, and save the configs in ``out``.
 
     Args:
@@ -164,13 +174,13 @@ def _calibrated(settings: Settings, tokenizer: Any, document: Document, out: Pat
     )
     tokens = torch.tensor([document.tokens], device=model.device)
     rows = []
-    for target in settings.target_densities:
+    for target_density in settings.target_densities:
         with refusing("model"):
             config = calibrate(
                 model,
                 tokenizer,
                 settings.text,
-                target,
+                target_density,
                 config=settings.cab_config,
                 anchors=settings.anchors or None,
                 length=settings.length,
@@ -181,9 +191,9 @@ def _calibrated(settings: Settings, tokenizer: Any, document: Document, out: Pat
                 stats(model, reset=True)
                 model(tokens, use_cache=False, logits_to_keep=1)
                 sparse_layers = [row for row in stats(model) if row["density"] is not None]
-        path = out / f"cab_config-{target:g}.json"
-        with writing(path):
+        path = out / f"cab_config-{target_density:g}.json"
+        with convert_write_errors(path):
             config.save(path)
-        fields = {"target": target, "mass_threshold": f"{config.mass_threshold:g}"}
-        rows += [{**fields, **row, "config": path} for row in sparse_layers]
+        target_fields = {"target": target_density, "mass_threshold": f"{config.mass_threshold:g}"}
+        rows += [{**target_fields, **row, "config": path} for row in sparse_layers]
     return rows

@@ -10,11 +10,15 @@ from typing import Any
 from cab_hf.experiment.figure import figure
 
 GREYS = ("black", "dimgrey", "darkgrey", "silver", "gainsboro", "tan", "wheat")
-WIDEST_GRIDS = 24  # largest total number of columns of the heat maps that are drawn side by side
-MOST_WRITTEN = 20  # cells of heat maps with more columns show a colour only, without a number
+MAX_GRID_COLUMNS = (
+    24  # largest total number of columns of the heat maps that are drawn side by side
+)
+MAX_ANNOTATED_COLUMNS = (
+    20  # cells of heat maps with more columns show a colour only, without a number
+)
 
 
-def line(
+def draw_line(
     axis: Any,
     rows: Sequence[Mapping[str, Any]],
     value: Callable[[Mapping[str, Any]], float | None],
@@ -29,13 +33,13 @@ def line(
         style: keyword arguments of matplotlib's `plot`.
     """
     # a logarithmic axis cannot show 0
-    drawn = [row for row in rows if value(row)]
-    if drawn:
-        lengths, heights = [row["length"] for row in drawn], [value(row) for row in drawn]
-        axis.plot(lengths, heights, **{"marker": "o", "markersize": 4, **style})
+    drawn_rows = [row for row in rows if value(row)]
+    if drawn_rows:
+        lengths, values = [row["length"] for row in drawn_rows], [value(row) for row in drawn_rows]
+        axis.plot(lengths, values, **{"marker": "o", "markersize": 4, **style})
 
 
-def over_tokens(
+def format_token_axes(
     axis: Any,
     lengths: Sequence[int],
     title: str,
@@ -61,8 +65,8 @@ def over_tokens(
     axis.set_ylabel(label)
     axis.set_xscale("log", base=2)
     axis.set_xlabel("tokens")
-    axis.set_xticks(spaced_ticks(lengths))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: token_label(length)))
+    axis.set_xticks(choose_ticks(lengths))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: format_tokens(length)))
     axis.xaxis.set_minor_formatter(NullFormatter())
     if log:
         axis.set_yscale("log")
@@ -78,14 +82,18 @@ def over_tokens(
         axis.legend(fontsize=8, handlelength=3)
 
 
-def spaced_ticks(lengths: Iterable[float]) -> list[float]:
+def choose_ticks(lengths: Iterable[float]) -> list[float]:
     """Return ascending ticks, without each length whose label would overlap the next label."""
     ascending = sorted(set(lengths))
-    following = [*ascending[1:], math.inf]
-    return [tick for tick, after in zip(ascending, following, strict=True) if after > 1.2 * tick]
+    next_lengths = [*ascending[1:], math.inf]
+    return [
+        tick
+        for tick, next_length in zip(ascending, next_lengths, strict=True)
+        if next_length > 1.2 * tick
+    ]
 
 
-def token_label(length: float) -> str:
+def format_tokens(length: float) -> str:
     """Format a number of tokens as 512, 64k or 1M."""
     for size, letter in ((2**20, "M"), (2**10, "k")):
         if length >= size:
@@ -93,7 +101,7 @@ def token_label(length: float) -> str:
     return f"{length:g}"
 
 
-def heatmap(
+def draw_heatmap(
     path: Path | str,
     panels: Mapping[str, Mapping[tuple[float, float], float]],
     x_label: str,
@@ -102,7 +110,7 @@ def heatmap(
     """Draw one heat map per panel, of values from 0 to 1.
 
     All panels have the same axes. Cells also show their value as a percentage if a panel has at
-    most `MOST_WRITTEN` columns.
+    most `MAX_ANNOTATED_COLUMNS` columns.
 
     Args:
         path: the file to write.
@@ -110,29 +118,29 @@ def heatmap(
         x_label: label of the horizontal axes.
         y_label: label of the vertical axes.
     """
-    cells = {cell for grid in panels.values() for cell in grid}
+    cells = {cell for cell_values in panels.values() for cell in cell_values}
     xs, ys = (sorted({cell[axis] for cell in cells}) for axis in (0, 1))
-    num_rows = -(-len(panels) // max(2, WIDEST_GRIDS // (len(xs) + 1)))
+    num_rows = -(-len(panels) // max(2, MAX_GRID_COLUMNS // (len(xs) + 1)))
     num_columns = -(-len(panels) // num_rows)
-    is_annotated = len(xs) <= MOST_WRITTEN
-    width = 0.5 if is_annotated else 0.22
-    height = 1.2 + num_rows * (0.4 + 0.22 * len(ys))
-    size = (1.6 + num_columns * (0.6 + width * len(xs)), height)
-    with figure(path, num_rows, num_columns, figsize=size, sharey=True) as axes:
+    is_annotated = len(xs) <= MAX_ANNOTATED_COLUMNS
+    cell_width = 0.5 if is_annotated else 0.22
+    figure_height = 1.2 + num_rows * (0.4 + 0.22 * len(ys))
+    figure_size = (1.6 + num_columns * (0.6 + cell_width * len(xs)), figure_height)
+    with figure(path, num_rows, num_columns, figsize=figure_size, sharey=True) as axes:
         for axis in axes.flat[len(panels) :]:
             axis.set_visible(False)
         for axis, (title, shares) in zip(axes.flat, panels.items(), strict=False):
-            grid = [[shares.get((x, y), math.nan) for x in xs] for y in ys]
-            image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+            cell_values = [[shares.get((x, y), math.nan) for x in xs] for y in ys]
+            image = axis.imshow(cell_values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
             axis.set_title(title, fontsize=9)
             axis.set_xticks(range(len(xs)), [f"{round(x, 2):g}" for x in xs], fontsize=7)
             axis.set_yticks(range(len(ys)), [f"{round(y, 2):g}" for y in ys], fontsize=7)
             for (x, y), share in shares.items() if is_annotated else ():
                 position = (xs.index(x), ys.index(y))
-                ink = "white" if share < 0.6 else "black"
-                style = {"ha": "center", "va": "center", "fontsize": 6, "color": ink}
+                text_colour = "white" if share < 0.6 else "black"
+                style = {"ha": "center", "va": "center", "fontsize": 6, "color": text_colour}
                 axis.annotate(f"{share:.0%}", position, **style)
-        drawing = axes[0, 0].figure
-        drawing.supxlabel(x_label, fontsize=9)
-        drawing.supylabel(y_label, fontsize=9)
-        drawing.colorbar(image, ax=axes, label="share")
+        whole_figure = axes[0, 0].figure
+        whole_figure.supxlabel(x_label, fontsize=9)
+        whole_figure.supylabel(y_label, fontsize=9)
+        whole_figure.colorbar(image, ax=axes, label="share")

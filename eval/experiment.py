@@ -20,27 +20,27 @@ from typing import Any, ClassVar
 from tqdm import tqdm
 
 from cab_hf import __version__
-from cab_hf.config import OLD_OUTLIERS, CabConfig
+from cab_hf.config import OLD_OUTLIER_FIELD, CabConfig
 from cab_hf.eval import report
-from cab_hf.eval.archive import ARCHIVED, ArchivedRun
+from cab_hf.eval.archive import REMOVED_COMMANDS, ArchivedRun
 from cab_hf.experiment.log import (
     Log,
     LogError,
-    as_json,
+    convert_write_errors,
     file_exists,
     read_file,
     read_log,
+    to_json,
     write_atomically,
-    writing,
 )
 from cab_hf.experiment.provenance import provenance
-from cab_hf.experiment.settings import UsageError, read_settings, spelled
+from cab_hf.experiment.settings import UsageError, read_settings, to_command_line
 
 PROG = "python -m cab_hf.eval"
 SAMPLES, RESULTS, CSV = "samples.jsonl", "results.json", "results.csv"
 REPORT, FIGURE = "report.md", "figure.png"
 # fields that number repetitions; cases that differ only in these fields belong to one cell
-REPEATED = ("depth", "index")
+REPETITION_FIELDS = ("depth", "index")
 Row = Mapping[str, Any]
 
 
@@ -87,9 +87,11 @@ class Experiment(ABC):
 
         A run can continue a log only if their headers are equal.
         """
-        recorded = self.recorded()
-        fixed = {name: recorded[name] for name in recorded if name not in self.GROWS}
-        return {"experiment": self.name, **fixed}
+        recorded_settings = self.recorded()
+        fixed_settings = {
+            name: recorded_settings[name] for name in recorded_settings if name not in self.GROWS
+        }
+        return {"experiment": self.name, **fixed_settings}
 
     def log(self, path: Path) -> Log:
         """Open the log of samples at ``path``."""
@@ -158,18 +160,20 @@ class Experiment(ABC):
 
     def measure_missing(self, log: Log) -> bool:
         """Measure the cases that ``log`` lacks; return True if at least one case was missing."""
-        num_before = len(log.records)
+        num_logged = len(log.records)
         # smoothing=0 estimates the remaining time from all cases, because the times of cells differ
-        with tqdm(total=self.expected(), unit="case", smoothing=0) as bar:
+        with tqdm(total=self.expected(), unit="case", smoothing=0) as progress_bar:
             for case in self.cases(log.records):
                 if case in log:
                     # an earlier run measured the case
-                    bar.initial += 1
+                    progress_bar.initial += 1
                 else:
-                    bar.set_description(", ".join(f"{name} {case[name]}" for name in self.CASE))
+                    progress_bar.set_description(
+                        ", ".join(f"{name} {case[name]}" for name in self.CASE)
+                    )
                     log.append(self.sample(case))
-                bar.update()
-        return len(log.records) > num_before
+                progress_bar.update()
+        return len(log.records) > num_logged
 
     @staticmethod
     @abstractmethod
@@ -204,7 +208,7 @@ class Experiment(ABC):
     @classmethod
     def commands(cls, settings: Row) -> list[str]:
         """Return the command lines that repeat a run with the recorded ``settings``."""
-        arguments = f"{cls.name} {shlex.join(spelled(settings, cls.Settings))}".strip()
+        arguments = f"{cls.name} {shlex.join(to_command_line(settings, cls.Settings))}".strip()
         return [f"{program} {arguments}" for program in cls.programs(settings)]
 
     @staticmethod
@@ -230,20 +234,22 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
     out = Path(experiment.settings.out)
     _refuse_files_of_other_runs(out)
     experiment.check()
-    kind = type(experiment)
+    experiment_class = type(experiment)
     with experiment.log(out / SAMPLES) as log:
-        earlier = read_provenance(out)
-        is_new = experiment.measure_missing(log)
+        earlier_provenance = read_provenance(out)
+        has_new_samples = experiment.measure_missing(log)
         failures = log.failures
-        reasons = _reasons(kind, failures)
+        reasons = _join_reasons(experiment_class, failures)
         if failures and not log.records:
             raise UsageError(
                 f"no case could be measured: {reasons}. Give shorter lengths, or use a device with "
                 "more memory, on which the same command continues."
             )
-        provenance_record = _provenance(experiment, earlier, log.started, is_new)
-        rows = _write(
-            kind=kind,
+        provenance_record = _merge_provenance(
+            experiment, earlier_provenance, log.started, has_new_samples
+        )
+        rows = _write_files(
+            kind=experiment_class,
             out=out,
             samples=log.records,
             failures=failures,
@@ -254,7 +260,10 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
             f"\n{len(failures)} cases failed ({reasons}). The report lists them, and the same "
             "command tries them again."
         )
-    print("\n" + "\n\n".join([*summary(kind, rows), *provenance_record.get("repeated", ())]))
+    print(
+        "\n"
+        + "\n\n".join([*summary(experiment_class, rows), *provenance_record.get("repeated", ())])
+    )
     print(f"\nfigure: {out / FIGURE}\nreport: {out / REPORT}")
     return rows
 
@@ -265,16 +274,16 @@ def named(name: str) -> type[Experiment]:
     Raises:
         ValueError: the experiment was removed.
     """
-    if name in ARCHIVED:
+    if name in REMOVED_COMMANDS:
         raise ValueError(
             f"experiment must exist, got {name!r}, which was removed. Check out the commit of the "
-            f"run, or use {ARCHIVED[name]}."
+            f"run, or use {REMOVED_COMMANDS[name]}."
         )
     module = name.replace(" ", ".").replace("-", "_")
     return importlib.import_module(f"cab_hf.eval.{module}").EXPERIMENT
 
 
-def kind_of(record: Row, folder: Path) -> type[Experiment] | ArchivedRun:
+def find_experiment_class(record: Row, folder: Path) -> type[Experiment] | ArchivedRun:
     """Return the class of the experiment that wrote results, or an `ArchivedRun` in its place.
 
     An `ArchivedRun` replaces the class of a removed experiment.
@@ -284,7 +293,7 @@ def kind_of(record: Row, folder: Path) -> type[Experiment] | ArchivedRun:
         folder: folder of the results.
     """
     name = record["experiment"]
-    return ArchivedRun.read(name, folder / REPORT) if name in ARCHIVED else named(name)
+    return ArchivedRun.read(name, folder / REPORT) if name in REMOVED_COMMANDS else named(name)
 
 
 def render(folder: Path | str) -> list[dict[str, Any]]:
@@ -293,17 +302,21 @@ def render(folder: Path | str) -> list[dict[str, Any]]:
     provenance_record = read_provenance(folder)
     if provenance_record is None:
         raise LogError(f"{folder} has no {RESULTS}. Let its run finish.")
-    kind = named(provenance_record["experiment"])
+    experiment_class = named(provenance_record["experiment"])
     _, records = read_log(
         folder / SAMPLES,
-        key=kind.CASE,
-        added=kind.ADDED,
-        failed=kind.FAILED,
-        fields_of=kind.fields_of,
+        key=experiment_class.CASE,
+        added=experiment_class.ADDED,
+        failed=experiment_class.FAILED,
+        fields_of=experiment_class.fields_of,
     )
-    failures = [record for record in records if kind.FAILED and record.get(kind.FAILED)]
-    return _write(
-        kind=kind,
+    failures = [
+        record
+        for record in records
+        if experiment_class.FAILED and record.get(experiment_class.FAILED)
+    ]
+    return _write_files(
+        kind=experiment_class,
         out=folder,
         # `read_log` returns failures last
         samples=records[: len(records) - len(failures)],
@@ -345,12 +358,14 @@ def _refuse_files_of_other_runs(out: Path) -> None:
             )
 
 
-def _reasons(kind: type[Experiment], failures: Sequence[Row]) -> str:
+def _join_reasons(kind: type[Experiment], failures: Sequence[Row]) -> str:
     """Return the distinct reasons of failed cases, separated by semicolons."""
     return "; ".join(dict.fromkeys(str(sample[kind.FAILED]) for sample in failures))
 
 
-def _provenance(experiment: Experiment, earlier: Row | None, started: str, is_new: bool) -> Row:
+def _merge_provenance(
+    experiment: Experiment, earlier: Row | None, started: str, is_new: bool
+) -> Row:
     """Return the provenance of the last run that added samples.
 
     Its settings in `GROWS` are merged with those of earlier runs: the union of lists, and the
@@ -366,18 +381,20 @@ def _provenance(experiment: Experiment, earlier: Row | None, started: str, is_ne
     record = json.loads(json.dumps(experiment.provenance(started)))
     if earlier is None:
         return record
-    if repeated := dict.fromkeys([*earlier.get("repeated", ()), *record.get("repeated", ())]):
-        record["repeated"] = list(repeated)
+    if repetition_notes := dict.fromkeys(
+        [*earlier.get("repeated", ()), *record.get("repeated", ())]
+    ):
+        record["repeated"] = list(repetition_notes)
     for name in experiment.GROWS:
-        old, new = earlier["settings"].get(name), record["settings"].get(name)
-        if isinstance(old, list):
-            record["settings"][name] = list(dict.fromkeys([*old, *new]))
-        elif isinstance(old, int):
-            record["settings"][name] = max(old, new)
+        old_value, new_value = earlier["settings"].get(name), record["settings"].get(name)
+        if isinstance(old_value, list):
+            record["settings"][name] = list(dict.fromkeys([*old_value, *new_value]))
+        elif isinstance(old_value, int):
+            record["settings"][name] = max(old_value, new_value)
     return record if is_new or record["settings"] != earlier["settings"] else earlier
 
 
-def _write(
+def _write_files(
     kind: type[Experiment],
     out: Path,
     samples: Sequence[Row],
@@ -390,28 +407,30 @@ def _write(
     reasons.
     """
     record = {name: value for name, value in provenance_record.items() if name != "failed"}
-    names = [name for name in kind.CASE if name not in REPEATED]
+    names = [name for name in kind.CASE if name not in REPETITION_FIELDS]
     if cells := report.grouped(failures, names):
         record["failed"] = [
             {
                 **{name: cell[0][name] for name in names},
                 "cases": len(cell),
-                "why": _reasons(kind, cell),
+                "why": _join_reasons(kind, cell),
             }
             for cell in cells
         ]
-    rows = _rows(kind, samples, record["settings"], out / SAMPLES)
+    rows = _compute_rows(kind, samples, record["settings"], out / SAMPLES)
     # turn tuples into lists, so that report and figure see the rows as results.json contains them
-    rows = json.loads(as_json(rows, out / RESULTS))
-    with writing(out):
+    rows = json.loads(to_json(rows, out / RESULTS))
+    with convert_write_errors(out):
         report.write_results(out, rows, record)
         write_atomically(out / CSV, report.as_csv(rows))
         kind.draw(out / FIGURE, rows)
-        write_atomically(out / REPORT, report_text(kind, rows, record))
+        write_atomically(out / REPORT, render_report(kind, rows, record))
     return rows
 
 
-def _rows(kind: type[Experiment], samples: Sequence[Row], settings: Row, path: Path) -> list[Row]:
+def _compute_rows(
+    kind: type[Experiment], samples: Sequence[Row], settings: Row, path: Path
+) -> list[Row]:
     """Return the rows of an experiment.
 
     Raises:
@@ -434,20 +453,22 @@ def summary(kind: type[Experiment] | ArchivedRun, rows: Sequence[Row]) -> list[s
     return list(filter(None, paragraphs))
 
 
-def report_text(kind: type[Experiment] | ArchivedRun, rows: Sequence[Row], provenance: Row) -> str:
+def render_report(
+    kind: type[Experiment] | ArchivedRun, rows: Sequence[Row], provenance: Row
+) -> str:
     """Return the content of ``report.md`` for rows and provenance of ``results.json``."""
     if isinstance(kind, ArchivedRun):
         return kind.report
-    others = [*list(kind.tables(rows).items())[1:], *unmeasured(provenance).items()]
+    other_tables = [*list(kind.tables(rows).items())[1:], *make_failed_table(provenance).items()]
     paragraphs = [
         f"# {kind.title}",
         *summary(kind, rows),
         *provenance.get("repeated", ()),
         f"![{kind.caption}]({FIGURE})",
-        *(f"## {heading}\n\n{table}" for heading, table in others),
+        *(f"## {heading}\n\n{table}" for heading, table in other_tables),
         kind.notes(provenance["settings"]),
         *configs(provenance["settings"]),
-        f"{made_on(provenance)}:",
+        f"{describe_run(provenance)}:",
         command(kind, provenance["settings"]),
     ]
     return "\n\n".join(paragraphs) + "\n"
@@ -455,21 +476,21 @@ def report_text(kind: type[Experiment] | ArchivedRun, rows: Sequence[Row], prove
 
 # The default config of earlier versions, as far as it differs from the current default. These
 # versions scored typical queries on every key.
-EARLIER_DEFAULT = {
-    OLD_OUTLIERS: 16,
+EARLIER_DEFAULT_FIELDS = {
+    OLD_OUTLIER_FIELD: 16,
     "typical_queries": 8,
     "mass_threshold": 0.0025,
     "share_threshold": 0.05,
 }
 
 
-def unmeasured(provenance: Row) -> dict[str, str]:
+def make_failed_table(provenance: Row) -> dict[str, str]:
     """Return heading -> table of the failed cells; {} if no cell failed."""
     cells = provenance.get("failed")
     return {"Not measured yet": report.markdown_table(cells, list(cells[0]))} if cells else {}
 
 
-def made_on(provenance: Row) -> str:
+def describe_run(provenance: Row) -> str:
     """Return device, versions, commit and time of a run, as a sentence without a full stop."""
     packages = [f"{name} {version}" for name, version in provenance["versions"].items()]
     packages += [*provenance.get("baselines", {}).values(), *provenance.get("environment", ())]
@@ -489,11 +510,13 @@ def configs(settings: Row) -> list[str]:
     sentences = []
     for name, config in config_by_method.items():
         if config and has_current_fields(config):
-            changed = json.dumps(unlike_default(config))
-            default = f"the default of cab_hf {__version__}"
+            changed_fields = json.dumps(find_changed_fields(config))
+            default_name = f"the default of cab_hf {__version__}"
             if is_earlier(config):
-                default = "the earlier default (8 typical queries on every key)"
-            sentences.append(f"Config of {name}: `{changed}`, other fields as in {default}")
+                default_name = "the earlier default (8 typical queries on every key)"
+            sentences.append(
+                f"Config of {name}: `{changed_fields}`, other fields as in {default_name}"
+            )
         elif config:
             sentences.append(f"Config of {name}: `{json.dumps(config)}`")
     return sentences
@@ -504,32 +527,34 @@ def has_current_fields(config: Row) -> bool:
 
     A field may have its current name, or its name in the version `is_earlier`.
     """
-    accepted = {field.name for field in fields(CabConfig)} | default_of(config).keys()
-    return without_unset_share(config).keys() <= accepted
+    accepted_names = {field.name for field in fields(CabConfig)} | get_default_fields(config).keys()
+    return drop_unset_share(config).keys() <= accepted_names
 
 
 def is_earlier(config: Row) -> bool:
     """Return True for a recorded config of versions that scored typical queries on every key."""
-    return OLD_OUTLIERS in config
+    return OLD_OUTLIER_FIELD in config
 
 
-def default_of(config: Row) -> dict[str, Any]:
+def get_default_fields(config: Row) -> dict[str, Any]:
     """Return the fields of the default config of the version that recorded ``config``."""
     default = CabConfig().to_dict()
     if not is_earlier(config):
         return default
-    later = {"outlier_queries", "typical_key_stride"}
-    return {name: x for name, x in default.items() if name not in later} | EARLIER_DEFAULT
+    later_fields = {"outlier_queries", "typical_key_stride"}
+    return {
+        name: value for name, value in default.items() if name not in later_fields
+    } | EARLIER_DEFAULT_FIELDS
 
 
-def without_unset_share(config: Row) -> dict[str, Any]:
+def drop_unset_share(config: Row) -> dict[str, Any]:
     """Return a recorded config without ``top_p=None``, a renamed field that was not set."""
     return {name: value for name, value in config.items() if (name, value) != ("top_p", None)}
 
 
-def unlike_default(config: Row) -> dict[str, Any]:
+def find_changed_fields(config: Row) -> dict[str, Any]:
     """Return the fields of a recorded config that differ from the default of the same version."""
-    default = default_of(config)
+    default = get_default_fields(config)
     return {name: value for name, value in config.items() if value != default.get(name)}
 
 

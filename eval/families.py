@@ -25,26 +25,26 @@ TOKENS, PADDING = 150, 43
 DOCUMENTS = (70, 1, 79)
 TEXT, PACKED = "one text", "packed"
 # a config that keeps all blocks; blocks are small, so that a short sequence has many blocks
-FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
+FULL_CONFIG = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
 # Largest accepted differences. ``difference`` is the absolute difference of logits in one process.
 # The others are relative to the largest value, for a training step over ranks.
-LIMITS = {"difference": 1e-4, "loss": 1e-5, "logits": 1e-5, "gradients": 1e-5}
+DIFFERENCE_LIMITS = {"difference": 1e-4, "loss": 1e-5, "logits": 1e-5, "gradients": 1e-5}
 # The error of a gradient is divided by the gradient's largest value, or by this fraction of the
 # largest value of all gradients if the fraction is larger.
-LEAST_SCALE = 1e-6
+MIN_GRADIENT_SCALE = 1e-6
 # environment variable that names the folder for all results of a sweep
-FOLDER = "MODEL_SWEEP"
+FOLDER_VARIABLE = "MODEL_SWEEP"
 # Tested variants of a model. In one process, ``by_name`` loads the model with
 # attn_implementation="cab" and ``applied`` calls `apply_cab`; over ranks, ``plain`` calls
 # `apply_cab`. ``windowed`` also adds sliding windows, and ``dynamic`` adds dynamic RoPE. Types that
 # have these by default, or do not support them, lack the variant.
-PARTS = ("by_name", "applied", "plain", "windowed", "dynamic")
-EXACT, REFUSED, IN_PART = "exact", "refused", "refused in part"
-NOT_OURS, WRONG, FAILS, NOT_BUILT = "not reached", "WRONG", "fails", "not built"
+VARIANTS = ("by_name", "applied", "plain", "windowed", "dynamic")
+EXACT, REFUSED, REFUSED_IN_PART = "exact", "refused", "refused in part"
+NOT_REACHED, WRONG, FAILS, NOT_BUILT = "not reached", "WRONG", "fails", "not built"
 # all verdicts, the worst first
-VERDICTS = (WRONG, FAILS, NOT_OURS, IN_PART, REFUSED, EXACT, NOT_BUILT)
+VERDICTS = (WRONG, FAILS, NOT_REACHED, REFUSED_IN_PART, REFUSED, EXACT, NOT_BUILT)
 # field of a row -> (heading of its column, and the field or function that returns the cell)
-DETAILS = {
+DETAIL_COLUMNS = {
     "model_type": ("type", "model_type"),
     "by_name": ("by name", "by_name"),
     "applied": ("apply_cab", "applied"),
@@ -82,7 +82,7 @@ class Settings:
 class Families(Experiment):
     """The test of all model types.
 
-    A case is a model type, and its sample contains the outcome of each variant in `PARTS`.
+    A case is a model type, and its sample contains the outcome of each variant in `VARIANTS`.
     """
 
     name = "families"
@@ -95,70 +95,75 @@ class Families(Experiment):
     @classmethod
     def commands(cls, settings: Mapping[str, Any]) -> list[str]:
         ranks = settings["ranks"]
-        test = "python -m pytest -m slow tests/test_families.py"
-        return [f"{FOLDER}=FOLDER {test} -k 'attends_exactly and ranks-{ranks}'"]
+        test_command = "python -m pytest -m slow tests/test_families.py"
+        return [f"{FOLDER_VARIABLE}=FOLDER {test_command} -k 'attends_exactly and ranks-{ranks}'"]
 
     @classmethod
     def rows(cls, samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the row of each type (`judged`), sorted by type."""
-        return [judged(sample) for sample in sorted(samples, key=itemgetter("model_type"))]
+        """Return the row of each type (`make_row`), sorted by type."""
+        return [make_row(sample) for sample in sorted(samples, key=itemgetter("model_type"))]
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
         """Return a table of the number of types per verdict, and tables of types by verdict."""
-        overview = []
+        overview_rows = []
         for verdict in VERDICTS:
             types = [row["model_type"] for row in rows if row["verdict"] == verdict]
             if types:
                 names = ", ".join(types)
-                overview.append({"verdict": verdict, "types": len(types), "which": names})
-        tables = {"Types": markdown_table(overview, ["verdict", "types", "which"])}
+                overview_rows.append({"verdict": verdict, "types": len(types), "which": names})
+        tables = {"Types": markdown_table(overview_rows, ["verdict", "types", "which"])}
         fields = {name for row in rows for name in row}
-        details = dict(DETAILS[name] for name in DETAILS if name in fields)
+        details = dict(DETAIL_COLUMNS[name] for name in DETAIL_COLUMNS if name in fields)
         for heading, verdicts, columns in (
-            ("Not as they should", (WRONG, FAILS, NOT_OURS, IN_PART), details),
+            ("Not as they should", (WRONG, FAILS, NOT_REACHED, REFUSED_IN_PART), details),
             ("Exact", (EXACT,), details),
             ("Refused", (REFUSED,), {"type": "model_type", "model": "model", "because": "said"}),
             ("Not built", (NOT_BUILT,), {"type": "model_type", "because": "said"}),
         ):
-            chosen = [row for row in rows if row["verdict"] in verdicts]
-            if chosen:
-                tables[heading] = markdown_table(chosen, columns)
+            verdict_rows = [row for row in rows if row["verdict"] in verdicts]
+            if verdict_rows:
+                tables[heading] = markdown_table(verdict_rows, columns)
         return tables
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        count = Counter(row["verdict"] for row in rows)
-        built = len(rows) - count[NOT_BUILT]
-        wrong = built - count[EXACT] - count[REFUSED]
+        num_types = Counter(row["verdict"] for row in rows)
+        num_built = len(rows) - num_types[NOT_BUILT]
+        num_wrong = num_built - num_types[EXACT] - num_types[REFUSED]
         return [
-            f"Of {len(rows)} types {built} could be built: {count[EXACT]} attend exactly, "
-            f"{count[REFUSED]} raise an error that gives the reason, {wrong or 'none'} do "
+            f"Of {len(rows)} types {num_built} could be built: {num_types[EXACT]} attend exactly, "
+            f"{num_types[REFUSED]} raise an error that gives the reason, {num_wrong or 'none'} do "
             "anything else."
         ]
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
         ranks = settings["ranks"]
-        blocks = f"mass_threshold 0 and blocks of {FULL.query_block} x {FULL.key_block}"
+        block_settings = (
+            f"mass_threshold 0 and blocks of {FULL_CONFIG.query_block} x {FULL_CONFIG.key_block}"
+        )
         if ranks == 1:
-            method = (
+            method_description = (
                 f"is called with {TOKENS} tokens in float32, plain, with {PADDING} tokens of "
                 "padding left and right, and packed as documents of "
                 f"{', '.join(map(str, DOCUMENTS))} tokens by position_ids: alone, with a mask of "
                 "ones and with a cache. Its logits are compared with those of its own "
-                f"implementation, whose masks separate the documents, at {blocks}: loaded with "
+                f"implementation, whose masks separate the documents, at {block_settings}: "
+                "loaded with "
                 '`attn_implementation="cab"`, under `apply_cab`, and *windowed*: with sliding '
                 "windows too, for a type that supports them and has none by default. "
-                f"*{EXACT}*: all differences are at most {LIMITS['difference']:g}, and layers "
+                f"*{EXACT}*: all differences are at most {DIFFERENCE_LIMITS['difference']:g}, "
+                "and layers "
                 "attend through cab (`sparse` of them under a plan, the others in a sliding "
                 "window). Inputs whose padding a type reads with its own implementation are left "
                 "out."
             )
         else:
-            method = (
+            method_description = (
                 f"takes a training step of two rows of {TOKENS} tokens on {ranks} ranks (gloo), "
-                f"under `apply_cab` at {blocks}, inside `cab_hf.context_parallel`, in float64, or "
+                f"under `apply_cab` at {block_settings}, inside `cab_hf.context_parallel`, in "
+                "float64, or "
                 f"in float32 if its own code needs that. *{TEXT}*: one document, compared with "
                 f"the attention of the type in one process. *{PACKED}*: documents of "
                 f"{', '.join(map(str, DOCUMENTS))} tokens, compared with cab in one process. "
@@ -166,24 +171,27 @@ class Families(Experiment):
                 "replaces a loss that takes other labels. *windowed*: with sliding windows; "
                 "*dynamic*: with rotary frequencies that depend on the longest position; both "
                 f"for a type that supports them and has none by default. *{EXACT}*: loss, logits "
-                f"and the summed gradients of all parameters differ by at most {LIMITS['loss']:g} "
+                "and the summed gradients of all parameters differ by at most "
+                f"{DIFFERENCE_LIMITS['loss']:g} "
                 "of their largest value, and layers attend through cab. Gradients below "
-                f"{LEAST_SCALE:g} of the largest gradient of all count as that much."
+                f"{MIN_GRADIENT_SCALE:g} of the largest gradient of all count as that much."
             )
         return (
             "Every type of `AutoModelForCausalLM` is built with a few layers and random weights, "
-            f"and {method} *{NOT_OURS}*: the numbers agree, but no layer attends through cab. "
-            f"*{IN_PART}*: some inputs or builds raise an error that gives the reason. *{FAILS}*: "
+            f"and {method_description} *{NOT_REACHED}*: the numbers agree, but no layer attends "
+            "through cab. "
+            f"*{REFUSED_IN_PART}*: some inputs or builds raise an error that gives the reason. "
+            f"*{FAILS}*: "
             "any other error."
         )
 
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
         """Draw the number of types per verdict as bars."""
-        count = Counter(row["verdict"] for row in rows)
-        verdicts = [verdict for verdict in reversed(VERDICTS) if count[verdict]]
+        num_types = Counter(row["verdict"] for row in rows)
+        verdicts = [verdict for verdict in reversed(VERDICTS) if num_types[verdict]]
         with charts.figure(path, 1, 1, figsize=(6, 0.6 + 0.4 * len(verdicts))) as axes:
-            bars = axes[0, 0].barh(verdicts, [count[verdict] for verdict in verdicts])
+            bars = axes[0, 0].barh(verdicts, [num_types[verdict] for verdict in verdicts])
             axes[0, 0].bar_label(bars, padding=2)
             axes[0, 0].margins(x=0.1)
             axes[0, 0].set_xlabel("model types")
@@ -195,65 +203,78 @@ EXPERIMENT = Families
 # --- verdicts
 
 
-def judged(sample: Row) -> dict[str, Any]:
+def make_row(sample: Row) -> dict[str, Any]:
     """Return the row of a model type.
 
-    The row has the verdicts on the type and on its variants (`PARTS`), the first error message, and
-    the largest differences. ``layers`` counts the attention layers that attended through cab, and
-    ``sparse`` the layers that attended under a plan.
+    The row has the verdicts on the type and on its variants (`VARIANTS`), the first error message,
+    and the largest differences. ``layers`` counts the attention layers that attended through cab,
+    and ``sparse`` the layers that attended under a plan.
     """
     row = {name: sample.get(name) for name in ("model_type", "model")}
     if "not_built" in sample:
         return {**row, "verdict": NOT_BUILT, "said": sample["not_built"]}
     fields = {name: sample[name] for name in ("dtype", "reads_padding") if name in sample}
-    outcomes, counts = {}, {"layers": [0], "sparse": []}
-    for name in (name for name in PARTS if name in sample):
+    outcomes, layer_counts_by_field = {}, {"layers": [0], "sparse": []}
+    for name in (name for name in VARIANTS if name in sample):
         variant = sample[name]
         # samples of one process count the layers of all inputs together, samples of ranks per input
         outcome_by_input = variant.get("inputs", variant)
         outcomes[name] = [
             {"layers": variant.get("layers"), **outcome}
-            for kind, outcome in outcome_by_input.items()
-            if kind not in fields.get("reads_padding", ())
+            for input_name, outcome in outcome_by_input.items()
+            if input_name not in fields.get("reads_padding", ())
         ]
-        for field, layer_counts in counts.items():
+        for field, layer_counts in layer_counts_by_field.items():
             counted_outcomes = (variant, *outcome_by_input.values())
             layer_counts += [outcome[field] for outcome in counted_outcomes if field in outcome]
-    all_outcomes = [outcome for group in outcomes.values() for outcome in group]
+    all_outcomes = [
+        outcome for variant_outcomes in outcomes.values() for outcome in variant_outcomes
+    ]
     reasons = (outcome.get("refused") or outcome.get("failed") for outcome in all_outcomes)
     verdicts = {
-        name: worst_verdict(list(map(verdict_on, group))) for name, group in outcomes.items()
+        name: combine_verdicts(list(map(judge_outcome, variant_outcomes)))
+        for name, variant_outcomes in outcomes.items()
     }
     is_one_process = "reads_padding" in sample
-    limited = [name for name in LIMITS if (name == "difference") == is_one_process]
+    limited_fields = [
+        name for name in DIFFERENCE_LIMITS if (name == "difference") == is_one_process
+    ]
     differences = {
         name: max((outcome[name] for outcome in all_outcomes if name in outcome), default=None)
-        for name in limited
+        for name in limited_fields
     }
     return {
         **row,
-        "verdict": worst_verdict(list(verdicts.values())),
+        "verdict": combine_verdicts(list(verdicts.values())),
         **verdicts,
         "said": next(filter(None, reasons), None),
         **differences,
-        **{field: max(layer_counts) for field, layer_counts in counts.items() if layer_counts},
+        **{
+            field: max(layer_counts)
+            for field, layer_counts in layer_counts_by_field.items()
+            if layer_counts
+        },
         **fields,
     }
 
 
-def verdict_on(outcome: Row) -> str:
+def judge_outcome(outcome: Row) -> str:
     """Return the verdict on the outcome of one variant of a model for one kind of input."""
     if "refused" in outcome or "failed" in outcome:
         return REFUSED if "refused" in outcome else FAILS
-    if not all(outcome[name] <= limit for name, limit in LIMITS.items() if name in outcome):
+    if not all(
+        outcome[name] <= limit for name, limit in DIFFERENCE_LIMITS.items() if name in outcome
+    ):
         return WRONG
-    return EXACT if outcome["layers"] else NOT_OURS
+    return EXACT if outcome["layers"] else NOT_REACHED
 
 
-def worst_verdict(verdicts: Sequence[str]) -> str:
+def combine_verdicts(verdicts: Sequence[str]) -> str:
     """Return the verdict on several outcomes.
 
-    The verdict is `IN_PART` if some outcomes are `EXACT` and all others `REFUSED`, or else the
-    first in the order of `VERDICTS`.
+    The verdict is `REFUSED_IN_PART` if some outcomes are `EXACT` and all others `REFUSED`, or else
+    the first in the order of `VERDICTS`.
     """
-    return IN_PART if set(verdicts) == {EXACT, REFUSED} else min(verdicts, key=VERDICTS.index)
+    return (
+        REFUSED_IN_PART if set(verdicts) == {EXACT, REFUSED} else min(verdicts, key=VERDICTS.index)
+    )

@@ -25,87 +25,96 @@ import torch
 from torch import Tensor
 
 from cab_hf.config import CabConfig
-from cab_hf.data.documents import asked_document, plain_document, recall_document
+from cab_hf.data.documents import make_asked_document, make_plain_document, make_recall_document
 from cab_hf.data.needles import Span, Tokens
 from cab_hf.data.tasks import TASKS
 from cab_hf.eval import fidelity_figure, fidelity_report
-from cab_hf.eval.attention_time import REPORTED, AttentionClock, layer_bench
+from cab_hf.eval.attention_time import REPORTED_SHARES, AttentionClock, make_layer_bench
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.fidelity_report import CELL, attention_ms, cell_of, samples_for_density
+from cab_hf.eval.fidelity_report import (
+    CELL_FIELDS,
+    get_attention_ms,
+    get_cell,
+    select_density_samples,
+)
 from cab_hf.eval.fidelity_settings import (
     DENSITY,
-    OFF,
     TIME,
+    TOLERANCE,
     Settings,
-    kind_of,
-    without_folder,
+    drop_folder,
+    find_method_class,
 )
 from cab_hf.eval.haystack import Haystack, parse_depths, read_sentences
 from cab_hf.eval.long_run import MATCH, LongRun
 from cab_hf.eval.methods import CACHES, Cab, Dense, Method, logged_config
-from cab_hf.eval.on_model import realised_density, refusing
+from cab_hf.eval.on_model import average_sparse_density, refusing
 from cab_hf.eval.probes import (
     CONTINUATION,
-    CONTINUED,
     CONTINUED_SHARE,
     DECODE,
     DECODE_ASKED,
     DECODES,
     GREEDY,
+    MAX_BATCH_TOKENS,
     NAMED_KEYS,
     NOISE,
+    NUM_CONTINUED,
+    PASSKEY_PROBES,
     PERPLEXITIES,
     PERPLEXITY,
     PROBES,
-    PROMPTED,
     QUESTION_FIRST,
     RECALL_BORDER,
     RECALLS,
-    TOKENS_AT_ONCE,
     TURN_COUNT,
     TURNS,
     WITH_KEYS_ASKED,
-    border_of,
-    question_of,
+    find_border,
+    get_question,
 )
 from cab_hf.eval.speed.timing import Bench
 from cab_hf.eval.teacher_forcing import (
     TeacherForced,
-    after_prompt,
-    after_turns,
     answered,
-    continued,
-    distributions,
-    divergence,
-    divergence_by_turn,
-    greedy_match,
+    compare_log_probs,
+    compare_turns,
+    generate_greedily,
     nll,
-    right_spans,
+    predict_after_prompt,
+    predict_log_probs,
+    predict_turns,
+    score_greedy_predictions,
+    score_spans,
 )
 from cab_hf.experiment.provenance import file_identity
 
 # fields that a sample has in addition to its case
-READ = ("tokens", "density", "sparse_density", "seconds")  # all probes except `TIME`
-LIKELIHOOD = ("nll", "count")  # perplexities
-DIVERGENCE = ("kl", "agree", *LIKELIHOOD)  # comparisons with the distributions of dense attention
-TIMED = ("tokens", "predict_ms", "attend_ms", "dense_ms", "dense_kernel")  # `TIME`
+READ_FIELDS = ("tokens", "density", "sparse_density", "seconds")  # all probes except `TIME`
+LIKELIHOOD_FIELDS = ("nll", "count")  # perplexities
+DIVERGENCE_FIELDS = (
+    "kl",
+    "agree",
+    *LIKELIHOOD_FIELDS,
+)  # comparisons with the distributions of dense attention
+TIMED_FIELDS = ("tokens", "predict_ms", "attend_ms", "dense_ms", "dense_kernel")  # `TIME`
 # probe -> function that computes predictions, and function that compares them with dense attention
-COMPARED = {
-    CONTINUATION: (distributions, divergence),
-    TURNS: (after_turns, divergence_by_turn),
+FUNCTIONS_BY_PROBE = {
+    CONTINUATION: (predict_log_probs, compare_log_probs),
+    TURNS: (predict_turns, compare_turns),
 }
 
 
-def measured_of(sample: Row) -> list[str]:
+def list_measured_fields(sample: Row) -> list[str]:
     """Return the fields that a sample of `Fidelity` must have, by its probe."""
     probe = sample["probe"]
     if probe == TIME:
-        return ["fitted", *TIMED]
-    fields = ["fitted", *READ]
-    if probe in (*COMPARED, DECODE):
-        fields += DIVERGENCE
+        return ["fitted", *TIMED_FIELDS]
+    fields = ["fitted", *READ_FIELDS]
+    if probe in (*FUNCTIONS_BY_PROBE, DECODE):
+        fields += DIVERGENCE_FIELDS
     elif probe in PERPLEXITIES:
-        fields += LIKELIHOOD
+        fields += LIKELIHOOD_FIELDS
     elif probe == GREEDY:
         fields.append("written")
     elif probe in PROBES:
@@ -115,19 +124,19 @@ def measured_of(sample: Row) -> list[str]:
     return fields + ["step_tokens"] * (probe in DECODES)
 
 
-def turn_ends(length: int) -> tuple[Span, ...]:
+def find_turn_ends(length: int) -> tuple[Span, ...]:
     """Return the range of the predicted tokens at the end of each of `TURN_COUNT` equal turns.
 
-    A range has `CONTINUED` tokens, but at most 1 / `CONTINUED_SHARE` of the tokens of a turn.
+    A range has `NUM_CONTINUED` tokens, but at most 1 / `CONTINUED_SHARE` of the tokens of a turn.
     """
-    ends = [length * turn // TURN_COUNT for turn in range(TURN_COUNT + 1)]
-    num_predicted = max(1, min(CONTINUED, length // TURN_COUNT // CONTINUED_SHARE))
-    return tuple((end - num_predicted, end) for end in ends[1:])
+    turn_borders = [length * turn // TURN_COUNT for turn in range(TURN_COUNT + 1)]
+    num_predicted = max(1, min(NUM_CONTINUED, length // TURN_COUNT // CONTINUED_SHARE))
+    return tuple((end - num_predicted, end) for end in turn_borders[1:])
 
 
-def texts_per_batch(length: int) -> int:
+def count_texts_per_batch(length: int) -> int:
     """Return the number of texts of ``length`` tokens that are decoded as one batch."""
-    return max(1, TOKENS_AT_ONCE // length)
+    return max(1, MAX_BATCH_TOKENS // length)
 
 
 class Fidelity(LongRun):
@@ -142,7 +151,7 @@ class Fidelity(LongRun):
     title = "Fidelity to dense attention"
     caption = "quality by attention time, or by density if no time was measured"
     Settings = Settings
-    CELL, FITTED = CELL, "fitted"
+    CELL, FITTED = CELL_FIELDS, "fitted"
     CASE = (*CELL, "probe", "depth", "index")
     # A later run may spell ``cab`` and ``variant`` differently: the configs that follow from them
     # are recorded as cab_configs, which must stay the same.
@@ -150,20 +159,20 @@ class Fidelity(LongRun):
         *("methods", "budgets", "cab", "variant", "lengths", "probes"),
         *("pass_samples", "task_samples", "documents", "continuations"),
     )
-    measured = staticmethod(measured_of)
-    rows = staticmethod(fidelity_report.rows_of)
-    tables = staticmethod(fidelity_report.tables_of)
-    readings = staticmethod(fidelity_report.readings_of)
-    draw = staticmethod(fidelity_figure.draw)
+    measured = staticmethod(list_measured_fields)
+    rows = staticmethod(fidelity_report.make_rows)
+    tables = staticmethod(fidelity_report.make_tables)
+    readings = staticmethod(fidelity_report.make_sentences)
+    draw = staticmethod(fidelity_figure.draw_figure)
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        readings_per_length = len(PROMPTED) * settings.pass_samples
-        readings_per_length += len(PROBES) * settings.documents + settings.continuations
-        readings_per_length += len(TASKS) * settings.task_samples
+        num_sequences = len(PASSKEY_PROBES) * settings.pass_samples
+        num_sequences += len(PROBES) * settings.documents + settings.continuations
+        num_sequences += len(TASKS) * settings.task_samples
         # caches that all methods share
         self.haystack = cache(self._haystack)
-        self.reading = lru_cache(readings_per_length)(self._reading)
+        self.reading = lru_cache(num_sequences)(self._reading)
         self.dense = lru_cache(3 * settings.documents)(self._dense)
         self.tokens_kept = cache(self._tokens_kept)
         # Consecutive cases are decoded as one batch. This cache contains the results of the latest
@@ -177,10 +186,10 @@ class Fidelity(LongRun):
         settings = self.settings
         probes = settings.probes
         for text, length in product(settings.files, settings.lengths):
-            for probe in filter(PROMPTED.__contains__, probes):
+            for probe in filter(PASSKEY_PROBES.__contains__, probes):
                 self.haystack(text, probe).check_room(length)
-            asked = WITH_KEYS_ASKED if settings.asked else ()
-            for probe in filter((*RECALLS, *asked).__contains__, probes):
+            asked_probes = WITH_KEYS_ASKED if settings.asked else ()
+            for probe in filter((*RECALLS, *asked_probes).__contains__, probes):
                 self.reading(text=text, length=length, probe=probe, depth=None, index=0)
         # build all samples of the tasks, because some samples may not fit into the shortest length
         for probe, index in product(probes, range(settings.task_samples)):
@@ -194,15 +203,17 @@ class Fidelity(LongRun):
                 )
 
     def recorded(self) -> dict[str, Any]:
-        settings, recorded = self.settings, super().recorded()
-        recorded["variant"] = list(map(without_folder, settings.variant))
+        settings, recorded_settings = self.settings, super().recorded()
+        recorded_settings["variant"] = list(map(drop_folder, settings.variant))
         if settings.equal == DENSITY:
             # results of earlier versions have no setting ``equal``, and always matched densities
-            del recorded["equal"]
+            del recorded_settings["equal"]
         files = settings.files.values()
-        recorded["texts"] = [NOISE if file is None else file_identity(file) for file in files]
+        recorded_settings["texts"] = [
+            NOISE if file is None else file_identity(file) for file in files
+        ]
         configs = {name: config.to_dict() for name, config in settings.configs.items()}
-        return {**recorded, "cab_configs": configs}
+        return {**recorded_settings, "cab_configs": configs}
 
     def running(self) -> dict[str, Sequence[str]]:
         files = filter(None, self.settings.files.values())
@@ -236,13 +247,14 @@ class Fidelity(LongRun):
             text: name of the text.
             length: number of tokens to read, including the predicted tokens.
             probe: name of the probe.
-            depth: depth of the key in a prompt, 0 to 1; None for probes that are not in `PROMPTED`.
+            depth: depth of the key in a prompt, 0 to 1; None for probes that are not in
+                `PASSKEY_PROBES`.
             index: number of the sample.
             hide_needle: True to leave the keys out of a prompt.
         """
         settings = self.settings
         haystack = self.haystack(text, probe)
-        if probe in PROMPTED:
+        if probe in PASSKEY_PROBES:
             prompt = haystack.prompt(
                 length=length,
                 depth=depth,
@@ -259,14 +271,14 @@ class Fidelity(LongRun):
             "seed": settings.seed,
         }
         num_predicted = {
-            CONTINUATION: CONTINUED,
+            CONTINUATION: NUM_CONTINUED,
             DECODE: settings.decoded,
             GREEDY: settings.written,
         }
         if probe in (TURNS, *num_predicted, *PERPLEXITIES):
-            tokens = plain_document(**arguments)
+            tokens = make_plain_document(**arguments)
             if probe == TURNS:
-                return TeacherForced(tokens, turn_ends(length))
+                return TeacherForced(tokens, find_turn_ends(length))
             if probe in num_predicted:
                 prompt_length = length - max(
                     1, min(num_predicted[probe], length // CONTINUED_SHARE)
@@ -293,10 +305,10 @@ class Fidelity(LongRun):
             example = TASKS[probe].make(**arguments)
             return TeacherForced(example.tokens, example.answers, example.prompt)
         if probe in WITH_KEYS_ASKED:
-            document, prompt = asked_document(**arguments, keys=settings.asked)
-            return TeacherForced(document.tokens, document.answers, prompt)
+            document, prompt_length = make_asked_document(**arguments, keys=settings.asked)
+            return TeacherForced(document.tokens, document.answers, prompt_length)
         border = settings.border if probe == RECALL_BORDER else 1
-        document = recall_document(**arguments, keys=settings.keys, border=border)
+        document = make_recall_document(**arguments, keys=settings.keys, border=border)
         return TeacherForced(document.tokens, document.answers)
 
     def typical(self, text_key: tuple[str, int]) -> Tokens:
@@ -310,36 +322,38 @@ class Fidelity(LongRun):
         """Return probe, depth and index of all cases of a method on one text and length."""
         settings = self.settings
         depths = parse_depths(str(settings.depths))
-        prompts = [
+        prompt_samples = [
             {"depth": depths[i % len(depths)], "index": i // len(depths)}
             for i in range(settings.pass_samples)
         ]
-        documents, continuations, examples = (
-            [{"depth": None, "index": index} for index in range(count)]
-            for count in (settings.documents, settings.continuations, settings.task_samples)
+        document_samples, continuation_samples, task_samples = (
+            [{"depth": None, "index": index} for index in range(num_samples)]
+            for num_samples in (settings.documents, settings.continuations, settings.task_samples)
         )
-        samples_by_probe = dict.fromkeys(PROMPTED, prompts) | dict.fromkeys(TASKS, examples)
-        samples_by_probe[GREEDY] = continuations
+        samples_by_probe = dict.fromkeys(PASSKEY_PROBES, prompt_samples) | dict.fromkeys(
+            TASKS, task_samples
+        )
+        samples_by_probe[GREEDY] = continuation_samples
         # The control without a needle answers only prompts: documents have no needle to leave out.
-        hides_needle = kind_of(method).hides_needle
+        hides_needle = find_method_class(method).hides_needle
         # a method with dense prefill differs from dense only in its decode steps
-        has_dense_prefill = kind_of(method).dense_prefill
+        has_dense_prefill = find_method_class(method).dense_prefill
         supported_probes = DECODES if has_dense_prefill else PROBES
         if not settings.asked:
             supported_probes = [probe for probe in supported_probes if probe not in WITH_KEYS_ASKED]
         questions = [
             {"probe": probe, **sample}
             for probe in settings.probes
-            if probe in supported_probes and (probe in PROMPTED or not hides_needle)
-            for sample in samples_by_probe.get(probe, documents)
+            if probe in supported_probes and (probe in PASSKEY_PROBES or not hides_needle)
+            for sample in samples_by_probe.get(probe, document_samples)
         ]
         if self.clock is not None and not hides_needle and not has_dense_prefill:
             questions.append({"probe": TIME, "depth": None, "index": 0})
         return questions
 
     def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
-        *fields, index = question_of(case)
-        batch_size = texts_per_batch(case["length"]) if case["probe"] in DECODES else 1
+        *fields, index = get_question(case)
+        batch_size = count_texts_per_batch(case["length"]) if case["probe"] in DECODES else 1
         return *fields, index // batch_size
 
     def planned(self) -> Iterator[dict[str, Any]]:
@@ -350,10 +364,12 @@ class Fidelity(LongRun):
         because the budget follows from all samples of the method of ``--match``.
         """
         settings = self.settings
-        matched = [name for name in settings.compared if kind_of(name).matched]
-        methods_with_budgets = [(name, None) for name in settings.compared if name not in matched]
+        matched_methods = [name for name in settings.compared if find_method_class(name).matched]
+        methods_with_budgets = [
+            (name, None) for name in settings.compared if name not in matched_methods
+        ]
         methods_with_budgets += [
-            (name, budget) for budget, name in product(settings.budgets, matched)
+            (name, budget) for budget, name in product(settings.budgets, matched_methods)
         ]
         for text, length in product(settings.files, settings.lengths):
             cases_by_question: dict[tuple, list[dict[str, Any]]] = {}
@@ -385,16 +401,16 @@ class Fidelity(LongRun):
         the cell by time, the call also adds the method with this config to `timed`.
         """
         for sample in samples:
-            if cell_of(sample) == cell_of(case) and "fitted_config" in sample:
+            if get_cell(sample) == get_cell(case) and "fitted_config" in sample:
                 config = logged_config(sample["fitted_config"])
-                self.timed[cell_of(case)] = kind_of(case["method"])(config)
+                self.timed[get_cell(case)] = find_method_class(case["method"])(config)
         if not self.waits(case):
             return case["budget"]
         matched_cell = (self.settings.match, case["text"], case["length"], None)
-        matched_samples = [sample for sample in samples if cell_of(sample) == matched_cell]
+        matched_samples = [sample for sample in samples if get_cell(sample) == matched_cell]
         if self.by_time(case):
-            return next((attention_ms(s) for s in matched_samples if s["probe"] == TIME), None)
-        return realised_density(samples_for_density(matched_samples))
+            return next((get_attention_ms(s) for s in matched_samples if s["probe"] == TIME), None)
+        return average_sparse_density(select_density_samples(matched_samples))
 
     # --- methods and their budgets
 
@@ -402,7 +418,7 @@ class Fidelity(LongRun):
     def clock(self) -> AttentionClock | None:
         """The clock for attention in all layers of the model; None if the run measures no times."""
         device = self.settings.device
-        bench = layer_bench(device)
+        bench = make_layer_bench(device)
         if bench is None and self.settings.equal == TIME:
             # the user asked for times on a CPU
             bench = Bench(device)
@@ -416,30 +432,30 @@ class Fidelity(LongRun):
         """
         if budget != MATCH:
             return max(2, round(budget * length))
-        matched = Cab(self.settings.configs[self.settings.match])
-        return round(matched.step_tokens(self.model, length))
+        matched_method = Cab(self.settings.configs[self.settings.match])
+        return round(matched_method.step_tokens(self.model, length))
 
     def method(self, case: Mapping[str, Any]) -> Method:
         """Return the method of a case with parameters that realise the budget of the case.
 
         Baselines use the block sizes and the engine in the config of the ``--match`` method.
         """
-        settings, name = self.settings, case["method"]
+        settings, method_name = self.settings, case["method"]
         text_key = (case["text"], case["length"])
-        if name in CACHES and case["probe"] in DECODES:
-            return CACHES[name](self.tokens_kept(case["length"], case["budget"]))
-        if cell_of(case) in self.timed:
-            return self.timed[cell_of(case)]
-        config = settings.configs.get(name, settings.configs[settings.match])
+        if method_name in CACHES and case["probe"] in DECODES:
+            return CACHES[method_name](self.tokens_kept(case["length"], case["budget"]))
+        if get_cell(case) in self.timed:
+            return self.timed[get_cell(case)]
+        config = settings.configs.get(method_name, settings.configs[settings.match])
         if not self.by_time(case):
-            return self.fit(kind_of(name), config, case, text_key)
+            return self.fit(find_method_class(method_name), config, case, text_key)
         clock, model, tokens = self.clock, self.model, self.typical(text_key)
 
-        def took(config: CabConfig) -> float:
-            return attention_ms(clock.time(model, tokens, config))
+        def measure_ms(config: CabConfig) -> float:
+            return get_attention_ms(clock.time(model, tokens, config))
 
-        method = self.fit(kind_of(name), config, case, text_key, took=took)
-        self.timed[cell_of(case)] = method
+        method = self.fit(find_method_class(method_name), config, case, text_key, took=measure_ms)
+        self.timed[get_cell(case)] = method
         return method
 
     # --- samples
@@ -447,13 +463,15 @@ class Fidelity(LongRun):
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """Return the scores of the predictions, or the attention time of the cell."""
         if case["probe"] in DECODES:
-            row_in_batch = case["index"] % texts_per_batch(case["length"])
-            first = {**case, "index": case["index"] - row_in_batch}
-            return self.decoded(tuple(first.items()))[row_in_batch]
-        was_fitted = cell_of(case) in self.timed
+            row_in_batch = case["index"] % count_texts_per_batch(case["length"])
+            first_case = {**case, "index": case["index"] - row_in_batch}
+            return self.decoded(tuple(first_case.items()))[row_in_batch]
+        was_fitted = get_cell(case) in self.timed
         method = self.method(case)
-        is_timed = cell_of(case) in self.timed
-        fit = {"fitted_config": method.config.to_dict()} if is_timed and not was_fitted else {}
+        is_timed = get_cell(case) in self.timed
+        fit_fields = (
+            {"fitted_config": method.config.to_dict()} if is_timed and not was_fitted else {}
+        )
         if case["probe"] == TIME:
             tokens = self.typical((case["text"], case["length"]))
             with refusing("model"):
@@ -461,15 +479,15 @@ class Fidelity(LongRun):
             if is_timed:
                 result["match_ms"] = case["fitted"]
         else:
-            names = ("text", "length", "probe", "depth", "index")
-            question = {name: case[name] for name in names}
+            question_fields = ("text", "length", "probe", "depth", "index")
+            question = {name: case[name] for name in question_fields}
             reading = self.reading(**question, hide_needle=method.hides_needle)
             tokens = reading.tokens
             # compute the dense predictions before the method is active
-            if case["probe"] in COMPARED:
+            if case["probe"] in FUNCTIONS_BY_PROBE:
                 self.dense_of(case)
-            result = self.measure_under(method, lambda: self.read(case, reading, method))
-        return {"tokens": len(tokens), **result, **fit}
+            result = self.measure_with(method, lambda: self.read(case, reading, method))
+        return {"tokens": len(tokens), **result, **fit_fields}
 
     def _dense(self, text: str, length: int, probe: str, indices: range) -> Tensor:
         """Return the predictions of dense attention, a tensor on the CPU.
@@ -477,18 +495,18 @@ class Fidelity(LongRun):
         Args:
             text: name of the text.
             length: tokens of each document.
-            probe: `DECODE` or a key of `COMPARED`.
+            probe: `DECODE` or a key of `FUNCTIONS_BY_PROBE`.
             indices: indices of the documents. The probe `DECODE` reads all these documents as one
                 batch; other probes read only the first document.
 
         Returns:
             Logits [B, tokens, vocabulary] for `DECODE`, or else the result of the function in
-            `COMPARED`.
+            `FUNCTIONS_BY_PROBE`.
         """
         if probe == DECODE:
-            _, ids, prompt = self._batch(text, length, probe, indices)
-            return after_prompt(self.model, ids, prompt).cpu()
-        compute, _ = COMPARED[probe]
+            _, ids, prompt_length = self._batch(text, length, probe, indices)
+            return predict_after_prompt(self.model, ids, prompt_length).cpu()
+        compute, _ = FUNCTIONS_BY_PROBE[probe]
         reading = self.reading(text=text, length=length, probe=probe, depth=None, index=indices[0])
         return compute(self.model, reading, chunk=self.settings.chunk).cpu()
 
@@ -505,16 +523,16 @@ class Fidelity(LongRun):
         # CAB needs no special cache: in these probes, tokens after a prompt attend to all keys
         cache = None if type(method) is Cab else method.cache(self.model)
         options = {"chunk": settings.chunk, "cache": cache, "prefill_chunk": settings.prefill_chunk}
-        if probe in COMPARED:
-            compute, compare = COMPARED[probe]
-            dense = self.dense_of(case)
+        if probe in FUNCTIONS_BY_PROBE:
+            compute, compare = FUNCTIONS_BY_PROBE[probe]
+            dense_logits = self.dense_of(case)
             # dense attention is the reference: reuse its predictions, so that its divergence is 0
             is_reference = case["method"] == Dense.name
-            predictions = dense if is_reference else compute(self.model, reading, **options)
-            return compare(predictions, dense, reading)
+            predictions = dense_logits if is_reference else compute(self.model, reading, **options)
+            return compare(predictions, dense_logits, reading)
         if probe in PERPLEXITIES:
             return nll(self.model, reading)
-        return greedy_match(self.model, reading, **options)
+        return score_greedy_predictions(self.model, reading, **options)
 
     def _decoded(self, first: tuple) -> list[dict[str, Any]]:
         """Decode a batch of cases of one method, and return the measured fields of each case.
@@ -525,39 +543,53 @@ class Fidelity(LongRun):
         """
         case, settings = dict(first), self.settings
         text, length, probe = (case[name] for name in ("text", "length", "probe"))
-        count = settings.continuations if probe == GREEDY else settings.documents
-        indices = range(case["index"], min(case["index"] + texts_per_batch(length), count))
-        readings, ids, prompt = self._batch(text, length, probe, indices)
+        num_samples = settings.continuations if probe == GREEDY else settings.documents
+        indices = range(
+            case["index"], min(case["index"] + count_texts_per_batch(length), num_samples)
+        )
+        readings, ids, prompt_length = self._batch(text, length, probe, indices)
         method = self.method(case)
         # compute the dense predictions before the method is active
-        dense = self.dense(text, length, DECODE, indices) if probe == DECODE else None
+        dense_logits = self.dense(text, length, DECODE, indices) if probe == DECODE else None
         step_tokens = method.step_tokens(self.model, length)
 
-        def read() -> dict[str, Any]:
+        def decode_and_score() -> dict[str, Any]:
             options = {
                 "cache": method.cache(self.model),
                 "stepping": method.stepping,
                 "prefill_chunk": settings.prefill_chunk,
             }
             if probe == GREEDY:
-                written = continued(self.model, ids[:, :prompt], length - prompt, **options)
-                return {"cases": [{"written": tokens} for tokens in written.tolist()]}
+                generated_ids = generate_greedily(
+                    self.model, ids[:, :prompt_length], length - prompt_length, **options
+                )
+                return {"cases": [{"written": tokens} for tokens in generated_ids.tolist()]}
             # dense attention is the reference: its divergence from itself is exactly 0
             is_reference = probe == DECODE and case["method"] == Dense.name
-            logits = dense if is_reference else after_prompt(self.model, ids, prompt, **options)
+            logits = (
+                dense_logits
+                if is_reference
+                else predict_after_prompt(self.model, ids, prompt_length, **options)
+            )
             if probe == DECODE_ASKED:
                 # row 0 of the logits predicts the first token after the prompt
                 return {
                     "cases": [
-                        right_spans(row[torch.tensor(reading.positions) - prompt], reading)
-                        for row, reading in zip(logits, readings, strict=True)
+                        score_spans(
+                            sequence_logits[torch.tensor(reading.positions) - prompt_length],
+                            reading,
+                        )
+                        for sequence_logits, reading in zip(logits, readings, strict=True)
                     ]
                 }
-            log_probs = (row.float().log_softmax(-1) for row in logits)
-            dense_log_probs = (row.float().log_softmax(-1) for row in dense.to(logits.device))
-            return {"cases": list(map(divergence, log_probs, dense_log_probs, readings))}
+            log_probs = (sequence_logits.float().log_softmax(-1) for sequence_logits in logits)
+            dense_log_probs = (
+                sequence_logits.float().log_softmax(-1)
+                for sequence_logits in dense_logits.to(logits.device)
+            )
+            return {"cases": list(map(compare_log_probs, log_probs, dense_log_probs, readings))}
 
-        result = self.measure_under(method, read)
+        result = self.measure_with(method, decode_and_score)
         cases = result.pop("cases")
         result |= {"tokens": length, "step_tokens": step_tokens}
         result["seconds"] = round(result["seconds"] / len(cases), 3)
@@ -585,16 +617,17 @@ class Fidelity(LongRun):
     def notes(settings: Mapping[str, Any]) -> str:
         chunk = settings.get("prefill_chunk")
         configs = settings["cab_configs"].values()
-        border = border_of(config.get("query_block", 0) for config in configs)
+        border = find_border(config.get("query_block", 0) for config in configs)
         sentences = [f"Prompts are read in chunks of {chunk:,} tokens."] if chunk else []
         if settings.get("equal") == TIME:
             sentences.append(
                 "Matched methods have the budget at which attention takes as long as that of "
-                f"{settings['match']}, including block selection, within {OFF:.0%} if such a "
+                f"{settings['match']}, including block selection, within {TOLERANCE:.0%} if such a "
                 "budget exists."
             )
         sentences.append(
-            f"{NOTES} At block starts it does not: the answer there starts with the first of "
+            f"{REPORT_NOTES} At block starts it does not: the answer there starts with the first "
+            "of "
             f"{border} tokens that form whole query blocks."
         )
         return " ".join(sentences)
@@ -602,10 +635,11 @@ class Fidelity(LongRun):
 
 EXPERIMENT = Fidelity
 
-NOTES = (
+REPORT_NOTES = (
     "docs/evaluation.md (Words) explains the probes and the columns. Only continuations are "
     "generated: an answer is right if each of its tokens is the likeliest one after the tokens "
-    f"before it. After a prompt, {CONTINUED} tokens of the same text are read (at most an eighth "
+    f"before it. After a prompt, {NUM_CONTINUED} tokens of the same text are read (at most an "
+    "eighth "
     "of it) by exact attention, except by methods that have dropped keys for good. Shares have "
     "Wilson's interval. Differences to dense have Newcombe's interval (over keys; those of one "
     "text count as independent). Ratios of perplexity are the geometric mean over documents with "
@@ -613,8 +647,9 @@ NOTES = (
     "events, on the q, k and v of one text of the cell under dense attention; time / dense: "
     "divided by the fastest dense kernel on the same inputs. After ~, block selection is not "
     "measured: its time is the share of dense attention that Xu et al. 2025 report, "
-    f"{', '.join(f'{x:.3f} for {name}' for name, x in REPORTED.items() if x)}, and 0 for "
-    f"{', '.join(name for name, x in REPORTED.items() if not x)}. Elsewhere it is measured, in "
+    f"{', '.join(f'{x:.3f} for {name}' for name, x in REPORTED_SHARES.items() if x)}, and 0 for "
+    f"{', '.join(name for name, x in REPORTED_SHARES.items() if not x)}. Elsewhere it is "
+    "measured, in "
     "older results in plain PyTorch too. Query blocks select keys as a whole, so the keys of an "
     "answer's first token may depend on all later tokens in the block."
 )

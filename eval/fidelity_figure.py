@@ -10,81 +10,90 @@ from typing import Any
 from cab_hf.data.tasks import TASKS
 from cab_hf.eval import charts, probes
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.fidelity_report import KL, RATIO
-from cab_hf.eval.fidelity_settings import kind_of
+from cab_hf.eval.fidelity_report import KL_FIELDS, RATIO_FIELDS
+from cab_hf.eval.fidelity_settings import find_method_class
 from cab_hf.eval.methods import Cab, Dense
 from cab_hf.eval.report import grouped
 
 # fields of a probe's result: the share of right answers, and the ends of its 95 % interval
-SHARE = ("share", "low", "high")
+SHARE_FIELDS = ("share", "low", "high")
 # probe -> title of its panel, and the fields of the drawn value and of the ends of its interval
-DRAWN = {
-    probes.CONTINUATION: ("KL after the prompt", KL),
-    probes.ASKED: ("recall after the prompt", SHARE),
-    probes.TURNS: ("KL over turns", KL),
-    probes.DECODE: ("KL of decoding", KL),
-    probes.DECODE_ASKED: ("recall in decoding", SHARE),
-    probes.GREEDY: ("equal continuations", SHARE),
-    probes.RECALL: ("recall in the prompt", SHARE),
-    probes.RECALL_BORDER: ("recall at block starts", SHARE),
-    probes.PASS: ("pass", SHARE),
-    probes.PERPLEXITY: ("perplexity / dense", RATIO),
-    probes.PERPLEXITY_BORDER: ("block-start perplexity / dense", RATIO),
+PROBE_PANELS = {
+    probes.CONTINUATION: ("KL after the prompt", KL_FIELDS),
+    probes.ASKED: ("recall after the prompt", SHARE_FIELDS),
+    probes.TURNS: ("KL over turns", KL_FIELDS),
+    probes.DECODE: ("KL of decoding", KL_FIELDS),
+    probes.DECODE_ASKED: ("recall in decoding", SHARE_FIELDS),
+    probes.GREEDY: ("equal continuations", SHARE_FIELDS),
+    probes.RECALL: ("recall in the prompt", SHARE_FIELDS),
+    probes.RECALL_BORDER: ("recall at block starts", SHARE_FIELDS),
+    probes.PASS: ("pass", SHARE_FIELDS),
+    probes.PERPLEXITY: ("perplexity / dense", RATIO_FIELDS),
+    probes.PERPLEXITY_BORDER: ("block-start perplexity / dense", RATIO_FIELDS),
 }
 # field of a row on the horizontal axis -> label of the axis
-ACROSS = {
+X_LABELS = {
     "density": "density",
     "over_dense": "attention time / dense",
     "step_share": "share of the text read per step",
 }
 MARKERS = "osv^DPX*<>p"
-SPREAD = 0.38  # largest offset of a marker from the tick of its task; ticks have the distance 1
-NARROWEST = 0.1  # smallest range of the horizontal axis, where 1 is dense attention
-POINT = {"markersize": 5, "elinewidth": 0.6}
+MAX_TICK_OFFSET = (
+    0.38  # largest offset of a marker from the tick of its task; ticks have the distance 1
+)
+MIN_X_RANGE = 0.1  # smallest range of the horizontal axis, where 1 is dense attention
+POINT_STYLE = {"markersize": 5, "elinewidth": 0.6}
 Styles = Mapping[str, Mapping[str, Any]]  # method -> line style in all panels
 
 
-def draw(path: Path, rows: Sequence[Row]) -> None:
+def draw_figure(path: Path, rows: Sequence[Row]) -> None:
     """Draw one row of panels for each text and length.
 
     A row has one panel per measured probe, and one panel that shows all tasks.
     """
     rows_by_text = grouped(rows, ["text", "length"])
-    tasks = {name: task.title for name, task in TASKS.items() if any(x.get(name) for x in rows)}
-    measured = [probe for probe in DRAWN if any(row.get(probe) for row in rows)]
-    columns = {probe: DRAWN[probe] for probe in measured or ([] if tasks else DRAWN)}
-    columns |= {probes.ALL_TASKS: ("right answers by task", SHARE)} if tasks else {}
+    task_titles = {
+        name: task.title for name, task in TASKS.items() if any(row.get(name) for row in rows)
+    }
+    measured_probes = [probe for probe in PROBE_PANELS if any(row.get(probe) for row in rows)]
+    panels = {
+        probe: PROBE_PANELS[probe]
+        for probe in measured_probes or ([] if task_titles else PROBE_PANELS)
+    }
+    panels |= {probes.ALL_TASKS: ("right answers by task", SHARE_FIELDS)} if task_titles else {}
     methods = dict.fromkeys(row["method"] for row in rows if row["method"] != Dense.name)
     styles = {
         method: {
             "color": f"C{i % 10}",
             "marker": MARKERS[i % len(MARKERS)],
             # CAB is drawn in front of other methods
-            "zorder": 3 if kind_of(method) is Cab else 2,
+            "zorder": 3 if find_method_class(method) is Cab else 2,
         }
         for i, method in enumerate(methods)
     }
     # the panel of tasks is wider, so that their names fit side by side
-    widths = [max(1, 0.3 * len(tasks)) if probe == probes.ALL_TASKS else 1 for probe in columns]
+    widths = [
+        max(1, 0.3 * len(task_titles)) if probe == probes.ALL_TASKS else 1 for probe in panels
+    ]
     size = (max(7.2, 3.6 * sum(widths)), 0.9 + 2.9 * len(rows_by_text))
-    grid = {"figsize": size, "width_ratios": widths}
-    with charts.figure(path, len(rows_by_text), len(columns), **grid) as axes:
+    grid_options = {"figsize": size, "width_ratios": widths}
+    with charts.figure(path, len(rows_by_text), len(panels), **grid_options) as axes:
         for row_of_axes, text_rows in zip(axes, rows_by_text, strict=True):
-            for axis, (probe, (title, fields)) in zip(row_of_axes, columns.items(), strict=True):
+            for axis, (probe, (title, fields)) in zip(row_of_axes, panels.items(), strict=True):
                 if probe == probes.ALL_TASKS:
-                    _draw_tasks(axis, text_rows, tasks, styles)
+                    _draw_tasks(axis, text_rows, task_titles, styles)
                 else:
                     _draw_probe(
                         axis=axis, rows=text_rows, probe=probe, fields=fields, styles=styles
                     )
-                text = f"{text_rows[0]['text']}, {text_rows[0]['length']:,} tokens"
-                axis.set_title(f"{title}\n{text}", fontsize=9, parse_math=False)
+                panel_text = f"{text_rows[0]['text']}, {text_rows[0]['length']:,} tokens"
+                axis.set_title(f"{title}\n{panel_text}", fontsize=9, parse_math=False)
         handle_by_label = {}
         for axis in axes.flat:
             handles, labels = axis.get_legend_handles_labels()
             handle_by_label |= dict(zip(labels, handles, strict=True))
-        legend = {"loc": "outside upper center", "ncols": 6, "fontsize": 8}
-        axes[0, 0].figure.legend(handle_by_label.values(), handle_by_label, **legend)
+        legend_style = {"loc": "outside upper center", "ncols": 6, "fontsize": 8}
+        axes[0, 0].figure.legend(handle_by_label.values(), handle_by_label, **legend_style)
 
 
 def _draw_probe(
@@ -96,18 +105,18 @@ def _draw_probe(
         axis: the axes of the panel.
         rows: rows of one text and length.
         probe: the probe.
-        fields: the fields of the drawn value and of the ends of its interval, as in `DRAWN`.
+        fields: the fields of the drawn value and of the ends of its interval, as in `PROBE_PANELS`.
         styles: method -> line style.
     """
-    estimate, low, high = fields
-    results = [row for row in rows if row.get(probe, {}).get(estimate) is not None]
+    estimate_field, low_field, high_field = fields
+    probe_rows = [row for row in rows if row.get(probe, {}).get(estimate_field) is not None]
     dense_line = {"color": "black", "linestyle": "--", "label": Dense.name}
-    for row in results:
-        if row["method"] == Dense.name and estimate != "kl":
-            axis.axhline(row[probe][estimate], **dense_line)
-    if estimate == "ratio" and any(row["method"] == Dense.name for row in rows):
+    for row in probe_rows:
+        if row["method"] == Dense.name and estimate_field != "kl":
+            axis.axhline(row[probe][estimate_field], **dense_line)
+    if estimate_field == "ratio" and any(row["method"] == Dense.name for row in rows):
         axis.axhline(1, **dense_line)
-    drawn_rows = [row for row in results if row["method"] in styles]
+    drawn_rows = [row for row in probe_rows if row["method"] in styles]
     is_timed = bool(drawn_rows) and all(row.get("over_dense") is not None for row in drawn_rows)
     x_field = "step_share" if probe in probes.DECODES else "over_dense" if is_timed else "density"
     for method_rows in grouped(drawn_rows, ["method"]):
@@ -116,22 +125,29 @@ def _draw_probe(
         scores = [row[probe] for row in method_rows]
         # scores of a single document have no interval
         error_bars = [
-            [abs(score.get(edge, score[estimate]) - score[estimate]) for score in scores]
-            for edge in (low, high)
+            [
+                abs(score.get(end_field, score[estimate_field]) - score[estimate_field])
+                for score in scores
+            ]
+            for end_field in (low_field, high_field)
         ]
-        heights = [score[estimate] for score in scores]
-        style = {"label": method, "linewidth": 1.2, **POINT, **styles[method]}
+        heights = [score[estimate_field] for score in scores]
+        style = {"label": method, "linewidth": 1.2, **POINT_STYLE, **styles[method]}
         axis.errorbar([row[x_field] for row in method_rows], heights, error_bars, **style)
-    if estimate == "share":
+    if estimate_field == "share":
         axis.set_ylim(-0.04, 1.04)
     # KL ranges over powers of ten, from that of two exact kernels to that of sparse methods
-    if estimate == "kl" and drawn_rows and all(row[probe][estimate] > 0 for row in drawn_rows):
+    if (
+        estimate_field == "kl"
+        and drawn_rows
+        and all(row[probe][estimate_field] > 0 for row in drawn_rows)
+    ):
         axis.set_yscale("log", nonpositive="clip")
-    left, right = axis.get_xlim()
+    x_min, x_max = axis.get_xlim()
     # if all densities are nearly equal, a narrower axis would exaggerate their differences
-    margin = max(0.0, NARROWEST - (right - left)) / 2
-    axis.set_xlim(left - margin, right + margin)
-    axis.set_xlabel(ACROSS[x_field], fontsize=8)
+    margin = max(0.0, MIN_X_RANGE - (x_max - x_min)) / 2
+    axis.set_xlim(x_min - margin, x_max + margin)
+    axis.set_xlabel(X_LABELS[x_field], fontsize=8)
     axis.grid(alpha=0.25)
 
 
@@ -147,12 +163,12 @@ def _draw_tasks(axis: Any, rows: Sequence[Row], titles: Mapping[str, str], style
     marked_rows = [row for row in rows if row["method"] != Dense.name]
     for tick, name in enumerate(titles):
         for row in (row for row in rows if row.get(name) is not None):
-            share, low, high = (row[name][field] for field in SHARE)
+            share, low, high = (row[name][field] for field in SHARE_FIELDS)
             if row["method"] == Dense.name:
                 axis.hlines(
                     y=share,
-                    xmin=tick - SPREAD,
-                    xmax=tick + SPREAD,
+                    xmin=tick - MAX_TICK_OFFSET,
+                    xmax=tick + MAX_TICK_OFFSET,
                     colors="black",
                     linestyles="--",
                     label=Dense.name,
@@ -160,9 +176,14 @@ def _draw_tasks(axis: Any, rows: Sequence[Row], titles: Mapping[str, str], style
                 continue
             # position of the row's marker around the tick, from -0.5 to 0.5
             offset = (marked_rows.index(row) + 0.5) / len(marked_rows) - 0.5
-            style = {"label": row["method"], "linestyle": "", **POINT, **styles[row["method"]]}
+            style = {
+                "label": row["method"],
+                "linestyle": "",
+                **POINT_STYLE,
+                **styles[row["method"]],
+            }
             error_bar = [[abs(low - share)], [abs(high - share)]]
-            axis.errorbar([tick + 2 * SPREAD * offset], [share], error_bar, **style)
+            axis.errorbar([tick + 2 * MAX_TICK_OFFSET * offset], [share], error_bar, **style)
     axis.set_xticks(range(len(titles)), titles.values(), fontsize=8)
     axis.set_xlim(-0.5, len(titles) - 0.5)
     axis.set_ylim(-0.04, 1.04)

@@ -24,6 +24,7 @@ from cab_hf.eval.probes import (
     CONTINUED_SHARE,
     DECODE,
     DECODES,
+    DEFAULT_PROBES,
     GREEDY,
     NOISE,
     PERPLEXITY_BORDER,
@@ -31,9 +32,8 @@ from cab_hf.eval.probes import (
     RECALL_BORDER,
     TURN_COUNT,
     TURNS,
-    USUAL,
     WITH_KEYS_ASKED,
-    border_of,
+    find_border,
 )
 from cab_hf.eval.teacher_forcing import CHUNK
 from cab_hf.experiment.settings import (
@@ -48,11 +48,11 @@ from cab_hf.experiment.settings import (
 # values of --equal: the quantity in which baselines equal the method of --match. TIME is also the
 # probe that measures the attention time of a cell.
 DENSITY, TIME = "density", "time"
-OFF = 0.05  # accepted relative difference of a baseline's density or time from its budget
+TOLERANCE = 0.05  # accepted relative difference of a baseline's density or time from its budget
 # a comma between assignments; a comma inside a value, such as a list, has no assignment after it
-FIELD = re.compile(r",(?=\s*\w+\s*=)")
-NAME = re.compile(r"[\w.-]+")
-YAML = (".yaml", ".yml")
+FIELD_SEPARATOR = re.compile(r",(?=\s*\w+\s*=)")
+VARIANT_NAME = re.compile(r"[\w.-]+")
+YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def parse_budget(text: str) -> str | float:
@@ -60,24 +60,26 @@ def parse_budget(text: str) -> str | float:
     return MATCH if text == MATCH else float(text)
 
 
-def cab_config(text: str | Mapping[str, Any]) -> CabConfig:
+def parse_cab_config(variant_fields: str | Mapping[str, Any]) -> CabConfig:
     """Return the config of a variant, the part of ``--variant`` after ``NAME=``.
 
     The default of ``min_length`` is 0, so that attention is sparse at any length.
 
     Args:
-        text: ``field=value,field=value``, the path of a JSON file, or a mapping of fields. The
-            ``min_length`` in a JSON file is ignored.
+        variant_fields: ``field=value,field=value``, the path of a JSON file, or a mapping of
+            fields. The ``min_length`` in a JSON file is ignored.
 
     Raises:
         ValueError: the file does not exist, or a name is no field of CabConfig.
     """
-    if isinstance(text, Mapping):
-        return CabConfig.from_dict({"min_length": 0, **text})
-    if not text.endswith(".json"):
-        return cab_config(dict(map(parse_assignment, filter(None, FIELD.split(text)))))
+    if isinstance(variant_fields, Mapping):
+        return CabConfig.from_dict({"min_length": 0, **variant_fields})
+    if not variant_fields.endswith(".json"):
+        return parse_cab_config(
+            dict(map(parse_assignment, filter(None, FIELD_SEPARATOR.split(variant_fields))))
+        )
     try:
-        content = json.loads(Path(text).read_text("utf-8-sig"))
+        content = json.loads(Path(variant_fields).read_text("utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ValueError(f"variant must name a JSON file of CabConfig fields ({error}).") from None
     fields = content.get("cab_config", content) if isinstance(content, dict) else content
@@ -87,7 +89,7 @@ def cab_config(text: str | Mapping[str, Any]) -> CabConfig:
 
 
 def parse_variant(text: str) -> dict[str, Any]:
-    """Return name -> argument of `cab_config` for one value of ``--variant``.
+    """Return name -> argument of `parse_cab_config` for one value of ``--variant``.
 
     Args:
         text: ``NAME=...``, or the path of a YAML file with fields below each name.
@@ -97,7 +99,7 @@ def parse_variant(text: str) -> dict[str, Any]:
     """
     import yaml
 
-    if "=" in text or not text.endswith(YAML):
+    if "=" in text or not text.endswith(YAML_SUFFIXES):
         return dict([parse_assignment(text)])
     try:
         content = yaml.safe_load(Path(text).read_text("utf-8-sig"))
@@ -106,8 +108,8 @@ def parse_variant(text: str) -> dict[str, Any]:
         raise ValueError(
             f"variant must be a YAML file of configurations, got {text} ({reason})."
         ) from None
-    by_name = isinstance(content, Mapping) and content
-    if not by_name or not all(isinstance(fields, Mapping) for fields in content.values()):
+    has_names = isinstance(content, Mapping) and content
+    if not has_names or not all(isinstance(fields, Mapping) for fields in content.values()):
         raise ValueError(
             "variant must be a YAML file with names, and fields of CabConfig below each name, got "
             f"{text}."
@@ -115,9 +117,9 @@ def parse_variant(text: str) -> dict[str, Any]:
     return {str(name): fields for name, fields in content.items()}
 
 
-def without_folder(variant: str) -> str:
+def drop_folder(variant: str) -> str:
     """Return a value of ``--variant`` as results record it: its file without the folder."""
-    if variant.endswith(YAML):
+    if variant.endswith(YAML_SUFFIXES):
         return Path(variant).name
     name, value = parse_assignment(variant)
     return f"{name}={Path(value).name if value.endswith('.json') else value}"
@@ -132,7 +134,7 @@ def spell_texts(texts: Sequence[str | Mapping[str, str]]) -> str:
     return ",".join(text["name"] if isinstance(text, Mapping) else text for text in texts)
 
 
-def kind_of(method: str) -> type[Method]:
+def find_method_class(method: str) -> type[Method]:
     """Return the class of the method named ``method``; ``cab:NAME`` has the class of cab."""
     return METHODS[method.partition(":")[0]]
 
@@ -168,7 +170,7 @@ class Settings(LongRunSettings):
     equal: str = option(
         DENSITY,
         f"what is matched: {DENSITY}, or {TIME} of attention including block selection, within "
-        f"{OFF:.0%}",
+        f"{TOLERANCE:.0%}",
     )
     texts: tuple[str, ...] = option(
         (NOISE,),
@@ -177,7 +179,7 @@ class Settings(LongRunSettings):
         spell=spell_texts,
     )
     probes: tuple[str, ...] = option(
-        USUAL,
+        DEFAULT_PROBES,
         f"comma-separated probes: {', '.join(PROBES)}; {ALL_TASKS}: the last {len(TASKS)}",
         comma_separated(str),
     )
@@ -213,41 +215,46 @@ class Settings(LongRunSettings):
         self._check_texts_and_probes(partial(require, self))
         self._check_lengths(partial(require, self))
 
-    def _check_methods_and_budgets(self, check: partial) -> None:
+    def _check_methods_and_budgets(self, require_setting: partial) -> None:
         self.check_methods()
-        for method in (name for name in self.methods if kind_of(name).dense_prefill):
+        for method in (name for name in self.methods if find_method_class(name).dense_prefill):
             accepted = f"without {method} if no probe decodes, because its prefill is dense"
-            check("methods", self.decoding, accepted, method)
+            require_setting("methods", self.decoding, accepted, method)
             accepted = f"0 with {method}, which reads a prompt in one call"
-            check("prefill_chunk", not self.prefill_chunk, accepted)
+            require_setting("prefill_chunk", not self.prefill_chunk, accepted)
         # only tokens after the first token of a text can be predicted
-        check("lengths", self.lengths and min(self.lengths) > 1, "numbers of tokens, 2 or more")
-        check("prefill_chunk", self.prefill_chunk >= 0, "0 or more")
+        require_setting(
+            "lengths", self.lengths and min(self.lengths) > 1, "numbers of tokens, 2 or more"
+        )
+        require_setting("prefill_chunk", self.prefill_chunk >= 0, "0 or more")
         densities = [budget for budget in self.budgets if budget != MATCH]
         is_valid = self.budgets and all(0 < density <= 1 for density in densities)
-        check("budgets", is_valid, f"{MATCH} or densities in (0, 1]")
-        check("equal", self.equal in (DENSITY, TIME), f"{DENSITY} or {TIME}")
+        require_setting("budgets", is_valid, f"{MATCH} or densities in (0, 1]")
+        require_setting("equal", self.equal in (DENSITY, TIME), f"{DENSITY} or {TIME}")
         is_valid = self.equal == DENSITY or self.budgets == (MATCH,)
-        check("budgets", is_valid, f"{MATCH} with --equal {TIME}")
+        require_setting("budgets", is_valid, f"{MATCH} with --equal {TIME}")
         # `configs` also raises an error for fields that CabConfig refuses, before the run starts
-        check("match", self.match in self.configs, f"one of {', '.join(self.configs)}")
+        require_setting("match", self.match in self.configs, f"one of {', '.join(self.configs)}")
         is_available = MATCH not in self.budgets or self.match in self.compared
         self.check_match("budgets", self.match, is_available)
-        caches = [name for name in self.methods if name in CACHES] if self.decoding else []
-        check(
+        cache_methods = [name for name in self.methods if name in CACHES] if self.decoding else []
+        require_setting(
             "match",
-            not caches or MATCH not in self.budgets or self.configs[self.match].sparse_decode,
-            f"a config with sparse_decode=true, whose steps {', '.join(caches)} match in bytes",
+            not cache_methods
+            or MATCH not in self.budgets
+            or self.configs[self.match].sparse_decode,
+            f"a config with sparse_decode=true, whose steps {', '.join(cache_methods)} match in "
+            "bytes",
         )
 
-    def _check_texts_and_probes(self, check: partial) -> None:
+    def _check_texts_and_probes(self, require_setting: partial) -> None:
         has_questions = self.asked or set(self.probes) - {*WITH_KEYS_ASKED}
-        check("asked", has_questions, "at least 1 if all probes ask for keys")
+        require_setting("asked", has_questions, "at least 1 if all probes ask for keys")
         for probe in self.probes:
-            check("probes", probe in PROBES, f"one or more of {', '.join(PROBES)}", probe)
-        check("probes", self.probes, "at least one name")
+            require_setting("probes", probe in PROBES, f"one or more of {', '.join(PROBES)}", probe)
+        require_setting("probes", self.probes, "at least one name")
         for text in self.texts:
-            check(
+            require_setting(
                 "texts",
                 text == NOISE or Path(text).is_file(),
                 f"{NOISE} or existing text files",
@@ -256,36 +263,38 @@ class Settings(LongRunSettings):
         for text in filter(NOISE.__ne__, self.texts):
             read_sentences("texts", text)
         are_distinct = self.texts and len(self.files) == len(self.texts)
-        check("texts", are_distinct, "at least one, with different names without folder and suffix")
+        require_setting(
+            "texts", are_distinct, "at least one, with different names without folder and suffix"
+        )
         counts = ("depths", "pass_samples", "task_samples", "documents", "continuations")
         for name in (*counts, "decoded", "written"):
-            check(name, getattr(self, name) > 0, "at least 1")
-        check("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
-        check("asked", 0 <= self.asked <= len(NAMES), f"0 to {len(NAMES)}")
+            require_setting(name, getattr(self, name) > 0, "at least 1")
+        require_setting("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
+        require_setting("asked", 0 <= self.asked <= len(NAMES), f"0 to {len(NAMES)}")
         has_borders = all(self.border % config.query_block == 0 for config in self.configs.values())
         accepted = f"without probes at block starts if query blocks do not divide {self.border}"
         needs_borders = {RECALL_BORDER, PERPLEXITY_BORDER} & set(self.probes)
-        check("probes", has_borders or not needs_borders, accepted)
+        require_setting("probes", has_borders or not needs_borders, accepted)
 
-    def _check_lengths(self, check: partial) -> None:
+    def _check_lengths(self, require_setting: partial) -> None:
         # number of tokens of the shortest prompt: at most 1 / CONTINUED_SHARE of a text is decoded
-        prompt = min(self.lengths) * (CONTINUED_SHARE - 1) // CONTINUED_SHARE
+        min_prompt_length = min(self.lengths) * (CONTINUED_SHARE - 1) // CONTINUED_SHARE
         for config in self.configs.values() if self.decoding else ():
-            check(
+            require_setting(
                 "lengths",
-                not config.sparse_decode or decodes_sparsely(config, prompt),
+                not config.sparse_decode or decodes_sparsely(config, min_prompt_length),
                 "so long that 7/8 of each is at least 4 times "
                 f"decode_tokens={config.decode_tokens}; decoding is dense below",
             )
-        blocks = [config.query_block for config in self.configs.values()]
+        query_blocks = [config.query_block for config in self.configs.values()]
         if Published.name in self.methods:
-            blocks.append(CabConfig.published().query_block)
-        least = 2 * TURN_COUNT * max(blocks)
-        check(
+            query_blocks.append(CabConfig.published().query_block)
+        min_length = 2 * TURN_COUNT * max(query_blocks)
+        require_setting(
             "lengths",
-            TURNS not in self.probes or min(self.lengths) >= least,
-            f"at least {least} each for {TURNS}: {TURN_COUNT} turns of 2 query blocks of "
-            f"{max(blocks)}",
+            TURNS not in self.probes or min(self.lengths) >= min_length,
+            f"at least {min_length} each for {TURNS}: {TURN_COUNT} turns of 2 query blocks of "
+            f"{max(query_blocks)}",
         )
 
     @cached_property
@@ -299,7 +308,7 @@ class Settings(LongRunSettings):
     @property
     def border(self) -> int:
         """Tokens between positions at which a query block starts in every config."""
-        return border_of(config.query_block for config in self.configs.values())
+        return find_border(config.query_block for config in self.configs.values())
 
     @property
     def decoding(self) -> set[str]:
@@ -309,18 +318,20 @@ class Settings(LongRunSettings):
     @cached_property
     def configs(self) -> dict[str, CabConfig]:
         """The configs by method: ``cab`` from ``--cab``, and ``cab:NAME`` from ``--variant``."""
-        chosen = {Cab.name: CabConfig.from_dict({"min_length": 0, **self.cab_fields})}
+        config_by_method = {Cab.name: CabConfig.from_dict({"min_length": 0, **self.cab_fields})}
         variants = chain.from_iterable(parse_variant(text).items() for text in self.variant)
         for name, fields in variants:
             require(
                 settings=self,
                 name="variant",
-                condition=NAME.fullmatch(name) and isinstance(fields, (str, Mapping)) and fields,
-                accepted="NAME=field=value,... or NAME=FILE.json",
+                condition=VARIANT_NAME.fullmatch(name)
+                and isinstance(fields, (str, Mapping))
+                and fields,
+                expected="NAME=field=value,... or NAME=FILE.json",
                 value=f"{name}={fields}",
             )
-            chosen[f"{Cab.name}:{name}"] = cab_config(fields)
-        return {name: with_known_predictor(config) for name, config in chosen.items()}
+            config_by_method[f"{Cab.name}:{name}"] = parse_cab_config(fields)
+        return {name: with_known_predictor(config) for name, config in config_by_method.items()}
 
     @cached_property
     def chunk(self) -> int:
@@ -329,8 +340,8 @@ class Settings(LongRunSettings):
         The number is smaller than the query block of every config, so that calls after a prompt
         attend densely.
         """
-        smallest = min(config.query_block for config in self.configs.values())
-        return min(CHUNK, smallest - 1, CabConfig.published().query_block - 1)
+        min_query_block = min(config.query_block for config in self.configs.values())
+        return min(CHUNK, min_query_block - 1, CabConfig.published().query_block - 1)
 
     @cached_property
     def compared(self) -> tuple[str, ...]:
@@ -338,5 +349,9 @@ class Settings(LongRunSettings):
 
         The budget may follow from samples of the other methods.
         """
-        others = [name for name in self.configs if name != Cab.name]
-        return tuple(sorted((*self.methods, *others), key=lambda name: kind_of(name).matched))
+        variant_methods = [name for name in self.configs if name != Cab.name]
+        return tuple(
+            sorted(
+                (*self.methods, *variant_methods), key=lambda name: find_method_class(name).matched
+            )
+        )

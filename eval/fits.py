@@ -24,36 +24,38 @@ from torch.utils._pytree import tree_leaves
 
 from cab_hf.config import CabConfig, num_typical_queries
 from cab_hf.eval.experiment import PROG
-from cab_hf.eval.kv_cache import read_on
+from cab_hf.eval.kv_cache import read_with_cache
 from cab_hf.eval.report import markdown_table
 from cab_hf.experiment import models
 from cab_hf.experiment.settings import (
     UsageError,
+    convert_errors,
     first_line,
     flag,
     option,
     parse_length,
     read_settings,
-    refused_as,
     require,
 )
 from cab_hf.finetune.cost_model import GIB
-from cab_hf.hf.fit import positions
+from cab_hf.hf.fit import max_positions
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.selection.compact import LIST_BYTES
 from cab_hf.selection.tiles import SCRATCH_BYTES
 
 DYNAMIC, STATIC, OFFLOADED = CACHES = ("dynamic", "static", "offloaded")
-COUNTING = "cab_counting"  # name of an attention function that counts bytes and computes nothing
+COUNTING_ATTENTION = (
+    "cab_counting"  # name of an attention function that counts bytes and computes nothing
+)
 # tokens of the call whose bytes are counted; the logits of its last token are a negligible part
-TOKENS = 2**13
-STEP = 128  # estimated lengths are multiples of this number of tokens
-MOST = 2**31 // STEP  # largest estimated length, divided by STEP
-FRAGMENTS = (
+NUM_COUNTED_TOKENS = 2**13
+LENGTH_STEP = 128  # estimated lengths are multiples of this number of tokens
+MAX_STEPS = 2**31 // LENGTH_STEP  # largest estimated length, divided by LENGTH_STEP
+FRAGMENTATION_NOTE = (
     "Whole prompts need PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment; "
     "without it the longest prompts that ran were a sixth shorter."
 )
-LIBRARIES = 2**25  # bytes that cuBLAS reserves on a Hopper GPU
+LIBRARY_BYTES = 2**25  # bytes that cuBLAS reserves on a Hopper GPU
 CUDA_GIB = 0.6  # GiB of a GPU that no tensor can use, on an H100 and an H200
 
 
@@ -88,28 +90,28 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now = self.most = self.attending = self.output = self.pair = 0
         self.heads: set[tuple[int, int, int]] = set()
-        # storages that `_add` ignores: those of weights, which views of weights have too, and those
-        # of live tensors that are already counted
+        # storages that `_add_storage` ignores: those of weights, which views of weights have too,
+        # and those of live tensors that are already counted
         weights = (*model.parameters(), *model.buffers())
-        self._storages = {x.untyped_storage()._cdata for x in weights}
+        self._storages = {tensor.untyped_storage()._cdata for tensor in weights}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor):
-                self._add(x.untyped_storage())
+        for output in tree_leaves(result):
+            if isinstance(output, Tensor):
+                self._add_storage(output.untyped_storage())
         return result
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
+    def _add_storage(self, storage: torch.UntypedStorage) -> None:
         """Add the bytes of a new storage to the counts, and subtract them when it is freed."""
         if storage._cdata in self._storages:
             return
         self._storages.add(storage._cdata)
         self.now += storage.nbytes()
         self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
+        weakref.finalize(storage, self._drop_storage, storage._cdata, storage.nbytes())
 
-    def _drop(self, key: int, size: int) -> None:
+    def _drop_storage(self, key: int, size: int) -> None:
         self._storages.discard(key)
         self.now -= size
 
@@ -126,7 +128,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 @contextmanager
-def counting(model: Any) -> Iterator[LiveBytes]:
+def count_live_bytes(model: Any) -> Iterator[LiveBytes]:
     """Yield a `LiveBytes` that counts the tensors of calls of ``model`` inside the block.
 
     `LiveBytes.attend` replaces the attention of ``model``, which is not restored after the block.
@@ -134,16 +136,16 @@ def counting(model: Any) -> Iterator[LiveBytes]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     live_bytes = LiveBytes(model)
-    ALL_ATTENTION_FUNCTIONS[COUNTING] = live_bytes.attend
+    ALL_ATTENTION_FUNCTIONS[COUNTING_ATTENTION] = live_bytes.attend
     try:
-        model.set_attn_implementation(COUNTING)
+        model.set_attn_implementation(COUNTING_ATTENTION)
         with torch.no_grad(), live_bytes:
             yield live_bytes
     finally:
-        del ALL_ATTENTION_FUNCTIONS[COUNTING]
+        del ALL_ATTENTION_FUNCTIONS[COUNTING_ATTENTION]
 
 
-class Needed(NamedTuple):
+class PromptMemory(NamedTuple):
     """The memory for reading a prompt.
 
     Attributes:
@@ -166,7 +168,7 @@ class Needed(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompts:
-    """The sizes from which `needed` computes the memory for a prompt of a model, in bfloat16.
+    """The sizes from which `estimate_memory` computes the memory for a prompt, in bfloat16.
 
     Attributes:
         weights: bytes of all weights and buffers.
@@ -203,26 +205,26 @@ class Prompts:
         Raises:
             UsageError: the model does not run on the meta device.
         """
-        # copy the config, because `counting` changes the attention implementation in it
+        # copy the config, because `count_live_bytes` changes the attention implementation in it
         config = copy.deepcopy(model_config)
-        model = models.skeleton(config, trust_remote_code, dtype=torch.bfloat16)
-        with refused_as(partial(_not_called, model.config.model_type)):
-            layers = _cached(model)
-            live_bytes = _read(model, TOKENS)
+        model = models.build_skeleton(config, trust_remote_code, dtype=torch.bfloat16)
+        with convert_errors(partial(_describe_call_error, model.config.model_type)):
+            layers = _count_cache_layers(model)
+            live_bytes = _count_prompt_bytes(model, NUM_COUNTED_TOKENS)
         largest_layer = max((size for size, _ in layers), default=0)
-        pair = live_bytes.pair / TOKENS
+        kv_bytes = live_bytes.pair / NUM_COUNTED_TOKENS
         return cls(
-            weights=sum(x.nbytes for x in (*model.parameters(), *model.buffers())),
+            weights=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
             layers=layers,
-            most=live_bytes.most / TOKENS,
-            attending=live_bytes.attending / TOKENS,
-            output=live_bytes.output / TOKENS,
-            expanded=pair if pair > largest_layer else 0.0,
+            most=live_bytes.most / NUM_COUNTED_TOKENS,
+            attending=live_bytes.attending / NUM_COUNTED_TOKENS,
+            output=live_bytes.output / NUM_COUNTED_TOKENS,
+            expanded=kv_bytes if kv_bytes > largest_layer else 0.0,
             heads=frozenset(live_bytes.heads),
             config=cab_config_of(model.config.get_text_config()),
         )
 
-    def needed(self, length: int, chunk: int | None, cache: str) -> Needed:
+    def estimate_memory(self, length: int, chunk: int | None, cache: str) -> PromptMemory:
         """Return the memory that reading a prompt needs.
 
         Args:
@@ -231,25 +233,29 @@ class Prompts:
             cache: one of `CACHES`.
         """
         layer_bytes = [size * min(length, window or length) for size, window in self.layers]
-        largest, resident, host = max(layer_bytes, default=0), sum(layer_bytes), 0
+        largest_layer_bytes, cache_bytes, host_bytes = (
+            max(layer_bytes, default=0),
+            sum(layer_bytes),
+            0,
+        )
         if cache == OFFLOADED:
             # keys and values of two layers are on the GPU at a time; sliding windows always are
-            host = sum(
+            host_bytes = sum(
                 size
                 for size, (_, window) in zip(layer_bytes, self.layers, strict=True)
                 if not window
             )
-            resident = min(resident, resident - host + 2 * largest)
+            cache_bytes = min(cache_bytes, cache_bytes - host_bytes + 2 * largest_layer_bytes)
         if cache != STATIC and chunk is not None:
             # appending a chunk copies the keys of a layer, and then its values: half of the layer's
             # cache exists twice
-            resident += largest // 2
-        tokens = min(length, chunk or length)
-        return Needed(
+            cache_bytes += largest_layer_bytes // 2
+        last_call_tokens = min(length, chunk or length)
+        return PromptMemory(
             weights=self.weights,
-            cache=resident,
-            workspace=self.workspace(tokens, length),
-            host=host,
+            cache=cache_bytes,
+            workspace=self.workspace(last_call_tokens, length),
+            host=host_bytes,
         )
 
     def workspace(self, tokens: int, length: int) -> float:
@@ -259,19 +265,23 @@ class Prompts:
             tokens: number of tokens in the last call, which reads the end of the prompt.
             length: tokens of the prompt.
         """
-        selection = max(
+        selection_bytes = max(
             (
-                self.choosing(heads=heads, kv_heads=kv_heads, dim=dim, tokens=tokens, length=length)
+                self.estimate_selection(
+                    heads=heads, kv_heads=kv_heads, dim=dim, tokens=tokens, length=length
+                )
                 for heads, kv_heads, dim in self.heads
             ),
             default=0,
         )
-        attending = self.attending * tokens + self.expanded * (length - tokens)
+        attention_bytes = self.attending * tokens + self.expanded * (length - tokens)
         # the attention output may exist twice, in two memory layouts
-        attending += max(selection, 2 * self.output * tokens)
-        return max(self.most * tokens, attending) + LIBRARIES
+        attention_bytes += max(selection_bytes, 2 * self.output * tokens)
+        return max(self.most * tokens, attention_bytes) + LIBRARY_BYTES
 
-    def choosing(self, heads: int, kv_heads: int, dim: int, tokens: int, length: int) -> float:
+    def estimate_selection(
+        self, heads: int, kv_heads: int, dim: int, tokens: int, length: int
+    ) -> float:
         """Return the bytes for selecting blocks in a layer.
 
         Keys and scored queries have 8 bits, as on GPUs that support 8-bit products.
@@ -285,33 +295,39 @@ class Prompts:
         """
         config = self.config
         num_typical = num_typical_queries(config)
-        rows = config.outlier_queries + num_typical
-        q_blocks = heads * -(-tokens // config.query_block)
-        k_blocks = -(-length // config.key_block)
+        num_scored_rows = config.outlier_queries + num_typical
+        num_q_blocks = heads * -(-tokens // config.query_block)
+        num_k_blocks = -(-length // config.key_block)
         # if all queries are in one call, causality excludes half of the pairs of blocks
-        scratch = 2 * q_blocks * rows * k_blocks / (2 if tokens == length else 1)
-        lists = min(4 * q_blocks * k_blocks, LIST_BYTES)
+        scratch_bytes = (
+            2 * num_q_blocks * num_scored_rows * num_k_blocks / (2 if tokens == length else 1)
+        )
+        list_bytes = min(4 * num_q_blocks * num_k_blocks, LIST_BYTES)
         # outlier queries are scored by half of the channels; each scored query also has 16 bytes of
         # bounds and scales
-        queries = dim * (config.outlier_queries / 2 + num_typical) + 16 * rows
-        keys = kv_heads * dim * length
-        return keys + q_blocks * queries + max(min(scratch, SCRATCH_BYTES), lists)
+        bytes_per_q_block = dim * (config.outlier_queries / 2 + num_typical) + 16 * num_scored_rows
+        key_bytes = kv_heads * dim * length
+        return (
+            key_bytes
+            + num_q_blocks * bytes_per_q_block
+            + max(min(scratch_bytes, SCRATCH_BYTES), list_bytes)
+        )
 
-    def longest(self, room: float, chunk: int | None, cache: str) -> int:
-        """Return the tokens of the longest prompt that fits, a multiple of `STEP`; 0 if none fits.
+    def find_longest(self, room: float, chunk: int | None, cache: str) -> int:
+        """Return the tokens of the longest prompt that fits, or 0; a multiple of `LENGTH_STEP`.
 
         Args:
             room: available bytes on the GPU, for weights, cache and workspace.
-            chunk, cache: as in `needed`.
+            chunk, cache: as in `estimate_memory`.
         """
 
         def total_bytes(steps: int) -> float:
-            return self.needed(STEP * steps, chunk, cache).total
+            return self.estimate_memory(LENGTH_STEP * steps, chunk, cache).total
 
-        return STEP * max(0, bisect_right(range(MOST), room, key=total_bytes) - 1)
+        return LENGTH_STEP * max(0, bisect_right(range(MAX_STEPS), room, key=total_bytes) - 1)
 
 
-def _not_called(model_type: str, error: Exception) -> str:
+def _describe_call_error(model_type: str, error: Exception) -> str:
     """Return the message for a model that does not run on the meta device."""
     return (
         f"model type {model_type} cannot be called on torch's meta device ({first_line(error)}), "
@@ -319,7 +335,7 @@ def _not_called(model_type: str, error: Exception) -> str:
     )
 
 
-def _cached(model: Any) -> tuple[tuple[int, int | None], ...]:
+def _count_cache_layers(model: Any) -> tuple[tuple[int, int | None], ...]:
     """Return (bytes per cached token, tokens of the window or None), as in `Prompts.layers`.
 
     Args:
@@ -328,20 +344,23 @@ def _cached(model: Any) -> tuple[tuple[int, int | None], ...]:
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config.get_text_config())
-    with counting(model):
-        read_on(model, torch.zeros(1, STEP, dtype=torch.int64, device="meta"), cache)
+    with count_live_bytes(model):
+        read_with_cache(model, torch.zeros(1, LENGTH_STEP, dtype=torch.int64, device="meta"), cache)
     # cache layers without keys, such as linear attention, have a state of constant size
-    layers = [x for x in cache.layers if isinstance(getattr(x, "keys", None), Tensor)]
+    layers = [layer for layer in cache.layers if isinstance(getattr(layer, "keys", None), Tensor)]
     return tuple(
-        ((x.keys.nbytes + x.values.nbytes) // x.keys.shape[2], getattr(x, "sliding_window", None))
-        for x in layers
-        if x.keys.ndim == 4
+        (
+            (layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[2],
+            getattr(layer, "sliding_window", None),
+        )
+        for layer in layers
+        if layer.keys.ndim == 4
     )
 
 
-def _read(model: Any, tokens: int) -> LiveBytes:
+def _count_prompt_bytes(model: Any, tokens: int) -> LiveBytes:
     """Call ``model`` with ``tokens`` tokens and no cache, and return the counted bytes."""
-    with counting(model) as live_bytes:
+    with count_live_bytes(model) as live_bytes:
         ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
         model(ids, use_cache=False, logits_to_keep=1)
     return live_bytes
@@ -358,16 +377,16 @@ def table(prompts: Prompts, room: float, chunk: int) -> str:
     rows = []
     for call_tokens in (None, chunk):
         for cache in CACHES:
-            length = prompts.longest(room, call_tokens, cache)
-            needed = prompts.needed(length, call_tokens, cache)
+            length = prompts.find_longest(room, call_tokens, cache)
+            memory = prompts.estimate_memory(length, call_tokens, cache)
             rows.append(
                 {
                     "prompt": "whole" if call_tokens is None else f"in chunks of {chunk:,}",
                     "cache": cache,
                     "longest prompt, tokens": f"{length:,}",
-                    "KV cache GiB": needed.cache / GIB,
-                    "workspace GiB": needed.workspace / GIB,
-                    "host GiB": needed.host / GIB,
+                    "KV cache GiB": memory.cache / GIB,
+                    "workspace GiB": memory.workspace / GIB,
+                    "host GiB": memory.host / GIB,
                 }
             )
     return markdown_table(rows, list(rows[0]))
@@ -384,17 +403,19 @@ def report(prompts: Prompts, settings: Settings, reach: int | None) -> str:
     Raises:
         UsageError: the weights alone do not fit.
     """
-    room_gib, weights = max(0.0, settings.gpu_gib - CUDA_GIB), prompts.weights / GIB
-    if weights > room_gib:
+    available_gib, weights_gib = max(0.0, settings.gpu_gib - CUDA_GIB), prompts.weights / GIB
+    if weights_gib > available_gib:
         raise UsageError(
-            f"gpu_gib must be large enough for the weights of {weights:.1f} GiB, got "
-            f"{settings.gpu_gib:g}, of which tensors may use {room_gib:.1f}. Use a GPU with more "
+            f"gpu_gib must be large enough for the weights of {weights_gib:.1f} GiB, got "
+            f"{settings.gpu_gib:g}, of which tensors may use {available_gib:.1f}. Use a GPU with "
+            "more "
             "memory, or a smaller model."
         )
     lines = [
-        f"Weights in bfloat16: {weights:.2f} GiB of {room_gib:.1f} GiB that tensors may use.",
-        table(prompts, room_gib * GIB, settings.chunk),
-        FRAGMENTS,
+        f"Weights in bfloat16: {weights_gib:.2f} GiB of {available_gib:.1f} GiB that tensors may "
+        "use.",
+        table(prompts, available_gib * GIB, settings.chunk),
+        FRAGMENTATION_NOTE,
     ]
     if reach is not None:
         lines.append(f"The model has {reach:,} positions.")
@@ -406,5 +427,5 @@ def main(words: Sequence[str]) -> int:
     settings = read_settings(Settings, words, f"{PROG} fits", __doc__.partition("\n")[0])
     config = models.load_config(settings.model, settings.trust_remote_code)
     prompts = Prompts.of(config, settings.trust_remote_code)
-    print(report(prompts, settings, positions(config)))
+    print(report(prompts, settings, max_positions(config)))
     return 0

@@ -14,7 +14,7 @@ from pandas import DataFrame, Series
 
 from cab_hf.eval.report import digits, percent
 from cab_hf.eval.result_folders import Results
-from cab_hf.experiment.markdown import code, plain
+from cab_hf.experiment.markdown import escape_markdown, format_code
 
 # format of a value: a template for str.format, or a function
 Format = str | Callable[[Any], str | None]
@@ -31,14 +31,14 @@ COLUMNS: dict[str, tuple[str, Format] | str] = {
     "implementation": "attention",
     "length": ("tokens", "{:,.0f}"),
     "longest": ("longest prompt", "{:,.0f}"),
-    "model": ("model", plain),
-    "model_type": ("model type", code),
+    "model": ("model", escape_markdown),
+    "model_type": ("model type", format_code),
     "offloaded": ("offloaded layers", "{:.0f}"),
     "segments": "expandable segments",
     "setting": "configuration",
     "shape": "model",
     "spread": "data parallel",
-    "text": ("text", plain),
+    "text": ("text", escape_markdown),
     "threshold": ("mass threshold at this length", "{:.3g}"),
     "world": "GPUs",
     # time and memory; seconds of a training step or of the first token
@@ -128,15 +128,23 @@ def show(rows: DataFrame, names: str, **headings: str) -> DataFrame:
     Args:
         rows: the rows.
         names: names of the columns, separated by spaces. A name without a column in ``rows`` yields
-            an empty column. A column ``method.name`` of `side_by_side` has heading and format of
+            an empty column. A column ``method.name`` of `merge_methods` has heading and format of
             ``name``.
         headings: name of a column -> heading that replaces the heading in `COLUMNS`.
     """
     columns = {}
     for name in names.split():
-        column = COLUMNS.get(name, COLUMNS.get(name.partition(".")[2], name))
-        heading, write = (column, None) if isinstance(column, str) else column
-        cells = rows[name] if write is None and name in rows else text(rows, name, write or str)
+        heading_and_format = COLUMNS.get(name, COLUMNS.get(name.partition(".")[2], name))
+        heading, value_format = (
+            (heading_and_format, None)
+            if isinstance(heading_and_format, str)
+            else heading_and_format
+        )
+        cells = (
+            rows[name]
+            if value_format is None and name in rows
+            else text(rows, name, value_format or str)
+        )
         columns[headings.get(name, heading)] = cells
     return DataFrame(columns)
 
@@ -152,7 +160,7 @@ def interval(rows: DataFrame, name: str, write: Format = "{:.2f}") -> Series:
     The columns ``{name}_low`` and ``{name}_high`` contain the ends of the interval. A value without
     these columns, or with missing values there, is formatted without an interval.
     """
-    low, high = (text(rows, f"{name}_{edge}", write) for edge in ("low", "high"))
+    low, high = (text(rows, f"{name}_{end}", write) for end in ("low", "high"))
     return text(rows, name, write) + (" [" + low + ", " + high + "]").fillna("")
 
 
@@ -175,9 +183,10 @@ def in_order(rows: DataFrame, name: str, labels: Mapping[Any, str]) -> DataFrame
     Raises:
         ValueError: a label has no row.
     """
-    if missing := labels.keys() - set(rows[name]):
+    if missing_labels := labels.keys() - set(rows[name]):
         raise ValueError(
-            f"table must have rows with {name} {', '.join(map(str, missing))}, got none. Measure "
+            f"table must have rows with {name} {', '.join(map(str, missing_labels))}, got none. "
+            "Measure "
             "them, or change eval/pages.py."
         )
     rows = rows[rows[name].isin(list(labels))]
@@ -185,7 +194,7 @@ def in_order(rows: DataFrame, name: str, labels: Mapping[Any, str]) -> DataFrame
     return rows.assign(label=rows[name].map(labels)).iloc[rank.argsort(kind="stable")]
 
 
-def one_row(rows: DataFrame, **values: Any) -> Series:
+def get_only_row(rows: DataFrame, **values: Any) -> Series:
     """Return the only row that has, in each column of ``values``, the value of this argument.
 
     Raises:
@@ -198,7 +207,7 @@ def one_row(rows: DataFrame, **values: Any) -> Series:
     return rows.iloc[0]
 
 
-def side_by_side(rows: DataFrame, main: str, way: str, by: Sequence[str]) -> DataFrame:
+def merge_methods(rows: DataFrame, main: str, way: str, by: Sequence[str]) -> DataFrame:
     """Merge the rows of different methods into one row for each combination of values of ``by``.
 
     Args:
@@ -212,25 +221,29 @@ def side_by_side(rows: DataFrame, main: str, way: str, by: Sequence[str]) -> Dat
         The columns ``by``, and all columns with numbers. If a method has several rows for one
         merged row, the number is their mean.
     """
-    numbers = rows.select_dtypes("number").columns.difference(by)
-    wide = rows.pivot_table(
-        values=list(numbers), index=list(by), columns=way, aggfunc="mean", sort=False
+    number_columns = rows.select_dtypes("number").columns.difference(by)
+    merged = rows.pivot_table(
+        values=list(number_columns), index=list(by), columns=way, aggfunc="mean", sort=False
     )
-    wide.columns = [name if value == main else f"{value}.{name}" for name, value in wide.columns]
-    order = rows[list(by)].drop_duplicates()
-    return order.merge(wide.reset_index(), on=list(by))
+    merged.columns = [
+        name if value == main else f"{value}.{name}" for name, value in merged.columns
+    ]
+    key_rows = rows[list(by)].drop_duplicates()
+    return key_rows.merge(merged.reset_index(), on=list(by))
 
 
-def with_seconds(rows: DataFrame) -> DataFrame:
+def add_seconds(rows: DataFrame) -> DataFrame:
     """Add the columns ``seconds`` and ``baseline_s``, from ``ms`` and ``baseline_ms``."""
     baseline_ms = rows.get("baseline_ms", math.nan)
     return rows.assign(seconds=rows["ms"] / 1e3, baseline_s=baseline_ms / 1e3)
 
 
-def with_fastest(rows: DataFrame) -> DataFrame:
+def add_fastest(rows: DataFrame) -> DataFrame:
     """Add the column ``fastest``: time and name of the fastest dense kernel, such as ``842 FA3``.
 
     ≈ marks extrapolated times.
     """
-    mark = rows["extrapolated"].eq(True).map({True: "≈ ", False: ""})
-    return rows.assign(fastest=mark + text(rows, "baseline_ms", digits) + " " + rows["baseline"])
+    extrapolation_mark = rows["extrapolated"].eq(True).map({True: "≈ ", False: ""})
+    return rows.assign(
+        fastest=extrapolation_mark + text(rows, "baseline_ms", digits) + " " + rows["baseline"]
+    )

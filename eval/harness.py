@@ -51,13 +51,13 @@ from typing import Any
 
 import cab_hf
 from cab_hf.eval.experiment import PROG
-from cab_hf.experiment.models import is_made, made_folder, refuse_unknown
+from cab_hf.experiment.models import is_built_in, make_folder, refuse_unknown
 from cab_hf.experiment.settings import UsageError
 
 TASKS = Path(__file__).with_name("tasks")
-INCLUDE = "--include_path"
+INCLUDE_OPTION = "--include_path"
 # the name of a model or tokenizer in an argument of lm_eval, written as key=value or as JSON
-NAMES_MODEL = re.compile(r"""(\b(?:pretrained|tokenizer)(?:=|"\s*:\s*"))([^,"]+)""")
+MODEL_NAME = re.compile(r"""(\b(?:pretrained|tokenizer)(?:=|"\s*:\s*"))([^,"]+)""")
 
 
 def main(words: Sequence[str]) -> int:
@@ -76,24 +76,24 @@ def main(words: Sequence[str]) -> int:
 
     watch(HFLM)
     register_model("cab")(CabLM)
-    sys.argv = ["lm_eval", *handed_on(words)]
+    sys.argv = ["lm_eval", *make_lm_eval_arguments(words)]
     cli_evaluate()
     return 0
 
 
-def handed_on(words: Sequence[str]) -> list[str]:
+def make_lm_eval_arguments(words: Sequence[str]) -> list[str]:
     """Return the arguments for lm_eval: ``words`` with two changes.
 
     Names of offline models, such as ``smollm2``, are replaced by the paths of their folders. If the
     arguments have no ``--include_path``, the folder `TASKS` is added as include path.
     """
     arguments = list(words[1:] if words[:1] == ["--"] else words)
-    arguments = [NAMES_MODEL.sub(_with_folder, argument) for argument in arguments]
-    has_include = any(argument.partition("=")[0] == INCLUDE for argument in arguments)
-    return arguments if has_include else [*arguments, INCLUDE, str(TASKS)]
+    arguments = [MODEL_NAME.sub(_insert_folder, argument) for argument in arguments]
+    has_include = any(argument.partition("=")[0] == INCLUDE_OPTION for argument in arguments)
+    return arguments if has_include else [*arguments, INCLUDE_OPTION, str(TASKS)]
 
 
-def what_was_attended(model: Any) -> dict[str, Any]:
+def report_attention(model: Any) -> dict[str, Any]:
     """Print and return the fields ``cab_density`` and ``cab_config`` for lm_eval's results.
 
     The density is the mean over all layers that attended sparsely. A layer's density covers only
@@ -110,16 +110,16 @@ def what_was_attended(model: Any) -> dict[str, Any]:
         return {}
     config = cab_config_of(text_config)
     densities = [layer["density"] for layer in cab_hf.stats(model)]
-    sparse = [density for density in densities if density is not None]
-    if not sparse:
+    sparse_densities = [density for density in densities if density is not None]
+    if not sparse_densities:
         raise UsageError(
             f"min_length must be smaller than the requests, got {config.min_length}: no layer "
             "attended sparsely, and the scores would be those of dense attention. Give a smaller "
             "min_length in --model_args, or run --model hf."
         )
-    fields = {"cab_density": fmean(sparse), "cab_config": config.to_dict()}
+    fields = {"cab_density": fmean(sparse_densities), "cab_config": config.to_dict()}
     print(
-        f"cab: {len(sparse)} of {len(densities)} layers attended sparsely, density "
+        f"cab: {len(sparse_densities)} of {len(densities)} layers attended sparsely, density "
         f"{fields['cab_density']:.2f} in their sparse calls; config "
         f"{json.dumps(fields['cab_config'])}"
     )
@@ -139,24 +139,24 @@ def refuse_misspelt(arguments: Iterable[str], known: Collection[str]) -> None:
         UsageError: the message contains both names.
     """
     for name in arguments:
-        similar = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-        if name not in known and similar:
+        similar_names = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if name not in known and similar_names:
             raise UsageError(
                 f"model_args must contain known arguments, got {name!r}; did you mean "
-                f"{similar[0]!r}?"
+                f"{similar_names[0]!r}?"
             )
 
 
-def _with_folder(match: re.Match) -> str:
+def _insert_folder(match: re.Match) -> str:
     """Return the argument with a folder in place of the name of an offline model.
 
     If the folder does not exist, the model is written to it first.
 
     Args:
-        match: a match of `NAMES_MODEL`.
+        match: a match of `MODEL_NAME`.
     """
     prefix, name = match.groups()
-    if is_made(name):
-        return f"{prefix}{made_folder(name)}"
+    if is_built_in(name):
+        return f"{prefix}{make_folder(name)}"
     refuse_unknown(name)
     return match[0]

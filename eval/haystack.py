@@ -15,17 +15,17 @@ from pathlib import Path
 
 from cab_hf.data.needles import (
     ANSWER,
+    KEY_NUMBERS,
     NAMES,
-    NOISE,
-    NUMBERS,
+    NOISE_SENTENCES,
     QUESTION,
     Key,
-    as_turns,
+    cycle_sentences,
     draw_keys,
-    endless,
-    instruction,
-    nearest,
-    running,
+    find_nearest,
+    join_sentences,
+    make_instruction,
+    render_turns,
     split_sentences,
 )
 from cab_hf.experiment.settings import UsageError, comma_separated
@@ -80,7 +80,7 @@ class Haystack:
         self.filler = filler
         self.keys = keys
         self.question_first = question_first
-        self.sentences = read_sentences("haystack", file) if file else NOISE
+        self.sentences = read_sentences("haystack", file) if file else NOISE_SENTENCES
         self._sizes: dict[str, int] = {}
 
     def prompt(
@@ -101,21 +101,24 @@ class Haystack:
             UsageError: ``length`` is too small for instruction, keys and question.
         """
         rng = random.Random(f"{seed}/{length}/{depth:.6f}/{index}/{self.keys}")
-        keys = draw_keys(rng, self.keys, named=self.keys > 1)
+        keys = draw_keys(rng, self.keys, has_names=self.keys > 1)
         asked_key, statements = keys[0], [key.statement for key in keys]
         # divide the filler into equal ranges, and put one of the other keys at random into each
-        num_others = self.keys - 1
-        depths = [depth, *((i + rng.random()) / num_others for i in range(num_others))]
+        num_other_keys = self.keys - 1
+        depths = [depth, *((i + rng.random()) / num_other_keys for i in range(num_other_keys))]
         needles = list(zip(depths, statements, strict=True))
 
-        candidates = self._sentences_of(rng, keys, length)
-        sentences = self._fitted(asked_key.whose, needles, candidates, length)
-        full = self.render(asked_key.whose, needles, sentences)
-        start = full.index(statements[0])
-        end = start + len(statements[0])
+        candidate_sentences = self._draw_sentences(rng, keys, length)
+        sentences = self._fit_filler(asked_key.whose, needles, candidate_sentences, length)
+        full_text = self.render(asked_key.whose, needles, sentences)
+        needle_start = full_text.index(statements[0])
+        needle_end = needle_start + len(statements[0])
         # tokenizers join the blank before the needle with the needle's first token
-        needle = (self.size(full[:start].removesuffix(" ")), self.size(full[:end]))
-        text = self.render(asked_key.whose, [], sentences) if hide_needle else full
+        needle = (
+            self.size(full_text[:needle_start].removesuffix(" ")),
+            self.size(full_text[:needle_end]),
+        )
+        text = self.render(asked_key.whose, [], sentences) if hide_needle else full_text
         return Prompt(
             text=text,
             tokens=tuple(self.encode(text)),
@@ -132,9 +135,9 @@ class Haystack:
             UsageError: ``length`` is too small for some prompts.
         """
         names = sorted(NAMES, key=len)[-self.keys :]
-        phrases = [f" for {name}" if self.keys > 1 else "" for name in names]
-        needles = [(0.0, Key(whose, str(NUMBERS[-1])).statement) for whose in phrases]
-        self._room(phrases[-1], needles, length)
+        owner_phrases = [f" for {name}" if self.keys > 1 else "" for name in names]
+        needles = [(0.0, Key(whose, str(KEY_NUMBERS[-1])).statement) for whose in owner_phrases]
+        self._count_free_tokens(owner_phrases[-1], needles, length)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a rendered prompt."""
@@ -158,29 +161,31 @@ class Haystack:
                 between the two filler sentences whose border is nearest to the depth.
             sentences: the filler.
         """
-        ends = [0, *accumulate(map(self._sentence_size, sentences))]
+        sentence_ends = [0, *accumulate(map(self._count_sentence_tokens, sentences))]
         text = list(sentences)
         # insert the deepest needle first, so that indices of earlier borders stay valid
         for depth, needle in sorted(needles, reverse=True):
-            text.insert(nearest(ends, depth * ends[-1]), needle)
+            text.insert(find_nearest(sentence_ends, depth * sentence_ends[-1]), needle)
         question = QUESTION.format(whose=whose)
-        first = [question] if self.question_first else []
-        content = "\n\n".join([instruction(self.keys), *first, running(text), question])
-        return as_turns(self.tokenizer, [content, ANSWER.format(whose=whose)])
+        questions_before = [question] if self.question_first else []
+        content = "\n\n".join(
+            [make_instruction(self.keys), *questions_before, join_sentences(text), question]
+        )
+        return render_turns(self.tokenizer, [content, ANSWER.format(whose=whose)])
 
-    def _sentence_size(self, sentence: str) -> int:
+    def _count_sentence_tokens(self, sentence: str) -> int:
         """Return the number of tokens of a sentence that follows another sentence."""
         if sentence not in self._sizes:
             # measure the sentence after another one, because some tokenizers add a token to the
             # start of a text
-            alone, joined = (
+            first_tokens, joined_tokens = (
                 len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-                for text in (NOISE[0], f"{NOISE[0]} {sentence}")
+                for text in (NOISE_SENTENCES[0], f"{NOISE_SENTENCES[0]} {sentence}")
             )
-            self._sizes[sentence] = joined - alone
+            self._sizes[sentence] = joined_tokens - first_tokens
         return self._sizes[sentence]
 
-    def _sentences_of(self, rng: random.Random, keys: Sequence[Key], length: int) -> list[str]:
+    def _draw_sentences(self, rng: random.Random, keys: Sequence[Key], length: int) -> list[str]:
         """Return filler sentences with more than ``length`` tokens in total.
 
         Args:
@@ -188,14 +193,18 @@ class Haystack:
             keys: the keys of the prompt; the numbers of distractors differ from them.
             length: number of tokens.
         """
-        text = endless(self.sentences, rng, keys if self.filler == "distractors" else None)
-        sentences, total = [], 0
-        while total <= length:
-            sentences.append(next(text))
-            total += max(1, self._sentence_size(sentences[-1]))
+        sentence_stream = cycle_sentences(
+            self.sentences, rng, keys if self.filler == "distractors" else None
+        )
+        sentences, total_tokens = [], 0
+        while total_tokens <= length:
+            sentences.append(next(sentence_stream))
+            total_tokens += max(1, self._count_sentence_tokens(sentences[-1]))
         return sentences
 
-    def _room(self, whose: str, needles: Sequence[tuple[float, str]], length: int) -> int:
+    def _count_free_tokens(
+        self, whose: str, needles: Sequence[tuple[float, str]], length: int
+    ) -> int:
         """Return the number of tokens that a prompt of ``length`` tokens has for filler.
 
         The arguments ``whose`` and ``needles`` are those of `render`.
@@ -203,15 +212,15 @@ class Haystack:
         Raises:
             UsageError: the prompt has more than ``length`` tokens without filler.
         """
-        free = length - self.size(self.render(whose, needles, []))
-        if free < 0:
+        num_free_tokens = length - self.size(self.render(whose, needles, []))
+        if num_free_tokens < 0:
             raise UsageError(
                 f"length must have room for the question and {self.keys} keys, which take "
-                f"{length - free} tokens, got {length}. Give a larger length."
+                f"{length - num_free_tokens} tokens, got {length}. Give a larger length."
             )
-        return free
+        return num_free_tokens
 
-    def _fitted(
+    def _fit_filler(
         self, whose: str, needles: Sequence[tuple[float, str]], sentences: list[str], length: int
     ) -> list[str]:
         """Return the filler with which the rendered prompt has at most ``length`` tokens.
@@ -228,23 +237,28 @@ class Haystack:
         def free_tokens(filler: list[str]) -> int:
             return length - self.size(self.render(whose, needles, filler))
 
-        free = self._room(whose, needles, length)
+        num_free_tokens = self._count_free_tokens(whose, needles, length)
         # Start from the sum of the sentences' sizes. The rendered prompt may have a few tokens more
         # or fewer, so that the number of sentences is then corrected.
-        num_sentences = sum(end <= free for end in accumulate(map(self._sentence_size, sentences)))
+        num_sentences = sum(
+            end <= num_free_tokens
+            for end in accumulate(map(self._count_sentence_tokens, sentences))
+        )
         while num_sentences and free_tokens(sentences[:num_sentences]) < 0:
             num_sentences -= 1
         while num_sentences < len(sentences) - 1:
             if free_tokens(sentences[: num_sentences + 1]) < 0:
                 break
             num_sentences += 1
-        complete, words = sentences[:num_sentences], sentences[num_sentences].split()
+        complete_sentences, next_words = sentences[:num_sentences], sentences[num_sentences].split()
         # a word has at least one token
-        for start in range(max(1, len(words) - free_tokens(complete)), len(words)):
-            filler = [" ".join(words[start:]), *complete]
+        for start in range(
+            max(1, len(next_words) - free_tokens(complete_sentences)), len(next_words)
+        ):
+            filler = [" ".join(next_words[start:]), *complete_sentences]
             if free_tokens(filler) >= 0:
                 return filler
-        return complete
+        return complete_sentences
 
 
 def parse_depths(text: str) -> tuple[float, ...]:
@@ -255,8 +269,8 @@ def parse_depths(text: str) -> tuple[float, ...]:
     """
     if not text.strip().isdigit():
         return comma_separated(float)(text)
-    last = int(text) - 1
-    return tuple(i / last for i in range(last + 1)) if last else (0.5,)
+    last_index = int(text) - 1
+    return tuple(i / last_index for i in range(last_index + 1)) if last_index else (0.5,)
 
 
 def read_sentences(name: str, file: Path | str) -> list[str]:

@@ -39,25 +39,29 @@ def paired_difference(ours: Sequence[bool], base: Sequence[bool]) -> Interval:
         raise ValueError(
             f"ours and base must have the same length above 0, got {n} and {len(base)}."
         )
-    right, base_right = sum(map(bool, ours)), sum(map(bool, base))
-    both_right = sum(bool(a and b) for a, b in zip(ours, base, strict=True))
-    p, q = right / n, base_right / n
-    (p_low, p_high), (q_low, q_high) = wilson(right, n), wilson(base_right, n)
+    num_right, num_base_right = sum(map(bool, ours)), sum(map(bool, base))
+    num_both_right = sum(bool(a and b) for a, b in zip(ours, base, strict=True))
+    p_ours, p_base = num_right / n, num_base_right / n
+    (ours_low, ours_high), (base_low, base_high) = wilson(num_right, n), wilson(num_base_right, n)
     # the determinant of the 2 x 2 table: both right * both wrong - only ours * only base
-    determinant = both_right * n - right * base_right
+    determinant = num_both_right * n - num_right * num_base_right
     if determinant > 0:  # the continuity correction of method 10
         determinant = max(determinant - n / 2, 0.0)
-    margins = right * (n - right) * base_right * (n - base_right)
+    margins = num_right * (n - num_right) * num_base_right * (n - num_base_right)
     phi = determinant / math.sqrt(margins) if margins else 0.0
 
-    def distance(a: float, b: float) -> float:
+    def correlated_distance(a: float, b: float) -> float:
         return math.sqrt(max(a * a - 2 * phi * a * b + b * b, 0.0))
 
-    low = p - q - distance(p - p_low, q_high - q)
-    return p - q, low, p - q + distance(p_high - p, q - q_low)
+    low = p_ours - p_base - correlated_distance(p_ours - ours_low, base_high - p_base)
+    return (
+        p_ours - p_base,
+        low,
+        p_ours - p_base + correlated_distance(ours_high - p_ours, p_base - base_low),
+    )
 
 
-def compared_shares(
+def compare_shares(
     right: Sequence[bool], pairs: Sequence[tuple[bool, bool]]
 ) -> dict[str, float | int]:
     """Return the share of right answers, and its difference to dense attention, with intervals.
@@ -76,7 +80,7 @@ def compared_shares(
     fields |= {"low": low, "high": high}
     if pairs:
         delta, delta_low, delta_high = paired_difference(
-            [ours for ours, _ in pairs], [base for _, base in pairs]
+            [our_outcome for our_outcome, _ in pairs], [dense_outcome for _, dense_outcome in pairs]
         )
         fields |= {"delta": delta, "delta_low": delta_low, "delta_high": delta_high}
         fields["pairs"] = len(pairs)
@@ -90,9 +94,9 @@ def mean_of_intervals(intervals: Sequence[Interval]) -> Interval:
     Zou and Donner 2008, Statistics in Medicine 27, 1693-1702).
     """
     mean, n = fmean(estimate for estimate, _, _ in intervals), len(intervals)
-    below = math.hypot(*(estimate - low for estimate, low, _ in intervals)) / n
-    above = math.hypot(*(high - estimate for estimate, _, high in intervals)) / n
-    return mean, mean - below, mean + above
+    distance_below = math.hypot(*(estimate - low for estimate, low, _ in intervals)) / n
+    distance_above = math.hypot(*(high - estimate for estimate, _, high in intervals)) / n
+    return mean, mean - distance_below, mean + distance_above
 
 
 def mean_interval(ours: Sequence[float], base: Sequence[float], level: float = LEVEL) -> Interval:
@@ -102,7 +106,7 @@ def mean_interval(ours: Sequence[float], base: Sequence[float], level: float = L
         ours, base: paired values, at least two.
         level: confidence level of the interval.
     """
-    differences = [one - other for one, other in zip(ours, base, strict=True)]
+    differences = [our_value - base_value for our_value, base_value in zip(ours, base, strict=True)]
     mean, n = fmean(differences), len(differences)
     # scipy's ttest_rel returns NaN for equal differences; here the interval has width 0
     margin = float(stats.t.ppf((1 + level) / 2, n - 1)) * stdev(differences) / math.sqrt(n)

@@ -13,22 +13,22 @@ from torch import Tensor
 NAME, NAME_BEFORE = "cache", "past_key_values"
 
 
-def cache_name(model: Any) -> str:
+def get_cache_name(model: Any) -> str:
     """Return the name of the argument of ``model`` for the KV cache."""
     return NAME if NAME in inspect.signature(model.forward).parameters else NAME_BEFORE
 
 
-def cache_of(output: Any) -> Any:
+def get_cache(output: Any) -> Any:
     """Return the KV cache in an output of a model."""
     return output[NAME] if NAME in output else output[NAME_BEFORE]
 
 
-def cache_arguments(model: Any, cache: Any) -> dict[str, Any]:
+def make_cache_arguments(model: Any, cache: Any) -> dict[str, Any]:
     """Return the keyword arguments for a call of ``model`` that reads and extends ``cache``."""
-    return {cache_name(model): cache, "use_cache": True}
+    return {get_cache_name(model): cache, "use_cache": True}
 
 
-def read_on(model: Any, ids: Tensor, cache: Any, **options: Any) -> Any:
+def read_with_cache(model: Any, ids: Tensor, cache: Any, **options: Any) -> Any:
     """Call ``model`` with tokens that follow the cached tokens, and return its output.
 
     Args:
@@ -37,4 +37,4 @@ def read_on(model: Any, ids: Tensor, cache: Any, **options: Any) -> Any:
         cache: the KV cache, to which the call adds the tokens; None to let the model create one.
         options: other arguments of the model.
     """
-    return model(ids, **cache_arguments(model, cache), **options)
+    return model(ids, **make_cache_arguments(model, cache), **options)

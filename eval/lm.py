@@ -14,10 +14,10 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from cab_hf.config import CabConfig
-from cab_hf.dispatch import attended
-from cab_hf.eval.harness import refuse_misspelt, what_was_attended
+from cab_hf.dispatch import attended_pairs
+from cab_hf.eval.harness import refuse_misspelt, report_attention
 from cab_hf.eval.on_model import refuse_not_finite
-from cab_hf.experiment.models import greedy
+from cab_hf.experiment.models import make_greedy_config
 from cab_hf.patches import apply_cab
 
 FIELDS = {field.name for field in dataclasses.fields(CabConfig)}
@@ -45,7 +45,7 @@ class CabLM(HFLM):
         chosen = {name: arguments.pop(name) for name in FIELDS & arguments.keys()}
         refuse_misspelt(arguments, FIELDS | constructor_arguments(HFLM))
         super().__init__(pretrained, **arguments)
-        self.model.generation_config = greedy(self.model)
+        self.model.generation_config = make_greedy_config(self.model)
         apply_cab(self.model, **chosen)
 
     def _loglikelihood_tokens(self, *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
@@ -54,12 +54,12 @@ class CabLM(HFLM):
         `HFLM` pads requests on the right without a mask. Dense causal attention ignores such
         padding, but CAB selects keys by the end of a sequence.
         """
-        pad = huggingface.pad_and_concat
+        original_pad_and_concat = huggingface.pad_and_concat
 
         def pad_and_concat(longest: int, rows: Sequence[Tensor], **kwargs: Any) -> Tensor:
             # compute the lengths first, because the padding function changes the list of rows
             lengths = torch.tensor([row.shape[-1] for row in rows])
-            batch = pad(longest, rows, **kwargs)
+            batch = original_pad_and_concat(longest, rows, **kwargs)
             self.padded = batch, torch.arange(longest) < lengths[:, None]
             return batch
 
@@ -67,17 +67,17 @@ class CabLM(HFLM):
         try:
             return super()._loglikelihood_tokens(*args, **kwargs)
         finally:
-            huggingface.pad_and_concat = pad
+            huggingface.pad_and_concat = original_pad_and_concat
 
     def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        batch, mask = self.padded or (None, None)
+        batch, padding_mask = self.padded or (None, None)
         if batch is not inps:
             return super()._model_call(inps, *args, **kwargs)
 
-        def with_mask(model: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            return args, {"attention_mask": mask.to(inps.device, torch.long), **kwargs}
+        def add_mask(model: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            return args, {"attention_mask": padding_mask.to(inps.device, torch.long), **kwargs}
 
-        hook = self.model.register_forward_pre_hook(with_mask, with_kwargs=True)
+        hook = self.model.register_forward_pre_hook(add_mask, with_kwargs=True)
         try:
             return super()._model_call(inps, *args, **kwargs)
         finally:
@@ -88,35 +88,39 @@ class CabLM(HFLM):
 def watch(kind: type[HFLM]) -> None:
     """Patch a model class of lm_eval so that results include density and config of CAB.
 
-    ``get_model_info`` then also returns the fields of `what_was_attended`. lm_eval calls it after
+    ``get_model_info`` then also returns the fields of `report_attention`. lm_eval calls it after
     all requests, before it prints or saves scores. Calls of a model also raise an error if a logit
     is not finite.
     """
-    init, model_info, detect = kind.__init__, kind.get_model_info, kind._detect_batch_size
+    original_init, original_model_info, original_detect = (
+        kind.__init__,
+        kind.get_model_info,
+        kind._detect_batch_size,
+    )
 
-    @functools.wraps(init)
+    @functools.wraps(original_init)
     def __init__(self: HFLM, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
+        original_init(self, *args, **kwargs)
         refuse_not_finite(self.model)
 
-    @functools.wraps(model_info)
+    @functools.wraps(original_model_info)
     def get_model_info(self: HFLM) -> dict[str, Any]:
         # if --use_cache has all replies, the model is never called and has no density
         was_called = getattr(self, "cab_was_asked", False)
-        result = what_was_attended(self.model) if was_called else {}
-        return {**model_info(self), **result}
+        cab_fields = report_attention(self.model) if was_called else {}
+        return {**original_model_info(self), **cab_fields}
 
-    @functools.wraps(detect)
+    @functools.wraps(original_detect)
     def _detect_batch_size(self: HFLM, *args: Any, **kwargs: Any) -> int:
         # restore the counts of attended pairs afterwards: calls that try batch sizes do not count
         modules = list(self.model.modules())
-        counts = [attended.get(module) for module in modules]
+        pair_counts = [attended_pairs.get(module) for module in modules]
         was_called = getattr(self, "cab_was_asked", False)
-        size = detect(self, *args, **kwargs)
-        for module, pairs in zip(modules, counts, strict=True):
-            attended.pop(module, None)
-            if pairs is not None:
-                attended[module] = pairs
+        size = original_detect(self, *args, **kwargs)
+        for module, pair_count in zip(modules, pair_counts, strict=True):
+            attended_pairs.pop(module, None)
+            if pair_count is not None:
+                attended_pairs[module] = pair_count
         self.cab_was_asked = was_called
         return size
 
@@ -130,6 +134,6 @@ def watch(kind: type[HFLM]) -> None:
 
         return wrapped
 
-    requests = record_calls(kind._model_call), record_calls(kind._model_generate)
-    for function in (__init__, get_model_info, _detect_batch_size, *requests):
+    request_methods = record_calls(kind._model_call), record_calls(kind._model_generate)
+    for function in (__init__, get_model_info, _detect_batch_size, *request_methods):
         setattr(kind, function.__name__, function)

@@ -25,8 +25,8 @@ from cab_hf.data.needles import Tokens
 from cab_hf.eval.experiment import PROG, SAMPLES, Row, run
 from cab_hf.eval.methods import METHODS, Cell, Method, Realised, layers_of, realised_on
 from cab_hf.eval.on_model import OnModel, OnModelSettings
-from cab_hf.eval.speed.timing import in_a_sentence, ran_out
-from cab_hf.experiment.log import Log, as_recorded, file_exists, read_log, require_identity
+from cab_hf.eval.speed.timing import is_out_of_memory, summarise_error
+from cab_hf.experiment.log import Log, convert_through_json, file_exists, read_log, require_identity
 from cab_hf.experiment.settings import flag, option, read_settings, require
 
 SHARD_LOG = "samples.shard-{}-of-{}.jsonl"
@@ -59,7 +59,7 @@ class LongRunSettings(OnModelSettings):
                 settings=self,
                 name="methods",
                 condition=method in METHODS,
-                accepted=f"one or more of {', '.join(METHODS)}",
+                expected=f"one or more of {', '.join(METHODS)}",
                 value=method,
             )
         require(self, "methods", self.methods, "at least one name")
@@ -72,12 +72,13 @@ class LongRunSettings(OnModelSettings):
             match: name of the method whose density baselines should have.
             is_available: True if the run measures this method, or if no budget is `MATCH`.
         """
-        matched = [method for method in self.methods if METHODS[method].matched]
+        matched_methods = [method for method in self.methods if METHODS[method].matched]
         accepted = (
-            f"a density such as 0.2, because {', '.join(matched)} would match the density of "
+            f"a density such as 0.2, because {', '.join(matched_methods)} would match the "
+            "density of "
             f"{match}, which is not among the methods"
         )
-        require(self, name, is_available or not matched, accepted)
+        require(self, name, is_available or not matched_methods, accepted)
 
 
 @lru_cache(maxsize=1)
@@ -179,12 +180,12 @@ class LongRun(OnModel):
     def cases(
         self, samples: Sequence[Row], planned: Iterable[dict[str, Any]] | None = None
     ) -> Iterator[dict[str, Any]]:
-        fitted_by_cell: dict[tuple, Any] = {}
+        budget_by_cell: dict[tuple, Any] = {}
         for case in self.planned() if planned is None else planned:
             cell = tuple(case[name] for name in self.CELL)
-            if cell not in fitted_by_cell:
-                fitted_by_cell[cell] = self.fitted(case, samples)
-            yield {**case, self.FITTED: fitted_by_cell[cell]}
+            if cell not in budget_by_cell:
+                budget_by_cell[cell] = self.fitted(case, samples)
+            yield {**case, self.FITTED: budget_by_cell[cell]}
 
     @classmethod
     def main(cls, words: Sequence[str]) -> int:
@@ -192,9 +193,9 @@ class LongRun(OnModel):
         experiment.check()
         samples = experiment.found()
         num_missing = len(experiment.missing(samples))
-        measured = f" ({len(samples):,} are measured)" if samples else ""
+        measured_note = f" ({len(samples):,} are measured)" if samples else ""
         message = (
-            f"{num_missing:,} cases{measured}" if num_missing else "nothing is left to measure"
+            f"{num_missing:,} cases{measured_note}" if num_missing else "nothing is left to measure"
         )
         print(message, flush=True)
         if experiment.settings.dry_run:
@@ -215,9 +216,9 @@ class LongRun(OnModel):
         try:
             return super().sample(case)
         except Exception as error:
-            if not ran_out(error):
+            if not is_out_of_memory(error):
                 raise
-            reason = in_a_sentence(error)
+            reason = summarise_error(error)
         # free memory outside of the except block: inside, frames of the error keep tensors alive
         gc.collect()
         if torch.cuda.is_available():
@@ -232,28 +233,28 @@ class LongRun(OnModel):
         Raises:
             LogError: a log belongs to a run with other settings.
         """
-        identity, path = as_recorded(self.identity()), Path(self.settings.out) / SAMPLES
+        identity, path = convert_through_json(self.identity()), Path(self.settings.out) / SAMPLES
         samples = []
-        for log in [path, *self._shard_logs()] if file_exists(path) else self._shard_logs():
+        for log_path in [path, *self._shard_logs()] if file_exists(path) else self._shard_logs():
             header, records = read_log(
-                log,
+                log_path,
                 key=self.CASE,
                 added=self.ADDED,
                 failed=self.FAILED,
                 fields_of=self.fields_of,
             )
-            require_identity(log, header, identity)
+            require_identity(log_path, header, identity)
             samples += [record for record in records if record.get(self.FAILED) is None]
         return samples
 
     def missing(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
         """Return the planned cases without a sample."""
 
-        def key(case: Mapping[str, Any]) -> tuple[Any, ...]:
+        def case_key(case: Mapping[str, Any]) -> tuple[Any, ...]:
             return tuple(case[name] for name in self.CASE)
 
-        measured = set(map(key, samples))
-        return [case for case in self.planned() if key(case) not in measured]
+        measured_keys = set(map(case_key, samples))
+        return [case for case in self.planned() if case_key(case) not in measured_keys]
 
     def share(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
         """Return the cases that this process should measure.
@@ -267,10 +268,10 @@ class LongRun(OnModel):
         shard, num_shards = map(int, self.settings.shard.split("/"))
         # divide all questions, also measured ones, so that every process computes the same shards
         questions = dict.fromkeys(map(self.question, self.planned()))
-        own_questions = set(list(questions)[shard - 1 :: num_shards])
-        missing = [case for case in self.missing(samples) if not self.alone(case)]
-        ready = [case for case in missing if not self.waits(case)] or missing
-        return [case for case in ready if self.question(case) in own_questions]
+        shard_questions = set(list(questions)[shard - 1 :: num_shards])
+        missing_cases = [case for case in self.missing(samples) if not self.alone(case)]
+        ready_cases = [case for case in missing_cases if not self.waits(case)] or missing_cases
+        return [case for case in ready_cases if self.question(case) in shard_questions]
 
     def measure_shard(self, samples: Sequence[Row]) -> None:
         """Measure the missing cases of this process's shard.
@@ -286,13 +287,13 @@ class LongRun(OnModel):
                 log.append(self.sample(case))
 
     def measure_missing(self, log: Log) -> bool:
-        num_before = len(log.records)
+        num_logged = len(log.records)
         for path in self._shard_logs():
-            with self.log(path) as shard:
-                for sample in shard.records:
+            with self.log(path) as shard_log:
+                for sample in shard_log.records:
                     log.append(sample)
             path.unlink()
-        return super().measure_missing(log) or len(log.records) > num_before
+        return super().measure_missing(log) or len(log.records) > num_logged
 
     def _shard_logs(self) -> list[Path]:
         """Return the paths of all shard logs that are not empty files."""

@@ -20,10 +20,10 @@ from cab_hf.checks import require_finite
 from cab_hf.data.documents import count_tokens
 from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.methods import Method
-from cab_hf.experiment.markdown import plain
+from cab_hf.experiment.markdown import escape_markdown
 from cab_hf.experiment.models import (
     SMOLLM2,
-    TRAINED,
+    TRAINED_FOLDER,
     content_sha256,
     is_local,
     load_config,
@@ -46,7 +46,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 # Fields of CabConfig on a CPU without --cab. The default length on a CPU is only 1,536 tokens. With
 # the default block sizes, most blocks would be selected, and methods would hardly differ.
-SMALL = {
+SMALL_BLOCK_FIELDS = {
     **{"query_block": 32, "key_block": 16, "local_blocks": 2, "dense_tail_blocks": 0},
     **{"mass_threshold": 0.02, "outlier_queries": 8},
 }
@@ -87,9 +87,10 @@ class OnModelSettings:
 
     @property
     def cab_fields(self) -> dict[str, Any]:
-        """The fields of `CabConfig` in ``--cab``; without ``--cab``, `SMALL` on a CPU, or none."""
+        """The fields of `CabConfig` in ``--cab``; without ``--cab``, `SMALL_BLOCK_FIELDS` on a "
+        "CPU, or none."""
         if not self.cab:
-            return dict(SMALL) if self.on_cpu else {}
+            return dict(SMALL_BLOCK_FIELDS) if self.on_cpu else {}
         return dict(map(parse_assignment, self.cab))
 
 
@@ -133,20 +134,18 @@ class OnModel(Experiment):
 
     def provenance(self, started: str) -> dict[str, Any]:
         record, lengths = super().provenance(started), sorted(self.settings.lengths)
-        repeated = []
+        repetition_notes = []
         for name, sentences in self.running().items():
-            tokens = count_tokens(self.tokenizer, sentences, lengths[-1])
-            longer = [f"{length:,}" for length in lengths if length > tokens]
-            if longer:
-                repeated.append(
-                    f"{plain(name)} has {tokens:,} tokens, so that it repeats in texts of "
-                    f"{' and '.join(longer)} tokens."
+            num_tokens = count_tokens(self.tokenizer, sentences, lengths[-1])
+            longer_lengths = [f"{length:,}" for length in lengths if length > num_tokens]
+            if longer_lengths:
+                repetition_notes.append(
+                    f"{escape_markdown(name)} has {num_tokens:,} tokens, so that it repeats in "
+                    f"texts of {' and '.join(longer_lengths)} tokens."
                 )
-        return {**record, "repeated": repeated} if repeated else record
+        return {**record, "repeated": repetition_notes} if repetition_notes else record
 
-    def measure_under(
-        self, method: Method, read: Callable[[], Mapping[str, Any]]
-    ) -> dict[str, Any]:
+    def measure_with(self, method: Method, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Call ``read`` while ``method`` is active, and return its result with three more fields.
 
         Args:
@@ -160,16 +159,16 @@ class OnModel(Experiment):
             layers.
             ``seconds``: duration of the call.
         """
-        with refusing("model"), method.applied(self.model) as densities:
+        with refusing("model"), method.applied(self.model) as read_densities:
             started = time.perf_counter()
             result = read()
             seconds = time.perf_counter() - started
-            layer_densities = densities()
-        sparse = [density for density in layer_densities if density is not None]
+            layer_densities = read_densities()
+        sparse_densities = [density for density in layer_densities if density is not None]
         return {
             **result,
             "density": fmean(1.0 if density is None else density for density in layer_densities),
-            "sparse_density": fmean(sparse) if sparse else None,
+            "sparse_density": fmean(sparse_densities) if sparse_densities else None,
             "seconds": round(seconds, 3),
         }
 
@@ -178,12 +177,18 @@ class OnModel(Experiment):
         require_positions(self.settings, "lengths", max(self.settings.lengths), self.WRITTEN)
 
     def recorded(self) -> dict[str, Any]:
-        recorded, name = super().recorded(), self.settings.model
-        recorded["model"] = _name_of(Path(name)) if Path(name).exists() else name
-        if not recorded["trust_remote_code"]:
-            del recorded["trust_remote_code"]
+        recorded_settings, model_name = super().recorded(), self.settings.model
+        recorded_settings["model"] = (
+            _get_folder_name(Path(model_name)) if Path(model_name).exists() else model_name
+        )
+        if not recorded_settings["trust_remote_code"]:
+            del recorded_settings["trust_remote_code"]
         # the model smollm2 never changes, so that its name identifies its content without a hash
-        return recorded if name == SMOLLM2 else {**recorded, "model_sha256": self.content}
+        return (
+            recorded_settings
+            if model_name == SMOLLM2
+            else {**recorded_settings, "model_sha256": self.content}
+        )
 
 
 def require_positions(settings: OnModelSettings, name: str, tokens: int, written: int = 0) -> None:
@@ -195,24 +200,26 @@ def require_positions(settings: OnModelSettings, name: str, tokens: int, written
         tokens: tokens of the prompt.
         written: tokens that are generated after the prompt.
     """
-    most = max_prompt_tokens(load_config(settings.model, settings.trust_remote_code), written)
-    if most is not None and tokens > most:
-        reserved = f" minus {written} generated tokens" if written else ""
+    max_tokens = max_prompt_tokens(load_config(settings.model, settings.trust_remote_code), written)
+    if max_tokens is not None and tokens > max_tokens:
+        reserved_note = f" minus {written} generated tokens" if written else ""
         raise UsageError(
-            f"{name} must be at most {most}, the positions of model {settings.model!r}{reserved}, "
+            f"{name} must be at most {max_tokens}, the positions of model "
+            f"{settings.model!r}{reserved_note}, "
             f"got {tokens}."
         )
 
 
-def _name_of(folder: Path) -> str:
+def _get_folder_name(folder: Path) -> str:
     """Return the name of a model's folder.
 
-    Training runs write models to a subfolder `TRAINED`, for which the parent's name is returned.
+    Training runs write models to a subfolder `TRAINED_FOLDER`, for which the parent's name is
+    returned.
     """
-    return folder.resolve().parent.name if folder.name == TRAINED else folder.name
+    return folder.resolve().parent.name if folder.name == TRAINED_FOLDER else folder.name
 
 
-def realised_density(samples: Sequence[Row]) -> float | None:
+def average_sparse_density(samples: Sequence[Row]) -> float | None:
     """Return the mean of ``sparse_density`` over samples; None without samples.
 
     A sample in which all layers attend densely counts as 1.
@@ -254,9 +261,11 @@ def refusing(name: str) -> Iterator[None]:
 
 def _raised_by_cab_hf(error: BaseException) -> bool:
     """Return True if a raise statement in cab_hf, but not in cab_hf.ops, raised the error."""
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    *_, (frame, line_number) = traceback.walk_tb(error.__traceback__)
     module = frame.f_globals.get("__name__", "")
-    is_ours = module.startswith("cab_hf.") and not module.startswith("cab_hf.ops.")
+    is_cab_hf_code = module.startswith("cab_hf.") and not module.startswith("cab_hf.ops.")
     # builtins have no frames: if a builtin raised the error, our line that calls it comes last
-    is_raise = linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
-    return is_ours and is_raise
+    is_raise_statement = (
+        linecache.getline(frame.f_code.co_filename, line_number).lstrip().startswith("raise ")
+    )
+    return is_cab_hf_code and is_raise_statement

@@ -24,14 +24,14 @@ from cab_hf.eval import experiment
 from cab_hf.eval.experiment import FIGURE, PROG, RESULTS
 from cab_hf.eval.readme import heading, in_order
 from cab_hf.eval.result_folders import Results, read_results, source
-from cab_hf.experiment.log import file_exists, write_atomically, writing
+from cab_hf.experiment.log import convert_write_errors, file_exists, write_atomically
 from cab_hf.experiment.settings import (
     UsageError,
+    convert_errors,
     first_line,
     operands,
     option,
     read_settings,
-    refused_as,
 )
 
 PAGE = "index.html"
@@ -50,17 +50,17 @@ def main(words: Sequence[str]) -> int:
     """Run the command with the options ``words``; return the exit status."""
     purpose = "write one HTML page of result folders, which needs no network"
     settings = read_settings(Settings, words, f"{PROG} report", purpose)
-    results = read_all(list(map(Path, settings.folders)))
+    results = read_folders(list(map(Path, settings.folders)))
     out = Path(settings.out)
     html = page(results)
-    with writing(out):
+    with convert_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / PAGE, html)
     print(f"report: {out / PAGE}")
     return 0
 
 
-def read_all(paths: Sequence[Path]) -> list[Results]:
+def read_folders(paths: Sequence[Path]) -> list[Results]:
     """Read result folders, and return their contents in the order of the page.
 
     If several folders have the same name, their path replaces the name.
@@ -71,7 +71,9 @@ def read_all(paths: Sequence[Path]) -> list[Results]:
     Raises:
         UsageError: there are no folders, or a folder contains no results.
     """
-    by_resolved_path = {folder.resolve(): folder for path in paths for folder in _folders_in(path)}
+    by_resolved_path = {
+        folder.resolve(): folder for path in paths for folder in _list_folders(path)
+    }
     folders = by_resolved_path.values()
     if not folders:
         raise UsageError(
@@ -79,23 +81,23 @@ def read_all(paths: Sequence[Path]) -> list[Results]:
         )
     results = []
     for folder in folders:
-        with refused_as(partial(_refusal, folder)):
+        with convert_errors(partial(_describe_refusal, folder)):
             results.append(read_results(folder))
-    counts = Counter(result.name for result in results)
+    name_counts = Counter(result.name for result in results)
     return in_order(
-        replace(result, name=str(result.folder)) if counts[result.name] > 1 else result
+        replace(result, name=str(result.folder)) if name_counts[result.name] > 1 else result
         for result in results
     )
 
 
-def _folders_in(folder: Path) -> list[Path]:
+def _list_folders(folder: Path) -> list[Path]:
     """Return the subfolders of ``folder``; ``[folder]`` if it has results or no subfolders."""
     if file_exists(folder / RESULTS) or not folder.is_dir():
         return [folder]
     return sorted(filter(Path.is_dir, folder.iterdir())) or [folder]
 
 
-def _refusal(folder: Path, error: Exception) -> str:
+def _describe_refusal(folder: Path, error: Exception) -> str:
     """Return the message that ``folder`` cannot be shown, with the reason from ``error``.
 
     The class of the error is part of the message unless it is a ValueError.
@@ -112,43 +114,46 @@ def page(results: Sequence[Results]) -> str:
     """
     sections = []
     for result in results:
-        with refused_as(partial(_refusal, result.folder)):
-            sections.append(_section(result))
+        with convert_errors(partial(_describe_refusal, result.folder)):
+            sections.append(_make_section(result))
     # escape HTML in names and results, and show pictures as links, because the page loads no files
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
-    pages = Environment(
+    environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    pages.filters["markdown"] = lambda text: Markup(markdown.render(text))
-    pages.filters["inline"] = lambda text: Markup(markdown.renderInline(text))
-    return pages.get_template("page.html").render(sections=sections)
+    environment.filters["markdown"] = lambda text: Markup(markdown.render(text))
+    environment.filters["inline"] = lambda text: Markup(markdown.renderInline(text))
+    return environment.get_template("page.html").render(sections=sections)
 
 
-def _section(result: Results) -> dict[str, Any]:
+def _make_section(result: Results) -> dict[str, Any]:
     """Return the variables with which `page.html` renders the section of a result folder."""
-    kind, record = result.kind, result.provenance
-    (_, first), *others = kind.tables(result.rows).items()
-    origin = [f"{experiment.made_on(record)}.", *experiment.configs(record["settings"])]
+    experiment_class, provenance = result.kind, result.provenance
+    (_, first_table), *other_tables = experiment_class.tables(result.rows).items()
+    origin_sentences = [
+        f"{experiment.describe_run(provenance)}.",
+        *experiment.configs(provenance["settings"]),
+    ]
     figure = (result.folder / FIGURE).read_bytes()
     if not figure.startswith(PNG):
         raise ValueError(f"{FIGURE} is no PNG")
     return {
         "name": result.name,
-        "kind": kind,
+        "kind": experiment_class,
         "anchor": re.sub(r"[^\w.-]+", "-", result.name),
         "heading": heading(result),
         "source": source([result]),
-        "table": first,
-        "sentences": [*kind.readings(result.rows), *record.get("repeated", ())],
+        "table": first_table,
+        "sentences": [*experiment_class.readings(result.rows), *provenance.get("repeated", ())],
         "figure": base64.b64encode(figure).decode(),
-        "command": experiment.command(kind, record["settings"]),
+        "command": experiment.command(experiment_class, provenance["settings"]),
         "folded": {
-            **dict(others),
-            **experiment.unmeasured(record),
-            "Notes": kind.notes(record["settings"]),
-            "Versions and config": "\n\n".join(origin),
+            **dict(other_tables),
+            **experiment.make_failed_table(provenance),
+            "Notes": experiment_class.notes(provenance["settings"]),
+            "Versions and config": "\n\n".join(origin_sentences),
         },
     }

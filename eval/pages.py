@@ -16,24 +16,30 @@ from statistics import geometric_mean, median
 from pandas import DataFrame, Series
 
 from cab_hf.data.tasks import TASKS
-from cab_hf.eval.experiment import Row, is_earlier, unlike_default
+from cab_hf.eval.experiment import Row, find_changed_fields, is_earlier
 from cab_hf.eval.frames import (
+    add_fastest,
+    add_seconds,
     bold,
     both,
+    get_only_row,
     in_order,
     interval,
-    one_row,
+    merge_methods,
     rows_of,
     setting,
     show,
-    side_by_side,
     text,
-    with_fastest,
-    with_seconds,
 )
 from cab_hf.eval.intervals import wilson
 from cab_hf.eval.report import as_markdown, digits, percent
-from cab_hf.eval.result_folders import Results, all_results, by_default, read_results, source
+from cab_hf.eval.result_folders import (
+    Results,
+    read_all_results,
+    read_results,
+    source,
+    uses_default_config,
+)
 from cab_hf.experiment.log import file_exists, read_log
 from cab_hf.finetune.curve import STEP
 from cab_hf.selection.reference import THRESHOLD_KEYS
@@ -41,9 +47,9 @@ from cab_hf.selection.reference import THRESHOLD_KEYS
 # NAME in a marker -> function from the folder of all results to the Markdown text after the marker
 TABLES: dict[str, Callable[[Path], str]] = {}
 # what separates the reason in an error message from the remedy
-REASON_ENDS = re.compile(r"; |\. ")
+REASON_END = re.compile(r"; |\. ")
 # log of a training run that had the GPU alone, relative to the folder of results
-TIMED = Path("alone", "log.jsonl")
+TRAINING_LOG = Path("alone", "log.jsonl")
 WARM_UP_STEPS = 3  # first steps of a training run, which include compilation
 
 
@@ -89,8 +95,8 @@ def sentence(folder: str) -> Callable:
 
 # --- quality and speed of configurations
 
-DEFAULT = ("fidelity-strided-32k", "fidelity-strided-131k")
-FRONT = (
+DEFAULT_FOLDERS = ("fidelity-strided-32k", "fidelity-strided-131k")
+FRONT_FOLDERS = (
     "fidelity-front-8k",
     "fidelity-front-32k",
     "fidelity-front-256-32k",
@@ -105,7 +111,7 @@ FRONT = (
     "fidelity-strided-32k",
     "fidelity-strided-131k",
 )
-CHOICES = (
+CHOSEN_SETTINGS = (
     "dense",
     "default",
     "mass_threshold=0.002",
@@ -119,11 +125,11 @@ CHOICES = (
 )
 
 
-def over_texts(rows: DataFrame) -> DataFrame:
+def average_texts(rows: DataFrame) -> DataFrame:
     """Return a row for each length and method, with means over texts.
 
-    The column ``setting`` lists the changed fields of the method's config (`_setting`), and
-    ``threshold`` is the mass threshold that the config applies at the length.
+    The column ``setting`` lists the changed fields of the method's config (`_describe_setting`),
+    and ``threshold`` is the mass threshold that the config applies at the length.
     """
     configs = rows.apply(
         lambda row: row["run"]["settings"]["cab_configs"].get(row["method"], {}), axis=1
@@ -131,84 +137,90 @@ def over_texts(rows: DataFrame) -> DataFrame:
     # the method "cab" has the earlier default config in some runs: separate their rows
     rows = rows.assign(config=configs, is_earlier=configs.map(is_earlier))
     groups = rows.groupby(["length", "method", "is_earlier"], sort=False)
-    means = groups.mean(numeric_only=True).assign(config=groups["config"].first()).reset_index()
-    means["setting"] = means.apply(_setting, axis=1)
-    means["threshold"] = means["config"].map(lambda config: config.get("mass_threshold"))
-    means["threshold"] *= (THRESHOLD_KEYS / means["length"]).clip(upper=1)
-    return means.sort_values("length", kind="stable")
+    mean_rows = groups.mean(numeric_only=True).assign(config=groups["config"].first()).reset_index()
+    mean_rows["setting"] = mean_rows.apply(_describe_setting, axis=1)
+    mean_rows["threshold"] = mean_rows["config"].map(lambda config: config.get("mass_threshold"))
+    mean_rows["threshold"] *= (THRESHOLD_KEYS / mean_rows["length"]).clip(upper=1)
+    return mean_rows.sort_values("length", kind="stable")
 
 
-def _setting(row: Series) -> str:
+def _describe_setting(row: Series) -> str:
     """Return the changed fields of a row's config, such as ``query_block=256``.
 
     Returns "default" if no field was changed, and the name of a method without a config.
     """
     # left out: min_length=0, which all runs set, and head_map and origin, which calibration writes
-    changed = [
+    changed_fields = [
         f"{name}={value}"
-        for name, value in sorted(unlike_default(row["config"]).items())
+        for name, value in sorted(find_changed_fields(row["config"]).items())
         if name not in ("head_map", "origin") and (name, value) != ("min_length", 0)
     ]
     if row["is_earlier"]:
-        changed = ["earlier default", *changed]
-    return ", ".join(changed) or ("default" if row["config"] else row["method"])
+        changed_fields = ["earlier default", *changed_fields]
+    return ", ".join(changed_fields) or ("default" if row["config"] else row["method"])
 
 
 # each row shows speed and quality of the same run
-@table(DEFAULT)
+@table(DEFAULT_FOLDERS)
 def default(rows: DataFrame) -> DataFrame:
-    rows = over_texts(rows)
+    rows = average_texts(rows)
     rows["attention_ms"] = rows["predict_ms"] + rows["attend_ms"]
     rows["gain"] = 1 / rows["over_dense"]
     names = "length setting threshold density attention_ms gain continuation.kl"
     return show(rows, f"{names} asked.share recall.share recall_border.share")
 
 
-def _front(rows: DataFrame) -> DataFrame:
-    """Return a table of density, time and quality for rows of `over_texts`."""
+def _make_front_table(rows: DataFrame) -> DataFrame:
+    """Return a table of density, time and quality for rows of `average_texts`."""
     names = "length setting density predict_ms attend_ms continuation.kl"
     return show(rows, f"{names} recall.share recall_border.share perplexity_border.ratio")
 
 
-@table(FRONT)
+@table(FRONT_FOLDERS)
 def front(rows: DataFrame) -> DataFrame:
-    return _front(over_texts(rows))
+    return _make_front_table(average_texts(rows))
 
 
 @table(["fidelity-front-d128"])
 def front_of_wide_heads(rows: DataFrame) -> DataFrame:
-    return _front(over_texts(rows))
+    return _make_front_table(average_texts(rows))
 
 
-@table(FRONT)
+@table(FRONT_FOLDERS)
 def choices(rows: DataFrame) -> DataFrame:
-    rows = over_texts(rows)
-    return _front(rows[(rows["length"] == 32_768) & rows["setting"].isin(CHOICES)])
+    rows = average_texts(rows)
+    return _make_front_table(
+        rows[(rows["length"] == 32_768) & rows["setting"].isin(CHOSEN_SETTINGS)]
+    )
 
 
 @sentence("fidelity-cascade-32k")
 def noise(rows: DataFrame) -> str:
-    row = one_row(over_texts(rows), method="full")
+    row = get_only_row(average_texts(rows), method="full")
     return f"Two exact kernels differ by a KL of {digits(row['continuation.kl'])}."
 
 
-def _default_runs(results: Path) -> list[Results]:
+def _find_default_runs(results: Path) -> list[Results]:
     """Return the `fidelity` runs with the default config, except runs that other tables show."""
-    in_other_tables = {*TRAININGS, *FRONT, *CODE_PATHS}
+    other_folders = {*TRAINING_BY_FOLDER, *FRONT_FOLDERS, *CODE_PATH_FOLDERS}
     return [
-        run for run in all_results(results) if run.name not in in_other_tables and by_default(run)
+        run
+        for run in read_all_results(results)
+        if run.name not in other_folders and uses_default_config(run)
     ]
 
 
-@table(find=_default_runs)
+@table(find=_find_default_runs)
 def models(rows: DataFrame) -> DataFrame:
     # models of the same name may have different weights
-    weights = setting(rows, "model_sha256").fillna("")
-    rows = rows.assign(model=setting(rows, "model"), weights=weights)
+    weight_hashes = setting(rows, "model_sha256").fillna("")
+    rows = rows.assign(model=setting(rows, "model"), weights=weight_hashes)
     rows = rows.sort_values(["model", "length"], kind="stable")
-    keys = ["model", "weights", "length"]
-    texts = rows[rows["method"] == "cab"].groupby(keys)["text"].nunique().rename("texts")
-    rows = side_by_side(rows, "cab", "method", keys).merge(texts.reset_index(), on=keys)
+    key_columns = ["model", "weights", "length"]
+    num_texts = rows[rows["method"] == "cab"].groupby(key_columns)["text"].nunique().rename("texts")
+    rows = merge_methods(rows, "cab", "method", key_columns).merge(
+        num_texts.reset_index(), on=key_columns
+    )
     rows["kl"] = both(rows, "continuation.kl", "full.continuation.kl", digits)
     names = "model length texts density over_dense kl"
     names += " asked.ratio recall.ratio recall_border.ratio tasks.delta"
@@ -218,7 +230,7 @@ def models(rows: DataFrame) -> DataFrame:
 # --- tasks
 
 
-def with_mean(rows: DataFrame) -> DataFrame:
+def add_task_mean(rows: DataFrame) -> DataFrame:
     """Set the column ``mean`` to the mean share of right answers over tasks.
 
     Only tasks that all methods of the row's folder have count.
@@ -231,14 +243,14 @@ def with_mean(rows: DataFrame) -> DataFrame:
 
 @table(["fidelity-tasks-32k"])
 def equal_time(rows: DataFrame) -> DataFrame:
-    labels = {
+    label_by_method = {
         "cab": "CAB (earlier default)",
         "dense": "dense attention",
         "flexprefill_fitted": "FlexPrefill",
         "vertical_slash": "vertical-slash (MInference)",
         "xattention_fitted": "XAttention",
     }
-    rows = in_order(with_mean(rows), "method", labels)
+    rows = in_order(add_task_mean(rows), "method", label_by_method)
     names = "label density over_dense mean tasks.delta"
     headings = {
         "label": "method",
@@ -250,14 +262,15 @@ def equal_time(rows: DataFrame) -> DataFrame:
 
 @sentence("fidelity-tasks")
 def published(rows: DataFrame) -> str:
-    rows = with_mean(rows)
-    frc, dense, xattention = (
-        one_row(rows, method=name) for name in ("published", "dense", "xattention_fitted")
+    rows = add_task_mean(rows)
+    frc_row, dense_row, xattention_row = (
+        get_only_row(rows, method=name) for name in ("published", "dense", "xattention_fitted")
     )
     return (
-        f"At 8,192 tokens and {frc['over_dense']:.2f} times the time of dense attention, `cab_frc` "
-        f"answers {frc['mean']:.2f} of three tasks correctly. Dense attention answers "
-        f"{dense['mean']:.2f}, XAttention {xattention['mean']:.2f} "
+        f"At 8,192 tokens and {frc_row['over_dense']:.2f} times the time of dense attention, "
+        "`cab_frc` "
+        f"answers {frc_row['mean']:.2f} of three tasks correctly. Dense attention answers "
+        f"{dense_row['mean']:.2f}, XAttention {xattention_row['mean']:.2f} "
         "([report](eval/results/fidelity-tasks/report.md))."
     )
 
@@ -265,7 +278,7 @@ def published(rows: DataFrame) -> str:
 @table(["fidelity-tasks", "fidelity-tasks-32k"])
 def tasks(rows: DataFrame) -> DataFrame:
     # bold marks shares of right answers that are significantly below those of dense attention
-    rows = with_mean(rows.assign(model=setting(rows, "model")))
+    rows = add_task_mean(rows.assign(model=setting(rows, "model")))
     shares = {
         task.title: bold(text(rows, f"{name}.share"), rows[f"{name}.delta_high"] < 0)
         for name, task in TASKS.items()
@@ -279,7 +292,7 @@ def tasks(rows: DataFrame) -> DataFrame:
 
 @sentence("speed-ttft")
 def headline(rows: DataFrame) -> str:
-    row = one_row(rows, length=131_072, implementation="cab")
+    row = get_only_row(rows, length=131_072, implementation="cab")
     return (
         "**Block-sparse prefill for Hugging Face models: the first token of a 128k prompt comes "
         f"{row['over_best']:.1f} × sooner, without retraining.**"
@@ -288,44 +301,46 @@ def headline(rows: DataFrame) -> str:
 
 @sentence("speed-ttft")
 def picture(rows: DataFrame) -> str:
-    near, far = (one_row(rows, length=n, implementation="cab") for n in (32_768, 131_072))
+    short_row, long_row = (
+        get_only_row(rows, length=length, implementation="cab") for length in (32_768, 131_072)
+    )
     return (
-        f"Right: one {far['device']}, random weights, compared with the fastest dense kernel "
+        f"Right: one {long_row['device']}, random weights, compared with the fastest dense kernel "
         "(FlashAttention-3). CAB attends to a fixed share of the causal (query, key) pairs, "
-        f"{far['density']:.2f} at 131,072 tokens and {near['density']:.2f} at 32,768. "
+        f"{long_row['density']:.2f} at 131,072 tokens and {short_row['density']:.2f} at 32,768. "
         "[Report](eval/results/speed-ttft/report.md)."
     )
 
 
 @table(["speed-ttft-variants"])
 def variants(rows: DataFrame) -> DataFrame:
-    labels = {
+    label_by_variant = {
         "plain": "transformers, bfloat16",
         "liger": "liger-kernel, bfloat16",
         "fp8": "transformers, FP8",
         "fp8+liger": "liger-kernel, FP8",
     }
-    rows = with_seconds(in_order(rows[rows["ms"].notna()], "variant", labels))
+    rows = add_seconds(in_order(rows[rows["ms"].notna()], "variant", label_by_variant))
     names = "length label implementation seconds over_best density peak_gib"
     return show(rows, names, label="norms, RoPE, MLPs by")
 
 
 @table(["speed-prefill-chunk-2048", "speed-prefill-chunk-8192", "speed-prefill-chunk-32768"])
 def chunks(rows: DataFrame) -> DataFrame:
-    columns = show(with_seconds(rows), "length chunk seconds tokens_s density rest_gib")
+    columns = show(add_seconds(rows), "length chunk seconds tokens_s density rest_gib")
     return columns.assign(density=text(rows, "density", "{:.4f}"))
 
 
 @table(["speed-ttft-behind"])
 def cached_questions(rows: DataFrame) -> DataFrame:
-    rows = with_seconds(rows[rows["implementation"] == "cab"])
+    rows = add_seconds(rows[rows["implementation"] == "cab"])
     names = "behind length baseline_s seconds over_best ceiling density"
     return show(rows, names, length="tokens of the question", seconds="CAB, s")
 
 
 @sentence("speed-ttft-behind")
 def question(rows: DataFrame) -> str:
-    row = one_row(rows, implementation="cab", length=512)
+    row = get_only_row(rows, implementation="cab", length=512)
     return (
         f"After {row['behind']:,.0f} cached tokens, a question of 512 tokens takes "
         f"{row['ratio']:.1f} times as long as with dense attention "
@@ -336,7 +351,7 @@ def question(rows: DataFrame) -> str:
 # --- serving
 
 
-def _served(rows: DataFrame) -> DataFrame:
+def _make_serving_table(rows: DataFrame) -> DataFrame:
     """Return a table of serving times, without implementations that served no request."""
     names = "longest implementation total_s over_best prompt_tokens_s"
     names += " ttft_p50 ttft_p99 tpot_p50 tpot_p99 density"
@@ -345,17 +360,17 @@ def _served(rows: DataFrame) -> DataFrame:
 
 @table(["speed-serve"])
 def served(rows: DataFrame) -> DataFrame:
-    return _served(rows)
+    return _make_serving_table(rows)
 
 
 @table(["speed-serve-vllm", "speed-serve-vllm-short"])
 def served_by_vllm(rows: DataFrame) -> DataFrame:
-    return _served(rows)
+    return _make_serving_table(rows)
 
 
 @sentence("speed-serve-vllm")
 def served_in_short(rows: DataFrame) -> str:
-    row = one_row(rows, implementation="cab")
+    row = get_only_row(rows, implementation="cab")
     return (
         "vLLM answers a trace of prompts of 1,024 to 131,072 tokens "
         f"{row['over_best']:.2f} × as fast ([report](eval/results/speed-serve-vllm/report.md))."
@@ -365,15 +380,15 @@ def served_in_short(rows: DataFrame) -> str:
 # --- the longest sequences that fit in memory
 
 
-def longest_by(rows: DataFrame, by: Sequence[str]) -> DataFrame:
+def select_longest(rows: DataFrame, by: Sequence[str]) -> DataFrame:
     """Return a row for each combination of the columns ``by``, with the longest length that fits.
 
     Columns of implementations other than "cab" have the implementation as prefix, as in
-    `side_by_side`.
+    `merge_methods`.
     """
     rows = rows[rows["fits"].astype(bool)].sort_values("length", kind="stable")
     rows = rows.drop_duplicates(["folder", "implementation"], keep="last").sort_index()
-    return side_by_side(rows, "cab", "implementation", by)
+    return merge_methods(rows, "cab", "implementation", by)
 
 
 @table(
@@ -398,7 +413,7 @@ def longest(rows: DataFrame) -> DataFrame:
         prefill=setting(rows, "chunk").map(lambda n: f"in chunks of {n:,}" if n else "whole"),
         segments=has_segments.map({True: "yes", False: "no"}),
     )
-    rows = longest_by(rows, ["gib", "prefill", "segments"])
+    rows = select_longest(rows, ["gib", "prefill", "segments"])
     names = "gib prefill segments estimate cab_dense.length length"
     headings = {"cab_dense.length": "dense tokens", "length": "CAB tokens"}
     return show(rows, names, **headings)
@@ -406,38 +421,42 @@ def longest(rows: DataFrame) -> DataFrame:
 
 @table(["speed-lora-4-bits-24", "speed-lora-4-bits-48"])
 def longest_steps(rows: DataFrame) -> DataFrame:
-    rows = with_seconds(longest_by(rows.assign(gib=setting(rows, "gpu_gib")), ["gib"]))
+    rows = add_seconds(select_longest(rows.assign(gib=setting(rows, "gpu_gib")), ["gib"]))
     names = "gib length seconds density offloaded host_gib"
     return show(rows, names, seconds="seconds per step")
 
 
 # --- kernels of one layer
 
-CODE_PATHS = ("fidelity-fp8", "fidelity-code-of-8.0", "fidelity-code-of-8.9")
+CODE_PATH_FOLDERS = ("fidelity-fp8", "fidelity-code-of-8.0", "fidelity-code-of-8.9")
 
 
-def _quality(rows: DataFrame, **headings: str) -> DataFrame:
+def _make_quality_table(rows: DataFrame, **headings: str) -> DataFrame:
     """Return a table of density and quality by text; arguments as in `show`."""
     rows = rows.assign(kl=interval(rows, "continuation.kl", digits))
     return show(rows, "label text density kl recall_border.share", kl="KL [95 %]", **headings)
 
 
-@table(CODE_PATHS)
+@table(CODE_PATH_FOLDERS)
 def code_paths(rows: DataFrame) -> DataFrame:
     rows = rows[rows["method"] == "cab"]
-    return _quality(rows.assign(label=rows["device"]), label="code for")
+    return _make_quality_table(rows.assign(label=rows["device"]), label="code for")
 
 
 @table(["fidelity-fp8"])
 def fp8(rows: DataFrame) -> DataFrame:
-    labels = {"full": "bfloat16, another kernel", "cab": "bfloat16, cab", "fp8": "FP8, all keys"}
-    return _quality(in_order(rows, "method", labels), label="model")
+    label_by_method = {
+        "full": "bfloat16, another kernel",
+        "cab": "bfloat16, cab",
+        "fp8": "FP8, all keys",
+    }
+    return _make_quality_table(in_order(rows, "method", label_by_method), label="model")
 
 
-def _layer_times(rows: DataFrame, **headings: str) -> DataFrame:
+def _make_layer_table(rows: DataFrame, **headings: str) -> DataFrame:
     """Return a table of the times of one layer; arguments as in `show`."""
     names = "label length direction density predict_ms ms fastest ratio"
-    return show(with_fastest(rows), names, ms="total, ms", **headings)
+    return show(add_fastest(rows), names, ms="total, ms", **headings)
 
 
 @table(
@@ -445,20 +464,20 @@ def _layer_times(rows: DataFrame, **headings: str) -> DataFrame:
 )
 def code_paths_speed(rows: DataFrame) -> DataFrame:
     rows = rows[rows["length"] == 32_768]
-    return _layer_times(rows.assign(label=rows["device"]), label="code for")
+    return _make_layer_table(rows.assign(label=rows["device"]), label="code for")
 
 
 @table(["speed-attention-code-of-9.0", "speed-attention-sinks"])
 def sinks(rows: DataFrame) -> DataFrame:
     rows = rows.assign(sinks=setting(rows, "sinks"))
     rows = in_order(rows, "sinks", {False: "without", True: "with"})
-    return _layer_times(rows, label="sinks")
+    return _make_layer_table(rows, label="sinks")
 
 
 @table(["speed-batches"])
 def batches(rows: DataFrame) -> DataFrame:
     names = "layout batch length density choose_ms attend_ms ms fastest ratio"
-    return show(with_fastest(rows), names)
+    return show(add_fastest(rows), names)
 
 
 # --- decoding
@@ -468,9 +487,9 @@ def batches(rows: DataFrame) -> DataFrame:
 def decode(rows: DataFrame) -> DataFrame:
     rows = rows[rows["budget"].notna()].sort_values(["length", "batch", "budget"], kind="stable")
     # with a budget of at least all tokens, cab decodes densely: give these rows another name
-    way = rows["part"].where(rows["budget"] < rows["length"], rows["part"] + "_dense")
-    rows = rows.assign(way=way).drop_duplicates(["length", "batch", "way"])
-    rows = side_by_side(rows, "", "way", ["length", "batch"])
+    method_names = rows["part"].where(rows["budget"] < rows["length"], rows["part"] + "_dense")
+    rows = rows.assign(way=method_names).drop_duplicates(["length", "batch", "way"])
+    rows = merge_methods(rows, "", "way", ["length", "batch"])
     headings = {
         "attention.baseline_ms": "layer, fastest dense, ms",
         "attention.ms": "layer, sparse, ms",
@@ -483,7 +502,7 @@ def decode(rows: DataFrame) -> DataFrame:
 
 @table(["fidelity-decode"])
 def decoded(rows: DataFrame) -> DataFrame:
-    rows = side_by_side(rows, "cab:keys", "method", ["text", "length"])
+    rows = merge_methods(rows, "cab:keys", "method", ["text", "length"])
     rows["kl"] = both(rows, "decode.kl", "full.decode.kl", digits)
     rows["agreement"] = both(rows, "decode.agreement", "full.decode.agreement", percent)
     rows["recall"] = both(rows, "decode_asked.share", "dense.decode_asked.share", "{:.2f}")
@@ -498,7 +517,7 @@ def decoded(rows: DataFrame) -> DataFrame:
 
 # --- training
 
-TRAININGS = {
+TRAINING_BY_FOLDER = {
     "fidelity-smollm2-beyond": "not at all",
     "fidelity-trained-dense": "dense",
     "fidelity-trained-dense-seed-1": "dense",
@@ -521,10 +540,12 @@ TRAININGS = {
 )
 def lora(rows: DataFrame) -> DataFrame:
     rows = rows[(rows["spread"] == "alone") & ~rows["sought"].astype(bool)]
-    rows = with_seconds(rows.assign(layers=setting(rows, "layers")))
+    rows = add_seconds(rows.assign(layers=setting(rows, "layers")))
     # if several folders measured the same length and number of layers, show the last of the list
-    last = rows.groupby(["length", "layers"])["folder"].transform("last")
-    rows = side_by_side(rows[rows["folder"] == last], "cab", "implementation", ["length", "layers"])
+    last_folder = rows.groupby(["length", "layers"])["folder"].transform("last")
+    rows = merge_methods(
+        rows[rows["folder"] == last_folder], "cab", "implementation", ["length", "layers"]
+    )
     rows = rows.sort_values(["length", "layers"], ascending=[True, False])
     headings = {"sdpa.seconds": "sdpa, s", "FA4.seconds": "FA4, s", "seconds": "CAB, s"}
     names = "over_best ceiling density peak_gib"
@@ -536,23 +557,23 @@ def spread(rows: DataFrame) -> DataFrame:
     rows = rows[rows["ms"].notna()].sort_values(["length", "world"], kind="stable")
     names = "length world spread implementation seconds tokens_s efficiency"
     headings = {"seconds": "seconds per step", "tokens_s": "tokens/s per GPU"}
-    return show(with_seconds(rows), names, **headings)
+    return show(add_seconds(rows), names, **headings)
 
 
-@table(TRAININGS)
+@table(TRAINING_BY_FOLDER)
 def trained(rows: DataFrame) -> DataFrame:
-    rows = in_order(rows[rows["length"] == 32_768], "name", TRAININGS)
+    rows = in_order(rows[rows["length"] == 32_768], "name", TRAINING_BY_FOLDER)
     groups = rows.groupby(["label", "method"], sort=False)
-    rows = groups.apply(over_runs, include_groups=False).infer_objects().reset_index()
-    best = one_row(rows, label="dense", method="dense")
+    rows = groups.apply(pool_runs, include_groups=False).infer_objects().reset_index()
+    dense_row = get_only_row(rows, label="dense", method="dense")
     for probe in ("recall", "recall_border"):
-        is_below = rows[f"{probe}_high"] < best[f"{probe}_low"]
-        rows[probe] = bold(interval(rows, probe), is_below)
+        is_below_dense = rows[f"{probe}_high"] < dense_row[f"{probe}_low"]
+        rows[probe] = bold(interval(rows, probe), is_below_dense)
     for probe in ("perplexity", "perplexity_border"):
-        ratio = rows[probe] / best[probe]
+        ratio = rows[probe] / dense_row[probe]
         # a ratio of 100 or more is not meaningful
         rows[f"{probe}_ratio"] = ratio.where(ratio < 100)
-    rows["step_s"] = rows["folder"].map(seconds_of_a_step)
+    rows["step_s"] = rows["folder"].map(read_step_seconds)
     names = "label runs method density recall recall_border each"
     headings = {
         "label": "training",
@@ -563,36 +584,36 @@ def trained(rows: DataFrame) -> DataFrame:
     return show(rows, f"{names} perplexity_ratio perplexity_border_ratio step_s", **headings)
 
 
-def over_runs(rows: DataFrame) -> Series:
+def pool_runs(rows: DataFrame) -> Series:
     """Combine the rows of repeated trainings, which differ only in the seed.
 
     Recall is the share of right answers over the keys of all runs, with Wilson's interval.
     Perplexity is the geometric mean over runs. Both are NaN if a run lacks the probe.
     """
     perplexities = ", ".join(map(digits, rows["perplexity.value"]))
-    pooled = {"folder": rows["folder"].iloc[0], "runs": len(rows), "each": perplexities}
-    pooled["density"] = rows["density"].mean()
+    pooled_fields = {"folder": rows["folder"].iloc[0], "runs": len(rows), "each": perplexities}
+    pooled_fields["density"] = rows["density"].mean()
     for probe in ("recall", "recall_border"):
         counts = rows[[f"{probe}.correct", f"{probe}.n"]]
-        right, n = map(int, counts.sum())
+        num_right, num_keys = map(int, counts.sum())
         share = low = high = math.nan
         if counts.notna().all(axis=None):
-            share, (low, high) = right / n, wilson(right, n)
-        pooled |= {probe: share, f"{probe}_low": low, f"{probe}_high": high}
+            share, (low, high) = num_right / num_keys, wilson(num_right, num_keys)
+        pooled_fields |= {probe: share, f"{probe}_low": low, f"{probe}_high": high}
     for probe in ("perplexity", "perplexity_border"):
         values = rows[f"{probe}.value"]
-        pooled[probe] = geometric_mean(values) if values.notna().all() else math.nan
-    return Series(pooled)
+        pooled_fields[probe] = geometric_mean(values) if values.notna().all() else math.nan
+    return Series(pooled_fields)
 
 
-def seconds_of_a_step(folder: Path) -> float | None:
-    """Return the median seconds of the training steps in the log `TIMED`; None without the log.
+def read_step_seconds(folder: Path) -> float | None:
+    """Return the median seconds of the training steps in `TRAINING_LOG`; None without this log.
 
     The first `WARM_UP_STEPS` steps are left out.
     """
-    if not file_exists(folder / TIMED):
+    if not file_exists(folder / TRAINING_LOG):
         return None
-    _, records = read_log(folder / TIMED)
+    _, records = read_log(folder / TRAINING_LOG)
     steps = [record for record in records if record["kind"] == STEP]
     return median(step["seconds"] for step in steps if step["step"] > WARM_UP_STEPS)
 
@@ -612,9 +633,9 @@ def seconds_of_a_step(folder: Path) -> float | None:
 )
 def parallel(rows: DataFrame) -> DataFrame:
     rows = rows[rows["measured"].astype(bool) & rows["direction"].notna()]
-    on_most_ranks = rows[rows["world"] == rows.groupby("folder")["world"].transform("max")]
-    keys = ["folder", "shape", "length", "world", "direction"]
-    rows = side_by_side(on_most_ranks, "grouped+cab", "scheme", keys)
+    rows_of_most_ranks = rows[rows["world"] == rows.groupby("folder")["world"].transform("max")]
+    key_columns = ["folder", "shape", "length", "world", "direction"]
+    rows = merge_methods(rows_of_most_ranks, "grouped+cab", "scheme", key_columns)
     rows["gain"] = rows["grouped.ms"] / rows["ms"]
     names = "ring.efficiency grouped.efficiency efficiency"
     headings = dict(zip(names.split(), ("ring", "grouped", "grouped+cab"), strict=True))
@@ -624,16 +645,16 @@ def parallel(rows: DataFrame) -> DataFrame:
 
 @table(["speed-lora-cp", "speed-lora-cp-4", "speed-ttft-1m", "speed-ttft-1m-4"])
 def sharded(rows: DataFrame) -> DataFrame:
-    labels = {"speed lora": "training step", "speed ttft": "first token"}
-    rows = rows.assign(measured=rows["run"].map(lambda run: labels[run["experiment"]]))
-    rows = with_seconds(rows[rows["implementation"] == "cab"])
+    label_by_experiment = {"speed lora": "training step", "speed ttft": "first token"}
+    rows = rows.assign(measured=rows["run"].map(lambda run: label_by_experiment[run["experiment"]]))
+    rows = add_seconds(rows[rows["implementation"] == "cab"])
     names = "measured length world baseline_s seconds over_best density peak_gib"
     return show(rows, names, seconds="CAB, s", peak_gib="GiB per GPU")
 
 
 # --- model types
 
-FAMILIES = {
+MODELS_BY_TYPE = {
     "llama": "Llama 2, 3, 3.1 to 3.3; SmolLM2",
     "llama4_text": "Llama 4",
     "qwen2": "Qwen 2, 2.5",
@@ -669,7 +690,7 @@ FAMILIES = {
 }
 
 
-def layer_kinds(row: Row) -> dict[str, str | None]:
+def describe_layers(row: Row) -> dict[str, str | None]:
     """Return which layers of a model type attend sparsely.
 
     Args:
@@ -680,23 +701,23 @@ def layer_kinds(row: Row) -> dict[str, str | None]:
         ``exact``: the layers with exact attention; None if there are none.
         ``error``: the reason why the type is not supported; None if it is supported.
     """
-    sparse = exact = error = None
+    sparse_layers = exact_layers = reason = None
     if row["verdict"] != "exact":
-        error = REASON_ENDS.split(row["said"])[0]
+        reason = REASON_END.split(row["said"])[0]
     elif row["sparse"] < row["layers"]:
-        sparse, exact = "layers without a window", "sliding windows"
+        sparse_layers, exact_layers = "layers without a window", "sliding windows"
     else:
         # the test also added sliding windows to types that have none by default
-        sparse = "all layers"
-        exact = "sliding windows, if any" if row.get("windowed") == "exact" else None
-    return {"sparse": sparse, "exact": exact, "error": error}
+        sparse_layers = "all layers"
+        exact_layers = "sliding windows, if any" if row.get("windowed") == "exact" else None
+    return {"sparse": sparse_layers, "exact": exact_layers, "error": reason}
 
 
 @table(["families"])
 def supported(rows: DataFrame) -> DataFrame:
-    rows = in_order(rows, "model_type", FAMILIES)
-    kinds = DataFrame([layer_kinds(row) for _, row in rows.iterrows()], rows.index)
-    return show(rows, "label model_type", label="models").join(kinds)
+    rows = in_order(rows, "model_type", MODELS_BY_TYPE)
+    layer_descriptions = DataFrame([describe_layers(row) for _, row in rows.iterrows()], rows.index)
+    return show(rows, "label model_type", label="models").join(layer_descriptions)
 
 
 @table(["families"])

@@ -30,8 +30,8 @@ from cab_hf.eval.haystack import (
     parse_depths,
     read_sentences,
 )
-from cab_hf.eval.intervals import compared_shares
-from cab_hf.eval.kv_cache import cache_name
+from cab_hf.eval.intervals import compare_shares
+from cab_hf.eval.kv_cache import get_cache_name
 from cab_hf.eval.long_run import MATCH, LongRun, LongRunSettings
 from cab_hf.eval.methods import (
     CONTROLS,
@@ -43,7 +43,7 @@ from cab_hf.eval.methods import (
     never_sparse,
     with_known_predictor,
 )
-from cab_hf.eval.on_model import realised_density
+from cab_hf.eval.on_model import average_sparse_density
 from cab_hf.eval.report import difference, grouped, markdown_table, with_interval
 from cab_hf.experiment.models import greedy_generation
 from cab_hf.experiment.provenance import file_identity
@@ -78,8 +78,8 @@ question_of = itemgetter("length", "keys", "depth", "index")
 
 def spell_depths(depths: Sequence[float]) -> str:
     """Return the value of ``--depths`` from which `parse_depths` reads ``depths``."""
-    number = str(len(depths))
-    return number if parse_depths(number) == tuple(depths) else spell(depths)
+    num_depths = str(len(depths))
+    return num_depths if parse_depths(num_depths) == tuple(depths) else spell(depths)
 
 
 @dataclass(frozen=True)
@@ -128,28 +128,36 @@ class Settings(LongRunSettings):
         super().__post_init__()
         if self.controls is None:
             object.__setattr__(self, "controls", 1 if self.on_cpu else self.samples)
-        check = partial(require, self)
+        require_setting = partial(require, self)
         self.check_methods()
-        check("lengths", self.lengths and min(self.lengths) > 0, "numbers of tokens")
-        check("depths", self.depths and all(0 <= d <= 1 for d in self.depths), "shares from 0 to 1")
-        check("samples", self.samples > 0, "at least 1")
-        check("controls", 0 <= self.controls <= self.samples, "0 to the number of samples")
-        check("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
-        check("filler", self.filler in FILLERS, f"one of {', '.join(FILLERS)}")
-        file = self.haystack
-        is_valid = file is None if self.filler != "text" else file and Path(file).is_file()
+        require_setting("lengths", self.lengths and min(self.lengths) > 0, "numbers of tokens")
+        require_setting(
+            "depths", self.depths and all(0 <= d <= 1 for d in self.depths), "shares from 0 to 1"
+        )
+        require_setting("samples", self.samples > 0, "at least 1")
+        require_setting(
+            "controls", 0 <= self.controls <= self.samples, "0 to the number of samples"
+        )
+        require_setting("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
+        require_setting("filler", self.filler in FILLERS, f"one of {', '.join(FILLERS)}")
+        haystack_file = self.haystack
+        is_valid = (
+            haystack_file is None
+            if self.filler != "text"
+            else haystack_file and Path(haystack_file).is_file()
+        )
         accepted = "a text file with --filler text, and left out with another filler"
-        check("haystack", is_valid, accepted)
-        if file is not None:
-            read_sentences("haystack", file)
-        check("stage", self.stage in STAGES, f"one of {', '.join(STAGES)}")
+        require_setting("haystack", is_valid, accepted)
+        if haystack_file is not None:
+            read_sentences("haystack", haystack_file)
+        require_setting("stage", self.stage in STAGES, f"one of {', '.join(STAGES)}")
         is_available = self.budget != MATCH or Cab.name in self.methods
         self.check_match("budget", Cab.name, is_available)
         is_valid = self.budget == MATCH or 0 < self.budget <= 1
-        check("budget", is_valid, f"{MATCH} or a density in (0, 1]")
+        require_setting("budget", is_valid, f"{MATCH} or a density in (0, 1]")
         # `cab_config` raises an error for fields that CabConfig refuses, before the run starts
         config = self.cab_config
-        check(
+        require_setting(
             "lengths",
             not config.sparse_decode or decodes_sparsely(config, min(self.lengths)),
             f"at least 4 times decode_tokens={config.decode_tokens}; decoding is dense below",
@@ -161,10 +169,10 @@ class Settings(LongRunSettings):
 
         In the stage "both" it also decodes sparsely.
         """
-        fixed = {"min_length": 0}
+        default_fields = {"min_length": 0}
         if self.stage == "both":
-            fixed |= {"sparse_decode": True, "decode_tokens": DECODE_SHARE}
-        return with_known_predictor(CabConfig.from_dict({**fixed, **self.cab_fields}))
+            default_fields |= {"sparse_decode": True, "decode_tokens": DECODE_SHARE}
+        return with_known_predictor(CabConfig.from_dict({**default_fields, **self.cab_fields}))
 
 
 class Passkey(LongRun):
@@ -217,19 +225,23 @@ class Passkey(LongRun):
         return {Path(file).name: self.haystack.sentences} if file else {}
 
     def recorded(self) -> dict[str, Any]:
-        settings, recorded = self.settings, super().recorded()
+        settings, recorded_settings = self.settings, super().recorded()
         if settings.haystack is not None:
-            recorded["haystack"] = file_identity(settings.haystack)
-        return {**recorded, "cab_config": settings.cab_config.to_dict()}
+            recorded_settings["haystack"] = file_identity(settings.haystack)
+        return {**recorded_settings, "cab_config": settings.cab_config.to_dict()}
 
     @property
     def methods(self) -> dict[str, int]:
         """Name of each method -> number of prompts per length and depth, in measured order."""
         settings = self.settings
         # methods whose budget may be CAB's density come after CAB
-        chosen = sorted(settings.methods, key=lambda name: METHODS[name].matched)
-        controls = [name for name in CONTROLS if settings.controls and name not in chosen]
-        return dict.fromkeys(chosen, settings.samples) | dict.fromkeys(controls, settings.controls)
+        chosen_methods = sorted(settings.methods, key=lambda name: METHODS[name].matched)
+        control_methods = [
+            name for name in CONTROLS if settings.controls and name not in chosen_methods
+        ]
+        return dict.fromkeys(chosen_methods, settings.samples) | dict.fromkeys(
+            control_methods, settings.controls
+        )
 
     def planned(self) -> Iterator[dict[str, Any]]:
         settings = self.settings
@@ -251,7 +263,7 @@ class Passkey(LongRun):
         if self.settings.budget != MATCH:
             return self.settings.budget
         cab_cell = (Cab.name, case["length"], self.settings.keys)
-        return realised_density([s for s in samples if cell_of(s) == cab_cell])
+        return average_sparse_density([s for s in samples if cell_of(s) == cab_cell])
 
     @staticmethod
     def measured(sample: Row) -> Sequence[str]:
@@ -262,10 +274,10 @@ class Passkey(LongRun):
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """Let the model answer one prompt; return the fields in `MEASURED` without the budget."""
-        length, kind = case["length"], METHODS[case["method"]]
-        method = self.fit(kind, self.settings.cab_config, case, (length,))
+        length, method_class = case["length"], METHODS[case["method"]]
+        method = self.fit(method_class, self.settings.cab_config, case, (length,))
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
-        result = self.measure_under(method, lambda: {"answer": self.answer(prompt, method)})
+        result = self.measure_with(method, lambda: {"answer": self.answer(prompt, method)})
         needle = prompt.needle
         return {
             "tokens": len(prompt.tokens),
@@ -281,14 +293,14 @@ class Passkey(LongRun):
         """Return the model's greedy answer to a prompt as text."""
         model = self.model
         ids = torch.tensor([prompt.tokens], device=model.device)
-        with greedy_generation(model, ANSWER_TOKENS) as greedy:
-            out = model.generate(
+        with greedy_generation(model, ANSWER_TOKENS) as generation_config:
+            output_ids = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                generation_config=greedy,
-                **{cache_name(model): method.cache(model)},
+                generation_config=generation_config,
+                **{get_cache_name(model): method.cache(model)},
             )
-        return self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        return self.tokenizer.decode(output_ids[0, ids.shape[1] :], skip_special_tokens=True)
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -298,12 +310,22 @@ class Passkey(LongRun):
         questions that both the method and dense attention answered. For a method whose queries
         reach only some keys, the row also counts the samples whose needle is out of reach.
         """
-        dense = {question_of(s): s for s in samples if s["method"] == Dense.name}
-        constant = {name: settings[name] for name in ("stage", "filler")}
-        cells, order = grouped(samples, ["length", "keys", "method"]), list(METHODS)
-        cells.sort(key=lambda c: (c[0]["length"], c[0]["keys"], order.index(c[0]["method"])))
+        dense_by_question = {question_of(s): s for s in samples if s["method"] == Dense.name}
+        setting_fields = {name: settings[name] for name in ("stage", "filler")}
+        cells, method_order = grouped(samples, ["length", "keys", "method"]), list(METHODS)
+        cells.sort(
+            key=lambda cell: (
+                cell[0]["length"],
+                cell[0]["keys"],
+                method_order.index(cell[0]["method"]),
+            )
+        )
         return [
-            {**{name: cell[0][name] for name in CELL}, **_row(cell, dense), **constant}
+            {
+                **{name: cell[0][name] for name in CELL},
+                **_row(cell, dense_by_question),
+                **setting_fields,
+            }
             for cell in cells
         ]
 
@@ -311,20 +333,20 @@ class Passkey(LongRun):
     def tables(rows: Sequence[Row]) -> dict[str, str]:
         columns = dict(COLUMNS)
         if any(row.get("stage") == "both" for row in rows):
-            decodes = {name: method.decodes for name, method in METHODS.items()}
-            decodes[Cab.name] = "sparsely"
-            columns["decoded"] = lambda row: decodes[row["method"]]
+            decoding_by_method = {name: method.decodes for name, method in METHODS.items()}
+            decoding_by_method[Cab.name] = "sparsely"
+            columns["decoded"] = lambda row: decoding_by_method[row["method"]]
         return {"Accuracy": markdown_table(rows, columns)}
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
         """Return a sentence on CAB's accuracy at the largest length, and notes on dense rows."""
-        compared = [row for row in rows if row["method"] == Cab.name and "pairs" in row]
+        compared_rows = [row for row in rows if row["method"] == Cab.name and "pairs" in row]
         return [
             f"At {row['length']} tokens cab answers {row['correct']} of {row['n']} questions and "
             f"attends {row['density']:.0%} of the pairs. Its difference to dense is "
             f"{difference(row)}."
-            for row in compared[-1:]
+            for row in compared_rows[-1:]
         ] + dense_row_sentences(rows)
 
     @staticmethod
@@ -343,9 +365,9 @@ class Passkey(LongRun):
         """Draw accuracy by depth and length, one panel per method."""
         panels = {name: {} for name in METHODS if any(row["method"] == name for row in rows)}
         for row in rows:
-            for depth, share in row["by_depth"].items():
-                panels[row["method"]][row["length"], float(depth)] = share
-        charts.heatmap(path, panels, "prompt length (tokens)", "depth of the key")
+            for depth, accuracy in row["by_depth"].items():
+                panels[row["method"]][row["length"], float(depth)] = accuracy
+        charts.draw_heatmap(path, panels, "prompt length (tokens)", "depth of the key")
 
 
 EXPERIMENT = Passkey
@@ -361,23 +383,26 @@ def _row(cell: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
     method = cell[0]["method"]
     pairs = [(s, dense[question_of(s)]) for s in cell if question_of(s) in dense]
     pairs = [] if method == Dense.name else pairs
-    paired_outcomes = [(s["correct"], base["correct"]) for s, base in pairs]
-    row = compared_shares([s["correct"] for s in cell], paired_outcomes)
+    paired_outcomes = [(s["correct"], dense_sample["correct"]) for s, dense_sample in pairs]
+    row = compare_shares([s["correct"] for s in cell], paired_outcomes)
     row["accuracy"] = row.pop("share")
     row |= {"density": fmean(s["density"] for s in cell), "budget": cell[0]["budget"]}
     if all("seconds" in s for s in cell):
         row["seconds"] = round(median(s["seconds"] for s in cell), 2)
     if pairs:
-        row["same"] = sum(s["answer"] == base["answer"] for s, base in pairs)
+        row["same"] = sum(s["answer"] == dense_sample["answer"] for s, dense_sample in pairs)
     if never_sparse(METHODS[method], cell):
         row["never_sparse"] = True
     if any(s["reached"] is not None for s in cell):
-        outside = [s["correct"] for s in cell if not s["reached"]]
-        row |= {"outside_n": len(outside), "outside_correct": sum(outside)}
+        outcomes_out_of_reach = [s["correct"] for s in cell if not s["reached"]]
+        row |= {
+            "outside_n": len(outcomes_out_of_reach),
+            "outside_correct": sum(outcomes_out_of_reach),
+        }
     outcomes_by_depth: dict[str, list[bool]] = {}
     for s in cell:
         outcomes_by_depth.setdefault(f"{s['depth']:g}", []).append(s["correct"])
-    accuracy_by_depth = {depth: fmean(right) for depth, right in outcomes_by_depth.items()}
+    accuracy_by_depth = {depth: fmean(outcomes) for depth, outcomes in outcomes_by_depth.items()}
     return {**row, "by_depth": accuracy_by_depth}
 
 

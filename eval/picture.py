@@ -49,7 +49,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     import torch
 
     from cab_hf.experiment.loading import load_model
-    from cab_hf.patches.plotting import _plan_of
+    from cab_hf.patches.plotting import _select_plan
 
     # read the commit first, because the working tree may change during the run
     provenance = {
@@ -61,19 +61,19 @@ def measure(settings: Settings) -> dict[str, Any]:
     model, tokenizer = load_model(settings.model, device=settings.device)
     ids = tokenizer(Path(settings.text).read_text(errors="ignore"), return_tensors="pt").input_ids
     ids = ids.repeat(1, -(-settings.length // ids.shape[1]))[:, : settings.length]
-    plan, heads = _plan_of(model, ids, settings.layer)
+    plan, heads = _select_plan(model, ids, settings.layer)
     plan = plan.select_heads([settings.head // plan.shared_by(heads)])
     selected = numpy.packbits(plan.to_dense()[0, 0].cpu().numpy(), axis=-1)
-    recorded = {
+    recorded_settings = {
         name: value for name, value in asdict(settings).items() if name not in ("out", "text")
     }
     return {
-        **recorded,
+        **recorded_settings,
         "query_block": plan.query_block,
         "key_block": plan.key_block,
         "density": plan.density(),
         "provenance": provenance,
-        "rows": [row.tobytes().hex() for row in selected],
+        "rows": [block_row.tobytes().hex() for block_row in selected],
     }
 
 
@@ -82,16 +82,16 @@ def draw(results: Path) -> None:
     import numpy
 
     plan = json.loads((results / PLAN).read_text())
-    packed = numpy.array([list(bytes.fromhex(row)) for row in plan["rows"]], dtype=numpy.uint8)
-    selected = numpy.unpackbits(packed, axis=-1).astype(bool)
-    times = [
+    packed_rows = numpy.array([list(bytes.fromhex(row)) for row in plan["rows"]], dtype=numpy.uint8)
+    selected = numpy.unpackbits(packed_rows, axis=-1).astype(bool)
+    time_rows = [
         row
         for row in read_results(results / TIMES).rows
         if row["implementation"] == "cab" and row["length"] in LENGTHS
     ]
-    with charts.figure(results / PICTURE, 1, 2, figsize=(10, 4.2)) as ((left, right),):
-        _draw_plan(left, selected, plan)
-        _draw_times(right, times)
+    with charts.figure(results / PICTURE, 1, 2, figsize=(10, 4.2)) as ((left_axes, right_axes),):
+        _draw_plan(left_axes, selected, plan)
+        _draw_times(right_axes, time_rows)
 
 
 def _draw_plan(axis: Any, selected: Any, plan: dict[str, Any]) -> None:
@@ -104,17 +104,17 @@ def _draw_plan(axis: Any, selected: Any, plan: dict[str, Any]) -> None:
     """
     import numpy
 
-    rows, columns = selected.shape
-    last_key = numpy.arange(1, rows + 1)[:, None] * plan["query_block"]
-    causal = numpy.arange(columns) * plan["key_block"] < last_key
-    image = numpy.ones((rows, columns, 3))
-    image[causal] = (0.88, 0.88, 0.88)
+    num_rows, num_columns = selected.shape
+    query_block_ends = numpy.arange(1, num_rows + 1)[:, None] * plan["query_block"]
+    is_causal = numpy.arange(num_columns) * plan["key_block"] < query_block_ends
+    image = numpy.ones((num_rows, num_columns, 3))
+    image[is_causal] = (0.88, 0.88, 0.88)
     image[selected] = (0.09, 0.39, 0.67)
-    edge = plan["length"]
-    axis.imshow(image, extent=(0, edge, edge, 0), interpolation="nearest")
-    ticks = range(0, edge + 1, edge // 4)
-    axis.set_xticks(ticks, [charts.token_label(tick) for tick in ticks])
-    axis.set_yticks(ticks, [charts.token_label(tick) for tick in ticks])
+    length = plan["length"]
+    axis.imshow(image, extent=(0, length, length, 0), interpolation="nearest")
+    ticks = range(0, length + 1, length // 4)
+    axis.set_xticks(ticks, [charts.format_tokens(tick) for tick in ticks])
+    axis.set_yticks(ticks, [charts.format_tokens(tick) for tick in ticks])
     axis.set_xlabel("key position, tokens")
     axis.set_ylabel("query position, tokens")
     axis.set_title(
@@ -133,12 +133,14 @@ def _draw_times(axis: Any, times: Sequence[dict[str, Any]]) -> None:
         labels = ("dense", "CAB") if tick == 0 else (None, None)
         axis.bar(tick - width / 2, dense_s, width, color=DENSE, label=labels[0])
         axis.bar(tick + width / 2, cab_s, width, color=SPARSE, label=labels[1])
-        style = {"va": "bottom", "fontsize": 11}
-        axis.text(tick - width / 2, dense_s, f"{dense_s:.1f} s", ha="center", **style)
-        speedup = f"{row['over_best']:.1f} × faster\n{cab_s:.1f} s"
-        axis.text(tick + 0.02, cab_s, speedup, ha="left", color=SPARSE, weight="bold", **style)
+        text_style = {"va": "bottom", "fontsize": 11}
+        axis.text(tick - width / 2, dense_s, f"{dense_s:.1f} s", ha="center", **text_style)
+        speedup_text = f"{row['over_best']:.1f} × faster\n{cab_s:.1f} s"
+        axis.text(
+            tick + 0.02, cab_s, speedup_text, ha="left", color=SPARSE, weight="bold", **text_style
+        )
     axis.set_xticks(
-        range(len(times)), [f"{charts.token_label(row['length'])} tokens" for row in times]
+        range(len(times)), [f"{charts.format_tokens(row['length'])} tokens" for row in times]
     )
     axis.set_xlim(-0.5, len(times) - 0.5)
     axis.set_ylim(0, 1.1 * max(row["baseline_ms"] for row in times) / 1000)

@@ -23,18 +23,18 @@ TURNS, TURN_COUNT = "turns", 5
 DECODE, DECODE_ASKED, GREEDY = "decode", "decode_asked", "greedy"
 DECODES = (DECODE, DECODE_ASKED, GREEDY)
 WITH_KEYS_ASKED = (ASKED, DECODE_ASKED)
-PROMPTS = (CONTINUATION, ASKED, TURNS, *DECODES, PASS, QUESTION_FIRST, MULTI_KEY)
-PROBES = (*PROMPTS, *RECALLS, *PERPLEXITIES, *TASKS)
+PROMPT_PROBES = (CONTINUATION, ASKED, TURNS, *DECODES, PASS, QUESTION_FIRST, MULTI_KEY)
+PROBES = (*PROMPT_PROBES, *RECALLS, *PERPLEXITIES, *TASKS)
 # in --probes, the name for all tasks; in rows, the field with the mean over tasks
 ALL_TASKS = "tasks"
 # default probes
-USUAL = (CONTINUATION, ASKED, PASS, QUESTION_FIRST, RECALL, PERPLEXITY)
-CONTINUED = 256  # tokens that are read after a prompt
+DEFAULT_PROBES = (CONTINUATION, ASKED, PASS, QUESTION_FIRST, RECALL, PERPLEXITY)
+NUM_CONTINUED = 256  # tokens that are read after a prompt
 CONTINUED_SHARE = 8  # prompts are so long that at most 1 / 8 of a text is read after its prompt
 # Largest number of tokens in a batch of texts that are decoded together. Batches save time, because
 # all texts of a batch share the kernel launches of a decode step.
-TOKENS_AT_ONCE = 2**17
-PROMPTED = (
+MAX_BATCH_TOKENS = 2**17
+PASSKEY_PROBES = (
     PASS,
     QUESTION_FIRST,
     MULTI_KEY,
@@ -42,13 +42,13 @@ PROMPTED = (
 # probe -> number of named keys in its passkey prompts; other probes have one key without a name
 NAMED_KEYS = {MULTI_KEY: 4}
 # smallest distance between predicted block starts, in tokens; the usual query blocks divide it
-BORDER = 128
+MIN_BORDER_DISTANCE = 128
 NOISE = "noise"  # the built-in text of five sentences
 # the key of a question: the fields of a case that are equal for all methods
-question_of = itemgetter("text", "length", "probe", "depth", "index")
+get_question = itemgetter("text", "length", "probe", "depth", "index")
 
 
-def border_of(query_blocks: Iterable[int]) -> int:
+def find_border(query_blocks: Iterable[int]) -> int:
     """Return a number of tokens whose multiples are starts of query blocks in every config.
 
     This is true only if all query blocks divide the result, which `fidelity_settings` checks.
@@ -56,4 +56,4 @@ def border_of(query_blocks: Iterable[int]) -> int:
     Args:
         query_blocks: tokens per query block of each config.
     """
-    return max([BORDER, *query_blocks])
+    return max([MIN_BORDER_DISTANCE, *query_blocks])

@@ -11,7 +11,7 @@ from torch import nn
 
 def linear_layers(model: Any) -> list[nn.Linear]:
     """Return the linear layers in the decoder layers of a causal LM of transformers."""
-    return [x for x in model.model.modules() if isinstance(x, nn.Linear)]
+    return [module for module in model.model.modules() if isinstance(module, nn.Linear)]
 
 
 def to_8_bits(model: Any) -> None:
@@ -51,26 +51,28 @@ def to_4_bits(model: Any, dtype: str) -> None:
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    from cab_hf.finetune.models import four_bits
+    from cab_hf.finetune.models import four_bit_options
 
-    quantization = four_bits(dtype, model.device)["quantization_config"]
-    options = {
+    quantization = four_bit_options(dtype, model.device)["quantization_config"]
+    weight_options = {
         "quant_type": quantization.bnb_4bit_quant_type,
         "compress_statistics": quantization.bnb_4bit_use_double_quant,
         "quant_storage": quantization.bnb_4bit_quant_storage,
     }
-    for path, linear in [*model.model.named_modules()]:
-        if isinstance(linear, nn.Linear):
-            packed = Linear4bit(
-                linear.in_features,
-                linear.out_features,
+    for path, module in [*model.model.named_modules()]:
+        if isinstance(module, nn.Linear):
+            packed_linear = Linear4bit(
+                module.in_features,
+                module.out_features,
                 bias=False,
                 compute_dtype=quantization.bnb_4bit_compute_dtype,
-                **options,
+                **weight_options,
                 device="meta",
             )
-            packed.weight = Params4bit(linear.weight.data, requires_grad=False, **options)
+            packed_linear.weight = Params4bit(
+                module.weight.data, requires_grad=False, **weight_options
+            )
             # bitsandbytes packs the weights when they move to the device
-            model.model.set_submodule(path, packed.to(model.device))
+            model.model.set_submodule(path, packed_linear.to(model.device))
     # PEFT reads this attribute to choose LoRA layers for 4-bit weights
     model.is_loaded_in_4bit = True

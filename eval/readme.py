@@ -18,13 +18,19 @@ from pathlib import Path
 from cab_hf.eval import experiment, picture
 from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES
 from cab_hf.eval.pages import TABLES
-from cab_hf.eval.result_folders import Results, all_results, by_default, read_results, source
-from cab_hf.experiment.log import PACKED, pack, write_atomically
+from cab_hf.eval.result_folders import (
+    Results,
+    read_all_results,
+    read_results,
+    source,
+    uses_default_config,
+)
+from cab_hf.experiment.log import PACKED_SUFFIX, pack, write_atomically
 from cab_hf.experiment.settings import comma_separated, option, read_settings
 
 ROOT = Path(__file__).parents[1]
 # commands of experiments in the order of their sections; runs of one experiment are sorted by name
-ORDER = (
+EXPERIMENT_ORDER = (
     "passkey",
     "fidelity",
     *(f"speed {op}" for op in ("ttft", "attention", "predictor", "batches", "breakdown")),
@@ -36,16 +42,17 @@ INTRODUCTION = f"""# Results
 
 This page shows every committed run. Each folder is one run of an experiment:
 
-* `{SAMPLES}` has one line per measured case. `make readme` compresses the file to `{PACKED}`.
+* `{SAMPLES}` has one line per measured case. `make readme` compresses the file to \
+`{PACKED_SUFFIX}`.
 * `{RESULTS}` has the rows and their provenance. A run also writes the rows to `{CSV}`.
 * `{FIGURE}` and `{REPORT}` show the rows.
 
 The command below a figure repeats the run. Runs of cab_hf 0.2 selected blocks by means and bounds
 of keys and by outlier queries; their lines name that version."""
-MARKED = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
+MARKED_TABLE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
-def results_page(results: Path) -> str:
+def render_results_page(results: Path) -> str:
     """Return the content of ``eval/results/README.md``.
 
     Args:
@@ -54,14 +61,16 @@ def results_page(results: Path) -> str:
     Raises:
         ValueError: a folder contains no results.
     """
-    sections = map(section, in_order(all_results(results)))
+    sections = map(section, in_order(read_all_results(results)))
     return "\n\n".join([INTRODUCTION, *sections]) + "\n"
 
 
 def in_order(results: Iterable[Results]) -> list[Results]:
-    """Return ``results`` sorted by experiment in the order of `ORDER`, and then by name."""
+    """Return ``results`` sorted by experiment in the order of `EXPERIMENT_ORDER`, and then by "
+    "name."""
     return sorted(
-        results, key=lambda result: (*(result.kind.name != name for name in ORDER), result.name)
+        results,
+        key=lambda result: (*(result.kind.name != name for name in EXPERIMENT_ORDER), result.name),
     )
 
 
@@ -83,7 +92,7 @@ def heading(result: Results) -> str:
     return f"{result.kind.title}: {result.name}"
 
 
-def page_with_tables(page: str, results: Path, up: str = "") -> str:
+def update_tables(page: str, results: Path, up: str = "") -> str:
     """Return the text of a page in which the text of every marker in `TABLES` is written again.
 
     Args:
@@ -103,8 +112,8 @@ def page_with_tables(page: str, results: Path, up: str = "") -> str:
         table = TABLES[name](results).replace("](eval/", f"]({up}eval/")
         return f"<!-- table: {name} -->\n{table}\n<!-- end -->"
 
-    text, count = MARKED.subn(with_table, page)
-    if count != page.count("<!-- table: "):
+    text, num_tables = MARKED_TABLE.subn(with_table, page)
+    if num_tables != page.count("<!-- table: "):
         raise ValueError("each table in the page must end with <!-- end -->.")
     return text
 
@@ -122,7 +131,7 @@ class Settings:
     )
 
 
-def _add(folder: Path, results: Path, undo: ExitStack) -> str:
+def _add_run(folder: Path, results: Path, undo: ExitStack) -> str:
     """Copy the files of a run from which pages are written to a new folder in ``results``.
 
     Args:
@@ -137,22 +146,24 @@ def _add(folder: Path, results: Path, undo: ExitStack) -> str:
         ValueError: the folder contains no run, or ``results`` has a folder of this name.
     """
     run = read_results(folder)
-    target = results / folder.resolve().name
-    if target.exists():
+    copied_folder = results / folder.resolve().name
+    if copied_folder.exists():
         raise ValueError(
-            f"folder must have a new name, got {folder}, and {target} exists. Rename the folder, "
+            f"folder must have a new name, got {folder}, and {copied_folder} exists. Rename the "
+            "folder, "
             "or remove the old results."
         )
-    target.mkdir()
-    undo.callback(shutil.rmtree, target)
+    copied_folder.mkdir()
+    undo.callback(shutil.rmtree, copied_folder)
     for name in (RESULTS, SAMPLES, REPORT, FIGURE):
-        for path in (folder / name, folder / (name + PACKED)):
+        for path in (folder / name, folder / (name + PACKED_SUFFIX)):
             if path.is_file():
-                shutil.copy2(path, target)
-    if by_default(run):
-        return f"{target.name} is in the table of models."
+                shutil.copy2(path, copied_folder)
+    if uses_default_config(run):
+        return f"{copied_folder.name} is in the table of models."
     return (
-        f"{target.name} is in {results / 'README.md'}. The table of models shows only fidelity "
+        f"{copied_folder.name} is in {results / 'README.md'}. The table of models shows only "
+        "fidelity "
         "runs with the default config on a GPU."
     )
 
@@ -161,11 +172,11 @@ def _write_pages(settings: Settings, results: Path) -> None:
     """Write all pages; write no page if the text of a marker cannot be computed."""
     page = Path(settings.page)
     pages = {
-        results / "README.md": results_page(results),
-        page: page_with_tables(page.read_text(), results),
+        results / "README.md": render_results_page(results),
+        page: update_tables(page.read_text(), results),
     }
     for path in (*sorted(Path(settings.docs).glob("*.md")), Path(settings.training)):
-        pages[path] = page_with_tables(path.read_text(), results, up="../")
+        pages[path] = update_tables(path.read_text(), results, up="../")
     for path, text in pages.items():
         write_atomically(path, text)
 
@@ -180,17 +191,17 @@ def main(words: Sequence[str]) -> int:
     settings = read_settings(Settings, words, prog)
     results = Path(settings.results)
     try:
-        with ExitStack() as undo:
-            sentences = [_add(Path(folder), results, undo) for folder in settings.add]
+        with ExitStack() as undo_stack:
+            sentences = [_add_run(Path(folder), results, undo_stack) for folder in settings.add]
             _write_pages(settings, results)
-            undo.pop_all()
+            undo_stack.pop_all()
         print("".join(f"{sentence}\n" for sentence in sentences), end="")
         picture.draw(results)
         for folder in filter(Path.is_dir, results.iterdir()):
             pack(folder / SAMPLES)
-            result = folder / RESULTS
-            if result.is_file() and result.stat().st_size > LARGE_RESULTS:
-                pack(result)
+            results_file = folder / RESULTS
+            if results_file.is_file() and results_file.stat().st_size > LARGE_RESULTS:
+                pack(results_file)
     except (OSError, ValueError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2

@@ -42,8 +42,10 @@ def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
     import pandas
 
     # without dtype object, a missing value would turn a column of integers into floats
-    cells = [pandas.json_normalize(row).astype(object) for row in rows]
-    return pandas.concat(cells).to_csv(index=False, lineterminator="\n") if cells else "\n"
+    row_frames = [pandas.json_normalize(row).astype(object) for row in rows]
+    return (
+        pandas.concat(row_frames).to_csv(index=False, lineterminator="\n") if row_frames else "\n"
+    )
 
 
 def grouped(
@@ -74,7 +76,8 @@ def markdown_table(
 
     columns = columns if isinstance(columns, Mapping) else {name: name for name in columns}
     cells = [
-        [get(row) if callable(get) else row.get(get) for get in columns.values()] for row in rows
+        [field(row) if callable(field) else row.get(field) for field in columns.values()]
+        for row in rows
     ]
     return as_markdown(DataFrame(cells, columns=list(columns), dtype=object))
 
@@ -85,9 +88,9 @@ def as_markdown(table: DataFrame) -> str:
     Floats have two decimals, and a dash replaces None and missing values.
     """
     cells = table.astype(object).where(table.notna(), None).map(_cell)
-    heading, _, *body = cells.to_markdown(index=False, disable_numparse=True).splitlines()
+    heading, _, *body_lines = cells.to_markdown(index=False, disable_numparse=True).splitlines()
     # remove the alignment: otherwise a longer cell would change all lines of the table in a diff
-    lines = [PADDING.sub(" |", line) for line in (heading, *body)]
+    lines = [PADDING.sub(" |", line) for line in (heading, *body_lines)]
     lines.insert(1, "| --- " * table.shape[1] + "|")
     return "\n".join(lines)
 
@@ -121,7 +124,7 @@ def with_interval(
 def difference(row: Mapping[str, Any]) -> str | None:
     """Format the difference to dense attention in a row, such as ``+0.05 [+0.04, +0.06]``.
 
-    The row has the fields of `compared_shares`. Returns None if it has no ``delta``.
+    The row has the fields of `compare_shares`. Returns None if it has no ``delta``.
     """
     if row.get("delta") is None:
         return None

@@ -14,10 +14,10 @@ from cab_hf.eval.experiment import (
     RESULTS,
     Experiment,
     Row,
+    drop_unset_share,
+    find_changed_fields,
+    find_experiment_class,
     has_current_fields,
-    kind_of,
-    unlike_default,
-    without_unset_share,
 )
 from cab_hf.experiment.log import file_exists, read_file
 
@@ -53,17 +53,17 @@ def read_results(folder: Path) -> Results:
     provenance = experiment.read_provenance(folder)
     if "experiment" not in provenance:
         raise ValueError(f"{path} names no experiment in its provenance. Measure it again.")
-    kind = kind_of(provenance, folder)
+    kind = find_experiment_class(provenance, folder)
     rows = [{**kind.ADDED, **row} for row in json.loads(read_file(path))["rows"]]
     return Results(name=folder.name, rows=rows, provenance=provenance, kind=kind, folder=folder)
 
 
-def all_results(results: Path) -> list[Results]:
+def read_all_results(results: Path) -> list[Results]:
     """Read the results in all subfolders of ``results``, sorted by name."""
     return list(map(read_results, sorted(filter(Path.is_dir, results.iterdir()))))
 
 
-def by_default(result: Results) -> bool:
+def uses_default_config(result: Results) -> bool:
     """Return True if a run of `fidelity` measured CAB with the default config of its version.
 
     ``min_length`` may differ from the default. Returns False if `CabConfig` no longer has all
@@ -73,10 +73,10 @@ def by_default(result: Results) -> bool:
     if result.provenance["experiment"] != "fidelity" or "cab" not in methods:
         return False
     configs = result.provenance["settings"].get("cab_configs", {})
-    config = without_unset_share(configs.get("cab", {}))
+    config = drop_unset_share(configs.get("cab", {}))
     if not config or not has_current_fields(config):
         return False
-    return unlike_default({**config, "min_length": CabConfig.min_length}) == {}
+    return find_changed_fields({**config, "min_length": CabConfig.min_length}) == {}
 
 
 def source(results: Sequence[Results]) -> str:
@@ -86,20 +86,22 @@ def source(results: Sequence[Results]) -> str:
     """
     runs = [result.provenance for result in results]
     # recorded devices may end with ", code of" and a compute capability
-    devices = _listed(run["device"].partition(", code of")[0] for run in runs)
-    versions = _listed(run["versions"]["torch"] for run in runs)
-    commits = _listed(_short(run["commit"] or "unknown") for run in runs)
-    line = f"Measured on {devices} with torch {versions} at commit {commits}."
-    old = [_has_old_config(run["settings"]) for run in runs]
-    if any(old):
-        line += f" {'All' if all(old) else 'Some'} runs select blocks as cab_hf 0.2 did."
-    return line
+    devices = _join_distinct(run["device"].partition(", code of")[0] for run in runs)
+    versions = _join_distinct(run["versions"]["torch"] for run in runs)
+    commits = _join_distinct(_shorten_commit(run["commit"] or "unknown") for run in runs)
+    sentence = f"Measured on {devices} with torch {versions} at commit {commits}."
+    has_old_configs = [_has_old_config(run["settings"]) for run in runs]
+    if any(has_old_configs):
+        sentence += (
+            f" {'All' if all(has_old_configs) else 'Some'} runs select blocks as cab_hf 0.2 did."
+        )
+    return sentence
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_distinct(names: Iterable[str]) -> str:
     """Join the distinct names in their order, as in "a, b and c"."""
-    *first, last = dict.fromkeys(names)
-    return f"{', '.join(first)} and {last}" if first else last
+    *first_names, last_name = dict.fromkeys(names)
+    return f"{', '.join(first_names)} and {last_name}" if first_names else last_name
 
 
 def _has_old_config(settings: Row) -> bool:
@@ -108,7 +110,7 @@ def _has_old_config(settings: Row) -> bool:
     return any(config and not has_current_fields(config) for config in configs)
 
 
-def _short(commit: str) -> str:
+def _shorten_commit(commit: str) -> str:
     """Return the first seven digits of a commit, and a suffix such as "-dirty" if there is one."""
-    digits, *suffix = commit.split("-", 1)
-    return "-".join([digits[:7], *suffix])
+    hash_digits, *suffix = commit.split("-", 1)
+    return "-".join([hash_digits[:7], *suffix])

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.call.scope import reading as reading_prompt
+from cab_hf.call.scope import set_prompt as reading_prompt
 from cab_hf.data.needles import Span, Tokens, common_prefix_length, sentence_tokens
 from cab_hf.eval.haystack import Prompt
-from cab_hf.eval.kv_cache import cache_of, read_on
+from cab_hf.eval.kv_cache import get_cache, read_with_cache
 
 LOGITS_AT_ONCE = 1024  # number of positions whose logits are converted to float32 together
 CHUNK = 64  # default number of tokens per call after a prompt
@@ -42,15 +42,17 @@ class TeacherForced(NamedTuple):
 def answered(tokenizer: Any, prompt: Prompt) -> TeacherForced:
     """Append the requested key to a prompt, and return both with the key as the predicted range."""
     answers = (prompt.begun, prompt.begun + prompt.key)
-    before, complete = (sentence_tokens(tokenizer, answer) for answer in answers)
+    tokens_before, complete_tokens = (sentence_tokens(tokenizer, answer) for answer in answers)
     # some tokenizers join the last blank of the prompt and the first digit of the key to one token
-    same = common_prefix_length(before, complete)
-    start = len(prompt.tokens) - (len(before) - same)
-    key = complete[same:]
-    return TeacherForced(prompt.tokens[:start] + key, ((start, start + len(key)),))
+    num_common = common_prefix_length(tokens_before, complete_tokens)
+    start = len(prompt.tokens) - (len(tokens_before) - num_common)
+    key_tokens = complete_tokens[num_common:]
+    return TeacherForced(prompt.tokens[:start] + key_tokens, ((start, start + len(key_tokens)),))
 
 
-def greedy_match(model: Any, reading: TeacherForced, **options: Any) -> dict[str, list[bool]]:
+def score_greedy_predictions(
+    model: Any, reading: TeacherForced, **options: Any
+) -> dict[str, list[bool]]:
     """Return {"right": list}: for each range, True if all its tokens are predicted.
 
     A token is predicted if its logit is the largest of the vocabulary.
@@ -58,21 +60,25 @@ def greedy_match(model: Any, reading: TeacherForced, **options: Any) -> dict[str
     Args:
         model: the model.
         reading: the tokens and ranges.
-        options: keyword arguments of `predictions`.
+        options: keyword arguments of `predict_logits`.
     """
-    return right_spans(predictions(model, reading, **options), reading)
+    return score_spans(predict_logits(model, reading, **options), reading)
 
 
-def right_spans(logits: Tensor, reading: TeacherForced) -> dict[str, list[bool]]:
+def score_spans(logits: Tensor, reading: TeacherForced) -> dict[str, list[bool]]:
     """Return {"right": list}: for each range, True if all its tokens have the largest logit.
 
     Args:
         logits: logits that predict the tokens of all ranges, [positions, vocabulary].
         reading: the tokens and ranges.
     """
-    predicted = zip(reading.positions, logits.argmax(-1).tolist(), strict=True)
-    wrong = {position for position, token in predicted if token != reading.tokens[position]}
-    return {"right": [wrong.isdisjoint(range(start, end)) for start, end in reading.ranges]}
+    predicted_tokens = zip(reading.positions, logits.argmax(-1).tolist(), strict=True)
+    wrong_positions = {
+        position for position, token in predicted_tokens if token != reading.tokens[position]
+    }
+    return {
+        "right": [wrong_positions.isdisjoint(range(start, end)) for start, end in reading.ranges]
+    }
 
 
 def nll(model: Any, reading: TeacherForced) -> dict[str, float | int]:
@@ -82,37 +88,39 @@ def nll(model: Any, reading: TeacherForced) -> dict[str, float | int]:
         ``nll``: the sum in nats.
         ``count``: the number of tokens.
     """
-    logits = predictions(model, reading)
-    targets = target_ids(reading, logits.device)
-    total = sum(
-        F.cross_entropy(chunk.float(), chunk_targets, reduction="sum").item()
-        for chunk, chunk_targets in zip(
+    logits = predict_logits(model, reading)
+    targets = get_target_ids(reading, logits.device)
+    total_nll = sum(
+        F.cross_entropy(chunk_logits.float(), chunk_targets, reduction="sum").item()
+        for chunk_logits, chunk_targets in zip(
             logits.split(LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True
         )
     )
-    return {"nll": total, "count": len(targets)}
+    return {"nll": total_nll, "count": len(targets)}
 
 
-def target_ids(reading: TeacherForced, device: torch.device) -> Tensor:
+def get_target_ids(reading: TeacherForced, device: torch.device) -> Tensor:
     """Return the ids of the tokens in the ranges, int64 [positions]."""
     return torch.tensor([reading.tokens[i] for i in reading.positions], device=device)
 
 
-def distributions(model: Any, reading: TeacherForced, **options: Any) -> Tensor:
+def predict_log_probs(model: Any, reading: TeacherForced, **options: Any) -> Tensor:
     """Return the predicted log-probabilities for the positions of the ranges.
 
     Args:
         model: the model.
         reading: the tokens and ranges.
-        options: keyword arguments of `predictions`.
+        options: keyword arguments of `predict_logits`.
 
     Returns:
         float32 [positions, vocabulary].
     """
-    return predictions(model, reading, **options).float().log_softmax(-1)
+    return predict_logits(model, reading, **options).float().log_softmax(-1)
 
 
-def divergence(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[str, float | int]:
+def compare_log_probs(
+    result: Tensor, dense: Tensor, reading: TeacherForced
+) -> dict[str, float | int]:
     """Compare the log-probabilities of a method with those of dense attention.
 
     Args:
@@ -127,7 +135,7 @@ def divergence(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[st
     """
     dense = dense.to(result.device)
     kl = F.kl_div(result, dense, log_target=True, reduction="none").sum(-1, dtype=torch.float64)
-    targets = target_ids(reading, result.device)
+    targets = get_target_ids(reading, result.device)
     return {
         "kl": kl.sum().item(),
         "agree": int((result.argmax(-1) == dense.argmax(-1)).sum()),
@@ -137,33 +145,35 @@ def divergence(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[st
 
 
 @torch.no_grad()
-def predictions(model: Any, reading: TeacherForced, chunk: int = CHUNK, **options: Any) -> Tensor:
+def predict_logits(
+    model: Any, reading: TeacherForced, chunk: int = CHUNK, **options: Any
+) -> Tensor:
     """Return the logits that predict the tokens of the ranges, [positions, vocabulary].
 
     Args:
         model: the model.
         reading: the tokens and ranges.
-        chunk, options: arguments of `after_prompt`; ignored if ``reading.prompt`` is None.
+        chunk, options: arguments of `predict_after_prompt`; ignored if ``reading.prompt`` is None.
 
     Raises:
         ValueError: a range starts inside the prompt.
     """
     ids = torch.tensor([reading.tokens], device=model.device)
     # the logits at position i predict the token at position i + 1
-    before = torch.tensor(reading.positions, device=model.device) - 1
+    positions_before = torch.tensor(reading.positions, device=model.device) - 1
     if reading.prompt is None:
-        return model(ids, logits_to_keep=before, use_cache=False).logits[0]
+        return model(ids, logits_to_keep=positions_before, use_cache=False).logits[0]
     if min(reading.positions) < reading.prompt:
         raise ValueError(
             f"positions must be after the prompt of {reading.prompt} tokens, got "
             f"{min(reading.positions)}."
         )
-    logits = after_prompt(model, ids, reading.prompt, chunk, **options)
-    return logits[0, before - (reading.prompt - 1)]
+    logits = predict_after_prompt(model, ids, reading.prompt, chunk, **options)
+    return logits[0, positions_before - (reading.prompt - 1)]
 
 
 @torch.no_grad()
-def after_prompt(
+def predict_after_prompt(
     model: Any,
     ids: Tensor,
     prompt: int,
@@ -184,19 +194,19 @@ def after_prompt(
             inside its context.
         prefill_chunk: tokens per call in the prompt; 0: the whole prompt in one call.
     """
-    output = _prefilled(model, ids[:, :prompt], cache, prefill_chunk)
+    output = _prefill(model, ids[:, :prompt], cache, prefill_chunk)
     # collect the logits at the last prompt token and at all later tokens except the last token
-    logits, last = [output.logits], ids.shape[1] - 1
+    logits, last_position = [output.logits], ids.shape[1] - 1
     with stepping():
-        for start in range(prompt, last, chunk):
-            chunk_ids = ids[:, start : min(start + chunk, last)]
-            output = read_on(model, chunk_ids, cache_of(output))
+        for start in range(prompt, last_position, chunk):
+            chunk_ids = ids[:, start : min(start + chunk, last_position)]
+            output = read_with_cache(model, chunk_ids, get_cache(output))
             logits.append(output.logits)
     return torch.cat(logits, dim=1)
 
 
 @torch.no_grad()
-def after_turns(
+def predict_turns(
     model: Any,
     reading: TeacherForced,
     chunk: int = CHUNK,
@@ -211,51 +221,60 @@ def after_turns(
     Args:
         model: the model.
         reading: the tokens of all turns, and a range per turn.
-        chunk, cache, prefill_chunk: as in `after_prompt`.
+        chunk, cache, prefill_chunk: as in `predict_after_prompt`.
     """
     ids = torch.tensor([reading.tokens], device=model.device)
     logits, num_cached = [], 0
-    for start, stop in reading.ranges:
-        output = _prefilled(
+    for start, end in reading.ranges:
+        output = _prefill(
             model=model,
             ids=ids[:, :start],
             cache=cache,
             prefill_chunk=prefill_chunk,
             num_cached=num_cached,
         )
-        cache, num_cached = cache_of(output), stop
-        turn = [output.logits]
-        for chunk_ids in ids[:, start:stop].split(chunk, dim=1):
-            turn.append(read_on(model, chunk_ids, cache).logits)
+        cache, num_cached = get_cache(output), end
+        turn_logits = [output.logits]
+        for chunk_ids in ids[:, start:end].split(chunk, dim=1):
+            turn_logits.append(read_with_cache(model, chunk_ids, cache).logits)
         # leave out the last logits, which predict the first token of the next turn
-        logits.append(torch.cat(turn, dim=1)[:, :-1])
+        logits.append(torch.cat(turn_logits, dim=1)[:, :-1])
     return torch.cat(logits, dim=1)[0]
 
 
-def divergence_by_turn(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[str, Any]:
+def compare_turns(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[str, Any]:
     """Compare the logits of a method with those of dense attention, turn by turn.
 
     Args:
-        result: logits of the method from `after_turns`, [positions, vocabulary].
+        result: logits of the method from `predict_turns`, [positions, vocabulary].
         dense: logits of dense attention, [positions, vocabulary].
         reading: the tokens, and a range per turn.
 
     Returns:
-        ``turns``, the result of `divergence` for each turn, and the sums over all turns.
+        ``turns``, the result of `compare_log_probs` for each turn, and the sums over all turns.
     """
     dense = dense.to(result.device)
-    sizes = [stop - start for start, stop in reading.ranges]
-    turns = []
-    for span, turn, dense_turn in zip(
-        reading.ranges, result.split(sizes), dense.split(sizes), strict=True
+    turn_sizes = [stop - start for start, stop in reading.ranges]
+    turn_results = []
+    for span, turn_logits, dense_turn_logits in zip(
+        reading.ranges, result.split(turn_sizes), dense.split(turn_sizes), strict=True
     ):
-        log_probs, dense_log_probs = (x.float().log_softmax(-1) for x in (turn, dense_turn))
-        turns.append(divergence(log_probs, dense_log_probs, reading._replace(ranges=(span,))))
-    return {"turns": turns, **{name: sum(turn[name] for turn in turns) for name in turns[0]}}
+        log_probs, dense_log_probs = (
+            logits.float().log_softmax(-1) for logits in (turn_logits, dense_turn_logits)
+        )
+        turn_results.append(
+            compare_log_probs(log_probs, dense_log_probs, reading._replace(ranges=(span,)))
+        )
+    return {
+        "turns": turn_results,
+        **{
+            name: sum(turn_logits[name] for turn_logits in turn_results) for name in turn_results[0]
+        },
+    }
 
 
 @torch.no_grad()
-def continued(
+def generate_greedily(
     model: Any,
     ids: Tensor,
     tokens: int,
@@ -269,18 +288,18 @@ def continued(
         model: the model.
         ids: the prompts, int [B, N].
         tokens: number of tokens to generate; an end-of-text token does not stop the generation.
-        cache, stepping, prefill_chunk: as in `after_prompt`.
+        cache, stepping, prefill_chunk: as in `predict_after_prompt`.
     """
-    output = _prefilled(model, ids, cache, prefill_chunk)
-    generated = [output.logits[:, -1:].argmax(-1)]
+    output = _prefill(model, ids, cache, prefill_chunk)
+    generated_ids = [output.logits[:, -1:].argmax(-1)]
     with stepping():
-        while len(generated) < tokens:
-            output = read_on(model, generated[-1], cache_of(output))
-            generated.append(output.logits[:, -1:].argmax(-1))
-    return torch.cat(generated, dim=1)
+        while len(generated_ids) < tokens:
+            output = read_with_cache(model, generated_ids[-1], get_cache(output))
+            generated_ids.append(output.logits[:, -1:].argmax(-1))
+    return torch.cat(generated_ids, dim=1)
 
 
-def _prefilled(model: Any, ids: Tensor, cache: Any, prefill_chunk: int, num_cached: int = 0) -> Any:
+def _prefill(model: Any, ids: Tensor, cache: Any, prefill_chunk: int, num_cached: int = 0) -> Any:
     """Prefill prompts in chunks, and return the model's output for the last token.
 
     Args:
@@ -292,6 +311,6 @@ def _prefilled(model: Any, ids: Tensor, cache: Any, prefill_chunk: int, num_cach
     """
     with reading_prompt(ids.shape[1], start=num_cached):
         for chunk in ids[:, num_cached:].split(prefill_chunk or ids.shape[1], dim=1):
-            output = read_on(model, chunk, cache, logits_to_keep=1)
-            cache = cache_of(output)
+            output = read_with_cache(model, chunk, cache, logits_to_keep=1)
+            cache = get_cache(output)
     return output

@@ -18,17 +18,19 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 import cab_hf
 from cab_hf.config import CabConfig
 from cab_hf.decode.step import decodes_sparsely
-from cab_hf.eval.kv_cache import read_on
+from cab_hf.eval.kv_cache import read_with_cache
 from cab_hf.eval.quantised import linear_layers, to_8_bits
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 BUDGET_STEPS = 1000  # a fit chooses its parameter among the multiples of 1 / BUDGET_STEPS
-CLOSE = 0.01  # largest relative difference from the budget at which a fit accepts a measured time
+TIME_TOLERANCE = (
+    0.01  # largest relative difference from the budget at which a fit accepts a measured time
+)
 # fields of CabConfig that only CAB uses, for selecting blocks and for decoding
-OWN = ("outlier_queries", "typical_queries", "mass_threshold", "share_threshold")
-OWN += ("sparse_decode", "decode_tokens")
-PROBE_DIM = 16  # head dim of the random q and k on which densities are fitted
+CAB_FIELDS = ("outlier_queries", "typical_queries", "mass_threshold", "share_threshold")
+CAB_FIELDS += ("sparse_decode", "decode_tokens")
+RANDOM_HEAD_DIM = 16  # head dim of the random q and k on which densities are fitted
 SEED = 0  # seed of the random q and k on which densities are fitted
 
 # function that returns the density of each layer since the last call; None for a dense layer
@@ -65,8 +67,8 @@ class Cell:
 
     @property
     def shared(self) -> CabConfig:
-        """The config with the defaults of all fields that only CAB uses (`OWN`)."""
-        defaults = {name: getattr(CabConfig, name) for name in OWN}
+        """The config with the defaults of all fields that only CAB uses (`CAB_FIELDS`)."""
+        defaults = {name: getattr(CabConfig, name) for name in CAB_FIELDS}
         return self.config.changed(predictor="rows", **defaults)
 
 
@@ -85,13 +87,13 @@ def with_known_predictor(config: CabConfig) -> CabConfig:
     return config
 
 
-def nearest(
+def find_nearest(
     choices: Sequence[T], config_of: Callable[[T], CabConfig], cell: Cell, density: Realised
 ) -> CabConfig:
     """Return the config whose density, or time, is nearest to the cell's budget.
 
     The search bisects ``choices``, so that only a few configs are measured. If times are matched,
-    the first config whose time differs by at most `CLOSE` is returned.
+    the first config whose time differs by at most `TIME_TOLERANCE` is returned.
 
     Args:
         choices: parameters of the configs, by ascending density.
@@ -112,7 +114,7 @@ def nearest(
     def excess(index: int) -> float:
         return measure(config_of(choices[index])) - cell.budget
 
-    tolerance = CLOSE * cell.budget if cell.took else 0.0
+    tolerance = TIME_TOLERANCE * cell.budget if cell.took else 0.0
     low, high = 0, len(choices)
     while low < high:
         middle = (low + high) // 2
@@ -123,33 +125,35 @@ def nearest(
     return config_of(choices[min(neighbours, key=lambda index: abs(excess(index)))])
 
 
-def nearest_on_probe(
+def find_nearest_on_random_qk(
     choices: Sequence[T], config_of: Callable[[T], CabConfig], cell: Cell
 ) -> CabConfig:
-    """Return the result of `nearest`, with densities measured on random q and k of one head.
+    """Return the result of `find_nearest`, with densities measured on random q and k of one head.
 
     This is exact for methods with a fixed number of blocks per row, because their density does not
     depend on q and k.
     """
     length, device = cell.length, cell.device
     generator = torch.Generator(device).manual_seed(SEED)
-    shape = (2, 1, 1, length, PROBE_DIM)
+    shape = (2, 1, 1, length, RANDOM_HEAD_DIM)
     q, k = torch.randn(shape, generator=generator, device=device)
-    context = LayerContext(KeyRanges.causal(1, length, length, device), PROBE_DIM**-0.5)
+    context = LayerContext(KeyRanges.causal(1, length, length, device), RANDOM_HEAD_DIM**-0.5)
 
     def density(config: CabConfig) -> float:
         return make_predictor(config)(q, k, context).density()
 
-    return nearest(choices, config_of, cell, density)
+    return find_nearest(choices, config_of, cell, density)
 
 
-def fitted_sparsity(config: CabConfig, cell: Cell) -> CabConfig:
+def fit_sparsity(config: CabConfig, cell: Cell) -> CabConfig:
     """Return ``config`` with the ``sparsity`` that matches the cell's budget.
 
     The matched density includes forced blocks.
     """
     steps = range(BUDGET_STEPS - 1, -1, -1)
-    return nearest_on_probe(steps, lambda step: replace(config, sparsity=step / BUDGET_STEPS), cell)
+    return find_nearest_on_random_qk(
+        steps, lambda step: replace(config, sparsity=step / BUDGET_STEPS), cell
+    )
 
 
 def realised_on(model: PreTrainedModel, tokens: Sequence[int]) -> Realised:
@@ -317,7 +321,7 @@ class Cab(Method):
         with self.applied(model):
             cache = self.cache(model)
             ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-            read_on(model, ids, cache)
+            read_with_cache(model, ids, cache)
         num_keys = tokens if isinstance(tokens, int) else tokens * length
         layer_tokens = []
         for number, layer in enumerate(cache.layers):
@@ -365,7 +369,7 @@ class Published(Cab):
     def fit(cls, cell: Cell) -> Published:
         names = ("min_length", "dense_layers", "engine")
         shared = {name: getattr(cell.config, name) for name in names}
-        return cls(fitted_sparsity(CabConfig.published(**shared), cell))
+        return cls(fit_sparsity(CabConfig.published(**shared), cell))
 
 
 def dense_row_sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -24,16 +24,16 @@ from cab_hf.eval.methods.base import (
     BUDGET_STEPS,
     Cab,
     Cell,
-    fitted_sparsity,
-    nearest,
-    nearest_on_probe,
+    find_nearest,
+    find_nearest_on_random_qk,
+    fit_sparsity,
 )
-from cab_hf.eval.methods.caches import sink_cache
+from cab_hf.eval.methods.caches import make_sink_cache
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, KeyRanges, block_visibility
 from cab_hf.predictors import LayerContext, Predictor, make_predictor, register_predictor
-from cab_hf.predictors.attention_mass import block_mass
-from cab_hf.predictors.base import sparsity_of
+from cab_hf.predictors.attention_mass import compute_block_mass
+from cab_hf.predictors.base import get_head_sparsity
 
 # tolerance for a sum of the masses of blocks: the rounding error of thousands of float32 numbers
 TOLERANCE = 1e-5
@@ -109,14 +109,16 @@ class ScorePredictor(BlockPredictor):
         self, q: Tensor, k: Tensor, call: LayerContext, visible: Tensor, forced: Tensor
     ) -> Tensor:
         sparsity = torch.tensor(
-            sparsity_of(self.config, call.layer, q.shape[1]), device=q.device, dtype=torch.float64
+            get_head_sparsity(self.config, call.layer, q.shape[1]),
+            device=q.device,
+            dtype=torch.float64,
         )
         share = (1 - sparsity[:, None, None]).clamp(max=self.config.max_density)
         # [B, H or 1, M_q, 1]: number of blocks that a row keeps
         count = reference.share_of_row(visible, share).maximum(forced.sum(-1, keepdim=True))
         score = self.score(q, k, call, **self.blocks)
         count = count.squeeze(-1).expand(score.shape[:3])
-        return reference.best_of_rows(score, visible, forced, count)
+        return reference.select_best_blocks(score, visible, forced, count)
 
 
 class SharePredictor(BlockPredictor):
@@ -126,26 +128,27 @@ class SharePredictor(BlockPredictor):
 
     Args:
         config: the config. If ``config.predictor`` has a number after a colon, such as
-            "xattention:0.9", this number is the fraction; `at_share` registers such predictors.
-        usual: the fraction for other predictors.
+            "xattention:0.9", this number is the fraction; `with_mass_share` registers such
+            predictors.
+        default_share: the fraction for other predictors.
         score: function that estimates the mass of blocks; None for subclasses with their own
             `keep`.
     """
 
-    def __init__(self, config: CabConfig, usual: float, score: Score | None = None) -> None:
+    def __init__(self, config: CabConfig, default_share: float, score: Score | None = None) -> None:
         super().__init__(config)
         share = config.predictor.partition(":")[2]
-        self.usual, self.score = usual, score
-        self.share = float(share) if share else usual
+        self.default_share, self.score = default_share, score
+        self.share = float(share) if share else default_share
 
     def keep(
         self, q: Tensor, k: Tensor, call: LayerContext, visible: Tensor, forced: Tensor
     ) -> Tensor:
         mass = self.score(q, k, call, **self.blocks)
-        return fewest(normalised(mass), visible, forced, self.share)
+        return select_fewest(normalise(mass), visible, forced, self.share)
 
 
-def random_scores(
+def draw_random_scores(
     q: Tensor, k: Tensor, call: LayerContext, query_block: int, key_block: int
 ) -> Tensor:
     """Score blocks at random, differently for every head and row.
@@ -165,7 +168,7 @@ def random_scores(
     return torch.rand(shape, generator=generator, device=q.device)
 
 
-def strided_mass(stride: int) -> Score:
+def make_strided_score(stride: int) -> Score:
     """Return a function that scores blocks by the antidiagonal estimate of XAttention.
 
     As in XAttention (Xu et al. 2025, arXiv 2503.16428), the logit of a tile of stride x stride
@@ -174,7 +177,7 @@ def strided_mass(stride: int) -> Score:
     """
 
     def score(q: Tensor, k: Tensor, call: LayerContext, query_block: int, key_block: int) -> Tensor:
-        return block_mass(
+        return compute_block_mass(
             q=q,
             k=k,
             ranges=call.ranges,
@@ -187,7 +190,7 @@ def strided_mass(stride: int) -> Score:
     return score
 
 
-def pooled_mass(
+def compute_pooled_mass(
     q: Tensor, k: Tensor, call: LayerContext, query_block: int, key_block: int
 ) -> Tensor:
     """Score blocks by the softmax over the logits of mean-pooled queries and keys.
@@ -199,57 +202,59 @@ def pooled_mass(
     Returns:
         Scores, float32 [B, H, M_q, M_k]; each row sums to 1.
     """
-    queries = block_means(q, call.ranges.end >= 0, query_block)
-    keys = block_means(k, call.ranges.key_valid, key_block)
+    queries = average_blocks(q, call.ranges.end >= 0, query_block)
+    keys = average_blocks(k, call.ranges.key_valid, key_block)
     visible = block_visibility(call.ranges, query_block, key_block).unsqueeze(1)
-    return share_of_blocks(queries, keys, visible, call.scale)
+    return compute_block_weights(queries, keys, visible, call.scale)
 
 
-def fewest(share: Tensor, visible: Tensor, forced: Tensor, wanted: float) -> Tensor:
-    """Return a mask of the fewest entries, per last dimension, that sum to at least ``wanted``.
+def select_fewest(shares: Tensor, visible: Tensor, forced: Tensor, min_share: float) -> Tensor:
+    """Return a mask of the fewest entries, per last dimension, that sum to at least ``min_share``.
 
     Args:
-        share: the entries; they sum to 1 over the last dimension.
-        visible: bool, entries that may be kept; broadcasts with ``share``.
+        shares: the entries; they sum to 1 over the last dimension.
+        visible: bool, entries that may be kept; broadcasts with ``shares``.
         forced: bool, entries that are kept in any case and count in the sum; broadcasts with
-            ``share``.
-        wanted: the sum to reach, in [0, 1].
+            ``shares``.
+        min_share: the sum to reach, in [0, 1].
 
     Returns:
-        bool, in the shape of ``share``.
+        bool, in the shape of ``shares``.
     """
     # sort forced entries before all others; the cumulative sum uses the entries of ``share``
-    priority = torch.where(forced, 2.0, share).masked_fill(~visible, -1.0)
-    order = priority.argsort(dim=-1, descending=True, stable=True)
-    ordered = share.gather(-1, order)
-    sum_before = ordered.cumsum(-1) - ordered
-    taken = (sum_before < wanted - TOLERANCE) | (wanted >= 1)
-    return (taken.gather(-1, order.argsort(-1)) | forced) & visible
+    priority = torch.where(forced, 2.0, shares).masked_fill(~visible, -1.0)
+    sort_indices = priority.argsort(dim=-1, descending=True, stable=True)
+    sorted_shares = shares.gather(-1, sort_indices)
+    sum_before = sorted_shares.cumsum(-1) - sorted_shares
+    is_taken = (sum_before < min_share - TOLERANCE) | (min_share >= 1)
+    return (is_taken.gather(-1, sort_indices.argsort(-1)) | forced) & visible
 
 
-def normalised(x: Tensor) -> Tensor:
+def normalise(x: Tensor) -> Tensor:
     """Return ``x`` divided by its sum over the last dimension."""
-    return x / x.sum(-1, keepdim=True).clamp(min=reference.LEAST)
+    return x / x.sum(-1, keepdim=True).clamp(min=reference.MIN_DIVISOR)
 
 
-def block_means(x: Tensor, valid: Tensor, block: int) -> Tensor:
+def average_blocks(x: Tensor, is_counted: Tensor, block_tokens: int) -> Tensor:
     """Return the means over blocks of tokens, float32 [B, H, M, D].
 
     Args:
         x: [B, H, N, D].
-        valid: tokens that count, bool [B, N].
-        block: tokens per block.
+        is_counted: tokens that count, bool [B, N].
+        block_tokens: tokens per block.
     """
-    padding = -x.shape[2] % block
+    num_padding_tokens = -x.shape[2] % block_tokens
     # [B, 1, M, block]
-    is_valid = F.pad(valid, (0, padding)).unflatten(1, (-1, block)).unsqueeze(1)
+    is_counted_in_block = (
+        F.pad(is_counted, (0, num_padding_tokens)).unflatten(1, (-1, block_tokens)).unsqueeze(1)
+    )
     # [B, H, M, block, D]
-    blocks = F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, block)).float()
-    total = blocks.masked_fill(~is_valid.unsqueeze(-1), 0.0).sum(-2)
-    return total / is_valid.sum(-1).clamp(min=1).unsqueeze(-1)
+    blocks = F.pad(x, (0, 0, 0, num_padding_tokens)).unflatten(2, (-1, block_tokens)).float()
+    total = blocks.masked_fill(~is_counted_in_block.unsqueeze(-1), 0.0).sum(-2)
+    return total / is_counted_in_block.sum(-1).clamp(min=1).unsqueeze(-1)
 
 
-def share_of_blocks(queries: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Tensor:
+def compute_block_weights(queries: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Tensor:
     """Return attention weights between one query per query block and one key per key block.
 
     Args:
@@ -285,7 +290,9 @@ class Streaming(Cab):
         # no dense tail, because its queries would attend to keys outside of the window
         base = cell.shared.changed(predictor=cls.name, sink_blocks=1, dense_tail_blocks=0)
         windows = range(1, -(-cell.length // base.key_block) + 1)
-        config = nearest_on_probe(windows, lambda window: replace(base, local_blocks=window), cell)
+        config = find_nearest_on_random_qk(
+            windows, lambda window: replace(base, local_blocks=window), cell
+        )
         return cls(config)
 
     def cache(self, model: PreTrainedModel) -> Cache:
@@ -293,7 +300,7 @@ class Streaming(Cab):
             blocks * self.config.key_block
             for blocks in (self.config.sink_blocks, self.config.local_blocks)
         )
-        return sink_cache(model, sinks, sinks + window)
+        return make_sink_cache(model, sinks, sinks + window)
 
     def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool:
         ranges = KeyRanges.causal(1, length, length, "cpu")
@@ -339,7 +346,7 @@ class RowShareMethod(Chosen):
         # the density is the same for all predictors, so it is fitted with the fastest predictor;
         # the time depends on the predictor
         predictor = cls.predictor if cell.took else "random"
-        fitted = fitted_sparsity(cell.shared.changed(predictor=predictor), cell)
+        fitted = fit_sparsity(cell.shared.changed(predictor=predictor), cell)
         return cls(replace(fitted, predictor=cls.predictor))
 
 
@@ -375,7 +382,9 @@ class MassShareMethod(Chosen):
             )
         shares = [step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1)]
         base = cell.shared.changed(predictor=cls.predictor)
-        config = nearest(shares, lambda share: at_share(base, share), cell, cell.realised)
+        config = find_nearest(
+            shares, lambda share: with_mass_share(base, share), cell, cell.realised
+        )
         return cls(config)
 
 
@@ -415,7 +424,7 @@ class TriangleMix(Cab):
         return cls(base.changed(**triangle))
 
 
-def at_share(base: CabConfig, share: float) -> CabConfig:
+def with_mass_share(base: CabConfig, share: float) -> CabConfig:
     """Return ``base`` with a top-p predictor that keeps the fraction ``share`` of the mass.
 
     The predictor is registered under a name such as "xattention:0.9".
@@ -437,7 +446,7 @@ def logged_config(fields: Mapping[str, Any]) -> CabConfig:
     fields = dict(fields)
     predictor, _, share = fields.pop("predictor").partition(":")
     config = CabConfig.from_dict({**fields, "predictor": predictor})
-    return at_share(config, float(share)) if share else config
+    return with_mass_share(config, float(share)) if share else config
 
 
 # name of a top-p predictor -> function that builds the predictor, with the default of its fraction
@@ -445,12 +454,16 @@ def logged_config(fields: Mapping[str, Any]) -> CabConfig:
 # LLaMA load a threshold per head, on average 0.76 at stride 8 and 0.91 at stride 16. These
 # thresholds come from a search that is left out here.
 SHARES: dict[str, Callable[[CabConfig], SharePredictor]] = {
-    "xattention": partial(SharePredictor, usual=0.8, score=strided_mass(STRIDE)),
+    "xattention": partial(SharePredictor, default_share=0.8, score=make_strided_score(STRIDE)),
     # the faster of the two strides of the authors
-    "xattention_16": partial(SharePredictor, usual=0.8, score=strided_mass(16)),
-    "mean_pooled": partial(SharePredictor, usual=0.95, score=pooled_mass),
+    "xattention_16": partial(SharePredictor, default_share=0.8, score=make_strided_score(16)),
+    "mean_pooled": partial(SharePredictor, default_share=0.95, score=compute_pooled_mass),
 }
-SCORES = {"random": random_scores, "antidiagonal": strided_mass(STRIDE), "oracle": strided_mass(1)}
+SCORES = {
+    "random": draw_random_scores,
+    "antidiagonal": make_strided_score(STRIDE),
+    "oracle": make_strided_score(1),
+}
 register_predictor(Streaming.name, StreamingPredictor)
 for _name, _score in SCORES.items():
     register_predictor(_name, partial(ScorePredictor, score=_score))

@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from cab_hf.eval.methods.base import Cell, Dense, LayerDensities, Method, layers_of
 from cab_hf.plan import KeyRanges
-from cab_hf.predictors.attention_mass import attention_rows
+from cab_hf.predictors.attention_mass import iterate_attention_rows
 
 SNAP_WINDOW = 32  # SnapKV: number of the last queries, whose attention ranks keys
 SNAP_KERNEL = 5  # SnapKV: number of neighbouring keys whose attention is averaged
@@ -67,7 +67,7 @@ class SinkLayer(DynamicLayer):
         return num_cached + query_length, self.cumulative_length - num_cached
 
 
-def sink_cache(model: PreTrainedModel, sinks: int, tokens: int) -> Cache:
+def make_sink_cache(model: PreTrainedModel, sinks: int, tokens: int) -> Cache:
     """Return a cache of `SinkLayer` for every layer of ``model``."""
     layers = range(layers_of(model))
     return Cache(layers=[SinkLayer(sinks, max(tokens, sinks + 1)) for _ in layers])
@@ -88,7 +88,7 @@ class StreamingCache(Dense):
     tokens: int
 
     def cache(self, model: PreTrainedModel) -> Cache:
-        return sink_cache(model, SINKS, self.tokens)
+        return make_sink_cache(model, SINKS, self.tokens)
 
     def step_tokens(self, model: PreTrainedModel, length: int) -> float:
         return min(self.tokens, length)
@@ -107,7 +107,7 @@ class CachedTokens(NamedTuple):
     v: Tensor
     received: Tensor
 
-    def evicted(self, tokens: int, recent: int) -> CachedTokens:
+    def evict(self, tokens: int, recent: int) -> CachedTokens:
         """Return at most ``tokens`` tokens: the latest, and those that received most attention.
 
         Args:
@@ -156,7 +156,7 @@ class EvictingMethod(Method):
         return cls(max(2, round(cell.budget * cell.length)))
 
     @abstractmethod
-    def of_prompt(
+    def evict_after_prompt(
         self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float
     ) -> CachedTokens:
         """Return the tokens that remain in the cache after the prefill of a prompt.
@@ -169,7 +169,7 @@ class EvictingMethod(Method):
         """
 
     @abstractmethod
-    def of_step(self, kept: CachedTokens, attention: Tensor) -> CachedTokens:
+    def evict_after_step(self, kept: CachedTokens, attention: Tensor) -> CachedTokens:
         """Return the tokens that remain in the cache after a decode step.
 
         Args:
@@ -235,7 +235,9 @@ class EvictingMethod(Method):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if is_prefill:
             ranges = KeyRanges.causal(query.shape[0], q_length, kv_length, query.device)
-            kept[module] = self.of_prompt(q=query, k=key, v=value, ranges=ranges, scale=scale)
+            kept[module] = self.evict_after_prompt(
+                q=query, k=key, v=value, ranges=ranges, scale=scale
+            )
             shares[module] = min(1.0, self.tokens / kv_length)
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=True
@@ -246,12 +248,14 @@ class EvictingMethod(Method):
             # [B, H_kv, H / H_kv, D]
             grouped = query.unflatten(1, (key.shape[1], -1)).squeeze(3).float()
             weights = (grouped @ k.float().transpose(-1, -2) * scale).softmax(-1)
-            kept[module] = self.of_step(CachedTokens(k, v, F.pad(received, (0, 1))), weights.sum(2))
+            kept[module] = self.evict_after_step(
+                CachedTokens(k, v, F.pad(received, (0, 1))), weights.sum(2)
+            )
             out = (weights @ v.float()).to(query.dtype).flatten(1, 2).unsqueeze(2)
         return out.transpose(1, 2).contiguous(), None
 
 
-def by_kv_head(received: Tensor, k: Tensor) -> Tensor:
+def sum_query_heads(received: Tensor, k: Tensor) -> Tensor:
     """Return the sums of ``received`` [B, H, N] over the query heads of each KV head.
 
     Args:
@@ -277,15 +281,15 @@ class H2O(EvictingMethod):
     name = "h2o"
     decodes = "heavy hitters and window"
 
-    def of_prompt(
+    def evict_after_prompt(
         self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float
     ) -> CachedTokens:
-        received = by_kv_head(column_sums(q, k, ranges, scale), k)
-        return CachedTokens(k, v, received).evicted(self.tokens, self.tokens // 2)
+        received = sum_query_heads(sum_columns(q, k, ranges, scale), k)
+        return CachedTokens(k, v, received).evict(self.tokens, self.tokens // 2)
 
-    def of_step(self, kept: CachedTokens, attention: Tensor) -> CachedTokens:
+    def evict_after_step(self, kept: CachedTokens, attention: Tensor) -> CachedTokens:
         updated = kept._replace(received=kept.received + attention)
-        return updated.evicted(self.tokens, self.tokens // 2)
+        return updated.evict(self.tokens, self.tokens // 2)
 
 
 @dataclass(frozen=True)
@@ -305,26 +309,26 @@ class SnapKV(EvictingMethod):
     name = "snapkv"
     decodes = "keys that the end of the prompt attends to"
 
-    def of_prompt(
+    def evict_after_prompt(
         self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float
     ) -> CachedTokens:
         window = min(SNAP_WINDOW, self.tokens, q.shape[2])
-        received, _ = columns_and_diagonals(
+        received, _ = sum_columns_and_diagonals(
             q=q, k=k, ranges=ranges, scale=scale, num_queries=window
         )
-        before_window = by_kv_head(received, k)[..., : k.shape[2] - window]
+        before_window = sum_query_heads(received, k)[..., : k.shape[2] - window]
         padded = F.pad(before_window, (SNAP_KERNEL // 2, SNAP_KERNEL // 2))
         pooled = padded.unfold(-1, SNAP_KERNEL, 1).mean(-1)
-        return CachedTokens(k, v, F.pad(pooled, (0, window))).evicted(self.tokens, window)
+        return CachedTokens(k, v, F.pad(pooled, (0, window))).evict(self.tokens, window)
 
-    def of_step(self, kept: CachedTokens, attention: Tensor) -> CachedTokens:
+    def evict_after_step(self, kept: CachedTokens, attention: Tensor) -> CachedTokens:
         return kept
 
 
-def column_sums(q: Tensor, k: Tensor, ranges: KeyRanges, scale: float) -> Tensor:
+def sum_columns(q: Tensor, k: Tensor, ranges: KeyRanges, scale: float) -> Tensor:
     """Return the attention that each key receives from all queries, float32 [B, H, N_k]."""
     sums = torch.zeros(*q.shape[:2], k.shape[2], device=q.device)
-    for _, rows in attention_rows(q, k, ranges, scale):
+    for _, rows in iterate_attention_rows(q, k, ranges, scale):
         sums[..., : rows.shape[-1]] += rows.sum(2)
     return sums
 
@@ -339,7 +343,7 @@ def last_queries(ranges: KeyRanges, count: int) -> Tensor:
     return query.topk(min(count, ranges.q_length), dim=-1).values
 
 
-def columns_and_diagonals(
+def sum_columns_and_diagonals(
     q: Tensor, k: Tensor, ranges: KeyRanges, scale: float, num_queries: int
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of the last queries, summed per key and per distance.
@@ -368,7 +372,7 @@ def columns_and_diagonals(
     distances = torch.arange(k.shape[2], device=q.device)
     shape = (2, *q.shape[:2], k.shape[2])
     columns, diagonals = torch.zeros(shape, device=q.device)
-    for start, rows in attention_rows(queries, k, query_ranges, scale):
+    for start, rows in iterate_attention_rows(queries, k, query_ranges, scale):
         num_keys = rows.shape[-1]
         columns[..., :num_keys] += rows.sum(2)
         # [B, 1, R, num_keys]: the key at each distance before a query

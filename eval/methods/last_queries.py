@@ -15,20 +15,21 @@ from cab_hf.eval.methods.blocks import (
     SHARES,
     ScorePredictor,
     SharePredictor,
-    block_means,
-    fewest,
-    normalised,
-    pooled_mass,
-    share_of_blocks,
+    average_blocks,
+    compute_block_weights,
+    compute_pooled_mass,
+    normalise,
+    select_fewest,
 )
-from cab_hf.eval.methods.caches import columns_and_diagonals, last_queries
+from cab_hf.eval.methods.caches import last_queries, sum_columns_and_diagonals
 from cab_hf.ops import reference
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, register_predictor
-from cab_hf.predictors.attention_mass import block_sums
+from cab_hf.predictors.attention_mass import sum_blocks
 
 ASKING_QUERIES = 64  # vertical_slash: number of the last queries whose attention scores all blocks
-TAU = 0.1  # FlexPrefill: a head with a `root_divergence` below it uses the mean-pooled estimate
+# FlexPrefill: a head whose `compute_root_divergence` is below TAU uses the mean-pooled estimate
+TAU = 0.1
 MIN_TOKENS = 1024  # FlexPrefill: smallest number of tokens in columns, and in diagonals, of a head
 
 
@@ -52,7 +53,7 @@ class FlexPrefillPredictor(SharePredictor):
     """
 
     def __init__(self, config: CabConfig) -> None:
-        super().__init__(config, usual=0.95)
+        super().__init__(config, default_share=0.95)
 
     def keep(
         self, q: Tensor, k: Tensor, call: LayerContext, visible: Tensor, forced: Tensor
@@ -63,50 +64,50 @@ class FlexPrefillPredictor(SharePredictor):
         gamma = torch.tensor(self.share, device=q.device, dtype=torch.float64)
         # [B, H, N_k] each, sums to 1: attention of the last query block per key, and per distance
         columns, diagonals = map(
-            normalised,
-            columns_and_diagonals(
+            normalise,
+            sum_columns_and_diagonals(
                 q=q, k=k, ranges=ranges, scale=call.scale, num_queries=query_block
             ),
         )
-        pooled = pooled_last_block(
+        pooled = estimate_last_block(
             q=q,
-            keys=block_means(k, ranges.key_valid, key_block),
+            keys=average_blocks(k, ranges.key_valid, key_block),
             ranges=ranges,
             scale=call.scale,
             query_block=query_block,
             key_block=key_block,
         )
         # bool [B, H]
-        is_query_aware = root_divergence(pooled, in_blocks(columns, key_block)) < TAU
+        is_query_aware = compute_root_divergence(pooled, sum_over_blocks(columns, key_block)) < TAU
         # query-aware heads keep only `MIN_TOKENS` tokens of columns and of diagonals
-        wanted = gamma.where(~is_query_aware.unsqueeze(-1), 0.0)
-        keep = touched(
-            columns=counted_by_token(columns, wanted, key_block),
-            diagonals=counted_by_token(diagonals, wanted, key_block),
+        min_share = gamma.where(~is_query_aware.unsqueeze(-1), 0.0)
+        keep = select_touched_blocks(
+            columns=select_blocks_by_tokens(columns, min_share, key_block),
+            diagonals=select_blocks_by_tokens(diagonals, min_share, key_block),
             ranges=ranges,
             query_block=query_block,
             key_block=key_block,
         )
         group = q.shape[1] // k.shape[1]
         for head in is_query_aware.any(0).nonzero().flatten().tolist():
-            mass = pooled_mass(q[:, [head]], k[:, [head // group]], call, **self.blocks)
+            mass = compute_pooled_mass(q[:, [head]], k[:, [head // group]], call, **self.blocks)
             # [B, 1, M_q * M_k]: mass of each block, divided by that of all rows together, so that
             # rows with flat attention keep more blocks
-            share = normalised(mass.flatten(2))
-            everything = torch.ones_like(share, dtype=torch.bool)
-            best = fewest(share, everything, ~everything, self.share).view_as(mass)
+            share = normalise(mass.flatten(2))
+            all_blocks = torch.ones_like(share, dtype=torch.bool)
+            best = select_fewest(share, all_blocks, ~all_blocks, self.share).view_as(mass)
             keep[:, head] |= best[:, 0] & is_query_aware[:, head, None, None]
         return keep
 
 
 class VerticalSlashPredictor(ScorePredictor):
-    """A predictor that keeps the top-k blocks of each row by `vertical_slash_scores`.
+    """A predictor that keeps the top-k blocks of each row by `score_vertical_slash`.
 
     Packed documents raise an error.
     """
 
     def __init__(self, config: CabConfig) -> None:
-        super().__init__(config, vertical_slash_scores)
+        super().__init__(config, score_vertical_slash)
 
     def keep(
         self, q: Tensor, k: Tensor, call: LayerContext, visible: Tensor, forced: Tensor
@@ -115,7 +116,7 @@ class VerticalSlashPredictor(ScorePredictor):
         return super().keep(q=q, k=k, call=call, visible=visible, forced=forced)
 
 
-def vertical_slash_scores(
+def score_vertical_slash(
     q: Tensor,
     k: Tensor,
     call: LayerContext,
@@ -139,7 +140,7 @@ def vertical_slash_scores(
     """
     kv_length, ranges = k.shape[2], call.ranges
     # [B, H, N_k] each
-    by_key, by_distance = columns_and_diagonals(
+    by_key, by_distance = sum_columns_and_diagonals(
         q=q, k=k, ranges=ranges, scale=call.scale, num_queries=num_queries
     )
     columns = F.pad(by_key, (0, -kv_length % key_block)).unflatten(-1, (-1, key_block))
@@ -164,7 +165,7 @@ def vertical_slash_scores(
     return torch.maximum(columns, diagonals)
 
 
-def pooled_last_block(
+def estimate_last_block(
     q: Tensor, keys: Tensor, ranges: KeyRanges, scale: float, query_block: int, key_block: int
 ) -> Tensor:
     """Estimate the attention of the last ``query_block`` queries to key blocks by mean pooling.
@@ -190,10 +191,10 @@ def pooled_last_block(
     start = torch.arange(0, ranges.kv_length, key_block, device=q.device)
     # [B, M_k]: key blocks to which at least one of the last queries may attend
     visible = (start <= last.amax(-1, keepdim=True)) & (start + key_block > first[:, :1])
-    return share_of_blocks(mean, keys, visible[:, None, None], scale).squeeze(2)
+    return compute_block_weights(mean, keys, visible[:, None, None], scale).squeeze(2)
 
 
-def root_divergence(p: Tensor, q: Tensor) -> Tensor:
+def compute_root_divergence(p: Tensor, q: Tensor) -> Tensor:
     """Return the square root of the Jensen-Shannon divergence of distributions, in nats.
 
     Args:
@@ -205,31 +206,31 @@ def root_divergence(p: Tensor, q: Tensor) -> Tensor:
     return (terms.sum(-1) / 2).clamp(min=0).sqrt()
 
 
-def in_blocks(share: Tensor, size: int) -> Tensor:
-    """Return the sums of ``share`` [..., N] over blocks of ``size`` tokens, [..., M]."""
-    return block_sums(share, size, -(-share.shape[-1] // size))
+def sum_over_blocks(token_shares: Tensor, block_tokens: int) -> Tensor:
+    """Return the sums of ``token_shares`` [..., N] over blocks of tokens, [..., M]."""
+    return sum_blocks(token_shares, block_tokens, -(-token_shares.shape[-1] // block_tokens))
 
 
-def counted_by_token(share: Tensor, wanted: Tensor, size: int) -> Tensor:
+def select_blocks_by_tokens(token_shares: Tensor, min_share: Tensor, block_tokens: int) -> Tensor:
     """Return a mask of the blocks with the largest sums of attention, bool [..., M].
 
-    Let n be the smallest number of tokens whose attention sums to more than ``wanted``. As in the
-    original, n // size + 1 blocks are selected, but at least as many as `MIN_TOKENS` tokens fill.
-    All blocks are selected if ``wanted`` is 1.
+    Let n be the smallest number of tokens whose attention sums to more than ``min_share``. As in
+    the original, n // size + 1 blocks are selected, but at least as many as `MIN_TOKENS` tokens
+    fill. All blocks are selected if ``min_share`` is 1.
 
     Args:
-        share: attention that each token receives, [..., N], sums to 1.
-        wanted: fraction of the attention, in [0, 1]; broadcasts with ``share``.
-        size: tokens per block.
+        token_shares: attention that each token receives, [..., N], sums to 1.
+        min_share: fraction of the attention, in [0, 1]; broadcasts with ``token_shares``.
+        block_tokens: tokens per block.
     """
-    cumulative = share.sort(dim=-1, descending=True).values.cumsum(-1)
-    tokens = ((cumulative <= wanted) | (wanted >= 1)).sum(-1, keepdim=True) + 1
-    blocks = in_blocks(share, size)
-    count = (tokens // size + 1).clamp(min=-(-MIN_TOKENS // size))
+    cumulative = token_shares.sort(dim=-1, descending=True).values.cumsum(-1)
+    tokens = ((cumulative <= min_share) | (min_share >= 1)).sum(-1, keepdim=True) + 1
+    blocks = sum_over_blocks(token_shares, block_tokens)
+    count = (tokens // block_tokens + 1).clamp(min=-(-MIN_TOKENS // block_tokens))
     return reference.top_blocks(blocks, torch.ones_like(blocks, dtype=torch.bool), count)
 
 
-def touched(
+def select_touched_blocks(
     columns: Tensor, diagonals: Tensor, ranges: KeyRanges, query_block: int, key_block: int
 ) -> Tensor:
     """Return a mask of the blocks that overlap a kept column or diagonal, bool [B, H, M_q, M_k].

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from cab_hf.config import CAB, CabConfig
+from cab_hf.config import CAB_PREDICTORS, CabConfig
 from cab_hf.data.documents import count_tokens
 from cab_hf.data.needles import split_sentences
 from cab_hf.eval.experiment import PROG
@@ -28,8 +28,8 @@ from cab_hf.eval.haystack import read_text
 from cab_hf.eval.on_model import OnModelSettings, refuse_not_finite, refusing
 from cab_hf.eval.quickcheck import advice, budget, report
 from cab_hf.eval.quickcheck.budget import Scope, Step, next_step
-from cab_hf.eval.quickcheck.measure import Measurements, Text, cost_of, unsupported
-from cab_hf.experiment.log import Log, write_atomically, writing
+from cab_hf.eval.quickcheck.measure import Measurements, Text, measure_cost, unsupported
+from cab_hf.experiment.log import Log, convert_write_errors, write_atomically
 from cab_hf.experiment.models import load_config, load_model, max_prompt_tokens
 from cab_hf.experiment.offline_models import built_in_text
 from cab_hf.experiment.provenance import device_name, provenance, utc_now
@@ -90,8 +90,8 @@ class Settings(OnModelSettings):
         is_valid = self.lengths and self.lengths[0] >= least
         require(self, "lengths", is_valid, f"at least {least} tokens each, 4 query blocks")
         require(self, "texts", self.texts, f"UTF-8 files or {BUILT_IN}")
-        has_threshold = self.cab_config.predictor in CAB
-        predictors = " or ".join(CAB)
+        has_threshold = self.cab_config.predictor in CAB_PREDICTORS
+        predictors = " or ".join(CAB_PREDICTORS)
         require(self, "cab", has_threshold, f"a predictor with a mass_threshold ({predictors})")
         is_positive = self.cab_config.mass_threshold > 0
         require(
@@ -120,7 +120,7 @@ class Settings(OnModelSettings):
         """The sentences of each text."""
         text_sentences = []
         for name in self.texts:
-            parts = _built_in() if name == BUILT_IN else [read_text("texts", name)]
+            parts = _read_built_in() if name == BUILT_IN else [read_text("texts", name)]
             text_sentences.append([x for part in parts for x in split_sentences(part)])
         return text_sentences
 
@@ -140,7 +140,7 @@ class Settings(OnModelSettings):
         return recorded
 
 
-def _built_in() -> list[str]:
+def _read_built_in() -> list[str]:
     """Return Python's reference pages and the source code of `SOURCES`."""
     sources = (Path(importlib.util.find_spec(name).origin).read_text("utf-8") for name in SOURCES)
     return [built_in_text(), *sources]
@@ -164,16 +164,16 @@ def run(settings: Settings, started: float) -> list[dict[str, Any]]:
     Raises:
         UsageError: the model, a length or a text cannot be used.
     """
-    settings = within_positions(settings)
+    settings = limit_lengths(settings)
     # import matplotlib before the measurements: the import for the figure takes seconds, which
     # would exceed the time limit at the end of the run
     importlib.import_module("matplotlib.figure")
-    model, tokenizer = _load(settings)
+    model, tokenizer = _load_model(settings)
     texts = [
         Text(sentences, count_tokens(tokenizer, sentences, settings.lengths[-1]))
         for sentences in settings.text_sentences
     ]
-    lengths, notes = fitting(settings, texts)
+    lengths, notes = select_fitting_lengths(settings, texts)
     config = settings.cab_config
     measurements = Measurements(
         model=model,
@@ -202,7 +202,7 @@ def run(settings: Settings, started: float) -> list[dict[str, Any]]:
         )
         rows = list(log.records)
     record["finished"] = utc_now()
-    command = shlex.join([*PROG.split(), "quickcheck", *spelled(settings)])
+    command = shlex.join([*PROG.split(), "quickcheck", *spell_options(settings)])
     _write(
         settings,
         scope,
@@ -216,7 +216,7 @@ def run(settings: Settings, started: float) -> list[dict[str, Any]]:
     return rows
 
 
-def _load(settings: Settings) -> tuple[Any, Any]:
+def _load_model(settings: Settings) -> tuple[Any, Any]:
     """Load the model, check that CAB can compute its attention, and return (model, tokenizer).
 
     Raises:
@@ -235,7 +235,7 @@ def _load(settings: Settings) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def within_positions(settings: Settings) -> Settings:
+def limit_lengths(settings: Settings) -> Settings:
     """Remove default lengths that exceed the number of positions of the model.
 
     If all default lengths are too long, the number of positions replaces them.
@@ -254,7 +254,9 @@ def within_positions(settings: Settings) -> Settings:
     )
 
 
-def fitting(settings: Settings, texts: Sequence[Text]) -> tuple[list[int], list[str]]:
+def select_fitting_lengths(
+    settings: Settings, texts: Sequence[Text]
+) -> tuple[list[int], list[str]]:
     """Return the lengths up to the number of tokens of the longest text.
 
     Returns:
@@ -294,13 +296,13 @@ def _measure(
     Returns:
         Step -> reason, for each step that was not measured.
     """
-    cost, skipped = cost_of(measurements.model), {}
+    cost, skipped = measure_cost(measurements.model), {}
     ratios = []  # measured time divided by the estimate, for each measured step
     deadline = started + 60 * settings.minutes - budget.REPORT_SECONDS
     if log.records:
         _print_progress(f"{len(log.records)} measurements of an earlier run are used again")
     while (step := next_step(scope, log.records, skipped)) is not None:
-        passes = budget.passes_of(
+        passes = budget.count_passes(
             step,
             runs=settings.runs,
             warm_ups=measurements.warm_ups,
@@ -374,9 +376,9 @@ def _write(
         "": report.table(rows, summaries),
         "Density by layer": report.layers(rows, verdict.threshold),
     }
-    calibrated = advice.advised_config(config, verdict)
+    calibrated = advice.make_advised_config(config, verdict)
     origin = origin_of(model.config, verdict.longest or scope.lengths[-1])
-    with writing(out):
+    with convert_write_errors(out):
         if summaries:
             report.draw(
                 path=out / FIGURE,
@@ -401,7 +403,7 @@ def _write(
     print(f"\nsettings: {out / CONFIG}\nreport: {out / REPORT}")
 
 
-def spelled(settings: Settings) -> list[str]:
+def spell_options(settings: Settings) -> list[str]:
     """Return the options of a command line that repeats the run, without folders."""
     options = ["--model", settings.model]
     if settings.texts != (BUILT_IN,):

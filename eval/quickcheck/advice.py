@@ -107,7 +107,7 @@ def longest_kl(rows: Sequence[Row], threshold: float) -> int | None:
     return max((row["length"] for row in kl_rows), default=None)
 
 
-def points_of(rows: Sequence[Row], length: int, start: float) -> list[Point]:
+def list_points(rows: Sequence[Row], length: int, start: float) -> list[Point]:
     """Return the measured thresholds and their KL at one length, ascending.
 
     A threshold is left out if a document that was measured with the first threshold is missing.
@@ -128,8 +128,8 @@ def points_of(rows: Sequence[Row], length: int, start: float) -> list[Point]:
 def next_threshold(points: Sequence[Point], target: float) -> float | None:
     """Return the threshold to measure next; None if the search has ended.
 
-    The search assumes that KL is proportional to a power of the threshold (`_slope`). The next
-    threshold is the one whose assumed KL is in the middle of the range that ends the search.
+    The search assumes that KL is proportional to a power of the threshold (`_estimate_slope`). The
+    next threshold is the one whose assumed KL is in the middle of the range that ends the search.
 
     Args:
         points: measured thresholds with their KL, ascending.
@@ -143,7 +143,7 @@ def next_threshold(points: Sequence[Point], target: float) -> float | None:
     below = max((p for p in points if p.kl <= target), default=None)
     above = min((p for p in points if p.kl > target), default=None)
     base = below or above
-    slope = _slope(points, below, above)
+    slope = _estimate_slope(points, below, above)
     factor = exp(log(aim / max(base.kl, LEAST_KL)) / slope)
     factor = min(max(factor, 1 / FARTHEST), FARTHEST)
     threshold = float(f"{min(base.threshold * factor, 1.0):.3g}")
@@ -151,7 +151,7 @@ def next_threshold(points: Sequence[Point], target: float) -> float | None:
     return None if threshold <= 0 or is_measured else threshold
 
 
-def _slope(points: Sequence[Point], below: Point | None, above: Point | None) -> float:
+def _estimate_slope(points: Sequence[Point], below: Point | None, above: Point | None) -> float:
     """Return the exponent a in the assumption KL ~ threshold ** a, from 0.3 to 2.
 
     The exponent follows from the KLs of the two thresholds around the target. If all KLs are within
@@ -176,7 +176,7 @@ def _slope(points: Sequence[Point], below: Point | None, above: Point | None) ->
     return min(max(ratio / log(high.threshold / low.threshold), 0.3), 2.0)
 
 
-def chosen_threshold(points: Sequence[Point], target: float) -> float:
+def choose_threshold(points: Sequence[Point], target: float) -> float:
     """Return the largest threshold with a KL within the target.
 
     If no threshold is within the target, return the threshold with the smallest KL.
@@ -223,8 +223,8 @@ def verdict(rows: Sequence[Row], start: float, target: float, query_block: int) 
     longest, threshold, is_close_enough = longest_kl(rows, start), start, None
     is_searched = False
     if longest is not None:
-        points = points_of(rows, longest, start)
-        threshold = chosen_threshold(points, target)
+        points = list_points(rows, longest, start)
+        threshold = choose_threshold(points, target)
         is_searched = next_threshold(points, target) is None
         # check the KL of the threshold at every length at which it was measured
         kl_lengths = {row["length"] for row in select(rows, measure="kl", threshold=threshold)}
@@ -252,7 +252,7 @@ def speedups(rows: Sequence[Row], threshold: float) -> list[tuple[int, float]]:
     return sorted((row["length"], row["dense_ms"] / row["cab_ms"]) for row in timed)
 
 
-def found_keys(
+def count_found_keys(
     rows: Sequence[Row], measure: str, length: int, method: str, threshold: float | None
 ) -> tuple[int, int] | None:
     """Return (number of right answers, number of keys) over all measured documents.
@@ -299,7 +299,7 @@ def _dense(rows: Sequence[Row], length: int) -> Summary:
     """Return the summary of dense attention at a length."""
     timed = select(rows, measure="ttft", length=length)
     recall, border = (
-        found_keys(rows=rows, measure=measure, length=length, method=DENSE, threshold=None)
+        count_found_keys(rows=rows, measure=measure, length=length, method=DENSE, threshold=None)
         for measure in ("recall", "recall_border")
     )
     return Summary(
@@ -321,10 +321,10 @@ def _sparse(rows: Sequence[Row], length: int, threshold: float, name: str) -> Su
     timed = select(rows, measure="ttft", length=length, threshold=threshold)
     kl = mean_kl(rows, length, threshold)
     recall, border = (
-        found_keys(rows=rows, measure=measure, length=length, method=CAB, threshold=threshold)
+        count_found_keys(rows=rows, measure=measure, length=length, method=CAB, threshold=threshold)
         for measure in ("recall", "recall_border")
     )
-    densities = densities_of(rows, length, threshold)
+    densities = find_densities(rows, length, threshold)
     if not timed and isnan(kl) and recall is None and border is None:
         return None
     return Summary(
@@ -341,7 +341,7 @@ def _sparse(rows: Sequence[Row], length: int, threshold: float, name: str) -> Su
     )
 
 
-def densities_of(rows: Sequence[Row], length: int, threshold: float) -> list[float]:
+def find_densities(rows: Sequence[Row], length: int, threshold: float) -> list[float]:
     """Return the density of each layer in the first row with densities; [] without such a row.
 
     The density of a layer that attends densely is 1.
@@ -351,7 +351,7 @@ def densities_of(rows: Sequence[Row], length: int, threshold: float) -> list[flo
     return [1.0 if x is None else x for x in measured[0]["densities"]] if measured else []
 
 
-def advised_config(base: CabConfig, conclusions: Verdict) -> CabConfig:
+def make_advised_config(base: CabConfig, conclusions: Verdict) -> CabConfig:
     """Return ``base`` with the advised ``mass_threshold`` and ``min_length``.
 
     ``min_length`` is the length from which CAB pays. If CAB does not pay, ``min_length`` exceeds
@@ -377,7 +377,7 @@ def sentence(
     """
     if conclusions.longest is None:
         return f"On {device}, nothing was timed within the given minutes: raise --minutes."
-    facts = "; ".join(_facts(rows, conclusions, table, target))
+    facts = "; ".join(_list_facts(rows, conclusions, table, target))
     threshold = f"mass_threshold={conclusions.threshold:g}"
     if conclusions.is_close_enough is False and not conclusions.is_searched:
         return (
@@ -400,7 +400,7 @@ def sentence(
     return f"On {device}, use CAB with {threshold} for {prompts}: {facts}."
 
 
-def _facts(
+def _list_facts(
     rows: Sequence[Row], conclusions: Verdict, table: Sequence[Summary], target: float
 ) -> list[str]:
     """Return the clauses of `sentence` on speed-up, KL and recall at the longest timed length."""
@@ -423,11 +423,11 @@ def _facts(
         note = f" ({', '.join(references)})" if references else ""
         facts.append(f"KL is {best.kl:.3g}{note}")
     if best.recall or best.border:
-        facts.append(_recall_sentence(best, dense))
+        facts.append(_describe_recall(best, dense))
     return facts
 
 
-def _recall_sentence(sparse: Summary, dense: Summary) -> str:
+def _describe_recall(sparse: Summary, dense: Summary) -> str:
     """Return a clause on how many keys CAB and dense attention answer correctly."""
     counts_by_position = {
         "in running text": (sparse.recall, dense.recall),

@@ -15,10 +15,10 @@ from cab_hf.eval.quickcheck.advice import (
     CAB,
     DENSE,
     FULL,
-    chosen_threshold,
+    choose_threshold,
+    list_points,
     longest_kl,
     next_threshold,
-    points_of,
 )
 
 Row = Mapping[str, Any]
@@ -103,7 +103,7 @@ class Cost(NamedTuple):
         return length * (self.parameters + self.attention * length)
 
 
-def step_of(row: Row) -> Step:
+def make_step(row: Row) -> Step:
     """Return the step that measured ``row``."""
     return Step(**{name: row[name] for name in KEY})
 
@@ -133,7 +133,7 @@ def schedule(scope: Scope, rows: Sequence[Row], skipped: Collection[Step] = ()) 
     longest = longest_kl(rows, start)
     if longest is None:
         return
-    points = points_of(rows, longest, start)
+    points = list_points(rows, longest, start)
     next_point = next_threshold(points, scope.kl)
     if next_point is not None:
         steps = [
@@ -146,7 +146,7 @@ def schedule(scope: Scope, rows: Sequence[Row], skipped: Collection[Step] = ()) 
             return
     for length in reversed(scope.lengths):
         yield Step(KL, length, FULL)
-    advised = chosen_threshold(points, scope.kl)
+    advised = choose_threshold(points, scope.kl)
     for threshold in dict.fromkeys((advised, start)):
         for length in reversed(scope.lengths):
             yield Step(TTFT, length, CAB, threshold)
@@ -176,7 +176,7 @@ def _probes(scope: Scope, rows: Sequence[Row]) -> Iterator[Step]:
 
 def next_step(scope: Scope, rows: Sequence[Row], skipped: Collection[Step] = ()) -> Step | None:
     """Return the first step that is neither measured nor skipped; None if no step is left."""
-    done = {*map(step_of, rows), *skipped}
+    done = {*map(make_step, rows), *skipped}
     return next((step for step in schedule(scope, rows, skipped) if step not in done), None)
 
 
@@ -192,7 +192,7 @@ def slowdown(ratios: Sequence[float]) -> float:
     return min(max([1.0, *ratios[-2:]]), MOST_SLOWDOWN)
 
 
-def passes_of(step: Step, runs: int, warm_ups: int, kernels: int, is_cached: bool) -> Row:
+def count_passes(step: Step, runs: int, warm_ups: int, kernels: int, is_cached: bool) -> Row:
     """Return method -> number of its forward passes in a step, from which the time is estimated.
 
     Args:
@@ -247,7 +247,7 @@ def estimate(step: Step, rows: Sequence[Row], passes: Row, cost: Cost) -> float 
     Args:
         step: the step.
         rows: measured rows.
-        passes: method -> number of passes, from `passes_of`.
+        passes: method -> number of passes, from `count_passes`.
         cost: size of the model.
     """
     seconds = {method: pass_seconds(rows, method, step.length, cost) for method in passes}

@@ -42,7 +42,7 @@ def kernel_names(own: str, on_cpu: bool) -> list[str]:
 
 
 @contextmanager
-def attending_by(model: Any, name: str, own: str) -> Iterator[None]:
+def attend_with(model: Any, name: str, own: str) -> Iterator[None]:
     """Switch the attention of ``model`` to a dense kernel inside the block.
 
     Args:

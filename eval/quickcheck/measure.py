@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from cab_hf.config import CabConfig
-from cab_hf.data.documents import Document, plain_document, recall_document
+from cab_hf.data.documents import Document, make_plain_document, make_recall_document
 from cab_hf.data.needles import Tokens
 from cab_hf.eval.quickcheck.advice import CAB, DENSE, FULL, Row, select
 from cab_hf.eval.quickcheck.budget import BORDER, KERNELS, KL, PROBE, TTFT, Cost, Step
-from cab_hf.eval.quickcheck.kernels import attending_by, kernel_names
+from cab_hf.eval.quickcheck.kernels import attend_with, kernel_names
 from cab_hf.eval.teacher_forcing import (
     TeacherForced,
-    after_prompt,
-    distributions,
-    divergence,
-    greedy_match,
+    compare_log_probs,
+    predict_after_prompt,
+    predict_log_probs,
+    score_greedy_predictions,
 )
 from cab_hf.experiment.settings import first_line
 from cab_hf.hf.layers import attention_layers
@@ -49,7 +49,7 @@ class OutOfTime(RuntimeError):
     """The error of a step that was stopped at the deadline."""
 
 
-def cost_of(model: Any) -> Cost:
+def measure_cost(model: Any) -> Cost:
     """Return the size of ``model``, from which times are scaled to other lengths.
 
     Input embeddings do not count, because they are looked up and not multiplied.
@@ -168,7 +168,7 @@ class Measurements:
 
     def kernel(self, name: str) -> AbstractContextManager[None]:
         """Switch the model to a dense kernel of `kernel_names` inside the block."""
-        return attending_by(self.model, name, self.own)
+        return attend_with(self.model, name, self.own)
 
     # --- time
 
@@ -178,8 +178,8 @@ class Measurements:
 
     def plain_tokens(self, length: int, index: int) -> Tokens:
         """Return the token ids of document ``index``, which has ``length`` tokens and no keys."""
-        sentences, index_in_text = self.source_of(length, index)
-        return plain_document(
+        sentences, index_in_text = self.find_source(length, index)
+        return make_plain_document(
             tokenizer=self.tokenizer,
             sentences=sentences,
             length=length,
@@ -187,7 +187,7 @@ class Measurements:
             seed=self.seed,
         )
 
-    def source_of(self, length: int, index: int) -> tuple[Sequence[str], int]:
+    def find_source(self, length: int, index: int) -> tuple[Sequence[str], int]:
         """Return the sentences from which document ``index`` is built, and its index in their text.
 
         With the same text, length, seed and index in the text, `cab_hf.eval fidelity` builds the
@@ -206,7 +206,7 @@ class Measurements:
         """
         self._synchronize()
         started = time.perf_counter()
-        self.logits = after_prompt(self.model, ids, ids.shape[1])[0, -1]
+        self.logits = predict_after_prompt(self.model, ids, ids.shape[1])[0, -1]
         self._synchronize()
         return time.perf_counter() - started
 
@@ -337,14 +337,14 @@ class Measurements:
         key = length, index
         if key not in self.dense_cache:
             reading = self.continuation(length, index)
-            self.dense_cache[key] = distributions(self.model, reading, chunk=CHUNK).cpu()
+            self.dense_cache[key] = predict_log_probs(self.model, reading, chunk=CHUNK).cpu()
         return self.dense_cache[key]
 
     def divergence(self, step: Step) -> dict[str, Any]:
         """Compare the predictions of tokens after a prompt with those of dense attention.
 
         Returns:
-            ``kl``, ``agree``, ``count``: as in `teacher_forcing.divergence`.
+            ``kl``, ``agree``, ``count``: as in `teacher_forcing.compare_log_probs`.
             ``densities``: density of each layer; None for layers that attend densely.
             ``pass_seconds``: seconds of the step, for estimates.
         """
@@ -352,11 +352,11 @@ class Measurements:
         reading = self.continuation(step.length, step.index)
         with self.attending(step):
             started = time.perf_counter()
-            log_probs = distributions(self.model, reading, chunk=CHUNK)
+            log_probs = predict_log_probs(self.model, reading, chunk=CHUNK)
             self._synchronize()
             seconds = time.perf_counter() - started
             densities = [layer["density"] for layer in stats(self.model, reset=True)]
-        scores = divergence(log_probs, dense, reading)
+        scores = compare_log_probs(log_probs, dense, reading)
         return {
             **{name: scores[name] for name in ("kl", "agree", "count")},
             "densities": densities,
@@ -371,10 +371,10 @@ class Measurements:
         """
         border = self.config.query_block if step.measure == BORDER else 1
         keys = num_keys(step.length, border)
-        sentences, index = self.source_of(step.length, step.index)
+        sentences, index = self.find_source(step.length, step.index)
         while True:
             try:
-                return recall_document(
+                return make_recall_document(
                     self.tokenizer,
                     sentences,
                     step.length,
@@ -397,7 +397,9 @@ class Measurements:
         document = self.document(step)
         with self.attending(step):
             started = time.perf_counter()
-            result = greedy_match(self.model, TeacherForced(document.tokens, document.answers))
+            result = score_greedy_predictions(
+                self.model, TeacherForced(document.tokens, document.answers)
+            )
             self._synchronize()
             seconds = time.perf_counter() - started
         return {**result, "pass_seconds": {step.method: seconds}}

@@ -13,9 +13,9 @@ from cab_hf.eval.quickcheck.advice import (
     FULL,
     Row,
     Summary,
-    densities_of,
+    find_densities,
+    list_points,
     mean_kl,
-    points_of,
     select,
 )
 from cab_hf.experiment.figure import figure
@@ -97,7 +97,7 @@ def layers(rows: Sequence[Row], threshold: float) -> str:
         The table, or "" if no density was measured.
     """
     lengths = sorted({row["length"] for row in rows})
-    densities = {length: densities_of(rows, length, threshold) for length in lengths}
+    densities = {length: find_densities(rows, length, threshold) for length in lengths}
     densities = {length: by_layer for length, by_layer in densities.items() if by_layer}
     if not densities:
         return ""
@@ -131,11 +131,11 @@ def draw(
             timed_lengths = [
                 {"length": x.length, "s": x.ms / 1000} for x in summaries if x.name == name and x.ms
             ]
-            charts.line(times, timed_lengths, lambda row: row["s"], color=colour, label=name)
-        charts.over_tokens(times, lengths, "time to the first token", "seconds")
+            charts.draw_line(times, timed_lengths, lambda row: row["s"], color=colour, label=name)
+        charts.format_token_axes(times, lengths, "time to the first token", "seconds")
         for length in lengths:
             # a logarithmic axis cannot show 0
-            points = [p for p in points_of(rows, length, start) if p.kl > 0]
+            points = [p for p in list_points(rows, length, start) if p.kl > 0]
             if points:
                 kl.plot(
                     [point.threshold for point in points],
@@ -143,7 +143,7 @@ def draw(
                     marker="o",
                     label=f"{length:,} tokens",
                 )
-            layer_densities = densities_of(rows, length, threshold)
+            layer_densities = find_densities(rows, length, threshold)
             if layer_densities:
                 density.plot(layer_densities, label=f"{length:,} tokens")
         thresholds = [row["threshold"] for row in select(rows, measure="kl", method=CAB)]

@@ -18,20 +18,20 @@ from cab_hf.engines import Engine
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped, percent
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.dense import CHECK_LENGTH, check_gradients, check_rows, gradients_of
-from cab_hf.eval.speed.layouts import LAYOUTS, WHOLE, Sequences, baselines
+from cab_hf.eval.speed.dense import CHECK_LENGTH, check_attention, check_gradients, make_backward
+from cab_hf.eval.speed.layouts import LAYOUTS, WHOLE, Sequences, make_baselines
 from cab_hf.eval.speed.runner import (
-    INPUTS,
-    KEEPS_ALL,
+    INPUTS_DESCRIPTION,
+    KEEP_ALL_BLOCKS,
     Panel,
     Speed,
     SpeedSettings,
     distinct_values,
-    listed,
+    list_option,
     run_description,
     varying_columns,
 )
-from cab_hf.eval.speed.timing import Bench, in_a_sentence, method_on
+from cab_hf.eval.speed.timing import Bench, method_on, summarise_error
 from cab_hf.experiment.settings import flag, option
 from cab_hf.hf.rotary import llama_channels
 from cab_hf.plan import BlockPlan, KeyRanges
@@ -39,23 +39,23 @@ from cab_hf.predictors import LayerContext, make_predictor
 
 # direction -> operations relative to the forward pass: five products instead of two
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}
-EVERYTHING = 1.0  # the budget that keeps all blocks
+ALL_BLOCKS_BUDGET = 1.0  # the budget that keeps all blocks
 ENGINES_ON_GPU = ("flex", "triton")
 # fields of a sample that map names of engines to values
-OF_ENGINES = ("attend_ms", "total_ms", "total_eager_ms", "peak_mib", "labels")
+ENGINE_FIELDS = ("attend_ms", "total_ms", "total_eager_ms", "peak_mib", "labels")
 # a group of rows has equal values in these fields, and differs only in length
-GROUP = ("head_dim", "direction", "blocks", "layout", "budget")
+CONFIGURATION_FIELDS = ("head_dim", "direction", "blocks", "layout", "budget")
 
 
 @dataclass(frozen=True)
 class Settings(SpeedSettings):
     """Settings of a run of ``speed attention``."""
 
-    KEYS = {"length": "lengths", "head_dim": "head_dims", "direction": "directions"}
-    KEYS |= {"blocks": "blocks", "layout": "layouts", "budget": "densities"}
-    DEFAULTS = {**KEEPS_ALL, "min_length": 0}
+    CASE_OPTIONS = {"length": "lengths", "head_dim": "head_dims", "direction": "directions"}
+    CASE_OPTIONS |= {"blocks": "blocks", "layout": "layouts", "budget": "densities"}
+    CONFIG_DEFAULTS = {**KEEP_ALL_BLOCKS, "min_length": 0}
     POSITIVE = ("batch", "kv_heads", "head_dims")
-    FROM_0 = ("dense_up_to", "seconds")
+    NON_NEGATIVE = ("dense_up_to", "seconds")
     CHOICES = {"directions": DIRECTIONS, "engines": engines.ENGINES, "layouts": LAYOUTS}
 
     batch: int = option(1, "sequences", int)
@@ -64,19 +64,23 @@ class Settings(SpeedSettings):
     dense_up_to: int = option(
         2**17, "longest measured length of dense attention; N² extrapolation beyond", int
     )
-    head_dims: tuple[int, ...] | None = listed((128,), (32,), "head dims", int)
-    densities: tuple[float, ...] = listed(
-        (0.05, 0.1, 0.2, EVERYTHING),
+    head_dims: tuple[int, ...] | None = list_option((128,), (32,), "head dims", int)
+    densities: tuple[float, ...] = list_option(
+        (0.05, 0.1, 0.2, ALL_BLOCKS_BUDGET),
         None,
         "max_density, which is used completely; 1: all blocks",
         float,
     )
-    blocks: tuple[str, ...] | None = listed(
+    blocks: tuple[str, ...] | None = list_option(
         ("128x64",), ("32x16",), "block sizes, query block x key block", str.lower
     )
-    directions: tuple[str, ...] = listed(tuple(DIRECTIONS), None, "forward, backward or both")
-    layouts: tuple[str, ...] = listed((WHOLE,), None, f"layouts of a batch: {', '.join(LAYOUTS)}")
-    engines: tuple[str, ...] | None = listed(ENGINES_ON_GPU, ("reference",), "attention engines")
+    directions: tuple[str, ...] = list_option(tuple(DIRECTIONS), None, "forward, backward or both")
+    layouts: tuple[str, ...] = list_option(
+        (WHOLE,), None, f"layouts of a batch: {', '.join(LAYOUTS)}"
+    )
+    engines: tuple[str, ...] | None = list_option(
+        ENGINES_ON_GPU, ("reference",), "attention engines"
+    )
     sinks: bool = flag("give each head an attention sink, a logit without a key")
     seconds: float = option(0.5, "seconds for timing one case, at least five runs", float)
 
@@ -87,7 +91,7 @@ class Settings(SpeedSettings):
         self.check("directions", is_checked, f"forward for layouts other than {WHOLE}")
 
     def configs(self) -> list[CabConfig]:
-        return [self.budgeted(case) for case in self.asked()]
+        return [self.config_for_case(case) for case in self.requested_cases()]
 
     @property
     def method(self) -> str:
@@ -99,12 +103,14 @@ class Settings(SpeedSettings):
             f"{CHECK_LENGTH} tokens"
         )
 
-    def budgeted(self, case: Mapping[str, Any]) -> CabConfig:
+    def config_for_case(self, case: Mapping[str, Any]) -> CabConfig:
         """Return CAB's config with the block sizes of ``case`` and its budget as max_density."""
-        sizes = case["blocks"].split("x")
-        self.check("blocks", len(sizes) == 2 and all(map(str.isdigit, sizes)), "like 128x64")
-        query_block, key_block = map(int, sizes)
-        return self.configured(
+        block_sizes = case["blocks"].split("x")
+        self.check(
+            "blocks", len(block_sizes) == 2 and all(map(str.isdigit, block_sizes)), "like 128x64"
+        )
+        query_block, key_block = map(int, block_sizes)
+        return self.config_with(
             max_density=case["budget"], query_block=query_block, key_block=key_block
         )
 
@@ -117,8 +123,8 @@ class Settings(SpeedSettings):
             case: the case with blocks and budget.
             sinks: logits [H] of attention sinks; None without sinks.
         """
-        config = self.budgeted(case)
-        if case["budget"] == EVERYTHING:
+        config = self.config_for_case(case)
+        if case["budget"] == ALL_BLOCKS_BUDGET:
             return lambda q, k, ranges: BlockPlan.causal(
                 ranges, q.shape[1], query_block=config.query_block, key_block=config.key_block
             )
@@ -135,7 +141,7 @@ class Settings(SpeedSettings):
 
         return select
 
-    def sinks_on(self, device: torch.device) -> Tensor | None:
+    def random_sinks(self, device: torch.device) -> Tensor | None:
         """Return random logits [H] of attention sinks; None without sinks."""
         generator = torch.Generator(device).manual_seed(self.seed)
         return torch.randn(self.heads, device=device, generator=generator) if self.sinks else None
@@ -152,19 +158,24 @@ class Attention(Speed):
     title = "Speed of attention"
     caption = "time and rate of attention by length"
     Settings = Settings
-    CASE = tuple(Settings.KEYS)
-    GROWS = (*Settings.KEYS.values(), "cab")
+    CASE = tuple(Settings.CASE_OPTIONS)
+    GROWS = (*Settings.CASE_OPTIONS.values(), "cab")
 
     ADDED = {"layout": WHOLE, "causal_pairs": None}
-    SHAPE = ("batch", "heads", "kv_heads", "dtype")
-    FOUND = ("density", "listed_pairs", "causal_pairs", "predict_ms")
-    BY_NAME = (*OF_ENGINES, *dense.MEASURED)
-    BY = {"direction": "direction", "head dim": "head_dim", "blocks": "blocks", "layout": "layout"}
-    BY |= {"budget": "budget", "way": "way"}
-    APART = ("direction", "head dim", "blocks", "layout")
-    DENSE = ("direction", "head_dim", "layout")
-    OF_DENSE = {"ms": "baselines", "tflops": "tflops"}
-    HIDDEN = ("engine", "total_ms", "attended_pairs", "listed_pairs", "causal_pairs")
+    COPIED_SETTINGS = ("batch", "heads", "kv_heads", "dtype")
+    RESULT_FIELDS = ("density", "listed_pairs", "causal_pairs", "predict_ms")
+    RESULT_FIELDS_BY_NAME = (*ENGINE_FIELDS, *dense.BASELINE_FIELDS)
+    GROUP_FIELDS = {
+        "direction": "direction",
+        "head dim": "head_dim",
+        "blocks": "blocks",
+        "layout": "layout",
+    }
+    GROUP_FIELDS |= {"budget": "budget", "way": "way"}
+    PANEL_HEADINGS = ("direction", "head dim", "blocks", "layout")
+    DENSE_FIELDS = ("direction", "head_dim", "layout")
+    DENSE_VALUE_FIELDS = {"ms": "baselines", "tflops": "tflops"}
+    HIDDEN_FIELDS = ("engine", "total_ms", "attended_pairs", "listed_pairs", "causal_pairs")
     LONGEST_FIRST = True
     PANELS = (
         Panel("time", "ms", ("ms",)),
@@ -180,22 +191,24 @@ class Attention(Speed):
     }
 
     @staticmethod
-    def described(settings: Mapping[str, Any]) -> str:
-        channels = ", ".join(map(str, settings["head_dims"]))
+    def describe_run(settings: Mapping[str, Any]) -> str:
+        head_dims = ", ".join(map(str, settings["head_dims"]))
         description = run_description(
             f"Batch {settings['batch']}, {settings['heads']} query heads and "
-            f"{settings['kv_heads']} KV heads of {channels} channels, {settings['dtype']}; inputs "
-            f"are {INPUTS}, not those of a model",
+            f"{settings['kv_heads']} KV heads of {head_dims} channels, {settings['dtype']}; inputs "
+            f"are {INPUTS_DESCRIPTION}, not those of a model",
             settings,
         )
-        longest = settings["dense_up_to"]
-        extrapolated = f"≈: extrapolated by N² beyond {longest:,} tokens. {dense.BREAK_EVEN}"
-        return f"{description}\n\n{extrapolated}"
+        longest_measured = settings["dense_up_to"]
+        extrapolation_note = (
+            f"≈: extrapolated by N² beyond {longest_measured:,} tokens. {dense.BREAK_EVEN}"
+        )
+        return f"{description}\n\n{extrapolation_note}"
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         sample, settings = super().measure(case), self.settings
         if case["length"] <= settings.dense_up_to:
-            for field, by_name in time_baselines(
+            for field, values_by_kernel in time_baselines(
                 settings,
                 self.bench,
                 layout=case["layout"],
@@ -203,23 +216,23 @@ class Attention(Speed):
                 head_dim=case["head_dim"],
                 backward=case["direction"] == "backward",
             ).items():
-                sample[field] |= by_name
-            self.bench.settle()
+                sample[field] |= values_by_kernel
+            self.bench.free_memory()
         return sample
 
     @torch.no_grad()
-    def find(self, sample: dict[str, Any]) -> None:
+    def fill_sample(self, sample: dict[str, Any]) -> None:
         settings, bench = self.settings, self.bench
-        sequences, q, k, v = inputs_of(settings, bench, sample)
-        config = settings.budgeted(sample)
+        sequences, q, k, v = make_inputs(settings, bench, sample)
+        config = settings.config_for_case(sample)
         layout = sequences.block_layout(config.query_block, config.key_block)
-        sinks = settings.sinks_on(bench.device)
+        sinks = settings.random_sinks(bench.device)
         layer = Layer(q, k, v, layout=layout, planner=settings.planner(sample, sinks), sinks=sinks)
         plan = layer.select()
-        sample |= counted(plan, settings.heads) | {"causal_pairs": sequences.causal_pairs}
-        if _predicts(sample):
+        sample |= count_pairs(plan, settings.heads) | {"causal_pairs": sequences.causal_pairs}
+        if _includes_selection(sample):
             sample["predict_ms"] = self.time(sample, "predicting", layer.select).ms
-        work = engines.Workload(
+        workload = engines.Workload(
             device=bench.device.type,
             head_dim=sample["head_dim"],
             dtype=settings.torch_dtype,
@@ -228,43 +241,55 @@ class Attention(Speed):
             key_block=plan.key_block,
             sinks=settings.sinks,
         )
-        for name in settings.engines:
-            bench.settle()
+        for engine_name in settings.engines:
+            bench.free_memory()
             try:
-                engine = engines.choose(name, work)
-                layer.check(engine, plan, backward=work.training)
-                self.time_engine(sample=sample, name=name, engine=engine, layer=layer, plan=plan)
+                engine = engines.choose(engine_name, workload)
+                layer.check_engine(engine, plan, backward=workload.training)
+                self.time_engine(
+                    sample=sample, engine_name=engine_name, engine=engine, layer=layer, plan=plan
+                )
             except Exception as error:
                 # an engine that raises an error or is wrong is reported and not measured
-                sample["not_measured"][name] = in_a_sentence(error)
+                sample["not_measured"][engine_name] = summarise_error(error)
             else:
-                sample["labels"][name] = engine.label(work)
+                sample["labels"][engine_name] = engine.label(workload)
 
     def time_engine(
-        self, sample: dict[str, Any], name: str, engine: Engine, layer: Layer, plan: BlockPlan
+        self,
+        sample: dict[str, Any],
+        engine_name: str,
+        engine: Engine,
+        layer: Layer,
+        plan: BlockPlan,
     ) -> None:
         """Add the times of an engine to ``sample``: of attention alone, and with block selection.
 
         Args:
             sample: result record of a case.
-            name: name of the engine in results.
+            engine_name: name of the engine in results.
             engine: the engine.
             layer: the layer.
             plan: the plan of the layer.
         """
         q, k, v = layer.reordered_inputs()
-        attend = partial(layer.attend, engine=engine, plan=plan)
+        attend_by_engine = partial(layer.attend, engine=engine, plan=plan)
         if sample["direction"] == "backward":
-            complete = gradients_of(attend, q, k, v)
-            sample["attend_ms"][name] = self.bench.time(complete, graph=False).ms
+            timed_call = make_backward(attend_by_engine, q, k, v)
+            sample["attend_ms"][engine_name] = self.bench.time(timed_call, graph=False).ms
         else:
-            sample["attend_ms"][name] = self.time(sample, name, partial(attend, q, k, v)).ms
-            if not _predicts(sample):
+            sample["attend_ms"][engine_name] = self.time(
+                sample, engine_name, partial(attend_by_engine, q, k, v)
+            ).ms
+            if not _includes_selection(sample):
                 return
-            complete = partial(layer.complete, engine)
-            timing = self.time(sample, f"predicting and {name}", complete)
-            sample["total_ms"][name], sample["total_eager_ms"][name] = timing.ms, timing.eager
-        sample["peak_mib"][name] = self.bench.peak(complete)[1]
+            timed_call = partial(layer.select_and_attend, engine)
+            timing = self.time(sample, f"predicting and {engine_name}", timed_call)
+            sample["total_ms"][engine_name], sample["total_eager_ms"][engine_name] = (
+                timing.ms,
+                timing.eager_ms,
+            )
+        sample["peak_mib"][engine_name] = self.bench.peak(timed_call)[1]
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -285,29 +310,31 @@ class Attention(Speed):
         )
         for group in grouped(rows, ["head_dim", "direction", "layout"]):
             for row in group:
-                times = _times(row)
-                row["engine"] = min(times, key=times.__getitem__, default=None)
-                row["ms"] = times.get(row["engine"])
-                row |= dense.compared(row, group, preferred=()) | {"tflops": rates(row)}
+                engine_times = _engine_times(row)
+                row["engine"] = min(engine_times, key=engine_times.__getitem__, default=None)
+                row["ms"] = engine_times.get(row["engine"])
+                row |= dense.compare_with_dense(row, group, preferred=()) | {
+                    "tflops": compute_tflops(row)
+                }
         return rows
 
     @classmethod
-    def shown(cls, rows: Sequence[Row]) -> list[Row]:
+    def display_rows(cls, rows: Sequence[Row]) -> list[Row]:
         """Return one row per engine, with the break-even length against dense attention."""
-        fields, derived = (*OF_ENGINES, "tflops"), []
+        fields, engine_rows = (*ENGINE_FIELDS, "tflops"), []
         # these columns come first
-        leading = dict.fromkeys(("density", "ms", "baseline", "baseline_ms", "ratio"))
+        leading_fields = dict.fromkeys(("density", "ms", "baseline", "baseline_ms", "ratio"))
         for row in rows:
-            for name, ms in _times(row).items():
-                of_engine = {field: (row[field] or {}).get(name) for field in fields}
+            for name, ms in _engine_times(row).items():
+                engine_fields = {field: (row[field] or {}).get(name) for field in fields}
                 ratio = row["baseline_ms"] and ms / row["baseline_ms"]
-                of_engine |= {"ms": ms, "ratio": ratio, "way": f"cab {name}"}
-                derived.append({**leading, **row, **of_engine})
-        for group in grouped(derived, [*GROUP, "way"]):
-            break_even = dense.break_even_shown(group)
-            for row in group:
+                engine_fields |= {"ms": ms, "ratio": ratio, "way": f"cab {name}"}
+                engine_rows.append({**leading_fields, **row, **engine_fields})
+        for engine_group in grouped(engine_rows, [*CONFIGURATION_FIELDS, "way"]):
+            break_even = dense.describe_break_even(engine_group)
+            for row in engine_group:
                 row["break_even"] = break_even
-        return derived
+        return engine_rows
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -316,18 +343,26 @@ class Attention(Speed):
         The sentence is about the longest sequence that was measured with this budget.
         """
         sentences = []
-        timed = [row for row in rows if row["ratio"] is not None]
-        for direction_rows in grouped(timed, ["direction"]):
+        timed_rows = [row for row in rows if row["ratio"] is not None]
+        for direction_rows in grouped(timed_rows, ["direction"]):
             row = min(direction_rows, key=lambda row: (row["budget"], -row["length"], row["ratio"]))
-            group = [
-                other for other in direction_rows if all(other[name] == row[name] for name in GROUP)
+            configuration_rows = [
+                other_row
+                for other_row in direction_rows
+                if all(other_row[name] == row[name] for name in CONFIGURATION_FIELDS)
             ]
             columns = {"head dim": "head_dim", "blocks": "blocks", "layout": "layout"}
-            values = distinct_values(row, varying_columns(rows, columns))
-            share = f"{percent(row['density'])} of the pairs by {row['engine']}"
-            selection = ["selecting blocks included"] if _predicts(row) else []
-            subject = ", ".join([f"{row['direction']} of {share}", *values, *selection])
-            sentences.append(dense.reading(group, subject))
+            distinguishing_values = distinct_values(row, varying_columns(rows, columns))
+            density_phrase = f"{percent(row['density'])} of the pairs by {row['engine']}"
+            selection_phrases = ["selecting blocks included"] if _includes_selection(row) else []
+            subject = ", ".join(
+                [
+                    f"{row['direction']} of {density_phrase}",
+                    *distinguishing_values,
+                    *selection_phrases,
+                ]
+            )
+            sentences.append(dense.describe_speed(configuration_rows, subject))
         return sentences
 
 
@@ -381,13 +416,13 @@ class Layer:
         )
         return self.layout.restore(out)
 
-    def complete(self, engine: Engine) -> Tensor:
+    def select_and_attend(self, engine: Engine) -> Tensor:
         """Reorder the inputs once, select blocks, and return attention [B, H, N, D]."""
         q, k, v = self.reordered_inputs()
         plan = self.planner(q, k, self.layout.ranges)
         return self.attend(q, k, v, engine=engine, plan=plan)
 
-    def check(self, engine: Engine, plan: BlockPlan, backward: bool) -> None:
+    def check_engine(self, engine: Engine, plan: BlockPlan, backward: bool) -> None:
         """Compare an engine with float32 attention, and also its gradients for ``backward``.
 
         Raises:
@@ -395,19 +430,19 @@ class Layer:
         """
         q, k, v = self.reordered_inputs()
         out = engine.attention(q, k, v, plan, scale=q.shape[-1] ** -0.5)
-        check_rows(out=out, q=q, k=k, v=v, plan=plan)
+        check_attention(out=out, q=q, k=k, v=v, plan=plan)
         if backward:
             check_gradients(engine.attention, q=q, k=k, v=v, planner=self.planner)
 
 
-def inputs_of(
+def make_inputs(
     settings: Settings, bench: Bench, case: Mapping[str, Any]
 ) -> tuple[Sequences, Tensor, Tensor, Tensor]:
     """Return (sequences, q, k, v) of a case: random lengths, and random tensors in their layout.
 
     q is [rows, H, slots, D]; k and v are [rows, H_kv, slots, D].
     """
-    sequences = Sequences.drawn(
+    sequences = Sequences.draw_random(
         case["layout"],
         batch=settings.batch,
         length=case["length"],
@@ -415,11 +450,11 @@ def inputs_of(
         device=bench.device,
     )
     q, k, v = settings.random_heads(
-        sequences.slots,
+        sequences.num_slots,
         head_dim=case["head_dim"],
         device=bench.device,
         names="qkv",
-        batch=sequences.rows,
+        batch=sequences.num_rows,
     )
     return sequences, q, k, v
 
@@ -432,58 +467,62 @@ def time_baselines(
     """Time every dense baseline on random q, k and v.
 
     Returns:
-        The result of `dense.measure`. If the inputs do not fit into memory, only its field
-        ``not_measured``, with this reason for every baseline.
+        The result of `dense.measure_baselines`. If the inputs do not fit into memory, only the
+        field ``not_measured``, with this reason for every baseline.
     """
     case = {"layout": layout, "length": length, "head_dim": head_dim}
     try:
-        sequences, q, k, v = inputs_of(settings, bench, case)
+        sequences, q, k, v = make_inputs(settings, bench, case)
     except torch.OutOfMemoryError as error:
-        return {"not_measured": dict.fromkeys(dense.on(bench.device), in_a_sentence(error))}
-    return dense.measure(
+        return {
+            "not_measured": dict.fromkeys(dense.baselines_on(bench.device), summarise_error(error))
+        }
+    return dense.measure_baselines(
         q,
         k,
         v,
         scale=head_dim**-0.5,
         bench=bench,
         backward=backward,
-        baselines=baselines(sequences),
-        check=sequences.check,
+        baselines=make_baselines(sequences),
+        check_kernel=sequences.check,
     )
 
 
-def counted(plan: BlockPlan, heads: int) -> dict[str, float]:
+def count_pairs(plan: BlockPlan, num_heads: int) -> dict[str, float]:
     """Return the fields ``density`` and ``listed_pairs`` of a plan.
 
     ``listed_pairs`` is the number of (query, key) pairs in the selected blocks of all heads. It
     includes masked pairs in these blocks, because kernels compute them too.
     """
-    listed = int(plan.full.counts.sum() + plan.partial.counts.sum())
-    pairs = listed * plan.shared_by(heads) * plan.query_block * plan.key_block
-    return {"density": plan.density(), "listed_pairs": pairs}
+    num_listed_blocks = int(plan.full.counts.sum() + plan.partial.counts.sum())
+    num_listed_pairs = (
+        num_listed_blocks * plan.shared_by(num_heads) * plan.query_block * plan.key_block
+    )
+    return {"density": plan.density(), "listed_pairs": num_listed_pairs}
 
 
-def rates(row: Row) -> dict[str, float]:
+def compute_tflops(row: Row) -> dict[str, float]:
     """Return name -> TFLOP/s of attending, for the engines and dense kernels of a row.
 
     The operations of engines are those of all pairs in selected blocks. The operations of dense
     kernels are those of all causal pairs.
     """
     # rows of earlier versions have no causal_pairs
-    causal = row["heads"] * (row["causal_pairs"] or row["batch"] * row["length"] ** 2 / 2)
-    pairs = {name: row["listed_pairs"] for name in row["attend_ms"]}
-    pairs |= dict.fromkeys(row["baselines"], causal)
+    num_causal_pairs = row["heads"] * (row["causal_pairs"] or row["batch"] * row["length"] ** 2 / 2)
+    num_pairs = {name: row["listed_pairs"] for name in row["attend_ms"]}
+    num_pairs |= dict.fromkeys(row["baselines"], num_causal_pairs)
     # each of two forward products needs a multiplication and an addition per pair and channel
-    operations = 4 * row["head_dim"] * DIRECTIONS[row["direction"]]
-    times = row["attend_ms"] | row["baselines"]
-    return {name: operations * pairs[name] / ms / 1e9 for name, ms in times.items()}
+    flops_per_pair = 4 * row["head_dim"] * DIRECTIONS[row["direction"]]
+    ms_by_name = row["attend_ms"] | row["baselines"]
+    return {name: flops_per_pair * num_pairs[name] / ms / 1e9 for name, ms in ms_by_name.items()}
 
 
-def _predicts(row: Row) -> bool:
+def _includes_selection(row: Row) -> bool:
     """Return True if the time of the row includes selecting blocks."""
-    return row["direction"] == "forward" and row["budget"] != EVERYTHING
+    return row["direction"] == "forward" and row["budget"] != ALL_BLOCKS_BUDGET
 
 
-def _times(row: Row) -> Mapping[str, float]:
-    """Return a mapping from engines to ms, which include block selection if `_predicts`."""
-    return row["total_ms" if _predicts(row) else "attend_ms"]
+def _engine_times(row: Row) -> Mapping[str, float]:
+    """Return engine -> ms, which include block selection if `_includes_selection`."""
+    return row["total_ms" if _includes_selection(row) else "attend_ms"]

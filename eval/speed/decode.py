@@ -20,11 +20,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cab_hf.config import CabConfig
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.kv_cache import cache_arguments
+from cab_hf.eval.kv_cache import make_cache_arguments
 from cab_hf.eval.report import grouped
 from cab_hf.eval.speed import dense, runner
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, close, flash_attn
+from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, flash_attn, require_close
 from cab_hf.eval.speed.model import SDPA
 from cab_hf.eval.speed.runner import Panel
 from cab_hf.eval.speed.timing import Bench, method_on
@@ -36,11 +36,14 @@ from cab_hf.ops.decode import Choice, reference
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-READ_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # bytes of the tensor that `bandwidth` sums
+READ_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # bytes of the tensor that `measure_bandwidth` sums
 CAB = "cab"
-ATTENTION, MODEL = PARTS = ("attention", "model")  # in the order of measurement, the faster first
-CASE = ("part", "length", "batch", "way", "mode", "budget")
-OF_CAB = ("index", "choose", "attend")  # stages of a cab step, which are also timed separately
+ATTENTION, MODEL = BENCHMARK_PARTS = (
+    "attention",
+    "model",
+)  # in the order of measurement, the faster first
+CASE_FIELDS = ("part", "length", "batch", "way", "mode", "budget")
+CAB_STAGES = ("index", "choose", "attend")  # stages of a cab step, which are also timed separately
 
 
 COMPILED, DYNAMIC = "compiled", "dynamic"
@@ -51,7 +54,7 @@ MODES = {
 }
 # the number of slots of a static cache is a multiple of this number, because kernels with a mask
 # would pad K and V to such a multiple in every step
-ALIGNED = 128
+SLOT_MULTIPLE = 128
 # in a compiled model, the first step compiles, the second records a CUDA graph, and later steps
 # replay the graph
 WARM_UP_STEPS = 5
@@ -74,7 +77,7 @@ def parse_budget(text: str) -> int | float:
     return float(text) if "." in text else parse_length(text)
 
 
-def tokens_of(budget: float, length: int) -> int:
+def count_budget_keys(budget: float, length: int) -> int:
     """Return the number of keys that a step reads.
 
     Args:
@@ -107,7 +110,7 @@ class Step(NamedTuple):
         return self.q.shape[-1] ** -0.5
 
     @property
-    def bytes_a_key(self) -> int:
+    def bytes_per_key(self) -> int:
         """The number of bytes of one token's key and value in one KV head."""
         return 2 * self.k.shape[-1] * self.k.element_size()
 
@@ -140,33 +143,35 @@ def random_step(
         for sequence_queries, keys in zip(queries, k, strict=True)
     ]
     weights = torch.stack(logits).softmax(-1)
-    return Step(q=q, k=k, v=v, weights=weights, expected=weighted(weights, v))
+    return Step(q=q, k=k, v=v, weights=weights, expected=sum_weighted_values(weights, v))
 
 
-def weighted(weights: Tensor, v: Tensor) -> Tensor:
+def sum_weighted_values(weights: Tensor, v: Tensor) -> Tensor:
     """Return the weighted sums of values, float32 [B, H, 1, D].
 
     Args:
         weights: [B, H_kv, H / H_kv, N].
         v: [B, H_kv, N, D].
     """
-    sums = [row @ values.float() for row, values in zip(weights, v, strict=True)]
-    return torch.stack(sums).flatten(1, 2).unsqueeze(2)
+    weighted_sums = [
+        row_weights @ row_values.float() for row_weights, row_values in zip(weights, v, strict=True)
+    ]
+    return torch.stack(weighted_sums).flatten(1, 2).unsqueeze(2)
 
 
 @lru_cache(maxsize=1)
-def bandwidth(bench: Bench) -> float:
+def measure_bandwidth(bench: Bench) -> float:
     """Return the GB/s at which a large tensor is read and summed."""
-    count = READ_BYTES[bench.device.type] // torch.bfloat16.itemsize
-    source = torch.zeros(count, dtype=torch.bfloat16, device=bench.device)
-    return source.nbytes / bench.time(lambda: source.sum(dtype=torch.float32)).ms / 1e6
+    num_elements = READ_BYTES[bench.device.type] // torch.bfloat16.itemsize
+    read_tensor = torch.zeros(num_elements, dtype=torch.bfloat16, device=bench.device)
+    return read_tensor.nbytes / bench.time(lambda: read_tensor.sum(dtype=torch.float32)).ms / 1e6
 
 
 # function without arguments that computes the attention of a decode step, [B, H, 1, D]
 Call = Callable[[], Tensor]
 
 
-def _sdpa(backend: SDPBackend | None, step: Step) -> Call:
+def _make_sdpa_call(backend: SDPBackend | None, step: Step) -> Call:
     """Return a function that computes ``step`` by torch's SDPA.
 
     Args:
@@ -183,7 +188,7 @@ def _sdpa(backend: SDPBackend | None, step: Step) -> Call:
     return attend
 
 
-def _transformers(step: Step) -> Call:
+def _make_transformers_call(step: Step) -> Call:
     """Return a function that computes ``step`` by the sdpa attention of transformers.
 
     The call has a mask of all slots, as transformers passes for a static cache.
@@ -201,7 +206,7 @@ def _transformers(step: Step) -> Call:
     return attend
 
 
-def _flash(modules: tuple[str, ...], name: str, step: Step) -> Call:
+def _make_flash_call(modules: tuple[str, ...], name: str, step: Step) -> Call:
     """Return a function that computes ``step`` by flash-attn, on transposed views of the cache.
 
     Args:
@@ -218,13 +223,13 @@ def _flash(modules: tuple[str, ...], name: str, step: Step) -> Call:
     return lambda: kernel(q, k, v, **options).transpose(1, 2)
 
 
-DENSE: Mapping[str, Callable[[Step], Call]] = {
-    "SDPA": partial(_sdpa, None),
-    "transformers": _transformers,
-    "FA3": partial(_flash, FA3_MODULES, "flash_attn_with_kvcache"),
-    "FA4": partial(_flash, FA4_MODULES, "flash_attn_func"),
-    "cuDNN": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
-    "flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+DENSE_KERNELS: Mapping[str, Callable[[Step], Call]] = {
+    "SDPA": partial(_make_sdpa_call, None),
+    "transformers": _make_transformers_call,
+    "FA3": partial(_make_flash_call, FA3_MODULES, "flash_attn_with_kvcache"),
+    "FA4": partial(_make_flash_call, FA4_MODULES, "flash_attn_func"),
+    "cuDNN": partial(_make_sdpa_call, SDPBackend.CUDNN_ATTENTION),
+    "flash": partial(_make_sdpa_call, SDPBackend.FLASH_ATTENTION),
 }
 
 
@@ -232,26 +237,30 @@ DENSE: Mapping[str, Callable[[Step], Call]] = {
 class Settings(models.ModelShape):
     """Settings of a run of ``speed decode``."""
 
-    DEFAULTS = {"min_length": 0, "sparse_decode": True}
+    CONFIG_DEFAULTS = {"min_length": 0, "sparse_decode": True}
     POSITIVE = (*models.ModelShape.POSITIVE, "steps", "batches")
-    FROM_0 = (*models.ModelShape.FROM_0, "seconds")
-    CHOICES = {"parts": PARTS, "kernels": DENSE, "modes": MODES}
+    NON_NEGATIVE = (*models.ModelShape.NON_NEGATIVE, "seconds")
+    CHOICES = {"parts": BENCHMARK_PARTS, "kernels": DENSE_KERNELS, "modes": MODES}
 
-    lengths: tuple[int, ...] | None = runner.listed((2**15, 2**17), (1024,), "tokens", parse_length)
-    batches: tuple[int, ...] | None = runner.listed((1, 4, 8), (1, 2), "batch sizes", int)
-    budgets: tuple[int | float, ...] | None = runner.listed(
+    lengths: tuple[int, ...] | None = runner.list_option(
+        (2**15, 2**17), (1024,), "tokens", parse_length
+    )
+    batches: tuple[int, ...] | None = runner.list_option((1, 4, 8), (1, 2), "batch sizes", int)
+    budgets: tuple[int | float, ...] | None = runner.list_option(
         (4096,), (128,), "decode_tokens, a number of tokens or a share", parse_budget
     )
-    parts: tuple[str, ...] = runner.listed(
-        PARTS, None, "parts to time: attention of a layer, steps of the model"
+    parts: tuple[str, ...] = runner.list_option(
+        BENCHMARK_PARTS, None, "parts to time: attention of a layer, steps of the model"
     )
-    kernels: tuple[str, ...] = runner.listed(tuple(DENSE), None, "dense kernels to compare with")
-    modes: tuple[str, ...] = runner.listed(tuple(MODES), None, "modes in which the model runs")
+    kernels: tuple[str, ...] = runner.list_option(
+        tuple(DENSE_KERNELS), None, "dense kernels to compare with"
+    )
+    modes: tuple[str, ...] = runner.list_option(tuple(MODES), None, "modes in which the model runs")
     steps: int | None = option(32, "timed steps of the model", int)
     seconds: float = option(0.5, "seconds for timing one call, at least five runs", float)
 
     def configs(self) -> list[CabConfig]:
-        return [self.budgeted(budget) for budget in self.budgets]
+        return [self.config_with_budget(budget) for budget in self.budgets]
 
     @property
     def method(self) -> str:
@@ -263,13 +272,13 @@ class Settings(models.ModelShape):
             "random keys and values; the peak is all allocated memory, including warm-up"
         )
 
-    def budgeted(self, budget: float) -> CabConfig:
+    def config_with_budget(self, budget: float) -> CabConfig:
         """Return CAB's config with ``budget`` as decode_tokens."""
-        return self.configured(decode_tokens=budget)
+        return self.config_with(decode_tokens=budget)
 
-    def asked(self) -> list[dict[str, Any]]:
-        sparse = [(CAB, budget) for budget in self.budgets]
-        dense_kernels = {ATTENTION: self.kernels, MODEL: (SDPA,)}
+    def requested_cases(self) -> list[dict[str, Any]]:
+        cab_ways = [(CAB, budget) for budget in self.budgets]
+        dense_ways = {ATTENTION: self.kernels, MODEL: (SDPA,)}
         return [
             {
                 "part": part,
@@ -279,11 +288,11 @@ class Settings(models.ModelShape):
                 "mode": mode,
                 "budget": budget,
             }
-            for part in PARTS
+            for part in BENCHMARK_PARTS
             if part in self.parts
             for length, batch in itertools.product(self.lengths, self.batches)
             for mode in (self.modes if part == MODEL else (None,))
-            for way, budget in (*((name, None) for name in dense_kernels[part]), *sparse)
+            for way, budget in (*((name, None) for name in dense_ways[part]), *cab_ways)
         ]
 
 
@@ -299,33 +308,33 @@ class Decode(runner.Speed):
     title = "Speed of decoding"
     caption = "time of a step by length"
     Settings = Settings
-    CASE = CASE
+    CASE = CASE_FIELDS
     GROWS = (*runner.Speed.GROWS, "parts", "batches", "budgets", "kernels", "modes")
-    SHAPE = ("heads", "kv_heads", "head_dim", "layers", "dtype")
-    FOUND = (
-        *("ms", "eager_ms", *(f"{part}_ms" for part in OF_CAB), "bytes", "bandwidth"),
+    COPIED_SETTINGS = ("heads", "kv_heads", "head_dim", "layers", "dtype")
+    RESULT_FIELDS = (
+        *("ms", "eager_ms", *(f"{part}_ms" for part in CAB_STAGES), "bytes", "bandwidth"),
         *("kept", "mass", "full_error", "tokens_s", "first_s"),
         *("peak_gib", "cache_gib", "index_gib", "ran_as", "without_graph"),
     )
-    BY = {"part": "part", "texts": "batch", "way": "way", "run": "mode", "keys": "budget"}
-    APART = ("part", "texts")
+    GROUP_FIELDS = {"part": "part", "texts": "batch", "way": "way", "run": "mode", "keys": "budget"}
+    PANEL_HEADINGS = ("part", "texts")
     PANELS = (Panel("decode step", "ms", ("ms",)), Panel("model", "tokens/s", ("tokens_s",)))
     NOTES = {"": NOTES}
-    described = staticmethod(models.described)
+    describe_run = staticmethod(models.describe_run)
 
     @torch.no_grad()
-    def find(self, sample: dict[str, Any]) -> None:
+    def fill_sample(self, sample: dict[str, Any]) -> None:
         if sample["part"] == ATTENTION:
-            self.find_attention(sample)
+            self.fill_attention_sample(sample)
         else:
             random_step.cache_clear()
-            self.find_steps(sample)
+            self.fill_model_sample(sample)
 
-    def find_attention(self, sample: dict[str, Any]) -> None:
+    def fill_attention_sample(self, sample: dict[str, Any]) -> None:
         """Time a decode step of one layer by one kernel, and add the results to ``sample``."""
         settings, bench = self.settings, self.bench
         length, batch, budget = sample["length"], sample["batch"], sample["budget"]
-        sample["bandwidth"] = bandwidth(bench)
+        sample["bandwidth"] = measure_bandwidth(bench)
         step = random_step(
             settings,
             length=length,
@@ -334,18 +343,22 @@ class Decode(runner.Speed):
             device=bench.device,
         )
         if budget is None:
-            call = DENSE[sample["way"]](step)
-            close(call(), step.expected, "of one query")
-            timing = bench.time(call)
-            read_bytes = batch * settings.kv_heads * length * step.bytes_a_key
+            dense_call = DENSE_KERNELS[sample["way"]](step)
+            require_close(dense_call(), step.expected, "of one query")
+            timing = bench.time(dense_call)
+            read_bytes = batch * settings.kv_heads * length * step.bytes_per_key
             sample |= {"kept": length, "mass": 1.0, "bytes": read_bytes}
         else:
-            result = time_cab(step, tokens_of(budget, length), bench)
-            timing = result.pop("timing")
-            sample |= {f"{stage}_ms": result.pop(stage).ms for stage in OF_CAB} | result
-        sample |= {"ms": timing.ms, "eager_ms": timing.eager, "without_graph": timing.why_not}
+            cab_fields = time_cab(step, count_budget_keys(budget, length), bench)
+            timing = cab_fields.pop("timing")
+            sample |= {f"{stage}_ms": cab_fields.pop(stage).ms for stage in CAB_STAGES} | cab_fields
+        sample |= {
+            "ms": timing.ms,
+            "eager_ms": timing.eager_ms,
+            "without_graph": timing.no_graph_reason,
+        }
 
-    def find_steps(self, sample: dict[str, Any]) -> None:
+    def fill_model_sample(self, sample: dict[str, Any]) -> None:
         """Time decode steps of the model, and add the results to ``sample``.
 
         Each step appends its token to the cache.
@@ -356,19 +369,19 @@ class Decode(runner.Speed):
         if is_compiled and bench.device.type != "cuda":
             raise RuntimeError("reduce-overhead makes CUDA graphs, which need a GPU")
         model = models.random_model(settings)
-        config = None if budget is None else settings.budgeted(budget)
-        slots = -(-(length + WARM_UP_STEPS + settings.steps) // ALIGNED) * ALIGNED
-        slots = 0 if sample["mode"] == DYNAMIC else slots
-        with models.attending(model, CAB if config else SDPA, config):
+        config = None if budget is None else settings.config_with_budget(budget)
+        num_slots = -(-(length + WARM_UP_STEPS + settings.steps) // SLOT_MULTIPLE) * SLOT_MULTIPLE
+        num_slots = 0 if sample["mode"] == DYNAMIC else num_slots
+        with models.use_attention(model, CAB if config else SDPA, config):
             cache = models.random_cache(
-                model, length, batch=batch, slots=slots, sparse=config is not None
+                model, length, batch=batch, num_slots=num_slots, has_index=config is not None
             )
-            bench.settle()
+            bench.free_memory()
             counters.clear()
             try:
-                step = stepping(model, cache, batch, is_compiled)
-                warm_up_ms, warm_up_peak = bench.walls(step, WARM_UP_STEPS)
-                step_ms, step_peak = bench.walls(step, settings.steps)
+                decode_step = make_decode_step(model, cache, batch, is_compiled)
+                warm_up_ms, warm_up_peak_gib = bench.time_runs(decode_step, WARM_UP_STEPS)
+                step_ms, step_peak_gib = bench.time_runs(decode_step, settings.steps)
             finally:
                 if is_compiled:
                     # free the CUDA graphs and their memory
@@ -379,21 +392,21 @@ class Decode(runner.Speed):
             "ms": ms,
             "first_s": warm_up_ms[0] / 1e3,
             "tokens_s": batch / ms * 1e3,
-            "peak_gib": warm_up_peak and max(warm_up_peak, step_peak),
+            "peak_gib": warm_up_peak_gib and max(warm_up_peak_gib, step_peak_gib),
             "cache_gib": cache_bytes / 2**30,
         }
         if config is not None:
             layer_indices = (getattr(layer, "index", None) for layer in cache.layers)
-            indices = [index for index in layer_indices if index is not None]
-            sample["index_gib"] = sum(index.nbytes for index in indices) / 2**30
+            key_indices = [index for index in layer_indices if index is not None]
+            sample["index_gib"] = sum(index.nbytes for index in key_indices) / 2**30
             is_sparse = decodes_sparsely(config, cache.layers[0].keys.shape[2])
             sample["ran_as"] = (
-                f"{len(indices)} layers select the keys they read"
+                f"{len(key_indices)} layers select the keys they read"
                 if is_sparse
                 else "dense: too few tokens to save time"
             )
-        if skipped := counters["inductor"]["cudagraph_skips"]:
-            sample["without_graph"] = f"inductor makes no CUDA graph of {skipped} graphs"
+        if num_skipped_graphs := counters["inductor"]["cudagraph_skips"]:
+            sample["without_graph"] = f"inductor makes no CUDA graph of {num_skipped_graphs} graphs"
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -402,26 +415,26 @@ class Decode(runner.Speed):
         In rows of CAB, ``over_best`` is the speed-up over the fastest dense row of equal part,
         length and batch, and ``over_same`` the speed-up over sdpa in the same mode.
         """
-        compared = ("baseline", "baseline_ms", "over_best", "over_same")
-        rows = runner.by_length(samples, (*compared, "gb_s", "of_bandwidth"))
-        rows.sort(key=lambda row: (PARTS.index(row["part"]), row["length"], row["batch"]))
+        comparison_fields = ("baseline", "baseline_ms", "over_best", "over_same")
+        rows = runner.sort_by_length(samples, (*comparison_fields, "gb_s", "of_bandwidth"))
+        rows.sort(key=lambda row: (BENCHMARK_PARTS.index(row["part"]), row["length"], row["batch"]))
 
-        def name_of(row: Row) -> str:
+        def label_row(row: Row) -> str:
             return " ".join(filter(None, (row["way"], row["mode"])))
 
         for group in grouped(rows, ["part", "length", "batch"]):
-            timed = [row for row in group if row["ms"] is not None]
-            dense_ms = {name_of(row): row["ms"] for row in timed if row["budget"] is None}
-            best = dense.against(dense_ms, preferred=())
-            for row in timed:
+            timed_rows = [row for row in group if row["ms"] is not None]
+            dense_ms = {label_row(row): row["ms"] for row in timed_rows if row["budget"] is None}
+            fastest_dense = dense.choose_baseline(dense_ms, preferred_names=())
+            for row in timed_rows:
                 if row["bytes"]:
                     row["gb_s"] = row["bytes"] / row["ms"] / 1e6
                     row["of_bandwidth"] = row["gb_s"] / row["bandwidth"]
-                if row["budget"] is None or best is None:
+                if row["budget"] is None or fastest_dense is None:
                     continue
-                row |= {"baseline": best, "baseline_ms": dense_ms[best]}
-                row["over_best"] = dense_ms[best] / row["ms"]
-                sdpa_ms = dense_ms.get(name_of({**row, "way": SDPA}))
+                row |= {"baseline": fastest_dense, "baseline_ms": dense_ms[fastest_dense]}
+                row["over_best"] = dense_ms[fastest_dense] / row["ms"]
+                sdpa_ms = dense_ms.get(label_row({**row, "way": SDPA}))
                 row["over_same"] = sdpa_ms and sdpa_ms / row["ms"]
         return rows
 
@@ -429,7 +442,9 @@ class Decode(runner.Speed):
 EXPERIMENT = Decode
 
 
-def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -> Callable[[], Any]:
+def make_decode_step(
+    model: PreTrainedModel, cache: Cache, batch: int, is_compiled: bool
+) -> Callable[[], Any]:
     """Return a function that runs one greedy decode step of all sequences.
 
     Each call passes the tokens that the call before has generated.
@@ -438,32 +453,32 @@ def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -
         model: the model.
         cache: the cache, to which each step appends its token.
         batch: number of sequences.
-        compiled: True to compile the forward pass.
+        is_compiled: True to compile the forward pass.
     """
     forward = model.__call__
-    if compiled:
+    if is_compiled:
         forward = torch.compile(forward, mode="reduce-overhead", fullgraph=True)
     # not token 0, which is padding and has a zero embedding
     tokens = torch.ones(batch, 1, dtype=torch.long, device=model.device)
-    cached = cache_arguments(model, cache)
+    cache_options = make_cache_arguments(model, cache)
 
-    def step() -> None:
-        if compiled:
+    def run_step() -> None:
+        if is_compiled:
             # the graph may overwrite the result of the step before
             torch.compiler.cudagraph_mark_step_begin()
-        logits = forward(tokens, **cached).logits
+        logits = forward(tokens, **cache_options).logits
         tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
-    return step
+    return run_step
 
 
 @torch.no_grad()
-def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
+def time_cab(step: Step, num_selected: int, bench: Bench) -> dict[str, Any]:
     """Check and time a sparse decode step of CAB in one layer.
 
     Args:
         step: the inputs.
-        wanted: number of keys to select per KV head.
+        num_selected: number of keys to select per KV head.
         bench: the timer.
 
     Returns:
@@ -484,35 +499,36 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
     # the index contains all keys; each step writes the last key again
     index = decode.index_keys(k, channels)
     last_slot = torch.tensor([length - 1], device=q.device)
-    all_keys, wanted_keys = (
-        torch.tensor([count], dtype=torch.int32, device=q.device) for count in (length, wanted)
+    all_keys, selected_keys = (
+        torch.tensor([num_read_keys], dtype=torch.int32, device=q.device)
+        for num_read_keys in (length, num_selected)
     )
 
-    def write() -> None:
+    def write_last_key() -> None:
         decode.write_index(index, k[:, :, -1:], channels, last_slot)
 
-    def choose(num_keys: Tensor = wanted_keys) -> Choice:
+    def choose_keys(num_keys: Tensor = selected_keys) -> Choice:
         return decode.choose(
-            q, index, scale=step.scale, length=all_keys, wanted=num_keys, channels=channels
+            q, index, scale=step.scale, length=all_keys, num_keys=num_keys, channels=channels
         )
 
-    def attend(choice: Choice) -> Tensor:
+    def attend_to_choice(choice: Choice) -> Tensor:
         return decode.attend(q, k, v, choice, scale=step.scale, length=all_keys)
 
-    def complete() -> Tensor:
-        write()
-        return attend(choose())
+    def run_cab_step() -> Tensor:
+        write_last_key()
+        return attend_to_choice(choose_keys())
 
-    everything, choice = attend(choose(all_keys)), choose()
-    close(everything, expected, "with all keys selected")
-    kept_weights = weights * choice.to_mask().unsqueeze(2)
-    close(
-        attend(choice.for_layer(q.device)),
-        weighted(kept_weights / kept_weights.sum(-1, keepdim=True), v),
+    full_attention, choice = attend_to_choice(choose_keys(all_keys)), choose_keys()
+    require_close(full_attention, expected, "with all keys selected")
+    selected_weights = weights * choice.to_mask().unsqueeze(2)
+    require_close(
+        attend_to_choice(choice.for_layer(q.device)),
+        sum_weighted_values(selected_weights / selected_weights.sum(-1, keepdim=True), v),
         "over the selected keys",
     )
     # one sequence at a time, because a float32 copy of the whole cache needs twice its memory
-    exact = [
+    expected_per_sequence = [
         reference.attend(
             q=q[[i]].float(),
             k=k[[i]],
@@ -523,15 +539,15 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
         )
         for i in range(len(q))
     ]
-    close(complete(), torch.cat(exact), "with the unread keys")
-    count = int(choice.counts.sum())
+    require_close(run_cab_step(), torch.cat(expected_per_sequence), "with the unread keys")
+    num_read_keys = int(choice.counts.sum())
     return {
-        "timing": bench.time(complete),
-        "index": bench.time(write),
-        "choose": bench.time(choose),
-        "attend": bench.time(partial(attend, choice)),
-        "kept": count / (k.shape[0] * k.shape[1]),
-        "mass": float(kept_weights.sum(-1).mean()),
-        "bytes": index.nbytes + count * step.bytes_a_key,
-        "full_error": float((everything.float() - expected).norm() / expected.norm()),
+        "timing": bench.time(run_cab_step),
+        "index": bench.time(write_last_key),
+        "choose": bench.time(choose_keys),
+        "attend": bench.time(partial(attend_to_choice, choice)),
+        "kept": num_read_keys / (k.shape[0] * k.shape[1]),
+        "mass": float(selected_weights.sum(-1).mean()),
+        "bytes": index.nbytes + num_read_keys * step.bytes_per_key,
+        "full_error": float((full_attention.float() - expected).norm() / expected.norm()),
     }

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cab_hf.engines import REFERENCE
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import digits, percent
-from cab_hf.eval.speed.timing import Bench, in_a_sentence
+from cab_hf.eval.speed.timing import Bench, summarise_error
 from cab_hf.plan import BlockPlan, KeyRanges
 
 # q [B, H, N, D], k and v [B, H_kv, N, D], scale -> [B, H, N, D]
@@ -38,9 +38,9 @@ CHECK_TOLERANCE = 2e-2
 CHECK_GRADIENT_TOLERANCE = 5e-2
 CHECK_BLOCKS = (128, 64)  # query block and key block of the plans in a check
 CHECKED_QUERIES = 32  # number of checked queries at each of the start, middle and end of a sequence
-MEASURED = ("baselines", "not_measured", "without_graph")
-COMPARED = ("baseline", "baseline_ms", "extrapolated", "ratio")
-PREFERRED = ("FA3", "cuDNN")  # baselines of ratios, in order of preference
+BASELINE_FIELDS = ("baselines", "not_measured", "without_graph")
+COMPARISON_FIELDS = ("baseline", "baseline_ms", "extrapolated", "ratio")
+PREFERRED_BASELINES = ("FA3", "cuDNN")  # baselines of ratios, in order of preference
 BREAK_EVEN = "A break-even lies between two measured lengths, on a line through their logarithms."
 FLASH_DIMS = range(1, 257)
 WIDE_DIMS = range(257, 1025)
@@ -57,45 +57,50 @@ class Baseline:
         load: function that imports and returns the kernel, or raises ImportError.
         version: function that returns the version of the kernel's library; None for torch.
         head_dims: supported head dims.
-        grouped: True if the kernel supports fewer KV heads than query heads. For other kernels, KV
-            heads are repeated before the timed call.
-        continues: True if the kernel aligns the causal mask to the last key when there are fewer
-            queries than keys, as in a call with a KV cache. PyTorch's kernels align the mask to the
-            first key.
+        supports_gqa: True if the kernel supports fewer KV heads than query heads. For other
+            kernels, KV heads are repeated before the timed call.
+        aligns_to_last_key: True if the kernel aligns the causal mask to the last key when there
+            are fewer queries than keys, as in a call with a KV cache. PyTorch's kernels align the
+            mask to the first key.
     """
 
     load: Callable[[], Attend]
     version: Callable[[], str | None] = lambda: None
     head_dims: range = range(1, 1 << 16)
-    grouped: bool = True
-    continues: bool = False
+    supports_gqa: bool = True
+    aligns_to_last_key: bool = False
 
-    def heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def match_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v; k and v have as many heads as q if the kernel requires this."""
-        group = 1 if self.grouped else q.shape[1] // k.shape[1]
+        group = 1 if self.supports_gqa else q.shape[1] // k.shape[1]
         if group == 1:
             return q, k, v
         return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
 
-def on(device: torch.device | str) -> dict[str, Baseline]:
+def baselines_on(device: torch.device | str) -> dict[str, Baseline]:
     """Return a mapping from names to the baselines for ``device``."""
-    return ON_GPU if torch.device(device).type == "cuda" else ON_CPU
+    return GPU_BASELINES if torch.device(device).type == "cuda" else CPU_BASELINES
 
 
-def against(measured: Mapping[str, float], preferred: Iterable[str] = PREFERRED) -> str | None:
+def choose_baseline(
+    baseline_ms: Mapping[str, float], preferred_names: Iterable[str] = PREFERRED_BASELINES
+) -> str | None:
     """Return the name of the baseline to which a time is compared; None without measurements.
 
     Args:
-        measured: name -> ms of each measured baseline.
-        preferred: names in order of preference. If none was measured, the fastest baseline counts.
+        baseline_ms: name -> ms of each measured baseline.
+        preferred_names: names in order of preference. If none was measured, the fastest baseline
+            counts.
     """
-    first = next((name for name in preferred if name in measured), None)
-    return first or min(measured, key=measured.__getitem__, default=None)
+    preferred_name = next((name for name in preferred_names if name in baseline_ms), None)
+    return preferred_name or min(baseline_ms, key=baseline_ms.__getitem__, default=None)
 
 
-def compared(row: Row, rows: Iterable[Row], preferred: Iterable[str] = PREFERRED) -> dict[str, Any]:
-    """Return the fields `COMPARED`, which compare the time of a row with a dense baseline.
+def compare_with_dense(
+    row: Row, rows: Iterable[Row], preferred: Iterable[str] = PREFERRED_BASELINES
+) -> dict[str, Any]:
+    """Return the fields `COMPARISON_FIELDS`, which compare the time of a row with a dense baseline.
 
     If no baseline was measured at the row's length, the time of the baseline is extrapolated from
     the longest length with a measured baseline. All fields are None if the row is shorter than that
@@ -104,25 +109,27 @@ def compared(row: Row, rows: Iterable[Row], preferred: Iterable[str] = PREFERRED
     Args:
         row: the row.
         rows: rows that differ from ``row`` only in length.
-        preferred: as in `against`.
+        preferred: as in `choose_baseline`.
     """
-    measured = (other for other in rows if other["baselines"])
-    longest = max(measured, key=lambda other: other["length"], default=None)
-    source = row if row["baselines"] else longest
-    if source is None or source["length"] > row["length"]:
-        return dict.fromkeys(COMPARED)
-    name = against(source["baselines"], preferred)
+    rows_with_baselines = (candidate_row for candidate_row in rows if candidate_row["baselines"])
+    longest_row = max(
+        rows_with_baselines, key=lambda candidate_row: candidate_row["length"], default=None
+    )
+    baseline_row = row if row["baselines"] else longest_row
+    if baseline_row is None or baseline_row["length"] > row["length"]:
+        return dict.fromkeys(COMPARISON_FIELDS)
+    name = choose_baseline(baseline_row["baselines"], preferred)
     # dense attention is quadratic in the length
-    ms = source["baselines"][name] * (row["length"] / source["length"]) ** 2
+    baseline_ms = baseline_row["baselines"][name] * (row["length"] / baseline_row["length"]) ** 2
     return {
         "baseline": name,
-        "baseline_ms": ms,
-        "extrapolated": source is not row,
-        "ratio": None if row["ms"] is None else row["ms"] / ms,
+        "baseline_ms": baseline_ms,
+        "extrapolated": baseline_row is not row,
+        "ratio": None if row["ms"] is None else row["ms"] / baseline_ms,
     }
 
 
-def time_shown(row: Row) -> str | None:
+def format_dense_time(row: Row) -> str | None:
     """Format the dense time of a row, such as ``842 FA3``, or ``≈ 842 FA3`` if extrapolated.
 
     Returns None if the row has no dense time.
@@ -132,25 +139,29 @@ def time_shown(row: Row) -> str | None:
     return f"{'≈ ' * row['extrapolated']}{digits(row['baseline_ms'])} {row['baseline']}"
 
 
-def break_even(points: Sequence[tuple[int, float]]) -> float | None:
+def break_even(length_ratios: Sequence[tuple[int, float]]) -> float | None:
     """Return the length from which a ratio stays below 1; None if the last ratio is 1 or above.
 
     Between two measured lengths, the logarithm of the ratio is interpolated linearly in the
     logarithm of the length.
 
     Args:
-        points: (length, ratio), ascending in length.
+        length_ratios: (length, ratio), ascending in length.
     """
-    last_loss = max((i for i, (_, ratio) in enumerate(points) if ratio >= 1), default=None)
-    if last_loss is None:
-        return points[0][0]
-    if last_loss == len(points) - 1:
+    last_slower_index = max(
+        (i for i, (_, ratio) in enumerate(length_ratios) if ratio >= 1), default=None
+    )
+    if last_slower_index is None:
+        return length_ratios[0][0]
+    if last_slower_index == len(length_ratios) - 1:
         return None
-    (length, ratio), (longer, lower) = points[last_loss : last_loss + 2]
-    return length * (longer / length) ** (math.log(ratio) / math.log(ratio / lower))
+    (length, ratio), (next_length, next_ratio) = length_ratios[
+        last_slower_index : last_slower_index + 2
+    ]
+    return length * (next_length / length) ** (math.log(ratio) / math.log(ratio / next_ratio))
 
 
-def break_even_shown(rows: Iterable[Row]) -> str | None:
+def describe_break_even(rows: Iterable[Row]) -> str | None:
     """Return a phrase with the length from which ``ratio`` stays below 1, as `break_even` finds it.
 
     Returns None if no row has a ratio.
@@ -158,34 +169,34 @@ def break_even_shown(rows: Iterable[Row]) -> str | None:
     Args:
         rows: rows of one configuration, ascending in length.
     """
-    points = [(row["length"], row["ratio"]) for row in rows if row["ratio"] is not None]
-    if not points:
+    length_ratios = [(row["length"], row["ratio"]) for row in rows if row["ratio"] is not None]
+    if not length_ratios:
         return None
-    length = break_even(points)
+    length = break_even(length_ratios)
     if length is None:
-        return f"at no length up to {points[-1][0]:,} tokens"
-    is_always_faster = all(ratio < 1 for _, ratio in points)
-    start = "at every length from" if is_always_faster else "from about"
-    return f"{start} {round(length):,} tokens on"
+        return f"at no length up to {length_ratios[-1][0]:,} tokens"
+    is_always_faster = all(ratio < 1 for _, ratio in length_ratios)
+    phrase_start = "at every length from" if is_always_faster else "from about"
+    return f"{phrase_start} {round(length):,} tokens on"
 
 
-def reading(rows: Sequence[Row], what: str) -> str:
+def describe_speed(rows: Sequence[Row], subject: str) -> str:
     """Return a sentence that compares the times of rows with dense attention.
 
     Args:
         rows: rows of one configuration with a ``ratio``, ascending in length.
-        what: subject of the sentence.
+        subject: subject of the sentence.
     """
-    last = rows[-1]
+    longest_row = rows[-1]
     return (
-        f"At {last['length']:,} tokens {what} takes {percent(last['ratio'])} of "
-        f"{last['baseline']}'s time{' (extrapolated)' * last['extrapolated']}; it is faster "
-        f"{break_even_shown(rows)}."
+        f"At {longest_row['length']:,} tokens {subject} takes {percent(longest_row['ratio'])} of "
+        f"{longest_row['baseline']}'s time{' (extrapolated)' * longest_row['extrapolated']}; "
+        f"it is faster {describe_break_even(rows)}."
     )
 
 
 @torch.enable_grad()
-def gradients_of(
+def make_backward(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
 ) -> Callable[[], tuple[Tensor, ...]]:
     """Run one forward pass, and return a function that computes the gradients of q, k and v.
@@ -206,26 +217,28 @@ def gradients_of(
         raise RuntimeError("it has no backward")
     # the same gradient of the output for every kernel, whatever its memory layout
     generator = torch.Generator(out.device).manual_seed(0)
-    values = torch.randn(out.shape[2:], generator=generator, device=out.device)
-    gradient = torch.empty_like(out).copy_(values)
-    return lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
+    random_gradient = torch.randn(out.shape[2:], generator=generator, device=out.device)
+    output_gradient = torch.empty_like(out).copy_(random_gradient)
+    return lambda: torch.autograd.grad(out, (q, k, v), output_gradient, retain_graph=True)
 
 
-def close(result: Tensor, expected: Tensor, where: str, tolerance: float = CHECK_TOLERANCE) -> None:
-    """Raise ArithmeticError if the relative error of ``result`` exceeds ``tolerance``.
+def require_close(
+    actual: Tensor, expected: Tensor, location: str, tolerance: float = CHECK_TOLERANCE
+) -> None:
+    """Raise ArithmeticError if the relative error of ``actual`` exceeds ``tolerance``.
 
     Args:
-        result: the tensor to check.
+        actual: the tensor to check.
         expected: float32 tensor of the same shape.
-        where: end of the message, which names the tensor.
+        location: end of the message, which names the tensor.
         tolerance: largest relative error in the 2-norm.
     """
-    error = float((result.float() - expected).norm() / expected.norm())
+    error = float((actual.float() - expected).norm() / expected.norm())
     if not error <= tolerance:  # a NaN also fails this comparison
-        raise ArithmeticError(f"wrong by {error:.2g} (relative) {where}")
+        raise ArithmeticError(f"wrong by {error:.2g} (relative) {location}")
 
 
-def check_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
+def check_attention(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
     """Compare attention of some queries with float32 attention; padding queries are left out.
 
     Args:
@@ -237,36 +250,38 @@ def check_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) ->
     Raises:
         ArithmeticError: the relative error exceeds `CHECK_TOLERANCE`.
     """
-    last = max(0, plan.q_length - CHECKED_QUERIES)
-    for start in dict.fromkeys((0, last // 2, last)):
-        stop = min(start + CHECKED_QUERIES, plan.q_length)
-        padding = (plan.ranges.end[:, start:stop] < 0)[:, None, :, None]
+    last_start = max(0, plan.q_length - CHECKED_QUERIES)
+    for first_query in dict.fromkeys((0, last_start // 2, last_start)):
+        stop_query = min(first_query + CHECKED_QUERIES, plan.q_length)
+        padding = (plan.ranges.end[:, first_query:stop_query] < 0)[:, None, :, None]
         if not padding.all():
-            expected = exact_rows(q=q, k=k, v=v, plan=plan, start=start, stop=stop)
-            close(
-                out[:, :, start:stop].masked_fill(padding, 0.0),
+            expected = exact_attention(q=q, k=k, v=v, plan=plan, start=first_query, stop=stop_query)
+            require_close(
+                out[:, :, first_query:stop_query].masked_fill(padding, 0.0),
                 expected.masked_fill(padding, 0.0),
-                where=f"in queries {start} to {stop - 1}",
+                location=f"in queries {first_query} to {stop_query - 1}",
             )
 
 
-def exact_rows(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, start: int, stop: int) -> Tensor:
+def exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, start: int, stop: int
+) -> Tensor:
     """Return float32 attention of the queries ``start`` to ``stop`` - 1, masked by the plan.
 
     Returns:
         [B, H, stop - start, D].
     """
-    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    num_kv_heads, group_size = k.shape[1], q.shape[1] // k.shape[1]
 
-    def grouped(x: Tensor) -> Tensor:
+    def group_heads(x: Tensor) -> Tensor:
         # [B, H, rows, .] -> [B, H_kv, group * rows, .], so that no key is repeated
-        return x.unflatten(1, (kv_heads, group)).flatten(2, 3)
+        return x.unflatten(1, (num_kv_heads, group_size)).flatten(2, 3)
 
     mask = plan.token_mask(start, stop).repeat_interleave(plan.shared_by(q.shape[1]), dim=1)
-    rows = grouped(q[:, :, start:stop].float()) * q.shape[-1] ** -0.5
-    logits = rows @ k.float().transpose(-1, -2)
-    weights = logits.masked_fill_(~grouped(mask), -torch.inf).softmax(dim=-1)
-    return (weights @ v.float()).unflatten(2, (group, -1)).flatten(1, 2)
+    query_rows = group_heads(q[:, :, start:stop].float()) * q.shape[-1] ** -0.5
+    logits = query_rows @ k.float().transpose(-1, -2)
+    weights = logits.masked_fill_(~group_heads(mask), -torch.inf).softmax(dim=-1)
+    return (weights @ v.float()).unflatten(2, (group_size, -1)).flatten(1, 2)
 
 
 def check_gradients(
@@ -292,13 +307,13 @@ def check_gradients(
     q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
     batch, _, length, dim = q.shape
     plan = planner(q, k, KeyRanges.causal(batch, length, length, q.device))
-    options = {"plan": plan, "scale": dim**-0.5}
-    result = gradients_of(partial(attend, **options), q, k, v)()
-    reference = partial(REFERENCE.attention, **options)
-    exact = gradients_of(reference, q.float(), k.float(), v.float())()
-    for name, gradient, expected in zip("qkv", result, exact, strict=True):
-        where = f"in the gradient of {name} at {length} tokens"
-        close(gradient, expected, where, CHECK_GRADIENT_TOLERANCE)
+    attention_options = {"plan": plan, "scale": dim**-0.5}
+    actual_gradients = make_backward(partial(attend, **attention_options), q, k, v)()
+    reference_attend = partial(REFERENCE.attention, **attention_options)
+    expected_gradients = make_backward(reference_attend, q.float(), k.float(), v.float())()
+    for name, gradient, expected in zip("qkv", actual_gradients, expected_gradients, strict=True):
+        location = f"in the gradient of {name} at {length} tokens"
+        require_close(gradient, expected, location, CHECK_GRADIENT_TOLERANCE)
 
 
 def check_dense(attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool = False) -> None:
@@ -314,16 +329,20 @@ def check_dense(attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool 
         ArithmeticError: a relative error exceeds its tolerance.
     """
 
-    def causal(q: Tensor, k: Tensor, ranges: KeyRanges) -> BlockPlan:
+    def make_causal_plan(q: Tensor, k: Tensor, ranges: KeyRanges) -> BlockPlan:
         return causal_plan(ranges, q.shape[1])
 
     q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     out = attend(q, k, v, q.shape[-1] ** -0.5)
-    check_rows(out=out, q=q, k=k, v=v, plan=causal(q, k, ranges))
+    check_attention(out=out, q=q, k=k, v=v, plan=make_causal_plan(q, k, ranges))
     if backward:
         check_gradients(
-            lambda q, k, v, plan, scale: attend(q, k, v, scale), q=q, k=k, v=v, planner=causal
+            lambda q, k, v, plan, scale: attend(q, k, v, scale),
+            q=q,
+            k=k,
+            v=v,
+            planner=make_causal_plan,
         )
 
 
@@ -334,7 +353,7 @@ def causal_plan(ranges: KeyRanges, heads: int) -> BlockPlan:
 
 
 @torch.no_grad()
-def measure(
+def measure_baselines(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -342,7 +361,7 @@ def measure(
     bench: Bench,
     backward: bool = False,
     baselines: Mapping[str, Baseline] | None = None,
-    check: Callable[[Attend, Tensor, Tensor, Tensor, bool], None] = check_dense,
+    check_kernel: Callable[[Attend, Tensor, Tensor, Tensor, bool], None] = check_dense,
 ) -> dict[str, dict[str, Any]]:
     """Time every baseline, or record why it did not run.
 
@@ -353,48 +372,48 @@ def measure(
         bench: the timer.
         backward: True to time only the backward pass, called from Python without a CUDA graph.
         baselines: the baselines by name; None: those for the device.
-        check: function that raises an error if a kernel is wrong, as `check_dense` does.
+        check_kernel: function that raises an error if a kernel is wrong, as `check_dense` does.
 
     Returns:
-        Three mappings from names of baselines, under the keys `MEASURED`. ``baselines``: ms.
+        Three mappings from names of baselines, under the keys `BASELINE_FIELDS`. ``baselines``: ms.
         ``not_measured``: the reason why there are no ms. ``without_graph``: the reason why the ms
         are not those of a CUDA graph.
     """
-    result = {field: {} for field in MEASURED}
-    for name, baseline in (on(bench.device) if baselines is None else baselines).items():
+    results_by_field = {field: {} for field in BASELINE_FIELDS}
+    for name, baseline in (baselines_on(bench.device) if baselines is None else baselines).items():
         try:
             if q.shape[-1] not in baseline.head_dims:
                 low, high = baseline.head_dims[0], baseline.head_dims[-1]
                 raise RuntimeError(f"it supports head dims {low} to {high}, not {q.shape[-1]}")
-            attend, heads = baseline.load(), baseline.heads(q, k, v)
-            query, key, value = heads
-            check(attend, query, key, value, backward=backward)
-            call = _call_of(attend, heads, scale, backward)
+            attend, kernel_inputs = baseline.load(), baseline.match_heads(q, k, v)
+            query, key, value = kernel_inputs
+            check_kernel(attend, query, key, value, backward=backward)
+            call = _make_call(attend, kernel_inputs, scale, backward)
             timing = bench.time(call, graph=not backward)
         except Exception as error:
             # a kernel that is missing, raises an error or is wrong is reported and not measured
-            result["not_measured"][name] = in_a_sentence(error)
+            results_by_field["not_measured"][name] = summarise_error(error)
             continue
         finally:
             # free repeated heads and tensors saved for the backward before the next baseline
-            call = heads = query = key = value = None
-        result["baselines"][name] = timing.ms
-        if timing.why_not:
-            result["without_graph"][name] = timing.why_not
-    return result
+            call = kernel_inputs = query = key = value = None
+        results_by_field["baselines"][name] = timing.ms
+        if timing.no_graph_reason:
+            results_by_field["without_graph"][name] = timing.no_graph_reason
+    return results_by_field
 
 
-def _call_of(
-    attend: Attend, heads: tuple[Tensor, Tensor, Tensor], scale: float, backward: bool
+def _make_call(
+    attend: Attend, qkv: tuple[Tensor, Tensor, Tensor], scale: float, backward: bool
 ) -> Callable[[], Any]:
     """Return a function without arguments that computes attention, or its gradients."""
-    q, k, v = heads
+    q, k, v = qkv
     if backward:
-        return gradients_of(lambda q, k, v: attend(q, k, v, scale), q, k, v)
+        return make_backward(lambda q, k, v: attend(q, k, v, scale), q, k, v)
     return lambda: attend(q, k, v, scale)
 
 
-def _sdpa(backend: SDPBackend) -> Callable[[], Attend]:
+def _sdpa_loader(backend: SDPBackend) -> Callable[[], Attend]:
     """Return a function for `Baseline.load` that returns torch's SDPA with one backend."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -427,7 +446,7 @@ def flash_attn(name: str, modules: Sequence[str]) -> Callable[..., Tensor]:
     return attend
 
 
-def _flash(modules: Sequence[str]) -> Callable[[], Attend]:
+def _flash_loader(modules: Sequence[str]) -> Callable[[], Attend]:
     """Return a function for `Baseline.load` that returns flash_attn_func for [B, H, N, D].
 
     The inputs are passed to flash_attn_func as transposed views, without copies.
@@ -448,7 +467,7 @@ def _flash(modules: Sequence[str]) -> Callable[[], Attend]:
     return load
 
 
-def _ffpa(backend: str) -> Callable[[], Attend]:
+def _ffpa_loader(backend: str) -> Callable[[], Attend]:
     """Return a function for `Baseline.load` that returns the kernel of ffpa-attn.
 
     Args:
@@ -471,7 +490,7 @@ def _ffpa(backend: str) -> Callable[[], Attend]:
     return load
 
 
-def _package(*names: str) -> Callable[[], str | None]:
+def _version_getter(*names: str) -> Callable[[], str | None]:
     """Return a function for `Baseline.version`.
 
     The function returns name and version of the first installed package in ``names``, or None.
@@ -491,20 +510,29 @@ def _cudnn_version() -> str | None:
     return None if version is None else f"cuDNN {version}"
 
 
-ON_GPU = {
+GPU_BASELINES = {
     "FA3": Baseline(
-        _flash(FA3_MODULES),
-        _package("flash_attn_3", "flash-attn-3", "fa3-fwd"),
+        _flash_loader(FA3_MODULES),
+        _version_getter("flash_attn_3", "flash-attn-3", "fa3-fwd"),
         head_dims=FLASH_DIMS,
-        continues=True,
+        aligns_to_last_key=True,
     ),
     "FA4": Baseline(
-        _flash(FA4_MODULES), _package("flash-attn-4"), head_dims=FLASH_DIMS, continues=True
+        _flash_loader(FA4_MODULES),
+        _version_getter("flash-attn-4"),
+        head_dims=FLASH_DIMS,
+        aligns_to_last_key=True,
     ),
-    "cuDNN": Baseline(_sdpa(SDPBackend.CUDNN_ATTENTION), _cudnn_version, head_dims=FLASH_DIMS),
-    "flash": Baseline(_sdpa(SDPBackend.FLASH_ATTENTION), head_dims=FLASH_DIMS),
-    "efficient": Baseline(_sdpa(SDPBackend.EFFICIENT_ATTENTION), grouped=False),
-    "ffpa CuTe": Baseline(_ffpa("cutedsl"), _package("ffpa-attn"), head_dims=WIDE_DIMS),
-    "ffpa Triton": Baseline(_ffpa("triton"), _package("ffpa-attn"), head_dims=WIDE_DIMS),
+    "cuDNN": Baseline(
+        _sdpa_loader(SDPBackend.CUDNN_ATTENTION), _cudnn_version, head_dims=FLASH_DIMS
+    ),
+    "flash": Baseline(_sdpa_loader(SDPBackend.FLASH_ATTENTION), head_dims=FLASH_DIMS),
+    "efficient": Baseline(_sdpa_loader(SDPBackend.EFFICIENT_ATTENTION), supports_gqa=False),
+    "ffpa CuTe": Baseline(
+        _ffpa_loader("cutedsl"), _version_getter("ffpa-attn"), head_dims=WIDE_DIMS
+    ),
+    "ffpa Triton": Baseline(
+        _ffpa_loader("triton"), _version_getter("ffpa-attn"), head_dims=WIDE_DIMS
+    ),
 }
-ON_CPU = {"SDPA": Baseline(_sdpa(SDPBackend.FLASH_ATTENTION))}
+CPU_BASELINES = {"SDPA": Baseline(_sdpa_loader(SDPBackend.FLASH_ATTENTION))}

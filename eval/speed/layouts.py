@@ -16,7 +16,7 @@ from cab_hf.call.hook import cab_mask
 from cab_hf.call.layout import BlockLayout
 from cab_hf.call.mask import MaskInfo
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.dense import Attend, Baseline, check_dense, check_rows
+from cab_hf.eval.speed.dense import Attend, Baseline, check_attention, check_dense
 from cab_hf.plan import KeyRanges
 
 WHOLE, PADDED, PACKED = "whole", "padded", "packed"
@@ -29,24 +29,24 @@ LAYOUTS = {
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """The positions of the sequences of a batch in tensors with ``rows`` rows of ``slots`` tokens.
+    """The positions of a batch's sequences in tensors [num_rows, ..., num_slots, ...].
 
     Attributes:
         layout: one of `LAYOUTS`.
-        rows: rows of the tensors.
-        slots: tokens per row, including padding.
-        places: for each sequence, a tuple (row, first slot, slot after the last token).
+        num_rows: rows of the tensors.
+        num_slots: tokens per row, including padding.
+        spans: for each sequence, a tuple (row, first slot, slot after the last token).
         device: device of all tensors.
     """
 
     layout: str
-    rows: int
-    slots: int
-    places: tuple[tuple[int, int, int], ...]
+    num_rows: int
+    num_slots: int
+    spans: tuple[tuple[int, int, int], ...]
     device: torch.device
 
     @classmethod
-    def drawn(
+    def draw_random(
         cls, layout: str, batch: int, length: int, seed: int, device: torch.device | str
     ) -> Sequences:
         """Return sequences with random lengths from ``length`` / 2 to ``length`` tokens.
@@ -63,17 +63,17 @@ class Sequences:
             seed: seed of the lengths.
             device: device of all tensors.
         """
-        draw = partial(random.Random(seed).randint, -(-length // 2), length)
+        draw_length = partial(random.Random(seed).randint, -(-length // 2), length)
         device = torch.device(device)
         if layout == PACKED:
-            borders, end = [0], batch * length
-            while borders[-1] < end:
-                borders.append(min(borders[-1] + draw(), end))
-            places = tuple((0, start, stop) for start, stop in pairwise(borders))
-            return cls(layout=layout, rows=1, slots=end, places=places, device=device)
-        lengths = [length if layout == WHOLE else draw() for _ in range(batch)]
-        places = tuple((row, length - tokens, length) for row, tokens in enumerate(lengths))
-        return cls(layout=layout, rows=batch, slots=length, places=places, device=device)
+            document_borders, end = [0], batch * length
+            while document_borders[-1] < end:
+                document_borders.append(min(document_borders[-1] + draw_length(), end))
+            spans = tuple((0, start, stop) for start, stop in pairwise(document_borders))
+            return cls(layout=layout, num_rows=1, num_slots=end, spans=spans, device=device)
+        lengths = [length if layout == WHOLE else draw_length() for _ in range(batch)]
+        spans = tuple((row, length - tokens, length) for row, tokens in enumerate(lengths))
+        return cls(layout=layout, num_rows=batch, num_slots=length, spans=spans, device=device)
 
     @property
     def causal_pairs(self) -> int:
@@ -83,7 +83,7 @@ class Sequences:
     @property
     def lengths(self) -> list[int]:
         """The number of tokens of each sequence."""
-        return [stop - start for _, start, stop in self.places]
+        return [stop - start for _, start, stop in self.spans]
 
     @cached_property
     def cu_seq_lens(self) -> Tensor:
@@ -94,19 +94,23 @@ class Sequences:
     @cached_property
     def ranges(self) -> KeyRanges:
         """The range of keys that the token in each slot may attend to; none for padding."""
-        first = torch.zeros(self.rows, self.slots, dtype=torch.int32)
-        last = torch.full_like(first, -1)
-        for row, start, stop in self.places:
-            first[row, start:stop] = start
-            last[row, start:stop] = torch.arange(start, stop)
-        first, last = first.to(self.device), last.to(self.device)
-        return KeyRanges(first, last, last >= 0)
+        first_keys = torch.zeros(self.num_rows, self.num_slots, dtype=torch.int32)
+        last_keys = torch.full_like(first_keys, -1)
+        for row, start, stop in self.spans:
+            first_keys[row, start:stop] = start
+            last_keys[row, start:stop] = torch.arange(start, stop)
+        first_keys, last_keys = first_keys.to(self.device), last_keys.to(self.device)
+        return KeyRanges(first_keys, last_keys, last_keys >= 0)
 
     def mask(self) -> MaskInfo:
         """Return the mask that a model passes to all its layers in one forward pass."""
         padding = self.ranges.key_valid if self.layout == PADDED else None
         mask = cab_mask(
-            self.rows, self.slots, self.slots, attention_mask=padding, device=self.device
+            self.num_rows,
+            self.num_slots,
+            self.num_slots,
+            attention_mask=padding,
+            device=self.device,
         )
         cu_seqlens = self.cu_seq_lens if self.layout == PACKED else None
         mask, _ = mask.with_documents(position_ids=None, cu_seqlens=cu_seqlens)
@@ -120,8 +124,8 @@ class Sequences:
             key_block: tokens per key block.
         """
         if self.layout == WHOLE:
-            ranges = KeyRanges.causal(self.rows, self.slots, self.slots, self.device)
-            return BlockLayout(ranges, self.slots)
+            ranges = KeyRanges.causal(self.num_rows, self.num_slots, self.num_slots, self.device)
+            return BlockLayout(ranges, self.num_slots)
         return self.mask().layout(query_block, key_block, self.device)
 
     def check(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> None:
@@ -140,33 +144,35 @@ class Sequences:
             check_dense(attend, q, k, v, backward=backward)
             return
         out = attend(q, k, v, q.shape[-1] ** -0.5)
-        check_rows(out=out, q=q, k=k, v=v, plan=dense.causal_plan(self.ranges, heads=1))
+        check_attention(out=out, q=q, k=k, v=v, plan=dense.causal_plan(self.ranges, heads=1))
 
 
-def baselines(sequences: Sequences) -> dict[str, Baseline]:
+def make_baselines(sequences: Sequences) -> dict[str, Baseline]:
     """Return a mapping from names to dense baselines for ``sequences``.
 
     Masks and lengths are computed before the timed call, because a model computes them once for all
     layers. The timed call removes and restores padding, because every layer does both.
     """
     if sequences.layout == WHOLE:
-        return dense.on(sequences.device)
-    masked = Baseline(lambda: _masked(sequences), grouped=False)
-    varlen = {
+        return dense.baselines_on(sequences.device)
+    masked_sdpa = Baseline(lambda: _make_masked_sdpa(sequences), supports_gqa=False)
+    varlen_baselines = {
         name: Baseline(
-            partial(_varlen, sequences, load), head_dims=dense.FLASH_DIMS, grouped=grouped
+            partial(_wrap_varlen, sequences, load_kernel),
+            head_dims=dense.FLASH_DIMS,
+            supports_gqa=supports_gqa,
         )
-        for name, load, grouped in VARLEN
+        for name, load_kernel, supports_gqa in VARLEN_KERNELS
     }
     # the mask of all pairs needs the most memory, so this kernel comes last
-    on_gpu = varlen if sequences.device.type == "cuda" else {}
-    return {**on_gpu, "masked SDPA": masked}
+    device_baselines = varlen_baselines if sequences.device.type == "cuda" else {}
+    return {**device_baselines, "masked SDPA": masked_sdpa}
 
 
-def _masked(sequences: Sequences) -> Attend:
+def _make_masked_sdpa(sequences: Sequences) -> Attend:
     """Return SDPA with a mask of all pairs, bool [B or 1, 1, N, N], as transformers builds it."""
-    slots = sequences.slots
-    mask = sequences.mask().dense_rows(0, slots, 0, slots, device=sequences.device)
+    num_slots = sequences.num_slots
+    mask = sequences.mask().dense_mask(0, num_slots, 0, num_slots, device=sequences.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
@@ -179,35 +185,35 @@ def _masked(sequences: Sequences) -> Attend:
 Kernel = Callable[..., Tensor]
 
 
-def _varlen(sequences: Sequences, load: Callable[[], Kernel]) -> Attend:
+def _wrap_varlen(sequences: Sequences, load_kernel: Callable[[], Kernel]) -> Attend:
     """Wrap a varlen kernel as a function of q, k and v in rows, [rows, H or H_kv, slots, D].
 
     Each call removes padding before the kernel, and returns an output with zeros at padding.
 
     Args:
         sequences: the sequences of the rows.
-        load: function that imports and returns the varlen kernel.
+        load_kernel: function that imports and returns the varlen kernel.
     """
-    kernel, cu_seqlens, longest = load(), sequences.cu_seq_lens, max(sequences.lengths)
+    kernel, cu_seqlens, max_length = load_kernel(), sequences.cu_seq_lens, max(sequences.lengths)
     is_padded = sequences.layout == PADDED
     # int64 [tokens]: slots of all tokens in the flattened batch
-    tokens = sequences.ranges.key_valid.flatten().nonzero().squeeze(1) if is_padded else None
+    token_slots = sequences.ranges.key_valid.flatten().nonzero().squeeze(1) if is_padded else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         # [B, H, N, D] -> [B * N, H, D]
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         if is_padded:
-            q, k, v = (x.index_select(0, tokens) for x in (q, k, v))
-        out = kernel(q=q, k=k, v=v, cu_seqlens=cu_seqlens, longest=longest, scale=scale)
+            q, k, v = (x.index_select(0, token_slots) for x in (q, k, v))
+        out = kernel(q=q, k=k, v=v, cu_seqlens=cu_seqlens, longest=max_length, scale=scale)
         if is_padded:
-            slots = out.new_zeros(sequences.rows * sequences.slots, *out.shape[1:])
-            out = slots.index_copy_(0, tokens, out)
-        return out.unflatten(0, (sequences.rows, sequences.slots)).transpose(1, 2)
+            padded_out = out.new_zeros(sequences.num_rows * sequences.num_slots, *out.shape[1:])
+            out = padded_out.index_copy_(0, token_slots, out)
+        return out.unflatten(0, (sequences.num_rows, sequences.num_slots)).transpose(1, 2)
 
     return attend
 
 
-def _flash(modules: Sequence[str]) -> Kernel:
+def _load_flash_varlen(modules: Sequence[str]) -> Kernel:
     """Return flash_attn_varlen_func of the first installed module, as a `Kernel`."""
     kernel = dense.flash_attn("flash_attn_varlen_func", modules)
 
@@ -228,7 +234,7 @@ def _flash(modules: Sequence[str]) -> Kernel:
     return attend
 
 
-def _torch_varlen() -> Kernel:
+def _load_torch_varlen() -> Kernel:
     """Return torch's varlen_attn as a `Kernel`."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -252,8 +258,8 @@ def _torch_varlen() -> Kernel:
 
 
 # (name, loader, True if all versions support fewer KV heads than query heads)
-VARLEN = (
-    ("FA3 varlen", partial(_flash, dense.FA3_MODULES), True),
-    ("FA4 varlen", partial(_flash, dense.FA4_MODULES), True),
-    ("flash varlen", _torch_varlen, False),
+VARLEN_KERNELS = (
+    ("FA3 varlen", partial(_load_flash_varlen, dense.FA3_MODULES), True),
+    ("FA4 varlen", partial(_load_flash_varlen, dense.FA4_MODULES), True),
+    ("flash varlen", _load_torch_varlen, False),
 )

@@ -29,29 +29,37 @@ from cab_hf.eval.report import grouped
 from cab_hf.eval.speed import dense, runner
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import SDPA
-from cab_hf.eval.speed.rank_group import Ranked, RankGroup, by_torchrun
+from cab_hf.eval.speed.rank_group import Ranked, RankGroup, is_torchrun
 from cab_hf.eval.speed.runner import CAB_DENSE, Panel
-from cab_hf.eval.speed.ttft import GAIN, speed_ups, with_dense_ratios
-from cab_hf.experiment.settings import by_device, flag, number_or_auto, option
-from cab_hf.finetune.cost_model import GIB, Cost, Fit, Room, fit, host_bytes, plan_bytes
+from cab_hf.eval.speed.ttft import SPEED_UP_PANEL, add_dense_ratios, describe_speed_ups
+from cab_hf.experiment.settings import by_device, flag, option, parse_number_or_auto
+from cab_hf.finetune.cost_model import (
+    GIB,
+    AvailableMemory,
+    Cost,
+    MemoryFit,
+    choose_offloading,
+    estimate_plan_bytes,
+    get_host_bytes,
+)
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
 from cab_hf.finetune.objective import Batch, Objective
 from cab_hf.finetune.offload import Offload
-from cab_hf.finetune.parallel import block_of, sharded
-from cab_hf.finetune.tiles import compute_in_tiles, tile_of
+from cab_hf.finetune.parallel import get_block_tokens, shard_batch
+from cab_hf.finetune.tiles import choose_tile_tokens, compute_in_tiles
 
-# how ranks share a training step, see `SPREADING`
+# how ranks share a training step, see `SPREAD_NOTE`
 ALONE, DDP, FSDP2, CP = SPREADS = ("alone", "ddp", "fsdp2", "cp")
 CAB = "cab"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-ALPHA = 32.0
+LORA_ALPHA = 32.0
 LEARNING_RATE = 1e-4
-CLIP = 1.0
+MAX_GRADIENT_NORM = 1.0
 LONGEST = 2**20  # largest estimated length of a step, in tokens
 # largest number of tokens of the warm-up step, which compiles all kernels. A longer warm-up step
 # would take up to a minute.
 WARM_UP_TOKENS = 2**15
-SPREADING = (
+SPREAD_NOTE = (
     "Alone is one rank while the others wait. ddp: torch's DistributedDataParallel, a sequence "
     "per rank; fsdp2: torch's fully_shard of each decoder layer and of the remaining modules, a "
     "sequence per rank; cp: one sequence sharded over all ranks by cab_hf.context_parallel. "
@@ -64,27 +72,27 @@ SPREADING = (
 class Settings(models.LongestSettings):
     """Settings of a run of ``speed lora``."""
 
-    KEYS = {"length": "lengths", "implementation": "implementations"}
+    CASE_OPTIONS = {"length": "lengths", "implementation": "implementations"}
     # with key blocks of 128, the backward pass is fastest
-    DEFAULTS = {**runner.KEEPS_ALL, "key_block": 128}
+    CONFIG_DEFAULTS = {**runner.KEEP_ALL_BLOCKS, "key_block": 128}
     POSITIVE = (*models.LongestSettings.POSITIVE, "rank", "runs", "multiple")
-    FROM_0 = (*models.LongestSettings.FROM_0, "tile_tokens", "offload_layers")
+    NON_NEGATIVE = (*models.LongestSettings.NON_NEGATIVE, "tile_tokens", "offload_layers")
     CHOICES = {"spread": SPREADS}
 
-    lengths: tuple[int, ...] | None = runner.powers(13, 17)
-    implementations: tuple[str, ...] | None = runner.listed(
+    lengths: tuple[int, ...] | None = runner.power_of_2_lengths(13, 17)
+    implementations: tuple[str, ...] | None = runner.list_option(
         (SDPA, "cuDNN", "FA4", CAB), (SDPA, "SDPA", CAB), "attention implementations"
     )
     rank: int = option(16, f"rank of the LoRA adapters in {', '.join(TARGETS)}", int)
     runs: int = option(3, "timed steps per row", int)
-    spread: tuple[str, ...] = runner.listed(
+    spread: tuple[str, ...] = runner.list_option(
         (), None, f"how ranks share a step: {', '.join(SPREADS)}; default under torchrun: all"
     )
     tile_tokens: int | None = option(
-        None, "tokens per tile of MLPs; 0: no tiles; auto: as in fine-tuning", number_or_auto
+        None, "tokens per tile of MLPs; 0: no tiles; auto: as in fine-tuning", parse_number_or_auto
     )
     offload_layers: int | None = option(
-        None, "layers with inputs on the host; auto: as few as fit", number_or_auto
+        None, "layers with inputs on the host; auto: as few as fit", parse_number_or_auto
     )
     qlora: bool = flag("keep weights in 4 bits, as `finetune/lora.py --qlora` does")
     longest: bool = flag("also search for the longest sequence whose step fits")
@@ -95,15 +103,15 @@ class Settings(models.LongestSettings):
     def __post_init__(self) -> None:
         implementations = self.implementations
         if not self.spread:
-            self._set("spread", SPREADS if by_torchrun() else (ALONE,))
+            self._set("spread", SPREADS if is_torchrun() else (ALONE,))
         super().__post_init__()
         if self.is_spread and not implementations:
             self._set("implementations", (CAB_DENSE, CAB))
-        accepted = (SDPA, CAB_DENSE, CAB, *dense.on(self.device))
-        self.check_choice("implementations", accepted)
+        accepted_names = (SDPA, CAB_DENSE, CAB, *dense.baselines_on(self.device))
+        self.check_choice("implementations", accepted_names)
         self.check("experts", not self.experts, "0, because the adapters and tiles are of one MLP")
         supports_cp = CP not in self.spread or set(self.implementations) & set(NAMES)
-        cp_names = ", ".join(name for name in NAMES if name in accepted)
+        cp_names = ", ".join(name for name in NAMES if name in accepted_names)
         self.check(
             "implementations", supports_cp, f"some of {cp_names} if a sequence is sharded ({CP})"
         )
@@ -118,12 +126,12 @@ class Settings(models.LongestSettings):
 
     @property
     def method(self) -> str:
-        together = models.TOGETHER if self.is_spread or by_torchrun() else ""
+        ranks_phrase = models.RANKS_NOTE if self.is_spread or is_torchrun() else ""
         return (
             f"median of {self.runs} steps by time.perf_counter after one warm-up step of at most "
             f"{WARM_UP_TOKENS:,} tokens; a step is forward and backward of a sequence of random "
             "tokens under gradient checkpointing, clipping and AdamW, in tiles and offloaded as "
-            f"in fine-tuning; the peak is all allocated memory{together}"
+            f"in fine-tuning; the peak is all allocated memory{ranks_phrase}"
         )
 
 
@@ -138,44 +146,49 @@ class LoraStep(Ranked):
     title = "A step of LoRA fine-tuning"
     caption = "seconds of a training step by length, and the speed-up of CAB"
     Settings = Settings
-    CASE = (*Settings.KEYS, "spread", "world")
+    CASE = (*Settings.CASE_OPTIONS, "spread", "world")
     ADDED = {"spread": ALONE, "world": 1, "sought": False, "fits": None, "room_gib": None}
     ADDED |= {"tile_tokens": 0, "offloaded": 0, "host_gib": None}
-    GROWS = (*Settings.KEYS.values(), "cab", "worlds", "spread", "longest", "multiple")
+    GROWS = (*Settings.CASE_OPTIONS.values(), "cab", "worlds", "spread", "longest", "multiple")
     GROWS += ("tile_tokens", "offload_layers")
-    SHAPE = ("dtype", "rank")
-    BY = {"way": "implementation", "ranks": "world", "spread": "spread"}
+    COPIED_SETTINGS = ("dtype", "rank")
+    GROUP_FIELDS = {"way": "implementation", "ranks": "world", "spread": "spread"}
     PANELS = (
         Panel("training step", "tokens/s per rank", ("tokens_s",)),
-        GAIN,
+        SPEED_UP_PANEL,
         Panel("relative to one rank alone", "efficiency", ("efficiency",), log=False),
     )
     NOTES = {
-        "": f"LoRA in {', '.join(TARGETS)}, all other weights frozen. {models.WAYS} {models.GAINS} "
+        "": f"LoRA in {', '.join(TARGETS)}, all other weights frozen. "
+        f"{models.IMPLEMENTATIONS_NOTE} {models.UPPER_BOUND_NOTE} "
         "Operations are those of the forward and backward pass, without recomputation. Room: "
         "all memory that torch can allocate.",
-        "worlds": SPREADING,
+        "worlds": SPREAD_NOTE,
     }
-    described = staticmethod(models.described)
-    FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as", "fits", "room_gib")
-    FOUND += ("tile_tokens", "offloaded", "host_gib")
+    describe_run = staticmethod(models.describe_run)
+    RESULT_FIELDS = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as", "fits", "room_gib")
+    RESULT_FIELDS += ("tile_tokens", "offloaded", "host_gib")
 
     @staticmethod
     def needs_ranks(settings: Settings) -> bool:
-        return settings.is_spread or by_torchrun()
+        return settings.is_spread or is_torchrun()
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         settings = self.settings
         for spread in settings.spread:
             fields = {"spread": spread, "world": 1 if spread == ALONE else self.ranks.size}
-            cases = [x for x in settings.asked() if spread != CP or x["implementation"] in NAMES]
+            cases = [
+                case
+                for case in settings.requested_cases()
+                if spread != CP or case["implementation"] in NAMES
+            ]
             for case in cases:
                 yield {**case, **fields, "sought": False}
             if settings.longest:
                 for implementation in dict.fromkeys(case["implementation"] for case in cases):
-                    searched = {**fields, "implementation": implementation}
-                    estimate = self.estimated_tokens(searched)
-                    yield from self.search(searched, samples, settings.multiple, estimate)
+                    search_fields = {**fields, "implementation": implementation}
+                    estimate = self.estimated_tokens(search_fields)
+                    yield from self.search(search_fields, samples, settings.multiple, estimate)
 
     def estimated_tokens(self, case: Mapping[str, Any]) -> int:
         """Return the longest sequence, in tokens, whose step fits into memory by the cost model.
@@ -185,74 +198,84 @@ class LoraStep(Ranked):
         Args:
             case: spread, number of ranks and implementation.
         """
-        step, room = self.settings.multiple, room_of(self.bench.room())
-        lengths = range(step, LONGEST, step) if room.device < inf else range(0)
+        step_tokens, memory = self.settings.multiple, available_memory(self.bench.available_gib())
+        lengths = range(step_tokens, LONGEST, step_tokens) if memory.device < inf else range(0)
         # no bisection: memory does not grow monotonically, because long sequences use tiles
         for length in reversed(lengths):
-            if room.holds(self.fitted(case, length, room)[1].memory):
+            if memory.can_hold(self.fit_memory(case, length, memory)[1].memory):
                 return length
         return 0
 
-    def fitted(self, case: Mapping[str, Any], length: int, room: Room) -> tuple[int, Fit]:
+    def fit_memory(
+        self, case: Mapping[str, Any], length: int, memory: AvailableMemory
+    ) -> tuple[int, MemoryFit]:
         """Return the MLP tile and the number of offloaded layers that fine-tuning would choose.
 
         Args:
             case: spread, number of ranks and implementation.
             length: tokens of the sequence.
-            room: available memory.
+            available_gib: available memory.
 
         Returns:
-            The tokens of an MLP tile, or 0 without tiles; and a `Fit`, which has the number of
-            layers whose inputs are offloaded to the host, and the estimated memory.
+            The tokens of an MLP tile, or 0 without tiles; and a `MemoryFit`, which has the number
+            of layers whose inputs are offloaded to the host, and the estimated memory.
         """
-        settings, spread, world = self.settings, case["spread"], case["world"]
-        cp, cost = world if spread == CP else 1, train_state(settings).cost
-        tile = tile_of(length // cp, settings.tile_tokens)
-        plans = {}
+        settings, spread, num_ranks = self.settings, case["spread"], case["world"]
+        num_cp_ranks, cost = num_ranks if spread == CP else 1, train_state(settings).cost
+        tile_tokens = choose_tile_tokens(length // num_cp_ranks, settings.tile_tokens)
+        plan_options = {}
         if case["implementation"] == CAB:
-            plans["plans"] = plan_bytes(cost, settings.budgeted(length), length, cp=cp)
-        return tile, fit(
+            plan_options["plan_bytes"] = estimate_plan_bytes(
+                cost, settings.config_with_density(length), length, cp=num_cp_ranks
+            )
+        return tile_tokens, choose_offloading(
             cost,
             length,
-            room,
+            memory,
             settings.offload_layers,
             itemsize=settings.torch_dtype.itemsize,
-            tile=tile,
-            cp=cp,
-            shards=world if spread == FSDP2 else 1,
-            **plans,
+            tile_tokens=tile_tokens,
+            cp=num_cp_ranks,
+            num_shards=num_ranks if spread == FSDP2 else 1,
+            **plan_options,
         )
 
-    def find_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
+    def fill_sample_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
         settings, length, spread = self.settings, sample["length"], sample["spread"]
         # free the hooks of an earlier distributed step, which are in reference cycles
         gc.collect()
-        sample["room_gib"] = self.bench.room()
-        tile, (offloaded, _) = self.fitted(sample, length, room_of(sample["room_gib"]))
-        sharing = ranks.size if spread == CP else 1
-        host_gib = save_memory(settings, length // sharing, tile, offloaded)
-        sample |= {"tile_tokens": tile, "offloaded": offloaded, "host_gib": host_gib}
+        sample["room_gib"] = self.bench.available_gib()
+        tile_tokens, (num_offloaded, _) = self.fit_memory(
+            sample, length, available_memory(sample["room_gib"])
+        )
+        num_sharing_ranks = ranks.size if spread == CP else 1
+        host_gib = apply_memory_savings(
+            settings, length // num_sharing_ranks, tile_tokens, num_offloaded
+        )
+        sample |= {"tile_tokens": tile_tokens, "offloaded": num_offloaded, "host_gib": host_gib}
         runs = 1 if sample["sought"] else settings.runs
-        with training(
+        with prepare_training(
             settings=settings,
             length=length,
             implementation=sample["implementation"],
             spread=spread,
             ranks=ranks,
-        ) as (call, attention_fields):
-            ranks.together(lambda: call(min(length, WARM_UP_TOKENS)))
+        ) as (run_step, attention_fields):
+            ranks.call_on_all_ranks(lambda: run_step(min(length, WARM_UP_TOKENS)))
             # reset the measured density, which includes the warm-up step
             attention_fields()
-            ranks.together(self.bench.settle)
-            result = ranks.time_slowest(self.bench, lambda: call(length), runs, warm_up=0)
+            ranks.call_on_all_ranks(self.bench.free_memory)
+            slowest_time = ranks.time_slowest(
+                self.bench, lambda: run_step(length), runs, warm_up_seconds=0
+            )
             sample |= {"fits": True, **attention_fields()}
         cost, density = train_state(settings).cost, sample["density"]
-        operations = step_flops(cost, length, density)
+        sparse_flops = step_flops(cost, length, density)
         sample |= {
-            "ms": result.ms,
-            "peak_gib": result.peak_gib,
-            "ceiling": step_flops(cost, length) / operations,
-            "tflops": operations / sharing / result.ms / 1e9,
+            "ms": slowest_time.ms,
+            "peak_gib": slowest_time.peak_gib,
+            "ceiling": step_flops(cost, length) / sparse_flops,
+            "tflops": sparse_flops / num_sharing_ranks / slowest_time.ms / 1e9,
         }
 
     @staticmethod
@@ -263,22 +286,22 @@ class LoraStep(Ranked):
         """
         rows, tokens_s_alone = [], {}
         for group in grouped(samples, ["spread", "world"]):
-            rows += with_dense_ratios(group)
+            rows += add_dense_ratios(group)
         for row in rows:
-            sequences = row["world"] if row["spread"] in (DDP, FSDP2) else 1
-            tokens = sequences * row["length"] / row["world"]
-            row |= {"tokens_s": row["ms"] and tokens / row["ms"] * 1e3, "efficiency": None}
+            num_sequences = row["world"] if row["spread"] in (DDP, FSDP2) else 1
+            tokens_per_rank = num_sequences * row["length"] / row["world"]
+            row |= {"tokens_s": row["ms"] and tokens_per_rank / row["ms"] * 1e3, "efficiency": None}
             if row["spread"] == ALONE:
                 tokens_s_alone[row["length"], row["implementation"]] = row["tokens_s"]
         for row in rows:
-            alone = tokens_s_alone.get((row["length"], row["implementation"]))
-            if alone and row["tokens_s"]:
-                row["efficiency"] = row["tokens_s"] / alone
+            alone_tokens_s = tokens_s_alone.get((row["length"], row["implementation"]))
+            if alone_tokens_s and row["tokens_s"]:
+                row["efficiency"] = row["tokens_s"] / alone_tokens_s
         return rows
 
     @classmethod
     def readings(cls, rows: Sequence[Row]) -> list[str]:
-        return [*speed_ups(rows), *runner.longest(rows, cls.BY)]
+        return [*describe_speed_ups(rows), *runner.describe_longest(rows, cls.GROUP_FIELDS)]
 
 
 EXPERIMENT = LoraStep
@@ -292,17 +315,17 @@ def step_flops(cost: Cost, length: int, density: float = 1.0) -> float:
         length: tokens of the sequence.
         density: fraction of the causal (query, key) pairs whose attention is computed.
     """
-    attention = sum(cost.attention(cost.pairs(torch.arange(length)[None])))
-    return cost.products(length) + density * attention
+    attention = sum(cost.attention_flops(cost.count_pairs(torch.arange(length)[None])))
+    return cost.product_flops(length) + density * attention
 
 
-def room_of(gib: float | None) -> Room:
+def available_memory(gib: float | None) -> AvailableMemory:
     """Return the available memory of the device and of the host.
 
     Args:
         gib: GiB that torch can allocate; None: unlimited, as on a CPU.
     """
-    return Room(inf if gib is None else gib * GIB, host_bytes())
+    return AvailableMemory(inf if gib is None else gib * GIB, get_host_bytes())
 
 
 class TrainState(NamedTuple):
@@ -317,7 +340,7 @@ class TrainState(NamedTuple):
     cost: Cost
 
     @property
-    def trainable(self) -> list[nn.Parameter]:
+    def trainable_parameters(self) -> list[nn.Parameter]:
         """The weights of the adapters."""
         return [p for p in self.objective.parameters() if p.requires_grad]
 
@@ -331,47 +354,49 @@ def train_state(settings: Settings) -> TrainState:
     model = models.random_model(settings)
     if settings.qlora:
         to_4_bits(model, settings.dtype)
-    model = with_lora(model, TARGETS, settings.rank, ALPHA)
+    model = with_lora(model, TARGETS, settings.rank, LORA_ALPHA)
     enable_gradient_checkpointing(model)
     model.train()
     return TrainState(Objective(model), Cost.of(model))
 
 
-def save_memory(settings: Settings, tokens: int, tile: int, offloaded: int) -> float:
+def apply_memory_savings(
+    settings: Settings, tokens_per_rank: int, tile_tokens: int, num_offloaded: int
+) -> float:
     """Apply MLP tiles and offloading to the model, and return the GiB of pinned host memory.
 
     Args:
         settings: the settings.
-        tokens: tokens per rank.
-        tile: tokens of a tile; 0: no tiles.
-        offloaded: number of layers whose inputs are offloaded to the host.
+        tokens_per_rank: tokens per rank.
+        tile_tokens: tokens of a tile; 0: no tiles.
+        num_offloaded: number of layers whose inputs are offloaded to the host.
     """
     model = train_state(settings).objective.model
     # one tile of all tokens, and of the padding of ranks, means no tiles
-    compute_in_tiles(model, tile or sys.maxsize)
-    offload = Offload(offloaded, torch.device(settings.device))
+    compute_in_tiles(model, tile_tokens or sys.maxsize)
+    offload = Offload(num_offloaded, torch.device(settings.device))
     # `enable` frees the pinned memory of an earlier case before `reserve` pins more
     offload.enable(model)
     # pin memory now, so that the timed step does not
-    offload.reserve(tokens * settings.hidden * settings.torch_dtype.itemsize)
+    offload.reserve(tokens_per_rank * settings.hidden * settings.torch_dtype.itemsize)
     return offload.host_bytes / GIB
 
 
-def batch_of(settings: Settings, tokens: int, number: int = 0) -> Batch:
+def make_batch(settings: Settings, num_tokens: int, sequence_number: int = 0) -> Batch:
     """Return a batch of one random sequence [1, tokens]; labels are the next random tokens.
 
     Args:
         settings: vocabulary, device and seed.
-        tokens: length of the sequence.
-        number: sequences of different numbers have different tokens.
+        num_tokens: length of the sequence.
+        sequence_number: sequences of different numbers have different tokens.
     """
-    ids = models.random_tokens(settings, tokens + 1, number)
-    positions = torch.arange(tokens, device=settings.device)[None]
+    ids = models.random_tokens(settings, num_tokens + 1, sequence_number)
+    positions = torch.arange(num_tokens, device=settings.device)[None]
     return {"input_ids": ids[:, :-1], "position_ids": positions, "labels": ids[:, 1:]}
 
 
 @contextmanager
-def training(
+def prepare_training(
     settings: Settings,
     length: int,
     implementation: str,
@@ -389,17 +414,17 @@ def training(
 
     Yields:
         A function of a number of tokens that takes a training step on a random sequence of this
-        length; and a function that returns `models.attended_by` for all steps since its last call,
-        with the mean density of all ranks.
+        length; and a function that returns `models.attention_fields` for all steps since its last
+        call, with the mean density of all ranks.
     """
     ranks = RankGroup() if ranks is None else ranks
-    model, config = models.random_model(settings), settings.budgeted(length)
+    model, config = models.random_model(settings), settings.config_with_density(length)
 
     def attention_fields() -> dict[str, Any]:
-        fields = models.attended_by(model, length, implementation, reset=True)
+        fields = models.attention_fields(model, length, implementation, reset=True)
         if spread != CP:
             return fields | {"density": ranks.mean(fields["density"])}
-        density = ranks.mean(fields["density"], ranks.pairs(length, block_of(model)))
+        density = ranks.mean(fields["density"], ranks.pairs(length, get_block_tokens(model)))
         # `describe` does not describe attention over ranks
         return {"density": density, "ran_as": None}
 
@@ -408,31 +433,34 @@ def training(
         # are zero
         generator = torch.Generator(settings.device).manual_seed(settings.seed)
         with torch.no_grad():
-            for parameter in train_state(settings).trainable:
+            for parameter in train_state(settings).trainable_parameters:
                 parameter.normal_(std=models.INITIAL_STD, generator=generator)
     try:
         with (
-            models.attending(model, implementation, config),
-            distributed_backward(settings, spread, ranks) as backward,
+            models.use_attention(model, implementation, config),
+            prepare_backward(settings, spread, ranks) as add_gradients,
         ):
-            # read the parameters after `distributed_backward`, because FSDP2 replaces them
-            trainable = train_state(settings).trainable
+            # read the parameters after `prepare_backward`, because FSDP2 replaces them
+            trainable_parameters = train_state(settings).trainable_parameters
             is_cuda = torch.device(settings.device).type == "cuda"
-            optimizer = torch.optim.AdamW(trainable, LEARNING_RATE, fused=is_cuda)
+            optimizer = torch.optim.AdamW(trainable_parameters, LEARNING_RATE, fused=is_cuda)
             try:
-                yield partial(train_step, backward, trainable, optimizer), attention_fields
+                yield (
+                    partial(train_step, add_gradients, trainable_parameters, optimizer),
+                    attention_fields,
+                )
             finally:
-                for parameter in trainable:
+                for parameter in trainable_parameters:
                     parameter.grad = None
     finally:
         if spread == FSDP2:
             # the cached model is sharded, and other cases need a whole model
-            models.forget_model()
+            models.clear_model_cache()
             train_state.cache_clear()
 
 
 @contextmanager
-def distributed_backward(
+def prepare_backward(
     settings: Settings, spread: str, ranks: RankGroup
 ) -> Iterator[Callable[[int], None]]:
     """Distribute the model over ranks, and yield a function that computes gradients.
@@ -441,49 +469,51 @@ def distributed_backward(
     length, and adds the result to this rank's gradients. With `FSDP2`, the weights remain sharded
     after the block.
     """
-    objective = wrapped = train_state(settings).objective
-    batch, scale, context = partial(batch_of, settings), 1, nullcontext()
+    objective = wrapped_objective = train_state(settings).objective
+    make_batch_of, loss_scale, parallel_context = partial(make_batch, settings), 1, nullcontext()
     if spread in (DDP, FSDP2):
-        batch = partial(batch, number=ranks.rank)
+        make_batch_of = partial(make_batch_of, sequence_number=ranks.rank)
     if spread == FSDP2:
         # as accelerate does: one FSDP unit per decoder layer, and one unit of all other modules
-        mesh = DeviceMesh.from_group(ranks.group, torch.device(settings.device).type)
+        device_mesh = DeviceMesh.from_group(ranks.group, torch.device(settings.device).type)
         for layer in models.random_model(settings).model.layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-        fully_shard(objective, mesh=mesh)
+            fully_shard(layer, mesh=device_mesh, reshard_after_forward=True)
+        fully_shard(objective, mesh=device_mesh)
     if spread in (DDP, CP):
-        wrapped = DistributedDataParallel(objective, process_group=ranks.group)
+        wrapped_objective = DistributedDataParallel(objective, process_group=ranks.group)
     if spread == CP:
-        block, scale = block_of(objective.model), ranks.size
+        block_tokens, loss_scale = get_block_tokens(objective.model), ranks.size
         # gradient checkpointing recomputes a layer, which gathers K and V again in any case
-        context = context_parallel(objective.model, ranks.group, block=block, regather_kv=False)
+        parallel_context = context_parallel(
+            objective.model, ranks.group, block=block_tokens, regather_kv=False
+        )
 
     def backward(tokens: int) -> None:
-        own_batch = batch(tokens)
+        own_batch = make_batch_of(tokens)
         if spread == CP:
-            own_batch = sharded(own_batch, ranks.group, block)
-        # DDP averages gradients over ranks; ``scale`` undoes this for ranks that share a sequence
-        (wrapped(own_batch) * (scale / tokens)).backward()
+            own_batch = shard_batch(own_batch, ranks.group, block_tokens)
+        # DDP averages gradients over ranks; ``loss_scale`` undoes this if ranks share a sequence
+        (wrapped_objective(own_batch) * (loss_scale / tokens)).backward()
 
-    with context:
+    with parallel_context:
         yield backward
 
 
 def train_step(
-    backward: Callable[[int], None],
-    trainable: Sequence[nn.Parameter],
+    add_gradients: Callable[[int], None],
+    trainable_parameters: Sequence[nn.Parameter],
     optimizer: torch.optim.Optimizer,
-    tokens: int,
+    num_tokens: int,
 ) -> None:
-    """Take an optimizer step on a sequence of ``tokens`` tokens.
+    """Take an optimizer step on a sequence of ``num_tokens`` tokens.
 
     Args:
-        backward: function that computes gradients, from `distributed_backward`.
-        trainable: the trained parameters.
+        add_gradients: function that computes gradients, from `prepare_backward`.
+        trainable_parameters: the trained parameters.
         optimizer: the optimizer of these parameters.
-        tokens: tokens of the sequence.
+        num_tokens: tokens of the sequence.
     """
-    backward(tokens)
-    torch.nn.utils.clip_grad_norm_(trainable, CLIP)
+    add_gradients(num_tokens)
+    torch.nn.utils.clip_grad_norm_(trainable_parameters, MAX_GRADIENT_NORM)
     optimizer.step()
     optimizer.zero_grad()

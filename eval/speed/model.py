@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cab_hf.call.scope import reading
+from cab_hf.call.scope import set_prompt
 from cab_hf.config import CabConfig
-from cab_hf.eval.kv_cache import cache_arguments
+from cab_hf.eval.kv_cache import make_cache_arguments
 from cab_hf.eval.quantised import to_8_bits
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.dense import CHECK_LENGTH, check_dense
-from cab_hf.eval.speed.runner import KEEPS_ALL, SpeedSettings, densities, run_description
+from cab_hf.eval.speed.runner import KEEP_ALL_BLOCKS, SpeedSettings, densities, run_description
 from cab_hf.experiment.settings import by_device, option
 
 # functions import transformers themselves, so that --help is fast
@@ -32,20 +32,20 @@ CAB = {"cab": {}, "cab-always": {"min_length": 0}}
 INITIAL_STD = 0.02
 ROPE_THETA = 500_000.0
 # notes of reports on the attention implementations, and on upper bounds of the speed-up
-WAYS = (
+IMPLEMENTATIONS_NOTE = (
     "sdpa is the implementation of transformers; other dense kernels replace it. cab computes "
     "prompts shorter than min_length densely, cab-always computes none densely. Density: "
     "attended over causal pairs in all layers."
 )
-GAINS = (
+UPPER_BOUND_NOTE = (
     "Upper bound: operations of the dense model divided by those at the measured density. TFLOP/s "
     f"count attended pairs. {dense.BREAK_EVEN}"
 )
 # implementations of norms, RoPE and MLPs. A run measures them in this order, because liger-kernel
 # replaces the RoPE of transformers until the process ends.
-PLAIN, FP8, LIGER = "plain", "fp8", "liger"
-VARIANTS = (PLAIN, FP8, LIGER, f"{FP8}+{LIGER}")
-TOGETHER = (
+PLAIN_VARIANT, FP8, LIGER = "plain", "fp8", "liger"
+VARIANTS = (PLAIN_VARIANT, FP8, LIGER, f"{FP8}+{LIGER}")
+RANKS_NOTE = (
     "; all ranks start together; the slowest of each run and the highest peak of any rank count"
 )
 
@@ -61,7 +61,7 @@ class ModelShape(SpeedSettings):
         *("layers", "hidden", "intermediate", "kv_heads", "head_dim", "vocab"),
         "experts_per_token",
     )
-    FROM_0 = ("experts",)
+    NON_NEGATIVE = ("experts",)
 
     layers: int | None = by_device(32, 2, "number of decoder layers", int)
     hidden: int | None = by_device(4096, 64, "hidden size", int)
@@ -97,32 +97,32 @@ class ModelShape(SpeedSettings):
             density: fraction of the causal (query, key) pairs whose attention is computed.
             num_cached: tokens in the KV cache before the prompt.
         """
-        projections = 2 * (self.heads + self.kv_heads) * self.head_dim
-        mlps = self.experts_per_token if self.experts else 1
-        mlp_weights = 3 * self.intermediate * mlps + self.experts  # projections and router
-        weights = self.layers * self.hidden * (projections + mlp_weights)
-        pairs = density * (length * num_cached + length**2 / 2)
-        attention = self.layers * self.heads * 4 * self.head_dim * pairs
-        return 2.0 * (length * weights + self.hidden * self.vocab) + attention
+        projection_channels = 2 * (self.heads + self.kv_heads) * self.head_dim
+        num_mlps = self.experts_per_token if self.experts else 1
+        mlp_channels = 3 * self.intermediate * num_mlps + self.experts  # projections and router
+        num_weights = self.layers * self.hidden * (projection_channels + mlp_channels)
+        num_pairs = density * (length * num_cached + length**2 / 2)
+        attention_flops = self.layers * self.heads * 4 * self.head_dim * num_pairs
+        return 2.0 * (length * num_weights + self.hidden * self.vocab) + attention_flops
 
     def cache_gib(self, length: int) -> float:
         """Return the GiB of the keys and values of ``length`` tokens in all layers."""
-        channels = 2 * self.layers * self.kv_heads * self.head_dim
-        return length * channels * self.torch_dtype.itemsize / 2**30
+        channels_per_token = 2 * self.layers * self.kv_heads * self.head_dim
+        return length * channels_per_token * self.torch_dtype.itemsize / 2**30
 
 
 @dataclass(frozen=True)
 class ModelSettings(ModelShape):
     """Settings of ops that run prompts through a model; adds CAB's option ``max_density``."""
 
-    DEFAULTS = KEEPS_ALL
+    CONFIG_DEFAULTS = KEEP_ALL_BLOCKS
 
     max_density: tuple[str, ...] = densities("0.1")
 
     def configs(self) -> list[CabConfig]:
-        return [self.budgeted(length) for length in self.lengths]
+        return [self.config_with_density(length) for length in self.lengths]
 
-    def budgeted(self, length: int, implementation: str = "cab") -> CabConfig:
+    def config_with_density(self, length: int, implementation: str = "cab") -> CabConfig:
         """Return CAB's config with the ``max_density`` of the settings for a length of prompts.
 
         Args:
@@ -130,7 +130,7 @@ class ModelSettings(ModelShape):
             implementation: name of the attention implementation. If it is a key of `CAB`, the
                 fields of this variant are set too.
         """
-        config = self.configured(max_density=self.density_at(length))
+        config = self.config_with(max_density=self.density_at(length))
         return dataclasses.replace(config, **CAB.get(implementation, {}))
 
 
@@ -138,7 +138,7 @@ class ModelSettings(ModelShape):
 class LongestSettings(ModelSettings):
     """Settings of ops that can search for the longest sequence that fits into GPU memory."""
 
-    FROM_0 = (*ModelSettings.FROM_0, "gpu_gib")
+    NON_NEGATIVE = (*ModelSettings.NON_NEGATIVE, "gpu_gib")
 
     gpu_gib: float = option(
         0.0, "GiB that may be allocated, to simulate a smaller GPU; 0: all", float
@@ -149,21 +149,22 @@ class LongestSettings(ModelSettings):
         self.check("gpu_gib", not self.gpu_gib or self.device != "cpu", "0 on a CPU")
 
 
-def described(settings: Mapping[str, Any]) -> str:
+def describe_run(settings: Mapping[str, Any]) -> str:
     """Return a description of the model, CAB's config and the timing method for a report."""
-    budgets = settings.get("max_density")
-    experts, mlp = settings.get("experts"), f"{settings['intermediate']} in the MLP"
-    if experts:
-        mlp = (
-            f"{experts} experts of {settings['intermediate']}, {settings['experts_per_token']} "
-            "per token"
+    densities = settings.get("max_density")
+    num_experts, mlp_text = settings.get("experts"), f"{settings['intermediate']} in the MLP"
+    if num_experts:
+        mlp_text = (
+            f"{num_experts} experts of {settings['intermediate']}, "
+            f"{settings['experts_per_token']} per token"
         )
+    model_text = "Qwen3-MoE" if num_experts else "LLaMA"
     return run_description(
-        f"A {'Qwen3-MoE' if experts else 'LLaMA'} with random weights (standard deviation "
-        f"{INITIAL_STD}): {settings['layers']} layers of {settings['hidden']} channels ({mlp}), "
+        f"A {model_text} with random weights (standard deviation {INITIAL_STD}): "
+        f"{settings['layers']} layers of {settings['hidden']} channels ({mlp_text}), "
         f"{settings['heads']} query and {settings['kv_heads']} key heads of "
         f"{settings['head_dim']}, {settings['vocab']:,} tokens, {settings['dtype']}"
-        + (f", max_density {', '.join(budgets)}" if budgets else ""),
+        + (f", max_density {', '.join(densities)}" if densities else ""),
         settings,
     )
 
@@ -199,7 +200,7 @@ def model_config(settings: ModelShape) -> PretrainedConfig:
     )
 
 
-def random_model(settings: ModelShape, variant: str = PLAIN) -> PreTrainedModel:
+def random_model(settings: ModelShape, variant: str = PLAIN_VARIANT) -> PreTrainedModel:
     """Return a model with random weights, created directly on its device and in its dtype.
 
     The last returned model is cached, so that successive cases with equal arguments share it.
@@ -222,15 +223,15 @@ def _random_model(settings: ModelShape, variant: str) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(
             model_config(settings), dtype=settings.torch_dtype, attn_implementation=SDPA
         )
-    for name in () if variant == PLAIN else variant.split("+"):
-        HASTENED[name](model)
+    for variant_part in () if variant == PLAIN_VARIANT else variant.split("+"):
+        REPLACE_MODULES[variant_part](model)
     return model.eval()
 
 
-forget_model = _random_model.cache_clear
+clear_model_cache = _random_model.cache_clear
 
 
-def _by_liger(model: PreTrainedModel) -> None:
+def _replace_by_liger_kernels(model: PreTrainedModel) -> None:
     """Replace the norms, RoPE and MLPs of ``model`` by kernels of liger-kernel, in place."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -240,23 +241,23 @@ def _by_liger(model: PreTrainedModel) -> None:
 
 
 # part of a variant's name, between plus signs -> function that replaces modules of a model in place
-HASTENED = {FP8: to_8_bits, LIGER: _by_liger}
+REPLACE_MODULES = {FP8: to_8_bits, LIGER: _replace_by_liger_kernels}
 
 
-def random_tokens(settings: ModelShape, length: int, seed: int = 0) -> Tensor:
+def random_tokens(settings: ModelShape, length: int, seed_offset: int = 0) -> Tensor:
     """Return random token ids, int64 [1, length]; all ranks get the same ids.
 
     Args:
         settings: vocabulary, device and seed.
         length: number of tokens.
-        seed: number that is added to the seed of the settings.
+        seed_offset: number that is added to the seed of the settings.
     """
-    generator = torch.Generator(settings.device).manual_seed(settings.seed + seed)
+    generator = torch.Generator(settings.device).manual_seed(settings.seed + seed_offset)
     return torch.randint(settings.vocab, (1, length), generator=generator, device=settings.device)
 
 
 def random_cache(
-    model: PreTrainedModel, length: int, batch: int = 1, slots: int = 0, sparse: bool = False
+    model: PreTrainedModel, length: int, batch: int = 1, num_slots: int = 0, has_index: bool = False
 ) -> Cache:
     """Return a KV cache that contains random keys and values in every layer of ``model``.
 
@@ -264,43 +265,47 @@ def random_cache(
         model: the model.
         length: number of cached tokens per sequence.
         batch: number of sequences.
-        slots: capacity of a static cache in tokens; 0: a dynamic cache.
-        sparse: True to add the key index of `cab_hf.index_cache` for sparse decode steps.
+        num_slots: capacity of a static cache in tokens; 0: a dynamic cache.
+        has_index: True to add the key index of `cab_hf.index_cache` for sparse decode steps.
     """
     from transformers import DynamicCache, StaticCache
 
     from cab_hf import index_cache
 
     config = model.config
-    if slots:
-        cache = StaticCache(config=config, max_cache_len=slots)
+    if num_slots:
+        cache = StaticCache(config=config, max_cache_len=num_slots)
     else:
         cache = DynamicCache(config=config)
-    cache = index_cache(model, cache) if sparse else cache
+    cache = index_cache(model, cache) if has_index else cache
     generator = torch.Generator(model.device).manual_seed(0)
-    like = {"device": model.device, "dtype": model.dtype, "generator": generator}
-    shape = (batch, config.num_key_value_heads, length, config.head_dim)
-    for layer in range(config.num_hidden_layers):
-        cache.update(torch.randn(shape, **like), torch.randn(shape, **like), layer)
+    tensor_options = {"device": model.device, "dtype": model.dtype, "generator": generator}
+    kv_shape = (batch, config.num_key_value_heads, length, config.head_dim)
+    for layer_index in range(config.num_hidden_layers):
+        cache.update(
+            torch.randn(kv_shape, **tensor_options),
+            torch.randn(kv_shape, **tensor_options),
+            layer_index,
+        )
     return cache
 
 
 @contextmanager
-def prefilling(
+def prepare_prefill(
     settings: ModelSettings,
     length: int,
     implementation: str,
-    chunk: int = 0,
+    chunk_tokens: int = 0,
     num_cached: int = 0,
-    variant: str = PLAIN,
+    variant: str = PLAIN_VARIANT,
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]], Callable[[], None]]]:
     """Yield functions that run a prefill; inside the block, the model uses ``implementation``.
 
     Args:
         settings: the settings.
         length: tokens of the prompt.
-        implementation: name of the attention implementation, as in `attending`.
-        chunk: tokens per call. A prompt in chunks is read into a static cache of its length,
+        implementation: name of the attention implementation, as in `use_attention`.
+        chunk_tokens: tokens per call. A prompt in chunks is read into a static cache of its length,
             because a dynamic cache would copy the keys and values of a layer for every chunk. 0:
             the whole prompt in one call.
         num_cached: tokens before the prompt in a `DynamicCache` of random keys and values.
@@ -308,18 +313,18 @@ def prefilling(
 
     Yields:
         A function that runs the model on a random prompt and returns the output of the last token;
-        a function that returns `attended_by` for all calls so far; and a function that removes the
-        prompt from the `DynamicCache`, for the next call.
+        a function that returns `attention_fields` for all calls so far; and a function that removes
+        the prompt from the `DynamicCache`, for the next call.
     """
     from transformers import StaticCache
 
     model, prompt = random_model(settings, variant), random_tokens(settings, length)
-    cached = random_cache(model, num_cached) if num_cached else None
+    random_kv_cache = random_cache(model, num_cached) if num_cached else None
 
     @torch.inference_mode()
-    def call() -> Any:
-        cache = cached
-        if chunk:
+    def run_prefill() -> Any:
+        cache = random_kv_cache
+        if chunk_tokens:
             cache = StaticCache(config=model.config, max_cache_len=length)
             # allocate the cache before all other tensors, while free memory is contiguous
             cache.early_initialization(
@@ -329,28 +334,32 @@ def prefilling(
                 dtype=model.dtype,
                 device=model.device,
             )
-        with reading(num_cached + length, start=num_cached):
-            for chunk_ids in prompt.split(chunk or length, dim=1):
-                output = model(chunk_ids, **cache_arguments(model, cache), logits_to_keep=1)
+        with set_prompt(num_cached + length, start=num_cached):
+            for chunk_ids in prompt.split(chunk_tokens or length, dim=1):
+                output = model(chunk_ids, **make_cache_arguments(model, cache), logits_to_keep=1)
         return output
 
-    def crop() -> None:
-        num_added = cached.get_seq_length() - num_cached if num_cached else 0
+    def crop_cache() -> None:
+        num_added = random_kv_cache.get_seq_length() - num_cached if num_cached else 0
         # do not crop 0 tokens, because versions of transformers treat crop(0) differently
         if num_added:
-            cached.crop(-num_added)
+            random_kv_cache.crop(-num_added)
 
-    config = settings.budgeted(length, implementation)
-    with attending(model, implementation, config, continues=num_cached > 0):
-        yield call, partial(attended_by, model, num_cached + length, implementation), crop
+    config = settings.config_with_density(length, implementation)
+    with use_attention(model, implementation, config, has_cache=num_cached > 0):
+        yield (
+            run_prefill,
+            partial(attention_fields, model, num_cached + length, implementation),
+            crop_cache,
+        )
 
 
 @contextmanager
-def attending(
+def use_attention(
     model: PreTrainedModel,
     implementation: str,
     config: CabConfig | None = None,
-    continues: bool = False,
+    has_cache: bool = False,
 ) -> Iterator[None]:
     """Use another attention implementation in ``model`` inside the block.
 
@@ -361,11 +370,11 @@ def attending(
         implementation: a key of `CAB`, the name of a baseline in `dense`, or an
             ``attn_implementation`` of transformers.
         config: the config of CAB; None for other implementations.
-        continues: True if calls of the model append to a KV cache that already has tokens.
+        has_cache: True if calls of the model append to a KV cache that already has tokens.
 
     Raises:
         ImportError: the library of a baseline is not installed.
-        RuntimeError: ``continues`` is True, and the baseline cannot append to a cache.
+        RuntimeError: ``has_cache`` is True, and the baseline cannot append to a cache.
         ValueError: ``implementation`` is unknown to transformers.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -377,25 +386,27 @@ def attending(
         with cab(model, config):
             yield
         return
-    name, baseline = implementation, dense.on(model.device).get(implementation)
+    function_name, baseline = implementation, dense.baselines_on(model.device).get(implementation)
     if baseline is not None:
-        if continues and not baseline.continues:
+        if has_cache and not baseline.aligns_to_last_key:
             raise RuntimeError(
                 f"{implementation} cannot continue a cache: it takes queries for the first tokens"
             )
-        name = f"speed_{implementation.replace(' ', '_')}"
-        ALL_ATTENTION_FUNCTIONS[name] = _function(model, implementation, baseline, continues)
+        function_name = f"speed_{implementation.replace(' ', '_')}"
+        ALL_ATTENTION_FUNCTIONS[function_name] = _make_attention_function(
+            model, implementation, baseline, has_cache
+        )
     try:
-        model.set_attn_implementation(name)
+        model.set_attn_implementation(function_name)
         yield
     finally:
         model.set_attn_implementation(SDPA)
         if baseline is not None:
-            del ALL_ATTENTION_FUNCTIONS[name]
+            del ALL_ATTENTION_FUNCTIONS[function_name]
 
 
-def _function(
-    model: PreTrainedModel, name: str, baseline: dense.Baseline, continues: bool
+def _make_attention_function(
+    model: PreTrainedModel, baseline_name: str, baseline: dense.Baseline, has_cache: bool
 ) -> Callable[..., tuple[Tensor, None]]:
     """Return a function with the signature of transformers' attention functions for a baseline.
 
@@ -403,40 +414,40 @@ def _function(
 
     Args:
         model: the model.
-        name: name of the baseline, for messages.
+        baseline_name: name of the baseline, for messages.
         baseline: the baseline.
-        continues: True to check fewer queries than keys, as in a call with a cache.
+        has_cache: True to check fewer queries than keys, as in a call with a cache.
 
     Raises:
         ArithmeticError: the kernel is wrong.
     """
     kernel = baseline.load()
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        q, k, v = baseline.heads(q, k, v)
+    def attend_matched_heads(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        q, k, v = baseline.match_heads(q, k, v)
         return kernel(q, k, v, scale)
 
-    def attention(
+    def attention_function(
         module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
         if mask is not None:
             raise ValueError(
-                f"{name} must get no mask, because it is causal here, got one from transformers. "
-                "Use prompts without padding."
+                f"{baseline_name} must get no mask, because it is causal here, got one from "
+                "transformers. Use prompts without padding."
             )
-        return attend(q, k, v, scaling).transpose(1, 2), None
+        return attend_matched_heads(q, k, v, scaling).transpose(1, 2), None
 
     config = model.config
-    like = {"device": model.device, "dtype": model.dtype}
-    q_length = CHECK_LENGTH // 2 if continues else CHECK_LENGTH
-    q = torch.randn((1, config.num_attention_heads, q_length, config.head_dim), **like)
+    tensor_options = {"device": model.device, "dtype": model.dtype}
+    q_length = CHECK_LENGTH // 2 if has_cache else CHECK_LENGTH
+    q = torch.randn((1, config.num_attention_heads, q_length, config.head_dim), **tensor_options)
     kv_shape = (2, 1, config.num_key_value_heads, CHECK_LENGTH, config.head_dim)
-    k, v = torch.randn(kv_shape, **like)
-    check_dense(attend, q, k, v, backward=model.training)
-    return attention
+    k, v = torch.randn(kv_shape, **tensor_options)
+    check_dense(attend_matched_heads, q, k, v, backward=model.training)
+    return attention_function
 
 
-def attended_by(
+def attention_fields(
     model: PreTrainedModel, length: int, implementation: str, reset: bool = False
 ) -> dict[str, Any]:
     """Return the density and a description of the attention that ``model`` has computed.
@@ -446,7 +457,7 @@ def attended_by(
     Args:
         model: the model.
         length: tokens per sequence.
-        implementation: name of the attention implementation, as in `attending`.
+        implementation: name of the attention implementation, as in `use_attention`.
         reset: True to reset the statistics afterwards.
 
     Returns:

@@ -21,19 +21,19 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from cab_hf.distributed import RankLost
-from cab_hf.distributed.sharding import sharding_of
+from cab_hf.distributed.sharding import get_sharding
 from cab_hf.eval.experiment import PROG, run
 from cab_hf.eval.speed.runner import Speed, SpeedSettings
-from cab_hf.eval.speed.timing import MOST_RUNS, Bench, in_a_sentence
+from cab_hf.eval.speed.timing import MAX_RUNS, Bench, summarise_error
 from cab_hf.experiment.settings import UsageError, read_settings
 
 Result = TypeVar("Result")
 # largest time that the other ranks wait while rank 0 measures a case of one rank
-PATIENCE = timedelta(hours=2)
-ROW_SECONDS = 1.0  # largest time of a timed run that consists of several calls
+CONTROL_TIMEOUT = timedelta(hours=2)
+MAX_RUN_SECONDS = 1.0  # largest time of a timed run that consists of several calls
 
 
-class Slowest(NamedTuple):
+class SlowestTime(NamedTuple):
     """The time of a call that all ranks start together, on the slowest rank of each run.
 
     Attributes:
@@ -72,13 +72,13 @@ class RankGroup:
     def size(self) -> int:
         return 1 if self.group is None else self.group.size()
 
-    def all_gather(self, value: Result) -> list[Result]:
+    def all_gather(self, own_value: Result) -> list[Result]:
         """Return the values of all ranks, in the order of the ranks."""
         if self.control is None:
-            return [value]
-        result: list[Any] = [None] * self.size
-        dist.all_gather_object(result, value, group=self.control)
-        return result
+            return [own_value]
+        rank_values: list[Any] = [None] * self.size
+        dist.all_gather_object(rank_values, own_value, group=self.control)
+        return rank_values
 
     def from_rank_0(self, value: Result) -> Result:
         """Return the value of rank 0 on every rank."""
@@ -86,21 +86,23 @@ class RankGroup:
 
     def mean(self, value: float, weight: float = 1) -> float:
         """Return the weighted mean of a value over the ranks."""
-        pairs = self.all_gather((value, weight))
-        weighted_sum = sum(rank_value * rank_weight for rank_value, rank_weight in pairs)
-        return weighted_sum / sum(rank_weight for _, rank_weight in pairs)
+        value_weight_pairs = self.all_gather((value, weight))
+        weighted_sum = sum(
+            rank_value * rank_weight for rank_value, rank_weight in value_weight_pairs
+        )
+        return weighted_sum / sum(rank_weight for _, rank_weight in value_weight_pairs)
 
-    def pairs(self, length: int, block: int) -> int:
+    def pairs(self, length: int, block_tokens: int) -> int:
         """Return the number of causal (query, key) pairs of this rank's queries.
 
         Args:
             length: tokens of the sharded sequence.
-            block: tokens of which the chunks of ranks are multiples.
+            block_tokens: tokens of which the chunks of ranks are multiples.
         """
-        sharding = sharding_of((length,), self.size, block)
-        return int((sharding.positions[self.rank] + 1)[sharding.real[self.rank]].sum())
+        sharding = get_sharding((length,), self.size, block_tokens)
+        return int((sharding.positions[self.rank] + 1)[sharding.is_real[self.rank]].sum())
 
-    def together(self, call: Callable[[], Result]) -> Result:
+    def call_on_all_ranks(self, call: Callable[[], Result]) -> Result:
         """Call ``call`` on all ranks, and return this rank's result after all ranks have returned.
 
         Raises:
@@ -109,33 +111,33 @@ class RankGroup:
         """
         if self.control is None:
             return call()
-        result, message = None, None
+        own_result, own_message = None, None
         try:
-            result = call()
+            own_result = call()
         except RankLost:
             # a rank has ended, so that messages cannot reach all ranks any more
             raise
         except Exception as error:
-            message = in_a_sentence(error)
-        messages = self.all_gather(message)
+            own_message = summarise_error(error)
+        messages = self.all_gather(own_message)
         failures = [
             f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None
         ]
         if failures:
             # name the rank only if other ranks succeeded
             raise RuntimeError(failures[0] if None in messages else messages[0])
-        return result
+        return own_result
 
     def time_slowest(
         self,
         bench: Bench,
         call: Callable[[], Any],
-        least: int,
+        min_runs: int,
         seconds: float = 0.0,
-        in_a_row: int = 1,
-        warm_up: float = math.inf,
-        before: Callable[[], Any] = lambda: None,
-    ) -> Slowest:
+        max_calls_per_run: int = 1,
+        warm_up_seconds: float = math.inf,
+        before_run: Callable[[], Any] = lambda: None,
+    ) -> SlowestTime:
         """Time a call that all ranks start together.
 
         A run can consist of several calls. The host then launches the kernels of a call while the
@@ -144,60 +146,65 @@ class RankGroup:
         Args:
             bench: the timer of this rank.
             call: the function to time.
-            least: smallest number of runs.
-            seconds: total time to fill with runs, if it permits more than ``least`` runs.
-            in_a_row: largest number of calls per run; a run takes at most `ROW_SECONDS`.
-            warm_up: the first call counts as a run if it takes more than this many seconds;
+            min_runs: smallest number of runs.
+            seconds: total time to fill with runs, if it permits more than ``min_runs`` runs.
+            max_calls_per_run: largest number of calls per run, which takes at most
+                `MAX_RUN_SECONDS`.
+            warm_up_seconds: the first call counts as a run if it takes more than this many seconds;
                 otherwise it is a warm-up call.
-            before: a function that is called before each run and is not timed.
+            before_run: a function that is called before each run and is not timed.
         """
 
-        def begin() -> None:
-            before()
+        def synchronise_start() -> None:
+            before_run()
             if self.group is not None:
                 dist.barrier(self.group)
 
-        def walls(runs: int, num_calls: int = 1) -> tuple[list[float], float | None]:
+        def time_calls(num_runs: int, num_calls: int = 1) -> tuple[list[float], float | None]:
             """Return (ms per call of the slowest rank in each run, highest peak of any rank)."""
 
             def call_repeatedly() -> None:
                 for _ in range(num_calls):
                     call()
 
-            timed = call_repeatedly if num_calls > 1 else call
-            own = self.together(lambda: bench.walls(timed, runs, begin))
-            results = self.all_gather(own)
-            slowest = [max(times[run] for times, _ in results) / num_calls for run in range(runs)]
-            peaks = [peak for _, peak in results]
-            return slowest, None if None in peaks else max(peaks)
+            timed_call = call_repeatedly if num_calls > 1 else call
+            own_result = self.call_on_all_ranks(
+                lambda: bench.time_runs(timed_call, num_runs, synchronise_start)
+            )
+            rank_results = self.all_gather(own_result)
+            slowest_ms = [
+                max(times[run] for times, _ in rank_results) / num_calls for run in range(num_runs)
+            ]
+            peak_gibs = [peak_gib for _, peak_gib in rank_results]
+            return slowest_ms, None if None in peak_gibs else max(peak_gibs)
 
-        each_ms, peak = walls(1)
-        if each_ms[0] <= warm_up * 1e3:
-            each_ms, peak = walls(1)
+        each_ms, peak_gib = time_calls(1)
+        if each_ms[0] <= warm_up_seconds * 1e3:
+            each_ms, peak_gib = time_calls(1)
         call_ms = max(each_ms[0], 1e-6)
-        num_calls = max(1, min(in_a_row, int(ROW_SECONDS * 1e3 / call_ms)))
-        runs = min(MOST_RUNS, max(least, int(seconds * 1e3 / (num_calls * call_ms))))
+        num_calls = max(1, min(max_calls_per_run, int(MAX_RUN_SECONDS * 1e3 / call_ms)))
+        num_runs = min(MAX_RUNS, max(min_runs, int(seconds * 1e3 / (num_calls * call_ms))))
         if num_calls > 1:
-            each_ms, peak = walls(runs, num_calls)
-        elif runs > 1:
-            later_ms, peak = walls(runs - 1)
+            each_ms, peak_gib = time_calls(num_runs, num_calls)
+        elif num_runs > 1:
+            later_ms, peak_gib = time_calls(num_runs - 1)
             each_ms += later_ms
-        return Slowest(
+        return SlowestTime(
             ms=statistics.median(each_ms),
-            peak_gib=peak,
-            runs=runs,
+            peak_gib=peak_gib,
+            runs=num_runs,
             in_a_row=num_calls,
             each_ms=each_ms,
         )
 
 
-def by_torchrun() -> bool:
+def is_torchrun() -> bool:
     """Return True if torchrun has started this process."""
     return "RANK" in os.environ
 
 
 @contextmanager
-def launched(device: str, command: str) -> Iterator[RankGroup]:
+def init_process_groups(device: str, command: str) -> Iterator[RankGroup]:
     """Initialise torch.distributed, and yield the ranks that torchrun has started.
 
     On "cuda", rank n uses GPU n. The process groups are destroyed after the block.
@@ -209,7 +216,7 @@ def launched(device: str, command: str) -> Iterator[RankGroup]:
     Raises:
         UsageError: torchrun has started no ranks, or ranks on several hosts.
     """
-    if not by_torchrun():
+    if not is_torchrun():
         raise UsageError(
             "this command must be started by torchrun, got a single process. Run torchrun "
             f"--nproc_per_node=N -m {command}."
@@ -226,8 +233,8 @@ def launched(device: str, command: str) -> Iterator[RankGroup]:
     else:
         dist.init_process_group("gloo")
     try:
-        control = dist.new_group(backend="gloo", timeout=PATIENCE)
-        yield RankGroup(dist.group.WORLD, control)
+        control_group = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        yield RankGroup(dist.group.WORLD, control_group)
     finally:
         dist.destroy_process_group()
 
@@ -239,10 +246,10 @@ class Ranked(Speed):
     of torch.distributed.
 
     Attributes:
-        LEAST_RANKS: smallest number of ranks in a run under torchrun.
+        MIN_RANKS: smallest number of ranks in a run under torchrun.
     """
 
-    LEAST_RANKS = 2
+    MIN_RANKS = 2
 
     def __init__(self, settings: Any, ranks: RankGroup | None = None) -> None:
         super().__init__(settings)
@@ -251,7 +258,7 @@ class Ranked(Speed):
     @staticmethod
     def needs_ranks(settings: SpeedSettings) -> bool:
         """Return True if the op must run on the ranks of torchrun."""
-        return by_torchrun()
+        return is_torchrun()
 
     @property
     def is_ranked(self) -> bool:
@@ -264,8 +271,8 @@ class Ranked(Speed):
         if not cls.needs_ranks(settings):
             run(cls(settings))
             return 0
-        with launched(settings.device, f"cab_hf.eval {cls.name}") as ranks:
-            cls(settings, ranks).over_ranks()
+        with init_process_groups(settings.device, f"cab_hf.eval {cls.name}") as ranks:
+            cls(settings, ranks).run_on_all_ranks()
         return 0
 
     @staticmethod
@@ -275,12 +282,12 @@ class Ranked(Speed):
 
     def recorded(self) -> dict[str, Any]:
         """Return the settings, and the number of ranks if results depend on it."""
-        worlds = {"worlds": [self.ranks.size]} if self.is_ranked else {}
-        return {**super().recorded(), **worlds}
+        world_sizes = {"worlds": [self.ranks.size]} if self.is_ranked else {}
+        return {**super().recorded(), **world_sizes}
 
     def check(self) -> None:
         super().check()
-        if self.is_ranked and self.ranks.size < self.LEAST_RANKS:
+        if self.is_ranked and self.ranks.size < self.MIN_RANKS:
             raise UsageError(
                 "torchrun must start at least 2 ranks, because the op measures ranks, and "
                 "torchrun started 1; give it --nproc_per_node=2."
@@ -291,7 +298,7 @@ class Ranked(Speed):
                 f"with its number, got {self.settings.device!r}. Give --device cuda."
             )
 
-    def over_ranks(self) -> None:
+    def run_on_all_ranks(self) -> None:
         """Run the experiment on rank 0, and measure its cases on the other ranks."""
         if self.ranks.rank:
             while (case := self.ranks.from_rank_0(None)) is not None:
@@ -310,26 +317,26 @@ class Ranked(Speed):
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         return super().measure(self.ranks.from_rank_0(case))
 
-    def reported(self, error: Exception) -> dict[str, Any]:
+    def error_fields(self, error: Exception) -> dict[str, Any]:
         if isinstance(error, RankLost):
             raise error
-        return super().reported(error)
+        return super().error_fields(error)
 
-    def find(self, sample: dict[str, Any]) -> None:
+    def fill_sample(self, sample: dict[str, Any]) -> None:
         """Measure a case of several ranks on all ranks, and a case of one rank on rank 0 only.
 
         In the second case, the other ranks wait.
         """
         if sample["world"] > 1:
-            return self.find_on_ranks(sample, self.ranks)
+            return self.fill_sample_on_ranks(sample, self.ranks)
         try:
             if self.ranks.rank == 0:
-                self.find_on_ranks(sample, RankGroup())
+                self.fill_sample_on_ranks(sample, RankGroup())
         finally:
             self.ranks.from_rank_0(None)
 
     @abstractmethod
-    def find_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
+    def fill_sample_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
         """Measure a case together with the other ranks, and add the results to ``sample``.
 
         Args:

@@ -16,11 +16,17 @@ from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts
-from cab_hf.eval.experiment import Experiment, Row, default_of, is_earlier, unlike_default
+from cab_hf.eval.experiment import (
+    Experiment,
+    Row,
+    find_changed_fields,
+    get_default_fields,
+    is_earlier,
+)
 from cab_hf.eval.methods import with_known_predictor
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, seconds
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.timing import Bench, Timing, bench_on, in_a_sentence, ran_out
+from cab_hf.eval.speed.timing import Bench, Timing, bench_on, is_out_of_memory, summarise_error
 from cab_hf.experiment.provenance import computing_device
 from cab_hf.experiment.settings import (
     by_device,
@@ -34,13 +40,15 @@ from cab_hf.experiment.settings import (
 
 DTYPES = ("bfloat16", "float16", "float32")
 # a threshold that drops no block, so that the density is exactly max_density
-KEEPS_ALL = {"mass_threshold": 0.0}
+KEEP_ALL_BLOCKS = {"mass_threshold": 0.0}
 # random inputs have the block structure of text: runs of tokens about one topic
-TOPICS = 64  # number of topics, each a direction in the space of q and k
+NUM_TOPICS = 64  # number of topics, each a direction in the space of q and k
 TOPIC_TOKENS = 512  # tokens of a run
 TOPIC_STRENGTH = 0.8  # norm of the direction relative to the norm of the noise
-INPUTS = "random with the block structure of text (runs of tokens that share a direction)"
-AROUND = (0.9, 1.1)  # a search tries these multiples of the estimated longest length first
+INPUTS_DESCRIPTION = (
+    "random with the block structure of text (runs of tokens that share a direction)"
+)
+SEARCH_FACTORS = (0.9, 1.1)  # a search tries these multiples of the estimated longest length first
 CAB_DENSE = "cab_dense"  # the dense attention of cab_hf, which supports sequences over ranks
 HEADINGS = {
     **{"length": "tokens", "implementation": "attention", "way": "attention", "world": "ranks"},
@@ -51,8 +59,8 @@ HEADINGS = {
     **{"prompt_tokens_s": "prompt tokens/s", "output_tokens_s": "output tokens/s"},
     **{"cab_dense": "cab_dense", "peak_mib": "peak MiB", "iterations_s": "turns/s"},
 }
-SHARES = ("efficiency", "of_bandwidth", "gap", "density", "mass")
-TIMES = "{:.2f}×".format
+PERCENT_FIELDS = ("efficiency", "of_bandwidth", "gap", "density", "mass")
+format_speed_up = "{:.2f}×".format
 # field of a result record -> column "what" of the table of remarks. The field contains the text of
 # the column "reason", or maps names of kernels to such texts
 REMARKS = {
@@ -63,30 +71,39 @@ REMARKS = {
     "not_measured": "not measured",
 }
 # fields of the provenance in which all samples of a folder must agree
-MADE_BY = ("device", "versions", "baselines", "commit")
+IDENTITY_FIELDS = ("device", "versions", "baselines", "commit")
 
 
-def powers(low: int, high: int) -> Any:
+def power_of_2_lengths(min_exponent: int, max_exponent: int) -> Any:
     """Return a dataclass field for a command-line option that lists sequence lengths.
 
     On a GPU, the default is all powers of 2 from 2^low to 2^high tokens. On a CPU, the default is
     256 and 512 tokens.
     """
-    lengths = tuple(2**n for n in range(low, high + 1))
-    return listed(lengths, (256, 512), "tokens", parse_length)
+    lengths = tuple(2**n for n in range(min_exponent, max_exponent + 1))
+    return list_option(lengths, (256, 512), "tokens", parse_length)
 
 
-def listed(gpu: tuple, cpu: tuple | None, help: str, parse: Callable[[str], Any] = str) -> Any:
+def list_option(
+    gpu_default: tuple,
+    cpu_default: tuple | None,
+    help: str,
+    parse_value: Callable[[str], Any] = str,
+) -> Any:
     """Return a dataclass field for a command-line option of comma-separated values.
 
     Args:
-        gpu: default on a GPU.
-        cpu: default on a CPU; None: the default of a GPU.
+        gpu_default: default on a GPU.
+        cpu_default: default on a CPU; None: the default of a GPU.
         help: help text.
-        parse: parses one value.
+        parse_value: parses one value.
     """
-    parse_all = comma_separated(parse)
-    return option(gpu, help, parse_all) if cpu is None else by_device(gpu, cpu, help, parse_all)
+    parse_list = comma_separated(parse_value)
+    return (
+        option(gpu_default, help, parse_list)
+        if cpu_default is None
+        else by_device(gpu_default, cpu_default, help, parse_list)
+    )
 
 
 def densities(*default: str) -> Any:
@@ -95,7 +112,7 @@ def densities(*default: str) -> Any:
     Args:
         default: the default, a tuple of parts as in `SpeedSettings.option_by_length`.
     """
-    return listed(default, None, "max_density of CAB, or LENGTH:DENSITY for one length")
+    return list_option(default, None, "max_density of CAB, or LENGTH:DENSITY for one length")
 
 
 @dataclass(frozen=True)
@@ -105,23 +122,24 @@ class SpeedSettings:
     Subclasses define ``method``, a description of the measurement.
 
     Attributes:
-        KEYS: field of a case -> option that lists its values; the last field varies fastest.
-        DEFAULTS: fields of CabConfig whose default differs here.
+        CASE_OPTIONS: field of a case -> option that lists the field's values; the last field varies
+            fastest.
+        CONFIG_DEFAULTS: fields of CabConfig whose default differs here.
         POSITIVE: options with a number, or numbers, of at least 1.
-        FROM_0: options with a number of at least 0.
+        NON_NEGATIVE: options with a number of at least 0.
         CHOICES: option -> accepted values.
 
     Raises:
         ValueError: an option is out of range. The message contains the option and its value.
     """
 
-    KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths"}
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {}
+    CASE_OPTIONS: ClassVar[Mapping[str, str]] = {"length": "lengths"}
+    CONFIG_DEFAULTS: ClassVar[Mapping[str, Any]] = {}
     POSITIVE: ClassVar[tuple[str, ...]] = ()
-    FROM_0: ClassVar[tuple[str, ...]] = ()
+    NON_NEGATIVE: ClassVar[tuple[str, ...]] = ()
     CHOICES: ClassVar[Mapping[str, Iterable[str]]] = {}
 
-    lengths: tuple[int, ...] | None = powers(13, 17)
+    lengths: tuple[int, ...] | None = power_of_2_lengths(13, 17)
     dtype: str | None = by_device("bfloat16", "float32", f"one of {', '.join(DTYPES)}")
     cab: tuple[str, ...] = option(
         (), "field=value of CabConfig, e.g. mass_threshold=0.004; repeatable", repeatable=True
@@ -147,10 +165,12 @@ class SpeedSettings:
         self.check("lengths", self.lengths and self.lengths[0] > 0, "numbers of tokens")
         self.check("seed", 0 <= self.seed < 1 << 63, "0 to 2^63 - 1")
         for name in self.POSITIVE:
-            value = getattr(self, name)
-            least = min(value, default=0) if isinstance(value, tuple) else value
-            self.check(name, least > 0, "at least 1")
-        for name in self.FROM_0:
+            option_value = getattr(self, name)
+            min_value = (
+                min(option_value, default=0) if isinstance(option_value, tuple) else option_value
+            )
+            self.check(name, min_value > 0, "at least 1")
+        for name in self.NON_NEGATIVE:
             self.check(name, (getattr(self, name) or 0) >= 0, "0 or more")
         for name, choices in {"dtype": DTYPES, **self.CHOICES}.items():
             self.check_choice(name, choices)
@@ -160,20 +180,20 @@ class SpeedSettings:
         # raise an error for invalid configs before the run instead of during it
         _ = self.cab_config, self.configs()
 
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
+    def _set(self, name: str, new_value: Any) -> None:
+        object.__setattr__(self, name, new_value)
 
-    def check(self, name: str, holds: object, accepted: str) -> None:
-        """Raise an error about the option ``name`` unless ``holds`` is true."""
-        require(self, name, holds, accepted)
+    def check(self, name: str, is_accepted: object, accepted_values: str) -> None:
+        """Raise an error about the option ``name`` unless ``is_accepted`` is true."""
+        require(self, name, is_accepted, accepted_values)
 
     def check_choice(self, name: str, choices: Iterable[str]) -> None:
         """Raise an error unless the option ``name``, or each of its values, is in ``choices``."""
-        value = getattr(self, name)
-        is_list = isinstance(value, tuple)
-        values = set(value if is_list else (value,))
-        accepted = f"{'out' if is_list else 'one'} of {', '.join(choices)}"
-        self.check(name, values and values <= set(choices), accepted)
+        option_value = getattr(self, name)
+        is_list = isinstance(option_value, tuple)
+        values = set(option_value if is_list else (option_value,))
+        accepted_values = f"{'out' if is_list else 'one'} of {', '.join(choices)}"
+        self.check(name, values and values <= set(choices), accepted_values)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -181,23 +201,25 @@ class SpeedSettings:
 
     @cached_property
     def cab_config(self) -> CabConfig:
-        """CAB's config: `DEFAULTS`, replaced by the fields of ``--cab``."""
-        return self.configured()
+        """CAB's config: `CONFIG_DEFAULTS`, replaced by the fields of ``--cab``."""
+        return self.config_with()
 
-    def configured(self, **fixed: Any) -> CabConfig:
-        """Return a config of `DEFAULTS`, replaced by the fields of ``--cab`` and by ``fixed``.
+    def config_with(self, **measured_fields: Any) -> CabConfig:
+        """Return a config of `CONFIG_DEFAULTS`, updated by ``--cab`` and ``measured_fields``.
 
         Raises:
-            ValueError: ``--cab`` sets a field of ``fixed``.
+            ValueError: ``--cab`` sets a field of ``measured_fields``.
         """
-        fields = dict(map(parse_assignment, self.cab))
-        conflicts = sorted(fixed.keys() & fields.keys())
+        cab_fields = dict(map(parse_assignment, self.cab))
+        conflicts = sorted(measured_fields.keys() & cab_fields.keys())
         if conflicts:
             raise ValueError(
                 f"cab must not set {conflicts[0]}, which is another option or measured here. Use "
                 "that option."
             )
-        return with_known_predictor(CabConfig(**self.DEFAULTS).changed(**fields, **fixed))
+        return with_known_predictor(
+            CabConfig(**self.CONFIG_DEFAULTS).changed(**cab_fields, **measured_fields)
+        )
 
     def option_by_length(self, name: str, parse: Callable[[str], Any]) -> dict[int | None, Any]:
         """Return a mapping from lengths to the values of an option.
@@ -214,22 +236,22 @@ class SpeedSettings:
         except ValueError:
             return {}
 
-    def value_at(self, name: str, length: int, parse: Callable[[str], Any], what: str) -> Any:
+    def value_at(self, name: str, length: int, parse: Callable[[str], Any], noun: str) -> Any:
         """Return the value of an option for a length, from the mapping of `option_by_length`.
 
         Args:
             name: the option.
             length: tokens.
             parse: parses one value.
-            what: noun for the value in the error message, such as "count".
+            noun: noun for the value in the error message, such as "count".
 
         Raises:
             ValueError: the option has no value for the length, or the value is 0.
         """
-        values = self.option_by_length(name, parse)
-        value = values.get(length, values.get(None))
-        accepted = f"a {what}, or LENGTH:{what.upper()} pairs that include {length:,} tokens"
-        self.check(name, value, accepted)
+        values_by_length = self.option_by_length(name, parse)
+        value = values_by_length.get(length, values_by_length.get(None))
+        accepted_values = f"a {noun}, or LENGTH:{noun.upper()} pairs that include {length:,} tokens"
+        self.check(name, value, accepted_values)
         return value
 
     def density_at(self, length: int) -> float:
@@ -242,7 +264,7 @@ class SpeedSettings:
         """Return random q, k or v, each a [B, H, N, D] view of [B, N, H, D] as in a prefill.
 
         The tensors have the block structure of text: in q and k, runs of `TOPIC_TOKENS` tokens
-        share one of `TOPICS` directions. With white noise, almost no block could be dropped.
+        share one of `NUM_TOPICS` directions. With white noise, almost no block could be dropped.
 
         Args:
             length: tokens N.
@@ -252,30 +274,34 @@ class SpeedSettings:
             batch: rows B; 0: the batch of the settings.
         """
         generator = torch.Generator(device).manual_seed(self.seed)
-        like = {"device": device, "dtype": self.torch_dtype, "generator": generator}
-        topics = torch.randn(TOPICS, head_dim, **like)
+        tensor_options = {"device": device, "dtype": self.torch_dtype, "generator": generator}
+        topics = torch.randn(NUM_TOPICS, head_dim, **tensor_options)
         topics *= TOPIC_STRENGTH * head_dim**0.5 / topics.norm(dim=-1, keepdim=True)
-        runs = torch.randint(
-            TOPICS, (-(-length // TOPIC_TOKENS),), device=device, generator=generator
+        run_topics = torch.randint(
+            NUM_TOPICS, (-(-length // TOPIC_TOKENS),), device=device, generator=generator
         )
-        directions = topics[runs.repeat_interleave(TOPIC_TOKENS)[:length]]
+        directions = topics[run_topics.repeat_interleave(TOPIC_TOKENS)[:length]]
         tensors = []
         for name in names:
-            heads = self.heads if name == "q" else self.kv_heads
-            x = torch.randn(batch or self.batch, length, heads, head_dim, **like)
+            num_heads = self.heads if name == "q" else self.kv_heads
+            head_tensor = torch.randn(
+                batch or self.batch, length, num_heads, head_dim, **tensor_options
+            )
             if name != "v":
-                x += directions[:, None]
-            tensors.append(x.transpose(1, 2))
+                head_tensor += directions[:, None]
+            tensors.append(head_tensor.transpose(1, 2))
         return tuple(tensors)
 
     def configs(self) -> list[CabConfig]:
         """Return CAB's config of each case; [] if all cases use `cab_config`."""
         return []
 
-    def asked(self) -> list[dict[str, Any]]:
-        """Return the cases of the settings: all combinations of the values in `KEYS`."""
-        combinations = itertools.product(*(getattr(self, name) for name in self.KEYS.values()))
-        return [dict(zip(self.KEYS, values, strict=True)) for values in combinations]
+    def requested_cases(self) -> list[dict[str, Any]]:
+        """Return the cases of the settings: all combinations of the values in `CASE_OPTIONS`."""
+        value_combinations = itertools.product(
+            *(getattr(self, name) for name in self.CASE_OPTIONS.values())
+        )
+        return [dict(zip(self.CASE_OPTIONS, values, strict=True)) for values in value_combinations]
 
 
 class Panel(NamedTuple):
@@ -293,7 +319,7 @@ class Panel(NamedTuple):
     fields: tuple[str, ...]
     log: bool = True
 
-    def shows(self, rows: Sequence[Row]) -> bool:
+    def has_values(self, rows: Sequence[Row]) -> bool:
         """Return True if a row has a value to draw."""
         return any(row.get(field) is not None for row in rows for field in self.fields)
 
@@ -305,36 +331,38 @@ class Speed(Experiment):
     are not comparable.
 
     Attributes:
-        SHAPE: settings that are copied into each sample.
-        BY: heading -> field that distinguishes rows of one length. The heading "way" stands for the
-            attention implementation.
-        APART: headings of `BY`; the figure has a row of panels for each value of their fields.
-        DENSE: fields in addition to the length on which the times of dense kernels depend.
-        OF_DENSE: drawn field -> field of a row that maps names of dense kernels to its values.
-        HIDDEN: fields without a column in tables.
+        COPIED_SETTINGS: settings that are copied into each sample.
+        GROUP_FIELDS: heading -> field that distinguishes rows of one length. The heading "way"
+            stands for the attention implementation.
+        PANEL_HEADINGS: headings of `GROUP_FIELDS`; the figure has a row of panels for each value of
+            their fields.
+        DENSE_FIELDS: fields in addition to the length on which the times of dense kernels depend.
+        DENSE_VALUE_FIELDS: drawn field -> field of a row that maps names of dense kernels to the
+            values to draw.
+        HIDDEN_FIELDS: fields without a column in tables.
         LONGEST_FIRST: True if the first table contains only the longest length.
         PANELS: panels of the figure.
         NOTES: setting -> note on runs with the setting; "" -> note on all runs.
-        described: function of the recorded settings that returns a description of the inputs and
+        describe_run: function of the recorded settings that returns a description of the inputs and
             of the timing method.
-        FOUND: fields of a sample that `find` fills.
-        BY_NAME: fields of a sample that `find` fills with values by name.
+        RESULT_FIELDS: fields of a sample that `fill_sample` fills.
+        RESULT_FIELDS_BY_NAME: fields of a sample that `fill_sample` fills with values by name.
     """
 
     CASE = ("length",)
     GROWS = ("lengths", "cab")  # ``cab`` may grow, because identity contains cab_config
-    SHAPE: ClassVar[tuple[str, ...]]
-    BY: ClassVar[Mapping[str, str]] = {}
-    APART: ClassVar[Sequence[str]] = ()
-    DENSE: ClassVar[Sequence[str]] = ()
-    OF_DENSE: ClassVar[Mapping[str, str]] = {"ms": "baselines"}
-    HIDDEN: ClassVar[Sequence[str]] = ()
+    COPIED_SETTINGS: ClassVar[tuple[str, ...]]
+    GROUP_FIELDS: ClassVar[Mapping[str, str]] = {}
+    PANEL_HEADINGS: ClassVar[Sequence[str]] = ()
+    DENSE_FIELDS: ClassVar[Sequence[str]] = ()
+    DENSE_VALUE_FIELDS: ClassVar[Mapping[str, str]] = {"ms": "baselines"}
+    HIDDEN_FIELDS: ClassVar[Sequence[str]] = ()
     LONGEST_FIRST: ClassVar[bool] = False
     PANELS: ClassVar[Sequence[Panel]]
     NOTES: ClassVar[Mapping[str, str]]
-    described: ClassVar[Callable[[Mapping[str, Any]], str]]
-    FOUND: ClassVar[tuple[str, ...]]
-    BY_NAME: ClassVar[tuple[str, ...]] = ()
+    describe_run: ClassVar[Callable[[Mapping[str, Any]], str]]
+    RESULT_FIELDS: ClassVar[tuple[str, ...]]
+    RESULT_FIELDS_BY_NAME: ClassVar[tuple[str, ...]] = ()
 
     @cached_property
     def bench(self) -> Bench:
@@ -343,7 +371,7 @@ class Speed(Experiment):
         return bench_on(
             settings.device,
             seconds=getattr(settings, "seconds", None),
-            gib=getattr(settings, "gpu_gib", 0.0),
+            limit_gib=getattr(settings, "gpu_gib", 0.0),
         )
 
     def check(self) -> None:
@@ -355,49 +383,49 @@ class Speed(Experiment):
         return {**super().recorded(), **fields}
 
     def provenance(self, started: str) -> dict[str, Any]:
-        kernels = dense.on(self.settings.device)
-        versions = {name: kernel.version() for name, kernel in kernels.items()}
-        baselines = {name: version for name, version in versions.items() if version}
+        baseline_by_name = dense.baselines_on(self.settings.device)
+        version_by_kernel = {name: kernel.version() for name, kernel in baseline_by_name.items()}
+        baselines = {name: version for name, version in version_by_kernel.items() if version}
         return {**super().provenance(started), "baselines": baselines}
 
     def identity(self) -> dict[str, Any]:
         record = self.provenance("")
-        return {**super().identity(), **{name: record[name] for name in MADE_BY}}
+        return {**super().identity(), **{name: record[name] for name in IDENTITY_FIELDS}}
 
     def cases(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
-        return self.settings.asked()
+        return self.settings.requested_cases()
 
     def expected(self) -> int | None:
         is_search = getattr(self.settings, "longest", False)
         return None if is_search else sum(1 for _ in self.cases(()))
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """Measure a case by `find`, and return its sample.
+        """Measure a case by `fill_sample`, and return its sample.
 
         After an error, the sample contains the results up to the error, and the field ``error``.
         """
         sample = {"op": self.name.removeprefix("speed "), **case}
-        sample |= {name: getattr(self.settings, name) for name in self.SHAPE}
-        sample |= dict.fromkeys((*self.FOUND, "error"))
-        sample |= {name: {} for name in self.BY_NAME}
+        sample |= {name: getattr(self.settings, name) for name in self.COPIED_SETTINGS}
+        sample |= dict.fromkeys((*self.RESULT_FIELDS, "error"))
+        sample |= {name: {} for name in self.RESULT_FIELDS_BY_NAME}
         try:
-            self.find(sample)
+            self.fill_sample(sample)
         except Exception as error:
-            sample |= self.reported(error)
-        self.bench.settle()
+            sample |= self.error_fields(error)
+        self.bench.free_memory()
         return sample
 
     @abstractmethod
-    def find(self, sample: dict[str, Any]) -> None:
+    def fill_sample(self, sample: dict[str, Any]) -> None:
         """Measure a case, and add the results to ``sample``, which contains the case's fields."""
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return one row per sample, sorted by length; subclasses may derive other rows."""
-        return by_length(samples)
+        return sort_by_length(samples)
 
     @classmethod
-    def shown(cls, rows: Sequence[Row]) -> Sequence[Row]:
+    def display_rows(cls, rows: Sequence[Row]) -> Sequence[Row]:
         """Return the rows for tables and figures, which have one row per attention implementation.
 
         A subclass may split a row into several rows.
@@ -406,20 +434,24 @@ class Speed(Experiment):
 
     @classmethod
     def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
-        table_rows, tables = cls.shown(rows), {}
+        table_rows, tables = cls.display_rows(rows), {}
         if cls.LONGEST_FIRST:
-            most = max((row["length"] for row in table_rows), default=0)
-            longest = [row for row in table_rows if row["length"] == most]
-            if len(longest) < len(table_rows):
-                tables["At the longest length"] = cls.table(longest)
+            max_length = max((row["length"] for row in table_rows), default=0)
+            longest_rows = [row for row in table_rows if row["length"] == max_length]
+            if len(longest_rows) < len(table_rows):
+                tables["At the longest length"] = cls.table(longest_rows)
         tables["All cases"] = cls.table(table_rows)
         if any(row.get("baselines") for row in rows):
-            names = (*cls.DENSE, "length")
+            dense_fields = (*cls.DENSE_FIELDS, "length")
             # rows of a group have the same baselines
-            firsts = [group[0] for group in grouped(rows, names)]
-            lines = [{name: row[name] for name in names} | row["baselines"] for row in firsts]
-            constant = [name for name in cls.ADDED if len({row.get(name) for row in rows}) == 1]
-            tables["Dense attention, ms"] = table(lines, constant)
+            first_rows = [group[0] for group in grouped(rows, dense_fields)]
+            dense_rows = [
+                {name: row[name] for name in dense_fields} | row["baselines"] for row in first_rows
+            ]
+            constant_fields = [
+                name for name in cls.ADDED if len({row.get(name) for row in rows}) == 1
+            ]
+            tables["Dense attention, ms"] = table(dense_rows, constant_fields)
         return tables | cls.remarks(rows)
 
     @classmethod
@@ -428,29 +460,35 @@ class Speed(Experiment):
 
         The fields `REMARKS` and settings with equal values in all rows have no columns.
         """
-        settings = ("op", *cls.SHAPE, *cls.ADDED)
-        constant = [
-            name for name in settings if all(row.get(name) == rows[0].get(name) for row in rows)
+        setting_names = ("op", *cls.COPIED_SETTINGS, *cls.ADDED)
+        constant_fields = [
+            name
+            for name in setting_names
+            if all(row.get(name) == rows[0].get(name) for row in rows)
         ]
         # fields that distinguish rows come first
-        names = dict.fromkeys(("length", *cls.BY.values(), *rows[0])) if rows else ()
-        ordered = [{name: row[name] for name in names if name in row} for row in rows]
-        return table(ordered, (*constant, *REMARKS, *cls.HIDDEN))
+        field_names = (
+            dict.fromkeys(("length", *cls.GROUP_FIELDS.values(), *rows[0])) if rows else ()
+        )
+        ordered_rows = [{name: row[name] for name in field_names if name in row} for row in rows]
+        return table(ordered_rows, (*constant_fields, *REMARKS, *cls.HIDDEN_FIELDS))
 
     @classmethod
     def remarks(cls, rows: Sequence[Row]) -> dict[str, str]:
         """Return the tables of the function `remarks`.
 
-        The fields of `BY` have a column if their values differ among the rows.
+        The fields of `GROUP_FIELDS` have a column if their values differ among the rows.
         """
         columns = {
-            heading: name for heading, name in cls.BY.items() if not cls.DENSE or name in cls.DENSE
+            heading: name
+            for heading, name in cls.GROUP_FIELDS.items()
+            if not cls.DENSE_FIELDS or name in cls.DENSE_FIELDS
         }
         columns = varying_columns(rows, columns)
-        with_dashes = [
+        rows_with_dashes = [
             {**row, **{name: "–" for name in columns.values() if row[name] is None}} for row in rows
         ]
-        return remarks(with_dashes, columns)
+        return remarks(rows_with_dashes, columns)
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -460,49 +498,56 @@ class Speed(Experiment):
     @classmethod
     def notes(cls, settings: Mapping[str, Any]) -> str:
         notes = [note for name, note in cls.NOTES.items() if not name or settings.get(name)]
-        return "\n\n".join([cls.described(settings), *notes])
+        return "\n\n".join([cls.describe_run(settings), *notes])
 
     @classmethod
-    def lines(cls, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows to draw: the rows of `shown`, and a row per dense kernel and length."""
-        names, lines = (*cls.DENSE, "length"), list(cls.shown(rows))
-        for first, *_ in grouped(rows, names) if cls.OF_DENSE else ():
-            fields = dict.fromkeys(cls.BY.values()) | {field: first[field] for field in names}
-            for kernel in first.get("baselines") or ():
-                values = {field: first[by].get(kernel) for field, by in cls.OF_DENSE.items()}
-                lines.append({**fields, "way": kernel, **values})
-        return lines
+    def rows_to_draw(cls, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows of `display_rows`, and a row per dense kernel and length."""
+        dense_fields, drawn_rows = (*cls.DENSE_FIELDS, "length"), list(cls.display_rows(rows))
+        for first_row, *_ in grouped(rows, dense_fields) if cls.DENSE_VALUE_FIELDS else ():
+            fields = dict.fromkeys(cls.GROUP_FIELDS.values()) | {
+                field: first_row[field] for field in dense_fields
+            }
+            for kernel in first_row.get("baselines") or ():
+                values = {
+                    field: first_row[value_field].get(kernel)
+                    for field, value_field in cls.DENSE_VALUE_FIELDS.items()
+                }
+                drawn_rows.append({**fields, "way": kernel, **values})
+        return drawn_rows
 
     @classmethod
     def draw(cls, path: Path, rows: Sequence[Row]) -> None:
-        """Draw `PANELS` side by side, with a row of panels for each value of `APART`.
+        """Draw `PANELS` side by side, with a row of panels for each value of `PANEL_HEADINGS`.
 
         Lines of dense kernels are grey.
         """
-        lines = cls.lines(rows)
-        panels = [panel for panel in cls.PANELS if panel.shows(lines)]
+        drawn_rows = cls.rows_to_draw(rows)
+        panels = [panel for panel in cls.PANELS if panel.has_values(drawn_rows)]
         # compare rows, not lines: lines of dense kernels have None in fields such as blocks, which
         # must not count as another value
-        panel_fields = varying_columns(rows, {heading: cls.BY[heading] for heading in cls.APART})
+        panel_fields = varying_columns(
+            rows, {heading: cls.GROUP_FIELDS[heading] for heading in cls.PANEL_HEADINGS}
+        )
         line_fields = {
             heading: name
-            for heading, name in varying_columns(lines, cls.BY).items()
-            if heading not in cls.APART
+            for heading, name in varying_columns(drawn_rows, cls.GROUP_FIELDS).items()
+            if heading not in cls.PANEL_HEADINGS
         }
         groups, num_panels = grouped(rows, panel_fields.values()), max(1, len(panels))
         size = (5.5 * num_panels, 4.6 * len(groups))
         with charts.figure(path, len(groups), num_panels, figsize=size) as axes:
             for row_of_axes, group in zip(axes, groups, strict=True):
-                lengths, drawn = [row["length"] for row in group], cls.lines(group)
+                lengths, group_rows = [row["length"] for row in group], cls.rows_to_draw(group)
                 for axis, panel in zip(row_of_axes, panels, strict=False):
-                    axis.set_visible(panel.shows(drawn))
-                    cls.draw_lines(axis, panel, drawn, line_fields)
+                    axis.set_visible(panel.has_values(group_rows))
+                    cls.draw_lines(axis, panel, group_rows, line_fields)
                     title = ", ".join([*distinct_values(group[0], panel_fields), panel.title])
-                    charts.over_tokens(axis, lengths, title, panel.unit, log=panel.log)
+                    charts.format_token_axes(axis, lengths, title, panel.unit, log=panel.log)
 
     @classmethod
     def draw_lines(
-        cls, axis: Any, panel: Panel, rows: Sequence[Row], by: Mapping[str, str]
+        cls, axis: Any, panel: Panel, rows: Sequence[Row], line_fields: Mapping[str, str]
     ) -> None:
         """Draw the lines of a panel.
 
@@ -512,42 +557,50 @@ class Speed(Experiment):
             axis: the axes of the panel.
             panel: the panel.
             rows: the rows to draw.
-            by: heading -> field that distinguishes lines.
+            line_fields: heading -> field that distinguishes lines.
         """
         greys, has_several = itertools.cycle(charts.GREYS), len(panel.fields) > 1
-        for group, field in itertools.product(grouped(rows, by.values()), panel.fields):
-            is_dense = "way" in cls.BY and not is_ours(group[0][cls.BY["way"]])
+        for group, field in itertools.product(grouped(rows, line_fields.values()), panel.fields):
+            is_dense = "way" in cls.GROUP_FIELDS and not is_sparse_cab(
+                group[0][cls.GROUP_FIELDS["way"]]
+            )
             if is_dense and has_several:
                 continue
             style = {"color": next(greys), "marker": "s"} if is_dense else {}
-            label = ", ".join([*distinct_values(group[0], by), *[heading_of(field)] * has_several])
-            charts.line(
+            label = ", ".join(
+                [*distinct_values(group[0], line_fields), *[format_heading(field)] * has_several]
+            )
+            charts.draw_line(
                 axis, group, lambda row, field=field: row.get(field), label=label or None, **style
             )
 
-    def time(self, sample: dict[str, Any], what: str, call: Callable[[], Any]) -> Timing:
+    def time(self, sample: dict[str, Any], call_name: str, call: Callable[[], Any]) -> Timing:
         """Return the time of ``call``. If no CUDA graph was timed, note the reason in ``sample``.
 
         Args:
             sample: the sample, with the field ``without_graph``.
-            what: name of the timed call in this field.
+            call_name: name of the timed call in this field.
             call: the function to time.
         """
         timing = self.bench.time(call)
-        if timing.why_not:
-            sample["without_graph"][what] = timing.why_not
+        if timing.no_graph_reason:
+            sample["without_graph"][call_name] = timing.no_graph_reason
         return timing
 
-    def reported(self, error: Exception) -> dict[str, Any]:
+    def error_fields(self, error: Exception) -> dict[str, Any]:
         """Return the fields of a sample after an error.
 
         If the op has the field ``fits``, it is False after a lack of memory, or else None.
         """
-        fits = {"fits": False if ran_out(error) else None} if "fits" in self.FOUND else {}
-        return {"error": in_a_sentence(error), **fits}
+        fits = (
+            {"fits": False if is_out_of_memory(error) else None}
+            if "fits" in self.RESULT_FIELDS
+            else {}
+        )
+        return {"error": summarise_error(error), **fits}
 
     def search(
-        self, fields: Mapping[str, Any], samples: Sequence[Row], step: int, estimate: int = 0
+        self, fields: Mapping[str, Any], samples: Sequence[Row], step_tokens: int, estimate: int = 0
     ) -> Iterator[dict[str, Any]]:
         """Yield cases until the longest length that fits into memory is known.
 
@@ -558,91 +611,118 @@ class Speed(Experiment):
             fields: the fields of the cases, without the length.
             samples: the samples of all cases. The caller must append the sample of each yielded
                 case before it asks for the next case.
-            step: number of tokens of which lengths are multiples.
+            step_tokens: number of tokens of which lengths are multiples.
             estimate: estimated length; the first cases are a little shorter and longer. 0: none.
         """
         while True:
-            own_samples = [row for row in samples if fields.items() <= row.items()]
-            tried = {row["length"]: row["fits"] for row in own_samples}
-            length = next_length(tried, step, [int(share * estimate) for share in AROUND])
-            if None in tried.values() or length is None or self.bench.room() is None:
+            searched_samples = [row for row in samples if fields.items() <= row.items()]
+            fits_by_length = {row["length"]: row["fits"] for row in searched_samples}
+            length = next_length(
+                fits_by_length, step_tokens, [int(factor * estimate) for factor in SEARCH_FACTORS]
+            )
+            if (
+                None in fits_by_length.values()
+                or length is None
+                or self.bench.available_gib() is None
+            ):
                 return
             yield {**fields, "length": length, "sought": True}
 
 
 def next_length(
-    tried: Mapping[int, bool | None], step: int, likely: Iterable[int] = ()
+    fits_by_length: Mapping[int, bool | None], step_tokens: int, likely_lengths: Iterable[int] = ()
 ) -> int | None:
     """Return the next length to try in the search for the longest length that fits.
 
-    Until a length does not fit, the next length is the shortest ``likely`` length above all lengths
-    that fit, or else twice the longest length that fits. Then the search halves the interval.
+    Until a length does not fit, the next length is the shortest of ``likely_lengths`` above all
+    lengths that fit, or else twice the longest length that fits. Then the search halves the
+    interval.
 
     Args:
-        tried: length -> True if the length fits, and False if it does not fit.
-        step: number of tokens of which lengths are multiples.
-        likely: lengths to try first.
+        fits_by_length: length -> True if the length fits, and False if it does not fit.
+        step_tokens: number of tokens of which lengths are multiples.
+        likely_lengths: lengths to try first.
 
     Returns:
         The length; None if the longest length is known.
     """
-    least = max((length // step for length, fits in tried.items() if fits), default=0)
-    fails = min((length for length, fits in tried.items() if not fits), default=None)
-    if fails is None:
-        above = [length // step for length in likely if length // step > least]
-        return min(above, default=max(1, 2 * least)) * step
-    # the longest multiple of step below the shortest length that does not fit
-    most = (fails - 1) // step
-    return (least + most + 1) // 2 * step if most > least else None
+    longest_fitting = max(
+        (length // step_tokens for length, fits in fits_by_length.items() if fits), default=0
+    )
+    shortest_failing = min(
+        (length for length, fits in fits_by_length.items() if not fits), default=None
+    )
+    if shortest_failing is None:
+        likely_above = [
+            length // step_tokens
+            for length in likely_lengths
+            if length // step_tokens > longest_fitting
+        ]
+        return min(likely_above, default=max(1, 2 * longest_fitting)) * step_tokens
+    # the longest multiple of ``step_tokens`` below the shortest length that does not fit
+    longest_untried = (shortest_failing - 1) // step_tokens
+    return (
+        (longest_fitting + longest_untried + 1) // 2 * step_tokens
+        if longest_untried > longest_fitting
+        else None
+    )
 
 
-def longest(rows: Sequence[Row], by: Mapping[str, str]) -> list[str]:
+def describe_longest(rows: Sequence[Row], group_fields: Mapping[str, str]) -> list[str]:
     """Return a sentence on the longest length that fits, for each group of searched rows.
 
     Args:
         rows: the rows.
-        by: heading -> field that distinguishes groups.
+        group_fields: heading -> field that distinguishes groups.
     """
     sentences = []
-    for group in grouped(rows, by.values()):
-        fits = [row for row in group if row["fits"]]
-        fails = [row["length"] for row in group if row["fits"] is False]
-        if fits and fails and any(row["sought"] for row in group):
-            last = max(fits, key=itemgetter("length"))
+    for group in grouped(rows, group_fields.values()):
+        fitting_rows = [row for row in group if row["fits"]]
+        failing_lengths = [row["length"] for row in group if row["fits"] is False]
+        if fitting_rows and failing_lengths and any(row["sought"] for row in group):
+            longest_row = max(fitting_rows, key=itemgetter("length"))
             values = "".join(
-                f" for {value}" for value in distinct_values(last, varying_columns(rows, by))
+                f" for {value}"
+                for value in distinct_values(longest_row, varying_columns(rows, group_fields))
             )
-            estimate = f"; estimated: {last['estimate']:,}" if last.get("estimate") else ""
+            estimate = (
+                f"; estimated: {longest_row['estimate']:,}" if longest_row.get("estimate") else ""
+            )
             sentences.append(
-                f"{last['length']:,} tokens are the longest that fit{values}: "
-                f"{seconds(last['ms'])} s, {digits(last['peak_gib'])} of "
-                f"{digits(last['room_gib'])} GiB at the peak; {min(fails):,} tokens do not "
-                f"fit{estimate}."
+                f"{longest_row['length']:,} tokens are the longest that fit{values}: "
+                f"{seconds(longest_row['ms'])} s, {digits(longest_row['peak_gib'])} of "
+                f"{digits(longest_row['room_gib'])} GiB at the peak; {min(failing_lengths):,} "
+                f"tokens do not fit{estimate}."
             )
     return sentences
 
 
-def by_length(samples: Sequence[Row], derived: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return a row per sample, sorted by length, with None in the fields ``derived``."""
-    ordered = sorted(samples, key=lambda sample: sample["length"])
-    return [{**sample, **dict.fromkeys(derived)} for sample in ordered]
+def sort_by_length(
+    samples: Sequence[Row], derived_fields: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Return a row per sample, sorted by length, with None in the fields ``derived_fields``."""
+    ordered_samples = sorted(samples, key=lambda sample: sample["length"])
+    return [{**sample, **dict.fromkeys(derived_fields)} for sample in ordered_samples]
 
 
-def run_description(shape: str, settings: Mapping[str, Any]) -> str:
+def run_description(inputs: str, settings: Mapping[str, Any]) -> str:
     """Return a description of inputs, config and timing method for a report.
 
     Args:
-        shape: description of the inputs.
+        inputs: description of the inputs.
         settings: the recorded settings.
     """
-    recorded = settings["cab_config"]
-    changed, default = unlike_default(recorded), default_of(recorded)
-    config = f"CabConfig with {changed}" if changed else "default CabConfig"
-    if is_earlier(recorded):
-        config += " (the earlier default: 8 typical queries on every key)"
-    if recorded.keys() - default.keys():
-        config = "block selection of cab_hf 0.2, with the settings in the command"
-    return f"{shape}; {config}.\n\nMethod: {settings['method']}."
+    recorded_config = settings["cab_config"]
+    changed_fields, default_config = (
+        find_changed_fields(recorded_config),
+        get_default_fields(recorded_config),
+    )
+    config_phrase = f"CabConfig with {changed_fields}" if changed_fields else "default CabConfig"
+    if is_earlier(recorded_config):
+        config_phrase += " (the earlier default: 8 typical queries on every key)"
+    if recorded_config.keys() - default_config.keys():
+        config_phrase = "block selection of cab_hf 0.2, with the settings in the command"
+    return f"{inputs}; {config_phrase}.\n\nMethod: {settings['method']}."
 
 
 def varying_columns(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:
@@ -659,80 +739,84 @@ def varying_columns(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str
     }
 
 
-def remarks(rows: Sequence[Row], by: Mapping[str, str]) -> dict[str, str]:
+def remarks(rows: Sequence[Row], group_fields: Mapping[str, str]) -> dict[str, str]:
     """Return {"Remarks": Markdown table of the texts in the fields `REMARKS`}; {} without texts.
 
     Equal texts for several lengths, or for several kernels, share a line.
 
     Args:
         rows: the rows.
-        by: heading -> field that distinguishes rows of one length.
+        group_fields: heading -> field that distinguishes rows of one length.
     """
-    # ((*values of ``by``, kind, reason), name of a kernel or "") -> formatted lengths
-    lengths: dict[tuple, dict[str, None]] = {}
-    for (field, kind), row in itertools.product(REMARKS.items(), rows):
+    # ((*values of ``group_fields``, kind, reason), name of a kernel or "") -> formatted lengths
+    remark_lengths_by_key: dict[tuple, dict[str, None]] = {}
+    for (field, remark_kind), row in itertools.product(REMARKS.items(), rows):
         reasons = row.get(field) or {}
         for name, reason in (reasons if isinstance(reasons, Mapping) else {"": reasons}).items():
-            key = (*(row[column] for column in by.values()), kind, reason)
-            lengths.setdefault((key, name), {})[f"{row['length']:,}"] = None
-    # (*values of ``by``, kind, reason, joined lengths) -> names of kernels
-    names: dict[tuple, list[str]] = {}
-    for (key, name), key_lengths in lengths.items():
-        names.setdefault((*key, ", ".join(key_lengths)), []).append(name)
-    headings = (*(HEADINGS.get(x, x) for x in by), "what", "reason", "tokens", "for")
-    lines = [
-        dict(zip(headings, (*key, ", ".join(key_names)), strict=True))
-        for key, key_names in names.items()
+            remark_key = (*(row[column] for column in group_fields.values()), remark_kind, reason)
+            remark_lengths_by_key.setdefault((remark_key, name), {})[f"{row['length']:,}"] = None
+    # (*values of ``group_fields``, kind, reason, joined lengths) -> names of kernels
+    kernel_names: dict[tuple, list[str]] = {}
+    for (remark_key, name), remark_lengths in remark_lengths_by_key.items():
+        kernel_names.setdefault((*remark_key, ", ".join(remark_lengths)), []).append(name)
+    headings = (*(HEADINGS.get(x, x) for x in group_fields), "what", "reason", "tokens", "for")
+    table_rows = [
+        dict(zip(headings, (*remark_key, ", ".join(remark_kernels)), strict=True))
+        for remark_key, remark_kernels in kernel_names.items()
     ]
-    columns = headings if any(line["for"] for line in lines) else headings[:-1]
-    return {"Remarks": markdown_table(lines, columns)} if lines else {}
+    columns = headings if any(line["for"] for line in table_rows) else headings[:-1]
+    return {"Remarks": markdown_table(table_rows, columns)} if table_rows else {}
 
 
-def distinct_values(row: Row, by: Mapping[str, str]) -> list[str]:
+def distinct_values(row: Row, value_fields: Mapping[str, str]) -> list[str]:
     """Return the values by which a row differs from others; numbers get a heading: "ranks 2".
 
     Args:
         row: the row.
-        by: heading -> field; fields with None are left out.
+        value_fields: heading -> field; fields with None are left out.
     """
-    values = {heading: row[name] for heading, name in by.items() if row[name] is not None}
-    return [x if isinstance(x, str) else f"{heading} {x:g}" for heading, x in values.items()]
+    value_by_heading = {
+        heading: row[name] for heading, name in value_fields.items() if row[name] is not None
+    }
+    return [
+        x if isinstance(x, str) else f"{heading} {x:g}" for heading, x in value_by_heading.items()
+    ]
 
 
-def heading_of(name: str) -> str:
+def format_heading(name: str) -> str:
     """Return the table heading of a field."""
     return HEADINGS.get(name, name.replace("_", " ").replace("gib", "GiB"))
 
 
-def is_ours(name: Any) -> bool:
+def is_sparse_cab(name: Any) -> bool:
     """Return True if ``name`` names sparse attention by cab_hf."""
     return str(name).startswith("cab") and name != CAB_DENSE
 
 
-def table(rows: Sequence[Row], hidden: Sequence[str] = ()) -> str:
+def table(rows: Sequence[Row], hidden_fields: Sequence[str] = ()) -> str:
     """Return a Markdown table with a column for each field whose values are numbers or strings.
 
     Args:
         rows: the rows.
-        hidden: fields without a column.
+        hidden_fields: fields without a column.
     """
-    names = dict.fromkeys(name for row in rows for name in row)
+    field_names = dict.fromkeys(name for row in rows for name in row)
     columns = {}
-    for name in names:
-        kinds = {type(row.get(name)) for row in rows} - {type(None)}
-        if name not in hidden and kinds and kinds <= {int, float, str}:
-            columns[heading_of(name)] = partial(written, name)
+    for name in field_names:
+        value_types = {type(row.get(name)) for row in rows} - {type(None)}
+        if name not in hidden_fields and value_types and value_types <= {int, float, str}:
+            columns[format_heading(name)] = partial(format_field, name)
     return markdown_table(rows, columns)
 
 
-def written(name: str, row: Row) -> str | None:
+def format_field(name: str, row: Row) -> str | None:
     """Format the field ``name`` of a row for a table."""
-    value = row.get(name)
-    if value is None or isinstance(value, str):
-        return value
-    if name in SHARES:
-        return percent(value)
+    field_value = row.get(name)
+    if field_value is None or isinstance(field_value, str):
+        return field_value
+    if name in PERCENT_FIELDS:
+        return percent(field_value)
     if "over_" in name or name == "ceiling":
-        return TIMES(value)
-    number = f"{value:,}" if isinstance(value, int) else digits(value)
-    return f"≈ {number}" if name == "baseline_ms" and row.get("extrapolated") else number
+        return format_speed_up(field_value)
+    number_text = f"{field_value:,}" if isinstance(field_value, int) else digits(field_value)
+    return f"≈ {number_text}" if name == "baseline_ms" and row.get("extrapolated") else number_text

@@ -26,31 +26,35 @@ if TYPE_CHECKING:
     from transformers import ContinuousBatchingManager, PreTrainedModel
 
 # seconds to wait for a generated token before checking that the manager still runs
-LOOK_AGAIN = 0.1
-# fields of `summary_of`
-SUMMARY = (
+POLL_SECONDS = 0.1
+# fields of `summarise_requests`
+SUMMARY_FIELDS = (
     *("total_s", "prompt_tokens_s", "output_tokens_s"),
     *("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "preempted"),
 )
-FLASH = ("flash_attention_3", "flash_attention_4", "flash_attention_2")
+FLASH_IMPLEMENTATIONS = ("flash_attention_3", "flash_attention_4", "flash_attention_2")
 VLLM = "vllm"  # name of vLLM's own attention, and of the engine
-KNOWN = (SDPA, *FLASH, CAB_DENSE, *CAB, VLLM)
+IMPLEMENTATIONS = (SDPA, *FLASH_IMPLEMENTATIONS, CAB_DENSE, *CAB, VLLM)
 WARM_UP_TOKENS = 8  # generated tokens of a warm-up request
 # fields of a manager's config that results record
-BATCHING = (
+BATCHING_FIELDS = (
     *("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch"),
     *("max_blocks_per_request", "max_memory_percent", "use_cuda_graph", "use_async_batching"),
     *("allow_block_sharing", "scheduler_type"),
 )
 # field with a speed-up over the best dense implementation -> field whose values are compared
-OVER = {"over_best": "total_s", "ttft_over_best": "ttft_p99", "tpot_over_best": "tpot_p99"}
+SPEED_UP_FIELDS = {
+    "over_best": "total_s",
+    "ttft_over_best": "ttft_p99",
+    "tpot_over_best": "tpot_p99",
+}
 NOTES = (
     "All implementations serve the same trace of random prompts. ttft: s from arrival to the "
     "first token. tpot: ms per output token after the first one. Percentiles are over requests; "
     "tokens/s are over all seconds from the first arrival to the last token. Preempted: requests "
-    f"that were put back for lack of pages, and read again. {models.WAYS} It counts sparse calls "
-    "only: no chunks that end before min_length and no decoding. The baseline is the dense "
-    "implementation with the fewest seconds in all."
+    f"that were put back for lack of pages, and read again. {models.IMPLEMENTATIONS_NOTE} "
+    "It counts sparse calls only: no chunks that end before min_length and no decoding. The "
+    "baseline is the dense implementation with the fewest seconds in all."
 )
 
 
@@ -58,21 +62,21 @@ NOTES = (
 class Settings(models.ModelSettings):
     """Settings of a run of ``speed serve``."""
 
-    KEYS = {"implementation": "implementations"}
+    CASE_OPTIONS = {"implementation": "implementations"}
 
     POSITIVE = (*models.ModelSettings.POSITIVE, "batch_tokens", "warm_up")
-    FROM_0 = (*models.ModelSettings.FROM_0, "rate")
-    CHOICES = {"implementations": KNOWN, "engine": ("transformers", VLLM)}
+    NON_NEGATIVE = (*models.ModelSettings.NON_NEGATIVE, "rate")
+    CHOICES = {"implementations": IMPLEMENTATIONS, "engine": ("transformers", VLLM)}
 
-    lengths: tuple[int, ...] | None = runner.listed(
+    lengths: tuple[int, ...] | None = runner.list_option(
         (2**15, 2**17), (256, 512), "tokens of prompts", parse_length
     )
-    requests: tuple[str, ...] | None = runner.listed(
+    requests: tuple[str, ...] | None = runner.list_option(
         ("16", "131072:4"), ("2",), "requests per length, or LENGTH:COUNT for one length"
     )
-    implementations: tuple[str, ...] | None = runner.listed(
+    implementations: tuple[str, ...] | None = runner.list_option(
         # sdpa comes last, because it computes all pairs of a batch with a mask and is the slowest
-        (*FLASH, CAB_DENSE, "cab", SDPA),
+        (*FLASH_IMPLEMENTATIONS, CAB_DENSE, "cab", SDPA),
         (SDPA, CAB_DENSE, *CAB),
         "attention implementations",
     )
@@ -94,14 +98,16 @@ class Settings(models.ModelSettings):
         if self.engine == VLLM and self.implementations is None:
             object.__setattr__(self, "implementations", (VLLM, "cab"))
         super().__post_init__()
-        supported = (VLLM, *CAB) if self.engine == VLLM else set(KNOWN) - {VLLM}
-        accepted = f"some of {', '.join(supported)} with engine {self.engine}"
-        self.check("implementations", set(self.implementations) <= set(supported), accepted)
+        supported_names = (VLLM, *CAB) if self.engine == VLLM else set(IMPLEMENTATIONS) - {VLLM}
+        accepted_values = f"some of {', '.join(supported_names)} with engine {self.engine}"
+        self.check(
+            "implementations", set(self.implementations) <= set(supported_names), accepted_values
+        )
         are_lengths = self.option_by_length("requests", int).keys() <= {None, *self.lengths}
-        accepted = f"for lengths among {', '.join(map(str, self.lengths))}"
-        self.check("requests", are_lengths, accepted)
-        counts = self.counts.values()
-        self.check("requests", min(counts) > 0, "numbers from 1 up")
+        accepted_values = f"for lengths among {', '.join(map(str, self.lengths))}"
+        self.check("requests", are_lengths, accepted_values)
+        request_counts = self.counts.values()
+        self.check("requests", min(request_counts) > 0, "numbers from 1 up")
         densities = {self.density_at(length) for length in self.lengths}
         self.check(
             "max_density",
@@ -151,39 +157,41 @@ class Serve(runner.Speed):
     title = "Continuous batching"
     caption = "latency by tokens of the prompt"
     Settings = Settings
-    CASE = tuple(Settings.KEYS)
-    GROWS = (*Settings.KEYS.values(), "cab")
+    CASE = tuple(Settings.CASE_OPTIONS)
+    GROWS = (*Settings.CASE_OPTIONS.values(), "cab")
 
-    SHAPE = ("dtype", "new_tokens", "longest")
-    FOUND = ("served", "density", "peak_gib", "cache_gib", "ran_as")
-    BY_NAME = ("batching",)
-    BY = {"way": "implementation"}
+    COPIED_SETTINGS = ("dtype", "new_tokens", "longest")
+    RESULT_FIELDS = ("served", "density", "peak_gib", "cache_gib", "ran_as")
+    RESULT_FIELDS_BY_NAME = ("batching",)
+    GROUP_FIELDS = {"way": "implementation"}
     PANELS = (
         Panel("time to the first token, p99", "s", ("ttft_p99",), log=False),
         Panel("time per output token, p99", "ms", ("tpot_p99",), log=False),
     )
     NOTES = {"": NOTES}
-    described = staticmethod(models.described)
+    describe_run = staticmethod(models.describe_run)
 
-    def find(self, sample: dict[str, Any]) -> None:
+    def fill_sample(self, sample: dict[str, Any]) -> None:
         settings, implementation = self.settings, sample["implementation"]
         longest = sample["longest"]
-        counts = settings.counts
-        warm_up_counts = {length: min(count, settings.warm_up) for length, count in counts.items()}
+        request_counts = settings.counts
+        warm_up_counts = {
+            length: min(count, settings.warm_up) for length, count in request_counts.items()
+        }
         # another seed, so that measured requests share no prefix with warm-up requests
-        warm_up_trace = trace_of(warm_up_counts, settings.seed + 1, settings.vocab)
-        trace = trace_of(
-            counts,
+        warm_up_trace = make_trace(warm_up_counts, settings.seed + 1, settings.vocab)
+        trace = make_trace(
+            request_counts,
             seed=settings.seed,
             vocab=settings.vocab,
-            rate=settings.rate,
-            shared=settings.shared,
+            requests_per_second=settings.rate,
+            num_shared_tokens=settings.shared,
         )
-        config = settings.budgeted(longest, implementation)
+        config = settings.config_with_density(longest, implementation)
         if settings.engine == VLLM:
             from cab_hf.eval.speed import vllm
 
-            sample |= vllm.measured(
+            sample |= vllm.serve_in_new_process(
                 settings=settings,
                 implementation=implementation,
                 config=config,
@@ -192,38 +200,45 @@ class Serve(runner.Speed):
                 trace=trace,
             )
             return
-        model, served = models.random_model(settings), []
+        model, served_requests = models.random_model(settings), []
         with (
-            models.attending(model, implementation, config),
+            models.use_attention(model, implementation, config),
             batching_manager(model, settings, implementation) as manager,
         ):
             serve(manager, warm_up_trace, WARM_UP_TOKENS)
-            models.attended_by(model, longest, implementation, reset=True)
-            _, sample["peak_gib"] = self.bench.walls(
-                lambda: served.extend(serve(manager, trace, settings.new_tokens)), 1
+            models.attention_fields(model, longest, implementation, reset=True)
+            _, sample["peak_gib"] = self.bench.time_runs(
+                lambda: served_requests.extend(serve(manager, trace, settings.new_tokens)), 1
             )
-            batching = manager.continuous_batching_config
-            sample["batching"] = {field: getattr(batching, field) for field in BATCHING}
-            sample["cache_gib"] = settings.cache_gib(batching.num_blocks * batching.page_size)
-            sample |= {**models.attended_by(model, longest, implementation), "served": served}
+            batching_config = manager.continuous_batching_config
+            sample["batching"] = {
+                field: getattr(batching_config, field) for field in BATCHING_FIELDS
+            }
+            sample["cache_gib"] = settings.cache_gib(
+                batching_config.num_blocks * batching_config.page_size
+            )
+            sample |= {
+                **models.attention_fields(model, longest, implementation),
+                "served": served_requests,
+            }
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return a row per sample, with `SUMMARY` and speed-ups over the best dense attention."""
-        derived = dict.fromkeys((*SUMMARY, "baseline", *OVER))
-        rows = [{**sample, **derived} for sample in samples]
+        """Return a row per sample, with `SUMMARY_FIELDS` and `SPEED_UP_FIELDS`."""
+        derived_fields = dict.fromkeys((*SUMMARY_FIELDS, "baseline", *SPEED_UP_FIELDS))
+        rows = [{**sample, **derived_fields} for sample in samples]
         served_rows = [row for row in rows if row["served"]]
         for row in served_rows:
-            row |= summary_of(row["served"], row["new_tokens"])
+            row |= summarise_requests(row["served"], row["new_tokens"])
         dense_rows = {
             row["implementation"]: row for row in served_rows if row["implementation"] not in CAB
         }
         total_s = {name: row["total_s"] for name, row in dense_rows.items()}
-        best = dense.against(total_s, preferred=())
-        for row in served_rows if best else ():
-            row["baseline"] = best
-            for name, field in OVER.items():
-                row[name] = dense_rows[best][field] / row[field]
+        fastest_dense = dense.choose_baseline(total_s, preferred_names=())
+        for row in served_rows if fastest_dense else ():
+            row["baseline"] = fastest_dense
+            for name, field in SPEED_UP_FIELDS.items():
+                row[name] = dense_rows[fastest_dense][field] / row[field]
         return rows
 
     @classmethod
@@ -231,26 +246,26 @@ class Serve(runner.Speed):
         """Return a table over all requests, a table by length, and remarks."""
         return {
             "All requests": cls.table(rows),
-            "By length": table(by_length(rows)),
+            "By length": table(summarise_by_length(rows)),
             **cls.remarks([{**row, "length": row["longest"]} for row in rows]),
         }
 
     @classmethod
     def draw(cls, path: Path, rows: Sequence[Row]) -> None:
-        super().draw(path, by_length(rows))
+        super().draw(path, summarise_by_length(rows))
 
 
 EXPERIMENT = Serve
 
 
-def by_length(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return a row per implementation and length of prompts, with the `SUMMARY` of its requests."""
+def summarise_by_length(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return a row per implementation and length of prompts, with `SUMMARY_FIELDS`."""
     return [
         {
             "implementation": row["implementation"],
             "length": requests[0]["length"],
             "requests": len(requests),
-            **summary_of(requests, row["new_tokens"]),
+            **summarise_requests(requests, row["new_tokens"]),
         }
         for row in rows
         for requests in grouped(sorted(row["served"] or (), key=itemgetter("length")), ["length"])
@@ -278,24 +293,26 @@ def batching_manager(
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
     # no graphs of batches with prompts: each of their many shapes would be captured on first use
-    decode_only = implementation in FLASH and not settings.prefill_graphs
-    batching = ContinuousBatchingConfig(
+    has_decode_graphs_only = implementation in FLASH_IMPLEMENTATIONS and not settings.prefill_graphs
+    batching_config = ContinuousBatchingConfig(
         page_size=settings.page_size,
         num_blocks=settings.blocks,
         max_batch_tokens=settings.batch_tokens,
         max_memory_percent=settings.memory,
-        use_cuda_graph=(False, True) if decode_only else None,
+        use_cuda_graph=(False, True) if has_decode_graphs_only else None,
         # otherwise the manager could replace the requested implementation
         auto_switch_to_flash=False,
     )
     # without an end-of-text token, all requests generate the same number of tokens
-    tokens = {"max_new_tokens": settings.new_tokens, "eos_token_id": -1, "pad_token_id": 0}
-    hints = WorkloadHints(settings.longest, settings.new_tokens, sum(settings.counts.values()))
+    token_options = {"max_new_tokens": settings.new_tokens, "eos_token_id": -1, "pad_token_id": 0}
+    workload_hints = WorkloadHints(
+        settings.longest, settings.new_tokens, sum(settings.counts.values())
+    )
     try:
         with model.continuous_batching_context_manager(
-            GenerationConfig(do_sample=False, **tokens),
-            continuous_batching_config=batching,
-            workload_hints=hints,
+            GenerationConfig(do_sample=False, **token_options),
+            continuous_batching_config=batching_config,
+            workload_hints=workload_hints,
         ) as manager:
             yield manager
     except RequestFailed as error:
@@ -307,11 +324,11 @@ class Request(NamedTuple):
     """A request of a trace.
 
     Attributes:
-        arrives: seconds after the arrival of the first request.
+        arrival_s: seconds after the arrival of the first request.
         prompt: token ids.
     """
 
-    arrives: float
+    arrival_s: float
     prompt: list[int]
 
 
@@ -319,34 +336,38 @@ class RequestFailed(RuntimeError):
     """Raised if the manager aborted a request, or stopped before all requests were complete."""
 
 
-def trace_of(
-    counts: Mapping[int, int], seed: int, vocab: int, rate: float = 0.0, shared: int = 0
+def make_trace(
+    request_counts: Mapping[int, int],
+    seed: int,
+    vocab: int,
+    requests_per_second: float = 0.0,
+    num_shared_tokens: int = 0,
 ) -> list[Request]:
     """Return requests with random tokens, in random order.
 
     Args:
-        counts: length of prompts -> number of requests.
+        request_counts: length of prompts -> number of requests.
         seed: seed of tokens, order and arrivals.
         vocab: vocabulary size.
-        rate: requests per second of a Poisson process; 0: all requests arrive at once.
-        shared: number of tokens at the start that all prompts share.
+        requests_per_second: rate of a Poisson process; 0: all requests arrive at once.
+        num_shared_tokens: number of tokens at the start that all prompts share.
     """
     rng = random.Random(seed)
-    lengths = [length for length, count in counts.items() for _ in range(count)]
+    lengths = [length for length, count in request_counts.items() for _ in range(count)]
     rng.shuffle(lengths)
-    prefix = rng.choices(range(vocab), k=shared)
-    requests, arrives = [], 0.0
+    prefix = rng.choices(range(vocab), k=num_shared_tokens)
+    requests, arrival_s = [], 0.0
     for length in lengths:
-        prompt = prefix + rng.choices(range(vocab), k=length - shared)
-        requests.append(Request(arrives, prompt))
-        arrives += rng.expovariate(rate) if rate else 0.0
+        prompt = prefix + rng.choices(range(vocab), k=length - num_shared_tokens)
+        requests.append(Request(arrival_s, prompt))
+        arrival_s += rng.expovariate(requests_per_second) if requests_per_second else 0.0
     return requests
 
 
 def serve(
-    manager: ContinuousBatchingManager, trace: Sequence[Request], new_tokens: int
+    manager: ContinuousBatchingManager, trace: Sequence[Request], num_new_tokens: int
 ) -> list[dict[str, Any]]:
-    """Submit requests when they arrive, and wait until each has ``new_tokens`` generated tokens.
+    """Submit requests at their times of arrival, and wait for ``num_new_tokens`` tokens of each.
 
     Returns:
         A mapping per request. ``length``: tokens of the prompt. ``arrived``, ``first`` and
@@ -357,23 +378,25 @@ def serve(
     Raises:
         RequestFailed: a request failed, or the manager stopped.
     """
-    began, num_running = time.perf_counter(), len(trace)
-    served = {str(number): {"length": len(request.prompt)} for number, request in enumerate(trace)}
-    waiting, submitted = deque(zip(served, trace, strict=True)), {}
+    start_time, num_running = time.perf_counter(), len(trace)
+    result_by_name = {
+        str(number): {"length": len(request.prompt)} for number, request in enumerate(trace)
+    }
+    waiting_requests, submission_times = deque(zip(result_by_name, trace, strict=True)), {}
     while num_running:
-        timeout = LOOK_AGAIN
-        if waiting:
-            name, request = waiting[0]
-            until_arrival = began + request.arrives - time.perf_counter()
-            if until_arrival <= 0:
-                waiting.popleft()
-                served[name]["arrived"] = time.perf_counter() - began
+        timeout_s = POLL_SECONDS
+        if waiting_requests:
+            request_name, request = waiting_requests[0]
+            s_until_arrival = start_time + request.arrival_s - time.perf_counter()
+            if s_until_arrival <= 0:
+                waiting_requests.popleft()
+                result_by_name[request_name]["arrived"] = time.perf_counter() - start_time
                 options = {"streaming": True, "record_timestamps": True}
-                manager.add_request(request.prompt, name, new_tokens, **options)
-                submitted[name] = time.perf_counter()
+                manager.add_request(request.prompt, request_name, num_new_tokens, **options)
+                submission_times[request_name] = time.perf_counter()
                 continue
-            timeout = min(timeout, until_arrival)
-        output = manager.get_result(timeout=timeout)
+            timeout_s = min(timeout_s, s_until_arrival)
+        output = manager.get_result(timeout=timeout_s)
         if output is None:
             if not manager.is_running():
                 raise RequestFailed("the generation ended before all requests were complete")
@@ -381,44 +404,51 @@ def serve(
         if output.error is not None:
             raise RequestFailed(output.error)
         # the time at which the token appeared, not the time at which this loop received it
-        name, now = output.request_id, output.timestamps[-1] - began
-        served[name].setdefault("first", now)
+        request_name, token_s = output.request_id, output.timestamps[-1] - start_time
+        result_by_name[request_name].setdefault("first", token_s)
         # after a preemption, the manager creates another request with the same name
-        is_preempted = output.created_time > submitted[name]
-        served[name] |= {"last": now, "preempted": is_preempted}
+        is_preempted = output.created_time > submission_times[request_name]
+        result_by_name[request_name] |= {"last": token_s, "preempted": is_preempted}
         num_running -= output.is_finished()
-    return rounded(served.values())
+    return round_times(result_by_name.values())
 
 
-def rounded(served: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def round_times(request_results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the results of `serve` with times rounded to microseconds, which shortens the log."""
     return [
         {
-            field: round(value, 6) if isinstance(value, float) else value
-            for field, value in request.items()
+            field: round(field_value, 6) if isinstance(field_value, float) else field_value
+            for field, field_value in request.items()
         }
-        for request in served
+        for request in request_results
     ]
 
 
-def summary_of(served: Sequence[Mapping[str, Any]], new_tokens: int) -> dict[str, float]:
-    """Return the fields `SUMMARY`, computed over all requests.
+def summarise_requests(
+    request_results: Sequence[Mapping[str, Any]], num_new_tokens: int
+) -> dict[str, float]:
+    """Return the fields `SUMMARY_FIELDS`, computed over all requests.
 
     ``ttft_p50`` and ``ttft_p99`` are percentiles of the time to the first token, in seconds.
     ``tpot_p50`` and ``tpot_p99`` are those of the mean time per later token, in ms.
 
     Args:
-        served: the result of `serve`.
-        new_tokens: generated tokens per request.
+        request_results: the result of `serve`.
+        num_new_tokens: generated tokens per request.
     """
-    total = max(x["last"] for x in served) - min(x["arrived"] for x in served)
-    ttft = [x["first"] - x["arrived"] for x in served]
-    tpot = [(x["last"] - x["first"]) / (new_tokens - 1) * 1e3 for x in served]
+    total_s = max(result["last"] for result in request_results) - min(
+        result["arrived"] for result in request_results
+    )
+    ttfts = [result["first"] - result["arrived"] for result in request_results]
+    tpots = [
+        (result["last"] - result["first"]) / (num_new_tokens - 1) * 1e3
+        for result in request_results
+    ]
     return {
-        "total_s": total,
-        "prompt_tokens_s": sum(x["length"] for x in served) / total,
-        "output_tokens_s": len(served) * new_tokens / total,
-        **{f"ttft_p{p}": float(np.percentile(ttft, p)) for p in (50, 99)},
-        **{f"tpot_p{p}": float(np.percentile(tpot, p)) for p in (50, 99)},
-        "preempted": sum(x["preempted"] for x in served),
+        "total_s": total_s,
+        "prompt_tokens_s": sum(result["length"] for result in request_results) / total_s,
+        "output_tokens_s": len(request_results) * num_new_tokens / total_s,
+        **{f"ttft_p{percent}": float(np.percentile(ttfts, percent)) for percent in (50, 99)},
+        **{f"tpot_p{percent}": float(np.percentile(tpots, percent)) for percent in (50, 99)},
+        "preempted": sum(result["preempted"] for result in request_results),
     }

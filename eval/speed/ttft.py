@@ -22,9 +22,9 @@ from cab_hf.eval.fits import DYNAMIC, GIB, STATIC, Prompts
 from cab_hf.eval.report import grouped, percent
 from cab_hf.eval.speed import dense, runner
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.model import CAB, PLAIN, SDPA, VARIANTS
-from cab_hf.eval.speed.rank_group import Ranked, RankGroup, by_torchrun
-from cab_hf.eval.speed.runner import CAB_DENSE, TIMES, Panel
+from cab_hf.eval.speed.model import CAB, PLAIN_VARIANT, SDPA, VARIANTS
+from cab_hf.eval.speed.rank_group import Ranked, RankGroup, is_torchrun
+from cab_hf.eval.speed.runner import CAB_DENSE, Panel, format_speed_up
 from cab_hf.experiment.settings import by_device, flag, option, parse_length
 
 # largest number of tokens per MLP call if ranks share a prompt: a call on half a million tokens
@@ -37,23 +37,23 @@ WARM_UP_TOKENS = 2**17
 SHORT_WARM_UP_TOKENS = 2**14
 # warm-up chunks: the first compiles the kernels for an empty cache, the second for a filled cache
 WARM_UP_CHUNKS = 2
-CONTINUED = (
+CACHE_NOTE = (
     "A DynamicCache is cropped before every run, untimed. It copies keys and values of a layer "
     "to append new ones, for every implementation alike. sdpa gets a mask of all pairs from "
     "transformers, which then repeats keys and values for every query head. The last "
     "dense_tail_blocks query blocks of a question attend to everything, a large share of a short "
     "question."
 )
-ACROSS = (
+RANKS_NOTE = (
     "Ranks share one prompt inside cab_hf.context_parallel, and the rank with its last token "
     "computes the logits; the cache stays sharded like the prompt. MLPs compute tiles of "
     f"{MLP_TOKENS:,} tokens, as in fine-tuning. TFLOP/s are per rank."
 )
-SEARCHED = (
+SEARCH_NOTE = (
     "Room: all memory that torch can allocate. Rest: the peak minus weights and cache. Estimate: "
     "the longest prompt by the estimate of `python -m cab_hf.eval fits`."
 )
-GAIN = Panel(
+SPEED_UP_PANEL = Panel(
     "relative to the fastest dense attention", "times as fast", ("over_best", "ceiling"), log=False
 )
 
@@ -62,17 +62,17 @@ GAIN = Panel(
 class Settings(models.LongestSettings):
     """Settings of a run of ``speed ttft``."""
 
-    KEYS = {"variant": "variants", "length": "lengths", "implementation": "implementations"}
+    CASE_OPTIONS = {"variant": "variants", "length": "lengths", "implementation": "implementations"}
     POSITIVE = (*models.LongestSettings.POSITIVE, "runs", "multiple")
-    FROM_0 = (*models.LongestSettings.FROM_0, "behind", "chunk")
+    NON_NEGATIVE = (*models.LongestSettings.NON_NEGATIVE, "behind", "chunk")
     CHOICES = {"variants": VARIANTS}
 
-    lengths: tuple[int, ...] | None = runner.powers(12, 17)
-    implementations: tuple[str, ...] | None = runner.listed(
+    lengths: tuple[int, ...] | None = runner.power_of_2_lengths(12, 17)
+    implementations: tuple[str, ...] | None = runner.list_option(
         (SDPA, "cuDNN", "FA3", "FA4", *CAB), (SDPA, "SDPA", *CAB), "attention implementations"
     )
-    variants: tuple[str, ...] = runner.listed(
-        (PLAIN,), None, f"implementation of norms, RoPE and MLPs: {', '.join(VARIANTS)}"
+    variants: tuple[str, ...] = runner.list_option(
+        (PLAIN_VARIANT,), None, f"implementation of norms, RoPE and MLPs: {', '.join(VARIANTS)}"
     )
     runs: int = option(3, "timed runs per row", int)
     behind: int = option(
@@ -88,38 +88,42 @@ class Settings(models.LongestSettings):
         implementations = self.implementations
         super().__post_init__()
         self._set("variants", tuple(sorted(self.variants, key=VARIANTS.index)))
-        is_supported = not by_torchrun() or self.variants == (PLAIN,)
-        self.check("variants", is_supported, f"{PLAIN} if ranks share a prompt")
-        has_mlps = not self.experts or self.variants == (PLAIN,)
-        self.check("variants", has_mlps, f"{PLAIN} with --experts, whose kernels have no variants")
+        is_supported = not is_torchrun() or self.variants == (PLAIN_VARIANT,)
+        self.check("variants", is_supported, f"{PLAIN_VARIANT} if ranks share a prompt")
+        has_variants = not self.experts or self.variants == (PLAIN_VARIANT,)
+        self.check("variants", has_variants, f"{PLAIN_VARIANT} with --experts")
         # attention implementations that support a sequence sharded over ranks
-        supported = (CAB_DENSE, *CAB)
-        if not by_torchrun():
-            supported = (SDPA, *supported, *dense.on(self.device))
+        supported_names = (CAB_DENSE, *CAB)
+        if not is_torchrun():
+            supported_names = (SDPA, *supported_names, *dense.baselines_on(self.device))
         elif not implementations:
-            self._set("implementations", supported)
-        self.check_choice("implementations", supported)
-        block = self.cab_config.query_block
+            self._set("implementations", supported_names)
+        self.check_choice("implementations", supported_names)
+        query_block = self.cab_config.query_block
         if self.chunk:
-            self.check("chunk", not by_torchrun() and not self.behind, "0 for ranks or a question")
-            self.check("chunk", self.chunk % block == 0, f"a multiple of query_block={block}")
-            others = sorted(set(self.implementations) - {SDPA, CAB_DENSE, *CAB})
+            self.check("chunk", not is_torchrun() and not self.behind, "0 for ranks or a question")
             self.check(
-                "chunk", not others, f"0 for {', '.join(others)}, which reads no static cache"
+                "chunk", self.chunk % query_block == 0, f"a multiple of query_block={query_block}"
+            )
+            unsupported_names = sorted(set(self.implementations) - {SDPA, CAB_DENSE, *CAB})
+            self.check(
+                "chunk",
+                not unsupported_names,
+                f"0 for {', '.join(unsupported_names)}, which reads no static cache",
             )
         if self.longest:
             self.check(
-                "longest", not by_torchrun() and not self.behind, "off for ranks or a question"
+                "longest", not is_torchrun() and not self.behind, "off for ranks or a question"
             )
             has_default = any(":" not in part for part in self.max_density)
             self.check("max_density", has_default, "one share for all lengths with --longest")
         if self.behind:
-            self.check("behind", not by_torchrun(), "0 if ranks share a prompt")
-            accepted = (
-                f"at least query_block={block} each after a cache, because fewer tokens are read "
-                "densely"
+            self.check("behind", not is_torchrun(), "0 if ranks share a prompt")
+            accepted_lengths = (
+                f"at least query_block={query_block} each after a cache, because fewer tokens are "
+                "read densely"
             )
-            self.check("lengths", self.lengths[0] >= block, accepted)
+            self.check("lengths", self.lengths[0] >= query_block, accepted_lengths)
 
     @property
     def positions(self) -> int:
@@ -127,22 +131,22 @@ class Settings(models.LongestSettings):
 
     @property
     def method(self) -> str:
-        cached = f", after {self.behind:,} random ones in the cache" if self.behind else ""
-        method = (
+        cache_phrase = f", after {self.behind:,} random ones in the cache" if self.behind else ""
+        method_phrase = (
             f"median of {self.runs} runs by time.perf_counter after one warm-up run, from the "
-            f"call of the model on random tokens{cached} to the logits of the last one; the peak "
-            "is all allocated memory"
+            f"call of the model on random tokens{cache_phrase} to the logits of the last one; the "
+            "peak is all allocated memory"
         )
         if self.chunk:
-            method += (
+            method_phrase += (
                 f"; chunks of {self.chunk:,} tokens are read into a static cache of their length"
             )
         if self.longest:
-            method += "; prompts of the search are read once, after a short warm-up prompt"
-        if by_torchrun():
-            method += models.TOGETHER
-            method += f"; the warm-up run has at most {WARM_UP_TOKENS:,} tokens"
-        return method
+            method_phrase += "; prompts of the search are read once, after a short warm-up prompt"
+        if is_torchrun():
+            method_phrase += models.RANKS_NOTE
+            method_phrase += f"; the warm-up run has at most {WARM_UP_TOKENS:,} tokens"
+        return method_phrase
 
 
 class TimeToFirstToken(Ranked):
@@ -156,25 +160,45 @@ class TimeToFirstToken(Ranked):
     title = "Time to the first token"
     caption = "time to the first token by length, and the speed-up of CAB"
     Settings = Settings
-    CASE = (*Settings.KEYS, "world")
+    CASE = (*Settings.CASE_OPTIONS, "world")
     MEMORY = ("cache_gib", "weights_gib", "rest_gib", "room_gib")
-    ADDED = {"world": 1, "behind": 0, "variant": PLAIN, "chunk": 0, "sought": False, "fits": None}
+    ADDED = {
+        "world": 1,
+        "behind": 0,
+        "variant": PLAIN_VARIANT,
+        "chunk": 0,
+        "sought": False,
+        "fits": None,
+    }
     ADDED |= {"tokens_s": None, "estimate": 0, **dict.fromkeys(MEMORY)}
-    GROWS = (*Settings.KEYS.values(), "cab", "worlds", "longest", "multiple")
-    SHAPE = ("dtype", "behind", "chunk")
-    FOUND = ("ms", "tokens_s", "peak_gib", *MEMORY, "density", "ceiling", "tflops", "ran_as")
-    FOUND += ("estimate", "fits")
-    BY = {"way": "implementation", "ranks": "world", "rest": "variant"}
-    PANELS = (Panel("time to the first token", "ms", ("ms",)), GAIN)
-    NOTES = {"": f"{models.WAYS} {models.GAINS}", "behind": CONTINUED, "worlds": ACROSS}
-    NOTES |= {"longest": SEARCHED}
-    described = staticmethod(models.described)
+    GROWS = (*Settings.CASE_OPTIONS.values(), "cab", "worlds", "longest", "multiple")
+    COPIED_SETTINGS = ("dtype", "behind", "chunk")
+    RESULT_FIELDS = (
+        "ms",
+        "tokens_s",
+        "peak_gib",
+        *MEMORY,
+        "density",
+        "ceiling",
+        "tflops",
+        "ran_as",
+    )
+    RESULT_FIELDS += ("estimate", "fits")
+    GROUP_FIELDS = {"way": "implementation", "ranks": "world", "rest": "variant"}
+    PANELS = (Panel("time to the first token", "ms", ("ms",)), SPEED_UP_PANEL)
+    NOTES = {
+        "": f"{models.IMPLEMENTATIONS_NOTE} {models.UPPER_BOUND_NOTE}",
+        "behind": CACHE_NOTE,
+        "worlds": RANKS_NOTE,
+    }
+    NOTES |= {"longest": SEARCH_NOTE}
+    describe_run = staticmethod(models.describe_run)
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         settings = self.settings
-        for case in settings.asked():
+        for case in settings.requested_cases():
             yield {**case, "world": self.ranks.size, "sought": False}
-        for case in settings.asked() if settings.longest else ():
+        for case in settings.requested_cases() if settings.longest else ():
             # one search per variant and implementation: the search chooses the lengths
             if case["length"] == settings.lengths[0]:
                 fields = {"variant": case["variant"], "implementation": case["implementation"]}
@@ -186,7 +210,7 @@ class TimeToFirstToken(Ranked):
 
         Returns 0 if the memory of the device is unknown.
         """
-        settings, room_gib = self.settings, self.bench.room()
+        settings, room_gib = self.settings, self.bench.available_gib()
         if room_gib is None:
             return 0
         prompts = replace(prompt_memory(settings), config=settings.cab_config)
@@ -194,78 +218,84 @@ class TimeToFirstToken(Ranked):
             # dense attention needs no memory for selecting blocks
             prompts = replace(prompts, heads=frozenset())
         cache = STATIC if settings.chunk else DYNAMIC
-        return prompts.longest(room_gib * GIB, settings.chunk or None, cache)
+        return prompts.find_longest(room_gib * GIB, settings.chunk or None, cache)
 
-    def find_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
+    def fill_sample_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
         settings, bench = self.settings, self.bench
         length, implementation = sample["length"], sample["implementation"]
         num_cached = settings.behind
         runs = 1 if sample["sought"] else settings.runs
         if ranks.size > 1:
-            ranks.together(bench.settle)
-            # `prefilling_across` warms up on a shorter prompt, so the first call here is timed
-            prefill, warm_up = prefilling_across(settings, length, implementation, ranks), 0.0
+            ranks.call_on_all_ranks(bench.free_memory)
+            # `prepare_sharded_prefill` warms up on a shorter prompt, so the first call is timed
+            prefill, warm_up_seconds = (
+                prepare_sharded_prefill(settings, length, implementation, ranks),
+                0.0,
+            )
         else:
-            variant, warm_up = sample["variant"], inf
+            variant, warm_up_seconds = sample["variant"], inf
             if sample["sought"]:
-                short = WARM_UP_CHUNKS * settings.chunk or SHORT_WARM_UP_TOKENS
-                warm_up_prefill(settings, min(length, short), implementation, variant)
-                warm_up = 0.0
-            sample |= self.memory(length, implementation, variant)
-            prefill = models.prefilling(
+                warm_up_tokens = WARM_UP_CHUNKS * settings.chunk or SHORT_WARM_UP_TOKENS
+                warm_up_prefill(settings, min(length, warm_up_tokens), implementation, variant)
+                warm_up_seconds = 0.0
+            sample |= self.memory_fields(length, implementation, variant)
+            prefill = models.prepare_prefill(
                 settings,
                 length,
                 implementation,
-                chunk=settings.chunk,
+                chunk_tokens=settings.chunk,
                 num_cached=num_cached,
                 variant=variant,
             )
-        with prefill as (call, attention_fields, crop):
-            ms, peak, *_ = ranks.time_slowest(bench, call, runs, warm_up=warm_up, before=crop)
+        with prefill as (run_prefill, attention_fields, crop_cache):
+            ms, peak_gib, *_ = ranks.time_slowest(
+                bench, run_prefill, runs, warm_up_seconds=warm_up_seconds, before_run=crop_cache
+            )
             sample |= attention_fields()
-        operations = settings.flops(length, sample["density"], num_cached)
-        if peak is not None and sample["cache_gib"] is not None:
-            sample["rest_gib"] = peak - sample["weights_gib"] - sample["cache_gib"]
+        sparse_flops = settings.flops(length, sample["density"], num_cached)
+        if peak_gib is not None and sample["cache_gib"] is not None:
+            sample["rest_gib"] = peak_gib - sample["weights_gib"] - sample["cache_gib"]
         sample |= {
             "ms": ms,
             "tokens_s": length / ms * 1e3,
             "fits": True,
-            "peak_gib": peak,
-            "ceiling": settings.flops(length, 1.0, num_cached) / operations,
-            "tflops": operations / ms / 1e9 / ranks.size,
+            "peak_gib": peak_gib,
+            "ceiling": settings.flops(length, 1.0, num_cached) / sparse_flops,
+            "tflops": sparse_flops / ms / 1e9 / ranks.size,
         }
 
-    def memory(self, length: int, implementation: str, variant: str) -> dict[str, Any]:
+    def memory_fields(self, length: int, implementation: str, variant: str) -> dict[str, Any]:
         """Return the fields of a result record on memory.
 
         ``cache_gib``, ``weights_gib``: GiB of the KV cache and of the weights. ``room_gib``: GiB
-        that torch can allocate. ``estimate``: result of `estimated`; 0 without --longest.
+        that torch can allocate. ``estimate``: result of
+        `estimated_tokens`; 0 without --longest.
         """
         settings = self.settings
         # load the model before asking for free memory
         model = models.random_model(settings, variant)
-        weights_bytes = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-        estimate = self.estimated_tokens(implementation) if settings.longest else 0
+        weights_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        estimated_tokens = self.estimated_tokens(implementation) if settings.longest else 0
         return {
             "cache_gib": settings.cache_gib(length + settings.behind),
             "weights_gib": weights_bytes / 2**30,
-            "room_gib": self.bench.room(),
-            "estimate": estimate,
+            "room_gib": self.bench.available_gib(),
+            "estimate": estimated_tokens,
         }
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [row for group in grouped(samples, ["variant"]) for row in with_dense_ratios(group)]
+        return [row for group in grouped(samples, ["variant"]) for row in add_dense_ratios(group)]
 
     @classmethod
     def readings(cls, rows: Sequence[Row]) -> list[str]:
-        return [*speed_ups(rows), *runner.longest(rows, cls.BY)]
+        return [*describe_speed_ups(rows), *runner.describe_longest(rows, cls.GROUP_FIELDS)]
 
 
 EXPERIMENT = TimeToFirstToken
 
 
-def speed_ups(rows: Sequence[Row]) -> list[str]:
+def describe_speed_ups(rows: Sequence[Row]) -> list[str]:
     """Return a sentence per variant of CAB on its speed-up at the longest prompt.
 
     Rows that differ in model variant, cached tokens or number of ranks get separate sentences.
@@ -277,13 +307,14 @@ def speed_ups(rows: Sequence[Row]) -> list[str]:
         if row["ratio"] is not None and row["implementation"] in CAB
     ]
     for group in grouped(cab_rows, ["where", "implementation"]):
-        last = group[-1]
+        longest_row = group[-1]
         sentences.append(
-            f"At {last['length']:,} tokens{last['where']} {last['implementation']} is "
-            f"{TIMES(last['over_best'])} as fast as {last['baseline']}, the fastest dense "
-            f"attention. Attending {percent(last['density'])} of the pairs can make it at "
-            f"most {TIMES(last['ceiling'])} as fast. It is faster "
-            f"{dense.break_even_shown(group)}."
+            f"At {longest_row['length']:,} tokens{longest_row['where']} "
+            f"{longest_row['implementation']} is {format_speed_up(longest_row['over_best'])} as "
+            f"fast as {longest_row['baseline']}, the fastest dense attention. Attending"
+            f" {percent(longest_row['density'])} of the pairs can make it at "
+            f"most {format_speed_up(longest_row['ceiling'])} as fast. It is faster "
+            f"{dense.describe_break_even(group)}."
         )
     return sentences
 
@@ -298,71 +329,81 @@ def prompt_memory(settings: Settings) -> Prompts:
 @lru_cache
 def warm_up_prefill(settings: Settings, length: int, implementation: str, variant: str) -> None:
     """Run the model on a prompt of ``length`` tokens, so that all kernels are compiled."""
-    with models.prefilling(
-        settings, length, implementation, chunk=settings.chunk, variant=variant
+    with models.prepare_prefill(
+        settings, length, implementation, chunk_tokens=settings.chunk, variant=variant
     ) as (call, *_):
         call()
 
 
-def with_dense_ratios(samples: Sequence[Row]) -> list[dict[str, Any]]:
+def add_dense_ratios(samples: Sequence[Row]) -> list[dict[str, Any]]:
     """Return a row per sample, sorted by length, with its time relative to dense attention.
 
     At equal length and number of ranks, ``ratio`` is the time divided by that of the fastest dense
     attention. ``over_best`` and ``over_sdpa`` are the speed-ups over the fastest dense attention
     and over sdpa.
     """
-    derived = ("baseline", "baseline_ms", "ratio", "over_sdpa", "over_best")
-    rows = runner.by_length(samples, derived)
+    derived_fields = ("baseline", "baseline_ms", "ratio", "over_sdpa", "over_best")
+    rows = runner.sort_by_length(samples, derived_fields)
     for group in grouped(rows, ["length", "world"]):
         dense_ms = {
             row["implementation"]: row["ms"]
             for row in group
             if row["ms"] and row["implementation"] not in CAB
         }
-        best = dense.against(dense_ms, preferred=())
+        fastest_dense = dense.choose_baseline(dense_ms, preferred_names=())
         for row in group:
-            if best is None or row["ms"] is None:
+            if fastest_dense is None or row["ms"] is None:
                 continue
-            ms, best_ms = row["ms"], dense_ms[best]
-            row |= {"baseline": best, "baseline_ms": best_ms, "ratio": ms / best_ms}
-            row["over_best"] = best_ms / ms
+            ms, fastest_ms = row["ms"], dense_ms[fastest_dense]
+            row |= {"baseline": fastest_dense, "baseline_ms": fastest_ms, "ratio": ms / fastest_ms}
+            row["over_best"] = fastest_ms / ms
             row["over_sdpa"] = dense_ms[SDPA] / ms if SDPA in dense_ms else None
     return rows
 
 
 @contextmanager
-def prefilling_across(
+def prepare_sharded_prefill(
     settings: models.ModelSettings, length: int, implementation: str, ranks: RankGroup
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]], Callable[[], None]]]:
-    """Yield the functions of `models.prefilling` for a prompt that is sharded over ranks.
+    """Yield the functions of `models.prepare_prefill` for a prompt that is sharded over ranks.
 
     A warm-up prompt of at most `WARM_UP_TOKENS` tokens compiles all kernels first.
     """
     from cab_hf import context_parallel
-    from cab_hf.finetune.parallel import block_of
+    from cab_hf.finetune.parallel import get_block_tokens
     from cab_hf.finetune.tiles import compute_in_tiles
 
     model, prompt = models.random_model(settings), models.random_tokens(settings, length)
-    with models.attending(model, implementation, settings.budgeted(length, implementation)):
-        block = block_of(model)
+    with models.use_attention(
+        model, implementation, settings.config_with_density(length, implementation)
+    ):
+        block_tokens = get_block_tokens(model)
 
         def attention_fields() -> dict[str, Any]:
-            density = models.attended_by(model, length, implementation)["density"]
-            return {"density": ranks.mean(density, ranks.pairs(length, block))}
+            density = models.attention_fields(model, length, implementation)["density"]
+            return {"density": ranks.mean(density, ranks.pairs(length, block_tokens))}
 
         compute_in_tiles(model, MLP_TOKENS)
         try:
-            with context_parallel(model, ranks.group, block=block):
-                ranks.together(reading(model, prompt[:, :WARM_UP_TOKENS], ranks, block))
+            with context_parallel(model, ranks.group, block=block_tokens):
+                ranks.call_on_all_ranks(
+                    make_prefill(model, prompt[:, :WARM_UP_TOKENS], ranks, block_tokens)
+                )
                 # do not count the attention of the warm-up prompt
-                models.attended_by(model, length, implementation, reset=True)
-                yield reading(model, prompt, ranks, block), attention_fields, lambda: None
+                models.attention_fields(model, length, implementation, reset=True)
+                yield (
+                    make_prefill(model, prompt, ranks, block_tokens),
+                    attention_fields,
+                    lambda: None,
+                )
         finally:
             # one tile of all tokens means no tiles
             compute_in_tiles(model, sys.maxsize)
 
 
-def reading(model: nn.Module, prompt: Tensor, ranks: RankGroup, block: int) -> Callable[[], Any]:
+def make_prefill(
+    model: nn.Module, prompt: Tensor, ranks: RankGroup, block_tokens: int
+) -> Callable[[], Any]:
     """Return a function that runs ``model`` on this rank's shard of a prompt.
 
     The function returns the output of ``model``. Only the rank with the prompt's last token
@@ -372,19 +413,19 @@ def reading(model: nn.Module, prompt: Tensor, ranks: RankGroup, block: int) -> C
         model: the model.
         prompt: token ids of the whole prompt, int64 [1, N].
         ranks: the ranks.
-        block: tokens of which the chunks of ranks are multiples.
+        block_tokens: tokens of which the chunks of ranks are multiples.
     """
     from cab_hf.distributed import shard
 
-    own_shard = shard({"input_ids": prompt}, ranks.group, block)
+    own_shard = shard({"input_ids": prompt}, ranks.group, block_tokens)
     # the first slot with the last position; padding slots after it have the same position
-    last = torch.where(own_shard["position_ids"][0] == prompt.shape[1] - 1)[0][:1]
+    last_token_slot = torch.where(own_shard["position_ids"][0] == prompt.shape[1] - 1)[0][:1]
 
     @torch.inference_mode()
-    def call() -> Any:
-        return model(**own_shard, use_cache=True, logits_to_keep=last)
+    def run_shard() -> Any:
+        return model(**own_shard, use_cache=True, logits_to_keep=last_token_slot)
 
-    return call
+    return run_shard
 
 
 def row_conditions(row: Row) -> str:
@@ -393,8 +434,10 @@ def row_conditions(row: Row) -> str:
     Returns "" if all three have their defaults.
     """
     # rows of training steps lack the fields of caches and variants
-    variant = "" if row.get("variant", PLAIN) == PLAIN else f" with {row['variant']}"
-    cache = f" after {row['behind']:,} in the cache" if row.get("behind") else ""
-    spread = "" if row.get("spread", "alone") == "alone" else f" by {row['spread']}"
-    ranks = f" on {row['world']} ranks{spread}" if row["world"] > 1 else ""
-    return variant + cache + ranks
+    variant_phrase = (
+        "" if row.get("variant", PLAIN_VARIANT) == PLAIN_VARIANT else f" with {row['variant']}"
+    )
+    cache_phrase = f" after {row['behind']:,} in the cache" if row.get("behind") else ""
+    spread_phrase = "" if row.get("spread", "alone") == "alone" else f" by {row['spread']}"
+    ranks_phrase = f" on {row['world']} ranks{spread_phrase}" if row["world"] > 1 else ""
+    return variant_phrase + cache_phrase + ranks_phrase

@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from cab_hf.config import CabConfig
-from cab_hf.dispatch import attended
+from cab_hf.dispatch import attended_pairs
 from cab_hf.eval.speed.model import CAB, model_config
-from cab_hf.eval.speed.serve import rounded
+from cab_hf.eval.speed.serve import round_times
 from cab_hf.eval.speed.timing import bench_on
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from cab_hf.eval.speed.serve import Request, Settings
 
 # vLLM's names of its own attention backend and of a plug-in backend, which is CAB's
-OWN, CUSTOM = "FLASH_ATTN", "CUSTOM"
+VLLM_BACKEND, CAB_BACKEND = "FLASH_ATTN", "CUSTOM"
 
 
-def measured(**arguments: Any) -> dict[str, Any]:
+def serve_in_new_process(**arguments: Any) -> dict[str, Any]:
     """Run `serve_traces` in another process, and return its result.
 
     The end of this process frees all GPU memory.
@@ -60,15 +60,15 @@ def serve_traces(
     Returns:
         The fields of a result record: ``served`` from `serve`, ``peak_gib``, and `engine_fields`.
     """
-    engine, served = engine_of(settings, implementation, config), []
+    engine, request_results = build_engine(settings, implementation, config), []
     serve(engine, warm_up_trace, warm_up_tokens)
-    _, peak = bench_on(settings.device).walls(
-        lambda: served.extend(serve(engine, trace, settings.new_tokens)), 1
+    _, peak_gib = bench_on(settings.device).time_runs(
+        lambda: request_results.extend(serve(engine, trace, settings.new_tokens)), 1
     )
-    return {**engine_fields(engine, settings), "served": served, "peak_gib": peak}
+    return {**engine_fields(engine, settings), "served": request_results, "peak_gib": peak_gib}
 
 
-def engine_of(settings: Settings, implementation: str, config: CabConfig) -> LLMEngine:
+def build_engine(settings: Settings, implementation: str, config: CabConfig) -> LLMEngine:
     """Return an engine of vLLM for a model with random weights and for the lengths of the trace.
 
     Args:
@@ -80,75 +80,83 @@ def engine_of(settings: Settings, implementation: str, config: CabConfig) -> LLM
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    options: dict[str, Any] = {}
+    engine_options: dict[str, Any] = {}
     if implementation in CAB:
-        options["additional_config"] = {"cab": config.to_dict()}
+        engine_options["additional_config"] = {"cab": config.to_dict()}
     if settings.device != "cpu":
-        options["attention_backend"] = CUSTOM if implementation in CAB else OWN
-        options["gpu_memory_utilization"] = settings.memory
-    longest = settings.longest + settings.new_tokens
+        engine_options["attention_backend"] = CAB_BACKEND if implementation in CAB else VLLM_BACKEND
+        engine_options["gpu_memory_utilization"] = settings.memory
+    max_tokens = settings.longest + settings.new_tokens
     with TemporaryDirectory() as folder:
-        model = model_config(settings)
-        model.max_position_embeddings = longest
-        model.architectures = ["Qwen3MoeForCausalLM" if settings.experts else "LlamaForCausalLM"]
-        model.save_pretrained(folder)
+        hf_config = model_config(settings)
+        hf_config.max_position_embeddings = max_tokens
+        name = "Qwen3MoeForCausalLM" if settings.experts else "LlamaForCausalLM"
+        hf_config.architectures = [name]
+        hf_config.save_pretrained(folder)
         return LLM(
             folder,
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype=settings.dtype,
             seed=settings.seed,
-            max_model_len=longest,
+            max_model_len=max_tokens,
             max_num_batched_tokens=settings.batch_tokens,
             max_num_seqs=sum(settings.counts.values()),
             num_gpu_blocks_override=settings.blocks,
             enable_prefix_caching=settings.shared > 0,
             quantization=settings.quantization or None,
-            **options,
+            **engine_options,
         ).llm_engine
 
 
-def serve(engine: LLMEngine, trace: Sequence[Request], new_tokens: int) -> list[dict[str, Any]]:
-    """Submit requests when they arrive, and wait until each has ``new_tokens`` generated tokens.
+def serve(engine: LLMEngine, trace: Sequence[Request], num_new_tokens: int) -> list[dict[str, Any]]:
+    """Submit requests at their times of arrival, and wait for ``num_new_tokens`` tokens of each.
 
     Returns:
         A mapping per request, as `cab_hf.eval.speed.serve.serve` returns it.
     """
     from vllm import SamplingParams
 
-    scheduler, preempted = engine.engine_core.engine_core.scheduler, set()
+    scheduler, preempted_ids = engine.engine_core.engine_core.scheduler, set()
     preempt = scheduler._preempt_request
 
     def record_and_preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.add(request.request_id)
+        preempted_ids.add(request.request_id)
         return preempt(request, *args, **kwargs)
 
     scheduler._preempt_request = record_and_preempt
-    sampling = SamplingParams(
-        temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
+    sampling_params = SamplingParams(
+        temperature=0, max_tokens=num_new_tokens, ignore_eos=True, detokenize=False
     )
-    attended.clear()
-    began = time.perf_counter()
-    served = {str(number): {"length": len(request.prompt)} for number, request in enumerate(trace)}
-    waiting = deque(zip(served, trace, strict=True))
-    while waiting or engine.has_unfinished_requests():
-        now = time.perf_counter() - began
-        while waiting and waiting[0][1].arrives <= now:
-            name, request = waiting.popleft()
-            served[name]["arrived"] = now
-            engine.add_request(name, {"prompt_token_ids": request.prompt}, sampling)
+    attended_pairs.clear()
+    start_time = time.perf_counter()
+    result_by_name = {
+        str(number): {"length": len(request.prompt)} for number, request in enumerate(trace)
+    }
+    waiting_requests = deque(zip(result_by_name, trace, strict=True))
+    while waiting_requests or engine.has_unfinished_requests():
+        now_s = time.perf_counter() - start_time
+        while waiting_requests and waiting_requests[0][1].arrival_s <= now_s:
+            request_name, request = waiting_requests.popleft()
+            result_by_name[request_name]["arrived"] = now_s
+            engine.add_request(request_name, {"prompt_token_ids": request.prompt}, sampling_params)
         if not engine.has_unfinished_requests():
-            time.sleep(max(0.0, waiting[0][1].arrives - now))
+            time.sleep(max(0.0, waiting_requests[0][1].arrival_s - now_s))
             continue
         for output in engine.step():
-            result, now = served[output.request_id], time.perf_counter() - began
-            result.setdefault("first", now)
-            result["last"] = now
+            request_result, now_s = (
+                result_by_name[output.request_id],
+                time.perf_counter() - start_time,
+            )
+            request_result.setdefault("first", now_s)
+            request_result["last"] = now_s
     scheduler._preempt_request = preempt
-    for name, result in served.items():
+    for request_name, request_result in result_by_name.items():
         # vLLM appends a suffix to the id of a request
-        result["preempted"] = any(request_id.split("-")[0] == name for request_id in preempted)
-    return rounded(served.values())
+        request_result["preempted"] = any(
+            request_id.split("-")[0] == request_name for request_id in preempted_ids
+        )
+    return round_times(result_by_name.values())
 
 
 def engine_fields(engine: LLMEngine, settings: Settings) -> dict[str, Any]:
@@ -163,21 +171,25 @@ def engine_fields(engine: LLMEngine, settings: Settings) -> dict[str, Any]:
     from vllm import __version__
 
     config = engine.vllm_config
-    cache, scheduler = config.cache_config, config.scheduler_config
-    pages = cache.num_gpu_blocks
+    cache_config, scheduler_config = config.cache_config, config.scheduler_config
+    num_pages = cache_config.num_gpu_blocks
     # (attended pairs, causal pairs) of each sparse layer
-    density = fmean([float(x[0] / x[1]) for x in attended.values()]) if attended else 1.0
+    density = (
+        fmean([float(pair_counts[0] / pair_counts[1]) for pair_counts in attended_pairs.values()])
+        if attended_pairs
+        else 1.0
+    )
     return {
         "batching": {
-            "block_size": cache.block_size,
-            "num_gpu_blocks": pages,
-            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-            "max_num_seqs": scheduler.max_num_seqs,
-            "async_scheduling": scheduler.async_scheduling,
-            "enable_prefix_caching": cache.enable_prefix_caching,
+            "block_size": cache_config.block_size,
+            "num_gpu_blocks": num_pages,
+            "max_num_batched_tokens": scheduler_config.max_num_batched_tokens,
+            "max_num_seqs": scheduler_config.max_num_seqs,
+            "async_scheduling": scheduler_config.async_scheduling,
+            "enable_prefix_caching": cache_config.enable_prefix_caching,
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
         },
-        "cache_gib": settings.cache_gib(pages * cache.block_size),
+        "cache_gib": settings.cache_gib(num_pages * cache_config.block_size),
         "density": density,
-        "ran_as": f"vLLM {__version__}, {len(attended)} layers sparse",
+        "ran_as": f"vLLM {__version__}, {len(attended_pairs)} layers sparse",
     }

@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from cab_hf.data.documents import recall_document
-from cab_hf.data.needles import NOISE, leading_tokens, split_sentences
+from cab_hf.data.documents import make_recall_document
+from cab_hf.data.needles import NOISE_SENTENCES, leading_tokens, split_sentences
 from cab_hf.data.tasks import TASKS
 from cab_hf.eval.haystack import Haystack, answered
 
@@ -40,7 +40,8 @@ def passkey_documents(
         max_seq_lengths: lengths in tokens.
         samples: prompts per length.
         keys: number of hidden keys.
-        haystack: UTF-8 file whose sentences surround the keys; None: the sentences `NOISE`.
+        haystack: UTF-8 file whose sentences surround the keys; None: the sentences
+            `NOISE_SENTENCES`.
         seed: seed of the prompts.
         others: arguments of `load_tokenizer`.
     """
@@ -55,7 +56,7 @@ def passkey_documents(
     return documents
 
 
-def _as_split(make: Callable[..., Documents]) -> Callable[..., dict[str, Any]]:
+def _make_split(make: Callable[..., Documents]) -> Callable[..., dict[str, Any]]:
     """Return a function that calls ``make``, and returns the documents as a data set for lm_eval.
 
     The function returns {"test": data set}.
@@ -101,7 +102,7 @@ def recall_documents(
         return tokenizer.decode(tokens[num_leading:], clean_up_tokenization_spaces=False)
 
     def questions_of(length: int, index: int) -> Documents:
-        document = recall_document(
+        document = make_recall_document(
             tokenizer=tokenizer,
             sentences=sentences,
             length=length,
@@ -202,8 +203,9 @@ def load_tokenizer(
 
 
 def _sentences(haystack: str | None) -> Sequence[str]:
-    """Return the sentences of the UTF-8 file ``haystack``; None: the sentences `NOISE`."""
-    return split_sentences(Path(haystack).read_text("utf-8-sig")) if haystack else NOISE
+    """Return the sentences of the UTF-8 file ``haystack``; None: the sentences "
+    "`NOISE_SENTENCES`."""
+    return split_sentences(Path(haystack).read_text("utf-8-sig")) if haystack else NOISE_SENTENCES
 
 
-passkey, recall, task = map(_as_split, (passkey_documents, recall_documents, task_documents))
+passkey, recall, task = map(_make_split, (passkey_documents, recall_documents, task_documents))
