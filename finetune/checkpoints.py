@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cab_hf.experiment.cache import file_sha256
-from cab_hf.experiment.log import writing
-from cab_hf.experiment.settings import UsageError, refused_as
+from cab_hf.experiment.log import convert_write_errors
+from cab_hf.experiment.settings import UsageError, convert_errors
 
-NUM_KEPT = 2  # number of newest checkpoints that are not removed
+NUM_KEPT_CHECKPOINTS = 2  # number of newest checkpoints that are not removed
 # files in a checkpoint: the state that is equal in all processes, and the state of one process
-SHARED, PER_PROCESS = "shared.pt", "process-{}.pt"
-ADAPTER = "adapter"  # folder in a checkpoint with the trained adapter
-NAME = re.compile(r"step-\d{8,}")  # name of a complete checkpoint
+SHARED_FILE, PROCESS_FILE = "shared.pt", "process-{}.pt"
+ADAPTER_FOLDER = "adapter"  # folder in a checkpoint with the trained adapter
+CHECKPOINT_NAME = re.compile(r"step-\d{8,}")  # name of a complete checkpoint
 State = dict[str, Any]
 
 
@@ -44,13 +44,15 @@ class Checkpoints:
 
     folder: Path
     rank: int  # of this process
-    processes: int  # number of processes
-    wait: Callable[[], None]  # a barrier of all processes
-    result: str = ADAPTER  # name of the folder with the trained weights in each checkpoint
+    num_processes: int  # number of processes
+    wait_for_all: Callable[[], None]  # a barrier of all processes
+    result_name: str = (
+        ADAPTER_FOLDER  # name of the folder with the trained weights in each checkpoint
+    )
 
-    def newest(self) -> Path | None:
+    def find_newest(self) -> Path | None:
         """Return the folder of the last complete checkpoint; None if there is none."""
-        return next(reversed(self._complete()), None)
+        return next(reversed(self._find_complete()), None)
 
     def save(
         self, step: int, shared: State, own_state: State, write_result: Callable[[Path], None]
@@ -69,23 +71,26 @@ class Checkpoints:
         Raises:
             LogError: the checkpoint cannot be written. Older checkpoints do not change.
         """
-        target = self.folder / f"step-{step:08d}"
-        partial = self.folder / f".{target.name}.partial"
-        with writing(target):
+        final_folder = self.folder / f"step-{step:08d}"
+        temporary_folder = self.folder / f".{final_folder.name}.partial"
+        with convert_write_errors(final_folder):
             if self.rank == 0:
-                self.clear()
-                partial.mkdir(parents=True)
-            self.wait()
-            _write(own_state, partial / PER_PROCESS.format(self.rank))
+                self.remove_incomplete()
+                temporary_folder.mkdir(parents=True)
+            self.wait_for_all()
+            _save_state(own_state, temporary_folder / PROCESS_FILE.format(self.rank))
             if self.rank == 0:
-                write_result(partial / self.result)
-                fields = {"step": step, "processes": self.processes}
-                _write({**shared, **fields, "adapter": self._sums_of(partial)}, partial / SHARED)
-            self.wait()
+                write_result(temporary_folder / self.result_name)
+                fields = {"step": step, "processes": self.num_processes}
+                _save_state(
+                    {**shared, **fields, "adapter": self._hash_weights(temporary_folder)},
+                    temporary_folder / SHARED_FILE,
+                )
+            self.wait_for_all()
             if self.rank == 0:
-                self._publish(partial, target)
-        self.wait()
-        return target
+                self._publish(temporary_folder, final_folder)
+        self.wait_for_all()
+        return final_folder
 
     def load(self, folder: Path) -> tuple[State, State]:
         """Load the checkpoint in ``folder``; return the ``shared`` and ``own_state`` of `save`.
@@ -96,72 +101,76 @@ class Checkpoints:
             UsageError: a run with another number of processes wrote the checkpoint, or a byte of a
                 file has changed.
         """
-        shared = _read(folder / SHARED)
-        if shared["processes"] != self.processes:
+        shared = _load_state(folder / SHARED_FILE)
+        if shared["processes"] != self.num_processes:
             raise UsageError(
                 f"{folder.name} was made by {shared['processes']} processes, and this run has "
-                f"{self.processes}. Start as many processes, or give another --out."
+                f"{self.num_processes}. Start as many processes, or give another --out."
             )
-        differ = shared["adapter"].items() - self._sums_of(folder).items()
-        if differ:
-            name, _ = min(differ)
+        changed_hashes = shared["adapter"].items() - self._hash_weights(folder).items()
+        if changed_hashes:
+            name, _ = min(changed_hashes)
             raise UsageError(
-                _unreadable(folder, f"{self.result}/{name} has changed since it was saved")
+                _format_unreadable(
+                    folder, f"{self.result_name}/{name} has changed since it was saved"
+                )
             )
-        return shared, _read(folder / PER_PROCESS.format(self.rank))
+        return shared, _load_state(folder / PROCESS_FILE.format(self.rank))
 
-    def _sums_of(self, folder: Path) -> dict[str, str]:
+    def _hash_weights(self, folder: Path) -> dict[str, str]:
         """Return the SHA-256 of each file of the trained weights in a checkpoint, by path."""
-        weights = folder / self.result
-        files = (file for file in weights.rglob("*") if file.is_file())
-        return {str(file.relative_to(weights)): file_sha256(file) for file in files}
+        weights_folder = folder / self.result_name
+        files = (file for file in weights_folder.rglob("*") if file.is_file())
+        return {str(file.relative_to(weights_folder)): file_sha256(file) for file in files}
 
-    def _complete(self) -> list[Path]:
+    def _find_complete(self) -> list[Path]:
         """Return the folders of complete checkpoints, sorted by step."""
-        complete = (path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name))
-        return sorted(complete, key=lambda path: int(path.name.removeprefix("step-")))
+        complete_folders = (
+            path for path in self.folder.glob("step-*") if CHECKPOINT_NAME.fullmatch(path.name)
+        )
+        return sorted(complete_folders, key=lambda path: int(path.name.removeprefix("step-")))
 
-    def clear(self) -> None:
+    def remove_incomplete(self) -> None:
         """Remove folders that a killed run left half-written or half-removed.
 
         Only process 0 may call this method.
         """
-        for incomplete in self.folder.glob(".step-*"):
-            shutil.rmtree(incomplete)
+        for incomplete_folder in self.folder.glob(".step-*"):
+            shutil.rmtree(incomplete_folder)
 
-    def _publish(self, partial: Path, target: Path) -> None:
-        """Sync ``partial`` to disk, rename the folder to ``target``, and remove old checkpoints."""
-        for path in (*partial.rglob("*"), partial):
-            put_on_disk(path)
-        os.rename(partial, target)
-        put_on_disk(self.folder)
-        for old in self._complete()[:-NUM_KEPT]:
+    def _publish(self, temporary_folder: Path, final_folder: Path) -> None:
+        """Sync a folder to disk, rename it to ``final_folder``, and remove old checkpoints."""
+        for path in (*temporary_folder.rglob("*"), temporary_folder):
+            sync_to_disk(path)
+        os.rename(temporary_folder, final_folder)
+        sync_to_disk(self.folder)
+        for old_folder in self._find_complete()[:-NUM_KEPT_CHECKPOINTS]:
             # a half-removed folder must not look complete
-            hidden = old.with_name(f".{old.name}.removed")
-            os.rename(old, hidden)
-            shutil.rmtree(hidden)
+            hidden_folder = old_folder.with_name(f".{old_folder.name}.removed")
+            os.rename(old_folder, hidden_folder)
+            shutil.rmtree(hidden_folder)
 
 
-def _write(state: State, path: Path) -> None:
+def _save_state(state: State, path: Path) -> None:
     """Save ``state`` with torch.save and sync the file to disk."""
     # torch.save to an open file reports why a write failed; torch.save to a path does not
     with open(path, "wb") as file:
         torch.save(state, file)
-    put_on_disk(path)
+    sync_to_disk(path)
 
 
-def _read(path: Path) -> State:
-    """Return the state in a file of `_write`; raise a UsageError if the file is damaged.
+def _load_state(path: Path) -> State:
+    """Return the state in a file of `_save_state`; raise a UsageError if the file is damaged.
 
     Tensors are on the CPU.
     """
 
-    def message(error: Exception) -> str:
+    def format_message(error: Exception) -> str:
         # torch's own message suggests weights_only=False, which would run code from the file
         reason = getattr(error, "strerror", None) or "damaged"
-        return _unreadable(path.parent, f"{path.name}: {reason}")
+        return _format_unreadable(path.parent, f"{path.name}: {reason}")
 
-    with refused_as(message):
+    with convert_errors(format_message):
         # torch writes checksums into the zip file, but torch.load does not verify them
         with zipfile.ZipFile(path) as archive:
             is_intact = archive.testzip() is None
@@ -171,7 +180,7 @@ def _read(path: Path) -> State:
     return state
 
 
-def _unreadable(folder: Path, reason: str) -> str:
+def _format_unreadable(folder: Path, reason: str) -> str:
     """Return the error message for a checkpoint ``folder`` that cannot be read."""
     return (
         f"checkpoint {folder.name} cannot be read ({reason}). Remove the folder, and the run "
@@ -179,7 +188,7 @@ def _unreadable(folder: Path, reason: str) -> str:
     )
 
 
-def put_on_disk(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Sync the content of a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -189,7 +198,7 @@ def put_on_disk(path: Path) -> None:
 
 
 @contextmanager
-def asked_to_stop() -> Iterator[Callable[[], bool]]:
+def catch_sigterm() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True after this process received SIGTERM.
 
     SIGTERM has no other effect inside the block.
@@ -202,12 +211,12 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGTERM, previous_handler)
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of ``model`` that require gradients, by name."""
     return {name: each for name, each in model.named_parameters() if each.requires_grad}
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def gather_on_cpu(tensor: Tensor) -> Tensor:
     """Return a copy of the unsharded tensor on the CPU.
 
     All processes must call this function if ``tensor`` is sharded.
@@ -217,55 +226,56 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", copy=True)
 
 
-def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+def copy_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return unsharded CPU copies of the trained parameters, by name."""
-    return {name: gathered(each) for name, each in trained(model).items()}
+    return {name: gather_on_cpu(each) for name, each in trained_parameters(model).items()}
 
 
-def load_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Set the trained parameters to ``saved``, a result of `parameters_of`.
+def load_parameters(model: nn.Module, saved_parameters: Mapping[str, Tensor]) -> None:
+    """Set the trained parameters to ``saved_parameters``, a result of `copy_parameters`.
 
     Raises:
         UsageError: the names of the parameters differ.
     """
-    parameters = trained(model)
-    differ = sorted(parameters.keys() ^ saved.keys())
-    if differ:
+    parameters = trained_parameters(model)
+    different_names = sorted(parameters.keys() ^ saved_parameters.keys())
+    if different_names:
         raise UsageError(
-            f"the checkpoint trains other parameters ({differ[0]} is one of {len(differ)}). "
-            "Continue with the settings of the first run, or give another --out."
+            f"the checkpoint trains other parameters ({different_names[0]} is one of "
+            f"{len(different_names)}). Continue with the settings of the first "
+            "run, or give another --out."
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(_sharded_like(saved[name], parameter))
+            parameter.copy_(_shard_like(saved_parameters[name], parameter))
 
 
-def optimizer_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, State]:
+def copy_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, State]:
     """Return unsharded CPU copies of the optimizer state of each trained parameter, by name."""
     return {
-        name: {key: gathered(value) for key, value in optimizer.state[each].items()}
-        for name, each in trained(model).items()
+        name: {key: gather_on_cpu(value) for key, value in optimizer.state[each].items()}
+        for name, each in trained_parameters(model).items()
         if each in optimizer.state
     }
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, State]
+    optimizer: torch.optim.Optimizer, model: nn.Module, saved_states: Mapping[str, State]
 ) -> None:
-    """Set the state of the optimizer to the result of `optimizer_of`."""
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    for name, parameter in trained(model).items():
-        if name in saved:
-            moments = dict(saved[name])
+    """Set the state of the optimizer to the result of `copy_optimizer_state`."""
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    for name, parameter in trained_parameters(model).items():
+        if name in saved_states:
+            moments = dict(saved_states[name])
             # fused optimizers have the step counter on the device, others on the CPU; no optimizer
             # shards the counter
             steps = moments.pop("step")
-            state = {key: _sharded_like(x, parameter) for key, x in moments.items()}
-            state["step"] = steps.to(parameter.device) if fused else steps
+            state = {key: _shard_like(x, parameter) for key, x in moments.items()}
+            state["step"] = steps.to(parameter.device) if is_fused else steps
             optimizer.state[parameter] = state
 
 
-def _sharded_like(value: Tensor, parameter: Tensor) -> Tensor:
+def _shard_like(value: Tensor, parameter: Tensor) -> Tensor:
     """Return ``value`` on the device of ``parameter``, sharded like ``parameter``."""
     value = value.to(parameter.device)
     if isinstance(parameter, DTensor):
@@ -273,7 +283,7 @@ def _sharded_like(value: Tensor, parameter: Tensor) -> Tensor:
     return value
 
 
-def random_state() -> State:
+def get_random_state() -> State:
     """Return the state of every random generator that this process may use."""
     algorithm, keys, *position = np.random.get_state()
     return {
@@ -285,7 +295,7 @@ def random_state() -> State:
 
 
 def load_random_state(state: Mapping[str, Any]) -> None:
-    """Set every random generator to the result of `random_state`."""
+    """Set every random generator to the result of `get_random_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from cab_hf.experiment.settings import UsageError
-from cab_hf.finetune.loss import IGNORED
+from cab_hf.finetune.loss import IGNORED_LABEL
 from cab_hf.finetune.sources import (
     Document,
-    Part,
+    DocumentFilter,
     RetrievalDocuments,
     Source,
     State,
@@ -23,8 +23,8 @@ from cab_hf.finetune.sources import (
     TextSource,
 )
 
-HOLD_OUT = 100  # by default every 100th document of a source is held out
-Item = dict[str, Tensor]  # a packed sequence; see `Packed`
+HOLD_OUT_EVERY = 100  # by default every 100th document of a source is held out
+PackedSequence = dict[str, Tensor]  # a packed sequence; see `Packed`
 
 
 class Packed:
@@ -40,8 +40,9 @@ class Packed:
     its label. Synthetic documents are never cut: they start the next sequence, and padding fills
     the current sequence if no other document fits.
 
-    Sequence i belongs to process i % ``world``. Every process packs all sequences but builds the
-    tensors of its own sequences only, so that the order does not depend on ``world``.
+    Sequence i belongs to process i % ``num_processes``. Every process packs all sequences, but
+    builds the tensors of its own sequences only. Hence the order does not depend on
+    ``num_processes``.
 
     Args:
         tokenizer: the tokenizer of the model.
@@ -50,9 +51,9 @@ class Packed:
         length: tokens per sequence.
         seed: seed of the order of documents, in addition to the seed of each source.
         rank: rank of this process.
-        world: number of processes.
+        num_processes: number of processes.
         hold_out: one of ``hold_out`` consecutive documents of a source is reserved for
-            `held_out`; 0 reserves none.
+            `pack_held_out`; 0 reserves none.
         only_held_out: True to pack the reserved documents instead of all others.
         vocabulary: number of tokens in the model's vocabulary; None: no limit.
 
@@ -68,8 +69,8 @@ class Packed:
         seed: int,
         *,
         rank: int = 0,
-        world: int = 1,
-        hold_out: int = HOLD_OUT,
+        num_processes: int = 1,
+        hold_out: int = HOLD_OUT_EVERY,
         only_held_out: bool = False,
         vocabulary: int | None = None,
     ) -> None:
@@ -78,29 +79,33 @@ class Packed:
                 "data must contain a source with a share of the tokens above 0, got none. Give a "
                 "source without =0."
             )
-        self.length, self.rank, self.world = length, rank, world
+        self.length, self.rank, self.num_processes = length, rank, num_processes
         self._tokenizer, self._vocabulary = tokenizer, vocabulary or math.inf
         # any token in the vocabulary can be padding, because padding has no label
-        candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        self._padding = next(x for x in candidates if x is not None and x < self._vocabulary)
-        part = Part(hold_out, only_held_out)
-        texts = [source for source, _ in sources if isinstance(source, TextSource)]
+        padding_candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        self._padding = next(
+            token for token in padding_candidates if token is not None and token < self._vocabulary
+        )
+        document_filter = DocumentFilter(hold_out, only_held_out)
+        text_sources = [source for source, _ in sources if isinstance(source, TextSource)]
         self._cursors = []
-        for number, (source, share) in enumerate(sources):
+        for source_index, (source, share) in enumerate(sources):
             if not share:
                 continue
             # two entries of the same source get different orders
-            salt = f"{seed}/{number}"
+            salt = f"{seed}/{source_index}"
             if isinstance(source, TextSource):
-                documents = TextDocuments(source, part=part, salt=salt, tokenizer=tokenizer)
+                documents = TextDocuments(
+                    source, document_filter=document_filter, salt=salt, tokenizer=tokenizer
+                )
             else:
                 documents = RetrievalDocuments(
                     source,
-                    part=part,
+                    document_filter=document_filter,
                     salt=salt,
                     tokenizer=tokenizer,
                     length=length,
-                    text_sources=texts,
+                    text_sources=text_sources,
                 )
             self._cursors.append(SourceCursor(documents, share))
         self._num_packed = 0  # number of sequences that all processes together have packed
@@ -111,23 +116,24 @@ class Packed:
         epochs = (cursor.documents.epoch for cursor in self._cursors)
         return min((epoch for epoch in epochs if epoch is not None), default=0)
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[PackedSequence]:
         return self
 
-    def __next__(self) -> Item:
+    def __next__(self) -> PackedSequence:
         self._finish_round()
         for _ in range(self.rank):
             self._pack()
-        item = _as_tensors(self._pack(), self.length, self._padding)
-        highest = int(item["input_ids"].max())
-        if highest >= self._vocabulary:
+        sequence = _concatenate(self._pack(), self.length, self._padding)
+        largest_token = int(sequence["input_ids"].max())
+        if largest_token >= self._vocabulary:
             raise UsageError(
                 f"data must contain tokens below {self._vocabulary}, the vocabulary of the model, "
-                f"got token {highest} ({self._tokenizer.convert_ids_to_tokens(highest)!r}). Give "
-                "a model whose embeddings were resized for its tokenizer, or data without that "
+                f"got token {largest_token} "
+                f"({self._tokenizer.convert_ids_to_tokens(largest_token)!r}). Give a "
+                "model whose embeddings were resized for its tokenizer, or data without that "
                 "token."
             )
-        return item
+        return sequence
 
     def state_dict(self) -> State:
         """Return the position after the latest round of sequences as a JSON-able dict.
@@ -140,7 +146,7 @@ class Packed:
     def load_state_dict(self, state: State) -> None:
         """Resume from a result of `state_dict` for the same sources.
 
-        ``world`` must divide the number of sequences that were packed before.
+        ``num_processes`` must divide the number of sequences that were packed before.
         """
         self._num_packed = state["made"]
         for cursor, position in zip(self._cursors, state["cursors"], strict=True):
@@ -148,26 +154,28 @@ class Packed:
 
     def _finish_round(self) -> None:
         """Pack and drop sequences of other processes until the next one belongs to process 0."""
-        while self._num_packed % self.world:
+        while self._num_packed % self.num_processes:
             self._pack()
 
     def _pack(self) -> list[Document]:
         """Return the documents of the next sequence, without padding."""
         pieces, num_free = [], self.length
         while num_free:
-            by_deficit = sorted(
+            cursors_by_deficit = sorted(
                 self._cursors, key=lambda cursor: cursor.num_packed_tokens / cursor.share
             )
-            cursor = next((cursor for cursor in by_deficit if cursor.fits(num_free)), None)
+            cursor = next((cursor for cursor in cursors_by_deficit if cursor.fits(num_free)), None)
             if cursor is None:
                 break
-            pieces.append(cursor.take(num_free))
+            pieces.append(cursor.take_piece(num_free))
             num_free -= pieces[-1].size
         self._num_packed += 1
         return pieces
 
 
-def prefetched(packed: Packed, depth: int = 2, workers: int = 1) -> Iterator[tuple[Item, State]]:
+def prefetch(
+    packed: Packed, num_ahead: int = 2, num_workers: int = 1
+) -> Iterator[tuple[PackedSequence, State]]:
     """Yield pairs of a sequence of ``packed`` and the position after it, from a worker process.
 
     The worker is a process, because a thread would slow down the thread that launches kernels. Only
@@ -176,18 +184,22 @@ def prefetched(packed: Packed, depth: int = 2, workers: int = 1) -> Iterator[tup
 
     Args:
         packed: the sequences.
-        depth: number of sequences that the worker packs ahead.
-        workers: 1; or 0 to pack in this process.
+        num_ahead: number of sequences that the worker packs ahead.
+        num_workers: 1; or 0 to pack in this process.
     """
     # DataLoader draws the seed of the worker from this generator, not from the generator of the run
     options: dict[str, Any] = {"batch_size": None, "generator": torch.Generator()}
-    if workers:
+    if num_workers:
         # fork, because open files cannot be pickled
-        options |= {"num_workers": 1, "prefetch_factor": depth, "multiprocessing_context": "fork"}
-    for item, position in DataLoader(_WithPositions(packed), **options):
-        if isinstance(item, Exception):
-            raise item
-        yield item, position
+        options |= {
+            "num_workers": 1,
+            "prefetch_factor": num_ahead,
+            "multiprocessing_context": "fork",
+        }
+    for sequence, position in DataLoader(_WithPositions(packed), **options):
+        if isinstance(sequence, Exception):
+            raise sequence
+        yield sequence, position
 
 
 class _WithPositions(IterableDataset):
@@ -199,10 +211,10 @@ class _WithPositions(IterableDataset):
     def __init__(self, packed: Packed) -> None:
         self._packed = packed
 
-    def __iter__(self) -> Iterator[tuple[Item | Exception, State | None]]:
+    def __iter__(self) -> Iterator[tuple[PackedSequence | Exception, State | None]]:
         try:
-            for item in self._packed:
-                yield item, self._packed.state_dict()
+            for sequence in self._packed:
+                yield sequence, self._packed.state_dict()
         except Exception as error:
             yield error, None
 
@@ -213,7 +225,7 @@ class SourceCursor:
     Attributes:
         documents: the documents of the source.
         share: requested share of the packed tokens.
-        num_packed_tokens: number of tokens that `take` has returned.
+        num_packed_tokens: number of tokens that `take_piece` has returned.
     """
 
     def __init__(self, documents: TextDocuments | RetrievalDocuments, share: float) -> None:
@@ -224,13 +236,13 @@ class SourceCursor:
         self._num_document_tokens = 0  # tokens of the current document that were packed
 
     def fits(self, num_free: int) -> bool:
-        """Return True if `take` can return a piece of at most ``num_free`` tokens."""
-        return not self.documents.never_cut or self._current().size <= num_free
+        """Return True if `take_piece` can return a piece of at most ``num_free`` tokens."""
+        return not self.documents.never_cut or self._read_current_document().size <= num_free
 
-    def take(self, num_free: int) -> Document:
+    def take_piece(self, num_free: int) -> Document:
         """Return the next piece, with at most ``num_free`` tokens."""
-        document, start = self._current(), self._num_document_tokens
-        piece = document.piece(start, min(document.size, start + num_free))
+        document, start = self._read_current_document(), self._num_document_tokens
+        piece = document.cut(start, min(document.size, start + num_free))
         self.num_packed_tokens += piece.size
         self._num_document_tokens += piece.size
         # drop a last token that remains alone: it was already a label, and has no next token
@@ -238,7 +250,7 @@ class SourceCursor:
             self._document, self._num_document_tokens = None, 0
         return piece
 
-    def _current(self) -> Document:
+    def _read_current_document(self) -> Document:
         """Return the current document, after reading the next document if necessary."""
         if self._document is None:
             self._start = self.documents.state_dict()
@@ -261,23 +273,23 @@ class SourceCursor:
         self._document = None
 
 
-def held_out(
+def pack_held_out(
     tokenizer: Any,
     sources: Sequence[tuple[Source, float]],
     length: int,
-    count: int,
+    num_sequences: int,
     seed: int = 0,
     *,
-    hold_out: int = HOLD_OUT,
+    hold_out: int = HOLD_OUT_EVERY,
     vocabulary: int | None = None,
-) -> list[Item]:
-    """Return the first ``count`` sequences of the documents that `Packed` reserves.
+) -> list[PackedSequence]:
+    """Return the first ``num_sequences`` sequences of the documents that `Packed` reserves.
 
     The list is shorter if there are too few reserved documents.
 
     Args:
         tokenizer, sources, length, seed, vocabulary: as in `Packed`.
-        count: largest number of sequences.
+        num_sequences: largest number of sequences.
         hold_out: as in `Packed`; 1 to use all documents, for sources without training documents.
 
     Raises:
@@ -292,13 +304,13 @@ def held_out(
         only_held_out=True,
         vocabulary=vocabulary,
     )
-    sequences: list[Item] = []
-    while len(sequences) < count and not packed.epoch:
+    sequences: list[PackedSequence] = []
+    while len(sequences) < num_sequences and not packed.epoch:
         sequences.append(next(packed))
     return sequences
 
 
-def _as_tensors(pieces: Sequence[Document], length: int, padding: int) -> Item:
+def _concatenate(pieces: Sequence[Document], length: int, padding: int) -> PackedSequence:
     """Concatenate documents to tensors [length]; padding is an additional document at the end.
 
     Args:
@@ -308,9 +320,15 @@ def _as_tensors(pieces: Sequence[Document], length: int, padding: int) -> Item:
     """
     sizes = [piece.size for piece in pieces]
     num_padding = length - sum(sizes)
-    end = np.full(num_padding, padding, np.int32), np.full(num_padding, IGNORED, np.int32)
-    tokens, labels = zip(*(piece.make() for piece in pieces), end, strict=True)
+    padding_arrays = (
+        np.full(num_padding, padding, np.int32),
+        np.full(num_padding, IGNORED_LABEL, np.int32),
+    )
+    tokens, labels = zip(*(piece.make_arrays() for piece in pieces), padding_arrays, strict=True)
     positions = [np.arange(size) for size in (*sizes, num_padding)]
-    columns = {"input_ids": tokens, "position_ids": positions, "labels": labels}
-    joined = {name: np.concatenate(arrays) for name, arrays in columns.items()}
-    return {name: torch.from_numpy(each.astype(np.int64)) for name, each in joined.items()}
+    arrays_by_name = {"input_ids": tokens, "position_ids": positions, "labels": labels}
+    joined_arrays = {name: np.concatenate(arrays) for name, arrays in arrays_by_name.items()}
+    return {
+        name: torch.from_numpy(joined_array.astype(np.int64))
+        for name, joined_array in joined_arrays.items()
+    }

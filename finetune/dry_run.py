@@ -19,30 +19,30 @@ from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune import cost_model
 from cab_hf.finetune.loss import CHUNK_LOGITS
 from cab_hf.finetune.models import stretch_positions
-from cab_hf.finetune.prepare import adapted, open_sources
+from cab_hf.finetune.prepare import make_trainable, open_sources
 from cab_hf.finetune.settings import Settings
 from cab_hf.finetune.sources import is_local
-from cab_hf.finetune.tiles import tile_of
+from cab_hf.finetune.tiles import choose_tile_tokens
 from cab_hf.hf.model_config import cab_config_of
 
 # bytes per weight of NF4 with double quantisation: 4 bits and the scales
 FOUR_BIT_BYTES = 0.52
-# keyword arguments ``shards`` and ``weights_on_host`` of `cost_model.memory`
-Spread = Mapping[str, Any]
+# keyword arguments ``num_shards`` and ``weights_on_host`` of `cost_model.estimate_memory`
+ShardingArguments = Mapping[str, Any]
 # tokens; the longest length in an error message is a multiple of this number
-STEP = 2**10
+LENGTH_STEP = 2**10
 # options that save memory, the fastest first
-SAVINGS = "--micro-batch, --checkpointing, --tile-tokens, --qlora, --cp or --length"
+MEMORY_OPTIONS = "--micro-batch, --checkpointing, --tile-tokens, --qlora, --cp or --length"
 
 
-def skeleton(settings: Settings) -> nn.Module:
+def build_skeleton(settings: Settings) -> nn.Module:
     """Build the model that ``settings`` name on the meta device, without loading weights.
 
     Errors are those of `models.load_model`.
     """
     config = run_models.load_config(settings.model, settings.trust_remote_code)
-    stretch_positions(config, settings.model, **settings.positions())
-    return run_models.skeleton(
+    stretch_positions(config, settings.model, **settings.rope_arguments())
+    return run_models.build_skeleton(
         config,
         settings.trust_remote_code,
         attn_implementation=settings.attention,
@@ -50,172 +50,217 @@ def skeleton(settings: Settings) -> nn.Module:
     )
 
 
-def report(
+def format_report(
     settings: Settings,
     cost: cost_model.Cost,
-    processes: int,
-    fitted: cost_model.Fit,
-    room: cost_model.Room,
+    num_processes: int,
+    memory_fit: cost_model.MemoryFit,
+    available_memory: cost_model.AvailableMemory,
 ) -> str:
     """Return the text that ``--dry-run`` prints.
 
     Args:
         settings: the settings of the run.
         cost: the cost of the model with its adapter.
-        processes: number of processes.
-        fitted: offloaded layers and memory of a step.
-        room: available memory of a process.
+        num_processes: number of processes.
+        memory_fit: offloaded layers and memory of a step.
+        available_memory: available memory of a process.
     """
-    replicas, accumulation = settings.replicas(processes), settings.accumulation(processes)
-    tokens = replicas * settings.length * settings.micro_batch * accumulation
+    num_replicas, num_micro_batches = (
+        settings.count_replicas(num_processes),
+        settings.count_micro_batches(num_processes),
+    )
+    tokens = num_replicas * settings.length * settings.micro_batch * num_micro_batches
     # an upper bound: sequences of one document have the most pairs
-    pairs = cost.pairs(torch.arange(settings.length)[None])
-    attention_flops = sum(cost.attention(pairs)) * tokens / settings.length
-    flops, needed = cost.products(tokens) + attention_flops, fitted.memory
+    pairs = cost.count_pairs(torch.arange(settings.length)[None])
+    attention_flops = sum(cost.attention_flops(pairs)) * tokens / settings.length
+    flops, step_memory = cost.product_flops(tokens) + attention_flops, memory_fit.memory
     attention_share = attention_flops / flops
     flops_text = f"{flops:.3e} with dense attention, which is {attention_share:.0%} of them"
-    sizes = [f"{name} {x / cost_model.GIB:.2f}" for name, x in needed._asdict().items()]
+    size_phrases = [
+        f"{name} {size_bytes / cost_model.GIB:.2f}"
+        for name, size_bytes in step_memory._asdict().items()
+    ]
     per_replica = "each" if settings.cp == 1 else f"for every {settings.cp} processes"
     return "\n".join(
         [
             json.dumps(asdict(settings), indent=2),
-            f"parameters: {cost.parameters:,}, trained: {cost.trained_parameters:,}",
-            f"step: {tokens:,} tokens in {processes} processes, {accumulation} micro batches "
-            + per_replica,
-            f"FLOPs per step: {f'unknown: {cost.uncounted}' if cost.uncounted else flops_text}",
-            f"estimated memory per process: {needed.total / cost_model.GIB:.2f} GiB "
-            f"({', '.join(sizes[:4])}); on its host: {needed.host / cost_model.GIB:.2f} GiB "
-            f"({', '.join(sizes[4:])})",
-            transfer(settings, fitted),
-            f"{'fits into' if room.holds(needed) else 'does not fit into'} "
-            f"{room.device / cost_model.GIB:.1f} GiB",
+            f"parameters: {cost.num_parameters:,}, trained: {cost.num_trained_parameters:,}",
+            f"step: {tokens:,} tokens in {num_processes} processes, {num_micro_batches} "
+            f"micro batches {per_replica}",
+            "FLOPs per step: "
+            f"{f'unknown: {cost.uncounted_reason}' if cost.uncounted_reason else flops_text}",
+            f"estimated memory per process: {step_memory.total / cost_model.GIB:.2f} GiB "
+            f"({', '.join(size_phrases[:4])}); on its host: "
+            f"{step_memory.host / cost_model.GIB:.2f} GiB ({', '.join(size_phrases[4:])})",
+            format_transfer(settings, memory_fit),
+            f"{'fits into' if available_memory.can_hold(step_memory) else 'does not fit into'} "
+            f"{available_memory.device / cost_model.GIB:.1f} GiB",
         ]
     )
 
 
-def room_of(settings: Settings, device: torch.device) -> cost_model.Room:
+def get_available_memory(settings: Settings, device: torch.device) -> cost_model.AvailableMemory:
     """Return the memory of this machine, or the memory in ``--gpu-gib`` and ``--host-gib``."""
-    host_bytes = cost_model.host_bytes(settings.host_gib)
-    device_bytes = settings.gpu_gib * cost_model.GIB
-    if not device_bytes and device.type == "cuda":
-        device_bytes = torch.cuda.get_device_properties(device).total_memory
+    host_memory_bytes = cost_model.get_host_bytes(settings.host_gib)
+    device_memory_bytes = settings.gpu_gib * cost_model.GIB
+    if not device_memory_bytes and device.type == "cuda":
+        device_memory_bytes = torch.cuda.get_device_properties(device).total_memory
     # without a GPU the host is the device
-    return cost_model.Room(device_bytes or host_bytes, host_bytes if device_bytes else 0)
+    return cost_model.AvailableMemory(
+        device_memory_bytes or host_memory_bytes, host_memory_bytes if device_memory_bytes else 0
+    )
 
 
-def fit(
+def choose_offloading(
     settings: Settings,
     cost: cost_model.Cost,
-    spread: Spread,
-    room: cost_model.Room,
+    sharding_arguments: ShardingArguments,
+    available_memory: cost_model.AvailableMemory,
     length: int = 0,
-) -> cost_model.Fit:
-    """Return the result of `cost_model.fit` for the settings of a run.
+) -> cost_model.MemoryFit:
+    """Return the result of `cost_model.choose_offloading` for the settings of a run.
 
     Args:
         settings: the settings of the run.
         cost: the cost of the model with its adapter.
-        spread: the result of `spread_of`.
-        room: available memory of a process.
+        sharding_arguments: the result of `make_sharding_arguments`.
+        available_memory: available memory of a process.
         length: tokens of a sequence; 0: the length in the settings.
     """
-    length, rows, plans = length or settings.length, settings.micro_batch, 0.0
-    if settings.attention in SPARSE and settings.checkpointing and room.host:
+    length, num_rows, num_plan_bytes = length or settings.length, settings.micro_batch, 0.0
+    if settings.attention in SPARSE and settings.checkpointing and available_memory.host:
         config = cab_config_of(cost.config, settings.attention).changed(**settings.cab_config())
-        plans = cost_model.plan_bytes(cost, config, length=length, rows=rows, cp=settings.cp)
-    return cost_model.fit(
+        num_plan_bytes = cost_model.estimate_plan_bytes(
+            cost, config, length=length, num_rows=num_rows, cp=settings.cp
+        )
+    return cost_model.choose_offloading(
         cost=cost,
-        tokens=length * rows,
-        room=room,
+        tokens=length * num_rows,
+        available_memory=available_memory,
         # on a CPU, offloading saves no memory
-        offloaded=settings.offload_layers if room.host else 0,
+        num_offloaded=settings.offload_layers if available_memory.host else 0,
         # the dtype of weights: norms and residual sums are float32 if all weights are trained
         itemsize=getattr(torch, settings.weights_dtype).itemsize,
         checkpointing=settings.checkpointing,
-        **spread,
+        **sharding_arguments,
         cp=settings.cp,
         loss_tokens=CHUNK_LOGITS // cost.config.vocab_size,
         # `cost` counts 4-bit weights correctly only if the model is loaded
-        quantised=FOUR_BIT_BYTES if settings.qlora and settings.dry_run else None,
-        tile=tile_of(length * rows // settings.cp, settings.tile_tokens),
-        plans=plans,
-        short_texts=settings.attention in SPARSE,
+        quantised_bytes=FOUR_BIT_BYTES if settings.qlora and settings.dry_run else None,
+        tile_tokens=choose_tile_tokens(length * num_rows // settings.cp, settings.tile_tokens),
+        plan_bytes=num_plan_bytes,
+        has_short_documents=settings.attention in SPARSE,
         # transformers passes a mask of all pairs to SDPA for packed documents
-        mask_pairs=rows * length**2 if settings.attention == "sdpa" else 0,
+        num_mask_pairs=num_rows * length**2 if settings.attention == "sdpa" else 0,
         mask_itemsize=getattr(torch, settings.dtype).itemsize,
     )
 
 
-def transfer(settings: Settings, fitted: cost_model.Fit) -> str:
+def format_transfer(settings: Settings, memory_fit: cost_model.MemoryFit) -> str:
     """Return the line of the report about the bytes and seconds of copies between host and GPU."""
-    if not fitted.offloaded:
+    if not memory_fit.num_offloaded:
         return "offloaded: no checkpoints"
-    size, speed = 2 * fitted.memory.checkpoints, settings.link_gbs
+    copied_bytes, gb_per_second = 2 * memory_fit.memory.checkpoints, settings.link_gbs
     return (
-        f"offloaded: checkpoints of the first {fitted.offloaded} layers; each micro batch copies "
-        f"{size / cost_model.GIB:.1f} GiB out and back in {size / speed / 1e9:.1f} s at {speed:g} "
-        "GB/s, while it computes"
+        f"offloaded: checkpoints of the first {memory_fit.num_offloaded} layers; each micro batch "
+        f"copies {copied_bytes / cost_model.GIB:.1f} GiB out and back in "
+        f"{copied_bytes / gb_per_second / 1e9:.1f} s at {gb_per_second:g} GB/s, while it computes"
     )
 
 
 def refuse_too_long(
     settings: Settings,
     cost: cost_model.Cost,
-    spread: Spread,
-    room: cost_model.Room,
-    fitted: cost_model.Fit,
+    sharding_arguments: ShardingArguments,
+    available_memory: cost_model.AvailableMemory,
+    memory_fit: cost_model.MemoryFit,
 ) -> None:
     """Raise a UsageError if a step does not fit into memory.
 
     The message contains the longest length that fits.
 
     Args:
-        settings, cost, spread, room: as in `fit`.
-        fitted: the result of `fit`.
+        settings, cost, sharding_arguments, available_memory: as in `choose_offloading`.
+        memory_fit: the result of `choose_offloading`.
     """
-    if room.holds(fitted.memory):
+    if available_memory.can_hold(memory_fit.memory):
         return
-    step = STEP * settings.cp
+    length_step = LENGTH_STEP * settings.cp
 
     def fits(length: int) -> bool:
-        shorter = fit(settings=settings, cost=cost, spread=spread, room=room, length=length)
-        return room.holds(shorter.memory)
+        shorter_fit = choose_offloading(
+            settings=settings,
+            cost=cost,
+            sharding_arguments=sharding_arguments,
+            available_memory=available_memory,
+            length=length,
+        )
+        return available_memory.can_hold(shorter_fit.memory)
 
     # no bisection: memory is not monotonic in the length, because MLPs compute in tiles above
     # `TILED_ABOVE` tokens
-    lengths = range((settings.length - 1) // step * step, 0, -step)
-    most = next(filter(fits, lengths), None)
-    longest = "no length fits" if most is None else f"the longest length that fits is {most}"
+    lengths = range((settings.length - 1) // length_step * length_step, 0, -length_step)
+    longest_fitting = next(filter(fits, lengths), None)
+    longest_phrase = (
+        "no length fits"
+        if longest_fitting is None
+        else f"the longest length that fits is {longest_fitting}"
+    )
     raise UsageError(
-        f"length must be small enough for a step in {room.device / cost_model.GIB:.1f} GiB of a "
-        f"device and {room.host / cost_model.GIB:.1f} GiB of the host, got "
-        f"{settings.length}; {longest}. Change {SAVINGS}. A run with a number for "
+        "length must be small enough for a step in "
+        f"{available_memory.device / cost_model.GIB:.1f} GiB of a device and "
+        f"{available_memory.host / cost_model.GIB:.1f} GiB of the host, got "
+        f"{settings.length}; {longest_phrase}. Change {MEMORY_OPTIONS}. A run with a number for "
         "--offload-layers skips the estimate."
     )
 
 
 def print_report(settings: Settings, accelerator: Accelerator) -> None:
     """Print the settings and the cost of a step; raise a UsageError if the step does not fit."""
-    processes, spread = accelerator.num_processes, spread_of(accelerator)
-    settings.accumulation(processes)
+    num_processes, sharding_arguments = (
+        accelerator.num_processes,
+        make_sharding_arguments(accelerator),
+    )
+    settings.count_micro_batches(num_processes)
     # check sources that need no network
-    pairs = [*settings.sources(), *settings.sources("validation")]
-    open_sources(settings, [(name, share) for name, share in pairs if is_local(name)])
-    model = adapted(settings, skeleton(settings))
-    cost, room = cost_model.Cost.of(model), room_of(settings, accelerator.device)
-    fitted = fit(settings=settings, cost=cost, spread=spread, room=room)
+    source_shares = [*settings.parse_sources(), *settings.parse_sources("validation")]
+    open_sources(settings, [(name, share) for name, share in source_shares if is_local(name)])
+    model = make_trainable(settings, build_skeleton(settings))
+    cost, available_memory = (
+        cost_model.Cost.of(model),
+        get_available_memory(settings, accelerator.device),
+    )
+    memory_fit = choose_offloading(
+        settings=settings,
+        cost=cost,
+        sharding_arguments=sharding_arguments,
+        available_memory=available_memory,
+    )
     if accelerator.is_main_process:
-        text = report(settings=settings, cost=cost, processes=processes, fitted=fitted, room=room)
-        print(text)
-    refuse_too_long(settings=settings, cost=cost, spread=spread, room=room, fitted=fitted)
+        report_text = format_report(
+            settings=settings,
+            cost=cost,
+            num_processes=num_processes,
+            memory_fit=memory_fit,
+            available_memory=available_memory,
+        )
+        print(report_text)
+    refuse_too_long(
+        settings=settings,
+        cost=cost,
+        sharding_arguments=sharding_arguments,
+        available_memory=available_memory,
+        memory_fit=memory_fit,
+    )
 
 
-def spread_of(accelerator: Accelerator) -> dict[str, Any]:
-    """Return the arguments ``shards`` and ``weights_on_host`` of `cost_model.memory`.
+def make_sharding_arguments(accelerator: Accelerator) -> dict[str, Any]:
+    """Return the arguments ``num_shards`` and ``weights_on_host`` of `cost_model.estimate_memory`.
 
-    The dict is empty without FSDP; the defaults of `cost_model.memory` then apply.
+    The dict is empty without FSDP; the defaults of `cost_model.estimate_memory` then apply.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         return {}
-    offloaded = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
-    return {"shards": accelerator.num_processes, "weights_on_host": offloaded}
+    are_weights_on_host = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+    return {"num_shards": accelerator.num_processes, "weights_on_host": are_weights_on_host}

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from cab_hf.experiment.settings import UsageError
-from cab_hf.finetune.checkpoints import trained
-from cab_hf.finetune.objective import one_sum
+from cab_hf.finetune.checkpoints import trained_parameters
+from cab_hf.finetune.objective import all_reduce_sums
 
 
 def require_finite_step(
-    step: int, loss: float, norm: float, model: nn.Module, accelerator: Any
+    step: int, loss: float, grad_norm: float, model: nn.Module, accelerator: Any
 ) -> None:
     """Raise an error before an optimizer step if the loss or the gradient norm is not finite.
 
@@ -30,7 +30,7 @@ def require_finite_step(
     Args:
         step: number of the step.
         loss: the summed loss of this process.
-        norm: norm of the gradients over all processes.
+        grad_norm: norm of the gradients over all processes.
         model: the trained model.
         accelerator: accelerate's accelerator.
 
@@ -38,31 +38,33 @@ def require_finite_step(
         UsageError: the loss or the norm is not finite in some process. All processes raise. The
             message names the first weight or gradient that is not finite.
     """
-    is_wrong = not (math.isfinite(loss) and math.isfinite(norm))
-    if one_sum([float(is_wrong)], accelerator) == [0.0]:
+    is_not_finite = not (math.isfinite(loss) and math.isfinite(grad_norm))
+    if all_reduce_sums([float(is_not_finite)], accelerator) == [0.0]:
         return
     reasons = []
-    if is_wrong:
-        gradients = ((name, x.grad) for name, x in trained(model).items() if x.grad is not None)
-        for kind, tensors in (("weight", model.named_parameters()), ("gradient", gradients)):
-            name = first_not_finite(tensors)
+    if is_not_finite:
+        gradients = (
+            (name, x.grad) for name, x in trained_parameters(model).items() if x.grad is not None
+        )
+        for tensor_kind, tensors in (("weight", model.named_parameters()), ("gradient", gradients)):
+            name = find_first_not_finite(tensors)
             if name is not None:
-                reasons.append(f"a {kind} that is not finite, the first in {name}")
-    reasons = [*gather_object(reasons), f"a loss of {loss} and a gradient norm of {norm}"]
+                reasons.append(f"a {tensor_kind} that is not finite, the first in {name}")
+    reasons = [*gather_object(reasons), f"a loss of {loss} and a gradient norm of {grad_norm}"]
     raise UsageError(
         f"step {step} has {reasons[0]}. It was skipped, and nothing of it is saved. Give a smaller "
         "lr or --clip if the run was stable until then, else another model or --dtype."
     )
 
 
-def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+def find_first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first tensor with NaN or infinity; None if all are finite.
 
     ``tensors`` yields (name, tensor). Of a DTensor, only the local shard is checked.
     """
     for name, tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.is_floating_point() and not torch.isfinite(local).all():
+        local_shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local_shard.is_floating_point() and not torch.isfinite(local_shard).all():
             return name
     return None
 
@@ -74,11 +76,13 @@ def require_finite_state(
 
     Args:
         step: number of the step.
-        parameters: the result of `checkpoints.parameters_of`.
-        optimizer: the result of `checkpoints.optimizer_of`.
+        parameters: the result of `checkpoints.copy_parameters`.
+        optimizer: the result of `checkpoints.copy_optimizer_state`.
     """
-    moments = ((name, each) for name, state in optimizer.items() for each in state.values())
-    name = first_not_finite([*parameters.items(), *moments])
+    optimizer_tensors = (
+        (name, each) for name, state in optimizer.items() for each in state.values()
+    )
+    name = find_first_not_finite([*parameters.items(), *optimizer_tensors])
     if name is not None:
         raise UsageError(
             f"step {step} has values that are not finite in {name}. It is not saved. Give a "

@@ -15,12 +15,12 @@ from torch.autograd.function import once_differentiable
 
 from cab_hf.checks import require
 
-IGNORED = -100  # label of tokens that do not count in the loss
+IGNORED_LABEL = -100  # label of tokens that do not count in the loss
 
 # number of logits in a chunk: 256 MiB in float32, and matrix products large enough for a GPU
 CHUNK_LOGITS = 2**26
 # tokens; chunk sizes are multiples of this number, so that matrix products have complete tiles
-CHUNK_STEP = 128
+CHUNK_STEP_TOKENS = 128
 
 
 def linear_cross_entropy(
@@ -49,17 +49,26 @@ def linear_cross_entropy(
         # the head may be float32 in a bfloat16 model, or norms may return float32
         dtype = min(hidden.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
     h = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
-    w, target = weight.to(dtype), labels.reshape(-1)
-    labelled = (target != IGNORED).nonzero().squeeze(-1)
-    if labelled.numel():
+    w, flat_labels = weight.to(dtype), labels.reshape(-1)
+    labelled_indices = (flat_labels != IGNORED_LABEL).nonzero().squeeze(-1)
+    if labelled_indices.numel():
         # this check costs one device sync; a label outside the vocabulary would crash CUDA
-        smallest, largest = torch.stack(target[labelled].aminmax()).tolist()
-        label, last = smallest if smallest < 0 else largest, weight.shape[0] - 1
-        accepted = f"from 0 to {last}, or {IGNORED} for tokens without a loss"
-        require(0 <= label <= last, "labels", label, accepted)
-    default_chunk = max(1, CHUNK_LOGITS // (weight.shape[0] * CHUNK_STEP)) * CHUNK_STEP
-    chunk = chunk_tokens or default_chunk
-    return _ChunkedCrossEntropy.apply(h, w, target, labelled, chunk, torch.is_grad_enabled())
+        smallest_label, largest_label = torch.stack(
+            flat_labels[labelled_indices].aminmax()
+        ).tolist()
+        worst_label, last_token = (
+            smallest_label if smallest_label < 0 else largest_label,
+            weight.shape[0] - 1,
+        )
+        accepted_labels = f"from 0 to {last_token}, or {IGNORED_LABEL} for tokens without a loss"
+        require(0 <= worst_label <= last_token, "labels", worst_label, accepted_labels)
+    default_chunk = (
+        max(1, CHUNK_LOGITS // (weight.shape[0] * CHUNK_STEP_TOKENS)) * CHUNK_STEP_TOKENS
+    )
+    chunk_size = chunk_tokens or default_chunk
+    return _ChunkedCrossEntropy.apply(
+        h, w, flat_labels, labelled_indices, chunk_size, torch.is_grad_enabled()
+    )
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -73,38 +82,38 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any,
         h: Tensor,
         w: Tensor,
-        target: Tensor,
-        labelled: Tensor,
-        chunk: int,
+        labels: Tensor,
+        labelled_indices: Tensor,
+        chunk_tokens: int,
         has_gradients: bool,
     ) -> Tensor:
-        """Return the summed loss over the tokens ``labelled``, a scalar.
+        """Return the summed loss over the tokens ``labelled_indices``, a scalar.
 
         Args:
             ctx: context of autograd.
             h: [T, D], hidden states.
             w: [V, D], weight of the head.
-            target: int64 [T], labels.
-            labelled: int64 [L], indices of tokens with a label.
-            chunk: tokens per chunk.
+            labels: int64 [T], labels.
+            labelled_indices: int64 [L], indices of tokens with a label.
+            chunk_tokens: tokens per chunk.
             has_gradients: True to compute gradients.
         """
-        accumulator = torch.float64 if h.dtype == torch.float64 else torch.float32
+        accumulator_dtype = torch.float64 if h.dtype == torch.float64 else torch.float32
         needs_dh = has_gradients and ctx.needs_input_grad[0]
         needs_dw = has_gradients and ctx.needs_input_grad[1]
         dh = torch.zeros_like(h) if needs_dh else None
-        dw = torch.zeros_like(w, dtype=accumulator) if needs_dw else None
-        total = torch.zeros((), dtype=accumulator, device=h.device)
-        for tokens in labelled.split(chunk) if labelled.numel() else ():
+        dw = torch.zeros_like(w, dtype=accumulator_dtype) if needs_dw else None
+        total_loss = torch.zeros((), dtype=accumulator_dtype, device=h.device)
+        for tokens in labelled_indices.split(chunk_tokens) if labelled_indices.numel() else ():
             h_c = h[tokens]
-            loss, dlogits = _softmax_and_loss(h_c, w, target[tokens], accumulator)
-            total += loss
+            chunk_loss, dlogits = _softmax_and_loss(h_c, w, labels[tokens], accumulator_dtype)
+            total_loss += chunk_loss
             if dh is not None:
                 dh[tokens] = dlogits @ w
             if dw is not None:
                 dw += dlogits.T @ h_c
         ctx.save_for_backward(dh, None if dw is None else dw.to(w.dtype))
-        return total
+        return total_loss
 
     @staticmethod
     @once_differentiable
@@ -114,26 +123,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _softmax_and_loss(
-    h: Tensor, w: Tensor, target: Tensor, accumulator: torch.dtype
+    h: Tensor, w: Tensor, labels: Tensor, accumulator_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss of a chunk, and the gradient of the loss with respect to the logits.
 
     Args:
         h: [C, D], hidden states of the chunk.
         w: [V, D], weight of the head.
-        target: int64 [C], labels.
-        accumulator: dtype of softmax and sums.
+        labels: int64 [C], labels.
+        accumulator_dtype: dtype of softmax and sums.
 
     Returns:
-        loss: scalar of dtype ``accumulator``.
+        loss: scalar of dtype ``accumulator_dtype``.
         dlogits: [C, V], the gradient, in the dtype of ``h``.
     """
     # [C, V]; the operations on `logits` are in place to save memory
-    logits = (h @ w.T).to(accumulator)
-    target = target.unsqueeze(-1)
-    target_logits = logits.gather(1, target)
+    logits = (h @ w.T).to(accumulator_dtype)
+    labels = labels.unsqueeze(-1)
+    label_logits = logits.gather(1, labels)
     lse = logits.logsumexp(-1, keepdim=True)
     p = logits.sub_(lse).exp_()
-    loss = (lse - target_logits).sum()
-    p.scatter_add_(1, target, torch.full_like(target_logits, -1))
+    loss = (lse - label_logits).sum()
+    p.scatter_add_(1, labels, torch.full_like(label_logits, -1))
     return loss, p.to(h.dtype)

@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cab_hf.experiment import models as run_models
-from cab_hf.experiment.log import write_atomically, writing
-from cab_hf.experiment.markdown import code, plain
+from cab_hf.experiment.log import convert_write_errors, write_atomically
+from cab_hf.experiment.markdown import escape_markdown, format_code
 from cab_hf.experiment.provenance import versions
 from cab_hf.experiment.settings import UsageError, flag, option, read_settings, require
 from cab_hf.finetune import adapters
 
 PROG = "python -m cab_hf.finetune.merge"
 # number of random sequences for which logits are compared, and tokens per sequence
-TEXTS, TOKENS = 2, 64
+NUM_SEQUENCES, SEQUENCE_TOKENS = 2, 64
 # largest allowed difference of a logit, divided by the largest logit. Differences measured with
 # SmolLM2 were a third of the bound in bfloat16 and float16, and 3e-6 in float32
-BOUNDS = {"bfloat16": 0.13, "float16": 0.015, "float32": 1e-4, "float64": 1e-9}
-CARD = """---
+MAX_RELATIVE_DIFFERENCES = {"bfloat16": 0.13, "float16": 0.015, "float32": 1e-4, "float64": 1e-9}
+CARD_TEMPLATE = """---
 {front}
 ---
 
@@ -80,8 +80,8 @@ class MergeSettings:
     def __post_init__(self) -> None:
         require(self, "adapter", self.adapter, "a folder with an adapter")
         require(self, "out", self.out, "a folder to write")
-        accepted = f"one of {', '.join(BOUNDS)}"
-        require(self, "dtype", self.dtype in ("", *BOUNDS), accepted)
+        accepted = f"one of {', '.join(MAX_RELATIVE_DIFFERENCES)}"
+        require(self, "dtype", self.dtype in ("", *MAX_RELATIVE_DIFFERENCES), accepted)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -89,18 +89,18 @@ def main(words: Sequence[str] | None = None) -> int:
 
     ``words`` are the words of a command line; None: the arguments of this process.
     """
-    words, positional = list(sys.argv[1:] if words is None else words), []
+    words, named_words = list(sys.argv[1:] if words is None else words), []
     # ADAPTER and OUT may come first without the names of their options
     for name in ("--adapter", "--out"):
         if words and not words[0].startswith("-"):
-            positional += [name, words.pop(0)]
-    settings = read_settings(MergeSettings, positional + words, PROG, __doc__.partition("\n")[0])
+            named_words += [name, words.pop(0)]
+    settings = read_settings(MergeSettings, named_words + words, PROG, __doc__.partition("\n")[0])
     try:
-        difference = merge(settings)
+        max_difference = merge(settings)
     except (UsageError, NotImplementedError) as error:
         print(f"{PROG}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    print(f"{settings.out}: merged; the largest difference of a logit is {difference:.2g}")
+    print(f"{settings.out}: merged; the largest difference of a logit is {max_difference:.2g}")
     return 0
 
 
@@ -109,7 +109,7 @@ def merge(settings: MergeSettings) -> float:
 
     Raises:
         UsageError: the adapter is missing or belongs to another base, ``settings.out`` exists, or
-            the logits of the merged model exceed the bound of `compare`.
+            the logits of the merged model exceed the bound of `compare_logits`.
     """
     adapter, out = Path(settings.adapter), Path(settings.out)
     if out.exists():
@@ -130,11 +130,13 @@ def merge(settings: MergeSettings) -> float:
         base_logits = _write_merged(
             folder, adapter=adapter, base=base, config=config, settings=settings
         )
-        difference = compare(folder, base_logits, settings)
-        text = card(name=out.name, folder=folder, base=base, config=config, difference=difference)
-        write_atomically(folder / "README.md", text)
+        max_difference = compare_logits(folder, base_logits, settings)
+        card_text = format_card(
+            name=out.name, folder=folder, base=base, config=config, max_difference=max_difference
+        )
+        write_atomically(folder / "README.md", card_text)
         os.rename(folder, out)
-    return difference
+    return max_difference
 
 
 def _write_merged(
@@ -150,20 +152,20 @@ def _write_merged(
         settings: options of the command.
 
     Returns:
-        [TEXTS, TOKENS, V], the result of `probe`.
+        [TEXTS, TOKENS, V], the result of `compute_probe_logits`.
     """
-    base_fields, trusted = adapters.read_base(adapter), settings.trust_remote_code
-    model_config = run_models.load_config(base, trusted)
-    with adapters.reading(adapter, run_models.BASE):
-        run_models.restore(model_config.get_text_config(), base_fields)
+    base_fields, is_code_trusted = adapters.read_base(adapter), settings.trust_remote_code
+    model_config = run_models.load_config(base, is_code_trusted)
+    with adapters.convert_read_errors(adapter, run_models.BASE_FILE):
+        run_models.restore_config_fields(model_config.get_text_config(), base_fields)
     dtype = settings.dtype or _name_of_dtype(model_config.dtype or torch.float32)
-    if dtype not in BOUNDS:
+    if dtype not in MAX_RELATIVE_DIFFERENCES:
         raise UsageError(
-            f"base {adapters.name_of(base)!r} must have floating-point weights, got {dtype}. Give "
-            "--dtype bfloat16."
+            f"base {adapters.display_name(base)!r} must have floating-point weights, got {dtype}. "
+            "Give --dtype bfloat16."
         )
     model, tokenizer = run_models.load_model(
-        base, settings.device, dtype, config=model_config, trust_remote_code=trusted
+        base, settings.device, dtype, config=model_config, trust_remote_code=is_code_trusted
     )
     # PEFT warns if the name of the model differs from the base in the adapter's config
     model.name_or_path = base
@@ -172,23 +174,23 @@ def _write_merged(
         adapter=adapter,
         base=base,
         fields=base_fields,
-        recorded=config.base_model_name_or_path,
+        recorded_name=config.base_model_name_or_path,
     )
-    adapted = attach(model, adapter, config)
-    expected = probe(adapted)
-    _untie(adapted)
+    peft_model = attach_adapter(model, adapter, config)
+    adapter_logits = compute_probe_logits(peft_model)
+    _untie_head(peft_model)
     with warnings.catch_warnings():
-        # PEFT warns about tied weights, which `_untie` has separated
+        # PEFT warns about tied weights, which `_untie_head` has separated
         warnings.simplefilter("ignore")
-        merged = adapted.merge_and_unload()
-    merged.config.use_cache = True
-    with writing(settings.out):
-        merged.save_pretrained(folder)
+        merged_model = peft_model.merge_and_unload()
+    merged_model.config.use_cache = True
+    with convert_write_errors(settings.out):
+        merged_model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    return expected
+    return adapter_logits
 
 
-def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
+def attach_adapter(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
     """Return ``model`` with the weights of an adapter, a PeftModel in eval mode.
 
     Args:
@@ -203,59 +205,67 @@ def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
 
     # get_peft_model raises a ValueError if modules do not fit, and other errors for bad config
     # values, which PEFT does not check when it reads the config
-    with adapters.reading(adapter, run_models.ADAPTER_CONFIG):
+    with adapters.convert_read_errors(adapter, run_models.ADAPTER_CONFIG):
         try:
-            adapted = get_peft_model(model, config).eval()
+            peft_model = get_peft_model(model, config).eval()
         except ValueError as error:
-            raise adapters.misfit(adapter, model, adapters.first_sentence(error)) from error
-    adapters.load_weights(adapted, adapter)
-    return adapted
+            raise adapters.make_misfit_error(
+                adapter, model, adapters.first_sentence(error)
+            ) from error
+    adapters.load_weights(peft_model, adapter)
+    return peft_model
 
 
-def _untie(adapted: Any) -> None:
+def _untie_head(peft_model: Any) -> None:
     """Give the head its own copy of a weight tied to the embeddings, if either has an adapter."""
-    causal = adapted.get_base_model()
-    modules = causal.get_output_embeddings(), causal.get_input_embeddings()
+    causal_lm = peft_model.get_base_model()
+    modules = causal_lm.get_output_embeddings(), causal_lm.get_input_embeddings()
     head, embeddings = (getattr(module, "base_layer", module) for module in modules)
     if (head, embeddings) == modules or head.weight is not embeddings.weight:
         return
     head.weight = nn.Parameter(head.weight.detach().clone())
-    causal.config.get_text_config().tie_word_embeddings = False
-    causal.config.tie_word_embeddings = False
+    causal_lm.config.get_text_config().tie_word_embeddings = False
+    causal_lm.config.tie_word_embeddings = False
 
 
 @torch.no_grad()
-def probe(model: nn.Module) -> Tensor:
+def compute_probe_logits(model: nn.Module) -> Tensor:
     """Return the logits for fixed random tokens, [TEXTS, TOKENS, V], on the CPU."""
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (TEXTS, TOKENS), generator=generator).to(model.device)
+    tokens = torch.randint(vocabulary, (NUM_SEQUENCES, SEQUENCE_TOKENS), generator=generator).to(
+        model.device
+    )
     return model(tokens, use_cache=False).logits.cpu()
 
 
-def compare(folder: Path, expected: Tensor, settings: MergeSettings) -> float:
-    """Load a merged model, and return the largest absolute difference of a logit to ``expected``.
+def compare_logits(folder: Path, expected_logits: Tensor, settings: MergeSettings) -> float:
+    """Load a merged model, and return the largest absolute difference of its logits.
 
     Args:
         folder: folder of the merged model.
-        expected: [TEXTS, TOKENS, V], logits of the base with the adapter.
+        expected_logits: [TEXTS, TOKENS, V], logits of the base with the adapter.
         settings: options of the command.
 
     Raises:
-        UsageError: the difference is larger than `BOUNDS` allows for the dtype, or is NaN.
+        UsageError: the difference is larger than `MAX_RELATIVE_DIFFERENCES` allows, or is NaN.
     """
-    merged = AutoModelForCausalLM.from_pretrained(
+    merged_model = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", trust_remote_code=settings.trust_remote_code
     )
-    logits, dtype = probe(merged.to(settings.device).eval()), _name_of_dtype(merged.dtype)
-    difference = (logits.double() - expected.double()).abs().max().item()
-    bound = BOUNDS[dtype] * expected.double().abs().max().item()
-    if not difference <= bound:
+    logits, dtype = (
+        compute_probe_logits(merged_model.to(settings.device).eval()),
+        _name_of_dtype(merged_model.dtype),
+    )
+    max_difference = (logits.double() - expected_logits.double()).abs().max().item()
+    max_allowed = MAX_RELATIVE_DIFFERENCES[dtype] * expected_logits.double().abs().max().item()
+    if not max_difference <= max_allowed:
         raise UsageError(
-            f"the merged model has a logit that differs by {difference:.2g} from that of base and "
-            f"adapter, more than {bound:.2g}, the rounding of {dtype}. Merge in a wider --dtype."
+            f"the merged model has a logit that differs by {max_difference:.2g} from that of "
+            f"base and adapter, more than {max_allowed:.2g}, the rounding of {dtype}. Merge in a "
+            "wider --dtype."
         )
-    return difference
+    return max_difference
 
 
 def _name_of_dtype(dtype: torch.dtype) -> str:
@@ -263,7 +273,7 @@ def _name_of_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def card(name: str, folder: Path, base: str, config: Any, difference: float) -> str:
+def format_card(name: str, folder: Path, base: str, config: Any, max_difference: float) -> str:
     """Return the model card of a merged model, with front matter for the hub.
 
     Args:
@@ -271,36 +281,40 @@ def card(name: str, folder: Path, base: str, config: Any, difference: float) -> 
         folder: folder of the merged model.
         base: name or folder of the base model.
         config: PEFT's config of the adapter.
-        difference: the result of `compare`.
+        max_difference: the result of `compare_logits`.
     """
     model_config = json.loads((folder / "config.json").read_text("utf-8"))
     model_config = model_config.get("text_config", model_config)
-    rope = (model_config.get("rope_parameters") or {}).get("rope_type", "default")
-    stretched = "" if rope == "default" else f", stretched by {rope}"
+    rope_type = (model_config.get("rope_parameters") or {}).get("rope_type", "default")
+    rope_phrase = "" if rope_type == "default" else f", stretched by {rope_type}"
     targets = config.target_modules or ()
     if isinstance(targets, str):
-        layers = f"modules whose full name matches {code(targets)}"
+        layers_phrase = f"modules whose full name matches {format_code(targets)}"
     else:
         names = [*targets, *(getattr(config, "target_parameters", None) or ())]
-        layers = ", ".join(map(plain, sorted(names)))
-    fully_trained = {each.rpartition(".")[2] for each in config.modules_to_save or ()}
-    rows = {
-        "base": plain(adapters.name_of(base)),
+        layers_phrase = ", ".join(map(escape_markdown, sorted(names)))
+    trained_module_names = {
+        module_name.rpartition(".")[2] for module_name in config.modules_to_save or ()
+    }
+    table_rows = {
+        "base": escape_markdown(adapters.display_name(base)),
         "adapter": f"LoRA, rank {config.r}, alpha {config.lora_alpha:g}",
-        "layers": layers,
-        "trained completely": ", ".join(map(plain, sorted(fully_trained))),
-        "positions": f"{model_config.get('max_position_embeddings')}{stretched}",
-        "largest logit difference to base with adapter": f"{difference:.2g}",
+        "layers": layers_phrase,
+        "trained completely": ", ".join(map(escape_markdown, sorted(trained_module_names))),
+        "positions": f"{model_config.get('max_position_embeddings')}{rope_phrase}",
+        "largest logit difference to base with adapter": f"{max_difference:.2g}",
         "made with": ", ".join(f"{package} {version}" for package, version in versions().items()),
     }
-    front = ModelCardData(
-        base_model=adapters.name_of(base),
+    front_matter = ModelCardData(
+        base_model=adapters.display_name(base),
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["cab", "long-context"],
     )
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
-    return CARD.format(name=name, title=plain(name), front=front.to_yaml(), table=table)
+    table = "\n".join(f"| {key} | {value} |" for key, value in table_rows.items() if value)
+    return CARD_TEMPLATE.format(
+        name=name, title=escape_markdown(name), front=front_matter.to_yaml(), table=table
+    )
 
 
 if __name__ == "__main__":

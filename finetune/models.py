@@ -17,7 +17,7 @@ from cab_hf.checks import require
 from cab_hf.config import SPARSE, CabConfig
 from cab_hf.experiment import models as run_models
 from cab_hf.experiment.log import write_atomically
-from cab_hf.finetune.settings import ROPES, suggestion
+from cab_hf.finetune.settings import ROPES, format_suggestion
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.patches import apply_cab
 
@@ -64,7 +64,7 @@ def load_model(
     config = run_models.load_config(name, trust_remote_code)
     stretch_positions(config, name, length, **rope)
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
-    options |= four_bits(dtype, device) if qlora else {}
+    options |= four_bit_options(dtype, device) if qlora else {}
     model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
     for module in model.modules() if qlora else ():
         # in eval mode on a CPU, bitsandbytes would repack weights to a format without gradients
@@ -80,7 +80,7 @@ def load_model(
     return model, tokenizer
 
 
-def four_bits(dtype: str, device: Any) -> dict[str, Any]:
+def four_bit_options(dtype: str, device: Any) -> dict[str, Any]:
     """Return arguments of ``from_pretrained`` that load weights in 4 bits.
 
     Args:
@@ -90,11 +90,11 @@ def four_bits(dtype: str, device: Any) -> dict[str, Any]:
     Raises:
         ValueError: bitsandbytes is not installed.
     """
-    installed = find_spec("bitsandbytes") is not None
-    require(installed, "qlora", True, "off, unless bitsandbytes is installed")
+    is_installed = find_spec("bitsandbytes") is not None
+    require(is_installed, "qlora", True, "off, unless bitsandbytes is installed")
     from transformers import BitsAndBytesConfig
 
-    quantised = BitsAndBytesConfig(
+    quantisation_config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
@@ -102,7 +102,7 @@ def four_bits(dtype: str, device: Any) -> dict[str, Any]:
         # the same dtype as all other weights, because FSDP shards them together
         bnb_4bit_quant_storage=dtype,
     )
-    return {"quantization_config": quantised, "device_map": {"": device}}
+    return {"quantization_config": quantisation_config, "device_map": {"": device}}
 
 
 def stretch_positions(
@@ -133,37 +133,52 @@ def stretch_positions(
             model has no RoPE.
     """
     if rope is None:
-        most = run_models.max_prompt_tokens(config)
-        accepted = f"at most {most} for model {name!r} without rope (one of {', '.join(ROPES)})"
-        require(None in (length, most) or length <= most, "length", length, accepted)
+        max_positions = run_models.max_prompt_tokens(config)
+        accepted_values = (
+            f"at most {max_positions} for model {name!r} without rope (one of {', '.join(ROPES)})"
+        )
+        require(
+            None in (length, max_positions) or length <= max_positions,
+            "length",
+            length,
+            accepted_values,
+        )
         return
     text_config = config.get_text_config()
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    original = getattr(text_config, "max_position_embeddings", None)
-    kind = (original and parameters.get("rope_type")) or "no RoPE, or other ones in other layers"
-    accepted = f"none for model {name!r}, which has positions of {kind}"
-    require(kind == "default", "rope", rope, accepted)
-    needed = 1.0 if length is None else max(1.0, length / original)
-    accepted = f"none for length {length}, which the {original} positions of the model reach"
-    require(rope_factor or needed > 1, "rope", rope, accepted)
-    factor = rope_factor or needed
-    require(factor >= needed, "rope_factor", factor, f"{needed:g} or more for length {length}")
+    rope_parameters = getattr(text_config, "rope_parameters", None) or {}
+    original_positions = getattr(text_config, "max_position_embeddings", None)
+    rope_type = (
+        original_positions and rope_parameters.get("rope_type")
+    ) or "no RoPE, or other ones in other layers"
+    accepted_values = f"none for model {name!r}, which has positions of {rope_type}"
+    require(rope_type == "default", "rope", rope, accepted_values)
+    min_factor = 1.0 if length is None else max(1.0, length / original_positions)
+    accepted_values = (
+        f"none for length {length}, which the {original_positions} positions of the model reach"
+    )
+    require(rope_factor or min_factor > 1, "rope", rope, accepted_values)
+    factor = rope_factor or min_factor
+    require(
+        factor >= min_factor, "rope_factor", factor, f"{min_factor:g} or more for length {length}"
+    )
     if rope == "theta":
-        dim = getattr(text_config, "head_dim", None)
-        dim = dim or text_config.hidden_size // text_config.num_attention_heads
-        dim = int(dim * parameters.get("partial_rotary_factor", 1.0))
-        theta = rope_theta or parameters["rope_theta"] * factor ** (dim / (dim - 2))
-        changes = {"rope_theta": theta}
+        rotary_dim = getattr(text_config, "head_dim", None)
+        rotary_dim = rotary_dim or text_config.hidden_size // text_config.num_attention_heads
+        rotary_dim = int(rotary_dim * rope_parameters.get("partial_rotary_factor", 1.0))
+        theta = rope_theta or rope_parameters["rope_theta"] * factor ** (
+            rotary_dim / (rotary_dim - 2)
+        )
+        rope_changes = {"rope_theta": theta}
     else:
-        changes = {"rope_type": rope, "factor": factor}
+        rope_changes = {"rope_type": rope, "factor": factor}
     if rope in ("yarn", "llama3"):
-        changes["original_max_position_embeddings"] = original
-    changes |= LLAMA3_FACTORS if rope == "llama3" else {}
-    text_config.rope_parameters = {**parameters, **changes}
+        rope_changes["original_max_position_embeddings"] = original_positions
+    rope_changes |= LLAMA3_FACTORS if rope == "llama3" else {}
+    text_config.rope_parameters = {**rope_parameters, **rope_changes}
     if rope not in ("linear", "dynamic"):
         # linear and dynamic are relative to this number; other scalings ignore it or record the
         # original number next to the factor
-        text_config.max_position_embeddings = round(factor * original)
+        text_config.max_position_embeddings = round(factor * original_positions)
 
 
 def with_lora(
@@ -194,13 +209,15 @@ def with_lora(
     from peft import LoraConfig, get_peft_model
     from peft.utils import ModulesToSaveWrapper
 
-    names = sorted(set(targets.split(",") if isinstance(targets, str) else targets))
-    targets = ALL_LINEAR if names == [ALL_LINEAR] else names
+    target_names = sorted(set(targets.split(",") if isinstance(targets, str) else targets))
+    targets = ALL_LINEAR if target_names == [ALL_LINEAR] else target_names
     if targets != ALL_LINEAR:
         _check_targets(model, targets, dropout)
     # selected by name, because the norms of transformers have no common base class
     norm_names = {
-        _last_name(n) for n, m in model.named_modules() if type(m).__name__.endswith("Norm")
+        _last_name(name)
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("Norm")
     }
     config = LoraConfig(
         r=rank,
@@ -210,19 +227,19 @@ def with_lora(
         modules_to_save=sorted(norm_names) if norms else None,
         task_type="CAUSAL_LM",
     )
-    adapted = get_peft_model(model, config)
-    for parameter in adapted.parameters():
+    peft_model = get_peft_model(model, config)
+    for parameter in peft_model.parameters():
         if parameter.requires_grad and parameter.dtype.itemsize < torch.float32.itemsize:
             # updates of 16-bit weights would be lost in rounding
             parameter.data = parameter.data.float()
     dtype = model.dtype
-    for wrapper in adapted.modules():
+    for wrapper in peft_model.modules():
         if isinstance(wrapper, ModulesToSaveWrapper):
             for norm in wrapper.modules_to_save.values():
                 # without this hook, the output of a float32 norm would be float32
                 norm.register_forward_hook(lambda module, inputs, output: output.to(dtype))
-    round_products(adapted)
-    return adapted
+    compute_in_input_dtype(peft_model)
+    return peft_model
 
 
 class CastLinear(nn.Linear):
@@ -239,13 +256,13 @@ class CastLinear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), bias)
 
 
-def round_products(adapted: nn.Module) -> None:
+def compute_in_input_dtype(peft_model: nn.Module) -> None:
     """Make the LoRA adapters of a PeftModel compute in the dtype of their input.
 
     By default PEFT casts inputs and outputs of adapters to float32, which takes several times the
     memory traffic of the adapted layer itself.
     """
-    for module in adapted.modules():
+    for module in peft_model.modules():
         if not hasattr(module, "lora_A"):
             continue
         # set permanently; `peft.helpers.disable_input_dtype_casting` sets this attribute in a block
@@ -259,32 +276,38 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
     """Make decoder layers save only their input and recompute activations in the backward pass."""
     # newer versions of transformers have another name for this method
     old_method = model.gradient_checkpointing_enable
-    enable = getattr(model, "activation_checkpointing_enable", old_method)
-    enable({"use_reentrant": False})
-    causal = causal_model(model)
-    if hasattr(causal, "_require_grads_hook"):
+    enable_checkpointing = getattr(model, "activation_checkpointing_enable", old_method)
+    enable_checkpointing({"use_reentrant": False})
+    causal_lm = unwrap_causal_lm(model)
+    if hasattr(causal_lm, "_require_grads_hook"):
         # PEFT makes the output of frozen embeddings require gradients, which would cost memory and
         # is needed only for reentrant checkpoints
-        causal.disable_input_require_grads()
+        causal_lm.disable_input_require_grads()
 
 
 def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: float) -> None:
     """Raise a ValueError if `with_lora` does not support ``targets``, or ``dropout`` with them."""
     # quantised layers of bitsandbytes are subclasses of nn.Linear
-    names = {_last_name(name) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linear_names = {
+        _last_name(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
     for target in targets:
-        hint = suggestion(target, sorted(names))
+        hint = format_suggestion(target, sorted(linear_names))
         require(
-            target in names,
+            target in linear_names,
             "targets",
             targets,
             f"names of linear layers of this model ({hint.rstrip('.')})",
         )
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is model.get_input_embeddings().weight
-    head_name = next((_last_name(name) for name, m in model.named_modules() if m is head), None)
-    accepted = f"without {head_name!r}, which shares its weight with the embeddings in this model"
-    require(not (is_tied and head_name in targets), "targets", targets, accepted)
+    head_name = next(
+        (_last_name(name) for name, module in model.named_modules() if module is head), None
+    )
+    accepted_targets = (
+        f"without {head_name!r}, which shares its weight with the embeddings in this model"
+    )
+    require(not (is_tied and head_name in targets), "targets", targets, accepted_targets)
     # the loss computes logits with the sum of the head's weight and its adapter, without dropout
     require(
         not dropout or head_name not in targets,
@@ -318,16 +341,16 @@ def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tenso
     Raises:
         NotImplementedError: the logits are not hidden states times one weight.
     """
-    weights = []
+    head_weights = []
 
-    def forward(hidden: Tensor) -> Tensor:
-        weights.append(head_weight(head))
+    def return_hidden(hidden: Tensor) -> Tensor:
+        head_weights.append(merge_head_weight(head))
         return hidden
 
-    head = _head_of(causal_model(model))
+    head = _get_head(unwrap_causal_lm(model))
     # not None if another library has replaced the method of this object
     original_forward = vars(head).get("forward")
-    head.forward = forward
+    head.forward = return_hidden
     try:
         inputs = {name: x for name, x in batch.items() if name != "labels"}
         hidden = model(**inputs, use_cache=False).logits
@@ -335,40 +358,42 @@ def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tenso
         del head.forward
         if original_forward is not None:
             head.forward = original_forward
-    return hidden, weights[-1]
+    return hidden, head_weights[-1]
 
 
-def causal_model(model: nn.Module) -> PreTrainedModel:
+def unwrap_causal_lm(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside a PEFT model, or ``model`` itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _head_of(causal: PreTrainedModel) -> nn.Module:
+def _get_head(causal_lm: PreTrainedModel) -> nn.Module:
     """Return the head of a causal LM.
 
     Raises:
         NotImplementedError: the logits are not hidden states times one weight.
     """
-    head, text_config = causal.get_output_embeddings(), causal.config.get_text_config()
-    caps = {name: getattr(text_config, name, None) for name in SOFT_CAPS}
-    reasons = [f"caps its logits ({name}={x})" for name, x in caps.items() if x is not None]
+    head, text_config = causal_lm.get_output_embeddings(), causal_lm.config.get_text_config()
+    caps_by_field = {name: getattr(text_config, name, None) for name in SOFT_CAPS}
+    reasons = [
+        f"caps its logits ({name}={x})" for name, x in caps_by_field.items() if x is not None
+    ]
     if head is None or getattr(head, "bias", None) is not None:
         reasons.append("has no head" if head is None else "has a head with a bias")
     if reasons:
         raise NotImplementedError(
             "model must compute logits as hidden states times one weight, got "
-            f"{type(causal).__name__}, which {reasons[0]}. Train another model."
+            f"{type(causal_lm).__name__}, which {reasons[0]}. Train another model."
         )
     return head
 
 
-def head_weight(head: nn.Module) -> Tensor:
+def merge_head_weight(head: nn.Module) -> Tensor:
     """Return the weight [V, D] of a head, including the product of an adapter of `with_lora`."""
     if not hasattr(head, "lora_A"):
         return head.weight
     (name,), weight = head.active_adapters, head.base_layer.weight
-    product = head.lora_B[name].weight @ head.lora_A[name].weight
-    return weight + (head.scaling[name] * product).to(weight.dtype)
+    adapter_product = head.lora_B[name].weight @ head.lora_A[name].weight
+    return weight + (head.scaling[name] * adapter_product).to(weight.dtype)
 
 
 def save_adapter(
@@ -379,7 +404,7 @@ def save_adapter(
 ) -> None:
     """Write an adapter, its tokenizer, and facts about its base model into a folder.
 
-    The facts are the SHA-256 and the fields `RESTORED` of the base, in the file `BASE`.
+    The facts are the SHA-256 and the fields `RESTORED_FIELDS` of the base, in the file `BASE_FILE`.
     `cab_hf.finetune.merge` and `cab_hf.finetune.adapters` read this file.
 
     Args:
@@ -392,20 +417,20 @@ def save_adapter(
     # by default PEFT asks the hub whether the vocabulary has grown
     adapted.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
     tokenizer.save_pretrained(folder)
-    causal = causal_model(adapted)
-    text_config = causal.config.get_text_config()
-    fields = {"sha256": loaded_sha256(causal)}
-    fields |= {name: getattr(text_config, name, None) for name in run_models.RESTORED}
-    write_atomically(folder / run_models.BASE, json.dumps(fields, indent=2) + "\n")
+    causal_lm = unwrap_causal_lm(adapted)
+    text_config = causal_lm.config.get_text_config()
+    fields = {"sha256": hash_base_model(causal_lm)}
+    fields |= {name: getattr(text_config, name, None) for name in run_models.RESTORED_FIELDS}
+    write_atomically(folder / run_models.BASE_FILE, json.dumps(fields, indent=2) + "\n")
 
 
-def loaded_sha256(model: nn.Module) -> str:
+def hash_base_model(model: nn.Module) -> str:
     """Return the SHA-256 of the files of a loaded model, with or without adapters.
 
     The first call stores the result in an attribute of the model. Hence later calls are fast, and
     do not depend on files that were replaced after loading.
     """
-    causal = causal_model(model)
-    if not hasattr(causal, "_cab_sha256"):
-        causal._cab_sha256 = run_models.content_sha256(causal.name_or_path)
-    return causal._cab_sha256
+    causal_lm = unwrap_causal_lm(model)
+    if not hasattr(causal_lm, "_cab_sha256"):
+        causal_lm._cab_sha256 = run_models.content_sha256(causal_lm.name_or_path)
+    return causal_lm._cab_sha256

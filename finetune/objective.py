@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cab_hf.finetune.loss import IGNORED, linear_cross_entropy
+from cab_hf.finetune.loss import IGNORED_LABEL, linear_cross_entropy
 from cab_hf.finetune.models import forward_hidden
 from cab_hf.finetune.settings import Settings
 
@@ -24,12 +24,13 @@ class Objective(nn.Module):
 
     Args:
         model: a causal LM, with or without adapters.
-        autocast: dtype of products if float32 weights are trained; None: the dtype of the weights.
+        autocast_dtype: dtype of products if float32 weights are trained; None: the dtype of the
+            weights.
     """
 
-    def __init__(self, model: nn.Module, autocast: torch.dtype | None = None) -> None:
+    def __init__(self, model: nn.Module, autocast_dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.model, self.autocast = model, autocast
+        self.model, self.autocast_dtype = model, autocast_dtype
         # accelerate reads this attribute: the classes of layers that FSDP2 gathers one by one
         self._no_split_modules = getattr(model, "_no_split_modules", None)
 
@@ -46,16 +47,16 @@ class Objective(nn.Module):
             The loss, a scalar; or int64 [P], the tokens with the largest logits.
         """
         device = batch["input_ids"].device.type
-        with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
+        with torch.autocast(device, self.autocast_dtype, enabled=self.autocast_dtype is not None):
             hidden, weight = forward_hidden(self.model, batch)
             if query_indices is not None:
                 return (hidden[0, query_indices].to(weight.dtype) @ weight.T).argmax(-1)
             return linear_cross_entropy(hidden, weight, batch["labels"])
 
 
-def labelled(batch: Batch) -> Tensor:
+def count_labels(batch: Batch) -> Tensor:
     """Return the number of tokens of a batch with a label, an int64 scalar."""
-    return (batch["labels"] != IGNORED).sum()
+    return (batch["labels"] != IGNORED_LABEL).sum()
 
 
 def learning_rate(step: int, settings: Settings) -> float:
@@ -71,10 +72,10 @@ def learning_rate(step: int, settings: Settings) -> float:
     return lr * (lr_end + (1 - lr_end) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def one_sum(values: list[float], accelerator: Any) -> list[float]:
+def all_reduce_sums(values: list[float], accelerator: Any) -> list[float]:
     """Return the sum of each value over all processes, by one all-reduce in float64.
 
     All processes must call this function.
     """
-    local = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
-    return accelerator.reduce(local, "sum").tolist()
+    local_values = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
+    return accelerator.reduce(local_values, "sum").tolist()

@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cab_hf
 from cab_hf.distributed import shard
-from cab_hf.distributed.sharding import lengths_between, sharding_of
+from cab_hf.distributed.sharding import get_sharding, lengths_from_boundaries
 from cab_hf.finetune.objective import Batch
 from cab_hf.finetune.settings import Settings
 from cab_hf.hf.model_config import cab_config_of as cab_config
 from cab_hf.plan import DENSE_BLOCK_SIZE
 
 # model inputs of a sharded batch
-INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q")
+MODEL_INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q")
 
 
 class Parallel:
@@ -34,10 +34,11 @@ class Parallel:
         accelerator: accelerate's accelerator.
 
     Attributes:
-        replicas: number of replicas.
-        replica: index of the replica of this process.
+        num_replicas: number of replicas.
+        replica_index: index of the replica of this process.
         group: process group of this replica; None if ``cp`` is 1.
-        block: tokens; the length of a process's chunk of a sequence is a multiple of this number.
+        block_tokens: the length of a process's chunk of a sequence is a multiple of this number of
+            tokens.
         regather_kv: True to gather keys and values again in the backward pass.
 
     Raises:
@@ -45,26 +46,28 @@ class Parallel:
     """
 
     def __init__(self, settings: Settings, model: nn.Module, accelerator: Any) -> None:
-        self.replicas = settings.replicas(accelerator.num_processes)
-        self.replica = accelerator.process_index // settings.cp
+        self.num_replicas = settings.count_replicas(accelerator.num_processes)
+        self.replica_index = accelerator.process_index // settings.cp
         # with gradient checkpointing, the recomputed forward pass gathers keys and values again
         self.regather_kv = not settings.checkpointing
-        self.group, self.block = None, DENSE_BLOCK_SIZE
+        self.group, self.block_tokens = None, DENSE_BLOCK_SIZE
         if settings.cp > 1:
-            shape = self.replicas, settings.cp
-            mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "cp"))
+            mesh_shape = self.num_replicas, settings.cp
+            mesh = init_device_mesh(
+                accelerator.device.type, mesh_shape, mesh_dim_names=("dp", "cp")
+            )
             self.group = mesh.get_group("cp")
-            self.block = block_of(model)
+            self.block_tokens = get_block_tokens(model)
 
-    def attending(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context manager; in its block, ``model`` receives the shards of `sharded`."""
+    def shard_model_inputs(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context manager in which ``model`` receives the shards of `shard_batch`."""
         if self.group is None:
             return nullcontext()
         return cab_hf.context_parallel(
-            model, self.group, block=self.block, regather_kv=self.regather_kv
+            model, self.group, block=self.block_tokens, regather_kv=self.regather_kv
         )
 
-    def sharded(self, batch: Batch) -> Batch:
+    def shard_batch(self, batch: Batch) -> Batch:
         """Return this process's shard of a batch.
 
         Each token is in the shard of exactly one process of the replica. Labels of padding are
@@ -77,21 +80,21 @@ class Parallel:
         Returns:
             [1, n] tensors; the unchanged ``batch`` if ``cp`` is 1.
         """
-        return batch if self.group is None else sharded(batch, self.group, self.block)
+        return batch if self.group is None else shard_batch(batch, self.group, self.block_tokens)
 
-    def positions(self, sharded: Batch) -> Tensor:
+    def local_positions(self, local_batch: Batch) -> Tensor:
         """Return the position ids of this process's tokens without padding, int64 [B, n].
 
-        ``sharded`` is the result of `Parallel.sharded`.
+        ``local_batch`` is the result of `Parallel.local_batch`.
         """
         if self.group is None:
-            return sharded["position_ids"]
-        lengths = lengths_between(sharded["cu_seq_lens_q"])
-        sharding = sharding_of(lengths, self.group.size(), self.block)
-        return sharded["position_ids"][:, sharding.real[self.group.rank()]]
+            return local_batch["position_ids"]
+        lengths = lengths_from_boundaries(local_batch["cu_seq_lens_q"])
+        sharding = get_sharding(lengths, self.group.size(), self.block_tokens)
+        return local_batch["position_ids"][:, sharding.is_real[self.group.rank()]]
 
 
-def block_of(model: nn.Module) -> int:
+def get_block_tokens(model: nn.Module) -> int:
     """Return the block size of ``model`` in tokens for `cab_hf.context_parallel`.
 
     The result is the least common multiple of the block sizes of dense and sparse attention.
@@ -100,16 +103,16 @@ def block_of(model: nn.Module) -> int:
     return math.lcm(DENSE_BLOCK_SIZE, config.query_block, config.key_block)
 
 
-def sharded(batch: Batch, group: ProcessGroup, block: int) -> Batch:
+def shard_batch(batch: Batch, group: ProcessGroup, block_tokens: int) -> Batch:
     """Return this process's shard of a batch, [1, n] tensors.
 
     Args:
         batch: [B, N] tensors; labels, if any, are already shifted.
         group: process group over which the batch is sharded.
-        block: tokens; the lengths of chunks are multiples of this number.
+        block_tokens: tokens; the lengths of chunks are multiples of this number.
     """
-    row = {name: each.reshape(1, -1) for name, each in batch.items()}
-    if "labels" in row:
-        row["shift_labels"] = row.pop("labels")
-    own_shard = shard(row, group, block)
-    return {name: own_shard[name] for name in (*INPUTS, "labels") if name in own_shard}
+    flat_batch = {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
+    if "labels" in flat_batch:
+        flat_batch["shift_labels"] = flat_batch.pop("labels")
+    own_shard = shard(flat_batch, group, block_tokens)
+    return {name: own_shard[name] for name in (*MODEL_INPUTS, "labels") if name in own_shard}

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cab_hf.finetune.adapters import begin_with
-from cab_hf.finetune.data import HOLD_OUT, Packed, held_out
+from cab_hf.finetune.adapters import initialise_adapter
+from cab_hf.finetune.data import HOLD_OUT_EVERY, Packed, pack_held_out
 from cab_hf.finetune.models import enable_gradient_checkpointing, load_model, with_lora
 from cab_hf.finetune.objective import Batch
 from cab_hf.finetune.parallel import Parallel
@@ -18,14 +18,14 @@ from cab_hf.finetune.settings import ALL, Settings
 from cab_hf.finetune.sources import (
     Source,
     TextSource,
-    first_held_out,
+    find_first_held_out,
     make_source,
     refuse_overlap,
 )
 from cab_hf.hf.token_mixers import refuse_token_mixers
 
 
-def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
+def build_model(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
     """Load the model of the settings for training; return the model and its tokenizer.
 
     The model gets LoRA adapters, or with ``--train all`` all of its weights require gradients. The
@@ -37,19 +37,19 @@ def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
         cab_config=settings.cab_config() or None,
         dtype=settings.weights_dtype,
         device=device,
-        **settings.positions(),
+        **settings.rope_arguments(),
         qlora=settings.qlora,
         trust_remote_code=settings.trust_remote_code,
     )
-    model = adapted(settings, model)
+    model = make_trainable(settings, model)
     if settings.adapter:
-        begin_with(model, Path(settings.adapter))
+        initialise_adapter(model, Path(settings.adapter))
     if settings.checkpointing:
         enable_gradient_checkpointing(model)
     return model, tokenizer
 
 
-def adapted(settings: Settings, model: nn.Module) -> nn.Module:
+def make_trainable(settings: Settings, model: nn.Module) -> nn.Module:
     """Add LoRA adapters to ``model``, or with ``--train all`` make all weights require gradients.
 
     Raises:
@@ -93,68 +93,71 @@ def open_data(
     Returns:
         packed: the training sequences.
         held_out_sequences: sequences for the held-out loss; may be empty.
-        sha256_of: a dict for each of the settings "data" and "validation", from the name of a
-            source to its SHA-256.
+        hashes_by_setting: a dict for each of the settings "data" and "validation", from the name
+            of a source to its SHA-256.
     """
-    training, validation = (
-        open_sources(settings, settings.sources(x)) for x in ("data", "validation")
+    training_shares, validation_shares = (
+        open_sources(settings, settings.parse_sources(setting))
+        for setting in ("data", "validation")
     )
-    refuse_overlap(training, validation)
-    sha256_of = {
+    refuse_overlap(training_shares, validation_shares)
+    hashes_by_setting = {
         setting: {
             name: source.sha256
-            for (name, _), (source, _) in zip(settings.sources(setting), opened, strict=True)
+            for (name, _), (source, _) in zip(
+                settings.parse_sources(setting), opened_shares, strict=True
+            )
         }
-        for setting, opened in (("data", training), ("validation", validation))
+        for setting, opened_shares in (("data", training_shares), ("validation", validation_shares))
     }
     # training documents are reserved only if there is a held-out loss and no validation source
-    hold_out = HOLD_OUT if settings.held_out and not validation else 0
-    for source, _ in training if hold_out else ():
-        if source.rows:
-            notify(held_out_notice(source, tokenizer, hold_out))
+    hold_out = HOLD_OUT_EVERY if settings.held_out and not validation_shares else 0
+    for source, _ in training_shares if hold_out else ():
+        if source.num_documents:
+            notify(format_held_out_notice(source, tokenizer, hold_out))
     packed = Packed(
         tokenizer=tokenizer,
-        sources=training,
+        sources=training_shares,
         length=settings.length,
         seed=settings.seed,
-        rank=parallel.replica,
-        world=parallel.replicas,
+        rank=parallel.replica_index,
+        num_processes=parallel.num_replicas,
         hold_out=hold_out,
         vocabulary=vocabulary,
     )
     held_out_sequences = []
     if settings.held_out:
-        held_out_sequences = held_out(
+        held_out_sequences = pack_held_out(
             tokenizer=tokenizer,
-            sources=validation or training,
+            sources=validation_shares or training_shares,
             length=settings.length,
-            count=settings.held_out,
+            num_sequences=settings.held_out,
             # use all documents of validation sources
             hold_out=hold_out or 1,
             vocabulary=vocabulary,
         )
-    return packed, held_out_sequences, sha256_of
+    return packed, held_out_sequences, hashes_by_setting
 
 
-def held_out_notice(source: TextSource, tokenizer: Any, hold_out: int) -> str:
+def format_held_out_notice(source: TextSource, tokenizer: Any, hold_out: int) -> str:
     """Return a sentence with the numbers of the documents of ``source`` that are held out.
 
     ``hold_out`` is as in `Packed`.
     """
-    first = first_held_out(source, tokenizer, hold_out)
-    count = len(range(first, source.rows, hold_out))
-    numbers = f"document {first + 1}"
-    numbers += f" and every {hold_out}th after it" if count > 1 else ""
+    first_number = find_first_held_out(source, tokenizer, hold_out)
+    num_held_out = len(range(first_number, source.num_documents, hold_out))
+    numbers_phrase = f"document {first_number + 1}"
+    numbers_phrase += f" and every {hold_out}th after it" if num_held_out > 1 else ""
     return (
-        f"source {source.name!r}: {count} of {source.rows} documents are held out for the loss and "
-        f"not trained on ({numbers}); --held-out 0 holds out none."
+        f"source {source.name!r}: {num_held_out} of {source.num_documents} documents are held out "
+        f"for the loss and not trained on ({numbers_phrase}); --held-out 0 holds out none."
     )
 
 
 def open_sources(
-    settings: Settings, pairs: Sequence[tuple[str, float]]
+    settings: Settings, name_shares: Sequence[tuple[str, float]]
 ) -> list[tuple[Source, float]]:
-    """Open the sources in ``pairs`` (name, share); return pairs (source, share)."""
+    """Open the sources in ``name_shares`` (name, share); return pairs (source, share)."""
     return [
         (
             make_source(
@@ -166,5 +169,5 @@ def open_sources(
             ),
             share,
         )
-        for name, share in pairs
+        for name, share in name_shares
     ]

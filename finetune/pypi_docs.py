@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
-from cab_hf.experiment.cache import file_sha256, made_once
+from cab_hf.experiment.cache import file_sha256, make_once
 from cab_hf.experiment.settings import UsageError
 
 MANUALS = "manuals"  # name of the source
@@ -29,14 +29,16 @@ PYPI = "https://pypi.org/simple"
 MANUALS_SHA256 = "03a59a70843a4a8d0db7a6a3b3c7de0aac8a657702258dbf04420e6c8dbcbf09"
 SUFFIXES = (".md", ".rst", ".txt")  # suffixes of documentation files
 # files whose path contains one of these words are left out, because they contain no prose
-OTHER = re.compile(
+EXCLUDED_PATHS = re.compile(
     r"announce|changelog|changes|copying|history|licen[sc]e|news|plugin_list|release|whats_?new"
     r"|wordlist",
     re.IGNORECASE,
 )
-SHORTEST = 2_000  # characters; shorter files are left out: most contain only links and directives
-LEAST = 2**17  # smallest number of characters of a document: about 32,768 tokens
-SECONDS = 60  # timeout of a request to an index
+MIN_FILE_CHARACTERS = (
+    2_000  # characters; shorter files are left out: most contain only links and directives
+)
+MIN_DOCUMENT_CHARACTERS = 2**17  # smallest number of characters of a document: about 32,768 tokens
+TIMEOUT_SECONDS = 60  # timeout of a request to an index
 
 
 class Manual(NamedTuple):
@@ -63,7 +65,7 @@ cython-3.3.1.tar.gz docs/src e0e45989e821bef6aa9ae15c7d583ab5e055f7406c4b3624e49
 pytest-9.2.0.tar.gz doc/en 97c4f3b1f3c7414aa36465e09b8220f1d03627993bd51b1282e193753c80557b
 trio-0.35.0.tar.gz docs/source 7efb295c78a0ecd1235c5759e620b5da564ca80d2efcb0055423588547248b96
 """
-SOURCES = [Manual._make(line.split()) for line in _PINNED.strip().splitlines()]
+PINNED_MANUALS = [Manual._make(line.split()) for line in _PINNED.strip().splitlines()]
 
 
 def manuals_file() -> Path:
@@ -73,73 +75,78 @@ def manuals_file() -> Path:
         UsageError: $CAB_HF_MANUALS names a missing file or a file with another SHA-256; or a source
             distribution cannot be downloaded or has another SHA-256.
     """
-    configured = os.environ.get(MANUALS_VARIABLE)
-    if configured:
-        if not Path(configured).is_file():
+    configured_path = os.environ.get(MANUALS_VARIABLE)
+    if configured_path:
+        if not Path(configured_path).is_file():
             raise UsageError(
-                f"{MANUALS_VARIABLE} must be the path of a .jsonl file, got {configured!r}, which "
-                "does not exist."
+                f"{MANUALS_VARIABLE} must be the path of a .jsonl file, got {configured_path!r}, "
+                "which does not exist."
             )
-        _check(Path(configured).name, file_sha256(Path(configured)), MANUALS_SHA256)
-        return Path(configured)
+        _check_sha256(
+            Path(configured_path).name, file_sha256(Path(configured_path)), MANUALS_SHA256
+        )
+        return Path(configured_path)
 
-    def make(file: Path) -> None:
-        with open(file, "w", encoding="utf-8", newline="\n") as out:
-            for manual in SOURCES:
-                archive = download(manual.sdist)
-                _check(manual.sdist, hashlib.sha256(archive).hexdigest(), manual.sha256)
-                for text in documents(archive, manual.folder):
-                    out.write(json.dumps({"text": text}) + "\n")
-        _check(file.name, file_sha256(file), MANUALS_SHA256)
+    def write_manuals(file: Path) -> None:
+        with open(file, "w", encoding="utf-8", newline="\n") as output_file:
+            for manual in PINNED_MANUALS:
+                archive_bytes = download_sdist(manual.sdist)
+                _check_sha256(
+                    manual.sdist, hashlib.sha256(archive_bytes).hexdigest(), manual.sha256
+                )
+                for text in make_documents(archive_bytes, manual.folder):
+                    output_file.write(json.dumps({"text": text}) + "\n")
+        _check_sha256(file.name, file_sha256(file), MANUALS_SHA256)
 
     # the name contains the hash, so that a later version of the source gets another file
-    return made_once(f"manuals-{MANUALS_SHA256[:12]}.jsonl", make)
+    return make_once(f"manuals-{MANUALS_SHA256[:12]}.jsonl", write_manuals)
 
 
-def _check(name: str, actual: str, pinned: str) -> None:
-    """Raise a UsageError if ``actual``, the SHA-256 of the file ``name``, is not ``pinned``."""
-    if actual != pinned:
+def _check_sha256(file_name: str, actual_sha256: str, pinned_sha256: str) -> None:
+    """Raise a UsageError if the SHA-256 of the file ``file_name`` is not ``pinned_sha256``."""
+    if actual_sha256 != pinned_sha256:
         raise UsageError(
-            f"{name} must have SHA-256 {pinned}, to which source {MANUALS!r} is pinned, got "
-            f"{actual}. Remove the file, or use the pinned version."
+            f"{file_name} must have SHA-256 {pinned_sha256}, to which source {MANUALS!r} is "
+            f"pinned, got {actual_sha256}. Remove the file, or use the pinned version."
         )
 
 
-def documents(archive: bytes, folder: str) -> list[str]:
+def make_documents(archive_bytes: bytes, folder: str) -> list[str]:
     """Join the documentation files of a source distribution to long documents.
 
     Files are sorted by path; the files of a folder come before the files of its subfolders. Each
-    document has at least `LEAST` characters. Shorter documentation is one document.
+    document has at least `MIN_DOCUMENT_CHARACTERS` characters. Shorter documentation is one
+    document.
 
     Args:
-        archive: content of the source distribution, a ``.tar.gz`` file.
+        archive_bytes: content of the source distribution, a ``.tar.gz`` file.
         folder: path of the documentation inside the package.
     """
-    files = []
-    with tarfile.open(fileobj=io.BytesIO(archive)) as sdist:
-        for member in sdist:
+    file_entries = []
+    with tarfile.open(fileobj=io.BytesIO(archive_bytes)) as tar:
+        for member in tar:
             # remove the first folder, which has the name and version of the package
             path = PurePosixPath(*PurePosixPath(member.name).parts[1:])
             if not member.isfile() or not path.is_relative_to(folder):
                 continue
             path = path.relative_to(folder)
-            if path.suffix not in SUFFIXES or OTHER.search(str(path)):
+            if path.suffix not in SUFFIXES or EXCLUDED_PATHS.search(str(path)):
                 continue
-            text = sdist.extractfile(member).read().decode("utf-8-sig", errors="replace")
+            text = tar.extractfile(member).read().decode("utf-8-sig", errors="replace")
             text = "\n".join(text.splitlines()).strip()
-            if len(text) >= SHORTEST:
-                files.append((path.parent.parts, path.name, text))
-    groups: list[list[str]] = [[]]
-    for *_, text in sorted(files):
-        if sum(map(len, groups[-1])) >= LEAST:
-            groups.append([])
-        groups[-1].append(text)
-    if len(groups) > 1 and sum(map(len, groups[-1])) < LEAST:
-        groups[-2].extend(groups.pop())
-    return ["\n\n\n".join(texts) for texts in groups if texts]
+            if len(text) >= MIN_FILE_CHARACTERS:
+                file_entries.append((path.parent.parts, path.name, text))
+    text_groups: list[list[str]] = [[]]
+    for *_, text in sorted(file_entries):
+        if sum(map(len, text_groups[-1])) >= MIN_DOCUMENT_CHARACTERS:
+            text_groups.append([])
+        text_groups[-1].append(text)
+    if len(text_groups) > 1 and sum(map(len, text_groups[-1])) < MIN_DOCUMENT_CHARACTERS:
+        text_groups[-2].extend(text_groups.pop())
+    return ["\n\n\n".join(texts) for texts in text_groups if texts]
 
 
-def download(sdist: str) -> bytes:
+def download_sdist(sdist: str) -> bytes:
     """Return the content of a source distribution from one of the indexes in pip's settings.
 
     ``pip download`` would build the package to read its requirements, which needs compilers.
@@ -148,14 +155,19 @@ def download(sdist: str) -> bytes:
         UsageError: no index has the file ``sdist``, or no index can be reached.
     """
     reason = "no index has it"
-    for index in (_pip("index-url") or PYPI, *_pip("extra-index-url").split()):
+    for index_url in (
+        _get_pip_setting("index-url") or PYPI,
+        *_get_pip_setting("extra-index-url").split(),
+    ):
         try:
-            page = f"{index.rstrip('/')}/{sdist.rpartition('-')[0]}/"
-            text = _read(page, index).decode("utf-8", errors="replace")
-            for link in re.findall(r"""<a\s[^>]*?href\s*=\s*["']([^"']+)""", text, re.IGNORECASE):
-                url = urldefrag(urljoin(page, unescape(link))).url
-                if unquote(urlsplit(url).path).rpartition("/")[2] == sdist:
-                    return _read(url, index)
+            page_url = f"{index_url.rstrip('/')}/{sdist.rpartition('-')[0]}/"
+            page_text = _download_url(page_url, index_url).decode("utf-8", errors="replace")
+            for link in re.findall(
+                r"""<a\s[^>]*?href\s*=\s*["']([^"']+)""", page_text, re.IGNORECASE
+            ):
+                file_url = urldefrag(urljoin(page_url, unescape(link))).url
+                if unquote(urlsplit(file_url).path).rpartition("/")[2] == sdist:
+                    return _download_url(file_url, index_url)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     raise UsageError(
@@ -165,7 +177,7 @@ def download(sdist: str) -> bytes:
     )
 
 
-def _pip(setting: str) -> str:
+def _get_pip_setting(setting: str) -> str:
     """Return the value of a setting of pip, such as "index-url"; "" if the setting has no value.
 
     Environment variables take precedence over the configuration files of pip.
@@ -178,18 +190,18 @@ def _pip(setting: str) -> str:
     return "" if process.returncode else process.stdout.strip()
 
 
-def _read(url: str, index: str) -> bytes:
+def _download_url(url: str, index_url: str) -> bytes:
     """Download the content at ``url``.
 
-    If ``url`` has the same host as the URL ``index``, the request uses the user name and password
-    in ``index``.
+    If ``url`` has the same host as the URL ``index_url``, the request uses the user name and
+    password in ``index_url``.
     """
     # imported late, because requests is only installed with datasets
     import requests
 
-    url_parts, index_parts = urlsplit(url), urlsplit(index)
+    url_parts, index_parts = urlsplit(url), urlsplit(index_url)
     if url_parts.netloc == index_parts.netloc.rpartition("@")[2]:
         url = url_parts._replace(netloc=index_parts.netloc).geturl()
-    response = requests.get(url, timeout=SECONDS, verify=_pip("cert") or True)
+    response = requests.get(url, timeout=TIMEOUT_SECONDS, verify=_get_pip_setting("cert") or True)
     response.raise_for_status()
     return response.content

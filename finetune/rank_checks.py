@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.integrations.fsdp import is_fsdp_enabled
 
-from cab_hf.distributed.exchange import RankLost, failures_of_others, publish_failure
+from cab_hf.distributed.exchange import RankLost, publish_failure, read_failures
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune.settings import Settings
 
 # settings with paths, which may differ between machines; file contents are compared instead
-PATHS = ("model", "calibration", "data", "validation", "out")
+PATH_SETTINGS = ("model", "calibration", "data", "validation", "out")
 # integer dtype by the bytes of an element
 INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK = 2**24  # elements that a checksum converts to int64 at a time, to limit memory
+CHUNK_ELEMENTS = 2**24  # elements that a checksum converts to int64 at a time, to limit memory
 
 
-def facts_of(
+def collect_facts(
     settings: Settings, model: nn.Module, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """Return a dict of values that must be equal in all processes, for `require_equal`.
@@ -39,34 +39,43 @@ def facts_of(
     The values are settings, hashes of config and tokenizer, and checksums of weights, by a name for
     error messages. Call this function before FSDP shards the model.
     """
-    fields = {name: value for name, value in asdict(settings).items() if name not in PATHS}
+    fields = {name: value for name, value in asdict(settings).items() if name not in PATH_SETTINGS}
     facts = {f"--{name.replace('_', '-')}": repr(value) for name, value in fields.items()}
-    config = {name: x for name, x in model.config.to_dict().items() if name != "_name_or_path"}
+    config = {
+        name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"
+    }
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend else sorted(tokenizer.get_vocab().items())
-    tokens = [vocabulary, tokenizer.special_tokens_map]
-    for name, content in {"the config of the model": config, "the tokenizer": tokens}.items():
-        text = json.dumps(content, default=str, sort_keys=True)
-        facts[name] = sha256(text.encode()).hexdigest()
+    tokenizer_content = [vocabulary, tokenizer.special_tokens_map]
+    for name, content in {
+        "the config of the model": config,
+        "the tokenizer": tokenizer_content,
+    }.items():
+        content_text = json.dumps(content, default=str, sort_keys=True)
+        facts[name] = sha256(content_text.encode()).hexdigest()
     # with FSDP one process loads the weights and broadcasts them
     weights = () if is_fsdp_enabled() else model.named_parameters()
-    return {**facts, **{f"weight {name}": checksum(weight) for name, weight in weights}}
+    return {**facts, **{f"weight {name}": compute_checksum(weight) for name, weight in weights}}
 
 
-def checksum(tensor: Tensor) -> int:
+def compute_checksum(tensor: Tensor) -> int:
     """Return a checksum that depends on the bits and the order of the elements of a tensor.
 
     The checksum is the same on every device.
     """
     tensor = tensor.detach().contiguous().flatten()
-    bits = tensor.view(INTEGER_DTYPES[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for number, chunk in enumerate(bits.split(CHUNK) if bits.numel() else ()):
+    integer_bits = tensor.view(INTEGER_DTYPES[tensor.element_size()])
+    checksum_sum = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk_number, chunk in enumerate(
+        integer_bits.split(CHUNK_ELEMENTS) if integer_bits.numel() else ()
+    ):
         # a change of one element always changes the sum, because odd factors are invertible modulo
         # 2^64; integer sums do not depend on the order of summation
-        index = torch.arange(len(chunk), device=chunk.device) + number * CHUNK
-        total += ((2 * index + 1) * (chunk.to(torch.int64) + 1)).sum()
-    return int(total)
+        element_indices = (
+            torch.arange(len(chunk), device=chunk.device) + chunk_number * CHUNK_ELEMENTS
+        )
+        checksum_sum += ((2 * element_indices + 1) * (chunk.to(torch.int64) + 1)).sum()
+    return int(checksum_sum)
 
 
 def require_equal(facts: Mapping[str, Any]) -> None:
@@ -78,10 +87,10 @@ def require_equal(facts: Mapping[str, Any]) -> None:
         UsageError: a value in a process differs from process 0. All processes raise, and the
             message names the value and the process.
     """
-    facts_of_first, *facts_of_others = gather_object([dict(facts)])
-    for rank, facts_of_other in enumerate(facts_of_others, 1):
-        for name in dict.fromkeys((*facts_of_first, *facts_of_other)):
-            if facts_of_first.get(name) != facts_of_other.get(name):
+    first_facts, *other_facts = gather_object([dict(facts)])
+    for rank, rank_facts in enumerate(other_facts, 1):
+        for name in dict.fromkeys((*first_facts, *rank_facts)):
+            if first_facts.get(name) != rank_facts.get(name):
                 raise UsageError(
                     f"{name} must be equal in all processes, got another value in process {rank} "
                     "than in process 0. Give all processes the same settings, and the same model "
@@ -90,7 +99,7 @@ def require_equal(facts: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def ending_together() -> Iterator[None]:
+def report_errors_to_all_processes() -> Iterator[None]:
     """Report why a run stopped in every process, not only in the process with the first error.
 
     An error in the block is published to the other processes. If their collectives then fail, they
@@ -101,12 +110,14 @@ def ending_together() -> Iterator[None]:
         yield
     except Exception as error:
         # collectives raise RuntimeErrors, of which NotImplementedError is a subclass
-        is_lost = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
-        causes = failures_of_others(group) if is_lost and group is not None else []
-        causes = [str(error)] if isinstance(error, RankLost) else causes
-        if causes:
+        is_collective_error = isinstance(error, RuntimeError) and not isinstance(
+            error, NotImplementedError
+        )
+        published_causes = read_failures(group) if is_collective_error and group is not None else []
+        published_causes = [str(error)] if isinstance(error, RankLost) else published_causes
+        if published_causes:
             raise UsageError(
-                f"this process must stop because another one stopped: {'; '.join(causes)}"
+                f"this process must stop because another one stopped: {'; '.join(published_causes)}"
             ) from error
         if group is not None:
             publish_failure(group, error)

@@ -19,21 +19,31 @@ STATE_SUFFIXES = ("seq_len_cached", "attention_scaling")
 State = dict[str, dict[str, Any]]
 
 
-def rotary_state(model: nn.Module) -> State:
+def get_rotary_state(model: nn.Module) -> State:
     """Return copies of the state of every rotary embedding of ``model``, by name of the module."""
-    result = {}
+    state_by_module = {}
     for name, module in model.named_modules():
         is_rotary = hasattr(module, "rope_type") or hasattr(module, "max_seq_len_cached")
         if is_rotary and next(module.buffers(), None) is not None:
             # buffers that `state_dict` of torch leaves out
-            state = {x: getattr(module, x) for x in module._non_persistent_buffers_set}
-            state |= {x: value for x, value in vars(module).items() if x.endswith(STATE_SUFFIXES)}
-            result[name] = {x: copy.deepcopy(y) for x, y in state.items() if y is not None}
-    return result
+            module_state = {
+                field: getattr(module, field) for field in module._non_persistent_buffers_set
+            }
+            module_state |= {
+                field: value
+                for field, value in vars(module).items()
+                if field.endswith(STATE_SUFFIXES)
+            }
+            state_by_module[name] = {
+                field: copy.deepcopy(value)
+                for field, value in module_state.items()
+                if value is not None
+            }
+    return state_by_module
 
 
 def load_rotary_state(model: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set the rotary embeddings of ``model`` to a result of `rotary_state`."""
+    """Set the rotary embeddings of ``model`` to a result of `get_rotary_state`."""
     for name, fields in state.items():
         module = model.get_submodule(name)
         device = next(module.buffers()).device

@@ -13,11 +13,11 @@ from cab_hf.experiment.settings import (
     UsageError,
     comma_separated,
     flag,
-    number_or_auto,
     option,
     parse_assignment,
     parse_flag,
     parse_length,
+    parse_number_or_auto,
     read_settings,
     require,
     spell,
@@ -31,7 +31,7 @@ TILED_ABOVE = 2**17  # tokens per process above which MLPs compute in tiles by d
 TILE = 2**13  # default number of tokens per tile
 # values of --train
 ADAPTER, ALL = "adapter", "all"
-NAMED = comma_separated(str)
+parse_names = comma_separated(str)
 # names of numeric settings, by the smallest value that they accept
 LOWER_BOUNDS = {
     1: ("rank", "steps", "micro_batch", "save_every", "cp"),
@@ -43,7 +43,7 @@ LOWER_BOUNDS = {
     ),
 }
 # settings that may change when a run resumes, because they do not change the trained weights
-CHANGEABLE = (
+CHANGEABLE_SETTINGS = (
     *("out", "save_every", "eval_every", "dry_run", "cpu", "peak_tflops"),
     *("offload_layers", "gpu_gib", "host_gib", "link_gbs", "data_workers"),
 )
@@ -77,16 +77,18 @@ class Settings:
         None,
         f"tokens per tile of MLPs, norms and adapters; 0: no tiles; auto (default): {TILE} if a "
         f"process has more than {TILED_ABOVE} tokens",
-        number_or_auto,
+        parse_number_or_auto,
     )
     offload_layers: int | None = option(
         None,
         "number of layers with offloaded inputs; auto (default): as few as fit",
-        number_or_auto,
+        parse_number_or_auto,
     )
     # adapter
     targets: tuple[str, ...] = option(
-        ("q_proj", "k_proj", "v_proj", "o_proj"), "linear layers that get LoRA adapters", NAMED
+        ("q_proj", "k_proj", "v_proj", "o_proj"),
+        "linear layers that get LoRA adapters",
+        parse_names,
     )
     rank: int = option(16, "rank of the LoRA adapters", int)
     alpha: float = option(32.0, "LoRA products are scaled by alpha / rank", float)
@@ -99,7 +101,7 @@ class Settings:
     data: tuple[str, ...] = option(
         (),
         "sources of texts, each NAME or NAME=WEIGHT: hub data sets, files, manuals, retrieval:...",
-        NAMED,
+        parse_names,
     )
     text_field: str = option("text", "field of a record that contains its text")
     split: str = option("train", "split of hub data sets")
@@ -107,7 +109,9 @@ class Settings:
     length: int = option(8192, "tokens per packed sequence", parse_length)
     held_out: int = option(8, "number of sequences for the held-out loss; 0: none", int)
     validation: tuple[str, ...] = option(
-        (), "sources of the held-out sequences (default: documents reserved from --data)", NAMED
+        (),
+        "sources of the held-out sequences (default: documents reserved from --data)",
+        parse_names,
     )
     data_workers: int = option(
         1, "number of processes that prepare sequences: 1, or 0 for none", int
@@ -145,16 +149,26 @@ class Settings:
 
     def __post_init__(self) -> None:
         choices = {"train": (ADAPTER, ALL), "dtype": DTYPES, "adapter_dtype": DTYPES}
-        for name, accepted in {**choices, "rope": ("none", *ROPES)}.items():
-            require(self, name, getattr(self, name) in accepted, f"one of {', '.join(accepted)}")
-        for bound, names in LOWER_BOUNDS.items():
+        for name, accepted_values in {**choices, "rope": ("none", *ROPES)}.items():
+            require(
+                self,
+                name,
+                getattr(self, name) in accepted_values,
+                f"one of {', '.join(accepted_values)}",
+            )
+        for lower_bound, names in LOWER_BOUNDS.items():
             for name in names:
-                value = getattr(self, name)
-                require(self, name, value is None or value >= bound, f"{bound} or more")
+                setting_value = getattr(self, name)
+                require(
+                    self,
+                    name,
+                    setting_value is None or setting_value >= lower_bound,
+                    f"{lower_bound} or more",
+                )
         trains_adapter, scales_rope = self.train == ADAPTER, self.rope != "none"
         can_offload = self.checkpointing or not self.offload_layers
         has_valid_passkeys = 2 <= max(self.passkey_lengths, default=2) <= self.length
-        for name, is_valid, accepted in (
+        for name, is_valid, accepted_values in (
             ("lr", self.lr > 0, "a number above 0"),
             ("alpha", self.alpha > 0, "a number above 0"),
             ("link_gbs", self.link_gbs > 0, "a number above 0"),
@@ -173,51 +187,57 @@ class Settings:
             ("warmup", self.warmup < self.steps, f"less than steps={self.steps}"),
             ("passkey_lengths", has_valid_passkeys, f"at most length={self.length}, and 2 or more"),
         ):
-            require(self, name, is_valid, accepted)
+            require(self, name, is_valid, accepted_values)
         for name in ("targets", "rank", "alpha"):
-            default = getattr(Settings, name)
-            accepted = f"left out, or {spell(default)}, with train=all, because only LoRA uses it"
-            require(self, name, trains_adapter or getattr(self, name) == default, accepted)
+            default_value = getattr(Settings, name)
+            accepted_values = (
+                f"left out, or {spell(default_value)}, with train=all, because only LoRA uses it"
+            )
+            require(
+                self, name, trains_adapter or getattr(self, name) == default_value, accepted_values
+            )
         if self.cp > 1:
             from cab_hf.plan import DENSE_BLOCK_SIZE
 
             # other attention implementations would attend to the shard of one process only
-            accepted = f"one of {', '.join(NAMES)} with cp={self.cp}"
-            require(self, "attention", self.attention in NAMES, accepted)
+            accepted_values = f"one of {', '.join(NAMES)} with cp={self.cp}"
+            require(self, "attention", self.attention in NAMES, accepted_values)
             # each process gets an early and a late chunk, to balance causal attention
-            least = 2 * self.cp * DENSE_BLOCK_SIZE
-            require(self, "length", self.length >= least, f"{least} or more with cp={self.cp}")
+            min_length = 2 * self.cp * DENSE_BLOCK_SIZE
+            require(
+                self, "length", self.length >= min_length, f"{min_length} or more with cp={self.cp}"
+            )
         # called only to raise errors for values that cannot be parsed
         self.cab_config()
-        self.sources()
-        self.sources("validation")
+        self.parse_sources()
+        self.parse_sources("validation")
 
-    def sources(self, field: str = "data") -> list[tuple[str, float]]:
+    def parse_sources(self, field: str = "data") -> list[tuple[str, float]]:
         """Parse the sources ``NAME`` or ``NAME=WEIGHT`` of a setting to pairs (name, weight).
 
         The weight of ``NAME`` is 1. If a path such as ``year=2024`` exists, the complete string is
         the name. ``field`` is "data" or "validation".
         """
-        results = []
-        for text in getattr(self, field):
-            has_weight = "=" in text and not os.path.exists(os.path.expanduser(text))
-            name, weight_text = text.rsplit("=", 1) if has_weight else (text, "1")
+        sources = []
+        for source_text in getattr(self, field):
+            has_weight = "=" in source_text and not os.path.exists(os.path.expanduser(source_text))
+            name, weight_text = source_text.rsplit("=", 1) if has_weight else (source_text, "1")
             try:
                 weight = float(weight_text)
             except ValueError:
                 weight = -1.0
             is_valid = bool(name) and 0 <= weight < float("inf")
-            accepted = "NAME or NAME=WEIGHT with a weight of 0 or more"
-            require(self, field, is_valid, accepted, value=text)
-            results.append((name, weight))
-        return results
+            accepted_form = "NAME or NAME=WEIGHT with a weight of 0 or more"
+            require(self, field, is_valid, accepted_form, value=source_text)
+            sources.append((name, weight))
+        return sources
 
     @property
     def weights_dtype(self) -> str:
         """Return the name of the dtype in which weights are loaded."""
         return "float32" if self.train == ALL else self.dtype
 
-    def positions(self) -> dict[str, Any]:
+    def rope_arguments(self) -> dict[str, Any]:
         """Return ``length`` and the RoPE arguments of `models.stretch_positions`."""
         return {
             "length": self.length,
@@ -232,58 +252,65 @@ class Settings:
         Raises:
             ValueError: the calibration cannot be read, or a field of --cab is invalid.
         """
-        fields = dict(map(parse_assignment, self.cab))
+        cab_fields = dict(map(parse_assignment, self.cab))
         if not self.calibration:
             # `models.load_model` raises errors for invalid fields
-            return fields
+            return cab_fields
         try:
-            saved = CabConfig.calibrated(self.calibration)
+            calibrated_config = CabConfig.calibrated(self.calibration)
         except ValueError as error:
             raise ValueError(f"calibration {error}") from None
-        return saved.changed(**fields).to_dict()
+        return calibrated_config.changed(**cab_fields).to_dict()
 
-    def replicas(self, processes: int) -> int:
+    def count_replicas(self, num_processes: int) -> int:
         """Return the number of replicas, groups of ``cp`` processes with different sequences.
 
         Raises:
             UsageError: ``cp`` does not divide the number of processes.
         """
-        if processes % self.cp:
-            raise UsageError(f"cp must divide the {processes} processes of the run, got {self.cp}.")
-        return processes // self.cp
+        if num_processes % self.cp:
+            raise UsageError(
+                f"cp must divide the {num_processes} processes of the run, got {self.cp}."
+            )
+        return num_processes // self.cp
 
-    def accumulation(self, processes: int) -> int:
+    def count_micro_batches(self, num_processes: int) -> int:
         """Return the number of micro batches that a replica accumulates per optimizer step.
 
         Raises:
-            UsageError: as in `replicas`, or ``tokens_per_step`` is no multiple of the tokens in one
-                micro batch of all replicas.
+            UsageError: as in `count_replicas`, or ``tokens_per_step`` is no multiple of the tokens
+                in one micro batch of all replicas.
         """
-        replicas = self.replicas(processes)
-        tokens = replicas * self.length * self.micro_batch
-        micro_batches, remainder = divmod(self.tokens_per_step or tokens, tokens)
+        num_replicas = self.count_replicas(num_processes)
+        tokens_per_micro_batch = num_replicas * self.length * self.micro_batch
+        num_micro_batches, remainder = divmod(
+            self.tokens_per_step or tokens_per_micro_batch, tokens_per_micro_batch
+        )
         if remainder:
-            unit = "processes" if self.cp == 1 else f"groups of {self.cp} processes"
+            replica_noun = "processes" if self.cp == 1 else f"groups of {self.cp} processes"
             raise UsageError(
-                f"tokens_per_step must be a multiple of {tokens} ({replicas} {unit} x length "
-                f"{self.length} x micro_batch {self.micro_batch}), got {self.tokens_per_step}."
+                f"tokens_per_step must be a multiple of {tokens_per_micro_batch} ({num_replicas} "
+                f"{replica_noun} x length {self.length} x micro_batch {self.micro_batch}), "
+                f"got {self.tokens_per_step}."
             )
-        return micro_batches
+        return num_micro_batches
 
     def evaluated_lengths(self) -> tuple[int, ...]:
         """Return the lengths in tokens of the pass-key documents in an evaluation."""
         return self.passkey_lengths or (self.length // 2, self.length)
 
-    def identity(self, world: int) -> dict[str, Any]:
+    def identity(self, num_processes: int) -> dict[str, Any]:
         """Return the JSON-able settings that must be equal when a run resumes.
 
-        ``world`` is the number of processes.
+        ``num_processes`` is the number of processes.
         """
-        fields = {name: value for name, value in asdict(self).items() if name not in CHANGEABLE}
-        return {"run": "lora", **fields, "processes": world}
+        fixed_fields = {
+            name: value for name, value in asdict(self).items() if name not in CHANGEABLE_SETTINGS
+        }
+        return {"run": "lora", **fixed_fields, "processes": num_processes}
 
 
-def suggestion(name: str, names: Sequence[str]) -> str:
+def format_suggestion(name: str, names: Sequence[str]) -> str:
     """Return "did you mean X?" for an unknown ``name``, or a sentence with all known ``names``."""
     matches = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {matches[0]}?" if matches else f"known are {', '.join(names)}."

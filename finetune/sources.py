@@ -20,18 +20,22 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from cab_hf.data.needles import NOISE, leading_tokens, split_sentences
+from cab_hf.data.needles import NOISE_SENTENCES, leading_tokens, split_sentences
 from cab_hf.experiment.cache import file_sha256
-from cab_hf.experiment.settings import UsageError, first_line, refused_as
-from cab_hf.finetune.loss import IGNORED
+from cab_hf.experiment.settings import UsageError, convert_errors, first_line
+from cab_hf.finetune.loss import IGNORED_LABEL
 from cab_hf.finetune.pypi_docs import MANUALS, manuals_file
-from cab_hf.finetune.retrieval import is_entry, parse_entry, retrieval_document
-from cab_hf.finetune.settings import suggestion
+from cab_hf.finetune.retrieval import (
+    is_retrieval_source,
+    make_retrieval_document,
+    parse_retrieval_source,
+)
+from cab_hf.finetune.settings import format_suggestion
 
 State = dict[str, Any]
 # by file suffix: name of a constructor of `datasets.Dataset`, and arguments for the constructor.
 # utf-8-sig removes a byte order mark
-KINDS = {
+FILE_READERS = {
     ".txt": ("from_text", {"sample_by": "document", "encoding": "utf-8-sig"}),
     ".jsonl": ("from_json", {}),
     ".json": ("from_json", {}),
@@ -39,18 +43,18 @@ KINDS = {
 }
 # number of consecutive texts of a stream that are shuffled among each other. A stream cannot be
 # shuffled as a whole
-BLOCK_STREAMED = 256
+STREAM_BLOCK_TEXTS = 256
 # an upper bound on characters per token, with which the required filler text is estimated
-CHARACTERS_A_TOKEN = 6
+CHARACTERS_PER_TOKEN = 6
 # number of characters at the start of a text that are tokenized to check for two tokens
-LOOKED_AT = 256
+NUM_CHECKED_CHARACTERS = 256
 # tokenizer arguments that return the tokens of a text without special tokens
-TOKENS_ALONE = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+TOKENIZER_OPTIONS = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
 # splits text without sentence ends, such as tables, into pieces of up to 600 characters. Keys are
 # inserted between pieces
-SHORT = re.compile(r"\s*\S.{0,600}(?!\S)|\s*\S.{0,600}", re.DOTALL)
+PIECE_PATTERN = re.compile(r"\s*\S.{0,600}(?!\S)|\s*\S.{0,600}", re.DOTALL)
 # tokens and labels of a document, int32 [size] each
-Arrays = tuple[np.ndarray, np.ndarray]
+TokenArrays = tuple[np.ndarray, np.ndarray]
 
 
 class Document(NamedTuple):
@@ -58,35 +62,42 @@ class Document(NamedTuple):
 
     Attributes:
         size: number of tokens.
-        make: function that returns tokens, int32 [size], and labels, int32 [size]: the token that
-            each token predicts, already shifted, or IGNORED.
+        make_arrays: function that returns tokens, int32 [size], and labels, int32 [size]: the
+            token that each token predicts, already shifted, or `IGNORED_LABEL`.
     """
 
     size: int
-    make: Callable[[], Arrays]
+    make_arrays: Callable[[], TokenArrays]
 
-    def piece(self, start: int, end: int) -> Document:
-        """Return the tokens from ``start`` to ``end``, exclusive, as a document."""
-        return Document(end - start, lambda: tuple(each[start:end] for each in self.make()))
+    def cut(self, start_token: int, end_token: int) -> Document:
+        """Return the tokens from ``start_token`` to ``end_token``, exclusive, as a document."""
+        return Document(
+            end_token - start_token,
+            lambda: tuple(array[start_token:end_token] for array in self.make_arrays()),
+        )
 
 
-class Part(NamedTuple):
+class DocumentFilter(NamedTuple):
     """A predicate that selects either the held-out documents of a source or all other documents.
 
     Attributes:
-        every: one of ``every`` consecutive documents is held out; 0: none.
-        held_out: True to select the held-out documents, False to select all others.
-        first: number of the first held-out document in the order of the data.
+        hold_out_every: one of ``hold_out_every`` consecutive documents is held out; 0: none.
+        selects_held_out: True to select the held-out documents, False to select all others.
+        find_first_held_out: number of the first held-out document in the order of the data.
     """
 
-    every: int
-    held_out: bool = False
-    first: int = 0
+    hold_out_every: int
+    selects_held_out: bool = False
+    first_held_out: int = 0
 
-    def has(self, number: Any) -> Any:
+    def selects(self, number: Any) -> Any:
         """Return True if this part contains document ``number``, an int or an array of ints."""
-        is_held_out = number % self.every == self.first if self.every else number < 0
-        return is_held_out == self.held_out
+        is_held_out = (
+            number % self.hold_out_every == self.first_held_out
+            if self.hold_out_every
+            else number < 0
+        )
+        return is_held_out == self.selects_held_out
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,7 @@ class TextSource:
     sha256: str | None = None  # SHA-256 of all files, or the hash of the commit
 
     @property
-    def rows(self) -> int | None:
+    def num_documents(self) -> int | None:
         """Return the number of documents; None for a stream."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
@@ -117,7 +128,7 @@ class RetrievalSource:
     length: int | None  # tokens of a document; None: the length of a sequence
     seed: int = 0  # seed of the keys and their positions
 
-    rows = sha256 = None
+    num_documents = sha256 = None
     files: ClassVar[dict[Path, str]] = {}
 
 
@@ -156,13 +167,13 @@ def make_source(
         UsageError: the source does not exist, cannot be read, or has no documents or no field
             ``text_field``.
     """
-    if is_entry(name):
-        kinds, length = parse_entry(name)
+    if is_retrieval_source(name):
+        kinds, length = parse_retrieval_source(name)
         return RetrievalSource(name=name, kinds=kinds, length=length, seed=seed)
-    paths = [manuals_file()] if name == MANUALS else _local_files(name)
+    paths = [manuals_file()] if name == MANUALS else _find_local_files(name)
     if name == MANUALS or (paths and paths[0].suffix == ".txt"):
         text_field = "text"
-    with _reading(name, paths, text_field):
+    with _convert_read_errors(name, paths, text_field):
         files = {path: file_sha256(path) for path in paths}
         if paths:
             dataset = _open_files(files, streaming)
@@ -174,7 +185,7 @@ def make_source(
             f"source {name!r} must contain documents, got none. Give a source with text in it."
         )
     if text_field not in fields:
-        hint = suggestion(text_field, fields)
+        hint = format_suggestion(text_field, fields)
         raise UsageError(f"source {name!r} has no field {text_field!r}; {hint}")
     return TextSource(
         # results and checkpoints contain the name of a file without its folder
@@ -183,11 +194,11 @@ def make_source(
         text_field=text_field,
         seed=seed,
         files=files,
-        sha256=_combined_hash(list(files.values())),
+        sha256=_combine_hashes(list(files.values())),
     )
 
 
-def _combined_hash(hashes: Sequence[str]) -> str:
+def _combine_hashes(hashes: Sequence[str]) -> str:
     """Return the hash if there is one, else the SHA-256 of the concatenation of all hashes."""
     return hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest()
 
@@ -198,58 +209,64 @@ def is_local(name: str) -> bool:
     Raises:
         UsageError: ``name`` is the path of a missing file or folder.
     """
-    return is_entry(name) or (name != MANUALS and bool(_local_files(name)))
+    return is_retrieval_source(name) or (name != MANUALS and bool(_find_local_files(name)))
 
 
 def refuse_overlap(
-    training: Sequence[tuple[Source, float]], validation: Sequence[tuple[Source, float]]
+    training_shares: Sequence[tuple[Source, float]],
+    validation_shares: Sequence[tuple[Source, float]],
 ) -> None:
     """Raise a UsageError if a training file and a validation file have the same content.
 
-    ``training`` and ``validation`` are pairs (source, share). Sources with a share of 0 are not
-    checked, because they contribute no documents.
+    ``training_shares`` and ``validation_shares`` are pairs (source, share). Sources with a
+    share of 0 are not checked, because they contribute no documents.
     """
     training_sources, validation_sources = (
-        [source for source, share in pairs if share] for pairs in (training, validation)
+        [source for source, share in source_shares if share]
+        for source_shares in (training_shares, validation_shares)
     )
-    source_of_hash = {
+    source_by_hash = {
         file_hash: source.name for source in training_sources for file_hash in source.files.values()
     }
     for source in validation_sources:
         for file, file_hash in source.files.items():
-            if file_hash in source_of_hash:
+            if file_hash in source_by_hash:
                 raise UsageError(
                     f"validation must contain other texts than data, got {source.name!r} and "
-                    f"{source_of_hash[file_hash]!r}, where {file.name} is the same text. Give "
+                    f"{source_by_hash[file_hash]!r}, where {file.name} is the same text. Give "
                     "other texts, or leave validation out to hold out documents of data."
                 )
 
 
-def _local_files(name: str) -> list[Path]:
+def _find_local_files(name: str) -> list[Path]:
     """Return the file, or the files in the folder, at path ``name``; [] if ``name`` is no path.
 
     Raises:
         UsageError: the path does not exist, or its files have unknown or different suffixes.
     """
-    path, suffixes_text = Path(os.path.expanduser(name)), ", ".join(KINDS)
+    path, suffixes_text = Path(os.path.expanduser(name)), ", ".join(FILE_READERS)
     if not path.is_file() and not path.is_dir():
-        is_path = path.suffix in KINDS or path.is_absolute() or name.startswith((".", "~"))
+        is_path = path.suffix in FILE_READERS or path.is_absolute() or name.startswith((".", "~"))
         # for FOLDER:CONFIG, datasets would read the folder
         if is_path or Path(name.split(":")[0]).is_dir():
             raise _missing_path_error(name)
         return []
-    files = [path]
+    local_files = [path]
     if path.is_dir():
-        readable = (file for file in path.rglob("*") if file.suffix in KINDS and not file.is_dir())
+        readable_files = (
+            file for file in path.rglob("*") if file.suffix in FILE_READERS and not file.is_dir()
+        )
         # hidden files are often backups of editors
-        files = sorted(x for x in readable if "/." not in f"/{x.relative_to(path).as_posix()}")
-    suffixes = sorted({file.suffix for file in files})
-    if len(suffixes) != 1 or suffixes[0] not in KINDS:
+        local_files = sorted(
+            file for file in readable_files if "/." not in f"/{file.relative_to(path).as_posix()}"
+        )
+    found_suffixes = sorted({file.suffix for file in local_files})
+    if len(found_suffixes) != 1 or found_suffixes[0] not in FILE_READERS:
         raise UsageError(
             f"source {name!r} must be a file of {suffixes_text}, or a folder of files of one of "
-            f"these kinds, got {' and '.join(suffixes) or 'no'} files."
+            f"these kinds, got {' and '.join(found_suffixes) or 'no'} files."
         )
-    return files
+    return local_files
 
 
 def _missing_path_error(name: str) -> UsageError:
@@ -288,7 +305,7 @@ def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
     from datasets.data_files import DataFilesDict, DataFilesList
     from datasets.utils.extract import Extractor
 
-    reader, reader_options = KINDS[next(iter(files)).suffix]
+    reader, reader_options = FILE_READERS[next(iter(files)).suffix]
     # datasets fails for empty files without rows; an empty text file is a document that is skipped
     nonempty = {
         os.path.abspath(file): (file_hash,)
@@ -310,14 +327,16 @@ def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
     )
 
 
-def _reading(name: str, files: Sequence[Path], text_field: str) -> AbstractContextManager[None]:
+def _convert_read_errors(
+    name: str, files: Sequence[Path], text_field: str
+) -> AbstractContextManager[None]:
     """Return a context manager that converts errors inside its block to a UsageError.
 
     The message names the source ``name``. If the source has several ``files``, the message also
     names the first file that cannot be read or has no field ``text_field``.
     """
 
-    def message(error: Exception) -> str:
+    def format_message(error: Exception) -> str:
         file_name, features = "", None
         for file in files if len(files) > 1 else ():
             try:
@@ -336,56 +355,65 @@ def _reading(name: str, files: Sequence[Path], text_field: str) -> AbstractConte
             "data set."
         )
 
-    return refused_as(message)
+    return convert_errors(format_message)
 
 
-def first_held_out(source: TextSource, tokenizer: Any, every: int) -> int:
+def find_first_held_out(source: TextSource, tokenizer: Any, hold_out_every: int) -> int:
     """Return the number of the first held-out document, from 0 to ``every - 1``.
 
-    Every ``every``-th document from this number on is held out. The number is such that the first
-    document with two tokens or more is held out; hence not all held-out documents are empty. The
+    Every ``hold_out_every``-th document from this number on is held out. The number is
+    such that the first document with two tokens or more is held out; hence not all held-out
+    documents are empty. The
     number is 0 if no document has two tokens.
     """
     # a stream is copied, because reading it changes its position
-    rows = source.dataset if source.rows is not None else copy.deepcopy(source.dataset)
-    with _reading(source.name, [*source.files], source.text_field):
-        for number, row in enumerate(rows):
+    dataset_rows = (
+        source.dataset if source.num_documents is not None else copy.deepcopy(source.dataset)
+    )
+    with _convert_read_errors(source.name, [*source.files], source.text_field):
+        for number, row in enumerate(dataset_rows):
             text = row.get(source.text_field)
-            start = text.strip()[:LOOKED_AT] if isinstance(text, str) else ""
-            if start and len(tokenizer(start, **TOKENS_ALONE)["input_ids"]) >= 2:
-                return number % every
+            text_start = text.strip()[:NUM_CHECKED_CHARACTERS] if isinstance(text, str) else ""
+            if text_start and len(tokenizer(text_start, **TOKENIZER_OPTIONS)["input_ids"]) >= 2:
+                return number % hold_out_every
     return 0
 
 
 class Texts:
     """An endless iterator over the texts of a source, in a new random order each epoch.
 
-    All rows of a data set are shuffled. A stream is shuffled within blocks of `BLOCK_STREAMED`
+    All rows of a data set are shuffled. A stream is shuffled within blocks of `STREAM_BLOCK_TEXTS`
     texts, because a run that resumes would lose the shuffle buffer of datasets.
 
     Args:
         source: the source.
-        part: selects the held-out documents, or all others.
+        document_filter: selects the held-out documents, or all others.
         salt: seed of the order, in addition to the seed of the source.
-        tokenizer: the tokenizer of the model, which `first_held_out` uses; None: the first held-out
-            document is ``part.first``.
+        tokenizer: the tokenizer of the model, which `find_first_held_out` uses; None: the first
+            held-out document is ``document_filter.first_held_out``.
 
     Raises:
-        UsageError: ``part`` has no documents of the source.
+        UsageError: ``document_filter`` has no documents of the source.
     """
 
-    def __init__(self, source: TextSource, part: Part, salt: str, tokenizer: Any = None) -> None:
-        if part.every and tokenizer is not None:
-            part = part._replace(first=first_held_out(source, tokenizer, part.every))
-        self._source, self._part = source, part
+    def __init__(
+        self, source: TextSource, document_filter: DocumentFilter, salt: str, tokenizer: Any = None
+    ) -> None:
+        if document_filter.hold_out_every and tokenizer is not None:
+            document_filter = document_filter._replace(
+                first_held_out=find_first_held_out(
+                    source, tokenizer, document_filter.hold_out_every
+                )
+            )
+        self._source, self._document_filter = source, document_filter
         self._seed = f"finetune/{salt}/{source.seed}"
         self._first: State = {"epoch": 0, "row": 0, "block": 0}
-        if source.rows is None:
+        if source.num_documents is None:
             # copied, because each reader of the same source needs its own position
             self._dataset = copy.deepcopy(source.dataset)
             self._first["dataset"] = copy.deepcopy(self._dataset.state_dict())
-        elif not part.has(np.arange(source.rows)).any():
-            raise self._no_documents()
+        elif not document_filter.selects(np.arange(source.num_documents)).any():
+            raise self._make_no_documents_error()
         self.load_state_dict({"begun": self._first, "taken": 0})
 
     @property
@@ -396,11 +424,11 @@ class Texts:
     def __next__(self) -> str:
         if self._taken == len(self._texts):
             self._begun, self._taken = self._next, 0
-            self._texts = self._read()
+            self._texts = self._read_texts()
         self._taken += 1
         return self._texts[self._taken - 1]
 
-    def at_most_twice(self) -> Iterator[str]:
+    def iterate_at_most_two_epochs(self) -> Iterator[str]:
         """Yield texts to the end of the next epoch, so that each text is yielded at least once."""
         first_epoch = self.epoch
         while self.epoch <= first_epoch + 1:
@@ -416,17 +444,17 @@ class Texts:
     def load_state_dict(self, state: State) -> None:
         """Set the position to a result of `state_dict`."""
         self._begun, self._taken = state["begun"], state["taken"]
-        self._go_to(self._begun)
-        self._texts = self._read() if self._taken else []
+        self._set_position(self._begun)
+        self._texts = self._read_texts() if self._taken else []
 
-    def _go_to(self, position: State) -> None:
+    def _set_position(self, position: State) -> None:
         """Make ``position`` the position from which `_read_block` reads the next block."""
         self._next, source = position, self._source
-        if source.rows is None:
+        if source.num_documents is None:
             self._dataset.load_state_dict(copy.deepcopy(position["dataset"]))
             self._rows = enumerate(self._dataset, position["row"])
             return
-        order = np.flatnonzero(self._part.has(np.arange(source.rows)))
+        order = np.flatnonzero(self._document_filter.selects(np.arange(source.num_documents)))
         if source.shuffle:
             seed = random.Random(f"{self._seed}/{position['epoch']}").getrandbits(32)
             # RandomState returns the same numbers in every version of numpy
@@ -434,29 +462,31 @@ class Texts:
         numbers = order[position["row"] :].tolist()
         self._rows = ((number, source.dataset[number]) for number in numbers)
 
-    def _read(self) -> list[str]:
+    def _read_texts(self) -> list[str]:
         """Return the texts of the next block, which may be the first block of the next epoch."""
-        with _reading(self._source.name, [*self._source.files], self._source.text_field):
+        with _convert_read_errors(
+            self._source.name, [*self._source.files], self._source.text_field
+        ):
             texts = self._read_block()
             if not texts and self._next["block"]:
-                self._go_to({**self._first, "epoch": self.epoch + 1})
+                self._set_position({**self._first, "epoch": self.epoch + 1})
                 texts = self._read_block()
         if not texts:
-            raise self._no_documents()
+            raise self._make_no_documents_error()
         return texts
 
     def _read_block(self) -> list[str]:
         """Read the next block, and advance the position; return [] at the end of an epoch.
 
-        A block is one text of a data set, or up to `BLOCK_STREAMED` texts of a stream.
+        A block is one text of a data set, or up to `STREAM_BLOCK_TEXTS` texts of a stream.
         """
         texts: list[str] = []
-        position, is_stream = dict(self._next), self._source.rows is None
-        for number, row in self._rows:
+        position, is_stream = dict(self._next), self._source.num_documents is None
+        for row_number, row in self._rows:
             position["row"] += 1
-            if self._part.has(number):
-                texts.append(self._checked(row.get(self._source.text_field), number))
-            if len(texts) == (BLOCK_STREAMED if is_stream else 1):
+            if self._document_filter.selects(row_number):
+                texts.append(self._check_text(row.get(self._source.text_field), row_number))
+            if len(texts) == (STREAM_BLOCK_TEXTS if is_stream else 1):
                 break
         if texts and is_stream:
             # the position is not stored for an empty block: if no row was read after
@@ -469,7 +499,7 @@ class Texts:
         self._next = position
         return texts
 
-    def _checked(self, text: Any, number: int) -> str:
+    def _check_text(self, text: Any, number: int) -> str:
         """Return ``text``, or "" for None and blank text.
 
         Raises:
@@ -482,13 +512,19 @@ class Texts:
             )
         return text if text and text.strip() else ""
 
-    def _no_documents(self) -> UsageError:
-        """Return the error for a source of which ``part`` selects no document."""
-        kind = "held-out documents" if self._part.held_out else "documents"
-        rule = f"one in {self._part.every}" if self._part.every else "none"
+    def _make_no_documents_error(self) -> UsageError:
+        """Return the error for a source of which ``document_filter`` selects no document."""
+        document_phrase = (
+            "held-out documents" if self._document_filter.selects_held_out else "documents"
+        )
+        rule_phrase = (
+            f"one in {self._document_filter.hold_out_every}"
+            if self._document_filter.hold_out_every
+            else "none"
+        )
         return UsageError(
-            f"source {self._source.name!r} has no {kind} if {rule} is held out. Give it more "
-            "documents, or hold out those of another source."
+            f"source {self._source.name!r} has no {document_phrase} if {rule_phrase} is held out. "
+            "Give it more documents, or hold out those of another source."
         )
 
 
@@ -501,27 +537,35 @@ class TextDocuments(Texts):
 
     never_cut = False  # a document may continue in the next sequence
 
-    def __init__(self, source: TextSource, part: Part, salt: str, tokenizer: Any) -> None:
-        super().__init__(source, part, salt, tokenizer)
-        self._tokenizer, end = tokenizer, tokenizer.eos_token_id
-        self._before, self._after = leading_tokens(tokenizer), () if end is None else (end,)
+    def __init__(
+        self, source: TextSource, document_filter: DocumentFilter, salt: str, tokenizer: Any
+    ) -> None:
+        super().__init__(source, document_filter, salt, tokenizer)
+        self._tokenizer, end_token = tokenizer, tokenizer.eos_token_id
+        self._before, self._after = (
+            leading_tokens(tokenizer),
+            () if end_token is None else (end_token,),
+        )
 
     def __next__(self) -> Document:
-        for text in self.at_most_twice():
-            ids = self._tokenizer(text, **TOKENS_ALONE)["input_ids"]
-            if len(ids) >= 2:
-                tokens = np.asarray((*self._before, *ids, *self._after), dtype=np.int32)
-                arrays = tokens, np.append(tokens[1:], np.int32(IGNORED))
+        for text in self.iterate_at_most_two_epochs():
+            text_tokens = self._tokenizer(text, **TOKENIZER_OPTIONS)["input_ids"]
+            if len(text_tokens) >= 2:
+                tokens = np.asarray((*self._before, *text_tokens, *self._after), dtype=np.int32)
+                arrays = tokens, np.append(tokens[1:], np.int32(IGNORED_LABEL))
                 return Document(len(tokens), lambda arrays=arrays: arrays)
-        kind, remedy = "documents", "or leave the source out"
-        if self._part.held_out and self._part.every > 1:
-            kind, remedy = "held-out documents", "or use --held-out 0 or --validation"
-        elif self._part.every > 1:
-            kind = "documents that are not held out,"
-            remedy = "use --held-out 0 or --validation, or leave the source out"
+        document_phrase, remedy_phrase = "documents", "or leave the source out"
+        if self._document_filter.selects_held_out and self._document_filter.hold_out_every > 1:
+            document_phrase, remedy_phrase = (
+                "held-out documents",
+                "or use --held-out 0 or --validation",
+            )
+        elif self._document_filter.hold_out_every > 1:
+            document_phrase = "documents that are not held out,"
+            remedy_phrase = "use --held-out 0 or --validation, or leave the source out"
         raise UsageError(
-            f"source {self._source.name!r} must contain {kind} of two tokens or more, got only "
-            f"shorter ones. Give longer documents, {remedy}."
+            f"source {self._source.name!r} must contain {document_phrase} of two tokens or more, "
+            f"got only shorter ones. Give longer documents, {remedy_phrase}."
         )
 
 
@@ -530,12 +574,12 @@ class RetrievalDocuments:
 
     Args:
         source: the kinds and the length of documents.
-        part: held-out documents, or all others; both have different seeds.
+        document_filter: held-out documents, or all others; both have different seeds.
         salt: seed of the documents, in addition to the seed of the source.
         tokenizer: the tokenizer of the model.
         length: tokens of a sequence, and of a document if ``source.length`` is None.
         text_sources: sources of the filler text, used in turn; without sources the filler text
-            consists of the sentences in `NOISE`.
+            consists of the sentences in `NOISE_SENTENCES`.
 
     Raises:
         UsageError: a document is longer than a sequence, or too short for its keys.
@@ -547,7 +591,7 @@ class RetrievalDocuments:
     def __init__(
         self,
         source: RetrievalSource,
-        part: Part,
+        document_filter: DocumentFilter,
         salt: str,
         tokenizer: Any,
         length: int,
@@ -560,34 +604,35 @@ class RetrievalDocuments:
                 f"source {source.name!r} must have documents of at most {length} tokens, the "
                 f"length of a sequence, got {self._length}. Give it a smaller length."
             )
-        self._seed = f"{salt}/{source.seed}/{part.held_out}"
+        self._seed = f"{salt}/{source.seed}/{document_filter.selects_held_out}"
         salt = f"{salt}/{source.name}"
-        self._haystacks = [
-            Texts(text_source, part, salt, tokenizer) for text_source in text_sources
+        self._filler_texts = [
+            Texts(text_source, document_filter, salt, tokenizer) for text_source in text_sources
         ]
         # raise errors for a length that is too small before training starts
         for index in range(len(source.kinds)):
-            self.make(index, ())
+            self.make_arrays(index, ())
 
     def __next__(self) -> Document:
-        index, excerpts = self._index, self._excerpts()
+        index, excerpts = self._index, self._draw_excerpts()
         self._index += 1
-        return Document(self._length, lambda: self.make(index, excerpts))
+        return Document(self._length, lambda: self.make_arrays(index, excerpts))
 
-    def make(self, index: int, excerpts: Sequence[str]) -> Arrays:
+    def make_arrays(self, index: int, excerpts: Sequence[str]) -> TokenArrays:
         """Return tokens and labels of document ``index``.
 
-        ``excerpts`` are the filler text; without excerpts, its sentences are those in `NOISE`.
+        ``excerpts`` are the filler text; without excerpts, its sentences are those in
+        `NOISE_SENTENCES`.
 
         Raises:
             UsageError: the document is too short for its keys.
         """
         kinds = self._source.kinds
         try:
-            document = retrieval_document(
+            document = make_retrieval_document(
                 kind=kinds[index % len(kinds)],
                 tokenizer=self._tokenizer,
-                sentences=list(_sentences(excerpts)) or NOISE,
+                sentences=list(_split_excerpts(excerpts)) or NOISE_SENTENCES,
                 length=self._length,
                 index=index,
                 seed=self._seed,
@@ -597,23 +642,25 @@ class RetrievalDocuments:
             # have more tokens
             raise UsageError(f"source {self._source.name!r}: {error}") from None
         tokens = np.asarray(document.tokens, dtype=np.int32)
-        labels = np.full_like(tokens, IGNORED)
+        labels = np.full_like(tokens, IGNORED_LABEL)
         for start, end in document.answers:
             # labels are shifted: token i predicts token i + 1
             labels[start - 1 : end - 1] = tokens[start:end]
         return tokens, labels
 
-    def _excerpts(self) -> list[str]:
+    def _draw_excerpts(self) -> list[str]:
         """Return filler texts that together are long enough for the next document.
 
         If a text is too long, a random range of characters is cut out.
         """
-        if not self._haystacks:
+        if not self._filler_texts:
             return []
-        cycle = self._index // len(self._source.kinds)
+        cycle_index = self._index // len(self._source.kinds)
         rng = random.Random(f"finetune/{self._seed}/text/{self._index}")
-        num_missing, excerpts = self._length * CHARACTERS_A_TOKEN, []
-        for text in self._haystacks[cycle % len(self._haystacks)].at_most_twice():
+        num_missing, excerpts = self._length * CHARACTERS_PER_TOKEN, []
+        for text in self._filler_texts[
+            cycle_index % len(self._filler_texts)
+        ].iterate_at_most_two_epochs():
             start = rng.randrange(max(1, len(text) - num_missing))
             excerpt = text[start : start + num_missing]
             if excerpt.strip():
@@ -625,16 +672,16 @@ class RetrievalDocuments:
 
     def state_dict(self) -> State:
         """Return the JSON-able position of the next document."""
-        return {"index": self._index, "texts": [each.state_dict() for each in self._haystacks]}
+        return {"index": self._index, "texts": [each.state_dict() for each in self._filler_texts]}
 
     def load_state_dict(self, state: State) -> None:
         """Set the position to a result of `state_dict`."""
         self._index = state["index"]
-        for texts, position in zip(self._haystacks, state["texts"], strict=True):
+        for texts, position in zip(self._filler_texts, state["texts"], strict=True):
             texts.load_state_dict(position)
 
 
-def _sentences(excerpts: Sequence[str]) -> Iterator[str]:
+def _split_excerpts(excerpts: Sequence[str]) -> Iterator[str]:
     """Yield the sentences of ``excerpts``, cut into pieces of up to 600 characters."""
     for sentence in chain.from_iterable(map(split_sentences, excerpts)):
-        yield from (piece.strip(" ") for piece in SHORT.findall(sentence))
+        yield from (piece.strip(" ") for piece in PIECE_PATTERN.findall(sentence))

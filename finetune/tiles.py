@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from cab_hf.finetune.settings import TILE, TILED_ABOVE
 
-MLPS = ("mlp", "feed_forward")  # names of attributes with an MLP
-NORMS = ("RMSNorm", "LayerNorm")  # suffixes of the class names of norms
+MLP_NAMES = ("mlp", "feed_forward")  # names of attributes with an MLP
+NORM_SUFFIXES = ("RMSNorm", "LayerNorm")  # suffixes of the class names of norms
 # Python modules whose classes compute each element, or each token, independently
-ELEMENTWISE = (
+ELEMENTWISE_MODULES = (
     "torch.nn.modules.activation",
     "torch.nn.modules.container",
     "torch.nn.modules.dropout",
@@ -32,16 +32,16 @@ ELEMENTWISE = (
 )
 
 
-def tile_of(tokens: int, given: int | None) -> int:
+def choose_tile_tokens(tokens: int, requested_tokens: int | None) -> int:
     """Return the number of tokens per tile; 0: no tiles.
 
     Args:
         tokens: tokens of a micro batch in a process.
-        given: requested tokens per tile; None: `TILE` above `TILED_ABOVE` tokens, else no tiles.
+        requested_tokens: tokens per tile; None: `TILE` above `TILED_ABOVE` tokens, else no tiles.
     """
-    if given is None:
+    if requested_tokens is None:
         return TILE if tokens > TILED_ABOVE else 0
-    return given
+    return requested_tokens
 
 
 def compute_in_tiles(model: nn.Module, tokens: int) -> None:
@@ -49,23 +49,23 @@ def compute_in_tiles(model: nn.Module, tokens: int) -> None:
 
     A tile of an MLP has ``tokens`` tokens. A tile of a norm or an adapter has the same number of
     elements, and therefore more tokens. Gradients equal the gradients without tiles up to rounding.
-    Each tile has its own dropout mask, which the backward pass repeats. The MLPs of `untiled_mlps`
-    still compute all tokens at once.
+    Each tile has its own dropout mask, which the backward pass repeats. The MLPs of
+    `find_untiled_mlps` still compute all tokens at once.
     """
     modules = {}
     for name, module in model.named_modules():
-        is_inside_other = name.startswith(tuple(f"{outer}." for outer in modules))
-        if not is_inside_other and _is_row_wise(name, module):
+        is_inside_tiled = name.startswith(tuple(f"{outer}." for outer in modules))
+        if not is_inside_tiled and _is_row_wise(name, module):
             modules[name] = module
-    widths = {name: _width(module) for name, module in modules.items()}
-    mlp_widths = [width for name, width in widths.items() if _is_mlp(name)]
-    elements = tokens * max(mlp_widths or widths.values())
+    max_channels = {name: _max_channels(module) for name, module in modules.items()}
+    mlp_channels = [num_channels for name, num_channels in max_channels.items() if _is_mlp(name)]
+    max_elements = tokens * max(mlp_channels or max_channels.values())
     for name, module in modules.items():
         forward = type(module).forward.__get__(module)
-        module.forward = partial(_in_tiles, forward, elements, widths[name])
+        module.forward = partial(_apply_in_tiles, forward, max_elements, max_channels[name])
 
 
-def untiled_mlps(model: nn.Module) -> list[str]:
+def find_untiled_mlps(model: nn.Module) -> list[str]:
     """Return the class names of MLPs that may not compute each token independently.
 
     Such MLPs are mixtures of experts, and MLPs with parameters outside of linear layers.
@@ -76,39 +76,41 @@ def untiled_mlps(model: nn.Module) -> list[str]:
 
 def _is_mlp(name: str) -> bool:
     """Return True if the module with this full name is an MLP."""
-    return name.rpartition(".")[2] in MLPS
+    return name.rpartition(".")[2] in MLP_NAMES
 
 
 def _is_row_wise(name: str, module: nn.Module) -> bool:
     """Return True for an MLP, a norm or an adapter that computes each token independently."""
     class_name = type(getattr(module, "original_module", module)).__name__
     # norms of queries may have a 2-D weight, with a row per head
-    is_norm = class_name.endswith(NORMS) and all(x.ndim == 1 for x in module.parameters())
+    is_norm = class_name.endswith(NORM_SUFFIXES) and all(x.ndim == 1 for x in module.parameters())
     is_adapter = hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Linear)
     return is_norm or is_adapter or (_is_mlp(name) and _is_plain(module))
 
 
-def _width(module: nn.Module) -> int:
+def _max_channels(module: nn.Module) -> int:
     """Return the largest number of input or output channels of a linear layer in ``module``.
 
     Returns 0 if ``module`` has no linear layers.
     """
-    linear = (each for each in module.modules() if isinstance(each, nn.Linear))
-    return max((max(each.in_features, each.out_features) for each in linear), default=0)
+    linear_layers = (layer for layer in module.modules() if isinstance(layer, nn.Linear))
+    return max((max(layer.in_features, layer.out_features) for layer in linear_layers), default=0)
 
 
 def _is_plain(mlp: nn.Module) -> bool:
     """Return True if an MLP consists of linear layers, adapters and activations only."""
     other_modules = [module for module in mlp.modules() if not isinstance(module, nn.Linear)]
-    parameters = [
+    parameter_names = [
         name for module in other_modules for name, _ in module.named_parameters(recurse=False)
     ]
-    leaves = (module for module in other_modules if next(module.children(), None) is None)
-    return not parameters and all(type(module).__module__ in ELEMENTWISE for module in leaves)
+    leaf_modules = (module for module in other_modules if next(module.children(), None) is None)
+    return not parameter_names and all(
+        type(module).__module__ in ELEMENTWISE_MODULES for module in leaf_modules
+    )
 
 
-def _in_tiles(
-    forward: Callable[..., Tensor], elements: int, width: int, *args: Any, **kwargs: Any
+def _apply_in_tiles(
+    forward: Callable[..., Tensor], max_elements: int, max_channels: int, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Apply ``forward`` to a tensor x [..., D] in tiles of rows.
 
@@ -116,66 +118,66 @@ def _in_tiles(
 
     Args:
         forward: the method of the module.
-        elements: largest number of elements of a tile.
-        width: largest number of channels of a row inside the module. The rows of a tile are limited
-            by max(width, D).
+        max_elements: largest number of elements of a tile.
+        max_channels: largest number of channels of a row inside the module. The rows of a tile are
+            limited by max(max_channels, D).
         args, kwargs: arguments of the call.
     """
     if len(args) != 1 or kwargs:
         return forward(*args, **kwargs)
     (x,) = args
-    rows = x.reshape(1, -1, x.shape[-1])
-    tile_rows = max(1, elements // max(width, x.shape[-1]))
-    if rows.shape[1] <= tile_rows:
+    input_rows = x.reshape(1, -1, x.shape[-1])
+    rows_per_tile = max(1, max_elements // max(max_channels, x.shape[-1]))
+    if input_rows.shape[1] <= rows_per_tile:
         return forward(x)
     has_gradients = torch.is_grad_enabled()
     # rows are saved before the first tile: an outer checkpoint stops recomputing after the last
     # saved tensor, and therefore does not compute tiles
-    saved = _SavedRows(rows, tile_rows) if has_gradients else None
+    saved_rows = _SavedRows(input_rows, rows_per_tile) if has_gradients else None
     outputs = []
-    for number, tile in enumerate(rows.split(tile_rows, 1)):
+    for tile_index, tile in enumerate(input_rows.split(rows_per_tile, 1)):
         if not has_gradients:
             outputs.append(forward(tile))
             continue
         # hooks must not refer to a tile, because the autograd graph keeps hooks in memory
-        pack = partial(_number_of_tile, number, tile.data_ptr())
-        with saved_tensors_hooks(pack, saved.tile):
+        pack_hook = partial(_pack_tile, tile_index, tile.data_ptr())
+        with saved_tensors_hooks(pack_hook, saved_rows.unpack_tile):
             outputs.append(checkpoint(forward, tile, use_reentrant=False))
     return torch.cat(outputs, 1).view(*x.shape[:-1], -1)
 
 
-def _number_of_tile(number: int, address: int, x: Tensor) -> int | Tensor:
-    """Return ``number`` if ``x`` is the tile at memory ``address``, else ``x`` detached."""
-    return number if x.numel() and x.data_ptr() == address else x.detach()
+def _pack_tile(tile_index: int, tile_address: int, tensor: Tensor) -> int | Tensor:
+    """Return ``tile_index`` if ``tensor`` is at ``tile_address``, else the detached tensor."""
+    return tile_index if tensor.numel() and tensor.data_ptr() == tile_address else tensor.detach()
 
 
 class _SavedRows:
     """The input rows [1, R, D] of a module, saved once for the backward passes of all tiles.
 
     Args:
-        rows: the input of the module.
-        tile_rows: rows of a tile.
+        input_rows: the input of the module.
+        rows_per_tile: rows of a tile.
     """
 
-    def __init__(self, rows: Tensor, tile_rows: int) -> None:
+    def __init__(self, input_rows: Tensor, rows_per_tile: int) -> None:
         # the argument ``anchor`` requires a gradient, so that autograd creates a node that saves
-        # ``rows`` and that `_output` references
-        self._output = _Save.apply(torch.empty(0, requires_grad=True), rows)
-        self._tile_rows = tile_rows
+        # ``input_rows`` and that `_output` references
+        self._output = _SaveRows.apply(torch.empty(0, requires_grad=True), input_rows)
+        self._rows_per_tile = rows_per_tile
         self._tiles: tuple[Tensor, ...] | None = None
 
-    def tile(self, packed: int | Tensor) -> Tensor:
+    def unpack_tile(self, packed: int | Tensor) -> Tensor:
         """Return the tile with number ``packed``, or ``packed`` itself if it is a tensor."""
         if isinstance(packed, Tensor):
             return packed
         if self._tiles is None:
             # read once for all tiles, because an outer checkpoint returns a saved tensor only once
-            (rows,) = self._output.grad_fn.saved_tensors
-            self._tiles = rows.detach().split(self._tile_rows, 1)
+            (input_rows,) = self._output.grad_fn.saved_tensors
+            self._tiles = input_rows.detach().split(self._rows_per_tile, 1)
         return self._tiles[packed]
 
 
-class _Save(torch.autograd.Function):
+class _SaveRows(torch.autograd.Function):
     """An autograd function that saves ``x`` in its node, and returns an empty tensor."""
 
     @staticmethod
