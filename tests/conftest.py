@@ -28,7 +28,7 @@ def uninitialised_is_nan():
 
 
 @pytest.fixture
-def by_pointers(monkeypatch):
+def pointer_loads(monkeypatch):
     """Make kernels load tiles by pointers, not tensor descriptors, as on GPUs before Hopper."""
     from cab_hf.ops import launch
 
@@ -36,7 +36,7 @@ def by_pointers(monkeypatch):
 
 
 @pytest.fixture
-def one_process(tmp_path):
+def single_process_group(tmp_path):
     """Initialise torch.distributed with gloo and a world size of 1 during the test."""
     import torch
 
@@ -47,21 +47,21 @@ def one_process(tmp_path):
 
 
 @pytest.fixture
-def processes(tmp_path):
-    """Return a function that starts a `Ranks` of ``count`` new processes for one test.
+def start_ranks(tmp_path):
+    """Return a function that starts a `Ranks` of ``num_ranks`` new processes for one test.
 
     Tests may kill these processes, unlike the processes of fixture ``ranks``.
     """
     from ranks import Ranks
 
-    started = []
+    started_ranks = []
 
-    def start(count, timeout=60):
-        started.append(Ranks(count, tmp_path, timeout))
-        return started[-1]
+    def start(num_ranks, timeout=60):
+        started_ranks.append(Ranks(num_ranks, tmp_path, timeout))
+        return started_ranks[-1]
 
     yield start
-    for ranks in started:
+    for ranks in started_ranks:
         ranks.close()
 
 

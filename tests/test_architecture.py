@@ -20,38 +20,38 @@ LAYERS = [
     *("route", "dispatch", "calibration", "batching vllm", "attention", "patches", "finetune"),
     "eval",
 ]
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names.split()}
+LAYER_RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names.split()}
 # modules that may import from all layers, because they import lazily by name
-FREE = {"__init__", "registration"}
+LAZY_MODULES = {"__init__", "registration"}
 
 
-def imported(source):
+def find_imports(source):
     """Yield the names of modules that a source imports: in statements, attributes and strings."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "cab_hf":
             for name in node.names:
-                yield cab_hf._HOME.get(name.name, f"cab_hf.{name.name}")
+                yield cab_hf._MODULE_OF_NAME.get(name.name, f"cab_hf.{name.name}")
         elif isinstance(node, ast.ImportFrom) and not node.level:
             yield node.module
         elif isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "cab_hf":
-            yield cab_hf._HOME.get(node.attr, f"cab_hf.{node.attr}")
+            yield cab_hf._MODULE_OF_NAME.get(node.attr, f"cab_hf.{node.attr}")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             # strings that are only a module name, such as arguments of import_module and find_spec
             yield from re.findall(r"^cab_hf\.[\w.]+$", node.value)
 
 
-def upward(path, source):
+def find_upward_imports(path, source):
     """Return the names of modules that a file imports from later layers, which is not allowed."""
     parts = Path(path).with_suffix("").parts
     layer = parts[1] if parts[0] == "cab_hf" else parts[0]
-    if layer in FREE:
+    if layer in LAZY_MODULES:
         return set()
-    names = {name for name in imported(source) if re.match(r"cab_hf\.(?!__)", name)}
+    names = {name for name in find_imports(source) if re.match(r"cab_hf\.(?!__)", name)}
     # a KeyError here means that a new module is missing in `LAYERS`
-    return {name for name in names if RANK[name.split(".")[1]] > RANK[layer]}
+    return {name for name in names if LAYER_RANKS[name.split(".")[1]] > LAYER_RANKS[layer]}
 
 
 def test_imports_run_one_way():
@@ -59,7 +59,7 @@ def test_imports_run_one_way():
     for folder in ("cab_hf", "patches", "calibration", "finetune", "eval"):
         for file in (ROOT / folder).rglob("*.py"):
             path = file.relative_to(ROOT).as_posix()
-            upward_imports |= {(path, name) for name in upward(path, file.read_text())}
+            upward_imports |= {(path, name) for name in find_upward_imports(path, file.read_text())}
     assert not upward_imports
 
 
@@ -77,7 +77,7 @@ def test_imports_run_one_way():
     ],
 )
 def test_upward_import_is_detected(source, expected):
-    assert upward("cab_hf/engines/masked.py", source) == expected
+    assert find_upward_imports("cab_hf/engines/masked.py", source) == expected
 
 
 def test_ops_do_not_import_transformers():
@@ -85,7 +85,7 @@ def test_ops_do_not_import_transformers():
         assert "transformers" not in path.read_text(), path.name
 
 
-def imports_within(folder):
+def find_folder_imports(folder):
     """Return {module: modules of the same folder that it imports}, for a folder of cab_hf."""
     files = {f"cab_hf.{folder}.{x.stem}": x for x in (ROOT / "cab_hf" / folder).glob("*.py")}
     result = {}
@@ -93,12 +93,12 @@ def imports_within(folder):
         nodes = ast.walk(ast.parse(file.read_text()))
         from_imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
         names = {f"{node.module}.{x.name}" for node in from_imports for x in node.names}
-        names |= set(imported(file.read_text()))
+        names |= set(find_imports(file.read_text()))
         result[name] = {x for x in names if x in files and x != name}
     return result
 
 
-def cycle(graph):
+def find_cycle(graph):
     """Return the modules of an import graph that are in a cycle, or that import such modules."""
     while graph:
         leaves = {name for name, targets in graph.items() if not targets & graph.keys()}
@@ -110,33 +110,33 @@ def cycle(graph):
 
 @pytest.mark.parametrize("folder", ["call", "batching", "decode", "distributed"])
 def test_modules_of_a_folder_have_no_import_cycle(folder):
-    graph = imports_within(folder)
+    graph = find_folder_imports(folder)
     assert any(graph.values())
-    assert not cycle(graph)
+    assert not find_cycle(graph)
 
 
 def test_import_cycle_is_found():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"b"}, "e": set()}
-    assert cycle(graph) == {"a", "b", "c", "d"}
+    assert find_cycle(graph) == {"a", "b", "c", "d"}
 
 
 # modules that "Files of one sparse prefill" in docs/house.md need not list: wrappers of
 # transformers functions, and argument checks
-WRAPPERS = {"registration.py", "batching/hooks.py", "batching/batch.py", "checks.py"}
+UNLISTED_FILES = {"registration.py", "batching/hooks.py", "batching/batch.py", "checks.py"}
 
 
 @torch.no_grad()
 def test_files_of_a_sparse_prefill_are_listed():
     page = (ROOT / "docs" / "house.md").read_text()
     section = page[page.index("### Files of one sparse prefill") : page.index("## Questions")]
-    listed = set(re.findall(r"`([\w/]+\.py)`", section))
+    listed_files = set(re.findall(r"`([\w/]+\.py)`", section))
     model = cab_hf.apply_cab(tiny_model(), SPARSE)
-    package, called = Path(cab_hf.__file__).parent, set()
+    package_folder, called_files = Path(cab_hf.__file__).parent, set()
 
     def record_file(frame, event, argument):
         file = Path(frame.f_code.co_filename)
-        if event == "call" and file.is_relative_to(package):
-            called.add(file.relative_to(package).as_posix())
+        if event == "call" and file.is_relative_to(package_folder):
+            called_files.add(file.relative_to(package_folder).as_posix())
 
     model(tokens(1, 300))
     sys.setprofile(record_file)
@@ -144,5 +144,5 @@ def test_files_of_a_sparse_prefill_are_listed():
         model(tokens(1, 300))
     finally:
         sys.setprofile(None)
-    assert called - WRAPPERS == listed
-    assert len(listed) <= 25
+    assert called_files - UNLISTED_FILES == listed_files
+    assert len(listed_files) <= 25

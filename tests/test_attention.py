@@ -6,8 +6,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from call_cases import CALLS, gradients, left_padded, logits, positions_of
-from marks import before, slow_but
+from call_cases import MODEL_CALLS, compute_gradients, compute_logits, packed_position_ids, pad_left
+from marks import is_before, mark_slow_except
 from tiny import FAMILIES, FULL, SIZES, SPARSE, tiny_model, tokens
 from tiny_types import FIRST_TOKEN
 from tiny_types import tiny_model as tiny_model_of
@@ -20,8 +20,8 @@ import cab_hf
 from cab_hf import BlockPlan, CabConfig, engines
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 
-EXACT = {"atol": 2e-5, "rtol": 1e-4}
-families = pytest.mark.parametrize("family", FAMILIES)
+TOLERANCE = {"atol": 2e-5, "rtol": 1e-4}
+parametrize_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 @pytest.fixture(scope="module")
@@ -31,27 +31,27 @@ def llama():
 
 
 @pytest.fixture(scope="module")
-def shallow():
+def one_layer_llama():
     """Return a tiny LLaMA of one layer."""
     return tiny_model(num_hidden_layers=1)
 
 
-@families
+@parametrize_family
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
-@pytest.mark.parametrize("inputs, real", CALLS.values(), ids=CALLS)
-def test_full_budget_equals_sdpa(family, implementation, inputs, real):
-    if family == "llama4" and "position_ids" in inputs and before("5.24"):
+@pytest.mark.parametrize(("inputs", "is_real"), MODEL_CALLS.values(), ids=MODEL_CALLS)
+def test_full_budget_equals_sdpa(family, implementation, inputs, is_real):
+    if family == "llama4" and "position_ids" in inputs and is_before("5.24"):
         pytest.skip("this transformers counts the chunks of packed documents from the row's start")
     model = tiny_model(family)
-    expected = logits(model, **inputs)
+    expected = compute_logits(model, **inputs)
     cab_hf.apply_cab(model, FULL)
     model.set_attn_implementation(implementation)
-    actual = logits(model, **inputs)
-    torch.testing.assert_close(actual[real], expected[real], **EXACT)
+    actual = compute_logits(model, **inputs)
+    torch.testing.assert_close(actual[is_real], expected[is_real], **TOLERANCE)
     assert torch.isfinite(actual).all()
 
 
-PACKED = pytest.mark.parametrize(
+PACKED_LENGTHS = pytest.mark.parametrize(
     "lengths",
     [
         pytest.param((60, 90), id="two"),
@@ -60,32 +60,36 @@ PACKED = pytest.mark.parametrize(
         pytest.param((148, 1, 1), id="one-token-last"),
     ],
 )
-# arguments of `packed`: cache, and padding on the left and right
+# arguments of `make_packed_inputs`: cache, and padding on the left and right
 PACKED_OPTIONS = pytest.mark.parametrize(
     "options",
     [
         pytest.param({"use_cache": True}, id="cache"),
-        pytest.param({"use_cache": False, "left": 0, "right": 0}, id="mask"),
-        pytest.param({"use_cache": True, "left": 0, "right": 0}, id="mask-and-cache"),
-        pytest.param({"use_cache": False, "left": 0, "right": 1}, id="right"),
-        pytest.param({"use_cache": True, "left": 40, "right": 0}, id="left"),
-        pytest.param({"use_cache": True, "left": 5, "right": 33}, id="both"),
+        pytest.param({"use_cache": False, "left_padding": 0, "right_padding": 0}, id="mask"),
+        pytest.param(
+            {"use_cache": True, "left_padding": 0, "right_padding": 0}, id="mask-and-cache"
+        ),
+        pytest.param({"use_cache": False, "left_padding": 0, "right_padding": 1}, id="right"),
+        pytest.param({"use_cache": True, "left_padding": 40, "right_padding": 0}, id="left"),
+        pytest.param({"use_cache": True, "left_padding": 5, "right_padding": 33}, id="both"),
     ],
 )
 
 
-def packed(lengths, use_cache, left=None, right=0):
+def make_packed_inputs(lengths, use_cache, left_padding=None, right_padding=0):
     """Return (keyword arguments of a model for packed documents, index of tokens without padding).
 
-    ``left`` and ``right`` are numbers of padding tokens. ``left`` None: no padding and no
-    attention mask.
+    ``left_padding`` and ``right_padding`` are numbers of padding tokens. ``left_padding`` None: no
+    padding and no attention mask.
     """
     ids = tokens(1, sum(lengths))
-    positions = positions_of(lengths)
+    positions = packed_position_ids(lengths)
     inputs = {"use_cache": use_cache}
-    if left is None:
+    if left_padding is None:
         return inputs | {"input_ids": ids, "position_ids": positions}, slice(None)
-    mask = torch.cat([torch.zeros(left), torch.ones(sum(lengths)), torch.zeros(right)]).bool()
+    mask = torch.cat(
+        [torch.zeros(left_padding), torch.ones(sum(lengths)), torch.zeros(right_padding)]
+    ).bool()
     # padding has random tokens and descending positions, which must not change the logits
     inputs["input_ids"] = tokens(1, len(mask), seed=5).masked_scatter(mask, ids)
     padding_positions = torch.arange(len(mask)).flip(0).unsqueeze(0)
@@ -93,7 +97,7 @@ def packed(lengths, use_cache, left=None, right=0):
     return inputs | {"attention_mask": mask.long().unsqueeze(0)}, mask
 
 
-@PACKED
+@PACKED_LENGTHS
 @PACKED_OPTIONS
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
 @pytest.mark.parametrize("family", ["llama", "qwen3-some-sliding"])
@@ -102,11 +106,11 @@ def test_packed_documents_match_sdpa_with_and_without_mask_and_cache(
 ):
     """Compare with sdpa without mask and cache, which then detects documents by position ids."""
     model = tiny_model(family, num_hidden_layers=2)
-    expected = logits(model, **packed(lengths, use_cache=False)[0])
+    expected = compute_logits(model, **make_packed_inputs(lengths, use_cache=False)[0])
     cab_hf.apply_cab(model, FULL)
     model.set_attn_implementation(implementation)
-    inputs, real = packed(lengths, **options)
-    torch.testing.assert_close(logits(model, **inputs)[:, real], expected, **EXACT)
+    inputs, is_real = make_packed_inputs(lengths, **options)
+    torch.testing.assert_close(compute_logits(model, **inputs)[:, is_real], expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
@@ -116,12 +120,12 @@ def test_jumping_or_repeated_positions_match_sdpa(llama, use_cache):
     inputs = {"input_ids": tokens(1, 150), "use_cache": use_cache}
     for positions in (jumping, indices + 7):
         inputs["position_ids"] = positions.unsqueeze(0)
-        expected = logits(llama, **inputs)
+        expected = compute_logits(llama, **inputs)
         with cab_hf.cab(llama, FULL):
-            torch.testing.assert_close(logits(llama, **inputs), expected, **EXACT)
+            torch.testing.assert_close(compute_logits(llama, **inputs), expected, **TOLERANCE)
 
 
-@families
+@parametrize_family
 @pytest.mark.parametrize(
     "options",
     [
@@ -134,10 +138,10 @@ def test_jumping_or_repeated_positions_match_sdpa(llama, use_cache):
 )
 @pytest.mark.parametrize("padding", [0, 21])
 def test_full_budget_generates_tokens_of_sdpa(family, options, padding):
-    if family == "llama4" and "cache_implementation" in options and before("5.24"):
+    if family == "llama4" and "cache_implementation" in options and is_before("5.24"):
         pytest.skip("this transformers makes no mask of chunks for a static cache")
     model = tiny_model(family)
-    ids, mask = left_padded(tokens(2, 130), padding)
+    ids, mask = pad_left(tokens(2, 130), padding)
     mask = mask.clone()
     mask[1, : padding + 10] = 1 if not padding else 0
     options = {"max_new_tokens": 4, "do_sample": False, **options}
@@ -146,68 +150,82 @@ def test_full_budget_generates_tokens_of_sdpa(family, options, padding):
     assert model.generate(ids, attention_mask=mask, **options).tolist() == expected.tolist()
 
 
-PUBLISHED = [
+PUBLISHED_CONFIGS = [
     CabConfig.published(0.6, curvature, query_block=32, key_block=16, min_length=0)
     for curvature in ("forman", "additive")
 ]
 
 
-@pytest.mark.parametrize("config", [SPARSE, *PUBLISHED], ids=["sparse", "forman", "additive"])
-@pytest.mark.parametrize("changed", [slice(200, 201), slice(224, 320)], ids=["one", "the-rest"])
-def test_changed_tokens_leave_earlier_query_blocks_unchanged(llama, config, changed):
+@pytest.mark.parametrize(
+    "config", [SPARSE, *PUBLISHED_CONFIGS], ids=["sparse", "forman", "additive"]
+)
+@pytest.mark.parametrize(
+    "changed_slice", [slice(200, 201), slice(224, 320)], ids=["one", "the-rest"]
+)
+def test_changed_tokens_leave_earlier_query_blocks_unchanged(llama, config, changed_slice):
     """Assert bit-identical logits in query blocks before the first changed token."""
     ids = tokens(1, 320)
-    other = ids.clone()
-    other[0, changed] = (ids[0, changed] + 1) % 60 + 3
+    changed_ids = ids.clone()
+    changed_ids[0, changed_slice] = (ids[0, changed_slice] + 1) % 60 + 3
     with cab_hf.cab(llama, config):
-        before, after = logits(llama, input_ids=ids), logits(llama, input_ids=other)
-    border = changed.start // config.query_block * config.query_block
-    assert torch.equal(before[:, :border], after[:, :border])
-    assert not torch.equal(before[:, changed.start :], after[:, changed.start :])
+        original_logits, changed_logits = (
+            compute_logits(llama, input_ids=ids),
+            compute_logits(llama, input_ids=changed_ids),
+        )
+    block_start = changed_slice.start // config.query_block * config.query_block
+    assert torch.equal(original_logits[:, :block_start], changed_logits[:, :block_start])
+    assert not torch.equal(
+        original_logits[:, changed_slice.start :], changed_logits[:, changed_slice.start :]
+    )
 
 
 @pytest.mark.parametrize(
-    "documents_by", ["position_ids", "position_ids with a cache", "cu_seq_lens"]
+    "boundary_argument", ["position_ids", "position_ids with a cache", "cu_seq_lens"]
 )
-def test_packed_logits_equal_single_document_logits(llama, documents_by):
+def test_packed_logits_equal_single_document_logits(llama, boundary_argument):
     lengths = (170, 33, 240)
     documents = [tokens(1, n, seed=n) for n in lengths]
-    positions = positions_of(lengths)
-    inputs = {"input_ids": torch.cat(documents, 1), "use_cache": documents_by.endswith("cache")}
+    positions = packed_position_ids(lengths)
+    inputs = {
+        "input_ids": torch.cat(documents, 1),
+        "use_cache": boundary_argument.endswith("cache"),
+    }
     inputs["position_ids"] = positions
-    if documents_by == "cu_seq_lens":
-        ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    if boundary_argument == "cu_seq_lens":
+        cumulative_lengths = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        inputs |= {"cu_seq_lens_q": cumulative_lengths, "cu_seq_lens_k": cumulative_lengths}
         # position ids do not restart at documents: only the cumulative lengths define documents
         inputs["position_ids"] = torch.arange(sum(lengths)).unsqueeze(0)
     starts = [0, 170, 203]
     with cab_hf.cab(llama, SPARSE):
-        packed = logits(llama, **inputs)[0].split(lengths)
-        for document, start, actual in zip(documents, starts, packed, strict=True):
-            shift = start if documents_by == "cu_seq_lens" else 0
-            own_positions = torch.arange(shift, shift + document.shape[1]).unsqueeze(0)
-            expected = logits(llama, input_ids=document, position_ids=own_positions)[0]
-            torch.testing.assert_close(actual, expected, **EXACT)
+        packed_logits = compute_logits(llama, **inputs)[0].split(lengths)
+        for document, start, actual in zip(documents, starts, packed_logits, strict=True):
+            shift = start if boundary_argument == "cu_seq_lens" else 0
+            document_positions = torch.arange(shift, shift + document.shape[1]).unsqueeze(0)
+            expected = compute_logits(llama, input_ids=document, position_ids=document_positions)[0]
+            torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 
-ONES = {"attention_mask": torch.ones(2, 150, dtype=torch.int64)}
-WITH_POSITIONS = {
-    "mask": ONES | {"use_cache": False},
+ONES_MASK = {"attention_mask": torch.ones(2, 150, dtype=torch.int64)}
+MASK_AND_CACHE_INPUTS = {
+    "mask": ONES_MASK | {"use_cache": False},
     "cache": {"use_cache": True},
-    "mask-and-cache": ONES | {"use_cache": True},
+    "mask-and-cache": ONES_MASK | {"use_cache": True},
 }
 # model types that pass position ids to mask functions only, not to attention layers
-MASK_ONLY = ["llama4_text", "gpt_bigcode", "persimmon", "ctrl", "moshi", "fuyu", "whisper"]
+MASK_ONLY_TYPES = ["llama4_text", "gpt_bigcode", "persimmon", "ctrl", "moshi", "fuyu", "whisper"]
 
 
-@pytest.mark.parametrize("fields", WITH_POSITIONS.values(), ids=WITH_POSITIONS)
-@pytest.mark.parametrize("model_type", slow_but(MASK_ONLY, 0, 1))
+@pytest.mark.parametrize("fields", MASK_AND_CACHE_INPUTS.values(), ids=MASK_AND_CACHE_INPUTS)
+@pytest.mark.parametrize("model_type", mark_slow_except(MASK_ONLY_TYPES, 0, 1))
 def test_layers_without_position_ids_separate_documents(model_type, fields):
     model = cab_hf.apply_cab(tiny_model_of(model_type), FULL)
     ids = tokens(2, 150) + FIRST_TOKEN
-    packed = logits(model, input_ids=ids, position_ids=positions_of((70, 80)), **fields)
-    expected = logits(model, input_ids=ids[:, 70:], use_cache=False)
-    torch.testing.assert_close(packed[:, 70:], expected, **EXACT)
+    packed_logits = compute_logits(
+        model, input_ids=ids, position_ids=packed_position_ids((70, 80)), **fields
+    )
+    expected = compute_logits(model, input_ids=ids[:, 70:], use_cache=False)
+    torch.testing.assert_close(packed_logits[:, 70:], expected, **TOLERANCE)
 
 
 @torch.no_grad()
@@ -215,50 +233,54 @@ def test_model_without_position_ids_separates_documents():
     model = tiny_model_of("granitemoehybrid", layer_types=["full_attention"] * 4)
     cab_hf.apply_cab(model, FULL)
     ids = tokens(1, 150) + FIRST_TOKEN
-    fields = {"position_ids": positions_of((70, 80)), "use_cache": False}
-    expected = logits(model, input_ids=ids[:, 70:], use_cache=False)
-    torch.testing.assert_close(logits(model, input_ids=ids, **fields)[:, 70:], expected, **EXACT)
+    fields = {"position_ids": packed_position_ids((70, 80)), "use_cache": False}
+    expected = compute_logits(model, input_ids=ids[:, 70:], use_cache=False)
+    torch.testing.assert_close(
+        compute_logits(model, input_ids=ids, **fields)[:, 70:], expected, **TOLERANCE
+    )
 
 
 @pytest.mark.parametrize(
-    ("ends", "lengths"),
+    ("cumulative_lengths", "lengths"),
     [
         pytest.param([0, 60, 150], [(60, 90), (60, 90)], id="ends-of-one-row"),
         pytest.param([0, 60, 150, 190, 250, 300], [(60, 90), (40, 60, 50)], id="ends-of-all-rows"),
     ],
 )
-def test_cumulative_lengths_separate_documents_of_a_batch(llama, ends, lengths):
+def test_cumulative_lengths_separate_documents_of_a_batch(llama, cumulative_lengths, lengths):
     ids, positions = tokens(2, 150), torch.arange(150)
-    ends = torch.tensor(ends, dtype=torch.int32)
+    cumulative_lengths = torch.tensor(cumulative_lengths, dtype=torch.int32)
     with cab_hf.cab(llama, SPARSE):
-        result = logits(llama, input_ids=ids, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
-        for row, row_logits, row_lengths in zip(ids, result, lengths, strict=True):
+        logits = compute_logits(
+            llama, input_ids=ids, cu_seq_lens_q=cumulative_lengths, cu_seq_lens_k=cumulative_lengths
+        )
+        for row, row_logits, row_lengths in zip(ids, logits, lengths, strict=True):
             documents = zip(
                 row.split(row_lengths),
                 positions.split(row_lengths),
                 row_logits.split(row_lengths),
                 strict=True,
             )
-            for document, own_positions, actual in documents:
-                inputs = {"input_ids": document[None], "position_ids": own_positions[None]}
-                torch.testing.assert_close(actual, logits(llama, **inputs)[0], **EXACT)
+            for document, document_positions, actual in documents:
+                inputs = {"input_ids": document[None], "position_ids": document_positions[None]}
+                torch.testing.assert_close(actual, compute_logits(llama, **inputs)[0], **TOLERANCE)
 
 
 @pytest.mark.parametrize("lengths", [(150,), (150, 192), (128, 150)], ids=str)
-def test_last_chunk_below_query_block_is_dense(shallow, lengths):
+def test_last_chunk_below_query_block_is_dense(one_layer_llama, lengths):
     """A chunk shorter than a query block is dense, as steps of assisted decoding must be."""
-    longest, row = max(lengths), lengths.index(150)
-    ids = tokens(len(lengths), longest)
-    mask = torch.stack([torch.arange(longest) < n for n in lengths])
-    with cab_hf.cab(shallow, SPARSE, redundancy=0.0, dense_tail_blocks=0), torch.no_grad():
-        one_prefill = shallow(ids[[row], :150]).logits
-        cache = shallow(ids[:, :128], attention_mask=mask[:, :128]).past_key_values
-        actual = shallow(ids[:, 128:], attention_mask=mask, past_key_values=cache).logits
+    max_length, row = max(lengths), lengths.index(150)
+    ids = tokens(len(lengths), max_length)
+    mask = torch.stack([torch.arange(max_length) < n for n in lengths])
+    with cab_hf.cab(one_layer_llama, SPARSE, redundancy=0.0, dense_tail_blocks=0), torch.no_grad():
+        prefill_logits = one_layer_llama(ids[[row], :150]).logits
+        cache = one_layer_llama(ids[:, :128], attention_mask=mask[:, :128]).past_key_values
+        actual = one_layer_llama(ids[:, 128:], attention_mask=mask, past_key_values=cache).logits
     # in a model of one layer, cached keys do not depend on attention, so that dense logits are the
     # expected ones
-    dense = logits(shallow, input_ids=ids[[row], :150])
-    torch.testing.assert_close(actual[row, :22], dense[0, 128:], **EXACT)
-    assert not torch.allclose(dense[0, 128:], one_prefill[0, 128:], atol=1e-3)
+    dense_logits = compute_logits(one_layer_llama, input_ids=ids[[row], :150])
+    torch.testing.assert_close(actual[row, :22], dense_logits[0, 128:], **TOLERANCE)
+    assert not torch.allclose(dense_logits[0, 128:], prefill_logits[0, 128:], atol=1e-3)
 
 
 def test_chunks_of_whole_query_blocks_equal_one_prefill_without_curvature(llama):
@@ -271,10 +293,10 @@ def test_chunks_of_whole_query_blocks_equal_one_prefill_without_curvature(llama)
             out = llama(chunk, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             chunk_logits.append(out.logits)
-    torch.testing.assert_close(torch.cat(chunk_logits, 1), expected, **EXACT)
+    torch.testing.assert_close(torch.cat(chunk_logits, 1), expected, **TOLERANCE)
 
 
-def losses(model, steps=20):
+def train_and_record_losses(model, steps=20):
     """Train ``model`` on random tokens, and return the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model.train()
@@ -290,20 +312,20 @@ def losses(model, steps=20):
 
 
 def test_full_budget_training_losses_match_dense():
-    dense = tiny_model()
-    sparse = cab_hf.apply_cab(copy.deepcopy(dense), FULL)
-    expected = losses(dense)
+    dense_model = tiny_model()
+    cab_model = cab_hf.apply_cab(copy.deepcopy(dense_model), FULL)
+    expected = train_and_record_losses(dense_model)
     assert expected[-1] < expected[0]
-    torch.testing.assert_close(losses(sparse), expected, atol=2e-3, rtol=0)
+    torch.testing.assert_close(train_and_record_losses(cab_model), expected, atol=2e-3, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "granite-swa"])
 def test_gradient_checkpointing_gives_the_same_gradients(family):
     ids = tokens(2, 200)
     model = cab_hf.apply_cab(tiny_model(family), SPARSE).train()
-    expected = gradients(model, ids)
+    expected = compute_gradients(model, ids)
     model.gradient_checkpointing_enable()
-    for actual, gradient in zip(gradients(model, ids), expected, strict=True):
+    for actual, gradient in zip(compute_gradients(model, ids), expected, strict=True):
         torch.testing.assert_close(actual, gradient)
 
 
@@ -346,8 +368,8 @@ def test_output_is_contiguous(monkeypatch, family, fields, padding):
         return results[-1]
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "cab", record_result)
-    ids, mask = left_padded(tokens(2, 150), padding)
-    logits(model, input_ids=ids, attention_mask=mask)
+    ids, mask = pad_left(tokens(2, 150), padding)
+    compute_logits(model, input_ids=ids, attention_mask=mask)
     assert len(results) == 3 and all(out.is_contiguous() for out, _ in results)
 
 
@@ -367,12 +389,12 @@ def test_windows_and_masks_unknown_to_the_layer_are_applied(name, fields, implem
     config = getattr(transformers, f"{name}Config")(**SIZES | fields)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    ids, mask = left_padded(tokens(2, 120), 21)
-    expected = logits(model, input_ids=ids, attention_mask=mask)
+    ids, mask = pad_left(tokens(2, 120), 21)
+    expected = compute_logits(model, input_ids=ids, attention_mask=mask)
     cab_hf.apply_cab(model, FULL)
     model.set_attn_implementation(implementation)
-    actual = logits(model, input_ids=ids, attention_mask=mask)
-    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], **EXACT)
+    actual = compute_logits(model, input_ids=ids, attention_mask=mask)
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], **TOLERANCE)
     window = "sliding window of 40 tokens" if "sliding_window" in fields else "engine reference"
     if implementation == "cab":
         assert window in cab_hf.describe(model, tokens=120)
@@ -383,34 +405,36 @@ def test_sequence_classification_with_right_padding():
     ids = tokens(2, 120)
     ids[0, -40:] = 0
     mask = (ids != 0).long()
-    expected = logits(model, input_ids=ids, attention_mask=mask)
+    expected = compute_logits(model, input_ids=ids, attention_mask=mask)
     cab_hf.apply_cab(model, FULL)
-    torch.testing.assert_close(logits(model, input_ids=ids, attention_mask=mask), expected, **EXACT)
+    torch.testing.assert_close(
+        compute_logits(model, input_ids=ids, attention_mask=mask), expected, **TOLERANCE
+    )
 
 
 def test_set_attn_implementation_switches_at_run_time():
     model = tiny_model()
     ids = tokens(1, 200)
-    expected = logits(model, input_ids=ids)
+    expected = compute_logits(model, input_ids=ids)
     model.config.cab_config = SPARSE.to_dict()
     model.set_attn_implementation("cab")
-    assert not torch.allclose(logits(model, input_ids=ids), expected, atol=1e-3)
+    assert not torch.allclose(compute_logits(model, input_ids=ids), expected, atol=1e-3)
     model.set_attn_implementation("sdpa")
-    assert torch.equal(logits(model, input_ids=ids), expected)
+    assert torch.equal(compute_logits(model, input_ids=ids), expected)
 
 
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
 def test_wrapped_function_accepts_positional_arguments(llama, monkeypatch, implementation):
     model, ids = cab_hf.apply_cab(copy.deepcopy(llama), SPARSE), tokens(1, 200)
     model.set_attn_implementation(implementation)
-    expected = logits(model, input_ids=ids)
+    expected = compute_logits(model, input_ids=ids)
     attend = AttentionInterface()[implementation]
 
-    def wrapper(module, q, k, v, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    def attend_positionally(module, q, k, v, attention_mask, dropout=0.0, scaling=None, **kwargs):
         return attend(module, q, k, v, attention_mask, dropout, scaling, **kwargs)
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, implementation, wrapper)
-    assert torch.equal(logits(model, input_ids=ids), expected)
+    monkeypatch.setitem(AttentionInterface._global_mapping, implementation, attend_positionally)
+    assert torch.equal(compute_logits(model, input_ids=ids), expected)
 
 
 def test_float32_queries_of_adapters_are_cast_to_model_dtype():
@@ -425,7 +449,7 @@ def test_float32_queries_of_adapters_are_cast_to_model_dtype():
         adapter = Adapter(q_proj.in_features, q_proj.out_features, bias=False, dtype=torch.bfloat16)
         adapter.load_state_dict(q_proj.state_dict())
         layer.self_attn.q_proj = adapter
-    assert torch.isfinite(logits(model, input_ids=tokens(1, 150))).all()
+    assert torch.isfinite(compute_logits(model, input_ids=tokens(1, 150))).all()
 
 
 def test_blockwise_dense_matches_sdpa_with_one_plan_for_all_layers(monkeypatch):
@@ -437,9 +461,9 @@ def test_blockwise_dense_matches_sdpa_with_one_plan_for_all_layers(monkeypatch):
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits
         model.set_attn_implementation("cab_dense")
-        monkeypatch.setattr(engines, "exact", lambda work, *lengths: engines.REFERENCE)
-        causal = Mock(wraps=BlockPlan.causal)
-        monkeypatch.setattr(BlockPlan, "causal", causal)
+        monkeypatch.setattr(engines, "choose_exact", lambda work, *lengths: engines.REFERENCE)
+        causal_mock = Mock(wraps=BlockPlan.causal)
+        monkeypatch.setattr(BlockPlan, "causal", causal_mock)
         actual = model(input_ids=ids, attention_mask=mask).logits
-    assert causal.call_count == 1
-    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], **EXACT)
+    assert causal_mock.call_count == 1
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], **TOLERANCE)

@@ -5,27 +5,27 @@ import dataclasses
 import pytest
 from batching_cases import (
     GREEDY,
-    LOW,
+    LOW_THRESHOLD,
     PROMPTS,
-    batching,
-    generated,
-    implementations,
-    managed,
-    on_cab,
+    apply_config,
+    attention_implementations,
+    generate_one_by_one,
+    make_batching_config,
+    start_manager,
 )
-from marks import SERVING
+from marks import NEEDS_SERVING
 from tiny import FULL, tiny_model, tokens
 
 import cab_hf
 
-pytestmark = SERVING
+pytestmark = NEEDS_SERVING
 
 
 def test_apply_cab_raises_under_manager_of_other_attention():
     model = tiny_model()
-    manager = managed(model)
+    manager = start_manager(model)
     # after a second manager has stopped, the first manager still runs
-    managed(model).stop()
+    start_manager(model).stop()
     try:
         with pytest.raises(NotImplementedError, match="continuous batching runs on LlamaForCausal"):
             cab_hf.apply_cab(model)
@@ -41,52 +41,52 @@ def test_apply_cab_raises_under_manager_of_other_attention():
     ids=["set_attn_implementation", "remove_cab"],
 )
 def test_remove_cab_raises_under_running_manager(switch):
-    model = on_cab(tiny_model())
-    expected = generated(model, PROMPTS[:1])
+    model = apply_config(tiny_model())
+    expected = generate_one_by_one(model, PROMPTS[:1])
     with model.continuous_batching_context_manager(
-        GREEDY, continuous_batching_config=batching()
+        GREEDY, continuous_batching_config=make_batching_config()
     ) as manager:
         with pytest.raises(NotImplementedError, match="runs on LlamaForCausalLM with 'cab'"):
             switch(model)
         manager.add_request(PROMPTS[0])
         assert manager.get_result(timeout=60).generated_tokens == expected[0]
-    assert implementations(model) == ["cab", "cab"]
+    assert attention_implementations(model) == ["cab", "cab"]
     cab_hf.remove_cab(model)
-    assert implementations(model) == ["sdpa", "sdpa"]
+    assert attention_implementations(model) == ["sdpa", "sdpa"]
 
 
-@pytest.mark.parametrize("before", ["sdpa", "cab"])
-def test_leaving_cab_block_raises_under_running_manager(before):
+@pytest.mark.parametrize("initial_attention", ["sdpa", "cab"])
+def test_leaving_cab_block_raises_under_running_manager(initial_attention):
     model = tiny_model()
-    expected = generated(model, PROMPTS[:1])
-    if before == "cab":
-        on_cab(model)
+    expected = generate_one_by_one(model, PROMPTS[:1])
+    if initial_attention == "cab":
+        apply_config(model)
         with cab_hf.cab(model, FULL):
-            manager = managed(model)
+            manager = start_manager(model)
         manager.stop()
     else:
         with (
             pytest.raises(NotImplementedError, match="runs on LlamaForCausalLM with 'cab'"),
             cab_hf.cab(model, FULL),
         ):
-            manager = managed(model)
+            manager = start_manager(model)
         try:
             manager.add_request(PROMPTS[0])
             assert manager.get_result(timeout=60).generated_tokens == expected[0]
         finally:
             manager.stop()
-    assert implementations(model) == ["cab", "cab"]
+    assert attention_implementations(model) == ["cab", "cab"]
     cab_hf.remove_cab(model)
-    assert implementations(model) == ["sdpa", "sdpa"]
+    assert attention_implementations(model) == ["sdpa", "sdpa"]
 
 
 def test_exception_inside_cab_block_is_not_replaced():
     model = tiny_model()
     with pytest.raises(KeyError, match="mine"), cab_hf.cab(model, FULL):
-        manager = managed(model)
+        manager = start_manager(model)
         raise KeyError("mine")
     try:
-        assert implementations(model) == ["sdpa", "sdpa"]
+        assert attention_implementations(model) == ["sdpa", "sdpa"]
         manager.add_request(PROMPTS[0])
         # before the first request, the manager remembers the settings at its start
         assert "was switched to 'sdpa' while" in manager.get_result(timeout=60).error
@@ -94,36 +94,36 @@ def test_exception_inside_cab_block_is_not_replaced():
         manager.stop()
 
 
-LONG = [tokens(1, 730, seed=seed)[0].tolist() for seed in range(2)]
-CHANGES = {
+LONG_PROMPTS = [tokens(1, 730, seed=seed)[0].tolist() for seed in range(2)]
+SETTING_CHANGES = {
     "cab_config": lambda model: cab_hf.apply_cab(model, FULL),
     "cab_dense": lambda model: model.set_attn_implementation("cab_dense"),
 }
 
 
-def answered(manager, prompts):
+def serve_prompts(manager, prompts):
     """Add all prompts to a manager, and return the generated tokens or the error of each prompt."""
-    names = [manager.add_request(prompt) for prompt in prompts]
-    answers = [manager.get_result(timeout=60) for _ in names]
+    request_ids = [manager.add_request(prompt) for prompt in prompts]
+    answers = [manager.get_result(timeout=60) for _ in request_ids]
     return [
         answer.error or answer.generated_tokens
-        for answer in sorted(answers, key=lambda answer: names.index(answer.request_id))
+        for answer in sorted(answers, key=lambda answer: request_ids.index(answer.request_id))
     ]
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_prefix_blocks_are_not_shared_across_settings(change):
+@pytest.mark.parametrize("change_settings", SETTING_CHANGES.values(), ids=SETTING_CHANGES)
+def test_prefix_blocks_are_not_shared_across_settings(change_settings):
     model = tiny_model()
-    exact = generated(model, LONG)
-    on_cab(model, LOW)
-    sparse = generated(model, LONG)
-    assert sparse != exact
-    manager = managed(model)
+    exact_answers = generate_one_by_one(model, LONG_PROMPTS)
+    apply_config(model, LOW_THRESHOLD)
+    sparse_answers = generate_one_by_one(model, LONG_PROMPTS)
+    assert sparse_answers != exact_answers
+    manager = start_manager(model)
     try:
-        assert answered(manager, LONG) == sparse
+        assert serve_prompts(manager, LONG_PROMPTS) == sparse_answers
         cache = manager.batch_processor.cache
-        change(model)
-        assert answered(manager, LONG) == exact
+        change_settings(model)
+        assert serve_prompts(manager, LONG_PROMPTS) == exact_answers
         # after eviction of cached blocks, all blocks are free
         cache.evict_cached_blocks()
         cache.pool.try_to_free_sectors()
@@ -134,30 +134,30 @@ def test_prefix_blocks_are_not_shared_across_settings(change):
 
 def test_persistent_manager_does_not_share_blocks_across_settings():
     model = tiny_model()
-    exact = generated(model, LONG)
-    for config in (LOW, FULL):
-        on_cab(model, config)
+    exact_answers = generate_one_by_one(model, LONG_PROMPTS)
+    for config in (LOW_THRESHOLD, FULL):
+        apply_config(model, config)
         result = model.generate_batch(
-            LONG, GREEDY, batching(), persistent_manager=True, warmup=False
+            LONG_PROMPTS, GREEDY, make_batching_config(), persistent_manager=True, warmup=False
         )
         answers = [answer.generated_tokens for answer in result.values()]
-        assert (answers == exact) == (config is FULL)
+        assert (answers == exact_answers) == (config is FULL)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change_settings", "message"),
     [
-        (CHANGES["cab_config"], "llama received another cab_config while"),
-        (CHANGES["cab_dense"], "llama was switched from 'cab' to 'cab_dense' while"),
+        (SETTING_CHANGES["cab_config"], "llama received another cab_config while"),
+        (SETTING_CHANGES["cab_dense"], "llama was switched from 'cab' to 'cab_dense' while"),
     ],
-    ids=CHANGES,
+    ids=SETTING_CHANGES,
 )
-def test_settings_are_fixed_during_a_request(change, message):
-    manager = managed(model := on_cab(tiny_model(), LOW))
+def test_settings_are_fixed_during_a_request(change_settings, message):
+    manager = start_manager(model := apply_config(tiny_model(), LOW_THRESHOLD))
     try:
         manager.add_request(PROMPTS[0], max_new_tokens=2000, streaming=True, eos_token_id=-1)
         manager.get_result(timeout=60)
-        change(model)
+        change_settings(model)
         # call get_result, because iteration over a manager stops with its thread and loses results
         manager._generation_thread.join(60)
         answers = iter(lambda: manager.get_result(timeout=0), None)
@@ -168,36 +168,40 @@ def test_settings_are_fixed_during_a_request(change, message):
 
 
 def test_chunks_end_at_query_blocks_of_current_settings():
-    low = dataclasses.replace(LOW, dense_tail_blocks=0)
-    model = on_cab(tiny_model(), low)
+    config = dataclasses.replace(LOW_THRESHOLD, dense_tail_blocks=0)
+    model = apply_config(tiny_model(), config)
     with model.continuous_batching_context_manager(
-        GREEDY, continuous_batching_config=batching(max_batch_tokens=96)
+        GREEDY, continuous_batching_config=make_batching_config(max_batch_tokens=96)
     ) as manager:
         for query_block in (32, 64):
             # for query_block 64, chunks of 96 tokens do not end at multiples of the query block
-            on_cab(model, dataclasses.replace(low, query_block=query_block))
-            for prompt in LONG:
-                assert answered(manager, [prompt]) == generated(model, [prompt])
+            apply_config(model, dataclasses.replace(config, query_block=query_block))
+            for prompt in LONG_PROMPTS:
+                assert serve_prompts(manager, [prompt]) == generate_one_by_one(model, [prompt])
 
 
-@pytest.mark.parametrize("first", ["cab", "sdpa"])
-def test_manager_started_with_other_attention_raises(first):
-    model, switches = tiny_model(), [on_cab, cab_hf.remove_cab]
-    if first == "cab":
-        on_cab(model)
+@pytest.mark.parametrize("initial_attention", ["cab", "sdpa"])
+def test_manager_started_with_other_attention_raises(initial_attention):
+    model, switches = tiny_model(), [apply_config, cab_hf.remove_cab]
+    if initial_attention == "cab":
+        apply_config(model)
         switches.reverse()
-    manager = model.init_continuous_batching(GREEDY, batching())
+    manager = model.init_continuous_batching(GREEDY, make_batching_config())
     switches[0](model)
-    with pytest.raises(NotImplementedError, match=f"made for LlamaForCausalLM with '{first}'"):
+    with pytest.raises(
+        NotImplementedError, match=f"made for LlamaForCausalLM with '{initial_attention}'"
+    ):
         manager.start()
 
 
 def test_persistent_manager_of_other_attention_raises():
-    model = on_cab(tiny_model())
-    expected = generated(model, PROMPTS[:1])
+    model = apply_config(tiny_model())
+    expected = generate_one_by_one(model, PROMPTS[:1])
 
     def generate():
-        answers = model.generate_batch(PROMPTS[:1], GREEDY, batching(), persistent_manager=True)
+        answers = model.generate_batch(
+            PROMPTS[:1], GREEDY, make_batching_config(), persistent_manager=True
+        )
         return [answer.generated_tokens for answer in answers.values()]
 
     assert generate() == generate() == expected

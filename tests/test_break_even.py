@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import cab_hf
 from cab_hf import CabConfig, break_even
 from cab_hf.call.mask import MaskInfo
-from cab_hf.call.scope import Prompt, prompt_of, reading
+from cab_hf.call.scope import Prompt, current_prompt, set_prompt
 from cab_hf.engines import Workload
 from cab_hf.route import route
 
@@ -21,7 +21,7 @@ CONFIG = replace(SPARSE, min_length=100)
 
 
 @pytest.fixture(autouse=True)
-def points(monkeypatch):
+def patched_points(monkeypatch):
     """Use `POINTS`, and a least length of 20,000 tokens for 4 heads of 16 channels."""
     monkeypatch.setattr(break_even, "POINTS", POINTS)
     monkeypatch.setattr(break_even, "FEW_HEADS", {"cpu": (4 * 16, 20_000)})
@@ -39,18 +39,18 @@ def points(monkeypatch):
     ],
 )
 def test_last_point_below_kv_length_decides(q_length, kv_length, device, expected):
-    assert break_even.pays(q_length, kv_length, device) is expected
+    assert break_even.has_enough_queries(q_length, kv_length, device) is expected
 
 
 def test_committed_points_are_ascending_and_name_their_device():
-    measured = json.loads(break_even.PATH.read_text())
-    assert set(measured) == {"cpu", "cuda"}
-    for entry in measured.values():
-        key_counts = [num_keys for num_keys, _ in entry["points"]]
-        assert entry["device"] and key_counts == sorted(set(key_counts))
+    measurements = json.loads(break_even.POINTS_FILE.read_text())
+    assert set(measurements) == {"cpu", "cuda"}
+    for measurement in measurements.values():
+        key_counts = [num_keys for num_keys, _ in measurement["points"]]
+        assert measurement["device"] and key_counts == sorted(set(key_counts))
 
 
-def route_of(q_length, kv_length, config=CONFIG, num_heads=None, **fields):
+def compute_route(q_length, kv_length, config=CONFIG, num_heads=None, **fields):
     """Return the `Route` of a call with "cab"; ``fields`` are further fields of `MaskInfo`."""
     work = Workload(
         device="cpu",
@@ -66,7 +66,7 @@ def route_of(q_length, kv_length, config=CONFIG, num_heads=None, **fields):
 
 
 @pytest.mark.parametrize(
-    ("q_length", "kv_length", "fields", "family"),
+    ("q_length", "kv_length", "fields", "method_family"),
     [
         pytest.param(500, 500, {}, "sparse", id="prompt"),
         pytest.param(48, 500, {}, "dense", id="question"),
@@ -79,17 +79,17 @@ def route_of(q_length, kv_length, config=CONFIG, num_heads=None, **fields):
         pytest.param(48, 300, {"prompt": Prompt(700, start=640)}, "dense", id="first-chunk"),
     ],
 )
-def test_short_question_after_long_cache_is_dense(q_length, kv_length, fields, family):
-    actual = route_of(q_length, kv_length, **fields)
-    assert actual.method.partition("_")[0] == family
-    if family == "dense":
+def test_short_question_after_long_cache_is_dense(q_length, kv_length, fields, method_family):
+    actual = compute_route(q_length, kv_length, **fields)
+    assert actual.method.partition("_")[0] == method_family
+    if method_family == "dense":
         assert actual.reason == (
             "fewer than 64 queries after a long cache, where dense attention is faster"
         )
 
 
 @pytest.mark.parametrize(
-    ("tokens", "num_heads", "min_length", "method"),
+    ("length", "num_heads", "min_length", "method"),
     [
         pytest.param(19_999, 4, 16_384, "dense", id="few-heads"),
         pytest.param(20_000, 4, 16_384, "sparse", id="long-prompt"),
@@ -98,9 +98,9 @@ def test_short_question_after_long_cache_is_dense(q_length, kv_length, fields, f
         pytest.param(19_999, 4, 16_383, "sparse", id="lower-min-length"),
     ],
 )
-def test_few_heads_raise_min_length(tokens, num_heads, min_length, method):
+def test_few_heads_raise_min_length(length, num_heads, min_length, method):
     config = replace(CONFIG, min_length=min_length)
-    actual = route_of(tokens, tokens, config=config, num_heads=num_heads)
+    actual = compute_route(length, length, config=config, num_heads=num_heads)
     assert actual.method.partition("_")[0] == method
     if method == "dense":
         # the config also makes shorter rows of a batch dense
@@ -108,19 +108,19 @@ def test_few_heads_raise_min_length(tokens, num_heads, min_length, method):
         assert actual.reason == "input shorter than min_length=20000"
 
 
-@pytest.mark.parametrize(("start", "family"), [(0, "sparse"), (640, "dense")])
-def test_reading_counts_queries_after_cached_tokens(start, family):
-    with reading(700, start=start):
-        prompt = prompt_of(1, None, 700)
-    assert route_of(48, 500, prompt=prompt).method.partition("_")[0] == family
+@pytest.mark.parametrize(("start", "method_family"), [(0, "sparse"), (640, "dense")])
+def test_reading_counts_queries_after_cached_tokens(start, method_family):
+    with set_prompt(700, start=start):
+        prompt = current_prompt(1, None, 700)
+    assert compute_route(48, 500, prompt=prompt).method.partition("_")[0] == method_family
 
 
-@pytest.mark.parametrize(("question", "is_dense"), [(48, True), (96, False)])
-def test_generate_computes_short_question_densely(question, is_dense):
-    ids = tokens(1, 416 + question)
+@pytest.mark.parametrize(("question_length", "is_dense"), [(48, True), (96, False)])
+def test_generate_computes_short_question_densely(question_length, is_dense):
+    ids = tokens(1, 416 + question_length)
     sparse_config = replace(CONFIG, mass_threshold=0.6, share_threshold=1.0)
 
-    def first_logits(implementation):
+    def generate_first_logits(implementation):
         """Prefill 416 tokens densely, then return the first logits of `generate` for all tokens."""
         model = tiny_model()
         if implementation == "cab":
@@ -140,10 +140,13 @@ def test_generate_computes_short_question_densely(question, is_dense):
         )
         return result.logits[0]
 
-    assert torch.allclose(first_logits("cab"), first_logits("sdpa"), atol=1e-4) is is_dense
+    assert (
+        torch.allclose(generate_first_logits("cab"), generate_first_logits("sdpa"), atol=1e-4)
+        is is_dense
+    )
 
 
 def test_points_start_at_default_min_length():
     """Below `min_length`, attention is dense anyway, so that points there would have no effect."""
-    for num_keys, num_queries in json.loads(break_even.PATH.read_text())["cpu"]["points"]:
+    for num_keys, num_queries in json.loads(break_even.POINTS_FILE.read_text())["cpu"]["points"]:
         assert num_keys >= CabConfig().min_length and num_queries <= num_keys

@@ -10,46 +10,48 @@ from cab_hf import CabConfig
 from cab_hf.config import CAB_FRC, NAMES
 from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
 
-PUBLISHED = CabConfig.published(0.7, query_block=32, key_block=32, min_length=0)
+PUBLISHED_CONFIG = CabConfig.published(0.7, query_block=32, key_block=32, min_length=0)
 
 
 @pytest.fixture
-def folder(tmp_path):
+def saved_folder(tmp_path):
     """Save a tiny model without CabConfig, and return its folder."""
     tiny_model().save_pretrained(tmp_path)
     return tmp_path
 
 
-def load(folder, name=CAB_FRC, **settings):
-    """Load the model in ``folder`` with the attention implementation ``name``."""
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name, **settings).eval()
+def load_model(saved_folder, name=CAB_FRC, **settings):
+    """Load the model in ``saved_folder`` with the attention implementation ``name``."""
+    return AutoModelForCausalLM.from_pretrained(
+        saved_folder, attn_implementation=name, **settings
+    ).eval()
 
 
 @torch.no_grad()
-def logits(model):
+def compute_logits(model):
     """Return the logits of 700 random tokens."""
     return model(tokens(1, 700)).logits
 
 
-def test_cab_frc_equals_cab_with_published_config(folder, monkeypatch):
+def test_cab_frc_equals_cab_with_published_config(saved_folder, monkeypatch):
     assert CAB_FRC in NAMES
     config = tiny_model().config
 
-    def new_logits(name, **settings):
+    def compute_new_logits(name, **settings):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=name, **settings)
-        return logits(model.eval())
+        return compute_logits(model.eval())
 
     # the real published config has a min_length above 700 tokens, and would be dense
-    monkeypatch.setattr(CabConfig, "published", lambda: PUBLISHED)
-    expected = new_logits("cab", cab_config=PUBLISHED)
-    assert torch.equal(new_logits(CAB_FRC), expected)
-    assert torch.equal(new_logits(CAB_FRC, cab_config=PUBLISHED), expected)
-    assert not torch.equal(new_logits("sdpa"), expected)
+    monkeypatch.setattr(CabConfig, "published", lambda: PUBLISHED_CONFIG)
+    expected = compute_new_logits("cab", cab_config=PUBLISHED_CONFIG)
+    assert torch.equal(compute_new_logits(CAB_FRC), expected)
+    assert torch.equal(compute_new_logits(CAB_FRC, cab_config=PUBLISHED_CONFIG), expected)
+    assert not torch.equal(compute_new_logits("sdpa"), expected)
 
 
-def test_cab_frc_without_config_uses_published_settings(folder):
-    model = load(folder)
+def test_cab_frc_without_config_uses_published_settings(saved_folder):
+    model = load_model(saved_folder)
     assert model.config.cab_config is None
     assert cab_config_in_use(model.config) == CabConfig.published()
     # "cab" does not use the settings of "cab_frc"
@@ -60,11 +62,11 @@ def test_cab_frc_without_config_uses_published_settings(folder):
     assert cab_config_of(model.config) == CabConfig.published()
 
 
-def test_dict_without_predictor_overrides_published_settings(folder):
-    model = load(folder, cab_config={"min_length": 0, "sparsity": 0.8})
+def test_dict_without_predictor_overrides_published_settings(saved_folder):
+    model = load_model(saved_folder, cab_config={"min_length": 0, "sparsity": 0.8})
     assert cab_config_of(model.config) == CabConfig.published(0.8, min_length=0)
     with pytest.raises(ValueError, match="is 0.08, which predictor='frc' does not read"):
-        load(folder, cab_config={"mass_threshold": 0.08})
+        load_model(saved_folder, cab_config={"mass_threshold": 0.08})
 
 
 @pytest.mark.parametrize(
@@ -75,42 +77,42 @@ def test_dict_without_predictor_overrides_published_settings(folder):
         pytest.param({"predictor": "cascade", "anchors": [0]}, id="cascade"),
     ],
 )
-def test_config_of_another_predictor_raises(folder, settings):
+def test_config_of_another_predictor_raises(saved_folder, settings):
     sentence = "cab_config must have predictor 'frc' with attn_implementation 'cab_frc', got '.*'"
     with pytest.raises(ValueError, match=sentence):
-        load(folder, cab_config=settings)
-    model = load(folder, "cab", cab_config=settings)
+        load_model(saved_folder, cab_config=settings)
+    model = load_model(saved_folder, "cab", cab_config=settings)
     with pytest.raises(ValueError, match=sentence):
         model.set_attn_implementation(CAB_FRC)
     assert model.config._attn_implementation == "cab"
 
 
-def test_settings_survive_save_and_load(folder, tmp_path):
-    model = load(folder, cab_config=PUBLISHED)
-    expected = logits(model)
+def test_settings_survive_save_and_load(saved_folder, tmp_path):
+    model = load_model(saved_folder, cab_config=PUBLISHED_CONFIG)
+    expected = compute_logits(model)
     model.save_pretrained(tmp_path / "again")
-    loaded = load(tmp_path / "again")
-    assert cab_config_of(loaded.config) == PUBLISHED
-    assert torch.equal(logits(loaded), expected)
-    load(folder).save_pretrained(tmp_path / "plain")
-    assert cab_config_of(load(tmp_path / "plain").config) == CabConfig.published()
+    loaded = load_model(tmp_path / "again")
+    assert cab_config_of(loaded.config) == PUBLISHED_CONFIG
+    assert torch.equal(compute_logits(loaded), expected)
+    load_model(saved_folder).save_pretrained(tmp_path / "plain")
+    assert cab_config_of(load_model(tmp_path / "plain").config) == CabConfig.published()
 
 
-def test_describe_and_stats_support_cab_frc(folder):
-    model = load(folder, cab_config=PUBLISHED)
+def test_describe_and_stats_support_cab_frc(saved_folder):
+    model = load_model(saved_folder, cab_config=PUBLISHED_CONFIG)
     head, layers, decode, batching = cab_hf.describe(model, 700).splitlines()
     assert head.startswith("cab_frc: predictor frc (forman: sparsity 0.7), blocks 32 x 32; ")
     assert layers.strip().startswith("layers 0-2: sparse") and "decode: dense" in decode
     assert "each sequence by itself" in batching or "refused" in batching
-    logits(model)
+    compute_logits(model)
     assert all(0 < layer["density"] < 0.5 for layer in cab_hf.stats(model))
 
 
-def test_apply_cab_keeps_name_while_predictor_is_frc(folder):
-    model = load(folder)
+def test_apply_cab_keeps_name_while_predictor_is_frc(saved_folder):
+    model = load_model(saved_folder)
     cab_hf.apply_cab(model, min_length=0, query_block=32, key_block=32, sparsity=0.7)
     assert model.config._attn_implementation == CAB_FRC
-    assert cab_config_of(model.config) == PUBLISHED
+    assert cab_config_of(model.config) == PUBLISHED_CONFIG
     with cab_hf.cab(model, SPARSE):
         assert model.config._attn_implementation == "cab"
     assert model.config._attn_implementation == CAB_FRC
@@ -118,10 +120,12 @@ def test_apply_cab_keeps_name_while_predictor_is_frc(folder):
     assert model.config._attn_implementation == CAB_FRC and model.config.cab_config is None
 
 
-def test_generate_decodes_sparsely_with_cab_frc(folder):
+def test_generate_decodes_sparsely_with_cab_frc(saved_folder):
     decode_fields = {"sparse_decode": True, "decode_tokens": 128}
-    model = load(folder, cab_config=PUBLISHED.changed(**decode_fields))
-    cab_model = load(folder, "cab", cab_config=PUBLISHED.changed(**decode_fields))
+    model = load_model(saved_folder, cab_config=PUBLISHED_CONFIG.changed(**decode_fields))
+    cab_model = load_model(
+        saved_folder, "cab", cab_config=PUBLISHED_CONFIG.changed(**decode_fields)
+    )
     options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
     ids = tokens(1, 700)
     actual, expected = (each.generate(ids, **options) for each in (model, cab_model))
@@ -130,8 +134,8 @@ def test_generate_decodes_sparsely_with_cab_frc(folder):
     assert type(cache.layers[0]).__name__ == "IndexedDynamicLayer"
 
 
-def test_padded_rows_equal_single_rows(folder):
-    model = load(folder, cab_config=PUBLISHED)
+def test_padded_rows_equal_single_rows(saved_folder):
+    model = load_model(saved_folder, cab_config=PUBLISHED_CONFIG)
     ids, mask = tokens(2, 600), torch.ones(2, 600, dtype=torch.long)
     mask[0, :45] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -141,12 +145,12 @@ def test_padded_rows_equal_single_rows(folder):
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_load_model_accepts_cab_frc(folder):
+def test_load_model_accepts_cab_frc(saved_folder):
     # the saved CabConfig has predictor "rows", which "cab_frc" rejects
-    load(folder, "cab", cab_config=SPARSE).save_pretrained(folder)
+    load_model(saved_folder, "cab", cab_config=SPARSE).save_pretrained(saved_folder)
     with pytest.raises(
         ValueError, match="must have predictor 'frc' with attn_implementation 'cab_frc'"
     ):
-        load(folder)
-    model, _ = cab_hf.load_model("tiny", attn_implementation=CAB_FRC, cab_config=PUBLISHED)
-    assert cab_config_of(model.config) == PUBLISHED
+        load_model(saved_folder)
+    model, _ = cab_hf.load_model("tiny", attn_implementation=CAB_FRC, cab_config=PUBLISHED_CONFIG)
+    assert cab_config_of(model.config) == PUBLISHED_CONFIG

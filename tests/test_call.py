@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 import torch
-from call_cases import gradients, positions_of
+from call_cases import compute_gradients, packed_position_ids
 from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
 from torch.nn import functional as F
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
@@ -55,15 +55,15 @@ def test_recompute_finds_shared_state_of_forward_pass():
     model = tiny_model().train()
 
     with cab_hf.cab(model, SPARSE, predictor="first-layer-decides"):
-        expected = gradients(model, ids)
+        expected = compute_gradients(model, ids)
         model.gradient_checkpointing_enable()
         SELECTED_LAYERS.clear()
-        for actual, gradient in zip(gradients(model, ids), expected, strict=True):
+        for actual, gradient in zip(compute_gradients(model, ids), expected, strict=True):
             torch.testing.assert_close(actual, gradient)
         assert SELECTED_LAYERS == [0]
 
 
-class Counted(RowsPredictor):
+class RecordingPredictor(RowsPredictor):
     """Predictor that appends the layer index to `SELECTED_LAYERS` at each selection."""
 
     def choose(self, q, summary, call):
@@ -71,7 +71,7 @@ class Counted(RowsPredictor):
         return super().choose(q, summary, call)
 
 
-register_predictor("counted", Counted)
+register_predictor("counted", RecordingPredictor)
 
 
 def test_recompute_reuses_plan_of_forward_pass():
@@ -90,24 +90,27 @@ def test_plan_saved_for_recompute_has_narrow_indices(monkeypatch):
     ids = tokens(1, 300)
     model = tiny_model().train()
     model.gradient_checkpointing_enable()
-    saved = []
-    narrowed = forward_state.narrowed
+    saved_plans = []
+    original_narrowed = forward_state.narrow_plan
 
     def record_narrowed(plan):
-        saved.append((plan, narrowed(plan)))
-        return saved[-1][1]
+        saved_plans.append((plan, original_narrowed(plan)))
+        return saved_plans[-1][1]
 
     with cab_hf.cab(model, SPARSE):
-        expected = gradients(model, ids)
-        monkeypatch.setattr(forward_state, "narrowed", record_narrowed)
+        expected = compute_gradients(model, ids)
+        monkeypatch.setattr(forward_state, "narrow_plan", record_narrowed)
         monkeypatch.setattr(forward_state, "MIN_TRIMMED_BYTES", 0)
-        assert all(map(torch.equal, gradients(model, ids), expected))
-    assert len(saved) == model.config.num_hidden_layers
-    for plan, narrow_plan in saved:
-        for lists, stored in ((plan.full, narrow_plan.full), (plan.partial, narrow_plan.partial)):
+        assert all(map(torch.equal, compute_gradients(model, ids), expected))
+    assert len(saved_plans) == model.config.num_hidden_layers
+    for plan, narrow_plan in saved_plans:
+        for lists, narrow_lists in (
+            (plan.full, narrow_plan.full),
+            (plan.partial, narrow_plan.partial),
+        ):
             assert lists.width == max(1, lists.counts.max())
-            assert 2 * stored.indices.nbytes == lists.indices.nbytes
-            assert torch.equal(stored.to_dense(19), lists.to_dense(19))
+            assert 2 * narrow_lists.indices.nbytes == lists.indices.nbytes
+            assert torch.equal(narrow_lists.to_dense(19), lists.to_dense(19))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -118,16 +121,16 @@ def test_layer_called_twice_selects_two_plans(checkpointing):
 
     with cab_hf.cab(model, SPARSE, predictor="counted"):
         SELECTED_LAYERS.clear()
-        expected = gradients(model, ids)
+        expected = compute_gradients(model, ids)
         assert SELECTED_LAYERS == [0, 0, 2]
         if checkpointing:
             model.gradient_checkpointing_enable()
-        for actual, gradient in zip(gradients(model, ids), expected, strict=True):
+        for actual, gradient in zip(compute_gradients(model, ids), expected, strict=True):
             torch.testing.assert_close(actual, gradient)
 
 
 @pytest.mark.parametrize(
-    ("positions", "mask_row", "documents"),
+    ("positions", "mask_row", "doc_ids"),
     [
         pytest.param([0, 1, 2, 3], None, None, id="one"),
         pytest.param([0, 1, 0, 1], None, [0, 0, 1, 1], id="two"),
@@ -144,16 +147,20 @@ def test_layer_called_twice_selects_two_plans(checkpointing):
         pytest.param([1, 2, 3, 4], [0, 0, 0, 0], None, id="padding-only"),
     ],
 )
-def test_positions_that_restart_start_documents(positions, mask_row, documents):
-    padding = None if mask_row is None else torch.tensor([mask_row, [1] * 4])
-    rows = 1 if mask_row is None else 2
-    mask = cab_mask(rows, 4, 4, attention_mask=padding)
-    mask, _ = mask.with_documents(torch.tensor([positions, [0, 1, 2, 3]][:rows]))
-    if documents is None:
+def test_positions_that_restart_start_documents(positions, mask_row, doc_ids):
+    padding_mask = None if mask_row is None else torch.tensor([mask_row, [1] * 4])
+    num_rows = 1 if mask_row is None else 2
+    mask = cab_mask(num_rows, 4, 4, attention_mask=padding_mask)
+    mask, _ = mask.with_documents(torch.tensor([positions, [0, 1, 2, 3]][:num_rows]))
+    if doc_ids is None:
         assert mask.doc_ids is None
     else:
-        expected = [documents, [0] * 4][:rows]
-        is_real = torch.ones(rows, 4, dtype=torch.bool) if padding is None else padding.bool()
+        expected = [doc_ids, [0] * 4][:num_rows]
+        is_real = (
+            torch.ones(num_rows, 4, dtype=torch.bool)
+            if padding_mask is None
+            else padding_mask.bool()
+        )
         assert mask.doc_ids[is_real].tolist() == torch.tensor(expected)[is_real].tolist()
 
 
@@ -164,18 +171,18 @@ def test_mask_without_padding_is_dropped():
 
 
 def test_lengths_count_document_tokens_without_padding():
-    padding = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
-    mask = cab_mask(2, 6, 6, attention_mask=padding)
+    padding_mask = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
+    mask = cab_mask(2, 6, 6, attention_mask=padding_mask)
     mask, _ = mask.with_documents(torch.tensor([[0, 0, 1, 2, 0, 0], [0, 1, 0, 1, 0, 1]]))
     assert [[x.tokens for x in row] for row in mask.lengths] == [[3, 1, 0], [2, 2, 2]]
     # for a chunk after a cache, each document has a length (queries, keys)
-    mask = cab_mask(2, 2, 6, q_offset=4, attention_mask=padding)
+    mask = cab_mask(2, 2, 6, q_offset=4, attention_mask=padding_mask)
     mask, _ = mask.with_documents(torch.tensor([[3, 4], [4, 5]]))
     assert mask.lengths == [[(1, 4)], [(2, 6)]] and mask.longest == (2, 6)
 
 
 @pytest.mark.parametrize(
-    ("mask", "ends", "error", "sentence"),
+    ("mask", "cumulative_lengths", "error_type", "sentence"),
     [
         pytest.param(
             MaskInfo(1, 4, 9, 5),
@@ -208,9 +215,9 @@ def test_lengths_count_document_tokens_without_padding():
         pytest.param(MaskInfo(1, 4, 4, 0), [], ValueError, "cumulative lengths", id="none"),
     ],
 )
-def test_invalid_cumulative_lengths_raise(mask, ends, error, sentence):
-    with pytest.raises(error, match=sentence):
-        mask.with_documents(None, torch.tensor(ends))
+def test_invalid_cumulative_lengths_raise(mask, cumulative_lengths, error_type, sentence):
+    with pytest.raises(error_type, match=sentence):
+        mask.with_documents(None, torch.tensor(cumulative_lengths))
 
 
 def test_repeated_cumulative_lengths_are_ignored():
@@ -220,10 +227,10 @@ def test_repeated_cumulative_lengths_are_ignored():
     assert mask.doc_ids.tolist() == [[0, 1, 1, 1]]
 
 
-PADDING = torch.tensor([[False, False, True, True], [True, True, True, True]])
-DETECTED = [
-    pytest.param({"padding_mask": PADDING}, None, [[(2, 2)], [(4, 4)]], id="padding"),
-    pytest.param({"padding_mask": PADDING | True}, None, None, id="mask-without-padding"),
+PADDING_MASK = torch.tensor([[False, False, True, True], [True, True, True, True]])
+PACKING_CASES = [
+    pytest.param({"padding_mask": PADDING_MASK}, None, [[(2, 2)], [(4, 4)]], id="padding"),
+    pytest.param({"padding_mask": PADDING_MASK | True}, None, None, id="mask-without-padding"),
     pytest.param(
         {"position_ids": torch.tensor([[0, 1, 0, 1]])}, [[0, 0, 1, 1]] * 2, None, id="positions"
     ),
@@ -233,19 +240,19 @@ DETECTED = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "doc_ids", "lengths"), DETECTED)
+@pytest.mark.parametrize(("arguments", "doc_ids", "lengths"), PACKING_CASES)
 def test_detect_packing_finds_documents_and_padding(arguments, doc_ids, lengths):
     arguments = {"position_ids": None, "cu_seqlens": None, "padding_mask": None, **arguments}
-    packing = detect_packing(**arguments, batch=2, queries=slice(0, 4), kv_length=4)
+    packing = detect_packing(**arguments, batch=2, query_slots=slice(0, 4), kv_length=4)
     assert (packing.doc_ids is None) if doc_ids is None else packing.doc_ids.tolist() == doc_ids
     assert packing.lengths == lengths
     assert (packing.padding_mask is None) == (lengths is None)
 
 
-def layout_of(rows, length, padding_mask=None, doc_ids=None, lengths=None):
-    """Return the `BlockLayout` of a prefill of ``rows`` rows with ``length`` tokens each."""
+def make_layout(num_rows, length, padding_mask=None, doc_ids=None, lengths=None):
+    """Return the `BlockLayout` of a prefill of ``num_rows`` rows with ``length`` tokens each."""
     return BlockLayout.build(
-        batch=rows,
+        batch=num_rows,
         q_length=length,
         kv_length=length,
         q_offset=0,
@@ -262,52 +269,54 @@ def test_masks_are_frozen_and_share_detected_documents():
     with pytest.raises(FrozenInstanceError):
         mask.window = 3
     assert len(fields(MaskInfo)) <= 10
-    first, _ = mask.with_documents(torch.tensor([[0, 1, 0, 1]]))
-    second, _ = mask.with_documents(torch.tensor([[0, 1, 2, 3]]))
-    assert mask.doc_ids is None and second.doc_ids is first.doc_ids is not None
+    first_mask, _ = mask.with_documents(torch.tensor([[0, 1, 0, 1]]))
+    second_mask, _ = mask.with_documents(torch.tensor([[0, 1, 2, 3]]))
+    assert mask.doc_ids is None and second_mask.doc_ids is first_mask.doc_ids is not None
 
 
 def test_compiled_packed_documents_with_mask_raise(monkeypatch):
     """Raise an error, because the values of a padding mask are unknown under torch.compile."""
-    document = torch.tensor([[0, 0, 1, 1]])
+    doc_ids = torch.tensor([[0, 0, 1, 1]])
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(
         NotImplementedError, match="attention_mask is set under torch.compile for packed documents"
     ):
-        layout_of(1, 4, padding_mask=document > 0, doc_ids=document)
+        make_layout(1, 4, padding_mask=doc_ids > 0, doc_ids=doc_ids)
 
 
 @pytest.mark.parametrize("has_lengths", [True, False], ids=["known-lengths", "unknown-lengths"])
 @pytest.mark.parametrize(
-    ("least", "rows"),
+    ("min_lengths", "expected_rows"),
     [
-        pytest.param({"queries": 0, "tokens": 20}, [[], []], id="none"),
-        pytest.param({"queries": 0, "tokens": 21}, [[0, 1], []], id="tokens"),
-        pytest.param({"queries": 21, "tokens": 0}, [[0, 1], []], id="queries"),
-        pytest.param({"queries": 0, "tokens": 41}, [[0, 1], [0, 1, 2]], id="all"),
+        pytest.param({"min_queries": 0, "min_tokens": 20}, [[], []], id="none"),
+        pytest.param({"min_queries": 0, "min_tokens": 21}, [[0, 1], []], id="tokens"),
+        pytest.param({"min_queries": 21, "min_tokens": 0}, [[0, 1], []], id="queries"),
+        pytest.param({"min_queries": 0, "min_tokens": 41}, [[0, 1], [0, 1, 2]], id="all"),
     ],
 )
-def test_rows_below_min_length_belong_to_short_sequences(least, rows, has_lengths):
+def test_query_blocks_below_min_length_belong_to_short_sequences(
+    min_lengths, expected_rows, has_lengths
+):
     padding_mask = torch.arange(40) >= torch.tensor([[20], [0]])
     lengths = [[DocumentLength(20, 20)], [DocumentLength(40, 40)]] if has_lengths else None
-    layout = layout_of(2, 40, padding_mask=padding_mask, lengths=lengths)
-    actual = layout.rows_below_min_length(**least, query_block=16)
-    if has_lengths and rows == [[], []]:
+    layout = make_layout(2, 40, padding_mask=padding_mask, lengths=lengths)
+    actual = layout.query_blocks_below_min_length(**min_lengths, query_block=16)
+    if has_lengths and expected_rows == [[], []]:
         assert actual is None
         return
-    assert [[row for row in batch if row >= 0] for batch in actual.tolist()] == rows
+    assert [[row for row in batch if row >= 0] for batch in actual.tolist()] == expected_rows
     # with known lengths, the result is not wider than the longest list
-    assert not has_lengths or actual.shape[1] == max(map(len, rows))
+    assert not has_lengths or actual.shape[1] == max(map(len, expected_rows))
 
 
-def test_plain_call_has_no_rows_below_min_length():
-    layout = layout_of(1, 40)
-    assert layout.rows_below_min_length(99, 99, 16) is None
+def test_plain_call_has_no_query_blocks_below_min_length():
+    layout = make_layout(1, 40)
+    assert layout.query_blocks_below_min_length(99, 99, 16) is None
 
 
 def test_layout_of_padding_only_has_empty_ranges():
-    document = torch.tensor([[0, 0, 1, 1]])
-    layout = layout_of(1, 4, padding_mask=document < 0, doc_ids=document)
+    doc_ids = torch.tensor([[0, 0, 1, 1]])
+    layout = make_layout(1, 4, padding_mask=doc_ids < 0, doc_ids=doc_ids)
     assert layout.ranges.end.tolist() == [[-1]]
     assert not layout.restore(layout.queries(torch.ones(1, 1, 4, 2))).any()
 
@@ -326,11 +335,18 @@ def gemma():
     return Gemma4ForCausalLM(config).eval()
 
 
-LEFT = torch.arange(150) >= torch.tensor([[21], [0]])
-SLICED = {
-    "padded": ({"input_ids": tokens(2, 150), "attention_mask": LEFT.long()}, LEFT),
+LEFT_PADDING_MASK = torch.arange(150) >= torch.tensor([[21], [0]])
+SLICED_MASK_CASES = {
+    "padded": (
+        {"input_ids": tokens(2, 150), "attention_mask": LEFT_PADDING_MASK.long()},
+        LEFT_PADDING_MASK,
+    ),
     "packed": (
-        {"input_ids": tokens(1, 150), "position_ids": positions_of((90, 60)), "use_cache": False},
+        {
+            "input_ids": tokens(1, 150),
+            "position_ids": packed_position_ids((90, 60)),
+            "use_cache": False,
+        },
         torch.ones(1, 150, dtype=torch.bool),
     ),
 }
@@ -338,16 +354,18 @@ SLICED = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("logits_to_keep", [0, 1, 20, 50, 100])
-@pytest.mark.parametrize(("inputs", "real"), SLICED.values(), ids=SLICED)
+@pytest.mark.parametrize(
+    ("inputs", "token_mask"), SLICED_MASK_CASES.values(), ids=SLICED_MASK_CASES
+)
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
 def test_sliced_mask_computes_last_queries_only(
-    gemma, logits_to_keep, inputs, real, implementation
+    gemma, logits_to_keep, inputs, token_mask, implementation
 ):
     inputs = {**inputs, "logits_to_keep": logits_to_keep}
     expected = gemma(**inputs).logits
     cab_hf.apply_cab(gemma, FULL)
     gemma.set_attn_implementation(implementation)
-    is_real = real[:, -logits_to_keep:]
+    is_real = token_mask[:, -logits_to_keep:]
     actual = gemma(**inputs).logits
     torch.testing.assert_close(actual[is_real], expected[is_real], atol=2e-5, rtol=1e-4)
 
@@ -378,26 +396,26 @@ def test_other_mask_slices_raise(index):
         cab_mask(1, 8, 8)[index]
 
 
-def padded_on_the_right(*lengths):
+def make_right_padded_ids(*lengths):
     """Return token ids [B, N] of random sequences with these lengths, right-padded with 0."""
-    longest = max(lengths)
-    rows = [F.pad(tokens(1, n, seed=n), (0, longest - n)) for n in lengths]
+    max_length = max(lengths)
+    rows = [F.pad(tokens(1, n, seed=n), (0, max_length - n)) for n in lengths]
     return torch.cat(rows)
 
 
-UNMASKED = [
-    pytest.param(padded_on_the_right(60, 40, 51), 1, id="rows-of-other-lengths"),
-    pytest.param(padded_on_the_right(60, 58), 0, id="two-equal-tokens"),
+UNMASKED_IDS = [
+    pytest.param(make_right_padded_ids(60, 40, 51), 1, id="rows-of-other-lengths"),
+    pytest.param(make_right_padded_ids(60, 58), 0, id="two-equal-tokens"),
     pytest.param(tokens(3, 60), 0, id="rows-of-one-length"),
     pytest.param(F.pad(tokens(2, 40), (0, 20)), 0, id="same-ending-in-all-rows"),
     pytest.param(F.pad(tokens(1, 40), (0, 20)), 0, id="one-sequence"),
 ]
 
 
-@pytest.mark.parametrize(("ids", "num_warnings"), UNMASKED)
+@pytest.mark.parametrize(("ids", "num_warnings"), UNMASKED_IDS)
 @torch.no_grad()
 def test_right_padding_without_mask_warns_once(ids, num_warnings, monkeypatch, recwarn):
-    monkeypatch.setattr(checks, "_warned", set())
+    monkeypatch.setattr(checks, "_shown_warnings", set())
     model = cab_hf.apply_cab(tiny_model(), SPARSE)
     model(ids, attention_mask=(ids != 0).long(), use_cache=False)
     assert not any("attention_mask" in str(each.message) for each in recwarn)

@@ -11,36 +11,36 @@ from cab_hf.selection import gather, tiles
 
 
 @pytest.fixture(params=[(8, 0), (8, 9), (9, 0), (0, 0)], ids=lambda x: f"{x[0]}.{x[1]}")
-def overridden(request, monkeypatch):
+def capability_override(request, monkeypatch):
     """Patch the value of CAB_HF_CAPABILITY, which is read at import, and return the value."""
-    monkeypatch.setattr(capability, "NAMED", request.param)
-    monkeypatch.setattr(launch, "NAMED", request.param)
+    monkeypatch.setattr(capability, "CAPABILITY_OVERRIDE", request.param)
+    monkeypatch.setattr(launch, "CAPABILITY_OVERRIDE", request.param)
     return request.param
 
 
-def test_environment_variable_selects_capability(overridden):
+def test_environment_variable_selects_capability(capability_override):
     x = torch.zeros(1, dtype=torch.bfloat16)
-    is_hopper = overridden == (9, 0)
-    assert (gather.scored_dtype(x) == tiles.FP8) == (overridden >= (8, 9))
-    assert launch.reads_by_descriptor("cuda") == launch.early(x)["EARLY"] == is_hopper
-    assert launch.packed(x) == (overridden != (0, 0))
+    is_hopper = capability_override == (9, 0)
+    assert (gather.choose_scoring_dtype(x) == tiles.FP8) == (capability_override >= (8, 9))
+    assert launch.reads_by_descriptor("cuda") == launch.pdl_options(x)["USE_PDL"] == is_hopper
+    assert launch.has_ptx(x) == (capability_override != (0, 0))
     reason = flash.unavailable(128, x.dtype, 128, 64)
     assert ("runs on sm_90" in (reason or "")) != is_hopper
     reason = ffpa.unavailable("cuda", 512, x.dtype, False, length=4096)
     assert ("Hopper" in (reason or "")) != is_hopper
 
 
-def test_provenance_records_overridden_capability(overridden):
-    major, minor = overridden
+def test_provenance_records_overridden_capability(capability_override):
+    major, minor = capability_override
     assert device_name("cpu").endswith(f", code of compute capability {major}.{minor}")
 
 
 def test_no_override_without_the_variable():
-    assert capability.capability("cpu") == capability.NONE
+    assert capability.capability("cpu") == capability.NO_CAPABILITY
     assert "capability" not in device_name("cpu")
 
 
 @pytest.mark.parametrize("value", ["8", "ampere", "8.x", "8.0.1"])
 def test_invalid_capability_variable_raises(value):
     with pytest.raises(ValueError, match="CAB_HF_CAPABILITY must be"):
-        capability._parsed(value)
+        capability._parse_capability(value)

@@ -13,10 +13,10 @@ from cab_hf import CabConfig, checks
 from cab_hf.config import FIELDS, Origin, num_typical_queries
 from cab_hf.hf.fit import require_layers
 
-CASCADE = {"predictor": "cascade", "anchors": (0,)}
+CASCADE_FIELDS = {"predictor": "cascade", "anchors": (0,)}
 NAN, INFINITE = float("nan"), float("inf")
 # values whose type or range is wrong for most fields of CabConfig
-OF_OTHER_KINDS = [
+INVALID_VALUES = [
     *(None, True, 1, -1, 1.5, NAN, INFINITE, 2**40, "x", "", b"x", {}, {"a": 1}, {1}, object()),
     *((), (1,), ((1,),), ((),), (None,), [[]], [["x"]], [[True]], [[NAN]], [[-1]], [[2, 1], [1]]),
     *(torch.tensor(1), torch.ones(2), np.float32(0.5), np.ones((1, 1))),
@@ -84,17 +84,17 @@ ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
     ],
 )
 def test_out_of_range_value_raises_with_field_name(field, value):
-    with pytest.raises(ValueError, match=rf"CabConfig\.{field} must be .*, got ") as raised:
+    with pytest.raises(ValueError, match=rf"CabConfig\.{field} must be .*, got ") as error_info:
         CabConfig(**{field: value})
-    assert len(str(raised.value)) < 200
+    assert len(str(error_info.value)) < 200
 
 
-@pytest.mark.parametrize("base", [{}, CASCADE], ids=["rows", "cascade"])
+@pytest.mark.parametrize("base_fields", [{}, CASCADE_FIELDS], ids=["rows", "cascade"])
 @pytest.mark.parametrize("field", FIELDS)
-def test_wrong_type_raises_or_serialises(field, base):
-    for value in OF_OTHER_KINDS:
+def test_wrong_type_raises_or_serialises(field, base_fields):
+    for value in INVALID_VALUES:
         try:
-            config = CabConfig(**{**base, field: value})
+            config = CabConfig(**{**base_fields, field: value})
         except ValueError as error:
             assert re.match(rf"CabConfig\.{field} (is|must be) ", str(error))
         else:
@@ -104,7 +104,7 @@ def test_wrong_type_raises_or_serialises(field, base):
 @pytest.mark.parametrize("value", [1, 0, None, False, "", {}, torch.ones(2)])
 def test_head_map_must_be_a_table(value):
     with pytest.raises(ValueError, match=r"CabConfig.head_map must be a table.*, got "):
-        CabConfig(**CASCADE, head_map=value)
+        CabConfig(**CASCADE_FIELDS, head_map=value)
 
 
 @pytest.mark.parametrize("value", [np.float32(0.5), np.int64(8192), torch.tensor(0.5)])
@@ -161,16 +161,16 @@ def test_saved_file_names_calibrated_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "last"),
+    ("model_config", "last_layer"),
     [
         pytest.param(LlamaConfig(num_hidden_layers=3), 2, id="llama"),
         pytest.param(WhisperConfig(encoder_layers=2, decoder_layers=5), 4, id="decoder"),
     ],
 )
-def test_layer_index_beyond_model_raises(config, last):
-    require_layers(CabConfig(dense_layers=(0, last)), config)
-    with pytest.raises(ValueError, match=rf"dense_layers has 99; .* 0 to {last}\."):
-        require_layers(CabConfig(dense_layers=(0, 99)), config)
+def test_layer_index_beyond_model_raises(model_config, last_layer):
+    require_layers(CabConfig(dense_layers=(0, last_layer)), model_config)
+    with pytest.raises(ValueError, match=rf"dense_layers has 99; .* 0 to {last_layer}\."):
+        require_layers(CabConfig(dense_layers=(0, 99)), model_config)
 
 
 def test_any_layer_index_is_valid_without_num_hidden_layers():
@@ -178,25 +178,25 @@ def test_any_layer_index_is_valid_without_num_hidden_layers():
 
 
 def test_model_config_with_cab_config_can_be_saved(tmp_path):
-    chosen = CabConfig.published(((0.5, 0.0),), dense_layers=(0,))
-    for config in (LlamaConfig(cab_config=chosen), LlamaConfig()):
-        config.cab_config = chosen
+    cab_config = CabConfig.published(((0.5, 0.0),), dense_layers=(0,))
+    for config in (LlamaConfig(cab_config=cab_config), LlamaConfig()):
+        config.cab_config = cab_config
         config.save_pretrained(tmp_path)
-        assert LlamaConfig.from_pretrained(tmp_path).cab_config == chosen.to_dict()
+        assert LlamaConfig.from_pretrained(tmp_path).cab_config == cab_config.to_dict()
 
 
 def test_model_config_has_no_cab_config_by_default():
     config = LlamaConfig()
     assert config.cab_config is None and "cab_config" not in config.to_dict()
     config.cab_config = {"mass_threshold": 0.5}
-    other = copy.deepcopy(config)
-    other.cab_config["mass_threshold"] = 1.0
+    copied_config = copy.deepcopy(config)
+    copied_config.cab_config["mass_threshold"] = 1.0
     assert config.cab_config == {"mass_threshold": 0.5}
     del config.cab_config
     assert config.cab_config is None and "cab_config" not in config.to_dict()
 
 
-UNREAD = [
+UNUSED_FIELDS = [
     pytest.param({"sparsity": 0.8}, "sparsity is 0.8, which predictor='rows' does", id="share"),
     pytest.param({"anchors": (0,)}, r"anchors is \(0,\), which predictor='rows'", id="anchors"),
     pytest.param(
@@ -210,7 +210,7 @@ UNREAD = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "sentence"), UNREAD)
+@pytest.mark.parametrize(("fields", "sentence"), UNUSED_FIELDS)
 def test_unused_field_raises(fields, sentence):
     message = f"CabConfig.{sentence}"
     with pytest.raises(ValueError, match=message):
@@ -221,7 +221,7 @@ def test_unused_field_raises(fields, sentence):
         CabConfig().changed(**fields)
 
 
-@pytest.mark.parametrize(("fields", "sentence"), UNREAD)
+@pytest.mark.parametrize(("fields", "sentence"), UNUSED_FIELDS)
 def test_saved_unused_field_raises(fields, sentence):
     with pytest.raises(ValueError, match=f"CabConfig.{sentence}"):
         CabConfig.from_dict({**CabConfig().to_dict(), **fields})
@@ -260,17 +260,17 @@ def test_replace_resets_fields_that_become_unused():
     ],
 )
 @pytest.mark.parametrize(
-    "make",
+    "make_config",
     [CabConfig.from_dict]
     + [lambda fields, call=call: call(**fields) for call in (CabConfig, CabConfig().changed)]
     + [lambda fields: CabConfig.published(**fields)],
     ids=["from_dict", "constructor", "changed", "published"],
 )
-def test_unknown_fields_are_listed_in_one_error(make, fields, names):
-    with pytest.raises(ValueError) as raised:
-        make(fields)
-    known = ", ".join(field.name for field in dataclasses.fields(CabConfig))
-    assert str(raised.value) == f"CabConfig has no field {names}; its fields are {known}."
+def test_unknown_fields_are_listed_in_one_error(make_config, fields, names):
+    with pytest.raises(ValueError) as error_info:
+        make_config(fields)
+    field_names = ", ".join(field.name for field in dataclasses.fields(CabConfig))
+    assert str(error_info.value) == f"CabConfig has no field {names}; its fields are {field_names}."
 
 
 def test_from_dict_with_other_types_raises():
@@ -281,15 +281,15 @@ def test_from_dict_with_other_types_raises():
 
 
 def test_old_name_of_outlier_queries_loads_with_warning(monkeypatch):
-    monkeypatch.setattr(checks, "_warned", set())
-    with pytest.warns(UserWarning, match="exact_queries is now outlier_queries") as warned:
-        saved = CabConfig.from_dict({"exact_queries": 8, "typical_queries": 8})
+    monkeypatch.setattr(checks, "_shown_warnings", set())
+    with pytest.warns(UserWarning, match="exact_queries is now outlier_queries") as caught_warnings:
+        loaded_config = CabConfig.from_dict({"exact_queries": 8, "typical_queries": 8})
         assert CabConfig.from_dict({"exact_queries": 8}) == CabConfig(outlier_queries=8)
         assert CabConfig().changed(exact_queries=8) == CabConfig(outlier_queries=8)
         assert CabConfig(exact_queries=8) == CabConfig(outlier_queries=8)
-    assert len(warned) == 1
+    assert len(caught_warnings) == 1
     # a config with the old name exact_queries gets typical_key_stride 1, as it was computed then
-    assert saved == CabConfig(outlier_queries=8, typical_queries=8, typical_key_stride=1)
+    assert loaded_config == CabConfig(outlier_queries=8, typical_queries=8, typical_key_stride=1)
     with pytest.raises(ValueError, match="got both"):
         CabConfig.from_dict({"exact_queries": 8, "outlier_queries": 8})
 
@@ -315,15 +315,15 @@ def test_decode_tokens_requires_sparse_decode():
         CabConfig(decode_tokens=512)
     config = CabConfig(sparse_decode=True, decode_tokens=512)
     assert config.changed(sparse_decode=False) == CabConfig()
-    saved = CabConfig().to_dict()
-    del saved["decode_tokens"]
-    assert CabConfig.from_dict(saved) == CabConfig()
+    saved_fields = CabConfig().to_dict()
+    del saved_fields["decode_tokens"]
+    assert CabConfig.from_dict(saved_fields) == CabConfig()
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(CabConfig)])
 def test_docstring_states_default_of_every_field(name):
     entries = re.split(r"^    (?=\w+: )", inspect.getdoc(CabConfig), flags=re.MULTILINE)
-    (entry,) = [each for each in entries if each.startswith(f"{name}: ")]
+    (entry,) = [field_entry for field_entry in entries if field_entry.startswith(f"{name}: ")]
     default = getattr(CabConfig(), name)
-    text = f'``"{default}"``' if isinstance(default, str) else repr(default)
-    assert f"Default {text}." in " ".join(entry.split())
+    default_text = f'``"{default}"``' if isinstance(default, str) else repr(default)
+    assert f"Default {default_text}." in " ".join(entry.split())

@@ -7,19 +7,19 @@ import pytest
 import torch
 import transformers
 from batching_cases import (
+    BATCHING_OPTIONS,
+    BLOCK_TABLE_OPTIONS,
     GREEDY,
-    LOW,
-    PAGES,
+    LOW_THRESHOLD,
     PROMPTS,
-    WAYS,
-    batching,
-    generated,
-    implementations,
-    on_cab,
-    routed,
-    served,
+    apply_config,
+    attention_implementations,
+    generate_batched,
+    generate_one_by_one,
+    make_batching_config,
+    record_routes,
 )
-from marks import slow_but
+from marks import mark_slow_except
 from tiny import SPARSE, tiny_llava, tiny_model, tokens
 from transformers import GenerationConfig
 from transformers.cli.serving.model_manager import ModelManager
@@ -38,86 +38,86 @@ allocators = pytest.importorskip(
 )
 
 
-@pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("batching_options", BATCHING_OPTIONS.values(), ids=BATCHING_OPTIONS)
 @pytest.mark.parametrize(
-    ("family", "name"),
-    slow_but(
+    ("family", "implementation"),
+    mark_slow_except(
         [("llama", "cab"), ("qwen3", "cab"), ("llama", "cab_dense"), ("granite-swa", "cab")],
         *(0, 1, 2),
     ),
 )
-def test_full_budget_equals_dense_attention(family, name, changes):
+def test_full_budget_equals_dense_attention(family, implementation, batching_options):
     fields = {"layer_types": ["full_attention"] * 3} if family == "granite-swa" else {}
     model = tiny_model(family, **fields)
-    expected = generated(model)
-    on_cab(model).set_attn_implementation(name)
-    assert served(model, **changes) == expected
+    expected = generate_one_by_one(model)
+    apply_config(model).set_attn_implementation(implementation)
+    assert generate_batched(model, **batching_options) == expected
 
 
-@pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
-def test_decode_steps_read_pages_without_gather(changes, monkeypatch):
+@pytest.mark.parametrize("batching_options", BATCHING_OPTIONS.values(), ids=BATCHING_OPTIONS)
+def test_decode_steps_read_pages_without_gather(batching_options, monkeypatch):
     """Count gathered keys: decode steps must read pages in place, and prompts gather their keys."""
     monkeypatch.setattr(batch.decode, "has_kernels", lambda *_: True)
-    model, gathered = tiny_model(), []
-    expected = generated(model)
-    update = allocators.FullAttentionCacheAllocator.update
+    model, gathered_counts = tiny_model(), []
+    expected = generate_one_by_one(model)
+    original_update = allocators.FullAttentionCacheAllocator.update
 
-    def recording_update(self, keys, values, layer, read, write):
-        gathered.append((len(read), len(write)))
+    def record_update(self, keys, values, layer, read, write):
+        gathered_counts.append((len(read), len(write)))
         # transformers calls this method with positional arguments
-        return update(self, keys, values, layer, read, write)
+        return original_update(self, keys, values, layer, read, write)
 
-    monkeypatch.setattr(allocators.FullAttentionCacheAllocator, "update", recording_update)
-    assert served(on_cab(model), **changes) == expected
-    if "max_blocks_per_request" not in changes:
+    monkeypatch.setattr(allocators.FullAttentionCacheAllocator, "update", record_update)
+    assert generate_batched(apply_config(model), **batching_options) == expected
+    if "max_blocks_per_request" not in batching_options:
         # batches of decode steps gather no keys; other batches gather the keys of their prompts
-        longest = max(map(len, PROMPTS))
-        assert all(read == 0 for read, written in gathered if written <= len(PROMPTS))
+        max_length = max(map(len, PROMPTS))
+        assert all(read == 0 for read, written in gathered_counts if written <= len(PROMPTS))
         # at most two prompts are in a batch: the end of one prompt and the start of the next prompt
-        assert max(read - written for read, written in gathered) < 2 * longest
+        assert max(read - written for read, written in gathered_counts) < 2 * max_length
 
 
-@pytest.mark.parametrize("changes", [{}, PAGES], ids=["at-once", "pages"])
-def test_sparse_sequence_equals_single_generation(changes):
-    model = on_cab(tiny_model(), SPARSE)
-    assert served(model, **changes) == generated(model)
+@pytest.mark.parametrize("batching_options", [{}, BLOCK_TABLE_OPTIONS], ids=["at-once", "pages"])
+def test_sparse_sequence_equals_single_generation(batching_options):
+    model = apply_config(tiny_model(), SPARSE)
+    assert generate_batched(model, **batching_options) == generate_one_by_one(model)
 
 
 def test_chunked_prompt_selects_same_blocks_as_whole_prompt():
-    model = on_cab(tiny_model(), dataclasses.replace(SPARSE, dense_tail_blocks=1))
-    for prompt, answer in zip(PROMPTS, generated(model), strict=True):
+    model = apply_config(tiny_model(), dataclasses.replace(SPARSE, dense_tail_blocks=1))
+    for prompt, answer in zip(PROMPTS, generate_one_by_one(model), strict=True):
         # 90 tokens are no multiple of the query block
-        assert served(model, [prompt], max_batch_tokens=90) == [answer]
+        assert generate_batched(model, [prompt], max_batch_tokens=90) == [answer]
 
 
 @pytest.mark.parametrize("batch_tokens", [96, 100, 133])
 def test_chunks_of_several_prompts_select_same_blocks_as_whole_prompts(batch_tokens, monkeypatch):
     """Check that the chunks of each prompt end at multiples of the query block."""
-    routes = routed(monkeypatch)
-    model = on_cab(tiny_model(), LOW)
+    routes = record_routes(monkeypatch)
+    model = apply_config(tiny_model(), LOW_THRESHOLD)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (340, 77, 201, 20, 150, 96)]
-    expected = generated(model, prompts)
-    assert served(model, prompts, max_batch_tokens=batch_tokens, page_size=32) == expected
+    expected = generate_one_by_one(model, prompts)
+    assert generate_batched(model, prompts, max_batch_tokens=batch_tokens, page_size=32) == expected
     prompt_ends = set(map(len, prompts))
     chunks = [(mask.q_offset, mask.kv_length) for mask, _ in routes if mask.q_length > 1]
     assert all(start % 32 == 0 and (end % 32 == 0 or end in prompt_ends) for start, end in chunks)
     assert any(end % 32 for _, end in chunks)
 
 
-@pytest.mark.parametrize(("answers", "end"), [(1, 340), (2, 339)])
-def test_dense_tail_applies_to_prompt_end_only(answers, end, monkeypatch):
+@pytest.mark.parametrize(("num_answers", "prefill_end"), [(1, 340), (2, 339)])
+def test_dense_tail_applies_to_prompt_end_only(num_answers, prefill_end, monkeypatch):
     """Test a dense tail of 2 blocks of 32, which starts in the third chunk and ends in the fourth.
 
-    With several answers, ``end`` is 339: the answers share a prefill without the last token.
+    For two answers, ``prefill_end`` is 339: the answers share a prefill without the last token.
     """
-    routes = routed(monkeypatch)
-    model = on_cab(tiny_model(), dataclasses.replace(SPARSE, dense_tail_blocks=2))
+    routes = record_routes(monkeypatch)
+    model = apply_config(tiny_model(), dataclasses.replace(SPARSE, dense_tail_blocks=2))
     model.generate_batch(
         tokens(1, 340).tolist(),
         GenerationConfig(
-            max_new_tokens=1, do_sample=True, pad_token_id=0, num_return_sequences=answers
+            max_new_tokens=1, do_sample=True, pad_token_id=0, num_return_sequences=num_answers
         ),
-        batching(max_batch_tokens=96),
+        make_batching_config(max_batch_tokens=96),
         warmup=False,
     )
     tails = {
@@ -125,12 +125,12 @@ def test_dense_tail_applies_to_prompt_end_only(answers, end, monkeypatch):
         for mask, route in routes
         if mask.q_length > 1
     }
-    assert tails == {96: 0, 192: 0, 288: 2, end: "dense_masked"}
+    assert tails == {96: 0, 192: 0, 288: 2, prefill_end: "dense_masked"}
 
 
 def test_common_prefixes_share_pages():
-    model = on_cab(tiny_model(), SPARSE)
-    settings = batching()
+    model = apply_config(tiny_model(), SPARSE)
+    settings = make_batching_config()
     with model.continuous_batching_context_manager(
         GREEDY, continuous_batching_config=settings
     ) as manager:
@@ -138,19 +138,21 @@ def test_common_prefixes_share_pages():
         for prompt in PROMPTS[-3:]:
             manager.add_request(prompt)
             answers.append(manager.get_result(timeout=60))
-    assert [answer.generated_tokens for answer in answers] == generated(model, PROMPTS[-3:])
+    assert [answer.generated_tokens for answer in answers] == generate_one_by_one(
+        model, PROMPTS[-3:]
+    )
 
 
 def test_preempted_requests_are_resumed(monkeypatch):
-    results, offload = [], OffloadingManager.offload_requests
+    results, original_offload = [], OffloadingManager.offload_requests
     monkeypatch.setattr(
         OffloadingManager,
         "offload_requests",
-        lambda self: results.append(offload(self)) or results[-1],
+        lambda self: results.append(original_offload(self)) or results[-1],
     )
     model = tiny_model()
-    expected = generated(model)
-    assert served(on_cab(model), num_blocks=26) == expected
+    expected = generate_one_by_one(model)
+    assert generate_batched(apply_config(model), num_blocks=26) == expected
     assert any(results)
 
 
@@ -159,70 +161,76 @@ def test_preempted_request_reads_its_answer_as_decode(monkeypatch):
 
     Without offloading, transformers restarts a preempted request with these tokens appended.
     """
-    answer_lengths, create = [], RequestState.create_equivalent_initial_request
+    answer_lengths, original_create = [], RequestState.create_equivalent_initial_request
     monkeypatch.setattr(
         RequestState,
         "create_equivalent_initial_request",
-        lambda self: answer_lengths.append(len(self.generated_tokens)) or create(self),
+        lambda self: answer_lengths.append(len(self.generated_tokens)) or original_create(self),
     )
-    model = on_cab(tiny_model(), LOW)
+    model = apply_config(tiny_model(), LOW_THRESHOLD)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (300, 250, 320, 280, 310)]
-    greedy = GenerationConfig(max_new_tokens=60, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    generation_config = GenerationConfig(
+        max_new_tokens=60, do_sample=False, pad_token_id=0, eos_token_id=-1
+    )
 
-    def answers(num_pages):
-        settings = batching(num_blocks=num_pages, page_size=32, allow_block_sharing=False)
-        result = model.generate_batch(prompts, greedy, settings, warmup=False)
+    def generate_answers(num_pages):
+        settings = make_batching_config(
+            num_blocks=num_pages, page_size=32, allow_block_sharing=False
+        )
+        result = model.generate_batch(prompts, generation_config, settings, warmup=False)
         return [answer.generated_tokens for answer in result.values()]
 
-    expected = answers(400)
+    expected = generate_answers(400)
     assert not answer_lengths
-    assert answers(48) == expected
+    assert generate_answers(48) == expected
     assert max(answer_lengths) > 1
 
 
 def test_last_chunk_of_one_token_is_prefill(monkeypatch):
-    routes = routed(monkeypatch)
-    model = on_cab(tiny_model(num_hidden_layers=1), dataclasses.replace(LOW, dense_tail_blocks=0))
+    routes = record_routes(monkeypatch)
+    model = apply_config(
+        tiny_model(num_hidden_layers=1), dataclasses.replace(LOW_THRESHOLD, dense_tail_blocks=0)
+    )
     prompt = tokens(1, 97)[0].tolist()
-    served(model, [prompt], max_batch_tokens=96)
+    generate_batched(model, [prompt], max_batch_tokens=96)
     calls = [(mask.q_offset, mask.q_length, route.method) for mask, route in routes[:3]]
     assert calls == [(0, 96, "sparse"), (96, 1, "sparse"), (97, 1, "dense")]
 
 
 def test_cancelled_request_leaves_others_unchanged():
-    model = on_cab(tiny_model())
-    expected = generated(model, PROMPTS[:3])
+    model = apply_config(tiny_model())
+    expected = generate_one_by_one(model, PROMPTS[:3])
     with model.continuous_batching_context_manager(
-        GREEDY, continuous_batching_config=batching(max_batch_tokens=32)
+        GREEDY, continuous_batching_config=make_batching_config(max_batch_tokens=32)
     ) as manager:
-        names = [manager.add_request(prompt) for prompt in PROMPTS[:3]]
-        manager.cancel_request(names[1])
+        request_ids = [manager.add_request(prompt) for prompt in PROMPTS[:3]]
+        manager.cancel_request(request_ids[1])
         answers = {}
         while len(answers) < 2:
             answer = manager.get_result(timeout=60)
-            if answer.request_id != names[1]:
+            if answer.request_id != request_ids[1]:
                 answers[answer.request_id] = answer.generated_tokens
-    assert answers == {names[0]: expected[0], names[2]: expected[2]}
+    assert answers == {request_ids[0]: expected[0], request_ids[2]: expected[2]}
 
 
-def in_a_context(model):
+def generate_in_context(model):
     """Generate with the context manager; return a list with the tokens of the first prompt."""
     with model.continuous_batching_context_manager(
-        GREEDY, continuous_batching_config=batching()
+        GREEDY, continuous_batching_config=make_batching_config()
     ) as manager:
         manager.add_request(PROMPTS[0])
         return [manager.get_result(timeout=60).generated_tokens]
 
 
 # by name: function that runs continuous batching for the first prompt
-BEGINNINGS = {
-    "generate_batch": lambda model: served(model, PROMPTS[:1]),
-    "context": in_a_context,
+GENERATE_FUNCTIONS = {
+    "generate_batch": lambda model: generate_batched(model, PROMPTS[:1]),
+    "context": generate_in_context,
 }
 
 
 @pytest.fixture
-def flash_is_installed(monkeypatch):
+def fake_flash_attention(monkeypatch):
     """Patch transformers to find FlashAttention 3, and fail if it switches the model.
 
     Continuous batching switches the attention of models to FlashAttention if it is installed.
@@ -235,14 +243,14 @@ def flash_is_installed(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("serve", BEGINNINGS.values(), ids=BEGINNINGS)
-def test_cab_is_not_switched_to_flash_attention(serve, request):
+@pytest.mark.parametrize("generate", GENERATE_FUNCTIONS.values(), ids=GENERATE_FUNCTIONS)
+def test_cab_is_not_switched_to_flash_attention(generate, request):
     model = tiny_model()
-    expected = generated(model, PROMPTS[:1])
-    on_cab(model)
-    request.getfixturevalue("flash_is_installed")
-    assert serve(model) == expected
-    assert implementations(model) == ["cab", "cab"]
+    expected = generate_one_by_one(model, PROMPTS[:1])
+    apply_config(model)
+    request.getfixturevalue("fake_flash_attention")
+    assert generate(model) == expected
+    assert attention_implementations(model) == ["cab", "cab"]
 
 
 def tiny_hybrid():
@@ -281,7 +289,7 @@ def tiny_deepseek():
 
 
 # by name: (function that returns an unsupported model, reason in the error message)
-REFUSED = {
+UNSUPPORTED_MODELS = {
     "vision-language": (tiny_llava, "some of its parts use another attention"),
     "window": (lambda: tiny_model("mistral-sliding"), "a sliding window of 40 tokens"),
     "chunks": (lambda: tiny_model("llama4"), "layers that attend in chunks of 40 tokens"),
@@ -289,48 +297,60 @@ REFUSED = {
     "latent": (tiny_deepseek, "multi-head latent attention"),
 }
 # by name: function that starts continuous batching with a model
-STARTS = {
-    **BEGINNINGS,
+START_FUNCTIONS = {
+    **GENERATE_FUNCTIONS,
     "generate": lambda model: model.generate(
         torch.tensor(PROMPTS[:1]), cache_implementation="paged", max_new_tokens=2
     ),
-    "init_continuous_batching": lambda model: model.init_continuous_batching(GREEDY, batching()),
-    "manager": lambda model: continuous_api.ContinuousBatchingManager(model, GREEDY, batching()),
+    "init_continuous_batching": lambda model: model.init_continuous_batching(
+        GREEDY, make_batching_config()
+    ),
+    "manager": lambda model: continuous_api.ContinuousBatchingManager(
+        model, GREEDY, make_batching_config()
+    ),
 }
 
 
-def require_refused(model, start, reason, request):
+def assert_start_raises(model, start, reason, request):
     """Assert that ``start`` raises an error with ``reason``, and does not switch the attention."""
-    on_cab(model)
-    names = implementations(model)
-    request.getfixturevalue("flash_is_installed")
+    apply_config(model)
+    names = attention_implementations(model)
+    request.getfixturevalue("fake_flash_attention")
     with pytest.raises(NotImplementedError, match=f"has attn_implementation='cab'.*{reason}"):
         start(model)
-    assert "cab" in names and implementations(model) == names
+    assert "cab" in names and attention_implementations(model) == names
 
 
-@pytest.mark.parametrize(("build", "reason"), REFUSED.values(), ids=REFUSED)
-def test_unsupported_models_raise_before_switching(build, reason, request):
-    require_refused(build(), STARTS["init_continuous_batching"], reason, request)
+@pytest.mark.parametrize(
+    ("make_model", "reason"), UNSUPPORTED_MODELS.values(), ids=UNSUPPORTED_MODELS
+)
+def test_unsupported_models_raise_before_switching(make_model, reason, request):
+    assert_start_raises(make_model(), START_FUNCTIONS["init_continuous_batching"], reason, request)
 
 
-@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+@pytest.mark.parametrize("start", START_FUNCTIONS.values(), ids=START_FUNCTIONS)
 def test_every_entry_point_raises_for_unsupported_models(start, request):
-    require_refused(tiny_model("mistral-sliding"), start, "a sliding window", request)
+    assert_start_raises(tiny_model("mistral-sliding"), start, "a sliding window", request)
 
 
-@pytest.mark.parametrize("name", ["cab", "cab_dense"])
-def test_describe_reports_continuous_batching_support(name):
-    supported = "each sequence by itself" + (", decode dense" if name == "cab" else "")
-    windowed = "refused, it has layers under a sliding window of 40 tokens"
-    chunked = "refused, it has layers that attend in chunks of 40 tokens"
-    text_of_family = {"llama": supported, "mistral-sliding": windowed, "llama4": chunked}
-    for family, text in text_of_family.items():
-        model = on_cab(tiny_model(family))
-        model.set_attn_implementation(name)
-        *layers, last = cab_hf.describe(model).splitlines()
-        assert last.startswith(f"  generate_batch: {text}")
-        assert any("decode:" in line for line in layers) == (name == "cab")
+@pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
+def test_describe_reports_continuous_batching_support(implementation):
+    supported_text = "each sequence by itself" + (
+        ", decode dense" if implementation == "cab" else ""
+    )
+    windowed_text = "refused, it has layers under a sliding window of 40 tokens"
+    chunked_text = "refused, it has layers that attend in chunks of 40 tokens"
+    support_texts = {
+        "llama": supported_text,
+        "mistral-sliding": windowed_text,
+        "llama4": chunked_text,
+    }
+    for family, text in support_texts.items():
+        model = apply_config(tiny_model(family))
+        model.set_attn_implementation(implementation)
+        *layers, last_line = cab_hf.describe(model).splitlines()
+        assert last_line.startswith(f"  generate_batch: {text}")
+        assert any("decode:" in line for line in layers) == (implementation == "cab")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -345,29 +365,34 @@ def test_server_rejects_unregistered_names():
 
 
 def test_error_names_required_transformers_version(monkeypatch, request):
-    monkeypatch.setattr(support, "reads_a_batch", lambda: False)
+    monkeypatch.setattr(support, "passes_paged_cache", lambda: False)
     reason = f"transformers must be 5.19 or newer, got {transformers.__version__}"
-    require_refused(tiny_model(), STARTS["manager"], reason, request)
+    assert_start_raises(tiny_model(), START_FUNCTIONS["manager"], reason, request)
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("batching_options", "sentence"),
     [
         ({"use_cuda_graph": True}, "use_cuda_graph must not include batches with prompts"),
-        ({"default_compile_level": 1, **PAGES}, "'cab' is not compiled in continuous batching"),
+        (
+            {"default_compile_level": 1, **BLOCK_TABLE_OPTIONS},
+            "'cab' is not compiled in continuous batching",
+        ),
     ],
 )
-def test_cuda_graphs_or_compile_raise_when_unsupported(changes, sentence, monkeypatch):
+def test_cuda_graphs_or_compile_raise_when_unsupported(batching_options, sentence, monkeypatch):
     # patch transformers to find a GPU with CUDA graphs
     function = "get_accelerator_graph_name"
     module = "transformers.generation.continuous_batching.initialization"
     monkeypatch.setattr(f"{module}.{function}", lambda: "cuda")
     with pytest.raises(NotImplementedError, match=sentence):
-        on_cab(tiny_model()).init_continuous_batching(GREEDY, batching(**changes))
+        apply_config(tiny_model()).init_continuous_batching(
+            GREEDY, make_batching_config(**batching_options)
+        )
 
 
 # by name: (fields of ContinuousBatchingConfig, part of the warning; None: no warning)
-GRID = {
+ALIGNMENT_CASES = {
     "max_batch_tokens": (
         {"max_batch_tokens": 31, "page_size": 32},
         "max_batch_tokens must be at least query_block=32, got 31",
@@ -379,28 +404,34 @@ GRID = {
 }
 
 
-def start_warnings(name, changes, monkeypatch):
+def collect_start_warnings(implementation, batching_options, monkeypatch):
     """Start continuous batching, and return the messages of warnings about query_block."""
-    monkeypatch.setattr(checks, "_warned", set())
-    model = on_cab(tiny_model())
-    model.set_attn_implementation(name)
-    with warnings.catch_warnings(record=True) as caught:
+    monkeypatch.setattr(checks, "_shown_warnings", set())
+    model = apply_config(tiny_model())
+    model.set_attn_implementation(implementation)
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
-        model.init_continuous_batching(GREEDY, batching(**changes))
-    return [str(warning.message) for warning in caught if "query_block" in str(warning.message)]
+        model.init_continuous_batching(GREEDY, make_batching_config(**batching_options))
+    return [
+        str(warning.message) for warning in caught_warnings if "query_block" in str(warning.message)
+    ]
 
 
-@pytest.mark.parametrize(("changes", "sentence"), GRID.values(), ids=GRID)
-def test_batch_or_page_size_unaligned_to_query_blocks_warns(changes, sentence, monkeypatch):
-    messages = start_warnings("cab", changes, monkeypatch)
+@pytest.mark.parametrize(
+    ("batching_options", "sentence"), ALIGNMENT_CASES.values(), ids=ALIGNMENT_CASES
+)
+def test_batch_or_page_size_unaligned_to_query_blocks_warns(
+    batching_options, sentence, monkeypatch
+):
+    messages = collect_start_warnings("cab", batching_options, monkeypatch)
     assert [text.startswith(sentence) for text in messages] == [True] * (sentence is not None)
-    assert not start_warnings("cab_dense", changes, monkeypatch)
+    assert not collect_start_warnings("cab_dense", batching_options, monkeypatch)
 
 
 def test_other_implementations_are_unchanged():
     model = tiny_model()
-    expected = generated(model)
-    assert served(model) == expected
-    on_cab(model)
+    expected = generate_one_by_one(model)
+    assert generate_batched(model) == expected
+    apply_config(model)
     cab_hf.remove_cab(model)
-    assert served(model) == expected
+    assert generate_batched(model) == expected

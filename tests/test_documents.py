@@ -6,12 +6,18 @@ import pytest
 from words import TEXT, make_merging_tokenizer, make_tokenizer
 
 from cab_hf.data import documents
-from cab_hf.data.documents import asked_document, plain_document, recall_document
-from cab_hf.data.needles import NOISE, running, sentence_tokens, span_of, split_sentences
+from cab_hf.data.documents import make_asked_document, make_plain_document, make_recall_document
+from cab_hf.data.needles import (
+    NOISE_SENTENCES,
+    find_span,
+    join_sentences,
+    sentence_tokens,
+    split_sentences,
+)
 
 LENGTH, KEYS = 900, 6
-ARGUMENTS = {"length": LENGTH, "keys": KEYS, "index": 0, "seed": 0}
-CODE = (
+DOCUMENT_ARGUMENTS = {"length": LENGTH, "keys": KEYS, "index": 0, "seed": 0}
+SOURCE_CODE = (
     "import os\n\n\ndef area(width, height):\n    both = width * height  \n    return both\n" * 12
 )
 
@@ -19,86 +25,101 @@ CODE = (
 TOKENIZERS = {"words": make_tokenizer(), "merging": make_merging_tokenizer()}
 
 
-def text_of(tokenizer, tokens):
+def decode_text(tokenizer, tokens):
     """Decode tokens and remove spaces, because a tokenizer puts spaces between digits."""
     return tokenizer.decode(tokens).replace(" ", "")
 
 
-def span_text(tokenizer, document, span):
-    """Decode the tokens of a document in ``span`` (start, end) by `text_of`."""
+def decode_span(tokenizer, document, span):
+    """Decode the tokens of a document in ``span`` (start, end) by `decode_text`."""
     start, end = span
-    return text_of(tokenizer, document.tokens[start:end])
+    return decode_text(tokenizer, document.tokens[start:end])
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("sentences", [NOISE, split_sentences(TEXT)], ids=["noise", "text"])
+@pytest.mark.parametrize(
+    "sentences", [NOISE_SENTENCES, split_sentences(TEXT)], ids=["noise", "text"]
+)
 def test_spans_locate_statements_and_answers(name, sentences):
     tokenizer = TOKENIZERS[name]
-    document = recall_document(tokenizer, sentences, **ARGUMENTS)
+    document = make_recall_document(tokenizer, sentences, **DOCUMENT_ARGUMENTS)
     assert len(document.tokens) == LENGTH
     assert len(document.needles) == len(document.answers) == KEYS
-    for needle, answer in zip(document.needles, document.answers, strict=True):
-        assert needle[1] <= LENGTH // 2 <= answer[0]
-        stated = span_text(tokenizer, document, needle)
-        digits = span_text(tokenizer, document, answer)
-        owner, key = re.fullmatch(r"Thepasskeyfor(\w+)is(\d+)\.Rememberit\..*", stated).groups()
+    for needle_span, answer_span in zip(document.needles, document.answers, strict=True):
+        assert needle_span[1] <= LENGTH // 2 <= answer_span[0]
+        statement = decode_span(tokenizer, document, needle_span)
+        digits = decode_span(tokenizer, document, answer_span)
+        owner, key = re.fullmatch(r"Thepasskeyfor(\w+)is(\d+)\.Rememberit\..*", statement).groups()
         assert digits == key
-        before = text_of(tokenizer, document.tokens[answer[0] - 30 : answer[0]])
-        assert before.endswith(f"thepasskeyfor{owner}is")
+        preceding_text = decode_text(
+            tokenizer, document.tokens[answer_span[0] - 30 : answer_span[0]]
+        )
+        assert preceding_text.endswith(f"thepasskeyfor{owner}is")
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_answers_can_start_at_block_borders(name):
-    tokenizer, arguments = TOKENIZERS[name], {**ARGUMENTS, "length": 2 * LENGTH}
-    plain, document = (
-        recall_document(tokenizer, split_sentences(TEXT), **arguments, border=border)
+    tokenizer, arguments = TOKENIZERS[name], {**DOCUMENT_ARGUMENTS, "length": 2 * LENGTH}
+    unaligned_document, aligned_document = (
+        make_recall_document(tokenizer, split_sentences(TEXT), **arguments, border=border)
         for border in (1, 32)
     )
-    assert plain == recall_document(tokenizer, split_sentences(TEXT), **arguments)
-    assert len(document.tokens) == len(plain.tokens) == 2 * LENGTH
-    assert document.needles == plain.needles
-    for answer, other in zip(document.answers, plain.answers, strict=True):
-        assert answer[0] % 32 == 0 and LENGTH <= answer[0] < answer[1] <= 2 * LENGTH
+    assert unaligned_document == make_recall_document(tokenizer, split_sentences(TEXT), **arguments)
+    assert len(aligned_document.tokens) == len(unaligned_document.tokens) == 2 * LENGTH
+    assert aligned_document.needles == unaligned_document.needles
+    for answer_span, unaligned_span in zip(
+        aligned_document.answers, unaligned_document.answers, strict=True
+    ):
+        assert answer_span[0] % 32 == 0 and LENGTH <= answer_span[0] < answer_span[1] <= 2 * LENGTH
         # the six tokens before an answer also equal those before the repeated statement
-        own_tokens = document.tokens[answer[0] - 6 : answer[1]]
-        assert own_tokens == plain.tokens[other[0] - 6 : other[1]]
+        answer_tokens = aligned_document.tokens[answer_span[0] - 6 : answer_span[1]]
+        assert answer_tokens == unaligned_document.tokens[unaligned_span[0] - 6 : unaligned_span[1]]
         # each repetition is introduced after the end of a sentence
-        before = text_of(tokenizer, document.tokens[answer[0] - 60 : answer[0]])
-        assert re.search(r"[.!?]\W?Aswassaidabove", before)
-    assert any(answer[0] % 32 for answer in plain.answers)
+        preceding_text = decode_text(
+            tokenizer, aligned_document.tokens[answer_span[0] - 60 : answer_span[0]]
+        )
+        assert re.search(r"[.!?]\W?Aswassaidabove", preceding_text)
+    assert any(answer[0] % 32 for answer in unaligned_document.answers)
 
 
 def test_key_repetitions_are_reordered():
     for index in range(8):
-        arguments = {**ARGUMENTS, "keys": 2, "index": index}
-        document = recall_document(TOKENIZERS["words"], NOISE, **arguments)
+        arguments = {**DOCUMENT_ARGUMENTS, "keys": 2, "index": index}
+        document = make_recall_document(TOKENIZERS["words"], NOISE_SENTENCES, **arguments)
         assert list(document.needles) == sorted(document.needles)
         assert list(document.answers) != sorted(document.answers)
 
 
-@pytest.mark.parametrize("change", ["index", "seed", "keys", "length"])
-def test_document_depends_on_seed_and_index_only(change):
-    document = recall_document(make_tokenizer(), NOISE, **ARGUMENTS)
-    assert recall_document(make_tokenizer(), list(NOISE), **ARGUMENTS) == document
-    other = recall_document(make_tokenizer(), NOISE, **{**ARGUMENTS, change: ARGUMENTS[change] + 1})
-    assert other.answers[:2] != document.answers[:2]
+@pytest.mark.parametrize("changed_argument", ["index", "seed", "keys", "length"])
+def test_document_depends_on_seed_and_index_only(changed_argument):
+    document = make_recall_document(make_tokenizer(), NOISE_SENTENCES, **DOCUMENT_ARGUMENTS)
+    assert (
+        make_recall_document(make_tokenizer(), list(NOISE_SENTENCES), **DOCUMENT_ARGUMENTS)
+        == document
+    )
+    other_document = make_recall_document(
+        make_tokenizer(),
+        NOISE_SENTENCES,
+        **{**DOCUMENT_ARGUMENTS, changed_argument: DOCUMENT_ARGUMENTS[changed_argument] + 1},
+    )
+    assert other_document.answers[:2] != document.answers[:2]
 
 
 def test_plain_document_is_contiguous_source_text():
-    tokenizer, text = TOKENIZERS["words"], " ".join([*NOISE, *NOISE])
-    # `NOISE` is shorter than 100 tokens, so the document repeats the noise
-    tokens = plain_document(tokenizer, NOISE, 100, index=3)
+    tokenizer, text = TOKENIZERS["words"], " ".join([*NOISE_SENTENCES, *NOISE_SENTENCES])
+    # `NOISE_SENTENCES` is shorter than 100 tokens, so the document repeats the noise
+    tokens = make_plain_document(tokenizer, NOISE_SENTENCES, 100, index=3)
     assert len(tokens) == 100
-    assert text_of(tokenizer, tokens[:20]) in text.replace(" ", "")
-    starts = {plain_document(tokenizer, NOISE, 20, index) for index in range(12)}
+    assert decode_text(tokenizer, tokens[:20]) in text.replace(" ", "")
+    starts = {make_plain_document(tokenizer, NOISE_SENTENCES, 20, index) for index in range(12)}
     assert len(starts) > 2
 
 
 def test_document_starts_with_special_tokens():
     tokenizer = TOKENIZERS["merging"]
     for tokens in (
-        plain_document(tokenizer, NOISE, 50, 0),
-        recall_document(tokenizer, NOISE, **ARGUMENTS).tokens,
+        make_plain_document(tokenizer, NOISE_SENTENCES, 50, 0),
+        make_recall_document(tokenizer, NOISE_SENTENCES, **DOCUMENT_ARGUMENTS).tokens,
     ):
         assert tokens[0] == tokenizer.bos_token_id
         assert tokenizer.bos_token_id not in tokens[1:]
@@ -107,13 +128,13 @@ def test_document_starts_with_special_tokens():
 def test_leading_space_token_belongs_to_digits():
     tokenizer, sentence = TOKENIZERS["merging"], "The number is 10000."
     tokens = sentence_tokens(tokenizer, sentence)
-    start, end = span_of(tokenizer, sentence, "10000")
+    start, end = find_span(tokenizer, sentence, "10000")
     assert tokenizer.decode(tokens[start:end]) == " 10000"
 
 
-@pytest.mark.parametrize("make", [recall_document, asked_document])
+@pytest.mark.parametrize("make_document", [make_recall_document, make_asked_document])
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("changed_argument", "message"),
     [
         pytest.param({"keys": 0}, "keys must be 1 to", id="no keys"),
         pytest.param({"keys": 99}, "keys must be 1 to", id="too many"),
@@ -122,17 +143,19 @@ def test_leading_space_token_belongs_to_digits():
         ),
     ],
 )
-def test_too_short_document_raises(make, change, message):
+def test_too_short_document_raises(make_document, changed_argument, message):
     with pytest.raises(ValueError, match=message):
-        make(TOKENIZERS["words"], NOISE, **{**ARGUMENTS, **change})
+        make_document(
+            TOKENIZERS["words"], NOISE_SENTENCES, **{**DOCUMENT_ARGUMENTS, **changed_argument}
+        )
 
 
 def test_one_long_sentence_leaves_space_for_needles():
     tokenizer = TOKENIZERS["words"]
     # for some seeds, one long sentence fills the second half of the document
-    sentences = [*NOISE, " ".join(NOISE * 30)]
+    sentences = [*NOISE_SENTENCES, " ".join(NOISE_SENTENCES * 30)]
     for seed in range(20):
-        document = recall_document(tokenizer, sentences, **ARGUMENTS | {"seed": seed})
+        document = make_recall_document(tokenizer, sentences, **DOCUMENT_ARGUMENTS | {"seed": seed})
         assert len(document.tokens) == LENGTH
         for start, end in document.needles:
             assert end <= LENGTH // 2 and "pass key" in tokenizer.decode(document.tokens[start:end])
@@ -141,7 +164,7 @@ def test_one_long_sentence_leaves_space_for_needles():
 
 
 def test_source_code_is_split_at_lines():
-    lines = split_sentences(CODE)
+    lines = split_sentences(SOURCE_CODE)
     assert lines[:4] == [
         "\nimport os",
         "\n\n\ndef area(width, height):",
@@ -149,7 +172,7 @@ def test_source_code_is_split_at_lines():
         "\n    return both",
     ]
     # joining the lines gives the source code without trailing blanks
-    assert running(lines) == CODE.replace("height  \n", "height\n").strip()
+    assert join_sentences(lines) == SOURCE_CODE.replace("height  \n", "height\n").strip()
 
 
 def test_prose_is_split_at_sentences_across_lines():
@@ -157,37 +180,40 @@ def test_prose_is_split_at_sentences_across_lines():
     sentences = split_sentences(f"{long_sentence} {TEXT * 9}")
     assert sentences[0] == " ".join(long_sentence.split())
     assert sentences[1:5] == split_sentences(TEXT)[:4]
-    assert running(NOISE) == " ".join(NOISE)
+    assert join_sentences(NOISE_SENTENCES) == " ".join(NOISE_SENTENCES)
 
 
 def test_copies_occur_twice_outside_of_needles():
     tokenizer = make_tokenizer()
-    document = recall_document(tokenizer, split_sentences(TEXT), 900, 3, index=0)
-    changed, copies = documents.with_copies(document, 2, 40)
-    assert len(copies) == 2 and len(changed.tokens) == 900
-    assert (changed.needles, changed.answers) == (document.needles, document.answers)
-    for source, target in copies:
-        assert source + 40 <= 450 <= target
-        original = document.tokens[source : source + 40]
-        assert changed.tokens[target : target + 40] == original
-        assert changed.tokens[source : source + 40] == original
+    document = make_recall_document(tokenizer, split_sentences(TEXT), 900, 3, index=0)
+    changed_document, copies = documents.insert_copies(document, 2, 40)
+    assert len(copies) == 2 and len(changed_document.tokens) == 900
+    assert (changed_document.needles, changed_document.answers) == (
+        document.needles,
+        document.answers,
+    )
+    for source_start, copy_start in copies:
+        assert source_start + 40 <= 450 <= copy_start
+        copied_tokens = document.tokens[source_start : source_start + 40]
+        assert changed_document.tokens[copy_start : copy_start + 40] == copied_tokens
+        assert changed_document.tokens[source_start : source_start + 40] == copied_tokens
     for start, end in (*document.needles, *document.answers):
-        assert changed.tokens[start:end] == document.tokens[start:end]
-    assert documents.with_copies(document, 2, 40) == (changed, copies)
-    assert documents.with_copies(document, 2, 800)[1] == ()
+        assert changed_document.tokens[start:end] == document.tokens[start:end]
+    assert documents.insert_copies(document, 2, 40) == (changed_document, copies)
+    assert documents.insert_copies(document, 2, 800)[1] == ()
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_prompt_states_all_keys_and_answers_repeat_them(name):
     tokenizer = TOKENIZERS[name]
-    document, prompt = asked_document(tokenizer, NOISE, **ARGUMENTS)
+    document, prompt_length = make_asked_document(tokenizer, NOISE_SENTENCES, **DOCUMENT_ARGUMENTS)
     assert len(document.tokens) == LENGTH
-    for needle, answer in zip(document.needles, document.answers, strict=True):
-        assert needle[1] <= prompt <= answer[0] < answer[1] <= LENGTH
-        stated = span_text(tokenizer, document, needle)
-        digits = span_text(tokenizer, document, answer)
-        assert re.fullmatch(r"\d{5}", digits) and stated.count(digits) == 2
-    after_prompt = text_of(tokenizer, document.tokens[prompt:])
+    for needle_span, answer_span in zip(document.needles, document.answers, strict=True):
+        assert needle_span[1] <= prompt_length <= answer_span[0] < answer_span[1] <= LENGTH
+        statement = decode_span(tokenizer, document, needle_span)
+        digits = decode_span(tokenizer, document, answer_span)
+        assert re.fullmatch(r"\d{5}", digits) and statement.count(digits) == 2
+    after_prompt = decode_text(tokenizer, document.tokens[prompt_length:])
     assert after_prompt.startswith("Aswassaid") and after_prompt.count("Aswassaid") == KEYS
     # the order of answers differs from the order of statements
     assert list(document.answers) != sorted(document.answers)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from call_cases import gradients
-from decode_cases import masks_of_a_step, require_dense_step_equals_sdpa
+from call_cases import compute_gradients
+from decode_cases import assert_dense_step_equals_sdpa, make_step_masks
 from tiny import FULL, qkv, tiny_model, tokens
 
 import cab_hf
@@ -21,15 +21,15 @@ from cab_hf.ops import Workload, decode
 def test_full_budget_has_the_gradients_of_dense_attention(family):
     """Compare the gradients of all parameters, including attention sinks."""
     model, ids = tiny_model(family), tokens(2, 150)
-    expected = gradients(model, ids)
-    actual = gradients(cab_hf.apply_cab(model, FULL), ids)
+    expected = compute_gradients(model, ids)
+    actual = compute_gradients(cab_hf.apply_cab(model, FULL), ids)
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", masks_of_a_step())
+@pytest.mark.parametrize("name", make_step_masks())
 def test_dense_step_matches_rowwise_attention(monkeypatch, name):
     monkeypatch.setattr(decode, "has_kernels", lambda *tensors: True)
-    require_dense_step_equals_sdpa(masks_of_a_step()[name], monkeypatch)
+    assert_dense_step_equals_sdpa(make_step_masks()[name], monkeypatch)
 
 
 def test_dense_step_with_gradients_uses_no_kernel(monkeypatch):
@@ -42,20 +42,20 @@ def test_dense_step_with_gradients_uses_no_kernel(monkeypatch):
     assert not decode.has_kernels(x.detach())
 
 
-def windowed(**fields):
+def make_windowed_mask(**fields):
     """Return a `MaskInfo` of two rows: 90 queries after 30 cached keys, with a window of 40."""
     return MaskInfo(2, 90, 120, 30, window=40, **fields)
 
 
-PADDED = torch.arange(120) >= torch.tensor([[50], [0]])
+LEFT_PADDING_MASK = torch.arange(120) >= torch.tensor([[50], [0]])
 # padding inside rows, as between the turns of a chat
-HOLES = (torch.arange(120) % 37 > 9).expand(2, -1)
-WINDOWED = {
-    "chunk": windowed(),
-    "left": windowed(padding_mask=PADDED),
-    "holes": windowed(padding_mask=HOLES),
+HOLE_MASK = (torch.arange(120) % 37 > 9).expand(2, -1)
+WINDOWED_MASKS = {
+    "chunk": make_windowed_mask(),
+    "left": make_windowed_mask(padding_mask=LEFT_PADDING_MASK),
+    "holes": make_windowed_mask(padding_mask=HOLE_MASK),
     "live-slot": replace(
-        windowed(),
+        make_windowed_mask(),
         kv_length=None,
         q_offset=torch.tensor(30),
         details=MaskDetails(cache_length=120),
@@ -67,12 +67,12 @@ WINDOWED = {
         0,
         window=40,
         doc_ids=(torch.arange(120) // 47).expand(2, -1),
-        padding_mask=HOLES,
+        padding_mask=HOLE_MASK,
     ),
 }
 
 
-@pytest.mark.parametrize("mask", WINDOWED.values(), ids=WINDOWED)
+@pytest.mark.parametrize("mask", WINDOWED_MASKS.values(), ids=WINDOWED_MASKS)
 def test_blockwise_window_matches_rowwise_window(mask):
     """`dense_blockwise` removes padding first, and must apply the window to the same keys."""
     q, k, v = qkv(2, q_length=mask.q_length, kv_length=120)
@@ -81,6 +81,8 @@ def test_blockwise_window_matches_rowwise_window(mask):
         q=q, k=k, v=v, scale=0.2, layer=None, config=CabConfig(), sparse=False, work=work, mask=mask
     )
     expected, actual = dense_masked(call), dense_blockwise(call, REFERENCE)
-    valid = torch.ones(2, 120, dtype=torch.bool) if mask.padding_mask is None else mask.padding_mask
-    is_real = valid[:, -mask.q_length :, None].unsqueeze(1)
+    padding_mask = (
+        torch.ones(2, 120, dtype=torch.bool) if mask.padding_mask is None else mask.padding_mask
+    )
+    is_real = padding_mask[:, -mask.q_length :, None].unsqueeze(1)
     torch.testing.assert_close(actual * is_real, expected * is_real, atol=1e-5, rtol=1e-4)

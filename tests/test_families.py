@@ -15,8 +15,8 @@ from pathlib import Path
 import model_sweep
 import pytest
 import torch
-from marks import since, slow_but
-from model_sweep import Sweep, examine, in_processes
+from marks import mark_slow_except, skip_before
+from model_sweep import Sweep, examine_in_processes, examine_model_type
 from tiny_types import causal_types
 from torch.multiprocessing import start_processes
 from transformers import AttentionInterface
@@ -26,18 +26,18 @@ from cab_hf.eval.experiment import run
 from cab_hf.eval.families import (
     EXACT,
     FAILS,
-    FOLDER,
-    IN_PART,
+    FOLDER_VARIABLE,
     NOT_BUILT,
-    NOT_OURS,
+    NOT_REACHED,
     REFUSED,
+    REFUSED_IN_PART,
     WRONG,
     Settings,
-    judged,
+    make_row,
 )
 
-SWEEP = os.environ.get(FOLDER)
-NAMES = {1: "families", 2: "families-context-parallel"}
+SWEEP_FOLDER = os.environ.get(FOLDER_VARIABLE)
+FOLDER_NAMES = {1: "families", 2: "families-context-parallel"}
 # types for which "cab" must be exact: with experts, latent attention, windows, recurrent layers,
 # cross-attention or layers of different types
 EXACT_TYPES = """
@@ -47,18 +47,18 @@ EXACT_TYPES = """
 """
 # types whose attention differs in older versions of transformers
 CHANGED_TYPES = [
-    pytest.param(("gemma2", 1), marks=since("5.24", "sdpa caps no logits")),
+    pytest.param(("gemma2", 1), marks=skip_before("5.24", "sdpa caps no logits")),
     pytest.param(
-        ("llama4", 1), marks=since("5.24", "chunks are counted from the start of the row")
+        ("llama4", 1), marks=skip_before("5.24", "chunks are counted from the start of the row")
     ),
 ]
 # pattern of the error for types whose attention does not use the attention interface
-UNREACHED = "attn_implementation=.*[.]$"
+UNREACHED_PATTERN = "attn_implementation=.*[.]$"
 # by type that "cab" rejects: pattern of the error
 REFUSED_TYPES = {
     **dict.fromkeys(("deepseek_v4", "doge", "minimax_m3_vl_text", "deepseek_v32"), ""),
     **dict.fromkeys(
-        ("falcon", "bloom", "mpt", "gpt_neo", "xglm", "openai-gpt", "mamba"), UNREACHED
+        ("falcon", "bloom", "mpt", "gpt_neo", "xglm", "openai-gpt", "mamba"), UNREACHED_PATTERN
     ),
 }
 # types for which context parallelism must be exact: with experts and router loss, latent
@@ -74,55 +74,59 @@ REFUSED_OVER_RANKS = {
     "bloom": "must reach its attention through",
 }
 # by (type, number of ranks): pattern of the error; None if the type must be exact
-EXPECTED = {
+EXPECTED_ERRORS = {
     **dict.fromkeys([(name, 1) for name in EXACT_TYPES.split()]),
     **{(name, 1): why for name, why in REFUSED_TYPES.items()},
     **dict.fromkeys([(name, 2) for name in EXACT_OVER_RANKS.split()]),
     **{(name, 2): why for name, why in REFUSED_OVER_RANKS.items()},
     **dict.fromkeys([("gemma2", 1), ("llama4", 1)]),
 }
-CHANGED = {each.values[0] for each in CHANGED_TYPES}
-CASES = [*(each for each in EXPECTED if each not in CHANGED), *CHANGED_TYPES]
-if SWEEP:
-    CASES = [(model_type, ranks) for ranks in NAMES for model_type in causal_types()]
+CHANGED_CASES = {each.values[0] for each in CHANGED_TYPES}
+CASES = [*(each for each in EXPECTED_ERRORS if each not in CHANGED_CASES), *CHANGED_TYPES]
+if SWEEP_FOLDER:
+    CASES = [(model_type, ranks) for ranks in FOLDER_NAMES for model_type in causal_types()]
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
     """Set torch to one thread during the test, as in the processes of a sweep."""
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(num_threads)
 
 
-def row_of(model_type, ranks=1):
+def compute_row(model_type, ranks=1):
     """Examine a type and return its result row; also write results if MODEL_SWEEP is set."""
-    if SWEEP:
-        out = str(Path(SWEEP, NAMES[ranks]))
+    if SWEEP_FOLDER:
+        out = str(Path(SWEEP_FOLDER, FOLDER_NAMES[ranks]))
         rows = run(Sweep(Settings(types=(model_type,), ranks=ranks, out=out)))
         return next(row for row in rows if row["model_type"] == model_type)
-    sample = examine(model_type) if ranks == 1 else in_processes(model_type, ranks, 120, 24)
-    return judged({"model_type": model_type, **sample})
+    sample = (
+        examine_model_type(model_type)
+        if ranks == 1
+        else examine_in_processes(model_type, ranks, 120, 24)
+    )
+    return make_row({"model_type": model_type, **sample})
 
 
-def case_params():
+def make_case_params():
     """Yield `CASES` with ids. All are marked as slow, except the first without MODEL_SWEEP."""
     params = [x if hasattr(x, "marks") else pytest.param(x) for x in CASES]
-    for param in slow_but(params, *([] if SWEEP else [0])):
+    for param in mark_slow_except(params, *([] if SWEEP_FOLDER else [0])):
         ((model_type, ranks),) = param.values
         name = f"{model_type}-ranks-{ranks}"
         yield pytest.param((model_type, ranks), id=name, marks=param.marks)
 
 
-@pytest.mark.parametrize("case", case_params())
+@pytest.mark.parametrize("case", make_case_params())
 def test_model_type_is_exact_or_raises(case):
     model_type, ranks = case
-    row = row_of(model_type, ranks)
-    if case not in EXPECTED:
+    row = compute_row(model_type, ranks)
+    if case not in EXPECTED_ERRORS:
         assert row["verdict"] in (EXACT, REFUSED, NOT_BUILT), row
-    elif EXPECTED[case] is not None:
-        assert row["verdict"] == REFUSED and re.search(EXPECTED[case], row["said"]), row
+    elif EXPECTED_ERRORS[case] is not None:
+        assert row["verdict"] == REFUSED and re.search(EXPECTED_ERRORS[case], row["said"]), row
     else:
         assert row["verdict"] == EXACT and row["layers"] > 0, row
         if ranks == 1:
@@ -131,12 +135,12 @@ def test_model_type_is_exact_or_raises(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", ["windowed", "dynamic"])
-def test_windows_and_dynamic_rope_are_exact_over_ranks(build):
-    assert row_of("mistral" if build == "dynamic" else "mixtral", 2)[build] == EXACT
+@pytest.mark.parametrize("build_name", ["windowed", "dynamic"])
+def test_windows_and_dynamic_rope_are_exact_over_ranks(build_name):
+    assert compute_row("mistral" if build_name == "dynamic" else "mixtral", 2)[build_name] == EXACT
 
 
-def without_the_first_key(module, query, key, value, _mask, **options):
+def attend_without_first_key(module, query, key, value, _mask, **options):
     """Attention function with an error: sdpa without the first key."""
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
@@ -144,35 +148,37 @@ def without_the_first_key(module, query, key, value, _mask, **options):
     return sdpa(module, query, key, value, mask[None, None], **options)
 
 
-def not_a_number(module, query, *args, **kwargs):
+def return_nan(module, query, *args, **kwargs):
     """Attention function with an error: the output is NaN."""
     return query.transpose(1, 2) * float("nan"), None
 
 
-def a_traceback(module, *args, **kwargs):
+def raise_key_error(module, *args, **kwargs):
     """Attention function that raises an error which is not an error of this project."""
     raise KeyError("cab")
 
 
 @pytest.mark.parametrize(
     ("function", "verdict"),
-    [(without_the_first_key, WRONG), (not_a_number, FAILS), (a_traceback, FAILS)],
+    [(attend_without_first_key, WRONG), (return_nan, FAILS), (raise_key_error, FAILS)],
 )
 def test_wrong_attention_is_detected(function, verdict):
-    before = ALL_ATTENTION_FUNCTIONS["cab"]
+    original_attention = ALL_ATTENTION_FUNCTIONS["cab"]
     AttentionInterface.register("cab", function)
     try:
-        assert judged({"model_type": "llama", **examine("llama")})["verdict"] == verdict
+        assert (
+            make_row({"model_type": "llama", **examine_model_type("llama")})["verdict"] == verdict
+        )
     finally:
-        AttentionInterface.register("cab", before)
+        AttentionInterface.register("cab", original_attention)
 
 
-FINE, NO = {"difference": 1e-5}, {"refused": "cab does not."}
-OFF, BROKEN = {"difference": 2e-4}, {"failed": "KeyError: 'cab'"}
+EXACT_OUTCOME, REFUSED_OUTCOME = {"difference": 1e-5}, {"refused": "cab does not."}
+INEXACT_OUTCOME, FAILED_OUTCOME = {"difference": 2e-4}, {"failed": "KeyError: 'cab'"}
 
 
-def sample_of(by_name, applied, layers):
-    """Return a result record as `examine` returns for a type.
+def make_sample(by_name, applied, layers):
+    """Return a result record as `examine_model_type` returns for a type.
 
     ``by_name`` and ``applied`` list the outcomes for the inputs "plain" and "left padded".
     ``layers`` is the number of layers with "cab".
@@ -184,43 +190,79 @@ def sample_of(by_name, applied, layers):
     return sample
 
 
-NAN = {"difference": float("nan")}
-STEP = {"loss": 1e-7, "logits": 1e-7, "gradients": 9e-6, "layers": 2}
+NAN_OUTCOME = {"difference": float("nan")}
+EXACT_STEP = {"loss": 1e-7, "logits": 1e-7, "gradients": 9e-6, "layers": 2}
 
 
-def sample_over_ranks(text, packed):
+def make_sample_over_ranks(text, packed):
     """Return a result record as `examine_over_ranks` returns, with the outcomes of two inputs."""
     return {"model_type": "x", "model": "X", "plain": {"one text": text, "packed": packed}}
 
 
 # by name: (result record, expected verdict)
 SAMPLES = {
-    "exact": (sample_of([FINE, FINE], [FINE, FINE], 2), EXACT),
-    "not-reached": (sample_of([FINE, FINE], [FINE, FINE], 0), NOT_OURS),
-    "refused": (sample_of([NO, NO], [NO, NO], 2), REFUSED),
-    "one-input-refused": (sample_of([FINE, NO], [FINE, NO], 2), IN_PART),
-    "one-switch-refused": (sample_of([FINE, FINE], [NO, NO], 2), IN_PART),
-    "one-input-off": (sample_of([FINE, OFF], [NO, NO], 2), WRONG),
-    "one-switch-fails": (sample_of([BROKEN, BROKEN], [NO, NO], 2), FAILS),
-    "not-a-number": (sample_of([FINE, NAN], [FINE, FINE], 2), WRONG),
-    "ranks-exact": (sample_over_ranks(STEP, STEP), EXACT),
-    "ranks-refused": (sample_over_ranks(NO, NO), REFUSED),
-    "ranks-one-input-refused": (sample_over_ranks(STEP, NO), IN_PART),
-    "ranks-gradients-off": (sample_over_ranks(STEP, {**STEP, "gradients": 2e-5}), WRONG),
-    "ranks-not-a-number": (sample_over_ranks({**STEP, "logits": math.inf}, STEP), WRONG),
-    "ranks-loss-off": (sample_over_ranks({**STEP, "loss": 2e-5}, STEP), WRONG),
-    "ranks-an-error": (sample_over_ranks(BROKEN, NO), FAILS),
-    "ranks-not-reached": (sample_over_ranks({**STEP, "layers": 0}, STEP), NOT_OURS),
+    "exact": (
+        make_sample([EXACT_OUTCOME, EXACT_OUTCOME], [EXACT_OUTCOME, EXACT_OUTCOME], 2),
+        EXACT,
+    ),
+    "not-reached": (
+        make_sample([EXACT_OUTCOME, EXACT_OUTCOME], [EXACT_OUTCOME, EXACT_OUTCOME], 0),
+        NOT_REACHED,
+    ),
+    "refused": (
+        make_sample([REFUSED_OUTCOME, REFUSED_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2),
+        REFUSED,
+    ),
+    "one-input-refused": (
+        make_sample([EXACT_OUTCOME, REFUSED_OUTCOME], [EXACT_OUTCOME, REFUSED_OUTCOME], 2),
+        REFUSED_IN_PART,
+    ),
+    "one-switch-refused": (
+        make_sample([EXACT_OUTCOME, EXACT_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2),
+        REFUSED_IN_PART,
+    ),
+    "one-input-off": (
+        make_sample([EXACT_OUTCOME, INEXACT_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2),
+        WRONG,
+    ),
+    "one-switch-fails": (
+        make_sample([FAILED_OUTCOME, FAILED_OUTCOME], [REFUSED_OUTCOME, REFUSED_OUTCOME], 2),
+        FAILS,
+    ),
+    "not-a-number": (
+        make_sample([EXACT_OUTCOME, NAN_OUTCOME], [EXACT_OUTCOME, EXACT_OUTCOME], 2),
+        WRONG,
+    ),
+    "ranks-exact": (make_sample_over_ranks(EXACT_STEP, EXACT_STEP), EXACT),
+    "ranks-refused": (make_sample_over_ranks(REFUSED_OUTCOME, REFUSED_OUTCOME), REFUSED),
+    "ranks-one-input-refused": (
+        make_sample_over_ranks(EXACT_STEP, REFUSED_OUTCOME),
+        REFUSED_IN_PART,
+    ),
+    "ranks-gradients-off": (
+        make_sample_over_ranks(EXACT_STEP, {**EXACT_STEP, "gradients": 2e-5}),
+        WRONG,
+    ),
+    "ranks-not-a-number": (
+        make_sample_over_ranks({**EXACT_STEP, "logits": math.inf}, EXACT_STEP),
+        WRONG,
+    ),
+    "ranks-loss-off": (make_sample_over_ranks({**EXACT_STEP, "loss": 2e-5}, EXACT_STEP), WRONG),
+    "ranks-an-error": (make_sample_over_ranks(FAILED_OUTCOME, REFUSED_OUTCOME), FAILS),
+    "ranks-not-reached": (
+        make_sample_over_ranks({**EXACT_STEP, "layers": 0}, EXACT_STEP),
+        NOT_REACHED,
+    ),
 }
 
 
 @pytest.mark.parametrize(("sample", "verdict"), SAMPLES.values(), ids=SAMPLES)
 def test_verdict_is_the_worst_outcome(sample, verdict):
-    assert judged(sample)["verdict"] == verdict
+    assert make_row(sample)["verdict"] == verdict
 
 
 def test_inputs_whose_padding_changes_the_model_are_not_compared():
-    row = judged({"model_type": "x", **examine("recurrent_gemma")})
+    row = make_row({"model_type": "x", **examine_model_type("recurrent_gemma")})
     assert row["verdict"] == EXACT and row["reads_padding"] == ["left padded"]
 
 
@@ -233,7 +275,7 @@ def test_inputs_whose_padding_changes_the_model_are_not_compared():
     ],
 )
 def test_unbuildable_type_does_not_stop_sweep(model_type, ranks, timeout, memory, message):
-    assert re.search(message, in_processes(model_type, ranks, timeout, memory)["not_built"])
+    assert re.search(message, examine_in_processes(model_type, ranks, timeout, memory)["not_built"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -245,18 +287,24 @@ def test_dead_process_does_not_stop_sweep(ranks, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(model_sweep, "start_processes", start_and_kill_one)
-        fields = {"not_built": "its process died with exit code -9"}
-        assert in_processes("llama", ranks, 120, 24) == fields
-    assert in_processes("gemma", ranks, 120, 24)["model"] == "GemmaForCausalLM"
+        expected = {"not_built": "its process died with exit code -9"}
+        assert examine_in_processes("llama", ranks, 120, 24) == expected
+    assert examine_in_processes("gemma", ranks, 120, 24)["model"] == "GemmaForCausalLM"
 
 
 def test_sweep_writes_rows_figure_and_report(tmp_path, monkeypatch):
     samples = {
-        "llama": {"model": "L", "dtype": "float64", "plain": {"one text": STEP, "packed": STEP}},
-        "bamba": {"model": "B", "plain": {"one text": NO, "packed": NO}},
+        "llama": {
+            "model": "L",
+            "dtype": "float64",
+            "plain": {"one text": EXACT_STEP, "packed": EXACT_STEP},
+        },
+        "bamba": {"model": "B", "plain": {"one text": REFUSED_OUTCOME, "packed": REFUSED_OUTCOME}},
         "opt": {"not_built": "no reason"},
     }
-    monkeypatch.setattr(model_sweep, "in_processes", lambda model_type, *_: samples[model_type])
+    monkeypatch.setattr(
+        model_sweep, "examine_in_processes", lambda model_type, *_: samples[model_type]
+    )
     for model_type in samples:
         run(Sweep(Settings(types=(model_type,), ranks=2, out=str(tmp_path))))
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]

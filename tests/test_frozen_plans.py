@@ -13,45 +13,55 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import slow_but
-from selecting import laid_in, plan_by_kernels, plan_by_reference
+from marks import mark_slow_except
+from selecting import arrange_in_layout, plan_by_kernels, plan_by_reference
 from tiny import SPARSE, tiny_model, tokens
 
 import cab_hf
 from cab_hf import CabConfig
 
-FILE = Path(__file__).parent / "shared" / "frozen_plans.json"
-ROWS = CabConfig(
+STORED_FILE = Path(__file__).parent / "shared" / "frozen_plans.json"
+ROWS_CONFIG = CabConfig(
     32, 16, outlier_queries=4, typical_queries=4,
     typical_key_stride=1, mass_threshold=0.08, share_threshold=0.3,
 )  # fmt: skip
-FRC = CabConfig(32, 16, predictor="frc", sparsity=0.6)
-HALF = tuple(range(16, 32))
+FRC_CONFIG = CabConfig(32, 16, predictor="frc", sparsity=0.6)
+HALF_CHANNELS = tuple(range(16, 32))
 # by name: (config, sizes of q and k, layout, further arguments of `plan_by_reference`)
-PLANS = {
-    "causal": (ROWS, {}, "causal", {"channels": HALF}),
-    "padded": (ROWS, {"batch": 2}, "padded", {"channels": HALF}),
-    "packed": (ROWS, {}, "packed", {"channels": HALF}),
-    "chunk": (ROWS, {"length": 100, "kv_length": 300}, "chunk", {"channels": HALF}),
-    "in-place": (ROWS, {"batch": 2, "length": 140}, "in-place", {"channels": HALF}),
-    "7-tokens": (replace(ROWS, dense_tail_blocks=0), {"length": 7}, "causal", {}),
-    "odd-length": (ROWS, {"length": 333}, "causal", {}),
-    "one-kv-head": (ROWS, {"kv_heads": 1}, "causal", {"channels": HALF}),
-    "every-4th-key": (replace(ROWS, typical_key_stride=4), {}, "packed", {"channels": HALF}),
-    "typical-alone": (replace(ROWS, outlier_queries=0), {}, "causal", {}),
-    "wide-keys": (replace(ROWS, key_block=64), {}, "causal", {"channels": HALF}),
-    "capped": (replace(ROWS, max_density=0.4), {"batch": 2}, "padded", {"channels": HALF}),
-    "capped-listed": (replace(ROWS, max_density=0.3), {"batch": 2}, "in-place", {}),
-    "two-tails": (replace(ROWS, dense_tail_blocks=2), {"batch": 2}, "padded", {}),
-    "sinks": (ROWS, {}, "causal", {"sinks": torch.tensor([-3.0, 4.0, 12.0, 90.0])}),
-    "softcap": (ROWS, {}, "causal", {"softcap": 4.0}),
-    "cascade": (replace(ROWS, predictor="cascade", anchors=(0,)), {}, "causal", {}),
-    "frc": (FRC, {}, "causal", {}),
-    "frc-padded": (FRC, {"batch": 2}, "padded", {}),
-    "frc-additive": (replace(FRC, curvature="additive"), {}, "packed", {}),
+PLAN_CASES = {
+    "causal": (ROWS_CONFIG, {}, "causal", {"channels": HALF_CHANNELS}),
+    "padded": (ROWS_CONFIG, {"batch": 2}, "padded", {"channels": HALF_CHANNELS}),
+    "packed": (ROWS_CONFIG, {}, "packed", {"channels": HALF_CHANNELS}),
+    "chunk": (ROWS_CONFIG, {"length": 100, "kv_length": 300}, "chunk", {"channels": HALF_CHANNELS}),
+    "in-place": (ROWS_CONFIG, {"batch": 2, "length": 140}, "in-place", {"channels": HALF_CHANNELS}),
+    "7-tokens": (replace(ROWS_CONFIG, dense_tail_blocks=0), {"length": 7}, "causal", {}),
+    "odd-length": (ROWS_CONFIG, {"length": 333}, "causal", {}),
+    "one-kv-head": (ROWS_CONFIG, {"kv_heads": 1}, "causal", {"channels": HALF_CHANNELS}),
+    "every-4th-key": (
+        replace(ROWS_CONFIG, typical_key_stride=4),
+        {},
+        "packed",
+        {"channels": HALF_CHANNELS},
+    ),
+    "typical-alone": (replace(ROWS_CONFIG, outlier_queries=0), {}, "causal", {}),
+    "wide-keys": (replace(ROWS_CONFIG, key_block=64), {}, "causal", {"channels": HALF_CHANNELS}),
+    "capped": (
+        replace(ROWS_CONFIG, max_density=0.4),
+        {"batch": 2},
+        "padded",
+        {"channels": HALF_CHANNELS},
+    ),
+    "capped-listed": (replace(ROWS_CONFIG, max_density=0.3), {"batch": 2}, "in-place", {}),
+    "two-tails": (replace(ROWS_CONFIG, dense_tail_blocks=2), {"batch": 2}, "padded", {}),
+    "sinks": (ROWS_CONFIG, {}, "causal", {"sinks": torch.tensor([-3.0, 4.0, 12.0, 90.0])}),
+    "softcap": (ROWS_CONFIG, {}, "causal", {"softcap": 4.0}),
+    "cascade": (replace(ROWS_CONFIG, predictor="cascade", anchors=(0,)), {}, "causal", {}),
+    "frc": (FRC_CONFIG, {}, "causal", {}),
+    "frc-padded": (FRC_CONFIG, {"batch": 2}, "padded", {}),
+    "frc-additive": (replace(FRC_CONFIG, curvature="additive"), {}, "packed", {}),
 }
 # plans that are also computed by kernels: few, because the interpreter takes seconds per plan
-BY_KERNELS = slow_but(
+KERNEL_PLANS = mark_slow_except(
     ["chunk", "capped-listed", "every-4th-key", "padded", "capped", "frc-padded"], 0
 )
 LAYOUTS = ["causal", "padded"]
@@ -64,15 +74,15 @@ def random_qk(batch=1, length=300, kv_length=None, heads=4, kv_heads=2, dim=32):
     return [(16 * torch.randn(shape, generator=generator)).round() / 8 for shape in shapes]
 
 
-def inputs_of(name):
+def make_plan_inputs(name):
     """Return (config, q, k, `KeyRanges`, further arguments of `plan_by_reference`) for a plan."""
-    config, sizes, layout, options = PLANS[name]
+    config, sizes, layout, options = PLAN_CASES[name]
     q, k = random_qk(**sizes)
-    q, k, ranges = laid_in(layout, q, k, config.query_block)
+    q, k, ranges = arrange_in_layout(layout, q, k, config.query_block)
     return config, q, k, ranges, options
 
 
-def hash_of(plan):
+def hash_plan(plan):
     """Return a hash of the block lists of a plan; unused list entries do not change the hash."""
     tensors = [plan.full.counts, plan.partial.counts]
     tensors += [x.indices.masked_fill(~x.listed(), -1) for x in (plan.full, plan.partial)]
@@ -83,7 +93,7 @@ def hash_of(plan):
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def logits_of(layout):
+def compute_logits(layout):
     """Return some logits of a tiny model, whose weights are drawn here in a fixed order.
 
     The weights therefore do not depend on the versions of libraries.
@@ -103,47 +113,52 @@ def logits_of(layout):
 
 
 @pytest.fixture(scope="module")
-def frozen():
-    """Return the content of `FILE`: stored hashes of plans, and stored logits."""
-    return json.loads(FILE.read_text())
+def stored_results():
+    """Return the content of `STORED_FILE`: stored hashes of plans, and stored logits."""
+    return json.loads(STORED_FILE.read_text())
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_reference_plan_equals_stored_hash(name, frozen):
-    config, q, k, ranges, options = inputs_of(name)
-    assert hash_of(plan_by_reference(config, q, k, ranges, **options)) == frozen["plans"][name]
+@pytest.mark.parametrize("name", PLAN_CASES)
+def test_reference_plan_equals_stored_hash(name, stored_results):
+    config, q, k, ranges, options = make_plan_inputs(name)
+    assert (
+        hash_plan(plan_by_reference(config, q, k, ranges, **options))
+        == stored_results["plans"][name]
+    )
 
 
-@pytest.mark.parametrize("name", BY_KERNELS)
-def test_kernel_plan_equals_stored_hash(name, frozen):
-    config, q, k, ranges, options = inputs_of(name)
-    assert hash_of(plan_by_kernels(config, q, k, ranges, **options)) == frozen["plans"][name]
+@pytest.mark.parametrize("name", KERNEL_PLANS)
+def test_kernel_plan_equals_stored_hash(name, stored_results):
+    config, q, k, ranges, options = make_plan_inputs(name)
+    assert (
+        hash_plan(plan_by_kernels(config, q, k, ranges, **options)) == stored_results["plans"][name]
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_are_close_to_stored_values(layout, frozen):
-    expected = torch.tensor(frozen["logits"][layout])
-    torch.testing.assert_close(logits_of(layout), expected, atol=1e-3, rtol=1e-3)
+def test_logits_are_close_to_stored_values(layout, stored_results):
+    expected = torch.tensor(stored_results["logits"][layout])
+    torch.testing.assert_close(compute_logits(layout), expected, atol=1e-3, rtol=1e-3)
 
 
-def write():
-    """Compute all plans and logits on this machine, and store their hashes and values in `FILE`.
+def write_stored_results():
+    """Compute all plans and logits on this machine, and store hashes and values in `STORED_FILE`.
 
     Raises:
         ValueError: a plan changes if queries are scaled by 1 - 1e-6 or 1 + 1e-6.
     """
     plans = {}
-    for name in PLANS:
-        config, q, k, ranges, options = inputs_of(name)
+    for name in PLAN_CASES:
+        config, q, k, ranges, options = make_plan_inputs(name)
         plans_of_scaled = [
             plan_by_reference(config, q * x, k, ranges, **options) for x in (1, 1 - 1e-6, 1 + 1e-6)
         ]
-        plans[name], *others = map(hash_of, plans_of_scaled)
-        if any(other != plans[name] for other in others):
+        plans[name], *scaled_hashes = map(hash_plan, plans_of_scaled)
+        if any(scaled_hash != plans[name] for scaled_hash in scaled_hashes):
             raise ValueError(f"{name} must not depend on rounding. Change its inputs.")
-    logits = {x: [round(number, 4) for number in logits_of(x).tolist()] for x in LAYOUTS}
-    FILE.write_text(json.dumps({"plans": plans, "logits": logits}, indent=1) + "\n")
+    logits = {x: [round(number, 4) for number in compute_logits(x).tolist()] for x in LAYOUTS}
+    STORED_FILE.write_text(json.dumps({"plans": plans, "logits": logits}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    write()
+    write_stored_results()

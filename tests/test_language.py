@@ -12,19 +12,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("cab_hf", "patches", "finetune", "eval", "examples", "tests")
 # first words of a docstring that start a clause without its verb
-OPENINGS = {
+NON_VERB_OPENINGS = {
     *("What", "Whether", "Of", "How", "Those", "Where", "Which", "That", "By", "Up"),
     *("From", "With", "For", "To", "As", "On", "In"),
 }
 # colloquial words that texts must not use. In the same order, texts use instead: after, next to,
 # again, receives, no process or no user, n
-WORDS = re.compile(r"\b(behind|beside|anew|told|nobody|so many)\b")
+COLLOQUIAL_WORDS = re.compile(r"\b(behind|beside|anew|told|nobody|so many)\b")
 # largest number of calls f(*name) per 1,000 lines of the library, including forwarded *args
-UNPACKED = 2
-LIBRARY = ("cab_hf", "patches", "finetune")
+MAX_UNPACKED_CALLS = 2
+LIBRARY_FOLDERS = ("cab_hf", "patches", "finetune")
 
 
-def python_files(folders):
+def find_python_files(folders):
     """Return the paths of tracked Python files, or of all files outside of a git checkout."""
     process = subprocess.run(
         ["git", "ls-files", "--", *(f"{folder}/**.py" for folder in folders)],
@@ -37,7 +37,7 @@ def python_files(folders):
     return sorted(path for path in paths if path.exists() and path != Path(__file__))
 
 
-def texts_of(source):
+def find_texts(source):
     """Yield line, kind and text of docstrings, comments and messages of raised errors."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -54,18 +54,20 @@ def texts_of(source):
             yield token.start[0], "comment", token.string
 
 
-def findings(source):
+def find_problems(source):
     """Return line and description of each text that breaks the rules of this module."""
     problems = []
-    for line, kind, text in texts_of(source):
-        first = re.match(r"\W*(\w+)", text)
-        if kind == "docstring" and first and first[1] in OPENINGS:
-            problems.append((line, f"docstring starts with {first[1]!r}"))
-        problems += [(line, f"{kind} contains {match!r}") for match in WORDS.findall(text)]
+    for line, kind, text in find_texts(source):
+        first_word = re.match(r"\W*(\w+)", text)
+        if kind == "docstring" and first_word and first_word[1] in NON_VERB_OPENINGS:
+            problems.append((line, f"docstring starts with {first_word[1]!r}"))
+        problems += [
+            (line, f"{kind} contains {match!r}") for match in COLLOQUIAL_WORDS.findall(text)
+        ]
     return problems
 
 
-def unpacked_names(source):
+def count_unpacked_calls(source):
     """Count calls that unpack a variable into positional arguments."""
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     return sum(
@@ -79,14 +81,14 @@ def unpacked_names(source):
 def test_texts_use_plain_english(folder):
     problems = [
         f"{path.relative_to(ROOT)}:{line}: {description}"
-        for path in python_files([folder])
-        for line, description in findings(path.read_text())
+        for path in find_python_files([folder])
+        for line, description in find_problems(path.read_text())
     ]
     assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize(
-    ("source", "count"),
+    ("source", "num_problems"),
     [
         ('def f():\n    """Return a tensor."""', 0),
         ('def f():\n    """What a tensor is."""', 1),
@@ -96,12 +98,14 @@ def test_texts_use_plain_english(folder):
         ("name = 'beside'", 0),
     ],
 )
-def test_findings_of_sample_sources(source, count):
-    assert len(findings(source)) == count
+def test_find_problems_counts_problems_of_sample_sources(source, num_problems):
+    assert len(find_problems(source)) == num_problems
 
 
 def test_library_unpacks_few_variables_into_calls():
-    sources = [path.read_text() for path in python_files(LIBRARY)]
-    lines = sum(source.count("\n") for source in sources)
-    count = sum(map(unpacked_names, sources))
-    assert count <= UNPACKED * lines / 1000, f"{count} calls in {lines} lines"
+    sources = [path.read_text() for path in find_python_files(LIBRARY_FOLDERS)]
+    num_lines = sum(source.count("\n") for source in sources)
+    num_calls = sum(map(count_unpacked_calls, sources))
+    assert num_calls <= MAX_UNPACKED_CALLS * num_lines / 1000, (
+        f"{num_calls} calls in {num_lines} lines"
+    )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from budget import assert_within_budget
 from torch.nn import functional as F
-from valid_plan import require_valid
+from valid_plan import assert_valid_plan
 
 from cab_hf import CabConfig
 from cab_hf.layers import CABAttention, CABAttentionLayer
@@ -14,13 +14,15 @@ from cab_hf.plan import KeyRanges
 from cab_hf.predictors import FrcPredictor, LayerContext
 
 DIM, HEADS, BLOCK = 64, 4, 32
-both_ways = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-formulas = pytest.mark.parametrize("formula", ["forman", "additive"])
-groups = pytest.mark.parametrize("kv_heads", [4, 2, 1])
-lengths = pytest.mark.parametrize("length", [1, 32, 63, 111, 205])
+parametrize_causal = pytest.mark.parametrize(
+    "causal", [True, False], ids=["causal", "bidirectional"]
+)
+parametrize_formula = pytest.mark.parametrize("formula", ["forman", "additive"])
+parametrize_kv_heads = pytest.mark.parametrize("kv_heads", [4, 2, 1])
+parametrize_length = pytest.mark.parametrize("length", [1, 32, 63, 111, 205])
 
 
-def attention(sparsity=0.6, **settings):
+def make_attention(sparsity=0.6, **settings):
     """Return a random `CABAttention` whose attention weights are far from uniform."""
     torch.manual_seed(0)
     layer = CABAttention(DIM, HEADS, BLOCK, sparsity, **settings)
@@ -30,7 +32,7 @@ def attention(sparsity=0.6, **settings):
     return layer
 
 
-def inputs(length, batch=2):
+def random_inputs(length, batch=2):
     """Return random inputs [B, N, DIM]."""
     return torch.randn(batch, length, DIM, generator=torch.Generator().manual_seed(1))
 
@@ -45,13 +47,13 @@ def masked_attention(x, q_weight, k_weight, v_weight, o_weight, mask):
     return F.linear(out.transpose(1, 2).flatten(2), o_weight)
 
 
-@formulas
-@groups
-@lengths
-@both_ways
+@parametrize_formula
+@parametrize_kv_heads
+@parametrize_length
+@parametrize_causal
 def test_full_budget_equals_dense_attention(formula, kv_heads, length, causal):
-    layer = attention(0.0, formula=formula, num_kv_heads=kv_heads, causal=causal)
-    x = inputs(length)
+    layer = make_attention(0.0, formula=formula, num_kv_heads=kv_heads, causal=causal)
+    x = random_inputs(length)
     mask = torch.ones(length, length, dtype=torch.bool)
     mask = mask.tril() if causal else mask
     q_weight, k_weight, v_weight, o_weight = (x.detach() for x in layer.parameters())
@@ -59,29 +61,29 @@ def test_full_budget_equals_dense_attention(formula, kv_heads, length, causal):
     assert_within_budget(layer(x).detach(), compute, x, q_weight, k_weight, v_weight, o_weight)
 
 
-@groups
-@lengths
-@both_ways
+@parametrize_kv_heads
+@parametrize_length
+@parametrize_causal
 def test_outputs_and_gradients_match_masked_attention(kv_heads, length, causal):
-    layer = attention(num_kv_heads=kv_heads, causal=causal)
-    x = inputs(length).requires_grad_()
+    layer = make_attention(num_kv_heads=kv_heads, causal=causal)
+    x = random_inputs(length).requires_grad_()
     out, plan = layer(x, return_plan=True)
     expected = masked_attention(x, *layer.parameters(), plan.token_mask())
     torch.testing.assert_close(out, expected)
     grad_out = torch.randn_like(out)
     leaves = (x, *layer.parameters())
-    actual = torch.autograd.grad(out, leaves, grad_out)
-    exact = torch.autograd.grad(expected, leaves, grad_out)
-    for gradient, exact_gradient in zip(actual, exact, strict=True):
-        torch.testing.assert_close(gradient, exact_gradient, rtol=1e-4, atol=1e-4)
+    actual_gradients = torch.autograd.grad(out, leaves, grad_out)
+    expected_gradients = torch.autograd.grad(expected, leaves, grad_out)
+    for gradient, expected_gradient in zip(actual_gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-4)
 
 
-@formulas
+@parametrize_formula
 def test_plan_equals_published_config(formula):
-    layer = attention(formula=formula)
-    x = inputs(300)
+    layer = make_attention(formula=formula)
+    x = random_inputs(300)
     plan = layer(x, return_plan=True)[1]
-    require_valid(plan)
+    assert_valid_plan(plan)
     q, k = (
         project(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         for project in (layer.q_proj, layer.k_proj)
@@ -93,43 +95,45 @@ def test_plan_equals_published_config(formula):
     assert torch.equal(plan.to_dense(), expected.to_dense())
 
 
-@formulas
+@parametrize_formula
 def test_bidirectional_plan_selects_earlier_and_later_blocks(formula):
-    plan = attention(formula=formula, causal=False)(inputs(300), return_plan=True)[1]
-    require_valid(plan)
+    plan = make_attention(formula=formula, causal=False)(random_inputs(300), return_plan=True)[1]
+    assert_valid_plan(plan)
     is_selected = plan.to_dense()
     assert (is_selected.sum(-1) == 4).all(), "a row must have ceil(0.4 * 10) blocks"
     assert is_selected.diagonal(dim1=2, dim2=3).all()
     assert is_selected.triu(1).any() and is_selected.tril(-1).any()
 
 
-@formulas
+@parametrize_formula
 def test_later_blocks_do_not_change_earlier_outputs(formula):
-    layer = attention(formula=formula)
-    x = inputs(205)
-    changed = x.clone()
-    changed[:, 128:] = 5 - 2 * changed[:, 128:]
-    torch.testing.assert_close(layer(changed)[:, :128], layer(x)[:, :128])
-    assert not torch.allclose(layer(changed)[:, 128:], layer(x)[:, 128:])
+    layer = make_attention(formula=formula)
+    x = random_inputs(205)
+    changed_inputs = x.clone()
+    changed_inputs[:, 128:] = 5 - 2 * changed_inputs[:, 128:]
+    torch.testing.assert_close(layer(changed_inputs)[:, :128], layer(x)[:, :128])
+    assert not torch.allclose(layer(changed_inputs)[:, 128:], layer(x)[:, 128:])
 
 
-@both_ways
+@parametrize_causal
 def test_batch_rows_are_independent(causal):
-    layer = attention(causal=causal)
-    x = inputs(150, batch=3)
+    layer = make_attention(causal=causal)
+    x = random_inputs(150, batch=3)
     torch.testing.assert_close(layer(x)[1:2], layer(x[1:2]))
 
 
 def test_higher_sparsity_lowers_density():
-    x = inputs(640, batch=1)
-    density = [attention(s)(x, return_plan=True)[1].density() for s in (0.0, 0.5, 0.9)]
-    assert density[0] == 1 and density[0] > density[1] > density[2]
+    x = random_inputs(640, batch=1)
+    densities = [
+        make_attention(sparsity)(x, return_plan=True)[1].density() for sparsity in (0.0, 0.5, 0.9)
+    ]
+    assert densities[0] == 1 and densities[0] > densities[1] > densities[2]
 
 
-@both_ways
+@parametrize_causal
 def test_every_parameter_of_a_layer_gets_a_gradient(causal):
     layer = CABAttentionLayer(DIM, HEADS, BLOCK, 0.6, causal=causal, num_kv_heads=2, bias=True)
-    x = inputs(111).requires_grad_()
+    x = random_inputs(111).requires_grad_()
     out = layer(x)
     assert out.shape == x.shape
     out.square().mean().backward()
@@ -142,7 +146,7 @@ def test_every_parameter_of_a_layer_gets_a_gradient(causal):
 
 def test_layer_equals_composition_of_its_parts():
     layer = CABAttentionLayer(DIM, HEADS, BLOCK, 0.6)
-    x = inputs(100)
+    x = random_inputs(100)
     residual = x + layer.attention(F.rms_norm(x, (DIM,)))
     up, _, down = layer.mlp
     expected = residual + down(F.gelu(up(F.rms_norm(residual, (DIM,)))))
@@ -153,7 +157,7 @@ def test_training_lowers_the_loss():
     torch.manual_seed(0)
     layer = CABAttentionLayer(DIM, HEADS, BLOCK, 0.6, mlp_ratio=2)
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
-    x = inputs(96)
+    x = random_inputs(96)
     # the target is the input of the previous token, which only attention can copy
     target = x.roll(1, dims=1)
     losses = []
@@ -173,7 +177,7 @@ def test_bias_option_applies_to_all_projections(bias):
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("make_or_call_layer", "message"),
     [
         pytest.param(lambda: CABAttention(64, 5), "num_heads must divide dim=64, got 5", id="dim"),
         pytest.param(
@@ -220,6 +224,6 @@ def test_bias_option_applies_to_all_projections(bias):
         ),
     ],
 )
-def test_invalid_arguments_raise(call, message):
+def test_invalid_arguments_raise(make_or_call_layer, message):
     with pytest.raises(ValueError, match=message):
-        call()
+        make_or_call_layer()

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from call_cases import logits
+from call_cases import compute_logits
 from tiny import SPARSE, tiny_model, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
@@ -16,42 +16,46 @@ from cab_hf.experiment import models, offline_models
 
 
 @pytest.fixture
-def standing_in(model_folder, tmp_path, monkeypatch):
+def tiny_model_names(model_folder, tmp_path, monkeypatch):
     """Make the names of an embedded model and of a hub model load the tiny model.
 
     Returns:
-        {element of `NAMES`: name of the model, for `load_model`}.
+        {element of `MODEL_NAMES`: name of the model, for `load_model`}.
     """
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(offline_models, "find_smollm2_gguf", lambda scratch: scratch / "model.gguf")
     monkeypatch.setattr(offline_models, "_check_gguf", lambda gguf: None)
-    copied = lambda gguf, to: shutil.copytree(model_folder, to)  # noqa: E731
-    monkeypatch.setattr(offline_models, "convert_gguf", copied)
-    source = models._source
+    copy_tiny_model = lambda gguf, to: shutil.copytree(model_folder, to)  # noqa: E731
+    monkeypatch.setattr(offline_models, "convert_gguf", copy_tiny_model)
+    original_source = models._resolve_source
     hub_models = {"someone/tiny": str(model_folder)}
-    monkeypatch.setattr(models, "_source", lambda name: hub_models.get(name) or source(name))
+    monkeypatch.setattr(
+        models, "_resolve_source", lambda name: hub_models.get(name) or original_source(name)
+    )
     return {"folder": str(model_folder), "path": model_folder, "hub": "someone/tiny"}
 
 
-NAMES = ["tiny", "smollm2", "folder", "path", "hub"]
+MODEL_NAMES = ["tiny", "smollm2", "folder", "path", "hub"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_load_model_returns_model_on_cab(standing_in, name):
-    model, tokenizer = cab_hf.load_model(standing_in.get(name, name), device="cpu")
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_load_model_returns_model_on_cab(tiny_model_names, name):
+    model, tokenizer = cab_hf.load_model(tiny_model_names.get(name, name), device="cpu")
     assert model.config._attn_implementation == "cab" and not model.training
     assert (model.device.type, model.dtype) == ("cpu", torch.float32)
     assert cab_hf.describe(model, tokens=20000).splitlines()[1].startswith("  layers 0-1: sparse")
     assert tokenizer.pad_token is not None
 
 
-@pytest.mark.parametrize("kind", ["config", "dict", "file"])
-@pytest.mark.parametrize("name", NAMES)
-def test_settings_apply_to_hub_path_and_embedded_names(standing_in, name, kind, tmp_path):
+@pytest.mark.parametrize("config_kind", ["config", "dict", "file"])
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_settings_apply_to_hub_path_and_embedded_names(
+    tiny_model_names, name, config_kind, tmp_path
+):
     SPARSE.save(tmp_path / "own.json")
     configs = {"config": SPARSE, "dict": SPARSE.to_dict(), "file": str(tmp_path / "own.json")}
     model, _ = cab_hf.load_model(
-        standing_in.get(name, name), device="cpu", cab_config=configs[kind]
+        tiny_model_names.get(name, name), device="cpu", cab_config=configs[config_kind]
     )
     assert model.config.cab_config == SPARSE.to_dict()
     ids = torch.randint(3, 50, (1, 300), generator=torch.Generator().manual_seed(0))
@@ -75,11 +79,11 @@ def test_default_dtype_and_device_follow_the_machine(
     monkeypatch, has_gpu, arguments, device, dtype
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    calls, load = [], models.load_model
+    calls, original_load_model = [], models.load_model
 
     def load_on_cpu(name, device, dtype, **options):
         calls.append((device, dtype))
-        return load(name, "cpu", "float32", **options)
+        return original_load_model(name, "cpu", "float32", **options)
 
     monkeypatch.setattr(models, "load_model", load_on_cpu)
     cab_hf.load_model("tiny", **arguments)
@@ -106,13 +110,13 @@ def test_invalid_arguments_raise_before_reading_files(arguments, message):
         cab_hf.load_model("tiny", device="cpu", **arguments)
 
 
-def _file(folder, fields):
+def _save_fields(folder, fields):
     """Save ``fields`` to a JSON file and return its path."""
     (folder / "own.json").write_text(json.dumps(fields))
     return folder / "own.json"
 
 
-def _saved_model(folder, fields):
+def _save_model(folder, fields):
     """Save a model to ``folder``, with ``fields`` as cab_config in config.json; return folder."""
     tiny_model().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -120,11 +124,11 @@ def _saved_model(folder, fields):
     return folder
 
 
-def _loaded(folder, fields):
+def _save_and_load(folder, fields):
     """Save a model without cab_config, and load the model with ``fields`` as cab_config."""
     tiny_model().save_pretrained(folder)
-    load = AutoModelForCausalLM.from_pretrained
-    return load(folder, attn_implementation="cab", cab_config=fields)
+    from_pretrained = AutoModelForCausalLM.from_pretrained
+    return from_pretrained(folder, attn_implementation="cab", cab_config=fields)
 
 
 @pytest.mark.parametrize(
@@ -148,42 +152,46 @@ def _loaded(folder, fields):
     ],
 )
 @pytest.mark.parametrize(
-    "enter",
+    "apply_fields",
     [
         pytest.param(lambda _, fields: cab_hf.apply_cab(tiny_model(), fields), id="dict"),
         pytest.param(lambda _, fields: cab_hf.apply_cab(tiny_model(), **fields), id="keywords"),
         pytest.param(
-            lambda at, fields: cab_hf.apply_cab(tiny_model(), _file(at, fields)), id="file"
+            lambda folder, fields: cab_hf.apply_cab(tiny_model(), _save_fields(folder, fields)),
+            id="file",
         ),
-        pytest.param(lambda at, fields: _loaded(at, fields), id="from_pretrained"),
+        pytest.param(lambda folder, fields: _save_and_load(folder, fields), id="from_pretrained"),
         pytest.param(
-            lambda at, fields: _loaded(at, str(_file(at, fields))), id="from_pretrained-file"
+            lambda folder, fields: _save_and_load(folder, str(_save_fields(folder, fields))),
+            id="from_pretrained-file",
         ),
         pytest.param(
-            lambda at, fields: AutoModelForCausalLM.from_pretrained(
-                _saved_model(at, fields), attn_implementation="cab"
+            lambda folder, fields: AutoModelForCausalLM.from_pretrained(
+                _save_model(folder, fields), attn_implementation="cab"
             ),
             id="saved-model",
         ),
         pytest.param(
-            lambda at, fields: cab_hf.apply_cab(
-                AutoModelForCausalLM.from_pretrained(_saved_model(at, fields))
+            lambda folder, fields: cab_hf.apply_cab(
+                AutoModelForCausalLM.from_pretrained(_save_model(folder, fields))
             ),
             id="saved-model-switched-later",
         ),
     ],
 )
-def test_unknown_fields_raise_at_every_entry_point(tmp_path, enter, fields, sentence):
+def test_unknown_fields_raise_at_every_entry_point(tmp_path, apply_fields, fields, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        enter(tmp_path, fields)
+        apply_fields(tmp_path, fields)
 
 
 def test_cab_model_shorter_than_min_length_warns(monkeypatch, recwarn):
-    monkeypatch.setattr(checks, "_warned", set())
+    monkeypatch.setattr(checks, "_shown_warnings", set())
     cab_hf.load_model("tiny", device="cpu", attn_implementation="sdpa")
-    assert not [each for each in recwarn if "positions" in str(each.message)]
+    assert not [warning for warning in recwarn if "positions" in str(warning.message)]
     cab_hf.load_model("tiny", device="cpu")
-    (message,) = [str(each.message) for each in recwarn if "positions" in str(each.message)]
+    (message,) = [
+        str(warning.message) for warning in recwarn if "positions" in str(warning.message)
+    ]
     assert re.match(r"tiny-\w+ has 4,096 positions and min_length is 16,384", message)
     cab_hf.load_model("tiny", device="cpu", cab_config=CabConfig(min_length=4096))
 
@@ -193,49 +201,49 @@ def test_loading_by_name_keeps_the_saved_config(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, attn_implementation="cab")
     ids = tokens(1, 200)
-    assert torch.equal(logits(loaded, input_ids=ids), logits(model, input_ids=ids))
+    assert torch.equal(compute_logits(loaded, input_ids=ids), compute_logits(model, input_ids=ids))
     assert cab_hf.stats(loaded) == cab_hf.stats(model)
 
 
-@pytest.mark.parametrize("chosen", [SPARSE, SPARSE.to_dict()], ids=["CabConfig", "dict"])
-def test_from_pretrained_accepts_cab_config(tmp_path, chosen):
+@pytest.mark.parametrize("cab_config", [SPARSE, SPARSE.to_dict()], ids=["CabConfig", "dict"])
+def test_from_pretrained_accepts_cab_config(tmp_path, cab_config):
     model = tiny_model()
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(
-        tmp_path, attn_implementation="cab", cab_config=chosen, dtype=torch.float32
+        tmp_path, attn_implementation="cab", cab_config=cab_config, dtype=torch.float32
     )
     ids = tokens(1, 200)
-    expected = logits(cab_hf.apply_cab(model, SPARSE), input_ids=ids)
-    assert torch.equal(logits(loaded, input_ids=ids), expected)
+    expected = compute_logits(cab_hf.apply_cab(model, SPARSE), input_ids=ids)
+    assert torch.equal(compute_logits(loaded, input_ids=ids), expected)
     loaded.save_pretrained(tmp_path)
     assert type(model).from_pretrained(tmp_path).config.cab_config == SPARSE.to_dict()
 
 
 @pytest.mark.parametrize(
-    "make",
+    "load_model",
     [
         pytest.param(
-            lambda at, config, **options: LlamaForCausalLM.from_pretrained(
-                at, config=config, **options
+            lambda folder, config, **options: LlamaForCausalLM.from_pretrained(
+                folder, config=config, **options
             ),
             id="class",
         ),
         pytest.param(
-            lambda at, config, **options: AutoModelForCausalLM.from_pretrained(
-                pretrained_model_name_or_path=at, config=config, **options
+            lambda folder, config, **options: AutoModelForCausalLM.from_pretrained(
+                pretrained_model_name_or_path=folder, config=config, **options
             ),
             id="auto",
         ),
         pytest.param(
-            lambda at, config, **options: AutoModelForCausalLM.from_config(config, **options),
+            lambda folder, config, **options: AutoModelForCausalLM.from_config(config, **options),
             id="without-weights",
         ),
     ],
 )
-def test_from_pretrained_accepts_cab_config_with_config(tmp_path, make):
+def test_from_pretrained_accepts_cab_config_with_config(tmp_path, load_model):
     tiny_model().save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
-    model = make(tmp_path, config, attn_implementation="cab", cab_config=SPARSE)
+    model = load_model(tmp_path, config, attn_implementation="cab", cab_config=SPARSE)
     assert model.config.cab_config == SPARSE.to_dict() and config.cab_config is None
     with pytest.raises(ValueError, match=r"CabConfig\.mass_threshold must be .*, got 7"):
-        make(tmp_path, config, attn_implementation="cab", cab_config={"mass_threshold": 7})
+        load_model(tmp_path, config, attn_implementation="cab", cab_config={"mass_threshold": 7})

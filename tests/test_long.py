@@ -15,7 +15,7 @@ from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan
 from cab_hf.selection import api
 
-EXACT = {"atol": 2e-5, "rtol": 1e-4}
+TOLERANCE = {"atol": 2e-5, "rtol": 1e-4}
 CHUNK = 3 * SPARSE.query_block
 # the last chunk is shorter than the others, but longer than a query block
 LENGTH = 4 * CHUNK + 40
@@ -27,7 +27,7 @@ def llama():
     return tiny_model()
 
 
-def chunk_outputs(model, ids, chunk=CHUNK, slots=None, **options):
+def prefill_in_chunks(model, ids, chunk=CHUNK, slots=None, **options):
     """Prefill a prompt chunk by chunk into a static cache; yield the model output of each chunk.
 
     ``chunk`` is the number of tokens per chunk, and ``slots`` the length of the cache; None: the
@@ -42,18 +42,22 @@ def chunk_outputs(model, ids, chunk=CHUNK, slots=None, **options):
 @pytest.mark.parametrize("chunk", [LENGTH, CHUNK])
 def test_generate_computes_last_token_logits_only(llama, chunk):
     ids = tokens(1, LENGTH)
-    shapes = []
+    num_logits = []
     handle = llama.lm_head.register_forward_hook(
-        lambda module, args, output: shapes.append(output.shape[1])
+        lambda module, args, output: num_logits.append(output.shape[1])
     )
     with cab_hf.cab(llama, SPARSE):
-        every = list(chunk_outputs(llama, ids, chunk))
-        last = list(chunk_outputs(llama, ids, chunk, logits_to_keep=1))
+        full_outputs = list(prefill_in_chunks(llama, ids, chunk))
+        last_token_outputs = list(prefill_in_chunks(llama, ids, chunk, logits_to_keep=1))
     handle.remove()
-    assert shapes == [out.logits.shape[1] for out in every] + [1] * len(last)
-    for one, out in zip(last, every, strict=True):
-        assert one.logits.shape == (1, 1, llama.config.vocab_size)
-        torch.testing.assert_close(one.logits, out.logits[:, -1:], **EXACT)
+    assert num_logits == [out.logits.shape[1] for out in full_outputs] + [1] * len(
+        last_token_outputs
+    )
+    for last_token_output, full_output in zip(last_token_outputs, full_outputs, strict=True):
+        assert last_token_output.logits.shape == (1, 1, llama.config.vocab_size)
+        torch.testing.assert_close(
+            last_token_output.logits, full_output.logits[:, -1:], **TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("slots", [LENGTH, LENGTH + 70], ids=["exact-cache", "larger-cache"])
@@ -70,11 +74,13 @@ def test_chunked_static_cache_equals_one_prefill(llama, config, chunk, slots):
     ids = tokens(1, LENGTH)
     with cab_hf.cab(llama, config, redundancy=0.0, dense_tail_blocks=0), torch.inference_mode():
         expected = llama(ids).logits
-        actual = torch.cat([out.logits for out in chunk_outputs(llama, ids, chunk, slots)], dim=1)
-    torch.testing.assert_close(actual, expected, **EXACT)
+        actual = torch.cat(
+            [out.logits for out in prefill_in_chunks(llama, ids, chunk, slots)], dim=1
+        )
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 
-class Waits(TorchDispatchMode):
+class WaitCounter(TorchDispatchMode):
     """Dispatch mode that counts operations that wait for the device, such as ``tensor.item()``."""
 
     def __init__(self):
@@ -89,24 +95,24 @@ class Waits(TorchDispatchMode):
 def test_layers_do_not_synchronise_with_the_device(monkeypatch):
     """Assert that a forward pass reads the offset of its chunk at most once, not per layer."""
 
-    def zero_attention(q, k, v, plan, scale, return_lse=False, softcap=None):
+    def return_zeros(q, k, v, plan, scale, return_lse=False, softcap=None):
         return torch.zeros_like(q)
 
-    def every_block(q, keys, ranges, config, **_):
+    def select_all_blocks(q, keys, ranges, config, **_):
         plan = BlockPlan.causal(ranges, q.shape[1], config.query_block, config.key_block)
         return plan.full, plan.partial
 
     # replace selection and attention of the reference, which synchronise; kernels do not, see
     # tests/gpu/test_rows.py
-    monkeypatch.setattr(reference, "attention", zero_attention)
-    monkeypatch.setattr(api, "_select_by_reference", every_block)
+    monkeypatch.setattr(reference, "attention", return_zeros)
+    monkeypatch.setattr(api, "_select_by_reference", select_all_blocks)
     num_waits = Counter()
-    for layers in (1, 3):
-        model = tiny_model(num_hidden_layers=layers)
-        with cab_hf.cab(model, SPARSE), Waits() as waits:
-            for _ in chunk_outputs(model, tokens(1, LENGTH)):
+    for num_layers in (1, 3):
+        model = tiny_model(num_hidden_layers=num_layers)
+        with cab_hf.cab(model, SPARSE), WaitCounter() as wait_counter:
+            for _ in prefill_in_chunks(model, tokens(1, LENGTH)):
                 pass
-        num_waits[layers] = waits.count
+        num_waits[num_layers] = wait_counter.count
     assert 0 < num_waits[1] == num_waits[3] <= 2 * -(-LENGTH // CHUNK)
 
 
@@ -117,16 +123,16 @@ def test_dense_layers_repeat_no_keys_and_limit_mask_memory(llama, monkeypatch, p
     mask = (ids != 0).long()
     with torch.inference_mode():
         expected = llama(ids, attention_mask=mask).logits[:, padding:]
-    limit = 20 * LENGTH
-    monkeypatch.setattr(masked, "MASK_AT_A_TIME", limit)
+    max_mask_elements = 20 * LENGTH
+    monkeypatch.setattr(masked, "MAX_MASK_ELEMENTS", max_mask_elements)
     original_sdpa = F.scaled_dot_product_attention
 
-    def checked_sdpa(query, key, value, attn_mask=None, **options):
+    def check_and_call_sdpa(query, key, value, attn_mask=None, **options):
         assert key.shape[1] == llama.config.num_key_value_heads
-        assert attn_mask is None or attn_mask.numel() <= limit
+        assert attn_mask is None or attn_mask.numel() <= max_mask_elements
         return original_sdpa(query, key, value, attn_mask=attn_mask, **options)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", checked_sdpa)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", check_and_call_sdpa)
     with cab_hf.cab(llama, FULL, min_length=2 * LENGTH):
         cache = StaticCache(config=llama.config, max_cache_len=LENGTH)
         chunk_logits = []
@@ -135,4 +141,4 @@ def test_dense_layers_repeat_no_keys_and_limit_mask_memory(llama, monkeypatch, p
             with torch.inference_mode():
                 out = llama(chunk_ids, attention_mask=mask[:, :end], past_key_values=cache)
             chunk_logits.append(out.logits)
-    torch.testing.assert_close(torch.cat(chunk_logits, dim=1)[:, padding:], expected, **EXACT)
+    torch.testing.assert_close(torch.cat(chunk_logits, dim=1)[:, padding:], expected, **TOLERANCE)

@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 
 import cab_hf
 from cab_hf.call.hook import cab_mask
-from cab_hf.eval.kv_cache import cache_arguments, read_on
+from cab_hf.eval.kv_cache import make_cache_arguments, read_with_cache
 
 
 @pytest.fixture(scope="module")
@@ -27,55 +27,55 @@ def model():
     return cab_hf.apply_cab(tiny_model(), FULL)
 
 
-CACHED = 200  # tokens in the cache before a call with 60 tokens
+NUM_CACHED = 200  # tokens in the cache before a call with 60 tokens
 
 
-def logits_after_cache(model, mask, kind="dynamic"):
+def compute_logits_after_cache(model, mask, cache_kind="dynamic"):
     """Prefill 200 tokens, and return the logits of 60 more tokens with the attention mask ``mask``.
 
-    ``kind`` is the kind of the cache, "dynamic" or "static".
+    ``cache_kind`` is the kind of the cache, "dynamic" or "static".
     """
     ids = tokens(2, 260)
     cache = transformers.DynamicCache(config=model.config)
-    if kind == "static":
+    if cache_kind == "static":
         cache = transformers.StaticCache(model.config, max_cache_len=400)
-    read_on(model, ids[:, :CACHED], cache)
-    return read_on(model, ids[:, CACHED:], cache, attention_mask=mask).logits
+    read_with_cache(model, ids[:, :NUM_CACHED], cache)
+    return read_with_cache(model, ids[:, NUM_CACHED:], cache, attention_mask=mask).logits
 
 
 # slices of a mask [B, 260] that leave out tokens, which makes the mask too short
-SHORT = [
-    pytest.param(slice(CACHED, 260), id="new-tokens"),
-    pytest.param(slice(0, CACHED), id="cached-tokens"),
+SHORT_MASK_SLICES = [
+    pytest.param(slice(NUM_CACHED, 260), id="new-tokens"),
+    pytest.param(slice(0, NUM_CACHED), id="cached-tokens"),
     pytest.param(slice(0, 259), id="one-missing"),
 ]
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("tokens_in_mask", SHORT)
+@pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
+@pytest.mark.parametrize("mask_slice", SHORT_MASK_SLICES)
 @torch.no_grad()
-def test_padding_mask_shorter_than_cache_and_call_raises(model, tokens_in_mask, kind):
+def test_padding_mask_shorter_than_cache_and_call_raises(model, mask_slice, cache_kind):
     mask = torch.ones(2, 260, dtype=torch.int64)
     mask[0, :7] = 0
-    logits_after_cache(model, mask, kind)
-    message = f"attention_mask has {mask[:, tokens_in_mask].shape[1]} tokens and there are 260 keys"
+    compute_logits_after_cache(model, mask, cache_kind)
+    message = f"attention_mask has {mask[:, mask_slice].shape[1]} tokens and there are 260 keys"
     with pytest.raises(ValueError, match=message):
-        logits_after_cache(model, mask[:, tokens_in_mask], kind)
+        compute_logits_after_cache(model, mask[:, mask_slice], cache_kind)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
 @torch.no_grad()
-def test_decode_loop_without_extended_mask_raises(model, kind, compiled):
+def test_decode_loop_without_extended_mask_raises(model, cache_kind, is_compiled):
     cache = transformers.DynamicCache(config=model.config)
-    if kind == "static":
+    if cache_kind == "static":
         cache = transformers.StaticCache(model.config, max_cache_len=400)
     ids, mask = tokens(2, 60), torch.ones(2, 60, dtype=torch.int64)
     mask[0, :7] = 0
-    read_on(model, ids, cache, attention_mask=mask)
-    step = torch.compile(model, backend="eager") if compiled else model
+    read_with_cache(model, ids, cache, attention_mask=mask)
+    decode_step = torch.compile(model, backend="eager") if is_compiled else model
     with pytest.raises((ValueError, NotImplementedError), match="attention_mask has 60 tokens"):
-        step(ids[:, :1], attention_mask=mask, **cache_arguments(model, cache))
+        decode_step(ids[:, :1], attention_mask=mask, **make_cache_arguments(model, cache))
 
 
 @pytest.mark.parametrize("padding", [0, 20])
@@ -85,7 +85,7 @@ def test_gpt2_with_static_cache_generates_dense_tokens(padding):
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
 
-    def logits():
+    def generate_logits():
         return model.generate(
             input_ids=ids,
             attention_mask=mask,
@@ -97,25 +97,25 @@ def test_gpt2_with_static_cache_generates_dense_tokens(padding):
             disable_compile=True,
         ).logits
 
-    expected = logits()
+    expected = generate_logits()
     cab_hf.apply_cab(model, FULL)
-    torch.testing.assert_close(logits(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(generate_logits(), expected, rtol=1e-4, atol=1e-4)
 
 
-def prefix_model():
+def make_prefix_model():
     """Return an HRM model with "cab", which attends bidirectionally among tokens of type 1."""
-    depth = {"num_layers_per_stack": 1, "num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1}
-    return cab_hf.apply_cab(tiny_model_of("hrm_text", **depth, L_bp_cycles=[1]), FULL)
+    depth_fields = {"num_layers_per_stack": 1, "num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1}
+    return cab_hf.apply_cab(tiny_model_of("hrm_text", **depth_fields, L_bp_cycles=[1]), FULL)
 
 
-def prefixed(prefix):
-    """Return inputs of `prefix_model` whose first ``prefix`` tokens attend to each other."""
-    types = (torch.arange(64) < prefix).long()[None]
-    return {"input_ids": tokens(1, 64), "token_type_ids": types, "use_cache": False}
+def make_prefix_inputs(prefix_length):
+    """Return inputs whose first ``prefix_length`` tokens attend to each other."""
+    token_types = (torch.arange(64) < prefix_length).long()[None]
+    return {"input_ids": tokens(1, 64), "token_type_ids": token_types, "use_cache": False}
 
 
 # by name: function that returns the logits of a model, eager or compiled
-GRAPHS = {
+GRAPH_MODES = {
     "eager": lambda model, inputs: model(**inputs).logits,
     "compiled": lambda model, inputs: torch.compile(model, backend="eager")(**inputs).logits,
     "traced": lambda model, inputs: torch.compile(model, backend="aot_eager")(**inputs).logits,
@@ -125,23 +125,23 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("call", GRAPHS.values(), ids=GRAPHS)
+@pytest.mark.parametrize("compute_logits", GRAPH_MODES.values(), ids=GRAPH_MODES)
 @torch.no_grad()
-def test_bidirectional_prefix_raises_in_every_graph_mode(call):
+def test_bidirectional_prefix_raises_in_every_graph_mode(compute_logits):
     with pytest.raises(NotImplementedError, match="lets tokens attend to later tokens"):
-        call(prefix_model(), prefixed(30))
+        compute_logits(make_prefix_model(), make_prefix_inputs(30))
 
 
-@pytest.mark.parametrize("call", GRAPHS.values(), ids=GRAPHS)
+@pytest.mark.parametrize("compute_logits", GRAPH_MODES.values(), ids=GRAPH_MODES)
 @torch.no_grad()
-def test_prefix_model_without_prefix_equals_sdpa(call):
-    model = prefix_model()
-    actual = call(model, prefixed(0))
+def test_prefix_model_without_prefix_equals_sdpa(compute_logits):
+    model = make_prefix_model()
+    actual = compute_logits(model, make_prefix_inputs(0))
     model.set_attn_implementation("sdpa")
-    torch.testing.assert_close(actual, model(**prefixed(0)).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual, model(**make_prefix_inputs(0)).logits, rtol=1e-4, atol=1e-4)
 
 
-def mask_with_image(image_slots, q_offset, q_length=8):
+def make_mask_with_image(image_slots, q_offset, q_length=8):
     """Return the mask of a call with ``q_length`` tokens after ``q_offset`` cached tokens.
 
     ``image_slots`` is the slice of image tokens, which attend to each other in both directions.
@@ -156,11 +156,15 @@ def mask_with_image(image_slots, q_offset, q_length=8):
 
 
 def test_bidirectional_image_tokens_are_searched_in_queries_only():
-    assert mask_with_image(slice(2, 5), q_offset=8).details.unsupported is None
+    assert make_mask_with_image(slice(2, 5), q_offset=8).details.unsupported_error is None
     assert (
-        "attend to later tokens" in mask_with_image(slice(10, 12), q_offset=8).details.unsupported
+        "attend to later tokens"
+        in make_mask_with_image(slice(10, 12), q_offset=8).details.unsupported_error
     )
-    assert "attend to later tokens" in mask_with_image(slice(2, 5), q_offset=0).details.unsupported
+    assert (
+        "attend to later tokens"
+        in make_mask_with_image(slice(2, 5), q_offset=0).details.unsupported_error
+    )
 
 
 def test_window_of_multimodal_mask_is_detected_without_image():
@@ -171,13 +175,13 @@ def test_window_of_multimodal_mask_is_detected_without_image():
     )
     options = {"mask_function": pattern, "use_vmap": True, "config": BertConfig()}
     mask = cab_mask(1, 60, 60, **options)
-    assert mask.details.unsupported is None and mask.window == 7
+    assert mask.details.unsupported_error is None and mask.window == 7
     groups[:, 3:9] = 0
-    assert "attend to later tokens" in cab_mask(1, 60, 60, **options).details.unsupported
+    assert "attend to later tokens" in cab_mask(1, 60, 60, **options).details.unsupported_error
 
 
 @pytest.mark.parametrize(
-    "use",
+    "use_mask",
     [
         pytest.param(lambda mask: mask[:, 0], id="index"),
         pytest.param(lambda mask: mask.dtype, id="dtype"),
@@ -195,10 +199,10 @@ def test_window_of_multimodal_mask_is_detected_without_image():
         pytest.param(lambda mask: 0.0 in mask, id="searched"),
     ],
 )
-def test_model_code_that_computes_with_its_mask_raises(use):
+def test_model_code_that_computes_with_its_mask_raises(use_mask):
     mask = cab_mask(1, 8, 8, config=transformers.DogeConfig())
     with pytest.raises(NotImplementedError, match="^doge computes with its attention mask .*eager"):
-        use(mask)
+        use_mask(mask)
 
 
 def test_mask_lacks_tensor_methods_and_can_be_copied():

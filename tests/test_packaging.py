@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from marks import slow_but
+from marks import mark_slow_except
 
 import cab_hf
 
@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def setup():
+def setup_config():
     """Return the parsed setup.cfg."""
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
     return parser
 
 
-def folder_of(package, package_dirs):
+def find_package_folder(package, package_dirs):
     """Return the folder of a package in the source tree.
 
     ``package_dirs`` is the option ``package_dir`` of setup.cfg.
@@ -37,14 +37,16 @@ def folder_of(package, package_dirs):
     raise AssertionError(f"{package} has no folder")
 
 
-def test_every_package_folder_is_listed(setup):
-    packages = setup["options"]["packages"].split()
-    lines = setup["options"]["package_dir"].strip().split("\n")
+def test_every_package_folder_is_listed(setup_config):
+    packages = setup_config["options"]["packages"].split()
+    lines = setup_config["options"]["package_dir"].strip().split("\n")
     package_dirs = dict(line.split(" = ") for line in lines)
-    listed = {folder_of(package, package_dirs) for package in packages}
+    listed_folders = {find_package_folder(package, package_dirs) for package in packages}
     top_folders = {ROOT / folder for folder in package_dirs.values()}
-    existing = {init.parent for folder in top_folders for init in folder.rglob("__init__.py")}
-    assert listed == existing
+    existing_folders = {
+        init_file.parent for folder in top_folders for init_file in folder.rglob("__init__.py")
+    }
+    assert listed_folders == existing_folders
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def wheel(tmp_path_factory):
 
 
 # program that tests an installed cab_hf: sparse attention and packaged files
-WORKS = """
+INSTALL_CHECK_PROGRAM = """
 import importlib.resources, pathlib, sys
 import torch
 import cab_hf, cab_hf.patches, cab_hf.eval, cab_hf.finetune
@@ -94,11 +96,15 @@ print("works")
 @pytest.mark.slow
 def test_wheel_works_in_fresh_environment_outside_of_the_tree(wheel, tmp_path):
     """Install the wheel in a new environment that links to the requirements of this environment."""
-    home = tmp_path / "environment"
-    venv.create(home, symlinks=True)
-    packages = Path(sysconfig.get_path("purelib", vars={"base": home, "platbase": home}))
+    environment_folder = tmp_path / "environment"
+    venv.create(environment_folder, symlinks=True)
+    site_packages = Path(
+        sysconfig.get_path(
+            "purelib", vars={"base": environment_folder, "platbase": environment_folder}
+        )
+    )
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(packages)
+        archive.extractall(site_packages)
     requirements = tmp_path / "requirements"
     requirements.mkdir()
     for folder in (
@@ -109,28 +115,30 @@ def test_wheel_works_in_fresh_environment_outside_of_the_tree(wheel, tmp_path):
             if "cab_hf" not in path.name and path.suffix != ".pth":
                 (requirements / path.name).unlink(missing_ok=True)
                 (requirements / path.name).symlink_to(path)
-    (packages / "requirements.pth").write_text(f"{requirements}\n")
+    (site_packages / "requirements.pth").write_text(f"{requirements}\n")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [home / "bin" / "python", "-c", WORKS]
-    run = subprocess.run(
+    command = [environment_folder / "bin" / "python", "-c", INSTALL_CHECK_PROGRAM]
+    process = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
-    assert run.stdout.endswith("works\n"), run.stderr
+    assert process.stdout.endswith("works\n"), process.stderr
 
 
 def test_wheel_has_one_top_level_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    top = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert top == {"cab_hf"}
+    top_folders = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert top_folders == {"cab_hf"}
     for path in ("eval/passkey.py", "patches/switch.py", "ops/reference.py", "py.typed"):
         assert f"cab_hf/{path}" in names
     # eval/tasks has no __init__.py: its files are in the wheel as package data of setup.cfg
-    tasks = {path.name for path in (ROOT / "eval" / "tasks").iterdir() if path.is_file()}
-    assert tasks == {Path(name).name for name in names if name.startswith("cab_hf/eval/tasks/")}
+    task_files = {path.name for path in (ROOT / "eval" / "tasks").iterdir() if path.is_file()}
+    assert task_files == {
+        Path(name).name for name in names if name.startswith("cab_hf/eval/tasks/")
+    }
     assert {"cab_hf/eval/page.py", "cab_hf/eval/page.html"} <= set(names)
-    fields = {str(path.relative_to(ROOT)) for path in (ROOT / "finetune").rglob("*.yaml")}
-    shipped = {name for name in names if name.startswith("cab_hf/finetune/")}
-    assert fields and {f"cab_hf/{name}" for name in fields} <= shipped
+    config_files = {str(path.relative_to(ROOT)) for path in (ROOT / "finetune").rglob("*.yaml")}
+    packaged_files = {name for name in names if name.startswith("cab_hf/finetune/")}
+    assert config_files and {f"cab_hf/{name}" for name in config_files} <= packaged_files
 
 
 def test_public_names_are_listed():
@@ -156,24 +164,26 @@ def test_public_names_are_listed():
         cab_hf.cabs  # noqa: B018
 
 
-def test_metadata_has_author_and_summary(setup):
-    metadata = setup["metadata"]
+def test_metadata_has_author_and_summary(setup_config):
+    metadata = setup_config["metadata"]
     assert metadata["author"] and "urvature" not in metadata["description"]
     classifiers = metadata["classifiers"].split("\n")
     assert any(line.startswith("Development Status") for line in classifiers)
 
 
-def fresh(code):
+def run_code(code):
     """Run ``code`` in a new Python process, and return a list of the words that it prints."""
     return subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     ).stdout.split()
 
 
-@pytest.mark.parametrize("order", slow_but(["cab_hf, transformers", "transformers, cab_hf"], 0))
-def test_import_registers_in_any_import_order(order):
-    code = f"import {order}; from transformers import AttentionInterface as A; print(*A())"
-    assert {"cab", "cab_dense"} <= set(fresh(code))
+@pytest.mark.parametrize(
+    "import_order", mark_slow_except(["cab_hf, transformers", "transformers, cab_hf"], 0)
+)
+def test_import_registers_in_any_import_order(import_order):
+    code = f"import {import_order}; from transformers import AttentionInterface as A; print(*A())"
+    assert {"cab", "cab_dense"} <= set(run_code(code))
 
 
 @pytest.mark.slow
@@ -182,7 +192,7 @@ def test_import_after_model_class_registers():
         "from transformers import LlamaForCausalLM, AttentionMaskInterface as A; import cab_hf;"
         "print(*A._global_mapping)"
     )
-    assert {"cab", "cab_dense"} <= set(fresh(code))
+    assert {"cab", "cab_dense"} <= set(run_code(code))
 
 
 def test_import_is_fast_and_loads_no_triton_and_no_cuda():
@@ -192,11 +202,11 @@ def test_import_is_fast_and_loads_no_triton_and_no_cuda():
         "print('triton' in sys.modules or 'torch' in sys.modules and"
         " __import__('torch').cuda.is_initialized())"
     )
-    seconds, loaded = fresh(code)
+    seconds, printed_is_loaded = run_code(code)
     assert float(seconds) < 0.5
-    assert loaded == "False"
+    assert printed_is_loaded == "False"
 
 
 def test_import_does_not_load_pandas():
     code = "import sys, cab_hf.eval.experiment; print('pandas' in sys.modules)"
-    assert fresh(code) == ["False"]
+    assert run_code(code) == ["False"]

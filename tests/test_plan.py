@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from valid_plan import require_valid
+from valid_plan import assert_valid_plan
 
 from cab_hf.call.layout import BlockLayout
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, block_visibility
@@ -13,9 +13,9 @@ from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, block_visibility
 @pytest.fixture
 def plan():
     """Return a causal plan of 3 x 3 blocks of 2 tokens; the last query block skips block 1."""
-    selected = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)[None, None]
+    is_selected = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)[None, None]
     ranges = KeyRanges.causal(1, 6, 6, "cpu")
-    return BlockPlan.from_dense(selected, ranges, query_block=2, key_block=2)
+    return BlockPlan.from_dense(is_selected, ranges, query_block=2, key_block=2)
 
 
 def test_block_indices_of_handwritten_plan(plan):
@@ -23,7 +23,7 @@ def test_block_indices_of_handwritten_plan(plan):
     assert plan.full.indices.tolist() == [[[[0, 0, 0], [0, 0, 0], [0, 0, 0]]]]
     assert plan.partial.counts.tolist() == [[[1, 1, 1]]]
     assert plan.partial.indices[0, 0, :, 0].tolist() == [0, 1, 2]
-    require_valid(plan)
+    assert_valid_plan(plan)
 
 
 def test_token_mask_of_handwritten_plan(plan):
@@ -39,19 +39,19 @@ def test_token_mask_of_handwritten_plan(plan):
 
 
 def test_density_of_handwritten_plan(plan):
-    attended, causal = plan.pairs()
-    assert (int(attended), int(causal)) == (17, 21)
+    num_attended, num_causal = plan.pairs()
+    assert (int(num_attended), int(num_causal)) == (17, 21)
     assert plan.density() == 17 / 21
 
 
 def test_derived_range_tensors_are_cached_across_layers(plan):
     ranges = plan.ranges
-    before = ranges.rows(2), ranges.blocked(2), ranges.pairs()
+    first_tensors = ranges.rows(2), ranges.blocked(2), ranges.pairs()
     density = plan.density()
     # another plan with the same `KeyRanges` reads the same cache
     dataclasses.replace(plan).density()
-    after = ranges.rows(2), ranges.blocked(2), ranges.pairs()
-    assert all(x is y for x, y in zip(before, after, strict=True))
+    second_tensors = ranges.rows(2), ranges.blocked(2), ranges.pairs()
+    assert all(x is y for x, y in zip(first_tensors, second_tensors, strict=True))
     assert plan.density() == density
     # each block size has its own cache entry
     assert ranges.rows(3).queries.tolist() == [[3, 3]] and ranges.rows(2).queries.tolist() == [
@@ -68,9 +68,9 @@ def test_transpose_of_handwritten_plan(plan):
 
 @pytest.mark.parametrize("width", [None, 7])
 def test_from_dense_and_to_dense_are_inverse(width):
-    selected = torch.rand(2, 3, 5, 11, generator=torch.Generator().manual_seed(0)) < 0.4
-    lists = BlockIndices.from_dense(selected, width and int(selected.sum(-1).max()))
-    assert torch.equal(lists.to_dense(11), selected)
+    is_selected = torch.rand(2, 3, 5, 11, generator=torch.Generator().manual_seed(0)) < 0.4
+    lists = BlockIndices.from_dense(is_selected, width and int(is_selected.sum(-1).max()))
+    assert torch.equal(lists.to_dense(11), is_selected)
     assert not lists.indices[~lists.listed()].any()
 
 
@@ -80,20 +80,20 @@ def test_from_dense_and_to_dense_are_inverse(width):
 )
 def test_density_equals_token_mask_count(q_length, kv_length, query_block, key_block):
     ranges = KeyRanges.causal(2, q_length, kv_length, "cpu")
-    dense = BlockPlan.causal(ranges, 3, query_block, key_block)
+    dense_plan = BlockPlan.causal(ranges, 3, query_block, key_block)
     generator = torch.Generator().manual_seed(1)
-    selected = torch.rand(dense.to_dense().shape, generator=generator) < 0.5
-    plan = BlockPlan.from_dense(selected, ranges, query_block=query_block, key_block=key_block)
-    require_valid(plan)
+    is_selected = torch.rand(dense_plan.to_dense().shape, generator=generator) < 0.5
+    plan = BlockPlan.from_dense(is_selected, ranges, query_block=query_block, key_block=key_block)
+    assert_valid_plan(plan)
     assert int(plan.pairs()[0]) == int(plan.token_mask().sum())
-    assert dense.density() == 1
-    assert int(dense.pairs()[1]) == int(dense.token_mask().sum())
+    assert dense_plan.density() == 1
+    assert int(dense_plan.pairs()[1]) == int(dense_plan.token_mask().sum())
 
 
 def test_from_dense_drops_invisible_blocks():
     ranges = KeyRanges.causal(1, 64, 64, "cpu")
-    selected = torch.ones(1, 1, 4, 4, dtype=torch.bool)
-    plan = BlockPlan.from_dense(selected, ranges, query_block=16, key_block=16)
+    is_selected = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    plan = BlockPlan.from_dense(is_selected, ranges, query_block=16, key_block=16)
     assert torch.equal(plan.to_dense(), block_visibility(ranges, 16, 16).unsqueeze(1))
 
 
@@ -108,45 +108,47 @@ def test_from_dense_with_wrong_shape_raises():
 
 
 @pytest.mark.parametrize(
-    ("before", "rows", "after"),
+    ("rows_before", "added_rows", "rows_after"),
     [
         pytest.param(None, [[2, 0]], {0, 2}, id="none-before"),
         pytest.param([[1, 2]], [[2, 0]], {0, 1, 2}, id="some-before"),
         pytest.param([[-1, 3]], [[-1, 0]], {0, 3}, id="gaps"),
     ],
 )
-def test_complete_rows_attend_all_blocks(before, rows, after):
+def test_complete_rows_attend_all_blocks(rows_before, added_rows, rows_after):
     ranges = KeyRanges.causal(1, 16, 16, "cpu")
-    selected = torch.eye(4, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
-    before = None if before is None else torch.tensor(before)
-    plan = BlockPlan.from_dense(selected, ranges, query_block=4, key_block=4, dense_rows=before)
-    actual = plan.with_dense_rows(torch.tensor(rows))
-    require_valid(actual)
-    is_dense = torch.tensor([row in after for row in range(4)])
+    is_selected = torch.eye(4, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
+    rows_before = None if rows_before is None else torch.tensor(rows_before)
+    plan = BlockPlan.from_dense(
+        is_selected, ranges, query_block=4, key_block=4, dense_rows=rows_before
+    )
+    actual = plan.with_dense_rows(torch.tensor(added_rows))
+    assert_valid_plan(actual)
+    is_dense = torch.tensor([row in rows_after for row in range(4)])
     all_blocks = block_visibility(ranges, 4, 4)[0]
-    expected = torch.where(is_dense[:, None], all_blocks, selected[0, 0])
+    expected = torch.where(is_dense[:, None], all_blocks, is_selected[0, 0])
     assert torch.equal(actual.to_dense(), expected.expand(1, 2, -1, -1))
     assert torch.equal(actual.is_dense(), is_dense.expand(1, 1, -1))
 
 
-def layout(valid=None, document=None, q_length=None, align=4):
+def make_layout(padding_mask=None, doc_ids=None, q_length=None, align=4):
     """Return the `BlockLayout` of a padding mask [B, N], of document ids [B, N], or of both."""
-    batch, length = (valid if valid is not None else document).shape
+    batch, length = (padding_mask if padding_mask is not None else doc_ids).shape
     q_length = q_length or length
     return BlockLayout.build(
         batch=batch,
         q_length=q_length,
         kv_length=length,
         q_offset=length - q_length,
-        padding_mask=valid,
-        doc_ids=document,
+        padding_mask=padding_mask,
+        doc_ids=doc_ids,
         align=align,
         device=torch.device("cpu"),
     )
 
 
 def test_layout_removes_padding():
-    block_layout = layout(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 1]]).bool())
+    block_layout = make_layout(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 1]]).bool())
     assert block_layout.ranges.end.tolist() == [[0, 1, -1, -1], [0, 1, 2, -1], [0, 1, -1, -1]]
     x = torch.arange(1.0, 5)[None, None, :, None].expand(3, 1, 4, 1)
     assert block_layout.keys(x)[..., 0].tolist()[0][0][:2] == [3, 4]
@@ -158,12 +160,14 @@ def test_layout_removes_padding():
 
 
 def test_chunk_after_padding_keeps_block_alignment():
-    block_layout = layout(torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]).bool(), q_length=2)
+    block_layout = make_layout(
+        torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]).bool(), q_length=2
+    )
     assert block_layout.ranges.end.tolist() == [[1, 2], [4, 5]]
 
 
 def test_layout_aligns_documents_to_blocks():
-    block_layout = layout(document=torch.tensor([[0, 0, 1, 1, 1, 2]]))
+    block_layout = make_layout(doc_ids=torch.tensor([[0, 0, 1, 1, 1, 2]]))
     assert block_layout.ranges.end.tolist() == [[0, 1, -1, -1, 4, 5, 6, -1, 8]]
     assert block_layout.ranges.start.tolist()[0][4:7] == [4, 4, 4]
     assert block_layout.ranges.key_valid.int().tolist() == [[1, 1, 0, 0, 1, 1, 1, 0, 1]]

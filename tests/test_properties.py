@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
-from valid_plan import require_valid
+from valid_plan import assert_valid_plan
 
 from cab_hf import CabConfig
 from cab_hf.attention import cab_attention, cab_dense_attention
@@ -25,20 +25,22 @@ from cab_hf.hf.rotary import slow_channels
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
-CASES, FIXED = (int(os.environ.get(name, n)) for name, n in (("CASES", 0), ("FIXED_CASES", 2000)))
+NUM_CASES, NUM_FIXED_CASES = (
+    int(os.environ.get(name, n)) for name, n in (("CASES", 0), ("FIXED_CASES", 2000))
+)
 BLOCKS = ((16, 16), (32, 16), (64, 16), (48, 16), (32, 32), (16, 32), (16, 48), (32, 64))
 # allowed difference of equivalent computations, relative to the largest output
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+ROUNDING_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 # the calling layer: its RoPE makes predictors score half of the channels of large heads
 LAYER = LlamaAttention(LlamaConfig(hidden_size=16, num_attention_heads=1, num_hidden_layers=1), 0)
-EVERYTHING = {"mass_threshold": 0.0, "max_density": 1.0}
+FULL_BUDGET = {"mass_threshold": 0.0, "max_density": 1.0}
 
 
-def cases(share):
+def hypothesis_settings(share):
     """Return hypothesis settings whose number of examples is ``share`` of all cases."""
     return settings(
-        max_examples=int((CASES or FIXED) * share),
-        derandomize=not CASES,
+        max_examples=int((NUM_CASES or NUM_FIXED_CASES) * share),
+        derandomize=not NUM_CASES,
         database=None,
         deadline=None,
         print_blob=True,
@@ -49,8 +51,8 @@ def cases(share):
 class Heads(NamedTuple):
     """Numbers of query and KV heads, head dim, dtype, and seed of q, k and v."""
 
-    query: int
-    key: int
+    num_heads: int
+    num_kv_heads: int
     dim: int
     dtype: torch.dtype
     seed: int
@@ -66,7 +68,7 @@ class Heads(NamedTuple):
             x = torch.randn(batch, length, heads, self.dim, generator=generator)
             return x.to(self.dtype).transpose(1, 2)
 
-        return 2 * normal(self.query), 2 * normal(self.key), normal(self.key)
+        return 2 * normal(self.num_heads), 2 * normal(self.num_kv_heads), normal(self.num_kv_heads)
 
 
 class Features(NamedTuple):
@@ -77,7 +79,7 @@ class Features(NamedTuple):
     softcap: float | None = None
 
     def arguments(self, heads, dtype):
-        """Return the arguments ``softcap`` and ``sinks`` for `attend` and `masked`."""
+        """Return the arguments ``softcap`` and ``sinks`` of an attention function."""
         arguments = {"softcap": self.softcap}
         if self.sinks is not None:
             generator = torch.Generator().manual_seed(self.sinks)
@@ -98,43 +100,61 @@ class Row(NamedTuple):
         """Return the number of tokens without padding."""
         return sum(self.lengths)
 
-    def document(self):
+    def make_doc_ids(self):
         """Return the document id of each slot, [N]; -1 for padding."""
-        ids = torch.repeat_interleave(torch.tensor(self.lengths))
+        doc_ids = torch.repeat_interleave(torch.tensor(self.lengths))
         middle = self.tokens // 2
 
-        def padding(count):
+        def make_padding(count):
             return torch.full((count,), -1)
 
-        pieces = padding(self.left), ids[:middle], padding(self.hole), ids[middle:]
-        return torch.cat([*pieces, padding(self.right)])
+        pieces = (
+            make_padding(self.left),
+            doc_ids[:middle],
+            make_padding(self.hole),
+            doc_ids[middle:],
+        )
+        return torch.cat([*pieces, make_padding(self.right)])
 
 
 class Batch(NamedTuple):
     """A batch of packed and padded documents, and how its documents are passed to attention."""
 
-    document: torch.Tensor  # [B, N], rows as in `Row.document`
-    given_by: str  # arguments that describe the documents; see `batches`
+    doc_ids: torch.Tensor  # [B, N], rows as in `Row.make_doc_ids`
+    boundary_argument: str  # arguments that describe the documents; see `draw_batches`
 
     @property
     def arguments(self):
-        """Return the arguments for `attend` that describe padding and documents."""
-        real = self.document >= 0
+        """Return the arguments for `call_cab` that describe padding and documents."""
+        is_token = self.doc_ids >= 0
         # treat padding as part of the previous document
-        filled = torch.where(real, self.document, 0).cummax(-1).values
-        begins = F.pad(filled[:, 1:] != filled[:, :-1], (1, 0), value=True)
-        arguments = {} if real.all() and self.given_by != "positions, ones" else {"real": real}
-        arguments["by_mask"] = self.given_by == "positions of the mask"
-        if self.given_by == "lengths":
-            ends = [*begins.flatten().nonzero().flatten().tolist(), begins.numel()]
-            return arguments | {"ends": torch.tensor(ends, dtype=torch.int32)}
-        rank = real.cumsum(-1) - 1
-        first = torch.where(begins & real, rank, 0)
-        for row in range(len(real)):
-            for document in range(int(filled[row].max()) + 1):
-                is_in_document = self.document[row] == document
-                first[row, is_in_document] = int(rank[row][is_in_document].min())
-        positions = torch.where(real, rank - first, torch.arange(real.shape[1]).flip(0))
+        filled_doc_ids = torch.where(is_token, self.doc_ids, 0).cummax(-1).values
+        is_document_start = F.pad(
+            filled_doc_ids[:, 1:] != filled_doc_ids[:, :-1], (1, 0), value=True
+        )
+        arguments = (
+            {}
+            if is_token.all() and self.boundary_argument != "positions, ones"
+            else {"padding_mask": is_token}
+        )
+        arguments["is_position_in_mask"] = self.boundary_argument == "positions of the mask"
+        if self.boundary_argument == "lengths":
+            cumulative_lengths = [
+                *is_document_start.flatten().nonzero().flatten().tolist(),
+                is_document_start.numel(),
+            ]
+            return arguments | {
+                "cumulative_lengths": torch.tensor(cumulative_lengths, dtype=torch.int32)
+            }
+        token_rank = is_token.cumsum(-1) - 1
+        first_rank = torch.where(is_document_start & is_token, token_rank, 0)
+        for row in range(len(is_token)):
+            for document in range(int(filled_doc_ids[row].max()) + 1):
+                is_in_document = self.doc_ids[row] == document
+                first_rank[row, is_in_document] = int(token_rank[row][is_in_document].min())
+        positions = torch.where(
+            is_token, token_rank - first_rank, torch.arange(is_token.shape[1]).flip(0)
+        )
         return arguments | {"positions": positions}
 
     def visible_pairs(self, window=None):
@@ -142,26 +162,26 @@ class Batch(NamedTuple):
 
         A query may attend to earlier tokens of its document inside the window, and to itself.
         """
-        same = self.document.unsqueeze(-1) == self.document.unsqueeze(-2)
-        visible = (same & (self.document >= 0).unsqueeze(-2)).tril()
+        is_same_document = self.doc_ids.unsqueeze(-1) == self.doc_ids.unsqueeze(-2)
+        is_visible = (is_same_document & (self.doc_ids >= 0).unsqueeze(-2)).tril()
         if window is not None:
-            visible = visible.triu(1 - window)
-        return visible.unsqueeze(1)
+            is_visible = is_visible.triu(1 - window)
+        return is_visible.unsqueeze(1)
 
-    def texts(self):
+    def iterate_documents(self):
         """Yield (row, indices of its tokens) of each document."""
-        for row, doc_ids in enumerate(self.document):
-            for doc_id in range(int(doc_ids.max()) + 1):
-                yield row, (doc_ids == doc_id).nonzero().flatten()
+        for row, row_doc_ids in enumerate(self.doc_ids):
+            for doc_id in range(int(row_doc_ids.max()) + 1):
+                yield row, (row_doc_ids == doc_id).nonzero().flatten()
 
 
 @st.composite
-def heads(draw):
+def draw_heads(draw):
     """Draw a `Heads`."""
     kv_heads = draw(st.integers(1, 2))
     return Heads(
-        query=kv_heads * draw(st.integers(1, 3)),
-        key=kv_heads,
+        num_heads=kv_heads * draw(st.integers(1, 3)),
+        num_kv_heads=kv_heads,
         dim=draw(st.sampled_from((8, 16, 16, 64))),
         dtype=draw(st.sampled_from((torch.float32, torch.bfloat16))),
         seed=draw(st.integers(0, 2**16)),
@@ -169,7 +189,7 @@ def heads(draw):
 
 
 @st.composite
-def features(draw):
+def draw_features(draw):
     """Draw a `Features`."""
     return Features(
         window=draw(st.sampled_from((None, None, 1, 20, 70))),
@@ -179,35 +199,35 @@ def features(draw):
 
 
 @st.composite
-def batches(draw, longest=120):
-    """Draw a `Batch` of one or two rows with up to ``longest`` tokens."""
+def draw_batches(draw, max_tokens=120):
+    """Draw a `Batch` of one or two rows with up to ``max_tokens`` tokens."""
     rows = []
     for _ in range(draw(st.integers(1, 2))):
-        tokens = draw(st.integers(1, longest))
-        cuts = draw(st.lists(st.integers(0, tokens), max_size=3))
+        num_tokens = draw(st.integers(1, max_tokens))
+        cut_positions = draw(st.lists(st.integers(0, num_tokens), max_size=3))
         if draw(st.booleans()):
             # add a document of one token
-            cuts += [min(cut + 1, tokens) for cut in cuts[:1]]
-        ends = sorted({*cuts, tokens} - {0})
+            cut_positions += [min(cut + 1, num_tokens) for cut in cut_positions[:1]]
+        ends = sorted({*cut_positions, num_tokens} - {0})
         lengths = tuple(b - a for a, b in zip([0, *ends], ends, strict=False))
         padding = st.one_of(st.just(0), st.integers(0, 40))
         rows.append(Row(draw(padding), draw(padding), draw(padding), lengths))
-    documents = [row.document() for row in rows]
-    length = max(map(len, documents))
+    row_doc_ids = [row.make_doc_ids() for row in rows]
+    length = max(map(len, row_doc_ids))
     # pad all rows to the length of the longest row, all on the left or all on the right
-    left = draw(st.booleans())
-    padded = [
-        F.pad(x, (length - len(x), 0) if left else (0, length - len(x)), value=-1)
-        for x in documents
+    is_left_padded = draw(st.booleans())
+    padded_doc_ids = [
+        F.pad(x, (length - len(x), 0) if is_left_padded else (0, length - len(x)), value=-1)
+        for x in row_doc_ids
     ]
     return Batch(
-        torch.stack(padded),
+        torch.stack(padded_doc_ids),
         draw(st.sampled_from(("positions", "positions of the mask", "positions, ones", "lengths"))),
     )
 
 
 @st.composite
-def budgets(draw, **fixed):
+def draw_config(draw, **fixed):
     """Draw a `CabConfig`; ``fixed`` are fields that are not drawn."""
     query_block, key_block = draw(st.sampled_from(BLOCKS))
     fields = {
@@ -228,17 +248,17 @@ def budgets(draw, **fixed):
     return CabConfig.reading({**fields, **fixed})
 
 
-def attend(
+def call_cab(
     config,
     q,
     k,
     v,
-    past=0,
-    real=None,
+    num_cached=0,
+    padding_mask=None,
     positions=None,
-    ends=None,
-    sparse=True,
-    by_mask=False,
+    cumulative_lengths=None,
+    is_sparse=True,
+    is_position_in_mask=False,
     window=None,
     sinks=None,
     softcap=None,
@@ -248,225 +268,271 @@ def attend(
     Args:
         config: the CabConfig.
         q, k, v: [B, H, N, D].
-        past: number of cached keys before the queries.
-        real: padding mask, bool [B, N_k], True for tokens; None: no padding mask is passed.
+        num_cached: number of cached keys before the queries.
+        padding_mask: padding mask, bool [B, N_k], True for tokens; None: no padding mask is passed.
         positions: position ids [B, N]; None: not passed.
-        ends: cumulative lengths of documents; None: not passed.
-        sparse: False for "cab_dense".
-        by_mask: True to pass position ids to the mask function, and not to the layer.
+        cumulative_lengths: cumulative lengths of documents; None: not passed.
+        is_sparse: False for "cab_dense".
+        is_position_in_mask: True to pass position ids to the mask function, and not to the layer.
         window: sliding window in tokens; None: no window.
         sinks, softcap: sinks of heads and soft cap of logits; None: without.
     """
     LAYER.config.cab_config = config.to_dict()
     LAYER.config.num_attention_heads = q.shape[1]
-    if by_mask:
+    if is_position_in_mask:
         record_positions(positions)
         positions = None
     mask = cab_mask(
         q.shape[0],
         q.shape[2],
         k.shape[2],
-        q_offset=past,
-        attention_mask=real,
+        q_offset=num_cached,
+        attention_mask=padding_mask,
         local_size=window,
     )
-    function = cab_attention if sparse else cab_dense_attention
-    fields = {"position_ids": positions, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    function = cab_attention if is_sparse else cab_dense_attention
+    fields = {
+        "position_ids": positions,
+        "cu_seq_lens_q": cumulative_lengths,
+        "cu_seq_lens_k": cumulative_lengths,
+    }
     fields |= {"s_aux": sinks, "softcap": softcap}
     return function(LAYER, q, k, v, attention_mask=mask, **fields)[0]
 
 
-def masked(q, k, v, visible, sinks=None, softcap=None):
-    """Return attention [B, N, H, D] under the mask ``visible``, bool [B, 1 or H, N_q, N_k].
+def compute_masked_attention(q, k, v, is_visible, sinks=None, softcap=None):
+    """Return attention [B, N, H, D] under the mask ``is_visible``, bool [B, 1 or H, N_q, N_k].
 
     The output of queries without keys is 0.
     """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    has_no_keys = ~visible.any(-1, keepdim=True)
+    has_no_keys = ~is_visible.any(-1, keepdim=True)
     if sinks is None and softcap is None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | has_no_keys)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=is_visible | has_no_keys)
     else:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        logits = (q @ k.mT).to(wide) * q.shape[-1] ** -0.5
+        wide_dtype = torch.promote_types(q.dtype, torch.float32)
+        logits = (q @ k.mT).to(wide_dtype) * q.shape[-1] ** -0.5
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        logits = logits.masked_fill(~(visible | has_no_keys), -torch.inf)
+        logits = logits.masked_fill(~(is_visible | has_no_keys), -torch.inf)
         if sinks is not None:
-            column = sinks.to(wide).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
-            logits = torch.cat([logits, column], dim=-1)
+            sink_logits = sinks.to(wide_dtype).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, sink_logits], dim=-1)
         out = logits.softmax(-1)[..., : k.shape[2]].to(q.dtype) @ v
     return out.masked_fill(has_no_keys, 0.0).transpose(1, 2)
 
 
-def assert_is(actual, q, k, v, visible, is_compared, **features):
+def assert_within_error_budget(actual, q, k, v, is_visible, is_compared, **features):
     """Assert that ``actual`` is within the error budget: twice the error of plain PyTorch.
 
     Args:
-        actual: output of `attend`.
-        q, k, v, visible, features: arguments of `masked`.
+        actual: output of `call_cab`.
+        q, k, v, is_visible, features: arguments of `compute_masked_attention`.
         is_compared: bool [B, N], tokens that are compared.
     """
-    exact = masked(q.double(), k.double(), v.double(), visible=visible, **features)
-    plain = masked(q, k, v, visible=visible, **features)
+    exact_out = compute_masked_attention(
+        q.double(), k.double(), v.double(), is_visible=is_visible, **features
+    )
+    plain_out = compute_masked_attention(q, k, v, is_visible=is_visible, **features)
     assert actual.dtype == q.dtype and torch.isfinite(actual).all()
-    error, plain_error = ((x.double() - exact)[is_compared].abs().max() for x in (actual, plain))
-    assert error <= 2 * (plain_error + EPS[q.dtype] * exact.abs().max())
+    error, plain_error = (
+        (x.double() - exact_out)[is_compared].abs().max() for x in (actual, plain_out)
+    )
+    assert error <= 2 * (plain_error + EPS[q.dtype] * exact_out.abs().max())
 
 
-def assert_same(actual, expected, v):
+def assert_equal_up_to_rounding(actual, expected, v):
     """Assert that two outputs of attention over the values ``v`` are equal up to rounding.
 
     Each computation rounds the outputs and the probabilities, whose products with v are summed.
     The allowed difference is therefore relative to the outputs and to v.
     """
     largest = max(1.0, (float(expected.abs().max()) + float(v.abs().max())) / 2)
-    assert (actual.double() - expected.double()).abs().max() <= ROUNDING[expected.dtype] * largest
+    assert (actual.double() - expected.double()).abs().max() <= ROUNDING_TOLERANCE[
+        expected.dtype
+    ] * largest
 
 
-@cases(0.25)
+@hypothesis_settings(0.25)
 @given(st.data())
 def test_full_budget_equals_masked_attention(data):
     """Compare "cab" with mass threshold 0, and "cab_dense", with attention under a token mask."""
-    shape, batch, layer = data.draw(heads()), data.draw(batches()), data.draw(features())
-    config = data.draw(budgets(**EVERYTHING))
-    num_rows, length = batch.document.shape
-    q, k, v = shape.draw(num_rows, length)
-    arguments, sparse = layer.arguments(shape.query, shape.dtype), data.draw(st.booleans())
-    out = attend(
-        config, q, k, v, **batch.arguments, **arguments, sparse=sparse, window=layer.window
+    heads, batch, features = (
+        data.draw(draw_heads()),
+        data.draw(draw_batches()),
+        data.draw(draw_features()),
     )
-    visible = batch.visible_pairs(layer.window)
-    assert_is(out, q, k, v, visible=visible, is_compared=batch.document >= 0, **arguments)
+    config = data.draw(draw_config(**FULL_BUDGET))
+    num_rows, length = batch.doc_ids.shape
+    q, k, v = heads.draw(num_rows, length)
+    logit_arguments, is_sparse = (
+        features.arguments(heads.num_heads, heads.dtype),
+        data.draw(st.booleans()),
+    )
+    out = call_cab(
+        config,
+        q,
+        k,
+        v,
+        **batch.arguments,
+        **logit_arguments,
+        is_sparse=is_sparse,
+        window=features.window,
+    )
+    is_visible = batch.visible_pairs(features.window)
+    assert_within_error_budget(
+        out, q, k, v, is_visible=is_visible, is_compared=batch.doc_ids >= 0, **logit_arguments
+    )
 
 
-@cases(0.3)
+@hypothesis_settings(0.3)
 @given(st.data())
 def test_padded_and_packed_sequences_equal_single_sequences(data):
     """Compare each document of a padded and packed batch with a call for the document alone."""
-    shape, batch = data.draw(heads()), data.draw(batches())
+    heads, batch = data.draw(draw_heads()), data.draw(draw_batches())
     predictor = data.draw(st.sampled_from(("rows",) * 5 + ("streaming", "oracle")))
-    config = data.draw(budgets(predictor=predictor))
-    num_rows, length = batch.document.shape
-    q, k, v = shape.draw(num_rows, length)
-    arguments = data.draw(features()).arguments(shape.query, shape.dtype)
-    out = attend(config, q, k, v, **batch.arguments, **arguments)
-    for row, slots in batch.texts():
-        own_q, own_k, own_v = (x[row : row + 1, :, slots] for x in (q, k, v))
-        expected = attend(config, own_q, own_k, own_v, **arguments)
-        assert_same(out[row : row + 1, slots], expected, own_v)
+    config = data.draw(draw_config(predictor=predictor))
+    num_rows, length = batch.doc_ids.shape
+    q, k, v = heads.draw(num_rows, length)
+    logit_arguments = data.draw(draw_features()).arguments(heads.num_heads, heads.dtype)
+    out = call_cab(config, q, k, v, **batch.arguments, **logit_arguments)
+    for row, slots in batch.iterate_documents():
+        document_q, document_k, document_v = (x[row : row + 1, :, slots] for x in (q, k, v))
+        expected = call_cab(config, document_q, document_k, document_v, **logit_arguments)
+        assert_equal_up_to_rounding(out[row : row + 1, slots], expected, document_v)
 
 
-@cases(0.1)
+@hypothesis_settings(0.1)
 @given(st.data())
 def test_nan_key_reaches_all_queries_that_see_it(data):
     """Set a key to NaN: queries that may attend to it become NaN; other rows and heads do not."""
-    shape, batch = data.draw(heads()), data.draw(batches())
+    heads, batch = data.draw(draw_heads()), data.draw(draw_batches())
     predictor = data.draw(st.sampled_from(("rows", "rows", "frc")))
-    config = data.draw(budgets(predictor=predictor))
-    num_rows, length = batch.document.shape
-    q, k, v = shape.draw(num_rows, length)
-    row, slot = data.draw(st.sampled_from((batch.document >= 0).nonzero().tolist()))
-    head = data.draw(st.integers(0, shape.key - 1))
-    k[row, head, slot, data.draw(st.integers(0, shape.dim - 1))] = torch.nan
-    out = attend(config, q, k, v, **batch.arguments)
-    row_output = out[row].unflatten(1, (shape.key, -1))
-    visible = batch.visible_pairs()[row, 0]
+    config = data.draw(draw_config(predictor=predictor))
+    num_rows, length = batch.doc_ids.shape
+    q, k, v = heads.draw(num_rows, length)
+    row, slot = data.draw(st.sampled_from((batch.doc_ids >= 0).nonzero().tolist()))
+    head = data.draw(st.integers(0, heads.num_kv_heads - 1))
+    k[row, head, slot, data.draw(st.integers(0, heads.dim - 1))] = torch.nan
+    out = call_cab(config, q, k, v, **batch.arguments)
+    row_output = out[row].unflatten(1, (heads.num_kv_heads, -1))
+    is_visible = batch.visible_pairs()[row, 0]
     # leave out queries with a single key, for which PyTorch may return 0 instead of NaN
-    assert row_output[visible[:, slot] & (visible.sum(-1) > 1), head].isnan().all()
+    assert row_output[is_visible[:, slot] & (is_visible.sum(-1) > 1), head].isnan().all()
     assert out[torch.arange(len(out)) != row].isfinite().all()
-    assert row_output[:, torch.arange(shape.key) != head].isfinite().all()
+    assert row_output[:, torch.arange(heads.num_kv_heads) != head].isfinite().all()
 
 
-@cases(0.15)
+@hypothesis_settings(0.15)
 @given(st.data())
 def test_output_equals_attention_under_token_mask_of_plan(data):
     """Compare with the plan as a token mask, which must also contain the forced blocks."""
-    shape, length = data.draw(heads()), data.draw(st.integers(1, 160))
-    config = data.draw(budgets(min_length=0))
-    q, k, v = shape.draw(1, length)
+    heads, length = data.draw(draw_heads()), data.draw(st.integers(1, 160))
+    config = data.draw(draw_config(min_length=0))
+    q, k, v = heads.draw(1, length)
     ranges = KeyRanges.causal(1, length, length, "cpu")
-    call = LayerContext(ranges, shape.dim**-0.5, 0, channels=slow_channels(LAYER, shape.dim))
+    call = LayerContext(ranges, heads.dim**-0.5, 0, channels=slow_channels(LAYER, heads.dim))
     plan = make_predictor(config)(q, k, call)
-    require_valid(plan)
-    visible = plan.token_mask()
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    assert not (visible & ~causal).any()
-    assert visible.diagonal(dim1=-2, dim2=-1).all()
-    assert (visible | ~causal)[:, :, :, : config.sink_blocks * config.key_block].all()
+    assert_valid_plan(plan)
+    is_visible = plan.token_mask()
+    is_causal = torch.ones(length, length, dtype=torch.bool).tril()
+    assert not (is_visible & ~is_causal).any()
+    assert is_visible.diagonal(dim1=-2, dim2=-1).all()
+    assert (is_visible | ~is_causal)[:, :, :, : config.sink_blocks * config.key_block].all()
     if length >= config.query_block:
-        tail = max(0, length - config.dense_tail_blocks * config.query_block)
-        assert torch.equal(visible[0, :, tail:], causal[tail:].expand_as(visible[0, :, tail:]))
+        tail_start = max(0, length - config.dense_tail_blocks * config.query_block)
+        assert torch.equal(
+            is_visible[0, :, tail_start:],
+            is_causal[tail_start:].expand_as(is_visible[0, :, tail_start:]),
+        )
     else:
         # a sequence shorter than a query block is computed densely
-        visible = causal[None, None]
+        is_visible = is_causal[None, None]
     is_compared = torch.ones(1, length, dtype=torch.bool)
-    assert_is(attend(config, q, k, v), q, k, v, visible=visible, is_compared=is_compared)
+    assert_within_error_budget(
+        call_cab(config, q, k, v), q, k, v, is_visible=is_visible, is_compared=is_compared
+    )
 
 
-@cases(0.1)
+@hypothesis_settings(0.1)
 @given(st.data())
 def test_chunks_of_whole_query_blocks_equal_one_prefill(data):
     """Compare chunked prefill without dense tail; a last chunk below a query block is dense."""
-    shape = data.draw(heads())
-    config = data.draw(budgets(dense_tail_blocks=0, min_length=0))
-    size = config.query_block
-    chunk = size * data.draw(st.integers(1, 3))
+    heads = data.draw(draw_heads())
+    config = data.draw(draw_config(dense_tail_blocks=0, min_length=0))
+    query_block = config.query_block
+    chunk_tokens = query_block * data.draw(st.integers(1, 3))
     lengths = data.draw(st.lists(st.integers(1, 160), min_size=1, max_size=2))
     # left padding of each row is a multiple of the query block, and may end inside a chunk
-    lefts = [size * data.draw(st.integers(0, 2)) for _ in lengths]
-    total = max(map(sum, zip(lefts, lengths, strict=True)))
-    slots = torch.arange(total)
-    real = torch.stack(
-        [(slots >= left) & (slots < left + n) for left, n in zip(lefts, lengths, strict=True)]
+    left_paddings = [query_block * data.draw(st.integers(0, 2)) for _ in lengths]
+    total_length = max(map(sum, zip(left_paddings, lengths, strict=True)))
+    slots = torch.arange(total_length)
+    padding_mask = torch.stack(
+        [
+            (slots >= left) & (slots < left + n)
+            for left, n in zip(left_paddings, lengths, strict=True)
+        ]
     )
-    q, k, v = shape.draw(len(lengths), total)
+    q, k, v = heads.draw(len(lengths), total_length)
     cache, chunk_outputs = DynamicCache(), []
-    for start in range(0, total, chunk):
-        tokens = slice(start, min(start + chunk, total))
-        keys, values = cache.update(k[:, :, tokens], v[:, :, tokens], 0)
+    for start in range(0, total_length, chunk_tokens):
+        token_slice = slice(start, min(start + chunk_tokens, total_length))
+        keys, values = cache.update(k[:, :, token_slice], v[:, :, token_slice], 0)
         chunk_outputs.append(
-            attend(config, q[:, :, tokens], keys, values, past=start, real=real[:, : tokens.stop])
+            call_cab(
+                config,
+                q[:, :, token_slice],
+                keys,
+                values,
+                num_cached=start,
+                padding_mask=padding_mask[:, : token_slice.stop],
+            )
         )
     actual = torch.cat(chunk_outputs, dim=1)
-    for row, (left, length) in enumerate(zip(lefts, lengths, strict=True)):
-        own_q, own_k, own_v = (x[row : row + 1, :, left : left + length] for x in (q, k, v))
-        sparse_out = attend(config, own_q, own_k, own_v)
-        dense_out = attend(config, own_q, own_k, own_v, sparse=False)
+    for row, (left, length) in enumerate(zip(left_paddings, lengths, strict=True)):
+        row_q, row_k, row_v = (x[row : row + 1, :, left : left + length] for x in (q, k, v))
+        sparse_out = call_cab(config, row_q, row_k, row_v)
+        dense_out = call_cab(config, row_q, row_k, row_v, is_sparse=False)
         # number of queries of this row in the last chunk
-        num_last = length - max(0, (left + length - 1) // chunk * chunk - left)
-        border = length - num_last if num_last < size else length
-        expected = torch.cat((sparse_out[:, :border], dense_out[:, border:]), dim=1)
-        assert_same(actual[row : row + 1, left : left + length], expected, own_v)
+        num_last_chunk = length - max(0, (left + length - 1) // chunk_tokens * chunk_tokens - left)
+        dense_start = length - num_last_chunk if num_last_chunk < query_block else length
+        expected = torch.cat((sparse_out[:, :dense_start], dense_out[:, dense_start:]), dim=1)
+        assert_equal_up_to_rounding(actual[row : row + 1, left : left + length], expected, row_v)
 
 
-@cases(0.2)
+@hypothesis_settings(0.2)
 @given(st.data())
 def test_chunks_at_full_budget_equal_masked_attention(data):
-    shape = data.draw(heads())
-    config = data.draw(budgets(**EVERYTHING))
+    heads = data.draw(draw_heads())
+    config = data.draw(draw_config(**FULL_BUDGET))
     row = Row(data.draw(st.integers(0, 40)), 0, 0, (data.draw(st.integers(1, 120)),))
-    batch = Batch(torch.stack([row.document()]), "positions, ones")
-    total = batch.document.shape[1]
-    q, k, v = shape.draw(1, total)
-    sparse, layer = data.draw(st.booleans()), data.draw(features())
-    arguments = layer.arguments(shape.query, shape.dtype)
+    batch = Batch(torch.stack([row.make_doc_ids()]), "positions, ones")
+    total_length = batch.doc_ids.shape[1]
+    q, k, v = heads.draw(1, total_length)
+    is_sparse, features = data.draw(st.booleans()), data.draw(draw_features())
+    logit_arguments = features.arguments(heads.num_heads, heads.dtype)
     cache, chunk_outputs, start = DynamicCache(), [], 0
-    while start < total:
-        stop = min(total, start + data.draw(st.integers(1, 90)))
+    while start < total_length:
+        stop = min(total_length, start + data.draw(st.integers(1, 90)))
         keys, values = cache.update(k[:, :, start:stop], v[:, :, start:stop], 0)
-        real = batch.document[:, :stop] >= 0
-        call_arguments = {"past": start, "real": real, "sparse": sparse, "window": layer.window}
+        real = batch.doc_ids[:, :stop] >= 0
+        call_arguments = {
+            "num_cached": start,
+            "padding_mask": real,
+            "is_sparse": is_sparse,
+            "window": features.window,
+        }
         chunk_outputs.append(
-            attend(config, q[:, :, start:stop], keys, values, **call_arguments, **arguments)
+            call_cab(config, q[:, :, start:stop], keys, values, **call_arguments, **logit_arguments)
         )
         start = stop
-    visible = batch.visible_pairs(layer.window)
-    assert_is(
+    is_visible = batch.visible_pairs(features.window)
+    assert_within_error_budget(
         torch.cat(chunk_outputs, 1),
         q,
         k,
         v,
-        visible=visible,
-        is_compared=batch.document >= 0,
-        **arguments,
+        is_visible=is_visible,
+        is_compared=batch.doc_ids >= 0,
+        **logit_arguments,
     )

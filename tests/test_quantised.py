@@ -16,8 +16,8 @@ import cab_hf
 from cab_hf import checks
 from cab_hf.eval import quantised
 
-FULL = {"query_block": 32, "key_block": 16, "min_length": 0, "mass_threshold": 0.0}
-SPARSE = FULL | {"mass_threshold": 0.1, "share_threshold": 1.0}
+FULL_FIELDS = {"query_block": 32, "key_block": 16, "min_length": 0, "mass_threshold": 0.0}
+SPARSE_FIELDS = FULL_FIELDS | {"mass_threshold": 0.1, "share_threshold": 1.0}
 LENGTH = 300
 # sizes are multiples of 64, because 4-bit formats quantise groups of 64 weights
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 64}
@@ -25,19 +25,19 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def torchao(name):
+def make_torchao_config(name):
     """Return the transformers config of the torchao quantisation ``name``."""
     quantization = pytest.importorskip("torchao.quantization")
     return TorchAoConfig(getattr(quantization, name)())
 
 
-def bitsandbytes(**options):
+def make_bitsandbytes_config(**options):
     """Return the transformers config of bitsandbytes with ``options``."""
     pytest.importorskip("bitsandbytes")
     return BitsAndBytesConfig(**options)
 
 
-def quanto():
+def make_quanto_config():
     """Return the transformers config of quanto with 8-bit weights."""
     pytest.importorskip("optimum.quanto")
     return QuantoConfig(weights="int8")
@@ -45,73 +45,81 @@ def quanto():
 
 # by name: (function that returns the quantisation config, allowed mean difference of
 # log-probabilities, which is larger if activations are quantised)
-WEIGHTS = {
-    "torchao-int8": (lambda: torchao("Int8WeightOnlyConfig"), 1e-4),
-    "torchao-fp8": (lambda: torchao("Float8WeightOnlyConfig"), 1e-4),
-    "torchao-int8-activations": (lambda: torchao("Int8DynamicActivationInt8WeightConfig"), 0.05),
+WEIGHT_CONFIGS = {
+    "torchao-int8": (lambda: make_torchao_config("Int8WeightOnlyConfig"), 1e-4),
+    "torchao-fp8": (lambda: make_torchao_config("Float8WeightOnlyConfig"), 1e-4),
+    "torchao-int8-activations": (
+        lambda: make_torchao_config("Int8DynamicActivationInt8WeightConfig"),
+        0.05,
+    ),
     "bitsandbytes-nf4": (
-        lambda: bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        lambda: make_bitsandbytes_config(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
         1e-4,
     ),
-    "bitsandbytes-int8": (lambda: bitsandbytes(load_in_8bit=True), 0.05),
-    "quanto-int8": (quanto, 1e-4),
+    "bitsandbytes-int8": (lambda: make_bitsandbytes_config(load_in_8bit=True), 0.05),
+    "quanto-int8": (make_quanto_config, 1e-4),
 }
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved_folder(tmp_path_factory):
     """Save a tiny model, and return its folder."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny_model(**SIZES).save_pretrained(folder)
     return folder
 
 
-def sparse_model():
-    """Return the tiny model with "cab" and the settings `SPARSE`."""
+def make_sparse_model():
+    """Return the tiny model with "cab" and the settings `SPARSE_FIELDS`."""
     model = tiny_model(**SIZES)
-    cab_hf.apply_cab(model, SPARSE)
+    cab_hf.apply_cab(model, SPARSE_FIELDS)
     return model
 
 
-def log_probabilities(model):
+def compute_log_probabilities(model):
     """Return the log-probabilities of ``model`` for 300 random tokens, [1, 300, vocabulary]."""
     with torch.no_grad():
         return model(tokens(1, LENGTH)).logits.float().log_softmax(-1)
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_quantised_weights_match_sdpa(saved, kind):
-    config, tolerance = WEIGHTS[kind]
+@pytest.mark.parametrize("weight_format", WEIGHT_CONFIGS)
+def test_quantised_weights_match_sdpa(saved_folder, weight_format):
+    make_config, tolerance = WEIGHT_CONFIGS[weight_format]
 
     def load(**options):
-        quantised = {"quantization_config": config(), "dtype": torch.float32}
-        return AutoModelForCausalLM.from_pretrained(saved, **quantised, **options).eval()
+        quantisation_options = {"quantization_config": make_config(), "dtype": torch.float32}
+        return AutoModelForCausalLM.from_pretrained(
+            saved_folder, **quantisation_options, **options
+        ).eval()
 
-    require_as_by_sdpa(load, tolerance)
+    assert_equals_sdpa(load, tolerance)
 
 
-def require_as_by_sdpa(load, tolerance):
+def assert_equals_sdpa(load, tolerance):
     """Assert that a quantised model with "cab" equals sdpa at full budget, and can be sparse.
 
     ``load`` is a function that takes arguments of ``from_pretrained`` and returns the model.
     """
-    dense = log_probabilities(load(attn_implementation="sdpa"))
-    model = load(attn_implementation="cab", cab_config=FULL)
-    assert (log_probabilities(model) - dense).abs().mean() < tolerance
-    cab_hf.apply_cab(model, SPARSE)
-    log_probabilities(model)
+    expected = compute_log_probabilities(load(attn_implementation="sdpa"))
+    model = load(attn_implementation="cab", cab_config=FULL_FIELDS)
+    assert (compute_log_probabilities(model) - expected).abs().mean() < tolerance
+    cab_hf.apply_cab(model, SPARSE_FIELDS)
+    compute_log_probabilities(model)
     assert cab_hf.stats(model)[0]["density"] < 0.95
 
 
 def test_compiled_torchao_rounding_is_accurate(monkeypatch):
     module = pytest.importorskip("torchao.quantization.quantize_.workflows.float8.float8_tensor")
     names = ("_choose_scale_float8", "_quantize_affine_float8")
-    originals = [getattr(module, name) for name in names]
-    for name, function in zip(names, originals, strict=True):
+    original_functions = [getattr(module, name) for name in names]
+    for name, function in zip(names, original_functions, strict=True):
         # set the attribute to its own value, so that monkeypatch restores it after the test
         monkeypatch.setattr(module, name, function)
     quantised._compile_rounding.__wrapped__()
-    assert all(getattr(module, n) is not each for n, each in zip(names, originals, strict=True))
+    assert all(
+        getattr(module, name) is not original_function
+        for name, original_function in zip(names, original_functions, strict=True)
+    )
     for shape in ((1, 300, 256), (1, 200, 256), (1, 200, 96)):
         x = torch.randn(shape, dtype=torch.bfloat16)
         rounded = module.Float8Tensor.from_hp(x)
@@ -128,17 +136,17 @@ def test_compiled_torchao_rounding_is_accurate(monkeypatch):
 def test_compressed_weights_match_sdpa(tmp_path, scheme, tolerance):
     pytest.importorskip("compressed_tensors")
     model = tiny_model(**SIZES)
-    compress(model, scheme, tmp_path)
+    save_compressed(model, scheme, tmp_path)
 
     def load(**options):
         return AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **options)
 
-    quantised_result = log_probabilities(load(attn_implementation="sdpa"))
-    assert (quantised_result - log_probabilities(tiny_model(**SIZES))).any()
-    require_as_by_sdpa(load, tolerance)
+    quantised_result = compute_log_probabilities(load(attn_implementation="sdpa"))
+    assert (quantised_result - compute_log_probabilities(tiny_model(**SIZES))).any()
+    assert_equals_sdpa(load, tolerance)
 
 
-def compress(model, scheme, folder):
+def save_compressed(model, scheme, folder):
     """Quantise a model and save it in the format of llm-compressor.
 
     The scale of each group follows from its smallest and its largest weight.
@@ -174,33 +182,33 @@ def compress(model, scheme, folder):
 
 
 @pytest.fixture
-def four_bits():
+def quanto_cache_options():
     """Return the arguments of a `QuantizedCache` with 4 bits by quanto."""
     pytest.importorskip("optimum.quanto")
     return {"backend": "quanto", "nbits": 4, "residual_length": 32}
 
 
-def test_quantised_cache_does_not_change_sparse_prefill(four_bits):
-    model, ids = sparse_model(), tokens(1, LENGTH)
+def test_quantised_cache_does_not_change_sparse_prefill(quanto_cache_options):
+    model, ids = make_sparse_model(), tokens(1, LENGTH)
     with torch.no_grad():
-        plain, quantised = (
+        plain_logits, quantised_logits = (
             model(ids, past_key_values=cache).logits
             for cache in (
                 DynamicCache(config=model.config),
-                QuantizedCache(config=model.config, **four_bits),
+                QuantizedCache(config=model.config, **quanto_cache_options),
             )
         )
-    assert torch.equal(plain, quantised)
+    assert torch.equal(plain_logits, quantised_logits)
 
 
-def test_sparse_decode_with_quantised_cache_warns_and_is_dense(four_bits, monkeypatch):
-    monkeypatch.setattr(checks, "_warned", set())
-    model, ids = sparse_model(), tokens(1, LENGTH)
-    options = {"cache_implementation": "quantized", "cache_config": four_bits}
+def test_sparse_decode_with_quantised_cache_warns_and_is_dense(quanto_cache_options, monkeypatch):
+    monkeypatch.setattr(checks, "_shown_warnings", set())
+    model, ids = make_sparse_model(), tokens(1, LENGTH)
+    options = {"cache_implementation": "quantized", "cache_config": quanto_cache_options}
     options |= {"max_new_tokens": 4, "do_sample": False}
-    dense = model.generate(ids, **options)
+    dense_tokens = model.generate(ids, **options)
     with (
         cab_hf.cab(model, sparse_decode=True, decode_tokens=128),
         pytest.warns(UserWarning, match="decode steps are dense.*QuantizedCache"),
     ):
-        assert torch.equal(model.generate(ids, **options), dense)
+        assert torch.equal(model.generate(ids, **options), dense_tokens)

@@ -21,7 +21,7 @@ from cab_hf import apply_cab, engines
 from cab_hf.attention import cab_attention, cab_dense_attention
 from cab_hf.call.hook import cab_mask
 from cab_hf.call.mask import MaskInfo
-from cab_hf.call.validate import HARMLESS, MEANINGS
+from cab_hf.call.validate import IGNORED_KEYWORDS, UNSUPPORTED_FEATURES
 from cab_hf.config import ENGINES
 
 
@@ -41,12 +41,12 @@ SIZES = {
     "head_dim": 16,
     "pad_token_id": 0,
 }
-MOE = {
+MOE_FIELDS = {
     "num_local_experts": 2,
     "num_experts_per_tok": 1,
     "intermediate_size_mlp": 32,
 }
-MLA = {
+MLA_FIELDS = {
     "num_key_value_heads": 2,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -73,25 +73,25 @@ TRANSFORMS = {
         torch.func.grad(lambda scale, row: call(row[None], scale).sum()), in_dims=(None, 0)
     )(torch.ones(()), ids),
     "torch.func.functionalize": lambda call, ids: torch.func.functionalize(call)(ids),
-    "fake tensors": lambda call, ids: _faked(call, ids),
+    "fake tensors": lambda call, ids: _call_with_fake_tensors(call, ids),
 }
 
 
-def _faked(call, ids):
+def _call_with_fake_tensors(call, ids):
     """Run ``call(ids)`` with fake tensors, which have shapes but no values."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         return call(mode.from_tensor(ids))
 
 
-@pytest.mark.parametrize("kind", ["sparse", "full", "exact", "dense"])
+@pytest.mark.parametrize("attention_kind", ["sparse", "full", "exact", "dense"])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_functional_transforms_raise_or_equal_plain_call(name, kind):
+def test_functional_transforms_raise_or_equal_plain_call(name, attention_kind):
     """Assert that a transform raises an error with its name, or equals a plain call."""
     settings = {"full": FULL, "exact": SMALL.changed(min_length=500)}
-    model, ids = apply_cab(tiny_model(), settings.get(kind, SMALL)), tokens(2, 200)
+    model, ids = apply_cab(tiny_model(), settings.get(attention_kind, SMALL)), tokens(2, 200)
     # torch.jit.trace rejects constants that require gradients, such as weights
     model.requires_grad_(False)
-    if kind == "dense":
+    if attention_kind == "dense":
         model.set_attn_implementation("cab_dense")
 
     def call(ids, scale=1.0):
@@ -99,20 +99,20 @@ def test_functional_transforms_raise_or_equal_plain_call(name, kind):
         return model(inputs_embeds=embeddings, use_cache=False).logits
 
     transform = TRANSFORMS[name]
-    if kind in ("exact", "dense") and name == "torch.vmap":
+    if attention_kind in ("exact", "dense") and name == "torch.vmap":
         torch.testing.assert_close(transform(call, ids)[:, 0], call(ids))
         return
-    if kind in ("exact", "dense") and "gradients" in name:
+    if attention_kind in ("exact", "dense") and "gradients" in name:
         actual = transform(call, ids)
         for row, gradient in zip(ids, actual, strict=True):
             scale = torch.ones((), requires_grad=True)
             call(row[None], scale).sum().backward()
             torch.testing.assert_close(gradient, scale.grad, rtol=1e-3, atol=1e-3)
         return
-    with pytest.raises(NotImplementedError, match=name.split(" over ")[0]) as raised:
+    with pytest.raises(NotImplementedError, match=name.split(" over ")[0]) as error_info:
         transform(call, ids)
     if "trace" in name:
-        assert "torch.export" in str(raised.value)
+        assert "torch.export" in str(error_info.value)
 
 
 def test_active_context_parallel_mesh_raises(model, monkeypatch):
@@ -125,7 +125,7 @@ def test_active_context_parallel_mesh_raises(model, monkeypatch):
         model(tokens(1, 40))
 
 
-def bert():
+def make_bert():
     """Return a BERT model, whose attention is bidirectional, with "cab"."""
     sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
     model = BertModel(BertConfig(**sizes, num_attention_heads=2, num_hidden_layers=1))
@@ -150,16 +150,16 @@ def test_remedies_named_by_dropout_error_work(model_type, field, setting, tmp_pa
     cab_hf.apply_cab(model, FULL).train()
     with pytest.raises(
         ValueError, match="dropout must be 0, got 0.2: 'cab' has no attention"
-    ) as raised:
+    ) as error_info:
         model(tokens(1, 40), use_cache=False)
-    assert f"Load the model with {field}=0.0 in its config" in str(raised.value)
-    assert f"set {setting}" in str(raised.value)
-    path, _, class_name = setting.partition(" = 0.0 in every ")
-    *parts, name = path.removeprefix("model.").removesuffix(" = 0.0").split(".")
+    assert f"Load the model with {field}=0.0 in its config" in str(error_info.value)
+    assert f"set {setting}" in str(error_info.value)
+    attribute_path, _, class_name = setting.partition(" = 0.0 in every ")
+    *parent_names, name = attribute_path.removeprefix("model.").removesuffix(" = 0.0").split(".")
     for module in model.modules():
         if type(module).__name__ == (class_name or type(model).__name__):
-            for part in parts:
-                module = getattr(module, part)
+            for parent_name in parent_names:
+                module = getattr(module, parent_name)
             setattr(module, name, 0.0)
     model(tokens(1, 40), use_cache=False)
     reloaded = type(model).from_pretrained(tmp_path, **{field: 0.0})
@@ -174,7 +174,7 @@ def test_unexplained_dropout_error_names_eval(model):
 
 
 @pytest.mark.parametrize(
-    "saved",
+    "saved_config",
     [
         *(
             {"budget": 3},
@@ -188,9 +188,9 @@ def test_unexplained_dropout_error_names_eval(model):
     ],
     ids=repr,
 )
-def test_invalid_saved_config_raises(saved):
+def test_invalid_saved_config_raises(saved_config):
     model = tiny_model()
-    model.config.cab_config = saved
+    model.config.cab_config = saved_config
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
         model.set_attn_implementation("cab")
     assert model.config._attn_implementation == "sdpa"
@@ -198,10 +198,10 @@ def test_invalid_saved_config_raises(saved):
     model.set_attn_implementation("cab")
     # after an assignment that raises, a model with "cab" has its previous settings
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
-        model.config.cab_config = saved
+        model.config.cab_config = saved_config
     assert model.config.cab_config is None
     # setting the attribute past the assignment check raises an error in the next call
-    vars(model.config)["cab_config"] = saved
+    vars(model.config)["cab_config"] = saved_config
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
         model(tokens(1, 40))
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
@@ -231,17 +231,17 @@ def test_settings_of_wrong_type_raise(config):
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("saved", [{"redundancy": {}}, {"min_length": 2**70}], ids=repr)
-def test_invalid_saved_config_raises_when_compiled(saved):
+@pytest.mark.parametrize("saved_config", [{"redundancy": {}}, {"min_length": 2**70}], ids=repr)
+def test_invalid_saved_config_raises_when_compiled(saved_config):
     model = tiny_model(num_hidden_layers=1)
     model.set_attn_implementation("cab")
-    vars(model.config)["cab_config"] = saved
+    vars(model.config)["cab_config"] = saved_config
     torch._dynamo.reset()
-    with pytest.raises(Exception, match=f"CabConfig.{next(iter(saved))} must be"):
+    with pytest.raises(Exception, match=f"CabConfig.{next(iter(saved_config))} must be"):
         torch.compile(model, fullgraph=True, backend="aot_eager")(tokens(1, 40))
 
 
-def call(query, key=None, mask=None, attend=cab_attention, **kwargs):
+def call_attention(query, key=None, mask=None, attend=cab_attention, **kwargs):
     """Call an attention function as a model's layer does; ``key`` None: use the query as key."""
     module = torch.nn.Module()
     module.config = tiny_model().config
@@ -252,40 +252,40 @@ def call(query, key=None, mask=None, attend=cab_attention, **kwargs):
     return attend(module, query, key, key, attention_mask=mask, **kwargs)
 
 
-EIGHT = torch.zeros(1, 1, 8, 16)  # queries of eight tokens
+EIGHT_QUERIES = torch.zeros(1, 1, 8, 16)  # queries of eight tokens
 
 
-def prefix(batch, head, query, key):
+def prefix_mask_function(batch, head, query, key):
     """Return True for causal (query, key) pairs and for the keys 0 to 3: a mask function."""
     return (key <= query) | (key < 4)
 
 
-def prefixed_mask(**options):
+def make_prefix_mask(**options):
     """Return the mask of a function that is not causal; a layer raises when it uses the mask."""
-    return cab_mask(1, 8, 8, mask_function=prefix, config=BertConfig(), **options)
+    return cab_mask(1, 8, 8, mask_function=prefix_mask_function, config=BertConfig(), **options)
 
 
-def forward(**inputs):
+def make_forward(**inputs):
     """Return a function that takes a model and calls it with two sequences of 40 tokens."""
     return lambda model: model(tokens(2, 40), use_cache=False, **inputs)
 
 
-def padded(rows, length):
-    """Return the function `forward` with a padding mask of the shape [rows, length]."""
-    return forward(attention_mask=(torch.arange(length) > 0).expand(rows, -1))
+def make_padded_forward(num_rows, length):
+    """Return the result of `make_forward` with a padding mask [num_rows, length]."""
+    return make_forward(attention_mask=(torch.arange(length) > 0).expand(num_rows, -1))
 
 
-def attention(**arguments):
+def make_attention_call(**arguments):
     """Return a function that ignores its model, and calls attention directly with 8 tokens."""
-    return lambda _: call(**{"query": EIGHT, **arguments})
+    return lambda _: call_attention(**{"query": EIGHT_QUERIES, **arguments})
 
 
-def settings(config=None, **fields):
+def make_apply_cab(config=None, **fields):
     """Return a function that takes a model and calls `apply_cab` with these settings."""
     return lambda model: apply_cab(model, config, **fields)
 
 
-def training(**fields):
+def make_training_step(**fields):
     """Return a function that ignores its model, and runs a training step of a new model.
 
     ``fields`` are fields of CabConfig, or ``attention_dropout`` of the model config.
@@ -299,19 +299,19 @@ def training(**fields):
     return step
 
 
-def with_cropped_cache(lost):
-    """Return a function that runs a decode step after layer 1 of the cache lost ``lost`` tokens."""
+def make_decode_after_crop(num_lost):
+    """Return a function that crops layer 1 of a cache by ``num_lost`` tokens, and then decodes."""
 
     def step(model):
         cache, ids = DynamicCache(config=model.config), tokens(1, 201)
         model(ids[:, :200], past_key_values=cache)
-        cache.layers[1].crop(-lost)
+        cache.layers[1].crop(-num_lost)
         model(ids[:, 200:], past_key_values=cache)
 
     return step
 
 
-def vmap_over_mask(model):
+def call_under_vmap(model):
     """Call a model under torch.vmap with a padding mask per row."""
 
     def row_logits(row):
@@ -321,48 +321,52 @@ def vmap_over_mask(model):
 
 
 # by name: (function of a model, which raises; type of the error; argument that the message names)
-REFUSALS = {
-    "output_attentions": (forward(output_attentions=True), ValueError, "output_attentions"),
-    "unknown-keyword": (forward(foo=3), ValueError, "foo"),
+INVALID_CALLS = {
+    "output_attentions": (make_forward(output_attentions=True), ValueError, "output_attentions"),
+    "unknown-keyword": (make_forward(foo=3), ValueError, "foo"),
     **{
         f"mask-{'x'.join(map(str, shape))}": (
-            forward(attention_mask=torch.ones(shape)),
+            make_forward(attention_mask=torch.ones(shape)),
             ValueError,
             "attention_mask",
         )
         for shape in [(40,), (2,), (2, 40, 40), (2, 1, 40), (2, 1, 40, 40), (2, 1, 1, 40, 40)]
     },
     **{
-        f"padding-{rows}x{length}": (padded(rows, length), ValueError, "attention_mask")
+        f"padding-{rows}x{length}": (
+            make_padded_forward(rows, length),
+            ValueError,
+            "attention_mask",
+        )
         for rows, length in [(3, 40), (1, 40), (2, 50), (2, 30)]
     },
-    "vmap-over-mask": (vmap_over_mask, NotImplementedError, "attention_mask"),
-    "dropout": (training(attention_dropout=0.1), ValueError, "dropout"),
-    "engine-without-backward": (training(engine="flex"), ValueError, "engine"),
-    "bidirectional-model": (lambda _: bert()(tokens(1, 40)), ValueError, "is_causal"),
-    "cropped-layer": (with_cropped_cache(50), ValueError, "key"),
-    "empty-layer": (with_cropped_cache(200), ValueError, "key"),
-    "engine": (settings(engine="warp"), ValueError, "engine"),
-    "unknown-field": (settings(top_pp=0.5), ValueError, "top_pp"),
-    "predictor": (settings(SMALL, predictor="none"), ValueError, "predictor"),
-    "dense_layers": (settings(SMALL, dense_layers=(3,)), ValueError, "dense_layers"),
-    "dtype": (attention(query=EIGHT.to(torch.complex64)), ValueError, "query"),
-    "not-causal": (attention(is_causal=False), ValueError, "is_causal"),
-    "keys": (attention(key=EIGHT[:, :, :4]), ValueError, "key"),
-    "paged-cache": (attention(cache=object()), NotImplementedError, "cache"),
-    "cache": (attention(cache=DynamicCache()), ValueError, "past_key_values"),
+    "vmap-over-mask": (call_under_vmap, NotImplementedError, "attention_mask"),
+    "dropout": (make_training_step(attention_dropout=0.1), ValueError, "dropout"),
+    "engine-without-backward": (make_training_step(engine="flex"), ValueError, "engine"),
+    "bidirectional-model": (lambda _: make_bert()(tokens(1, 40)), ValueError, "is_causal"),
+    "cropped-layer": (make_decode_after_crop(50), ValueError, "key"),
+    "empty-layer": (make_decode_after_crop(200), ValueError, "key"),
+    "engine": (make_apply_cab(engine="warp"), ValueError, "engine"),
+    "unknown-field": (make_apply_cab(top_pp=0.5), ValueError, "top_pp"),
+    "predictor": (make_apply_cab(SMALL, predictor="none"), ValueError, "predictor"),
+    "dense_layers": (make_apply_cab(SMALL, dense_layers=(3,)), ValueError, "dense_layers"),
+    "dtype": (make_attention_call(query=EIGHT_QUERIES.to(torch.complex64)), ValueError, "query"),
+    "not-causal": (make_attention_call(is_causal=False), ValueError, "is_causal"),
+    "keys": (make_attention_call(key=EIGHT_QUERIES[:, :, :4]), ValueError, "key"),
+    "paged-cache": (make_attention_call(cache=object()), NotImplementedError, "cache"),
+    "cache": (make_attention_call(cache=DynamicCache()), ValueError, "past_key_values"),
     "window": (
-        attention(mask=MaskInfo(1, 8, 8, 0), sliding_window=4),
+        make_attention_call(mask=MaskInfo(1, 8, 8, 0), sliding_window=4),
         NotImplementedError,
         "sliding_window",
     ),
-    "non-causal-mask": (attention(mask=prefixed_mask()), NotImplementedError, "mask"),
+    "non-causal-mask": (make_attention_call(mask=make_prefix_mask()), NotImplementedError, "mask"),
     "mask-function": (
-        attention(mask=prefixed_mask(use_vmap=True)),
+        make_attention_call(mask=make_prefix_mask(use_vmap=True)),
         NotImplementedError,
         "or_mask_function",
     ),
-    "sinks": (attention(s_aux=torch.zeros(2)), ValueError, "s_aux"),
+    "sinks": (make_attention_call(s_aux=torch.zeros(2)), ValueError, "s_aux"),
     **{
         f"tokens-{tokens!r}": (
             lambda model, tokens=tokens: cab_hf.describe(model, tokens=tokens),
@@ -374,10 +378,12 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize(("function", "error", "argument"), REFUSALS.values(), ids=REFUSALS)
-def test_refused_call_raises_and_names_argument(function, error, argument):
-    with pytest.raises(error, match=rf"\b{argument}\b"):
-        function(apply_cab(tiny_model(), FULL))
+@pytest.mark.parametrize(
+    ("call_model", "error_type", "argument"), INVALID_CALLS.values(), ids=INVALID_CALLS
+)
+def test_refused_call_raises_and_names_argument(call_model, error_type, argument):
+    with pytest.raises(error_type, match=rf"\b{argument}\b"):
+        call_model(apply_cab(tiny_model(), FULL))
 
 
 def test_config_lists_all_engines():
@@ -385,29 +391,34 @@ def test_config_lists_all_engines():
 
 
 def test_window_as_wide_as_sequence_has_no_effect():
-    call(EIGHT, mask=MaskInfo(1, 8, 8, 0), sliding_window=8)
+    call_attention(EIGHT_QUERIES, mask=MaskInfo(1, 8, 8, 0), sliding_window=8)
 
 
 @pytest.mark.parametrize("attend", [cab_attention, cab_dense_attention])
 @pytest.mark.parametrize(
-    "name", [*sorted(MEANINGS), "softmax_scale", "cu_seq_lens_k", "temperature", "logits_mask"]
+    "name",
+    [*sorted(UNSUPPORTED_FEATURES), "softmax_scale", "cu_seq_lens_k", "temperature", "logits_mask"],
 )
 def test_unsupported_keyword_raises(name, attend):
-    with pytest.raises((NotImplementedError, ValueError), match=f"^{name} must be None") as raised:
-        call(EIGHT, attend=attend, **{name: torch.ones(1, 1, 8, 8)})
-    assert str(raised.value).count(". ") <= 1
+    with pytest.raises(
+        (NotImplementedError, ValueError), match=f"^{name} must be None"
+    ) as error_info:
+        call_attention(EIGHT_QUERIES, attend=attend, **{name: torch.ones(1, 1, 8, 8)})
+    assert str(error_info.value).count(". ") <= 1
     # the value None is accepted
-    call(EIGHT, attend=attend, **{name: None})
+    call_attention(EIGHT_QUERIES, attend=attend, **{name: None})
 
 
 def test_keywords_unrelated_to_attention_are_accepted():
     q = torch.randn(1, 1, 40, 16, generator=torch.Generator().manual_seed(0))
-    values = dict.fromkeys(HARMLESS, torch.ones(1, 40)) | {"cu_seq_lens_q": torch.tensor([0, 40])}
-    assert torch.equal(call(q, **values)[0], call(q)[0])
+    values = dict.fromkeys(IGNORED_KEYWORDS, torch.ones(1, 40)) | {
+        "cu_seq_lens_q": torch.tensor([0, 40])
+    }
+    assert torch.equal(call_attention(q, **values)[0], call_attention(q)[0])
 
 
 # keyword arguments without effect on attention: outputs of tokenizers, and columns of `Trainer`
-TOKENIZED = {
+HARMLESS_ARGUMENTS = {
     "special_tokens_mask": torch.zeros(1, 40, dtype=torch.int64),
     "offset_mapping": torch.zeros(1, 40, 2, dtype=torch.int64),
     "overflow_to_sample_mapping": torch.tensor([0]),
@@ -416,11 +427,11 @@ TOKENIZED = {
 }
 
 
-@pytest.mark.parametrize("name", TOKENIZED)
+@pytest.mark.parametrize("name", HARMLESS_ARGUMENTS)
 @torch.no_grad()
 def test_tokenizer_outputs_and_trainer_columns_do_not_change_logits(model, name):
     ids = tokens(1, 40)
-    actual = model(ids, **{name: TOKENIZED[name]}).logits
+    actual = model(ids, **{name: HARMLESS_ARGUMENTS[name]}).logits
     assert torch.equal(actual, model(ids).logits)
 
 
@@ -430,7 +441,7 @@ def test_window_applies_without_mask(attend):
     index = torch.arange(60)
     is_visible = (index <= index[:, None]) & (index > index[:, None] - 7)
     expected = F.scaled_dot_product_attention(q, q, q, attn_mask=is_visible).transpose(1, 2)
-    torch.testing.assert_close(call(q, attend=attend, sliding_window=7)[0], expected)
+    torch.testing.assert_close(call_attention(q, attend=attend, sliding_window=7)[0], expected)
 
 
 @pytest.mark.parametrize(
@@ -438,15 +449,19 @@ def test_window_applies_without_mask(attend):
     [
         pytest.param(
             "MiniMaxM3VL",
-            {"config": "MiniMaxM3VLTextConfig", **MOE, "layer_types": ["minimax_m3_sparse"] * 2},
+            {
+                "config": "MiniMaxM3VLTextConfig",
+                **MOE_FIELDS,
+                "layer_types": ["minimax_m3_sparse"] * 2,
+            },
             "block_indices must be None.*minimax_m3",
             id="minimax-m3",
         ),
-        pytest.param("DeepseekV32", MLA, "deepseek_v32 computes with", id="deepseek-v3.2"),
-        pytest.param("GlmMoeDsa", MLA, "glm_moe_dsa computes with", id="glm-moe-dsa"),
+        pytest.param("DeepseekV32", MLA_FIELDS, "deepseek_v32 computes with", id="deepseek-v3.2"),
+        pytest.param("GlmMoeDsa", MLA_FIELDS, "glm_moe_dsa computes with", id="glm-moe-dsa"),
         pytest.param("Doge", {}, "doge computes with its attention mask .*'dtype'", id="doge"),
         pytest.param(
-            "DeepseekV4", MOE, "DeepseekV4Attention attends to compressed", id="deepseek-v4"
+            "DeepseekV4", MOE_FIELDS, "DeepseekV4Attention attends to compressed", id="deepseek-v4"
         ),
     ],
 )
@@ -516,10 +531,10 @@ def test_model_with_unreadable_source_is_accepted(monkeypatch):
     with pytest.raises(ValueError, match="Unreachable computes no attention"):
         Unreachable(config)
 
-    def unreadable(module):
+    def raise_os_error(module):
         raise OSError("could not get source code")
 
-    monkeypatch.setattr(inspect, "getsource", unreadable)
+    monkeypatch.setattr(inspect, "getsource", raise_os_error)
 
     class Notebook(LlamaForCausalLM):
         pass

@@ -37,60 +37,67 @@ SIZES = {
     "pad_token_id": 0,
 }
 # the slower half of 64 channels if RoPE rotates pairs (i, i + 32), or pairs (2 i, 2 i + 1)
-HALVES = (*range(16, 32), *range(48, 64))
-NEIGHBOURS = tuple(range(32, 64))
+HALF_SPLIT_CHANNELS = (*range(16, 32), *range(48, 64))
+INTERLEAVED_CHANNELS = tuple(range(32, 64))
 
 
-def attention_of(model):
+def find_attention(model):
     """Return the first attention layer of a model."""
     return next(
-        each for name, each in model.named_modules() if name.endswith(("attn", "attention"))
+        module for name, module in model.named_modules() if name.endswith(("attn", "attention"))
     )
 
 
-def new_model(config_class, model_class, **fields):
+def make_model(config_class, model_class, **fields):
     """Return a random model with the config fields `SIZES` and ``fields``."""
     torch.manual_seed(0)
     return model_class(config_class(**{**SIZES, **fields})).eval()
 
 
 @pytest.mark.parametrize(
-    ("channels", "make"),
+    ("channels", "build_model"),
     [
         *(
-            pytest.param(HALVES, partial(tiny_model, family, head_dim=64), id=family)
+            pytest.param(HALF_SPLIT_CHANNELS, partial(tiny_model, family, head_dim=64), id=family)
             for family in ("llama", "mistral", "qwen3")
         ),
-        pytest.param(NEIGHBOURS, lambda: new_model(CohereConfig, CohereForCausalLM), id="cohere"),
         pytest.param(
-            NEIGHBOURS, lambda: new_model(Ernie4_5Config, Ernie4_5ForCausalLM), id="ernie"
+            INTERLEAVED_CHANNELS, lambda: make_model(CohereConfig, CohereForCausalLM), id="cohere"
+        ),
+        pytest.param(
+            INTERLEAVED_CHANNELS,
+            lambda: make_model(Ernie4_5Config, Ernie4_5ForCausalLM),
+            id="ernie",
         ),
     ],
 )
-def test_slow_channels_are_those_with_lowest_measured_rotation(channels, make):
+def test_slow_channels_are_those_with_lowest_measured_rotation(channels, build_model):
     """Compare `slow_channels` with the channels that change least from position 0 to 1."""
-    model = make()
-    assert slow_channels(attention_of(model), 64) == channels
-    rotary = next(each for name, each in model.named_modules() if name.endswith("rotary_emb"))
+    model = build_model()
+    assert slow_channels(find_attention(model), 64) == channels
+    rotary = next(module for name, module in model.named_modules() if name.endswith("rotary_emb"))
     ones = torch.ones(1, 1, 2, 64)
     cos, sin = rotary(ones, torch.arange(2)[None])
-    rotate = sys.modules[type(attention_of(model)).__module__].apply_rotary_pos_emb
+    rotate = sys.modules[type(find_attention(model)).__module__].apply_rotary_pos_emb
     rotated, _ = rotate(ones, ones, cos, sin)
-    change = (rotated[0, 0, 1] - rotated[0, 0, 0]).abs()
-    assert change[list(channels)].max() < change[[*set(range(64)) - set(channels)]].min()
+    channel_changes = (rotated[0, 0, 1] - rotated[0, 0, 0]).abs()
+    assert (
+        channel_changes[list(channels)].max()
+        < channel_changes[[*set(range(64)) - set(channels)]].min()
+    )
 
 
 @pytest.mark.parametrize(
-    ("make", "head_dim"),
+    ("build_model", "head_dim"),
     [
         pytest.param(lambda: tiny_model(), 16, id="small-heads"),
-        pytest.param(lambda: new_model(PhiConfig, PhiForCausalLM), 64, id="phi-in-part"),
-        pytest.param(lambda: new_model(GlmConfig, GlmForCausalLM), 64, id="glm-in-part"),
-        pytest.param(lambda: new_model(GPTNeoXConfig, GPTNeoXForCausalLM), 64, id="neox-in-part"),
+        pytest.param(lambda: make_model(PhiConfig, PhiForCausalLM), 64, id="phi-in-part"),
+        pytest.param(lambda: make_model(GlmConfig, GlmForCausalLM), 64, id="glm-in-part"),
+        pytest.param(lambda: make_model(GPTNeoXConfig, GPTNeoXForCausalLM), 64, id="neox-in-part"),
     ],
 )
-def test_unknown_rotation_keeps_all_channels(make, head_dim):
-    assert slow_channels(attention_of(make()), head_dim) == ()
+def test_unknown_rotation_keeps_all_channels(build_model, head_dim):
+    assert slow_channels(find_attention(build_model()), head_dim) == ()
 
 
 def test_no_rotation_keeps_all_channels():
@@ -102,9 +109,9 @@ def test_no_rotation_keeps_all_channels():
 @pytest.mark.parametrize(
     ("fields", "channels"),
     [
-        pytest.param({}, HALVES, id="plain"),
+        pytest.param({}, HALF_SPLIT_CHANNELS, id="plain"),
         pytest.param({"partial_rotary_factor": 0.5}, (), id="half-of-channels"),
-        pytest.param({"partial_rotary_factor": 1.0}, HALVES, id="all-channels"),
+        pytest.param({"partial_rotary_factor": 1.0}, HALF_SPLIT_CHANNELS, id="all-channels"),
         pytest.param({"qk_rope_head_dim": 32}, (), id="separate-channels"),
         pytest.param({"rope_parameters": {"partial_rotary_factor": 0.25}}, (), id="in-parameters"),
         pytest.param(
@@ -115,50 +122,54 @@ def test_no_rotation_keeps_all_channels():
     ],
 )
 def test_slow_channels_of_config_variants(fields, channels):
-    module = attention_of(tiny_model(head_dim=64))
+    module = find_attention(tiny_model(head_dim=64))
     for name, value in fields.items():
         setattr(module.config, name, value)
     assert isinstance(module, LlamaAttention)
     assert slow_channels(module, 64) == channels
 
 
-@pytest.mark.parametrize(("head_dim", "count"), [(32, 0), (62, 0), (64, 32), (80, 40), (128, 64)])
-def test_large_heads_score_half_of_the_channels(head_dim, count):
-    assert len(slow_channels(attention_of(tiny_model(head_dim=64)), head_dim)) == count
+@pytest.mark.parametrize(
+    ("head_dim", "num_channels"), [(32, 0), (62, 0), (64, 32), (80, 40), (128, 64)]
+)
+def test_large_heads_score_half_of_the_channels(head_dim, num_channels):
+    assert len(slow_channels(find_attention(tiny_model(head_dim=64)), head_dim)) == num_channels
 
 
 def test_layers_without_rotation_keep_all_channels():
     """Check SmolLM3, in which every fourth layer has no RoPE."""
     model = tiny_model("smollm3", head_dim=64, num_hidden_layers=4)
-    layers = [each for each in model.modules() if isinstance(each, SmolLM3Attention)]
-    assert [slow_channels(layer, 64) for layer in layers] == [HALVES] * 3 + [()]
+    layers = [module for module in model.modules() if isinstance(module, SmolLM3Attention)]
+    assert [slow_channels(layer, 64) for layer in layers] == [HALF_SPLIT_CHANNELS] * 3 + [()]
 
 
 @pytest.mark.parametrize("family", ["Cohere2", "Exaone4"])
 def test_unrotated_full_attention_layers_keep_all_channels(family):
-    kinds = ["sliding_attention", "full_attention"]
-    config = getattr(transformers, f"{family}Config")
-    fields = {"num_hidden_layers": 2, "layer_types": kinds, "sliding_window": 16}
-    model = new_model(config, getattr(transformers, f"{family}ForCausalLM"), **fields)
+    layer_types = ["sliding_attention", "full_attention"]
+    config_class = getattr(transformers, f"{family}Config")
+    fields = {"num_hidden_layers": 2, "layer_types": layer_types, "sliding_window": 16}
+    model = make_model(config_class, getattr(transformers, f"{family}ForCausalLM"), **fields)
     layers = [
-        each for each in model.modules() if hasattr(each, "layer_idx") and hasattr(each, "q_proj")
+        module
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and hasattr(module, "q_proj")
     ]
     assert [bool(slow_channels(layer, 64)) for layer in layers] == [True, False]
 
 
 def test_prefill_scores_slow_channels(monkeypatch):
-    scored = []
-    original = cab_hf.predictors.RowsPredictor.encode_keys
+    scored_channels = []
+    original_encode = cab_hf.predictors.RowsPredictor.encode_keys
 
-    def recording_encode(self, k, valid=None, channels=()):
-        scored.append(channels)
-        return original(self, k, valid, channels)
+    def record_and_encode(self, k, valid=None, channels=()):
+        scored_channels.append(channels)
+        return original_encode(self, k, valid, channels)
 
-    monkeypatch.setattr(cab_hf.predictors.RowsPredictor, "encode_keys", recording_encode)
+    monkeypatch.setattr(cab_hf.predictors.RowsPredictor, "encode_keys", record_and_encode)
     model = tiny_model(head_dim=64)
     with cab_hf.cab(model, SPARSE), torch.no_grad():
         model(tokens(1, 100))
-    assert scored == [HALVES] * 3
+    assert scored_channels == [HALF_SPLIT_CHANNELS] * 3
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from cab_hf.decode.cache import KeyIndex
 from cab_hf.engines import Workload
 from cab_hf.route import route
 
-SMALL = CabConfig(query_block=32, key_block=16, min_length=100, dense_layers=(3,))
-CPU = Workload(
+CONFIG = CabConfig(query_block=32, key_block=16, min_length=100, dense_layers=(3,))
+CPU_WORKLOAD = Workload(
     device="cpu",
     head_dim=16,
     dtype=torch.float32,
@@ -24,8 +24,8 @@ CPU = Workload(
 )
 
 
-def route_of(
-    config=SMALL,
+def compute_route(
+    config=CONFIG,
     sparse=True,
     layer=0,
     q_length=300,
@@ -51,11 +51,11 @@ def route_of(
     details = MaskDetails(cache_length=slots, lengths=lengths)
     mask = MaskInfo(1, q_length, kv_length, 0, **mask_fields, details=details)
     layer = SimpleNamespace(layer_idx=layer)
-    return route(mask, config, CPU, sparse=sparse, layer=layer, index=index)
+    return route(mask, config, CPU_WORKLOAD, sparse=sparse, layer=layer, index=index)
 
 
 @pytest.mark.parametrize(
-    ("changes", "method", "reason"),
+    ("call_fields", "method", "reason"),
     [
         pytest.param({}, "sparse", None, id="sparse"),
         pytest.param({"q_length": 150}, "sparse", None, id="chunk"),
@@ -73,19 +73,19 @@ def route_of(
         pytest.param({"longest": (32, 100)}, "sparse", None, id="one-long-sequence"),
     ],
 )
-def test_prefill_route_and_reason_by_call(changes, method, reason):
-    actual = route_of(**changes)
+def test_prefill_route_and_reason_by_call(call_fields, method, reason):
+    actual = compute_route(**call_fields)
     assert actual.method == method
     assert (actual.reason is None) if reason is None else reason in actual.reason
     assert actual.engine is (engines.REFERENCE if method == "sparse" else engines.SDPA)
 
 
-STEP = CabConfig(min_length=0, dense_layers=(3,), sparse_decode=True, decode_tokens=128)
-INDEX = KeyIndex(torch.zeros(1, 1, 512, 16), ())
+STEP_CONFIG = CabConfig(min_length=0, dense_layers=(3,), sparse_decode=True, decode_tokens=128)
+KEY_INDEX = KeyIndex(torch.zeros(1, 1, 512, 16), ())
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("call_fields", "reason"),
     [
         pytest.param({}, None, id="sparse"),
         pytest.param({"kv_length": None, "slots": 512}, None, id="static-cache"),
@@ -93,17 +93,25 @@ INDEX = KeyIndex(torch.zeros(1, 1, 512, 16), ())
         pytest.param({"q_length": 2}, "fewer than query_block=128", id="few-queries"),
         pytest.param({"kv_length": 511}, "too short for decode_tokens=128", id="short"),
         pytest.param({"kv_length": None, "slots": 511}, "too short", id="few-slots"),
-        pytest.param({"config": replace(STEP, min_length=513)}, "min_length=513", id="min_length"),
-        pytest.param({"config": replace(STEP, decode_tokens=0.25)}, None, id="share"),
-        pytest.param({"config": replace(STEP, decode_tokens=0.26)}, "too short", id="most"),
-        pytest.param({"config": replace(SMALL, min_length=0)}, "query_block=32", id="off"),
+        pytest.param(
+            {"config": replace(STEP_CONFIG, min_length=513)}, "min_length=513", id="min_length"
+        ),
+        pytest.param({"config": replace(STEP_CONFIG, decode_tokens=0.25)}, None, id="share"),
+        pytest.param({"config": replace(STEP_CONFIG, decode_tokens=0.26)}, "too short", id="most"),
+        pytest.param({"config": replace(CONFIG, min_length=0)}, "query_block=32", id="off"),
         pytest.param({"window": 8}, "sliding window", id="window"),
         pytest.param({"layer": 3}, "in dense_layers", id="dense-layer"),
     ],
 )
-def test_decode_step_route_and_reason_by_call(changes, reason):
-    actual = route_of(
-        **{"config": STEP, "q_length": 1, "kv_length": 512, "index": INDEX, **changes}
+def test_decode_step_route_and_reason_by_call(call_fields, reason):
+    actual = compute_route(
+        **{
+            "config": STEP_CONFIG,
+            "q_length": 1,
+            "kv_length": 512,
+            "index": KEY_INDEX,
+            **call_fields,
+        }
     )
     assert (actual.method == "sparse_decode") == (reason is None)
     assert (actual.reason is None) if reason is None else reason in actual.reason
@@ -111,31 +119,31 @@ def test_decode_step_route_and_reason_by_call(changes, reason):
 
 def test_configured_engine_is_used_or_raises():
     config = CabConfig(query_block=32, key_block=16, min_length=0, engine="flex")
-    assert route_of(config).engine is engines.FLEX
+    assert compute_route(config).engine is engines.FLEX
     with pytest.raises(ValueError, match="engine is 'triton', which runs on cuda"):
-        route_of(CabConfig(min_length=0, engine="triton"))
+        compute_route(CabConfig(min_length=0, engine="triton"))
 
 
 @pytest.mark.parametrize(
-    ("changes", "length"),
+    ("call_fields", "expected_lengths"),
     [
         pytest.param({}, (300, 300), id="whole"),
         pytest.param({"padding_mask": torch.ones(1, 300)}, (None, None), id="masked"),
         pytest.param({"q_length": 200}, (None, 200), id="chunk"),
     ],
 )
-def test_exact_engine_receives_length_only_without_mask(monkeypatch, changes, length):
+def test_exact_engine_receives_length_only_without_mask(monkeypatch, call_fields, expected_lengths):
     calls = []
     monkeypatch.setattr(
-        engines, "exact", lambda work, *lengths: calls.append(lengths) or engines.TRITON
+        engines, "choose_exact", lambda work, *lengths: calls.append(lengths) or engines.TRITON
     )
-    actual = route_of(sparse=False, **changes)
+    actual = compute_route(sparse=False, **call_fields)
     assert actual.method == "dense_blockwise" and actual.engine is engines.TRITON
-    assert calls == [length]
+    assert calls == [expected_lengths]
 
 
 @pytest.mark.parametrize(
-    ("changes", "method"),
+    ("call_fields", "method"),
     [
         pytest.param({}, "dense", id="whole"),
         pytest.param({"q_length": 1}, "dense", id="decode"),
@@ -145,5 +153,5 @@ def test_exact_engine_receives_length_only_without_mask(monkeypatch, changes, le
         pytest.param({"q_length": 1, "kv_length": None}, "dense_masked", id="static-cache"),
     ],
 )
-def test_sdpa_is_masked_unless_causal_or_single_query(changes, method):
-    assert route_of(sparse=False, **changes).method == method
+def test_sdpa_is_masked_unless_causal_or_single_query(call_fields, method):
+    assert compute_route(sparse=False, **call_fields).method == method

@@ -5,147 +5,156 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from words import CHAT, TEXT, make_merging_tokenizer, make_tokenizer
+from words import CHAT_TEMPLATE, TEXT, make_merging_tokenizer, make_tokenizer
 
-from cab_hf.data.needles import NOISE, split_sentences
-from cab_hf.data.tasks import END, TASKS
+from cab_hf.data.needles import NOISE_SENTENCES, split_sentences
+from cab_hf.data.tasks import END_SENTENCE, TASKS
 
 LENGTH = 1500
 TOKENIZERS = {
     "words": make_tokenizer(),
-    "chat": make_tokenizer(CHAT),
+    "chat": make_tokenizer(CHAT_TEMPLATE),
     "merging": make_merging_tokenizer(),
 }
 # tasks that ask for frequent words, and hide no needles
-COUNTING = ("common_words", "frequent_words")
-HIDING = [name for name in TASKS if name not in COUNTING]
-tasks = pytest.mark.parametrize("name", TASKS)
+COUNTING_TASKS = ("common_words", "frequent_words")
+NEEDLE_TASKS = [name for name in TASKS if name not in COUNTING_TASKS]
+parametrize_task = pytest.mark.parametrize("name", TASKS)
 
 
-def example_of(name, tokenizer="merging", length=LENGTH, index=0, seed=0, sentences=NOISE):
+def make_example(
+    name, tokenizer="merging", length=LENGTH, index=0, seed=0, sentences=NOISE_SENTENCES
+):
     """Return an example of the task ``name``, with its prompt, needles and answers."""
     return TASKS[name].make(TOKENIZERS[tokenizer], sentences, length, index=index, seed=seed)
 
 
-def text_of(tokens):
+def decode_text(tokens):
     """Decode token ids of the tokenizer "merging"."""
     return TOKENIZERS["merging"].decode(tokens, clean_up_tokenization_spaces=False)
 
 
-def listed(text):
+def list_words(text):
     """Return the list of words that follows the instruction of a prompt."""
     return text.split("\n\n", 1)[1].split()
 
 
-def common_words(text, question):
+def find_common_words(text, question):
     """Find the answers of a prompt: the ten words that occur ten times as often as the others."""
-    counts = Counter(listed(text))
-    often, seldom = counts.most_common(11)[0][1], counts.most_common(11)[10][1]
-    assert often == 10 * seldom
-    return [word for word, count in counts.items() if count == often]
+    counts = Counter(list_words(text))
+    high_count, low_count = counts.most_common(11)[0][1], counts.most_common(11)[10][1]
+    assert high_count == 10 * low_count
+    return [word for word, count in counts.items() if count == high_count]
 
 
-def frequent_words(text, question):
+def find_frequent_words(text, question):
     """Find the answers of a prompt: the three most frequent words, not counting "...."."""
-    dots, *ranked = Counter(listed(text)).most_common(5)
-    assert dots[0] == "...."
-    counts = [count for _, count in (dots, *ranked)]
+    most_common, *ranked = Counter(list_words(text)).most_common(5)
+    assert most_common[0] == "...."
+    counts = [count for _, count in (most_common, *ranked)]
     assert counts == sorted(set(counts), reverse=True)
     return [word for word, _ in ranked[:3]]
 
 
-def one_key(text, question):
+def find_key(text, question):
     """Find the answer of a prompt: the pass key of the name or locker in the question."""
     (owner,) = re.findall(r"pass key( for [\w ]+)\?", question)
     return re.findall(rf"The pass key{owner} is (\d+)\.", text)
 
 
-def several_values(text, question):
+def find_values(text, question):
     """Find the answers of a prompt: all pass keys of the name in the question."""
     (name,) = re.findall(r"pass keys for (\w+),", question)
     return re.findall(rf"One of the pass keys for {name} is (\d+)\.", text)
 
 
-def uuid(text, question):
+def find_uuid_value(text, question):
     """Find the answer of a prompt: the JSON value of the key in the question."""
     (key,) = re.findall(r"the key ([\w-]+)\?", question)
     return re.findall(f'"{key}": "([^"]+)",', text)
 
 
-def copying(text, question):
+def find_copied_text(text, question):
     """Find the answer of a prompt: the text that follows the five words in the question."""
     (first_words,) = re.findall(r'"(.+)"', question)
     assert len(first_words.split()) == 5
     return re.findall(rf"{first_words} ((?:[^.]+\.){{2}}[^.]+)\.", text)
 
 
-def tracking(text, question):
+def find_variables(text, question):
     """Find the answers of a prompt: the variables that have the value in the question.
 
     Variables have the value directly, or by assignment of another such variable.
     """
     # keys of this dict: the value, and then the variables found so far
     names = dict.fromkeys(re.findall(r"value (\d+),", question))
-    for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", text):
-        if source in names:
+    for name, assigned_name in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", text):
+        if assigned_name in names:
             names[name] = None
     return list(names)[1:]
 
 
-def two_facts(text, question):
+def find_deputy_key(text, question):
     """Find the answer of a prompt: the pass key of the deputy of the name in the question."""
     (chief,) = re.findall(r"the deputy of (\w+)\?", question)
     (deputy,) = re.findall(rf"The deputy of {chief} is (\w+)\.", text)
     return re.findall(rf"The pass key for {deputy} is (\d+)\.", text)
 
 
-READERS = {
-    **{"many_keys": one_key, "alike_keys": one_key, "several_values": several_values},
-    **{"uuid": uuid, "copying": copying, "tracking": tracking, "two_facts": two_facts},
-    **{"common_words": common_words, "frequent_words": frequent_words},
+ANSWER_FINDERS = {
+    **{"many_keys": find_key, "alike_keys": find_key, "several_values": find_values},
+    **{
+        "uuid": find_uuid_value,
+        "copying": find_copied_text,
+        "tracking": find_variables,
+        "two_facts": find_deputy_key,
+    },
+    **{"common_words": find_common_words, "frequent_words": find_frequent_words},
 }
 
 
-@tasks
-@pytest.mark.parametrize("sentences", [NOISE, split_sentences(TEXT)], ids=["noise", "text"])
+@parametrize_task
+@pytest.mark.parametrize(
+    "sentences", [NOISE_SENTENCES, split_sentences(TEXT)], ids=["noise", "text"]
+)
 def test_prompt_contains_the_answers(name, sentences):
     for index in range(4):
-        example = example_of(name, index=index, sentences=sentences)
-        text, question = text_of(example.tokens[: example.prompt]).split(f" {END}\n\n")
-        assert READERS[name](text, question) == list(example.replies)
+        example = make_example(name, index=index, sentences=sentences)
+        text, question = decode_text(example.tokens[: example.prompt]).split(f" {END_SENTENCE}\n\n")
+        assert ANSWER_FINDERS[name](text, question) == list(example.replies)
 
 
-@tasks
+@parametrize_task
 def test_spans_locate_answers(name):
-    example = example_of(name)
-    answers = [text_of(example.tokens[start:end]).strip() for start, end in example.answers]
+    example = make_example(name)
+    answers = [decode_text(example.tokens[start:end]).strip() for start, end in example.answers]
     assert answers == list(example.replies)
     assert example.answers[0][0] == example.prompt
     # the tokens after the prompt are the answers, separated by commas
-    after_prompt = text_of(example.tokens[example.prompt :])
+    after_prompt = decode_text(example.tokens[example.prompt :])
     assert after_prompt.strip() == f"{', '.join(example.replies)}."
 
 
-@pytest.mark.parametrize("name", HIDING)
+@pytest.mark.parametrize("name", NEEDLE_TASKS)
 def test_answer_occurs_only_in_needles(name):
     for index in range(4):
-        example = example_of(name, index=index)
+        example = make_example(name, index=index)
         spans = [range(start, end) for start, end in example.needles]
-        needles = text_of([example.tokens[index] for span in spans for index in span])
-        assert all(reply in needles for reply in example.replies)
-        others, previous_end = [], 0
+        needle_text = decode_text([example.tokens[index] for span in spans for index in span])
+        assert all(reply in needle_text for reply in example.replies)
+        other_tokens, previous_end = [], 0
         for start, end in sorted(example.needles):
-            others += example.tokens[previous_end:start]
+            other_tokens += example.tokens[previous_end:start]
             previous_end = end
-        others += example.tokens[previous_end : example.prompt]
-        assert not any(reply in text_of(others) for reply in example.replies)
+        other_tokens += example.tokens[previous_end : example.prompt]
+        assert not any(reply in decode_text(other_tokens) for reply in example.replies)
 
 
-@tasks
+@parametrize_task
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 def test_prompt_and_answers_have_the_length(name, tokenizer):
     for length in (LENGTH, LENGTH + 7, 4501):
-        example = example_of(name, tokenizer, length)
+        example = make_example(name, tokenizer, length)
         assert len(example.tokens) == length
         assert 0 < example.prompt == example.answers[0][0]
         borders = [index for span in example.answers for index in span]
@@ -154,9 +163,9 @@ def test_prompt_and_answers_have_the_length(name, tokenizer):
         assert all(0 < start < end <= example.prompt for start, end in example.needles)
 
 
-@pytest.mark.parametrize("name", HIDING)
+@pytest.mark.parametrize("name", NEEDLE_TASKS)
 def test_needle_depths_differ_between_examples(name):
-    examples = [example_of(name, "words", index=index) for index in range(24)]
+    examples = [make_example(name, "words", index=index) for index in range(24)]
     assert len({example.needles for example in examples}) == 24
     if len(examples[0].needles) > 1:
         return
@@ -169,60 +178,64 @@ def test_needle_depths_differ_between_examples(name):
 def test_two_facts_occur_in_both_orders():
     orders = set()
     for index in range(12):
-        (deputy, _), (key, _) = example_of("two_facts", index=index).needles
-        assert abs(deputy - key) > 0.15 * LENGTH
-        orders.add(deputy < key)
+        (deputy_start, _), (key_start, _) = make_example("two_facts", index=index).needles
+        assert abs(deputy_start - key_start) > 0.15 * LENGTH
+        orders.add(deputy_start < key_start)
     assert orders == {True, False}
 
 
 def test_similar_keys_differ_in_one_digit():
-    text = text_of(example_of("alike_keys").tokens)
-    target = re.search(r"for locker (\d+)\?", text)[1]
-    lockers = set(re.findall(r"The pass key for locker (\d+) is \d+\. ", text)) - {target}
-    assert len(lockers) == 15
-    for locker in lockers:
-        assert sum(a != b for a, b in zip(locker, target, strict=True)) == 1
+    text = decode_text(make_example("alike_keys").tokens)
+    asked_locker = re.search(r"for locker (\d+)\?", text)[1]
+    other_lockers = set(re.findall(r"The pass key for locker (\d+) is \d+\. ", text)) - {
+        asked_locker
+    }
+    assert len(other_lockers) == 15
+    for locker in other_lockers:
+        assert sum(a != b for a, b in zip(locker, asked_locker, strict=True)) == 1
 
 
 def test_common_word_counts_match_ruler():
-    example = example_of("common_words", length=9000)
-    text = text_of(example.tokens[: example.prompt]).partition(f" {END}")[0]
-    counts = Counter(Counter(listed(text)).values())
+    example = make_example("common_words", length=9000)
+    text = decode_text(example.tokens[: example.prompt]).partition(f" {END_SENTENCE}")[0]
+    counts = Counter(Counter(list_words(text)).values())
     assert set(counts) <= {30, 3, 1} and counts[30] == 10 and counts[3] > 100 > 5 > counts[1]
 
 
-@tasks
-@pytest.mark.parametrize("change", ["index", "seed", "length"])
-def test_example_depends_on_seed_and_index_only(name, change):
+@parametrize_task
+@pytest.mark.parametrize("changed_argument", ["index", "seed", "length"])
+def test_example_depends_on_seed_and_index_only(name, changed_argument):
     arguments = {"length": LENGTH, "index": 0, "seed": 0}
-    example = example_of(name, **arguments)
-    assert example_of(name, **arguments, sentences=list(NOISE)) == example
-    other = example_of(name, **{**arguments, change: arguments[change] + 1})
-    assert not {*other.replies} & {*example.replies}
+    example = make_example(name, **arguments)
+    assert make_example(name, **arguments, sentences=list(NOISE_SENTENCES)) == example
+    other_example = make_example(
+        name, **{**arguments, changed_argument: arguments[changed_argument] + 1}
+    )
+    assert not {*other_example.replies} & {*example.replies}
 
 
-@tasks
+@parametrize_task
 def test_prompt_starts_with_special_tokens_once(name):
     tokenizer = TOKENIZERS["merging"]
-    tokens = example_of(name).tokens
+    tokens = make_example(name).tokens
     assert tokens[0] == tokenizer.bos_token_id
     assert tokenizer.bos_token_id not in tokens[1:]
 
 
-@tasks
+@parametrize_task
 def test_prompt_uses_chat_template(name):
-    example = example_of(name, "chat")
+    example = make_example(name, "chat")
     text = TOKENIZERS["chat"].decode(example.tokens)
     assert text.startswith("user : ") and text.count(" end assistant : ") == 1
 
 
-@tasks
+@parametrize_task
 @pytest.mark.parametrize("length", [40, 100])
 def test_too_short_length_raises(name, length):
     with pytest.raises(
         ValueError, match=f"length must have room for the task {name}, got {length}"
     ):
-        example_of(name, length=length)
+        make_example(name, length=length)
 
 
 def test_docs_list_every_task():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launches import SMALL
+from launches import SHORT_RUN_OPTIONS
 from tiny_types import FIRST_TOKEN, tiny_model
 from words import make_tokenizer
 
@@ -11,7 +11,7 @@ from cab_hf.finetune import lora
 from cab_hf.hf.token_mixers import token_mixers
 
 # by model type: class of the layer that mixes tokens without attention
-MIXERS = {
+MIXER_CLASSES = {
     "bamba": "BambaMixer",
     "jamba": "JambaMambaMixer",
     "zamba2": "Zamba2MambaMixer",
@@ -27,20 +27,22 @@ MIXERS = {
     "recurrent_gemma": "RecurrentGemmaRecurrentBlock",
 }
 # types that mix tokens by attention only
-ATTENTION_ALONE = "llama mixtral deepseek_v3 gemma3 gemma4 qwen3_moe olmo2 gpt2 moshi"
+ATTENTION_ONLY_TYPES = "llama mixtral deepseek_v3 gemma3 gemma4 qwen3_moe olmo2 gpt2 moshi"
 
 
-@pytest.mark.parametrize("model_type", MIXERS)
-def test_other_token_mixers_raise_under_context_parallel(model_type, one_process):
+@pytest.mark.parametrize("model_type", MIXER_CLASSES)
+def test_other_token_mixers_raise_under_context_parallel(model_type, single_process_group):
     model = cab_hf.apply_cab(tiny_model(model_type), min_length=0)
-    sentence = rf"mix tokens without attention \({MIXERS[model_type]}.*\); inside context_parallel"
+    sentence = (
+        rf"mix tokens without attention \({MIXER_CLASSES[model_type]}.*\); inside context_parallel"
+    )
     with pytest.raises(NotImplementedError, match=sentence), cab_hf.context_parallel(model):
         pass
     # after the error, the model works outside of the block
     model(torch.full((1, 8), FIRST_TOKEN))
 
 
-@pytest.mark.parametrize("model_type", ATTENTION_ALONE.split())
+@pytest.mark.parametrize("model_type", ATTENTION_ONLY_TYPES.split())
 def test_attention_layers_are_not_token_mixers(model_type):
     assert list(token_mixers(tiny_model(model_type))) == []
 
@@ -55,7 +57,7 @@ def test_hybrid_with_attention_layers_only_has_no_token_mixers():
 def test_packed_training_raises_for_other_token_mixers(attention, options, tmp_path, capsys):
     tiny_model("bamba").save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
-    words = [*SMALL, "--model", str(tmp_path), "--attention", attention, *options]
+    words = [*SHORT_RUN_OPTIONS, "--model", str(tmp_path), "--attention", attention, *options]
     assert lora.main([*words, "--out", str(tmp_path / "out")]) == 2
     sentence = "BambaForCausalLM has layers that mix tokens without attention (BambaMixer); such"
     assert sentence in capsys.readouterr().err

@@ -5,62 +5,64 @@ from dataclasses import replace
 
 import pytest
 import torch
-from marks import slow_but
+from marks import mark_slow_except
 from tiny import FULL, SPARSE, tiny_model, tokens
 from transformers import DynamicCache, StaticCache
 
 import cab_hf
 from cab_hf.call import scope
 
-DOCUMENT, QUESTION = 256, 96
-CHAT = (130, 40, 1, 77, 52)  # tokens of five turns
+DOCUMENT_LENGTH, QUESTION_LENGTH = 256, 96
+TURN_LENGTHS = (130, 40, 1, 77, 52)  # tokens of five turns
 
 
-def cache_of(model, kind):
-    """Return an empty KV cache: for ``kind`` "static" with 512 slots, else dynamic."""
-    if kind == "static":
+def make_cache(model, cache_kind):
+    """Return an empty KV cache: for ``cache_kind`` "static" with 512 slots, else dynamic."""
+    if cache_kind == "static":
         return StaticCache(model.config, max_cache_len=512)
     return DynamicCache(config=model.config)
 
 
 @torch.no_grad()
-def read(model, ids, cache):
+def append_tokens(model, ids, cache):
     """Append ``ids`` to the sequence in ``cache``, and return their logits."""
     return model(ids, past_key_values=cache, use_cache=True).logits
 
 
 @torch.no_grad()
-def one_prefill(model, sequences):
+def compute_prefill_logits(model, sequences):
     """Concatenate ``sequences``, and return the logits of one call without cache."""
     return model(torch.cat(sequences, dim=1), use_cache=False).logits
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static", "cropped"])
+@pytest.mark.parametrize("cache_kind", ["dynamic", "static", "cropped"])
 @pytest.mark.parametrize("budget", ["full", "sparse"])
-def test_document_cache_serves_several_questions(kind, budget):
+def test_document_cache_serves_several_questions(cache_kind, budget):
     """Ask questions after a cached document: on a copy of the cache, or cropping it afterwards."""
     config = {"full": FULL, "sparse": replace(SPARSE, dense_tail_blocks=0)}[budget]
     model = cab_hf.apply_cab(tiny_model(), config)
-    document, cache = tokens(1, DOCUMENT), cache_of(model, kind)
-    read(model, document, cache)
+    document, cache = tokens(1, DOCUMENT_LENGTH), make_cache(model, cache_kind)
+    append_tokens(model, document, cache)
     for seed in (2, 3):
-        question = tokens(1, QUESTION, seed=seed)
-        if kind == "cropped":
-            answer = read(model, question, cache)
-            cache.crop(-QUESTION)
+        question = tokens(1, QUESTION_LENGTH, seed=seed)
+        if cache_kind == "cropped":
+            answer_logits = append_tokens(model, question, cache)
+            cache.crop(-QUESTION_LENGTH)
         else:
-            answer = read(model, question, copy.deepcopy(cache))
-        expected = one_prefill(model, [document, question])[:, DOCUMENT:]
-        torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-4)
+            answer_logits = append_tokens(model, question, copy.deepcopy(cache))
+        expected = compute_prefill_logits(model, [document, question])[:, DOCUMENT_LENGTH:]
+        torch.testing.assert_close(answer_logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_chat_turns_equal_one_sequence_at_full_budget(kind):
+@pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
+def test_chat_turns_equal_one_sequence_at_full_budget(cache_kind):
     model = cab_hf.apply_cab(tiny_model(), FULL)
-    turns = [tokens(1, length, seed=length) for length in CHAT]
-    cache = cache_of(model, kind)
-    answers = torch.cat([read(model, turn, cache) for turn in turns], dim=1)
-    torch.testing.assert_close(answers, one_prefill(model, turns), rtol=1e-4, atol=1e-4)
+    turns = [tokens(1, length, seed=length) for length in TURN_LENGTHS]
+    cache = make_cache(model, cache_kind)
+    turn_logits = torch.cat([append_tokens(model, turn, cache) for turn in turns], dim=1)
+    torch.testing.assert_close(
+        turn_logits, compute_prefill_logits(model, turns), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("padding", [0, 40])
@@ -71,36 +73,44 @@ def test_chunked_generate_selects_same_blocks_as_one_prefill(padding):
     # with this left padding, chunks end inside query blocks of row 0, which start after the padding
     mask[0, :padding] = 0
 
-    def scores(**options):
-        fixed = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_scores": True}
-        result = model.generate(ids, attention_mask=mask, do_sample=False, **fixed, **options)
+    def generate_scores(**options):
+        fixed_options = {
+            "max_new_tokens": 4,
+            "return_dict_in_generate": True,
+            "output_scores": True,
+        }
+        result = model.generate(
+            ids, attention_mask=mask, do_sample=False, **fixed_options, **options
+        )
         return torch.stack(result.scores, dim=1)
 
-    expected, actual = scores(), scores(prefill_chunk_size=96)
+    expected, actual = generate_scores(), generate_scores(prefill_chunk_size=96)
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-4)
     if padding == 0:
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_only_calls_prepared_by_generate_have_a_prompt():
-    model, other = (cab_hf.apply_cab(tiny_model(num_hidden_layers=1)) for _ in range(2))
+    model, other_model = (cab_hf.apply_cab(tiny_model(num_hidden_layers=1)) for _ in range(2))
     config, ids, prompts = model.config, tokens(1, 8), []
     handle = model.model.register_forward_hook(
-        lambda *_: prompts.append([scope.prompt_of(1, x.config, None) for x in (model, other)])
+        lambda *_: prompts.append(
+            [scope.current_prompt(1, x.config, None) for x in (model, other_model)]
+        )
     )
     prompt = scope.Prompt(300, lengths=(300,))
-    with scope.generating(model):
+    with scope.set_generation(model):
         generation = scope.FORWARD_CONTEXT.get().generation
         generation.begin(prompt, is_compiled=False)
         model(ids)
-        generation.prepare(model, lambda: {"input_ids": None})
-        assert scope.prompt_of(1, config, None) is None
+        generation.prepare_inputs(model, lambda: {"input_ids": None})
+        assert scope.current_prompt(1, config, None) is None
         model(ids)
         # a call with another number of rows (2) is not a chunk of the prompt
-        assert scope.prompt_of(2, config, None) is None
+        assert scope.current_prompt(2, config, None) is None
         model(ids)
-        with scope.without_prompt():
-            generation.prepare(model, lambda: {"input_ids": None})
+        with scope.hide_prompt():
+            generation.prepare_inputs(model, lambda: {"input_ids": None})
             model(ids)
     handle.remove()
     no_prompts = [None, None]
@@ -112,39 +122,46 @@ def test_only_calls_prepared_by_generate_have_a_prompt():
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-def first_logits(model, ids, steps=1, **options):
-    """Generate ``steps`` tokens, and return their logits [batch, steps, vocabulary]."""
-    fixed = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": steps}
+def generate_logits(model, ids, num_steps=1, **options):
+    """Generate ``num_steps`` tokens, and return their logits [batch, steps, vocabulary]."""
+    fixed_options = {
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "max_new_tokens": num_steps,
+    }
     mask = options.pop("attention_mask", torch.ones_like(ids))
-    result = model.generate(ids, attention_mask=mask, **GREEDY, **fixed, **options)
+    result = model.generate(ids, attention_mask=mask, **GREEDY, **fixed_options, **options)
     return torch.stack(result.logits, dim=1)
 
 
-def assert_chunks_equal_one_call(length, tail, chunk=64, **fields):
+def assert_chunks_equal_one_call(length, num_tail_blocks, chunk=64, **fields):
     """Assert that chunked prefill of a prompt gives the logits of one prefill.
 
     Args:
         length: tokens of the prompt.
-        tail: number of dense blocks at the end of the prompt.
+        num_tail_blocks: number of dense blocks at the end of the prompt.
         chunk: tokens per chunk.
         fields: fields of CabConfig.
     """
-    config, ids = replace(SPARSE, dense_tail_blocks=tail, **fields), tokens(1, length, seed=length)
+    config, ids = (
+        replace(SPARSE, dense_tail_blocks=num_tail_blocks, **fields),
+        tokens(1, length, seed=length),
+    )
 
-    def last_logits(threshold, **options):
+    def generate_last_logits(threshold, **options):
         model = cab_hf.apply_cab(tiny_model(), replace(config, mass_threshold=threshold))
-        return first_logits(model, ids, **options)
+        return generate_logits(model, ids, **options)
 
     # rounding may move a block's mass across the threshold: then try a slightly larger threshold
     for threshold in (config.mass_threshold, config.mass_threshold * (1 + 1e-5)):
-        expected = last_logits(threshold)
-        actual = last_logits(threshold, prefill_chunk_size=chunk)
+        expected = generate_last_logits(threshold)
+        actual = generate_last_logits(threshold, prefill_chunk_size=chunk)
         if torch.allclose(actual, expected, rtol=1e-4, atol=1e-4):
             return
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("tail", [0, 1, 2])
+@pytest.mark.parametrize("num_tail_blocks", [0, 1, 2])
 @pytest.mark.parametrize(
     ("length", "chunk"),
     [
@@ -155,8 +172,10 @@ def assert_chunks_equal_one_call(length, tail, chunk=64, **fields):
         pytest.param(20, 64, id="below-one-block"),
     ],
 )
-def test_chunks_of_whole_query_blocks_select_same_blocks_as_one_call(length, chunk, tail):
-    assert_chunks_equal_one_call(length, tail, chunk)
+def test_chunks_of_whole_query_blocks_select_same_blocks_as_one_call(
+    length, chunk, num_tail_blocks
+):
+    assert_chunks_equal_one_call(length, num_tail_blocks, chunk)
 
 
 def test_min_length_counts_the_whole_chunked_prompt():
@@ -164,36 +183,39 @@ def test_min_length_counts_the_whole_chunked_prompt():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tail", [1, 2])
-def test_chunks_of_whole_query_blocks_equal_one_call_at_every_length(tail):
+@pytest.mark.parametrize("num_tail_blocks", [1, 2])
+def test_chunks_of_whole_query_blocks_equal_one_call_at_every_length(num_tail_blocks):
     for length in range(1, 601):
-        assert_chunks_equal_one_call(length, tail)
+        assert_chunks_equal_one_call(length, num_tail_blocks)
 
 
 def test_query_blocks_start_at_first_token_of_sequence():
     # a chunk of 50 tokens ends inside a query block; the outputs after the chunk must equal those
     # of a single call with all tokens
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), replace(SPARSE, dense_tail_blocks=0))
-    ids, cache = tokens(1, 256), cache_of(model, "dynamic")
-    read(model, ids[:, :50], cache)
-    actual = read(model, ids[:, 50:], cache)
-    expected = one_prefill(model, [ids])
+    ids, cache = tokens(1, 256), make_cache(model, "dynamic")
+    append_tokens(model, ids[:, :50], cache)
+    actual = append_tokens(model, ids[:, 50:], cache)
+    expected = compute_prefill_logits(model, [ids])
     torch.testing.assert_close(actual[:, 14:], expected[:, 64:], rtol=1e-4, atol=1e-4)
 
 
 def test_query_blocks_of_padded_rows_start_at_first_real_token():
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), replace(SPARSE, dense_tail_blocks=0))
-    ids, cache, mask = tokens(2, 256), cache_of(model, "dynamic"), torch.ones(2, 256).long()
+    ids, cache, mask = tokens(2, 256), make_cache(model, "dynamic"), torch.ones(2, 256).long()
     mask[0, :45] = 0
     with torch.no_grad():
         model(ids[:, :64], attention_mask=mask[:, :64], past_key_values=cache, use_cache=True)
         actual = model(
             ids[:, 64:], attention_mask=mask, past_key_values=cache, use_cache=True
         ).logits
-    padded_row, other_row = one_prefill(model, [ids[:1, 45:]]), one_prefill(model, [ids[1:]])
+    padded_row_logits, unpadded_row_logits = (
+        compute_prefill_logits(model, [ids[:1, 45:]]),
+        compute_prefill_logits(model, [ids[1:]]),
+    )
     # the first call ends inside query block 0 of row 0 (19 of 32 tokens): compare from block 1
-    torch.testing.assert_close(actual[:1, 13:], padded_row[:, 32:], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(actual[1:], other_row[:, 64:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual[:1, 13:], padded_row_logits[:, 32:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual[1:], unpadded_row_logits[:, 64:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
@@ -203,8 +225,8 @@ def test_chunked_rows_have_separate_prompt_ends(padding):
     short_slice = slice(64, 224) if padding == "left" else slice(0, 160)
     ids, mask = torch.cat([long_ids, torch.zeros_like(long_ids)]), torch.zeros(2, 224).long()
     ids[1, short_slice], mask[0], mask[1, short_slice] = short_ids, 1, 1
-    actual = first_logits(model, ids, attention_mask=mask, prefill_chunk_size=64)
-    expected = first_logits(model, ids, attention_mask=mask)
+    actual = generate_logits(model, ids, attention_mask=mask, prefill_chunk_size=64)
+    expected = generate_logits(model, ids, attention_mask=mask)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -228,12 +250,12 @@ def test_short_right_padded_row_is_dense_in_chunks(options):
         [],
     )
     ids[0, :190], ids[0, 190:], mask[0, 190:] = short_ids, 0, 0
-    expected = one_prefill(model, [short_ids])
+    expected = compute_prefill_logits(model, [short_ids])
     handle = model.lm_head.register_forward_hook(
         lambda module, args, output: chunk_logits.append(output)
     )
     options = {"prefill_chunk_size": 64, "logits_to_keep": 0, **options}
-    first_logits(model, ids, attention_mask=mask, **options)
+    generate_logits(model, ids, attention_mask=mask, **options)
     handle.remove()
     actual = torch.cat(chunk_logits, 1)[:1, :190]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
@@ -254,20 +276,22 @@ ORIGIN = {"model": "llama", "layers": 4, "heads": 6, "kv_heads": 2, "length": 30
 def test_early_exit_drafts_do_not_change_tokens(fields):
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=4), replace(SPARSE, **fields))
     ids = tokens(1, 200)
-    generation = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, **GREEDY}
-    expected = model.generate(ids, **generation)
-    assert torch.equal(model.generate(ids, assistant_early_exit=2, **generation), expected)
+    generation_options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, **GREEDY}
+    expected = model.generate(ids, **generation_options)
+    assert torch.equal(model.generate(ids, assistant_early_exit=2, **generation_options), expected)
     assert model.config.num_hidden_layers == 4
 
 
 def test_failed_draft_restores_the_model():
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=4), SPARSE)
 
-    def fail(*_):
+    def raise_interrupt(*_):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        first_logits(model, tokens(1, 40), 4, assistant_early_exit=2, logits_processor=[fail])
+        generate_logits(
+            model, tokens(1, 40), 4, assistant_early_exit=2, logits_processor=[raise_interrupt]
+        )
     assert model.config.num_hidden_layers == 4
 
 
@@ -277,39 +301,45 @@ def test_last_chunk_of_one_token_is_not_a_decode_step(budget):
     assert_chunks_equal_one_call(641, 1, 128, **fields)
 
 
-def repeated(length, seed):
+def make_repeated_prompt(length, seed):
     """Return a prompt that repeats its tokens, so that prompt lookup decoding finds drafts."""
     return tokens(1, max(8, length // 4), seed=seed).repeat(1, 5)[:, :length]
 
 
-def count_changed_answers(prompts, **fields):
-    """Generate for ``prompts`` prompts with and without drafts; return the number of differences.
+def count_changed_answers(num_prompts, **fields):
+    """Generate for prompts with and without drafts; return the number of different answers.
 
     Drafts are made by prompt lookup, and by an assistant model.
     """
     model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, **fields))
     assistant = tiny_model(num_hidden_layers=1)
     num_changed = 0
-    for seed in range(prompts):
-        ids = repeated(150 + 7 * seed % 400, seed)
-        generation = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, **GREEDY}
-        expected = model.generate(ids, **generation)
-        for draft in ({"prompt_lookup_num_tokens": 5}, {"assistant_model": assistant}):
-            num_changed += not torch.equal(model.generate(ids, **generation, **draft), expected)
+    for seed in range(num_prompts):
+        ids = make_repeated_prompt(150 + 7 * seed % 400, seed)
+        generation_options = {
+            "attention_mask": torch.ones_like(ids),
+            "max_new_tokens": 12,
+            **GREEDY,
+        }
+        expected = model.generate(ids, **generation_options)
+        for draft_options in ({"prompt_lookup_num_tokens": 5}, {"assistant_model": assistant}):
+            num_changed += not torch.equal(
+                model.generate(ids, **generation_options, **draft_options), expected
+            )
     return num_changed
 
 
-STEPS = [
+DECODE_FIELDS = [
     pytest.param({}, id="dense-steps"),
     pytest.param({"sparse_decode": True, "decode_tokens": 0.05}, id="sparse-steps"),
     pytest.param({"dense_tail_blocks": 0}, id="no-tail"),
 ]
 
 
-@pytest.mark.parametrize("fields", STEPS)
-@pytest.mark.parametrize("prompts", slow_but([6, 200], 0))
-def test_drafts_do_not_change_tokens(prompts, fields):
-    assert count_changed_answers(prompts, **fields) == 0
+@pytest.mark.parametrize("fields", DECODE_FIELDS)
+@pytest.mark.parametrize("num_prompts", mark_slow_except([6, 200], 0))
+def test_drafts_do_not_change_tokens(num_prompts, fields):
+    assert count_changed_answers(num_prompts, **fields) == 0
 
 
 @pytest.mark.parametrize(
@@ -323,8 +353,8 @@ def test_drafts_do_not_change_tokens(prompts, fields):
 )
 def test_answer_is_dense_in_every_call_pattern(options):
     model, ids = cab_hf.apply_cab(tiny_model(), SPARSE), tokens(1, 200)
-    expected = first_logits(model, ids, 4, **{"num_beams": options.get("num_beams", 1)})
-    actual = first_logits(model, ids, 4, **{**options, "disable_compile": True})
+    expected = generate_logits(model, ids, 4, **{"num_beams": options.get("num_beams", 1)})
+    actual = generate_logits(model, ids, 4, **{**options, "disable_compile": True})
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -341,104 +371,106 @@ class Streamer:
         pass
 
 
-def options_with_call(kind, call):
-    """Return options of `generate` whose callback of this ``kind`` runs ``call`` at every step."""
-    if kind == "processor":
+def options_with_call(callback_kind, call):
+    """Return options of `generate` with a callback that runs ``call`` at every step."""
+    if callback_kind == "processor":
         return {"logits_processor": [lambda _, scores: (call(), scores)[1]]}
-    if kind == "criterion":
+    if callback_kind == "criterion":
         criterion = torch.zeros(1, dtype=torch.bool)
         return {"stopping_criteria": [lambda *_, **__: (call(), criterion)[1]]}
-    if kind == "prefix":
+    if callback_kind == "prefix":
         return {"prefix_allowed_tokens_fn": lambda *_: (call(), list(range(64)))[1]}
     return {"streamer": Streamer(call)}
 
 
 # by name: function that calls a model, from a callback inside `generate`
-FOREIGN = {
-    "text": lambda model: one_prefill(model, [tokens(1, 200, seed=5)]),
+NESTED_CALLS = {
+    "text": lambda model: compute_prefill_logits(model, [tokens(1, 200, seed=5)]),
     # this call has the same number of rows and tokens as the prompt of `generate`
-    "alike": lambda model: one_prefill(model, [tokens(1, 300, seed=5)]),
-    "padded": lambda model: padded(model, tokens(2, 420, seed=6)),
-    "generate": lambda model: first_logits(model, tokens(1, 260, seed=7)),
+    "alike": lambda model: compute_prefill_logits(model, [tokens(1, 300, seed=5)]),
+    "padded": lambda model: compute_padded_logits(model, tokens(2, 420, seed=6)),
+    "generate": lambda model: generate_logits(model, tokens(1, 260, seed=7)),
 }
 
 
 @torch.no_grad()
-def padded(model, ids):
+def compute_padded_logits(model, ids):
     """Return the logits of ``ids``; the first 100 tokens of row 0 are padding."""
     mask = torch.ones_like(ids)
     mask[0, :100] = 0
     return model(ids, attention_mask=mask, use_cache=False).logits
 
 
-DRAFTS, NO_CACHE = {"prompt_lookup_num_tokens": 4}, {"use_cache": False}
+DRAFT_OPTIONS, NO_CACHE_OPTIONS = {"prompt_lookup_num_tokens": 4}, {"use_cache": False}
 
 
 @pytest.mark.parametrize(
-    ("kind", "model_of_call", "options"),
+    ("callback_kind", "called_model", "options"),
     [
         pytest.param("processor", "same", {}, id="processor"),
         pytest.param("processor", "other", {}, id="processor-of-another-model"),
         pytest.param("criterion", "same", {}, id="criterion"),
         pytest.param("prefix", "same", {}, id="prefix"),
-        pytest.param("streamer", "same", NO_CACHE, id="streamer-without-a-cache"),
-        pytest.param("streamer", "same", DRAFTS, id="streamer-with-drafts"),
+        pytest.param("streamer", "same", NO_CACHE_OPTIONS, id="streamer-without-a-cache"),
+        pytest.param("streamer", "same", DRAFT_OPTIONS, id="streamer-with-drafts"),
     ],
 )
-def test_nested_model_call_inside_generate_has_no_prompt_end(kind, model_of_call, options):
+def test_nested_model_call_inside_generate_has_no_prompt_end(callback_kind, called_model, options):
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=2), replace(SPARSE, min_length=210))
     ids = tokens(1, 300)
-    is_same = model_of_call == "same"
+    is_same = called_model == "same"
     nested_model = model if is_same else cab_hf.apply_cab(copy.deepcopy(model))
-    expected_nested = {name: call(nested_model) for name, call in FOREIGN.items()}
-    expected, nested = first_logits(model, ids, 2, **options), []
+    expected_nested = {name: call(nested_model) for name, call in NESTED_CALLS.items()}
+    expected, nested_logits = generate_logits(model, ids, 2, **options), []
 
     def call_nested():
-        nested.append({name: call(nested_model) for name, call in FOREIGN.items()})
+        nested_logits.append({name: call(nested_model) for name, call in NESTED_CALLS.items()})
 
-    actual = first_logits(model, ids, 2, **options, **options_with_call(kind, call_nested))
-    torch.testing.assert_close(nested[-1], expected_nested)
+    actual = generate_logits(
+        model, ids, 2, **options, **options_with_call(callback_kind, call_nested)
+    )
+    torch.testing.assert_close(nested_logits[-1], expected_nested)
     torch.testing.assert_close(actual, expected)
 
 
 def test_nested_model_call_inside_forward_has_no_prompt_end():
     model, nested_model = (cab_hf.apply_cab(tiny_model(), SPARSE) for _ in range(2))
-    expected, nested = FOREIGN["text"](nested_model), []
+    expected, nested_logits = NESTED_CALLS["text"](nested_model), []
     handle = model.model.layers[0].register_forward_hook(
-        lambda *_: nested.append(FOREIGN["text"](nested_model))
+        lambda *_: nested_logits.append(NESTED_CALLS["text"](nested_model))
     )
-    first_logits(model, tokens(1, 300))
+    generate_logits(model, tokens(1, 300))
     handle.remove()
-    torch.testing.assert_close(nested[0], expected)
+    torch.testing.assert_close(nested_logits[0], expected)
 
 
 def test_repeated_generate_does_not_recompile():
     model, ids = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SPARSE), tokens(1, 100)
-    compiled = []
+    graphs = []
 
-    def count(graph, _):
-        compiled.append(graph)
+    def record_graph(graph, _):
+        graphs.append(graph)
         return graph.forward
 
     torch._dynamo.reset()
-    model.compile(backend=count, dynamic=True)
-    first_logits(model, ids, 3)
-    num_compiled = len(compiled)
-    first_logits(model, ids, 3)
-    assert len(compiled) == num_compiled > 0
+    model.compile(backend=record_graph, dynamic=True)
+    generate_logits(model, ids, 3)
+    num_compiled = len(graphs)
+    generate_logits(model, ids, 3)
+    assert len(graphs) == num_compiled > 0
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("prompt_kind", "options"),
     [
         ("prompt", {}),
-        ("prompt", NO_CACHE),
+        ("prompt", NO_CACHE_OPTIONS),
         ("prompt", {"num_beams": 2}),
         ("p-tuning", {}),
         ("prefix", {}),
     ],
 )
-def test_virtual_tokens_are_part_of_the_prompt(kind, options):
+def test_virtual_tokens_are_part_of_the_prompt(prompt_kind, options):
     peft = pytest.importorskip("peft")
     configs = {
         "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=40),
@@ -448,51 +480,53 @@ def test_virtual_tokens_are_part_of_the_prompt(kind, options):
         "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=40),
     }
     torch.manual_seed(0)
-    model = peft.get_peft_model(tiny_model(), configs[kind]()).eval()
+    model = peft.get_peft_model(tiny_model(), configs[prompt_kind]()).eval()
     # row 0 has 220 tokens, so that it reaches min_length=250 only with 40 virtual tokens
     ids, mask = tokens(2, 300), torch.ones(2, 300).long()
     ids[0, :80], mask[0, :80] = 0, 0
 
-    def generated_and_expected():
+    def generate_and_prefill():
         with torch.no_grad():
-            expected = model(ids, attention_mask=mask, use_cache=kind == "prefix").logits[:, -1]
-        generated = first_logits(model, ids, attention_mask=mask, **options)[:, 0]
-        return generated[:: options.get("num_beams", 1)], expected
+            expected = model(ids, attention_mask=mask, use_cache=prompt_kind == "prefix").logits[
+                :, -1
+            ]
+        generated_logits = generate_logits(model, ids, attention_mask=mask, **options)[:, 0]
+        return generated_logits[:: options.get("num_beams", 1)], expected
 
-    actual, expected = generated_and_expected()
+    actual, expected = generate_and_prefill()
     if not torch.allclose(actual, expected, rtol=1e-4, atol=1e-4):
         pytest.skip("generate of this transformers drops the prefix of this PEFT")
     cab_hf.apply_cab(model, replace(SPARSE, mass_threshold=0.1, min_length=250))
-    actual, expected = generated_and_expected()
+    actual, expected = generate_and_prefill()
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_guidance_has_a_separate_prompt_end():
     model, ids = cab_hf.apply_cab(tiny_model(), SPARSE), tokens(1, 200)
-    guidance = {"guidance_scale": 2.0, "negative_prompt_ids": tokens(1, 150, seed=3)}
-    conditional, unconditional = (
-        one_prefill(model, [prompt])[:, -1].log_softmax(-1)
-        for prompt in (ids, guidance["negative_prompt_ids"])
+    guidance_options = {"guidance_scale": 2.0, "negative_prompt_ids": tokens(1, 150, seed=3)}
+    conditional_logits, unconditional_logits = (
+        compute_prefill_logits(model, [prompt])[:, -1].log_softmax(-1)
+        for prompt in (ids, guidance_options["negative_prompt_ids"])
     )
-    expected = 2 * conditional - unconditional
+    expected = 2 * conditional_logits - unconditional_logits
     options = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 1}
     result = model.generate(
-        ids, attention_mask=torch.ones_like(ids), **GREEDY, **guidance, **options
+        ids, attention_mask=torch.ones_like(ids), **GREEDY, **guidance_options, **options
     )
     torch.testing.assert_close(result.scores[0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_question_after_document_is_the_prompt_end():
     # a question of one token is part of the prompt: its dense tail, and not a decode step
-    document, question = tokens(1, DOCUMENT), tokens(1, 1, seed=2)
+    document, question = tokens(1, DOCUMENT_LENGTH), tokens(1, 1, seed=2)
     fields = {"sparse_decode": True, "decode_tokens": 0.05}
 
-    def answer_logits(model, cache):
-        read(model, document, cache)
-        return first_logits(model, torch.cat([document, question], 1), past_key_values=cache)
+    def generate_answer_logits(model, cache):
+        append_tokens(model, document, cache)
+        return generate_logits(model, torch.cat([document, question], 1), past_key_values=cache)
 
-    sparse_decode = cab_hf.apply_cab(tiny_model(), replace(SPARSE, **fields))
-    dense_decode = cab_hf.apply_cab(tiny_model(), SPARSE)
-    actual = answer_logits(sparse_decode, cab_hf.index_cache(sparse_decode))
-    expected = answer_logits(dense_decode, cache_of(dense_decode, "dynamic"))
+    sparse_decode_model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, **fields))
+    dense_decode_model = cab_hf.apply_cab(tiny_model(), SPARSE)
+    actual = generate_answer_logits(sparse_decode_model, cab_hf.index_cache(sparse_decode_model))
+    expected = generate_answer_logits(dense_decode_model, make_cache(dense_decode_model, "dynamic"))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

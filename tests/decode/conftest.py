@@ -21,8 +21,8 @@ def steps(monkeypatch):
 @pytest.fixture
 def from_anywhere(monkeypatch):
     """Remove the minimum length of sparse decode, so that steps after short prompts are sparse."""
-    # modules that import `decode_from` must be imported before it is patched
+    # modules that import `min_sparse_tokens` must be imported before it is patched
     import cab_hf.patches  # noqa: F401
     from cab_hf.decode import step
 
-    monkeypatch.setattr(step, "decode_from", lambda config: 0)
+    monkeypatch.setattr(step, "min_sparse_tokens", lambda config: 0)

@@ -19,25 +19,27 @@ from cab_hf.ops.decode.reference import (
 SCALE = 0.25
 
 
-def choice_of(q, k, length, num_keys, channels=(), valid=None):
+def choose_keys(q, k, length, num_keys, channels=(), padding_mask=None):
     """Return the `Choice` of about ``num_keys`` of the first ``length`` keys."""
     return choose(
         q,
         index_keys(k, channels),
         scale=SCALE,
         length=torch.tensor([length]),
-        wanted=torch.tensor([num_keys], dtype=torch.int32),
+        num_keys=torch.tensor([num_keys], dtype=torch.int32),
         channels=channels,
-        valid=valid,
+        padding_mask=padding_mask,
     )
 
 
-def selected_keys(q, k, length, num_keys, channels=(), valid=None):
-    """Return bool [B, H_kv, N]: True for keys that `choice_of` selects."""
-    return choice_of(q, k, length, num_keys, channels=channels, valid=valid).to_mask()
+def select_key_mask(q, k, length, num_keys, channels=(), padding_mask=None):
+    """Return bool [B, H_kv, N]: True for keys that `choose_keys` selects."""
+    return choose_keys(
+        q, k, length, num_keys, channels=channels, padding_mask=padding_mask
+    ).to_mask()
 
 
-def quantised(x, max_code):
+def quantise(x, max_code):
     """Round each vector to integer multiples of its quantisation scale, as `choose` does.
 
     Args:
@@ -49,23 +51,24 @@ def quantised(x, max_code):
     return (x / scale + 0.5).floor().clamp(-8 if is_key else -128, max_code) * scale
 
 
-def shares(q, k, length):
+def attention_shares(q, k, length):
     """Return the maximum attention weight of each key over its query heads, [B, H_kv, N]."""
     group = q.shape[1] // k.shape[1]
-    q, k = quantised(q, 127), quantised(k, 7)
+    q, k = quantise(q, 127), quantise(k, 7)
     logits = q @ k[:, :, :length].repeat_interleave(group, dim=1).mT * SCALE
     return logits.softmax(-1).squeeze(2).unflatten(1, (k.shape[1], group)).amax(2)
 
 
-def require_largest_shares_selected(share, selected):
+def require_largest_shares_selected(share, is_selected):
     """Assert that no unselected key has a larger attention weight than a selected key of its head.
 
     Args:
         share: attention weights, float [B, H_kv, N].
-        selected: bool [B, H_kv, N]; sinks and local keys, which are always selected, are left out.
+        is_selected: bool [B, H_kv, N]; sinks and local keys, which are always selected, are left
+            out.
     """
-    smallest_selected = share.masked_fill(~selected, 2).amin(-1)
-    largest_unselected = share.masked_fill(selected, 0).amax(-1)
+    smallest_selected = share.masked_fill(~is_selected, 2).amin(-1)
+    largest_unselected = share.masked_fill(is_selected, 0).amax(-1)
     # `choose` rounds the logarithms of attention weights to integers: allow for 1.5 steps
     assert (smallest_selected * 2 ** (1.5 / LEVELS_PER_OCTAVE) >= largest_unselected).all()
 
@@ -74,13 +77,15 @@ def require_largest_shares_selected(share, selected):
 @pytest.mark.parametrize("num_keys", [128, 200])
 def test_step_reads_keys_with_largest_attention_share(heads, kv_heads, num_keys):
     q, k, _ = qkv(2, heads, kv_heads, q_length=1, kv_length=500)
-    selected = selected_keys(q, k, 450, num_keys)
-    assert not selected[..., 450:].any()
-    assert selected[..., :SINK_TOKENS].all() and selected[..., 450 - LOCAL_TOKENS : 450].all()
+    is_selected = select_key_mask(q, k, 450, num_keys)
+    assert not is_selected[..., 450:].any()
+    assert is_selected[..., :SINK_TOKENS].all() and is_selected[..., 450 - LOCAL_TOKENS : 450].all()
     middle = slice(SINK_TOKENS, 450 - LOCAL_TOKENS)
-    require_largest_shares_selected(shares(q, k, 450)[..., middle], selected[..., middle])
-    count = selected.sum(-1)
-    assert (count <= num_keys).all() and (count > num_keys - 20).all()
+    require_largest_shares_selected(
+        attention_shares(q, k, 450)[..., middle], is_selected[..., middle]
+    )
+    num_selected = is_selected.sum(-1)
+    assert (num_selected <= num_keys).all() and (num_selected > num_keys - 20).all()
 
 
 @pytest.mark.parametrize("channels", [(), (2, 3, 4, 10, 11, 12)])
@@ -88,20 +93,20 @@ def test_index_rounds_keys_within_half_a_unit(channels):
     _, k, _ = qkv(2, q_length=1, kv_length=50)
     k[0, 0, 0] = 0
     index = index_keys(k, channels)
-    x = scored_channels(k, channels)
-    assert index.codes.shape == (*k.shape[:3], x.shape[-1] // 2)
+    scored = scored_channels(k, channels)
+    assert index.codes.shape == (*k.shape[:3], scored.shape[-1] // 2)
     codes = torch.cat((index.codes & 15, index.codes >> 4), -1).float() - 8
     decoded = codes * index.scales.float().unsqueeze(-1)
-    unit = x.abs().amax(-1, keepdim=True) / 7
+    quantisation_step = scored.abs().amax(-1, keepdim=True) / 7
     # rounding error: half a quantisation step, and the error of the scale in float16 (11 bits)
-    assert ((decoded - x).abs() <= unit * 0.505).all()
-    torch.testing.assert_close(decoded, quantised(x, 7).nan_to_num())
+    assert ((decoded - scored).abs() <= quantisation_step * 0.505).all()
+    torch.testing.assert_close(decoded, quantise(scored, 7).nan_to_num())
 
 
 @pytest.mark.parametrize("channels", [(), (0, 3, 5, 6, 9, 15)])
 def test_sparse_step_equals_attention_masked_to_selected_keys(channels):
     q, k, v = qkv(2, q_length=1, kv_length=500)
-    choice = choice_of(q, k, 450, 150, channels=channels).for_layer(q.device)
+    choice = choose_keys(q, k, 450, 150, channels=channels).for_layer(q.device)
     mask = choice.to_mask().repeat_interleave(3, dim=1).unsqueeze(2)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
     actual = attend(q, k, v, choice, scale=SCALE, length=torch.tensor([450]))
@@ -111,19 +116,19 @@ def test_sparse_step_equals_attention_masked_to_selected_keys(channels):
 def test_unread_keys_contribute_as_one_key_with_mean_value():
     q, k, v = qkv(2, 6, 2, q_length=1, kv_length=500)
     length = torch.tensor([450])
-    choice = choice_of(q, k, 450, 150)
+    choice = choose_keys(q, k, 450, 150)
     is_unread = ~choice.to_mask()[:, :, :450].repeat_interleave(3, dim=1)
-    q_8_bits = quantised(q, 127)
-    k_4_bits = quantised(k, 7)[:, :, :450].repeat_interleave(3, dim=1)
+    q_8_bits = quantise(q, 127)
+    k_4_bits = quantise(k, 7)[:, :, :450].repeat_interleave(3, dim=1)
     weights = (q_8_bits @ k_4_bits.mT * SCALE).exp().squeeze(2) * is_unread
     # `choose` rounds logits, hence the tolerance of 2%
     expected = weights.sum(-1) * UNREAD_WEIGHT
     torch.testing.assert_close(choice.unread.exp2(), expected, rtol=2e-2, atol=0)
     # unselected keys count as one more key: its logit is ``unread``, and its value is the mean of
     # 256 equidistant values
-    mean = v[:, :, torch.arange(256) * 450 // 256].mean(2, keepdim=True)
+    mean_value = v[:, :, torch.arange(256) * 450 // 256].mean(2, keepdim=True)
     keys = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2).repeat_interleave(3, dim=1)
-    values = torch.cat([v, mean], dim=2).repeat_interleave(3, dim=1)
+    values = torch.cat([v, mean_value], dim=2).repeat_interleave(3, dim=1)
     logits = q @ keys.mT * SCALE
     logits[..., 450:500] = float("-inf")
     logits[..., :450].masked_fill_(is_unread.unsqueeze(2), float("-inf"))
@@ -131,44 +136,44 @@ def test_unread_keys_contribute_as_one_key_with_mean_value():
     actual = attend(q, k, v, choice, scale=SCALE, length=length)
     torch.testing.assert_close(actual, logits.softmax(-1) @ values)
     # with the additional key, the output is closer to dense attention than without
-    dense = F.scaled_dot_product_attention(
+    dense_out = F.scaled_dot_product_attention(
         q, k[:, :, :450], v[:, :, :450], scale=SCALE, enable_gqa=True
     )
-    without = attend(q, k, v, choice.for_layer(q.device), scale=SCALE, length=length)
-    assert (actual - dense).norm() < 0.8 * (without - dense).norm()
+    out_without_unread = attend(q, k, v, choice.for_layer(q.device), scale=SCALE, length=length)
+    assert (actual - dense_out).norm() < 0.8 * (out_without_unread - dense_out).norm()
 
 
 def test_scores_use_index_channels_only():
     q, k, _ = qkv(q_length=1, kv_length=500)
-    changed = torch.cat([k[..., :8], torch.randn_like(k[..., 8:])], dim=-1)
+    changed_k = torch.cat([k[..., :8], torch.randn_like(k[..., 8:])], dim=-1)
     channels = tuple(range(8))
-    expected = selected_keys(q, k, 500, 128, channels=channels)
-    assert torch.equal(selected_keys(q, changed, 500, 128, channels=channels), expected)
+    expected = select_key_mask(q, k, 500, 128, channels=channels)
+    assert torch.equal(select_key_mask(q, changed_k, 500, 128, channels=channels), expected)
 
 
 def test_padding_is_not_selected_and_sinks_follow_it():
     q, k, _ = qkv(q_length=1, kv_length=500)
-    valid = torch.ones(1, 500, dtype=torch.bool)
-    valid[:, :100] = False
-    selected = selected_keys(q, k, 500, 128, valid=valid)
-    assert not selected[..., :100].any() and selected[..., 100 : 100 + SINK_TOKENS].all()
-    without_padding = selected_keys(q, k[:, :, 100:], 400, 128)
-    assert torch.equal(selected[..., 100:], without_padding)
+    padding_mask = torch.ones(1, 500, dtype=torch.bool)
+    padding_mask[:, :100] = False
+    is_selected = select_key_mask(q, k, 500, 128, padding_mask=padding_mask)
+    assert not is_selected[..., :100].any() and is_selected[..., 100 : 100 + SINK_TOKENS].all()
+    expected = select_key_mask(q, k[:, :, 100:], 400, 128)
+    assert torch.equal(is_selected[..., 100:], expected)
 
 
 def test_keys_with_equal_shares_are_selected_together():
     q, k, _ = qkv(q_length=1, kv_length=500)
     k[:, :, 100:150] = k[:, :, 100:101]
-    num_selected = selected_keys(q, k, 500, 140)[..., 100:150].sum(-1)
+    num_selected = select_key_mask(q, k, 500, 140)[..., 100:150].sum(-1)
     assert ((num_selected == 0) | (num_selected == 50)).all()
 
 
 @pytest.mark.parametrize("num_keys", [300, 450, 1000])
 def test_sequence_within_budget_is_read_completely(num_keys):
     q, k, v = qkv(q_length=1, kv_length=500)
-    choice = choice_of(q, k, 300, num_keys)
-    selected = choice.to_mask()
-    assert selected[..., :300].all() and not selected[..., 300:].any()
+    choice = choose_keys(q, k, 300, num_keys)
+    is_selected = choice.to_mask()
+    assert is_selected[..., :300].all() and not is_selected[..., 300:].any()
     expected = F.scaled_dot_product_attention(
         q, k[:, :, :300], v[:, :, :300], scale=SCALE, enable_gqa=True
     )
@@ -180,16 +185,16 @@ def test_sequence_within_budget_is_read_completely(num_keys):
 def test_long_cache_threshold_comes_from_a_sample(kv_heads):
     q, k, _ = qkv(1, 6, kv_heads, q_length=1, kv_length=40_000)
     assert reference.sample_stride(40_000) == 8 and reference.sample_stride(8192) == 1
-    selected = selected_keys(3 * q, k, 39_000, 4000)
-    assert not selected[..., 39_000:].any()
-    count = selected.sum(-1)
-    assert ((count - 4000).abs() < 400).all() and (count != 4000).any()
-    share = shares(3 * q, k, 39_000)
+    is_selected = select_key_mask(3 * q, k, 39_000, 4000)
+    assert not is_selected[..., 39_000:].any()
+    num_selected = is_selected.sum(-1)
+    assert ((num_selected - 4000).abs() < 400).all() and (num_selected != 4000).any()
+    share = attention_shares(3 * q, k, 39_000)
     largest_sum = share.topk(4000, dim=-1).values.sum(-1)
     # leave out sinks and local keys, which are always selected
     middle = slice(SINK_TOKENS, 39_000 - LOCAL_TOKENS)
-    selected_sum = (selected[..., middle] * share[..., middle]).sum(-1)
+    selected_sum = (is_selected[..., middle] * share[..., middle]).sum(-1)
     assert (selected_sum > 0.95 * largest_sum).all()
     if kv_heads == 6:
         # without groups, each KV head selects for a single query head, so that the order is exact
-        require_largest_shares_selected(share[..., middle], selected[..., middle])
+        require_largest_shares_selected(share[..., middle], is_selected[..., middle])

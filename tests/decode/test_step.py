@@ -10,20 +10,20 @@ import cab_hf
 from cab_hf import CabConfig
 from cab_hf.call.call import Call
 from cab_hf.call.mask import MaskInfo
-from cab_hf.config import blocks_of
+from cab_hf.config import block_sizes
 from cab_hf.decode.cache import KeyIndex
 from cab_hf.decode.step import SHARED_CHOICE, mapped_kv_heads
 from cab_hf.dispatch import sparse_decode
 from cab_hf.ops import Workload, decode
 
-LENGTH = 600
-FEW = {"sparse_decode": True, "decode_tokens": 128}
+NUM_TOKENS = 600
+READ_128_KEYS = {"sparse_decode": True, "decode_tokens": 128}
 
 
 SCALE = 0.25
 
 
-def step(mask, config, layer, qkv):
+def run_step(mask, config, layer, qkv):
     """Return the attention output of one sparse decode step; ``layer`` is the layer index."""
     q, k, v = qkv
     call = Call(
@@ -34,47 +34,49 @@ def step(mask, config, layer, qkv):
         layer=SimpleNamespace(layer_idx=layer),
         config=config,
         sparse=True,
-        work=Workload.of(q, k, v, blocks_of(config)),
+        work=Workload.of(q, k, v, block_sizes(config)),
         mask=mask,
         index=KeyIndex(decode.index_keys(k, ()), ()),
     )
     return sparse_decode(call)
 
 
-def mask_of_last_token():
-    """Return the `MaskInfo` of a decode step: one query after LENGTH - 1 cached tokens."""
-    return MaskInfo(batch=1, q_length=1, kv_length=LENGTH, q_offset=LENGTH - 1)
+def make_mask_of_last_token():
+    """Return the `MaskInfo` of a decode step: one query after NUM_TOKENS - 1 cached tokens."""
+    return MaskInfo(batch=1, q_length=1, kv_length=NUM_TOKENS, q_offset=NUM_TOKENS - 1)
 
 
 @pytest.mark.parametrize(
-    ("head_map", "mapped"),
+    ("head_map", "anchor_heads"),
     [
         pytest.param((), [0, 1], id="same-heads"),
         pytest.param(((), (3, 4, 0, 1, 2, 2)), [1, 0], id="most-of-a-group"),
     ],
 )
-def test_cascade_layer_reads_keys_selected_by_its_anchor(head_map, mapped):
+def test_cascade_layer_reads_keys_selected_by_its_anchor(head_map, anchor_heads):
     rows = [row or tuple(range(6)) for row in head_map]
-    config = CabConfig(predictor="cascade", anchors=(0,), head_map=tuple(rows), min_length=0, **FEW)
-    mask = mask_of_last_token()
-    step(mask, config, 0, qkv(q_length=1, kv_length=LENGTH))
-    q, k, v = qkv(q_length=1, kv_length=LENGTH, seed=1)
-    choice = mask.state.shared[SHARED_CHOICE].choice.for_layer(q.device, tuple(mapped))
-    actual = step(mask, config, 1, (q, k, v))
-    expected = decode.attend(q, k, v, choice, scale=SCALE, length=torch.tensor([LENGTH]))
+    config = CabConfig(
+        predictor="cascade", anchors=(0,), head_map=tuple(rows), min_length=0, **READ_128_KEYS
+    )
+    mask = make_mask_of_last_token()
+    run_step(mask, config, 0, qkv(q_length=1, kv_length=NUM_TOKENS))
+    q, k, v = qkv(q_length=1, kv_length=NUM_TOKENS, seed=1)
+    choice = mask.state.shared[SHARED_CHOICE].choice.for_layer(q.device, tuple(anchor_heads))
+    actual = run_step(mask, config, 1, (q, k, v))
+    expected = decode.attend(q, k, v, choice, scale=SCALE, length=torch.tensor([NUM_TOKENS]))
     torch.testing.assert_close(actual, expected)
 
 
 def test_anchor_with_other_head_count_raises():
-    config = CabConfig(predictor="cascade", anchors=(0,), min_length=0, **FEW)
-    mask = mask_of_last_token()
-    step(mask, config, 0, qkv(q_length=1, kv_length=LENGTH))
+    config = CabConfig(predictor="cascade", anchors=(0,), min_length=0, **READ_128_KEYS)
+    mask = make_mask_of_last_token()
+    run_step(mask, config, 0, qkv(q_length=1, kv_length=NUM_TOKENS))
     with pytest.raises(ValueError, match="layer 1 has 6 query heads and 3 KV heads"):
-        step(mask, config, 1, qkv(q_length=1, kv_length=LENGTH, kv_heads=3))
+        run_step(mask, config, 1, qkv(q_length=1, kv_length=NUM_TOKENS, kv_heads=3))
 
 
 @pytest.mark.parametrize(
-    ("row", "kv_heads", "mapped"),
+    ("head_map_row", "kv_heads", "expected_heads"),
     [
         pytest.param((0, 1, 2, 3, 4, 5), 2, (0, 1), id="same"),
         pytest.param((5, 5, 0, 1, 3, 0), 2, (1, 0), id="most"),
@@ -82,8 +84,8 @@ def test_anchor_with_other_head_count_raises():
         pytest.param((2, 0, 0, 3), 2, (1, 0), id="the-first-of-equals"),
     ],
 )
-def test_kv_head_follows_majority_of_its_query_heads(row, kv_heads, mapped):
-    assert mapped_kv_heads(row, kv_heads) == mapped
+def test_kv_head_follows_majority_of_its_query_heads(head_map_row, kv_heads, expected_heads):
+    assert mapped_kv_heads(head_map_row, kv_heads) == expected_heads
 
 
 @pytest.mark.parametrize(
@@ -111,10 +113,10 @@ def test_budget_is_computed_once_per_forward_pass(decode_tokens, q_offset, num_k
         pytest.param(0.25, [2**31 - 1, 125], id="share-of-the-row"),
     ],
 )
-@pytest.mark.parametrize("slots", [600, 900], ids=["growing", "static"])
-def test_budget_depends_on_tokens_of_the_row(decode_tokens, num_keys, slots):
+@pytest.mark.parametrize("num_slots", [600, 900], ids=["growing", "static"])
+def test_budget_depends_on_tokens_of_the_row(decode_tokens, num_keys, num_slots):
     # in a static cache, the mask may be True for the unwritten slots after the sequence
-    padding_mask = torch.ones(2, slots, dtype=torch.bool)
+    padding_mask = torch.ones(2, num_slots, dtype=torch.bool)
     padding_mask[0, :201], padding_mask[1, :100] = False, False
     mask = MaskInfo(
         batch=2,
@@ -128,25 +130,35 @@ def test_budget_depends_on_tokens_of_the_row(decode_tokens, num_keys, slots):
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("config_fields", "expected_text"),
     [
         pytest.param({}, "  decode: dense", id="off"),
-        pytest.param(FEW, "128 keys per KV head, from 512 tokens on", id="number"),
-        pytest.param(FEW | {"min_length": 700}, "from 700 tokens on", id="min_length"),
-        pytest.param(FEW | {"decode_tokens": 0.1}, "0.1 of the keys per KV head", id="share"),
-        pytest.param(FEW | {"decode_tokens": 0.5}, "dense, decode_tokens 0.5", id="too-much"),
+        pytest.param(READ_128_KEYS, "128 keys per KV head, from 512 tokens on", id="number"),
+        pytest.param(READ_128_KEYS | {"min_length": 700}, "from 700 tokens on", id="min_length"),
+        pytest.param(
+            READ_128_KEYS | {"decode_tokens": 0.1}, "0.1 of the keys per KV head", id="share"
+        ),
+        pytest.param(
+            READ_128_KEYS | {"decode_tokens": 0.5}, "dense, decode_tokens 0.5", id="too-much"
+        ),
         # bytes of the index per key: 32 of 64 channels in 4 bits, and a scale of 2 bytes. They are
         # divided by the bytes of a key and a value in float32
-        pytest.param(FEW, "an index of 0.035 of its bytes", id="index"),
+        pytest.param(READ_128_KEYS, "an index of 0.035 of its bytes", id="index"),
         pytest.param(
-            FEW | {"dense_layers": (1, 2)}, "an index of 0.012 of its bytes", id="one-layer-of-3"
+            READ_128_KEYS | {"dense_layers": (1, 2)},
+            "an index of 0.012 of its bytes",
+            id="one-layer-of-3",
         ),
-        pytest.param(FEW | {"dense_layers": (0, 1, 2)}, "no layer selects keys", id="no-layer"),
         pytest.param(
-            FEW | {"predictor": "cascade", "anchors": (0,)}, "index of 0.012", id="one-anchor"
+            READ_128_KEYS | {"dense_layers": (0, 1, 2)}, "no layer selects keys", id="no-layer"
+        ),
+        pytest.param(
+            READ_128_KEYS | {"predictor": "cascade", "anchors": (0,)},
+            "index of 0.012",
+            id="one-anchor",
         ),
     ],
 )
-def test_describe_reports_keys_read_per_step(settings, sentence):
-    model = cab_hf.apply_cab(tiny_model(head_dim=64), **{"min_length": 0, **settings})
-    assert sentence in cab_hf.describe(model).splitlines()[-2]
+def test_describe_reports_keys_read_per_step(config_fields, expected_text):
+    model = cab_hf.apply_cab(tiny_model(head_dim=64), **{"min_length": 0, **config_fields})
+    assert expected_text in cab_hf.describe(model).splitlines()[-2]

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from shards import BLOCK, BOUNDARIES, layout_of, shard_of, sharding_for
+from shards import BLOCK, CUMULATIVE_LENGTHS, make_layout, make_sharding, take_shard
 from tiny import qkv
 from torch.nn import functional as F
-from valid_plan import require_valid
+from valid_plan import assert_valid_plan
 
 from cab_hf import CabConfig, distributed
 from cab_hf.call.layout import full_plan
@@ -27,25 +27,27 @@ from cab_hf.predictors import (
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 # the half of 64 channels with the lowest rotary frequencies in LLaMA
-SLOW = (*range(16, 32), *range(48, 64))
-SMALL = CabConfig(32, 16, mass_threshold=0.05, share_threshold=0.3, min_length=0, outlier_queries=8)
+SLOW_CHANNELS = (*range(16, 32), *range(48, 64))
+SMALL_CONFIG = CabConfig(
+    32, 16, mass_threshold=0.05, share_threshold=0.3, min_length=0, outlier_queries=8
+)
 CONFIGS = {
-    "exact": SMALL,
-    "exact-every-query": replace(SMALL, outlier_queries=32),
-    "typical": replace(SMALL, outlier_queries=0),
-    "wide-keys": replace(SMALL, query_block=16, key_block=32),
-    "no-tail": replace(SMALL, dense_tail_blocks=0),
-    "long-tail": replace(SMALL, dense_tail_blocks=3),
-    "capped": replace(SMALL, max_density=0.4),
-    "everything": replace(SMALL, mass_threshold=0.0),
+    "exact": SMALL_CONFIG,
+    "exact-every-query": replace(SMALL_CONFIG, outlier_queries=32),
+    "typical": replace(SMALL_CONFIG, outlier_queries=0),
+    "wide-keys": replace(SMALL_CONFIG, query_block=16, key_block=32),
+    "no-tail": replace(SMALL_CONFIG, dense_tail_blocks=0),
+    "long-tail": replace(SMALL_CONFIG, dense_tail_blocks=3),
+    "capped": replace(SMALL_CONFIG, max_density=0.4),
+    "everything": replace(SMALL_CONFIG, mass_threshold=0.0),
     "published": CabConfig.published(0.6, query_block=32, key_block=32, min_length=0),
     "additive": CabConfig.published(0.6, "additive", query_block=32, key_block=16, min_length=0),
-    "streaming": SMALL.changed(predictor="streaming"),
-    "random": SMALL.changed(predictor="random", sparsity=0.6),
-    "cascade": replace(SMALL, predictor="cascade", anchors=(0,)),
-    "antidiagonal": SMALL.changed(predictor="antidiagonal", sparsity=0.6),
-    "own-summaries": SMALL.changed(predictor="loud-blocks"),
-    "own-of-cab": SMALL.changed(predictor="half-a-mass"),
+    "streaming": SMALL_CONFIG.changed(predictor="streaming"),
+    "random": SMALL_CONFIG.changed(predictor="random", sparsity=0.6),
+    "cascade": replace(SMALL_CONFIG, predictor="cascade", anchors=(0,)),
+    "antidiagonal": SMALL_CONFIG.changed(predictor="antidiagonal", sparsity=0.6),
+    "own-summaries": SMALL_CONFIG.changed(predictor="loud-blocks"),
+    "own-of-cab": SMALL_CONFIG.changed(predictor="half-a-mass"),
 }
 
 
@@ -81,28 +83,28 @@ register_predictor("loud-blocks", LoudBlocks)
 register_predictor("half-a-mass", HalfAMass)
 
 
-def full_sequence(sharding, dim=DIM):
+def make_full_sequence(sharding, dim=DIM):
     """Return q, k and v of the whole sequence; q and k are doubled, so that masses differ."""
     q, k, v = qkv(1, HEADS, KV_HEADS, sharding.length, dim=dim)
     return 2 * q, 2 * k, v
 
 
-def plan_of_rank(process_group, config, ends):
-    """Predict the plan of this rank and return `facts_of` the plan."""
-    sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
-    q, k, _ = (shard_of(x, sharding, rank) for x in full_sequence(sharding))
+def predict_plan_of_rank(process_group, config, ends):
+    """Predict the plan of this rank and return its `extract_plan_facts`."""
+    sharding, rank = make_sharding(process_group.size(), ends), process_group.rank()
+    q, k, _ = (take_shard(x, sharding, rank) for x in make_full_sequence(sharding))
     plan = distributed.predict(
         q, k, group=process_group, config=config, layer=0, cu_seqlens=ends, block=BLOCK
     )
-    return facts_of(plan)
+    return extract_plan_facts(plan)
 
 
-def facts_of(plan):
+def extract_plan_facts(plan):
     """Return (selected blocks, dense rows, index of each row in the sequence) of a rank's plan.
 
     The index is -1 for rows that have padding only.
     """
-    require_valid(plan)
+    assert_valid_plan(plan)
     return (
         plan.to_dense(),
         plan.is_dense(),
@@ -110,45 +112,45 @@ def facts_of(plan):
     )
 
 
-def plan_in_one_process(config, sharding, dim=DIM, channels=()):
-    q, k, _ = full_sequence(sharding, dim)
-    layout = layout_of(sharding, max(config.query_block, config.key_block))
+def predict_in_one_process(config, sharding, dim=DIM, channels=()):
+    q, k, _ = make_full_sequence(sharding, dim)
+    layout = make_layout(sharding, max(config.query_block, config.key_block))
     call = LayerContext(layout.ranges, DIM**-0.5, 0, channels=channels)
     return make_predictor(config)(layout.queries(q), layout.keys(k), call)
 
 
-def assert_rows_of(actual, plan):
+def assert_rows_equal_plan(actual, plan):
     """Assert that each row of ``plan`` equals the row of exactly one rank.
 
     Args:
-        actual: `facts_of` the plan of each rank.
+        actual: result of `extract_plan_facts` for the plan of each rank.
         plan: plan of a single process.
     """
     num_ranks = torch.zeros(plan.q_blocks, dtype=torch.int64)
-    for dense, complete, rows in actual:
+    for selected_blocks, is_dense_row, rows in actual:
         is_real = rows >= 0
-        assert torch.equal(dense[:, :, is_real], plan.to_dense()[:, :, rows[is_real]])
-        assert not dense[:, :, ~is_real].any()
+        assert torch.equal(selected_blocks[:, :, is_real], plan.to_dense()[:, :, rows[is_real]])
+        assert not selected_blocks[:, :, ~is_real].any()
         if plan.is_dense() is not None:
-            assert torch.equal(complete[:, :, is_real], plan.is_dense()[:, :, rows[is_real]])
+            assert torch.equal(is_dense_row[:, :, is_real], plan.is_dense()[:, :, rows[is_real]])
         num_ranks[rows[is_real]] += 1
     # exactly one rank has each row with queries; no rank has rows of padding between documents
     has_queries = plan.ranges.rows(plan.query_block).queries[0] > 0
     assert torch.equal(num_ranks, has_queries.long())
 
 
-@pytest.mark.parametrize("boundaries", BOUNDARIES)
+@pytest.mark.parametrize("boundaries", CUMULATIVE_LENGTHS)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_rank_plans_are_rows_of_single_process_plan(ranks, config, boundaries):
-    config, ends = CONFIGS[config], BOUNDARIES[boundaries]
-    actual = ranks.run(4, plan_of_rank, config, ends)
-    assert_rows_of(actual, plan_in_one_process(config, sharding_for(4, ends)))
+    config, ends = CONFIGS[config], CUMULATIVE_LENGTHS[boundaries]
+    actual = ranks.run(4, predict_plan_of_rank, config, ends)
+    assert_rows_equal_plan(actual, predict_in_one_process(config, make_sharding(4, ends)))
 
 
-def num_gathered_elements(process_group, config, layer):
+def count_gathered_elements(process_group, config, layer):
     """Return a sorted list with the number of elements that each all-gather of selection sends."""
-    sharding, rank = sharding_for(process_group.size(), None), process_group.rank()
-    q, k, _ = (shard_of(x, sharding, rank) for x in full_sequence(sharding))
+    sharding, rank = make_sharding(process_group.size(), None), process_group.rank()
+    q, k, _ = (take_shard(x, sharding, rank) for x in make_full_sequence(sharding))
     sizes = []
     with pytest.MonkeyPatch.context() as patch:
         all_gather = sharded.all_gather
@@ -162,83 +164,87 @@ def num_gathered_elements(process_group, config, layer):
 
 
 # elements of the shards of q and k of one rank, which has 128 tokens
-Q, K = 4 * 128 * 16, 2 * 128 * 16
+Q_ELEMENTS, K_ELEMENTS = 4 * 128 * 16, 2 * 128 * 16
 
 
 @pytest.mark.parametrize(
     ("config", "layer", "sizes"),
     [
-        ("antidiagonal", 0, [K, Q]),
-        ("own-of-cab", 0, [K]),
+        ("antidiagonal", 0, [K_ELEMENTS, Q_ELEMENTS]),
+        ("own-of-cab", 0, [K_ELEMENTS]),
         ("own-summaries", 0, [2 * 8]),
         ("streaming", 0, []),
-        ("exact", 0, [K]),
-        ("cascade", 0, [K]),
+        ("exact", 0, [K_ELEMENTS]),
+        ("cascade", 0, [K_ELEMENTS]),
         ("cascade", 1, []),
     ],
 )
 def test_ranks_gather_inputs_declared_by_predictor(ranks, config, layer, sizes):
-    assert ranks.run(2, num_gathered_elements, CONFIGS[config], layer) == [sizes] * 2
+    assert ranks.run(2, count_gathered_elements, CONFIGS[config], layer) == [sizes] * 2
 
 
-def plan_of_rank_by_slow_channels(process_group, config, ends):
-    sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
-    q, k, _ = (shard_of(x, sharding, rank) for x in full_sequence(sharding, 64))
+def predict_plan_by_slow_channels(process_group, config, ends):
+    sharding, rank = make_sharding(process_group.size(), ends), process_group.rank()
+    q, k, _ = (take_shard(x, sharding, rank) for x in make_full_sequence(sharding, 64))
     shard_map = sharding.shard_map(max(config.query_block, config.key_block), q.device)
     layout = ShardedLayout(shard_map, process_group, shard_map.ranges(rank, 1))
-    call = LayerContext(layout.ranges, DIM**-0.5, 0, channels=SLOW)
-    return facts_of(layout.choose(make_predictor(config), q, k, call))
+    call = LayerContext(layout.ranges, DIM**-0.5, 0, channels=SLOW_CHANNELS)
+    return extract_plan_facts(layout.choose(make_predictor(config), q, k, call))
 
 
-@pytest.mark.parametrize("boundaries", BOUNDARIES)
+@pytest.mark.parametrize("boundaries", CUMULATIVE_LENGTHS)
 @pytest.mark.parametrize("config", ["exact", "cascade"])
 def test_slow_channels_select_rows_of_single_process_plan(ranks, config, boundaries):
     config = CONFIGS[config]
-    actual = ranks.run(4, plan_of_rank_by_slow_channels, config, BOUNDARIES[boundaries])
-    sharding = sharding_for(4, BOUNDARIES[boundaries])
-    plan = plan_in_one_process(config, sharding, 64, SLOW)
-    assert_rows_of(actual, plan)
+    actual = ranks.run(4, predict_plan_by_slow_channels, config, CUMULATIVE_LENGTHS[boundaries])
+    sharding = make_sharding(4, CUMULATIVE_LENGTHS[boundaries])
+    plan = predict_in_one_process(config, sharding, 64, SLOW_CHANNELS)
+    assert_rows_equal_plan(actual, plan)
     # scores of all channels select other blocks than scores of the slow channels
-    by_all_channels = plan_in_one_process(config, sharding, 64)
+    by_all_channels = predict_in_one_process(config, sharding, 64)
     assert not torch.equal(plan.to_dense(), by_all_channels.to_dense())
 
 
 def test_one_rank_equals_single_process(ranks):
-    actual = ranks.run(1, plan_of_rank, SMALL, BOUNDARIES["packed"])
-    assert_rows_of(actual, plan_in_one_process(SMALL, sharding_for(1, BOUNDARIES["packed"])))
+    actual = ranks.run(1, predict_plan_of_rank, SMALL_CONFIG, CUMULATIVE_LENGTHS["packed"])
+    assert_rows_equal_plan(
+        actual, predict_in_one_process(SMALL_CONFIG, make_sharding(1, CUMULATIVE_LENGTHS["packed"]))
+    )
 
 
-def attention_of_rank(process_group, config, ends):
+def compute_attention_of_rank(process_group, config, ends):
     """Return (output, log-sum-exp, dq, dk, dv) of sparse attention on a rank."""
-    sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
-    q, k, v = (shard_of(x, sharding, rank).requires_grad_() for x in full_sequence(sharding))
-    shared = {"group": process_group, "cu_seqlens": ends, "block": BLOCK}
-    plan = distributed.predict(q, k, config=config, layer=0, **shared)
-    out, lse = distributed.zigzag_attention(q, k, v, plan=plan, engine="reference", **shared)
-    loss = (out * sharding.real[rank][:, None]).square().sum()
+    sharding, rank = make_sharding(process_group.size(), ends), process_group.rank()
+    q, k, v = (take_shard(x, sharding, rank).requires_grad_() for x in make_full_sequence(sharding))
+    common_arguments = {"group": process_group, "cu_seqlens": ends, "block": BLOCK}
+    plan = distributed.predict(q, k, config=config, layer=0, **common_arguments)
+    out, lse = distributed.zigzag_attention(
+        q, k, v, plan=plan, engine="reference", **common_arguments
+    )
+    loss = (out * sharding.is_real[rank][:, None]).square().sum()
     return out.detach(), lse, *torch.autograd.grad(loss, (q, k, v))
 
 
-@pytest.mark.parametrize("boundaries", BOUNDARIES)
+@pytest.mark.parametrize("boundaries", CUMULATIVE_LENGTHS)
 @pytest.mark.parametrize("config", ["typical", "exact"])
 def test_sparse_attention_equals_single_process(ranks, config, boundaries):
-    config, ends = CONFIGS[config], BOUNDARIES[boundaries]
-    sharding = sharding_for(4, ends)
-    actual = ranks.run(4, attention_of_rank, config, ends)
-    layout = layout_of(sharding, 32)
-    q, k, v = (x.requires_grad_() for x in full_sequence(sharding))
+    config, ends = CONFIGS[config], CUMULATIVE_LENGTHS[boundaries]
+    sharding = make_sharding(4, ends)
+    actual = ranks.run(4, compute_attention_of_rank, config, ends)
+    layout = make_layout(sharding, 32)
+    q, k, v = (x.requires_grad_() for x in make_full_sequence(sharding))
     out, lse = reference.attention(
         layout.queries(q),
         layout.keys(k),
         layout.keys(v),
-        plan=plan_in_one_process(config, sharding),
+        plan=predict_in_one_process(config, sharding),
         scale=DIM**-0.5,
         return_lse=True,
     )
     out = layout.restore(out)
     gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
     if layout.query_order is not None:
-        lse = lse[:, :, layout.query_order.target]
+        lse = lse[:, :, layout.query_order.position_indices]
     for i, expected in enumerate((out, lse, *gradients)):
         shards = [of_rank[i] for of_rank in actual]
         result = torch.cat(shards, dim=2)[:, :, sharding.shard_index]
@@ -246,18 +252,18 @@ def test_sparse_attention_equals_single_process(ranks, config, boundaries):
 
 
 def test_union_contains_blocks_of_all_queries_of_a_rank(ranks):
-    config = replace(SMALL, mass_threshold=0.08, dense_tail_blocks=0, local_blocks=1)
-    sharding = sharding_for(4, None)
-    for rank, union in enumerate(ranks.run(4, union_of_rank, config)):
-        rows = plan_in_one_process(config, sharding).to_dense()
+    config = replace(SMALL_CONFIG, mass_threshold=0.08, dense_tail_blocks=0, local_blocks=1)
+    sharding = make_sharding(4, None)
+    for rank, union in enumerate(ranks.run(4, compute_union_of_rank, config)):
+        rows = predict_in_one_process(config, sharding).to_dense()
         expected = rows[:, :, sharding.sequence_index[rank][::32] // 32].any(2)
         assert torch.equal(union, expected.unflatten(1, (KV_HEADS, -1)).any(2))
         assert 0 < union.float().mean() < 1
 
 
-def union_of_rank(process_group, config):
-    sharding = sharding_for(process_group.size(), None)
-    q, k, _ = (shard_of(x, sharding, process_group.rank()) for x in full_sequence(sharding))
+def compute_union_of_rank(process_group, config):
+    sharding = make_sharding(process_group.size(), None)
+    q, k, _ = (take_shard(x, sharding, process_group.rank()) for x in make_full_sequence(sharding))
     plan = distributed.predict(q, k, group=process_group, config=config, block=BLOCK)
     return distributed.union(plan, KV_HEADS)
 
@@ -273,22 +279,24 @@ def predict_twice(process_group):
     Returns:
         (True if ranges and plan are the same, message of the error for other documents).
     """
-    sharding = sharding_for(2, BOUNDARIES["packed"])
-    q, k, _ = (shard_of(x, sharding, process_group.rank()) for x in full_sequence(sharding))
-    fields = {"group": process_group, "config": SMALL, "block": BLOCK}
-    ends = {"cu_seqlens": BOUNDARIES["packed"]}
-    first = distributed.predict(q, k, **fields, **ends)
-    again = distributed.predict(q, k, **fields, **ends, ranges=first.ranges)
-    is_same = again.ranges is first.ranges and torch.equal(again.to_dense(), first.to_dense())
+    sharding = make_sharding(2, CUMULATIVE_LENGTHS["packed"])
+    q, k, _ = (take_shard(x, sharding, process_group.rank()) for x in make_full_sequence(sharding))
+    arguments = {"group": process_group, "config": SMALL_CONFIG, "block": BLOCK}
+    boundaries = {"cu_seqlens": CUMULATIVE_LENGTHS["packed"]}
+    first_plan = distributed.predict(q, k, **arguments, **boundaries)
+    second_plan = distributed.predict(q, k, **arguments, **boundaries, ranges=first_plan.ranges)
+    is_same = second_plan.ranges is first_plan.ranges and torch.equal(
+        second_plan.to_dense(), first_plan.to_dense()
+    )
     try:
-        distributed.predict(q, k, **fields, ranges=first.ranges)
+        distributed.predict(q, k, **arguments, ranges=first_plan.ranges)
     except ValueError as error:
         return is_same, str(error)
     return is_same, ""
 
 
 def test_old_names_of_local_ranges_warn():
-    ranges = sharding_for(2, None).shard_map(BLOCK, "cpu").ranges(rank=0, batch=1)
+    ranges = make_sharding(2, None).shard_map(BLOCK, "cpu").ranges(rank=0, batch=1)
     plan = full_plan(ranges.sequence_ranges, BLOCK)
     with pytest.warns(FutureWarning, match=r"Use ranges\.sequence_ranges"):
         assert ranges.text is ranges.sequence_ranges

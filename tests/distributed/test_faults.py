@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import Failure
-from shards import BLOCK, model_of, shard_of, sharding_for
+from shards import BLOCK, make_model, make_sharding, take_shard
 from tiny import SPARSE, qkv, tokens
 
 import cab_hf
@@ -24,8 +24,8 @@ from cab_hf.engines import REFERENCE
 TIMEOUT = 20
 
 
-def one_layer(implementation="cab"):
-    return model_of(implementation, SPARSE, num_hidden_layers=1)
+def build_one_layer_model(implementation="cab"):
+    return make_model(implementation, SPARSE, num_hidden_layers=1)
 
 
 def attend(group, changed):
@@ -33,12 +33,12 @@ def attend(group, changed):
 
     ``changed`` are arguments of `qkv`, or ``cu_seqlens``.
     """
-    fields = {"heads": 4, "kv_heads": 2, "q_length": 128, "dim": 16}
-    fields |= {"dtype": torch.float32, "batch": 1, "cu_seqlens": None}
+    arguments = {"heads": 4, "kv_heads": 2, "q_length": 128, "dim": 16}
+    arguments |= {"dtype": torch.float32, "batch": 1, "cu_seqlens": None}
     if group.rank() == 1:
-        fields |= changed
-    cu_seqlens = fields.pop("cu_seqlens")
-    q, k, v = qkv(**fields)
+        arguments |= changed
+    cu_seqlens = arguments.pop("cu_seqlens")
+    q, k, v = qkv(**arguments)
     return distributed.zigzag_attention(q, k, v, group=group, block=BLOCK, cu_seqlens=cu_seqlens)
 
 
@@ -75,9 +75,12 @@ def run_with_positions_of(group, owners):
     """Run a model on each rank, with the position ids of the shard of rank ``owners[rank]``."""
     batch = {"input_ids": tokens(1, 256)}
     inputs = distributed.shard(batch, group, BLOCK)
-    sharding = shardings.sharding_of((256,), group.size(), BLOCK)
+    sharding = shardings.get_sharding((256,), group.size(), BLOCK)
     inputs["position_ids"] = sharding.positions[owners[group.rank()]][None]
-    with torch.no_grad(), cab_hf.context_parallel(one_layer(), group, block=BLOCK) as model:
+    with (
+        torch.no_grad(),
+        cab_hf.context_parallel(build_one_layer_model(), group, block=BLOCK) as model,
+    ):
         return model(**inputs, use_cache=False)
 
 
@@ -98,7 +101,7 @@ def test_positions_of_another_rank_raise(ranks, owners, sentence):
 
 def run_with_other_settings(group):
     """Run a model on each rank; rank 1 has another mass threshold."""
-    model = one_layer()
+    model = build_one_layer_model()
     if group.rank() == 1:
         model.config.cab_config = replace(SPARSE, mass_threshold=0.09).to_dict()
     inputs = distributed.shard({"input_ids": tokens(1, 256)}, group, BLOCK)
@@ -118,8 +121,13 @@ def run_with_another_batch(group, changed, index):
         batch[changed][1, index] = 1
     inputs = distributed.shard(batch, group, BLOCK)
     if changed == "input_ids":
-        inputs["inputs_embeds"] = one_layer().get_input_embeddings()(inputs.pop("input_ids"))
-    with torch.no_grad(), cab_hf.context_parallel(one_layer(), group, block=BLOCK) as model:
+        inputs["inputs_embeds"] = build_one_layer_model().get_input_embeddings()(
+            inputs.pop("input_ids")
+        )
+    with (
+        torch.no_grad(),
+        cab_hf.context_parallel(build_one_layer_model(), group, block=BLOCK) as model,
+    ):
         return model(**inputs, use_cache=False)
 
 
@@ -134,13 +142,13 @@ def test_different_batches_raise_on_all_ranks(ranks, changed, index):
         )
 
 
-def error_of_attention(group, wrong):
+def measure_attention_error(group, wrong):
     """Return the maximum difference between this rank's output and attention in one process.
 
     ``wrong`` is the injected fault: "permutation" (wrong order of gathered keys), "positions"
     (those of the other rank) or None.
     """
-    sharding, rank = sharding_for(group.size(), [0, 300]), group.rank()
+    sharding, rank = make_sharding(group.size(), [0, 300]), group.rank()
     q, k, v = qkv(1, 4, 2, sharding.length)
     shard_map = shardings._shard_map.__wrapped__(
         sharding, sharding.dense_block_size, torch.device("cpu")
@@ -151,19 +159,19 @@ def error_of_attention(group, wrong):
         rank = 1 - rank
     layout = ShardedLayout(shard_map, group, shard_map.ranges(rank, 1))
     plan = full_plan(layout.ranges, sharding.dense_block_size)
-    q_shard, k_shard, v_shard = (shard_of(x, sharding, group.rank()) for x in (q, k, v))
+    q_shard, k_shard, v_shard = (take_shard(x, sharding, group.rank()) for x in (q, k, v))
     out = layout.attend(REFERENCE, q_shard, k_shard, v_shard, plan=plan, scale=0.25)
-    exact = torch.nn.functional.scaled_dot_product_attention(
+    exact_output = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True
     )
-    error = out - shard_of(exact, sharding, group.rank())
-    return error[:, :, sharding.real[group.rank()]].abs().max()
+    error = out - take_shard(exact_output, sharding, group.rank())
+    return error[:, :, sharding.is_real[group.rank()]].abs().max()
 
 
 @pytest.mark.parametrize("wrong", ["permutation", "positions"])
 def test_misplaced_shards_change_the_result(ranks, wrong):
-    assert max(ranks.run(2, error_of_attention, None)) < 1e-5
-    assert min(ranks.run(2, error_of_attention, wrong)) > 0.1
+    assert max(ranks.run(2, measure_attention_error, None)) < 1e-5
+    assert min(ranks.run(2, measure_attention_error, wrong)) > 0.1
 
 
 def attend_until_rank_dies(group, death):
@@ -173,7 +181,7 @@ def attend_until_rank_dies(group, death):
     """
     q, k, v = qkv(1, 4, 2, 128)
     distributed.zigzag_attention(q, k, v, group=group, block=BLOCK)
-    model = one_layer()
+    model = build_one_layer_model()
     start = time.monotonic()
     try:
         with cab_hf.context_parallel(model, group, block=BLOCK):
@@ -196,8 +204,8 @@ def attend_until_rank_dies(group, death):
         ("raised", "rank 1 stopped: MemoryError: the third layer did not fit"),
     ],
 )
-def test_dead_rank_stops_other_ranks(processes, death, cause):
-    outcomes = processes(3, TIMEOUT).outcomes(3, attend_until_rank_dies, death)
+def test_dead_rank_stops_other_ranks(start_ranks, death, cause):
+    outcomes = start_ranks(3, TIMEOUT).outcomes(3, attend_until_rank_dies, death)
     assert outcomes[1] is None
     for rank in (0, 2):
         sentence, seconds = outcomes[rank]
@@ -207,7 +215,7 @@ def test_dead_rank_stops_other_ranks(processes, death, cause):
 
 def run_with_unsupported(group, what):
     """Run a model with the unsupported argument or setting that ``what`` names."""
-    model = one_layer("sdpa" if what == "implementation" else "cab")
+    model = build_one_layer_model("sdpa" if what == "implementation" else "cab")
     batch = {"input_ids": tokens(1, 256)}
     if what == "padding":
         batch["attention_mask"] = torch.ones(1, 256).tril(-1)
@@ -261,16 +269,16 @@ def test_unsupported_arguments_raise(ranks, what, sentence):
     assert not outcome.sentence.count("\n") and outcome.sentence.endswith(".")
 
 
-def saved_bytes(group, regather_kv):
+def count_saved_bytes(group, regather_kv):
     """Return the number of bytes that autograd saves for the backward pass of attention."""
     q, k, v = (x.requires_grad_() for x in qkv(1, 2, 2, 512))
     storages = {}
 
-    def count(x):
+    def record_storage(x):
         storages[x.untyped_storage()._cdata] = x.untyped_storage()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(record_storage, lambda x: x):
         out, _ = distributed.zigzag_attention(
             q, k, v, group=group, block=BLOCK, engine="reference", regather_kv=regather_kv
         )
@@ -281,7 +289,7 @@ def test_autograd_does_not_save_gathered_keys(ranks):
     # bytes of K and V of all 1,024 tokens, with 2 heads of 16 channels in float32
     gathered_kv_bytes = 2 * 1024 * 2 * 16 * 4
     with_saved_kv, with_regathered_kv = (
-        ranks.run(2, saved_bytes, regather_kv)[0] for regather_kv in (False, True)
+        ranks.run(2, count_saved_bytes, regather_kv)[0] for regather_kv in (False, True)
     )
     assert with_saved_kv - with_regathered_kv == gathered_kv_bytes
 
@@ -292,7 +300,7 @@ def train_with_one_pass_inside(group, reentrant, inside):
     Args:
         inside: "forward" or "backward".
     """
-    model = model_of("cab", SPARSE).train()
+    model = make_model("cab", SPARSE).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     ids, outside = tokens(1, 512), nullcontext()

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from marks import slow_but
-from shards import BLOCK, assert_same_gradients, model_of
+from marks import mark_slow_except
+from shards import BLOCK, assert_same_gradients, make_model
 from tiny import FULL, SPARSE, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cab_hf
 from cab_hf import distributed
-from cab_hf.distributed.sharding import sharding_of
+from cab_hf.distributed.sharding import get_sharding
 from cab_hf.eval import methods  # noqa: F401  registers predictors of other methods
 from cab_hf.plan import KeyRanges
 
-PACKED = [0, 70, 71, 300, 655]
+PACKED_BOUNDARIES = [0, 70, 71, 300, 655]
 CONFIGS = {
     "sparse": SPARSE,
     "no-hops": replace(SPARSE, redundancy=0),
@@ -40,7 +40,7 @@ CONFIGS = {
 }
 # RoPE frequencies depend on the largest position, which only one rank has: with 400 tokens on two
 # ranks, the first rank has the last token, and the second rank has tokens 128 to 383
-DYNAMIC = {
+DYNAMIC_ROPE = {
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
     "max_position_embeddings": 128,
 }
@@ -51,10 +51,10 @@ LONGROPE = {
         "original_max_position_embeddings": 390,
     }
 }
-ROUTED = {"family": "mixtral", "output_router_logits": True, "router_aux_loss_coef": 0.5}
+ROUTER_LOSS = {"family": "mixtral", "output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
-def batch_of(length, ends=None, rows=2):
+def make_batch(length, ends=None, rows=2):
     ids = tokens(rows, length)
     labels = ids.clone()
     labels[:, :7] = -100
@@ -64,7 +64,7 @@ def batch_of(length, ends=None, rows=2):
     return batch
 
 
-def step(model, inputs):
+def run_step(model, inputs):
     """Return (loss, logits, gradients of all parameters by name)."""
     outputs = model(**inputs, use_cache=False)
     # run backward in another thread, as autograd does for CUDA tensors
@@ -74,13 +74,13 @@ def step(model, inputs):
     return outputs.loss.detach(), outputs.logits.detach(), gradients
 
 
-def step_of_rank(group, batch, model_fields, settings):
+def run_step_of_rank(group, batch, model_fields, settings):
     """Run a step on a shard; return (own loss, logits of all ranks, own gradients by name).
 
-    ``model_fields`` are the arguments of `model_of`. ``settings`` are arguments of
+    ``model_fields`` are the arguments of `make_model`. ``settings`` are arguments of
     `context_parallel`, and "checkpointing".
     """
-    model = model_of(**model_fields).train()
+    model = make_model(**model_fields).train()
     if settings.get("checkpointing"):
         model.gradient_checkpointing_enable()
     # gather one KV head at a time, so that the next all-gather overlaps with attention
@@ -88,19 +88,19 @@ def step_of_rank(group, batch, model_fields, settings):
     options.pop("checkpointing", None)
     with cab_hf.context_parallel(model, group, block=BLOCK, **options):
         inputs = distributed.shard(batch, group, BLOCK)
-        loss, logits, gradients = step(model, inputs)
+        loss, logits, gradients = run_step(model, inputs)
     all_logits = distributed.unshard(logits, inputs["cu_seq_lens_q"], group, block=BLOCK)
     return loss, all_logits, gradients
 
 
-def step_in_one_process(batch, model_fields):
-    model = model_of(**model_fields).train()
+def run_step_in_one_process(batch, model_fields):
+    model = make_model(**model_fields).train()
     batch = dict(batch)
     if "cu_seq_lens_q" in batch:
         ends = batch["cu_seq_lens_q"].tolist()
         lengths = [end - start for start, end in pairwise(ends)]
         batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
-    return step(model, batch)
+    return run_step(model, batch)
 
 
 def assert_same_step(actual, expected):
@@ -116,48 +116,65 @@ def assert_same_step(actual, expected):
     assert_same_gradients([gradients_of_rank for _, _, gradients_of_rank in actual], gradients)
 
 
-def cab(config=SPARSE, **fields):
+def cab_model_fields(config=SPARSE, **fields):
     """Return arguments of `model_of` for a model with attn_implementation "cab"."""
     return {"implementation": "cab", "config": config, **fields}
 
 
-@pytest.mark.parametrize("ends", [None, PACKED], ids=["one-document", "packed"])
-@pytest.mark.parametrize("config", slow_but(CONFIGS, 0, 2, 3, 7))
+@pytest.mark.parametrize("ends", [None, PACKED_BOUNDARIES], ids=["one-document", "packed"])
+@pytest.mark.parametrize("config", mark_slow_except(CONFIGS, 0, 2, 3, 7))
 def test_training_step_equals_single_process(ranks, config, ends):
-    batch, model_fields = batch_of(655, ends), cab(CONFIGS[config])
-    actual = ranks.run(4, step_of_rank, batch, model_fields, {})
-    assert_same_step(actual, step_in_one_process(batch, model_fields))
+    batch, model_fields = make_batch(655, ends), cab_model_fields(CONFIGS[config])
+    actual = ranks.run(4, run_step_of_rank, batch, model_fields, {})
+    assert_same_step(actual, run_step_in_one_process(batch, model_fields))
 
 
 @pytest.mark.parametrize(
     ("model_fields", "settings", "world"),
     [
         pytest.param({"implementation": "cab_dense"}, {}, 2, id="cab_dense"),
-        pytest.param(cab(), {"checkpointing": True}, 2, id="checkpointing"),
+        pytest.param(cab_model_fields(), {"checkpointing": True}, 2, id="checkpointing"),
         # with as many KV heads as query heads, engines save K and V without repeating heads
         pytest.param(
-            cab(num_key_value_heads=6), {"checkpointing": True}, 2, id="checkpointing-of-own-keys"
+            cab_model_fields(num_key_value_heads=6),
+            {"checkpointing": True},
+            2,
+            id="checkpointing-of-own-keys",
         ),
         pytest.param(
-            cab(CONFIGS["cascade"]), {"checkpointing": True}, 2, id="cascade-checkpointed"
+            cab_model_fields(CONFIGS["cascade"]),
+            {"checkpointing": True},
+            2,
+            id="cascade-checkpointed",
         ),
-        pytest.param(cab(), {"heads_k_stride": 2}, 2, id="both-heads-at-once"),
+        pytest.param(cab_model_fields(), {"heads_k_stride": 2}, 2, id="both-heads-at-once"),
         # ranks draw different random blocks, unless sampled_one_in=1 samples all blocks
-        pytest.param(cab(replace(SPARSE, sampled_one_in=1)), {}, 2, id="all-sampled"),
-        pytest.param(cab(), {}, 1, id="alone"),
-        pytest.param(cab(family="mistral-sliding"), {}, 4, id="a-sliding-window"),
-        pytest.param(cab(family="qwen3-some-sliding"), {}, 2, id="some-sliding"),
-        pytest.param(cab(family="granite-swa"), {}, 2, id="sinks"),
-        pytest.param(cab(**DYNAMIC), {}, 2, id="dynamic-rope"),
-        pytest.param(cab(**LONGROPE), {"checkpointing": True}, 2, id="longrope"),
-        pytest.param(cab(**ROUTED), {}, 2, id="a-router-loss"),
-        pytest.param(cab(**ROUTED), {"checkpointing": True}, 4, id="a-router-loss-checkpointed"),
+        pytest.param(cab_model_fields(replace(SPARSE, sampled_one_in=1)), {}, 2, id="all-sampled"),
+        pytest.param(cab_model_fields(), {}, 1, id="alone"),
+        pytest.param(cab_model_fields(family="mistral-sliding"), {}, 4, id="a-sliding-window"),
+        pytest.param(cab_model_fields(family="qwen3-some-sliding"), {}, 2, id="some-sliding"),
+        pytest.param(cab_model_fields(family="granite-swa"), {}, 2, id="sinks"),
+        pytest.param(cab_model_fields(**DYNAMIC_ROPE), {}, 2, id="dynamic-rope"),
+        pytest.param(cab_model_fields(**LONGROPE), {"checkpointing": True}, 2, id="longrope"),
+        pytest.param(cab_model_fields(**ROUTER_LOSS), {}, 2, id="a-router-loss"),
         pytest.param(
-            cab(FULL, **ROUTED), {"ends": [0, 70, 71, 300, 400]}, 2, id="a-router-loss-packed"
+            cab_model_fields(**ROUTER_LOSS),
+            {"checkpointing": True},
+            4,
+            id="a-router-loss-checkpointed",
+        ),
+        pytest.param(
+            cab_model_fields(FULL, **ROUTER_LOSS),
+            {"ends": [0, 70, 71, 300, 400]},
+            2,
+            id="a-router-loss-packed",
         ),
         # RoPE frequencies depend on the longest document
         pytest.param(
-            cab(FULL, **DYNAMIC), {"ends": [0, 70, 71, 200, 400]}, 4, id="dynamic-rope-packed"
+            cab_model_fields(FULL, **DYNAMIC_ROPE),
+            {"ends": [0, 70, 71, 200, 400]},
+            4,
+            id="dynamic-rope-packed",
         ),
     ],
 )
@@ -165,14 +182,14 @@ def test_training_step_of_other_models_and_settings_equals_single_process(
     ranks, model_fields, settings, world
 ):
     settings = dict(settings)
-    batch = batch_of(400, settings.pop("ends", None))
-    actual = ranks.run(world, step_of_rank, batch, model_fields, settings)
-    assert_same_step(actual, step_in_one_process(batch, model_fields))
+    batch = make_batch(400, settings.pop("ends", None))
+    actual = ranks.run(world, run_step_of_rank, batch, model_fields, settings)
+    assert_same_step(actual, run_step_in_one_process(batch, model_fields))
 
 
-def num_cached_after_each_pass(group, batch):
+def count_cached_after_each_pass(group, batch):
     """Return the number of cached entries in all living `KeyRanges` after each of three passes."""
-    model, counts = model_of("cab", CONFIGS["some-documents-exact"]), []
+    model, counts = make_model("cab", CONFIGS["some-documents-exact"]), []
     for _ in range(3):
         with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
             model(**distributed.shard(batch, group, BLOCK), use_cache=False)
@@ -182,13 +199,15 @@ def num_cached_after_each_pass(group, batch):
 
 
 def test_forward_pass_frees_its_caches(ranks):
-    for first, *later in ranks.run(2, num_cached_after_each_pass, batch_of(655, PACKED)):
-        assert later == [first, first]
+    for first_count, *later_counts in ranks.run(
+        2, count_cached_after_each_pass, make_batch(655, PACKED_BOUNDARIES)
+    ):
+        assert later_counts == [first_count, first_count]
 
 
-def answer_of_rank(group, ids):
+def generate_on_rank(group, ids):
     """Prefill a sharded sequence, gather its cache and generate, as `whole_cache` describes."""
-    model = model_of("cab", SPARSE)
+    model = make_model("cab", SPARSE)
     with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
         inputs = distributed.shard({"input_ids": ids}, group, BLOCK)
         cache = model(**inputs, use_cache=True).past_key_values
@@ -201,53 +220,53 @@ def answer_of_rank(group, ids):
 
 def test_generation_continues_from_sharded_prefill(ranks):
     ids = tokens(1, 333)
-    expected = model_of("cab", SPARSE).generate(ids, max_new_tokens=8, do_sample=False)
-    for actual in ranks.run(4, answer_of_rank, ids):
+    expected = make_model("cab", SPARSE).generate(ids, max_new_tokens=8, do_sample=False)
+    for actual in ranks.run(4, generate_on_rank, ids):
         assert torch.equal(actual, expected)
 
 
 def test_unshard_inverts_shard(ranks):
-    batch = batch_of(655, PACKED)
-    for ids in ranks.run(4, sharded_and_unsharded_ids, batch):
+    batch = make_batch(655, PACKED_BOUNDARIES)
+    for ids in ranks.run(4, shard_and_unshard_ids, batch):
         assert torch.equal(ids, batch["input_ids"])
 
 
-def sharded_and_unsharded_ids(group, batch):
+def shard_and_unshard_ids(group, batch):
     shard = distributed.shard(batch, group, BLOCK)
     return distributed.unshard(shard["input_ids"], shard["cu_seq_lens_q"], group, block=BLOCK)
 
 
 def test_shard_of_handwritten_batch(ranks):
-    sharding = sharding_of((5, 40), 2, 16)
-    assert sharding.chunks == (16, 16) and sharding.tokens == 64
+    sharding = get_sharding((5, 40), 2, 16)
+    assert sharding.chunk_lengths == (16, 16) and sharding.tokens_per_rank == 64
     # rank 0 has the 5 tokens of the first document, and the start and end of the second document
-    assert sharding.real.sum(1).tolist() == [5 + 16, 16 + 8]
+    assert sharding.is_real.sum(1).tolist() == [5 + 16, 16 + 8]
     assert sharding.sequence_index[1, 32:48].tolist() == list(range(21, 37))
     assert sharding.positions[1, 48:].tolist() == [*range(32, 40), *[39] * 8]
     batch = {"input_ids": torch.arange(10, 55)[None], "labels": torch.arange(10, 55)[None]}
     batch["position_ids"] = torch.cat((torch.arange(5), torch.arange(40)))[None]
-    first, second = ranks.run(2, sharded, batch)
-    assert first["input_ids"][0, :6].tolist() == [10, 11, 12, 13, 14, 0]
+    shard_of_rank_0, shard_of_rank_1 = ranks.run(2, shard_batch, batch)
+    assert shard_of_rank_0["input_ids"][0, :6].tolist() == [10, 11, 12, 13, 14, 0]
     # the shifted label of the last token of a document is the first token of the next document
-    assert first["shift_labels"][0, :6].tolist() == [11, 12, 13, 14, 15, -100]
-    assert second["labels"][0, 48:].tolist() == [*range(48, 55), *[-100] * 9]
-    assert first["num_items_in_batch"] == 44
-    assert first["cu_seq_lens_q"].tolist() == [0, 5, 45]
+    assert shard_of_rank_0["shift_labels"][0, :6].tolist() == [11, 12, 13, 14, 15, -100]
+    assert shard_of_rank_1["labels"][0, 48:].tolist() == [*range(48, 55), *[-100] * 9]
+    assert shard_of_rank_0["num_items_in_batch"] == 44
+    assert shard_of_rank_0["cu_seq_lens_q"].tolist() == [0, 5, 45]
     batch["shift_labels"] = batch.pop("labels") + 100
-    shifted = ranks.run(2, sharded, batch)[1]
+    shifted_shard = ranks.run(2, shard_batch, batch)[1]
     # labels that are already shifted are sharded without another shift
-    assert shifted["labels"][0, 48:].tolist() == [*range(147, 155), *[-100] * 8]
-    assert shifted["num_items_in_batch"] == 45
+    assert shifted_shard["labels"][0, 48:].tolist() == [*range(147, 155), *[-100] * 8]
+    assert shifted_shard["num_items_in_batch"] == 45
 
 
-def sharded(group, batch):
+def shard_batch(group, batch):
     return distributed.shard(batch, group, 16)
 
 
-def gradients_of_wrapped_model(group, batches, wrapper):
+def compute_gradients_of_wrapped_model(group, batches, wrapper):
     """Return gradients of a step on two sequences, each sharded over two of four ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    model = WRAPPERS[wrapper](model_of("cab", SPARSE).train())
+    model = WRAPPERS[wrapper](make_model("cab", SPARSE).train())
     batch, sequence_group = batches[mesh.get_local_rank("dp")], mesh.get_group("cp")
     with cab_hf.context_parallel(model, sequence_group, block=BLOCK):
         inputs = distributed.shard(batch, sequence_group, BLOCK)
@@ -261,7 +280,7 @@ def gradients_of_wrapped_model(group, batches, wrapper):
     }
 
 
-def fully_sharded(model):
+def apply_fsdp(model):
     mesh = init_device_mesh("cpu", (4,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -270,18 +289,20 @@ def fully_sharded(model):
 
 WRAPPERS = {
     "ddp": DistributedDataParallel,
-    "fsdp2": fully_sharded,
+    "fsdp2": apply_fsdp,
 }
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_data_parallel_wrappers_match_single_process(processes, wrapper):
-    batches = [batch_of(400), batch_of(400)]
+def test_data_parallel_wrappers_match_single_process(start_ranks, wrapper):
+    batches = [make_batch(400), make_batch(400)]
     batches[1]["input_ids"] = tokens(2, 400, seed=5)
     # start exactly four processes, because wrappers communicate with all processes
-    actual = processes(4).run(4, gradients_of_wrapped_model, batches, wrapper)
-    first, second = (step_in_one_process(batch, cab())[2] for batch in batches)
-    for name in first:
-        expected = (first[name] + second[name]) / 2
+    actual = start_ranks(4).run(4, compute_gradients_of_wrapped_model, batches, wrapper)
+    first_gradients, second_gradients = (
+        run_step_in_one_process(batch, cab_model_fields())[2] for batch in batches
+    )
+    for name in first_gradients:
+        expected = (first_gradients[name] + second_gradients[name]) / 2
         for gradients in actual:
             assert (gradients[name] - expected).abs().max() <= 1e-4 * expected.abs().max(), name

@@ -7,58 +7,62 @@ import pytest
 import torch
 from attention_cases import (
     assert_engine_within_budget,
-    case,
-    laid_out,
+    make_block_layout,
+    make_case,
     random_plan,
-    with_gradients,
+    run_with_gradients,
 )
-from marks import slow_but
+from marks import mark_slow_except
 from tiny import qkv
-from valid_plan import require_valid
+from valid_plan import assert_valid_plan
 
 from cab_hf import BlockPlan, engines
 from cab_hf.ops import reference
 from cab_hf.ops.attention import complete
 from cab_hf.plan import KeyRanges
 
-FOUR = {"heads": 4, "kv_heads": 2}
-TWO = {"heads": 2, "kv_heads": 1}
-TAIL = {"dense_rows": "tail"}
+FOUR_HEADS = {"heads": 4, "kv_heads": 2}
+TWO_HEADS = {"heads": 2, "kv_heads": 1}
+DENSE_TAIL = {"dense_rows": "tail"}
 CASES = [
-    pytest.param(TWO | {"q_length": 105, "dense_rows": [[3, 1]]}, (32, 16), id="rows"),
-    pytest.param(FOUR | TAIL | {"q_length": 45, "plan_heads": 2}, (32, 16), id="plan-of-groups"),
-    pytest.param(TWO | TAIL | {"q_length": 45, "plan_heads": 1}, (32, 16), id="one-plan"),
+    pytest.param(TWO_HEADS | {"q_length": 105, "dense_rows": [[3, 1]]}, (32, 16), id="rows"),
     pytest.param(
-        TWO | TAIL | {"q_length": 63, "kv_length": 111},
+        FOUR_HEADS | DENSE_TAIL | {"q_length": 45, "plan_heads": 2}, (32, 16), id="plan-of-groups"
+    ),
+    pytest.param(
+        TWO_HEADS | DENSE_TAIL | {"q_length": 45, "plan_heads": 1}, (32, 16), id="one-plan"
+    ),
+    pytest.param(
+        TWO_HEADS | DENSE_TAIL | {"q_length": 63, "kv_length": 111},
         (32, 16),
         id="tail-of-a-chunk",
     ),
     pytest.param(
-        TWO | {"q_length": 75, "batch": 2, "dense_rows": [[-1, 2, 0], [-1, -1, -1]]},
+        TWO_HEADS | {"q_length": 75, "batch": 2, "dense_rows": [[-1, 2, 0], [-1, -1, -1]]},
         (32, 16),
         id="rows-of-one-sequence",
     ),
     pytest.param(
-        TWO | TAIL | {"q_length": 75, "layout": "padded", "batch": 2},
+        TWO_HEADS | DENSE_TAIL | {"q_length": 75, "layout": "padded", "batch": 2},
         (32, 16),
         id="padded",
     ),
     pytest.param(
-        TWO | TAIL | {"q_length": 130, "layout": "packed"},
+        TWO_HEADS | DENSE_TAIL | {"q_length": 130, "layout": "packed"},
         (32, 16),
         id="packed",
     ),
     pytest.param(
-        TWO | TAIL | {"q_length": 70, "layout": "packed", "batch": 2},
+        TWO_HEADS | DENSE_TAIL | {"q_length": 70, "layout": "packed", "batch": 2},
         (16, 32),
         id="packed-wide-keys",
     ),
-    pytest.param(TWO | TAIL | {"q_length": 50, "dim": 264}, (32, 16), id="split"),
+    pytest.param(TWO_HEADS | DENSE_TAIL | {"q_length": 50, "dim": 264}, (32, 16), id="split"),
 ]
-parametrize_cases = pytest.mark.parametrize(("shape", "blocks"), CASES)
+over_all_cases = pytest.mark.parametrize(("shape", "blocks"), CASES)
 
 
-def with_all_blocks_listed(plan):
+def list_all_blocks(plan):
     """Return an equivalent plan without dense rows: their blocks are listed explicitly."""
     return BlockPlan.from_dense(
         plan.to_dense(), plan.ranges, query_block=plan.query_block, key_block=plan.key_block
@@ -68,14 +72,14 @@ def with_all_blocks_listed(plan):
 @pytest.fixture
 def plan():
     """Return a plan of 6 queries and keys, 2 heads and 2 x 2 blocks, with diagonal blocks only."""
-    keep = torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
+    is_selected = torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
     ranges = KeyRanges.causal(1, 6, 6, "cpu")
     rows = torch.tensor([[2, -1]])
-    return BlockPlan.from_dense(keep, ranges, query_block=2, key_block=2, dense_rows=rows)
+    return BlockPlan.from_dense(is_selected, ranges, query_block=2, key_block=2, dense_rows=rows)
 
 
 def test_dense_rows_are_attended_without_lists(plan):
-    require_valid(plan)
+    assert_valid_plan(plan)
     assert plan.partial.counts.tolist() == [[[1, 1, 0], [1, 1, 0]]]
     assert plan.full.counts.sum() == 0
     assert plan.to_dense()[0].int().tolist() == [[[1, 0, 0], [0, 1, 0], [1, 1, 1]]] * 2
@@ -83,78 +87,82 @@ def test_dense_rows_are_attended_without_lists(plan):
     assert tuple(map(int, plan.pairs())) == (17 + 17, 42)
 
 
-@parametrize_cases
+@over_all_cases
 def test_dense_rows_equal_listed_blocks(shape, blocks):
-    *_, plan = case("cpu", torch.float32, blocks, **shape)
-    listed = with_all_blocks_listed(plan)
-    assert torch.equal(plan.token_mask(), listed.token_mask())
-    assert torch.equal(plan.token_mask(5, 41, 30), listed.token_mask(5, 41, 30))
-    assert tuple(map(int, plan.pairs())) == tuple(map(int, listed.pairs()))
+    *_, plan = make_case("cpu", torch.float32, blocks, **shape)
+    listed_plan = list_all_blocks(plan)
+    assert torch.equal(plan.token_mask(), listed_plan.token_mask())
+    assert torch.equal(plan.token_mask(5, 41, 30), listed_plan.token_mask(5, 41, 30))
+    assert tuple(map(int, plan.pairs())) == tuple(map(int, listed_plan.pairs()))
 
 
 def test_split_keys_end_at_key_block_borders():
     """Split keys for a chunk that starts inside a block; key blocks exceed `DENSE_BLOCK_SIZE`."""
     ranges = KeyRanges.causal(1, 128, 9788, "cpu")
     rows = ranges.tail_rows(128, 128)
-    *_, plan = complete._gathered(ranges, rows, (128, 256), 2)
-    require_valid(plan)
+    *_, plan = complete._gather_dense_rows(ranges, rows, (128, 256), 2)
+    assert_valid_plan(plan)
 
 
-@parametrize_cases
-def test_reference_computes_dense_rows(shape, blocks):
-    q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
-    actual = with_gradients(engines.REFERENCE.attention, (q, k, v), grad=grad, plan=plan, scale=0.2)
-    for name, expected in with_gradients(
-        reference.attention, (q, k, v), grad=grad, plan=with_all_blocks_listed(plan), scale=0.2
+@over_all_cases
+def test_dense_rows_of_reference_equal_listed_blocks(shape, blocks):
+    q, k, v, grad, plan = make_case("cpu", torch.float32, blocks, **shape)
+    actual = run_with_gradients(
+        engines.REFERENCE.attention, (q, k, v), grad=grad, plan=plan, scale=0.2
+    )
+    for name, expected in run_with_gradients(
+        reference.attention, (q, k, v), grad=grad, plan=list_all_blocks(plan), scale=0.2
     ).items():
         assert torch.equal(actual[name], expected), name
 
 
-@pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 0, 1, 3, 6, 8))
-def test_kernels_compute_dense_rows(shape, blocks):
-    q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
+@pytest.mark.parametrize(("shape", "blocks"), mark_slow_except(CASES, 0, 1, 3, 6, 8))
+def test_dense_rows_of_kernels_equal_reference(shape, blocks):
+    q, k, v, grad, plan = make_case("cpu", torch.float32, blocks, **shape)
     assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad=grad, plan=plan, scale=0.2)
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize(("shape", "blocks"), [CASES[0], CASES[4], CASES[5]])
 def test_inference_output_equals_training_output(shape, blocks, return_lse):
-    q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
-    trained = engines.TRITON.attention(
+    q, k, v, grad, plan = make_case("cpu", torch.float32, blocks, **shape)
+    training_results = engines.TRITON.attention(
         q.requires_grad_(), k, v, plan, scale=0.2, return_lse=return_lse
     )
     with torch.inference_mode():
         actual = engines.TRITON.attention(q, k, v, plan, scale=0.2, return_lse=return_lse)
-    for a, b in zip(*((x if return_lse else (x,)) for x in (actual, trained)), strict=True):
-        assert torch.equal(a, b)
+    for actual_tensor, expected_tensor in zip(
+        *((x if return_lse else (x,)) for x in (actual, training_results)), strict=True
+    ):
+        assert torch.equal(actual_tensor, expected_tensor)
 
 
-@pytest.mark.parametrize("return_lse", slow_but([False, True], 1))
+@pytest.mark.parametrize("return_lse", mark_slow_except([False, True], 1))
 @pytest.mark.parametrize(
     ("shape", "blocks"), [case for case in CASES if "dim" not in case.values[0]]
 )
 def test_split_keys_of_dense_rows_equal_reference(shape, blocks, return_lse, monkeypatch):
     """Dense rows are split along the keys, because few rows would leave multiprocessors idle."""
-    q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
-    monkeypatch.setattr(complete, "JOINED_ON", ("cpu",))
+    q, k, v, _, plan = make_case("cpu", torch.float32, blocks, **shape)
+    monkeypatch.setattr(complete, "MERGE_DEVICE_TYPES", ("cpu",))
     monkeypatch.setattr(complete, "SPLIT_KEYS", 16)
     monkeypatch.setattr(complete, "DENSE_BLOCK_SIZE", max(blocks))
-    gathered = Mock(wraps=complete._gathered)
-    monkeypatch.setattr(complete, "_gathered", gathered)
+    gather_mock = Mock(wraps=complete._gather_dense_rows)
+    monkeypatch.setattr(complete, "_gather_dense_rows", gather_mock)
     actual = engines.TRITON.attention(q, k, v, plan, scale=0.2, return_lse=return_lse)
-    expected = reference.attention(
-        q, k, v, with_all_blocks_listed(plan), scale=0.2, return_lse=return_lse
-    )
-    for a, b in zip(*((x if return_lse else (x,)) for x in (actual, expected)), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-    assert all(call.args[3] > 1 for call in gathered.call_args_list)
-    assert gathered.called == (plan.dense_rows is not None)
+    expected = reference.attention(q, k, v, list_all_blocks(plan), scale=0.2, return_lse=return_lse)
+    for actual_tensor, expected_tensor in zip(
+        *((x if return_lse else (x,)) for x in (actual, expected)), strict=True
+    ):
+        torch.testing.assert_close(actual_tensor, expected_tensor, atol=1e-5, rtol=1e-4)
+    assert all(call.args[3] > 1 for call in gather_mock.call_args_list)
+    assert gather_mock.called == (plan.dense_rows is not None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "blocks"), CASES[5:6])
-def test_flex_computes_dense_rows(shape, blocks):
-    q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
+def test_dense_rows_of_flex_equal_reference(shape, blocks):
+    q, k, v, _, plan = make_case("cpu", torch.float32, blocks, **shape)
     with torch.no_grad():
         actual = engines.FLEX.attention(q, k, v, plan, scale=0.2)
     has_keys = (plan.ranges.end >= 0)[:, None, :, None]
@@ -163,16 +171,18 @@ def test_flex_computes_dense_rows(shape, blocks):
 
 
 def test_layers_share_the_plan_of_dense_rows(monkeypatch):
-    q, k, v = qkv(q_length=60, **FOUR)
+    q, k, v = qkv(q_length=60, **FOUR_HEADS)
     ranges = KeyRanges.causal(1, 60, 60, "cpu")
-    causal = Mock(wraps=BlockPlan.causal)
-    monkeypatch.setattr(BlockPlan, "causal", causal)
-    keep = torch.zeros(1, 4, 2, 4, dtype=torch.bool)
+    causal_mock = Mock(wraps=BlockPlan.causal)
+    monkeypatch.setattr(BlockPlan, "causal", causal_mock)
+    is_selected = torch.zeros(1, 4, 2, 4, dtype=torch.bool)
     for _ in range(3):
         rows = ranges.tail_rows(32, 32)
-        plan = BlockPlan.from_dense(keep, ranges, query_block=32, key_block=16, dense_rows=rows)
+        plan = BlockPlan.from_dense(
+            is_selected, ranges, query_block=32, key_block=16, dense_rows=rows
+        )
         engines.TRITON.attention(q, k, v, plan, scale=0.2)
-    assert causal.call_count == 1
+    assert causal_mock.call_count == 1
 
 
 def test_plan_without_dense_rows_is_passed_unchanged():
@@ -195,9 +205,13 @@ def test_tail_rows_follow_from_lengths():
     assert KeyRanges.causal(1, 96, 96, "cpu").tail_rows(32, 32).tolist() == [[2, -1]]
     assert KeyRanges.causal(1, 31, 96, "cpu").tail_rows(32, 32) is None
     assert KeyRanges.causal(1, 96, 96, "cpu").tail_rows(0, 32) is None
-    padded = laid_out("padded", batch=2, length=100, kv_length=100, align=32, device="cpu").ranges
+    padded = make_block_layout(
+        "padded", batch=2, length=100, kv_length=100, align=32, device="cpu"
+    ).ranges
     assert padded.tail_rows(32, 32).tolist() == [[1, 2], [2, 3]]
-    packed = laid_out("packed", batch=1, length=100, kv_length=100, align=32, device="cpu").ranges
+    packed = make_block_layout(
+        "packed", batch=1, length=100, kv_length=100, align=32, device="cpu"
+    ).ranges
     # documents of 33 and 67 tokens: each has its own tail rows
     assert packed.tail_rows(32, 32).tolist() == [[0, 1, 3, 4]]
     assert replace(packed, documents=None).tail_rows(32, 32) is None

@@ -9,10 +9,10 @@ import pytest
 import torch
 from attention_cases import random_plan
 from budget import assert_within_budget
-from marks import slow_but
+from marks import mark_slow_except
 from tiny import qkv
 from torch.nn.attention.flex_attention import flex_attention
-from valid_plan import require_valid
+from valid_plan import assert_valid_plan
 
 from cab_hf import BlockPlan, engines
 from cab_hf.call.layout import BlockLayout
@@ -33,13 +33,13 @@ BLOCKS = [
 ]
 
 
-def block_mask(plan, device, training=False):
+def make_block_mask(plan, device, training=False):
     """Return the `BlockMask` of FlexAttention for a plan."""
-    tables = flex.block_tables(plan, plan.heads, device, training)
+    tables = flex.make_block_tables(plan, plan.heads, device, training)
     return flex.block_mask(tables, plan.q_length, plan.kv_length)
 
 
-def by_definition(q, k, v, *, plan, scale):
+def attend_by_loop(q, k, v, *, plan, scale):
     """Compute attention by a loop over heads and queries, in float64.
 
     Returns:
@@ -52,11 +52,11 @@ def by_definition(q, k, v, *, plan, scale):
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float64)
     for b, h, i in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
-        visible = mask[b, h // heads_per_plan_head, i]
-        if visible.any():
-            logits = k[b, h // group, visible] @ q[b, h, i] * scale
+        is_visible = mask[b, h // heads_per_plan_head, i]
+        if is_visible.any():
+            logits = k[b, h // group, is_visible] @ q[b, h, i] * scale
             lse[b, h, i] = logits.logsumexp(0)
-            out[b, h, i] = logits.softmax(0) @ v[b, h // group, visible]
+            out[b, h, i] = logits.softmax(0) @ v[b, h // group, is_visible]
     return out, lse
 
 
@@ -72,11 +72,11 @@ def test_reference_equals_loop_over_queries(shape, blocks, heads):
     """Compare also plans with fewer heads than q: each plan head applies to several query heads."""
     q, k, v = qkv(**shape)
     plan = random_plan(q, k, blocks, heads=heads)
-    require_valid(plan)
+    assert_valid_plan(plan)
     actual = engines.REFERENCE.attention(q, k, v, plan, scale=0.3, return_lse=True)
-    expected = by_definition(q, k, v, plan=plan, scale=0.3)
-    for result, exact in zip(actual, expected, strict=True):
-        torch.testing.assert_close(result.double(), exact, atol=1e-5, rtol=1e-4)
+    expected = attend_by_loop(q, k, v, plan=plan, scale=0.3)
+    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+        torch.testing.assert_close(actual_tensor.double(), expected_tensor, atol=1e-5, rtol=1e-4)
 
 
 def test_plan_heads_that_do_not_divide_query_heads_raise():
@@ -92,9 +92,9 @@ def test_queries_without_keys_have_zero_output_and_empty_log_sum_exp():
     ranges = KeyRanges.causal(1, 96, 96, q.device)
     ranges = replace(ranges, end=ranges.end.masked_fill(torch.arange(96) < 5, -1))
     plan = random_plan(q, k, (32, 32), ranges=ranges)
-    keep = plan.to_dense()
-    keep[:, 1, 2] = False
-    plan = BlockPlan.from_dense(keep, ranges, query_block=32, key_block=32)
+    is_selected = plan.to_dense()
+    is_selected[:, 1, 2] = False
+    plan = BlockPlan.from_dense(is_selected, ranges, query_block=32, key_block=32)
     out, lse = reference.attention(q, k, v, plan, scale=0.3, return_lse=True)
     is_empty = torch.zeros(q.shape[:3], dtype=torch.bool)
     is_empty[:, :, :5] = True
@@ -104,11 +104,11 @@ def test_queries_without_keys_have_zero_output_and_empty_log_sum_exp():
     assert out.isfinite().all()
 
 
-KINDS = ["plain", "dense-rows", "sampled", "plan-of-groups", "not-finite", "softcap"]
+PLAN_KINDS = ["plain", "dense-rows", "sampled", "plan-of-groups", "not-finite", "softcap"]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PLAN_KINDS)
 def test_traced_op_equals_reference(kind, shape):
     """Compare the custom op that is used under torch.compile, forward and backward."""
     q, k, v = qkv(**shape)
@@ -121,18 +121,18 @@ def test_traced_op_equals_reference(kind, shape):
         # some heads list the block of the NaN key for some query blocks
         k[:, :, 20] = torch.nan
 
-    def results(attend):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    def compute_results(attend):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         options = {"scale": 0.3, "softcap": 3.0 if kind == "softcap" else None}
-        out, lse = attend(leaves[0], leaves[1], leaves[2], plan=plan, return_lse=True, **options)
-        gradients = torch.autograd.grad(out, leaves, qkv(**shape, seed=9)[0])
+        out, lse = attend(inputs[0], inputs[1], inputs[2], plan=plan, return_lse=True, **options)
+        gradients = torch.autograd.grad(out, inputs, qkv(**shape, seed=9)[0])
         if kind == "not-finite":
             # gradients of k and v are undefined for rows that attend to the NaN key
             gradients = [gradients[0].where(out.isfinite(), 0.0)]
         return out.detach(), lse.detach(), *gradients
 
     for actual, expected in zip(
-        results(traced.attention), results(reference.attention), strict=True
+        compute_results(traced.attention), compute_results(reference.attention), strict=True
     ):
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4, equal_nan=True)
 
@@ -143,17 +143,17 @@ def test_traced_op_passes_opcheck():
     plan = random_plan(q, k, (32, 16))
     op = traced._attention_op
     recorder = Mock(wraps=op)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(traced, "_attention_op", recorder)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(traced, "_attention_op", recorder)
         traced.attention(q, k, v, plan, scale=0.3, return_lse=True)
     (call,) = recorder.call_args_list
     torch.library.opcheck(op, call.args, call.kwargs)
 
 
-@pytest.mark.parametrize("heads", slow_but([None, 1, 2, 3], 0))
-@pytest.mark.parametrize("blocks", slow_but(BLOCKS, 0))
-@pytest.mark.parametrize("shape", slow_but(SHAPES, 0))
-def test_flex_computes_what_the_reference_defines(shape, blocks, heads):
+@pytest.mark.parametrize("heads", mark_slow_except([None, 1, 2, 3], 0))
+@pytest.mark.parametrize("blocks", mark_slow_except(BLOCKS, 0))
+@pytest.mark.parametrize("shape", mark_slow_except(SHAPES, 0))
+def test_compiled_flex_equals_reference(shape, blocks, heads):
     """Compare values, because FlexAttention without compilation ignores block lists silently."""
     q, k, v = qkv(**shape)
     if heads is not None and q.shape[1] % heads:
@@ -162,18 +162,18 @@ def test_flex_computes_what_the_reference_defines(shape, blocks, heads):
     with torch.no_grad():
         actual = flex.attention(q, k, v, plan, scale=0.3)
 
-    def expected(q, k, v):
+    def attend_by_reference(q, k, v):
         return reference.attention(q, k, v, plan, scale=0.3)
 
-    assert_within_budget(actual, expected, q, k, v)
+    assert_within_budget(actual, attend_by_reference, q, k, v)
 
 
 @pytest.mark.parametrize("name", ["gather", "reference", "flex"])
-def test_soft_capped_logits_by_hand(name):
+def test_soft_cap_equals_formula(name):
     q, k, v = qkv(q_length=70, dim=32)
     plan = random_plan(q, k, (32, 16), dense_rows=torch.tensor([[1]]))
 
-    def by_hand(q, k, v):
+    def attend_by_hand(q, k, v):
         k, v = (x.repeat_interleave(3, dim=1) for x in (k, v))
         logits = 2.0 * torch.tanh(q @ k.mT * 0.3 / 2.0)
         return logits.masked_fill(~plan.token_mask(), -torch.inf).softmax(-1) @ v
@@ -181,28 +181,28 @@ def test_soft_capped_logits_by_hand(name):
     engine = {"gather": engines.GATHER, "reference": engines.REFERENCE, "flex": engines.FLEX}[name]
     with torch.no_grad():
         out = engine.attention(q, k, v, plan, scale=0.3, softcap=2.0)
-    assert_within_budget(out, by_hand, q, k, v)
+    assert_within_budget(out, attend_by_hand, q, k, v)
 
 
 @pytest.mark.slow
-def test_flex_with_padding_and_documents():
+def test_flex_with_padding_and_documents_equals_reference():
     q, k, v = qkv(batch=2, q_length=180)
-    valid = torch.ones(2, 180, dtype=torch.bool)
-    valid[0, :25] = False
-    document = torch.tensor([[0] * 70 + [1] * 110] * 2)
+    padding_mask = torch.ones(2, 180, dtype=torch.bool)
+    padding_mask[0, :25] = False
+    doc_ids = torch.tensor([[0] * 70 + [1] * 110] * 2)
     layout = BlockLayout.build(
         batch=2,
         q_length=180,
         kv_length=180,
         q_offset=0,
-        padding_mask=valid,
-        doc_ids=document,
+        padding_mask=padding_mask,
+        doc_ids=doc_ids,
         align=64,
         device=q.device,
     )
     q, k, v = layout.queries(q), layout.keys(k), layout.keys(v)
     plan = random_plan(q, k, (64, 32), ranges=layout.ranges)
-    require_valid(plan)
+    assert_valid_plan(plan)
     with torch.no_grad():
         actual = flex.attention(q, k, v, plan, scale=0.3)
     has_keys = (layout.ranges.end >= 0)[:, None, :, None]
@@ -214,14 +214,16 @@ def test_uncompiled_flex_attention_ignores_block_lists():
     """Document why the engine always compiles. Remove this test when PyTorch fixes the error."""
     q, k, v = qkv(q_length=256)
     plan = random_plan(q, k, (64, 32), share=0.0)
-    lists_only = block_mask(plan, torch.device("meta"))
+    mask_of_lists = make_block_mask(plan, torch.device("meta"))
     with torch.no_grad():
-        dense = flex_attention(q, k, v, block_mask=lists_only, scale=0.3, enable_gqa=True)
-        sparse = flex.attention(q, k, v, plan, scale=0.3)
-    all_blocks = BlockPlan.causal(plan.ranges, q.shape[1], 64, 32)
-    expected = reference.attention(q, k, v, all_blocks, scale=0.3)
-    torch.testing.assert_close(dense, expected, atol=1e-5, rtol=1e-4)
-    assert not torch.allclose(dense, sparse, atol=1e-2)
+        uncompiled_out = flex_attention(
+            q, k, v, block_mask=mask_of_lists, scale=0.3, enable_gqa=True
+        )
+        compiled_out = flex.attention(q, k, v, plan, scale=0.3)
+    causal_plan = BlockPlan.causal(plan.ranges, q.shape[1], 64, 32)
+    expected = reference.attention(q, k, v, causal_plan, scale=0.3)
+    torch.testing.assert_close(uncompiled_out, expected, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(uncompiled_out, compiled_out, atol=1e-2)
 
 
 @pytest.mark.slow
@@ -238,7 +240,7 @@ def test_flex_raises_at_recompile_limit(monkeypatch):
 def test_block_mask_lists_have_one_width():
     """Check strides: torch 2.11 reads ``full_kv_indices`` with the strides of ``kv_indices``."""
     q, k, _ = qkv(q_length=256)
-    mask = block_mask(random_plan(q, k, (64, 32)), q.device, training=True)
+    mask = make_block_mask(random_plan(q, k, (64, 32)), q.device, training=True)
     assert mask.kv_indices.stride() == mask.full_kv_indices.stride()
     assert mask.q_indices.stride() == mask.full_q_indices.stride()
 
@@ -246,37 +248,37 @@ def test_block_mask_lists_have_one_width():
 def test_block_mask_transpose_lists_every_attending_query_block():
     q, k, _ = qkv(q_length=700)
     plan = random_plan(q, k, (128, 128))
-    mask = block_mask(plan, q.device, training=True)
-    attending = plan.to_dense().transpose(2, 3)
-    listed = torch.zeros_like(attending)
+    mask = make_block_mask(plan, q.device, training=True)
+    is_attended = plan.to_dense().transpose(2, 3)
+    is_listed = torch.zeros_like(is_attended)
     for counts, indices in (
         (mask.q_num_blocks, mask.q_indices),
         (mask.full_q_num_blocks, mask.full_q_indices),
     ):
         for b, h, j in (counts > 0).nonzero().tolist():
-            listed[b, h, j, indices[b, h, j, : counts[b, h, j]].long()] = True
-    assert torch.equal(listed, attending)
+            is_listed[b, h, j, indices[b, h, j, : counts[b, h, j]].long()] = True
+    assert torch.equal(is_listed, is_attended)
 
 
 def test_blocks_merged_for_training_attend_the_same_tokens():
     """Backward kernels reject key blocks of 64: blocks are merged, and mask_mod masks pairs."""
     q, k, _ = qkv(q_length=300)
     plan = random_plan(q, k, (64, 32), share=0.9)
-    mask = block_mask(plan, q.device, training=True)
+    mask = make_block_mask(plan, q.device, training=True)
     assert mask.BLOCK_SIZE == (128, 128)
     lists = (
         BlockIndices(mask.kv_num_blocks, mask.kv_indices),
         BlockIndices(mask.full_kv_num_blocks, mask.full_kv_indices),
     )
     # expand block masks [B, H, 3, 3] to token masks [B, H, 300, 300]
-    partial, full = (
+    is_partial, is_full = (
         x.to_dense(3).repeat_interleave(128, 2).repeat_interleave(128, 3)[..., :300, :300]
         for x in lists
     )
-    batch, head, query, key = torch.meshgrid(*map(torch.arange, partial.shape), indexing="ij")
-    attended = full | (partial & mask.mask_mod(batch, head, query, key))
-    assert torch.equal(attended, plan.token_mask())
-    assert full.any() and partial.any()
+    batch, head, query, key = torch.meshgrid(*map(torch.arange, is_partial.shape), indexing="ij")
+    is_attended = is_full | (is_partial & mask.mask_mod(batch, head, query, key))
+    assert torch.equal(is_attended, plan.token_mask())
+    assert is_full.any() and is_partial.any()
 
 
 def test_incomplete_last_block_is_partial():
@@ -308,7 +310,7 @@ def test_unavailable_engine_by_name_raises_and_auto_falls_back(work, reason, fal
     assert engines.choose("auto", work).name == fallback
 
 
-USUAL = {
+DEFAULT_WORKLOAD = {
     "device": "cuda",
     "head_dim": 128,
     "dtype": torch.bfloat16,
@@ -342,25 +344,25 @@ HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
     ],
 )
 def test_flex_selects_flash_backend_by_capability(monkeypatch, capability, work, expected):
-    pretend_gpu(monkeypatch, capability)
+    patch_gpu(monkeypatch, capability)
     work = workload(**work)
     assert f"({expected}" in engines.choose("flex", work).label(work)
 
 
 @pytest.mark.parametrize("installed_version", ["4.0.0b1", "4.0.0b37", "4.0.0"])
 def test_untested_flash_attn_version_is_unavailable(monkeypatch, installed_version):
-    uncached_missing = flash._missing.__wrapped__
-    pretend_gpu(monkeypatch, HOPPER)
+    why_not_installed = flash._why_not_installed.__wrapped__
+    patch_gpu(monkeypatch, HOPPER)
     monkeypatch.setattr(flash, "version", lambda name: installed_version)
-    monkeypatch.setattr(flash, "_missing", uncached_missing)
-    message = f"4.0.0b36 or later, below 4.0.0b37, not {installed_version}"
-    assert message in flash.unavailable(128, torch.bfloat16, 128, 64)
+    monkeypatch.setattr(flash, "_why_not_installed", why_not_installed)
+    expected_message = f"4.0.0b36 or later, below 4.0.0b37, not {installed_version}"
+    assert expected_message in flash.unavailable(128, torch.bfloat16, 128, 64)
 
 
 def test_flash_extra_pins_the_tested_version():
-    setup = (Path(__file__).parents[2] / "setup.cfg").read_text()
-    bounds = f"flash = flash-attn-4>={flash.LEAST_VERSION},<{flash.UNTRIED_VERSION}\n"
-    assert bounds in setup
+    setup_cfg = (Path(__file__).parents[2] / "setup.cfg").read_text()
+    requirement = f"flash = flash-attn-4>={flash.MIN_VERSION},<{flash.UNTESTED_VERSION}\n"
+    assert requirement in setup_cfg
 
 
 @pytest.mark.parametrize(
@@ -387,7 +389,7 @@ def test_flash_extra_pins_the_tested_version():
     ],
 )
 def test_label_names_engine_and_backend(monkeypatch, name, work, expected):
-    pretend_gpu(monkeypatch, HOPPER)
+    patch_gpu(monkeypatch, HOPPER)
     work = workload(**work)
     assert engines.choose(name, work).label(work) == expected
 
@@ -405,37 +407,37 @@ def test_label_names_engine_and_backend(monkeypatch, name, work, expected):
         pytest.param({"head_dim": 512, "device": "cpu"}, 4096, "sdpa", id="cpu"),
     ],
 )
-def test_exact_engine_by_head_dim_and_length(monkeypatch, work, length, expected):
-    pretend_gpu(monkeypatch, HOPPER)
-    monkeypatch.setattr(ffpa, "_missing", lambda: None)
-    assert engines.exact(workload(**work), length).name == expected
+def test_exact_attention_selects_engine_by_head_dim_and_length(monkeypatch, work, length, expected):
+    patch_gpu(monkeypatch, HOPPER)
+    monkeypatch.setattr(ffpa, "_why_not_installed", lambda: None)
+    assert engines.choose_exact(workload(**work), length).name == expected
 
 
 def test_unmeasured_gpu_uses_pytorch_engines(monkeypatch):
-    pretend_gpu(monkeypatch, AMPERE)
+    patch_gpu(monkeypatch, AMPERE)
     assert engines.choose("auto", workload()) is engines.FLEX
-    assert engines.exact(workload(), None) is engines.SDPA
-    assert engines.exact(workload(head_dim=512), 4096) is engines.SDPA
+    assert engines.choose_exact(workload(), None) is engines.SDPA
+    assert engines.choose_exact(workload(head_dim=512), 4096) is engines.SDPA
     assert engines.choose("triton", workload()) is engines.TRITON
 
 
 def test_missing_ffpa_is_not_selected(monkeypatch):
-    pretend_gpu(monkeypatch, HOPPER)
+    patch_gpu(monkeypatch, HOPPER)
     monkeypatch.setattr(ffpa, "find_spec", lambda name: None)
-    monkeypatch.setattr(ffpa, "_missing", ffpa._missing.__wrapped__)
-    assert engines.exact(workload(head_dim=512), 4096) is engines.TRITON
+    monkeypatch.setattr(ffpa, "_why_not_installed", ffpa._why_not_installed.__wrapped__)
+    assert engines.choose_exact(workload(head_dim=512), 4096) is engines.TRITON
 
 
 # smallest length at which engines are compared: at 8,192 tokens, launch overhead dominates, and
 # the times of engines differ by at most 0.14 ms
-LONG = 16384
+MIN_LENGTH = 16384
 
 
-def committed_rows(folder):
-    """Return the rows with at least `LONG` tokens in the results of a committed speed run."""
-    path = Path(__file__).parents[2] / "eval" / "results" / folder / "results.json"
-    rows = json.loads(read_file(path))["rows"]
-    long_rows = [row for row in rows if row["length"] >= LONG and not row["error"]]
+def read_committed_rows(folder):
+    """Return the rows with at least `MIN_LENGTH` tokens in the results of a committed speed run."""
+    results_path = Path(__file__).parents[2] / "eval" / "results" / folder / "results.json"
+    rows = json.loads(read_file(results_path))["rows"]
+    long_rows = [row for row in rows if row["length"] >= MIN_LENGTH and not row["error"]]
     assert long_rows
     return long_rows
 
@@ -446,33 +448,33 @@ def committed_rows(folder):
 )
 def test_auto_order_matches_committed_times(backend, folder):
     missing_engine = engines.FLASH if backend == "TRITON" else None
-    order = [x.name for x in engines.FASTEST if x not in (missing_engine, engines.REFERENCE)]
-    first, *others = dict.fromkeys(order)
-    for row in committed_rows(folder):
-        times = row["attend_ms"]
+    engine_names = [x.name for x in engines.FASTEST if x not in (missing_engine, engines.REFERENCE)]
+    first_name, *other_names = dict.fromkeys(engine_names)
+    for row in read_committed_rows(folder):
+        times_ms = row["attend_ms"]
         assert backend in row["labels"]["flex"]
         # two engines may run the same kernel, and runs of one kernel differ by up to 2%
-        assert times[first] <= 1.02 * min(times[name] for name in others), row
+        assert times_ms[first_name] <= 1.02 * min(times_ms[name] for name in other_names), row
 
 
 def test_ffpa_head_dims_match_committed_times():
-    for row in committed_rows("speed-attention-wide"):
+    for row in read_committed_rows("speed-attention-wide"):
         if row["direction"] == "forward" and row["budget"] == 1:
             is_faster = row["baselines"]["ffpa CuTe"] < 0.98 * row["attend_ms"]["triton"]
-            assert is_faster == (row["head_dim"] in ffpa.FASTER_AT)
+            assert is_faster == (row["head_dim"] in ffpa.FASTER_HEAD_DIMS)
 
 
 def workload(**changes):
-    """Return a `Workload` with the fields `USUAL`, except for ``changes``."""
-    return engines.Workload(**{**USUAL, **changes})
+    """Return a `Workload` with the fields `DEFAULT_WORKLOAD`, except for ``changes``."""
+    return engines.Workload(**{**DEFAULT_WORKLOAD, **changes})
 
 
-def pretend_gpu(monkeypatch, capability):
+def patch_gpu(monkeypatch, capability):
     """Patch torch to report a CUDA device of this capability, with flash-attn-4 installed."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(flash, "_missing", lambda: None)
+    monkeypatch.setattr(flash, "_why_not_installed", lambda: None)
 
 
 def test_flex_without_compiler_is_unavailable_on_cpu(monkeypatch):
@@ -504,7 +506,7 @@ def test_unknown_engine_raises():
 def test_flex_with_soft_cap_compiles_for_dynamic_lengths(monkeypatch):
     """Compile with dynamic shapes, under which the soft cap must still be a constant."""
     compiled = torch.compile(flex._attend, dynamic=True, backend="aot_eager")
-    monkeypatch.setattr(flex, "_compiled", lambda _: compiled)
+    monkeypatch.setattr(flex, "_compile_attend", lambda _: compiled)
     for length in (96, 160):
         q, k, v = qkv(q_length=length, kv_length=length)
         plan = random_plan(q, k, (32, 16))

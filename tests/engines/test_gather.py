@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_cases import case
+from attention_cases import make_case
 from tiny import SPARSE, tiny_model, tokens
 
 import cab_hf
@@ -11,34 +11,36 @@ from cab_hf.ops import reference
 from cab_hf.ops.attention import gather
 
 BLOCKS = (32, 16)
-FOUR = {"heads": 4, "kv_heads": 2}
+FOUR_HEADS = {"heads": 4, "kv_heads": 2}
 CASES = [
-    pytest.param(FOUR | {"q_length": 205}, BLOCKS, id="odd"),
-    pytest.param(FOUR | {"q_length": 63, "kv_length": 111}, BLOCKS, id="chunk"),
-    pytest.param(FOUR | {"q_length": 130}, (16, 64), id="wide-keys"),
+    pytest.param(FOUR_HEADS | {"q_length": 205}, BLOCKS, id="odd"),
+    pytest.param(FOUR_HEADS | {"q_length": 63, "kv_length": 111}, BLOCKS, id="chunk"),
+    pytest.param(FOUR_HEADS | {"q_length": 130}, (16, 64), id="wide-keys"),
     pytest.param({"heads": 3, "kv_heads": 1, "q_length": 130, "batch": 3}, BLOCKS, id="batch"),
-    pytest.param(FOUR | {"q_length": 130, "plan_heads": 2}, BLOCKS, id="plan-of-groups"),
-    pytest.param(FOUR | {"q_length": 130, "plan_heads": 1}, BLOCKS, id="one-plan"),
-    pytest.param(FOUR | {"q_length": 75, "layout": "padded", "batch": 2}, BLOCKS, id="padded"),
-    pytest.param(FOUR | {"q_length": 130, "layout": "packed"}, BLOCKS, id="packed"),
-    pytest.param(FOUR | {"q_length": 130, "dense_rows": "tail"}, BLOCKS, id="dense-rows"),
+    pytest.param(FOUR_HEADS | {"q_length": 130, "plan_heads": 2}, BLOCKS, id="plan-of-groups"),
+    pytest.param(FOUR_HEADS | {"q_length": 130, "plan_heads": 1}, BLOCKS, id="one-plan"),
+    pytest.param(
+        FOUR_HEADS | {"q_length": 75, "layout": "padded", "batch": 2}, BLOCKS, id="padded"
+    ),
+    pytest.param(FOUR_HEADS | {"q_length": 130, "layout": "packed"}, BLOCKS, id="packed"),
+    pytest.param(FOUR_HEADS | {"q_length": 130, "dense_rows": "tail"}, BLOCKS, id="dense-rows"),
 ]
 
 
-@pytest.mark.parametrize("at_a_time", [1, 4096, gather.LOGITS_AT_A_TIME])
+@pytest.mark.parametrize("max_logits", [1, 4096, gather.LOGITS_AT_A_TIME])
 @pytest.mark.parametrize(("shape", "blocks"), CASES)
-def test_output_and_log_sum_exp_equal_reference(monkeypatch, shape, blocks, at_a_time):
-    monkeypatch.setattr(gather, "LOGITS_AT_A_TIME", at_a_time)
-    q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
+def test_output_and_log_sum_exp_equal_reference(monkeypatch, shape, blocks, max_logits):
+    monkeypatch.setattr(gather, "LOGITS_AT_A_TIME", max_logits)
+    q, k, v, _, plan = make_case("cpu", torch.float32, blocks, **shape)
     expected = reference.attention(q, k, v, plan, scale=0.2, return_lse=True)
     actual = engines.GATHER.attention(q, k, v, plan, scale=0.2, return_lse=True)
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+        torch.testing.assert_close(actual_tensor, expected_tensor, atol=1e-5, rtol=1e-4)
     assert torch.equal(engines.GATHER.attention(q, k, v, plan, scale=0.2), actual[0])
 
 
 def test_bfloat16_products_accumulate_in_float32():
-    q, k, v, _, plan = case("cpu", torch.bfloat16, BLOCKS, **FOUR, q_length=205)
+    q, k, v, _, plan = make_case("cpu", torch.bfloat16, BLOCKS, **FOUR_HEADS, q_length=205)
     exact = reference.attention(*(x.double() for x in (q, k, v)), plan=plan, scale=0.2)
     actual = gather.attention(q, k, v, plan, scale=0.2)
     assert actual.dtype == torch.bfloat16
@@ -47,15 +49,17 @@ def test_bfloat16_products_accumulate_in_float32():
 
 
 def test_empty_rows_have_zero_output():
-    q, k, v, _, plan = case("cpu", torch.float32, BLOCKS, **FOUR, q_length=130)
-    keep = plan.to_dense()
-    keep[:, 1, 2] = False
-    plan = BlockPlan.from_dense(keep, plan.ranges, query_block=BLOCKS[0], key_block=BLOCKS[1])
+    q, k, v, _, plan = make_case("cpu", torch.float32, BLOCKS, **FOUR_HEADS, q_length=130)
+    is_selected = plan.to_dense()
+    is_selected[:, 1, 2] = False
+    plan = BlockPlan.from_dense(
+        is_selected, plan.ranges, query_block=BLOCKS[0], key_block=BLOCKS[1]
+    )
     expected = reference.attention(q, k, v, plan, scale=0.2, return_lse=True)
     actual = gather.attention(q, k, v, plan, scale=0.2, return_lse=True)
     assert (actual[0][:, 1, 64:96] == 0).all() and (actual[1][:, 1, 64:96] == -torch.inf).all()
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+        torch.testing.assert_close(actual_tensor, expected_tensor, atol=1e-5, rtol=1e-4)
 
 
 def workload(**changes):

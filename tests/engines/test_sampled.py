@@ -4,22 +4,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import assert_engine_within_budget, case, seeds, with_gradients
-from marks import slow_but
+from attention_cases import assert_engine_within_budget, make_case, random_seeds, run_with_gradients
+from marks import mark_slow_except
 from tiny import SPARSE, tiny_model, tokens
-from valid_plan import require_valid
+from valid_plan import assert_valid_plan
 
 import cab_hf
 from cab_hf import BlockPlan, capability, engines
-from cab_hf.dispatch import attended, validate_sample
+from cab_hf.dispatch import attended_pairs, validate_sample
 from cab_hf.ops import reference
 
-FOUR = {"heads": 4, "kv_heads": 2}
+FOUR_HEADS = {"heads": 4, "kv_heads": 2}
 CASES = [
-    pytest.param(FOUR | {"q_length": 200}, (32, 16), id="causal"),
-    pytest.param(FOUR | {"q_length": 70, "kv_length": 201}, (32, 16), id="chunk"),
-    pytest.param(FOUR | {"q_length": 200, "plan_heads": 2}, (32, 16), id="plan-of-groups"),
-    pytest.param(FOUR | {"q_length": 150, "dense_rows": "tail"}, (32, 16), id="dense-rows"),
+    pytest.param(FOUR_HEADS | {"q_length": 200}, (32, 16), id="causal"),
+    pytest.param(FOUR_HEADS | {"q_length": 70, "kv_length": 201}, (32, 16), id="chunk"),
+    pytest.param(FOUR_HEADS | {"q_length": 200, "plan_heads": 2}, (32, 16), id="plan-of-groups"),
+    pytest.param(FOUR_HEADS | {"q_length": 150, "dense_rows": "tail"}, (32, 16), id="dense-rows"),
     pytest.param(
         {"heads": 2, "kv_heads": 1, "q_length": 130, "layout": "packed", "batch": 2},
         (16, 32),
@@ -32,16 +32,16 @@ CASES = [
     ),
     pytest.param({"heads": 2, "kv_heads": 1, "q_length": 130, "dim": 264}, (32, 16), id="split"),
 ]
-SAMPLING = replace(SPARSE, sampled_one_in=3)
+SAMPLING_CONFIG = replace(SPARSE, sampled_one_in=3)
 
 
-def sampled_case(shape, blocks, sample_period):
+def make_sampled_case(shape, blocks, sample_period):
     """Return (q, k, v, output gradient, plan); the plan samples 1 / ``sample_period`` of blocks."""
-    return case("cpu", torch.float32, blocks, share=0.2, sample_period=sample_period, **shape)
+    return make_case("cpu", torch.float32, blocks, share=0.2, sample_period=sample_period, **shape)
 
 
 def test_sampled_one_in_without_triton_kernel_raises(monkeypatch):
-    monkeypatch.setattr(capability, "NAMED", (8, 0))
+    monkeypatch.setattr(capability, "CAPABILITY_OVERRIDE", (8, 0))
     work = engines.Workload(
         device="cuda",
         head_dim=256,
@@ -58,15 +58,17 @@ def test_sampled_one_in_without_triton_kernel_raises(monkeypatch):
     validate_sample(replace(work, device="cpu"))
 
 
-@pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 0, 4))
-def test_kernels_compute_what_the_reference_defines(shape, blocks):
-    q, k, v, grad, plan = sampled_case(shape, blocks, sample_period=3)
+@pytest.mark.parametrize(("shape", "blocks"), mark_slow_except(CASES, 0, 4))
+def test_kernels_with_sampled_blocks_equal_reference(shape, blocks):
+    q, k, v, grad, plan = make_sampled_case(shape, blocks, sample_period=3)
     assert plan.sampled.counts.sum() > 0
     assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad=grad, plan=plan, scale=0.2)
 
 
 def test_soft_cap_applies_to_listed_and_sampled_blocks():
-    q, k, v, grad, plan = sampled_case(FOUR | {"q_length": 150, "dense_rows": "tail"}, (32, 16), 3)
+    q, k, v, grad, plan = make_sampled_case(
+        FOUR_HEADS | {"q_length": 150, "dense_rows": "tail"}, (32, 16), 3
+    )
     assert_engine_within_budget(
         engines.TRITON.attention, q, k, v, grad=grad, plan=plan, scale=0.2, softcap=3.0
     )
@@ -75,11 +77,11 @@ def test_soft_cap_applies_to_listed_and_sampled_blocks():
 @pytest.mark.parametrize(("shape", "blocks"), CASES)
 def test_sample_period_1_equals_dense_attention(shape, blocks):
     """Period 1 samples every unlisted block, so that listed and sampled blocks are all blocks."""
-    q, k, v, grad, plan = sampled_case(shape, blocks, sample_period=1)
+    q, k, v, grad, plan = make_sampled_case(shape, blocks, sample_period=1)
     query_block, key_block = blocks
     dense = BlockPlan.causal(plan.ranges, 1, query_block, key_block)
-    expected = with_gradients(reference.attention, (q, k, v), grad=grad, plan=dense, scale=0.2)
-    actual = with_gradients(reference.attention, (q, k, v), grad=grad, plan=plan, scale=0.2)
+    expected = run_with_gradients(reference.attention, (q, k, v), grad=grad, plan=dense, scale=0.2)
+    actual = run_with_gradients(reference.attention, (q, k, v), grad=grad, plan=plan, scale=0.2)
     has_keys = (plan.ranges.end >= 0)[:, None, :, None]
     for name in expected:
         result, exact = actual[name], expected[name]
@@ -90,57 +92,57 @@ def test_sample_period_1_equals_dense_attention(shape, blocks):
 
 
 def test_unlisted_blocks_are_sampled_with_equal_probability():
-    *_, plan = sampled_case(FOUR | {"q_length": 640}, (32, 16), sample_period=4)
-    draws = [plan.with_sample(4, seed) for seed in seeds(300)]
-    frequency = sum(x.of_sampled().to_dense().float() for x in draws) / len(draws)
-    visible = BlockPlan.causal(plan.ranges, 1, 32, 16).to_dense()
-    is_unlisted = visible & ~plan.to_dense()
+    *_, plan = make_sampled_case(FOUR_HEADS | {"q_length": 640}, (32, 16), sample_period=4)
+    sampled_plans = [plan.with_sample(4, seed) for seed in random_seeds(300)]
+    frequency = sum(x.of_sampled().to_dense().float() for x in sampled_plans) / len(sampled_plans)
+    is_visible = BlockPlan.causal(plan.ranges, 1, 32, 16).to_dense()
+    is_unlisted = is_visible & ~plan.to_dense()
     # the sampling frequency over 300 draws, per key block, per query block and per head
     assert (frequency[~is_unlisted] == 0).all()
-    for dims in ((0, 1, 2), (0, 1, 3), (0, 2, 3)):
-        count = is_unlisted.sum(dims)
-        mean = (frequency * is_unlisted).sum(dims) / count.clamp(min=1)
-        assert (mean[count > 20] - 0.25).abs().max() < 0.03
-    sampled = torch.stack([x.of_sampled().to_dense() for x in draws]).float()
+    for summed_dims in ((0, 1, 2), (0, 1, 3), (0, 2, 3)):
+        num_unlisted = is_unlisted.sum(summed_dims)
+        mean_frequency = (frequency * is_unlisted).sum(summed_dims) / num_unlisted.clamp(min=1)
+        assert (mean_frequency[num_unlisted > 20] - 0.25).abs().max() < 0.03
+    is_sampled = torch.stack([x.of_sampled().to_dense() for x in sampled_plans]).float()
     # query block 19 and key block 4, for all heads and draws
-    one_block = sampled[:, 0, :, 19, 4]
-    both_heads = one_block[:, 0].mul(one_block[:, 1]).mean()
-    assert both_heads < 0.12, "samples of heads are not independent"
+    draws_of_one_block = is_sampled[:, 0, :, 19, 4]
+    probability_of_both_heads = draws_of_one_block[:, 0].mul(draws_of_one_block[:, 1]).mean()
+    assert probability_of_both_heads < 0.12, "samples of heads are not independent"
 
 
 def test_sampled_estimate_of_softmax_sum_is_unbiased():
-    q, k, v, _, plan = sampled_case(FOUR | {"q_length": 200}, (32, 16), sample_period=4)
+    q, k, v, _, plan = make_sampled_case(FOUR_HEADS | {"q_length": 200}, (32, 16), sample_period=4)
     dense = BlockPlan.causal(plan.ranges, 1, 32, 16)
     expected = reference.attention(q, k, v, dense, scale=0.2, return_lse=True)[1].exp()
-    draws = (plan.with_sample(4, seed) for seed in seeds(300))
+    draws = (plan.with_sample(4, seed) for seed in random_seeds(300))
     sums = [reference.attention(q, k, v, x, scale=0.2, return_lse=True)[1].exp() for x in draws]
     assert (sum(sums) / len(sums) / expected).mean() == pytest.approx(1.0, abs=0.01)
 
 
 def test_sampled_blocks_survive_plan_changes():
-    *_, plan = sampled_case(FOUR | {"q_length": 200}, (32, 16), sample_period=3)
-    sampled = plan.of_sampled().to_dense()
-    for changed, expected in (
-        (plan.slice_heads(1, 2, 4), sampled[:, 1:2]),
-        (plan.select_heads([3, 0]), sampled[:, [3, 0]]),
+    *_, plan = make_sampled_case(FOUR_HEADS | {"q_length": 200}, (32, 16), sample_period=3)
+    is_sampled = plan.of_sampled().to_dense()
+    for changed_plan, expected in (
+        (plan.slice_heads(1, 2, 4), is_sampled[:, 1:2]),
+        (plan.select_heads([3, 0]), is_sampled[:, [3, 0]]),
     ):
-        require_valid(changed)
-        assert torch.equal(changed.of_sampled().to_dense(), expected)
+        assert_valid_plan(changed_plan)
+        assert torch.equal(changed_plan.of_sampled().to_dense(), expected)
     with_dense_row = plan.with_dense_rows(torch.tensor([[6]]))
-    require_valid(with_dense_row)
-    assert torch.equal(with_dense_row.of_sampled().to_dense()[:, :, :6], sampled[:, :, :6])
+    assert_valid_plan(with_dense_row)
+    assert torch.equal(with_dense_row.of_sampled().to_dense()[:, :, :6], is_sampled[:, :, :6])
     assert plan.density() > replace(plan, sampled=None).density()
 
 
-def gradients(model, ids, **checkpointing):
+def compute_gradients(model, ids, **checkpointing_options):
     """Run one training step with a fixed seed, and return a list of gradients.
 
     Args:
-        checkpointing: arguments of gradient checkpointing; empty for no checkpointing.
+        checkpointing_options: arguments of gradient checkpointing; empty for no checkpointing.
     """
     model.train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False, **checkpointing})
+    if checkpointing_options:
+        model.gradient_checkpointing_enable({"use_reentrant": False, **checkpointing_options})
         # also checkpoint layers whose input needs no gradient
         model.disable_input_require_grads()
     torch.manual_seed(0)
@@ -148,49 +150,53 @@ def gradients(model, ids, **checkpointing):
     return [p.grad for p in model.parameters() if p.requires_grad]
 
 
-def density(model, ids):
-    """Run one training step and return the density that `attended` recorded."""
-    attended.clear()
-    gradients(model, ids)
-    num_attended, num_causal = sum(attended.values()).tolist()
+def measure_density(model, ids):
+    """Run one training step and return the density that `attended_pairs` recorded."""
+    attended_pairs.clear()
+    compute_gradients(model, ids)
+    num_attended, num_causal = sum(attended_pairs.values()).tolist()
     return num_attended / num_causal
 
 
 def test_gradients_with_sample_period_1_equal_dense_gradients():
     ids = tokens(2, 200)
     model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, sampled_one_in=1))
-    assert density(model, ids) == 1.0
+    assert measure_density(model, ids) == 1.0
     model.zero_grad()
-    expected, actual = gradients(tiny_model(), ids), gradients(model, ids)
+    expected, actual = compute_gradients(tiny_model(), ids), compute_gradients(model, ids)
     for result, exact in zip(actual, expected, strict=True):
         torch.testing.assert_close(result, exact, atol=1e-5, rtol=1e-3)
 
 
 def test_recompute_attends_to_the_same_sample():
     ids = tokens(2, 200)
-    sampling, sparse = (cab_hf.apply_cab(tiny_model(), x) for x in (SAMPLING, SPARSE))
-    assert density(sampling, ids) > density(sparse, ids)
-    sampling.zero_grad()
-    expected = gradients(sampling, ids)
-    actual = gradients(cab_hf.apply_cab(tiny_model(), SAMPLING), ids, preserve_rng_state=True)
+    sampling_model, sparse_model = (
+        cab_hf.apply_cab(tiny_model(), x) for x in (SAMPLING_CONFIG, SPARSE)
+    )
+    assert measure_density(sampling_model, ids) > measure_density(sparse_model, ids)
+    sampling_model.zero_grad()
+    expected = compute_gradients(sampling_model, ids)
+    actual = compute_gradients(
+        cab_hf.apply_cab(tiny_model(), SAMPLING_CONFIG), ids, preserve_rng_state=True
+    )
     for result, exact in zip(actual, expected, strict=True):
         torch.testing.assert_close(result, exact)
 
 
 def test_recompute_reuses_plan_if_only_values_have_gradients():
-    ids, results = tokens(2, 200), []
+    ids, gradients_of_runs = tokens(2, 200), []
     for checkpointing in ({}, {"preserve_rng_state": False}):
-        model = cab_hf.apply_cab(tiny_model(), SAMPLING)
+        model = cab_hf.apply_cab(tiny_model(), SAMPLING_CONFIG)
         for name, weight in model.named_parameters():
             weight.requires_grad_("v_proj" in name)
-        results.append(gradients(model, ids, **checkpointing))
-    plain, recomputed = results
-    for actual, expected in zip(recomputed, plain, strict=True):
+        gradients_of_runs.append(compute_gradients(model, ids, **checkpointing))
+    expected_gradients, actual_gradients = gradients_of_runs
+    for actual, expected in zip(actual_gradients, expected_gradients, strict=True):
         torch.testing.assert_close(actual, expected)
 
 
 def test_sampling_config_compiles_for_inference():
-    model, ids = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SAMPLING), tokens(1, 130)
+    model, ids = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SAMPLING_CONFIG), tokens(1, 130)
     torch._dynamo.reset()
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -199,7 +205,10 @@ def test_sampling_config_compiles_for_inference():
 
 def test_sampling_with_unaligned_documents_raises():
     """Sampling requires documents that are aligned to blocks; under torch.compile they are not."""
-    model, ids = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SAMPLING).train(), tokens(1, 400)
+    model, ids = (
+        cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SAMPLING_CONFIG).train(),
+        tokens(1, 400),
+    )
     positions = torch.cat([torch.arange(90), torch.arange(310)])[None]
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
@@ -208,7 +217,7 @@ def test_sampling_with_unaligned_documents_raises():
 
 
 def test_reentrant_checkpointing_with_sampling_raises():
-    model, ids = cab_hf.apply_cab(tiny_model(), SAMPLING).train(), tokens(1, 200)
+    model, ids = cab_hf.apply_cab(tiny_model(), SAMPLING_CONFIG).train(), tokens(1, 200)
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -218,7 +227,7 @@ def test_reentrant_checkpointing_with_sampling_raises():
 
 def test_sampling_is_off_without_gradients():
     ids = tokens(1, 200)
-    model = cab_hf.apply_cab(tiny_model(), SAMPLING)
+    model = cab_hf.apply_cab(tiny_model(), SAMPLING_CONFIG)
     with torch.no_grad():
         actual = model(ids).logits
         expected = cab_hf.apply_cab(tiny_model(), SPARSE)(ids).logits

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from attention_cases import case
+from attention_cases import make_case
 from budget import assert_within_budget
-from marks import slow_but
+from marks import mark_slow_except
 
 from cab_hf import engines
 from cab_hf.call.layout import BlockLayout
@@ -14,7 +14,7 @@ from cab_hf.ops import reference
 from cab_hf.ops.attention import complete, traced
 
 SINKS = (-2.0, 0.0, 3.0, 40.0)
-SHAPE = {"heads": 4, "kv_heads": 2}
+HEADS = {"heads": 4, "kv_heads": 2}
 CASES = [
     pytest.param({"q_length": 105, "dense_rows": "tail"}, id="dense-rows"),
     pytest.param({"q_length": 75, "layout": "padded", "batch": 2}, id="padded"),
@@ -28,7 +28,7 @@ ENGINES = {
 }
 
 
-def softmax_with_sink_column(q, k, v, sinks, *, plan, scale):
+def attend_with_sink_column(q, k, v, sinks, *, plan, scale):
     """Compute attention under a plan with an additional logit column, the sink of each head."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     logits = q @ k.mT * scale
@@ -42,14 +42,14 @@ def softmax_with_sink_column(q, k, v, sinks, *, plan, scale):
     return torch.cat([logits, sink_column], dim=-1).softmax(-1)[..., :-1] @ v
 
 
-@pytest.mark.parametrize("shape", slow_but(CASES, 0, 1))
+@pytest.mark.parametrize("shape", mark_slow_except(CASES, 0, 1))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_output_and_gradients_equal_softmax_with_sink_column(engine, shape):
-    q, k, v, grad, plan = case("cpu", torch.float32, (32, 16), **SHAPE, **shape)
+    q, k, v, grad, plan = make_case("cpu", torch.float32, (32, 16), **HEADS, **shape)
     layout = BlockLayout(plan.ranges, k.shape[2])
     sinks = torch.tensor(SINKS)
 
-    class Attention:
+    class EngineStub:
         attention = staticmethod(ENGINES[engine])
 
     def with_gradients(attend, tensors):
@@ -59,24 +59,24 @@ def test_output_and_gradients_equal_softmax_with_sink_column(engine, shape):
         out = attend(q, k, v, sinks) * has_keys
         return out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))
 
-    def by_engine(q, k, v, sinks):
-        return layout.attend(Attention, q, k, v, plan, scale=0.1, sinks=sinks)
+    def attend_by_engine(q, k, v, sinks):
+        return layout.attend(EngineStub, q, k, v, plan, scale=0.1, sinks=sinks)
 
-    def expected(index, *tensors):
-        attend = partial(softmax_with_sink_column, plan=plan, scale=0.1)
+    def expected_tensor(index, *tensors):
+        attend = partial(attend_with_sink_column, plan=plan, scale=0.1)
         return with_gradients(attend, tensors)[index]
 
-    for i, result in enumerate(with_gradients(by_engine, (q, k, v, sinks))):
-        assert_within_budget(result, partial(expected, i), q, k, v, sinks)
+    for i, result in enumerate(with_gradients(attend_by_engine, (q, k, v, sinks))):
+        assert_within_budget(result, partial(expected_tensor, i), q, k, v, sinks)
 
 
-@pytest.mark.parametrize("order", ["heads first", "tokens first"])
+@pytest.mark.parametrize("memory_layout", ["heads first", "tokens first"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_inference_kernel_applies_sinks(dtype, order, monkeypatch):
-    monkeypatch.setattr(complete, "JOINED_ON", ("cpu",))
-    shape = (2, 4, 150, 80) if order == "heads first" else (2, 150, 4, 80)
+def test_inference_kernel_applies_sinks(dtype, memory_layout, monkeypatch):
+    monkeypatch.setattr(complete, "MERGE_DEVICE_TYPES", ("cpu",))
+    shape = (2, 4, 150, 80) if memory_layout == "heads first" else (2, 150, 4, 80)
     out = torch.randn(shape).to(dtype)
-    out = out if order == "heads first" else out.transpose(1, 2)
+    out = out if memory_layout == "heads first" else out.transpose(1, 2)
     lse = 4 * torch.randn(2, 4, 150)
     # query 7 of head 1 in row 0 has no keys
     lse[0, 1, 7], out[0, 1, 7] = -torch.inf, 0.0
@@ -90,7 +90,7 @@ def test_inference_kernel_applies_sinks(dtype, order, monkeypatch):
 
 
 def test_training_does_not_change_output_in_place(monkeypatch):
-    monkeypatch.setattr(complete, "JOINED_ON", ("cpu",))
+    monkeypatch.setattr(complete, "MERGE_DEVICE_TYPES", ("cpu",))
     out, lse = torch.randn(1, 4, 30, 16), torch.randn(1, 4, 30)
     sinks = torch.tensor(SINKS, requires_grad=True)
     expected = out.clone()

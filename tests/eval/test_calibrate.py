@@ -10,7 +10,7 @@ from words import TEXT
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.calibration import anchors as anchor_fit
-from cab_hf.calibration.density import require_target
+from cab_hf.calibration.density import require_reachable_target
 from cab_hf.config import Origin
 from cab_hf.eval import calibrate
 from cab_hf.eval.__main__ import main
@@ -42,12 +42,20 @@ def command(model_folder, book, out, more):
 def test_calibrate_writes_config_per_target_density(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
     assert command(model_folder, book, out, ["--target-densities", "0.6,0.9"]) == 0
-    low, high = (CabConfig.calibrated(out / f"cab_config-{x}.json") for x in (0.6, 0.9))
-    assert low.predictor == "rows" and 0 < high.mass_threshold < low.mass_threshold < 1
-    assert low.origin == Origin(
+    low_density_config, high_density_config = (
+        CabConfig.calibrated(out / f"cab_config-{x}.json") for x in (0.6, 0.9)
+    )
+    assert (
+        low_density_config.predictor == "rows"
+        and 0 < high_density_config.mass_threshold < low_density_config.mass_threshold < 1
+    )
+    assert low_density_config.origin == Origin(
         model=Path(model_folder).name, layers=2, heads=6, kv_heads=2, length=300
     )
-    assert low.query_block == 16 and low.min_length == CabConfig().min_length
+    assert (
+        low_density_config.query_block == 16
+        and low_density_config.min_length == CabConfig().min_length
+    )
     assert (out / "figure.png").stat().st_size > 3_000
     # the printed densities, measured on the calibration text, reach the targets
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "config-" in line]
@@ -56,8 +64,8 @@ def test_calibrate_writes_config_per_target_density(model_folder, book, tmp_path
     model, tokenizer = (
         x.from_pretrained(model_folder) for x in (AutoModelForCausalLM, AutoTokenizer)
     )
-    fields = {"length": 300, "documents": 1, "config": low}
-    assert cab_hf.calibrate(model, tokenizer, book.read_text(), 0.6, **fields) == low
+    fields = {"length": 300, "documents": 1, "config": low_density_config}
+    assert cab_hf.calibrate(model, tokenizer, book.read_text(), 0.6, **fields) == low_density_config
 
 
 @pytest.mark.parametrize("more", [(), ("--anchors", 1)], ids=["threshold", "anchors"])
@@ -83,7 +91,7 @@ def test_target_above_max_density_is_refused(model_folder, book, tmp_path, capsy
 
 def test_calibrate_defaults_use_default_config_and_reachable_targets():
     settings = calibrate.Settings(model="tiny", device="cpu")
-    require_target(settings.cab_config, min(settings.target_densities), settings.length)
+    require_reachable_target(settings.cab_config, min(settings.target_densities), settings.length)
     assert settings.cab_config == CabConfig()
     assert "small" not in calibrate.Settings.__dataclass_fields__["cab"].metadata["help"]
 
@@ -108,11 +116,13 @@ def test_calibrate_saves_anchors_and_head_map(model_folder, book, tmp_path, caps
 def test_layer_importance_is_one_minus_cosine(model_folder):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     ids = torch.arange(3, 40)[None]
-    with torch.no_grad(), calibration_passes._input_changes(model) as actual:
+    with torch.no_grad(), calibration_passes._measure_input_changes(model) as layer_changes:
         states = model(ids, output_hidden_states=True).hidden_states
     cosine = torch.cosine_similarity(states[0], states[1], dim=-1).mean()
-    assert sorted(actual) == [0, 1] and actual[0] == pytest.approx(float(1 - cosine), abs=1e-6)
+    assert sorted(layer_changes) == [0, 1] and layer_changes[0] == pytest.approx(
+        float(1 - cosine), abs=1e-6
+    )
     # the hooks are removed
-    actual.clear()
+    layer_changes.clear()
     model(ids)
-    assert not actual
+    assert not layer_changes

@@ -340,7 +340,7 @@ def test_listing_commands_does_not_import_torch():
 def test_commands_are_listed_and_unknown_ones_refused(capsys):
     for name in ("fidelity", "passkey", *(f"speed {op}" for op in speed.COMMANDS)):
         experiment_class = experiment.named(name)
-        assert __main__._purpose(experiment_class.__module__) == experiment_class.purpose
+        assert __main__._read_purpose(experiment_class.__module__) == experiment_class.purpose
     assert __main__.main(["--help"]) == 0
     shown = capsys.readouterr().out
     # the column of names is as wide as the longest name

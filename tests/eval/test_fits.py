@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Static
 from cab_hf import CabConfig
 from cab_hf.eval import fits
 from cab_hf.eval.__main__ import main
-from cab_hf.eval.kv_cache import read_on
+from cab_hf.eval.kv_cache import read_with_cache
 from cab_hf.eval.result_folders import read_results
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune.cost_model import GIB
@@ -58,12 +58,12 @@ def test_estimated_weights_and_cache_equal_real_model(model_type):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     assert prompts.weights == sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     cache = DynamicCache(config=model.config)
-    read_on(model, tokens(1, LENGTH), cache)
+    read_with_cache(model, tokens(1, LENGTH), cache)
     with_keys = [x for x in cache.layers if isinstance(getattr(x, "keys", None), torch.Tensor)]
     expected = sum(x.keys.nbytes + x.values.nbytes for x in with_keys if x.keys.ndim == 4)
     # a layer with a sliding window may cache the window without the current token
     bytes_of_current_token = sum(size for size, window in prompts.layers if window)
-    actual = prompts.needed(LENGTH, None, fits.DYNAMIC).cache
+    actual = prompts.estimate_memory(LENGTH, None, fits.DYNAMIC).cache
     assert expected > 0 and actual in (expected, expected + bytes_of_current_token)
 
 
@@ -74,10 +74,10 @@ def test_estimated_cache_bytes_equal_static_cache(llama):
     )
     size = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
     for chunk in (None, 128):
-        assert llama.needed(LENGTH, chunk, fits.STATIC).cache == size
+        assert llama.estimate_memory(LENGTH, chunk, fits.STATIC).cache == size
     layer = size / 32
-    assert llama.needed(LENGTH, 128, fits.DYNAMIC).cache == size + layer / 2
-    offloaded = llama.needed(LENGTH, None, fits.OFFLOADED)
+    assert llama.estimate_memory(LENGTH, 128, fits.DYNAMIC).cache == size + layer / 2
+    offloaded = llama.estimate_memory(LENGTH, None, fits.OFFLOADED)
     assert (offloaded.cache, offloaded.host) == (2 * layer, size)
 
 
@@ -87,7 +87,7 @@ def test_estimated_cache_bytes_equal_static_cache(llama):
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_chunked_prompt_estimate_matches_measurement(llama, chunk):
     for row in rows(f"speed-prefill-chunk-{chunk}"):
-        needed = llama.needed(row["length"], chunk, fits.STATIC)
+        needed = llama.estimate_memory(row["length"], chunk, fits.STATIC)
         assert needed.weights / GIB == pytest.approx(row["weights_gib"])
         assert needed.cache / GIB == pytest.approx(row["cache_gib"])
         assert needed.workspace / GIB == pytest.approx(row["rest_gib"], rel=0.1)
@@ -96,7 +96,7 @@ def test_chunked_prompt_estimate_matches_measurement(llama, chunk):
 def test_whole_prompt_estimate_matches_measurement(llama):
     for row in rows("speed-ttft"):
         if row["implementation"] == "cab":
-            needed = llama.needed(row["length"], None, fits.DYNAMIC)
+            needed = llama.estimate_memory(row["length"], None, fits.DYNAMIC)
             rest = row["peak_gib"] * GIB - needed.weights - needed.cache
             assert needed.workspace == pytest.approx(rest, rel=0.1)
 
@@ -104,13 +104,13 @@ def test_whole_prompt_estimate_matches_measurement(llama):
 def test_selection_memory_estimate_matches_measurement(llama):
     for row in rows("speed-predictor"):
         length = row["length"]
-        actual = llama.choosing(32, 8, 128, length, length)
+        actual = llama.estimate_selection(32, 8, 128, length, length)
         assert actual / 2**20 == pytest.approx(row["peak_mib"], rel=0.1)
 
 
 def test_longest_prompt_estimate_matches_search(llama):
     measured = [row for row in rows("speed-prefill") if row["fits"]][-1]
-    longest = llama.longest(measured["room_gib"] * GIB, 32_768, fits.STATIC)
+    longest = llama.find_longest(measured["room_gib"] * GIB, 32_768, fits.STATIC)
     assert longest == pytest.approx(measured["length"], rel=0.1)
 
 
@@ -125,7 +125,7 @@ def test_longest_prompt_estimate_matches_search_on_small_gpus(llama, gib, chunk)
         cache = fits.STATIC if chunk else fits.DYNAMIC
         assert measured["room_gib"] == gib
         for tensors_gib in (gib, gib - fits.CUDA_GIB):
-            longest = llama.longest(tensors_gib * GIB, chunk or None, cache)
+            longest = llama.find_longest(tensors_gib * GIB, chunk or None, cache)
             assert longest == pytest.approx(measured["length"], rel=0.1)
 
 
@@ -136,9 +136,9 @@ def test_longest_prompt_fits_and_next_step_does_not(llama):
     limit = 20 * GIB
     for chunk in (None, 8192):
         for cache in fits.CACHES:
-            longest = llama.longest(limit, chunk, cache)
-            assert llama.needed(longest, chunk, cache).total <= limit
-            assert llama.needed(longest + fits.STEP, chunk, cache).total > limit
+            longest = llama.find_longest(limit, chunk, cache)
+            assert llama.estimate_memory(longest, chunk, cache).total <= limit
+            assert llama.estimate_memory(longest + fits.LENGTH_STEP, chunk, cache).total > limit
 
 
 def test_model_type_without_meta_support_is_refused():

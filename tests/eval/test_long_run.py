@@ -12,20 +12,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from long_runs import command, start
+from long_runs import run_eval, run_eval_and_read_results
 from words import TEXT
 
 from cab_hf import CabConfig
 from cab_hf.eval import fidelity, passkey
-from cab_hf.eval.experiment import named, render, unlike_default
+from cab_hf.eval.experiment import find_changed_fields, named, render
 from cab_hf.eval.fidelity import Fidelity
-from cab_hf.eval.on_model import SMALL
+from cab_hf.eval.on_model import SMALL_BLOCK_FIELDS
 from cab_hf.eval.passkey import Passkey
 from cab_hf.experiment.log import read_log
-from cab_hf.experiment.settings import read_settings, spelled
+from cab_hf.experiment.settings import read_settings, to_command_line
 
 NAMES = "passkey", "fidelity"
-# command -> number of cases of a run by `command` with its default options
+# command -> number of cases of a run by `run_eval_and_read_results` with its default options
 CASES = {"passkey": 9, "fidelity": 24}
 WIDE = "--variant", "wide=mass_threshold=0.06"
 OUT_OF_MEMORY = "out of memory: tried to allocate 4.00 GiB"
@@ -39,7 +39,7 @@ def finished_runs(model_folder, tmp_path_factory):
     for name in NAMES:
         folder, printed = tmp_path_factory.mktemp("complete") / name, StringIO()
         with redirect_stdout(printed):
-            results = command(name, model_folder, folder)
+            results = run_eval_and_read_results(name, model_folder, folder)
         runs[name] = SimpleNamespace(folder=folder, results=results, printed=printed.getvalue())
     return runs
 
@@ -47,17 +47,21 @@ def finished_runs(model_folder, tmp_path_factory):
 @pytest.fixture
 def run_passkey(model_folder, tmp_path):
     """Return a function from words to the results of the passkey command in one folder."""
-    return partial(command, "passkey", model_folder, tmp_path / "out")
+    return partial(run_eval_and_read_results, "passkey", model_folder, tmp_path / "out")
 
 
 @by_name
 def test_dry_run_prints_number_of_cases(model_folder, finished_runs, tmp_path, capsys, name):
-    assert command(name, model_folder, tmp_path / "out", words=["--dry-run"]) is None
+    assert (
+        run_eval_and_read_results(name, model_folder, tmp_path / "out", words=["--dry-run"]) is None
+    )
     assert not (tmp_path / "out").exists()
     (line,) = capsys.readouterr().out.splitlines()
     assert line == f"{CASES[name]} cases" == finished_runs[name].printed.splitlines()[0]
     assert "dry_run" not in finished_runs[name].results["provenance"]["settings"]
-    continue_run = partial(command, name, model_folder, finished_runs[name].folder)
+    continue_run = partial(
+        run_eval_and_read_results, name, model_folder, finished_runs[name].folder
+    )
     continue_run(words=["--dry-run"])
     assert capsys.readouterr().out == "nothing is left to measure\n"
     # the command with two additional lengths
@@ -76,7 +80,7 @@ def test_dry_run_prints_number_of_cases(model_folder, finished_runs, tmp_path, c
 def test_report_renders_from_files_and_contains_command(model_folder, tmp_path, experiment, words):
     (book := tmp_path / "book.txt").write_text(TEXT)
     folder = tmp_path / "out"
-    results = command(
+    results = run_eval_and_read_results(
         experiment.name, model_folder, folder, words=[*words, book], methods="dense,cab"
     )
     settings = results["provenance"]["settings"]
@@ -87,16 +91,20 @@ def test_report_renders_from_files_and_contains_command(model_folder, tmp_path, 
         patch.setattr(experiment, "draw", lambda *_: None)
         render(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    words_of_command = spelled(settings, experiment.Settings)
+    words_of_command = to_command_line(settings, experiment.Settings)
     report = before["report.md"].decode()
     assert f"python -m cab_hf.eval {experiment.name} {shlex.join(words_of_command)}" in report
     for name, config in settings.get("cab_configs", {"cab": settings.get("cab_config")}).items():
-        assert f"Config of {name}: `{json.dumps(unlike_default(config))}`, other fields" in report
+        assert (
+            f"Config of {name}: `{json.dumps(find_changed_fields(config))}`, other fields" in report
+        )
     # results contain file names, but no paths
     for option, path in (("--model", model_folder), (words[-1], book)):
         words_of_command[words_of_command.index(option) + 1] = str(path)
-    again = experiment(read_settings(experiment.Settings, words_of_command, experiment.name))
-    assert json.loads(json.dumps(again.recorded())) == settings
+    resumed_experiment = experiment(
+        read_settings(experiment.Settings, words_of_command, experiment.name)
+    )
+    assert json.loads(json.dumps(resumed_experiment.recorded())) == settings
 
 
 # --- cases out of memory
@@ -120,16 +128,16 @@ def test_matched_method_waits_for_method_out_of_memory(
         patch.setattr(Fidelity, "read", read_without_memory_for_cab)
         # collecting the garbage of a test session takes longer than measuring the cases
         patch.setattr("cab_hf.eval.long_run.gc.collect", lambda: 0)
-        results = command("fidelity", model_folder, tmp_path)
+        results = run_eval_and_read_results("fidelity", model_folder, tmp_path)
     assert {row["method"] for row in results["rows"]} == {"dense"}
     reasons = {"cab": OUT_OF_MEMORY, "random": "the density to match could not be measured"}
-    failed = {(cell["method"], cell["why"]) for cell in results["provenance"]["failed"]}
-    assert failed == set(reasons.items())
-    errors = [each.get("error") for each in read_log(tmp_path / "samples.jsonl")[1]]
+    reasons_in_results = {(cell["method"], cell["why"]) for cell in results["provenance"]["failed"]}
+    assert reasons_in_results == set(reasons.items())
+    errors = [sample.get("error") for sample in read_log(tmp_path / "samples.jsonl")[1]]
     assert sorted(filter(None, errors)) == sorted(8 * [*reasons.values()])
-    again = command("fidelity", model_folder, tmp_path)
-    assert again["rows"] == finished_runs["fidelity"].results["rows"]
-    assert "failed" not in again["provenance"]
+    resumed_results = run_eval_and_read_results("fidelity", model_folder, tmp_path)
+    assert resumed_results["rows"] == finished_runs["fidelity"].results["rows"]
+    assert "failed" not in resumed_results["provenance"]
 
 
 # --- shards
@@ -148,11 +156,16 @@ def test_shards_partition_cases_by_question(name, num_shards):
     experiments = [
         experiment_of(name, f"{number}/{num_shards}") for number in range(1, num_shards + 1)
     ]
-    independent = [case for case in experiments[0].planned() if not experiments[0].waits(case)]
-    waiting = [case for case in experiments[0].planned() if experiments[0].waits(case)]
+    independent_cases = [
+        case for case in experiments[0].planned() if not experiments[0].waits(case)
+    ]
+    waiting_cases = [case for case in experiments[0].planned() if experiments[0].waits(case)]
     # shards must not depend on the cases that are already measured
-    for measured, cases in ((independent[:4], independent[4:]), (independent, waiting)):
-        shares = [each.share(measured) for each in experiments]
+    for measured_cases, cases in (
+        (independent_cases[:4], independent_cases[4:]),
+        (independent_cases, waiting_cases),
+    ):
+        shares = [shard_experiment.share(measured_cases) for shard_experiment in experiments]
         assert sorted(map(str, cases)) == sorted(str(case) for share in shares for case in share)
         # no two shards share a question
         questions = [x for share in shares for x in set(map(experiments[0].question, share))]
@@ -161,8 +174,8 @@ def test_shards_partition_cases_by_question(name, num_shards):
 
 def test_timed_cases_belong_to_no_shard(monkeypatch):
     experiment = experiment_of("fidelity", "1/1", equal="time")
-    independent = [case for case in experiment.planned() if not experiment.waits(case)]
-    assert experiment.share([]) and not experiment.share(independent)
+    independent_cases = [case for case in experiment.planned() if not experiment.waits(case)]
+    assert experiment.share([]) and not experiment.share(independent_cases)
     monkeypatch.setattr(Fidelity, "alone", lambda self, case: case["probe"] == "recall")
     shares = [experiment_of("fidelity", f"{number}/3").share([]) for number in (1, 2, 3)]
     assert all(shares)
@@ -172,45 +185,53 @@ def test_timed_cases_belong_to_no_shard(monkeypatch):
 def test_cases_alternate_methods_per_question():
     experiment = experiment_of("fidelity")
     cases = list(experiment.planned())
-    independent = [case for case in cases if not experiment.waits(case)]
+    independent_cases = [case for case in cases if not experiment.waits(case)]
     # cases that need the results of other cases come last
-    assert cases[: len(independent)] == independent
-    assert {case["method"] for case in cases[len(independent) :]} == {"random"}
-    pairs = list(zip(independent[::2], independent[1::2], strict=True))
-    assert all((a["method"], b["method"]) == ("dense", "cab") for a, b in pairs)
-    assert all(experiment.question(a) == experiment.question(b) for a, b in pairs)
+    assert cases[: len(independent_cases)] == independent_cases
+    assert {case["method"] for case in cases[len(independent_cases) :]} == {"random"}
+    pairs = list(zip(independent_cases[::2], independent_cases[1::2], strict=True))
+    assert all(
+        (dense_case["method"], cab_case["method"]) == ("dense", "cab")
+        for dense_case, cab_case in pairs
+    )
+    assert all(
+        experiment.question(dense_case) == experiment.question(cab_case)
+        for dense_case, cab_case in pairs
+    )
 
 
 @by_name
 def test_world_size_above_1_is_refused(model_folder, tmp_path, monkeypatch, capsys, name):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="2"):
-        start(name, model_folder, tmp_path)
+        run_eval(name, model_folder, tmp_path)
     assert "--shard 1/2" in capsys.readouterr().err
 
 
 def test_merged_shards_equal_one_process(
     run_passkey, finished_runs, monkeypatch, model_folder, tmp_path, capsys
 ):
-    answer, answered, out = Passkey.answer, [], tmp_path / "out"
+    answer, methods_that_answered, out = Passkey.answer, [], tmp_path / "out"
 
     def record_method_and_answer(self, prompt, method):
-        answered.append(type(method).name)
+        methods_that_answered.append(type(method).name)
         return answer(self, prompt, method)
 
     monkeypatch.setattr(Passkey, "answer", record_method_and_answer)
     # the second run of all shards measures random, which is matched to the density of cab
     for methods in ({"dense", "cab"}, {"random"}):
-        answered.clear()
+        methods_that_answered.clear()
         for shard in ("1/2", "2/2"):
             assert run_passkey(words=["--shard", shard]) is None
-        assert set(answered) == methods and len(answered) == 3 * len(methods)
+        assert set(methods_that_answered) == methods and len(methods_that_answered) == 3 * len(
+            methods
+        )
     assert len(list(out.iterdir())) == 2
-    assert start("passkey", model_folder, out, words=["--seed", "1", "--shard", "1/2"]) == 2
+    assert run_eval("passkey", model_folder, out, words=["--seed", "1", "--shard", "1/2"]) == 2
     assert "made with seed 0, this run has 1" in capsys.readouterr().err
-    answered.clear()
+    methods_that_answered.clear()
     results, expected = run_passkey(), finished_runs["passkey"].results
-    assert not answered
+    assert not methods_that_answered
     # times differ between runs
     rows = [{**row, "seconds": None} for row in results["rows"]]
     assert rows == [{**row, "seconds": None} for row in expected["rows"]]
@@ -222,16 +243,18 @@ def test_merged_shards_equal_one_process(
 
 
 def test_run_continues_only_with_model_of_same_hash(run_passkey, model_folder, tmp_path, capsys):
-    other, same = (shutil.copytree(model_folder, tmp_path / x / model_folder.name) for x in "ab")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    changed_model, copied_model = (
+        shutil.copytree(model_folder, tmp_path / x / model_folder.name) for x in "ab"
+    )
+    config = json.loads((changed_model / "config.json").read_text())
+    (changed_model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     run_passkey(methods="dense,cab")
     out, before = tmp_path / "out", (tmp_path / "out" / "samples.jsonl").read_bytes()
-    assert start("passkey", other, out, methods="cab,streaming") == 2
+    assert run_eval("passkey", changed_model, out, methods="cab,streaming") == 2
     message = "made with model_sha256 '[0-9a-f]{64}', this run has '[0-9a-f]{64}'. Give another"
     assert re.search(message, capsys.readouterr().err)
     assert (out / "samples.jsonl").read_bytes() == before
-    results = command("passkey", same, out, methods="cab,streaming")
+    results = run_eval_and_read_results("passkey", copied_model, out, methods="cab,streaming")
     assert [row["method"] for row in results["rows"]] == ["dense", "cab", "streaming"]
     assert results["provenance"]["settings"]["methods"] == ["dense", "cab", "streaming"]
 
@@ -240,7 +263,7 @@ def test_run_continues_only_with_model_of_same_hash(run_passkey, model_folder, t
 @pytest.mark.parametrize(
     ("assignments", "expected"),
     [
-        ((), SMALL),
+        ((), SMALL_BLOCK_FIELDS),
         (("mass_threshold=0.08",), {"mass_threshold": 0.08}),
         (("predictor=random",), {"predictor": "random"}),
     ],
@@ -286,12 +309,12 @@ def test_log_sample_without_required_field_is_refused(
 ):
     samples = (finished_runs[name].folder / "samples.jsonl").read_text().splitlines()
     header, experiment = samples[0], named(name)
-    by_probe = {json.loads(line).get("probe"): line for line in samples[1:]}
-    for line in by_probe.values():
+    line_by_probe = {json.loads(line).get("probe"): line for line in samples[1:]}
+    for line in line_by_probe.values():
         sample = json.loads(line)
         assert {*sample} - {*experiment.CASE} == {*experiment.fields_of(sample)}
         for field in experiment.fields_of(sample):
-            incomplete = json.dumps({x: value for x, value in sample.items() if x != field})
-            (tmp_path / "samples.jsonl").write_text(f"{header}\n{line}\n{incomplete}\n")
-            assert start(name, model_folder, tmp_path) == 2
+            incomplete_line = json.dumps({x: value for x, value in sample.items() if x != field})
+            (tmp_path / "samples.jsonl").write_text(f"{header}\n{line}\n{incomplete_line}\n")
+            assert run_eval(name, model_folder, tmp_path) == 2
             assert f"samples.jsonl, line 3 has no {field!r}. Repair it" in capsys.readouterr().err

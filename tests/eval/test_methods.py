@@ -5,18 +5,18 @@ from functools import partial
 
 import pytest
 import torch
-from rivals import SMALL, eager_probabilities, random_qk
+from rivals import SMALL_BLOCKS, eager_probabilities, random_qk
 from tiny import tiny_model, tokens
 from transformers import GenerationConfig
 
 from cab_hf.eval import methods
 from cab_hf.eval.methods import METHODS, Cell, base, blocks, caches, last_queries
-from cab_hf.eval.teacher_forcing import after_prompt
+from cab_hf.eval.teacher_forcing import predict_after_prompt
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 LENGTH = 600
-CELL = Cell(SMALL, 0.4, LENGTH)
+CELL = Cell(SMALL_BLOCKS, 0.4, LENGTH)
 # the same cell for top-p methods and a model of two layers. The realised density of a config is
 # the number after the colon in the name of its predictor
 TOP_P_CELL = replace(
@@ -148,7 +148,7 @@ def test_snapkv_keeps_keys_attended_by_prompt_end(tokens, prompt):
 def test_streaming_decode_attends_to_sinks_and_window(model, ids, method, sinks, tokens):
     prompt = 560
     with method.applied(model):
-        steps = after_prompt(model, ids, prompt, cache=method.cache(model))
+        steps = predict_after_prompt(model, ids, prompt, cache=method.cache(model))
     row, column = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
     is_kept = (column < sinks) | (column >= row - (tokens - sinks)) | (row < prompt)
     with torch.no_grad():
@@ -160,16 +160,16 @@ def test_streaming_cache_drops_keys_outside_prefill_window(model, ids):
     streaming = methods.Streaming.fit(replace(CELL, budget=0.2))
     cache = streaming.cache(model)
     with streaming.applied(model):
-        after_prompt(model, ids, 560, cache=cache)
+        predict_after_prompt(model, ids, 560, cache=cache)
     num_kept = (streaming.config.local_blocks + 1) * streaming.config.key_block
     assert {layer.keys.shape[2] for layer in cache.layers} == {num_kept}
-    # `after_prompt` does not pass the last token to the model
+    # `predict_after_prompt` does not pass the last token to the model
     assert cache.get_seq_length() == LENGTH - 1
 
 
 def test_step_tokens_count_index_bytes(model):
     """The index of a key counts as its bytes / (2 * 16 * 4), the bytes of K and V of a token."""
-    config = SMALL.changed(sparse_decode=True, decode_tokens=128)
+    config = SMALL_BLOCKS.changed(sparse_decode=True, decode_tokens=128)
     sparse = methods.Cab(config)
     with sparse.applied(model):
         cache = sparse.cache(model)
@@ -184,7 +184,7 @@ def test_step_tokens_count_index_bytes(model):
     one_dense = methods.Cab(config.changed(dense_layers=(1,)))
     per_layer = 128 + LENGTH * index_share, LENGTH
     assert one_dense.step_tokens(model, LENGTH) == pytest.approx(sum(per_layer) / 2)
-    assert methods.Cab(SMALL).step_tokens(model, LENGTH) == LENGTH
+    assert methods.Cab(SMALL_BLOCKS).step_tokens(model, LENGTH) == LENGTH
     assert caches.H2O(50).step_tokens(model, LENGTH) == 50
 
 
@@ -274,7 +274,7 @@ def test_fitted_share_is_restored_from_log(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_dense_tail_applies_to_methods_matched_by_blocks(name, halved_for_fp8):
-    cell = replace(TOP_P_CELL, config=replace(SMALL, dense_tail_blocks=3))
+    cell = replace(TOP_P_CELL, config=replace(SMALL_BLOCKS, dense_tail_blocks=3))
     config = getattr(METHODS[name].fit(cell), "config", None)
     if config is None or name == "trianglemix":  # TriangleMix has its own last queries
         return
@@ -304,7 +304,7 @@ def test_trianglemix_has_dense_and_triangle_layers(model, ids, monkeypatch):
     selected = plan.to_dense()[0, 0].repeat_interleave(32, 0).repeat_interleave(16, 1)
     assert selected[window].all()
     # the method adds the dense_layers of the config to its own
-    cell = replace(TOP_P_CELL, config=replace(SMALL, dense_layers=(5,)), layers=7)
+    cell = replace(TOP_P_CELL, config=replace(SMALL_BLOCKS, dense_layers=(5,)), layers=7)
     assert blocks.TriangleMix.fit(cell).config.dense_layers == (0, 1, 2, 5)
     with pytest.raises(ValueError, match="cell must contain the number of layers"):
         blocks.TriangleMix.fit(CELL)

@@ -58,7 +58,7 @@ def write(folder, rows, **provenance):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Return a result folder of `FixedReport`."""
-    monkeypatch.setattr(result_folders, "kind_of", lambda provenance, _: FixedReport)
+    monkeypatch.setattr(result_folders, "find_experiment_class", lambda provenance, _: FixedReport)
     rows = [{"name": HOSTILE, "value": 0.5}, {"name": "b", "value": None}]
     write(tmp_path / "runs" / "told", rows)
     return tmp_path / "runs" / "told"
@@ -66,7 +66,7 @@ def folder(tmp_path, monkeypatch):
 
 def page_of(*folders):
     """Return the HTML page of result folders."""
-    return page.page(page.read_all(folders))
+    return page.page(page.read_folders(folders))
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +136,10 @@ def test_section_equals_report_with_figure_and_command(name):
 
 def test_folders_are_deduplicated_and_named_by_path(folder, tmp_path):
     write(folder.parent / "other", [{"name": "a", "value": 1.0}], settings={"keys": 1})
-    results = page.read_all([folder.parent, folder])
+    results = page.read_folders([folder.parent, folder])
     assert [each.name for each in results] == ["other", "told"]
     write(tmp_path / "more" / "told", [{"name": "a", "value": 1.0}])
-    results = page.read_all([folder, tmp_path / "more"])
+    results = page.read_folders([folder, tmp_path / "more"])
     text, names = page.page(results), {str(folder), str(tmp_path / "more" / "told")}
     assert {each.name for each in results} == names
     assert set(matches(r"<h2><a[^>]*>(.*?)</a>", text)) == {f"Told <i>: {name}" for name in names}

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
-from long_runs import FILES, command
-from words import CHAT, TEXT, make_tokenizer
+from long_runs import RESULT_FILES, run_eval_and_read_results
+from words import CHAT_TEMPLATE, TEXT, make_tokenizer
 
 from cab_hf.data import needles
 from cab_hf.eval import passkey
@@ -36,7 +36,7 @@ def text_file(tmp_path):
 
 @pytest.mark.parametrize("keys", [1, 4])
 @pytest.mark.parametrize("filler", FILLERS)
-@pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
+@pytest.mark.parametrize("chat", [None, CHAT_TEMPLATE], ids=["plain", "chat"])
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
 def test_prompt_has_needle_at_depth_and_fits_length(chat, filler, keys, depth, text_file):
     tokenizer = make_tokenizer(chat)
@@ -85,14 +85,16 @@ def test_samples_start_at_different_sentences(tokenizer, text_file):
 
 def test_hide_needle_removes_keys_only(tokenizer):
     haystack = Haystack(tokenizer, keys=4)
-    shown, hidden = (haystack.prompt(400, 0.5, 0, hide_needle=hide) for hide in (False, True))
-    assert hidden.key == shown.key
-    assert hidden.needle is None
-    text = tokenizer.decode(hidden.tokens).replace(" ", "")
+    prompt_with_needle, prompt_without_needle = (
+        haystack.prompt(400, 0.5, 0, hide_needle=hide_needle) for hide_needle in (False, True)
+    )
+    assert prompt_without_needle.key == prompt_with_needle.key
+    assert prompt_without_needle.needle is None
+    text = tokenizer.decode(prompt_without_needle.tokens).replace(" ", "")
     assert not any(letter.isdigit() for letter in text)
     # a needle has two sentences with the key, and the sentence "Remember it."
-    assert len(shown.tokens) - len(hidden.tokens) == 4 * len(
-        tokenizer(needles.NEEDLE.format(whose=" for Bob", key="12345"))["input_ids"]
+    assert len(prompt_with_needle.tokens) - len(prompt_without_needle.tokens) == 4 * len(
+        tokenizer(needles.KEY_STATEMENT.format(whose=" for Bob", key="12345"))["input_ids"]
     )
 
 
@@ -129,10 +131,15 @@ def test_passkey_command_asks_all_methods_the_same_prompts(model_folder, tmp_pat
     # queries of a dense tail would attend to keys outside of the window of streaming
     options = ("--cab", "dense_tail_blocks=0", "--controls", "1", "--trust-remote-code")
     methods = ["dense", "cab", *MATCHED]
-    results = command(
-        "passkey", model_folder, tmp_path, words=options, methods=",".join(methods), drawn=True
+    results = run_eval_and_read_results(
+        "passkey",
+        model_folder,
+        tmp_path,
+        words=options,
+        methods=",".join(methods),
+        draws_figure=True,
     )
-    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert {path.name for path in tmp_path.iterdir()} == RESULT_FILES
     rows = {row["method"]: row for row in results["rows"]}
     assert list(rows) == [*methods, "full", "no_needle"]
     for row in rows.values():
@@ -169,7 +176,7 @@ def test_stage_both_uses_sparse_decode(model_folder, tmp_path, monkeypatch):
     for stage in ("prefill", "both"):
         options = ("--stage", stage, "--budget", "0.3")
         out = tmp_path / stage
-        results = command(
+        results = run_eval_and_read_results(
             "passkey", model_folder, out, words=options, methods="cab,random,streaming"
         )
         # each step has one call for each of the two layers
@@ -181,9 +188,9 @@ def test_stage_both_uses_sparse_decode(model_folder, tmp_path, monkeypatch):
     }
     assert "decoded" not in (tmp_path / "prefill" / "report.md").read_text()
     lines = Passkey.tables(results["rows"])["Accuracy"].splitlines()[2:]
-    decoded = [line.strip("| ").split(" | ")[-1] for line in lines]
+    decoding_cells = [line.strip("| ").split(" | ")[-1] for line in lines]
     # the lines are those of cab, streaming and random
-    assert decoded == ["sparsely", "sinks and window", "densely"]
+    assert decoding_cells == ["sparsely", "sinks and window", "densely"]
 
 
 # fields of a model's generation config, all of which passkey replaces
@@ -220,7 +227,7 @@ def answers(model_folder, tmp_path_factory):
         folder = shutil.copytree(model_folder, tmp_path_factory.mktemp("own") / "model")
         generation_config = {"eos_token_id": 1, "pad_token_id": 1, **fields}
         (folder / "generation_config.json").write_text(json.dumps(generation_config))
-        command("passkey", folder, folder.parent / "run", methods="dense")
+        run_eval_and_read_results("passkey", folder, folder.parent / "run", methods="dense")
         return [sample["answer"] for sample in read_log(folder.parent / "run" / "samples.jsonl")[1]]
 
     return answers
@@ -239,7 +246,7 @@ def test_generation_config_does_not_change_greedy_answers(answers, default_answe
 
 def test_greedily_restores_generation_config(model_folder):
     model, _ = models.load_model(str(model_folder), "cpu", "float32")
-    own = model.generation_config
+    original_config = model.generation_config
     with pytest.raises(KeyboardInterrupt), models.greedy_generation(model, 8):
         raise KeyboardInterrupt
-    assert model.generation_config is own
+    assert model.generation_config is original_config

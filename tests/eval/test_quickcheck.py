@@ -83,12 +83,12 @@ def recall_row(length, method, threshold, right):
 @pytest.mark.parametrize("target", [0.002, 0.01, 0.02, 0.09])
 @pytest.mark.parametrize("slope", [0.5, 0.75, 1.2])
 def test_search_finds_threshold_of_power_law(target, slope):
-    measured = [Point(START, 0.02)]
-    while (threshold := advice.next_threshold(sorted(measured), target)) is not None:
-        measured.append(Point(threshold, 0.02 * (threshold / START) ** slope))
-        assert len(measured) <= advice.MOST_POINTS
-    chosen = advice.chosen_threshold(measured, target)
-    kl = dict(measured)[chosen]
+    points = [Point(START, 0.02)]
+    while (threshold := advice.next_threshold(sorted(points), target)) is not None:
+        points.append(Point(threshold, 0.02 * (threshold / START) ** slope))
+        assert len(points) <= advice.MOST_POINTS
+    chosen_threshold = advice.choose_threshold(points, target)
+    kl = dict(points)[chosen_threshold]
     assert 0.5 * target <= kl <= target
 
 
@@ -110,22 +110,22 @@ def test_search_finds_threshold_of_power_law(target, slope):
     ],
 )
 def test_next_threshold_by_hand(points, expected):
-    measured = [Point(threshold, kl) for threshold, kl in points]
-    assert advice.next_threshold(measured, TARGET) == expected
+    measured_points = [Point(threshold, kl) for threshold, kl in points]
+    assert advice.next_threshold(measured_points, TARGET) == expected
 
 
 def test_unreachable_target_selects_threshold_with_least_kl():
     points = [Point(0.001, 0.03), Point(0.002, 0.05)]
-    assert advice.chosen_threshold(points, TARGET) == 0.001
-    assert advice.chosen_threshold([*points, Point(0.0005, 0.01)], TARGET) == 0.0005
+    assert advice.choose_threshold(points, TARGET) == 0.001
+    assert advice.choose_threshold([*points, Point(0.0005, 0.01)], TARGET) == 0.0005
 
 
 def test_threshold_needs_kl_of_all_documents():
     rows = [kl_row(8192, START, 0.01, index) for index in (0, 1)]
     rows += [kl_row(8192, 0.005, 0.02, 0)]
-    assert advice.points_of(rows, 8192, START) == [(START, pytest.approx(0.01))]
+    assert advice.list_points(rows, 8192, START) == [(START, pytest.approx(0.01))]
     rows += [kl_row(8192, 0.005, 0.04, 1)]
-    assert advice.points_of(rows, 8192, START)[1].kl == pytest.approx(0.03)
+    assert advice.list_points(rows, 8192, START)[1].kl == pytest.approx(0.03)
 
 
 # --- the length from which CAB saves time
@@ -154,7 +154,7 @@ def test_break_even_length(speedups, expected):
 def test_time_estimate_grows_with_length():
     rows = [time_row(8192, START, 1000, 500)]
     step = Step(TTFT, 32768, CAB, START)
-    passes = budget.passes_of(step, runs=3, warm_ups=1, kernels=1, is_cached=False)
+    passes = budget.count_passes(step, runs=3, warm_ups=1, kernels=1, is_cached=False)
     assert passes == {DENSE: 4, CAB: 4}
     ratio = COST.work(32768) / COST.work(8192)
     assert budget.estimate(step, rows, passes, COST) == pytest.approx(1.2 * ratio * (4 * 1.5))
@@ -178,7 +178,7 @@ def test_run_stays_within_its_minutes(minutes, speed):
     scope = Scope((8192, 32768, 131072), START, TARGET, documents=2, kernels=3)
     rows, skipped, elapsed, numbers = [], {}, 10.0, count()
     while (step := next_step(scope, rows, skipped)) is not None:
-        passes = budget.passes_of(step, runs=3, warm_ups=1, kernels=3, is_cached=False)
+        passes = budget.count_passes(step, runs=3, warm_ups=1, kernels=3, is_cached=False)
         seconds = budget.estimate(step, rows, passes, COST)
         if not budget.fits(seconds, elapsed, minutes):
             skipped[step] = budget.reason(seconds, elapsed, minutes)
@@ -208,8 +208,8 @@ def test_schedule_measures_selected_threshold_and_ends():
         )
         assert len(rows) < 60
     steps = [(row["measure"], row["length"], row["threshold"]) for row in rows]
-    without_times = [row for row in rows if row["measure"] != TTFT]
-    verdict = advice.verdict(without_times, START, TARGET, query_block=128)
+    rows_without_times = [row for row in rows if row["measure"] != TTFT]
+    verdict = advice.verdict(rows_without_times, START, TARGET, query_block=128)
     assert verdict.threshold < START and verdict.is_close_enough
     for length in scope.lengths:
         assert (TTFT, length, verdict.threshold) in steps
@@ -221,8 +221,8 @@ def test_schedule_measures_selected_threshold_and_ends():
 def test_skipped_search_step_keeps_measured_thresholds():
     scope, skipped = Scope((512,), START, TARGET), {}
     probes = [Step("probe", 512, DENSE), Step("probe", 512, CAB, START)]
-    measured = [*probes, Step(TTFT, 512, CAB, START)]
-    rows = [{**step.fields, "pass_seconds": {DENSE: 9.0, CAB: 9.0}} for step in measured]
+    measured_steps = [*probes, Step(TTFT, 512, CAB, START)]
+    rows = [{**step.fields, "pass_seconds": {DENSE: 9.0, CAB: 9.0}} for step in measured_steps]
     rows += [kl_row(512, START, 0.05)]
     step = next_step(scope, rows, skipped)
     assert step.measure == KL and step.threshold < START
@@ -288,7 +288,7 @@ LOWER = [kl_row(32768, START / 2**at, 0.01) for at in range(1, 5)]
 def test_advice_is_one_sentence(rows, target, message, min_length):
     verdict, sentence = advised(rows, target)
     assert message in sentence and sentence.count(". ") == 0 and sentence.endswith(".")
-    config = advice.advised_config(CabConfig(), verdict)
+    config = advice.make_advised_config(CabConfig(), verdict)
     assert config.min_length == pytest.approx(min_length, rel=0.05)
 
 
@@ -358,7 +358,7 @@ def words(model, book, out, *more):
     for word in more:
         command += word if isinstance(word, (list, tuple)) else [word]
     if "--cab" not in command:
-        fields = [f"{name}={value}" for name, value in on_model.SMALL.items()]
+        fields = [f"{name}={value}" for name, value in on_model.SMALL_BLOCK_FIELDS.items()]
         command += [word for field in fields for word in ("--cab", field)]
     return ["quickcheck", *map(str, command)]
 
@@ -371,9 +371,9 @@ def rows_of(out):
 def test_quickcheck_writes_rows_report_figure_and_config(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(words(model_folder, book, out)) == 0
-    shown = capsys.readouterr().out
+    printed = capsys.readouterr().out
     text = (out / REPORT).read_text()
-    (sentence,) = re.findall(r"^On \S+, .*\.$", shown, re.MULTILINE)
+    (sentence,) = re.findall(r"^On \S+, .*\.$", printed, re.MULTILINE)
     assert sentence in text and "| 320 | dense (sdpa) | 1.00 |" in text
     assert "## Density by layer" in text and "## Not measured" not in text
     assert (out / FIGURE).stat().st_size > 3_000
@@ -383,8 +383,8 @@ def test_quickcheck_writes_rows_report_figure_and_config(model_folder, book, tmp
     assert f"mass_threshold={config.mass_threshold:g} (advised)" in text
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     cab_hf.apply_cab(model, out / CONFIG)
-    loaded, _ = cab_hf.load_model(model_folder, device="cpu", cab_config=out / CONFIG)
-    assert loaded.config.cab_config == config.to_dict()
+    loaded_model, _ = cab_hf.load_model(model_folder, device="cpu", cab_config=out / CONFIG)
+    assert loaded_model.config.cab_config == config.to_dict()
 
 
 @pytest.mark.usefixtures("without_figure")
@@ -400,14 +400,14 @@ def test_interrupted_quickcheck_continues(model_folder, book, tmp_path, monkeypa
     monkeypatch.setattr(Measurements, "measure", interrupt_after_five_steps)
     with pytest.raises(KeyboardInterrupt):
         main(words(model_folder, book, out))
-    before = rows_of(out)
-    assert len(before) == 5 and not (out / REPORT).exists()
+    rows_before = rows_of(out)
+    assert len(rows_before) == 5 and not (out / REPORT).exists()
     steps.clear()
     monkeypatch.setattr(Measurements, "measure", measure)
     assert main(words(model_folder, book, out)) == 0
-    after = rows_of(out)
-    assert after[:5] == before
-    assert len({tuple(row[name] for name in budget.KEY) for row in after}) == len(after)
+    rows_after = rows_of(out)
+    assert rows_after[:5] == rows_before
+    assert len({tuple(row[name] for name in budget.KEY) for row in rows_after}) == len(rows_after)
 
 
 @pytest.mark.usefixtures("without_figure")
@@ -504,11 +504,11 @@ def test_noncausal_model_is_refused(bert, book, tmp_path, capsys):
 
 def test_default_lengths_fit_the_model():
     settings = Settings(model="tiny", device="cpu", lengths=(8192, 32768, 131072))
-    from cab_hf.eval.quickcheck import within_positions
+    from cab_hf.eval.quickcheck import limit_lengths
 
-    assert within_positions(settings).lengths == (4096,)
+    assert limit_lengths(settings).lengths == (4096,)
     with pytest.raises(UsageError, match="lengths must be at most 4096"):
-        within_positions(Settings(model="tiny", device="cpu", lengths=(512, 8192)))
+        limit_lengths(Settings(model="tiny", device="cpu", lengths=(512, 8192)))
 
 
 @pytest.mark.usefixtures("without_figure")
@@ -517,8 +517,12 @@ def test_command_in_report_repeats_the_run(model_folder, book, tmp_path, monkeyp
     assert main(words(model_folder, book, out, CAB_WORDS)) == 0
     line = re.findall(r"^python -m cab_hf.eval quickcheck (.*)$", (out / REPORT).read_text(), re.M)
     monkeypatch.chdir(tmp_path)
-    again = read_settings(Settings, line[0].split(), "quickcheck")
-    assert again.lengths == (160, 320) and again.cab == CAB_WORDS[1::2] and again.runs == 1
+    repeated_settings = read_settings(Settings, line[0].split(), "quickcheck")
+    assert (
+        repeated_settings.lengths == (160, 320)
+        and repeated_settings.cab == CAB_WORDS[1::2]
+        and repeated_settings.runs == 1
+    )
 
 
 @pytest.mark.slow
@@ -574,13 +578,13 @@ def test_dense_kernels_are_compared_and_checked(flash):
     measurements = Measurements(model, tokenizer, [Text([TEXT], 0)], SMALL, seed=0, runs=1)
     measurements.kernels = kernels.kernel_names("sdpa", on_cpu=False)
     step = Step("kernels", 300, DENSE)
-    compared = measurements.measure(step, [], math.inf)
-    assert {"sdpa", "FlashAttention-3", "cab_dense"} <= compared["kernel_ms"].keys()
-    assert "differs by" in compared["reasons"]["FlashAttention-2"]
-    assert "cuDNN" in compared["reasons"]
-    row = {**step.fields, **compared, "kernel_ms": {"FlashAttention-3": 1.0}}
-    timed = measurements.measure(Step(TTFT, 300, CAB, START), [row], math.inf)
-    assert timed["kernel"] == "FlashAttention-3" and timed["dense_ms"] > 0
+    comparison = measurements.measure(step, [], math.inf)
+    assert {"sdpa", "FlashAttention-3", "cab_dense"} <= comparison["kernel_ms"].keys()
+    assert "differs by" in comparison["reasons"]["FlashAttention-2"]
+    assert "cuDNN" in comparison["reasons"]
+    row = {**step.fields, **comparison, "kernel_ms": {"FlashAttention-3": 1.0}}
+    timed_fields = measurements.measure(Step(TTFT, 300, CAB, START), [row], math.inf)
+    assert timed_fields["kernel"] == "FlashAttention-3" and timed_fields["dense_ms"] > 0
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -588,7 +592,7 @@ def test_kernel_without_windows_raises_for_sliding_window(flash):
     model = tiny_model("mistral-sliding")
     with (
         pytest.raises(NotImplementedError),
-        kernels.attending_by(model, "FlashAttention-3", "sdpa"),
+        kernels.attend_with(model, "FlashAttention-3", "sdpa"),
     ):
         model(tokens(1, 100))
     assert model.config._attn_implementation == "sdpa"
@@ -606,6 +610,6 @@ def test_documents_alternate_between_texts_that_are_long_enough():
     model, tokenizer = tiny_model(), make_tokenizer()
     texts = [Text(["a"], 100), Text(["b"], 300), Text(["c"], 300)]
     measurements = Measurements(model, tokenizer, texts, SMALL, seed=0, runs=1)
-    sources = [measurements.source_of(200, index) for index in range(4)]
+    sources = [measurements.find_source(200, index) for index in range(4)]
     assert sources == [(["b"], 0), (["c"], 0), (["b"], 1), (["c"], 1)]
-    assert [measurements.source_of(100, index)[0] for index in range(3)] == [["a"], ["b"], ["c"]]
+    assert [measurements.find_source(100, index)[0] for index in range(3)] == [["a"], ["b"], ["c"]]

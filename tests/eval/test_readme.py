@@ -11,13 +11,13 @@ import pytest
 from cab_hf import CabConfig
 from cab_hf.eval import experiment, frames, pages, picture, readme, report
 from cab_hf.eval.pages import TABLES
-from cab_hf.eval.result_folders import all_results, read_results
+from cab_hf.eval.result_folders import read_all_results, read_results
 from cab_hf.experiment import loading
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
 # result folders of the default table, at 32,768 and 131,072 tokens
-SHORT, LONG = pages.DEFAULT
+SHORT, LONG = pages.DEFAULT_FOLDERS
 # method of a fidelity run -> label in the default table
 CONFIGURATIONS = {"dense": "dense", "cab": "default"}
 # a page with an outdated table
@@ -44,7 +44,7 @@ def write(folder, rows, versions=("torch",), settings=(), **provenance):
 
 def table(name, results):
     """Return the cells of a table of a page, as a list per row, without the header row."""
-    page = readme.page_with_tables(f"<!-- table: {name} -->\n<!-- end -->\n", results, "../")
+    page = readme.update_tables(f"<!-- table: {name} -->\n<!-- end -->\n", results, "../")
     lines = [line for line in page.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -90,18 +90,18 @@ def test_committed_pages_equal_rendered_tables():
     for path in (ROOT / "README.md", ROOT / "finetune" / "README.md", *ROOT.glob("docs/*.md")):
         page = path.read_text()
         up = "" if path.parent == ROOT else "../"
-        assert readme.page_with_tables(page, RESULTS, up) == page, path
+        assert readme.update_tables(page, RESULTS, up) == page, path
         text_of_pages += page
     assert all(f"<!-- table: {name} -->" in text_of_pages for name in TABLES)
     page = (RESULTS / "README.md").read_text()
-    assert readme.results_page(RESULTS) == page
+    assert readme.render_results_page(RESULTS) == page
     folders = {path.name for path in RESULTS.iterdir() if path.is_dir()}
     assert set(re.findall(r"\]\((\S+)/report.md\)", page)) == folders
 
 
 def test_committed_reports_equal_rendered_rows():
-    for result in all_results(RESULTS):
-        rendered = experiment.report_text(result.kind, result.rows, result.provenance)
+    for result in read_all_results(RESULTS):
+        rendered = experiment.render_report(result.kind, result.rows, result.provenance)
         assert rendered == (result.folder / "report.md").read_text(), result.name
 
 
@@ -120,7 +120,7 @@ def test_committed_results_stay_below_size_limit():
 def test_methods_are_merged_into_one_row():
     rows = [("cab", 1500.0, 0.5), ("cab", 2500.0, None), ("sdpa", 4000.0, 0.25)]
     rows = pandas.DataFrame(rows, columns=["way", "ms", "kl"]).assign(length=4096)
-    wide = frames.side_by_side(frames.with_seconds(rows), "cab", "way", ["length"])
+    wide = frames.merge_methods(frames.add_seconds(rows), "cab", "way", ["length"])
     # means ignore missing values
     wide["pair"] = frames.both(wide, "kl", "sdpa.kl", report.digits)
     wide["half"] = frames.both(wide, "kl", "none.kl", report.digits)
@@ -133,7 +133,7 @@ def test_methods_are_merged_into_one_row():
 def test_extrapolated_time_has_an_approximation_sign():
     rows = [(13.4, "FA3", False), (842.0, "FA3", True), (None, None, None)]
     rows = pandas.DataFrame(rows, columns=["baseline_ms", "baseline", "extrapolated"])
-    shown = frames.with_fastest(rows)["fastest"]
+    shown = frames.add_fastest(rows)["fastest"]
     assert shown[:2].tolist() == ["13.4 FA3", "≈ 842 FA3"] and pandas.isna(shown[2])
 
 
@@ -146,9 +146,9 @@ def test_rows_follow_the_order_of_labels():
 
 
 def test_default_table_shows_speed_and_quality_of_one_config(results):
-    page = readme.page_with_tables(PAGE, results)
+    page = readme.update_tables(PAGE, results)
     assert page.startswith("a\n<!--") and page.endswith("<!-- end -->\nb\n") and "stale" not in page
-    assert readme.page_with_tables(page, results) == page
+    assert readme.update_tables(page, results) == page
     shown = table("default", results)
     assert [row[:2] for row in shown[:2]] == [["32,768", "dense"], ["32,768", "default"]]
     # the cells from the threshold to the recall; recall after the prompt was not measured
@@ -159,7 +159,7 @@ def test_default_table_shows_speed_and_quality_of_one_config(results):
 
 
 def test_default_table_results_have_clean_commits():
-    for name in pages.DEFAULT:
+    for name in pages.DEFAULT_FOLDERS:
         commit = read_results(RESULTS / name).provenance["commit"]
         assert re.fullmatch("[0-9a-f]{40}", commit), name
 
@@ -168,7 +168,7 @@ def test_sentence_needs_exactly_one_row(results):
     assert "128k prompt comes 2.5 × sooner" in TABLES["headline"](results)
     rows = frames.rows_of([read_results(results / picture.TIMES)])
     with pytest.raises(ValueError, match="must have one row for a number, got 2"):
-        frames.one_row(rows, implementation="cab")
+        frames.get_only_row(rows, implementation="cab")
 
 
 def test_picture_command_writes_plan_and_image(results, monkeypatch, tmp_path):
@@ -205,7 +205,7 @@ def test_runs_of_one_training_are_pooled():
     values = {"density": 0.25, "folder": "first", "recall_border.correct": None}
     values |= {"recall_border.n": None, "perplexity_border.value": [2.0, None]}
     counts = {"recall.correct": [3, 1], "recall.n": [4, 6], "perplexity.value": [2.0, 8.0]}
-    pooled = pages.over_runs(pandas.DataFrame({**values, **counts}))
+    pooled = pages.pool_runs(pandas.DataFrame({**values, **counts}))
     assert pooled["recall"] == pytest.approx(0.4) and pooled["runs"] == 2
     assert pooled["perplexity"] == pytest.approx(4.0) and pooled["each"] == "2.00, 8.00"
     assert pooled[["recall_border", "perplexity_border"]].isna().all()
@@ -223,7 +223,7 @@ def test_runs_of_one_training_are_pooled():
 )
 def test_model_type_row_states_sparse_exact_or_refused(row, sparse, exact, error):
     row = {"verdict": "exact", "layers": 4, "sparse": 4, "said": None, **row}
-    assert pages.layer_kinds(row) == {"sparse": sparse, "exact": exact, "error": error}
+    assert pages.describe_layers(row) == {"sparse": sparse, "exact": exact, "error": error}
 
 
 def test_models_table_lists_models_of_default_runs(results):
@@ -249,7 +249,7 @@ def words(results, tmp_path_factory, monkeypatch):
     docs = tmp_path_factory.mktemp("docs")
     (docs / "page.md").write_text(PAGE)
     (docs / "more.md").write_text("no tables are needed here")
-    monkeypatch.setattr(readme, "results_page", lambda results: "all\n")
+    monkeypatch.setattr(readme, "render_results_page", lambda results: "all\n")
     options = {"page": docs / "page.md", "docs": docs / "none", "training": docs / "more.md"}
     options["results"] = results
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
@@ -286,7 +286,7 @@ def test_command_writes_pages_and_packs_large_files(results, words, monkeypatch)
     assert readme.main(words) == 0
     assert {path.name for path in folder.iterdir()} == {"results.json", "samples.jsonl.xz"}
     assert (results / "README.md").read_text() == "all\n"
-    assert Path(words[1]).read_text() == readme.page_with_tables(PAGE, results)
+    assert Path(words[1]).read_text() == readme.update_tables(PAGE, results)
     assert (results / picture.PICTURE).stat().st_size > 5_000
     # large results are compressed as well, and give the same rows
     before = read_results(folder)

@@ -63,8 +63,8 @@ def refused(folder, tmp_path, capsys, monkeypatch):
     def run(command, words, model="own"):
         words = [*command.split(), *words.split()]
         if command in SMALL:
-            fixed = ["--model", model, *SMALL[command].split(), "--device", "cpu"]
-            words = [words[0], *fixed, *words[1:]]
+            model_options = ["--model", model, *SMALL[command].split(), "--device", "cpu"]
+            words = [words[0], *model_options, *words[1:]]
         capsys.readouterr()
         try:
             status = main([*words, *([] if "--out=" in " ".join(words) else ["--out", str(out)])])
@@ -244,8 +244,8 @@ def run(folder, tmp_path, capsys):
 
 def saved(model, folder):
     """Save a model and a tokenizer in ``folder``, and return the folder."""
-    for each in (model, make_tokenizer()):
-        each.save_pretrained(folder)
+    for part in (model, make_tokenizer()):
+        part.save_pretrained(folder)
     return folder
 
 

@@ -13,7 +13,7 @@ from cab_hf.eval.fidelity import Fidelity
 from cab_hf.eval.intervals import mean_interval, mean_of_intervals, paired_difference
 from cab_hf.eval.passkey import Passkey
 from cab_hf.experiment.log import read_file, read_log
-from cab_hf.experiment.markdown import code, plain
+from cab_hf.experiment.markdown import escape_markdown, format_code
 
 RESULTS = Path(__file__).parents[2] / "eval" / "results"
 # golden file, with the sentences and tables of each entry of `SCENES`
@@ -319,7 +319,7 @@ def test_text_name_with_dollar_signs_is_not_typeset(tmp_path):
 def test_heatmap_writes_an_image(tmp_path, panels):
     path = tmp_path / "heatmap.png"
     grid = {(1024, 0.0): 1.0, (2048, 0.5): 0.25}
-    charts.heatmap(path, {f"method {i}": grid for i in range(panels)}, "length", "depth")
+    charts.draw_heatmap(path, {f"method {i}": grid for i in range(panels)}, "length", "depth")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert list(tmp_path.iterdir()) == [path]
 
@@ -348,11 +348,15 @@ def one_cell(value):
     ("write", "text", "expected"),
     [
         *((one_cell, "a|b", r"a\|b"), (one_cell, r"a\|b", r"a\|b"), (one_cell, "a\nb", "a b")),
-        *((one_cell, "**0.00**", "**0.00**"), (plain, "my_text-1.txt", "my_text-1.txt")),
-        *((plain, "a|b.txt", r"a\|b.txt"), (plain, "`rm`.txt", r"\`rm\`.txt")),
-        *((plain, "a\n# b.txt", "a # b.txt"), (code, "a.*", "`a.*`"), (code, "a`b", "``a`b``")),
-        (plain, "_a_ *b* [c](d) <e>", r"\_a\_ \*b\* \[c\](d) \<e\>"),
-        *((code, "(q|v)", r"`(q\|v)`"), (code, "`a", "`` `a ``")),
+        *((one_cell, "**0.00**", "**0.00**"), (escape_markdown, "my_text-1.txt", "my_text-1.txt")),
+        *((escape_markdown, "a|b.txt", r"a\|b.txt"), (escape_markdown, "`rm`.txt", r"\`rm\`.txt")),
+        *(
+            (escape_markdown, "a\n# b.txt", "a # b.txt"),
+            (format_code, "a.*", "`a.*`"),
+            (format_code, "a`b", "``a`b``"),
+        ),
+        (escape_markdown, "_a_ *b* [c](d) <e>", r"\_a\_ \*b\* \[c\](d) \<e\>"),
+        *((format_code, "(q|v)", r"`(q\|v)`"), (format_code, "`a", "`` `a ``")),
     ],
 )
 def test_markdown_in_text_is_escaped(write, text, expected):

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from rivals import (
-    RIVALS,
-    USES_LAST_QUERIES,
+    LAST_QUERY_PREDICTORS,
+    RIVAL_CONFIGS,
     blocks_selected_by,
-    config_of,
     eager_probabilities,
+    make_config,
     random_qk,
 )
-from valid_plan import require_valid
+from valid_plan import assert_valid_plan
 
 from cab_hf.call.layout import BlockLayout
 from cab_hf.eval import methods
@@ -21,7 +21,7 @@ from cab_hf.eval.methods import blocks, caches, last_queries
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, attention_mass, make_predictor
 
-# scale and block sizes of `rivals.SMALL`
+# scale and block sizes of `rivals.SMALL_BLOCKS`
 BLOCK_MASS = {"scale": 0.25, "query_block": 32, "key_block": 16}
 
 
@@ -46,15 +46,15 @@ def sums_over_blocks(probabilities, key_block, query_block):
 def test_block_mass_equals_summed_eager_attention(length, row_blocks, monkeypatch):
     q, k = random_qk(length)
     logits_per_row_block = q.shape[1] * 32 * length
-    monkeypatch.setattr(attention_mass, "LOGITS_AT_A_TIME", row_blocks * logits_per_row_block)
+    monkeypatch.setattr(attention_mass, "MAX_LOGITS_PER_CHUNK", row_blocks * logits_per_row_block)
     ranges = KeyRanges.causal(1, length, length, "cpu")
-    mass = attention_mass.block_mass(q, k, ranges, **BLOCK_MASS)
+    mass = attention_mass.compute_block_mass(q, k, ranges, **BLOCK_MASS)
     probabilities = eager_probabilities(q, k, 0.25)
     torch.testing.assert_close(mass, sums_over_blocks(probabilities, 16, 32))
-    torch.testing.assert_close(caches.column_sums(q, k, ranges, 0.25), probabilities.sum(2))
+    torch.testing.assert_close(caches.sum_columns(q, k, ranges, 0.25), probabilities.sum(2))
     # only the first 40 queries are real: 32 in the first block and 8 in the second
     ranges = replace(ranges, end=torch.where(torch.arange(length) < 40, ranges.end, -1))
-    mass = attention_mass.block_mass(q, k, ranges, **BLOCK_MASS).sum(-1)
+    mass = attention_mass.compute_block_mass(q, k, ranges, **BLOCK_MASS).sum(-1)
     expected = torch.tensor([32.0, 8.0, *[0.0] * (-(-length // 32) - 2)])
     torch.testing.assert_close(mass, expected.expand(1, 6, -1))
 
@@ -64,7 +64,9 @@ def test_antidiagonal_score_by_hand():
     stride = blocks.STRIDE
     q, k = random_qk(2 * stride, heads=1, kv_heads=1, dim=1)
     ranges = KeyRanges.causal(1, 2 * stride, 2 * stride, "cpu")
-    (_, rows), *later_chunks = attention_mass.attention_rows(q, k, ranges, scale=2.0, stride=stride)
+    (_, rows), *later_chunks = attention_mass.iterate_attention_rows(
+        q, k, ranges, scale=2.0, stride=stride
+    )
     q, k = q.flatten(), k.flatten()
     second_tile = range(stride, 2 * stride)
     first_logit = sum(q[i] * k[2 * stride - 1 - i] for i in second_tile) * 2 / stride
@@ -78,7 +80,7 @@ def test_antidiagonal_score_by_hand():
 def test_vertical_slash_scores_equal_eager_attention(length):
     q, k = random_qk(length)
     call = LayerContext(KeyRanges.causal(1, length, length, "cpu"), 0.25)
-    score = last_queries.vertical_slash_scores(q, k, call, 32, 16, num_queries=20)
+    score = last_queries.score_vertical_slash(q, k, call, 32, 16, num_queries=20)
     attention = eager_probabilities(q, k, 0.25)[:, :, -20:]
     distance = torch.arange(length)[-20:, None] - torch.arange(length)
     column = attention.sum(2)
@@ -92,10 +94,10 @@ def test_vertical_slash_scores_equal_eager_attention(length):
             torch.testing.assert_close(score[:, :, row, block], expected)
 
 
-@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("name", RIVAL_CONFIGS)
 @pytest.mark.parametrize("length", [33, 320])
 def test_no_row_selects_a_future_block(name, length):
-    keep = blocks_selected_by(RIVALS[name], *random_qk(length))[0]
+    keep = blocks_selected_by(RIVAL_CONFIGS[name], *random_qk(length))[0]
     rows, blocks = torch.arange(keep.shape[1]), torch.arange(keep.shape[2])
     later = 16 * blocks > 32 * rows[:, None] + 31
     assert not keep[:, later].any()
@@ -104,18 +106,20 @@ def test_no_row_selects_a_future_block(name, length):
     assert keep[:, (own.T & ~later)].all()
 
 
-@pytest.mark.parametrize("name", [name for name in RIVALS if name not in USES_LAST_QUERIES])
+@pytest.mark.parametrize(
+    "name", [name for name in RIVAL_CONFIGS if name not in LAST_QUERY_PREDICTORS]
+)
 def test_later_tokens_do_not_change_selection(name):
     q, k = random_qk(320)
-    before = blocks_selected_by(RIVALS[name], q, k)[:, :, :6]
+    before = blocks_selected_by(RIVAL_CONFIGS[name], q, k)[:, :, :6]
     assert 0 < before.sum() < before.numel()
     q, k = q.clone(), k.clone()
     q[:, :, 192:] *= -3
     k[:, :, 192:] += 5
-    assert torch.equal(blocks_selected_by(RIVALS[name], q, k)[:, :, :6], before)
+    assert torch.equal(blocks_selected_by(RIVAL_CONFIGS[name], q, k)[:, :, :6], before)
 
 
-@pytest.mark.parametrize("name", [name for name in RIVALS if name != "random"])
+@pytest.mark.parametrize("name", [name for name in RIVAL_CONFIGS if name != "random"])
 @pytest.mark.parametrize(
     ("documents", "is_real"),
     [([90, 205, 150], None), ([90, 205], [False, True]), ([205, 90], [True, False])],
@@ -139,11 +143,11 @@ def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(name, docum
         align=32,
         device=q.device,
     )
-    config = RIVALS[name]
+    config = RIVAL_CONFIGS[name]
     predictor = make_predictor(config)
     q_laid, k_laid = layout.queries(q), layout.keys(k)
     call = LayerContext(layout.ranges, 0.25)
-    if is_real is None and name in USES_LAST_QUERIES:
+    if is_real is None and name in LAST_QUERY_PREDICTORS:
         with pytest.raises(NotImplementedError, match=f"packed document, got '{config.predictor}'"):
             predictor(q_laid, k_laid, call)
         return
@@ -161,9 +165,9 @@ def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(name, docum
 def test_xattention_selects_fewest_blocks_above_threshold(name, stride, share):
     q, k = random_qk(320)
     q, k = 4 * q, 4 * k
-    keep = blocks_selected_by(config_of(name, share, sink_blocks=1, local_blocks=0), q, k)
+    keep = blocks_selected_by(make_config(name, share, sink_blocks=1, local_blocks=0), q, k)
     ranges = KeyRanges.causal(1, 320, 320, "cpu")
-    mass = attention_mass.block_mass(q, k, ranges, **BLOCK_MASS, stride=stride)
+    mass = attention_mass.compute_block_mass(q, k, ranges, **BLOCK_MASS, stride=stride)
     mass = mass / mass.sum(-1, keepdim=True)
     for head in range(6):
         for row in range(10):
@@ -187,13 +191,21 @@ def test_columns_and_diagonals_map_to_blocks_by_hand():
     # keep the keys at a distance of three key blocks before a query
     diagonal[..., 3] = True
     visible = torch.ones(6, 6, dtype=torch.bool).tril()[1::2]
-    keep = last_queries.touched(column, none, ranges, query_block=4, key_block=2)[0, 0] & visible
+    keep = (
+        last_queries.select_touched_blocks(column, none, ranges, query_block=4, key_block=2)[0, 0]
+        & visible
+    )
     assert keep.nonzero().tolist() == [[0, 1], [1, 1], [2, 1]]
-    keep = last_queries.touched(none, diagonal, ranges, query_block=4, key_block=2)[0, 0] & visible
+    keep = (
+        last_queries.select_touched_blocks(none, diagonal, ranges, query_block=4, key_block=2)[0, 0]
+        & visible
+    )
     assert keep.nonzero().tolist() == [[1, 0], [2, 1], [2, 2]]
     # query blocks of 2 tokens are half of a key block of 4 tokens
     ranges = KeyRanges.causal(1, 24, 24, "cpu")
-    keep = last_queries.touched(none, diagonal, ranges, query_block=2, key_block=4)[0, 0]
+    keep = last_queries.select_touched_blocks(none, diagonal, ranges, query_block=2, key_block=4)[
+        0, 0
+    ]
     assert keep.nonzero().tolist() == [[6, 0], [7, 0], [8, 1], [9, 1], [10, 2], [11, 2]]
 
 
@@ -201,9 +213,9 @@ def test_root_divergence_by_hand():
     p, q = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.5, 0.5, 0.0])
     # KL(p || m) = log 4/3, KL(q || m) = log(2/3) / 2 + log(2) / 2
     expected = ((math.log(4 / 3) + math.log(2 / 3) / 2 + math.log(2) / 2) / 2) ** 0.5
-    assert last_queries.root_divergence(p, q).item() == pytest.approx(expected)
-    assert last_queries.root_divergence(p, p) == 0
-    disjoint = last_queries.root_divergence(p, torch.tensor([0.0, 0.0, 1.0]))
+    assert last_queries.compute_root_divergence(p, q).item() == pytest.approx(expected)
+    assert last_queries.compute_root_divergence(p, p) == 0
+    disjoint = last_queries.compute_root_divergence(p, torch.tensor([0.0, 0.0, 1.0]))
     assert disjoint.item() == pytest.approx(math.log(2) ** 0.5)
 
 
@@ -215,7 +227,7 @@ def test_flexprefill_selection_equals_eager_attention(tau, monkeypatch):
     gamma, min_blocks = 0.6, 2
     q, k = random_qk(length)
     keep = blocks_selected_by(
-        config_of("flexprefill", gamma, sink_blocks=0, local_blocks=0), 3 * q, k
+        make_config("flexprefill", gamma, sink_blocks=0, local_blocks=0), 3 * q, k
     )
     rows, blocks = -(-length // 32), -(-length // 16)
 
@@ -276,23 +288,23 @@ def test_flexprefill_divergence_is_small_for_constant_blocks():
     k = random_qk(20)[1].repeat_interleave(16, dim=2)
     q = random_qk(10)[0].repeat_interleave(32, dim=2)
     ranges = KeyRanges.causal(1, 320, 320, "cpu")
-    keys = blocks.block_means(k, ranges.key_valid, 16)
-    pooled = last_queries.pooled_last_block(q, keys, ranges, 0.25, 32, 16)
-    columns, _ = caches.columns_and_diagonals(q, k, ranges, 0.25, 32)
+    keys = blocks.average_blocks(k, ranges.key_valid, 16)
+    pooled = last_queries.estimate_last_block(q, keys, ranges, 0.25, 32, 16)
+    columns, _ = caches.sum_columns_and_diagonals(q, k, ranges, 0.25, 32)
     columns = columns.unflatten(-1, (20, 16)).sum(-1) / 32
     # the causal mask cuts the last two blocks for some of the last 32 queries
-    assert (last_queries.root_divergence(pooled, columns) < 0.25).all()
+    assert (last_queries.compute_root_divergence(pooled, columns) < 0.25).all()
     torch.testing.assert_close(pooled.sum(-1), torch.ones(1, 6))
 
 
 def test_share_1_selects_all_blocks_and_flexprefill_has_a_minimum(monkeypatch):
     q, k = random_qk(320)
-    everything = blocks_selected_by(config_of("oracle", sparsity=0.0), q, k)
+    everything = blocks_selected_by(make_config("oracle", sparsity=0.0), q, k)
     for name in ("flexprefill", "xattention", "mean_pooled"):
-        assert torch.equal(blocks_selected_by(config_of(name, 1.0), q, k), everything)
-    few = blocks_selected_by(config_of("flexprefill", 0.01), q, k).sum()
+        assert torch.equal(blocks_selected_by(make_config(name, 1.0), q, k), everything)
+    few = blocks_selected_by(make_config("flexprefill", 0.01), q, k).sum()
     monkeypatch.setattr(last_queries, "MIN_TOKENS", 64)
-    assert blocks_selected_by(config_of("flexprefill", 0.01), q, k).sum() > few
+    assert blocks_selected_by(make_config("flexprefill", 0.01), q, k).sum() > few
 
 
 # --- selected blocks
@@ -300,7 +312,7 @@ def test_share_1_selects_all_blocks_and_flexprefill_has_a_minimum(monkeypatch):
 
 def test_streaming_selects_sink_and_window_only():
     keep = blocks_selected_by(
-        config_of("streaming", sink_blocks=1, local_blocks=3), *random_qk(320)
+        make_config("streaming", sink_blocks=1, local_blocks=3), *random_qk(320)
     )
     assert keep.shape == (1, 6, 10, 20)
     for row in range(10):
@@ -311,7 +323,7 @@ def test_streaming_selects_sink_and_window_only():
 
 
 def test_streaming_reaches_keys_of_its_window():
-    config = config_of("streaming", sink_blocks=1, local_blocks=4)
+    config = make_config("streaming", sink_blocks=1, local_blocks=4)
     streaming = methods.Streaming(config)
     # the question starts in the row of queries [288, 320), which keeps keys [0, 16) and [256, 320)
     assert streaming.reaches(320, 300, (10, 20))
@@ -324,7 +336,7 @@ def test_streaming_reaches_keys_of_its_window():
 
 
 def test_random_selection_is_deterministic_per_head_and_sequence():
-    config = config_of("random", sparsity=0.7)
+    config = make_config("random", sparsity=0.7)
     once = blocks_selected_by(config, *random_qk(640, seed=1))
     assert torch.equal(once, blocks_selected_by(config, *random_qk(640, seed=1)))
     assert not torch.equal(once, blocks_selected_by(config, *random_qk(640, seed=2)))
@@ -334,7 +346,7 @@ def test_random_selection_is_deterministic_per_head_and_sequence():
 
 @pytest.mark.parametrize("name", ["random", "vertical_slash"])
 def test_row_share_includes_forced_blocks(name):
-    keep = blocks_selected_by(config_of(name, sparsity=0.7, local_blocks=2), *random_qk(640))
+    keep = blocks_selected_by(make_config(name, sparsity=0.7, local_blocks=2), *random_qk(640))
     for row in range(20):
         visible = 2 * row + 2
         forced = min(visible, 3)
@@ -348,7 +360,7 @@ def test_single_query_has_a_plan():
     """One query after 199 cached keys attends to the first and the last key block."""
     q, k = random_qk(200)
     ranges = KeyRanges.causal(1, 1, 200, "cpu")
-    for config in RIVALS.values():
+    for config in RIVAL_CONFIGS.values():
         plan = make_predictor(config)(q[:, :, -1:], k, LayerContext(ranges, 0.25))
-        require_valid(plan)
+        assert_valid_plan(plan)
         assert plan.to_dense()[0, :, 0, [0, 12]].all()

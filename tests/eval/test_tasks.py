@@ -8,14 +8,14 @@ from dataclasses import fields
 
 import pytest
 import yaml
-from marks import slow_but
+from marks import mark_slow_except
 from tiny import SMALL, tiny_model, tokens
 from transformers import AutoTokenizer, LlamaForCausalLM
-from words import CHAT, TEXT, make_merging_tokenizer, make_tokenizer
+from words import CHAT_TEMPLATE, TEXT, make_merging_tokenizer, make_tokenizer
 
 from cab_hf import CabConfig, apply_cab, remove_cab
-from cab_hf.data.documents import recall_document
-from cab_hf.data.needles import NOISE, split_sentences
+from cab_hf.data.documents import make_recall_document
+from cab_hf.data.needles import NOISE_SENTENCES, split_sentences
 from cab_hf.data.tasks import TASKS
 from cab_hf.eval import harness, passkey
 from cab_hf.eval.__main__ import main
@@ -91,21 +91,21 @@ def test_task_file_makes_documents_of_task(name, utils, folder):
     documents = utils.task_documents(**options, pretrained=folder, **task["dataset_kwargs"])
     tokenizer = make_tokenizer()
     for index, document in enumerate(documents):
-        example = TASKS[name].make(tokenizer, NOISE, 800, index=index, seed=3)
+        example = TASKS[name].make(tokenizer, NOISE_SENTENCES, 800, index=index, seed=3)
         assert tokenizer.decode(example.tokens[: example.prompt]) == document["text"]
         assert document["replies"] == list(example.replies)
         num_tokens = len(tokenizer(document["text"])["input_ids"])
         assert num_tokens + task["generation_kwargs"]["max_gen_toks"] > 800 >= num_tokens
 
 
-@pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
+@pytest.mark.parametrize("chat", [None, CHAT_TEMPLATE], ids=["plain", "chat"])
 def test_bos_token_is_added_once(chat, utils, tmp_path):
     tokenizer = make_merging_tokenizer()
     tokenizer.chat_template = chat and "<s>" + chat
     tokenizer.save_pretrained(tmp_path)
     options = {"task_name": "two_facts", "max_seq_lengths": [900], "samples": 1}
     (document,) = utils.task_documents(**options, pretrained=str(tmp_path))
-    example = TASKS["two_facts"].make(tokenizer, NOISE, 900, 0)
+    example = TASKS["two_facts"].make(tokenizer, NOISE_SENTENCES, 900, 0)
     # lm_eval adds special tokens to texts that do not start with them
     ids = tokenizer(document["text"], add_special_tokens=chat is None)["input_ids"]
     assert tuple(ids[:9]) == example.tokens[:9]
@@ -132,26 +132,26 @@ def test_passkey_documents_equal_command_prompts(utils, folder):
 
 
 @pytest.mark.parametrize("text", [None, TEXT], ids=["noise", "text"])
-@pytest.mark.parametrize(("model", "keys"), slow_but([("merging", 4), ("smollm2", 12)], 0))
+@pytest.mark.parametrize(("model", "keys"), mark_slow_except([("merging", 4), ("smollm2", 12)], 0))
 def test_recall_documents_have_tokens_of_teacher_forcing(model, keys, text, utils, tmp_path):
     """The tokens of a prompt and its key are the first tokens of the teacher-forced document."""
     if model == "merging":
         make_merging_tokenizer().save_pretrained(folder := tmp_path / "tokenizer")
     else:
         folder = smollm2_folder()
-    sentences = NOISE if text is None else split_sentences(text)
+    sentences = NOISE_SENTENCES if text is None else split_sentences(text)
     file = None if text is None else tmp_path / "book.txt"
     if file:
         file.write_text(text)
     options = {"keys": keys, "documents": 1, "max_seq_lengths": [900], "haystack": file}
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    forced = recall_document(tokenizer, sentences, 900, keys, index=0)
-    actual = utils.recall_documents(**options, pretrained=folder)
-    for document, (start, end) in zip(actual, forced.answers, strict=True):
-        assert document["key"] == tokenizer.decode(forced.tokens[start:end])
+    teacher_forced_document = make_recall_document(tokenizer, sentences, 900, keys, index=0)
+    documents = utils.recall_documents(**options, pretrained=folder)
+    for document, (start, end) in zip(documents, teacher_forced_document.answers, strict=True):
+        assert document["key"] == tokenizer.decode(teacher_forced_document.tokens[start:end])
         assert len(document["key"].strip()) == 5 and (model == "merging" or end - start == 5)
         ids = tokenizer(document["text"] + document["key"])["input_ids"]
-        assert tuple(ids) == forced.tokens[:end]
+        assert tuple(ids) == teacher_forced_document.tokens[:end]
 
 
 @pytest.mark.parametrize(("maker", "options"), MAKERS.items(), ids=MAKERS)
@@ -178,7 +178,7 @@ def test_default_number_of_documents(utils, folder):
         result = make(keys=keys, pretrained=folder)
         assert [document["length"] for document in result] == [4096] * count
     # a document gives one prompt per key, and all keys differ
-    assert [document["index"] for document in result] == [at // 12 for at in range(48)]
+    assert [document["index"] for document in result] == [index // 12 for index in range(48)]
     assert len({document["key"] for document in result}) == 48
     with pytest.raises(ValueError, match="tokenizer must be a name or path"):
         utils.passkey_documents(samples=1, dtype="float32")
@@ -215,22 +215,27 @@ PASSED_ON = {
 
 @pytest.mark.parametrize("words", PASSED_ON)
 def test_arguments_are_passed_to_lm_eval(words, monkeypatch):
-    monkeypatch.setattr(harness, "made_folder", lambda name: name.replace("smollm2", "HERE"))
-    ours = ["--include_path", str(harness.TASKS)]
-    assert harness.handed_on(words.split()) == [*PASSED_ON[words].split(), *ours]
+    monkeypatch.setattr(harness, "make_folder", lambda name: name.replace("smollm2", "HERE"))
+    own_arguments = ["--include_path", str(harness.TASKS)]
+    assert harness.make_lm_eval_arguments(words.split()) == [
+        *PASSED_ON[words].split(),
+        *own_arguments,
+    ]
     # --include_path of the user replaces ours
     for arguments in (["--include_path", "mine"], ["--include_path=mine"]):
-        assert harness.handed_on(arguments) == arguments
+        assert harness.make_lm_eval_arguments(arguments) == arguments
 
 
 def test_misspelt_model_argument_raises():
-    known = {"engine", "min_length", "max_length", "batch_size"}
-    refuse_misspelt(["engine", "batch_size", "attn_implementation", "rope_theta", "dtype"], known)
-    for typed, expected in (("engines", "engine"), ("min_lenght", "min_length")):
+    known_arguments = {"engine", "min_length", "max_length", "batch_size"}
+    refuse_misspelt(
+        ["engine", "batch_size", "attn_implementation", "rope_theta", "dtype"], known_arguments
+    )
+    for misspelt, expected in (("engines", "engine"), ("min_lenght", "min_length")):
         with pytest.raises(
-            ValueError, match=f"model_args must .*, got '{typed}'; did you mean '{expected}'"
+            ValueError, match=f"model_args must .*, got '{misspelt}'; did you mean '{expected}'"
         ):
-            refuse_misspelt(["dtype", typed], known)
+            refuse_misspelt(["dtype", misspelt], known_arguments)
 
 
 def test_missing_lm_eval_error_names_the_extra(monkeypatch, capsys):
@@ -271,11 +276,17 @@ def test_batched_requests_equal_single_requests(request_type, folder):
         model = CabLM(folder, device="cpu", dtype="float32", batch_size=batch_size, **config)
         return getattr(model, request_type)(requests, disable_tqdm=True)
 
-    alone, together = answers(1), answers(3)
+    single_answers, batched_answers = answers(1), answers(3)
     if request_type == "loglikelihood":
-        alone, together = ([score for score, _ in each] for each in (alone, together))
-    expected = alone if request_type == "generate_until" else pytest.approx(alone, abs=1e-3)
-    assert together == expected
+        single_answers, batched_answers = (
+            [score for score, _ in each] for each in (single_answers, batched_answers)
+        )
+    expected = (
+        single_answers
+        if request_type == "generate_until"
+        else pytest.approx(single_answers, abs=1e-3)
+    )
+    assert batched_answers == expected
 
 
 def test_harness_reports_density_and_refuses_dense_runs(capsys):
@@ -283,13 +294,13 @@ def test_harness_reports_density_and_refuses_dense_runs(capsys):
     apply_cab(model, SMALL, min_length=100, mass_threshold=0.08)
     model(tokens(1, 90))
     with pytest.raises(UsageError, match="min_length must .*, got 100: no layer attended sparsely"):
-        harness.what_was_attended(model)
+        harness.report_attention(model)
     remove_cab(model)
-    assert harness.what_was_attended(model) == {}
+    assert harness.report_attention(model) == {}
     thresholds = {"mass_threshold": 0.08, "share_threshold": 0.5}
     config = CabConfig.from_dict(apply_cab(model, SMALL, **thresholds).config.cab_config)
     model(tokens(1, 300))
-    result = harness.what_was_attended(model)
+    result = harness.report_attention(model)
     assert result["cab_config"] == config.to_dict() and 0 < result["cab_density"] < 1
     line = capsys.readouterr().out
     assert line.startswith("cab: 3 of 3 layers attended sparsely, density 0.")

@@ -7,28 +7,28 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from long_runs import command
+from long_runs import run_eval_and_read_results
 from tiny import SPARSE as SMALL_BLOCKS
 from tiny import tiny_model
 from tiny import tokens as random_tokens
 from torch.nn import functional as F
-from words import CHAT, make_tokenizer
+from words import CHAT_TEMPLATE, make_tokenizer
 
 import cab_hf
-from cab_hf.data.needles import NOISE, QUESTION
+from cab_hf.data.needles import NOISE_SENTENCES, QUESTION
 from cab_hf.data.tasks import TASKS
 from cab_hf.eval import fidelity, teacher_forcing
 from cab_hf.eval.fidelity import Fidelity, Settings
 from cab_hf.eval.haystack import Haystack
-from cab_hf.eval.kv_cache import NAME, NAME_BEFORE, cache_name, cache_of, read_on
+from cab_hf.eval.kv_cache import NAME, NAME_BEFORE, get_cache, get_cache_name, read_with_cache
 from cab_hf.eval.teacher_forcing import (
     TeacherForced,
-    after_turns,
     answered,
-    distributions,
-    divergence,
-    greedy_match,
+    compare_log_probs,
     nll,
+    predict_log_probs,
+    predict_turns,
+    score_greedy_predictions,
 )
 
 
@@ -55,7 +55,7 @@ def test_answer_is_correct_if_all_tokens_match(predictions, right):
     # the logits at position i - 1 predict token i
     model = model_with(F.one_hot(torch.tensor([*predictions[1:], 0]), 20).float())
     reading = TeacherForced(tuple(range(8)), ((1, 4), (5, 7)))
-    assert greedy_match(model, reading) == {"right": right}
+    assert score_greedy_predictions(model, reading) == {"right": right}
 
 
 def test_perplexity_covers_the_second_half(monkeypatch):
@@ -75,12 +75,12 @@ def test_divergence_by_hand():
     """
     dense = torch.tensor([[2.0, 1, 1], [1, 1, 2]]).div(4).log()
     actual = torch.tensor([[1.0, 2, 1], [1, 1, 2]]).div(4).log()
-    result = divergence(actual, dense, TeacherForced((0, 1, 2), ((1, 3),)))
+    result = compare_log_probs(actual, dense, TeacherForced((0, 1, 2), ((1, 3),)))
     assert result["kl"] == pytest.approx(math.log(2) / 4)
     assert (result["agree"], result["count"]) == (1, 2)
     # log-probabilities of the next tokens 1 and 2
     assert result["nll"] == pytest.approx(math.log(2) + math.log(2))
-    assert divergence(dense, dense, TeacherForced((0, 1, 2), ((1, 3),)))["kl"] == 0
+    assert compare_log_probs(dense, dense, TeacherForced((0, 1, 2), ((1, 3),)))["kl"] == 0
 
 
 def model_and_tokens(length):
@@ -91,11 +91,11 @@ def model_and_tokens(length):
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_continuation_logits_equal_one_pass(chunk):
     (model, tokens), ranges = model_and_tokens(90), ((50, 51), (60, 90))
-    one_pass = distributions(model, TeacherForced(tokens, ranges))
-    continued = distributions(model, TeacherForced(tokens, ranges, prompt=50), chunk=chunk)
+    one_pass = predict_log_probs(model, TeacherForced(tokens, ranges))
+    continued = predict_log_probs(model, TeacherForced(tokens, ranges, prompt=50), chunk=chunk)
     torch.testing.assert_close(continued, one_pass, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="must be after the prompt of 70 tokens, got 50"):
-        distributions(model, TeacherForced(tokens, ranges, prompt=70))
+        predict_log_probs(model, TeacherForced(tokens, ranges, prompt=70))
 
 
 def test_prompt_is_prefilled_in_chunks():
@@ -105,7 +105,7 @@ def test_prompt_is_prefilled_in_chunks():
     cab_hf.apply_cab(model, SMALL_BLOCKS, mass_threshold=0.0, max_density=0.5)
     reading = TeacherForced(tokens, ((260, 290),), prompt=256)
     one_pass, whole_blocks, split_blocks = (
-        distributions(model, reading, chunk=7, prefill_chunk=size) for size in (0, 64, 80)
+        predict_log_probs(model, reading, chunk=7, prefill_chunk=size) for size in (0, 64, 80)
     )
     # chunks of 80 tokens split query blocks of 32 tokens, and each part selects its own key blocks
     torch.testing.assert_close(whole_blocks, one_pass, atol=1e-4, rtol=1e-4)
@@ -116,8 +116,8 @@ def test_prompt_is_prefilled_in_chunks():
 def test_turn_logits_equal_one_pass(prefill_chunk):
     model, tokens = model_and_tokens(190)
     reading = TeacherForced(tokens, ((60, 75), (110, 111), (180, 190)))
-    expected = distributions(model, reading)
-    actual = after_turns(model, reading, 7, prefill_chunk=prefill_chunk).log_softmax(-1)
+    expected = predict_log_probs(model, reading)
+    actual = predict_turns(model, reading, 7, prefill_chunk=prefill_chunk).log_softmax(-1)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -126,17 +126,17 @@ def test_turns_share_one_cache():
     (model, tokens), calls = model_and_tokens(50), []
 
     def record_call(model, args, kwargs):
-        cache = kwargs[cache_name(model)]
+        cache = kwargs[get_cache_name(model)]
         calls.append((args[0].shape[1], cache.get_seq_length() if cache else 0))
 
     model.register_forward_pre_hook(record_call, with_kwargs=True)
-    after_turns(model, TeacherForced(tokens, ((18, 20), (45, 50))), 3)
+    predict_turns(model, TeacherForced(tokens, ((18, 20), (45, 50))), 3)
     assert calls == [(18, 0), (2, 18), (25, 20), (3, 45), (2, 48)]
 
 
 @pytest.mark.parametrize("length", [8192, 901])
 def test_turns_divide_sequence_into_equal_parts(length):
-    ranges = fidelity.turn_ends(length)
+    ranges = fidelity.find_turn_ends(length)
     ends = [0, *(stop for _, stop in ranges)]
     turns = {stop - start for start, stop in pairwise(ends)}
     assert turns <= {length // 5, length // 5 + 1} and ends[-1] == length
@@ -144,7 +144,7 @@ def test_turns_divide_sequence_into_equal_parts(length):
     assert {stop - start for start, stop in ranges} == {min(256, length // 5 // 8)}
 
 
-@pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
+@pytest.mark.parametrize("chat", [None, CHAT_TEMPLATE], ids=["plain", "chat"])
 @pytest.mark.parametrize(
     ("keys", "question_first"),
     [(1, False), (1, True), (4, False)],
@@ -169,26 +169,28 @@ def test_key_follows_prompt(chat, keys, question_first):
 
 def test_multi_key_asks_for_one_key(model_folder, tmp_path):
     options = ("--probes", "pass,multi_key,continuation,asked", "--asked", "0")
-    (row,) = command("fidelity", model_folder, tmp_path, words=options, methods="dense")["rows"]
+    (row,) = run_eval_and_read_results(
+        "fidelity", model_folder, tmp_path, words=options, methods="dense"
+    )["rows"]
     assert row["multi_key"]["n"] == row["pass"]["n"] == 2
     assert "continuation" in row and "asked" not in row
 
 
 def test_every_task_is_scored(model_folder, tmp_path):
     options = ("--probes", "tasks", "--lengths", 600, "--task-samples", 2)
-    results = command(
+    results = run_eval_and_read_results(
         "fidelity",
         model_folder,
         tmp_path,
         words=options,
         methods="dense,full,no_needle",
-        drawn=True,
+        draws_figure=True,
     )
     rows = {row["method"]: row for row in results["rows"]}
     # tasks have no needle, so the method no_needle has no rows
     assert list(rows) == ["dense", "full"]
     for name, task in TASKS.items():
-        num_answers = len(task.make(make_tokenizer(), NOISE, 600, 0).answers)
+        num_answers = len(task.make(make_tokenizer(), NOISE_SENTENCES, 600, 0).answers)
         assert {row[name]["n"] for row in rows.values()} == {2 * num_answers}
         # the method full computes exact attention by other kernels than dense
         assert rows["full"][name]["correct"] == rows["dense"][name]["correct"]
@@ -201,7 +203,7 @@ def test_task_probes_are_prompts_with_answers(model_folder):
     experiment = Fidelity(Settings(model=str(model_folder), **options))
     other_tasks = [name for name in TASKS if name != "uuid"]
     assert experiment.settings.probes == ("uuid", *other_tasks, "pass")
-    example = TASKS["tracking"].make(make_tokenizer(), NOISE, 600, index=1, seed=0)
+    example = TASKS["tracking"].make(make_tokenizer(), NOISE_SENTENCES, 600, index=1, seed=0)
     expected = TeacherForced(example.tokens, example.answers, example.prompt)
     assert experiment.reading("noise", 600, "tracking", depth=None, index=1) == expected
 
@@ -225,14 +227,14 @@ class OldModel(NewModel):
 
 @pytest.mark.parametrize(("model", "name"), [(NewModel(), NAME), (OldModel(), NAME_BEFORE)])
 def test_cache_argument_name_follows_model(model, name):
-    assert cache_name(model) == name
-    assert cache_of(read_on(model, torch.zeros(1, 1), "a cache")) == ("a cache", True)
+    assert get_cache_name(model) == name
+    assert get_cache(read_with_cache(model, torch.zeros(1, 1), "a cache")) == ("a cache", True)
 
 
 def test_chunked_prefill_equals_one_pass_without_warnings():
     model, ids = tiny_model(), random_tokens(1, 12, seed=3)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
-        first = read_on(model, ids[:, :8], None)
-        second = read_on(model, ids[:, 8:], cache_of(first))
+        first = read_with_cache(model, ids[:, :8], None)
+        second = read_with_cache(model, ids[:, 8:], get_cache(first))
     torch.testing.assert_close(second.logits, model(ids).logits[:, 8:])

@@ -50,30 +50,30 @@ def trained(tmp_path_factory):
 def shipped(trained, tmp_path, monkeypatch):
     """Register a copy of the adapter as part of the package; return (its folder, cache folder)."""
     adapter = Path(shutil.copytree(trained[0] / NAME, tmp_path / NAME))
-    monkeypatch.setitem(models.ADAPTED, NAME, adapter)
+    monkeypatch.setitem(models.ADAPTER_FOLDERS, NAME, adapter)
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
     return adapter, tmp_path / "cache"
 
 
-def logits():
+def compute_logits():
     model, _ = models.load_model(NAME, "cpu", "float32")
     with torch.no_grad():
         return model(tokens(2, 100)).logits
 
 
 def test_merged_model_is_cached_and_equals_base_with_adapter(trained, shipped, monkeypatch):
-    torch.testing.assert_close(logits(), trained[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(compute_logits(), trained[1], atol=1e-4, rtol=1e-4)
     (folder,) = shipped[1].iterdir()
     assert folder.name == f"{NAME}-{models.content_sha256(NAME)[:12]}"
     assert {x.dtype for x in load_file(folder / "model.safetensors").values()} == {torch.float32}
-    monkeypatch.setattr(models, "_merge", lambda *_: pytest.fail("it was merged again"))
+    monkeypatch.setattr(models, "_merge_adapter", lambda *_: pytest.fail("it was merged again"))
     models.load_tokenizer(NAME)
     config = models.load_config(NAME)
     assert models.max_prompt_tokens(config) == config.max_position_embeddings == LENGTH
     assert models.is_local(NAME) and list(shipped[1].iterdir()) == [folder]
 
 
-def rewrite(file, **fields):
+def rewrite_json(file, **fields):
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
@@ -90,7 +90,11 @@ def test_load_model_uses_adapter_settings_unless_overridden(shipped):
 def test_missing_adapter_raises(shipped, file):
     (shipped[0] / file).unlink()
     message = f"model '{NAME}' needs an adapter, and its file {file} is missing .* Give smollm2"
-    for use in (logits, lambda: models.load_config(NAME), lambda: models.content_sha256(NAME)):
+    for use in (
+        compute_logits,
+        lambda: models.load_config(NAME),
+        lambda: models.content_sha256(NAME),
+    ):
         with pytest.raises(UsageError, match=message):
             use()
     assert not shipped[1].exists()
@@ -102,10 +106,10 @@ def test_failed_merge_leaves_no_files(shipped, monkeypatch):
         with pytest.raises(
             UsageError, match=r"peft is not installed. Run `pip install 'cab_hf\[fine"
         ):
-            logits()
-    rewrite(shipped[0] / "base.json", sha256="0" * 64)
+            compute_logits()
+    rewrite_json(shipped[0] / "base.json", sha256="0" * 64)
     with pytest.raises(UsageError, match=f"'{NAME}' cannot be merged: adapter {NAME} was train"):
-        logits()
+        compute_logits()
     assert list(shipped[1].iterdir()) == []
 
 
@@ -121,7 +125,7 @@ def test_wheel_contains_adapters():
     parser = configparser.ConfigParser()
     parser.read(Path(__file__).parents[2] / "setup.cfg")
     patterns = parser["options.package_data"]["cab_hf"].split()
-    for name in models.ADAPTED:
+    for name in models.ADAPTER_FOLDERS:
         for file in models.ADAPTER_FILES:
             assert any(fnmatch(f"adapters/{name}/{file}", pattern) for pattern in patterns), file
 
@@ -129,12 +133,12 @@ def test_wheel_contains_adapters():
 @pytest.mark.parametrize("changed", ["nothing", "weights", "positions", "base"])
 def test_identity_depends_on_base_and_adapter_content(trained, shipped, tmp_path, changed):
     base = Path(shutil.copytree(trained[0] / "base", tmp_path / "base"))
-    rewrite(shipped[0] / models.ADAPTER_CONFIG, base_model_name_or_path=str(base))
+    rewrite_json(shipped[0] / models.ADAPTER_CONFIG, base_model_name_or_path=str(base))
     before = models.content_sha256(NAME)
     if changed == "weights":
         shutil.copy(base / "model.safetensors", shipped[0] / "adapter_model.safetensors")
     if changed == "positions":
-        rewrite(shipped[0] / "base.json", max_position_embeddings=1)
+        rewrite_json(shipped[0] / "base.json", max_position_embeddings=1)
     if changed == "base":
-        rewrite(base / "config.json", rms_norm_eps=0.1)
+        rewrite_json(base / "config.json", rms_norm_eps=0.1)
     assert (models.content_sha256(NAME) == before) is (changed == "nothing")

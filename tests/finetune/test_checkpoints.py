@@ -17,7 +17,7 @@ from torch import nn
 from cab_hf.experiment.log import LogError
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune import checkpoints
-from cab_hf.finetune.checkpoints import Checkpoints, asked_to_stop
+from cab_hf.finetune.checkpoints import Checkpoints, catch_sigterm
 
 
 class Killed(BaseException):
@@ -42,20 +42,20 @@ def save(checkpoint_folder, step):
     return checkpoint_folder.save(step, shared, {"data": str(step)}, write_adapter)
 
 
-def names(checkpoint_folder):
+def list_folder_names(checkpoint_folder):
     """Return the sorted folder names of all checkpoints, complete or incomplete."""
     return sorted(path.name for path in checkpoint_folder.folder.iterdir())
 
 
 def test_newest_two_checkpoints_remain(checkpoint_folder):
-    assert checkpoint_folder.newest() is None
+    assert checkpoint_folder.find_newest() is None
     # sorted by name, step-100000000 would come before step-99999999
     for step in (2, 4, 99_999_999, 100_000_000):
         save(checkpoint_folder, step)
-    assert names(checkpoint_folder) == ["step-100000000", "step-99999999"]
-    shared, own_state = checkpoint_folder.load(checkpoint_folder.newest())
+    assert list_folder_names(checkpoint_folder) == ["step-100000000", "step-99999999"]
+    shared, own_state = checkpoint_folder.load(checkpoint_folder.find_newest())
     assert (shared["step"], shared["value"][0], own_state["data"]) == (10**8, 10**8, "100000000")
-    assert (checkpoint_folder.newest() / "adapter" / "weights").read_text() == "of the adapter"
+    assert (checkpoint_folder.find_newest() / "adapter" / "weights").read_text() == "of the adapter"
 
 
 # (function in which saving step 3 is killed, calls of the function before the kill, newest
@@ -63,7 +63,7 @@ def test_newest_two_checkpoints_remain(checkpoint_folder):
 KILLS = {
     "before the first file": ("save", 0, 2),
     "before the shared file": ("save", 1, 2),
-    "before all files are synced": ("put_on_disk", 2, 2),
+    "before all files are synced": ("sync_to_disk", 2, 2),
     "before the folder is renamed": ("rename", 0, 2),
     "before an old checkpoint is renamed": ("rename", 1, 3),
     "before an old checkpoint is removed": ("rmtree", 0, 3),
@@ -76,7 +76,12 @@ def test_incomplete_checkpoint_is_ignored(
 ):
     save(checkpoint_folder, 1)
     save(checkpoint_folder, 2)
-    owners = {"save": torch, "put_on_disk": checkpoints, "rename": os, "rmtree": checkpoints.shutil}
+    owners = {
+        "save": torch,
+        "sync_to_disk": checkpoints,
+        "rename": os,
+        "rmtree": checkpoints.shutil,
+    }
     # the first calls run the original function
     original = getattr(owners[function], function)
     killed = Mock(wraps=original, side_effect=[DEFAULT] * num_calls + [Killed])
@@ -84,17 +89,17 @@ def test_incomplete_checkpoint_is_ignored(
         patch.setattr(owners[function], function, killed)
         with pytest.raises(Killed):
             save(checkpoint_folder, 3)
-    assert checkpoint_folder.newest().name == f"step-{newest:08d}"
-    assert checkpoint_folder.load(checkpoint_folder.newest())[0]["step"] == newest
+    assert checkpoint_folder.find_newest().name == f"step-{newest:08d}"
+    assert checkpoint_folder.load(checkpoint_folder.find_newest())[0]["step"] == newest
     save(checkpoint_folder, 4)
     # saving step 4 has removed the incomplete folder of step 3
-    assert names(checkpoint_folder) == [f"step-{newest:08d}", "step-00000004"]
+    assert list_folder_names(checkpoint_folder) == [f"step-{newest:08d}", "step-00000004"]
 
 
 def test_files_are_synced_before_rename(checkpoint_folder, monkeypatch):
     events = []
-    sync, rename = checkpoints.put_on_disk, os.rename
-    monkeypatch.setattr(checkpoints, "put_on_disk", lambda path: (events.append(path), sync(path)))
+    sync, rename = checkpoints.sync_to_disk, os.rename
+    monkeypatch.setattr(checkpoints, "sync_to_disk", lambda path: (events.append(path), sync(path)))
     monkeypatch.setattr(os, "rename", lambda a, b: (events.append("renamed"), rename(a, b)))
     target = save(checkpoint_folder, 1)
     synced_before = {path.name for path in events[: events.index("renamed")]}
@@ -121,9 +126,9 @@ def test_full_disk_error_is_the_same_for_all_libraries(checkpoint_folder, large_
             checkpoint_folder.save(2, shared, own_state, write_adapter)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert names(checkpoint_folder) == [".step-00000002.partial", "step-00000001"]
+    assert list_folder_names(checkpoint_folder) == [".step-00000002.partial", "step-00000001"]
     save(checkpoint_folder, 2)
-    assert names(checkpoint_folder) == ["step-00000001", "step-00000002"]
+    assert list_folder_names(checkpoint_folder) == ["step-00000001", "step-00000002"]
 
 
 def test_other_process_count_raises(checkpoint_folder):
@@ -170,7 +175,7 @@ def test_damaged_checkpoint_raises(checkpoint_folder, file, change):
     else:
         (folder / file).write_bytes(change((folder / file).read_bytes()))
     with pytest.raises(UsageError) as raised:
-        checkpoint_folder.load(checkpoint_folder.newest())
+        checkpoint_folder.load(checkpoint_folder.find_newest())
     message = str(raised.value)
     assert message.startswith(f"checkpoint step-00000002 cannot be read ({file}")
     assert message.endswith(
@@ -178,12 +183,12 @@ def test_damaged_checkpoint_raises(checkpoint_folder, file, change):
     )
     assert "weights_only" not in message and len(message.splitlines()) == 1
     shutil.rmtree(folder)
-    assert checkpoint_folder.load(checkpoint_folder.newest())[0]["step"] == 1
+    assert checkpoint_folder.load(checkpoint_folder.find_newest())[0]["step"] == 1
 
 
 def test_sigterm_sets_stop_flag_only():
     previous_handler = signal.getsignal(signal.SIGTERM)
-    with asked_to_stop() as stop_requested:
+    with catch_sigterm() as stop_requested:
         assert not stop_requested()
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop_requested()
@@ -193,18 +198,18 @@ def test_sigterm_sets_stop_flag_only():
 def test_checkpoint_has_trained_parameters_and_generator_states():
     """Check the saved state; `test_stopped_run_resumes_bit_identically` checks resumed runs."""
 
-    def draws():
+    def draw_random_numbers():
         """Draw one number from each random generator: Python, NumPy and torch."""
         return random.random(), float(np.random.rand()), torch.rand(1).item()
 
-    state = checkpoints.random_state()
-    expected = draws()
+    state = checkpoints.get_random_state()
+    expected = draw_random_numbers()
     checkpoints.load_random_state(state)
-    assert draws() == expected
+    assert draw_random_numbers() == expected
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     # frozen parameters are not saved
     model[0].bias.requires_grad_(False)
-    saved = checkpoints.parameters_of(model)
+    saved = checkpoints.copy_parameters(model)
     assert saved.keys() == {"0.weight", "2.weight", "2.bias"}
     model[0].bias.requires_grad_(True)
     with pytest.raises(UsageError, match="trains other parameters .0.bias is one of 1."):

@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers
 from accelerate.utils import DistributedType
-from marks import since
+from marks import skip_before
 from tensor_bytes import TensorBytes
 from tiny import SIZES, tiny_model, tokens
 from tiny_types import tiny_model as tiny_type
 from torch.utils.flop_counter import FlopCounterMode
-from trained import batch
+from trained import make_batch
 
 from cab_hf import CabConfig
 from cab_hf.eval.result_folders import read_results
@@ -29,7 +29,7 @@ TARGETS = ("q_proj", "v_proj", "down_proj")
 RESULTS = Path(__file__).parents[2] / "eval" / "results"
 
 
-def adapted(**overrides):
+def make_adapted_model(**overrides):
     """Return the tiny model with LoRA adapters and eager attention."""
     model = tiny_model(attn_implementation="eager", **overrides)
     return with_lora(model, TARGETS, rank=4, alpha=8)
@@ -37,38 +37,38 @@ def adapted(**overrides):
 
 def test_flops_equal_torch_flop_counter():
     length = 64
-    model = adapted().train()
+    model = make_adapted_model().train()
     # the cost model assumes that the first layer computes the gradient of its input, too
     model.enable_input_require_grads()
     counter = FlopCounterMode(display=False)
     with counter:
-        Objective(model)(batch(length)).backward()
+        Objective(model)(make_batch(length)).backward()
     cost = cost_model.Cost.of(model)
     # eager attention computes all length^2 pairs, also those above the diagonal
-    expected = cost.products(length) + sum(cost.attention([length**2] * 3))
+    expected = cost.product_flops(length) + sum(cost.attention_flops([length**2] * 3))
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
 
 
 def test_weight_flops_depend_on_trained_parameters():
-    cost = cost_model.Cost.of(adapted())
+    cost = cost_model.Cost.of(make_adapted_model())
     hidden, inner, heads, kv, vocabulary, layers, rank = 48, 64, 96, 32, 64, 3, 4
     frozen = 2 * hidden * heads + 2 * hidden * kv + 3 * hidden * inner
     trained = rank * (hidden + heads + hidden + kv + inner + hidden)
-    assert cost.frozen == layers * frozen + vocabulary * hidden
-    assert cost.trained == cost.trained_parameters == layers * trained
+    assert cost.num_frozen == layers * frozen + vocabulary * hidden
+    assert cost.num_trained == cost.num_trained_parameters == layers * trained
     # parameters: linear layers (frozen), adapters (trained), input and output embeddings, norms
     embeddings_and_norms = vocabulary * hidden + (2 * layers + 1) * hidden
-    assert cost.parameters == cost.frozen + cost.trained + embeddings_and_norms
+    assert cost.num_parameters == cost.num_frozen + cost.num_trained + embeddings_and_norms
 
 
 def test_mixture_of_experts_flops_are_unknown():
     sizes = {**SIZES, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
     cost = cost_model.Cost.of(model)
-    assert "mlp" in cost.uncounted and cost.products(1) == 0
+    assert "mlp" in cost.uncounted_reason and cost.product_flops(1) == 0
 
 
-@since("5.24", "Gemma 4 computes one product more")
+@skip_before("5.24", "Gemma 4 computes one product more")
 def test_attention_flops_follow_heads_of_each_layer():
     """Half of Gemma 4's layers have full attention, with twice the head dim of windowed layers."""
     length, model = 48, tiny_type("gemma4_text").float().requires_grad_(True)
@@ -78,7 +78,7 @@ def test_attention_flops_follow_heads_of_each_layer():
         model(tokens(1, length), use_cache=False)
     cost = cost_model.Cost.of(model)
     assert cost.channels == (64, 128) * 2 and cost.windows == (64, None) * 2
-    expected = (cost.products(length) + sum(cost.attention([length**2] * 4))) / 3
+    expected = (cost.product_flops(length) + sum(cost.attention_flops([length**2] * 4))) / 3
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-9)
 
 
@@ -86,33 +86,35 @@ def test_pairs_respect_documents_rows_and_windows():
     cost = cost_model.Cost.of(tiny_model())
     positions_by_pairs = {10: [[0, 1, 2, 3]], 6: [[0, 1, 0, 1]], 17: [[0, 1, 2, 3], [0, 0, 1, 2]]}
     for pairs, positions in positions_by_pairs.items():
-        assert cost.pairs(torch.tensor(positions)) == (pairs,) * 3
+        assert cost.count_pairs(torch.tensor(positions)) == (pairs,) * 3
     cost = cost_model.Cost.of(tiny_model("mistral-sliding"))
     # 40 + 39 + ... + 1 pairs for the first 40 tokens, and 40 for each later token
-    assert cost.pairs(torch.arange(60)[None]) == (820 + 20 * 40,) * 3
+    assert cost.count_pairs(torch.arange(60)[None]) == (820 + 20 * 40,) * 3
     mixed = cost_model.Cost.of(tiny_model("qwen3-some-sliding"))
-    assert sorted(mixed.pairs(torch.arange(60)[None])) == [1620, 1620, 1830]
+    assert sorted(mixed.count_pairs(torch.arange(60)[None])) == [1620, 1620, 1830]
     assert mixed.windows == (None, 40, 40)
 
 
 def test_log_line_has_density_and_pairs():
     cost = cost_model.Cost.of(tiny_model())
     layers = [{"layer": i, "density": density} for i, density in enumerate((0.5, None, 0.25))]
-    totals = cost_model.count(cost, torch.arange(100)[None], layers).tolist()
-    actual = cost_model.line(totals, seconds=2.0, processes=1, peak=1e9)
-    (attention,) = {*cost.attention([5050] * 3)}
+    totals = cost_model.count_flops(cost, torch.arange(100)[None], layers).tolist()
+    actual = cost_model.make_step_fields(
+        totals, seconds=2.0, num_processes=1, peak_flops_per_device=1e9
+    )
+    (attention,) = {*cost.attention_flops([5050] * 3)}
     assert actual["density"] == pytest.approx((0.5 + 1 + 0.25) / 3)
-    products = cost.products(100)
+    products = cost.product_flops(100)
     assert actual["mfu"] == pytest.approx((products + 1.75 * attention) / 2e9)
     assert actual["mfu_dense_equivalent"] == pytest.approx((products + 3 * attention) / 2e9)
     assert actual["tokens_per_second"] == 50
 
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-H200 = cost_model.Room(140 * cost_model.GIB, 128 * cost_model.GIB)
+H200 = cost_model.AvailableMemory(140 * cost_model.GIB, 128 * cost_model.GIB)
 
 
-def four_layers(vocabulary, dtype=torch.float32, **options):
+def make_four_layer_model(vocabulary, dtype=torch.float32, **options):
     """Return a four-layer model with LoRA adapters on attention projections, in training mode."""
     sizes = {"hidden_size": 128, "intermediate_size": 448, "vocab_size": vocabulary}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
@@ -132,15 +134,15 @@ STEPS = {
 
 @pytest.mark.parametrize(("vocabulary", "dtype", "checkpointing"), STEPS.values(), ids=STEPS)
 def test_memory_estimate_is_close_to_measurement(vocabulary, dtype, checkpointing):
-    model = four_layers(vocabulary, dtype, attn_implementation="sdpa")
+    model = make_four_layer_model(vocabulary, dtype, attn_implementation="sdpa")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
     with TensorBytes(*model.parameters(), *model.buffers()) as tensor_bytes:
-        Objective(model)(batch(512)).backward()
+        Objective(model)(make_batch(512)).backward()
         optimizer.step()
     fields = {"itemsize": dtype.itemsize, "checkpointing": checkpointing, "loss_tokens": 2**26}
-    estimate = cost_model.memory(cost_model.Cost.of(model), 512, **fields)
+    estimate = cost_model.estimate_memory(cost_model.Cost.of(model), 512, **fields)
     assert estimate.total == pytest.approx(tensor_bytes.peak, rel=0.15)
 
 
@@ -148,17 +150,17 @@ def test_memory_estimate_is_close_to_measurement(vocabulary, dtype, checkpointin
 @pytest.mark.parametrize("vocabulary", [64, 8192], ids=["peak in a layer", "peak in the loss"])
 def test_memory_estimate_includes_tiles_and_offloading(vocabulary, offloaded):
     length, tile = 1024, 64
-    model = four_layers(vocabulary)
+    model = make_four_layer_model(vocabulary)
     enable_gradient_checkpointing(model)
     compute_in_tiles(model, tile)
     checkpoint_bytes = length * 128 * 4
     offload = Offload(offloaded, torch.device("cpu"), chunk_bytes=checkpoint_bytes)
     offload.enable(model)
     with TensorBytes(*model.parameters(), *model.buffers()) as tensor_bytes:
-        Objective(model)(batch(length)).backward()
+        Objective(model)(make_batch(length)).backward()
     cost = cost_model.Cost.of(model)
-    estimate = cost_model.memory(
-        cost, length, itemsize=4, loss_tokens=2**26, tile=tile, offloaded=offloaded
+    estimate = cost_model.estimate_memory(
+        cost, length, itemsize=4, loss_tokens=2**26, tile_tokens=tile, num_offloaded=offloaded
     )
     # on a CPU, offloaded checkpoints are counted too: subtract them. The measured step has no
     # optimizer: add its estimate
@@ -191,7 +193,7 @@ def large():
     return cost_model.Cost.of(model)
 
 
-def settings_of(length, **options):
+def make_settings(length, **options):
     """Return settings of a run with sequences of ``length`` tokens."""
     return Settings(data=("a.txt",), rank=16, length=length, **options)
 
@@ -206,30 +208,35 @@ def settings_of(length, **options):
     ids=["all layers fit", "some layers fit", "two layers fit"],
 )
 def test_smallest_sufficient_number_of_layers_is_offloaded(large, length, gpu, host, offloaded):
-    room = cost_model.Room(gpu * cost_model.GIB, host * cost_model.GIB)
-    fitted = dry_run.fit(settings_of(length), large, {}, room)
-    assert room.holds(fitted.memory) and fitted.offloaded == offloaded
+    room = cost_model.AvailableMemory(gpu * cost_model.GIB, host * cost_model.GIB)
+    fitted = dry_run.choose_offloading(make_settings(length), large, {}, room)
+    assert room.can_hold(fitted.memory) and fitted.num_offloaded == offloaded
     assert fitted.memory.checkpoints == offloaded * length * 4096 * 2
-    fewer = dry_run.fit(settings_of(length, offload_layers=max(0, offloaded - 1)), large, {}, room)
-    assert not offloaded or not room.holds(fewer.memory)
+    fewer = dry_run.choose_offloading(
+        make_settings(length, offload_layers=max(0, offloaded - 1)), large, {}, room
+    )
+    assert not offloaded or not room.can_hold(fewer.memory)
 
 
 def test_offloading_is_limited_by_host_memory(large):
-    room = cost_model.Room(40 * cost_model.GIB, 100 * cost_model.GIB)
-    fitted = dry_run.fit(settings_of(2**19, attention="cab_dense"), large, {}, room)
-    assert not room.holds(fitted.memory)
+    room = cost_model.AvailableMemory(40 * cost_model.GIB, 100 * cost_model.GIB)
+    fitted = dry_run.choose_offloading(make_settings(2**19, attention="cab_dense"), large, {}, room)
+    assert not room.can_hold(fitted.memory)
     # 22 checkpoints of 4 GiB each are on the host
-    assert fitted.offloaded == 22 and fitted.memory.host == 88 * cost_model.GIB
+    assert fitted.num_offloaded == 22 and fitted.memory.host == 88 * cost_model.GIB
 
 
 def test_oversized_step_error_names_longest_length(large):
-    settings = settings_of(2**20)
-    fitted = dry_run.fit(settings, large, {}, H200)
+    settings = make_settings(2**20)
+    fitted = dry_run.choose_offloading(settings, large, {}, H200)
     with pytest.raises(UsageError, match="got 1048576; ") as raised:
-        dry_run.refuse_too_long(settings, large, {}, H200, fitted=fitted)
+        dry_run.refuse_too_long(settings, large, {}, H200, memory_fit=fitted)
     longest = int(re.search(r"that fits is (\d+)", str(raised.value))[1])
     for length, fits in ((longest, True), (longest + 1024, False)):
-        assert H200.holds(dry_run.fit(settings_of(length), large, {}, H200).memory) == fits
+        assert (
+            H200.can_hold(dry_run.choose_offloading(make_settings(length), large, {}, H200).memory)
+            == fits
+        )
 
 
 # by name: (model type, settings, peak GiB that was measured on an H200)
@@ -253,7 +260,7 @@ def test_packed_step_estimate_matches_h200_measurement(model_type, settings, pea
     if "train" not in settings:
         model = with_lora(model.bfloat16(), ATTENTION, 32, 64)
     run_settings = Settings(data=("a.txt",), checkpointing=False, **settings)
-    memory = dry_run.fit(run_settings, cost_model.Cost.of(model), {}, H200).memory
+    memory = dry_run.choose_offloading(run_settings, cost_model.Cost.of(model), {}, H200).memory
     assert memory.total / cost_model.GIB == pytest.approx(peak_gib, rel=0.1)
 
 
@@ -266,12 +273,12 @@ def test_step_estimate_matches_committed_runs(large, name):
         row for row in results.rows if row["implementation"] == "cab" and row["fits"] is not False
     ]
     for row in rows:
-        memory = cost_model.memory(
+        memory = cost_model.estimate_memory(
             large,
             row["length"],
-            quantised=four_bits,
-            tile=row["tile_tokens"],
-            offloaded=row["offloaded"],
+            quantised_bytes=four_bits,
+            tile_tokens=row["tile_tokens"],
+            num_offloaded=row["offloaded"],
         )
         assert memory.total / cost_model.GIB == pytest.approx(row["peak_gib"], rel=0.03)
     assert rows
@@ -279,7 +286,9 @@ def test_step_estimate_matches_committed_runs(large, name):
 
 def test_4_bit_weights_are_counted_at_stored_size(large):
     loaded, estimated = (
-        dry_run.fit(settings_of(2**13, qlora=True, dry_run=dry), large, {}, H200).memory.weights
+        dry_run.choose_offloading(
+            make_settings(2**13, qlora=True, dry_run=dry), large, {}, H200
+        ).memory.weights
         for dry in (False, True)
     )
     assert loaded == large.weight_bytes
@@ -316,15 +325,18 @@ def test_gpu_offloads_number_of_layers_of_estimate(monkeypatch, gpu_gib, offload
 def test_memory_estimate_reads_all_config_spellings(kind):
     cost = cost_model.Cost.of(tiny_type(kind))
     short, long = (
-        cost_model.fit(cost, n, cost_model.Room(2**30, 2**30)).memory.total for n in (100, 200)
+        cost_model.choose_offloading(cost, n, cost_model.AvailableMemory(2**30, 2**30)).memory.total
+        for n in (100, 200)
     )
     assert 0 < short < long
 
 
 def test_report_has_offload_bytes_and_time(large):
-    settings = settings_of(2**19, link_gbs=25.0)
-    fitted = dry_run.fit(settings, large, {}, H200)
-    printed = dry_run.report(settings, large, processes=1, fitted=fitted, room=H200)
+    settings = make_settings(2**19, link_gbs=25.0)
+    fitted = dry_run.choose_offloading(settings, large, {}, H200)
+    printed = dry_run.format_report(
+        settings, large, num_processes=1, memory_fit=fitted, available_memory=H200
+    )
     # 17 layers x 4 GiB, copied to the host and back
     copies = f"copies 136.0 GiB out and back in {136 * 2**30 / 25e9:.1f} s at 25 GB/s"
     assert f"checkpoints of the first 17 layers; each micro batch {copies}" in printed
@@ -334,20 +346,22 @@ def test_report_has_offload_bytes_and_time(large):
 
 def test_processes_divide_container_memory_limit(tmp_path, monkeypatch):
     file = tmp_path / "memory.max"
-    monkeypatch.setattr(cost_model, "CONTAINER", file)
-    without_limit = cost_model.host_bytes()
+    monkeypatch.setattr(cost_model, "CONTAINER_LIMIT_FILE", file)
+    without_limit = cost_model.get_host_bytes()
     file.write_text("max\n")
-    assert cost_model.host_bytes() == without_limit
+    assert cost_model.get_host_bytes() == without_limit
     file.write_text(f"{2**20}\n")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert cost_model.host_bytes() == 2**18
-    assert cost_model.host_bytes(given_gib=8.0) == 2 * cost_model.GIB
+    assert cost_model.get_host_bytes() == 2**18
+    assert cost_model.get_host_bytes(requested_gib=8.0) == 2 * cost_model.GIB
 
 
 def test_host_weights_reduce_memory_for_checkpoints(large):
-    on_gpu = cost_model.memory(large, 2**19, tile=2**13, shards=2)
-    on_host = cost_model.memory(large, 2**19, tile=2**13, shards=2, weights_on_host=True)
-    moved_bytes = (large.weight_bytes + 16 * large.trained_parameters) / 2
+    on_gpu = cost_model.estimate_memory(large, 2**19, tile_tokens=2**13, num_shards=2)
+    on_host = cost_model.estimate_memory(
+        large, 2**19, tile_tokens=2**13, num_shards=2, weights_on_host=True
+    )
+    moved_bytes = (large.weight_bytes + 16 * large.num_trained_parameters) / 2
     difference = on_gpu.total - on_host.total
     assert difference == pytest.approx(on_host.host) == pytest.approx(moved_bytes)
     # the device never has the weights of more than 2 of the 32 layers at once
@@ -364,5 +378,5 @@ def test_plan_memory_follows_longest_list(large, config, share):
     heads, query_blocks, key_blocks, layers, entry_bytes = 32, 4096, 8192, 32, 2
     plan = heads * query_blocks * key_blocks * share * entry_bytes
     # the bytes of a plan are rounded up to a power of two
-    actual = cost_model.plan_bytes(large, CabConfig(**config), 2**19)
+    actual = cost_model.estimate_plan_bytes(large, CabConfig(**config), 2**19)
     assert actual in (layers * plan, 2 * layers * plan)

@@ -22,10 +22,10 @@ import cab_hf
 from cab_hf.data.needles import NAMES
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune import sources
-from cab_hf.finetune.data import Packed, held_out, prefetched
+from cab_hf.finetune.data import Packed, pack_held_out, prefetch
 from cab_hf.finetune.prepare import open_data
 from cab_hf.finetune.settings import Settings
-from cab_hf.finetune.sources import first_held_out, make_source
+from cab_hf.finetune.sources import find_first_held_out, make_source
 
 TOKENIZER = make_tokenizer()
 LENGTH = 48
@@ -37,21 +37,21 @@ def small_blocks(monkeypatch, tmp_path_factory):
     # datasets would send download counts to the hub
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
-    monkeypatch.setattr(sources, "BLOCK_STREAMED", 8)
+    monkeypatch.setattr(sources, "STREAM_BLOCK_TEXTS", 8)
 
 
-def text(number):
+def make_text(number):
     """Return a document as a string: ``number``, followed by 2 to 60 names."""
     names = NAMES[number % len(NAMES) :] + NAMES
     return f"{number} " + " ".join(names[: 2 + number * 7 % 59])
 
 
-def texts_of(count):
-    """Return a list of the documents `text(0)` to `text(count - 1)`."""
-    return [text(number) for number in range(count)]
+def make_texts(count):
+    """Return a list of the documents `make_text(0)` to `make_text(count - 1)`."""
+    return [make_text(number) for number in range(count)]
 
 
-def in_memory(texts, **options):
+def make_memory_source(texts, **options):
     """Return a `TextSource` of a dataset in memory whose documents are ``texts``."""
     dataset = datasets.Dataset.from_dict({"text": texts})
     return sources.TextSource("memory", dataset, "text", **options)
@@ -82,7 +82,7 @@ def write_folder(folder, suffix, texts):
     return str(folder / suffix)
 
 
-def firsts(packed, count):
+def take_sequences(packed, count):
     """Return a list of the next ``count`` sequences of a `Packed` iterator."""
     return list(islice(packed, count))
 
@@ -90,13 +90,13 @@ def firsts(packed, count):
 def assert_same(actual, expected):
     """Assert that two non-empty lists of sequences are bit-identical."""
     assert len(actual) == len(expected) > 0
-    for one, other in zip(actual, expected, strict=True):
-        assert one.keys() == other.keys()
-        for name in one:
-            assert torch.equal(one[name], other[name]), name
+    for actual_sequence, expected_sequence in zip(actual, expected, strict=True):
+        assert actual_sequence.keys() == expected_sequence.keys()
+        for name in actual_sequence:
+            assert torch.equal(actual_sequence[name], expected_sequence[name]), name
 
 
-def letter_tokenizer():
+def make_letter_tokenizer():
     """Return a tokenizer with a token per letter; `.` is end-of-text and `_` is padding."""
     vocabulary = {letter: index for index, letter in enumerate("_.abcdefghijklmnopqrstuvwxyz")}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="_"))
@@ -104,26 +104,30 @@ def letter_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=".", pad_token="_")
 
 
-def spelled(tokenizer, tokens):
+def spell(tokenizer, tokens):
     """Return a string with the letter of each token id, or `-` for an ignored label."""
     return "".join("-" if t < 0 else tokenizer.convert_ids_to_tokens(int(t)) for t in tokens)
 
 
-STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["indexed", "streaming"])
-SUFFIXES = pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
+parametrize_streaming = pytest.mark.parametrize(
+    "streaming", [False, True], ids=["indexed", "streaming"]
+)
+parametrize_suffix = pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
 
 
-def spelled_sequences(texts, length, tokenizer=None):
+def spell_sequences(texts, length, tokenizer=None):
     """Pack documents, and yield each sequence as a string "INPUT_IDS POSITION_IDS LABELS".
 
-    Input ids and labels are letters (see `spelled`), and position ids are digits.
+    Input ids and labels are letters (see `spell`), and position ids are digits.
     """
-    tokenizer = tokenizer or letter_tokenizer()
-    texts = texts if isinstance(texts, sources.TextSource) else in_memory(texts, shuffle=False)
+    tokenizer = tokenizer or make_letter_tokenizer()
+    texts = (
+        texts if isinstance(texts, sources.TextSource) else make_memory_source(texts, shuffle=False)
+    )
     for item in Packed(tokenizer, [(texts, 1)], length, 0, hold_out=0):
         assert {x.dtype for x in item.values()} == {torch.int64}
         positions = "".join(map(str, item["position_ids"].tolist()))
-        ids, labels = (spelled(tokenizer, item[name]) for name in ("input_ids", "labels"))
+        ids, labels = (spell(tokenizer, item[name]) for name in ("input_ids", "labels"))
         yield f"{ids} {positions} {labels}"
 
 
@@ -137,25 +141,25 @@ def spelled_sequences(texts, length, tokenizer=None):
     ids=["cut document continues", "single last token is dropped", "document of two sequences"],
 )
 def test_documents_are_concatenated(length, expected):
-    sequences = spelled_sequences(["a b c d e", "f g", "h i j k l m n o"], length)
+    sequences = spell_sequences(["a b c d e", "f g", "h i j k l m n o"], length)
     assert "  ".join(islice(sequences, expected.count("  ") + 1)) == expected
 
 
 def test_special_tokens_start_documents_but_not_continuations():
-    tokenizer = letter_tokenizer()
+    tokenizer = make_letter_tokenizer()
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
         "z $A", special_tokens=[("z", tokenizer.convert_tokens_to_ids("z"))]
     )
-    sequences = islice(spelled_sequences(["a b c d", "e f"], 4, tokenizer), 3)
+    sequences = islice(spell_sequences(["a b c d", "e f"], 4, tokenizer), 3)
     assert [each.partition(" ")[0] for each in sequences] == ["zabc", "d.ze", "f.za"]
 
 
-@STREAMING
+@parametrize_streaming
 def test_short_documents_are_skipped(streaming):
-    source = in_memory(["a b c", "", "d"], shuffle=False)
+    source = make_memory_source(["a b c", "", "d"], shuffle=False)
     if streaming:
         source = replace(source, dataset=source.dataset.to_iterable_dataset())
-    assert next(spelled_sequences(source, 8)).partition(" ")[0] == "abc.abc."
+    assert next(spell_sequences(source, 8)).partition(" ")[0] == "abc.abc."
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "cab"])
@@ -163,14 +167,14 @@ def test_packed_logits_equal_single_document_logits(implementation):
     model = tiny_model(num_hidden_layers=2, vocab_size=len(TOKENIZER))
     cab_hf.apply_cab(model, FULL)
     model.set_attn_implementation(implementation)
-    source = in_memory(texts_of(12), shuffle=False)
+    source = make_memory_source(make_texts(12), shuffle=False)
     packed = Packed(TOKENIZER, [(source, 1)], 150, 0, hold_out=0)
 
     @torch.no_grad()
     def logits(ids, positions):
         return model(ids[None], position_ids=positions[None], use_cache=False).logits[0]
 
-    for item in firsts(packed, 2):
+    for item in take_sequences(packed, 2):
         ids, positions = item["input_ids"], item["position_ids"]
         starts = (positions == 0).nonzero()[:, 0].tolist()
         assert len(starts) > 2
@@ -187,156 +191,179 @@ RETRIEVAL = "retrieval:passkey+distractors+multi:260"
 
 def test_sources_have_configured_token_shares():
     shares = {"a": 0.5, "b": 0.3, "c": 0.2}
-    mixture = [(in_memory([f"{name} " * 20] * 9), share) for name, share in shares.items()]
-    tokenizer = letter_tokenizer()
+    mixture = [(make_memory_source([f"{name} " * 20] * 9), share) for name, share in shares.items()]
+    tokenizer = make_letter_tokenizer()
     packed = Packed(tokenizer, mixture, 64, 0, hold_out=0)
-    letters = "".join(spelled(tokenizer, item["input_ids"]) for item in firsts(packed, 40))
+    letters = "".join(spell(tokenizer, item["input_ids"]) for item in take_sequences(packed, 40))
     num_letters = len(letters) - letters.count(".")
     for name, share in shares.items():
         assert letters.count(name) / num_letters == pytest.approx(share, abs=0.02)
 
 
 @pytest.mark.parametrize("mixture", ["text", "text and retrieval"])
-@STREAMING
-@SUFFIXES
+@parametrize_streaming
+@parametrize_suffix
 def test_killed_run_continues_at_same_sequence(tmp_path, suffix, streaming, mixture):
-    name = write_folder(tmp_path, suffix, texts_of(40))
+    name = write_folder(tmp_path, suffix, make_texts(40))
 
     def new_packed():
-        pairs = [(make_source(name, streaming=streaming), 0.6)]
-        pairs += [(make_source(RETRIEVAL), 0.4)] if mixture == "text and retrieval" else []
-        return Packed(TOKENIZER, pairs, 280, 5, hold_out=10)
+        source_shares = [(make_source(name, streaming=streaming), 0.6)]
+        source_shares += [(make_source(RETRIEVAL), 0.4)] if mixture == "text and retrieval" else []
+        return Packed(TOKENIZER, source_shares, 280, 5, hold_out=10)
 
-    packed, states, items = new_packed(), [], []
+    packed, states, sequences = new_packed(), [], []
     # read two epochs, and more
-    while packed.epoch < 2 or len(items) % 5:
+    while packed.epoch < 2 or len(sequences) % 5:
         states.append(json.dumps(packed.state_dict()))
-        items.append(next(packed))
-    assert len(items) < 80
-    for index in range(0, len(items), 3):
+        sequences.append(next(packed))
+    assert len(sequences) < 80
+    for index in range(0, len(sequences), 3):
         # load the state into a new iterator, or into the advanced iterator
         resumed = new_packed() if index % 2 else packed
         resumed.load_state_dict(json.loads(states[index]))
         assert json.dumps(resumed.state_dict()) == states[index]
-        assert_same(firsts(resumed, 4)[: len(items) - index], items[index : index + 4])
+        assert_same(
+            take_sequences(resumed, 4)[: len(sequences) - index], sequences[index : index + 4]
+        )
     assert max(map(len, states)) < 3000
 
 
-@STREAMING
+@parametrize_streaming
 def test_order_differs_per_epoch_and_seed(tmp_path, streaming):
-    name = write_folder(tmp_path, "jsonl", texts_of(40))
+    name = write_folder(tmp_path, "jsonl", make_texts(40))
 
-    def numbers(salt, shuffle=True, **options):
+    def read_document_numbers(salt, shuffle=True, **options):
         """Return the numbers at the start of the documents, 40 for each of three epochs."""
         source = replace(make_source(name, streaming=streaming, **options), shuffle=shuffle)
-        texts = sources.Texts(source, sources.Part(0), str(salt))
+        texts = sources.Texts(source, sources.DocumentFilter(0), str(salt))
         return [[int(next(texts).split()[0]) for _ in range(40)] for _ in range(3)]
 
-    one, other = numbers(0), numbers(1)
-    assert all(sorted(epoch) == list(range(40)) for epoch in (*one, *other))
-    assert one == numbers(0)
-    assert len({tuple(epoch) for epoch in (*one, *other)}) == 6
-    assert numbers(0, seed=1) != one
-    assert numbers(0, shuffle=False) == [list(range(40))] * 3
+    numbers_with_salt_0, numbers_with_salt_1 = read_document_numbers(0), read_document_numbers(1)
+    assert all(
+        sorted(epoch) == list(range(40)) for epoch in (*numbers_with_salt_0, *numbers_with_salt_1)
+    )
+    assert numbers_with_salt_0 == read_document_numbers(0)
+    assert len({tuple(epoch) for epoch in (*numbers_with_salt_0, *numbers_with_salt_1)}) == 6
+    assert read_document_numbers(0, seed=1) != numbers_with_salt_0
+    assert read_document_numbers(0, shuffle=False) == [list(range(40))] * 3
 
 
-def text_and_retrieval():
+def make_text_and_retrieval():
     """Return a mixture as a list of (source, weight): documents, and retrieval documents."""
-    return [(in_memory(texts_of(40)), 0.6), (make_source(RETRIEVAL), 0.4)]
+    return [(make_memory_source(make_texts(40)), 0.6), (make_source(RETRIEVAL), 0.4)]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_order_is_independent_of_world_size(world):
-    sequences = firsts(Packed(TOKENIZER, text_and_retrieval(), 280, 0), 12)
-    ranks = [
-        Packed(TOKENIZER, text_and_retrieval(), 280, 0, rank=rank, world=world)
-        for rank in range(world)
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_order_is_independent_of_world_size(num_processes):
+    sequences = take_sequences(Packed(TOKENIZER, make_text_and_retrieval(), 280, 0), 12)
+    packed_by_rank = [
+        Packed(TOKENIZER, make_text_and_retrieval(), 280, 0, rank=rank, num_processes=num_processes)
+        for rank in range(num_processes)
     ]
-    for start in range(0, 12, world):
-        assert_same(list(map(next, ranks)), sequences[start : start + world])
-        states = [json.dumps(rank.state_dict()) for rank in ranks]
+    for start in range(0, 12, num_processes):
+        assert_same(list(map(next, packed_by_rank)), sequences[start : start + num_processes])
+        states = [json.dumps(rank.state_dict()) for rank in packed_by_rank]
         assert len(set(states)) == 1
     # the state of two processes can be loaded into one process
-    packed = Packed(TOKENIZER, text_and_retrieval(), 280, 0)
-    firsts(ranks[0], 4)
-    packed.load_state_dict(ranks[0].state_dict())
-    expected = firsts(Packed(TOKENIZER, text_and_retrieval(), 280, 0), 12 + 4 * world + 2)[-2:]
-    assert_same(firsts(packed, 2), expected)
-    assert packed.state_dict() != Packed(TOKENIZER, text_and_retrieval(), 280, 0).state_dict()
+    packed = Packed(TOKENIZER, make_text_and_retrieval(), 280, 0)
+    take_sequences(packed_by_rank[0], 4)
+    packed.load_state_dict(packed_by_rank[0].state_dict())
+    expected = take_sequences(
+        Packed(TOKENIZER, make_text_and_retrieval(), 280, 0), 12 + 4 * num_processes + 2
+    )[-2:]
+    assert_same(take_sequences(packed, 2), expected)
+    assert packed.state_dict() != Packed(TOKENIZER, make_text_and_retrieval(), 280, 0).state_dict()
 
 
-@pytest.mark.parametrize(("world", "workers"), [(1, 0), (1, 1), (2, 1)])
-def test_prefetching_keeps_sequences_and_state(world, workers):
+@pytest.mark.parametrize(("num_processes", "num_workers"), [(1, 0), (1, 1), (2, 1)])
+def test_prefetching_keeps_sequences_and_state(num_processes, num_workers):
     def new_packed():
-        return Packed(TOKENIZER, text_and_retrieval(), 280, 0, rank=world - 1, world=world)
+        return Packed(
+            TOKENIZER,
+            make_text_and_retrieval(),
+            280,
+            0,
+            rank=num_processes - 1,
+            num_processes=num_processes,
+        )
 
-    expected, pairs = firsts(new_packed(), 8), prefetched(new_packed(), workers=workers)
+    expected, sequences_and_states = (
+        take_sequences(new_packed(), 8),
+        prefetch(new_packed(), num_workers=num_workers),
+    )
     rng_state = torch.get_rng_state()
-    items, states = zip(*firsts(pairs, 4), strict=True)
-    assert_same(items, expected[:4])
+    sequences, states = zip(*take_sequences(sequences_and_states, 4), strict=True)
+    assert_same(sequences, expected[:4])
     assert torch.equal(torch.get_rng_state(), rng_state)
     # a state that was saved with a DataLoader worker can be loaded without, and vice versa
     packed = new_packed()
     packed.load_state_dict(json.loads(json.dumps(states[-1])))
     assert packed.state_dict() == states[-1]
-    items, _ = zip(*firsts(prefetched(packed, workers=1 - workers), 4), strict=True)
-    assert_same(items, expected[4:])
+    sequences, _ = zip(
+        *take_sequences(prefetch(packed, num_workers=1 - num_workers), 4), strict=True
+    )
+    assert_same(sequences, expected[4:])
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_prefetch_error_raises_at_its_sequence(workers):
-    packed = Packed(TOKENIZER, [(in_memory([9]), 1)], 90, 0, hold_out=0)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_prefetch_error_raises_at_its_sequence(num_workers):
+    packed = Packed(TOKENIZER, [(make_memory_source([9]), 1)], 90, 0, hold_out=0)
     with pytest.raises(UsageError, match="must contain strings, got 9 in document 0"):
-        next(prefetched(packed, workers=workers))
+        next(prefetch(packed, num_workers=num_workers))
 
 
-def numbers_in(items):
-    """Return the set of four-digit numbers in the decoded sequences ``items``."""
-    ids = torch.cat([item["input_ids"] for item in items])
-    match = re.findall(r"(?<!\d )(\d \d \d \d)(?! \d)", TOKENIZER.decode(ids))
-    return {number.replace(" ", "") for number in match}
+def find_numbers(sequences):
+    """Return the set of four-digit numbers in the decoded sequences ``sequences``."""
+    ids = torch.cat([sequence["input_ids"] for sequence in sequences])
+    spaced_numbers = re.findall(r"(?<!\d )(\d \d \d \d)(?! \d)", TOKENIZER.decode(ids))
+    return {number.replace(" ", "") for number in spaced_numbers}
 
 
-@STREAMING
+@parametrize_streaming
 def test_training_excludes_held_out_documents(tmp_path, streaming):
-    numbered = [text(1000 + number) for number in range(60)]
-    source = make_source(write_folder(tmp_path, "jsonl", numbered), streaming=streaming)
+    numbered_texts = [make_text(1000 + number) for number in range(60)]
+    source = make_source(write_folder(tmp_path, "jsonl", numbered_texts), streaming=streaming)
     for seed in (0, 1):
         fields = {"tokenizer": TOKENIZER, "sources": [(source, 1)], "length": LENGTH, "seed": seed}
-        reserved = held_out(count=99, hold_out=10, **fields)
+        held_out_sequences = pack_held_out(num_sequences=99, hold_out=10, **fields)
         packed = Packed(hold_out=10, **fields)
-        trained = []
+        training_sequences = []
         while packed.epoch < 2:
-            trained.append(next(packed))
-        every_tenth = {str(1000 + number) for number in range(0, 60, 10)}
-        assert numbers_in(reserved) == every_tenth
-        # fewer than 8 of 99 sequences: `held_out` stops after each held-out document has occurred
-        assert len(reserved) < 8
-        assert numbers_in(trained) == {str(1000 + number) for number in range(60)} - every_tenth
-        assert_same(held_out(count=99, hold_out=10, **fields), reserved)
-        assert_same(held_out(count=2, hold_out=10, **fields), reserved[:2])
+            training_sequences.append(next(packed))
+        held_out_numbers = {str(1000 + number) for number in range(0, 60, 10)}
+        assert find_numbers(held_out_sequences) == held_out_numbers
+        # fewer than 8 of 99 sequences: `pack_held_out` stops after all held-out documents
+        assert len(held_out_sequences) < 8
+        assert (
+            find_numbers(training_sequences)
+            == {str(1000 + number) for number in range(60)} - held_out_numbers
+        )
+        assert_same(pack_held_out(num_sequences=99, hold_out=10, **fields), held_out_sequences)
+        assert_same(pack_held_out(num_sequences=2, hold_out=10, **fields), held_out_sequences[:2])
     # hold_out=1 holds out all documents
-    reserved = held_out(TOKENIZER, [(source, 1)], LENGTH, 99, hold_out=1)
-    assert numbers_in(reserved) == {str(1000 + number) for number in range(60)}
+    held_out_sequences = pack_held_out(TOKENIZER, [(source, 1)], LENGTH, 99, hold_out=1)
+    assert find_numbers(held_out_sequences) == {str(1000 + number) for number in range(60)}
 
 
-@STREAMING
+@parametrize_streaming
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "txt"])
-@pytest.mark.parametrize("empty", [[""], ["a"], ["", " \n", "a", "", ""]], ids=repr)
-def test_first_non_empty_document_is_held_out(tmp_path, suffix, streaming, empty):
-    numbered = [text(1000 + number) for number in range(25)]
-    name = write_folder(tmp_path, suffix, [*empty, *numbered])
+@pytest.mark.parametrize("leading_texts", [[""], ["a"], ["", " \n", "a", "", ""]], ids=repr)
+def test_first_non_empty_document_is_held_out(tmp_path, suffix, streaming, leading_texts):
+    numbered_texts = [make_text(1000 + number) for number in range(25)]
+    name = write_folder(tmp_path, suffix, [*leading_texts, *numbered_texts])
     source = make_source(name, streaming=streaming)
     # one of 4 documents is held out
-    first = len(empty) % 4
-    expected = {str(1000 + number) for number in range(25) if (number + len(empty)) % 4 == first}
-    reserved = held_out(TOKENIZER, [(source, 1)], LENGTH, 99, hold_out=4)
+    first = len(leading_texts) % 4
+    expected = {
+        str(1000 + number) for number in range(25) if (number + len(leading_texts)) % 4 == first
+    }
+    held_out_sequences = pack_held_out(TOKENIZER, [(source, 1)], LENGTH, 99, hold_out=4)
     packed, trained = Packed(TOKENIZER, [(source, 1)], LENGTH, 0, hold_out=4), []
     while packed.epoch < 2:
         trained.append(next(packed))
-    assert numbers_in(reserved) == expected and "1000" in expected
-    assert numbers_in(trained) == {str(1000 + number) for number in range(25)} - expected
-    assert first_held_out(source, TOKENIZER, 4) == first
+    assert find_numbers(held_out_sequences) == expected and "1000" in expected
+    assert find_numbers(trained) == {str(1000 + number) for number in range(25)} - expected
+    assert find_first_held_out(source, TOKENIZER, 4) == first
 
 
 @pytest.mark.parametrize(
@@ -344,12 +371,12 @@ def test_first_non_empty_document_is_held_out(tmp_path, suffix, streaming, empty
     [(12, "1 of 13 documents"), (250, r"3 of 251 documents .* and every 100th after it")],
 )
 def test_run_reports_held_out_documents(tmp_path, rows, sentence):
-    name = write_file(tmp_path / "a.jsonl", ["", *texts_of(rows)])
+    name = write_file(tmp_path / "a.jsonl", ["", *make_texts(rows)])
     lines = []
     open_data(
         settings=Settings(data=(name,), length=LENGTH, held_out=1),
         tokenizer=TOKENIZER,
-        parallel=SimpleNamespace(replica=0, replicas=1),
+        parallel=SimpleNamespace(replica_index=0, num_replicas=1),
         notify=lines.append,
         vocabulary=len(TOKENIZER),
     )
@@ -366,25 +393,27 @@ def test_run_reports_held_out_documents(tmp_path, rows, sentence):
     ],
 )
 def test_empty_documents_error_names_split(texts, only_held_out, sentence):
-    packed = Packed(TOKENIZER, [(in_memory(texts), 1)], LENGTH, 0, only_held_out=only_held_out)
+    packed = Packed(
+        TOKENIZER, [(make_memory_source(texts), 1)], LENGTH, 0, only_held_out=only_held_out
+    )
     with pytest.raises(UsageError, match=sentence):
         next(packed)
 
 
 @pytest.mark.parametrize("kind", ["text", "end-of-text"])
 def test_token_outside_of_vocabulary_raises(kind):
-    tokenizer = letter_tokenizer()
+    tokenizer = make_letter_tokenizer()
     tokenizer.add_tokens("<more>")
     if kind == "end-of-text":
         tokenizer.eos_token = "<more>"
     added_token = len(tokenizer) - 1
-    mixture = [(in_memory(["a b c <more>" if kind == "text" else "a b c"] * 3), 1)]
+    mixture = [(make_memory_source(["a b c <more>" if kind == "text" else "a b c"] * 3), 1)]
     packed = Packed(tokenizer, mixture, 8, 0, hold_out=0, vocabulary=added_token)
     with pytest.raises(UsageError, match=rf"data must .*, got token {added_token} \('<more>'\)"):
         next(packed)
     next(Packed(tokenizer, mixture, 8, 0, hold_out=0, vocabulary=added_token + 1))
     # the padding token exceeds the vocabulary, so another token pads sequences
-    tokenizer = letter_tokenizer()
+    tokenizer = make_letter_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     mixture = [(make_source("retrieval:keys:70"), 1)]
     packed = Packed(tokenizer, mixture, 80, 0, vocabulary=len(tokenizer) - 1)
@@ -396,7 +425,7 @@ def test_hub_names_load_through_datasets(monkeypatch):
 
     def load_dataset(*args, **options):
         calls.append((args, options))
-        return datasets.Dataset.from_dict({"story": texts_of(9), "title": ["a"] * 9})
+        return datasets.Dataset.from_dict({"story": make_texts(9), "title": ["a"] * 9})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     builder = SimpleNamespace(hash="a commit")
@@ -407,87 +436,102 @@ def test_hub_names_load_through_datasets(monkeypatch):
     assert source.sha256 == "a commit" and source.dataset.column_names == ["story"]
 
 
-def read_from(name, streaming=False):
+def read_documents(name, streaming=False):
     """Return the list of all documents of a source, in the order of its files."""
     source = make_source(str(name), streaming=streaming)
-    return [row["text"] for row in source.dataset]
+    return [format_row["text"] for format_row in source.dataset]
 
 
-@STREAMING
-@SUFFIXES
+@parametrize_streaming
+@parametrize_suffix
 @pytest.mark.parametrize(
-    ("pattern", "matched"), [("d[1]/a", "d1/a"), ("a?", "ab"), ("**/a", "c/a")]
+    ("path_pattern", "matching_path"), [("d[1]/a", "d1/a"), ("a?", "ab"), ("**/a", "c/a")]
 )
-def test_path_is_not_expanded_as_glob(tmp_path, suffix, pattern, matched, streaming):
-    for name in (pattern, matched):
+def test_path_is_not_expanded_as_glob(tmp_path, suffix, path_pattern, matching_path, streaming):
+    for name in (path_pattern, matching_path):
         write_file(tmp_path / f"{name}.{suffix}", [name])
-    assert read_from(tmp_path / f"{pattern}.{suffix}", streaming) == [pattern]
-    if "/" in pattern and "*" not in pattern:
-        assert read_from((tmp_path / pattern).parent, streaming) == [pattern]
+    assert read_documents(tmp_path / f"{path_pattern}.{suffix}", streaming) == [path_pattern]
+    if "/" in path_pattern and "*" not in path_pattern:
+        assert read_documents((tmp_path / path_pattern).parent, streaming) == [path_pattern]
 
 
 def test_fingerprint_depends_on_content_only(tmp_path):
     """Compare equal content under other file names, folders and time stamps."""
     fingerprints, texts_read = [], []
     for folder, texts in (("one", "abcd"), ("two", "abcd"), ("three", "bacd")):
-        for number, text in enumerate(texts):
-            file = write_file(tmp_path / folder / f"{folder}-{number}.txt", [text])
+        for number, make_text in enumerate(texts):
+            file = write_file(tmp_path / folder / f"{folder}-{number}.txt", [make_text])
             os.utime(file, (1.7e9, 1.7e9))
         fingerprints.append(make_source(str(tmp_path / folder)).sha256)
-        texts_read.append(read_from(tmp_path / folder))
+        texts_read.append(read_documents(tmp_path / folder))
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
     assert texts_read == [[*"abcd"], [*"abcd"], [*"bacd"]]
 
 
-FILES = {".checkpoints/a": "old", ".a": "old", "b/.old/c/a": "old", "b.txt/a": "\ufeffnew"}
+HIDDEN_AND_VISIBLE_FILES = {
+    ".checkpoints/a": "old",
+    ".a": "old",
+    "b/.old/c/a": "old",
+    "b.txt/a": "\ufeffnew",
+}
 
 
 def test_folder_is_read_recursively_without_hidden_files(tmp_path):
     folder = tmp_path / ".shown"
     # one file has a byte order mark, which must be removed
-    for name, text in FILES.items():
-        write_file(folder / f"{name}.txt", [text])
-    assert read_from(folder) == ["new"]
+    for name, make_text in HIDDEN_AND_VISIBLE_FILES.items():
+        write_file(folder / f"{name}.txt", [make_text])
+    assert read_documents(folder) == ["new"]
 
 
-LINE = json.dumps({"content": "a b c", "title": "x"}) + "\n"
+LINE_WITHOUT_TEXT = json.dumps({"content": "a b c", "title": "x"}) + "\n"
 
 
-def row(text):
+def format_row(make_text):
     """Return the line of a .jsonl file for one document."""
-    return json.dumps({"text": text}) + "\n"
+    return json.dumps({"text": make_text}) + "\n"
 
 
-@STREAMING
+@parametrize_streaming
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         pytest.param({"a.txt": ""}, "'.*a.txt' must contain documents", id="empty text"),
         pytest.param({"a.jsonl": ""}, "'.*a.jsonl' must contain documents", id="empty jsonl"),
-        pytest.param({"a.jsonl": LINE}, "no field 'text'; known are content", id="no field"),
+        pytest.param(
+            {"a.jsonl": LINE_WITHOUT_TEXT}, "no field 'text'; known are content", id="no field"
+        ),
         pytest.param({"a.jsonl": '{"txt": "a"}\n'}, "did you mean txt?", id="near field"),
         pytest.param({"a.txt": b"\xff\xfe\x00bin"}, "cannot be read .*codec", id="binary"),
         pytest.param({"a.jsonl": "{not json"}, "cannot be read", id="no json"),
         pytest.param({"a.parquet": "PAR0"}, "cannot be read", id="no parquet"),
         pytest.param({"a.csv": "text"}, "must be a file of .txt, .jsonl", id="another kind"),
-        pytest.param({"a.jsonl": row(7)}, "'text' .* got 7 in document 0", id="numbers"),
-        pytest.param({"a.jsonl": row(None)}, "documents of two tokens or more", id="null"),
-        pytest.param({"a.jsonl": row("It")}, "documents of two tokens or more", id="short"),
+        pytest.param({"a.jsonl": format_row(7)}, "'text' .* got 7 in document 0", id="numbers"),
+        pytest.param({"a.jsonl": format_row(None)}, "documents of two tokens or more", id="null"),
+        pytest.param({"a.jsonl": format_row("It")}, "documents of two tokens or more", id="short"),
         pytest.param({"a.txt": gzip.compress(b"a b")}, "a.txt is compressed", id="compressed"),
         pytest.param({"a.txt": None}, "must be an existing file or folder, got", id="gone"),
         pytest.param({".": ""}, "got no files", id="empty folder"),
-        pytest.param({".": "", "b.jsonl": LINE, "a.txt": "a"}, "got .jsonl and .txt", id="kinds"),
+        pytest.param(
+            {".": "", "b.jsonl": LINE_WITHOUT_TEXT, "a.txt": "a"}, "got .jsonl and .txt", id="kinds"
+        ),
         pytest.param({".": "", "a.txt": "a", "b.txt": None}, "b.txt", id="a link to nothing"),
         pytest.param({".": "", "2.txt": b"\xe9"}, "\\(2.txt: 'utf-8' codec", id="which text"),
         pytest.param({".": "", "2.jsonl": "{not"}, "\\(2.jsonl: JSON parse error", id="which json"),
-        pytest.param({".": "", "2.jsonl": LINE}, "\\(2.jsonl: there are 2 new", id="which fields"),
+        pytest.param(
+            {".": "", "2.jsonl": LINE_WITHOUT_TEXT},
+            "\\(2.jsonl: there are 2 new",
+            id="which fields",
+        ),
     ],
 )
 def test_unreadable_data_raises(tmp_path, files, message, streaming):
     """Write ``files`` and read the first as a source; the content None stands for a broken link."""
     suffix = [*files][-1].rpartition(".")[2]
     if "2" in "".join(files):
-        files |= {f"{number}.{suffix}": "a b" if suffix == "txt" else row("a b") for number in "13"}
+        files |= {
+            f"{number}.{suffix}": "a b" if suffix == "txt" else format_row("a b") for number in "13"
+        }
     for name, content in files.items():
         if content is None:
             (tmp_path / name).symlink_to(tmp_path / "gone")
@@ -495,7 +539,7 @@ def test_unreadable_data_raises(tmp_path, files, message, streaming):
             (tmp_path / name).write_bytes(content if type(content) is bytes else content.encode())
     with pytest.raises(UsageError, match=message) as refusal:
         source = make_source(str(tmp_path / next(iter(files))), streaming=streaming)
-        firsts(Packed(TOKENIZER, [(source, 1)], 20, 0, hold_out=0), 3)
+        take_sequences(Packed(TOKENIZER, [(source, 1)], 20, 0, hold_out=0), 3)
     assert len(str(refusal.value).splitlines()) == 1
 
 
@@ -531,8 +575,8 @@ def test_validation_on_training_source_raises(tmp_path, monkeypatch, training, v
         sources.refuse_overlap(training_pairs, validation_pairs)
 
 
-@SUFFIXES
-@STREAMING
+@parametrize_suffix
+@parametrize_streaming
 def test_local_files_make_no_network_request(tmp_path, monkeypatch, suffix, streaming):
     hosts = []
 
@@ -544,8 +588,8 @@ def test_local_files_make_no_network_request(tmp_path, monkeypatch, suffix, stre
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    source = make_source(write_folder(tmp_path, suffix, texts_of(9)), streaming=streaming)
-    firsts(Packed(TOKENIZER, [(source, 1)], LENGTH, 0), 3)
+    source = make_source(write_folder(tmp_path, suffix, make_texts(9)), streaming=streaming)
+    take_sequences(Packed(TOKENIZER, [(source, 1)], LENGTH, 0), 3)
     assert hosts == []
 
 
@@ -567,5 +611,5 @@ def test_local_files_make_no_network_request(tmp_path, monkeypatch, suffix, stre
 )
 def test_invalid_settings_raise(name, share, hold_out, message):
     with pytest.raises(UsageError, match=message):
-        mixture = [(make_source(name) if name else in_memory(texts_of(9)), share)]
+        mixture = [(make_source(name) if name else make_memory_source(make_texts(9)), share)]
         Packed(TOKENIZER, mixture, LENGTH, 0, hold_out=hold_out, only_held_out=not hold_out)

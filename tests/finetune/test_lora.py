@@ -9,16 +9,16 @@ import signal
 import pytest
 import torch
 from launches import (
-    LAUNCH,
-    MEDDLED,
-    SMALL,
-    TRAIN,
-    assert_same,
+    LAUNCH_COMMAND,
+    PROGRAM_WITH_ERRORS,
+    SHORT_RUN_OPTIONS,
+    TRAIN_COMMAND,
     assert_same_run,
-    launched,
-    losses,
-    saved_weights,
-    steps,
+    assert_same_tensors,
+    load_saved_weights,
+    read_losses,
+    read_step_field,
+    run_process,
 )
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save
@@ -34,7 +34,7 @@ from cab_hf.finetune.objective import learning_rate
 from cab_hf.finetune.sources import make_source
 
 # names of runs in which `MEDDLED` injects an error into one process
-SPOILT = ("spoilt", "spoilt-weights", *(f"spoilt-source-{x}" for x in "dv"))
+FAULTY_RUNS = ("spoilt", "spoilt-weights", *(f"spoilt-source-{x}" for x in "dv"))
 
 
 def two_machines(folder, name):
@@ -44,60 +44,67 @@ def two_machines(folder, name):
     """
     for rank in "01":
         (folder / rank).mkdir(exist_ok=True)
-        rows = [json.dumps({"text": TEXT * 4})] * 200 + [json.dumps({"text": rank * 200})]
-        (folder / rank / f"{name}.jsonl").write_text("\n".join(rows))
+        lines = [json.dumps({"text": TEXT * 4})] * 200 + [json.dumps({"text": rank * 200})]
+        (folder / rank / f"{name}.jsonl").write_text("\n".join(lines))
     return folder / "0" / f"{name}.jsonl"
 
 
 @pytest.mark.slow
 def test_two_processes_resume_after_kill_and_stop(tmp_path):
     """Test all behaviour of two processes with few launches, because a launch is slow."""
-    (script := tmp_path / "meddled.py").write_text(MEDDLED)
+    (script := tmp_path / "meddled.py").write_text(PROGRAM_WITH_ERRORS)
     commands = {
-        name: " ".join([*TRAIN[1:], "--out", str(tmp_path / name)])
-        for name in ("whole", "stopped", "killed", *SPOILT)
+        name: " ".join([*TRAIN_COMMAND[1:], "--out", str(tmp_path / name)])
+        for name in ("whole", "stopped", "killed", *FAULTY_RUNS)
     }
     commands["spoilt-source-d"] += f" --data {two_machines(tmp_path, 'data')}"
     commands["spoilt-source-v"] += f" --validation {two_machines(tmp_path, 'validation')}"
-    commands["two"] = " ".join([*SMALL, "--dropout", "0", "--out", str(tmp_path / "two")])
+    commands["two"] = " ".join(
+        [*SHORT_RUN_OPTIONS, "--dropout", "0", "--out", str(tmp_path / "two")]
+    )
     # the second "stopped" run resumes after step 3, so that it does not stop again
-    series = " / ".join(commands[name] for name in ("whole", "two", *SPOILT, "stopped", "stopped"))
-    process = launched([*LAUNCH, str(script), series])
+    series = " / ".join(
+        commands[name] for name in ("whole", "two", *FAULTY_RUNS, "stopped", "stopped")
+    )
+    process = run_process([*LAUNCH_COMMAND, str(script), series])
     assert process.returncode == 0, process.stderr[-3000:]
-    assert launched([*LAUNCH, str(script), commands["killed"]]).returncode != 0
+    assert run_process([*LAUNCH_COMMAND, str(script), commands["killed"]]).returncode != 0
     # the run was killed between the checkpoints of steps 2 and 4, so that it computes step 3 again
-    assert [step for _, step, _ in losses(tmp_path / "killed")] == [1, 2]
+    assert [step for _, step, _ in read_losses(tmp_path / "killed")] == [1, 2]
     one = ["--tokens-per-step", "512", "--dropout", "0", "--out", str(tmp_path / "one")]
     merge = ["-m", "cab_hf.finetune.merge", str(tmp_path / "killed" / "adapter")]
     for command in (
-        [*LAUNCH, *TRAIN, "--out", str(tmp_path / "killed")],
+        [*LAUNCH_COMMAND, *TRAIN_COMMAND, "--out", str(tmp_path / "killed")],
         ["python", *merge, str(tmp_path / "merged")],
-        ["python", "finetune/lora.py", *SMALL, *one],
+        ["python", "finetune/lora.py", *SHORT_RUN_OPTIONS, *one],
     ):
-        later_process = launched(command)
+        later_process = run_process(command)
         assert later_process.returncode == 0, later_process.stderr[-3000:]
     assert (tmp_path / "merged" / "model.safetensors").exists()
 
     # a killed run continues bit-identically
-    assert steps(tmp_path / "whole", "step") == [1, 2, 3, 4, 5, 6]
+    assert read_step_field(tmp_path / "whole", "step") == [1, 2, 3, 4, 5, 6]
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
     # both processes stop if one receives SIGTERM
     message = "stopped at step 3 on request; the same command continues."
     assert process.stdout.count(message) == 1
     statuses = [(tmp_path / f"meddled.py.{rank}").read_text() for rank in (0, 1)]
     assert statuses == ["00222200"] * 2
-    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    assert read_losses(tmp_path / "stopped") == read_losses(tmp_path / "whole")
     names = sorted(path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir())
     assert names == ["step-00000004", "step-00000006"]
     # two processes equal one process with two accumulation steps; no two steps have equal values
     for field in ("density", "grad_norm", "loss"):
-        of_one, of_two = steps(tmp_path / "one", field), steps(tmp_path / "two", field)
+        of_one, of_two = (
+            read_step_field(tmp_path / "one", field),
+            read_step_field(tmp_path / "two", field),
+        )
         assert of_one == pytest.approx(of_two, rel=1e-5)
     assert len(set(of_one)) == len(of_one) == 4
     # both processes stop if one has a NaN gradient, and both name the parameter
     message = "step 3 has a gradient that is not finite, the first in base_model"
     assert process.stderr.count(message) == 2
-    assert [step for _, step, _ in losses(tmp_path / "spoilt")] == [1, 2]
+    assert [step for _, step, _ in read_losses(tmp_path / "spoilt")] == [1, 2]
     (checkpoint,) = (tmp_path / "spoilt" / "checkpoints").iterdir()
     assert checkpoint.name == "step-00000002"
     # if weights or data differ between processes, the run stops before the first step
@@ -106,35 +113,35 @@ def test_two_processes_resume_after_kill_and_stop(tmp_path):
     for fact in (weight, *sources):
         message = f"{fact} must be equal in all processes, got another value in process 1"
         assert process.stderr.count(message) == 2
-    assert not any((tmp_path / name).exists() for name in SPOILT[1:])
+    assert not any((tmp_path / name).exists() for name in FAULTY_RUNS[1:])
 
 
 def run(tmp_path, words=(), *, name="run", draws_curve=False):
-    """Train with the options `SMALL` and ``words`` in this process, and return the exit status."""
+    """Train in this process with `SHORT_RUN_OPTIONS` and ``words``; return the exit status."""
     with pytest.MonkeyPatch.context() as patch:
         # drawing the loss curve takes as long as the training
         if not draws_curve:
-            patch.setattr(train.curve, "draw", lambda *_: None)
-        return lora.main([*SMALL, *words, "--out", str(tmp_path / name)])
+            patch.setattr(train.curve, "draw_curve", lambda *_: None)
+        return lora.main([*SHORT_RUN_OPTIONS, *words, "--out", str(tmp_path / name)])
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished_run(tmp_path_factory):
     """Train with the options `SMALL`, and return the folder of the finished run."""
     folder = tmp_path_factory.mktemp("finished")
     assert run(folder) == 0
     return folder / "run"
 
 
-def refusal(capsys):
+def read_error_message(capsys):
     """Return the error message that the command printed; there must be exactly one."""
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith(lora.PROG)]
     return line
 
 
-def stop_at(tmp_path, last, words=()):
+def train_until(tmp_path, last, words=()):
     """Run a training that receives SIGTERM during step ``last``."""
-    original_step = train.Run._step
+    original_step = train.Run._run_step
 
     def stopped_step(self, step, stop_request):
         if step == last:
@@ -142,9 +149,9 @@ def stop_at(tmp_path, last, words=()):
         return original_step(self, step, stop_request)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.Run, "_step", stopped_step)
+        patch.setattr(train.Run, "_run_step", stopped_step)
         assert run(tmp_path, words) == 0
-    assert len(steps(tmp_path / "run", "loss")) == last
+    assert len(read_step_field(tmp_path / "run", "loss")) == last
 
 
 def test_run_with_validation_writes_files_and_complete_log(tmp_path):
@@ -158,7 +165,7 @@ def test_run_with_validation_writes_files_and_complete_log(tmp_path):
     results = json.loads((out / "results.json").read_text())
     assert results["processes"] == 1 and results["provenance"]["settings"]["length"] == 256
     assert results["evaluation"]["step"] == 4
-    for record in read_log(out / train.LOG)[1]:
+    for record in read_log(out / train.LOG_FILE)[1]:
         if record["kind"] == "evaluation":
             assert record["step"] in (3, 4) and 0 < record["held_out_loss"] < 10
             assert record["passkey"].keys() == {"192", "256"}
@@ -170,12 +177,12 @@ def test_run_with_validation_writes_files_and_complete_log(tmp_path):
             assert record["mfu"] is None and record["peak_gib"] is None
 
 
-def test_saved_adapter_is_rounded_but_checkpoint_is_not(tmp_path, finished):
+def test_saved_adapter_is_rounded_but_checkpoint_is_not(tmp_path, finished_run):
     assert run(tmp_path, ["--adapter-dtype", "bfloat16"]) == 0
-    unrounded = saved_weights(finished)
+    unrounded = load_saved_weights(finished_run)
     assert {x.dtype for x in unrounded.values()} == {torch.float32}
-    assert_same(
-        saved_weights(tmp_path / "run"), {name: x.bfloat16() for name, x in unrounded.items()}
+    assert_same_tensors(
+        load_saved_weights(tmp_path / "run"), {name: x.bfloat16() for name, x in unrounded.items()}
     )
     shared = torch.load(next((tmp_path / "run").rglob("shared.pt")), weights_only=True)
     assert {x.dtype for x in shared["parameters"].values()} == {torch.float32}
@@ -186,14 +193,14 @@ def test_full_budget_run_matches_peft_loop(tmp_path):
     words = ["--cab", "mass_threshold=0", "--dropout", "0", "--data", "retrieval:keys:100"]
     words += ["--steps", "8", "--lr", "1e-2"]
     assert run(tmp_path, words) == 0
-    settings = lora.read([*SMALL, *words])
+    settings = lora.read([*SHORT_RUN_OPTIONS, *words])
     torch.manual_seed(settings.seed)
     model, tokenizer = load_model("tiny", dtype="float32", attn_implementation="sdpa")
     fields = {"r": settings.rank, "lora_alpha": settings.alpha}
     model = get_peft_model(model, LoraConfig(**fields, target_modules=list(settings.targets)))
     trained = [x for x in model.parameters() if x.requires_grad]
     optimizer = torch.optim.AdamW(trained, betas=(0.9, settings.beta2), weight_decay=0.0)
-    sources = [(make_source(name), share) for name, share in settings.sources()]
+    sources = [(make_source(name), share) for name, share in settings.parse_sources()]
     packed, expected = Packed(tokenizer, sources, settings.length, 0, hold_out=0), []
     for step in range(1, 9):
         optimizer.param_groups[0]["lr"] = learning_rate(step, settings)
@@ -205,8 +212,8 @@ def test_full_budget_run_matches_peft_loop(tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    assert steps(tmp_path / "run", "density") == [1.0] * 8
-    assert steps(tmp_path / "run", "loss") == pytest.approx(expected, rel=1e-4)
+    assert read_step_field(tmp_path / "run", "density") == [1.0] * 8
+    assert read_step_field(tmp_path / "run", "loss") == pytest.approx(expected, rel=1e-4)
     assert expected[-1] < 0.97 * expected[0]
 
 
@@ -222,8 +229,8 @@ def test_memory_options_do_not_change_losses(tmp_path, words, other_words):
     assert run(tmp_path, ["--dropout", "0", *words], name="one") == 0
     assert run(tmp_path, ["--dropout", "0", *other_words], name="other") == 0
     for field in ("loss", "grad_norm"):
-        expected = steps(tmp_path / "one", field)
-        assert steps(tmp_path / "other", field) == pytest.approx(expected, rel=1e-5)
+        expected = read_step_field(tmp_path / "one", field)
+        assert read_step_field(tmp_path / "other", field) == pytest.approx(expected, rel=1e-5)
 
 
 # by option: a file whose content a resumed run must compare with the content at its start
@@ -235,7 +242,7 @@ CONTENTS = {
 }
 
 
-def changed(file):
+def change_content(file):
     """Return the content of ``file`` with changed weights, words or mass threshold."""
     if file.suffix == ".safetensors":
         return save({name: x + 0.1 for name, x in load_file(file).items()})
@@ -260,41 +267,41 @@ def test_changed_content_under_same_name_raises(tmp_path, capsys):
     capsys.readouterr()
     for option, name in CONTENTS.items():
         file = tmp_path / name
-        original_content, changed_content = file.read_bytes(), changed(file)
+        original_content, changed_content = file.read_bytes(), change_content(file)
         assert changed_content != original_content
         file.write_bytes(changed_content)
         assert run(tmp_path, words) == 2
         field = f"{option}.{file}" if option in ("data", "validation") else option
-        assert f"log.jsonl was made with sha256.{field} '" in refusal(capsys)
+        assert f"log.jsonl was made with sha256.{field} '" in read_error_message(capsys)
         assert (tmp_path / "run" / "log.jsonl").read_bytes() == log
         file.write_bytes(original_content)
 
 
 @pytest.mark.parametrize("is_truncated", [False, True], ids=["log lost", "log truncated"])
-def test_checkpoint_of_another_run_raises(tmp_path, capsys, finished, is_truncated):
-    stop_at(tmp_path, 2)
+def test_checkpoint_of_another_run_raises(tmp_path, capsys, finished_run, is_truncated):
+    train_until(tmp_path, 2)
     out = tmp_path / "run"
-    text = (out / train.LOG).read_text()
-    (out / train.LOG).unlink()
+    text = (out / train.LOG_FILE).read_text()
+    (out / train.LOG_FILE).unlink()
     if is_truncated:
-        (out / train.LOG).write_text(text[:30])
+        (out / train.LOG_FILE).write_text(text[:30])
     assert run(tmp_path, ["--lr", "1e-3"]) == 2
-    assert "checkpoints/step-00000002 was made with lr 0.002" in refusal(capsys)
+    assert "checkpoints/step-00000002 was made with lr 0.002" in read_error_message(capsys)
     # with its original settings, the run continues
     assert run(tmp_path) == 0
     assert "log.jsonl has 0 of the 2 steps that were made before." in capsys.readouterr().out
-    assert losses(out) == losses(finished)[2:]
+    assert read_losses(out) == read_losses(finished_run)[2:]
 
 
-def test_finished_run_is_unchanged_and_cleaned_up(finished, capsys):
-    half_removed = finished / "checkpoints" / ".step-00000002.removed"
-    log = (finished / train.LOG).read_bytes()
+def test_finished_run_is_unchanged_and_cleaned_up(finished_run, capsys):
+    half_removed = finished_run / "checkpoints" / ".step-00000002.removed"
+    log = (finished_run / train.LOG_FILE).read_bytes()
     half_removed.mkdir()
-    assert run(finished.parent) == 0 and not half_removed.exists()
+    assert run(finished_run.parent) == 0 and not half_removed.exists()
     # with other settings, the run does not continue
-    assert run(finished.parent, ["--lr", "1e-3"]) == 2
-    assert "log.jsonl was made with lr 0.002, this run has 0.001" in refusal(capsys)
-    assert (finished / train.LOG).read_bytes() == log
+    assert run(finished_run.parent, ["--lr", "1e-3"]) == 2
+    assert "log.jsonl was made with lr 0.002, this run has 0.001" in read_error_message(capsys)
+    assert (finished_run / train.LOG_FILE).read_bytes() == log
 
 
 # train all weights; --rank and --alpha reset the values of the config file to their defaults
@@ -325,15 +332,15 @@ def dynamic(folder):
     ],
     ids=["adapter", "sampled blocks", "dynamic", "all weights", "products in bfloat16", "nf4"],
 )
-def test_stopped_run_resumes_bit_identically(tmp_path, capsys, finished, words, last):
+def test_stopped_run_resumes_bit_identically(tmp_path, capsys, finished_run, words, last):
     words = words(tmp_path)
     assert not words or run(tmp_path, words, name="whole") == 0
     capsys.readouterr()
-    stop_at(tmp_path, last, words)
+    train_until(tmp_path, last, words)
     message = f"stopped at step {last} on request; the same command continues.\n"
     assert capsys.readouterr().out == message
     assert run(tmp_path, words) == 0
-    assert_same_run(tmp_path / "run", tmp_path / "whole" if words else finished)
+    assert_same_run(tmp_path / "run", tmp_path / "whole" if words else finished_run)
 
 
 def test_adapter_of_4_bit_weights_merges_into_base(tmp_path, capsys):
@@ -345,20 +352,22 @@ def test_adapter_of_4_bit_weights_merges_into_base(tmp_path, capsys):
 
 
 def test_full_training_saves_model_that_loads_identically(tmp_path, monkeypatch):
-    runs, losses_of, end = [], {}, train.Run._end
-    monkeypatch.setattr(train.Run, "_end", lambda self, log: (runs.append(self), end(self, log)))
+    runs, losses_of, end = [], {}, train.Run._write_results
+    monkeypatch.setattr(
+        train.Run, "_write_results", lambda self, log: (runs.append(self), end(self, log))
+    )
     words = [*ALL, "--model", str(save_llama(tmp_path / "base")), "--steps", "12", "--lr", "1e-2"]
     base, ids = load_file(tmp_path / "base" / "model.safetensors"), torch.arange(3, 40)[None]
     for dtype in ("float32", "bfloat16"):
         assert run(tmp_path, [*words, "--dtype", dtype], name=dtype) == 0
-        weights, trained = saved_weights(tmp_path / dtype), runs.pop().model.eval()
+        weights, trained = load_saved_weights(tmp_path / dtype), runs.pop().model.eval()
         assert base.keys() == weights.keys()
         assert not any(torch.equal(weight, base[name]) for name, weight in weights.items())
         loaded, _ = load_model(str(tmp_path / dtype / "model"), dtype="float32")
         assert {x.dtype for x in trained.parameters()} == {torch.float32}
         with torch.no_grad():
             assert torch.equal(loaded(ids).logits, trained(ids).logits)
-        losses_of[dtype] = steps(tmp_path / dtype, "loss")
+        losses_of[dtype] = read_step_field(tmp_path / dtype, "loss")
     exact, rounded = losses_of.values()
     assert exact[-1] < 0.6 * exact[0]
     # adapter products in bfloat16 instead of float32 change the losses slightly
@@ -381,14 +390,14 @@ REFUSED = """
 def test_unsupported_settings_exit_with_one_line(tmp_path, capsys, case):
     words, _, message = case.partition(" > ")
     assert run(tmp_path, words.split()) == 2
-    assert message in refusal(capsys)
+    assert message in read_error_message(capsys)
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
 def test_foreign_output_folder_raises(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").touch()
-    assert run(tmp_path) == 2 and "out must be" in refusal(capsys)
+    assert run(tmp_path) == 2 and "out must be" in read_error_message(capsys)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
 
 
@@ -405,13 +414,13 @@ def test_out_of_memory_exits_with_one_line(tmp_path, monkeypatch, capsys, error,
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(train.Run, "_gradients", fail)
+    monkeypatch.setattr(train.Run, "_accumulate_gradients", fail)
     if message is None:
         with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
             run(tmp_path)
         return
     assert run(tmp_path) == 2
-    assert message in refusal(capsys)
+    assert message in read_error_message(capsys)
 
 
 def test_dry_run_prints_estimates(tmp_path, capsys):
@@ -419,12 +428,14 @@ def test_dry_run_prints_estimates(tmp_path, capsys):
     words = ["--model", str(model), "--length", "1024", "--tokens-per-step", "4096", "--dry-run"]
     assert run(tmp_path, words) == 0
     printed = capsys.readouterr().out
-    settings = lora.read([*SMALL, *words])
-    model, _ = train.build(settings, torch.device("cpu"))
+    settings = lora.read([*SHORT_RUN_OPTIONS, *words])
+    model, _ = train.build_model(settings, torch.device("cpu"))
     cost = cost_model.Cost.of(model)
-    assert f"parameters: {cost.parameters:,}, trained: {cost.trained_parameters:,}" in printed
+    assert (
+        f"parameters: {cost.num_parameters:,}, trained: {cost.num_trained_parameters:,}" in printed
+    )
     pairs = 4 * 1024 * 1025 // 2
-    flops = cost.products(4096) + sum(cost.attention([pairs] * 2))
+    flops = cost.product_flops(4096) + sum(cost.attention_flops([pairs] * 2))
     assert f"{flops:.3e}" in printed and "fits into" in printed and '"lr": 0.002' in printed
     assert not (tmp_path / "run").exists()
 
@@ -441,7 +452,7 @@ SPOILT_BY = {
 
 @pytest.mark.parametrize("spoilt", SPOILT_BY)
 def test_nan_ends_run_before_saving(tmp_path, monkeypatch, capsys, spoilt):
-    build, step, nan = train.build, torch.optim.AdamW.step, float("nan")
+    build, step, nan = train.build_model, torch.optim.AdamW.step, float("nan")
 
     def spoilt_build(settings, device):
         model, tokenizer = build(settings, device)
@@ -453,7 +464,7 @@ def test_nan_ends_run_before_saving(tmp_path, monkeypatch, capsys, spoilt):
         optimizer.param_groups[0]["params"][1].data[0, 0] = nan
 
     if spoilt == "base":
-        monkeypatch.setattr(train, "build", spoilt_build)
+        monkeypatch.setattr(train, "build_model", spoilt_build)
     if spoilt == "state":
         monkeypatch.setattr(torch.optim.AdamW, "step", spoilt_step)
     if spoilt == "evaluation":
@@ -461,7 +472,7 @@ def test_nan_ends_run_before_saving(tmp_path, monkeypatch, capsys, spoilt):
         monkeypatch.setattr(train.Validation, "measure", lambda *_: result)
     words, message = SPOILT_BY[spoilt]
     assert run(tmp_path, words) == 2
-    assert re.search(message, refusal(capsys))
+    assert re.search(message, read_error_message(capsys))
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
     assert "NaN" not in (tmp_path / "run" / "log.jsonl").read_text()
 
@@ -472,21 +483,23 @@ def test_evaluation_does_not_change_training(tmp_path):
     words += ["--validation", "retrieval:passkey:256"]
     for every in "10":
         assert run(tmp_path, [*words, "--eval-every", every], name=every) == 0
-    assert steps(tmp_path / "1", "loss") == steps(tmp_path / "0", "loss")
-    assert_same(saved_weights(tmp_path / "1"), saved_weights(tmp_path / "0"))
+    assert read_step_field(tmp_path / "1", "loss") == read_step_field(tmp_path / "0", "loss")
+    assert_same_tensors(load_saved_weights(tmp_path / "1"), load_saved_weights(tmp_path / "0"))
 
 
-def test_run_starts_from_adapter_of_another_run(tmp_path, finished):
-    adapter = ["--adapter", str(finished / "adapter")]
+def test_run_starts_from_adapter_of_another_run(tmp_path, finished_run):
+    adapter = ["--adapter", str(finished_run / "adapter")]
 
     def new_model(words):
         """Build the model of a new run whose --adapter is that of the finished run."""
-        return train.build(lora.read([*SMALL, *adapter, *words, "--out", "next"]), "cpu")[0]
+        return train.build_model(
+            lora.read([*SHORT_RUN_OPTIONS, *adapter, *words, "--out", "next"]), "cpu"
+        )[0]
 
     model = new_model(["--length", "512"])
     actual = get_peft_model_state_dict(model, save_embedding_layers=False)
-    saved = saved_weights(finished)
-    assert_same(actual, saved)
+    saved = load_saved_weights(finished_run)
+    assert_same_tensors(actual, saved)
     assert any(x.any() for name, x in actual.items() if "lora_B" in name)
     for words in (["--rank", "3"], ["--targets", "q_proj"]):
         with pytest.raises(UsageError, match="does not fit .*. Give the base .* rank, alpha"):

@@ -13,16 +13,16 @@ from tiny import SPARSE, tiny_model, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from words import make_tokenizer, save_llama
 
-from cab_hf.experiment.models import BASE
+from cab_hf.experiment.models import BASE_FILE
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune import merge as merging
-from cab_hf.finetune.adapters import WEIGHTS, begin_with
+from cab_hf.finetune.adapters import WEIGHTS_FILE, initialise_adapter
 from cab_hf.finetune.merge import MergeSettings, main, merge
 from cab_hf.finetune.models import load_model, save_adapter, with_lora
 
-LINEAR = ("q_proj", "v_proj", "down_proj")
-LENGTH = {"length": 4096, "rope": "yarn"}
-CONFIG = "adapter_config.json"
+LINEAR_TARGETS = ("q_proj", "v_proj", "down_proj")
+LONG_ROPE = {"length": 4096, "rope": "yarn"}
+ADAPTER_CONFIG_FILE = "adapter_config.json"
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +35,22 @@ def bases(tmp_path_factory):
     return {"llama": save_llama(folder / "llama"), "tied": folder / "tied"}
 
 
-def trained(base, folder, targets=LINEAR, dtype="float32", rope=LENGTH, **options):
+def save_trained_adapter(
+    base, folder, targets=LINEAR_TARGETS, dtype="float32", rope=LONG_ROPE, **options
+):
     """Save a random adapter of ``base`` in ``folder``; return the adapted model."""
     model, tokenizer = load_model(str(base), cab_config=SPARSE, dtype=dtype, **rope)
     torch.manual_seed(1)
-    adapted = with_lora(model, targets, 4, 8.0, **options)
+    peft_model = with_lora(model, targets, 4, 8.0, **options)
     with torch.no_grad():
-        for parameter in adapted.parameters():
+        for parameter in peft_model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    save_adapter(adapted, tokenizer, folder)
-    return adapted
+    save_adapter(peft_model, tokenizer, folder)
+    return peft_model
 
 
-def merged_into(tmp_path, **options):
+def merge_adapter(tmp_path, **options):
     """Merge the adapter in the folder ``adapter``; save the model to the folder ``merged``.
 
     Returns the logit difference that `merge` measures.
@@ -57,7 +59,7 @@ def merged_into(tmp_path, **options):
     return merge(MergeSettings(**folders, **options))
 
 
-def loaded(folder, **options):
+def load_saved_model(folder, **options):
     """Return the model in ``folder`` in eval mode, with the dtype of its saved weights."""
     options |= {"dtype": "auto", "trust_remote_code": False}
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
@@ -67,17 +69,20 @@ def loaded(folder, **options):
     ("base", "options"),
     [
         *(("llama", {}), ("llama", {"targets": "all-linear"})),
-        *(("llama", {"targets": (*LINEAR, "lm_head")}), ("llama", {"norms": True})),
+        *(("llama", {"targets": (*LINEAR_TARGETS, "lm_head")}), ("llama", {"norms": True})),
         *(("tied", {}), ("llama", {"dtype": "bfloat16"})),
     ],
     ids=["lora", "all linear", "head", "norms", "tied", "bfloat16"],
 )
 def test_merged_model_equals_base_with_adapter(bases, tmp_path, base, options):
-    adapted = trained(bases[base], tmp_path / "adapter", **options)
-    difference = merged_into(tmp_path, dtype=options.get("dtype", ""))
-    merged, ids = loaded(tmp_path / "merged"), tokens(2, 90)
+    adapted = save_trained_adapter(bases[base], tmp_path / "adapter", **options)
+    difference = merge_adapter(tmp_path, dtype=options.get("dtype", ""))
+    merged, ids = load_saved_model(tmp_path / "merged"), tokens(2, 90)
     adapted.set_attn_implementation("sdpa")
-    expected, base_logits = adapted(ids).logits.float(), loaded(bases[base])(ids).logits.float()
+    expected, base_logits = (
+        adapted(ids).logits.float(),
+        load_saved_model(bases[base])(ids).logits.float(),
+    )
     actual = merged(ids).logits.float()
     tolerance = 1e-4 if merged.dtype == torch.float32 else 0.1
     assert difference < tolerance * expected.abs().max()
@@ -86,20 +91,20 @@ def test_merged_model_equals_base_with_adapter(bases, tmp_path, base, options):
     assert (base_logits - expected).abs().max() > 3 * tolerance * expected.abs().max()
     assert merged.config.rope_parameters["factor"] == 2.0
     assert merged.config.tie_word_embeddings == (base == "tied")
-    assert merged.num_parameters() == loaded(bases[base]).num_parameters()
+    assert merged.num_parameters() == load_saved_model(bases[base]).num_parameters()
     assert merged.config.cab_config == SPARSE.to_dict()
     assert sorted(x.suffix for x in (tmp_path / "merged").glob("model*")) == [".safetensors"]
 
 
 def test_merged_model_loads_with_from_pretrained(bases, tmp_path, capsys):
-    adapted = trained(bases["llama"], tmp_path / "adapter")
+    adapted = save_trained_adapter(bases["llama"], tmp_path / "adapter")
     words = [str(tmp_path / "adapter"), str(tmp_path / "merged")]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*cab_config")
         assert main(words) == 0
     assert "merged; the largest difference of a logit is" in capsys.readouterr().out
     assert main(words) == 2 and "out must be a new folder, got " in capsys.readouterr().err
-    merged, ids = loaded(tmp_path / "merged", attn_implementation="cab"), tokens(1, 300)
+    merged, ids = load_saved_model(tmp_path / "merged", attn_implementation="cab"), tokens(1, 300)
     torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-3, atol=1e-3)
     merged.set_attn_implementation("sdpa")
     assert (merged(ids).logits - adapted(ids).logits).abs().max() > 0.01
@@ -124,30 +129,30 @@ def test_head_and_embeddings_saved_by_peft_are_merged(bases, tmp_path, base, opt
     """Merge adapters whose files also contain base weights, which PEFT saves for these layers."""
     torch.manual_seed(1)
     config = LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **options)
-    adapted = get_peft_model(loaded(bases[base]), config).eval()
+    adapted = get_peft_model(load_saved_model(bases[base]), config).eval()
     adapted.save_pretrained(tmp_path / "adapter")
-    merged_into(tmp_path)
-    merged = loaded(tmp_path / "merged")
+    merge_adapter(tmp_path)
+    merged = load_saved_model(tmp_path / "merged")
     expected = adapted(tokens(1, 50)).logits
     torch.testing.assert_close(merged(tokens(1, 50)).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("changed", [False, True])
-def test_run_starts_from_head_saved_by_peft(bases, tmp_path, changed):
+@pytest.mark.parametrize("is_base_changed", [False, True])
+def test_run_starts_from_head_saved_by_peft(bases, tmp_path, is_base_changed):
     adapted, new_model = (
         with_lora(load_model(str(bases["llama"]), dtype="float32")[0], ("lm_head",), 4, 8.0)
         for _ in range(2)
     )
-    adapted.get_base_model().lm_head.base_layer.weight.data += changed
+    adapted.get_base_model().lm_head.base_layer.weight.data += is_base_changed
     adapted.save_pretrained(tmp_path / "adapter")
-    if not changed:
-        begin_with(new_model, tmp_path / "adapter")
+    if not is_base_changed:
+        initialise_adapter(new_model, tmp_path / "adapter")
         return
     with pytest.raises(UsageError, match="lm_head.base_layer.weight differs in the adapter"):
-        begin_with(new_model, tmp_path / "adapter")
+        initialise_adapter(new_model, tmp_path / "adapter")
 
 
-def rewrite(file, **fields):
+def update_json_fields(file, **fields):
     """Overwrite ``fields`` in the JSON file ``file``."""
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
@@ -155,30 +160,30 @@ def rewrite(file, **fields):
 @pytest.fixture
 def llama(bases, tmp_path):
     """Return the folder of an adapter of the base "llama", trained without RoPE scaling."""
-    trained(bases["llama"], tmp_path / "adapter", rope={})
+    save_trained_adapter(bases["llama"], tmp_path / "adapter", rope={})
     return tmp_path / "adapter"
 
 
 def test_adapter_without_base_file_is_checked_by_name(bases, llama, tmp_path):
     # adapters that PEFT saved have no file with the hash of the base
-    (llama / BASE).unlink()
-    rewrite(llama / CONFIG, base_model_name_or_path="someone/llama")
+    (llama / BASE_FILE).unlink()
+    update_json_fields(llama / ADAPTER_CONFIG_FILE, base_model_name_or_path="someone/llama")
     with pytest.raises(UsageError, match="was trained in 'someone/llama', and base is 'tied'"):
-        merged_into(tmp_path, base=str(bases["tied"]))
-    rewrite(llama / CONFIG, base_model_name_or_path=str(bases["llama"]))
-    merged_into(tmp_path)
+        merge_adapter(tmp_path, base=str(bases["tied"]))
+    update_json_fields(llama / ADAPTER_CONFIG_FILE, base_model_name_or_path=str(bases["llama"]))
+    merge_adapter(tmp_path)
 
 
 def test_base_is_identified_by_content(bases, llama, tmp_path):
     copied_base = shutil.copytree(bases["llama"], tmp_path / "elsewhere" / "llama")
-    merged_into(tmp_path, base=str(copied_base))
+    merge_adapter(tmp_path, base=str(copied_base))
     weights = load_file(copied_base / "model.safetensors")
     weights["lm_head.weight"] += 1
     save_file(weights, copied_base / "model.safetensors", {"format": "pt"})
     shutil.rmtree(tmp_path / "merged")
     message = "adapter was trained in a model with SHA-256 [0-9a-f]{12}, and base 'llama' has"
     with pytest.raises(UsageError, match=message):
-        merged_into(tmp_path, base=str(copied_base))
+        merge_adapter(tmp_path, base=str(copied_base))
     assert not (tmp_path / "merged").exists()
 
 
@@ -194,18 +199,31 @@ def test_adapter_of_other_shapes_raises(llama, tmp_path, sizes, sentence):
     other = tmp_path / "llama"
     tiny_model(**{"num_hidden_layers": 2, "vocab_size": 250, **sizes}).save_pretrained(other)
     make_tokenizer().save_pretrained(other)
-    (llama / BASE).unlink()
+    (llama / BASE_FILE).unlink()
     with pytest.raises(UsageError, match=f"does not fit base 'llama': .*{sentence}"):
-        merged_into(tmp_path, base=str(other))
+        merge_adapter(tmp_path, base=str(other))
 
 
 # (file, damage): None truncates the file, bytes replace its content, and a dict overwrites fields
 # of the JSON file with invalid values
 DAMAGES = [
-    *((WEIGHTS, None), (WEIGHTS, b"of another program"), (CONFIG, None), (CONFIG, b"[]")),
-    *((CONFIG, {"peft_type": "OTHER"}), (CONFIG, {"r": "8"}), (CONFIG, {"target_modules": 7})),
-    *((CONFIG, {"target_modules": "(q_proj"}), (BASE, None), (BASE, {"cab_config": [1]})),
-    (BASE, {"rope_parameters": 7}),
+    *(
+        (WEIGHTS_FILE, None),
+        (WEIGHTS_FILE, b"of another program"),
+        (ADAPTER_CONFIG_FILE, None),
+        (ADAPTER_CONFIG_FILE, b"[]"),
+    ),
+    *(
+        (ADAPTER_CONFIG_FILE, {"peft_type": "OTHER"}),
+        (ADAPTER_CONFIG_FILE, {"r": "8"}),
+        (ADAPTER_CONFIG_FILE, {"target_modules": 7}),
+    ),
+    *(
+        (ADAPTER_CONFIG_FILE, {"target_modules": "(q_proj"}),
+        (BASE_FILE, None),
+        (BASE_FILE, {"cab_config": [1]}),
+    ),
+    (BASE_FILE, {"rope_parameters": 7}),
 ]
 
 
@@ -213,7 +231,7 @@ DAMAGES = [
 def test_damaged_or_foreign_file_error_names_file(llama, tmp_path, capsys, file, change):
     path = llama / file
     if isinstance(change, dict):
-        rewrite(path, **change)
+        update_json_fields(path, **change)
     else:
         path.write_bytes(change or path.read_bytes()[: path.stat().st_size // 2])
     capsys.readouterr()
@@ -226,7 +244,7 @@ def test_damaged_or_foreign_file_error_names_file(llama, tmp_path, capsys, file,
 
 @pytest.mark.parametrize("spoilt", ["nothing", "adapter", "positions", "numbers"])
 def test_merge_that_fails_verification_is_removed(bases, tmp_path, monkeypatch, spoilt):
-    trained(bases["llama"], tmp_path / "adapter", norms=True)
+    save_trained_adapter(bases["llama"], tmp_path / "adapter", norms=True)
     save = merging.PreTrainedModel.save_pretrained
 
     def save_spoilt(model, folder, **options):
@@ -239,12 +257,12 @@ def test_merge_that_fails_verification_is_removed(bases, tmp_path, monkeypatch, 
 
     monkeypatch.setattr(merging.PreTrainedModel, "save_pretrained", save_spoilt)
     if spoilt == "nothing":
-        merged_into(tmp_path)
+        merge_adapter(tmp_path)
         return
     with pytest.raises(
         UsageError, match="has a logit that differs by .* from that of base and adapter"
     ):
-        merged_into(tmp_path)
+        merge_adapter(tmp_path)
     assert [x.name for x in tmp_path.iterdir()] == ["adapter"]
 
 
@@ -252,14 +270,14 @@ def test_merge_that_fails_verification_is_removed(bases, tmp_path, monkeypatch, 
 def test_model_card_describes_the_merge(bases, tmp_path, targets):
     # ":" and "|" must be escaped in YAML and Markdown
     base = shutil.copytree(bases["llama"], tmp_path / "a: b|c")
-    trained(base, tmp_path / "adapter", norms=True)
+    save_trained_adapter(base, tmp_path / "adapter", norms=True)
     layers = "down_proj, q_proj, v_proj"
     if targets == "expression":
         # PEFT accepts an expression in place of a list of names
         layers = r"modules whose full name matches `.*\.(q_proj\|v_proj\|down_proj)`"
         expression = r".*\.(q_proj|v_proj|down_proj)"
-        rewrite(tmp_path / "adapter" / CONFIG, target_modules=expression)
-    merged_into(tmp_path)
+        update_json_fields(tmp_path / "adapter" / ADAPTER_CONFIG_FILE, target_modules=expression)
+    merge_adapter(tmp_path)
     card = (tmp_path / "merged" / "README.md").read_text()
     for line in (
         "# merged",

@@ -24,14 +24,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from words import save_llama
 
 from cab_hf import CabConfig
-from cab_hf.experiment.models import BASE, content_sha256
+from cab_hf.experiment.models import BASE_FILE, content_sha256
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune import models
-from cab_hf.finetune.loss import IGNORED, linear_cross_entropy
+from cab_hf.finetune.loss import IGNORED_LABEL, linear_cross_entropy
 from cab_hf.finetune.models import forward_hidden, load_model, stretch_positions, with_lora
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
-SMALL = {
+SMALL_SIZES = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
     **{"num_attention_heads": 2, "num_key_value_heads": 2},
     **{"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1},
@@ -57,16 +57,19 @@ def test_4_bit_weights_pass_gradients_after_evaluation():
         model.train()(input_ids=ids, labels=ids).loss.backward()
         return [x.grad for x in model.parameters() if x.requires_grad]
 
-    actual, expected = gradients(adapted(quantised)), gradients(adapted(reference))
+    actual, expected = (
+        gradients(make_adapted_model(quantised)),
+        gradients(make_adapted_model(reference)),
+    )
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-3)
 
 
-def double(**options):
+def make_float64_model(**options):
     """Return the tiny model in float64."""
     return tiny_model(**options).double()
 
 
-def adapted(model=None, targets=LINEAR, rank=4, alpha=8.0, **options):
+def make_adapted_model(model=None, targets=LINEAR, rank=4, alpha=8.0, **options):
     """Return a model with random LoRA adapters; B is not zero, so that adapters change logits."""
     torch.manual_seed(1)
     wrapped = with_lora(model or tiny_model(), targets, rank, alpha, **options)
@@ -77,53 +80,58 @@ def adapted(model=None, targets=LINEAR, rank=4, alpha=8.0, **options):
     return wrapped
 
 
-def batch_of(length=90, rows=2):
+def make_packed_batch(length=90, rows=2):
     """Return rows of two packed documents, with shifted labels.
 
     The last token of each document and token 50 have no label.
     """
     ids = tokens(rows, length)
-    labels = torch.cat([ids[:, 1:], torch.full((rows, 1), IGNORED)], dim=1)
-    labels[:, [40, 50]] = IGNORED
+    labels = torch.cat([ids[:, 1:], torch.full((rows, 1), IGNORED_LABEL)], dim=1)
+    labels[:, [40, 50]] = IGNORED_LABEL
     positions = torch.cat([torch.arange(41), torch.arange(length - 41)]).expand(rows, -1)
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
 
 
-def by_logits(model, batch):
+def compute_loss_from_logits(model, batch):
     """Return the cross-entropy of the logits of ``model``, summed over tokens."""
     inputs = {name: x for name, x in batch.items() if name != "labels"}
     logits = model(**inputs, use_cache=False).logits.flatten(0, 1)
     return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
 
 
-def by_hidden(model, batch):
-    """Return the loss of `by_logits`, computed from hidden states in chunks of 16 tokens."""
+def compute_loss_from_hidden(model, batch):
+    """Return the same loss, computed from hidden states in chunks of 16 tokens."""
     hidden, weight = forward_hidden(model, batch)
     return linear_cross_entropy(hidden, weight, batch["labels"], chunk_tokens=16)
 
 
-def trainable(model):
+def find_trainable_parameters(model):
     """Return the parameters that require gradients, by name."""
     return {name: x for name, x in model.named_parameters() if x.requires_grad}
 
 
-MODELS = {
+MODEL_MAKERS = {
     "llama": tiny_model,
     "qwen3": lambda: tiny_model("qwen3"),
-    "scaled logits": lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.3)).eval(),
-    "divided logits": lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=5.0)).eval(),
-    "lora": lambda: adapted(double()),
-    "lora on the head": lambda: adapted(double(), (*LINEAR, "lm_head")),
-    "norms": lambda: adapted(double(tie_word_embeddings=True), norms=True),
+    "scaled logits": lambda: CohereForCausalLM(CohereConfig(**SMALL_SIZES, logit_scale=0.3)).eval(),
+    "divided logits": lambda: GraniteForCausalLM(
+        GraniteConfig(**SMALL_SIZES, logits_scaling=5.0)
+    ).eval(),
+    "lora": lambda: make_adapted_model(make_float64_model()),
+    "lora on the head": lambda: make_adapted_model(make_float64_model(), (*LINEAR, "lm_head")),
+    "norms": lambda: make_adapted_model(make_float64_model(tie_word_embeddings=True), norms=True),
 }
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("make", MODEL_MAKERS.values(), ids=MODEL_MAKERS)
 def test_chunked_loss_equals_loss_of_logits(make):
-    model, batch = make().double(), batch_of()
-    expected, actual = by_logits(model, batch), by_hidden(model, batch)
+    model, batch = make().double(), make_packed_batch()
+    expected, actual = (
+        compute_loss_from_logits(model, batch),
+        compute_loss_from_hidden(model, batch),
+    )
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=0)
-    parameters = trainable(model).values()
+    parameters = find_trainable_parameters(model).values()
     actual_grads, expected_grads = (
         torch.autograd.grad(loss, parameters) for loss in (actual, expected)
     )
@@ -134,20 +142,20 @@ def test_chunked_loss_equals_loss_of_logits(make):
 
 
 def test_unsupported_output_heads_raise():
-    capped = Gemma2ForCausalLM(Gemma2Config(**SMALL, final_logit_softcapping=30.0))
+    capped = Gemma2ForCausalLM(Gemma2Config(**SMALL_SIZES, final_logit_softcapping=30.0))
     model_by_message = {
         r"got Gemma2ForCausalLM, which caps its logits \(final_logit_softcapping=30.0\)": capped,
-        "has a head with a bias": PhiForCausalLM(PhiConfig(**SMALL)),
+        "has a head with a bias": PhiForCausalLM(PhiConfig(**SMALL_SIZES)),
     }
     for message, model in model_by_message.items():
         with pytest.raises(NotImplementedError, match=message):
-            forward_hidden(model.eval(), batch_of())
+            forward_hidden(model.eval(), make_packed_batch())
 
 
-LLAMA = {"max_position_embeddings": 1000, "head_dim": 16}
+LLAMA_OPTIONS = {"max_position_embeddings": 1000, "head_dim": 16}
 
 
-def frequencies(config, length):
+def compute_rope_frequencies(config, length):
     """Return the RoPE frequencies that are in use after a call with ``length`` positions."""
     rotary = LlamaRotaryEmbedding(config)
     rotary(torch.ones(1), torch.arange(length).unsqueeze(0))
@@ -164,10 +172,10 @@ def frequencies(config, length):
     ],
 )
 def test_rope_scaling_follows_its_name(rope, lowest, highest):
-    plain, config = (LlamaConfig(**SMALL, **LLAMA) for _ in range(2))
+    plain, config = (LlamaConfig(**SMALL_SIZES, **LLAMA_OPTIONS) for _ in range(2))
     stretch_positions(config, "a-model", 4000, rope)
     config.validate_rope()
-    actual = frequencies(config, 4000) / frequencies(plain, 4000)
+    actual = compute_rope_frequencies(config, 4000) / compute_rope_frequencies(plain, 4000)
     assert actual[0].item() == pytest.approx(highest)
     assert actual[-1].item() == pytest.approx(lowest, rel=1e-4)
     assert models.run_models.max_prompt_tokens(config) == 4000
@@ -216,15 +224,19 @@ def test_adapter_products_equal_autocast():
         layer = nn.Sequential()
         layer.q_proj = nn.Linear(48, 32, bias=False, dtype=torch.bfloat16)
         layer = get_peft_model(layer, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]))
-        for parameter in trainable(layer).values():
+        for parameter in find_trainable_parameters(layer).values():
             parameter.data = torch.randn_like(parameter, dtype=torch.float32)
         if rounds_products:
-            models.round_products(layer)
+            models.compute_in_input_dtype(layer)
         inputs = x.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=not rounds_products):
             out = layer(inputs)
         out.float().square().sum().backward()
-        return [out, inputs.grad, *(each.grad for each in trainable(layer).values())]
+        return [
+            out,
+            inputs.grad,
+            *(each.grad for each in find_trainable_parameters(layer).values()),
+        ]
 
     actual = results(rounds_products=True)
     assert [each.dtype for each in actual] == [torch.bfloat16] * 2 + [torch.float32] * 2
@@ -235,25 +247,25 @@ def test_adapter_products_equal_autocast():
 @pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
 def test_trained_parameters_and_dtypes(norms):
     wrapped = with_lora(tiny_model().to(torch.bfloat16), LINEAR, 2, 4.0, norms=norms)
-    trained = trainable(wrapped)
+    trained = find_trainable_parameters(wrapped)
     assert {x.dtype for x in trained.values()} == {torch.float32}
     last_names = {name.split(".modules_to_save")[0].rpartition(".")[2] for name in trained}
     expected = {"norm", "input_layernorm", "post_attention_layernorm"} if norms else set()
     assert {name for name in last_names if "lora" not in name and name != "weight"} == expected
     assert sum("lora_A" in name for name in trained) == 3 * len(LINEAR)
     # outside of autocast, the float32 adapters do not change the dtype of hidden states
-    hidden, weight = forward_hidden(wrapped, batch_of())
+    hidden, weight = forward_hidden(wrapped, make_packed_batch())
     assert hidden.dtype == torch.bfloat16
     assert wrapped(tokens(1, 5)).logits.isfinite().all()
-    by_hidden(wrapped, batch_of()).backward()
+    compute_loss_from_hidden(wrapped, make_packed_batch()).backward()
     missing = [name for name, x in trained.items() if x.grad is None]
     assert not missing
 
 
 def test_saved_adapter_records_its_base(tmp_path):
     model, tokenizer = load_model("tiny", cab_config=SPARSE, length=8192, rope="linear")
-    models.save_adapter(adapted(model, norms=True), tokenizer, tmp_path)
-    base_fields = json.loads((tmp_path / BASE).read_text())
+    models.save_adapter(make_adapted_model(model, norms=True), tokenizer, tmp_path)
+    base_fields = json.loads((tmp_path / BASE_FILE).read_text())
     assert base_fields["sha256"] == content_sha256("tiny")
     assert (
         base_fields["rope_parameters"]["factor"] == 2.0
@@ -265,13 +277,13 @@ def test_saved_adapter_records_its_base(tmp_path):
 
 
 def test_gathered_parameters_save_like_the_model(tmp_path):
-    model = adapted(norms=True)
+    model = make_adapted_model(norms=True)
     model.get_base_model().name_or_path = "tiny"
     _, tokenizer = load_model("tiny", dtype="float32")
     models.save_adapter(model, tokenizer, tmp_path / "own")
-    gathered = {name: x.detach().clone() for name, x in trainable(model).items()}
+    gathered = {name: x.detach().clone() for name, x in find_trainable_parameters(model).items()}
     with torch.no_grad():
-        for parameter in trainable(model).values():
+        for parameter in find_trainable_parameters(model).values():
             parameter.zero_()
     models.save_adapter(model, tokenizer, tmp_path / "gathered", gathered)
     expected, actual = (

@@ -5,20 +5,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launches import LAUNCH, MEDDLED, ROOT, TRAIN, assert_same_run, launched, losses, steps
+from launches import (
+    LAUNCH_COMMAND,
+    PROGRAM_WITH_ERRORS,
+    ROOT,
+    TRAIN_COMMAND,
+    assert_same_run,
+    read_losses,
+    read_step_field,
+    run_process,
+)
 from ranks import Ranks
 from tiny import tiny_model
 from torch import nn
 from words import make_tokenizer, save_llama
 
-from cab_hf.distributed.exchange import failures_of_others
-from cab_hf.distributed.sharding import sharding_of
+from cab_hf.distributed.exchange import read_failures
+from cab_hf.distributed.sharding import get_sharding
 from cab_hf.experiment.log import read_log
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune import cost_model, dry_run, lora, prepare, train
 from cab_hf.finetune.models import load_model
 from cab_hf.finetune.parallel import Parallel
-from cab_hf.finetune.rank_checks import ending_together, facts_of
+from cab_hf.finetune.rank_checks import collect_facts, report_errors_to_all_processes
 from cab_hf.finetune.settings import Settings
 from cab_hf.finetune.validation import Validation
 
@@ -60,7 +69,7 @@ class Sharding(Accelerator):
 train.Accelerator, learn = Sharding, train.Run.train
 
 def checked(run):
-    trained = checkpoints.trained(run.model).values()
+    trained = checkpoints.trained_parameters(run.model).values()
     is_sharded = {type(each).__name__ == "DTensor" for each in trained}
     assert is_sharded == {run.out.name == "fsdp2"}
     learn(run)
@@ -69,7 +78,7 @@ train.Run.train = checked
 """
 
 # names of two runs that must be identical: "killed" is resumed, "whole" is not interrupted
-ENDS = ("killed", "whole")
+IDENTICAL_RUNS = ("killed", "whole")
 
 
 @pytest.fixture(scope="module")
@@ -84,23 +93,33 @@ def four_ranks(tmp_path_factory):
 def test_sequence_parallel_training_equals_one_process(tmp_path):
     """Test all runs that need a launcher with few launches, because a launch is slow."""
     script = tmp_path / "meddled.py"
-    script.write_text(SHARDED + MEDDLED)
+    script.write_text(SHARDED + PROGRAM_WITH_ERRORS)
 
     def command(name, options=()):
         return " ".join([*WORDS, *options, "--out", str(tmp_path / name)])
 
-    few = few_positions(tmp_path / "few")
-    runs = {**RUNS, "dynamic": ["--model", few, "--rope", "dynamic", *WHOLE]}
-    resumed = [" ".join([*TRAIN[1:], "--cp", "2", "--out", str(tmp_path / x)]) for x in ENDS]
-    of_two = [command(f"{name}-of-two", [*options, "--cp", "2"]) for name, options in runs.items()]
-    assert launched([*LAUNCH, str(script), " / ".join([*of_two, resumed[0]])]).returncode != 0
-    assert [step for _, step, _ in losses(tmp_path / "killed")] == [1, 2]
-    others = [*resumed, command("replicas"), command("fsdp2", ["--cp", "2", *TILED])]
-    grid = ["--num_processes", "4", str(script), command("grid", ["--cp", "2"])]
-    for words in ([str(script), " / ".join(others)], grid):
-        process = launched([*LAUNCH, *words])
+    model_folder = save_model_with_few_positions(tmp_path / "few")
+    runs = {**RUNS, "dynamic": ["--model", model_folder, "--rope", "dynamic", *WHOLE]}
+    resumed_runs = [
+        " ".join([*TRAIN_COMMAND[1:], "--cp", "2", "--out", str(tmp_path / x)])
+        for x in IDENTICAL_RUNS
+    ]
+    two_process_runs = [
+        command(f"{name}-of-two", [*options, "--cp", "2"]) for name, options in runs.items()
+    ]
+    assert (
+        run_process(
+            [*LAUNCH_COMMAND, str(script), " / ".join([*two_process_runs, resumed_runs[0]])]
+        ).returncode
+        != 0
+    )
+    assert [step for _, step, _ in read_losses(tmp_path / "killed")] == [1, 2]
+    other_runs = [*resumed_runs, command("replicas"), command("fsdp2", ["--cp", "2", *TILED])]
+    grid_words = ["--num_processes", "4", str(script), command("grid", ["--cp", "2"])]
+    for words in ([str(script), " / ".join(other_runs)], grid_words):
+        process = run_process([*LAUNCH_COMMAND, *words])
         assert process.returncode == 0, process.stderr[-3000:]
-    assert_same_run(*(tmp_path / name for name in ENDS))
+    assert_same_run(*(tmp_path / name for name in IDENTICAL_RUNS))
 
     for name, options in runs.items():
         assert lora.main([*WORDS, *options, "--out", str(tmp_path / f"{name}-of-one")]) == 0
@@ -112,7 +131,7 @@ def test_sequence_parallel_training_equals_one_process(tmp_path):
     assert_runs_are_close(tmp_path / "grid", tmp_path / "one")
 
 
-def few_positions(folder):
+def save_model_with_few_positions(folder):
     """Save the tiny model with 128 positions, fewer than the 512 of the runs; return the path."""
     model, tokenizer = load_model("tiny", attn_implementation="sdpa", dtype="float32")
     model.config.max_position_embeddings = 128
@@ -124,25 +143,31 @@ def few_positions(folder):
 def assert_runs_are_close(actual, expected):
     """Assert that the logs in two run folders are equal up to rounding."""
     for field in ("loss", "grad_norm"):
-        assert steps(actual, field) == pytest.approx(steps(expected, field), rel=1e-5), field
+        assert read_step_field(actual, field) == pytest.approx(
+            read_step_field(expected, field), rel=1e-5
+        ), field
     # token pairs and tokens are not counted twice
-    assert steps(actual, "density") == pytest.approx(steps(expected, "density"), rel=1e-9)
-    assert tokens_of(actual) == pytest.approx(tokens_of(expected))
-    (one,), (other,) = (
-        [each for each in read_log(out / train.LOG)[1] if each["kind"] == "evaluation"]
+    assert read_step_field(actual, "density") == pytest.approx(
+        read_step_field(expected, "density"), rel=1e-9
+    )
+    assert count_tokens_per_step(actual) == pytest.approx(count_tokens_per_step(expected))
+    (actual_evaluation,), (expected_evaluation,) = (
+        [each for each in read_log(out / train.LOG_FILE)[1] if each["kind"] == "evaluation"]
         for out in (actual, expected)
     )
-    assert one["held_out_loss"] == pytest.approx(other["held_out_loss"], rel=1e-5)
-    assert one["passkey"] == other["passkey"]
+    assert actual_evaluation["held_out_loss"] == pytest.approx(
+        expected_evaluation["held_out_loss"], rel=1e-5
+    )
+    assert actual_evaluation["passkey"] == expected_evaluation["passkey"]
 
 
-def tokens_of(out):
+def count_tokens_per_step(out):
     """Return a list with the number of tokens of each step of the run in folder ``out``."""
-    rates, durations = steps(out, "tokens_per_second"), steps(out, "seconds")
+    rates, durations = read_step_field(out, "tokens_per_second"), read_step_field(out, "seconds")
     return [rate * seconds for rate, seconds in zip(rates, durations, strict=True)]
 
 
-def parallel_of(group, cp, attention="cab"):
+def make_parallel(group, cp, attention="cab"):
     """Return (the `Parallel` of this process, a stand-in for its accelerate `Accelerator`)."""
     settings = Settings(model="tiny", data=("a.txt",), attention=attention, cp=cp)
     accelerator = SimpleNamespace(
@@ -161,7 +186,7 @@ def all_reduce(x, _):
     return x
 
 
-def random_batch(length=1100, documents=(700, 1, 150, 249)):
+def make_random_batch(length=1100, documents=(700, 1, 150, 249)):
     """Return a batch of two rows of packed documents with these lengths; all labels differ."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 64, (2, length), generator=generator)
@@ -171,20 +196,25 @@ def random_batch(length=1100, documents=(700, 1, 150, 249)):
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
 
 
-def shard_on_a_process(group, batch):
+def make_shard(group, batch):
     """Shard ``batch`` over two of four processes.
 
     Returns:
         (number of replicas, index of the replica of this process, its shard, its positions).
     """
-    parallel, _ = parallel_of(group, 2)
-    own_shard = parallel.sharded(batch)
-    return parallel.replicas, parallel.replica, own_shard, parallel.positions(own_shard)
+    parallel, _ = make_parallel(group, 2)
+    own_shard = parallel.shard_batch(batch)
+    return (
+        parallel.num_replicas,
+        parallel.replica_index,
+        own_shard,
+        parallel.local_positions(own_shard),
+    )
 
 
 def test_each_replica_holds_every_token_once(four_ranks):
-    batch = random_batch()
-    actual = four_ranks.run(4, shard_on_a_process, batch)
+    batch = make_random_batch()
+    actual = four_ranks.run(4, make_shard, batch)
     assert [each[:2] for each in actual] == [(2, 0), (2, 0), (2, 1), (2, 1)]
     for replica in (actual[:2], actual[2:]):
         labels = torch.cat([own_shard["labels"][0] for _, _, own_shard, _ in replica])
@@ -216,13 +246,13 @@ class Memorised(nn.Module):
                 return tokens[positions[query_indices] + 1] + self.is_wrong
 
 
-def passkeys_on_a_process(group, wrong_ranks):
+def measure_passkeys(group, wrong_ranks):
     """Run the pass-key evaluation with a `Memorised` model, which is wrong on ``wrong_ranks``.
 
     Returns:
         (share of correct keys by length, documents of this process by length).
     """
-    parallel, accelerator = parallel_of(group, 2)
+    parallel, accelerator = make_parallel(group, 2)
     _, tokenizer = load_model("tiny", attn_implementation="cab", dtype="float32", device="cpu")
     validation = Validation(
         tokenizer=tokenizer,
@@ -236,60 +266,64 @@ def passkeys_on_a_process(group, wrong_ranks):
 
 
 def test_passkey_counts_when_all_ranks_predict_their_part(four_ranks):
-    results = four_ranks.run(4, passkeys_on_a_process, ())
+    results = four_ranks.run(4, measure_passkeys, ())
     assert [shares for shares, _ in results] == [{"300": 1.0, "1024": 1.0}] * 4
     # if the second process of each replica predicts wrongly, only keys whose answers are completely
     # in the shard of the first process are correct
     expected = {}
     for length in (300, 1024):
-        sharding = sharding_of((length,), 2)
+        sharding = get_sharding((length,), 2)
         documents = {**results[0][1][length], **results[2][1][length]}
         # two replicas have four documents of each length
         assert sorted(documents) == list(range(8))
         answers = [document.answers[0] for document in documents.values()]
         is_in_first = [
-            bool((sharding.shard_index[start - 1 : end - 1] < sharding.tokens).all())
+            bool((sharding.shard_index[start - 1 : end - 1] < sharding.tokens_per_rank).all())
             for start, end in answers
         ]
         expected[str(length)] = sum(is_in_first) / 8
     assert 0 < expected["1024"] < 1
-    assert [result for result, _ in four_ranks.run(4, passkeys_on_a_process, (1, 3))] == [
-        expected
-    ] * 4
+    assert [result for result, _ in four_ranks.run(4, measure_passkeys, (1, 3))] == [expected] * 4
 
 
 def test_dry_run_divides_memory_by_ranks(tmp_path):
     model = str(save_llama(tmp_path / "model"))
     fields = {"data": ("a.txt",), "length": 2048, "model": model, "dtype": "float32"}
-    one, four = (Settings(**fields, cp=cp) for cp in (1, 4))
-    skeleton = prepare.adapted(one, dry_run.skeleton(one))
+    settings_of_one, settings_of_four = (Settings(**fields, cp=cp) for cp in (1, 4))
+    skeleton = prepare.make_trainable(settings_of_one, dry_run.build_skeleton(settings_of_one))
     cost = cost_model.Cost.of(skeleton)
-    room = cost_model.Room(2**40, 2**40)
-    of_one, of_four = (dry_run.fit(each, cost, {}, room).memory for each in (one, four))
-    assert of_four.layers == of_one.layers / 4 and of_four.weights == of_one.weights
+    available_memory = cost_model.AvailableMemory(2**40, 2**40)
+    memory_of_one, memory_of_four = (
+        dry_run.choose_offloading(settings, cost, {}, available_memory).memory
+        for settings in (settings_of_one, settings_of_four)
+    )
+    assert (
+        memory_of_four.layers == memory_of_one.layers / 4
+        and memory_of_four.weights == memory_of_one.weights
+    )
     # working memory shrinks by less than 4, because each rank gathers all keys and values
-    assert of_one.working / 4 < of_four.working < of_one.working
+    assert memory_of_one.working / 4 < memory_of_four.working < memory_of_one.working
 
 
 @pytest.mark.parametrize("name", ["the tokenizer", "the config of the model"])
 def test_different_tokenizer_or_config_raises_on_all_ranks(name):
     settings, model, tokenizer = Settings(data=("a.txt",)), tiny_model(), make_tokenizer()
-    before = facts_of(settings, model, tokenizer)
-    assert facts_of(settings, tiny_model(), make_tokenizer()) == before
+    before = collect_facts(settings, model, tokenizer)
+    assert collect_facts(settings, tiny_model(), make_tokenizer()) == before
     if name == "the tokenizer":
         tokenizer.eos_token = "It"
     else:
         model.config.rms_norm_eps *= 2
-    after = facts_of(settings, model, tokenizer)
+    after = collect_facts(settings, model, tokenizer)
     assert {each for each in before if before[each] != after[each]} == {name}
 
 
 def stop_on_rank_1(group, error):
     """Raise ``error`` on rank 1; then raise gloo's error for a lost connection on rank 0."""
-    with ending_together():
+    with report_errors_to_all_processes():
         if group.rank() == 1:
             raise error
-        while not failures_of_others(torch.distributed.group.WORLD):
+        while not read_failures(torch.distributed.group.WORLD):
             time.sleep(0.01)
         # the message of gloo for a lost connection
         raise RuntimeError("Connection closed by peer [127.0.0.1]:21654.")
@@ -298,8 +332,8 @@ def stop_on_rank_1(group, error):
 @pytest.mark.parametrize(
     "error", [UsageError("source 'a' is gone."), KeyError("a bug")], ids=["usage", "bug"]
 )
-def test_ranks_report_why_another_rank_stopped(processes, error):
-    first, second = processes(2).outcomes(2, stop_on_rank_1, error)
+def test_ranks_report_why_another_rank_stopped(start_ranks, error):
+    first, second = start_ranks(2).outcomes(2, stop_on_rank_1, error)
     reason = f"rank 1 stopped: {type(error).__name__}: {error}"
     assert first.kind == "UsageError"
     assert f"because another one stopped: {reason}" in first.sentence

@@ -18,7 +18,7 @@ from cab_hf.finetune import pypi_docs
 from cab_hf.finetune.sources import make_source
 
 
-def sdist(files):
+def make_sdist(files):
     """Return the bytes of thing-1.0.tar.gz; ``files`` maps paths in the archive to contents."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
@@ -30,7 +30,7 @@ def sdist(files):
     return gzip.compress(buffer.getvalue(), mtime=0)
 
 
-FILES = {
+FILE_CONTENTS = {
     **{"docs/b.rst": "bb bb\r\n", "docs/a.md": "aa aa", "docs/inner/a.txt": "inner"},
     **{"docs/also/z.rst": "also z", "docs/code.py": "no text", "docs/license.rst": "a licence"},
     **{"docs/whats_new/1.rst": "release notes", "docs/tiny.rst": "x", "README.rst": "beside it"},
@@ -38,32 +38,32 @@ FILES = {
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch, tmp_path, tmp_path_factory):
+def shorten_limits(monkeypatch, tmp_path, tmp_path_factory):
     """Set length limits of 4 and 8 characters, an empty cache, and no pip settings."""
-    monkeypatch.setattr(pypi_docs, "SHORTEST", 4)
-    monkeypatch.setattr(pypi_docs, "LEAST", 8)
+    monkeypatch.setattr(pypi_docs, "MIN_FILE_CHARACTERS", 4)
+    monkeypatch.setattr(pypi_docs, "MIN_DOCUMENT_CHARACTERS", 8)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
     for name in ("CAB_HF_MANUALS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT"):
         monkeypatch.setenv(name, "")
 
 
-TEXTS = ["aa aa\n\n\nbb bb", "also z\n\n\ninner"]
+DOCUMENT_TEXTS = ["aa aa\n\n\nbb bb", "also z\n\n\ninner"]
 
 
 @pytest.mark.parametrize(
-    ("least", "expected"),
+    ("min_characters", "expected"),
     [
-        *((8, TEXTS), (5, ["aa aa", "bb bb", "also z", "inner"])),
+        *((8, DOCUMENT_TEXTS), (5, ["aa aa", "bb bb", "also z", "inner"])),
         # 11: the rest is too short for a second document; 99: all texts together are too short
-        (11, ["\n\n\n".join(["aa aa", "bb bb", *TEXTS[1:]])]),
-        (99, ["\n\n\n".join(TEXTS)]),
+        (11, ["\n\n\n".join(["aa aa", "bb bb", *DOCUMENT_TEXTS[1:]])]),
+        (99, ["\n\n\n".join(DOCUMENT_TEXTS)]),
     ],
 )
-def test_files_of_folder_form_one_document(monkeypatch, least, expected):
-    monkeypatch.setattr(pypi_docs, "LEAST", least)
-    for files in (FILES, dict(reversed(FILES.items()))):
-        assert pypi_docs.documents(sdist(files), "docs") == expected
+def test_files_of_folder_form_one_document(monkeypatch, min_characters, expected):
+    monkeypatch.setattr(pypi_docs, "MIN_DOCUMENT_CHARACTERS", min_characters)
+    for files in (FILE_CONTENTS, dict(reversed(FILE_CONTENTS.items()))):
+        assert pypi_docs.make_documents(make_sdist(files), "docs") == expected
 
 
 class Index:
@@ -95,13 +95,13 @@ class Index:
 @pytest.fixture
 def index(monkeypatch):
     """Start an `Index` with one source distribution, pin its hash, and make pip use the index."""
-    archive = sdist(FILES)
+    archive = make_sdist(FILE_CONTENTS)
     index = Index(archive)
     pinned = hashlib.sha256(archive).hexdigest()
     monkeypatch.setattr(
-        pypi_docs, "SOURCES", [pypi_docs.Manual("thing-1.0.tar.gz", "docs", pinned)]
+        pypi_docs, "PINNED_MANUALS", [pypi_docs.Manual("thing-1.0.tar.gz", "docs", pinned)]
     )
-    rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENT_TEXTS)
     monkeypatch.setattr(pypi_docs, "MANUALS_SHA256", hashlib.sha256(rows.encode()).hexdigest())
     monkeypatch.setenv("PIP_INDEX_URL", f"http://{index.address}")
     yield index
@@ -111,9 +111,9 @@ def index(monkeypatch):
 def test_documents_are_downloaded_once(index, tmp_path):
     source = make_source("manuals", text_field="other")
     assert source.name == "manuals"
-    assert [row["text"] for row in source.dataset] == TEXTS
+    assert [row["text"] for row in source.dataset] == DOCUMENT_TEXTS
     file = pypi_docs.manuals_file()
-    assert [json.loads(line)["text"] for line in file.read_text().splitlines()] == TEXTS
+    assert [json.loads(line)["text"] for line in file.read_text().splitlines()] == DOCUMENT_TEXTS
     assert len(index.requests) == 2
     assert list((tmp_path / "cache").iterdir()) == [file]
 
@@ -135,7 +135,7 @@ def test_offline_machine_reads_copied_file(index, monkeypatch, tmp_path):
 def test_download_with_other_hash_is_removed(index, monkeypatch, tmp_path, changed):
     name, value = "MANUALS_SHA256", "0" * 64
     if changed == "distribution":
-        name, value = "SOURCES", [pypi_docs.SOURCES[0]._replace(sha256="0" * 64)]
+        name, value = "PINNED_MANUALS", [pypi_docs.PINNED_MANUALS[0]._replace(sha256="0" * 64)]
     monkeypatch.setattr(pypi_docs, name, value)
     with pytest.raises(UsageError, match="must have SHA-256 0{64}, .* pinned, got"):
         pypi_docs.manuals_file()
@@ -160,10 +160,10 @@ def test_missing_index_error_names_remedy(index, monkeypatch, address, reason):
 
 def test_credentials_are_sent_to_index_host_only(index, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", f"http://me:a%40b@{index.address}")
-    pypi_docs.download("thing-1.0.tar.gz")
+    pypi_docs.download_sdist("thing-1.0.tar.gz")
     authorization = "Basic " + b64encode(b"me:a@b").decode()
     assert [password for _, password in index.requests] == [authorization, authorization]
-    pypi_docs._read(f"http://{index.address}/thing/", "http://me:a%40b@example.org/simple")
+    pypi_docs._download_url(f"http://{index.address}/thing/", "http://me:a%40b@example.org/simple")
     assert index.requests[-1] == ("/simple/thing/", None)
 
 
@@ -174,4 +174,4 @@ def test_real_packages_match_pinned_hashes(monkeypatch):
     file = pypi_docs.manuals_file()
     assert file_sha256(file) == pypi_docs.MANUALS_SHA256
     lengths = [len(json.loads(line)["text"]) for line in file.read_text().splitlines()]
-    assert len(lengths) == 130 and min(lengths) >= pypi_docs.LEAST == 2**17
+    assert len(lengths) == 130 and min(lengths) >= pypi_docs.MIN_DOCUMENT_CHARACTERS == 2**17

@@ -12,13 +12,13 @@ from cab_hf import CabConfig
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune.models import stretch_positions, with_lora
 from cab_hf.finetune.objective import learning_rate
-from cab_hf.finetune.settings import CHANGEABLE, Settings, read
+from cab_hf.finetune.settings import CHANGEABLE_SETTINGS, Settings, read
 
 FOLDER = Path(__file__).parents[2] / "finetune"
 DATA = ("text.jsonl",)
 
 
-def settings(**fields):
+def make_settings(**fields):
     """Return `Settings` with the data source `DATA`, unless ``fields`` override it."""
     return Settings(**{"data": DATA, **fields})
 
@@ -27,7 +27,7 @@ def settings(**fields):
 def test_shipped_configs_are_valid(path):
     actual = read(["--config", str(path)])
     # the configs llama3*.yaml are for eight GPUs, and all others for one
-    assert actual.data and actual.accumulation(8 if "llama3" in path.stem else 1) >= 1
+    assert actual.data and actual.count_micro_batches(8 if "llama3" in path.stem else 1) >= 1
     CabConfig.from_dict(actual.cab_config())
     fields = yaml.safe_load(path.read_text())
     assert actual.length == fields["length"] and actual.model == fields["model"]
@@ -52,8 +52,8 @@ def test_accelerate_configs_are_valid(name, kind, processes):
 def test_calibration_sets_all_fields_and_assignments_override(tmp_path):
     config, file = CabConfig.published(((0.5, 0.9), (0.0, 0.9))), str(tmp_path / "own.json")
     config.save(file)
-    assert settings(calibration=file).cab_config() == config.to_dict()
-    fields = settings(calibration=file, cab=("min_length=64",)).cab_config()
+    assert make_settings(calibration=file).cab_config() == config.to_dict()
+    fields = make_settings(calibration=file, cab=("min_length=64",)).cab_config()
     assert fields == {**config.to_dict(), "min_length": 64}
 
 
@@ -61,9 +61,9 @@ def test_field_unknown_to_calibration_raises(tmp_path):
     CabConfig.published().save(tmp_path / "own.json")
     file = str(tmp_path / "own.json")
     with pytest.raises(ValueError, match="no field 'coarsen'; its fields are query_block"):
-        settings(calibration=file, cab=("coarsen=minmax",))
+        make_settings(calibration=file, cab=("coarsen=minmax",))
     with pytest.raises(ValueError, match="which predictor='frc' does not read"):
-        settings(calibration=file, cab=("mass_threshold=0.1",))
+        make_settings(calibration=file, cab=("mass_threshold=0.1",))
 
 
 def test_command_line_overrides_file(tmp_path):
@@ -73,7 +73,7 @@ def test_command_line_overrides_file(tmp_path):
     actual = read(["--config", str(file), *words])
     assert (actual.tile_tokens, actual.offload_layers) == (12, None)
     assert (actual.lr, actual.rank, actual.checkpointing, actual.qlora) == (3e-4, 8, False, True)
-    assert actual.sources() == [("a.txt", 0.75), ("b.jsonl", 0.25)]
+    assert actual.parse_sources() == [("a.txt", 0.75), ("b.jsonl", 0.25)]
     assert actual.evaluated_lengths() == (512, 1024)
 
 
@@ -83,27 +83,30 @@ def test_existing_path_with_equals_sign_has_no_weight(tmp_path):
     folder = str(tmp_path / "year=2024")
     data = (folder, f"{folder}=0.5", str(tmp_path / "year=2023"))
     expected = [(folder, 1.0), (folder, 0.5), (str(tmp_path / "year"), 2023.0)]
-    assert Settings(data=data).sources() == expected
+    assert Settings(data=data).parse_sources() == expected
 
 
 def test_accumulation_steps_follow_tokens_per_step():
     fields = {"length": 1024, "micro_batch": 2}
-    assert settings(**fields).accumulation(4) == 1
-    assert settings(**fields, tokens_per_step=2**16).accumulation(4) == 8
+    assert make_settings(**fields).count_micro_batches(4) == 1
+    assert make_settings(**fields, tokens_per_step=2**16).count_micro_batches(4) == 8
     with pytest.raises(UsageError, match="tokens_per_step must be a multiple of 6144"):
-        settings(**fields, tokens_per_step=2**16).accumulation(3)
+        make_settings(**fields, tokens_per_step=2**16).count_micro_batches(3)
     # with context parallelism, ``cp`` processes share a sequence: 4 processes are 2 replicas
-    with_cp = settings(length=1024, tokens_per_step=8192, cp=2)
-    assert with_cp.accumulation(4) == 4
+    with_cp = make_settings(length=1024, tokens_per_step=8192, cp=2)
+    assert with_cp.count_micro_batches(4) == 4
     with pytest.raises(UsageError, match="tokens_per_step must be a multiple of 6144"):
-        with_cp.accumulation(12)
+        with_cp.count_micro_batches(12)
 
 
 def test_identity_excludes_output_options():
-    one, same = settings(), settings(out="elsewhere", save_every=1)
-    assert one.identity(2) == same.identity(2) and not set(CHANGEABLE) & one.identity(2).keys()
+    one, same = make_settings(), make_settings(out="elsewhere", save_every=1)
+    assert (
+        one.identity(2) == same.identity(2)
+        and not set(CHANGEABLE_SETTINGS) & one.identity(2).keys()
+    )
     for other in ({"lr": 1e-3}, {"steps": 300}, {"seed": 1}, {"cp": 2}, {"train": "all"}):
-        assert settings(**other).identity(2) != one.identity(2)
+        assert make_settings(**other).identity(2) != one.identity(2)
     assert one.identity(1) != one.identity(2)
 
 
@@ -113,7 +116,7 @@ def test_identity_excludes_output_options():
     [(1, 0.5), (2, 1.0), (6, 0.6), (10, 0.2)],
 )
 def test_learning_rate_schedule_values(step, rate):
-    schedule = settings(steps=10, warmup=2, lr=1.0, lr_end=0.2)
+    schedule = make_settings(steps=10, warmup=2, lr=1.0, lr_end=0.2)
     assert learning_rate(step, schedule) == pytest.approx(rate)
 
 
@@ -134,7 +137,7 @@ def test_invalid_settings_raise(row):
     fields = yaml.safe_load(f"{{{row}}}")
     fields = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
     with pytest.raises(ValueError, match=rf"^{[*fields][-1]} "):
-        settings(**fields)
+        make_settings(**fields)
 
 
 POSITIONS = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2}

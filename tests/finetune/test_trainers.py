@@ -19,7 +19,7 @@ STEPS = {
 }
 
 
-def by_transformers(model, tokenizer, folder):
+def make_transformers_trainer(model, tokenizer, folder):
     """Return a transformers `Trainer` of a model with LoRA, on random tokens."""
     ids = torch.randint(3, 60, (4, 300), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": x, "labels": x} for x in ids]
@@ -27,7 +27,7 @@ def by_transformers(model, tokenizer, folder):
     return Trainer(adapted, TrainingArguments(str(folder), **STEPS), train_dataset=rows)
 
 
-def by_trl(model, tokenizer, folder):
+def make_trl_trainer(model, tokenizer, folder):
     """Return a TRL `SFTTrainer` of a model with LoRA, on packed documents.
 
     Documents differ, so that attention across document borders would change the loss.
@@ -61,7 +61,7 @@ def train(make_trainer, model_folder, folder, config=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make_trainer", [by_transformers, by_trl])
+@pytest.mark.parametrize("make_trainer", [make_transformers_trainer, make_trl_trainer])
 def test_full_budget_losses_match_sdpa_and_threshold_lowers_density(
     make_trainer, model_folder, tmp_path
 ):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from attention_cases import assert_engine_within_budget, case, with_gradients
+from attention_cases import assert_engine_within_budget, make_case, run_with_gradients
 from tiny import FULL, tiny_model, tokens
-from valid_plan import require_valid
+from valid_plan import assert_valid_plan
 
 import cab_hf
 from cab_hf import BlockPlan, engines
@@ -54,7 +54,7 @@ BLOCKS = [
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("shape", CASES)
 def test_kernels_match_reference(gpu, shape, blocks, dtype):
-    q, k, v, grad, plan = case(gpu, dtype, blocks, **shape)
+    q, k, v, grad, plan = make_case(gpu, dtype, blocks, **shape)
     scale = q.shape[-1] ** -0.5
     assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=scale)
 
@@ -63,7 +63,7 @@ def test_kernels_match_reference(gpu, shape, blocks, dtype):
 @pytest.mark.parametrize("dim", [128, 320])
 def test_dense_rows_match_reference(gpu, dim, layout):
     shape = {"q_length": 777, "heads": 4, "kv_heads": 2, "dim": dim, "batch": 2, "layout": layout}
-    q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape, dense_rows="tail")
+    q, k, v, grad, plan = make_case(gpu, torch.bfloat16, (128, 64), **shape, dense_rows="tail")
     assert_engine_within_budget(
         engines.TRITON.attention, q, k, v, grad=grad, plan=plan, scale=dim**-0.5
     )
@@ -74,9 +74,11 @@ def test_dense_rows_match_reference(gpu, dim, layout):
 @pytest.mark.parametrize("name", ["triton", "flex"])
 def test_sampled_blocks_match_reference(gpu, layout, blocks, name):
     shape = {"q_length": 1777, "heads": 4, "kv_heads": 2, "dim": 64, "batch": 2, "layout": layout}
-    q, k, v, grad, plan = case(gpu, torch.bfloat16, blocks, **shape, dense_rows="tail", share=0.2)
+    q, k, v, grad, plan = make_case(
+        gpu, torch.bfloat16, blocks, **shape, dense_rows="tail", share=0.2
+    )
     plan = plan.with_sample(3, torch.tensor(5, device=gpu))
-    require_valid(plan)
+    assert_valid_plan(plan)
     query_block, key_block = blocks
     work = engines.Workload(
         device="cuda",
@@ -94,7 +96,7 @@ def test_sampled_blocks_match_reference(gpu, layout, blocks, name):
 @pytest.mark.parametrize("name", ["triton", "flex"])
 def test_softcap_matches_reference(gpu, name, dim):
     shape = {"q_length": 777, "heads": 4, "kv_heads": 2, "dim": dim, "batch": 2}
-    q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape, layout="packed")
+    q, k, v, grad, plan = make_case(gpu, torch.bfloat16, (128, 64), **shape, layout="packed")
     work = engines.Workload(
         device="cuda",
         head_dim=dim,
@@ -114,25 +116,25 @@ def test_softcap_matches_reference(gpu, name, dim):
 @pytest.mark.parametrize("dim", [64, 320])
 def test_float32_matches_reference(gpu, dim):
     shape = {"q_length": 333, "heads": 4, "kv_heads": 2, "dim": dim}
-    q, k, v, grad, plan = case(gpu, torch.float32, (128, 64), **shape)
+    q, k, v, grad, plan = make_case(gpu, torch.float32, (128, 64), **shape)
     assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=dim**-0.5)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 320])
 def test_gradients_are_deterministic(gpu, dim):
     shape = {"q_length": 1000, "heads": 8, "kv_heads": 2, "dim": dim}
-    q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape)
-    once, again = (
-        with_gradients(block.attention, (q, k, v), grad=grad, plan=plan, scale=dim**-0.5)
+    q, k, v, grad, plan = make_case(gpu, torch.bfloat16, (128, 64), **shape)
+    first_gradients, second_gradients = (
+        run_with_gradients(block.attention, (q, k, v), grad=grad, plan=plan, scale=dim**-0.5)
         for _ in range(2)
     )
-    for name, value in once.items():
-        assert torch.equal(value, again[name]), name
+    for name, value in first_gradients.items():
+        assert torch.equal(value, second_gradients[name]), name
 
 
 @pytest.mark.parametrize("dim", [128, 512])
 def test_attention_runs_in_cuda_graph(gpu, dim):
-    q, k, v, _, plan = case(gpu, torch.bfloat16, (128, 64), q_length=1000, dim=dim)
+    q, k, v, _, plan = make_case(gpu, torch.bfloat16, (128, 64), q_length=1000, dim=dim)
     block.attention(q, k, v, plan, scale=0.1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -143,7 +145,7 @@ def test_attention_runs_in_cuda_graph(gpu, dim):
 
 
 def test_attention_compiles_without_graph_break(gpu):
-    q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), q_length=500, dim=64)
+    q, k, v, grad, plan = make_case(gpu, torch.bfloat16, (128, 64), q_length=500, dim=64)
     q, k, v = leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def attend(q, k, v):
@@ -188,7 +190,7 @@ def test_cab_dense_of_large_heads_matches_sdpa(gpu, head_dim):
         key_block=128,
     )
     # without tensor descriptors, float32 tiles of these head dims exceed shared memory
-    assert (engines.exact(work, None) is engines.TRITON) == reads_by_descriptor(gpu)
+    assert (engines.choose_exact(work, None) is engines.TRITON) == reads_by_descriptor(gpu)
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits
         model.set_attn_implementation("cab_dense")
@@ -197,7 +199,7 @@ def test_cab_dense_of_large_heads_matches_sdpa(gpu, head_dim):
     assert (actual - expected)[is_real].abs().max() <= 2e-3 * expected.abs().max()
 
 
-def twenty_losses(model, ids):
+def train_twenty_steps(model, ids):
     """Return the losses of 20 training steps on one batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
@@ -214,11 +216,11 @@ def twenty_losses(model, ids):
 @pytest.mark.parametrize("blocks", BLOCKS[:2])
 def test_full_budget_training_losses_match_dense(gpu, blocks, name):
     ids = tokens(2, 400).to(gpu)
-    dense = twenty_losses(tiny_model(head_dim=64).to(gpu, torch.bfloat16).train(), ids)
+    dense = train_twenty_steps(tiny_model(head_dim=64).to(gpu, torch.bfloat16).train(), ids)
     model = tiny_model(head_dim=64).to(gpu, torch.bfloat16).train()
     query_block, key_block = blocks
     with cab_hf.cab(model, FULL, query_block=query_block, key_block=key_block, engine=name):
-        sparse = twenty_losses(model, ids)
+        sparse = train_twenty_steps(model, ids)
     assert dense[-1] < 0.9 * dense[0]
     torch.testing.assert_close(sparse, dense, rtol=2e-2, atol=0)
 

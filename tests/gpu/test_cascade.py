@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from selecting import heads_on
-from valid_plan import require_valid
+from selecting import random_topic_qk
+from valid_plan import assert_valid_plan
 
 from cab_hf import CabConfig
 from cab_hf.plan import KeyRanges
@@ -16,7 +16,7 @@ SCALE = 128**-0.5
 def test_cascade_layers_attend_blocks_of_mapped_heads(gpu):
     mapped_heads = (3, 3, 0, 1, 7, 6, 5, 4)
     config = CabConfig(predictor="cascade", anchors=(0,), head_map=((0,) * 8, mapped_heads))
-    q, k = heads_on(gpu, 2000)
+    q, k = random_topic_qk(gpu, 2000)
     ranges, shared_state = KeyRanges.causal(1, 2000, 2000, gpu), {}
     by_rows = make_predictor(CabConfig())(q, k, LayerContext(ranges, SCALE))
     anchor, later = (
@@ -24,5 +24,5 @@ def test_cascade_layers_attend_blocks_of_mapped_heads(gpu):
         for layer in range(2)
     )
     assert torch.equal(anchor.to_dense(), by_rows.to_dense())
-    require_valid(later)
+    assert_valid_plan(later)
     assert torch.equal(later.to_dense(), anchor.to_dense()[:, list(mapped_heads)])

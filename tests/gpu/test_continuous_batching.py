@@ -11,7 +11,7 @@ from cab_hf.batching import support
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not support.reads_a_batch(), reason="needs transformers 5.19 or newer"),
+    pytest.mark.skipif(not support.passes_paged_cache(), reason="needs transformers 5.19 or newer"),
 ]
 GREEDY = GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=2)
 PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (20, 900, 300, 77, 1)]
@@ -38,7 +38,7 @@ def model_and_answers(gpu):
     return cab_hf.apply_cab(model, min_length=0, mass_threshold=0.0), expected
 
 
-def answers(model, **changes):
+def generate_answers(model, **changes):
     """Return the tokens that continuous batching generates for each of `PROMPTS`.
 
     ``changes`` are fields of `ContinuousBatchingConfig`.
@@ -51,7 +51,7 @@ def answers(model, **changes):
 @pytest.mark.parametrize("changes", BATCHINGS.values(), ids=BATCHINGS)
 def test_full_budget_equals_dense_attention(model_and_answers, changes):
     model, expected = model_and_answers
-    assert answers(model, **changes) == expected
+    assert generate_answers(model, **changes) == expected
 
 
 def test_buffers_are_reset_before_first_batch(model_and_answers, monkeypatch):
@@ -65,4 +65,4 @@ def test_buffers_are_reset_before_first_batch(model_and_answers, monkeypatch):
         reset(self)
 
     monkeypatch.setattr(ContinuousBatchingIOs, "reset", delayed_reset)
-    assert answers(model, use_async_batching=True) == expected
+    assert generate_answers(model, use_async_batching=True) == expected

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from decode_cases import (
-    CASES,
-    masks_of_a_step,
-    require_dense_step_equals_sdpa,
-    require_step_equals_reference,
-    step_of,
+    STEP_CASES,
+    assert_dense_step_equals_sdpa,
+    assert_step_equals_reference,
+    make_step,
+    make_step_masks,
 )
 from tiny import tiny_model, tokens
 from transformers import StaticCache
@@ -18,22 +18,22 @@ from cab_hf.ops import decode
 from cab_hf.ops.decode import kernels, reference
 
 pytestmark = pytest.mark.gpu
-# longer cases in the format of `decode_cases.CASES`
+# longer cases in the format of `decode_cases.STEP_CASES`
 LONG = {
     "long": (32, 8, 16384, 16000, 128, 128, 1024, {}),
     "longer-of-3": (9, 3, 33000, 32800, 64, 64, 4096, {"padding": 3000}),
 }
-ALL_CASES = CASES | LONG
+ALL_CASES = STEP_CASES | LONG
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ALL_CASES.values(), ids=ALL_CASES)
 def test_step_matches_reference(gpu, case, dtype):
-    require_step_equals_reference(case, dtype, gpu)
+    assert_step_equals_reference(case, dtype, gpu)
 
 
 def test_captured_step_follows_growing_cache(gpu):
-    q, k, v, choose_args = step_of(LONG["long"], torch.bfloat16, gpu)
+    q, k, v, choose_args = make_step(LONG["long"], torch.bfloat16, gpu)
     scale, length, wanted, channels, *_ = choose_args
     index = kernels.index_keys(k, channels)
     static_q = torch.empty_like(q)
@@ -42,7 +42,7 @@ def test_captured_step_follows_growing_cache(gpu):
         # the first kernel uses programmatic dependent launch, and must wait for this copy
         static_q.copy_(q)
         choice = decode.choose(
-            static_q, index, scale=scale, length=length, wanted=wanted, channels=channels
+            static_q, index, scale=scale, length=length, num_keys=wanted, channels=channels
         )
         return decode.attend(static_q, k, v, choice, scale=scale, length=length)
 
@@ -58,14 +58,14 @@ def test_captured_step_follows_growing_cache(gpu):
         graph.replay()
         assert torch.equal(out, compute())
         choice = reference.choose(
-            q, index, scale=scale, length=length, wanted=wanted, channels=channels
+            q, index, scale=scale, length=length, num_keys=wanted, channels=channels
         )
         expected = reference.attend(q, k, v, choice, scale=scale, length=length)
         assert (out - expected).float().norm() < 0.05 * expected.float().norm()
 
 
 def test_steps_are_deterministic(gpu):
-    q, k, v, choose_args = step_of(LONG["longer-of-3"], torch.bfloat16, gpu)
+    q, k, v, choose_args = make_step(LONG["longer-of-3"], torch.bfloat16, gpu)
     scale, length, wanted, channels, valid, sinks = choose_args
     index = kernels.index_keys(k, channels)
 
@@ -75,26 +75,26 @@ def test_steps_are_deterministic(gpu):
             index,
             scale=scale,
             length=length,
-            wanted=wanted,
+            num_keys=wanted,
             channels=channels,
-            valid=valid,
+            padding_mask=valid,
             sinks=sinks,
         )
-        return kernels.attend(q, k, v, choice, scale=scale, length=length, valid=valid)
+        return kernels.attend(q, k, v, choice, scale=scale, length=length, padding_mask=valid)
 
     outs = [compute() for _ in range(3)]
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", masks_of_a_step())
+@pytest.mark.parametrize("name", make_step_masks())
 def test_dense_step_matches_rowwise_attention(gpu, monkeypatch, name, dtype):
-    require_dense_step_equals_sdpa(masks_of_a_step(gpu)[name], monkeypatch, dtype, gpu)
+    assert_dense_step_equals_sdpa(make_step_masks(gpu)[name], monkeypatch, dtype, gpu)
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_reading_all_keys_generates_dense_tokens(gpu, monkeypatch, cache):
-    monkeypatch.setattr(step, "decode_from", lambda config: 0)
+    monkeypatch.setattr(step, "min_sparse_tokens", lambda config: 0)
     model, ids = tiny_model(head_dim=64).to(gpu), tokens(2, 300).to(gpu)
     options = {"max_new_tokens": 40, "do_sample": False, "cache_implementation": cache}
     expected = model.generate(ids, **options)

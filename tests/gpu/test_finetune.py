@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from launches import TRAIN, launched, steps
+from launches import TRAIN_COMMAND, read_step_field, run_process
 from tiny import SPARSE, tiny_model, tokens
-from trained import left_halfway
+from trained import interrupt_backward
 
 import cab_hf
 from cab_hf.experiment.log import read_log
@@ -17,9 +17,9 @@ from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.tiles import compute_in_tiles
 
 pytestmark = pytest.mark.gpu
-BFLOAT16_RUN = [*TRAIN, "--dtype", "bfloat16"]
+BFLOAT16_RUN = [*TRAIN_COMMAND, "--dtype", "bfloat16"]
 TORCHRUN = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-PAIR = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def no_multicast(monkeypatch):
 
 def run_command(words):
     """Run a command line, a sequence of words, and assert that it succeeds."""
-    process = launched(words)
+    process = run_process(words)
     assert process.returncode == 0, process.stderr[-2000:]
 
 
@@ -53,7 +53,7 @@ def test_offloaded_plan_gives_equal_gradients(gpu):
 LENGTH = 1024
 
 
-def lora_model(gpu, offload=None):
+def build_lora_model(gpu, offload=None):
     """Return a model with LoRA and gradient checkpointing, with equal gradients in every run.
 
     Args:
@@ -86,19 +86,19 @@ def train_step(model, gpu):
 class DelayedOffload(Offload):
     """`Offload` with delayed copies: code that does not wait for a copy reads wrong data."""
 
-    def _copy(self, saved, pairs):
+    def _copy_pieces(self, saved_input, piece_pairs):
         with torch.cuda.stream(self._stream):
             # delay the copy by 20 million clock cycles, so that a missing synchronisation shows
             torch.cuda._sleep(20_000_000)
-        super()._copy(saved, pairs)
+        super()._copy_pieces(saved_input, piece_pairs)
 
 
 @pytest.mark.parametrize("offload_class", [Offload, DelayedOffload])
 @pytest.mark.parametrize("layers", [2, 6])
 def test_offloaded_checkpoints_are_restored_exactly(gpu, offload_class, layers):
-    expected, expected_peak = train_step(lora_model(gpu), gpu)
+    expected, expected_peak = train_step(build_lora_model(gpu), gpu)
     offload = offload_class(layers, torch.device(gpu), 2**16)
-    model = lora_model(gpu, offload)
+    model = build_lora_model(gpu, offload)
     for _ in range(3):
         actual, peak = train_step(model, gpu)
         assert all(map(torch.equal, actual, expected))
@@ -107,14 +107,14 @@ def test_offloaded_checkpoints_are_restored_exactly(gpu, offload_class, layers):
     checkpoint_bytes = LENGTH * 48 * 2
     assert expected_peak - peak > 0.6 * min(layers, 4) * checkpoint_bytes
     assert offload.host_bytes == layers * -(-checkpoint_bytes // 2**16) * 2**16
-    assert all(chunk.is_pinned() for chunk in offload._free)
+    assert all(chunk.is_pinned() for chunk in offload._free_chunks)
 
 
 def test_aborted_backward_does_not_change_next_step(gpu):
     offload = DelayedOffload(6, torch.device(gpu), 2**16)
-    model = lora_model(gpu, offload)
+    model = build_lora_model(gpu, offload)
     expected, _ = train_step(model, gpu)
-    with left_halfway(model, 4):
+    with interrupt_backward(model, 4):
         train_step(model, gpu)
     # allocate memory that the offload freed: an unfinished copy would overwrite the zeros
     zeros = [torch.zeros(LENGTH * 48, device=gpu, dtype=torch.bfloat16) for _ in range(8)]
@@ -124,8 +124,8 @@ def test_aborted_backward_does_not_change_next_step(gpu):
 
 
 def test_tiled_training_equals_untiled(gpu):
-    expected, expected_peak = train_step(lora_model(gpu), gpu)
-    model = lora_model(gpu, Offload(3, torch.device(gpu)))
+    expected, expected_peak = train_step(build_lora_model(gpu), gpu)
+    model = build_lora_model(gpu, Offload(3, torch.device(gpu)))
     compute_in_tiles(model, 256)
     actual, peak = train_step(model, gpu)
     assert peak < expected_peak
@@ -135,7 +135,7 @@ def test_tiled_training_equals_untiled(gpu):
 
 def test_single_gpu_run_reports_memory_and_time(gpu, tmp_path):
     run_command(["python", *BFLOAT16_RUN, "--peak-tflops", "1", "--out", str(tmp_path)])
-    _, records = read_log(tmp_path / train.LOG)
+    _, records = read_log(tmp_path / train.LOG_FILE)
     steps_of_run = [record for record in records if record["kind"] == "step"]
     assert len(steps_of_run) == 6 and all(0 < step["density"] < 1 for step in steps_of_run)
     for step in steps_of_run:
@@ -147,14 +147,18 @@ def test_single_gpu_run_reports_memory_and_time(gpu, tmp_path):
 @pytest.mark.parametrize("attention", ["cab", "sdpa"])
 def test_full_training_uses_bfloat16_products(gpu, attention, tmp_path):
     without_lora = ("--dropout", "0", "--rank", "16", "--alpha", "32")
-    words = (*TRAIN, "--train", "all", *without_lora, "--attention", attention)
+    words = (*TRAIN_COMMAND, "--train", "all", *without_lora, "--attention", attention)
     for dtype in ("float32", "bfloat16"):
         run_command(["python", *words, "--dtype", dtype, "--out", str(tmp_path / dtype)])
-    exact, rounded = (steps(tmp_path / dtype, "loss") for dtype in ("float32", "bfloat16"))
-    assert exact != rounded and rounded == pytest.approx(exact, rel=2e-2)
+    float32_losses, bfloat16_losses = (
+        read_step_field(tmp_path / dtype, "loss") for dtype in ("float32", "bfloat16")
+    )
+    assert float32_losses != bfloat16_losses and bfloat16_losses == pytest.approx(
+        float32_losses, rel=2e-2
+    )
 
 
-@PAIR
+@NEEDS_TWO_GPUS
 @pytest.mark.parametrize("config_name", ["ddp_8gpu", "fsdp2_8gpu"])
 def test_two_gpus_equal_gradient_accumulation_on_one(gpu, config_name, tmp_path):
     same = ("--dropout", "0", "--tokens-per-step", "1024")
@@ -164,11 +168,11 @@ def test_two_gpus_equal_gradient_accumulation_on_one(gpu, config_name, tmp_path)
         config_file = f"finetune/accelerate/{config_name}.yaml"
         words = (*launch, config_file, *BFLOAT16_RUN, *same, *parallelism)
         run_command([*words, "--out", str(tmp_path / name)])
-        actual, expected = (steps(tmp_path / folder, "loss") for folder in (name, "one"))
+        actual, expected = (read_step_field(tmp_path / folder, "loss") for folder in (name, "one"))
         assert actual == pytest.approx(expected, rel=2e-2)
 
 
-@PAIR
+@NEEDS_TWO_GPUS
 def test_every_sharding_is_correct_over_two_gpus(gpu, tmp_path):
     words = ("--shape", "tiny", "--lengths", "4096", "--seconds", "0")
     command = ("-m", "cab_hf.eval", "speed", "context-parallel")

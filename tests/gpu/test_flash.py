@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from attention_cases import assert_engine_within_budget, case, with_gradients
+from attention_cases import assert_engine_within_budget, make_case, run_with_gradients
 
 from cab_hf.engines import FLASH, FLEX, Workload, choose
 from cab_hf.ops import reference
@@ -12,42 +12,42 @@ from cab_hf.ops.attention import flash
 
 pytestmark = pytest.mark.gpu
 # (query block, key block)
-WIDE, NARROW = (128, 128), (128, 64)
+WIDE_BLOCKS, NARROW_BLOCKS = (128, 128), (128, 64)
 
 
-def shape_of(q_length=1000, heads=8, kv_heads=2, dim=128, **options):
+def make_shape(q_length=1000, heads=8, kv_heads=2, dim=128, **options):
     """Return the arguments of `attention_cases.case` that determine shapes, with defaults."""
     return {"q_length": q_length, "heads": heads, "kv_heads": kv_heads, "dim": dim, **options}
 
 
 CASES = [
-    pytest.param(shape_of(), id="group-4"),
-    pytest.param(shape_of(q_length=333, heads=4, kv_heads=4), id="group-1"),
-    pytest.param(shape_of(q_length=333, heads=9, kv_heads=3, dim=64), id="d64-group-3"),
-    pytest.param(shape_of(q_length=300, kv_length=1111, kv_heads=1), id="chunk-group-8"),
-    pytest.param(shape_of(q_length=300, kv_length=1111, heads=2, dim=64), id="d64-chunk-group-1"),
-    pytest.param(shape_of(dim=96, heads=4), id="d96"),
-    pytest.param(shape_of(q_length=300, dim=192, heads=4), id="d192"),
-    pytest.param(shape_of(q_length=300, dim=256, heads=4), id="d256"),
-    pytest.param(shape_of(q_length=63), id="below-one-block"),
-    pytest.param(shape_of(batch=2, layout="padded"), id="padded"),
-    pytest.param(shape_of(batch=2, layout="packed"), id="packed"),
-    pytest.param(shape_of(plan_heads=2), id="shared-by-group"),
-    pytest.param(shape_of(heads=9, kv_heads=3, plan_heads=3), id="shared-by-group-of-3"),
-    pytest.param(shape_of(kv_heads=1, plan_heads=1, batch=2), id="shared-by-group-of-8"),
-    pytest.param(shape_of(plan_heads=2, batch=2, layout="padded"), id="shared-padded"),
-    pytest.param(shape_of(plan_heads=4), id="shared-by-half-a-group"),
-    pytest.param(shape_of(plan_heads=1, batch=2), id="shared-by-all"),
-    pytest.param(shape_of(dense_rows="tail"), id="dense-rows"),
-    pytest.param(shape_of(batch=2, layout="padded", dense_rows="tail"), id="dense-rows-padded"),
-    pytest.param(shape_of(batch=2, layout="packed", dense_rows="tail"), id="dense-rows-packed"),
+    pytest.param(make_shape(), id="group-4"),
+    pytest.param(make_shape(q_length=333, heads=4, kv_heads=4), id="group-1"),
+    pytest.param(make_shape(q_length=333, heads=9, kv_heads=3, dim=64), id="d64-group-3"),
+    pytest.param(make_shape(q_length=300, kv_length=1111, kv_heads=1), id="chunk-group-8"),
+    pytest.param(make_shape(q_length=300, kv_length=1111, heads=2, dim=64), id="d64-chunk-group-1"),
+    pytest.param(make_shape(dim=96, heads=4), id="d96"),
+    pytest.param(make_shape(q_length=300, dim=192, heads=4), id="d192"),
+    pytest.param(make_shape(q_length=300, dim=256, heads=4), id="d256"),
+    pytest.param(make_shape(q_length=63), id="below-one-block"),
+    pytest.param(make_shape(batch=2, layout="padded"), id="padded"),
+    pytest.param(make_shape(batch=2, layout="packed"), id="packed"),
+    pytest.param(make_shape(plan_heads=2), id="shared-by-group"),
+    pytest.param(make_shape(heads=9, kv_heads=3, plan_heads=3), id="shared-by-group-of-3"),
+    pytest.param(make_shape(kv_heads=1, plan_heads=1, batch=2), id="shared-by-group-of-8"),
+    pytest.param(make_shape(plan_heads=2, batch=2, layout="padded"), id="shared-padded"),
+    pytest.param(make_shape(plan_heads=4), id="shared-by-half-a-group"),
+    pytest.param(make_shape(plan_heads=1, batch=2), id="shared-by-all"),
+    pytest.param(make_shape(dense_rows="tail"), id="dense-rows"),
+    pytest.param(make_shape(batch=2, layout="padded", dense_rows="tail"), id="dense-rows-padded"),
+    pytest.param(make_shape(batch=2, layout="packed", dense_rows="tail"), id="dense-rows-packed"),
 ]
 
 
 @pytest.fixture
 def hopper(gpu):
     """Return the CUDA device; skip the test if FLASH cannot run a backward pass on the device."""
-    query_block, key_block = WIDE
+    query_block, key_block = WIDE_BLOCKS
     reason = flash.unavailable(
         head_dim=128, dtype=torch.bfloat16, query_block=query_block, key_block=key_block
     )
@@ -58,7 +58,7 @@ def hopper(gpu):
 
 def assert_matches_reference(shape, blocks, device, dtype=torch.bfloat16, engine=FLASH):
     """Assert that output, log-sum-exp and gradients of an engine are within the error budget."""
-    q, k, v, grad, plan = case(device, dtype, blocks, **shape)
+    q, k, v, grad, plan = make_case(device, dtype, blocks, **shape)
     scale = q.shape[-1] ** -0.5
     assert_engine_within_budget(engine.attention, q, k, v, grad=grad, plan=plan, scale=scale)
 
@@ -77,7 +77,7 @@ def is_flash(blocks, dim=128):
     return choose("flex", work) is FLASH
 
 
-@pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
+@pytest.mark.parametrize("blocks", [WIDE_BLOCKS, NARROW_BLOCKS], ids=["128x128", "128x64"])
 @pytest.mark.parametrize("shape", CASES)
 def test_flash_matches_reference(hopper, shape, blocks):
     assert is_flash(blocks, shape["dim"])
@@ -88,12 +88,12 @@ def test_flash_matches_reference(hopper, shape, blocks):
 @pytest.mark.parametrize("dim", [64, 128])
 def test_flash_with_other_block_sizes_matches_reference(hopper, blocks, dim):
     assert is_flash(blocks, dim)
-    assert_matches_reference(shape_of(dim=dim), blocks, hopper)
+    assert_matches_reference(make_shape(dim=dim), blocks, hopper)
 
 
-@pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
+@pytest.mark.parametrize("blocks", [WIDE_BLOCKS, NARROW_BLOCKS], ids=["128x128", "128x64"])
 @pytest.mark.parametrize(
-    "shape", [shape_of(plan_heads=2), shape_of(dim=64, batch=2, layout="padded")]
+    "shape", [make_shape(plan_heads=2), make_shape(dim=64, batch=2, layout="padded")]
 )
 def test_flash_in_float16_matches_reference(hopper, shape, blocks):
     assert_matches_reference(shape, blocks, hopper, torch.float16)
@@ -101,27 +101,33 @@ def test_flash_in_float16_matches_reference(hopper, shape, blocks):
 
 @pytest.mark.parametrize(
     ("dim", "blocks", "is_supported"),
-    [(128, WIDE, True), (128, NARROW, False), (256, NARROW, True), (192, WIDE, False)],
+    [
+        (128, WIDE_BLOCKS, True),
+        (128, NARROW_BLOCKS, False),
+        (256, NARROW_BLOCKS, True),
+        (192, WIDE_BLOCKS, False),
+    ],
 )
 def test_flash_backward_supports_block_sizes(hopper, dim, blocks, is_supported):
     query_block, key_block = blocks
-    assert flash.own_backward(dim, query_block, key_block) == is_supported
+    assert flash.has_own_backward(dim, query_block, key_block) == is_supported
 
 
 @pytest.mark.parametrize("dim", [16, 40, 80, 160, 224])
 def test_flash_with_gradients_by_triton_matches_reference(hopper, dim):
-    assert is_flash(NARROW, dim)
-    assert_matches_reference(shape_of(dim=dim), NARROW, hopper)
+    assert is_flash(NARROW_BLOCKS, dim)
+    assert_matches_reference(make_shape(dim=dim), NARROW_BLOCKS, hopper)
 
 
-@pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
+@pytest.mark.parametrize("blocks", [WIDE_BLOCKS, NARROW_BLOCKS], ids=["128x128", "128x64"])
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(shape_of(plan_heads=2), id="shared-by-group"),
-        pytest.param(shape_of(plan_heads=1, dim=64, batch=2), id="shared-by-all"),
+        pytest.param(make_shape(plan_heads=2), id="shared-by-group"),
+        pytest.param(make_shape(plan_heads=1, dim=64, batch=2), id="shared-by-all"),
         pytest.param(
-            shape_of(q_length=333, heads=9, kv_heads=3, plan_heads=3, dim=64, batch=2), id="group-3"
+            make_shape(q_length=333, heads=9, kv_heads=3, plan_heads=3, dim=64, batch=2),
+            id="group-3",
         ),
     ],
 )
@@ -131,7 +137,7 @@ def test_triton_accepts_plans_shared_by_heads(gpu, shape, blocks):
 
 def test_expanded_output_gradient_is_supported(hopper):
     """Call `out.sum().backward()`, whose output gradient is expanded with strides of 0."""
-    q, k, v, _, plan = case(hopper, torch.bfloat16, NARROW, **shape_of())
+    q, k, v, _, plan = make_case(hopper, torch.bfloat16, NARROW_BLOCKS, **make_shape())
 
     def gradients(attend):
         leaf_q, leaf_k, leaf_v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -144,18 +150,20 @@ def test_expanded_output_gradient_is_supported(hopper):
         torch.testing.assert_close(actual, expected, atol=0.05, rtol=0.05)
 
 
-@pytest.mark.parametrize("shape", [shape_of(), shape_of(plan_heads=2)], ids=["per-head", "shared"])
+@pytest.mark.parametrize(
+    "shape", [make_shape(), make_shape(plan_heads=2)], ids=["per-head", "shared"]
+)
 def test_flash_compiles_without_graph_break(hopper, shape):
-    q, k, v, grad, plan = case(hopper, torch.bfloat16, WIDE, **shape)
+    q, k, v, grad, plan = make_case(hopper, torch.bfloat16, WIDE_BLOCKS, **shape)
     compiled = torch.compile(FLASH.attention, fullgraph=True)
-    actual = with_gradients(compiled, (q, k, v), grad=grad, plan=plan, scale=0.1)
-    expected = with_gradients(FLASH.attention, (q, k, v), grad=grad, plan=plan, scale=0.1)
+    actual = run_with_gradients(compiled, (q, k, v), grad=grad, plan=plan, scale=0.1)
+    expected = run_with_gradients(FLASH.attention, (q, k, v), grad=grad, plan=plan, scale=0.1)
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, atol=0.02, rtol=0.02)
 
 
 def test_flash_forward_does_not_synchronise(hopper):
-    q, k, v, _, plan = case(hopper, torch.bfloat16, NARROW, **shape_of())
+    q, k, v, _, plan = make_case(hopper, torch.bfloat16, NARROW_BLOCKS, **make_shape())
     with torch.no_grad():
         FLASH.attention(q, k, v, plan, scale=0.1)
         torch.cuda.set_sync_debug_mode("error")
@@ -165,9 +173,9 @@ def test_flash_forward_does_not_synchronise(hopper):
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
+@pytest.mark.parametrize("blocks", [WIDE_BLOCKS, NARROW_BLOCKS], ids=["128x128", "128x64"])
 def test_flash_runs_in_cuda_graph(hopper, blocks):
-    q, k, v, grad, plan = case(hopper, torch.bfloat16, blocks, **shape_of())
+    q, k, v, grad, plan = make_case(hopper, torch.bfloat16, blocks, **make_shape())
     q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def step():
@@ -189,7 +197,7 @@ def test_flash_runs_in_cuda_graph(hopper, blocks):
 
 def test_private_flash_interface_has_expected_signature(hopper):
     """Detect changed arguments of private functions of flash-attn-4, which is a beta version."""
-    interface = flash._flash()
+    interface = flash._import_flash()
     forward, backward = (
         list(inspect.signature(function).parameters)
         for function in (interface.forward, interface.backward)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from attention_cases import laid_out
-from selecting import heads_on
-from valid_plan import require_valid
+from attention_cases import make_block_layout
+from selecting import random_topic_qk
+from valid_plan import assert_valid_plan
 
 from cab_hf import CabConfig
 from cab_hf.plan import KeyRanges
@@ -28,10 +28,10 @@ CASES = [
 ]
 
 
-def plans_of_kernels_and_pytorch(monkeypatch, config, q, k, *, context):
+def compute_blocks_by_kernels_and_pytorch(monkeypatch, config, q, k, *, context):
     """Return the selected blocks, bool [B, H, M_q, M_k], by the kernels and by PyTorch."""
     plan = FrcPredictor(config)(q, k, context)
-    require_valid(plan)
+    assert_valid_plan(plan)
     assert torch.equal(plan.to_dense(), FrcPredictor(config)(q, k, context).to_dense())
     monkeypatch.setattr(frc, "has_kernels", lambda x: False)
     return plan.to_dense(), FrcPredictor(config)(q, k, context).to_dense()
@@ -39,9 +39,9 @@ def plans_of_kernels_and_pytorch(monkeypatch, config, q, k, *, context):
 
 @pytest.mark.parametrize(("config", "shape"), CASES)
 def test_kernels_select_same_blocks_as_pytorch(gpu, config, shape, monkeypatch):
-    q, k = heads_on(gpu, **shape)
+    q, k = random_topic_qk(gpu, **shape)
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], gpu)
-    actual, expected = plans_of_kernels_and_pytorch(
+    actual, expected = compute_blocks_by_kernels_and_pytorch(
         monkeypatch, config, q, k, context=LayerContext(ranges, 0.1, 0)
     )
     # rounding may change which token of a block has the largest norm
@@ -51,9 +51,11 @@ def test_kernels_select_same_blocks_as_pytorch(gpu, config, shape, monkeypatch):
 @pytest.mark.parametrize("layout", ["padded", "packed", "chunk"])
 def test_kernels_select_same_blocks_in_every_layout(gpu, layout, monkeypatch):
     length = 1111 if layout == "chunk" else 2000
-    q, k = heads_on(gpu, length=2000, q_length=length, batch=2)
-    layout_of_case = laid_out(layout, batch=2, length=length, kv_length=2000, align=64, device=gpu)
-    actual, expected = plans_of_kernels_and_pytorch(
+    q, k = random_topic_qk(gpu, length=2000, q_length=length, batch=2)
+    layout_of_case = make_block_layout(
+        layout, batch=2, length=length, kv_length=2000, align=64, device=gpu
+    )
+    actual, expected = compute_blocks_by_kernels_and_pytorch(
         monkeypatch,
         CabConfig.published(0.8),
         layout_of_case.queries(q),
@@ -64,7 +66,7 @@ def test_kernels_select_same_blocks_in_every_layout(gpu, layout, monkeypatch):
 
 
 def test_compiled_layers_select_same_blocks(gpu):
-    q, k = heads_on(gpu, length=3000)
+    q, k = random_topic_qk(gpu, length=3000)
     config = CabConfig.published(0.8)
 
     def lists(q, k):

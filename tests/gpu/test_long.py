@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from cab_hf import CabConfig, engines
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, RowsPredictor
-from cab_hf.selection.gather import scored_dtype
+from cab_hf.selection.gather import choose_scoring_dtype
 from cab_hf.selection.tiles import FP8
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,7 @@ CONFIG = CabConfig(mass_threshold=1e-4, max_density=0.02, dense_tail_blocks=0)
 ROWS = 8
 
 
-def heads_on(device, q_length):
+def make_heads(device, q_length):
     """Return q with the strides of a model, k and v with the strides of a static cache."""
     generator = torch.Generator(device).manual_seed(0)
     options = {"device": device, "dtype": torch.bfloat16, "generator": generator}
@@ -40,12 +40,13 @@ def heads_on(device, q_length):
 
 
 @pytest.mark.parametrize(
-    ("q_length", "gib"),
-    # gib: limit of additional memory; the quantised keys take 1 GiB in FP8, and 2 GiB without FP8
+    ("q_length", "max_gib_with_fp8"),
+    # max_gib_with_fp8: limit of additional memory; the quantised keys take 1 GiB in FP8, and 2 GiB
+    # without FP8
     [pytest.param(TOKENS, 24, id="prompt"), pytest.param(CHUNK, 3, id="chunk")],
 )
-def test_layer_attends_one_million_tokens(gpu, q_length, gib):
-    q, k, v = heads_on(gpu, q_length)
+def test_layer_attends_one_million_tokens(gpu, q_length, max_gib_with_fp8):
+    q, k, v = make_heads(gpu, q_length)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     memory_of_inputs = torch.cuda.memory_allocated()
@@ -54,7 +55,7 @@ def test_layer_attends_one_million_tokens(gpu, q_length, gib):
         plan = RowsPredictor(CONFIG)(q, k, LayerContext(ranges, SCALE, channels=SLOW))
         out = engines.TRITON.attention(q, k, v, plan, scale=SCALE)
     torch.cuda.synchronize()
-    max_gib = gib + (scored_dtype(k) != FP8)
+    max_gib = max_gib_with_fp8 + (choose_scoring_dtype(k) != FP8)
     assert (torch.cuda.max_memory_allocated() - memory_of_inputs) / 2**30 < max_gib
     assert plan.density() == pytest.approx(CONFIG.max_density, rel=0.1)
     for chunk in out.split(CHUNK, dim=2):

@@ -6,11 +6,11 @@ import pytest
 import torch
 from attention_cases import random_plan
 from budget import assert_within_budget
-from call_cases import gradients
-from selecting import heads_on
+from call_cases import compute_gradients
+from selecting import random_topic_qk
 from tiny import FULL, SPARSE, qkv, tiny_model, tokens
 from transformers import DynamicCache
-from valid_plan import require_valid
+from valid_plan import assert_valid_plan
 
 import cab_hf
 from cab_hf import CabConfig, engines
@@ -39,17 +39,17 @@ SHAPES = [
 ]
 
 
-def moved(device, tensors, dtype):
+def move_like_model(device, tensors, dtype):
     """Return tensors [B, H, N, D] on a device, as transposed views of [B, N, H, D] like a model."""
     return [x.transpose(1, 2).to(device, dtype).transpose(1, 2) for x in tensors]
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_flex_forward(gpu, shape, blocks):
-    q, k, v = moved(gpu, qkv(**shape), torch.bfloat16)
+def test_flex_output_matches_reference(gpu, shape, blocks):
+    q, k, v = move_like_model(gpu, qkv(**shape), torch.bfloat16)
     plan = random_plan(q, k, blocks)
-    require_valid(plan)
+    assert_valid_plan(plan)
     scale = q.shape[-1] ** -0.5
     with torch.no_grad():
         actual = flex.attention(q, k, v, plan, scale=scale)
@@ -62,8 +62,8 @@ def test_flex_forward(gpu, shape, blocks):
 
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_flex_backward(gpu, shape, blocks):
-    q, k, v = moved(gpu, qkv(**shape), torch.bfloat16)
+def test_flex_gradients_match_reference(gpu, shape, blocks):
+    q, k, v = move_like_model(gpu, qkv(**shape), torch.bfloat16)
     plan = random_plan(q, k, blocks)
     scale = q.shape[-1] ** -0.5
     weight = torch.randn(q.shape, device=gpu, generator=torch.Generator(gpu).manual_seed(1))
@@ -103,8 +103,8 @@ def test_full_budget_equals_sdpa(gpu, dtype):
 def test_full_budget_has_the_gradients_of_dense_attention(gpu, family):
     """Compare families with sinks, soft caps and chunked attention, on the default engine."""
     model, ids = tiny_model(family).to(gpu), tokens(2, 400).to(gpu)
-    expected = gradients(model, ids)
-    actual = gradients(cab_hf.apply_cab(model, FULL, query_block=128, key_block=64), ids)
+    expected = compute_gradients(model, ids)
+    actual = compute_gradients(cab_hf.apply_cab(model, FULL, query_block=128, key_block=64), ids)
     for result, exact in zip(actual, expected, strict=True):
         assert (result - exact).abs().max() <= 2e-3 * exact.abs().max()
 
@@ -112,7 +112,9 @@ def test_full_budget_has_the_gradients_of_dense_attention(gpu, family):
 def test_many_lengths_stay_sparse_past_recompile_limit(gpu):
     """Exceed dynamo's recompile limit, after which uncompiled FlexAttention would ignore lists."""
     for length in range(130, 1800, 110):
-        q, k, v = moved(gpu, qkv(q_length=length, heads=4, kv_heads=2, dim=64), torch.bfloat16)
+        q, k, v = move_like_model(
+            gpu, qkv(q_length=length, heads=4, kv_heads=2, dim=64), torch.bfloat16
+        )
         plan = random_plan(q, k, (128, 64), share=0.1)
         with torch.no_grad():
             actual = flex.attention(q, k, v, plan, scale=0.125)
@@ -197,7 +199,7 @@ def test_fp8_score_sums_are_finite_at_any_norm(gpu, magnitude):
     ranges = KeyRanges.causal(1, 512, 512, gpu)
     config = CabConfig(dense_tail_blocks=0, sink_blocks=0, local_blocks=1, mass_threshold=0.08)
     plan = RowsPredictor(config)(q, k, LayerContext(ranges, 1 / (magnitude**2), 0))
-    require_valid(plan)
+    assert_valid_plan(plan)
     selected = plan.to_dense()
     assert selected[:, :, 3, 2].all()
     # all other blocks have equal logits: only block 2 is selected besides two forced blocks
@@ -207,12 +209,12 @@ def test_fp8_score_sums_are_finite_at_any_norm(gpu, magnitude):
 NEEDLES = 64
 
 
-def needles_on(device, length=16384):
+def plant_needles(device, length=16384):
     """Return q, k and the index tensors (head, query, key) of planted needles.
 
     Each of the `NEEDLES` needle queries has one key with a much larger logit than other keys.
     """
-    q, k = heads_on(device, length=length, dtype=torch.float32)
+    q, k = random_topic_qk(device, length=length, dtype=torch.float32)
     # clamp, so that values are finite in float16 after a multiplication by 1e4
     q, k = q.clamp(-6, 6), k.clamp(-6, 6)
     generator = torch.Generator(device).manual_seed(1)
@@ -231,7 +233,7 @@ def needles_on(device, length=16384):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_keys_of_any_magnitude_are_selected_at_equal_density(gpu, dtype):
-    q, k, (heads, rows, keys) = needles_on(gpu)
+    q, k, (heads, rows, keys) = plant_needles(gpu)
     ranges, config = KeyRanges.causal(1, k.shape[2], k.shape[2], gpu), CabConfig()
     context = LayerContext(ranges, 128**-0.5, 0, channels=SLOW)
     needle_blocks = heads, rows // config.query_block, keys // config.key_block
@@ -252,11 +254,11 @@ def test_keys_of_any_magnitude_are_selected_at_equal_density(gpu, dtype):
 
 
 # `SPARSE` with the default block sizes on a GPU
-LARGE = replace(SPARSE, query_block=128, key_block=64, outlier_queries=16)
+LARGE_BLOCKS_CONFIG = replace(SPARSE, query_block=128, key_block=64, outlier_queries=16)
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-def first_logits(model, ids, **options):
+def generate_first_logits(model, ids, **options):
     """Return the logits of the first two generated tokens, [B, 2, vocabulary]."""
     outputs = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 2}
     mask = (ids != 0).long()
@@ -267,14 +269,16 @@ def first_logits(model, ids, **options):
 @pytest.mark.parametrize("length", [600, 1000, 1153, 1281, 1536])
 @pytest.mark.parametrize("tail", [1, 2])
 def test_chunks_of_whole_query_blocks_equal_one_call(gpu, length, tail):
-    model = cab_hf.apply_cab(tiny_model().to(gpu), replace(LARGE, dense_tail_blocks=tail))
+    model = cab_hf.apply_cab(
+        tiny_model().to(gpu), replace(LARGE_BLOCKS_CONFIG, dense_tail_blocks=tail)
+    )
     ids = tokens(1, length).to(gpu)
-    actual = first_logits(model, ids, prefill_chunk_size=256)
-    torch.testing.assert_close(actual, first_logits(model, ids), rtol=2e-3, atol=2e-3)
+    actual = generate_first_logits(model, ids, prefill_chunk_size=256)
+    torch.testing.assert_close(actual, generate_first_logits(model, ids), rtol=2e-3, atol=2e-3)
 
 
 def test_query_blocks_start_at_first_token_of_sequence(gpu):
-    settings = replace(LARGE, dense_tail_blocks=0)
+    settings = replace(LARGE_BLOCKS_CONFIG, dense_tail_blocks=0)
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=1).to(gpu), settings)
     ids, cache = tokens(1, 1024).to(gpu), DynamicCache(config=model.config)
     with torch.no_grad():
@@ -286,7 +290,7 @@ def test_query_blocks_start_at_first_token_of_sequence(gpu):
 
 @pytest.mark.parametrize("fields", [{}, {"sparse_decode": True, "decode_tokens": 0.05}])
 def test_drafts_do_not_change_tokens(gpu, fields):
-    model = cab_hf.apply_cab(tiny_model().to(gpu), replace(LARGE, **fields))
+    model = cab_hf.apply_cab(tiny_model().to(gpu), replace(LARGE_BLOCKS_CONFIG, **fields))
     for seed in range(8):
         ids = tokens(1, 200, seed=seed).repeat(1, 5)[:, : 700 + 31 * seed].to(gpu)
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, **GREEDY}
@@ -306,22 +310,22 @@ def test_padded_row_equals_single_row(gpu, options):
     model = cab_hf.apply_cab(tiny_model().to(gpu), fields)
     prompts = tokens(1, 500).to(gpu), tokens(1, 1300, seed=2).to(gpu)
     ids = torch.cat([torch.nn.functional.pad(prompts[0], (800, 0)), prompts[1]])
-    together = first_logits(model, ids, **options)
+    batch_logits = generate_first_logits(model, ids, **options)
     for row, prompt in enumerate(prompts):
-        alone = first_logits(model, prompt, **options)
-        torch.testing.assert_close(together[row], alone[0], rtol=2e-3, atol=2e-3)
+        single_logits = generate_first_logits(model, prompt, **options)
+        torch.testing.assert_close(batch_logits[row], single_logits[0], rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("options", CACHES)
 def test_row_below_min_length_is_dense_in_chunks_before_its_right_padding(gpu, options):
     fields = {"min_length": 900, "mass_threshold": 0.6, "share_threshold": 1.0}
-    model = cab_hf.apply_cab(tiny_model().to(gpu), replace(LARGE, **fields))
+    model = cab_hf.apply_cab(tiny_model().to(gpu), replace(LARGE_BLOCKS_CONFIG, **fields))
     short, logits = tokens(1, 800).to(gpu), []
     ids = torch.cat([torch.nn.functional.pad(short, (0, 800)), tokens(1, 1600, seed=2).to(gpu)])
     with torch.no_grad():
         expected = model(short).logits
     hook = model.lm_head.register_forward_hook(lambda module, args, out: logits.append(out))
-    first_logits(model, ids, prefill_chunk_size=256, logits_to_keep=0, **options)
+    generate_first_logits(model, ids, prefill_chunk_size=256, logits_to_keep=0, **options)
     hook.remove()
     actual = torch.cat(logits, 1)[:1, :800]
     torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_cases import step_of
-from selecting import heads_on
+from decode_cases import make_step
+from selecting import random_topic_qk
 from tiny import tiny_model, tokens
 
 from cab_hf import CabConfig, apply_cab
@@ -28,7 +28,7 @@ CONFIGS = {
 }
 
 
-def selected_blocks(config, q, k):
+def select_blocks(config, q, k):
     """Return the selected blocks, bool [B, H, M_q, M_k]."""
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     dim = q.shape[3]
@@ -36,7 +36,7 @@ def selected_blocks(config, q, k):
     return make_predictor(config)(q, k, context).to_dense()
 
 
-def choose(q, index, choose_args):
+def choose_keys(q, index, choose_args):
     """Call `kernels.choose` with the arguments ``choose_args`` from `step_of`."""
     scale, length, wanted, channels, valid, sinks = choose_args
     return kernels.choose(
@@ -44,9 +44,9 @@ def choose(q, index, choose_args):
         index,
         scale=scale,
         length=length,
-        wanted=wanted,
+        num_keys=wanted,
         channels=channels,
-        valid=valid,
+        padding_mask=valid,
         sinks=sinks,
     )
 
@@ -55,11 +55,11 @@ def choose(q, index, choose_args):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_blocks_with_nan_key_are_selected(gpu, config, dtype, value):
-    q, k = heads_on(gpu, length=4000, dtype=dtype)
+    q, k = random_topic_qk(gpu, length=4000, dtype=dtype)
     slot = 1000
-    expected = selected_blocks(config, q, k)
+    expected = select_blocks(config, q, k)
     k[:, 1, slot, 5] = value
-    actual = selected_blocks(config, q, k)
+    actual = select_blocks(config, q, k)
     row, column = slot // config.query_block, slot // config.key_block
     assert actual[:, 4:, row:, column].all()
     # heads of the other KV head, and earlier query blocks, select the same blocks as before
@@ -72,13 +72,13 @@ def test_blocks_with_nan_key_are_selected(gpu, config, dtype, value):
 @pytest.mark.parametrize("value", VALUES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_scored_query_selects_all_blocks(gpu, dtype, value):
-    q, k = heads_on(gpu, length=4000, dtype=dtype)
+    q, k = random_topic_qk(gpu, length=4000, dtype=dtype)
     config = replace(ROWS, outlier_queries=0)
-    expected = selected_blocks(config, q, k)
+    expected = select_blocks(config, q, k)
     stride = config.query_block // config.typical_queries
     row = 2000 // config.query_block
     q[:, 3, row * config.query_block + stride // 2, 9] = value
-    actual = selected_blocks(config, q, k)
+    actual = select_blocks(config, q, k)
     assert actual[:, 3, row, : row * config.query_block // config.key_block].all()
     expected[:, 3, row] = actual[:, 3, row]
     assert torch.equal(actual, expected)
@@ -105,12 +105,12 @@ def test_nan_token_reaches_all_later_logits(gpu, config, dtype, projection):
         expected = model(ids, use_cache=False).logits
         getattr(layer, f"{projection}_proj").register_forward_hook(set_nan)
         actual = model(ids, use_cache=False).logits
-    begin = 600 // settings.query_block * settings.query_block
-    torch.testing.assert_close(actual[:, :begin], expected[:, :begin])
+    first_token_of_block = 600 // settings.query_block * settings.query_block
+    torch.testing.assert_close(actual[:, :first_token_of_block], expected[:, :first_token_of_block])
     assert actual[:, 600].isnan().all()
     # the token is a NaN key in the second layer, which all later query blocks must read
     if projection != "v" or config == "full":
-        assert actual[:, begin + settings.query_block :].isnan().all()
+        assert actual[:, first_token_of_block + settings.query_block :].isnan().all()
 
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
@@ -118,15 +118,15 @@ def test_nan_token_reaches_all_later_logits(gpu, config, dtype, projection):
 @pytest.mark.parametrize("channel", [40, 3], ids=["scored", "other-channel"])
 def test_decode_step_reads_nan_key(gpu, channel, dtype, value):
     case = (8, 2, 16384, 16000, 128, 128, 256, {})
-    q, k, v, choose_args = step_of(case, dtype, gpu)
+    q, k, v, choose_args = make_step(case, dtype, gpu)
     scale, length, _, channels, *_ = choose_args
     assert (channel in channels) == (channel == 40)
-    expected = choose(q, kernels.index_keys(k, channels), choose_args).to_mask()
+    expected = choose_keys(q, kernels.index_keys(k, channels), choose_args).to_mask()
     slot = int((~expected[1, 0, :16000]).nonzero()[0])
     k[1, 0, slot, channel] = value
     index = kernels.index_keys(k, channels)
     assert all(map(torch.equal, index, reference.index_keys(k, channels)))
-    choice = choose(q, index, choose_args)
+    choice = choose_keys(q, index, choose_args)
     selected = choice.to_mask()
     assert selected[1, 0, slot] and selected[1, 0].sum() <= expected[1, 0].sum() + 64
     assert torch.equal(selected[0], expected[0])
@@ -140,10 +140,10 @@ def test_decode_step_reads_nan_key(gpu, channel, dtype, value):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
 def test_nan_query_of_step_leaves_selection_to_other_queries(gpu, value):
     case = (8, 2, 16384, 16000, 128, 128, 1024, {})
-    q, k, v, choose_args = step_of(case, torch.bfloat16, gpu)
+    q, k, v, choose_args = make_step(case, torch.bfloat16, gpu)
     scale, length, _, channels, *_ = choose_args
     q[1, 1, 0, channels[0]] = value
-    choice = choose(q, kernels.index_keys(k, channels), choose_args)
+    choice = choose_keys(q, kernels.index_keys(k, channels), choose_args)
     assert (choice.counts > 800).all() and (choice.counts < 1400).all()
     out = kernels.attend(q, k, v, choice, scale=scale, length=length)
     assert not out[1, 1].isfinite().any() and out[1, [0, 2, 3]].isfinite().all()
@@ -153,8 +153,8 @@ def test_forward_mode_differentiation_raises(gpu):
     model = apply_cab(tiny_model().to(gpu), replace(ROWS, min_length=0))
     embeddings = model.get_input_embeddings()(tokens(1, 400).to(gpu)).detach()
 
-    def call(x):
+    def compute_logits(x):
         return model(inputs_embeds=x, use_cache=False).logits
 
     with pytest.raises(NotImplementedError, match="forward-mode differentiation"):
-        torch.func.jvp(call, (embeddings,), (torch.ones_like(embeddings),))
+        torch.func.jvp(compute_logits, (embeddings,), (torch.ones_like(embeddings),))

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import laid_out
-from selecting import heads_on
-from valid_plan import require_valid
+from attention_cases import make_block_layout
+from selecting import random_topic_qk
+from valid_plan import assert_valid_plan
 
 from cab_hf import CabConfig
 from cab_hf.hf.rotary import llama_channels
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges
 from cab_hf.predictors import LayerContext, RowsPredictor
 from cab_hf.selection import compact, tiles
-from cab_hf.selection.reference import ScoreOptions, selected_blocks
+from cab_hf.selection.reference import ScoreOptions, select_blocks
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,7 @@ CASES = [
 LAYOUTS = ["padded", "packed", "chunk"]
 
 
-def context_of(q, k, ranges=None, **logits):
+def make_context(q, k, ranges=None, **logits):
     """Return the `LayerContext` of a layer with LLaMA's RoPE channels.
 
     Args:
@@ -50,17 +50,17 @@ def context_of(q, k, ranges=None, **logits):
     return LayerContext(ranges, dim**-0.5, 0, channels=llama_channels(dim), **logits)
 
 
-def blocks_of_kernels_and_reference(config, q, k, context):
+def compute_blocks_by_kernels_and_reference(config, q, k, context):
     """Return the selected blocks, bool [B, H, M_q, M_k], by kernels and float32 reference."""
     plan = RowsPredictor(config)(q, k, context)
-    require_valid(plan)
+    assert_valid_plan(plan)
     options = ScoreOptions(context.scale, context.channels, context.sinks, context.softcap)
-    keep = selected_blocks(
+    reference_blocks = select_blocks(
         q.float(), k.float(), ranges=context.ranges, config=config, options=options
     )
     tail_tokens = config.dense_tail_blocks * config.query_block
     expected = BlockPlan.from_dense(
-        keep,
+        reference_blocks,
         context.ranges,
         query_block=config.query_block,
         key_block=config.key_block,
@@ -72,65 +72,69 @@ def blocks_of_kernels_and_reference(config, q, k, context):
 def assert_few_differences(actual, expected, dtype):
     """Assert that at most 0.1% (float32) or 3% (16-bit inputs) of the selected blocks differ."""
     # 16-bit inputs are scored in FP8 if the device supports FP8
-    allowed = 0.001 if dtype == torch.float32 else 0.03
-    assert (actual != expected).sum() <= allowed * expected.sum()
+    max_share = 0.001 if dtype == torch.float32 else 0.03
+    assert (actual != expected).sum() <= max_share * expected.sum()
 
 
 @pytest.mark.parametrize(("fields", "shape"), CASES)
 def test_kernels_select_same_blocks_as_reference(gpu, fields, shape):
-    q, k = heads_on(gpu, **shape)
+    q, k = random_topic_qk(gpu, **shape)
     config = replace(ROWS, **fields)
-    actual, expected = blocks_of_kernels_and_reference(config, q, k, context_of(q, k))
+    actual, expected = compute_blocks_by_kernels_and_reference(config, q, k, make_context(q, k))
     assert_few_differences(actual, expected, q.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("logits", ["sinks", "softcap"])
 def test_scores_include_sinks_and_softcap(gpu, logits, dtype):
-    q, k = heads_on(gpu, dtype=dtype)
+    q, k = random_topic_qk(gpu, dtype=dtype)
     sinks = torch.linspace(0.0, 24.0, q.shape[1], device=gpu)
-    context = context_of(q, k, **{logits: sinks if logits == "sinks" else 4.0})
-    actual, expected = blocks_of_kernels_and_reference(ROWS, q, k, context)
+    context = make_context(q, k, **{logits: sinks if logits == "sinks" else 4.0})
+    actual, expected = compute_blocks_by_kernels_and_reference(ROWS, q, k, context)
     assert_few_differences(actual, expected, dtype)
-    _, plain = blocks_of_kernels_and_reference(ROWS, q, k, context_of(q, k))
-    assert (plain != expected).sum() > 0.05 * expected.sum()
+    _, blocks_without_logits = compute_blocks_by_kernels_and_reference(
+        ROWS, q, k, make_context(q, k)
+    )
+    assert (blocks_without_logits != expected).sum() > 0.05 * expected.sum()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_kernels_select_same_blocks_in_every_layout(gpu, layout, dtype):
     length = 1111 if layout == "chunk" else 2000
-    q, k = heads_on(gpu, length=2000, q_length=length, batch=2, dtype=dtype)
-    block_layout = laid_out(layout, batch=2, length=length, kv_length=2000, align=128, device=gpu)
+    q, k = random_topic_qk(gpu, length=2000, q_length=length, batch=2, dtype=dtype)
+    block_layout = make_block_layout(
+        layout, batch=2, length=length, kv_length=2000, align=128, device=gpu
+    )
     q, k = block_layout.queries(q), block_layout.keys(k)
-    context = context_of(q, k, block_layout.ranges)
-    actual, expected = blocks_of_kernels_and_reference(ROWS, q, k, context)
+    context = make_context(q, k, block_layout.ranges)
+    actual, expected = compute_blocks_by_kernels_and_reference(ROWS, q, k, context)
     assert_few_differences(actual, expected, dtype)
 
 
 @pytest.mark.parametrize("factor", [1e-4, 1e-3, 1e3, 1e4])
 def test_key_magnitude_does_not_change_density(gpu, factor):
-    q, k = heads_on(gpu)
-    expected = RowsPredictor(ROWS)(q, k, context_of(q, k)).to_dense()
+    q, k = random_topic_qk(gpu)
+    expected = RowsPredictor(ROWS)(q, k, make_context(q, k)).to_dense()
     scaled_q, scaled_k = (q.float() / factor).bfloat16(), (k.float() * factor).bfloat16()
-    actual = RowsPredictor(ROWS)(scaled_q, scaled_k, context_of(q, k)).to_dense()
+    actual = RowsPredictor(ROWS)(scaled_q, scaled_k, make_context(q, k)).to_dense()
     assert int(actual.sum()) == pytest.approx(int(expected.sum()), rel=0.03)
 
 
 def test_chunked_scratch_and_lists_give_same_plan(gpu, monkeypatch):
-    q, k = heads_on(gpu)
-    expected = RowsPredictor(ROWS)(q, k, context_of(q, k))
+    q, k = random_topic_qk(gpu)
+    expected = RowsPredictor(ROWS)(q, k, make_context(q, k))
     monkeypatch.setattr(tiles, "SCRATCH_BYTES", 8 << 20)
     monkeypatch.setattr(compact, "LIST_BYTES", 0)
-    actual = RowsPredictor(ROWS)(q, k, context_of(q, k))
+    actual = RowsPredictor(ROWS)(q, k, make_context(q, k))
     assert actual.full.width < expected.full.width
     assert torch.equal(actual.to_dense(), expected.to_dense())
 
 
 @pytest.mark.parametrize("max_density", [1.0, 0.1])
 def test_selection_runs_in_cuda_graph(gpu, max_density):
-    q, k = heads_on(gpu)
-    context, predictor = context_of(q, k), RowsPredictor(replace(ROWS, max_density=max_density))
+    q, k = random_topic_qk(gpu)
+    context, predictor = make_context(q, k), RowsPredictor(replace(ROWS, max_density=max_density))
     predictor(q, k, context)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -141,16 +145,16 @@ def test_selection_runs_in_cuda_graph(gpu, max_density):
 
 
 def test_selection_compiles_without_graph_break(gpu):
-    q, k = heads_on(gpu, length=2000)
-    context, predictor = context_of(q, k), RowsPredictor(ROWS)
+    q, k = random_topic_qk(gpu, length=2000)
+    context, predictor = make_context(q, k), RowsPredictor(ROWS)
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True)
-    def compiled(q, k):
+    def select_compiled(q, k):
         plan = predictor(q, k, context)
         return plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices
 
-    full_counts, full_indices, partial_counts, partial_indices = compiled(q, k)
+    full_counts, full_indices, partial_counts, partial_indices = select_compiled(q, k)
     plan = predictor(q, k, context)
     full = BlockIndices(full_counts, full_indices)
     partial = BlockIndices(partial_counts, partial_indices)
@@ -159,8 +163,8 @@ def test_selection_compiles_without_graph_break(gpu):
 
 
 def test_selection_does_not_synchronise(gpu):
-    q, k = heads_on(gpu)
-    context = context_of(q, k)
+    q, k = random_topic_qk(gpu)
+    context = make_context(q, k)
     RowsPredictor(ROWS)(q, k, context)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -174,8 +178,8 @@ def test_selection_does_not_synchronise(gpu):
     [pytest.param(131_072, 2200, id="128k"), pytest.param(1_048_576, 16 << 10, id="1m")],
 )
 def test_selection_memory_is_bounded(gpu, length, mib):
-    q, k = heads_on(gpu, length=length, heads=32, kv_heads=8)
-    context = context_of(q, k)
+    q, k = random_topic_qk(gpu, length=length, heads=32, kv_heads=8)
+    context = make_context(q, k)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     memory_of_inputs = torch.cuda.memory_allocated()

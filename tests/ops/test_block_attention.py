@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from attention_cases import assert_engine_within_budget, case, random_plan, with_gradients
-from marks import slow_but
+from attention_cases import assert_engine_within_budget, make_case, random_plan, run_with_gradients
+from marks import mark_slow_except
 from tiny import qkv
 
 from cab_hf import BlockPlan, engines
@@ -55,34 +55,34 @@ CASES = [
 
 
 @pytest.mark.parametrize(("shape", "blocks"), CASES)
-def test_kernels_compute_what_the_reference_defines(shape, blocks):
-    q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
+def test_kernels_equal_reference(shape, blocks):
+    q, k, v, grad, plan = make_case("cpu", torch.float32, blocks, **shape)
     assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=0.2)
 
 
-@pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 1, 11))
-def test_pointer_kernels_compute_what_the_reference_defines(shape, blocks, by_pointers):
-    q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
+@pytest.mark.parametrize(("shape", "blocks"), mark_slow_except(CASES, 1, 11))
+def test_pointer_kernels_equal_reference(shape, blocks, pointer_loads):
+    q, k, v, grad, plan = make_case("cpu", torch.float32, blocks, **shape)
     assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=0.2)
 
 
-def test_large_float32_head_dim_is_unavailable(by_pointers):
+def test_large_float32_head_dim_is_unavailable(pointer_loads):
     assert block.unavailable("cuda", 128, torch.float32) is None
     assert block.unavailable("cuda", 256, torch.bfloat16) is None
     assert "16 to 128" in block.unavailable("cuda", 256, torch.float32)
 
 
-@pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 1, 10))
+@pytest.mark.parametrize(("shape", "blocks"), mark_slow_except(CASES, 1, 10))
 def test_gradients_flow_through_log_sum_exp(shape, blocks):
-    q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
+    q, k, v, grad, plan = make_case("cpu", torch.float32, blocks, **shape)
     assert_engine_within_budget(
         block.attention, q, k, v, grad=grad, plan=plan, scale=0.2, through_lse=True
     )
 
 
-@pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 1, 10))
+@pytest.mark.parametrize(("shape", "blocks"), mark_slow_except(CASES, 1, 10))
 def test_soft_cap_equals_reference(shape, blocks):
-    q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
+    q, k, v, grad, plan = make_case("cpu", torch.float32, blocks, **shape)
     assert_engine_within_budget(
         block.attention, q, k, v, grad=grad, plan=plan, scale=0.2, softcap=3.0
     )
@@ -91,7 +91,7 @@ def test_soft_cap_equals_reference(shape, blocks):
 @pytest.mark.parametrize("dim", [16, 264], ids=["fused", "split"])
 def test_float16_is_within_error_budget(dim):
     shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": dim}
-    q, k, v, grad, plan = case("cpu", torch.float16, (32, 16), **shape)
+    q, k, v, grad, plan = make_case("cpu", torch.float16, (32, 16), **shape)
     assert_engine_within_budget(block.attention, q, k, v, grad=grad, plan=plan, scale=dim**-0.5)
 
 
@@ -102,10 +102,10 @@ def test_small_workspace_equals_one_pass(monkeypatch):
     The gradients dk and dv are then sums over groups.
     """
     shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": 264}
-    q, k, v, grad, plan = case("cpu", torch.float32, (16, 16), **shape)
-    expected = with_gradients(block.attention, (q, k, v), grad=grad, plan=plan, scale=0.1)
-    monkeypatch.setattr(split, "WORKSPACE", 1)
-    actual = with_gradients(block.attention, (q, k, v), grad=grad, plan=plan, scale=0.1)
+    q, k, v, grad, plan = make_case("cpu", torch.float32, (16, 16), **shape)
+    expected = run_with_gradients(block.attention, (q, k, v), grad=grad, plan=plan, scale=0.1)
+    monkeypatch.setattr(split, "WORKSPACE_BYTES", 1)
+    actual = run_with_gradients(block.attention, (q, k, v), grad=grad, plan=plan, scale=0.1)
     for name in expected:
         torch.testing.assert_close(actual[name], expected[name], atol=1e-5, rtol=1e-5)
 
@@ -115,11 +115,11 @@ def test_nan_in_unlisted_blocks_does_not_reach_output(dim):
     """Set all keys and values that the last query block does not list to NaN."""
     q, k, v = qkv(q_length=96, heads=2, kv_heads=1, dim=dim)
     plan = random_plan(q, k, (32, 16), share=0.0)
-    selected = plan.to_dense()[0]
+    is_selected = plan.to_dense()[0]
     expected = reference.attention(q, k, v, plan, scale=0.2)
     # bool [N]: keys in blocks that any query block lists, and that the last query block lists
-    is_listed = selected.any(0).any(0).repeat_interleave(16)[:96]
-    is_listed_last = selected[:, -1].any(0).repeat_interleave(16)[:96]
+    is_listed = is_selected.any(0).any(0).repeat_interleave(16)[:96]
+    is_listed_last = is_selected[:, -1].any(0).repeat_interleave(16)[:96]
     k, v = (x.masked_fill(~is_listed_last[:, None], torch.nan) for x in (k, v))
     actual = block.attention(q, k, v, plan, scale=0.2)
     assert is_listed.all() and not is_listed_last.all()
@@ -146,8 +146,8 @@ def test_value_head_dim_may_differ(dim, value_dim):
     plan = random_plan(q, k, (32, 16), dense_rows=torch.tensor([[1]]))
     expected = engines.REFERENCE.attention(q, k, v, plan, scale=0.2, return_lse=True)
     actual = engines.TRITON.attention(q, k, v, plan, scale=0.2, return_lse=True)
-    for result, exact in zip(actual, expected, strict=True):
-        torch.testing.assert_close(result, exact, atol=1e-5, rtol=1e-4)
+    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+        torch.testing.assert_close(actual_tensor, expected_tensor, atol=1e-5, rtol=1e-4)
 
 
 def test_registered_op_passes_opcheck():
@@ -164,8 +164,8 @@ def test_registered_op_passes_opcheck():
 def test_empty_plan_has_zero_output_and_gradients():
     q, k, v = (x.requires_grad_() for x in qkv(q_length=40))
     ranges = KeyRanges.causal(1, 40, 40, "cpu")
-    keep = torch.zeros(1, 6, 2, 3, dtype=torch.bool)
-    plan = BlockPlan.from_dense(keep, ranges, query_block=32, key_block=16)
+    is_selected = torch.zeros(1, 6, 2, 3, dtype=torch.bool)
+    plan = BlockPlan.from_dense(is_selected, ranges, query_block=32, key_block=16)
     out, lse = block.attention(q, k, v, plan, scale=0.2, return_lse=True)
     assert (out == 0).all() and (lse == -torch.inf).all()
     assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
@@ -174,31 +174,40 @@ def test_empty_plan_has_zero_output_and_gradients():
 @pytest.mark.parametrize(("rows", "columns"), [(5, 7), (33, 16), (270, 3)])
 def test_transposed_lists_equal_reference(rows, columns, monkeypatch):
     generator = torch.Generator().manual_seed(rows)
-    selected = torch.rand(1, 2, rows, columns, generator=generator) < 0.3
-    selected[0, 0] = False
-    lists = BlockIndices.from_dense(selected)
+    is_listed = torch.rand(1, 2, rows, columns, generator=generator) < 0.3
+    is_listed[0, 0] = False
+    lists = BlockIndices.from_dense(is_listed)
     expected = lists.transpose(columns)
-    for wide_lists in (transpose.WIDE_LISTS, 0):
-        monkeypatch.setattr(transpose, "WIDE_LISTS", wide_lists)
+    for max_bytes in (transpose.WIDE_LISTS_BYTES, 0):
+        monkeypatch.setattr(transpose, "WIDE_LISTS_BYTES", max_bytes)
         actual = transpose.transpose(lists, columns)
         assert torch.equal(actual.to_dense(rows), expected.to_dense(rows))
-        assert actual.width == (rows if wide_lists else int(expected.counts.max()))
-    packed = transpose.pack_columns(lists, columns, with_slots=True)
-    assert torch.equal(packed.counts, expected.counts)
-    for b, p, c in expected.counts.nonzero().tolist():
-        start, count = int(packed.starts[b, p, c]), int(packed.counts[b, p, c])
-        column_rows = packed.rows[start : start + count]
-        assert column_rows.tolist() == selected[b, p, :, c].nonzero().flatten().tolist()
-        slots = packed.slots[start : start + count].long()
-        assert (lists.indices[b, p, column_rows.long(), slots] == c).all()
-    without_slots, num_listed = transpose.pack_columns(lists, columns), int(expected.counts.sum())
-    assert torch.equal(without_slots.rows[:num_listed], packed.rows[:num_listed])
-    assert all(map(torch.equal, without_slots[:2], packed[:2]))
+        assert actual.width == (rows if max_bytes else int(expected.counts.max()))
+    column_lists = transpose.pack_columns(lists, columns, with_slots=True)
+    assert torch.equal(column_lists.counts, expected.counts)
+    for batch, plan_head, column in expected.counts.nonzero().tolist():
+        start, count = (
+            int(column_lists.starts[batch, plan_head, column]),
+            int(column_lists.counts[batch, plan_head, column]),
+        )
+        column_rows = column_lists.rows[start : start + count]
+        assert (
+            column_rows.tolist()
+            == is_listed[batch, plan_head, :, column].nonzero().flatten().tolist()
+        )
+        slots = column_lists.slots[start : start + count].long()
+        assert (lists.indices[batch, plan_head, column_rows.long(), slots] == column).all()
+    lists_without_slots, num_listed = (
+        transpose.pack_columns(lists, columns),
+        int(expected.counts.sum()),
+    )
+    assert torch.equal(lists_without_slots.rows[:num_listed], column_lists.rows[:num_listed])
+    assert all(map(torch.equal, lists_without_slots[:2], column_lists[:2]))
 
 
 def test_lists_of_width_1_are_widened():
     """Check that lists have at least two columns: Triton 3.6 drops a width of 1 from tuples."""
     lists = BlockIndices(torch.ones(1, 2, 3, dtype=torch.int32), torch.full((1, 2, 3, 1), 7).int())
-    widened = Lists.of(lists)
-    assert widened.width == widened.indices.shape[-1] == 2
-    assert widened.indices[..., 0].eq(7).all()
+    kernel_lists = Lists.of(lists)
+    assert kernel_lists.width == kernel_lists.indices.shape[-1] == 2
+    assert kernel_lists.indices[..., 0].eq(7).all()

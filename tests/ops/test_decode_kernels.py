@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from decode_cases import CASES, require_step_equals_reference, step_of
-from marks import slow_but
+from decode_cases import STEP_CASES, assert_step_equals_reference, make_step
+from marks import mark_slow_except
 
 from cab_hf.ops.decode import attend_kernels, kernels, reference
 
@@ -11,13 +11,13 @@ from cab_hf.ops.decode import attend_kernels, kernels, reference
 # number on a GPU, because the interpreter needs a second for a few thousand keys
 MAX_SAMPLED_KEYS = 1024
 # cases with more keys than MAX_SAMPLED_KEYS
-SAMPLES = {
+SAMPLE_CASES = {
     "a-sample": (8, 2, 4400, 4313, 64, 64, 250, {}),
     "a-sample-of-padding": (3, 3, 4400, 4313, 64, 64, 250, {"padding": 1130}),
     "little-of-a-sample": (6, 2, 8800, 900, 64, 64, 200, {}),
 }
 # cases that `make test` runs
-FAST = ("group-of-3", "padding", "odd-heads", "a-sample", "few-slots", "sinks")
+FAST_CASES = ("group-of-3", "padding", "odd-heads", "a-sample", "few-slots", "sinks")
 
 
 @pytest.fixture(autouse=True)
@@ -29,35 +29,35 @@ def _fill_empty_tensors():
 
 
 @pytest.fixture(autouse=True)
-def _few_programs(monkeypatch):
+def _reduce_programs(monkeypatch):
     """Reduce the number of programs per launch, because the interpreter runs them one by one."""
     monkeypatch.setattr(attend_kernels, "READING_PROGRAMS", 24)
 
 
-def choose(ops, q, index, choose_args):
-    """Return the `Choice` of ``ops``, which is the module `kernels` or `reference`.
+def choose(ops_module, q, index, choose_args):
+    """Return the `Choice` of ``ops_module``, which is the module `kernels` or `reference`.
 
     Args:
-        choose_args: scale, length, wanted, channels, valid and sinks of `step_of`.
+        choose_args: scale, length, num_keys, channels, padding_mask and sinks of `step_of`.
     """
-    scale, length, wanted, channels, valid, sinks = choose_args
-    return ops.choose(
+    scale, length, num_keys, channels, padding_mask, sinks = choose_args
+    return ops_module.choose(
         q,
         index,
         scale=scale,
         length=length,
-        wanted=wanted,
+        num_keys=num_keys,
         channels=channels,
-        valid=valid,
+        padding_mask=padding_mask,
         sinks=sinks,
     )
 
 
-def attend(ops, qkv, choice, choose_args):
-    """Return the attention output over the selected keys, by the module ``ops``."""
+def attend(ops_module, qkv, choice, choose_args):
+    """Return the attention output over the selected keys, by the module ``ops_module``."""
     q, k, v = qkv
     scale, length, *_ = choose_args
-    return ops.attend(q, k, v, choice, scale=scale, length=length)
+    return ops_module.attend(q, k, v, choice, scale=scale, length=length)
 
 
 def require_same_choice(choice, expected):
@@ -65,22 +65,24 @@ def require_same_choice(choice, expected):
     assert torch.equal(choice.unread, expected.unread)
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, *map(list(CASES).index, FAST)))
+@pytest.mark.parametrize(
+    "name", mark_slow_except(STEP_CASES, *map(list(STEP_CASES).index, FAST_CASES))
+)
 def test_decode_step_equals_reference(name, monkeypatch):
-    if name in SAMPLES:
+    if name in SAMPLE_CASES:
         monkeypatch.setattr(reference, "MAX_SAMPLED_KEYS", MAX_SAMPLED_KEYS)
-    require_step_equals_reference(SAMPLES.get(name, CASES[name]))
+    assert_step_equals_reference(SAMPLE_CASES.get(name, STEP_CASES[name]))
 
 
 def test_decode_step_of_many_programs_equals_reference(monkeypatch):
     # the merge kernel needs several iterations for the results of this many programs
     monkeypatch.setattr(attend_kernels, "READING_PROGRAMS", 280)
     assert attend_kernels.MERGED_AT_A_TIME < 280 // 4
-    require_step_equals_reference(CASES["few-slots"])
+    assert_step_equals_reference(STEP_CASES["few-slots"])
 
 
 def test_unused_cache_slots_do_not_change_strided_step():
-    q, k, v, choose_args = step_of(CASES["group-of-3"])
+    q, k, v, choose_args = make_step(STEP_CASES["group-of-3"])
     index = kernels.index_keys(k, choose_args[3])
     choice = choose(kernels, q, index, choose_args)
     # pass views of buffers with 300 more slots, so that tensors are not contiguous
@@ -114,7 +116,7 @@ def test_sequences_in_a_shared_cache_read_their_own_slots():
 
 
 def test_nan_in_unwritten_slots_does_not_change_step():
-    q, k, v, choose_args = step_of(CASES["group-of-3"])
+    q, k, v, choose_args = make_step(STEP_CASES["group-of-3"])
     index = kernels.index_keys(k, choose_args[3])
     choice = choose(kernels, q, index, choose_args)
     out = attend(kernels, (q, k, v), choice, choose_args)
@@ -126,35 +128,37 @@ def test_nan_in_unwritten_slots_does_not_change_step():
     assert torch.equal(attend(kernels, (q, k, v), actual, choose_args), out)
 
 
-@pytest.mark.parametrize("ops", [kernels, reference])
-@pytest.mark.parametrize("tensor", slow_but(["query", "key"], 0))
-def test_nan_row_does_not_change_other_rows(ops, tensor):
+@pytest.mark.parametrize("ops_module", [kernels, reference])
+@pytest.mark.parametrize("tensor_name", mark_slow_except(["query", "key"], 0))
+def test_nan_row_does_not_change_other_rows(ops_module, tensor_name):
     outputs = []
     for factor in (1.0, float("nan")):
-        q, k, v, choose_args = step_of(CASES["few-slots"])
-        (q if tensor == "query" else k[:, :, 50])[0] *= factor
-        choice = choose(ops, q, ops.index_keys(k, choose_args[3]), choose_args)
-        outputs.append((choice.to_mask()[1], attend(ops, (q, k, v), choice, choose_args)))
+        q, k, v, choose_args = make_step(STEP_CASES["few-slots"])
+        (q if tensor_name == "query" else k[:, :, 50])[0] *= factor
+        choice = choose(ops_module, q, ops_module.index_keys(k, choose_args[3]), choose_args)
+        outputs.append((choice.to_mask()[1], attend(ops_module, (q, k, v), choice, choose_args)))
     (expected_mask, expected), (actual_mask, actual) = outputs
     assert torch.equal(actual_mask, expected_mask) and torch.equal(actual[1], expected[1])
-    assert actual[0].isnan().all() or tensor == "key"
+    assert actual[0].isnan().all() or tensor_name == "key"
 
 
-@pytest.mark.parametrize("ops", [kernels, reference])
+@pytest.mark.parametrize("ops_module", [kernels, reference])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("channel", [20, 3], ids=["scored", "other-channel"])
-def test_nonfinite_key_is_always_selected(ops, value, channel):
-    q, k, v, choose_args = step_of(CASES["few-written"][:3] + (300, *CASES["few-written"][4:]))
+def test_nonfinite_key_is_always_selected(ops_module, value, channel):
+    q, k, v, choose_args = make_step(
+        STEP_CASES["few-written"][:3] + (300, *STEP_CASES["few-written"][4:])
+    )
     assert (3 in choose_args[3]) != (20 in choose_args[3])
-    expected = choose(ops, q, ops.index_keys(k, choose_args[3]), choose_args)
+    expected = choose(ops_module, q, ops_module.index_keys(k, choose_args[3]), choose_args)
     slot = int((~expected.to_mask()[1, 0, :300]).nonzero()[0])
     k[1, 0, slot, channel] = value
-    choice = choose(ops, q, ops.index_keys(k, choose_args[3]), choose_args)
+    choice = choose(ops_module, q, ops_module.index_keys(k, choose_args[3]), choose_args)
     assert choice.to_mask()[1, 0, slot] and not choice.to_mask()[..., 300:].any()
     assert torch.equal(choice.to_mask()[0], expected.to_mask()[0])
     assert torch.equal(choice.to_mask()[1, 1], expected.to_mask()[1, 1])
     assert choice.to_mask()[1, 0].sum() <= expected.counts[1, 0] + 8
-    out = attend(ops, (q, k, v), choice, choose_args)
+    out = attend(ops_module, (q, k, v), choice, choose_args)
     assert out[1, 3:].isfinite().all()
     logits = q[1, :3, 0, channel] * value
     assert torch.equal(out[1, :3, 0].isfinite().all(-1), logits == -torch.inf)
@@ -162,10 +166,14 @@ def test_nonfinite_key_is_always_selected(ops, value, channel):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
 def test_nonfinite_query_does_not_change_selection_of_its_group(value):
-    q, k, v, choose_args = step_of(CASES["few-written"][:3] + (300, *CASES["few-written"][4:]))
+    q, k, v, choose_args = make_step(
+        STEP_CASES["few-written"][:3] + (300, *STEP_CASES["few-written"][4:])
+    )
     q[1, 1, 0, choose_args[3][0]] = value
     index = kernels.index_keys(k, choose_args[3])
-    choice, expected = (choose(ops, q, index, choose_args) for ops in (kernels, reference))
+    choice, expected = (
+        choose(ops_module, q, index, choose_args) for ops_module in (kernels, reference)
+    )
     assert torch.equal(choice.to_mask(), expected.to_mask())
     assert choice.counts[1, 0] > 150
     out = attend(kernels, (q, k, v), choice, choose_args)
@@ -173,37 +181,43 @@ def test_nonfinite_query_does_not_change_selection_of_its_group(value):
 
 
 def test_mask_may_cover_unwritten_slots():
-    q, k, v, (scale, length, wanted, channels, valid, _) = step_of(CASES["padding"])
+    q, k, v, (scale, length, num_keys, channels, padding_mask, _) = make_step(STEP_CASES["padding"])
     index = kernels.index_keys(k, channels)
 
-    def results(valid):
-        choice = choose(kernels, q, index, (scale, length, wanted, channels, valid, None))
-        return choice, kernels.attend(q, k, v, choice, scale=scale, length=length, valid=valid)
+    def choose_and_attend(padding_mask):
+        choice = choose(kernels, q, index, (scale, length, num_keys, channels, padding_mask, None))
+        return choice, kernels.attend(
+            q, k, v, choice, scale=scale, length=length, padding_mask=padding_mask
+        )
 
-    expected_choice, expected = results(valid)
-    wide = torch.nn.functional.pad(valid, (0, k.shape[2] - valid.shape[1]), value=True)
-    choice, out = results(wide)
+    expected_choice, expected = choose_and_attend(padding_mask)
+    wide_mask = torch.nn.functional.pad(
+        padding_mask, (0, k.shape[2] - padding_mask.shape[1]), value=True
+    )
+    choice, out = choose_and_attend(wide_mask)
     require_same_choice(choice, expected_choice)
     assert torch.equal(out, expected)
 
 
 def test_registered_ops_pass_opcheck():
-    q, k, v, (scale, length, wanted, channels, valid, _) = step_of(CASES["padding"])
-    ops, channels = torch.ops.cab_hf, list(channels)
+    q, k, v, (scale, length, num_keys, channels, padding_mask, _) = make_step(STEP_CASES["padding"])
+    registered_ops, channels = torch.ops.cab_hf, list(channels)
     index = kernels.index_keys(k, channels)
-    choose_inputs = (q, *index, scale, length, wanted, channels, valid)
-    slots, counts, unread = ops.decode_choose(*choose_inputs)
-    attend_inputs = (q, k, v, slots, counts, unread, scale, length, valid)
-    inputs = {
-        ops.decode_write_index: (*index, k[:, :, :3], channels, torch.tensor([5])),
-        ops.decode_choose: choose_inputs,
-        ops.decode_attend: attend_inputs,
+    choose_inputs = (q, *index, scale, length, num_keys, channels, padding_mask)
+    slots, counts, unread = registered_ops.decode_choose(*choose_inputs)
+    attend_inputs = (q, k, v, slots, counts, unread, scale, length, padding_mask)
+    inputs_of_ops = {
+        registered_ops.decode_write_index: (*index, k[:, :, :3], channels, torch.tensor([5])),
+        registered_ops.decode_choose: choose_inputs,
+        registered_ops.decode_attend: attend_inputs,
     }
-    for op, op_inputs in inputs.items():
-        checks = "test_schema", "test_faketensor"
-        result = torch.library.opcheck(op.default, op_inputs, test_utils=checks)
-        assert set(result.values()) == {"SUCCESS"}
-    expected = choose(kernels, q, index, (scale, length, wanted, tuple(channels), valid, None))
+    for op, op_inputs in inputs_of_ops.items():
+        opcheck_tests = "test_schema", "test_faketensor"
+        outcomes = torch.library.opcheck(op.default, op_inputs, test_utils=opcheck_tests)
+        assert set(outcomes.values()) == {"SUCCESS"}
+    expected = choose(
+        kernels, q, index, (scale, length, num_keys, tuple(channels), padding_mask, None)
+    )
     require_same_choice(reference.Choice(slots, counts, unread), expected)
-    out = kernels.attend(q, k, v, expected, scale=scale, length=length, valid=valid)
-    assert torch.equal(ops.decode_attend(*attend_inputs), out)
+    out = kernels.attend(q, k, v, expected, scale=scale, length=length, padding_mask=padding_mask)
+    assert torch.equal(registered_ops.decode_attend(*attend_inputs), out)

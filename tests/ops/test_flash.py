@@ -15,17 +15,17 @@ def test_wide_blocks_are_split_into_existing_tiles(length):
     num_tiles = -(-length // 64)
     for lists in (plan.partial, plan.full):
         expected = lists.to_dense(plan.kv_blocks).repeat_interleave(2, -1)[..., :num_tiles]
-        actual = flash.finer_columns(lists, 2, num_tiles)
+        actual = flash.split_key_blocks(lists, 2, num_tiles)
         assert actual.width <= num_tiles
         assert torch.equal(actual.counts, expected.sum(-1))
         assert torch.equal(actual.to_dense(num_tiles), expected)
-        by_tile = flash.by_tile(lists, 128, 64, length)
-        assert torch.equal(by_tile.to_dense(plan.q_blocks), expected.transpose(2, 3))
+        tile_lists = flash.transpose_to_tiles(lists, 128, 64, length)
+        assert torch.equal(tile_lists.to_dense(plan.q_blocks), expected.transpose(2, 3))
 
 
 def test_folding_head_groups_into_batch_is_a_view():
     x = torch.randn(1, 50, 6, 8)
-    folded = flash._heads_as_batch(x, 2)
+    folded = flash._fold_heads_into_batch(x, 2)
     assert folded.shape == (2, 50, 3, 8)
     assert folded.data_ptr() == x.data_ptr()
     assert torch.equal(folded[1, :, 2], x[0, :, 5])

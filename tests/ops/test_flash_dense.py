@@ -21,16 +21,16 @@ def workload(**fields):
 
 
 @pytest.fixture
-def installed(monkeypatch):
+def patched_hopper(monkeypatch):
     """Patch `flash_dense` to find flash-attn on a Hopper GPU; return monkeypatch."""
     monkeypatch.setattr(flash_dense, "capability", lambda: (HOPPER, 0))
-    monkeypatch.setattr(flash_dense, "_kernel", lambda: object)
+    monkeypatch.setattr(flash_dense, "_import_flash_attn_func", lambda: object)
     return monkeypatch
 
 
-def test_installed_flash_attn_computes_causal_calls_and_last_queries(installed):
-    assert engines.exact(workload(), 4096, 4096) is engines.FLASH_ATTN
-    assert engines.exact(workload(), None, 512) is engines.FLASH_ATTN
+def test_installed_flash_attn_computes_causal_calls_and_last_queries(patched_hopper):
+    assert engines.choose_exact(workload(), 4096, 4096) is engines.FLASH_ATTN
+    assert engines.choose_exact(workload(), None, 512) is engines.FLASH_ATTN
 
 
 @pytest.mark.parametrize(
@@ -45,19 +45,19 @@ def test_installed_flash_attn_computes_causal_calls_and_last_queries(installed):
         pytest.param({}, 64, id="few-queries"),
     ],
 )
-def test_unsupported_calls_are_unavailable(installed, fields, num_queries):
+def test_unsupported_calls_are_unavailable(patched_hopper, fields, num_queries):
     assert flash_dense.unavailable(workload(**fields), num_queries) is not None
 
 
-def test_masked_calls_do_not_use_flash_attn(installed):
-    assert engines.exact(workload(), None) is not engines.FLASH_ATTN
+def test_masked_calls_do_not_use_flash_attn(patched_hopper):
+    assert engines.choose_exact(workload(), None) is not engines.FLASH_ATTN
 
 
-def test_flash_attn_needs_hopper_and_package(installed):
-    installed.setattr(flash_dense, "capability", lambda: (HOPPER - 1, 0))
+def test_flash_attn_needs_hopper_and_package(patched_hopper):
+    patched_hopper.setattr(flash_dense, "capability", lambda: (HOPPER - 1, 0))
     assert flash_dense.unavailable(workload(), 512) is not None
-    installed.setattr(flash_dense, "capability", lambda: (HOPPER, 0))
-    installed.setattr(flash_dense, "_kernel", lambda: None)
+    patched_hopper.setattr(flash_dense, "capability", lambda: (HOPPER, 0))
+    patched_hopper.setattr(flash_dense, "_import_flash_attn_func", lambda: None)
     assert "not installed" in flash_dense.unavailable(workload(), 512)
 
 
@@ -75,7 +75,9 @@ def test_flash_attn_receives_token_major_tensors(monkeypatch, returns_lse):
     module = ModuleType("flash_attn_interface")
     module.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    monkeypatch.setattr(flash_dense, "_kernel", flash_dense._kernel.__wrapped__)
+    monkeypatch.setattr(
+        flash_dense, "_import_flash_attn_func", flash_dense._import_flash_attn_func.__wrapped__
+    )
     q, k, v = qkv(q_length=30, kv_length=70, heads=4, kv_heads=2, dim=16)
     k = k + torch.arange(70).view(-1, 1) / 70
     mask = torch.ones(30, 70, dtype=torch.bool).tril(40)
@@ -85,4 +87,4 @@ def test_flash_attn_receives_token_major_tensors(monkeypatch, returns_lse):
 
 def test_package_that_cannot_be_imported_is_skipped(monkeypatch):
     monkeypatch.setattr(flash_dense, "MODULES", ("no_module_of_this_name", "json"))
-    assert flash_dense._kernel.__wrapped__() is None
+    assert flash_dense._import_flash_attn_func.__wrapped__() is None

@@ -11,36 +11,41 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # maximum shared memory per program, in KiB, by compute capability or AMD's GPU name
-CHIPS = {
+SHARED_MEMORY_KIB = {
     **{"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99},
     "gfx942": 64,
 }
 # maximum stack per thread, in bytes, to which registers are spilled
 # most kernels: 128 bytes are 32 spilled registers, in addition to 255 registers
-STACK = 128
+MAX_STACK_BYTES = 128
 # the 8-bit scoring kernel: has fewer registers, because three programs share a multiprocessor
-SCORE_STACK = 384
+MAX_SCORE_STACK_BYTES = 384
 # all kernels on compute capability 10.0, whose tile sizes are those of 9.0
-BLACKWELL_STACK = 768
-FRC = {"predictor": "frc", "query_block": 64, "curvature": "forman"}
+MAX_BLACKWELL_STACK_BYTES = 768
+FRC_FIELDS = {"predictor": "frc", "query_block": 64, "curvature": "forman"}
 # (name of a function of `SCRIPT`, fields of CabConfig, dtype, head dim)
-USUAL = [("choose", {}, "bfloat16", 128), ("decode", {}, "bfloat16", 128)]
+DEFAULT_CASES = [("launch_selection", {}, "bfloat16", 128), ("launch_decode", {}, "bfloat16", 128)]
 CASES = [
-    *USUAL,
-    ("choose", {"max_density": 0.1}, "bfloat16", 64),
-    ("choose_by_frc", FRC, "bfloat16", 128),
-    ("decode", {}, "float16", 80),
-    *(("attend", {}, "bfloat16", dim) for dim in (64, 80, 96, 128, 192, 256, 512)),
+    *DEFAULT_CASES,
+    ("launch_selection", {"max_density": 0.1}, "bfloat16", 64),
+    ("launch_frc", FRC_FIELDS, "bfloat16", 128),
+    ("launch_decode", {}, "float16", 80),
+    *(("launch_attention", {}, "bfloat16", dim) for dim in (64, 80, 96, 128, 192, 256, 512)),
 ]
 # cases for which only shared memory is checked, because most of these kernels spill registers
-WIDE = [
-    ("choose", {"query_block": 64, "key_block": 128, "outlier_queries": 0}, "float16", 256),
-    ("choose", {}, "float32", 256),
-    ("choose_by_frc", FRC, "float32", 256),
-    ("decode", {}, "float32", 256),
-    ("attend", {}, "float32", 64),
-    ("choose", {}, "bfloat16", 128, [[1024, 1024]], 30.0),
-    *(("attend", {}, "bfloat16", dim, 30.0) for dim in (128, 256, 512)),
+WIDE_CASES = [
+    (
+        "launch_selection",
+        {"query_block": 64, "key_block": 128, "outlier_queries": 0},
+        "float16",
+        256,
+    ),
+    ("launch_selection", {}, "float32", 256),
+    ("launch_frc", FRC_FIELDS, "float32", 256),
+    ("launch_decode", {}, "float32", 256),
+    ("launch_attention", {}, "float32", 64),
+    ("launch_selection", {}, "bfloat16", 128, [[1024, 1024]], 30.0),
+    *(("launch_attention", {}, "bfloat16", dim, 30.0) for dim in (128, 256, 512)),
 ]
 # (queries, keys): Triton specialises on integers that are 1 or multiples of 16, so block counts
 # and rows cover 1, multiples of 16 and other numbers
@@ -55,10 +60,10 @@ def compile_cases(chip, cases):
         {kernel name: (number of compilations, largest shared memory in bytes, stack in bytes)}.
     """
     capability = chip if chip[0].isdigit() else "0.0"
-    variables = {"CAB_HF_CAPABILITY": capability, "TRITON_INTERPRET": "0"}
+    environment = {"CAB_HF_CAPABILITY": capability, "TRITON_INTERPRET": "0"}
     process = subprocess.run(
         [sys.executable, SCRIPT, chip, json.dumps(cases)],
-        env={**os.environ, **variables},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
     )
@@ -66,48 +71,48 @@ def compile_cases(chip, cases):
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def require_shared_memory(chip, compiled):
+def require_shared_memory(chip, kernel_sizes):
     """Assert that the shared memory of every kernel is within the limit of the chip."""
-    limit = CHIPS[chip] << 10
-    assert not {name: shared for name, (_, shared, _) in compiled.items() if shared > limit}
+    limit = SHARED_MEMORY_KIB[chip] << 10
+    assert not {name: shared for name, (_, shared, _) in kernel_sizes.items() if shared > limit}
 
 
-def require_registers(chip, compiled):
+def require_registers(chip, kernel_sizes):
     """Assert that the stack of every kernel, to which registers are spilled, is within limits."""
-    default_limit = BLACKWELL_STACK if chip == "10.0" else STACK
-    limits = {"_score_kernel": max(default_limit, SCORE_STACK)}
-    stacks = {name: stack for name, (_, _, stack) in compiled.items()}
+    default_limit = MAX_BLACKWELL_STACK_BYTES if chip == "10.0" else MAX_STACK_BYTES
+    limits = {"_score_kernel": max(default_limit, MAX_SCORE_STACK_BYTES)}
+    stacks = {name: stack for name, (_, _, stack) in kernel_sizes.items()}
     assert not {name: x for name, x in stacks.items() if x > limits.get(name, default_limit)}
 
 
 def test_selection_and_decode_compile_for_hopper():
-    compiled = compile_cases("9.0", USUAL)
-    require_shared_memory("9.0", compiled)
-    require_registers("9.0", compiled)
+    kernel_sizes = compile_cases("9.0", DEFAULT_CASES)
+    require_shared_memory("9.0", kernel_sizes)
+    require_registers("9.0", kernel_sizes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", SHARED_MEMORY_KIB)
 def test_every_kernel_compiles_and_fits_into_shared_memory(chip):
-    compiled = compile_cases(chip, CASES)
+    kernel_sizes = compile_cases(chip, CASES)
     sources = [path.read_text() for path in (ROOT / "cab_hf").rglob("*.py")]
-    defined = {
+    kernel_names = {
         name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.M)
     }
-    assert compiled.keys() == defined
-    require_shared_memory(chip, compiled)
-    require_registers(chip, compiled)
+    assert kernel_sizes.keys() == kernel_names
+    require_shared_memory(chip, kernel_sizes)
+    require_registers(chip, kernel_sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["8.6", "9.0", "gfx942"])
 def test_large_head_dims_and_soft_caps_fit_into_shared_memory(chip):
-    require_shared_memory(chip, compile_cases(chip, WIDE))
+    require_shared_memory(chip, compile_cases(chip, WIDE_CASES))
 
 
 def test_lengths_do_not_recompile_kernels():
-    compiled = compile_cases("9.0", [("choose", {}, "bfloat16", 128, LENGTHS)])
-    counts = {name: count for name, (count, *_) in compiled.items()}
+    kernel_sizes = compile_cases("9.0", [("launch_selection", {}, "bfloat16", 128, LENGTHS)])
+    counts = {name: count for name, (count, *_) in kernel_sizes.items()}
     # two compilations: for outlier and typical queries, or for plans with and without dense rows
     for name in ("_gather_queries_kernel", "_score_kernel", "_pairs_kernel"):
         assert counts.pop(name) <= 2
@@ -115,7 +120,7 @@ def test_lengths_do_not_recompile_kernels():
 
 
 def test_frc_compiles_for_few_and_many_columns():
-    compiled = compile_cases("9.0", [("choose_by_frc", FRC, "bfloat16", 128, LENGTHS)])
-    assert compiled.keys() == {"_largest_kernel", "_select_kernel"}
-    require_shared_memory("9.0", compiled)
-    assert compiled["_largest_kernel"][0] <= 2 and compiled["_select_kernel"][0] <= 3
+    kernel_sizes = compile_cases("9.0", [("launch_frc", FRC_FIELDS, "bfloat16", 128, LENGTHS)])
+    assert kernel_sizes.keys() == {"_largest_kernel", "_select_kernel"}
+    require_shared_memory("9.0", kernel_sizes)
+    assert kernel_sizes["_largest_kernel"][0] <= 2 and kernel_sizes["_select_kernel"][0] <= 3

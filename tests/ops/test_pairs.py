@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_cases import case
+from attention_cases import make_case
 
 from cab_hf.ops.pairs import add_pairs
 
@@ -27,7 +27,7 @@ def pairs(plan):
 
 @pytest.mark.parametrize(("shape", "blocks"), SHAPES)
 def test_counted_pairs_equal_plan_pairs(shape, blocks):
-    *_, plan = case("cpu", torch.float32, blocks, **shape)
+    *_, plan = make_case("cpu", torch.float32, blocks, **shape)
     expected = pairs(plan)
     counts = add_pairs(plan)
     assert counts.dtype == torch.int64
@@ -38,7 +38,7 @@ def test_counted_pairs_equal_plan_pairs(shape, blocks):
 
 
 def test_counted_pairs_include_sampled_blocks():
-    *_, plan = case("cpu", torch.float32, (32, 16), q_length=300)
+    *_, plan = make_case("cpu", torch.float32, (32, 16), q_length=300)
     sampled = plan.with_sample(2, torch.tensor(5))
     assert pairs(sampled)[0] > pairs(plan)[0]
     assert torch.equal(add_pairs(sampled), pairs(sampled))

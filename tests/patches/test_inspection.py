@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from marks import SERVING
+from marks import NEEDS_SERVING
 from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
 from tiny_types import tiny_model as tiny_type
 
@@ -25,12 +25,12 @@ def test_stats_accumulate_until_reset(model):
     assert cab_hf.stats(model) == [{"layer": i, "density": None} for i in range(3)]
     with torch.no_grad():
         model(tokens(1, 300))
-        after_first_call = cab_hf.stats(model)
+        stats_after_first_call = cab_hf.stats(model)
         model(tokens(1, 300))
     # densities are means over calls, so that a repeated call changes nothing
-    assert cab_hf.stats(model) == after_first_call
-    assert after_first_call[1]["density"] is None
-    assert all(0 < after_first_call[i]["density"] < 1 for i in (0, 2))
+    assert cab_hf.stats(model) == stats_after_first_call
+    assert stats_after_first_call[1]["density"] is None
+    assert all(0 < stats_after_first_call[i]["density"] < 1 for i in (0, 2))
     cab_hf.stats(model, reset=True)
     assert cab_hf.stats(model)[0]["density"] is None
 
@@ -44,32 +44,32 @@ def test_describe_reports_engine_and_reason_per_layer(model):
     assert lines[2] == "  layers 1-2: sparse, engine reference"
     assert "shorter than min_length=100" in cab_hf.describe(model, tokens=99)
     cab_hf.apply_cab(model, sampled_one_in=16, origin=ORIGIN)
-    in_training = cab_hf.describe(model, tokens=500, training=True)
-    assert "sparse, engine reference, 1 in 16 of the other blocks sampled" in in_training
-    assert "(calibrated for somebody's at 4,096 tokens):" in in_training
+    training_description = cab_hf.describe(model, tokens=500, training=True)
+    assert "sparse, engine reference, 1 in 16 of the other blocks sampled" in training_description
+    assert "(calibrated for somebody's at 4,096 tokens):" in training_description
     assert "sampled" not in cab_hf.describe(model, tokens=500, training=False)
-    sliding = cab_hf.apply_cab(tiny_model("qwen3-some-sliding"), SPARSE)
-    assert "layers 1-2: dense, sliding window of 40 tokens" in cab_hf.describe(sliding)
+    sliding_model = cab_hf.apply_cab(tiny_model("qwen3-some-sliding"), SPARSE)
+    assert "layers 1-2: dense, sliding window of 40 tokens" in cab_hf.describe(sliding_model)
 
 
 @pytest.mark.parametrize(
-    ("capability_of_variable", "dtype", "text"),
+    ("named_capability", "dtype", "expected_text"),
     [
         ((8, 0), torch.bfloat16, "8.0, as CAB_HF_CAPABILITY says; keys scored in bfloat16"),
         ((8, 9), torch.bfloat16, "8.9, as CAB_HF_CAPABILITY says; keys scored in 8 bits"),
         ((0, 0), torch.float16, "not by NVIDIA, as CAB_HF_CAPABILITY says; keys scored in float16"),
     ],
 )
-def test_describe_names_unmeasured_gpu(monkeypatch, model, capability_of_variable, dtype, text):
+def test_describe_names_unmeasured_gpu(monkeypatch, model, named_capability, dtype, expected_text):
     cab_hf.apply_cab(model.to(dtype), SPARSE)
     assert "GPU" not in cab_hf.describe(model)
-    monkeypatch.setattr(capability, "NAMED", capability_of_variable)
-    assert text in cab_hf.describe(model)
-    monkeypatch.setattr(capability, "NAMED", (9, 0))
+    monkeypatch.setattr(capability, "CAPABILITY_OVERRIDE", named_capability)
+    assert expected_text in cab_hf.describe(model)
+    monkeypatch.setattr(capability, "CAPABILITY_OVERRIDE", (9, 0))
     assert "GPU" not in cab_hf.describe(model)
 
 
-@SERVING
+@NEEDS_SERVING
 def test_describe_reports_cascade_anchors(model):
     cab_hf.apply_cab(model, SPARSE, predictor="cascade", anchors=(0, 2))
     lines = cab_hf.describe(model, tokens=500).splitlines()
@@ -108,11 +108,11 @@ def test_describe_reports_layers_without_layer_index(name):
         model(tokens(1, 100))
 
 
-@pytest.mark.parametrize("argument", [{"tokens": 0}, {"tokens": 1.5}, {"training": "no"}], ids=str)
-def test_describe_with_invalid_arguments_raises(model, argument):
-    (name,) = argument
+@pytest.mark.parametrize("arguments", [{"tokens": 0}, {"tokens": 1.5}, {"training": "no"}], ids=str)
+def test_describe_with_invalid_arguments_raises(model, arguments):
+    (name,) = arguments
     with pytest.raises(ValueError, match=f"{name} must be .*, got "):
-        cab_hf.describe(cab_hf.apply_cab(model, SPARSE), **argument)
+        cab_hf.describe(cab_hf.apply_cab(model, SPARSE), **arguments)
 
 
 def test_describe_reports_unsupported_layers():
@@ -128,8 +128,8 @@ def test_describe_agrees_with_executed_route(model):
     cab_hf.apply_cab(model, SPARSE, dense_layers=(2,))
     with torch.no_grad():
         model(tokens(1, 200))
-    was_sparse = [row["density"] is not None for row in cab_hf.stats(model)]
-    assert was_sparse == [True, True, False]
+    is_layer_sparse = [row["density"] is not None for row in cab_hf.stats(model)]
+    assert is_layer_sparse == [True, True, False]
     description = cab_hf.describe(model, tokens=200)
     assert "layers 0-1: sparse" in description and "layer 2: dense" in description
 
@@ -138,27 +138,29 @@ def test_describe_agrees_with_executed_route(model):
 
 
 @pytest.fixture
-def warnings_with(monkeypatch, recwarn):
+def find_warnings(monkeypatch, recwarn):
     """Return a function that takes a string and returns the warnings that contain the string."""
-    monkeypatch.setattr(checks, "_warned", set())
-    return lambda text: [str(each.message) for each in recwarn if text in str(each.message)]
+    monkeypatch.setattr(checks, "_shown_warnings", set())
+    return lambda text: [
+        str(warning.message) for warning in recwarn if text in str(warning.message)
+    ]
 
 
-def test_unused_saved_settings_warn_once(model, tmp_path, warnings_with):
+def test_unused_saved_settings_warn_once(model, tmp_path, find_warnings):
     model.config.cab_config = SPARSE.to_dict()
     model.save_pretrained(tmp_path / "own")
 
-    def load(**options):
+    def load_model(**options):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own", **options)
 
     for implementation in ("cab", "cab_dense", "sdpa", "eager"):
-        load(attn_implementation=implementation)
-    assert not warnings_with("has a cab_config")
+        load_model(attn_implementation=implementation)
+    assert not find_warnings("has a cab_config")
     for _ in range(2):
-        load()
-    (sentence,) = warnings_with("has a cab_config")
-    assert sentence.startswith("The config of own has a cab_config, which nothing uses")
-    assert "attn_implementation='cab'" in sentence
+        load_model()
+    (message,) = find_warnings("has a cab_config")
+    assert message.startswith("The config of own has a cab_config, which nothing uses")
+    assert "attn_implementation='cab'" in message
 
 
 def switch_by_apply_cab(model, min_length):
@@ -177,22 +179,22 @@ def switch_by_transformers(model, min_length):
         model(tokens(1, 40))
 
 
-SWITCHES = [switch_by_apply_cab, switch_by_cab_block, switch_by_transformers]
+SWITCH_FUNCTIONS = [switch_by_apply_cab, switch_by_cab_block, switch_by_transformers]
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
-def test_model_that_is_always_dense_warns_once(model, warnings_with, switch):
-    switch(model, 8192)
-    (sentence,) = warnings_with("positions")
-    assert sentence.startswith("llama has 2,048 positions and min_length is 8,192, so 'cab' ")
-    assert 'Set cab_config={"min_length": 1024}' in sentence
+@pytest.mark.parametrize("switch_model", SWITCH_FUNCTIONS)
+def test_model_that_is_always_dense_warns_once(model, find_warnings, switch_model):
+    switch_model(model, 8192)
+    (message,) = find_warnings("positions")
+    assert message.startswith("llama has 2,048 positions and min_length is 8,192, so 'cab' ")
+    assert 'Set cab_config={"min_length": 1024}' in message
     # calling apply_cab again with the same settings does not warn again
-    for switch_again in SWITCHES:
+    for switch_again in SWITCH_FUNCTIONS:
         switch_again(model, 8192)
-    assert len(warnings_with("positions")) == 1
+    assert len(find_warnings("positions")) == 1
     # other settings cause another warning
-    switch(model, 4096)
-    assert len(warnings_with("positions")) == 2
+    switch_model(model, 4096)
+    assert len(find_warnings("positions")) == 2
 
 
 def prefill(model):
@@ -228,31 +230,33 @@ def prefill_by_cab_dense(model):
     prefill(model)
 
 
-LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}
+LINEAR_ROPE = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}
 
 
 @pytest.mark.parametrize(
-    ("use", "changes", "min_length"),
+    ("use_model", "config_changes", "min_length"),
     [
-        *((switch, {}, 2048) for switch in SWITCHES),
-        *((switch, LINEAR, 8192) for switch in SWITCHES),
+        *((switch, {}, 2048) for switch in SWITCH_FUNCTIONS),
+        *((switch, LINEAR_ROPE, 8192) for switch in SWITCH_FUNCTIONS),
         # "cab_dense" and compiled models do not warn either
         (prefill_by_cab_dense, {}, None),
         (prefill_compiled, {}, None),
     ],
 )
-def test_sparse_or_intentionally_dense_model_does_not_warn(warnings_with, use, changes, min_length):
-    model = tiny_model(**changes)
+def test_sparse_or_intentionally_dense_model_does_not_warn(
+    find_warnings, use_model, config_changes, min_length
+):
+    model = tiny_model(**config_changes)
     if min_length is None:
         model.set_attn_implementation("cab")
-        use(model)
+        use_model(model)
     else:
-        use(model, min_length)
-    assert not warnings_with("positions")
+        use_model(model, min_length)
+    assert not find_warnings("positions")
 
 
 @pytest.mark.parametrize(
-    ("use", "fields", "warns"),
+    ("use_model", "settings", "should_warn"),
     [
         (prefill, {}, True),
         (generate, {}, True),
@@ -265,13 +269,13 @@ def test_sparse_or_intentionally_dense_model_does_not_warn(warnings_with, use, c
         (prefill_by_cab_dense, {}, False),
     ],
 )
-def test_prompt_below_min_length_warns_once(warnings_with, use, fields, warns):
+def test_prompt_below_min_length_warns_once(find_warnings, use_model, settings, should_warn):
     model = tiny_model(max_position_embeddings=32768, num_hidden_layers=1)
-    cab_hf.apply_cab(model, fields)
+    cab_hf.apply_cab(model, settings)
     with torch.no_grad():
-        for _ in range(2 if warns else 1):
-            use(model)
-    sentences = warnings_with("min_length")
-    assert len(sentences) == (1 if warns else 0)
-    for sentence in sentences:
-        assert sentence.startswith("llama reads 50 tokens and min_length is 16,384, so 'cab' ")
+        for _ in range(2 if should_warn else 1):
+            use_model(model)
+    messages = find_warnings("min_length")
+    assert len(messages) == (1 if should_warn else 0)
+    for message in messages:
+        assert message.startswith("llama reads 50 tokens and min_length is 16,384, so 'cab' ")

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 LENGTH = 300
 # axis limits of a panel (left, right, bottom, top), in tokens: LENGTH rounded up to whole blocks
 # of 16 keys and 32 queries
-EXTENT = [0, 304, 320, 0]
+PANEL_EXTENT_TOKENS = [0, 304, 320, 0]
 
 
 @pytest.fixture
@@ -21,29 +21,31 @@ def model():
     return cab_hf.apply_cab(tiny_model(), SPARSE)
 
 
-def pairs(panel):
+def count_pairs(panel):
     """Return (number of attended token pairs, number of causal pairs) of a panel.
 
     Attended pairs are a mean over heads, because the colour of a block is a mean over heads.
     """
-    share = torch.from_numpy(numpy.ma.getdata(panel.images[0].get_array())).nan_to_num()
-    of_tokens = share.repeat_interleave(32, 0)[:LENGTH].repeat_interleave(16, 1)[:, :LENGTH]
-    return float(of_tokens.tril().sum()), LENGTH * (LENGTH + 1) / 2
+    head_share = torch.from_numpy(numpy.ma.getdata(panel.images[0].get_array())).nan_to_num()
+    share_of_token_pairs = head_share.repeat_interleave(32, 0)[:LENGTH].repeat_interleave(16, 1)[
+        :, :LENGTH
+    ]
+    return float(share_of_token_pairs.tril().sum()), LENGTH * (LENGTH + 1) / 2
 
 
-@pytest.mark.parametrize("change", [{}, {"predictor": "cascade", "anchors": (0, 2)}])
-def test_panel_of_all_heads_has_density_of_layer(model, change):
-    cab_hf.apply_cab(model, **change)
+@pytest.mark.parametrize("setting_changes", [{}, {"predictor": "cascade", "anchors": (0, 2)}])
+def test_panel_of_all_heads_has_density_of_layer(model, setting_changes):
+    cab_hf.apply_cab(model, **setting_changes)
     input_ids = tokens(1, LENGTH)
     with torch.no_grad():
         model(input_ids)
     density = cab_hf.stats(model, reset=True)[1]["density"]
     panel = cab_hf.plot_plan(model, input_ids, layer=1).axes[0]
     assert [row["density"] is None for row in cab_hf.stats(model)] == [False, True, True]
-    attended, causal = pairs(panel)
-    assert 0.1 < density < 0.9 and attended / causal == pytest.approx(density, abs=1e-6)
+    num_attended, num_causal = count_pairs(panel)
+    assert 0.1 < density < 0.9 and num_attended / num_causal == pytest.approx(density, abs=1e-6)
     assert f"density {density:.2f}" in panel.get_title()
-    assert panel.images[0].get_extent() == EXTENT
+    assert panel.images[0].get_extent() == PANEL_EXTENT_TOKENS
 
 
 def test_mean_of_head_panels_equals_panel_of_all_heads(model):
@@ -52,8 +54,8 @@ def test_mean_of_head_panels_equals_panel_of_all_heads(model):
     assert [panel.get_title().split("\n")[0] for panel in panels] == [
         f"layer 2, head {head}" for head in range(6)
     ]
-    num_attended, _ = pairs(cab_hf.plot_plan(model, input_ids, layer=2).axes[0])
-    assert sum(pairs(panel)[0] for panel in panels) / 6 == pytest.approx(num_attended)
+    num_attended, _ = count_pairs(cab_hf.plot_plan(model, input_ids, layer=2).axes[0])
+    assert sum(count_pairs(panel)[0] for panel in panels) / 6 == pytest.approx(num_attended)
     images = {panel.images[0].get_array().tobytes() for panel in panels}
     assert len(images) > 1
 
@@ -68,7 +70,7 @@ def test_invisible_pairs_are_blank(model):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "change", "message"),
+    ("arguments", "setting_changes", "message"),
     [
         ({"layer": 3}, {}, r"index of an attention layer, one of \[0, 1, 2\], got 3"),
         ({"input_ids": tokens(2, LENGTH)}, {}, "must be the tokens of one prompt"),
@@ -96,8 +98,8 @@ def test_invisible_pairs_are_blank(model):
         ({}, {"dense_layers": (1,)}, "layer must attend sparsely, got 1, .*: in dense_layers"),
     ],
 )
-def test_invalid_plot_arguments_raise(model, arguments, change, message):
-    cab_hf.apply_cab(model, **change)
+def test_invalid_plot_arguments_raise(model, arguments, setting_changes, message):
+    cab_hf.apply_cab(model, **setting_changes)
     arguments = {"input_ids": tokens(1, LENGTH), "layer": 1} | arguments
     with pytest.raises(ValueError, match=message):
         cab_hf.plot_plan(model, **arguments)

@@ -1,4 +1,4 @@
-"""`watched` calls a function with the `Call` of every attention layer of a model."""
+"""`observe_calls` calls a function with the `Call` of every attention layer of a model."""
 
 from itertools import product
 from typing import NamedTuple
@@ -9,10 +9,10 @@ from tiny import FAMILIES, tiny_model, tokens
 
 from cab_hf.call.scope import FORWARD_CONTEXT
 from cab_hf.hf.layers import attention_layers
-from cab_hf.patches.watching import watched
+from cab_hf.patches.watching import observe_calls
 
 
-class Observed(NamedTuple):
+class ObservedCall(NamedTuple):
     """Fields of one attention call: module, shapes of q, k and v, logit scale, sliding window."""
 
     layer: torch.nn.Module
@@ -21,39 +21,41 @@ class Observed(NamedTuple):
     window: int | None
 
 
-def observe(model, calls):
-    """Return a context manager that appends an `Observed` to ``calls`` for every attention call."""
+def record_calls(model, observed_calls):
+    """Return a context manager that appends every attention call to ``observed_calls``."""
 
-    def look(call):
+    def append_call(call):
         shapes = [tuple(x.shape) for x in (call.q, call.k, call.v)]
-        calls.append(Observed(call.layer, shapes, call.scale, call.mask.window))
+        observed_calls.append(ObservedCall(call.layer, shapes, call.scale, call.mask.window))
 
-    return watched(model, look)
+    return observe_calls(model, append_call)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_watched_reports_heads_and_window_of_every_layer(family):
-    model, calls = tiny_model(family), []
+    model, observed_calls = tiny_model(family), []
     expected = model(tokens(1, 50)).logits
-    with observe(model, calls):
+    with record_calls(model, observed_calls):
         torch.testing.assert_close(model(tokens(1, 50)).logits, expected, atol=1e-5, rtol=1e-4)
-    assert [call.layer for call in calls] == [module for _, module in attention_layers(model)]
+    assert [call.layer for call in observed_calls] == [
+        module for _, module in attention_layers(model)
+    ]
     shapes = [(1, 6, 50, 16), (1, 2, 50, 16), (1, 2, 50, 16)]
-    assert all((call.shapes, call.scale) == (shapes, 0.25) for call in calls)
-    windows = {"mistral-sliding": [40] * 3, "qwen3-some-sliding": [None, 40, 40]}
-    windows |= {"granite-swa": [None, 40, 40], "llama4": [40, 40, None]}
-    windows["gemma2"] = [40, None, 40]
-    assert [call.window for call in calls] == windows.get(family, [None] * 3)
+    assert all((call.shapes, call.scale) == (shapes, 0.25) for call in observed_calls)
+    windows_by_family = {"mistral-sliding": [40] * 3, "qwen3-some-sliding": [None, 40, 40]}
+    windows_by_family |= {"granite-swa": [None, 40, 40], "llama4": [40, 40, None]}
+    windows_by_family["gemma2"] = [40, None, 40]
+    assert [call.window for call in observed_calls] == windows_by_family.get(family, [None] * 3)
     model(tokens(1, 50))
-    assert len(calls) == 3 and FORWARD_CONTEXT.get().observer is None
-    assert not any(x._forward_pre_hooks or x._forward_hooks for x in model.modules())
+    assert len(observed_calls) == 3 and FORWARD_CONTEXT.get().observer is None
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
 @torch.no_grad()
 def test_two_watched_models_are_independent():
     models, calls = (tiny_model(), tiny_model("qwen3")), ([], [])
-    with observe(models[0], calls[0]), observe(models[1], calls[1]):
+    with record_calls(models[0], calls[0]), record_calls(models[1], calls[1]):
         for model, length in product(models, (40, 60)):
             model(tokens(1, length))
     for model, model_calls in zip(models, calls, strict=True):

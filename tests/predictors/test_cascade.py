@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import laid_out
-from call_cases import gradients
-from marks import slow_but
-from selecting import loud
+from attention_cases import make_block_layout
+from call_cases import compute_gradients
+from marks import mark_slow_except
+from selecting import random_peaked_qk
 from tiny import FULL, SMALL, SPARSE, tiny_model, tokens
 from torch import nn
-from valid_plan import require_valid
+from valid_plan import assert_valid_plan
 
 import cab_hf
 from cab_hf import CabConfig
@@ -18,27 +18,27 @@ from cab_hf.plan import KeyRanges
 from cab_hf.predictors import CascadePredictor, LayerContext, make_predictor
 
 CASCADE = replace(SPARSE, predictor="cascade", anchors=(0, 2))
-TYPICAL = replace(CASCADE, outlier_queries=0)
+CASCADE_WITHOUT_OUTLIERS = replace(CASCADE, outlier_queries=0)
 LENGTH = 205
 
 
-def plans_of_layers(config, count=4, length=LENGTH, ranges=None, **shape):
-    """Return the plans of ``count`` layers that share state; each layer has its own q and k."""
+def select_plans_of_layers(config, num_layers=4, length=LENGTH, ranges=None, **shape):
+    """Return the plans of layers that share state; each layer has its own q and k."""
     predictor, shared_state, plans = make_predictor(config), {}, []
-    for layer in range(count):
-        q, k = loud(q_length=length, seed=layer, **{"heads": 4, "kv_heads": 2, **shape})
+    for layer in range(num_layers):
+        q, k = random_peaked_qk(q_length=length, seed=layer, **{"heads": 4, "kv_heads": 2, **shape})
         ranges = ranges or KeyRanges.causal(q.shape[0], length, length, "cpu")
         plans.append(predictor(q, k, LayerContext(ranges, 0.25, layer, shared_state)))
-        require_valid(plans[-1])
+        assert_valid_plan(plans[-1])
     return plans
 
 
 # --- shared plans
 
 
-@pytest.mark.parametrize("config", [CASCADE, TYPICAL], ids=["rows", "typical"])
+@pytest.mark.parametrize("config", [CASCADE, CASCADE_WITHOUT_OUTLIERS], ids=["rows", "typical"])
 def test_layers_reuse_the_plan_of_the_previous_anchor(config):
-    plans = [plan.to_dense() for plan in plans_of_layers(config)]
+    plans = [plan.to_dense() for plan in select_plans_of_layers(config)]
     assert torch.equal(plans[0], plans[1]) and torch.equal(plans[2], plans[3])
     assert not torch.equal(plans[0], plans[2])
 
@@ -49,62 +49,74 @@ def test_layers_reuse_the_plan_of_the_previous_anchor(config):
     ids=["rows", "capped", "typical"],
 )
 def test_all_layers_as_anchors_equal_rows_predictor(fields):
-    plain = SPARSE.changed(**fields)
-    config = replace(plain, predictor="cascade", anchors=(0, 1, 2, 3))
-    for one, other in zip(plans_of_layers(config), plans_of_layers(plain), strict=True):
-        for name in ("full", "partial"):
-            assert torch.equal(getattr(one, name).counts, getattr(other, name).counts)
-            assert torch.equal(getattr(one, name).indices, getattr(other, name).indices)
-        assert torch.equal(one.dense_rows, other.dense_rows)
+    rows_config = SPARSE.changed(**fields)
+    config = replace(rows_config, predictor="cascade", anchors=(0, 1, 2, 3))
+    for actual, expected in zip(
+        select_plans_of_layers(config), select_plans_of_layers(rows_config), strict=True
+    ):
+        for list_name in ("full", "partial"):
+            assert torch.equal(
+                getattr(actual, list_name).counts, getattr(expected, list_name).counts
+            )
+            assert torch.equal(
+                getattr(actual, list_name).indices, getattr(expected, list_name).indices
+            )
+        assert torch.equal(actual.dense_rows, expected.dense_rows)
 
 
 def test_heads_follow_head_map():
-    row = (2, 0, 0, 3)
-    config = replace(CASCADE, anchors=(0,), head_map=((0,) * 4, row))
-    anchor, reuse = plans_of_layers(config, 2)
-    assert torch.equal(reuse.to_dense(), anchor.to_dense()[:, list(row)])
+    head_row = (2, 0, 0, 3)
+    config = replace(CASCADE, anchors=(0,), head_map=((0,) * 4, head_row))
+    anchor_plan, mapped_plan = select_plans_of_layers(config, 2)
+    assert torch.equal(mapped_plan.to_dense(), anchor_plan.to_dense()[:, list(head_row)])
 
 
 def test_reused_plan_does_not_read_q_and_k():
     shared_state, predictor = {}, make_predictor(CASCADE)
-    q, k = loud(q_length=64)
+    q, k = random_peaked_qk(q_length=64)
     ranges = KeyRanges.causal(1, 64, 64, "cpu")
-    first = predictor(q, k, LayerContext(ranges, 0.25, 0, shared_state))
+    anchor_plan = predictor(q, k, LayerContext(ranges, 0.25, 0, shared_state))
     q, k = (torch.full_like(x, torch.nan) for x in (q, k))
-    reused = predictor(q, k, LayerContext(ranges, 0.25, 1, shared_state))
-    assert torch.equal(first.to_dense(), reused.to_dense())
+    reused_plan = predictor(q, k, LayerContext(ranges, 0.25, 1, shared_state))
+    assert torch.equal(anchor_plan.to_dense(), reused_plan.to_dense())
 
 
-@pytest.mark.parametrize("config", [CASCADE, TYPICAL], ids=["rows", "typical"])
+@pytest.mark.parametrize("config", [CASCADE, CASCADE_WITHOUT_OUTLIERS], ids=["rows", "typical"])
 def test_later_tokens_do_not_change_earlier_rows(config):
     predictor = make_predictor(replace(config, anchors=(0,), dense_tail_blocks=0))
     call = LayerContext(KeyRanges.causal(1, 150, 150, "cpu"), 0.25, 0)
-    q, k = loud(q_length=150)
-    before = predictor(q, k, call).to_dense()
+    q, k = random_peaked_qk(q_length=150)
+    expected = predictor(q, k, call).to_dense()
     q[:, :, 96:], k[:, :, 96:] = 5.0, -7.0
-    after = predictor(q, k, call).to_dense()
-    assert torch.equal(before[:, :, :3], after[:, :, :3])
-    assert not torch.equal(before, after)
+    actual = predictor(q, k, call).to_dense()
+    assert torch.equal(expected[:, :, :3], actual[:, :, :3])
+    assert not torch.equal(expected, actual)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_padded_rows_and_documents_select_as_single_sequences(layout):
-    q, k = loud(q_length=111, batch=2, heads=2, kv_heads=1)
-    laid = laid_out(layout, batch=2, length=111, kv_length=111, align=32, device="cpu")
-    predictor = make_predictor(replace(CASCADE, anchors=(0,)))
-    call = LayerContext(laid.ranges, 0.25, 0)
-    together = predictor(laid.queries(q), laid.keys(k), call)
-    require_valid(together)
-    # expected: the plan of row 1 alone; if packed, the plan of its last document alone
-    begin = 111 // 3 if layout == "packed" else 0
-    q, k = q[1:, :, begin:], k[1:, :, begin:]
-    alone = predictor(
-        q, k, LayerContext(KeyRanges.causal(1, 111 - begin, 111 - begin, "cpu"), 0.25, 0)
+    q, k = random_peaked_qk(q_length=111, batch=2, heads=2, kv_heads=1)
+    block_layout = make_block_layout(
+        layout, batch=2, length=111, kv_length=111, align=32, device="cpu"
     )
-    actual, expected = together.to_dense()[1:], alone.to_dense()
-    rows, columns = expected.shape[2:]
-    actual = actual[:, :, -rows:] if layout == "packed" else actual[:, :, :rows]
-    actual = actual[..., -columns:] if layout == "packed" else actual[..., :columns]
+    predictor = make_predictor(replace(CASCADE, anchors=(0,)))
+    call = LayerContext(block_layout.ranges, 0.25, 0)
+    plan_of_batch = predictor(block_layout.queries(q), block_layout.keys(k), call)
+    assert_valid_plan(plan_of_batch)
+    # expected: the plan of row 1 alone; if packed, the plan of its last document alone
+    document_start = 111 // 3 if layout == "packed" else 0
+    q, k = q[1:, :, document_start:], k[1:, :, document_start:]
+    plan_of_sequence = predictor(
+        q,
+        k,
+        LayerContext(
+            KeyRanges.causal(1, 111 - document_start, 111 - document_start, "cpu"), 0.25, 0
+        ),
+    )
+    actual, expected = plan_of_batch.to_dense()[1:], plan_of_sequence.to_dense()
+    num_rows, num_columns = expected.shape[2:]
+    actual = actual[:, :, -num_rows:] if layout == "packed" else actual[:, :, :num_rows]
+    actual = actual[..., -num_columns:] if layout == "packed" else actual[..., :num_columns]
     assert torch.equal(actual, expected)
 
 
@@ -150,7 +162,7 @@ def test_cascade_fields_that_do_not_fit_the_model_raise(fields, message):
 
 
 def test_layer_without_anchor_plan_raises():
-    q, k = loud(q_length=64)
+    q, k = random_peaked_qk(q_length=64)
     ranges, predictor = KeyRanges.causal(1, 64, 64, "cpu"), CascadePredictor(CASCADE)
     with pytest.raises(
         ValueError, match="Layer 1 needs the plan of anchor layer 0, which did not run"
@@ -170,7 +182,7 @@ def test_layer_without_anchor_plan_raises():
 # --- in models
 
 
-def logits_of(model, config, ids, **arguments):
+def compute_logits(model, config, ids, **arguments):
     """Return the logits of ``model`` inside ``with cab_hf.cab(model, config)``."""
     with cab_hf.cab(model, config), torch.no_grad():
         return model(ids, **arguments).logits
@@ -183,7 +195,7 @@ def test_full_budget_cascade_equals_dense_attention(family):
     config = replace(FULL, predictor="cascade", anchors=anchors)
     with torch.no_grad():
         expected = model(ids).logits
-    torch.testing.assert_close(logits_of(model, config, ids), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(compute_logits(model, config, ids), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_dense_layer_before_anchor_has_no_plan():
@@ -191,30 +203,30 @@ def test_dense_layer_before_anchor_has_no_plan():
     config = replace(CASCADE, anchors=(1,), dense_layers=(0,), mass_threshold=0.3)
     with cab_hf.cab(model, config), torch.no_grad():
         model(ids)
-        first, *others = cab_hf.stats(model)
-    assert first["density"] is None
-    assert others[0]["density"] == others[1]["density"] < 1
+        first_stats, *other_stats = cab_hf.stats(model)
+    assert first_stats["density"] is None
+    assert other_stats[0]["density"] == other_stats[1]["density"] < 1
 
 
-@pytest.mark.parametrize("config", [CASCADE, TYPICAL], ids=["rows", "typical"])
+@pytest.mark.parametrize("config", [CASCADE, CASCADE_WITHOUT_OUTLIERS], ids=["rows", "typical"])
 def test_anchors_select_again_for_every_chunk(config):
     """Anchors select blocks for the queries of each chunk, not once per sequence."""
     model, ids = tiny_model(), tokens(1, 256)
     config = replace(config, anchors=(0,), dense_tail_blocks=0)
     with cab_hf.cab(model, config), torch.no_grad():
-        complete = model(ids, use_cache=False).logits
+        expected = model(ids, use_cache=False).logits
         cache = model(ids[:, :128]).past_key_values
-        last = model(ids[:, 128:], past_key_values=cache).logits
-    torch.testing.assert_close(last, complete[:, 128:], atol=1e-5, rtol=1e-4)
+        actual = model(ids[:, 128:], past_key_values=cache).logits
+    torch.testing.assert_close(actual, expected[:, 128:], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("config", [CASCADE, TYPICAL], ids=["rows", "typical"])
+@pytest.mark.parametrize("config", [CASCADE, CASCADE_WITHOUT_OUTLIERS], ids=["rows", "typical"])
 def test_checkpointed_gradients_are_equal(config):
     ids, model = tokens(1, 200), cab_hf.apply_cab(tiny_model().train(), config)
-    expected = gradients(model, ids)
+    expected = compute_gradients(model, ids)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    for one, other in zip(gradients(model, ids), expected, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    for actual, expected_gradient in zip(compute_gradients(model, ids), expected, strict=True):
+        torch.testing.assert_close(actual, expected_gradient, atol=1e-6, rtol=1e-5)
 
 
 def test_reentrant_checkpointing_with_several_anchors_raises():
@@ -229,8 +241,8 @@ def test_reentrant_checkpointing_with_several_anchors_raises():
 
 def test_checkpointing_a_layer_called_several_times_raises():
     model, ids = tiny_model().train(), tokens(1, 200)
-    first, second = model.model.layers[:2]
-    model.model.layers = nn.ModuleList([first, second, first, second])
+    first_layer, second_layer = model.model.layers[:2]
+    model.model.layers = nn.ModuleList([first_layer, second_layer, first_layer, second_layer])
     model.config.num_hidden_layers = 4
     cab_hf.apply_cab(model, replace(CASCADE, anchors=(0,)))
     model(ids, labels=ids, use_cache=False).loss.backward()
@@ -241,24 +253,24 @@ def test_checkpointing_a_layer_called_several_times_raises():
 
 
 @pytest.mark.parametrize(
-    "fields", slow_but([{"head_map": ((3,) * 6,) * 3}, {"outlier_queries": 4}], 0)
+    "fields", mark_slow_except([{"head_map": ((3,) * 6,) * 3}, {"outlier_queries": 4}], 0)
 )
 def test_cascade_compiles_without_graph_break(fields):
     model, ids = tiny_model(), tokens(1, 150)
     config = replace(CASCADE, anchors=(0,), engine="reference", **fields)
-    expected = logits_of(model, config, ids, use_cache=False)
+    expected = compute_logits(model, config, ids, use_cache=False)
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled_model = torch.compile(model, fullgraph=True, backend="eager")
     with cab_hf.cab(model, config), torch.no_grad():
-        actual = compiled(ids, use_cache=False).logits
+        actual = compiled_model(ids, use_cache=False).logits
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_all_layers_as_anchors_give_logits_of_rows_predictor():
     model, ids = tiny_model(), tokens(2, 300)
     config = replace(CASCADE, anchors=(0, 1, 2))
-    assert torch.equal(logits_of(model, config, ids), logits_of(model, SPARSE, ids))
-    assert not torch.equal(logits_of(model, CASCADE, ids), logits_of(model, SPARSE, ids))
+    assert torch.equal(compute_logits(model, config, ids), compute_logits(model, SPARSE, ids))
+    assert not torch.equal(compute_logits(model, CASCADE, ids), compute_logits(model, SPARSE, ids))
 
 
 def test_head_map_survives_json(tmp_path):

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from selecting import loud
+from selecting import random_peaked_qk
 
 from cab_hf import CabConfig, plan
 from cab_hf.plan import BlockPlan, KeyRanges
@@ -16,7 +16,7 @@ CALL = LayerContext(RANGES, 0.25)
 
 
 @pytest.mark.parametrize(
-    ("read", "expected", "names"),
+    ("read_old_name", "expected", "warning_pattern"),
     [
         (lambda: plan.Spans, KeyRanges, "Spans.*KeyRanges"),
         (lambda: plan.RowSpans, plan.BlockRanges, "RowSpans.*BlockRanges"),
@@ -28,10 +28,10 @@ CALL = LayerContext(RANGES, 0.25)
     ],
     ids=["Spans", "RowSpans", "BlockLists", "call", "first", "last", "plan"],
 )
-def test_old_name_is_an_alias_with_one_warning(read, expected, names):
-    with pytest.warns(FutureWarning, match=names) as warned:
-        assert read() is expected
-    assert len(warned) == 1 and warned[0].filename == __file__
+def test_old_name_is_an_alias_with_one_warning(read_old_name, expected, warning_pattern):
+    with pytest.warns(FutureWarning, match=warning_pattern) as warnings_record:
+        assert read_old_name() is expected
+    assert len(warnings_record) == 1 and warnings_record[0].filename == __file__
 
 
 def test_unknown_name_of_plan_raises_attribute_error():
@@ -40,7 +40,9 @@ def test_unknown_name_of_plan_raises_attribute_error():
 
 
 def test_subclass_with_old_method_names_works_with_one_warning():
-    with pytest.warns(FutureWarning, match=r"Own.summarise, Own.gathers.*encode_keys") as warned:
+    with pytest.warns(
+        FutureWarning, match=r"Own.summarise, Own.gathers.*encode_keys"
+    ) as warnings_record:
 
         class Own(RowsPredictor):
             encoded = 0
@@ -52,14 +54,14 @@ def test_subclass_with_old_method_names_works_with_one_warning():
             def gathers(self, call, heads):
                 return (*super().gathers(call, heads), "vectors")
 
-    assert len(warned) == 1 and warned[0].filename == __file__
-    own = Own(CONFIG)
-    q, k = loud(q_length=64)
+    assert len(warnings_record) == 1 and warnings_record[0].filename == __file__
+    predictor = Own(CONFIG)
+    q, k = random_peaked_qk(q_length=64)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        actual = own(q, k, CALL)
-        assert own.required_inputs(CALL, (4, 2)) == ("summaries", "vectors")
-    assert own.encoded == 1
+        actual = predictor(q, k, CALL)
+        assert predictor.required_inputs(CALL, (4, 2)) == ("summaries", "vectors")
+    assert predictor.encoded == 1
     assert torch.equal(actual.to_dense(), RowsPredictor(CONFIG)(q, k, CALL).to_dense())
 
 

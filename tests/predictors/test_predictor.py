@@ -23,10 +23,10 @@ CONFIGS = [
     pytest.param(CabConfig.published(0.7, query_block=32, key_block=32), id="published"),
     pytest.param(CabConfig.published(0.7, "additive", query_block=32, key_block=16), id="additive"),
 ]
-configs = pytest.mark.parametrize("config", CONFIGS)
+parametrize_configs = pytest.mark.parametrize("config", CONFIGS)
 
 
-def changed(config, **fields):
+def change_config(config, **fields):
     """Return ``config`` with changed ``fields``; also allow fields that its predictor ignores."""
     return CabConfig.from_dict({**config.to_dict(), **fields})
 
@@ -34,28 +34,32 @@ def changed(config, **fields):
 # --- positions of query blocks, computed by hand
 
 
-def test_row_places_follow_first_query():
+def test_block_positions_follow_slot_of_first_query():
     ranges = KeyRanges.causal(2, 40, 72, "cpu")
     assert ranges.rows(16).block_positions(16).tolist() == [[2, 3, 4]] * 2
-    padded = replace(ranges, end=ranges.end.masked_fill(torch.arange(40) >= 32, -1))
-    assert padded.rows(16).block_positions(16).tolist() == [[2, 3, 0]] * 2
+    padded_ranges = replace(ranges, end=ranges.end.masked_fill(torch.arange(40) >= 32, -1))
+    assert padded_ranges.rows(16).block_positions(16).tolist() == [[2, 3, 0]] * 2
 
 
 # --- selection, computed by hand
 
 
 def test_share_rounds_up_without_floating_point_error():
-    visible = torch.ones(1, 60, dtype=torch.bool)
-    assert [reference.share_of_row(visible, x).item() for x in (0.05, 0.1, 0.11)] == [3, 6, 7]
+    is_visible = torch.ones(1, 60, dtype=torch.bool)
+    assert [reference.share_of_row(is_visible, share).item() for share in (0.05, 0.1, 0.11)] == [
+        3,
+        6,
+        7,
+    ]
 
 
-def test_forced_blocks_by_hand():
+def test_forced_blocks_are_sink_local_and_own_blocks():
     ranges = KeyRanges.causal(1, 128, 128, "cpu")
     config = CabConfig(
         query_block=32, key_block=16, sink_blocks=1, local_blocks=3, dense_tail_blocks=0
     )
-    forced = reference.forced_blocks(block_visibility(ranges, 32, 16), ranges, config)
-    assert [row.nonzero().flatten().tolist() for row in forced[0]] == [
+    is_forced = reference.forced_blocks(block_visibility(ranges, 32, 16), ranges, config)
+    assert [row.nonzero().flatten().tolist() for row in is_forced[0]] == [
         [0, 1],
         [0, 1, 2, 3],
         [0, 3, 4, 5],
@@ -64,7 +68,7 @@ def test_forced_blocks_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("length", "tail", "rows"),
+    ("length", "num_tail_blocks", "tail_rows"),
     [
         pytest.param(128, 0, [], id="none"),
         pytest.param(128, 1, [3], id="whole-blocks"),
@@ -75,29 +79,31 @@ def test_forced_blocks_by_hand():
         pytest.param(31, 1, [], id="fewer-than-a-block"),
     ],
 )
-def test_dense_tail_rows_are_forced(length, tail, rows):
+def test_dense_tail_rows_are_forced(length, num_tail_blocks, tail_rows):
     ranges = KeyRanges.causal(2, length, length + 64, "cpu")
-    config = CabConfig(query_block=32, key_block=16, dense_tail_blocks=tail)
-    visible = block_visibility(ranges, 32, 16)
-    forced = reference.forced_blocks(visible, ranges, config)
-    complete = (forced == visible).all(-1)
-    assert torch.equal(ranges.tail(tail * 32, 32)[0].nonzero().flatten(), torch.tensor(rows).long())
-    others = [row for row in range(complete.shape[1]) if row not in rows]
-    assert complete[0, rows].all() and not complete[0, others].any()
+    config = CabConfig(query_block=32, key_block=16, dense_tail_blocks=num_tail_blocks)
+    is_visible = block_visibility(ranges, 32, 16)
+    is_forced = reference.forced_blocks(is_visible, ranges, config)
+    is_fully_forced = (is_forced == is_visible).all(-1)
+    assert torch.equal(
+        ranges.tail(num_tail_blocks * 32, 32)[0].nonzero().flatten(), torch.tensor(tail_rows).long()
+    )
+    other_rows = [row for row in range(is_fully_forced.shape[1]) if row not in tail_rows]
+    assert is_fully_forced[0, tail_rows].all() and not is_fully_forced[0, other_rows].any()
 
 
 def test_every_document_has_a_dense_tail():
-    valid = torch.ones(2, 150, dtype=torch.bool)
-    valid[0, :23] = False
-    valid[1, 140:] = False
-    document = (torch.arange(150) >= 70).long().expand(2, -1)
+    padding_mask = torch.ones(2, 150, dtype=torch.bool)
+    padding_mask[0, :23] = False
+    padding_mask[1, 140:] = False
+    document_ids = (torch.arange(150) >= 70).long().expand(2, -1)
     layout = BlockLayout.build(
         batch=2,
         q_length=150,
         kv_length=150,
         q_offset=0,
-        padding_mask=valid,
-        doc_ids=document,
+        padding_mask=padding_mask,
+        doc_ids=document_ids,
         align=32,
         device=torch.device("cpu"),
     )
@@ -120,15 +126,17 @@ def test_every_predictor_applies_dense_tail(name):
     fields = {"mass_threshold": 0.2, "share_threshold": 1.0} if name == "rows" else {}
     config = CabConfig(query_block=32, key_block=16, predictor=name, **fields)
     plan = make_predictor(config)(q, k, LayerContext(KeyRanges.causal(1, 300, 300, "cpu"), 0.25))
-    tail = plan.token_mask()[:, :, 300 - 32 :]
-    assert torch.equal(tail, torch.ones(300, 300, dtype=torch.bool).tril()[-32:].expand_as(tail))
+    tail_mask = plan.token_mask()[:, :, 300 - 32 :]
+    assert torch.equal(
+        tail_mask, torch.ones(300, 300, dtype=torch.bool).tril()[-32:].expand_as(tail_mask)
+    )
     assert plan.density() < 0.8
 
 
 # --- properties
 
 
-@configs
+@parametrize_configs
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 111, 205])
 @pytest.mark.parametrize("heads", [(1, 1), (9, 3), (4, 4)], ids=str)
 def test_any_length_and_group_gives_a_valid_plan(config, length, heads):
@@ -138,28 +146,32 @@ def test_any_length_and_group_gives_a_valid_plan(config, length, heads):
     assert plan.token_mask()[:, :, diagonal, diagonal].all(), "a query must see itself"
 
 
-@configs
+@parametrize_configs
 def test_full_budget_keeps_every_block(config):
     q, k, _ = qkv(q_length=205)
-    full = changed(
+    full_config = change_config(
         config, **({"sparsity": 0} if config.predictor == "frc" else {"mass_threshold": 0})
     )
-    assert plan_by_reference(full, q, k).density() == 1
+    assert plan_by_reference(full_config, q, k).density() == 1
 
 
-@configs
-@pytest.mark.parametrize("cap", [0.2, 0.5])
-def test_max_density_caps_every_row(config, cap):
+@parametrize_configs
+@pytest.mark.parametrize("max_density", [0.2, 0.5])
+def test_max_density_caps_every_row(config, max_density):
     q, k, _ = qkv(q_length=900)
     ranges = KeyRanges.causal(1, 900, 900, "cpu")
-    visible = block_visibility(ranges, config.query_block, config.key_block)
-    forced = reference.forced_blocks(visible, ranges, config).sum(-1)
-    allowed = torch.maximum(forced, reference.share_of_row(visible, cap).squeeze(-1))
-    kept = plan_by_reference(changed(config, max_density=cap), q, k).to_dense().sum(-1)
-    assert (kept <= allowed.unsqueeze(1)).all()
+    is_visible = block_visibility(ranges, config.query_block, config.key_block)
+    num_forced = reference.forced_blocks(is_visible, ranges, config).sum(-1)
+    max_selected = torch.maximum(
+        num_forced, reference.share_of_row(is_visible, max_density).squeeze(-1)
+    )
+    num_selected = (
+        plan_by_reference(change_config(config, max_density=max_density), q, k).to_dense().sum(-1)
+    )
+    assert (num_selected <= max_selected.unsqueeze(1)).all()
 
 
-@configs
+@parametrize_configs
 def test_plans_are_deterministic(config):
     q, k, _ = qkv(q_length=300)
     assert torch.equal(
@@ -178,8 +190,8 @@ def test_plans_have_no_gradient():
 
 def test_own_predictor_example_runs(capsys):
     runpy.run_path(str(EXAMPLE))["main"]()
-    described, *layer_lines = capsys.readouterr().out.split("\nlayer ")
-    assert "predictor loudest" in described and "layers 0-1: sparse" in described
+    description, *layer_lines = capsys.readouterr().out.split("\nlayer ")
+    assert "predictor loudest" in description and "layers 0-1: sparse" in description
     assert [line.split(":")[1].strip()[:5] for line in layer_lines] == ["0.414", "0.414"]
 
 

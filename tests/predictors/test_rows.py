@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from selecting import loud
+from selecting import random_peaked_qk
 from tiny import tiny_model
 
 import cab_hf
@@ -19,23 +19,28 @@ SMALL = CabConfig(
 
 
 def test_torch_compile_selects_the_same_blocks():
-    q, k = loud(q_length=205)
+    q, k = random_peaked_qk(q_length=205)
     ranges = KeyRanges.causal(1, 205, 205, "cpu")
 
-    def choose(q, k, end):
-        own = replace(ranges, sequence_end=end)
-        plan = RowsPredictor(SMALL)(q, k, LayerContext(own, 0.25))
+    def select_lists(q, k, sequence_end):
+        ranges_with_end = replace(ranges, sequence_end=sequence_end)
+        plan = RowsPredictor(SMALL)(q, k, LayerContext(ranges_with_end, 0.25))
         return plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices
 
-    for end in (None, torch.tensor([[170]], dtype=torch.int32)):
-        expected = choose(q, k, end)
-        actual = torch.compile(choose, fullgraph=True)(q, k, end)
-        for one, other in zip(actual, expected, strict=True):
-            assert torch.equal(one[..., : other.shape[-1]] if one.ndim > 3 else one, other)
+    for sequence_end in (None, torch.tensor([[170]], dtype=torch.int32)):
+        expected = select_lists(q, k, sequence_end)
+        actual = torch.compile(select_lists, fullgraph=True)(q, k, sequence_end)
+        for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+            assert torch.equal(
+                actual_tensor[..., : expected_tensor.shape[-1]]
+                if actual_tensor.ndim > 3
+                else actual_tensor,
+                expected_tensor,
+            )
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         (
             {"query_block": 48, "outlier_queries": 24},
@@ -49,8 +54,8 @@ def test_torch_compile_selects_the_same_blocks():
     ],
     ids=str,
 )
-def test_invalid_settings_raise(fields, words):
-    with pytest.raises(ValueError, match=words):
+def test_invalid_config_of_rows_predictor_raises(fields, message):
+    with pytest.raises(ValueError, match=message):
         replace(SMALL, **fields)
 
 
@@ -64,7 +69,7 @@ def test_describe_names_samples_and_thresholds():
 
 
 def test_check_finite_names_the_tensor():
-    q, k = loud(q_length=64)
+    q, k = random_peaked_qk(q_length=64)
     k[0, 0, 3, 1] = torch.inf
     predictor = RowsPredictor(replace(SMALL, check_finite=True))
     with pytest.raises(ValueError, match="k must be finite, got infinite or NaN values"):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from selecting import loud
+from selecting import random_peaked_qk
 
 from cab_hf import CabConfig
 from cab_hf.plan import KeyRanges
@@ -18,7 +18,7 @@ LENGTH, HEADS = 64, 4
 
 def select(config=CONFIG, ranges=None, q=None, **options):
     """Return the (full, partial) block lists of `select_blocks` for one causal sequence."""
-    default_q, k = loud(q_length=LENGTH, heads=HEADS, kv_heads=2)
+    default_q, k = random_peaked_qk(q_length=LENGTH, heads=HEADS, kv_heads=2)
     ranges = ranges or KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     q = default_q if q is None else q
     return select_blocks(q, quantize_keys(k), ranges, config, **{"scale": 0.25, **options})
@@ -41,14 +41,14 @@ def test_full_and_partial_lists_cover_the_diagonal():
     ],
     ids=["more-keys", "fewer-queries", "heads", "channels", "sinks"],
 )
-def test_argument_of_another_shape_raises(options, argument):
+def test_mismatched_shape_raises_error_that_names_argument(options, argument):
     with pytest.raises(ValueError, match=rf"^{argument}.* must be .*, got "):
         select(**options)
 
 
 def test_check_finite_names_the_tensor_that_is_not_finite():
-    bad = torch.full((1, HEADS, LENGTH, 16), torch.inf)
+    infinite_tensor = torch.full((1, HEADS, LENGTH, 16), torch.inf)
     with pytest.raises(ValueError, match="^q must be finite"):
-        select(replace(CONFIG, check_finite=True), q=bad)
+        select(replace(CONFIG, check_finite=True), q=infinite_tensor)
     with pytest.raises(ValueError, match="^k must be finite"):
-        quantize_keys(bad, check_finite=True)
+        quantize_keys(infinite_tensor, check_finite=True)

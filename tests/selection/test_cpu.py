@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from selecting import heads_on, laid_in, loud
+from selecting import arrange_in_layout, random_peaked_qk, random_topic_qk
 
 from cab_hf import CabConfig
 from cab_hf.plan import KeyRanges
@@ -20,17 +20,17 @@ CONFIG = CabConfig(
 )
 LAYOUTS = ("causal", "padded", "packed", "chunk", "in-place")
 # fraction of blocks that may differ, because rounding moves a value across a threshold
-TIES = 1e-3
+MAX_DIFFERING_FRACTION = 1e-3
 
 
-def both_selections(q, k, ranges, config, **logits):
+def select_by_reference_and_cpu(q, k, ranges, config, **logits):
     """Return selected blocks, bool [B, H, M_q, M_k], by scores of the reference and of `cpu`."""
     options = ScoreOptions(q.shape[-1] ** -0.5, **logits)
     return [
-        reference.selected_blocks(
-            q, k, ranges=ranges, config=config, options=options, sampled_scores_fn=function
+        reference.select_blocks(
+            q, k, ranges=ranges, config=config, options=options, sampled_scores_fn=sampled_scores_fn
         )
-        for function in (None, cpu.sampled_scores)
+        for sampled_scores_fn in (None, cpu.compute_sampled_scores)
     ]
 
 
@@ -48,32 +48,38 @@ def both_selections(q, k, ranges, config, **logits):
 )
 def test_cpu_scores_select_blocks_of_reference(layout, fields, logits):
     shape = {"length": 740 if layout == "chunk" else 640, "heads": 6, "kv_heads": 2, "dim": 16}
-    q, k = heads_on("cpu", q_length=640, batch=2, dtype=torch.float32, **shape)
-    q, k, ranges = laid_in(layout, q, k, 32)
+    q, k = random_topic_qk("cpu", q_length=640, batch=2, dtype=torch.float32, **shape)
+    q, k, ranges = arrange_in_layout(layout, q, k, 32)
     config = replace(CONFIG, **fields)
-    expected, actual = both_selections(q, k, ranges=ranges, config=config, **logits)
+    expected, actual = select_by_reference_and_cpu(q, k, ranges=ranges, config=config, **logits)
     assert 0.05 < expected.float().mean() < 0.9
-    assert (expected != actual).float().mean() <= TIES
+    assert (expected != actual).float().mean() <= MAX_DIFFERING_FRACTION
 
 
-@pytest.mark.parametrize("constant", ["LOGITS_AT_A_TIME", "SAMPLES_AT_A_TIME", "GRAMS_AT_A_TIME"])
-def test_slab_sizes_do_not_change_selection(monkeypatch, constant):
+@pytest.mark.parametrize(
+    "constant", ["MAX_LOGITS_PER_PRODUCT", "MAX_SAMPLES_PER_GROUP", "MAX_GRAM_MATRICES"]
+)
+def test_memory_bounds_of_cpu_scores_do_not_change_selection(monkeypatch, constant):
     monkeypatch.setattr(cpu, constant, 1)
-    q, k = heads_on("cpu", 640, heads=6, kv_heads=2, dim=16, dtype=torch.float32)
-    expected, actual = both_selections(q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG)
-    assert (expected != actual).float().mean() <= TIES
+    q, k = random_topic_qk("cpu", 640, heads=6, kv_heads=2, dim=16, dtype=torch.float32)
+    expected, actual = select_by_reference_and_cpu(
+        q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG
+    )
+    assert (expected != actual).float().mean() <= MAX_DIFFERING_FRACTION
 
 
 @pytest.mark.parametrize("length", [205, 256, 31])
-@pytest.mark.parametrize("count", [4, 32])
-def test_outliers_equal_reference(length, count):
-    q, _ = loud(q_length=length, heads=2, kv_heads=1)
+@pytest.mark.parametrize("samples_per_block", [4, 32])
+def test_outliers_equal_reference(length, samples_per_block):
+    q, _ = random_peaked_qk(q_length=length, heads=2, kv_heads=1)
     ranges = KeyRanges.causal(1, length, length, "cpu")
-    expected = reference.outlier_queries(q, ranges, 32, count)
-    assert torch.equal(cpu.outlier_queries(q, ranges, 32, count), expected)
+    expected = reference.sample_outlier_queries(q, ranges, 32, samples_per_block)
+    assert torch.equal(cpu.sample_outlier_queries(q, ranges, 32, samples_per_block), expected)
 
 
 def test_bfloat16_is_scored_in_float32():
-    q, k = heads_on("cpu", 640, heads=6, kv_heads=2, dim=16)
-    expected, actual = both_selections(q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG)
-    assert (expected != actual).float().mean() <= TIES
+    q, k = random_topic_qk("cpu", 640, heads=6, kv_heads=2, dim=16)
+    expected, actual = select_by_reference_and_cpu(
+        q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG
+    )
+    assert (expected != actual).float().mean() <= MAX_DIFFERING_FRACTION

@@ -4,62 +4,68 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import laid_out
-from selecting import loud
+from attention_cases import make_block_layout
+from selecting import random_peaked_qk
 
 from cab_hf import CabConfig
 from cab_hf.selection import reference
-from cab_hf.selection.gather import Channels, outlier_positions, quantize, sample_queries
-from cab_hf.selection.tiles import FP8, HeadRange, channel_widths
+from cab_hf.selection.gather import ChannelOrder, quantize, sample_outlier_positions, sample_queries
+from cab_hf.selection.tiles import FP8, HeadRange, compute_channel_widths
 
-SMALL = CabConfig(32, 16, predictor="rows", outlier_queries=4, typical_queries=4,
+SMALL_BLOCKS = CabConfig(32, 16, predictor="rows", outlier_queries=4, typical_queries=4,
     typical_key_stride=1)  # fmt: skip
 SHAPE = {"q_length": 300, "heads": 4, "kv_heads": 2, "dim": 32}
-HALF = tuple(range(16, 32))
+UPPER_HALF_CHANNELS = tuple(range(16, 32))
 # 8 heads in total: 2 batch rows of 4 heads
-HEADS = HeadRange(first=0, count=8, per_row=4)
+ALL_HEADS = HeadRange(first_head=0, num_heads=8, heads_per_row=4)
 CPU = torch.device("cpu")
 
 
 def test_channels_are_padded_to_powers_of_two():
-    order = Channels.of((2, 3, 5), 8, CPU)
-    assert (order.first_width, order.other_width) == (32, 32) == channel_widths((2, 3, 5), 8)
-    assert order.table[:4].tolist() == [2, 3, 5, -1]
-    assert order.table[32:38].tolist() == [0, 1, 4, 6, 7, -1]
-    all_channels = Channels.of((), 80, CPU)
+    order = ChannelOrder.create((2, 3, 5), 8, CPU)
     assert (
-        (all_channels.first_width, all_channels.other_width) == (128, 0) == channel_widths((), 80)
+        (order.first_width, order.other_width) == (32, 32) == compute_channel_widths((2, 3, 5), 8)
     )
-    assert all_channels.table[:80].tolist() == list(range(80))
+    assert order.channel_table[:4].tolist() == [2, 3, 5, -1]
+    assert order.channel_table[32:38].tolist() == [0, 1, 4, 6, 7, -1]
+    all_channels = ChannelOrder.create((), 80, CPU)
+    assert (
+        (all_channels.first_width, all_channels.other_width)
+        == (128, 0)
+        == compute_channel_widths((), 80)
+    )
+    assert all_channels.channel_table[:80].tolist() == list(range(80))
 
 
 def test_stored_keys_follow_the_order_of_channels():
-    _, k = loud(**SHAPE)
-    keys, exponents = quantize(k, HALF, k.dtype)
+    _, k = random_peaked_qk(**SHAPE)
+    keys, exponents = quantize(k, UPPER_HALF_CHANNELS, k.dtype)
     assert not exponents.any()
     assert torch.equal(keys[..., :32], torch.nn.functional.pad(k[..., 16:], (0, 16)))
     assert torch.equal(keys[..., 32:48], k[..., :16])
 
 
 def test_padded_rows_give_outliers_of_the_reference():
-    q, _ = loud(batch=2, **SHAPE)
-    layout = laid_out("padded", batch=2, length=300, kv_length=300, align=32, device="cpu")
+    q, _ = random_peaked_qk(batch=2, **SHAPE)
+    layout = make_block_layout("padded", batch=2, length=300, kv_length=300, align=32, device="cpu")
     q, ranges = layout.queries(q), layout.ranges
-    for count in (1, 8, 32):
-        actual = outlier_positions(q, ranges, heads=HEADS, query_block=32, count=count)
-        expected = reference.outlier_queries(q, ranges, 32, count)
+    for samples_per_block in (1, 8, 32):
+        actual = sample_outlier_positions(
+            q, ranges, heads=ALL_HEADS, query_block=32, samples_per_block=samples_per_block
+        )
+        expected = reference.sample_outlier_queries(q, ranges, 32, samples_per_block)
         assert torch.equal(actual, expected.int().flatten(2).flatten(0, 1))
 
 
 def test_padded_rows_give_typical_queries_of_the_reference():
-    q, _ = loud(batch=2, **SHAPE)
-    layout = laid_out("padded", batch=2, length=300, kv_length=300, align=32, device="cpu")
+    q, _ = random_peaked_qk(batch=2, **SHAPE)
+    layout = make_block_layout("padded", batch=2, length=300, kv_length=300, align=32, device="cpu")
     q, ranges = layout.queries(q), layout.ranges
-    config = replace(SMALL, outlier_queries=0)
+    config = replace(SMALL_BLOCKS, outlier_queries=0)
     (sample,) = sample_queries(
-        q, ranges=ranges, config=config, heads=HEADS, scale=1.0, channels=(), dtype=q.dtype
+        q, ranges=ranges, config=config, heads=ALL_HEADS, scale=1.0, channels=(), dtype=q.dtype
     )
-    positions = reference.typical_queries(ranges, 32, 4).flatten(1)
+    positions = reference.sample_typical_queries(ranges, 32, 4).flatten(1)
     is_real = positions >= 0
     positions = positions.clamp(min=0)
     end = ranges.end.gather(1, positions).masked_fill(~is_real, -1)
@@ -69,11 +75,11 @@ def test_padded_rows_give_typical_queries_of_the_reference():
     assert torch.equal(sample.vectors[6], expected)
 
 
-def dequantized(k):
+def quantize_and_dequantize(k):
     """Quantise keys to FP8; return (dequantised keys, exponent of each key)."""
-    values, exponents = quantize(k, (), FP8)
-    assert values.dtype == FP8 and exponents.dtype == torch.int8
-    return values.float()[..., : k.shape[3]] * 2.0**exponents, exponents
+    quantized_keys, exponents = quantize(k, (), FP8)
+    assert quantized_keys.dtype == FP8 and exponents.dtype == torch.int8
+    return quantized_keys.float()[..., : k.shape[3]] * 2.0**exponents, exponents
 
 
 @pytest.mark.parametrize(
@@ -89,26 +95,26 @@ def dequantized(k):
     ],
 )
 def test_8_bit_keys_round_to_four_bits_of_the_largest_channel(key, expected):
-    actual, _ = dequantized(torch.tensor(key).reshape(1, 1, 1, -1))
+    actual, _ = quantize_and_dequantize(torch.tensor(key).reshape(1, 1, 1, -1))
     assert torch.equal(actual.flatten(), torch.tensor(expected))
 
 
 @pytest.mark.parametrize("power", [-45, -14, -3, 1, 14, 45])
 def test_8_bit_keys_scaled_by_a_power_of_two_round_alike(power):
-    _, k = loud(**SHAPE)
-    expected, exponents = dequantized(k)
-    assert torch.equal(dequantized(k * 2.0**power)[0], expected * 2.0**power)
+    _, k = random_peaked_qk(**SHAPE)
+    expected, exponents = quantize_and_dequantize(k)
+    assert torch.equal(quantize_and_dequantize(k * 2.0**power)[0], expected * 2.0**power)
     # the random keys of `loud` all have the same exponent
     assert exponents.unique().tolist() == [-1]
 
 
 @pytest.mark.parametrize("channels", [(), (2, 3, 10, 11)], ids=["all", "some"])
 def test_8_bit_key_does_not_depend_on_other_keys(channels):
-    _, k = loud(**SHAPE)
-    alone = quantize(k[:, :, 42:43], channels, FP8)
-    with_large_keys = k * 3000.0
-    with_large_keys[:, :, 42] = k[:, :, 42]
-    for keys, index in ((k, 42), (with_large_keys, 42), (k[:, :, 42:90], 0)):
-        for tensor, expected in zip(quantize(keys, channels, FP8), alone, strict=True):
+    _, k = random_peaked_qk(**SHAPE)
+    quantized_alone = quantize(k[:, :, 42:43], channels, FP8)
+    k_with_large_keys = k * 3000.0
+    k_with_large_keys[:, :, 42] = k[:, :, 42]
+    for keys, index in ((k, 42), (k_with_large_keys, 42), (k[:, :, 42:90], 0)):
+        for tensor, expected in zip(quantize(keys, channels, FP8), quantized_alone, strict=True):
             actual = tensor[:, :, index : index + 1].contiguous()
             assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))

@@ -4,53 +4,83 @@ from dataclasses import replace
 
 import pytest
 import torch
-from marks import slow_but
-from selecting import laid_in, loud, plan_by_reference, rows_plan_by_kernels
+from marks import mark_slow_except
+from selecting import arrange_in_layout, plan_by_reference, random_peaked_qk, rows_plan_by_kernels
 
 from cab_hf import CabConfig
 from cab_hf.plan import KeyRanges
 from cab_hf.selection import compact, gather, tiles
 
-SMALL = CabConfig(
+SMALL_BLOCKS = CabConfig(
     32, 16, predictor="rows", outlier_queries=4, typical_queries=4,
     typical_key_stride=1, mass_threshold=0.08, share_threshold=0.3,
 )  # fmt: skip
 SHAPE = {"q_length": 300, "heads": 4, "kv_heads": 2, "dim": 32}
 # two query heads and one KV head, for tests that run the kernels twice
-ONE_GROUP = {**SHAPE, "heads": 2, "kv_heads": 1}
+ONE_KV_HEAD = {**SHAPE, "heads": 2, "kv_heads": 1}
 # channels by which outlier queries are scored: the second half of 32 channels
-HALF = tuple(range(16, 32))
+UPPER_HALF_CHANNELS = tuple(range(16, 32))
 
 
-def assert_same(actual, expected):
+def assert_same_lists(actual, expected):
     """Assert that two plans have the same blocks in the same lists."""
-    for lists_of in ("full", "partial"):
-        one, other = (getattr(plan, lists_of) for plan in (actual, expected))
-        assert torch.equal(one.counts, other.counts)
-        columns = -(-expected.kv_length // expected.key_block)
-        assert torch.equal(one.to_dense(columns), other.to_dense(columns))
+    for list_name in ("full", "partial"):
+        actual_lists, expected_lists = (getattr(plan, list_name) for plan in (actual, expected))
+        assert torch.equal(actual_lists.counts, expected_lists.counts)
+        kv_blocks = -(-expected.kv_length // expected.key_block)
+        assert torch.equal(actual_lists.to_dense(kv_blocks), expected_lists.to_dense(kv_blocks))
 
 
 @pytest.mark.parametrize(
     ("fields", "shape", "layout", "channels"),
-    slow_but(
+    mark_slow_except(
         [
-            pytest.param({}, {}, "causal", HALF, id="causal"),
-            pytest.param({}, {"batch": 2}, "padded", HALF, id="padded"),
-            pytest.param({}, {}, "packed", HALF, id="packed"),
-            pytest.param({}, {"q_length": 100, "kv_length": 300}, "chunk", HALF, id="chunk"),
-            pytest.param({}, {"batch": 2, "q_length": 140}, "in-place", HALF, id="in-place"),
+            pytest.param({}, {}, "causal", UPPER_HALF_CHANNELS, id="causal"),
+            pytest.param({}, {"batch": 2}, "padded", UPPER_HALF_CHANNELS, id="padded"),
+            pytest.param({}, {}, "packed", UPPER_HALF_CHANNELS, id="packed"),
+            pytest.param(
+                {}, {"q_length": 100, "kv_length": 300}, "chunk", UPPER_HALF_CHANNELS, id="chunk"
+            ),
+            pytest.param(
+                {}, {"batch": 2, "q_length": 140}, "in-place", UPPER_HALF_CHANNELS, id="in-place"
+            ),
             pytest.param({}, {}, "causal", (), id="all-channels"),
             pytest.param({}, {"dim": 24}, "causal", (1, 3, 4, 20, 23), id="some-channels"),
-            pytest.param({"outlier_queries": 0}, {}, "causal", HALF, id="typical-alone"),
-            pytest.param({"outlier_queries": 16}, {}, "causal", HALF, id="many-outliers"),
-            pytest.param({"typical_queries": 32}, {}, "causal", HALF, id="every-query"),
-            pytest.param({"mass_threshold": 0.0}, {}, "packed", HALF, id="everything"),
-            pytest.param({"max_density": 0.4}, {"batch": 2}, "padded", HALF, id="capped"),
-            pytest.param({"max_density": 0.3}, {"batch": 2}, "in-place", HALF, id="capped-listed"),
-            pytest.param({"typical_key_stride": 4}, {}, "causal", HALF, id="every-4th-key"),
-            pytest.param({"typical_key_stride": 4}, {"batch": 2}, "padded", HALF, id="4th-padded"),
-            pytest.param({"typical_key_stride": 8}, {}, "packed", HALF, id="every-8th-packed"),
+            pytest.param(
+                {"outlier_queries": 0}, {}, "causal", UPPER_HALF_CHANNELS, id="typical-alone"
+            ),
+            pytest.param(
+                {"outlier_queries": 16}, {}, "causal", UPPER_HALF_CHANNELS, id="many-outliers"
+            ),
+            pytest.param(
+                {"typical_queries": 32}, {}, "causal", UPPER_HALF_CHANNELS, id="every-query"
+            ),
+            pytest.param(
+                {"mass_threshold": 0.0}, {}, "packed", UPPER_HALF_CHANNELS, id="everything"
+            ),
+            pytest.param(
+                {"max_density": 0.4}, {"batch": 2}, "padded", UPPER_HALF_CHANNELS, id="capped"
+            ),
+            pytest.param(
+                {"max_density": 0.3},
+                {"batch": 2},
+                "in-place",
+                UPPER_HALF_CHANNELS,
+                id="capped-listed",
+            ),
+            pytest.param(
+                {"typical_key_stride": 4}, {}, "causal", UPPER_HALF_CHANNELS, id="every-4th-key"
+            ),
+            pytest.param(
+                {"typical_key_stride": 4},
+                {"batch": 2},
+                "padded",
+                UPPER_HALF_CHANNELS,
+                id="4th-padded",
+            ),
+            pytest.param(
+                {"typical_key_stride": 8}, {}, "packed", UPPER_HALF_CHANNELS, id="every-8th-packed"
+            ),
             pytest.param(
                 {"typical_key_stride": 16, "outlier_queries": 0}, {}, "in-place", (), id="16th"
             ),
@@ -61,141 +91,174 @@ def assert_same(actual, expected):
                 (1, 3, 4, 20, 23),
                 id="2nd-of-64-some-channels",
             ),
-            pytest.param({"key_block": 64}, {}, "causal", HALF, id="wide-keys"),
-            pytest.param({"key_block": 128}, {}, "packed", HALF, id="keys-of-several-tiles"),
-            pytest.param({"query_block": 48, "key_block": 48}, {}, "causal", HALF, id="48"),
-            pytest.param({"sink_blocks": 0, "local_blocks": 0}, {}, "causal", HALF, id="unforced"),
-            pytest.param({"dense_tail_blocks": 2}, {"batch": 2}, "padded", HALF, id="two-tails"),
-            pytest.param({"dense_tail_blocks": 0}, {"q_length": 7}, "causal", HALF, id="7-tokens"),
+            pytest.param({"key_block": 64}, {}, "causal", UPPER_HALF_CHANNELS, id="wide-keys"),
+            pytest.param(
+                {"key_block": 128}, {}, "packed", UPPER_HALF_CHANNELS, id="keys-of-several-tiles"
+            ),
+            pytest.param(
+                {"query_block": 48, "key_block": 48}, {}, "causal", UPPER_HALF_CHANNELS, id="48"
+            ),
+            pytest.param(
+                {"sink_blocks": 0, "local_blocks": 0},
+                {},
+                "causal",
+                UPPER_HALF_CHANNELS,
+                id="unforced",
+            ),
+            pytest.param(
+                {"dense_tail_blocks": 2},
+                {"batch": 2},
+                "padded",
+                UPPER_HALF_CHANNELS,
+                id="two-tails",
+            ),
+            pytest.param(
+                {"dense_tail_blocks": 0},
+                {"q_length": 7},
+                "causal",
+                UPPER_HALF_CHANNELS,
+                id="7-tokens",
+            ),
         ],
         *(0, 1, 3, 11, 12, 13, 14, 15),
     ),
 )
-def test_any_setting_gives_lists_of_the_reference(
+def test_kernels_give_lists_of_reference_for_every_setting(
     fields, shape, layout, channels, uninitialised_is_nan
 ):
-    config = replace(SMALL, **fields)
-    q, k = loud(**{**SHAPE, **shape})
-    q, k, ranges = laid_in(layout, q, k, config.query_block)
+    config = replace(SMALL_BLOCKS, **fields)
+    q, k = random_peaked_qk(**{**SHAPE, **shape})
+    q, k, ranges = arrange_in_layout(layout, q, k, config.query_block)
     expected = plan_by_reference(config, q, k, ranges, channels=channels)
-    assert_same(rows_plan_by_kernels(config, q, k, ranges, channels=channels), expected)
+    assert_same_lists(rows_plan_by_kernels(config, q, k, ranges, channels=channels), expected)
 
 
 @pytest.mark.parametrize(
     ("fields", "layout", "channels"),
-    slow_but(
+    mark_slow_except(
         [
-            pytest.param({}, "padded", HALF, id="padded"),
-            pytest.param({"key_block": 128}, "packed", HALF, id="keys-of-several-tiles"),
+            pytest.param({}, "padded", UPPER_HALF_CHANNELS, id="padded"),
+            pytest.param(
+                {"key_block": 128}, "packed", UPPER_HALF_CHANNELS, id="keys-of-several-tiles"
+            ),
             pytest.param({"query_block": 48, "key_block": 48}, "causal", (), id="48"),
         ],
         0,
     ),
 )
-def test_keys_read_by_pointers_give_lists_of_the_reference(fields, layout, channels, by_pointers):
-    config = replace(SMALL, **fields)
-    q, k, ranges = laid_in(layout, *loud(**SHAPE, batch=2), config.query_block)
+def test_keys_read_by_pointers_give_lists_of_the_reference(fields, layout, channels, pointer_loads):
+    config = replace(SMALL_BLOCKS, **fields)
+    q, k, ranges = arrange_in_layout(
+        layout, *random_peaked_qk(**SHAPE, batch=2), config.query_block
+    )
     expected = plan_by_reference(config, q, k, ranges, channels=channels)
-    assert_same(rows_plan_by_kernels(config, q, k, ranges, channels=channels), expected)
+    assert_same_lists(rows_plan_by_kernels(config, q, k, ranges, channels=channels), expected)
 
 
-LOGITS = {
+LOGIT_OPTIONS = {
     "sinks": {"sinks": torch.tensor([-3.0, 4.0, 12.0, 90.0])},
     "softcap": {"softcap": 4.0},
 }
 
 
-@pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
-def test_sinks_and_softcap_give_lists_of_the_reference(logits):
-    q, k = loud(**SHAPE)
+@pytest.mark.parametrize("logit_options", LOGIT_OPTIONS.values(), ids=LOGIT_OPTIONS)
+def test_sinks_and_softcap_give_lists_of_the_reference(logit_options):
+    q, k = random_peaked_qk(**SHAPE)
     ranges = KeyRanges.causal(1, q.shape[2], q.shape[2], "cpu")
-    expected = plan_by_reference(SMALL, q, k, ranges, channels=HALF, **logits)
-    actual = rows_plan_by_kernels(SMALL, q, k, ranges, channels=HALF, **logits)
-    assert_same(actual, expected)
-    without = plan_by_reference(SMALL, q, k, ranges, channels=HALF)
-    assert abs(expected.density() - without.density()) > 0.02
+    expected = plan_by_reference(
+        SMALL_BLOCKS, q, k, ranges, channels=UPPER_HALF_CHANNELS, **logit_options
+    )
+    actual = rows_plan_by_kernels(
+        SMALL_BLOCKS, q, k, ranges, channels=UPPER_HALF_CHANNELS, **logit_options
+    )
+    assert_same_lists(actual, expected)
+    plain_plan = plan_by_reference(SMALL_BLOCKS, q, k, ranges, channels=UPPER_HALF_CHANNELS)
+    assert abs(expected.density() - plain_plan.density()) > 0.02
 
 
 def test_transposed_views_give_the_same_lists():
-    q, k = loud(**ONE_GROUP)
+    q, k = random_peaked_qk(**ONE_KV_HEAD)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = rows_plan_by_kernels(SMALL, q, k, ranges)
+    expected = rows_plan_by_kernels(SMALL_BLOCKS, q, k, ranges)
     q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
-    assert_same(rows_plan_by_kernels(SMALL, q, k, ranges), expected)
+    assert_same_lists(rows_plan_by_kernels(SMALL_BLOCKS, q, k, ranges), expected)
 
 
 def test_many_chunks_with_small_scratch_give_the_same_lists(monkeypatch):
-    q, k = loud(**ONE_GROUP)
+    q, k = random_peaked_qk(**ONE_KV_HEAD)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = rows_plan_by_kernels(SMALL, q, k, ranges)
+    expected = rows_plan_by_kernels(SMALL_BLOCKS, q, k, ranges)
     monkeypatch.setattr(tiles, "SCRATCH_BYTES", 1)
     monkeypatch.setattr(tiles, "MIN_ROWS_FLOAT32", 8)
-    assert_same(rows_plan_by_kernels(SMALL, q, k, ranges), expected)
+    assert_same_lists(rows_plan_by_kernels(SMALL_BLOCKS, q, k, ranges), expected)
 
 
 def test_small_score_memory_gives_the_same_capped_lists(monkeypatch):
-    q, k = loud(**ONE_GROUP)
-    ranges, config = KeyRanges.causal(1, 300, 300, "cpu"), replace(SMALL, max_density=0.3)
+    q, k = random_peaked_qk(**ONE_KV_HEAD)
+    ranges, config = KeyRanges.causal(1, 300, 300, "cpu"), replace(SMALL_BLOCKS, max_density=0.3)
     expected = rows_plan_by_kernels(config, q, k, ranges)
     monkeypatch.setattr(compact, "SCORE_BYTES", 1)
-    assert_same(rows_plan_by_kernels(config, q, k, ranges), expected)
+    assert_same_lists(rows_plan_by_kernels(config, q, k, ranges), expected)
 
 
 def test_lists_over_the_memory_bound_get_the_width_of_the_longest_row(monkeypatch):
-    q, k = loud(**ONE_GROUP)
+    q, k = random_peaked_qk(**ONE_KV_HEAD)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = rows_plan_by_kernels(SMALL, q, k, ranges)
+    expected = rows_plan_by_kernels(SMALL_BLOCKS, q, k, ranges)
     monkeypatch.setattr(compact, "LIST_BYTES", 1)
-    actual = rows_plan_by_kernels(SMALL, q, k, ranges)
-    assert_same(actual, expected)
-    longest = (expected.full.counts + expected.partial.counts).max()
-    assert actual.full.width == longest < expected.full.width
+    actual = rows_plan_by_kernels(SMALL_BLOCKS, q, k, ranges)
+    assert_same_lists(actual, expected)
+    max_count = (expected.full.counts + expected.partial.counts).max()
+    assert actual.full.width == max_count < expected.full.width
 
 
-def with_one_large_key(k):
+def scale_one_key(k):
     """Return keys of which key 50 is scaled by 2^12, so that its FP8 exponent differs."""
     k = k.clone()
     k[:, :, 50] *= 2.0**12
     return k
 
 
-def with_many_magnitudes(k):
+def scale_keys_differently(k):
     """Return keys with odd keys scaled by 2^-12, and every third block of 16 keys by 2^-9."""
     token = torch.arange(k.shape[2])
     return k * 2.0 ** -(12.0 * (token % 2) + 9.0 * (token // 16 % 3 == 1))[:, None]
 
 
-def dequantized(k):
+def quantize_and_dequantize(k):
     """Return the keys after quantisation to FP8 and dequantisation."""
     values, exponents = gather.quantize(k, (), tiles.FP8)
     return values.float()[..., : k.shape[3]] * 2.0**exponents
 
 
 @pytest.mark.parametrize(
-    "change", slow_but([torch.clone, with_one_large_key, with_many_magnitudes], 0, 2)
+    "change_keys", mark_slow_except([torch.clone, scale_one_key, scale_keys_differently], 0, 2)
 )
-def test_8_bit_keys_select_nearly_the_blocks_of_the_reference(change, uninitialised_is_nan):
-    q, k = loud(**SHAPE)
-    k, ranges = change(k), KeyRanges.causal(1, 300, 300, "cpu")
-    expected = plan_by_reference(SMALL, q, dequantized(k), ranges).to_dense()
-    actual = rows_plan_by_kernels(SMALL, q, k, ranges, dtype=tiles.FP8).to_dense()
+def test_8_bit_keys_select_nearly_the_blocks_of_the_reference(change_keys, uninitialised_is_nan):
+    q, k = random_peaked_qk(**SHAPE)
+    k, ranges = change_keys(k), KeyRanges.causal(1, 300, 300, "cpu")
+    expected = plan_by_reference(SMALL_BLOCKS, q, quantize_and_dequantize(k), ranges).to_dense()
+    actual = rows_plan_by_kernels(SMALL_BLOCKS, q, k, ranges, dtype=tiles.FP8).to_dense()
     # allow for 6% differences: the kernels also quantise queries, and the reference does not
     assert (actual != expected).sum() <= 0.06 * expected.sum()
 
 
-@pytest.mark.parametrize("change", slow_but([torch.clone, with_many_magnitudes], 1))
+@pytest.mark.parametrize("change_keys", mark_slow_except([torch.clone, scale_keys_differently], 1))
 @pytest.mark.parametrize("power", [-20, 13])
-def test_8_bit_selection_does_not_depend_on_the_magnitude_of_keys(power, change):
-    q, k = loud(**ONE_GROUP)
+def test_8_bit_selection_does_not_depend_on_the_magnitude_of_keys(power, change_keys):
+    q, k = random_peaked_qk(**ONE_KV_HEAD)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = rows_plan_by_kernels(SMALL, q, change(k), ranges, dtype=tiles.FP8)
-    q, k = q * 2.0**-power, change(k) * 2.0**power
-    assert_same(rows_plan_by_kernels(SMALL, q, k, ranges, dtype=tiles.FP8), expected)
+    expected = rows_plan_by_kernels(SMALL_BLOCKS, q, change_keys(k), ranges, dtype=tiles.FP8)
+    q, k = q * 2.0**-power, change_keys(k) * 2.0**power
+    assert_same_lists(rows_plan_by_kernels(SMALL_BLOCKS, q, k, ranges, dtype=tiles.FP8), expected)
 
 
 def test_later_8_bit_key_of_another_magnitude_changes_no_earlier_row():
-    q, k = loud(**ONE_GROUP)
-    ranges, config = KeyRanges.causal(1, 300, 300, "cpu"), replace(SMALL, dense_tail_blocks=0)
+    q, k = random_peaked_qk(**ONE_KV_HEAD)
+    ranges, config = (
+        KeyRanges.causal(1, 300, 300, "cpu"),
+        replace(SMALL_BLOCKS, dense_tail_blocks=0),
+    )
     before = rows_plan_by_kernels(config, q, k, ranges, dtype=tiles.FP8).to_dense()
     k[:, :, 260:] *= 2.0**11
     after = rows_plan_by_kernels(config, q, k, ranges, dtype=tiles.FP8).to_dense()

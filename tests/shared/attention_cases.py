@@ -2,7 +2,7 @@
 
 import torch
 from budget import EPS
-from valid_plan import require_valid
+from valid_plan import assert_valid_plan
 
 from cab_hf import BlockPlan
 from cab_hf.call.layout import BlockLayout, LayoutOptions
@@ -34,12 +34,12 @@ def random_plan(q, k, blocks, share=0.4, ranges=None, heads=None, **fields):
     )
 
 
-def seeds(count):
+def random_seeds(count):
     """Return random seeds, int64 [count]."""
     return torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(0))
 
 
-def laid_out(layout, batch, length, kv_length, align, device):
+def make_block_layout(layout, batch, length, kv_length, align, device):
     """Return the `BlockLayout` of a batch with a named arrangement of padding and documents.
 
     Args:
@@ -52,10 +52,10 @@ def laid_out(layout, batch, length, kv_length, align, device):
         align: documents start at multiples of this number of tokens.
         device: device of the layout.
     """
-    valid = torch.ones(batch, kv_length, dtype=torch.bool)
+    padding_mask = torch.ones(batch, kv_length, dtype=torch.bool)
     doc_ids = None
     if layout == "padded":
-        valid[0, : kv_length // 5] = False
+        padding_mask[0, : kv_length // 5] = False
     if layout == "packed":
         doc_ids = (torch.arange(kv_length) >= kv_length // 3).long().expand(batch, -1).to(device)
     options = LayoutOptions()
@@ -68,7 +68,7 @@ def laid_out(layout, batch, length, kv_length, align, device):
         q_length=length,
         kv_length=kv_length,
         q_offset=kv_length - length,
-        padding_mask=None if layout in ("causal", "chunk") else valid.to(device),
+        padding_mask=None if layout in ("causal", "chunk") else padding_mask.to(device),
         doc_ids=doc_ids,
         align=align,
         device=device,
@@ -76,7 +76,9 @@ def laid_out(layout, batch, length, kv_length, align, device):
     )
 
 
-def draw(device, dtype, q_length, kv_length=None, batch=1, heads=6, kv_heads=2, dim=16):
+def random_qkv_and_grad(
+    device, dtype, q_length, kv_length=None, batch=1, heads=6, kv_heads=2, dim=16
+):
     """Return random q, k, v and output gradient, [B, H, N, D] with the strides of [B, N, H, D]."""
     generator = torch.Generator().manual_seed(0)
 
@@ -89,7 +91,7 @@ def draw(device, dtype, q_length, kv_length=None, batch=1, heads=6, kv_heads=2, 
     return [normal(length, num_heads) for length, num_heads in sizes]
 
 
-def case(
+def make_case(
     device,
     dtype,
     blocks,
@@ -105,16 +107,16 @@ def case(
     Args:
         device, dtype: device and dtype of q, k, v and the gradient.
         blocks: (query block, key block).
-        layout: as in `laid_out`.
+        layout: as in `make_block_layout`.
         plan_heads: number of heads of the plan; None: the heads of q.
         share: probability that the plan lists a block that is not on the diagonal.
         dense_rows: query blocks with dense attention, a list per row of the batch; "tail" for the
             last query block of each sequence; None: no dense rows.
         sample_period: one of ``sample_period`` unselected blocks is sampled; None: no sample.
-        shape: arguments of `draw`, such as ``q_length``.
+        shape: arguments of `random_qkv_and_grad`, such as ``q_length``.
     """
-    q, k, v, grad = draw(device, dtype, **shape)
-    block_layout = laid_out(
+    q, k, v, grad = random_qkv_and_grad(device, dtype, **shape)
+    block_layout = make_block_layout(
         layout=layout,
         batch=q.shape[0],
         length=q.shape[2],
@@ -131,12 +133,12 @@ def case(
     plan_queries = q if plan_heads is None else q[:, :plan_heads]
     plan = random_plan(plan_queries, k, blocks, share=share, ranges=ranges, dense_rows=dense_rows)
     if sample_period is not None:
-        plan = plan.with_sample(sample_period, seeds(1)[0].to(device))
-    require_valid(plan)
+        plan = plan.with_sample(sample_period, random_seeds(1)[0].to(device))
+    assert_valid_plan(plan)
     return q, k, v, grad, plan
 
 
-def with_gradients(attend, inputs, grad, plan, scale, through_lse=False, **logits):
+def run_with_gradients(attend, inputs, grad, plan, scale, through_lse=False, **logits):
     """Run an engine forward and backward; return "out", "lse", "dq", "dk" and "dv" by name.
 
     Args:
@@ -157,20 +159,22 @@ def with_gradients(attend, inputs, grad, plan, scale, through_lse=False, **logit
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
 
 
-def assert_engine_within_budget(attend, q, k, v, grad, plan, scale, **how):
+def assert_engine_within_budget(attend, q, k, v, grad, plan, scale, **engine_options):
     """Assert that output, log-sum-exp and gradients of an engine are within the error budget.
 
     The budget is twice the error of the PyTorch reference at the same precision; both errors are
-    differences to the reference in float64. Arguments are those of `with_gradients`.
+    differences to the reference in float64. Arguments are those of `run_with_gradients`.
     """
-    fields = {"plan": plan, "scale": scale, **how}
+    fields = {"plan": plan, "scale": scale, **engine_options}
     inputs, double_inputs = (q, k, v), [x.double() for x in (q, k, v)]
-    actual = with_gradients(attend, inputs, grad, **fields)
-    plain = with_gradients(reference.attention, inputs, grad, **fields)
-    exact = with_gradients(reference.attention, double_inputs, grad.double(), **fields)
+    actual_results = run_with_gradients(attend, inputs, grad, **fields)
+    plain_results = run_with_gradients(reference.attention, inputs, grad, **fields)
+    exact_results = run_with_gradients(reference.attention, double_inputs, grad.double(), **fields)
     has_keys = (plan.ranges.end >= 0)[:, None]
-    for name in actual:
-        result, baseline, expected = (x[name].detach().double() for x in (actual, plain, exact))
+    for name in actual_results:
+        result, baseline, expected = (
+            x[name].detach().double() for x in (actual_results, plain_results, exact_results)
+        )
         if name == "lse":
             is_empty = expected == -torch.inf
             assert torch.equal((result == -torch.inf) & has_keys, is_empty & has_keys)
@@ -184,5 +188,5 @@ def assert_engine_within_budget(attend, q, k, v, grad, plan, scale, **how):
             )
         error = (result - expected).abs().max()
         eps = EPS[q.dtype] * expected.abs().max()
-        allowed = 2 * ((baseline - expected).abs().max() + eps)
-        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+        allowed_error = 2 * ((baseline - expected).abs().max() + eps)
+        assert error <= allowed_error, f"{name}: error {error:.3g}, allowed {allowed_error:.3g}"

@@ -4,54 +4,54 @@ import torch
 from tiny import tokens
 
 
-def positions_of(lengths):
+def packed_position_ids(lengths):
     """Return position ids [1, N] of packed documents with these lengths."""
     return torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
 
 
-def left_padded(ids, padding):
+def pad_left(ids, padding):
     """Return (ids, attention mask) after adding ``padding`` padding tokens on the left."""
     ids = torch.cat([ids.new_zeros(ids.shape[0], padding), ids], dim=1)
     return ids, (torch.arange(ids.shape[1]) >= padding).long().expand(ids.shape[0], -1)
 
 
-def _padded(padding):
-    """Return an entry of `CALLS` in which row 0 has padding at the slice ``padding``."""
+def _make_padded_call(padding):
+    """Return an entry of `MODEL_CALLS` in which row 0 has padding at the slice ``padding``."""
     ids = tokens(2, 150)
     mask = torch.ones_like(ids)
     mask[0, padding] = 0
     return {"input_ids": ids, "attention_mask": mask}, mask.bool()
 
 
-def _single(length):
-    """Return an entry of `CALLS`: two rows of ``length`` tokens without padding."""
+def _make_plain_call(length):
+    """Return an entry of `MODEL_CALLS`: two rows of ``length`` tokens without padding."""
     return {"input_ids": tokens(2, length)}, slice(None)
 
 
-def _packed():
-    """Return an entry of `CALLS`: three packed documents in one row."""
-    positions = positions_of((50, 3, 97))
+def _make_packed_call():
+    """Return an entry of `MODEL_CALLS`: three packed documents in one row."""
+    positions = packed_position_ids((50, 3, 97))
     return {"input_ids": tokens(1, 150), "position_ids": positions, "use_cache": False}, slice(None)
 
 
 # by name: (keyword arguments of a model, index [B, N] that selects tokens that are not padding)
-CALLS = {
-    "one-token": _single(1),
-    "less-than-a-block": _single(31),
-    "plain": _single(200),
-    "left": _padded(slice(0, 37)),
-    "right": _padded(slice(-37, None)),
-    "packed": _packed(),
+MODEL_CALLS = {
+    "one-token": _make_plain_call(1),
+    "less-than-a-block": _make_plain_call(31),
+    "plain": _make_plain_call(200),
+    "left": _make_padded_call(slice(0, 37)),
+    "right": _make_padded_call(slice(-37, None)),
+    "packed": _make_packed_call(),
 }
 
 
-def logits(model, **inputs):
+def compute_logits(model, **inputs):
     """Call ``model`` under no_grad, and return its logits."""
     with torch.no_grad():
         return model(**inputs).logits
 
 
-def gradients(model, ids):
+def compute_gradients(model, ids):
     """Return a list with the gradient of the language modelling loss for every parameter."""
     model.zero_grad()
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

@@ -51,7 +51,7 @@ class NoDevice:
         return 0
 
 
-def zeros(dtype, dim, queries=LENGTH, keys=LENGTH):
+def make_zeros(dtype, dim, queries=LENGTH, keys=LENGTH):
     """Return (q, k, `KeyRanges`): zeros [B, H, N, D] and the ranges of causal attention."""
     q, k = (
         torch.zeros(1, heads, length, dim, dtype=dtype)
@@ -60,7 +60,7 @@ def zeros(dtype, dim, queries=LENGTH, keys=LENGTH):
     return q, k, KeyRanges.causal(1, queries, keys, "cpu")
 
 
-def choose(config, dtype, dim, lengths=((LENGTH, LENGTH),), softcap=None):
+def launch_selection(config, dtype, dim, lengths=((LENGTH, LENGTH),), softcap=None):
     """Launch the selection kernels of predictor "rows" and the kernel that counts pairs.
 
     ``lengths`` lists (number of queries, number of keys). With ``softcap``, heads also have sinks.
@@ -69,8 +69,8 @@ def choose(config, dtype, dim, lengths=((LENGTH, LENGTH),), softcap=None):
     channels = llama_channels(dim)
     options = ScoreOptions(1.0, channels, **logits)
     for num_queries, num_keys in lengths:
-        q, k, ranges = zeros(dtype, dim, num_queries, num_keys)
-        values, exponents = api._quantize(k, channels)
+        q, k, ranges = make_zeros(dtype, dim, num_queries, num_keys)
+        values, exponents = api._quantize_on_gpu(k, channels)
         keys = QuantizedKeys(values, exponents)
         full, partial = api._select_by_kernels(
             q, keys, ranges=ranges, config=config, options=options
@@ -87,32 +87,32 @@ def choose(config, dtype, dim, lengths=((LENGTH, LENGTH),), softcap=None):
     pairs.add_pairs(replace(plan, dense_rows=None, sampled=plan.full))
 
 
-def choose_by_frc(config, dtype, dim, lengths=((LENGTH, LENGTH),)):
+def launch_frc(config, dtype, dim, lengths=((LENGTH, LENGTH),)):
     """Launch the kernels of predictor "frc"; ``lengths`` lists (queries, keys) of each launch."""
     frc.has_kernels = lambda x: True
     for num_queries, num_keys in lengths:
-        q, k, ranges = zeros(dtype, dim, num_queries, num_keys)
+        q, k, ranges = make_zeros(dtype, dim, num_queries, num_keys)
         frc.FrcPredictor(config)(q, k, LayerContext(ranges, 1.0, 0))
 
 
-def decode(config, dtype, dim):
+def launch_decode(config, dtype, dim):
     """Launch the kernels of a sparse and of a dense decode step, without and with sinks."""
-    q, k, ranges = zeros(dtype, dim)
+    q, k, ranges = make_zeros(dtype, dim)
     channels, q = llama_channels(dim), q[:, :, :1]
     index = kernels.index_keys(k, channels)
-    length, wanted = torch.tensor([LENGTH]), torch.tensor([128], dtype=torch.int32)
-    fields = {"scale": 1.0, "length": length, "wanted": wanted, "channels": channels}
-    choice = kernels.choose(q, index, valid=ranges.key_valid, **fields)
-    kernels.attend(q, k, k, choice, scale=1.0, length=length, valid=ranges.key_valid)
+    length, num_selected = torch.tensor([LENGTH]), torch.tensor([128], dtype=torch.int32)
+    fields = {"scale": 1.0, "length": length, "num_keys": num_selected, "channels": channels}
+    choice = kernels.choose(q, index, padding_mask=ranges.key_valid, **fields)
+    kernels.attend(q, k, k, choice, scale=1.0, length=length, padding_mask=ranges.key_valid)
     kernels.attend(q, k, k, choice.for_layer(k.device), scale=1.0)
     sinks = torch.zeros(HEADS)
     kernels.choose(q, index, sinks=sinks, **fields)
     kernels.attend(q, k, k, choice.for_layer(k.device), scale=1.0, sinks=sinks)
 
 
-def attend(config, dtype, dim, softcap=None):
+def launch_attention(config, dtype, dim, softcap=None):
     """Launch block attention, its backward pass, and the kernels that merge and mask outputs."""
-    q, k, ranges = zeros(dtype, dim)
+    q, k, ranges = make_zeros(dtype, dim)
     plan = BlockPlan.causal(ranges, HEADS, config.query_block, config.key_block)
     plan_arguments = block.op_arguments(plan, 1.0, softcap)
     out, lse = block.forward_op(q, k, k, **plan_arguments)
@@ -130,34 +130,34 @@ def attend(config, dtype, dim, softcap=None):
     merge.write_merged(
         out=q,
         lse=lse,
-        parts=q[:, :, :256],
-        sums=lse[:, :, :256],
+        part_outs=q[:, :, :256],
+        part_lses=lse[:, :, :256],
         query=query,
-        real=query >= 0,
+        is_real=query >= 0,
     )
     merge.share_with_sinks(out, lse, torch.zeros(HEADS))
-    flash._blank(out, lse, ranges.end)
+    flash._blank_padding_queries(out, lse, ranges.end)
 
 
-def record():
+def record_compilations():
     """Patch Triton, so that a kernel launch compiles the kernel and does not run it.
 
     Returns:
         {kernel name: {hash: compiled kernel}}, to which each launch adds its kernel.
     """
     driver.set_active(NoDevice())
-    run, compiled = jit.JITFunction.run, {}
+    original_run, compiled_kernels = jit.JITFunction.run, {}
 
     def compile_only(self, *args, grid, warmup=False, **kwargs):
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled.setdefault(self.fn.__name__, {})[kernel.hash] = kernel
+        kernel = original_run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled_kernels.setdefault(self.fn.__name__, {})[kernel.hash] = kernel
         return kernel
 
     jit.JITFunction.run = compile_only
-    return compiled
+    return compiled_kernels
 
 
-def stack(kernel):
+def stack_bytes(kernel):
     """Return the stack of a compiled kernel in bytes per thread, to which registers are spilled."""
     if not NVIDIA:
         return int(re.search(r"private_segment_fixed_size: *(\d+)", kernel.asm["amdgcn"])[1])
@@ -170,7 +170,7 @@ def stack(kernel):
 
 
 if __name__ == "__main__":
-    kernels_by_name = record()
+    kernels_by_name = record_compilations()
     for function, settings, dtype, *arguments in json.loads(sys.argv[2]):
         globals()[function](CabConfig(**settings), getattr(torch, dtype), *arguments)
     # by kernel name: (number of compilations, largest shared memory, largest stack), in bytes
@@ -178,5 +178,5 @@ if __name__ == "__main__":
     for name, by_hash in kernels_by_name.items():
         compiled_kernels = by_hash.values()
         shared = max(kernel.metadata.shared for kernel in compiled_kernels)
-        result[name] = (len(compiled_kernels), shared, max(map(stack, compiled_kernels)))
+        result[name] = (len(compiled_kernels), shared, max(map(stack_bytes, compiled_kernels)))
     print(json.dumps(result))

@@ -6,14 +6,14 @@ from tiny import qkv
 from cab_hf import CabConfig
 from cab_hf.call.call import Call
 from cab_hf.call.mask import MaskDetails, MaskInfo
-from cab_hf.config import blocks_of
+from cab_hf.config import block_sizes
 from cab_hf.dispatch import dense_masked
 from cab_hf.hf.rotary import llama_channels
 from cab_hf.ops import Workload, decode
 from cab_hf.ops.decode import kernels, reference
 
 # by name: (heads, KV heads, cache slots, written slots, D, D_v, number of keys to select, options)
-CASES = {
+STEP_CASES = {
     "group-of-3": (6, 2, 1500, 1300, 64, 64, 200, {}),
     "padding": (6, 2, 1500, 1300, 64, 64, 200, {"padding": 100}),
     "one-head-each": (4, 4, 1030, 1030, 64, 64, 300, {}),
@@ -36,49 +36,51 @@ CASES = {
 }
 
 
-def step_of(case, dtype=torch.float32, device="cpu", batch=2):
-    """Return (q, k, v, arguments) of a decode step for one of `CASES`.
+def make_step(case, dtype=torch.float32, device="cpu", batch=2):
+    """Return (q, k, v, arguments) of a decode step for one of `STEP_CASES`.
 
-    The last element is the tuple (scale, length, wanted, channels, valid, sinks) of arguments of
-    ``choose``.
+    The last element is the tuple (scale, length, num_keys, channels, padding_mask, sinks) of
+    arguments of ``choose``.
     """
-    heads, kv_heads, slots, written, dim, value_dim, wanted, options = case
+    heads, kv_heads, num_slots, num_written, dim, value_dim, num_selected, options = case
     generator = torch.Generator().manual_seed(0)
 
     def noise(num_heads, length, channels):
         return torch.randn(batch, num_heads, length, channels, generator=generator)
 
     q = 2 * noise(heads, 1, dim)
-    k, v = noise(kv_heads, slots, dim), noise(kv_heads, slots, value_dim)
+    k, v = noise(kv_heads, num_slots, dim), noise(kv_heads, num_slots, value_dim)
     # shift keys along the mean query of their group, which adds a constant to all logits of a head
     k = k + options.get("shift", 0.0) * q.unflatten(1, (kv_heads, -1)).mean(2) / 4
     q, k, v = (x.to(device, dtype) for x in (q, k, v))
-    valid = None
+    padding_mask = None
     if "padding" in options:
-        valid = torch.ones(batch, written, dtype=torch.bool, device=device)
-        valid[0, : options["padding"]] = False
+        padding_mask = torch.ones(batch, num_written, dtype=torch.bool, device=device)
+        padding_mask[0, : options["padding"]] = False
     channels = options.get("channels", llama_channels(dim))
-    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-    length = torch.tensor([written], device=device)
-    wanted = torch.tensor(wanted, dtype=torch.int32, device=device)
+    num_selected = num_selected if isinstance(num_selected, tuple) else (num_selected,)
+    length = torch.tensor([num_written], device=device)
+    num_selected = torch.tensor(num_selected, dtype=torch.int32, device=device)
     sinks = torch.tensor(options["sinks"], device=device) if "sinks" in options else None
-    return q, k, v, (dim**-0.5, length, wanted, channels, valid, sinks)
+    return q, k, v, (dim**-0.5, length, num_selected, channels, padding_mask, sinks)
 
 
-def require_step_equals_reference(case, dtype=torch.float32, device="cpu"):
+def assert_step_equals_reference(case, dtype=torch.float32, device="cpu"):
     """Assert that index, selection and attention of the kernels match the reference."""
-    q, k, v, (scale, length, wanted, channels, valid, sinks) = step_of(case, dtype, device)
+    q, k, v, (scale, length, num_selected, channels, padding_mask, sinks) = make_step(
+        case, dtype, device
+    )
     index, expected_index = (ops.index_keys(k, channels) for ops in (kernels, reference))
     for actual, expected in zip(index, expected_index, strict=True):
         assert torch.equal(actual, expected)
-    fields = {"length": length, "valid": valid, "sinks": sinks}
+    fields = {"length": length, "padding_mask": padding_mask, "sinks": sinks}
     choice, expected = (
-        ops.choose(q, index, scale, wanted=wanted, channels=channels, **fields)
+        ops.choose(q, index, scale, num_keys=num_selected, channels=channels, **fields)
         for ops in (kernels, reference)
     )
     scores = reference.score_keys(q, index, scale, channels=channels, **fields)
     _, steps, sampled, always = scores
-    limit = reference.last_read_level(steps, sampled, always, length=length, wanted=wanted)
+    limit = reference.last_read_level(steps, sampled, always, length=length, num_keys=num_selected)
     is_selected = choice.to_mask()
     assert torch.equal(is_selected.sum(-1), choice.counts)
     # kernels sum in another order, which may change the rounded attention weights by one step
@@ -93,29 +95,38 @@ def require_step_equals_reference(case, dtype=torch.float32, device="cpu"):
         torch.testing.assert_close(out, expected_out, rtol=tolerance, atol=tolerance)
 
 
-def masks_of_a_step(device="cpu"):
+def make_step_masks(device="cpu"):
     """Return `MaskInfo` by name, each of a decode step with 2 rows, one query and 300 slots."""
-    valid = torch.ones(2, 300, dtype=torch.bool, device=device)
-    valid[0, :77] = False
-    position = torch.tensor(250, device=device)
-    static = {"kv_length": None, "q_offset": position, "details": MaskDetails(cache_length=300)}
+    padding_mask = torch.ones(2, 300, dtype=torch.bool, device=device)
+    padding_mask[0, :77] = False
+    q_offset = torch.tensor(250, device=device)
+    static_fields = {
+        "kv_length": None,
+        "q_offset": q_offset,
+        "details": MaskDetails(cache_length=300),
+    }
     cases = {
-        "static": static,
-        "static-padding": {**static, "padding_mask": valid},
-        "static-window": {**static, "window": 40},
-        "static-all": {**static, "q_offset": torch.tensor(299, device=device)},
-        "padding": {"kv_length": 300, "q_offset": 299, "padding_mask": valid},
+        "static": static_fields,
+        "static-padding": {**static_fields, "padding_mask": padding_mask},
+        "static-window": {**static_fields, "window": 40},
+        "static-all": {**static_fields, "q_offset": torch.tensor(299, device=device)},
+        "padding": {"kv_length": 300, "q_offset": 299, "padding_mask": padding_mask},
         "window": {"kv_length": 300, "q_offset": 299, "window": 40},
-        "padding-window": {"kv_length": 300, "q_offset": 299, "padding_mask": valid, "window": 250},
+        "padding-window": {
+            "kv_length": 300,
+            "q_offset": 299,
+            "padding_mask": padding_mask,
+            "window": 250,
+        },
     }
     return {name: MaskInfo(2, 1, **fields) for name, fields in cases.items()}
 
 
-def require_dense_step_equals_sdpa(mask, monkeypatch, dtype=torch.float32, device="cpu"):
+def assert_dense_step_equals_sdpa(mask, monkeypatch, dtype=torch.float32, device="cpu"):
     """Assert that the kernel of a dense decode step equals SDPA with the token mask of ``mask``."""
     q, k, v = (x.to(device, dtype) for x in qkv(2, q_length=1, kv_length=300, dim=32))
     config = CabConfig()
-    work = Workload.of(q, k, v, blocks_of(config))
+    work = Workload.of(q, k, v, block_sizes(config))
     call = Call(
         q=q, k=k, v=v, scale=0.2, layer=None, config=config, sparse=False, work=work, mask=mask
     )

@@ -13,31 +13,31 @@ from cab_hf.finetune import train
 
 ROOT = Path(__file__).parents[2]
 # commands as in finetune/README.md
-LAUNCH = ["accelerate", "launch", "--config_file", "finetune/accelerate/cpu_2.yaml"]
-TRAIN = ["finetune/lora.py", "--config", "finetune/configs/tiny_cpu.yaml"]
+LAUNCH_COMMAND = ["accelerate", "launch", "--config_file", "finetune/accelerate/cpu_2.yaml"]
+TRAIN_COMMAND = ["finetune/lora.py", "--config", "finetune/configs/tiny_cpu.yaml"]
 # options of a run of four short steps on the CPU
-SMALL = [
+SHORT_RUN_OPTIONS = [
     *("--config", str(ROOT / "finetune" / "configs" / "tiny_cpu.yaml"), "--cpu"),
     *("--data", "retrieval:passkey:256", "--length", "256", "--steps", "4", "--save-every", "9"),
     *("--eval-every", "0", "--held-out", "0", "--passkey-lengths", "256"),
 ]
 # program that runs several trainings one after the other in the same processes. It injects an
 # error into a run whose output folder has one of the names in the program
-MEDDLED = """
+PROGRAM_WITH_ERRORS = """
 import os, signal, sys
 from dataclasses import replace
 from cab_hf.finetune import lora, train
 
-rank, original_step = int(os.environ["RANK"]), train.Run._step
+rank, original_step = int(os.environ["RANK"]), train.Run._run_step
 
 def step_with_error(run, step, stop_request):
-    # run.done is 0 unless the run was resumed
-    if run.out.name == "killed" and step == 3 and not run.done:
+    # run.num_finished_steps is 0 unless the run was resumed
+    if run.out.name == "killed" and step == 3 and not run.num_finished_steps:
         os.kill(os.getpid(), signal.SIGKILL)
     if run.out.name == "stopped" and step == 3 and rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     if run.out.name == "spoilt" and step == 3 and rank == 1:
-        run._clip = lambda: write_nan(run.model)
+        run._clip_gradients = lambda: write_nan(run.model)
     return original_step(run, step, stop_request)
 
 def write_nan(model):
@@ -46,8 +46,8 @@ def write_nan(model):
     parameter.grad[0, 0] = float("nan")
     return float("nan")
 
-train.Run._step = step_with_error
-build, open_data = train.build, train.open_data
+train.Run._run_step = step_with_error
+build, open_data = train.build_model, train.open_data
 
 def build_with_error(settings, device):
     model, tokenizer = build(settings, device)
@@ -63,7 +63,7 @@ def open_other_data(settings, **kwargs):
         settings = replace(settings, **moved)
     return open_data(settings=settings, **kwargs)
 
-train.build, train.open_data = build_with_error, open_other_data
+train.build_model, train.open_data = build_with_error, open_other_data
 # keep the process group for the next run
 train.Accelerator.end_training = lambda self: None
 for words in sys.argv[1].split(" / "):
@@ -76,7 +76,7 @@ for words in sys.argv[1].split(" / "):
 """
 
 
-def launched(words):
+def run_process(words):
     """Run a command and return the finished process.
 
     ``words`` start with "python", or with "accelerate" and "launch".
@@ -90,36 +90,36 @@ def launched(words):
     )
 
 
-def losses(out):
+def read_losses(out):
     """Return a list of (kind, step, loss) of all log records of the run in folder ``out``."""
-    _, records = read_log(out / train.LOG)
+    _, records = read_log(out / train.LOG_FILE)
     return [
-        (each["kind"], each["step"], each.get("loss", each.get("held_out_loss")))
-        for each in records
+        (record["kind"], record["step"], record.get("loss", record.get("held_out_loss")))
+        for record in records
     ]
 
 
-def steps(out, field):
+def read_step_field(out, field):
     """Return a list with the field ``field`` of all step records in the log of a run."""
-    _, records = read_log(out / train.LOG)
-    return [each[field] for each in records if each["kind"] == "step"]
+    _, records = read_log(out / train.LOG_FILE)
+    return [record[field] for record in records if record["kind"] == "step"]
 
 
-def saved_weights(out):
+def load_saved_weights(out):
     """Return the saved tensors of a run by name: of its adapter, or of its model."""
-    (file,) = [*out.glob("adapter/*.safetensors"), *out.glob("model/*.safetensors")]
-    return load_file(file)
+    (weights_file,) = [*out.glob("adapter/*.safetensors"), *out.glob("model/*.safetensors")]
+    return load_file(weights_file)
 
 
-def assert_same(weights, expected):
+def assert_same_tensors(weights, expected):
     """Assert that two dicts of tensors are bit-identical."""
     assert weights.keys() == expected.keys()
     assert all(torch.equal(x, expected[name]) for name, x in weights.items())
 
 
-def assert_same_run(one, other):
+def assert_same_run(first_run, second_run):
     """Assert that losses, gradient norms, densities and weights of two runs are bit-identical."""
-    assert losses(one) == losses(other)
+    assert read_losses(first_run) == read_losses(second_run)
     for field in ("grad_norm", "density"):
-        assert steps(one, field) == steps(other, field)
-    assert_same(saved_weights(one), saved_weights(other))
+        assert read_step_field(first_run, field) == read_step_field(second_run, field)
+    assert_same_tensors(load_saved_weights(first_run), load_saved_weights(second_run))

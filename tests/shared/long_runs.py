@@ -9,14 +9,14 @@ from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import named
 
 # by command: options that make the command fast; options of a test come later and override them
-FIXED = {
+FAST_OPTIONS = {
     "passkey": "--lengths 400 --depths 3 --samples 1 --controls 0",
     "fidelity": "--lengths 300 --keys 2",
 }
-FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
+RESULT_FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
 
 
-def start(name, model, out, words=(), methods="dense,cab,random", drawn=False):
+def run_eval(name, model, out, words=(), methods="dense,cab,random", draws_figure=False):
     """Run an evaluation command on the CPU and return its exit status.
 
     Args:
@@ -25,21 +25,21 @@ def start(name, model, out, words=(), methods="dense,cab,random", drawn=False):
         out: folder of the results.
         words: further words of the command line, as a list or tuple.
         methods: value of ``--methods``.
-        drawn: True to draw the figure, which is slow.
+        draws_figure: True to draw the figure, which is slow.
     """
-    line = [name, *FIXED[name].split(), "--device", "cpu", "--model", model, "--out", out]
+    line = [name, *FAST_OPTIONS[name].split(), "--device", "cpu", "--model", model, "--out", out]
     line += [word for assignment in SPARSE_WORDS for word in ("--cab", assignment)]
     with pytest.MonkeyPatch.context() as patch:
-        if not drawn:
+        if not draws_figure:
             patch.setattr(named(name), "draw", lambda *_: None)
         return main([str(word) for word in (*line, "--methods", methods, *words)])
 
 
-def command(name, model, out, words=(), **options):
+def run_eval_and_read_results(name, model, out, words=(), **options):
     """Run an evaluation command; return the content of its results.json, or None without the file.
 
-    Arguments are those of `start`.
+    Arguments are those of `run_eval`.
     """
-    assert start(name, model, out, words=words, **options) == 0
-    file = out / "results.json"
-    return json.loads(file.read_text()) if file.exists() else None
+    assert run_eval(name, model, out, words=words, **options) == 0
+    results_file = out / "results.json"
+    return json.loads(results_file.read_text()) if results_file.exists() else None

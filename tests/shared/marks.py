@@ -5,23 +5,23 @@ import transformers
 from packaging.version import Version
 
 
-def before(version):
+def is_before(version):
     """Return True if transformers is older than ``version``."""
     return Version(transformers.__version__) < Version(version)
 
 
-def since(version, why):
+def skip_before(version, reason):
     """Return a mark that skips a test if transformers is older than ``version``.
 
-    The reason that pytest shows is "before transformers VERSION", followed by ``why``.
+    The reason that pytest shows is "before transformers VERSION", followed by ``reason``.
     """
-    return pytest.mark.skipif(before(version), reason=f"before transformers {version} {why}")
+    return pytest.mark.skipif(is_before(version), reason=f"before transformers {version} {reason}")
 
 
-SERVING = since("5.19", "continuous batching is refused")
+NEEDS_SERVING = skip_before("5.19", "continuous batching is refused")
 
 
-def slow_but(cases, *fast):
+def mark_slow_except(cases, *fast):
     """Return ``cases`` of a parametrised test, marked as slow except for the indices ``fast``.
 
     A case is a `pytest.param`, a tuple of arguments, or a single argument.

@@ -1,14 +1,14 @@
 """Configs of predictors from other publications, and the blocks that predictors select."""
 
 import torch
-from valid_plan import require_valid
+from valid_plan import assert_valid_plan
 
 import cab_hf
 from cab_hf.eval.methods import blocks
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
-SMALL = cab_hf.CabConfig(min_length=0, query_block=32, key_block=16, dense_tail_blocks=1)
+SMALL_BLOCKS = cab_hf.CabConfig(min_length=0, query_block=32, key_block=16, dense_tail_blocks=1)
 
 
 def random_qk(length, heads=6, kv_heads=2, dim=16, seed=0):
@@ -22,38 +22,39 @@ def eager_probabilities(q, k, scale):
     """Return the probabilities of causal attention, [1, H, N, N]."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     length = q.shape[2]
-    future = torch.ones(length, length, dtype=torch.bool).triu(1)
-    return (q @ k.transpose(-1, -2) * scale).masked_fill(future, -torch.inf).softmax(-1)
+    is_future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return (q @ k.transpose(-1, -2) * scale).masked_fill(is_future, -torch.inf).softmax(-1)
 
 
-def config_of(name, share=None, **fields):
+def make_config(name, share=None, **fields):
     """Return a config with predictor ``name``.
 
-    ``share`` is the share of blocks to select, by `blocks.at_share`; None: the default budget.
+    ``share`` is the share of blocks to select, by `blocks.with_mass_share`; None: the default
+    budget.
     """
-    config = SMALL.changed(predictor=name, dense_tail_blocks=0, **fields)
-    return config if share is None else blocks.at_share(config, share)
+    config = SMALL_BLOCKS.changed(predictor=name, dense_tail_blocks=0, **fields)
+    return config if share is None else blocks.with_mass_share(config, share)
 
 
 def blocks_selected_by(config, q, k):
     """Return the blocks that the predictor of ``config`` selects, bool [B, H, M_q, M_k]."""
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
     plan = make_predictor(config)(q, k, LayerContext(ranges, 0.25))
-    require_valid(plan)
+    assert_valid_plan(plan)
     return plan.to_dense()
 
 
 # configs whose budgets leave blocks unselected, by predictor
-RIVALS = {
-    "streaming": config_of("streaming", local_blocks=2),
+RIVAL_CONFIGS = {
+    "streaming": make_config("streaming", local_blocks=2),
     **{
-        name: config_of(name, sparsity=0.6)
+        name: make_config(name, sparsity=0.6)
         for name in ("random", "oracle", "antidiagonal", "vertical_slash")
     },
     **{
-        name: config_of(name, 0.5)
+        name: make_config(name, 0.5)
         for name in ("flexprefill", "mean_pooled", "xattention", "xattention_16")
     },
 }
 # predictors whose selection for any query depends on the last queries, as in their publications
-USES_LAST_QUERIES = ("flexprefill", "random", "vertical_slash")
+LAST_QUERY_PREDICTORS = ("flexprefill", "random", "vertical_slash")

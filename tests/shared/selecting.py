@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from attention_cases import laid_out
+from attention_cases import make_block_layout
 from tiny import qkv
-from valid_plan import require_valid
+from valid_plan import assert_valid_plan
 
 from cab_hf import BlockPlan
-from cab_hf.config import blocks_of, tail_of
+from cab_hf.config import block_sizes, tail_sizes
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, frc, make_predictor
 from cab_hf.selection import QuantizedKeys, api, gather
@@ -22,7 +22,7 @@ def plan_by_reference(config, q, k, ranges=None, scale=0.25, channels=(), **logi
     ranges = ranges or KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     context = LayerContext(ranges, scale, 0, channels=channels, **logits)
     plan = make_predictor(config)(q, k, context)
-    require_valid(plan)
+    assert_valid_plan(plan)
     return plan
 
 
@@ -47,20 +47,20 @@ def rows_plan_by_kernels(config, q, k, ranges, scale=0.25, channels=(), dtype=No
     keys = QuantizedKeys(values, exponents)
     options = ScoreOptions(scale, channels, **logits)
     full, partial = api._select_by_kernels(q, keys, ranges=ranges, config=config, options=options)
-    query_block, key_block = blocks_of(config)
+    query_block, key_block = block_sizes(config)
     plan = BlockPlan(
         full=full,
         partial=partial,
         ranges=ranges,
         query_block=query_block,
         key_block=key_block,
-        dense_rows=ranges.tail_rows(*tail_of(config)),
+        dense_rows=ranges.tail_rows(*tail_sizes(config)),
     )
-    require_valid(plan)
+    assert_valid_plan(plan)
     return plan
 
 
-def loud(**shape):
+def random_peaked_qk(**shape):
     """Return normal q and k times 2, so that attention is neither uniform nor on one block only.
 
     ``shape`` has arguments of `tiny.qkv`.
@@ -69,18 +69,18 @@ def loud(**shape):
     return 2 * q, 2 * k
 
 
-def laid_in(layout, q, k, align):
-    """Return (q, k, `KeyRanges`) after rearranging q and k for a layout of `laid_out`.
+def arrange_in_layout(layout, q, k, align):
+    """Return (q, k, `KeyRanges`) after rearranging q and k for a layout of `make_block_layout`.
 
     The layout "in-place" keeps q and k: the second document starts at token 37, inside a block, as
     under torch.compile.
     """
     batch, length = q.shape[0], q.shape[2]
     if layout == "in-place":
-        last = torch.arange(length, dtype=torch.int32).expand(batch, -1)
-        first = ((last >= 37).int() * 37).contiguous()
-        return q, k, KeyRanges(first, last, torch.ones(batch, length, dtype=torch.bool))
-    block_layout = laid_out(
+        range_end = torch.arange(length, dtype=torch.int32).expand(batch, -1)
+        range_start = ((range_end >= 37).int() * 37).contiguous()
+        return q, k, KeyRanges(range_start, range_end, torch.ones(batch, length, dtype=torch.bool))
+    block_layout = make_block_layout(
         layout=layout,
         batch=batch,
         length=length,
@@ -91,7 +91,7 @@ def laid_in(layout, q, k, align):
     return block_layout.queries(q), block_layout.keys(k), block_layout.ranges
 
 
-def heads_on(
+def random_topic_qk(
     device,
     length=8191,
     q_length=None,
@@ -108,11 +108,13 @@ def heads_on(
     all tokens of a run.
     """
     generator = torch.Generator(device).manual_seed(0)
-    like = {"device": device, "generator": generator}
-    topic_keys = torch.randn(topics, dim, **like)
+    tensor_options = {"device": device, "generator": generator}
+    topic_keys = torch.randn(topics, dim, **tensor_options)
     topic_keys *= 0.8 * dim**0.5 / topic_keys.norm(dim=-1, keepdim=True)
-    runs = torch.randint(topics, (length // 300 + 1,), **like).repeat_interleave(300)[:length]
-    k = torch.randn(batch, length, kv_heads, dim, **like) + topic_keys[runs][:, None]
-    q = torch.randn(batch, length, heads, dim, **like) + topic_keys[runs][:, None]
+    topic_ids = torch.randint(topics, (length // 300 + 1,), **tensor_options).repeat_interleave(
+        300
+    )[:length]
+    k = torch.randn(batch, length, kv_heads, dim, **tensor_options) + topic_keys[topic_ids][:, None]
+    q = torch.randn(batch, length, heads, dim, **tensor_options) + topic_keys[topic_ids][:, None]
     q = q[:, length - (q_length or length) :]
     return q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2)

@@ -5,39 +5,45 @@ from tiny import tiny_model
 
 from cab_hf.call.layout import BlockLayout, LayoutOptions
 from cab_hf.call.packing import DocumentLength
-from cab_hf.distributed.sharding import lengths_between, sharding_of
+from cab_hf.distributed.sharding import get_sharding, lengths_from_boundaries
 
 BLOCK = 32
 # cumulative document lengths by test id; None: one document whose length needs no padding
-BOUNDARIES = {
+CUMULATIVE_LENGTHS = {
     "causal": None,
     "padded": [0, 461],
     "packed": [0, 70, 71, 300, 655],
 }
 
 
-def sharding_for(world, ends):
-    """Return the `Sharding` of documents over ``world`` ranks; ``ends`` is from `BOUNDARIES`."""
-    lengths = (2 * world * BLOCK * 2,) if ends is None else lengths_between(ends)
-    return sharding_of(lengths, world, BLOCK)
+def make_sharding(world, cumulative_lengths):
+    """Return the `Sharding` of documents over ``world`` ranks.
+
+    ``cumulative_lengths`` is a value of `CUMULATIVE_LENGTHS`.
+    """
+    if cumulative_lengths is None:
+        lengths = (2 * world * BLOCK * 2,)
+    else:
+        lengths = lengths_from_boundaries(cumulative_lengths)
+    return get_sharding(lengths, world, BLOCK)
 
 
-def shard_of(x, sharding, rank):
+def take_shard(x, sharding, rank):
     """Return a rank's shard of ``x`` [B, H, N, D].
 
     Padding slots are 7.0, which must not change the results.
     """
     shard = x[:, :, sharding.sequence_index[rank]].clone()
-    shard[:, :, ~sharding.real[rank]] = 7.0
+    shard[:, :, ~sharding.is_real[rank]] = 7.0
     return shard
 
 
-def together(shards, sharding):
+def join_shards(shards, sharding):
     """Join the shards of all ranks to a tensor [B, H, N, ...] of the sequence, without padding."""
     return torch.cat(shards, dim=2)[:, :, sharding.shard_index]
 
 
-def layout_of(sharding, align):
+def make_layout(sharding, align):
     """Return the `BlockLayout` of the documents of ``sharding`` in a single process."""
     doc_ids = torch.arange(len(sharding.lengths)).repeat_interleave(torch.tensor(sharding.lengths))
     return BlockLayout.build(
@@ -55,7 +61,7 @@ def layout_of(sharding, align):
     )
 
 
-def model_of(implementation, config=None, **settings):
+def make_model(implementation, config=None, **settings):
     """Return a tiny two-layer model with the attention implementation ``implementation``.
 
     ``config`` is the CabConfig of the model; None: the default.
@@ -74,5 +80,5 @@ def assert_same_gradients(actual, expected):
     process.
     """
     for name, gradient in expected.items():
-        total = sum(gradients[name] for gradients in actual)
-        assert (total - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name
+        gradient_sum = sum(gradients[name] for gradients in actual)
+        assert (gradient_sum - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name

@@ -30,16 +30,18 @@ class TensorBytes(TorchDispatchMode):
     def _count(self, tensor):
         """Count the storage of ``tensor``, unless the storage is already counted."""
         storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        if key not in self._storages:
-            self._storages[key] = weakref.ref(storage, lambda _: self._freed(key, size))
-            self.now += size
+        storage_id, storage_bytes = id(storage), storage.nbytes()
+        if storage_id not in self._storages:
+            self._storages[storage_id] = weakref.ref(
+                storage, lambda _: self._uncount(storage_id, storage_bytes)
+            )
+            self.now += storage_bytes
             self.peak = max(self.peak, self.now)
-            self.largest = max(self.largest, size)
+            self.largest = max(self.largest, storage_bytes)
 
-    def _freed(self, key, size):
-        del self._storages[key]
-        self.now -= size
+    def _uncount(self, storage_id, storage_bytes):
+        del self._storages[storage_id]
+        self.now -= storage_bytes
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))

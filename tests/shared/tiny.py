@@ -131,11 +131,11 @@ def tiny_model(family="llama", model_class=None, **overrides):
 
 def tiny_llava():
     """Return a random LLaVA model (CLIP image encoder and LLaMA), whose image token id is 2."""
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    vision_fields = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    vision_fields |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
     torch.manual_seed(0)
     config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**vision),
+        vision_config=CLIPVisionConfig(**vision_fields),
         text_config=tiny_model().config,
         image_token_id=2,
     )
@@ -148,16 +148,19 @@ def tokens(batch, length, seed=1):
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
 
 
-def qkv(batch=1, heads=6, kv_heads=2, q_length=200, kv_length=None, dim=16, seed=0, **kind):
+def qkv(
+    batch=1, heads=6, kv_heads=2, q_length=200, kv_length=None, dim=16, seed=0, **tensor_options
+):
     """Return random q, k and v, [B, H, N, D] with the strides of [B, N, H, D].
 
-    ``kind`` has arguments of `Tensor.to`, such as ``dtype``. ``kv_length`` None: ``q_length`` keys.
+    ``tensor_options`` has arguments of `Tensor.to`, such as ``dtype``. ``kv_length`` None:
+    ``q_length`` keys.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(length, num_heads):
         x = torch.randn(batch, length, num_heads, dim, generator=generator)
-        return x.to(**kind).transpose(1, 2)
+        return x.to(**tensor_options).transpose(1, 2)
 
     kv_length = kv_length or q_length
     return draw(q_length, heads), draw(kv_length, kv_heads), draw(kv_length, kv_heads)

@@ -1,8 +1,8 @@
 """Tiny random models of all causal language model types in transformers.
 
 A tiny config is the default config of its type with reduced sizes (`SIZES`), also in nested
-configs. A list with an entry per layer is replaced by a cycle of its different entries. `REPAIRS`
-has further fields for types whose tiny config would be invalid otherwise.
+configs. A list with an entry per layer is replaced by a cycle of its different entries.
+`FIELD_OVERRIDES` has further fields for types whose tiny config would be invalid otherwise.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ LAYERS, HEADS = SIZES["num_hidden_layers"], SIZES["num_attention_heads"]
 KV_HEADS, HEAD_DIM, HIDDEN = SIZES["num_key_value_heads"], SIZES["head_dim"], SIZES["hidden_size"]
 VOCABULARY, WINDOW = SIZES["vocab_size"], SIZES["sliding_window"]
 # fields that are set to their size even if their default is None
-ALWAYS = ("head_dim", "num_key_value_heads")
-KINDS = ("sliding_attention", "full_attention")
+ALWAYS_SET = ("head_dim", "num_key_value_heads")
+LAYER_TYPES = ("sliding_attention", "full_attention")
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
-SOME_SLIDING = list(KINDS) * (LAYERS // 2)
+ALTERNATING_LAYER_TYPES = list(LAYER_TYPES) * (LAYERS // 2)
 # by type: config fields that override the reduced config
-REPAIRS: dict[str, dict[str, Any]] = {
+FIELD_OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"use_cache": False},
-    "cohere_compass_text": {"rope_parameters": dict.fromkeys(KINDS, ROPE)},
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(LAYER_TYPES, ROPE)},
     "dbrx": {"attn_config": {"kv_n_heads": KV_HEADS, "rope_theta": 10_000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -102,7 +102,7 @@ REPAIRS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "mamba2": {"num_heads": 8},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * (LAYERS // 2)},
-    "ministral": {"layer_types": SOME_SLIDING},
+    "ministral": {"layer_types": ALTERNATING_LAYER_TYPES},
     # no sliding windows by default; `window_fields` adds sliding windows
     "mistral": {"sliding_window": None},
     "musicgen_decoder": {"num_codebooks": 1},
@@ -130,7 +130,7 @@ def causal_types() -> list[str]:
 
 def tiny_config(model_type: str, **values: Any) -> PreTrainedConfig:
     """Return a config with few layers and heads and a small vocabulary; ``values`` are fields."""
-    config = _tiny(CONFIG_MAPPING[model_type](), values)
+    config = _reduce_config(CONFIG_MAPPING[model_type](), values)
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
     return config
@@ -147,7 +147,7 @@ def window_fields(model_type: str) -> dict[str, Any]:
     layer_types = set(values.get("layer_types") or ())
     fields = {"sliding_window": WINDOW, "use_sliding_window": True}
     if layer_types == {"full_attention"}:
-        fields["layer_types"] = SOME_SLIDING
+        fields["layer_types"] = ALTERNATING_LAYER_TYPES
     elif layer_types or (
         getattr(config, "use_sliding_window", True) and values.get("sliding_window")
     ):
@@ -155,7 +155,7 @@ def window_fields(model_type: str) -> dict[str, Any]:
     return {name: fields[name] for name in fields if name in names and "sliding_window" in names}
 
 
-def _tiny(
+def _reduce_config(
     default: PreTrainedConfig, overrides: Mapping[str, Any] | None = None
 ) -> PreTrainedConfig:
     """Return a reduced copy of ``default``, with the fields ``overrides``."""
@@ -166,18 +166,22 @@ def _tiny(
     for name in (field.name for field in dataclasses.fields(default)):
         value = values.get(name)
         if isinstance(value, PreTrainedConfig):
-            fields[name] = _tiny(value)
+            fields[name] = _reduce_config(value)
         elif isinstance(value, list | tuple) and len(value) == layers:
-            fields[name] = [SIZES[name]] * LAYERS if name in SIZES else _of_each_kind(value)
-        elif name in ALWAYS or (value and isinstance(value, int) and not isinstance(value, bool)):
-            fields |= _number(name, value)
+            fields[name] = [SIZES[name]] * LAYERS if name in SIZES else _cycle_entries(value)
+        elif name in ALWAYS_SET or (
+            value and isinstance(value, int) and not isinstance(value, bool)
+        ):
+            fields |= _reduce_number(name, value)
     if "kv_lora_rank" in fields:
         # multi-head latent attention has as many KV heads as query heads
         fields["num_key_value_heads"] = HEADS
-    return type(default)(**{**fields, **REPAIRS.get(default.model_type, {}), **(overrides or {})})
+    return type(default)(
+        **{**fields, **FIELD_OVERRIDES.get(default.model_type, {}), **(overrides or {})}
+    )
 
 
-def _number(name: str, value: int | None) -> dict[str, int]:
+def _reduce_number(name: str, value: int | None) -> dict[str, int]:
     """Return {name: reduced value} for an integer field; {} to keep its default."""
     if name in SIZES:
         return {name: SIZES[name]}
@@ -185,10 +189,12 @@ def _number(name: str, value: int | None) -> dict[str, int]:
     return {name: value % FIRST_TOKEN} if is_token else {}
 
 
-def _of_each_kind(entries: list[Any] | tuple[Any, ...]) -> list[Any]:
+def _cycle_entries(entries: list[Any] | tuple[Any, ...]) -> list[Any]:
     """Return a list of `LAYERS` entries that repeats the different entries in turn."""
-    different = [each for index, each in enumerate(entries) if each not in entries[:index]]
-    return [different[layer % len(different)] for layer in range(LAYERS)]
+    distinct_entries = [
+        entry for index, entry in enumerate(entries) if entry not in entries[:index]
+    ]
+    return [distinct_entries[layer % len(distinct_entries)] for layer in range(LAYERS)]
 
 
 def tiny_model(model_type: str, **values: Any) -> PreTrainedModel:
@@ -199,7 +205,7 @@ def tiny_model(model_type: str, **values: Any) -> PreTrainedModel:
     """
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
     torch.manual_seed(0)
-    config = _config_for(model_class, tiny_config(model_type, **values))
+    config = _select_config(model_class, tiny_config(model_type, **values))
     model = model_class._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for module in model.modules():
@@ -209,8 +215,10 @@ def tiny_model(model_type: str, **values: Any) -> PreTrainedModel:
     return model
 
 
-def _config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+def _select_config(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig
+) -> PreTrainedConfig:
     """Return ``config``, or the nested config that ``model_class`` needs."""
     config_class = model_class.config_class
-    nested = (each for each in vars(config).values() if isinstance(each, config_class))
-    return config if isinstance(config, config_class) else next(nested, config)
+    nested_configs = (each for each in vars(config).values() if isinstance(each, config_class))
+    return config if isinstance(config, config_class) else next(nested_configs, config)

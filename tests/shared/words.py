@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from cab_hf.data import needles
 
 TEXT = 'It rained all day. The old town slept! "Who goes there?" asked nobody. So it was, and so.'
-CHAT = (
+CHAT_TEMPLATE = (
     "{% for message in messages %}user : {{ message['content'] }} end {% endfor %}"
     "{% if add_generation_prompt %}assistant : {% endif %}"
 )
@@ -16,13 +16,13 @@ CHAT = (
 def make_tokenizer(chat_template=None):
     """Return a word-level tokenizer of the words in needle tests, with a token for each digit."""
     texts = [
-        *needles.NOISE,
+        *needles.NOISE_SENTENCES,
         *needles.DISTRACTORS,
         *needles.NAMES,
         needles.INSTRUCTION,
-        needles.NEEDLE,
+        needles.KEY_STATEMENT,
         needles.QUESTION,
-        needles.REPEAT,
+        needles.KEY_REPETITION,
         TEXT,
         "are important pass keys is an them it for user assistant end : 0 1 2 3 4 5 6 7 8 9",
     ]
@@ -51,7 +51,7 @@ def make_merging_tokenizer():
     numbers = [f"The number is {number}." for number in range(10_000, 100_000, 991)]
     options = {"vocab_size": 600, "special_tokens": ["<s>"], "show_progress": False}
     trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **options)
-    tokenizer.train_from_iterator([*needles.NOISE, *numbers], trainer)
+    tokenizer.train_from_iterator([*needles.NOISE_SENTENCES, *numbers], trainer)
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
 

@@ -58,11 +58,13 @@ def engine(llama):
 
     engines = {}
 
-    def make(cab, model=llama, **options):
-        key = str((cab, model, options))
-        if key not in engines:
-            extra = {} if cab is None else {"additional_config": {"cab": cab}}
-            engines[key] = LLM(
+    def make_engine(cab_settings, model=llama, **options):
+        engine_key = str((cab_settings, model, options))
+        if engine_key not in engines:
+            cab_options = (
+                {} if cab_settings is None else {"additional_config": {"cab": cab_settings}}
+            )
+            engines[engine_key] = LLM(
                 str(model),
                 skip_tokenizer_init=True,
                 enforce_eager=True,
@@ -70,12 +72,12 @@ def engine(llama):
                 max_model_len=1024,
                 max_num_seqs=8,
                 seed=0,
-                **extra,
+                **cab_options,
                 **options,
             )
-        return engines[key]
+        return engines[engine_key]
 
-    yield make
+    yield make_engine
     engines.clear()
     gc.collect()
 
@@ -83,10 +85,10 @@ def engine(llama):
 @pytest.fixture
 def plugin_messages(monkeypatch):
     """Return a list to which the messages that the plugin logs are appended during the test."""
-    messages, log = [], logging.getLogger("vllm.cab_hf")
+    messages, plugin_logger = [], logging.getLogger("vllm.cab_hf")
     # patch the logger's methods, because vLLM resets levels and handlers when an engine starts
     for name in ("info", "warning"):
-        monkeypatch.setattr(log, name, lambda text, *args: messages.append(text % args))
+        monkeypatch.setattr(plugin_logger, name, lambda text, *args: messages.append(text % args))
     return messages
 
 

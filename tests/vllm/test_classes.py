@@ -23,34 +23,34 @@ def inspect_in_process():
         yield
 
 
-def test_docs_table_lists_model_classes():
+def test_docs_page_equals_generated_page():
     """Compare the table in the page. ``python tests/vllm/classes.py`` rewrites the table."""
-    assert classes.DOCS.read_text("utf-8") == classes.page_with_table()
+    assert classes.DOCS_PAGE.read_text("utf-8") == classes.render_page()
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_sparse_model_classes_are_classified_as_sparse(name):
-    assert classes.verdicts()[MODELS[name][0]].prompts == "sparse"
+    assert classes.classify_all()[MODELS[name][0]].prompts == "sparse"
 
 
 def test_layers_built_by_vllm_match_table():
-    """Check the verdicts on all classes that `layers_of` can build."""
+    """Check the verdicts on all classes that `count_layers_by_reason` can build."""
     layers_by_class = {}
-    for name in classes.verdicts():
-        layers = classes.layers_of(name)
-        if layers is not None:
-            layers_by_class[name] = layers
+    for class_name in classes.classify_all():
+        reason_counts = classes.count_layers_by_reason(class_name)
+        if reason_counts is not None:
+            layers_by_class[class_name] = reason_counts
     assert len(layers_by_class) > 50
-    for name, layers in layers_by_class.items():
-        verdict = classes.verdicts()[name]
-        allowed = {
-            classes.REASONS.get(kind, kind)
-            for kind in classes.DENSE_LAYERS.values()
+    for class_name, reason_counts in layers_by_class.items():
+        verdict = classes.classify_all()[class_name]
+        allowed_reasons = {
+            classes.REASON_OF_KIND.get(kind, kind)
+            for kind in classes.KIND_OF_DENSE_NAME.values()
             if kind in verdict.why
         }
         if verdict.prompts != "sparse":
             # on a CPU, latent attention has a backend of its own, and is not refused
-            allowed |= {"another backend", "batches that vLLM rewrites"}
+            allowed_reasons |= {"another backend", "batches that vLLM rewrites"}
         if verdict.prompts in ("sparse", "sparse or refused"):
-            allowed.add(None)
-        assert set(layers) <= allowed, (name, verdict, layers)
+            allowed_reasons.add(None)
+        assert set(reason_counts) <= allowed_reasons, (class_name, verdict, reason_counts)

@@ -13,8 +13,14 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import subclass_attention_backend
 
-from cab_hf.dispatch import attended
-from cab_hf.vllm.backend import CabBackend, CabBuilder, SparseBuilder, elements_of, gather
+from cab_hf.dispatch import attended_pairs
+from cab_hf.vllm.backend import (
+    CabBackend,
+    CabBuilder,
+    SparseBuilder,
+    gather_pages,
+    page_element_indices,
+)
 
 # ignore warnings, which vLLM and its libraries cause
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -59,7 +65,7 @@ def save_model(folder, model_class, config_class, **fields):
     return folder
 
 
-def served(engine, prompts):
+def generate_with_logprobs(engine, prompts):
     """Generate four tokens per prompt; return a list with a tuple for each prompt.
 
     The tuple is ([(token, its log-probability) of each step], number of cached prompt tokens).
@@ -68,19 +74,22 @@ def served(engine, prompts):
         temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=0
     )
     answers = engine.generate(
-        [{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False
+        [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
     )
     return [
         (
-            [next(iter(step.items())) for step in each.outputs[0].logprobs],
-            each.num_cached_tokens,
+            [next(iter(step.items())) for step in prompt.outputs[0].logprobs],
+            prompt.num_cached_tokens,
         )
-        for each in answers
+        for prompt in answers
     ]
 
 
-def assert_same(actual, expected):
-    """Assert that two results of `served` have equal tokens and close log-probabilities."""
+def assert_answers_close(actual, expected):
+    """Assert that answers have equal tokens and close log-probabilities.
+
+    ``actual`` and ``expected`` are results of `generate_with_logprobs`.
+    """
     for (answer, _), (expected_answer, _) in zip(actual, expected, strict=True):
         assert [token for token, _ in answer] == [token for token, _ in expected_answer]
         torch.testing.assert_close(
@@ -91,69 +100,79 @@ def assert_same(actual, expected):
         )
 
 
-def prompt_of(length, seed=0):
-    draw = Random(seed)
-    return [draw.randrange(3, 510) for _ in range(length)]
+def draw_prompt(length, seed=0):
+    generator = Random(seed)
+    return [generator.randrange(3, 510) for _ in range(length)]
 
 
 def test_chunked_attention_layers_stay_dense(engine, tmp_path):
     folder = save_model(tmp_path, "Llama4ForCausalLM", "Llama4TextConfig", **LLAMA4)
-    prompts = [prompt_of(300), prompt_of(700, 1)]
-    attended.clear()
-    actual = served(engine(FULL, folder, max_num_batched_tokens=2048), prompts)
+    prompts = [draw_prompt(300), draw_prompt(700, 1)]
+    attended_pairs.clear()
+    actual = generate_with_logprobs(engine(FULL, folder, max_num_batched_tokens=2048), prompts)
     # only layer 3, the last, has full attention, and is sparse
-    assert {layer.layer_idx for layer in attended} == {3}
-    assert_same(actual, served(engine(None, folder, max_num_batched_tokens=2048), prompts))
+    assert {layer.layer_idx for layer in attended_pairs} == {3}
+    assert_answers_close(
+        actual, generate_with_logprobs(engine(None, folder, max_num_batched_tokens=2048), prompts)
+    )
 
 
 def test_derived_builders_are_dense(monkeypatch):
-    def begin(self, spec):
+    def init_without_engine(self, spec):
         self.kv_cache_spec, self.device = spec, torch.device("cpu")
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
 
     parent = CabBuilder.__mro__[CabBuilder.__mro__.index(SparseBuilder) + 1]
-    monkeypatch.setattr(parent, "__init__", begin)
+    monkeypatch.setattr(parent, "__init__", init_without_engine)
     monkeypatch.setattr("cab_hf.vllm.backend.settings_of", lambda _: "settings")
     monkeypatch.setattr(CabBuilder, "isa", "vec", raising=False)
 
-    class Derived(CabBuilder):
+    class DerivedBuilder(CabBuilder):
         """Subclass of the builder, as vLLM derives for static sinks or chunked attention."""
 
-    derived = subclass_attention_backend("Derived", CabBackend, Derived).get_builder_cls()
-    plain = {"block_size": 32, "head_size": 64, "dtype": torch.float32}
-    assert CabBuilder(SimpleNamespace(**plain)).cab == "settings"
-    assert derived(SimpleNamespace(**plain)).cab is None
-    for local in ({"attention_chunk_size": 128}, {"sliding_window": 128}):
-        assert CabBuilder(SimpleNamespace(**plain, **local)).cab is None
+    derived_builder = subclass_attention_backend(
+        "DerivedBuilder", CabBackend, DerivedBuilder
+    ).get_builder_cls()
+    spec_fields = {"block_size": 32, "head_size": 64, "dtype": torch.float32}
+    assert CabBuilder(SimpleNamespace(**spec_fields)).cab == "settings"
+    assert derived_builder(SimpleNamespace(**spec_fields)).cab is None
+    for local_fields in ({"attention_chunk_size": 128}, {"sliding_window": 128}):
+        assert CabBuilder(SimpleNamespace(**spec_fields, **local_fields)).cab is None
 
 
 def test_hybrid_model_reuses_cached_mamba_states(engine, tmp_path):
     folder = save_model(tmp_path, "Lfm2ForCausalLM", "Lfm2Config", **LFM2)
     options = {"max_num_batched_tokens": 512, "block_size": 96, "enable_prefix_caching": True}
-    cab = FULL | {"query_block": 128, "key_block": 64}
-    ours, theirs = engine(cab, folder, **options), engine(None, folder, **options)
-    prompt = prompt_of(700)
-    later = [*prompt[:690], *prompt_of(150, 1)]
+    cab_settings = FULL | {"query_block": 128, "key_block": 64}
+    cab_engine, vllm_engine = (
+        engine(cab_settings, folder, **options),
+        engine(None, folder, **options),
+    )
+    prompt = draw_prompt(700)
+    later_prompt = [*prompt[:690], *draw_prompt(150, 1)]
     # vLLM's results for this model depend on where chunks end: make its chunks end where ours end
-    scheduler = theirs.llm_engine.engine_core.engine_core.scheduler
+    scheduler = vllm_engine.llm_engine.engine_core.engine_core.scheduler
     chunk_ends = {0: 384, 384: 672}
-    split = scheduler._mamba_block_aligned_split
+    original_split = scheduler._mamba_block_aligned_split
 
     def split_at_chunk_ends(request, tokens, num_cached=0, num_loaded=0):
         start = request.num_computed_tokens + num_cached
         if start in chunk_ends:
             return chunk_ends[start] - start
-        return split(request, tokens, num_cached, num_loaded)
+        return original_split(request, tokens, num_cached, num_loaded)
 
     scheduler._mamba_block_aligned_split = split_at_chunk_ends
-    for tokens, num_cached in ((prompt, 0), (later, 672)):
-        (actual,), (expected,) = served(ours, [tokens]), served(theirs, [tokens])
+    for tokens, num_cached in ((prompt, 0), (later_prompt, 672)):
+        (actual,), (expected,) = (
+            generate_with_logprobs(cab_engine, [tokens]),
+            generate_with_logprobs(vllm_engine, [tokens]),
+        )
         assert actual[1] == expected[1] == num_cached
-        assert_same([actual], [expected])
+        assert_answers_close([actual], [expected])
 
 
 @pytest.mark.parametrize(
-    ("isa", "dtype", "page", "dim"),
+    ("isa", "dtype", "page_size", "head_dim"),
     [
         ("vec", torch.float32, 128, 64),
         ("vec", torch.bfloat16, 32, 128),
@@ -165,26 +184,28 @@ def test_hybrid_model_reuses_cached_mamba_states(engine, tmp_path):
         ("amx", torch.bfloat16, 96, 32),
     ],
 )
-def test_gather_reads_pages_in_vllm_layout(isa, dtype, page, dim):
+def test_gather_pages_equals_written_keys_and_values(isa, dtype, page_size, head_dim):
     current_platform.import_kernels()
     generator = torch.Generator().manual_seed(0)
     # page table of two and a half pages, whose page numbers are not ascending
-    pages, count = torch.tensor([3, 0, 4]), 2 * page + page // 2
-    key, value = (torch.randn(count, 2, dim, generator=generator).to(dtype) for _ in "kv")
-    token = torch.arange(count)
-    slots = pages[token // page] * page + token % page
-    cache = torch.full((5, 2, page, 2 * dim), torch.nan, dtype=dtype)
-    key_cache, value_cache = cache.view(5, 2, 2 * page, dim).chunk(2, dim=2)
+    pages, num_tokens = torch.tensor([3, 0, 4]), 2 * page_size + page_size // 2
+    key, value = (torch.randn(num_tokens, 2, head_dim, generator=generator).to(dtype) for _ in "kv")
+    token = torch.arange(num_tokens)
+    slots = pages[token // page_size] * page_size + token % page_size
+    joint_cache = torch.full((5, 2, page_size, 2 * head_dim), torch.nan, dtype=dtype)
+    key_cache, value_cache = joint_cache.view(5, 2, 2 * page_size, head_dim).chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa)
     # in vLLM 0.22, keys and values are separate halves of the cache
-    separate = torch.stack([x.reshape(5, 2, page, dim) for x in (key_cache, value_cache)])
-    for kv_cache in (cache, separate):
-        gathered_key, gathered_value = gather(kv_cache, pages, isa)
-        assert torch.equal(gathered_key[:, :count], key.transpose(0, 1))
-        assert torch.equal(gathered_value[:, :count], value.transpose(0, 1))
+    separate_cache = torch.stack(
+        [x.reshape(5, 2, page_size, head_dim) for x in (key_cache, value_cache)]
+    )
+    for kv_cache in (joint_cache, separate_cache):
+        gathered_key, gathered_value = gather_pages(kv_cache, pages, isa)
+        assert torch.equal(gathered_key[:, :num_tokens], key.transpose(0, 1))
+        assert torch.equal(gathered_value[:, :num_tokens], value.transpose(0, 1))
 
 
 def test_unknown_kv_cache_layout_raises(monkeypatch):
     monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", lambda *_: None)
     with pytest.raises(NotImplementedError, match="'unknown'.*float32"):
-        elements_of("unknown", torch.bfloat16, 32, 64)
+        page_element_indices("unknown", torch.bfloat16, 32, 64)

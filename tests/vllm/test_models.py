@@ -11,11 +11,18 @@ import torch
 pytest.importorskip("vllm")
 import transformers
 import vllm.model_executor.models as models
-from test_vllm import FULL, SPARSE, Reference, assert_same, density, served
+from test_vllm import (
+    FULL,
+    SPARSE,
+    TransformersReference,
+    assert_answers_close,
+    generate_with_logprobs,
+    measured_density,
+)
 from vllm.v1.worker import gpu_model_runner
 
 from cab_hf.config import CabConfig
-from cab_hf.dispatch import attended
+from cab_hf.dispatch import attended_pairs
 from cab_hf.vllm import layers
 
 # ignore warnings, which vLLM and its libraries cause
@@ -32,8 +39,11 @@ SIZES = {
     "max_position_embeddings": 2048,
     "pad_token_id": 0,
 }
-WINDOW, GLOBAL = "sliding_attention", "full_attention"
-WINDOWS = {"sliding_window": 64, "layer_types": [WINDOW, GLOBAL] * 2}
+SLIDING_ATTENTION, FULL_ATTENTION = "sliding_attention", "full_attention"
+SLIDING_WINDOW_FIELDS = {
+    "sliding_window": 64,
+    "layer_types": [SLIDING_ATTENTION, FULL_ATTENTION] * 2,
+}
 # by name: (model class, config class, fields of the config, number of sparse layers)
 MODELS = {
     "interleaved": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {}, 4),
@@ -42,25 +52,29 @@ MODELS = {
     "windows": (
         "Gemma3ForCausalLM",
         "Gemma3TextConfig",
-        WINDOWS | {"query_pre_attn_scalar": 64},
+        SLIDING_WINDOW_FIELDS | {"query_pre_attn_scalar": 64},
         2,
     ),
     "rotated-in-windows": (
         "Exaone4ForCausalLM",
         "Exaone4Config",
-        WINDOWS | {"sliding_window_pattern": 2},
+        SLIDING_WINDOW_FIELDS | {"sliding_window_pattern": 2},
         2,
     ),
     "every-other-layer-unrotated": (
         "SmolLM3ForCausalLM",
         "SmolLM3Config",
-        {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": False, "layer_types": [GLOBAL] * 4},
+        {
+            "no_rope_layers": [1, 0, 1, 0],
+            "use_sliding_window": False,
+            "layer_types": [FULL_ATTENTION] * 4,
+        },
         4,
     ),
 }
 
 
-def prompt(length, seed=0):
+def draw_prompt(length, seed=0):
     return torch.randint(3, 510, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
@@ -73,7 +87,7 @@ def make_model(tmp_path, monkeypatch):
     # use a new cache of rotary embeddings, because ERNIE changes an embedding that models share
     monkeypatch.setattr("vllm.model_executor.layers.rotary_embedding._ROPE_DICT", {})
 
-    def make(model_class, config_class, fields, scale=3):
+    def make_and_save(model_class, config_class, fields, scale=3):
         torch.manual_seed(0)
         config = getattr(transformers, config_class)(**SIZES | fields)
         model = getattr(transformers, model_class)(config)
@@ -82,35 +96,37 @@ def make_model(tmp_path, monkeypatch):
         model.save_pretrained(tmp_path)
         return tmp_path
 
-    return make
+    return make_and_save
 
 
 @pytest.fixture
-def once(engine):
+def small_cache_engine(engine):
     """Return the function `engine` with a small KV cache, for models of a single test."""
     return partial(engine, num_gpu_blocks_override=128)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sparse_answers_of_architecture_equal_transformers(name, make_model, once, plugin_messages):
-    model_class, config_class, fields, num_sparse = MODELS[name]
-    folder = make_model(model_class, config_class, fields)
+def test_sparse_answers_of_architecture_equal_transformers(
+    name, make_model, small_cache_engine, plugin_messages
+):
+    model_class, config_class, config_fields, num_sparse = MODELS[name]
+    folder = make_model(model_class, config_class, config_fields)
     settings = SPARSE | {"mass_threshold": 0.05}
-    prompts = [prompt(300), prompt(500, 1)]
-    expected = [Reference(folder, settings)(x) for x in prompts]
-    attended.clear()
-    actual = served(once(settings, folder), prompts)
+    prompts = [draw_prompt(300), draw_prompt(500, 1)]
+    expected = [TransformersReference(folder, settings)(prompt) for prompt in prompts]
+    attended_pairs.clear()
+    actual = generate_with_logprobs(small_cache_engine(settings, folder), prompts)
     assert f"{num_sparse} of 4 attention layers are sparse" in " ".join(plugin_messages)
-    assert density() < 0.95
-    assert_same(actual, expected, 1e-3)
+    assert measured_density() < 0.95
+    assert_answers_close(actual, expected, 1e-3)
 
 
-def test_kv_sharing_layers_equal_reference(make_model, once):
+def test_kv_sharing_layers_equal_reference(make_model, small_cache_engine):
     """Test Gemma 3n, whose last layers read the keys and values of earlier layers."""
     fields = {
         "num_hidden_layers": 6,
         "num_kv_shared_layers": 2,
-        "layer_types": [WINDOW, GLOBAL] * 3,
+        "layer_types": [SLIDING_ATTENTION, FULL_ATTENTION] * 3,
         "vocab_size_per_layer_input": 512,
         "hidden_size_per_layer_input": 32,
         "laurel_rank": 8,
@@ -119,56 +135,80 @@ def test_kv_sharing_layers_equal_reference(make_model, once):
     }
     folder = make_model("Gemma3nForCausalLM", "Gemma3nTextConfig", fields, scale=1.5)
     # one batch has two prompts above min_length and one below
-    prompts = [prompt(300), prompt(90, 1), prompt(200, 2)]
+    prompts = [draw_prompt(300), draw_prompt(90, 1), draw_prompt(200, 2)]
     options = {"max_num_batched_tokens": 160}
-    expected = served(once(None, folder, **options), prompts)
-    actual = served(once(FULL | {"min_length": 150}, folder, **options), prompts)
-    assert_same(actual, expected, 1e-4)
+    expected = generate_with_logprobs(small_cache_engine(None, folder, **options), prompts)
+    actual = generate_with_logprobs(
+        small_cache_engine(FULL | {"min_length": 150}, folder, **options), prompts
+    )
+    assert_answers_close(actual, expected, 1e-4)
 
 
-def test_cascade_shares_plans_between_kv_cache_groups(make_model, once):
+def test_cascade_shares_plans_between_kv_cache_groups(make_model, small_cache_engine):
     """Check that plans pass between groups: vLLM splits the four full-attention layers in two."""
-    layer_types = [WINDOW, GLOBAL, GLOBAL, WINDOW, GLOBAL, GLOBAL]
+    layer_types = [
+        SLIDING_ATTENTION,
+        FULL_ATTENTION,
+        FULL_ATTENTION,
+        SLIDING_ATTENTION,
+        FULL_ATTENTION,
+        FULL_ATTENTION,
+    ]
     fields = {"num_hidden_layers": 6, "layer_types": layer_types, "sliding_window": 64}
     folder = make_model(
         "Gemma3ForCausalLM", "Gemma3TextConfig", fields | {"query_pre_attn_scalar": 64}
     )
     settings = SPARSE | {"mass_threshold": 0.05, "predictor": "cascade", "anchors": [1]}
-    ours, prompts = once(settings, folder), [prompt(300), prompt(500, 1)]
-    groups = ours.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
-    assert len(groups) == 3
-    expected = [Reference(folder, settings)(x) for x in prompts]
-    assert_same(served(ours, prompts), expected, 1e-3)
+    cab_engine, prompts = (
+        small_cache_engine(settings, folder),
+        [draw_prompt(300), draw_prompt(500, 1)],
+    )
+    kv_cache_groups = (
+        cab_engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
+    )
+    assert len(kv_cache_groups) == 3
+    expected = [TransformersReference(folder, settings)(x) for x in prompts]
+    assert_answers_close(generate_with_logprobs(cab_engine, prompts), expected, 1e-3)
 
 
 def test_only_prompts_without_images_are_sparse(engine, llama, monkeypatch):
     """Simulate the image ranges that vLLM passes; {0: []} means a prompt without images."""
-    ours, metadata = engine(SPARSE), gpu_model_runner.CommonAttentionMetadata
-    prompts = [prompt(300), prompt(280, 1)]
-    sparse = [Reference(llama, SPARSE)(x) for x in prompts]
-    dense = served(engine(None), prompts)
+    cab_engine, metadata_class = engine(SPARSE), gpu_model_runner.CommonAttentionMetadata
+    prompts = [draw_prompt(300), draw_prompt(280, 1)]
+    sparse_answers = [TransformersReference(llama, SPARSE)(x) for x in prompts]
+    dense_answers = generate_with_logprobs(engine(None), prompts)
 
-    def answers(ranges):
+    def answer_with_ranges(image_ranges):
         monkeypatch.setattr(
             gpu_model_runner,
             "CommonAttentionMetadata",
-            lambda **fields: metadata(**fields | {"mm_req_doc_ranges": ranges}),
+            lambda **fields: metadata_class(**fields | {"mm_req_doc_ranges": image_ranges}),
         )
-        return served(ours, prompts)
+        return generate_with_logprobs(cab_engine, prompts)
 
-    assert_same(answers({0: [], 1: []}), sparse)
-    assert_same(answers({0: [], 1: [(40, 60)]}), [sparse[0], dense[1]])
+    assert_answers_close(answer_with_ranges({0: [], 1: []}), sparse_answers)
+    assert_answers_close(
+        answer_with_ranges({0: [], 1: [(40, 60)]}), [sparse_answers[0], dense_answers[1]]
+    )
 
 
 def test_speculative_draft_model_needs_no_settings(engine, llama, tmp_path):
     """Use settings that name layer 2, which the draft model of one layer does not have."""
     config = transformers.LlamaConfig.from_pretrained(llama, num_hidden_layers=1)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    guesses = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
-    settings, prompts = SPARSE | {"dense_layers": [2]}, [prompt(300), prompt(170, 1)]
-    ours = engine(settings, max_num_batched_tokens=160, speculative_config=guesses)
-    expected = [Reference(llama, settings)(x, prompt_too=False) for x in prompts]
-    assert_same(served(ours, prompts, prompt_too=False), expected, 1e-4)
+    speculative_config = {
+        "method": "draft_model",
+        "model": str(tmp_path),
+        "num_speculative_tokens": 3,
+    }
+    settings, prompts = SPARSE | {"dense_layers": [2]}, [draw_prompt(300), draw_prompt(170, 1)]
+    cab_engine = engine(settings, max_num_batched_tokens=160, speculative_config=speculative_config)
+    expected = [
+        TransformersReference(llama, settings)(x, has_prompt_logprobs=False) for x in prompts
+    ]
+    assert_answers_close(
+        generate_with_logprobs(cab_engine, prompts, has_prompt_logprobs=False), expected, 1e-4
+    )
 
 
 def test_dense_anchor_layer_raises():
@@ -179,18 +219,18 @@ def test_dense_anchor_layer_raises():
 
 
 @pytest.mark.parametrize(
-    ("impl", "builder", "reason"),
+    ("impl_fields", "builder_module", "reason"),
     [
         ({}, "vllm.v1.attention", "another backend"),
-        ({"cab_reason": "ALiBi"}, "cab_hf.vllm.backend", "ALiBi"),
-        ({"cab_reason": None}, "vllm.attention.chunked", "batches that vLLM rewrites"),
-        ({"cab_reason": None}, "cab_hf.vllm.backend", None),
+        ({"cab_dense_reason": "ALiBi"}, "cab_hf.vllm.backend", "ALiBi"),
+        ({"cab_dense_reason": None}, "vllm.attention.chunked", "batches that vLLM rewrites"),
+        ({"cab_dense_reason": None}, "cab_hf.vllm.backend", None),
     ],
 )
-def test_dense_layers_report_reasons(impl, builder, reason):
-    builder_class = type("Builder", (), {"__module__": builder})
+def test_dense_layers_report_reasons(impl_fields, builder_module, reason):
+    builder_class = type("Builder", (), {"__module__": builder_module})
     backend = SimpleNamespace(get_builder_cls=lambda: builder_class)
-    attention = SimpleNamespace(impl=SimpleNamespace(**impl), attn_backend=backend)
+    attention = SimpleNamespace(impl=SimpleNamespace(**impl_fields), attn_backend=backend)
     assert layers.why_dense(attention) == reason
 
 
@@ -199,15 +239,23 @@ def test_rotary_embedding_conditions_of_vllm_are_covered():
 
     `cab_hf.vllm.layers` must list every attribute in these conditions.
     """
-    listed = {*layers.SWITCHES, *(x for names in layers.APPLIED_IF.values() for x in names)}
+    listed_attributes = {
+        *layers.ROTARY_SWITCHES,
+        *(attribute for names in layers.ROTARY_CONDITIONS.values() for attribute in names),
+    }
     conditions = set()
-    for file in Path(models.__file__).parent.glob("*.py"):
+    for model_file in Path(models.__file__).parent.glob("*.py"):
         for condition in re.findall(
-            r"if (.*):\n +\w+, \w+ = self\.rotary_emb\(", file.read_text("utf-8")
+            r"if (.*):\n +\w+, \w+ = self\.rotary_emb\(", model_file.read_text("utf-8")
         ):
-            conditions |= {(file.stem, x) for x in re.findall(r"self\.([\w.]+)", condition)}
+            conditions |= {
+                (model_file.stem, attribute)
+                for attribute in re.findall(r"self\.([\w.]+)", condition)
+            }
     assert len(conditions) > 5
-    listed |= {"rotary_emb", "config.use_mem_rope"}
-    unlisted = {(module, name) for module, name in conditions if name not in listed}
+    listed_attributes |= {"rotary_emb", "config.use_mem_rope"}
+    unlisted_conditions = {
+        (module, name) for module, name in conditions if name not in listed_attributes
+    }
     # in Molmo, the condition decides about norms, and RoPE is always applied
-    assert unlisted <= {("molmo", "q_norm"), ("molmo", "k_norm")}
+    assert unlisted_conditions <= {("molmo", "q_norm"), ("molmo", "k_norm")}

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
-START = """
+START_SCRIPT = """
 import sys
 from vllm import LLM
 
@@ -28,7 +28,9 @@ LLM(
 def test_scheduler_without_plugin_raises(llama):
     """Name the scheduler of cab_hf by ``scheduler_cls``, in a process without the plugin."""
     environment = os.environ | {"VLLM_PLUGINS": "other"}
-    command = [sys.executable, "-c", START, str(llama)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode != 0
-    assert "ValueError: VLLM_PLUGINS must contain cab_hf" in done.stderr
+    command = [sys.executable, "-c", START_SCRIPT, str(llama)]
+    completed_process = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert completed_process.returncode != 0
+    assert "ValueError: VLLM_PLUGINS must contain cab_hf" in completed_process.stderr

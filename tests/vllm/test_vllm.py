@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
-from cab_hf.dispatch import attended
+from cab_hf.dispatch import attended_pairs
 
 # ignore warnings, which vLLM and its libraries cause
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -21,81 +21,89 @@ SPARSE = BLOCKS | {"mass_threshold": 0.3, "share_threshold": 1.0}
 # maximum difference of log-probabilities that are equal up to rounding
 TOLERANCE = 2e-5
 # number of generated tokens per prompt
-ANSWER = 4
+ANSWER_TOKENS = 4
 
 
-def prompts_of(seed, max_count=5, longest=600):
-    """Return up to ``max_count`` random prompts of 20 to ``longest`` tokens."""
-    draw = random.Random(seed)
-    lengths = [draw.randrange(20, longest) for _ in range(draw.randint(1, max_count))]
-    return [[draw.randrange(3, 510) for _ in range(length)] for length in lengths]
+def draw_prompts(seed, max_prompts=5, max_length=600):
+    """Return up to ``max_prompts`` random prompts of 20 to ``max_length`` tokens."""
+    generator = random.Random(seed)
+    lengths = [
+        generator.randrange(20, max_length) for _ in range(generator.randint(1, max_prompts))
+    ]
+    return [[generator.randrange(3, 510) for _ in range(length)] for length in lengths]
 
 
-def served(engine, prompts, prompt_too=True):
-    """Generate `ANSWER` tokens per prompt; return a list with a tuple for each prompt.
+def generate_with_logprobs(engine, prompts, has_prompt_logprobs=True):
+    """Generate `ANSWER_TOKENS` tokens per prompt; return a list with a tuple for each prompt.
 
     The tuple is (generated token ids, log-probabilities of prompt and generated tokens). If
-    ``prompt_too`` is False, log-probabilities are of generated tokens only.
+    ``has_prompt_logprobs`` is False, log-probabilities are of generated tokens only.
     """
     sampling = SamplingParams(
         temperature=0,
-        max_tokens=ANSWER,
+        max_tokens=ANSWER_TOKENS,
         ignore_eos=True,
         detokenize=False,
         logprobs=0,
-        prompt_logprobs=0 if prompt_too else None,
+        prompt_logprobs=0 if has_prompt_logprobs else None,
     )
-    requests = [{"prompt_token_ids": x} for x in prompts]
-    return [read(x) for x in engine.generate(requests, sampling, use_tqdm=False)]
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return [read_logprobs(prompt) for prompt in engine.generate(requests, sampling, use_tqdm=False)]
 
 
-def read(request_output):
+def read_logprobs(request_output):
     """Return (generated token ids, log-probabilities) of the output of a request."""
     # the first token of a prompt has no log-probability
-    steps = [
+    step_logprobs = [
         *(request_output.prompt_logprobs or [None])[1:],
         *request_output.outputs[0].logprobs,
     ]
     # each step is a dict of log-probabilities, whose first entry is that of the actual token
-    logprobs = [next(iter(step.values())).logprob for step in steps]
+    logprobs = [next(iter(step.values())).logprob for step in step_logprobs]
     return list(request_output.outputs[0].token_ids), logprobs
 
 
-class Reference:
-    """Model with "cab" in transformers. A call returns the result of `served` for one prompt."""
+class TransformersReference:
+    """Model with "cab" in transformers.
+
+    A call returns an entry of the result of `generate_with_logprobs`, for one prompt.
+    """
 
     def __init__(self, folder, config):
-        options = {"attn_implementation": "cab", "cab_config": config}
-        self.model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+        model_options = {"attn_implementation": "cab", "cab_config": config}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, **model_options).eval()
 
     @torch.no_grad()
-    def __call__(self, prompt, prompt_too=True):
+    def __call__(self, prompt, has_prompt_logprobs=True):
         tokens, logprobs = torch.tensor([prompt]), []
-        out = self.model.generate(
+        output = self.model.generate(
             tokens,
-            max_new_tokens=ANSWER,
+            max_new_tokens=ANSWER_TOKENS,
             do_sample=False,
             output_logits=True,
             return_dict_in_generate=True,
             eos_token_id=None,
             pad_token_id=0,
         )
-        if prompt_too:
+        if has_prompt_logprobs:
             logits = self.model(tokens).logits[0, :-1].log_softmax(-1)
             logprobs = logits.gather(1, tokens[0, 1:, None])[:, 0].tolist()
-        answer = out.sequences[0, len(prompt) :].tolist()
-        steps = zip(out.logits, answer, strict=True)
-        logprobs += [x[0].log_softmax(-1)[token].item() for x, token in steps]
+        answer = output.sequences[0, len(prompt) :].tolist()
+        steps = zip(output.logits, answer, strict=True)
+        logprobs += [step_logits[0].log_softmax(-1)[token].item() for step_logits, token in steps]
         return answer, logprobs
 
 
 @pytest.fixture(scope="module")
 def reference(llama):
-    return Reference(llama, SPARSE)
+    return TransformersReference(llama, SPARSE)
 
 
-def assert_same(actual, expected, tolerance=TOLERANCE):
-    """Assert that two results of `served` have equal tokens and close log-probabilities."""
+def assert_answers_close(actual, expected, tolerance=TOLERANCE):
+    """Assert that answers have equal tokens and close log-probabilities.
+
+    ``actual`` and ``expected`` are results of `generate_with_logprobs`.
+    """
     assert [tokens for tokens, _ in actual] == [tokens for tokens, _ in expected]
     for (_, logprobs), (_, expected_logprobs) in zip(actual, expected, strict=True):
         assert len(logprobs) == len(expected_logprobs)
@@ -104,38 +112,43 @@ def assert_same(actual, expected, tolerance=TOLERANCE):
         )
 
 
-def density():
-    """Return the density of all sparse layers since ``attended.clear()``."""
-    pairs = [x.double() for x in attended.values()]
-    return float(sum(x[0] for x in pairs) / sum(x[1] for x in pairs))
+def measured_density():
+    """Return the density of all sparse layers since ``attended_pairs.clear()``."""
+    pair_counts = [counts.double() for counts in attended_pairs.values()]
+    return float(
+        sum(counts[0] for counts in pair_counts) / sum(counts[1] for counts in pair_counts)
+    )
 
 
 @pytest.mark.parametrize(
     ("token_budget", "first_seed"), [(2048, 0), (160, 100)], ids=["whole", "in-chunks"]
 )
 def test_full_budget_equals_vllm_dense_attention(engine, token_budget, first_seed):
-    attended.clear()
-    theirs, ours = (
+    attended_pairs.clear()
+    vllm_engine, cab_engine = (
         engine(None, max_num_batched_tokens=2048),
         engine(FULL, max_num_batched_tokens=token_budget),
     )
     for seed in range(first_seed, first_seed + 100):
-        prompts = prompts_of(seed)
-        assert_same(served(ours, prompts), served(theirs, prompts))
-    assert density() == 1
+        prompts = draw_prompts(seed)
+        assert_answers_close(
+            generate_with_logprobs(cab_engine, prompts),
+            generate_with_logprobs(vllm_engine, prompts),
+        )
+    assert measured_density() == 1
 
 
 @pytest.mark.parametrize(
     ("token_budget", "first_seed"), [(2048, 0), (160, 100)], ids=["whole", "in-chunks"]
 )
 def test_sparse_answers_equal_transformers(engine, reference, token_budget, first_seed):
-    ours = engine(SPARSE, max_num_batched_tokens=token_budget)
-    traces = [prompts_of(seed) for seed in range(first_seed, first_seed + 100)]
-    attended.clear()
-    answers = [served(ours, prompts) for prompts in traces]
-    assert density() < 0.8
-    for actual, prompts in zip(answers, traces, strict=True):
-        assert_same(actual, [reference(x) for x in prompts])
+    cab_engine = engine(SPARSE, max_num_batched_tokens=token_budget)
+    batches = [draw_prompts(seed) for seed in range(first_seed, first_seed + 100)]
+    attended_pairs.clear()
+    answers = [generate_with_logprobs(cab_engine, prompts) for prompts in batches]
+    assert measured_density() < 0.8
+    for actual, prompts in zip(answers, batches, strict=True):
+        assert_answers_close(actual, [reference(x) for x in prompts])
 
 
 @pytest.mark.parametrize(
@@ -149,113 +162,132 @@ def test_sparse_answers_equal_transformers(engine, reference, token_budget, firs
 )
 def test_chunks_smaller_than_query_block_equal_dense(engine, options):
     """Split query blocks over several chunks, each of which selects key blocks for its part."""
-    prompts = prompts_of(3, max_count=3, longest=200)
-    small_cache = {"num_gpu_blocks_override": 64}
-    expected = served(engine(None, max_num_batched_tokens=2048), prompts)
-    attended.clear()
-    assert_same(served(engine(FULL, **small_cache | options), prompts), expected)
-    assert attended
+    prompts = draw_prompts(3, max_prompts=3, max_length=200)
+    cache_options = {"num_gpu_blocks_override": 64}
+    expected = generate_with_logprobs(engine(None, max_num_batched_tokens=2048), prompts)
+    attended_pairs.clear()
+    assert_answers_close(
+        generate_with_logprobs(engine(FULL, **cache_options | options), prompts), expected
+    )
+    assert attended_pairs
 
 
 def test_cached_prefix_is_not_recomputed(engine, reference):
-    ours = engine(SPARSE, max_num_batched_tokens=160)
+    cab_engine = engine(SPARSE, max_num_batched_tokens=160)
     prefix = [(7 * i * i + 3) % 500 + 3 for i in range(256)]
-    prompts = [prefix + x for x in ([5, 6] * 90, [9, 8, 7] * 70, [11] * 150)]
-    expected = [reference(x, prompt_too=False) for x in prompts]
+    prompts = [prefix + suffix for suffix in ([5, 6] * 90, [9, 8, 7] * 70, [11] * 150)]
+    expected = [reference(suffix, has_prompt_logprobs=False) for suffix in prompts]
     for prompt, answer in zip(prompts, expected, strict=True):
         sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-        cached = ours.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
-        assert cached.num_cached_tokens == (0 if prompt is prompts[0] else 256)
-        assert_same(served(ours, [prompt], prompt_too=False), [answer])
+        output = cab_engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
+        assert output.num_cached_tokens == (0 if prompt is prompts[0] else 256)
+        assert_answers_close(
+            generate_with_logprobs(cab_engine, [prompt], has_prompt_logprobs=False), [answer]
+        )
 
 
 def test_preempted_requests_are_recomputed(engine, reference, monkeypatch):
-    ours = engine(
+    cab_engine = engine(
         SPARSE, max_num_batched_tokens=2048, num_gpu_blocks_override=10, enable_prefix_caching=False
     )
     # the cache has nine pages of 128 tokens. Each of three prompts fills three pages, and its
     # answer needs a fourth page, so that a request is preempted
     prompts = [[(i * n) % 500 + 3 for i in range(383)] for n in (3, 7, 11)]
-    scheduler, preempted = ours.llm_engine.engine_core.engine_core.scheduler, []
+    scheduler, preempted_requests = cab_engine.llm_engine.engine_core.engine_core.scheduler, []
     original_preempt = scheduler._preempt_request
 
-    def preempt(request, timestamp, **options):
-        preempted.append(request)
+    def record_and_preempt(request, timestamp, **options):
+        preempted_requests.append(request)
         return original_preempt(request, timestamp, **options)
 
-    monkeypatch.setattr(scheduler, "_preempt_request", preempt)
-    actual = served(ours, prompts, prompt_too=False)
-    assert preempted
-    assert_same(actual, [reference(x, prompt_too=False) for x in prompts])
+    monkeypatch.setattr(scheduler, "_preempt_request", record_and_preempt)
+    actual = generate_with_logprobs(cab_engine, prompts, has_prompt_logprobs=False)
+    assert preempted_requests
+    assert_answers_close(actual, [reference(x, has_prompt_logprobs=False) for x in prompts])
 
 
 def test_aborted_request_does_not_change_others(engine, reference):
-    ours = engine(SPARSE, max_num_batched_tokens=160).llm_engine
-    prompts = [[(i * n) % 500 + 3 for i in range(400)] for n in (3, 7, 11)]
+    llm_engine = engine(SPARSE, max_num_batched_tokens=160).llm_engine
+    prompts = [[(i * factor) % 500 + 3 for i in range(400)] for factor in (3, 7, 11)]
     sampling = SamplingParams(
-        temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, logprobs=0
+        temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False, logprobs=0
     )
     for name, prompt in zip("abc", prompts, strict=True):
-        ours.add_request(name, {"prompt_token_ids": prompt}, sampling)
-    ours.step()
-    ours.abort_request(["b"])
-    finished = {}
-    while ours.has_unfinished_requests():
-        finished |= {x.request_id[0]: x for x in ours.step() if x.finished}
-    expected = [reference(prompts[i], prompt_too=False) for i in (0, 2)]
-    assert_same([read(finished[name]) for name in "ac"], expected)
+        llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+    llm_engine.step()
+    llm_engine.abort_request(["b"])
+    finished_outputs = {}
+    while llm_engine.has_unfinished_requests():
+        finished_outputs |= {
+            output.request_id[0]: output for output in llm_engine.step() if output.finished
+        }
+    expected = [reference(prompts[i], has_prompt_logprobs=False) for i in (0, 2)]
+    assert_answers_close([read_logprobs(finished_outputs[name]) for name in "ac"], expected)
 
 
 def test_prompts_below_min_length_use_dense_backend(engine):
-    attended.clear()
-    prompts = prompts_of(7, 5, 300)
-    ours = engine(SPARSE | {"min_length": 400})
-    assert_same(served(ours, prompts), served(engine(None, max_num_batched_tokens=2048), prompts))
-    assert not attended
+    attended_pairs.clear()
+    prompts = draw_prompts(7, 5, 300)
+    cab_engine = engine(SPARSE | {"min_length": 400})
+    assert_answers_close(
+        generate_with_logprobs(cab_engine, prompts),
+        generate_with_logprobs(engine(None, max_num_batched_tokens=2048), prompts),
+    )
+    assert not attended_pairs
 
 
 def test_batch_with_short_and_long_prompts_equals_reference(engine, llama):
     config = SPARSE | {"min_length": 300}
-    prompts = prompts_of(8, 5, 250) + prompts_of(9, 3, 600)
-    ours, alone = engine(config, max_num_batched_tokens=2048), Reference(llama, config)
+    prompts = draw_prompts(8, 5, 250) + draw_prompts(9, 3, 600)
+    cab_engine, transformers_reference = (
+        engine(config, max_num_batched_tokens=2048),
+        TransformersReference(llama, config),
+    )
     assert {len(x) < 300 for x in prompts} == {True, False}
-    assert_same(served(ours, prompts), [alone(x) for x in prompts])
+    assert_answers_close(
+        generate_with_logprobs(cab_engine, prompts), [transformers_reference(x) for x in prompts]
+    )
 
 
 def test_tensor_parallel_ranks_equal_reference(engine, reference):
-    ours = engine(SPARSE, max_num_batched_tokens=160, tensor_parallel_size=2)
-    prompts = prompts_of(10, 3)
-    assert_same(served(ours, prompts), [reference(x) for x in prompts])
+    cab_engine = engine(SPARSE, max_num_batched_tokens=160, tensor_parallel_size=2)
+    prompts = draw_prompts(10, 3)
+    assert_answers_close(
+        generate_with_logprobs(cab_engine, prompts), [reference(x) for x in prompts]
+    )
 
 
-def test_cab_config_of_model_is_used(engine, llama, tmp_path):
+def test_engine_without_settings_uses_cab_config_of_model(engine, llama, tmp_path):
     for file in llama.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())
-    saved = SPARSE | {"dense_layers": [0]}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"cab_config": saved}))
-    prompts = prompts_of(11, 3)
-    attended.clear()
-    actual = served(engine({}, tmp_path), prompts)
-    assert sorted(layer.layer_idx for layer in attended) == [1, 2]
-    assert_same(actual, [Reference(tmp_path, saved)(x) for x in prompts])
+    saved_settings = SPARSE | {"dense_layers": [0]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"cab_config": saved_settings}))
+    prompts = draw_prompts(11, 3)
+    attended_pairs.clear()
+    actual = generate_with_logprobs(engine({}, tmp_path), prompts)
+    assert sorted(layer.layer_idx for layer in attended_pairs) == [1, 2]
+    assert_answers_close(
+        actual, [TransformersReference(tmp_path, saved_settings)(x) for x in prompts]
+    )
     # another engine in the same process still uses its own settings
-    assert_same(
-        served(engine(FULL), prompts), served(engine(None, max_num_batched_tokens=2048), prompts)
+    assert_answers_close(
+        generate_with_logprobs(engine(FULL), prompts),
+        generate_with_logprobs(engine(None, max_num_batched_tokens=2048), prompts),
     )
 
 
 def test_speculative_decoding_equals_reference(engine, reference):
-    guesses = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    ours = engine(SPARSE, max_num_batched_tokens=160, speculative_config=guesses)
+    speculative_config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    cab_engine = engine(SPARSE, max_num_batched_tokens=160, speculative_config=speculative_config)
     prompts = [[(i * i) % 11 + 3 for i in range(n)] for n in (300, 170)]
-    actual = served(ours, prompts, prompt_too=False)
-    expected = [reference(x, prompt_too=False) for x in prompts]
+    actual = generate_with_logprobs(cab_engine, prompts, has_prompt_logprobs=False)
+    expected = [reference(x, has_prompt_logprobs=False) for x in prompts]
     assert [tokens for tokens, _ in actual] == [tokens for tokens, _ in expected]
 
 
 @pytest.mark.parametrize(
-    ("cab", "message"),
+    ("cab_settings", "message"),
     [
         ({"mass_treshold": 0.1}, "mass_treshold"),
         ({"mass_threshold": 2}, "mass_threshold"),
@@ -263,9 +295,14 @@ def test_speculative_decoding_equals_reference(engine, reference):
         ("sparse", "sparse"),
     ],
 )
-def test_invalid_settings_raise_at_start(llama, cab, message):
+def test_invalid_settings_raise_at_start(llama, cab_settings, message):
     with pytest.raises(ValueError, match=message):
-        LLM(str(llama), skip_tokenizer_init=True, max_model_len=64, additional_config={"cab": cab})
+        LLM(
+            str(llama),
+            skip_tokenizer_init=True,
+            max_model_len=64,
+            additional_config={"cab": cab_settings},
+        )
 
 
 def test_unsupported_vllm_version_raises(llama, monkeypatch):

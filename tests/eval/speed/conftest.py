@@ -12,7 +12,7 @@ def time_one_call_per_case():
     with pytest.MonkeyPatch.context() as patch:
         for name in ("SECONDS_A_CASE", "WARM_UP_SECONDS"):
             patch.setattr(timing, name, 0.0)
-        for name in ("WARM_UP_CALLS", "LEAST_RUNS", "MOST_RUNS"):
+        for name in ("WARM_UP_CALLS", "MIN_RUNS", "MAX_RUNS"):
             patch.setattr(timing, name, 1)
         # a commit during the tests must not change the provenance
         patch.setattr(provenance, "git_commit", lambda: "0" * 40)

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from bench import FakeBench, sample_of, shown
+from bench import FakeBench, format_tables, measure_sample
 
 from cab_hf import engines
 from cab_hf.call import layout
@@ -16,16 +16,16 @@ from cab_hf.eval.speed.attention import Attention, Settings
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, KeyRanges
 
-KEY = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16"}
-KEY |= {"layout": "whole", "budget": 0.2}
+CASE = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16"}
+CASE |= {"layout": "whole", "budget": 0.2}
 
 
-def measured(case, bench=None, **fields):
-    """Return the sample of a case, measured with the settings ``fields`` of a tiny layer."""
-    return sample_of(Attention, tiny_settings(**fields), case, bench)
+def measure_case(case, bench=None, **setting_fields):
+    """Return the sample of a case; ``setting_fields`` are settings of a tiny layer."""
+    return measure_sample(Attention, tiny_settings(**setting_fields), case, bench)
 
 
-def rows_of(samples):
+def make_report_rows(samples):
     """Return the report rows of samples."""
     return Attention.rows(samples, {})
 
@@ -35,8 +35,8 @@ def tiny_settings(**fields):
     return Settings(device="cpu", heads=4, kv_heads=2, head_dims=(16,), seconds=0.0, **fields)
 
 
-def sample(length, ms, baselines=None, direction="forward", budget=0.1, **result):
-    """Return a sample with the fields of `Attention.measure`; ``result`` replaces fields.
+def make_sample(length, ms, baselines=None, direction="forward", budget=0.1, **replaced_fields):
+    """Return a sample with the fields of `Attention.measure`; ``replaced_fields`` replaces fields.
 
     The selected blocks contain half of all causal pairs.
 
@@ -47,15 +47,31 @@ def sample(length, ms, baselines=None, direction="forward", budget=0.1, **result
         direction: "forward" or "backward".
         budget: max_density of the case.
     """
-    key = {"length": length, "head_dim": 8, "direction": direction, "budget": budget}
-    pairs = length**2 / 4
-    shape = {"batch": 1, "heads": 2, "blocks": "32x16", **Attention.ADDED}
-    counted = {"density": 0.5, "listed_pairs": 2 * pairs}
-    selects = direction == "forward" and budget != 1
-    times = {"attend_ms": {"triton": ms}, "total_ms": {"triton": ms + 1} if selects else {}}
-    costs = {"predict_ms": 1.0, "total_eager_ms": times["total_ms"], "peak_mib": {}, "labels": {}}
+    case_fields = {"length": length, "head_dim": 8, "direction": direction, "budget": budget}
+    num_pairs = length**2 / 4
+    shape_fields = {"batch": 1, "heads": 2, "blocks": "32x16", **Attention.ADDED}
+    density_fields = {"density": 0.5, "listed_pairs": 2 * num_pairs}
+    selects_blocks = direction == "forward" and budget != 1
+    time_fields = {
+        "attend_ms": {"triton": ms},
+        "total_ms": {"triton": ms + 1} if selects_blocks else {},
+    }
+    cost_fields = {
+        "predict_ms": 1.0,
+        "total_eager_ms": time_fields["total_ms"],
+        "peak_mib": {},
+        "labels": {},
+    }
     fields = {"baselines": baselines or {}, "not_measured": {}, "without_graph": {}, "error": None}
-    return key | shape | counted | times | costs | fields | result
+    return (
+        case_fields
+        | shape_fields
+        | density_fields
+        | time_fields
+        | cost_fields
+        | fields
+        | replaced_fields
+    )
 
 
 # --- the row
@@ -64,14 +80,14 @@ def sample(length, ms, baselines=None, direction="forward", budget=0.1, **result
 def test_pairs_and_density_by_hand():
     # the 80 queries are in blocks of 32, 32 and 16, which attend to 2, 4 and 5 blocks of 16 keys
     plan = BlockPlan.causal(KeyRanges.causal(1, 80, 80, "cpu"), 2, 32, 16)
-    counted = attention.counted(plan, heads=4)
-    assert counted["density"] == 1
-    assert counted["listed_pairs"] == 4 * (2 + 4 + 5) * 32 * 16
+    plan_fields = attention.count_pairs(plan, num_heads=4)
+    assert plan_fields["density"] == 1
+    assert plan_fields["listed_pairs"] == 4 * (2 + 4 + 5) * 32 * 16
 
 
 def test_rates_by_hand():
-    forward, backward = rows_of(
-        [sample(1000, 2.0, {"FA3": 4.0}), sample(1000, 2.0, {"FA4": 4.0}, "backward")]
+    forward, backward = make_report_rows(
+        [make_sample(1000, 2.0, {"FA3": 4.0}), make_sample(1000, 2.0, {"FA4": 4.0}, "backward")]
     )
     # 4 operations per pair and channel, and 500,000 pairs in the selected blocks of two heads
     assert forward["tflops"]["triton"] == pytest.approx(4 * 8 * 500_000 / 2e-3 / 1e12)
@@ -80,24 +96,26 @@ def test_rates_by_hand():
     assert backward["tflops"]["triton"] == pytest.approx(2.5 * forward["tflops"]["triton"])
     assert (backward["ms"], backward["ratio"]) == (2.0, 0.5)
     # the ratio is the time of CAB divided by the time of the fastest baseline
-    (row,) = rows_of([sample(1000, 2.0, {"FA3": 4.0, "FA4": 2.0})])
+    (row,) = make_report_rows([make_sample(1000, 2.0, {"FA3": 4.0, "FA4": 2.0})])
     assert (row["baseline"], row["ratio"]) == ("FA4", 1.5)
 
 
 def test_dense_attention_is_measured_once_for_all_budgets(monkeypatch):
     calls = []
-    monkeypatch.setattr(dense, "measure", lambda *_, backward, **__: calls.append(backward) or {})
+    monkeypatch.setattr(
+        dense, "measure_baselines", lambda *_, backward, **__: calls.append(backward) or {}
+    )
     bench, settings = FakeBench(), tiny_settings(lengths=(96,), densities=(0.2, 1.0))
-    for case in settings.asked():
-        sample_of(Attention, settings, case, bench)
+    for case in settings.requested_cases():
+        measure_sample(Attention, settings, case, bench)
     assert calls == [False, True]
 
 
 def test_graph_capture_error_is_reported():
-    row = measured(KEY, FakeBench("it waits"))  # the reason why a graph cannot be captured
+    row = measure_case(CASE, FakeBench("it waits"))  # the reason why a graph cannot be captured
     assert set(row["without_graph"]) >= {"predicting", "reference", "predicting and reference"}
     line = "| no CUDA graph, so its time is eager | it waits | 192 | predicting, reference"
-    assert line in shown(Attention, rows_of([row]))
+    assert line in format_tables(Attention, make_report_rows([row]))
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -109,7 +127,7 @@ def test_sinks_are_included_in_time(monkeypatch, direction):
         return reference.with_sinks(out, lse, sinks)
 
     monkeypatch.setattr(layout, "with_sinks", with_sinks)
-    row = measured(KEY | {"direction": direction}, sinks=True)
+    row = measure_case(CASE | {"direction": direction}, sinks=True)
     assert row["attend_ms"] and not row["not_measured"]
     assert set(shapes) == {(4,)}
 
@@ -118,13 +136,13 @@ def test_sinks_are_included_in_time(monkeypatch, direction):
 def test_composite_engine_is_timed(monkeypatch, direction):
     """The function of an engine may be a `partial` that wraps a kernel, as on a GPU."""
 
-    def call(kernel, q, k, v, plan, **options):
+    def call_kernel(kernel, q, k, v, plan, **options):
         return kernel(q, k, v, plan, **options)
 
-    composite = partial(call, reference.attention)
-    engine = REFERENCE._replace(load=lambda: composite)
+    composite_kernel = partial(call_kernel, reference.attention)
+    engine = REFERENCE._replace(load=lambda: composite_kernel)
     monkeypatch.setitem(engines.ENGINES, "reference", (engine,))
-    row = measured(KEY | {"direction": direction})
+    row = measure_case(CASE | {"direction": direction})
     assert row["attend_ms"] and not row["not_measured"]
 
 
@@ -132,7 +150,7 @@ def test_composite_engine_is_timed(monkeypatch, direction):
 
 
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("change_output", "error"),
     [
         (lambda out: torch.zeros_like(out), "wrong by 1 (relative)"),
         (lambda out: out.roll(1, dims=1), "wrong by"),
@@ -140,14 +158,14 @@ def test_composite_engine_is_timed(monkeypatch, direction):
     ],
     ids=["zeros", "other heads", "nan"],
 )
-def test_wrong_output_is_not_timed(monkeypatch, change, error):
+def test_wrong_output_is_not_timed(monkeypatch, change_output, error):
     attend = reference.attention
 
     def attend_with_changed_output(q, k, v, plan, **options):
-        return change(attend(q, k, v, plan, **options))
+        return change_output(attend(q, k, v, plan, **options))
 
     monkeypatch.setattr(reference, "attention", attend_with_changed_output)
-    row = measured(KEY)
+    row = measure_case(CASE)
     assert row["attend_ms"] == row["total_ms"] == {}
     assert (
         error in row["not_measured"]["reference"] and "queries" in row["not_measured"]["reference"]
@@ -175,7 +193,7 @@ def test_wrong_gradient_is_not_timed(monkeypatch):
 
     attend_with_wrong_gradient.calls = 0
     monkeypatch.setattr(reference, "attention", attend_with_wrong_gradient)
-    row = measured(KEY | {"direction": "backward"})
+    row = measure_case(CASE | {"direction": "backward"})
     assert row["attend_ms"] == {}
     assert "in the gradient of q" in row["not_measured"]["reference"]
 
@@ -183,30 +201,30 @@ def test_wrong_gradient_is_not_timed(monkeypatch):
 def test_exact_rows_equal_full_output():
     settings = tiny_settings()
     q, k, v = settings.random_heads(300, 16, torch.device("cpu"), "qkv")
-    plan = settings.planner(KEY)(q, k, KeyRanges.causal(1, 300, 300, "cpu"))
+    plan = settings.planner(CASE)(q, k, KeyRanges.causal(1, 300, 300, "cpu"))
     full = REFERENCE.attention(q, k, v, plan, scale=0.25)
     for start, stop in ((0, 32), (100, 150), (268, 300)):
-        actual = dense.exact_rows(q, k, v, plan, start=start, stop=stop)
+        actual = dense.exact_attention(q, k, v, plan, start=start, stop=stop)
         torch.testing.assert_close(actual, full[:, :, start:stop])
 
 
 # --- baselines
 
 
-SDPA = dense.ON_CPU["SDPA"]
+SDPA = dense.CPU_BASELINES["SDPA"]
 
 
-def times_of(baselines, backward=False, head_dim=16):
-    """Return the times of ``baselines`` by `dense.measure`."""
+def time_given_baselines(baselines, backward=False, head_dim=16):
+    """Return the times of ``baselines`` by `dense.measure_baselines`."""
     q, k, v = tiny_settings().random_heads(300, head_dim, torch.device("cpu"), "qkv")
-    return dense.measure(q, k, v, head_dim**-0.5, FakeBench(), backward, baselines)
+    return dense.measure_baselines(q, k, v, head_dim**-0.5, FakeBench(), backward, baselines)
 
 
 def test_unsupported_head_dim_is_reported():
-    narrow = dense.Baseline(lambda: None, head_dims=dense.FLASH_DIMS)
-    measured = times_of({"FA3": narrow, "SDPA": SDPA}, head_dim=320)
-    assert measured["not_measured"] == {"FA3": "it supports head dims 1 to 256, not 320"}
-    assert measured["baselines"] == {"SDPA": 2.0}
+    narrow_baseline = dense.Baseline(lambda: None, head_dims=dense.FLASH_DIMS)
+    results_by_field = time_given_baselines({"FA3": narrow_baseline, "SDPA": SDPA}, head_dim=320)
+    assert results_by_field["not_measured"] == {"FA3": "it supports head dims 1 to 256, not 320"}
+    assert results_by_field["baselines"] == {"SDPA": 2.0}
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -217,17 +235,19 @@ def test_kv_heads_are_repeated_for_kernels_without_gqa(backward):
         kv_heads.append((k.shape[1], v.shape[1]))
         return SDPA.load()(q, k, v, scale)
 
-    measured = times_of({"efficient": dense.Baseline(lambda: attend, grouped=False)}, backward)
-    assert measured["not_measured"] == {} and set(kv_heads) == {(4, 4)}
+    results_by_field = time_given_baselines(
+        {"efficient": dense.Baseline(lambda: attend, supports_gqa=False)}, backward
+    )
+    assert results_by_field["not_measured"] == {} and set(kv_heads) == {(4, 4)}
 
 
 def test_baseline_with_wrong_gradient_is_not_timed():
     def attend(q, k, v, scale):
         return SDPA.load()(q, k, v.detach(), scale) + 0 * v.repeat_interleave(2, 1)
 
-    wrong = {"FA4": dense.Baseline(lambda: attend)}
-    assert times_of(wrong)["baselines"] == {"FA4": 2.0}
-    error = times_of(wrong, backward=True)["not_measured"]["FA4"]
+    wrong_baselines = {"FA4": dense.Baseline(lambda: attend)}
+    assert time_given_baselines(wrong_baselines)["baselines"] == {"FA4": 2.0}
+    error = time_given_baselines(wrong_baselines, backward=True)["not_measured"]["FA4"]
     assert "in the gradient of v at 300 tokens" in error
 
 
@@ -245,11 +265,13 @@ def test_ffpa_fallback_is_not_measured(monkeypatch, falls_back):
     package.ffpa_attn_func, functional.FFPAAttnMeta = attend, Meta
     monkeypatch.setitem(sys.modules, "ffpa_attn", package)
     monkeypatch.setitem(sys.modules, "ffpa_attn.functional", functional)
-    measured = times_of({"ffpa CuTe": dense.ON_GPU["ffpa CuTe"]}, head_dim=320)
+    results_by_field = time_given_baselines(
+        {"ffpa CuTe": dense.GPU_BASELINES["ffpa CuTe"]}, head_dim=320
+    )
     if falls_back:
-        assert measured["not_measured"] == {"ffpa CuTe": "it would call SDPA instead"}
+        assert results_by_field["not_measured"] == {"ffpa CuTe": "it would call SDPA instead"}
     else:
-        assert measured["baselines"] == {"ffpa CuTe": 2.0}
+        assert results_by_field["baselines"] == {"ffpa CuTe": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -267,13 +289,13 @@ def test_ffpa_fallback_is_not_measured(monkeypatch, falls_back):
 def test_break_even_length_is_interpolated(points, length, message):
     assert dense.break_even(points) == (None if length is None else pytest.approx(length))
     rows = [{"length": length, "ratio": ratio} for length, ratio in points]
-    assert message in dense.break_even_shown(rows)
+    assert message in dense.describe_break_even(rows)
 
 
 def test_budgeted_config_has_max_density_and_zero_threshold():
-    config = tiny_settings().budgeted(KEY)
+    config = tiny_settings().config_for_case(CASE)
     assert (config.max_density, config.mass_threshold, config.min_length) == (0.2, 0.0, 0)
     assert (config.query_block, config.key_block) == (32, 16)
     settings = tiny_settings(cab=("mass_threshold=0.08", "typical_queries=4"))
-    config = settings.budgeted(KEY)
+    config = settings.config_for_case(CASE)
     assert (config.mass_threshold, config.typical_queries) == (0.08, 4)

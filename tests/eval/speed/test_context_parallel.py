@@ -5,18 +5,24 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from bench import shown, torchrun
+from bench import format_tables, run_torchrun
 
 from cab_hf import distributed, engines
 from cab_hf.eval.speed import context_parallel
-from cab_hf.eval.speed.context_parallel import BOTH, DIRECTIONS, FORWARD, ContextParallel, Settings
+from cab_hf.eval.speed.context_parallel import (
+    DIRECTIONS,
+    FORWARD,
+    FORWARD_BACKWARD,
+    ContextParallel,
+    Settings,
+)
 from cab_hf.eval.speed.rank_group import RankGroup
 from cab_hf.eval.speed.timing import Bench
 
 # 900 tokens leave padding on a rank
-QUICK = ["--device", "cpu", "--lengths", "900", "--seconds", "0", "--runs", "2"]
+QUICK_OPTIONS = ["--device", "cpu", "--lengths", "900", "--seconds", "0", "--runs", "2"]
 # the command with a first argument n: rank 0 is killed at the n-th case; 0 kills no process
-KILLED = """
+KILLED_RUN_SCRIPT = """
 import os, signal, sys
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.speed.context_parallel import ContextParallel
@@ -37,7 +43,7 @@ raise SystemExit(main(sys.argv[2:]))
 """
 
 
-def settings_of(**fields):
+def make_settings(**fields):
     """Return settings of a short run; the keywords ``fields`` add or replace fields."""
     return Settings(**{"device": "cpu", "lengths": (600,), "seconds": 0.0, "runs": 1, **fields})
 
@@ -45,11 +51,11 @@ def settings_of(**fields):
 @pytest.mark.slow
 def test_killed_run_continues(tmp_path):
     script, folder = tmp_path / "killed.py", tmp_path / "run"
-    script.write_text(KILLED)
-    words = ["speed", "context-parallel", *QUICK, "--out", str(folder)]
-    assert torchrun([str(script), "7", *words]).returncode != 0
+    script.write_text(KILLED_RUN_SCRIPT)
+    words = ["speed", "context-parallel", *QUICK_OPTIONS, "--out", str(folder)]
+    assert run_torchrun([str(script), "7", *words]).returncode != 0
     interrupted_log = (folder / "samples.jsonl").read_text()
-    process = torchrun([str(script), "0", *words])
+    process = run_torchrun([str(script), "0", *words])
     assert process.returncode == 0, process.stderr[-3000:]
     complete_log = (folder / "samples.jsonl").read_text()
     # the logs have a header, and six or ten cases
@@ -58,63 +64,63 @@ def test_killed_run_continues(tmp_path):
     results = json.loads((folder / "results.json").read_text())
     rows = results["rows"]
     assert results["provenance"]["settings"]["worlds"] == [2]
-    schemes = [*context_parallel.ALONE, *context_parallel.OVER_RANKS]
+    schemes = [*context_parallel.ONE_RANK_SCHEMES, *context_parallel.RANK_SCHEMES]
     assert [(row["direction"], row["scheme"]) for row in rows] == [
         (direction, scheme) for direction in DIRECTIONS for scheme in schemes
     ]
     for row in rows:
         # the engine of a CPU has the gradients that ring attention needs
         assert row["error"] is None and len(row["each_ms"]) == 2
-        if row["scheme"] in context_parallel.OVER_RANKS:
+        if row["scheme"] in context_parallel.RANK_SCHEMES:
             assert row["efficiency"] == row["alone_ms"] / row["ms"] / 2
-    sparse = [row for row in rows if "cab" in row["scheme"]]
-    for alone, over_ranks in zip(sparse[::2], sparse[1::2], strict=True):
+    sparse_rows = [row for row in rows if "cab" in row["scheme"]]
+    for one_rank_row, two_rank_row in zip(sparse_rows[::2], sparse_rows[1::2], strict=True):
         # the ranks use the plan of one process
-        assert alone["density"] == over_ranks["density"] < 1
+        assert one_rank_row["density"] == two_rank_row["density"] < 1
     assert "torchrun --nproc_per_node=2 -m cab_hf.eval" in (folder / "report.md").read_text()
 
 
-def sample_on(group, scheme, direction, damage):
-    """Return this rank's sample of a case, measured after ``damage`` has patched a function.
+def measure_case(group, scheme, direction, apply_patch):
+    """Return this rank's sample of a case, measured after ``apply_patch`` has patched a function.
 
     Args:
         group: the two ranks.
         scheme: name of the scheme.
         direction: "forward" or "forward+backward".
-        damage: function of the group and a `pytest.MonkeyPatch`.
+        apply_patch: function of the group and a `pytest.MonkeyPatch`.
     """
     with pytest.MonkeyPatch.context() as patch:
-        damage(group, patch)
+        apply_patch(group, patch)
         case = {"world": 2, "length": 600, "direction": direction, "scheme": scheme}
-        return ContextParallel(settings_of(), RankGroup(group, group)).measure(case)
+        return ContextParallel(make_settings(), RankGroup(group, group)).measure(case)
 
 
-def bad_output(group, patch):
+def patch_output(group, patch):
     """Add 1 to the output of "grouped" on rank 1."""
-    change_output_of_grouped(patch, lambda out: out + group.rank())
+    patch_scheme_output(patch, lambda out: out + group.rank())
 
 
-def bad_gradient(group, patch):
+def patch_gradient(group, patch):
     """Halve the gradient of "grouped", but not its output."""
-    change_output_of_grouped(patch, lambda out: out / 2 + out.detach() / 2)
+    patch_scheme_output(patch, lambda out: out / 2 + out.detach() / 2)
 
 
-def change_output_of_grouped(patch, change):
-    """Replace the scheme "grouped" by one that applies ``change`` to its output."""
+def patch_scheme_output(patch, change_output):
+    """Replace the scheme "grouped" by one that applies ``change_output`` to its output."""
 
     def attend(q, k, v, **settings):
         out, lse = distributed.zigzag_attention(q, k, v, **settings)
-        return change(out), lse
+        return change_output(out), lse
 
     patch.setitem(context_parallel.SCHEMES, "grouped", context_parallel.Scheme(attend))
 
 
-def gpu_engine(group, patch):
-    """Make `engines.choose` return a GPU engine, whose log-sum-exp has no gradient."""
+def patch_engine(group, patch):
+    """Make `engines.select_blocks` return a GPU engine, whose log-sum-exp has no gradient."""
     patch.setattr(engines, "choose", lambda name, work: engines.FLEX)
 
 
-def out_of_memory(group, patch):
+def patch_inputs(group, patch):
     """Make the allocation of the inputs raise an out-of-memory error."""
 
     def run_out_of_memory(*_, **__):
@@ -124,18 +130,24 @@ def out_of_memory(group, patch):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "direction", "damage", "error"),
+    ("scheme", "direction", "apply_patch", "error"),
     [
-        pytest.param("grouped", FORWARD, bad_output, "wrong by", id="output"),
-        pytest.param("grouped", BOTH, bad_gradient, "the gradient of q", id="gradient"),
+        pytest.param("grouped", FORWARD, patch_output, "wrong by", id="output"),
         pytest.param(
-            "ring", BOTH, gpu_engine, "must have gradients of its log-sum-exp", id="no-gradient"
+            "grouped", FORWARD_BACKWARD, patch_gradient, "the gradient of q", id="gradient"
         ),
-        pytest.param("grouped", FORWARD, out_of_memory, "out of memory", id="memory"),
+        pytest.param(
+            "ring",
+            FORWARD_BACKWARD,
+            patch_engine,
+            "must have gradients of its log-sum-exp",
+            id="no-gradient",
+        ),
+        pytest.param("grouped", FORWARD, patch_inputs, "out of memory", id="memory"),
     ],
 )
-def test_wrong_or_out_of_memory_case_is_not_timed(ranks, scheme, direction, damage, error):
-    for sample in ranks.run(2, sample_on, scheme, direction, damage):
+def test_wrong_or_out_of_memory_case_is_not_timed(ranks, scheme, direction, apply_patch, error):
+    for sample in ranks.run(2, measure_case, scheme, direction, apply_patch):
         assert sample["ms"] is None and error in sample["error"]
 
 
@@ -146,20 +158,20 @@ class RankBench(Bench):
         super().__init__("cpu")
         self.rank, self.calls = rank, 0
 
-    def walls(self, call, runs, before=lambda: None):
-        times = []
-        for _ in range(runs):
-            before()
+    def time_runs(self, call, num_runs, before_run=lambda: None):
+        run_ms = []
+        for _ in range(num_runs):
+            before_run()
             call()
             self.calls += 1
             # the first call is usually the warm-up
-            times.append(1000.0 if self.calls == 1 else self.rank + 1.0)
+            run_ms.append(1000.0 if self.calls == 1 else self.rank + 1.0)
             if self.calls > 2:
-                times[-1] = 10.0 * (2 - self.rank)
-        return times, 3.0 + self.rank
+                run_ms[-1] = 10.0 * (2 - self.rank)
+        return run_ms, 3.0 + self.rank
 
 
-def slowest_time(group, options):
+def time_on_slowest_rank(group, options):
     """Run `time_slowest` on this rank, with a fake timer.
 
     Returns:
@@ -175,78 +187,89 @@ def slowest_time(group, options):
     ("options", "expected"),
     [
         # the slowest rank is rank 1 in the first run (2 ms) and rank 0 later (20 ms)
-        pytest.param({"least": 3}, (20.0, 3, 1, 4), id="slowest"),
+        pytest.param({"min_runs": 3}, (20.0, 3, 1, 4), id="slowest"),
         pytest.param(
-            {"least": 1, "seconds": 0.0101}, (20.0, 5, 1, 6), id="as-many-as-there-is-time-for"
+            {"min_runs": 1, "seconds": 0.0101}, (20.0, 5, 1, 6), id="as-many-as-there-is-time-for"
         ),
-        pytest.param({"least": 3, "in_a_row": 5}, (20.0 / 5, 3, 5, 2 + 3 * 5), id="in-a-row"),
-        pytest.param({"least": 1, "warm_up": 2.0}, (2.0, 1, 1, 2), id="short-first-call-warms-up"),
-        pytest.param({"least": 1, "warm_up": 0.5}, (1000.0, 1, 1, 1), id="long-first-call-counts"),
+        pytest.param(
+            {"min_runs": 3, "max_calls_per_run": 5}, (20.0 / 5, 3, 5, 2 + 3 * 5), id="in-a-row"
+        ),
+        pytest.param(
+            {"min_runs": 1, "warm_up_seconds": 2.0}, (2.0, 1, 1, 2), id="short-first-call-warms-up"
+        ),
+        pytest.param(
+            {"min_runs": 1, "warm_up_seconds": 0.5}, (1000.0, 1, 1, 1), id="long-first-call-counts"
+        ),
     ],
 )
 def test_time_is_that_of_slowest_rank(ranks, options, expected):
-    for result in ranks.run(2, slowest_time, options):
+    for result in ranks.run(2, time_on_slowest_rank, options):
         assert result == (*expected, 4.0)
 
 
-def together(group, failing):
-    """Call `RankGroup.together` with a function that raises an error on the ranks ``failing``.
+def call_on_failing_ranks(group, failing_ranks):
+    """Call `RankGroup.call_on_all_ranks` with a function that fails on the ranks ``failing_ranks``.
 
     Returns:
-        The results of `RankGroup.together` and `RankGroup.from_rank_0`, or the error message.
+        The results of `call_on_all_ranks` and `from_rank_0`, or the error message.
     """
     rank_group = RankGroup(group, group)
 
     def call():
-        if group.rank() in failing:
+        if group.rank() in failing_ranks:
             raise ValueError("no room")
         return group.rank()
 
     try:
-        return rank_group.together(call), rank_group.from_rank_0(group.rank() + 5)
+        return rank_group.call_on_all_ranks(call), rank_group.from_rank_0(group.rank() + 5)
     except RuntimeError as error:
         return str(error)
 
 
 @pytest.mark.parametrize(
-    ("failing", "actual"),
+    ("failing_ranks", "expected"),
     [
         ((), [(0, 5), (1, 5)]),
         ((1,), ["rank 1: ValueError: no room"] * 2),
         ((0, 1), ["ValueError: no room"] * 2),
     ],
 )
-def test_failing_rank_fails_all_ranks(ranks, failing, actual):
-    assert ranks.run(2, together, failing) == actual
+def test_failing_rank_fails_all_ranks(ranks, failing_ranks, expected):
+    assert ranks.run(2, call_on_failing_ranks, failing_ranks) == expected
 
 
 def test_rows_by_hand():
-    def sample(scheme, length, ms, world=2, **result):
-        empty = dict.fromkeys((*ContextParallel.FOUND, "error"))
+    def make_sample(scheme, length, ms, world=2, **result):
+        empty_fields = dict.fromkeys((*ContextParallel.RESULT_FIELDS, "error"))
         case = {"world": world, "length": length, "direction": FORWARD, "scheme": scheme}
-        return {**empty, **case, "ms": ms, **result}
+        return {**empty_fields, **case, "ms": ms, **result}
 
     samples = [
-        sample("grouped", 2048, 100.0),
-        sample("grouped", 1024, 25.0),
-        sample("alone", 1024, 40.0, 1),
-        sample("alone", 2048, None, 1, error="out of memory"),
+        make_sample("grouped", 2048, 100.0),
+        make_sample("grouped", 1024, 25.0),
+        make_sample("alone", 1024, 40.0, 1),
+        make_sample("alone", 2048, None, 1, error="out of memory"),
     ]
-    _, row, failed, longer = rows = ContextParallel.rows(samples, {})
+    _, row, failed_row, longer_row = rows = ContextParallel.rows(samples, {})
     assert (row["iterations_s"], row["alone_ms"]) == (40.0, 40.0)
     assert row["efficiency"] == 0.8
-    assert failed["scheme"] == "alone" and longer["efficiency"] is longer["alone_ms"] is None
-    first, *_ = ContextParallel.tables(rows).values()
-    assert "1,024" not in first and "out of memory" in shown(ContextParallel, rows)
+    assert (
+        failed_row["scheme"] == "alone"
+        and longer_row["efficiency"] is longer_row["alone_ms"] is None
+    )
+    first_table, *_ = ContextParallel.tables(rows).values()
+    assert "1,024" not in first_table and "out of memory" in format_tables(ContextParallel, rows)
 
 
-def test_single_rank_measures_baselines(one_process, tmp_path):
-    settings = settings_of(out=str(tmp_path), schemes=("grouped", "grouped+cab"))
-    ContextParallel(settings, RankGroup(dist.group.WORLD)).over_ranks()
+def test_single_rank_measures_baselines(single_process_group, tmp_path):
+    settings = make_settings(out=str(tmp_path), schemes=("grouped", "grouped+cab"))
+    ContextParallel(settings, RankGroup(dist.group.WORLD)).run_on_all_ranks()
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["provenance"]["settings"]["worlds"] == [1]
     assert {(row["scheme"], row["direction"]) for row in results["rows"]} == {
-        (scheme, direction) for scheme in context_parallel.ALONE for direction in DIRECTIONS
+        (scheme, direction)
+        for scheme in context_parallel.ONE_RANK_SCHEMES
+        for direction in DIRECTIONS
     }
     assert all(row["ms"] > 0 for row in results["rows"])
 
@@ -261,7 +284,7 @@ def test_long_sequence_is_warmed_up_with_shorter_sequence(monkeypatch):
         return attend(self, q, k, v)
 
     monkeypatch.setattr(context_parallel.BenchCase, "attend", record_length_and_attend)
-    experiment = ContextParallel(settings_of(), RankGroup())
+    experiment = ContextParallel(make_settings(), RankGroup())
     case = {"world": 1, "length": 600, "direction": FORWARD, "scheme": "alone"}
     assert experiment.measure(case)["error"] is None
     # calls: the check, a short warm-up, then calls on the whole sequence, the last of them timed

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from bench import sample_of, speed_run
+from bench import measure_sample, run_speed
 from torch.nn import functional as F
 
 from cab_hf.eval.speed import decode, dense
@@ -15,10 +15,19 @@ from cab_hf.eval.speed.model import random_cache, random_model
 from cab_hf.ops import decode as ops
 
 TINY = {"layers": 2, "hidden": 48, "intermediate": 48, "heads": 6, "kv_heads": 2, "head_dim": 16}
-CASE = {"part": "attention", "length": 600, "batch": 2, "way": "cab", "mode": None, "budget": 128}
-MODEL = CASE | {"part": "model", "mode": "static"}
-WORDS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", value)]
-WORDS = [*map(str, WORDS), "--seconds", "0", "--steps", "2"]
+ATTENTION_CASE = {
+    "part": "attention",
+    "length": 600,
+    "batch": 2,
+    "way": "cab",
+    "mode": None,
+    "budget": 128,
+}
+MODEL_CASE = ATTENTION_CASE | {"part": "model", "mode": "static"}
+TINY_OPTIONS = [
+    word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", value)
+]
+TINY_OPTIONS = [*map(str, TINY_OPTIONS), "--seconds", "0", "--steps", "2"]
 
 
 def tiny_settings(**fields):
@@ -27,26 +36,26 @@ def tiny_settings(**fields):
     return Settings(device="cpu", **{**TINY, **cases, **fields})
 
 
-def step_of(settings):
+def make_step(settings):
     """Return random inputs of a step with 600 keys, batch 2 and head dim 16."""
     return decode.random_step(settings, 600, 2, 16, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["SDPA", "transformers", "flash"])
 def test_dense_baselines_of_cpu_are_timed(name):
-    step = step_of(tiny_settings())
+    step = make_step(tiny_settings())
     result = F.scaled_dot_product_attention(step.q, step.k, step.v, enable_gqa=True)
     torch.testing.assert_close(step.expected, result)
     torch.testing.assert_close(step.weights.sum(-1), torch.ones(2, 2, 3))
-    torch.testing.assert_close(decode.DENSE[name](step)(), step.expected)
-    row = sample_of(Decode, tiny_settings(), CASE | {"way": name, "budget": None})
+    torch.testing.assert_close(decode.DENSE_KERNELS[name](step)(), step.expected)
+    row = measure_sample(Decode, tiny_settings(), ATTENTION_CASE | {"way": name, "budget": None})
     assert (row["error"], row["ms"], row["eager_ms"], row["kept"]) == (None, 2.0, 3.0, 600)
     # K and V of 600 tokens, for a batch of 2, 2 KV heads and 16 channels in float32
     assert row["bytes"] == 2 * 600 * 2 * 2 * 16 * 4
 
 
 def test_flash_attn_gets_token_major_views_and_lengths(monkeypatch):
-    step = step_of(tiny_settings())
+    step = make_step(tiny_settings())
 
     def kernel(q, k, v, softmax_scale, cache_seqlens, causal):
         assert q.shape == (2, 1, 6, 16) and k.shape == v.shape == (2, 600, 2, 16)
@@ -57,47 +66,49 @@ def test_flash_attn_gets_token_major_views_and_lengths(monkeypatch):
     module.flash_attn_with_kvcache = kernel
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(dense, "find_spec", lambda name: True)
-    torch.testing.assert_close(decode.DENSE["FA3"](step)(), step.expected)
+    torch.testing.assert_close(decode.DENSE_KERNELS["FA3"](step)(), step.expected)
 
 
 def test_wrong_kernel_has_error_row(monkeypatch):
-    def zeros(step):
+    def make_zeros_call(step):
         return lambda: torch.zeros_like(step.expected)
 
-    monkeypatch.setitem(decode.DENSE, "SDPA", zeros)
-    row = sample_of(Decode, tiny_settings(), CASE | {"way": "SDPA", "budget": None})
+    monkeypatch.setitem(decode.DENSE_KERNELS, "SDPA", make_zeros_call)
+    row = measure_sample(Decode, tiny_settings(), ATTENTION_CASE | {"way": "SDPA", "budget": None})
     assert row["ms"] is None and "wrong by 1" in row["error"]
 
 
 def test_bytes_of_cab_step_by_hand():
     settings = tiny_settings(lengths=(600,))
-    row = sample_of(Decode, settings, CASE)
+    row = measure_sample(Decode, settings, ATTENTION_CASE)
     assert row["error"] is None and row["full_error"] < 1e-5
     assert (row["ms"], row["index_ms"], row["choose_ms"], row["attend_ms"]) == (2.0,) * 4
     assert 64 <= row["kept"] <= 192 and 0.2 < row["mass"] < 1
-    step = step_of(settings)
+    step = make_step(settings)
     channels = decode.llama_channels(16)
     index = ops.index_keys(step.k, channels).nbytes
     # the step loads the index, and K and V of the selected keys
     batch_times_heads = 2 * 2
     assert row["bytes"] == index + batch_times_heads * row["kept"] * 2 * 16 * 4
-    all_keys = sample_of(Decode, settings, CASE | {"budget": 600})
+    all_keys = measure_sample(Decode, settings, ATTENTION_CASE | {"budget": 600})
     assert all_keys["kept"] == 600 and all_keys["mass"] == pytest.approx(1)
 
 
 def test_step_writes_index_of_new_key(monkeypatch):
-    written, write_index = [], ops.write_index
+    written_positions, write_index = [], ops.write_index
 
     def record_position_and_write(index, k, channels, start):
-        written.append((k.shape[2], int(start)))
+        written_positions.append((k.shape[2], int(start)))
         write_index(index, k, channels, start)
 
     monkeypatch.setattr(ops, "write_index", record_position_and_write)
-    assert sample_of(Decode, tiny_settings(), CASE | {"budget": 600})["error"] is None
+    assert (
+        measure_sample(Decode, tiny_settings(), ATTENTION_CASE | {"budget": 600})["error"] is None
+    )
     # each step writes one key, at the last position
-    assert set(written) == {(1, 599)}
+    assert set(written_positions) == {(1, 599)}
     # a float budget is a fraction of the cached keys, and an int budget a number of keys
-    assert decode.tokens_of(0.25, 600) == 150 and decode.tokens_of(128, 600) == 128
+    assert decode.count_budget_keys(0.25, 600) == 150 and decode.count_budget_keys(128, 600) == 128
 
 
 def test_wrong_cab_step_is_not_timed(monkeypatch):
@@ -108,7 +119,7 @@ def test_wrong_cab_step_is_not_timed(monkeypatch):
         return attend(q, k, v, choice, **options)
 
     monkeypatch.setattr(ops, "attend", wrong_unless_all_keys_are_selected)
-    row = sample_of(Decode, tiny_settings(), CASE)
+    row = measure_sample(Decode, tiny_settings(), ATTENTION_CASE)
     assert row["ms"] is None and "over the selected keys" in row["error"]
 
 
@@ -116,76 +127,82 @@ def test_wrong_cab_step_is_not_timed(monkeypatch):
 def test_steps_write_tokens_and_match_between_caches():
     model = random_model(tiny_settings())
     caches = []
-    for static in (True, False):
-        cache = random_cache(model, 40, 2, slots=decode.ALIGNED if static else 0)
-        step = decode.stepping(model, cache, 2, compiled=False)
+    for is_static in (True, False):
+        cache = random_cache(model, 40, 2, num_slots=decode.SLOT_MULTIPLE if is_static else 0)
+        step = decode.make_decode_step(model, cache, 2, is_compiled=False)
         for _ in range(4):
             step()
         assert int(cache.get_seq_length()) == 44
         caches.append(cache)
-    for one, other in zip(*(cache.layers for cache in caches), strict=True):
-        assert one.keys.shape[2] == decode.ALIGNED
-        torch.testing.assert_close(one.keys[:, :, :44], other.keys)
-        assert other.keys[:, :, 40:].abs().amin((0, 1, 3)).gt(0).all()
+    for static_layer, dynamic_layer in zip(*(cache.layers for cache in caches), strict=True):
+        assert static_layer.keys.shape[2] == decode.SLOT_MULTIPLE
+        torch.testing.assert_close(static_layer.keys[:, :, :44], dynamic_layer.keys)
+        assert dynamic_layer.keys[:, :, 40:].abs().amin((0, 1, 3)).gt(0).all()
 
 
 @pytest.mark.parametrize("mode", ["static", "dynamic"])
 def test_model_row_counts_cache_and_index(mode, monkeypatch):
-    settings, choose = tiny_settings(), Mock(wraps=ops.choose)
-    monkeypatch.setattr(ops, "choose", choose)
-    dense = sample_of(Decode, settings, MODEL | {"mode": mode, "way": "sdpa", "budget": None})
-    sparse = sample_of(Decode, settings, MODEL | {"mode": mode})
-    assert dense["error"] is sparse["error"] is None
-    for row in (dense, sparse):
+    settings, choose_mock = tiny_settings(), Mock(wraps=ops.choose)
+    monkeypatch.setattr(ops, "choose", choose_mock)
+    dense_row = measure_sample(
+        Decode, settings, MODEL_CASE | {"mode": mode, "way": "sdpa", "budget": None}
+    )
+    sparse_row = measure_sample(Decode, settings, MODEL_CASE | {"mode": mode})
+    assert dense_row["error"] is sparse_row["error"] is None
+    for row in (dense_row, sparse_row):
         assert row["ms"] > 0
         assert row["tokens_s"] == pytest.approx(2 / row["ms"] * 1e3)
         # a static cache has slots for all steps, rounded up to a multiple of ALIGNED
-        tokens = 640 if mode == "static" else 600 + decode.WARM_UP_STEPS + 3
-        assert row["cache_gib"] * 2**30 == 2 * 2 * 2 * 2 * tokens * 16 * 4
-    assert dense["index_gib"] is None and dense["ran_as"] is None
-    assert 0 < sparse["index_gib"] < sparse["cache_gib"]
-    assert sparse["ran_as"] == "2 layers select the keys they read"
-    assert choose.call_count == 2 * (decode.WARM_UP_STEPS + 3)
+        num_slots = 640 if mode == "static" else 600 + decode.WARM_UP_STEPS + 3
+        assert row["cache_gib"] * 2**30 == 2 * 2 * 2 * 2 * num_slots * 16 * 4
+    assert dense_row["index_gib"] is None and dense_row["ran_as"] is None
+    assert 0 < sparse_row["index_gib"] < sparse_row["cache_gib"]
+    assert sparse_row["ran_as"] == "2 layers select the keys they read"
+    assert choose_mock.call_count == 2 * (decode.WARM_UP_STEPS + 3)
     # 256 of 600 tokens are too many for a sparse step, which would save no time
-    row = sample_of(Decode, settings, MODEL | {"mode": mode, "budget": 256})
+    row = measure_sample(Decode, settings, MODEL_CASE | {"mode": mode, "budget": 256})
     assert row["error"] is None and row["ran_as"].startswith("dense: ")
-    assert choose.call_count == 2 * (decode.WARM_UP_STEPS + 3)
+    assert choose_mock.call_count == 2 * (decode.WARM_UP_STEPS + 3)
 
 
 def test_cab_is_compared_with_fastest_dense_kernel():
-    def sample(way, ms, budget=None, mode=None, batch=1):
+    def make_sample(way, ms, budget=None, mode=None, batch=1):
         """Return a sample of a kernel; if ``mode`` is set, of an attention implementation instead.
 
         ``way`` is the name of the kernel or implementation.
         """
         part = "model" if mode else "attention"
         case = {"part": part, "length": 1000, "batch": batch, "way": way, "mode": mode}
-        fields = dict.fromkeys((*Decode.SHAPE, *Decode.FOUND, "error"))
+        fields = dict.fromkeys((*Decode.COPIED_SETTINGS, *Decode.RESULT_FIELDS, "error"))
         fields |= {} if mode else {"bytes": 2e6, "bandwidth": 1000.0}
         return case | {"budget": budget} | fields | {"ms": ms}
 
     samples = [
-        sample("SDPA", 8.0),
-        sample("FA3", 4.0),
-        sample("FA4", None),
-        sample("cab", 1.0, 128),
-        sample("sdpa", 10.0, mode="compiled"),
-        sample("sdpa", 8.0, mode="dynamic"),
-        sample("cab", 5.0, 128, mode="compiled"),
-        sample("SDPA", 1.0, batch=4),
+        make_sample("SDPA", 8.0),
+        make_sample("FA3", 4.0),
+        make_sample("FA4", None),
+        make_sample("cab", 1.0, 128),
+        make_sample("sdpa", 10.0, mode="compiled"),
+        make_sample("sdpa", 8.0, mode="dynamic"),
+        make_sample("cab", 5.0, 128, mode="compiled"),
+        make_sample("SDPA", 1.0, batch=4),
     ]
     rows = Decode.rows(samples[::-1], {})
-    attention, model = (row for row in rows if row["way"] == "cab")
-    assert (attention["baseline"], attention["over_best"]) == ("FA3", 4.0)
+    attention_row, model_row = (row for row in rows if row["way"] == "cab")
+    assert (attention_row["baseline"], attention_row["over_best"]) == ("FA3", 4.0)
     # 2 MB in 1 ms are 2 GB/s, of a bandwidth of 1,000 GB/s
-    assert (attention["gb_s"], attention["of_bandwidth"]) == (2.0, 0.002)
-    assert attention["over_same"] is None
-    assert (model["baseline"], model["over_best"]) == ("sdpa dynamic", 1.6)
-    assert model["over_same"] == 2.0
-    head, _, *lines = Decode.tables(rows)["All cases"].splitlines()
-    cells = [dict(zip(head.split(" | "), x.split(" | "), strict=True)) for x in lines]
-    (cab,) = (x for x in cells if (x["attention"], x["mode"]) == ("cab", "compiled"))
-    assert (cab["ms"], cab["baseline"], cab["speed-up"]) == ("5.00", "sdpa dynamic", "1.60×")
+    assert (attention_row["gb_s"], attention_row["of_bandwidth"]) == (2.0, 0.002)
+    assert attention_row["over_same"] is None
+    assert (model_row["baseline"], model_row["over_best"]) == ("sdpa dynamic", 1.6)
+    assert model_row["over_same"] == 2.0
+    header, _, *lines = Decode.tables(rows)["All cases"].splitlines()
+    cells = [dict(zip(header.split(" | "), x.split(" | "), strict=True)) for x in lines]
+    (cab_cells,) = (x for x in cells if (x["attention"], x["mode"]) == ("cab", "compiled"))
+    assert (cab_cells["ms"], cab_cells["baseline"], cab_cells["speed-up"]) == (
+        "5.00",
+        "sdpa dynamic",
+        "1.60×",
+    )
 
 
 @pytest.mark.gpu
@@ -195,7 +212,7 @@ def test_gpu_uses_cuda_graphs_and_compiled_steps(gpu, tmp_path):
         **shape, vocab=512, lengths=(8192,), batches=(2,), budgets=(512,), steps=4, seconds=0.0
     )
     experiment = Decode(settings)
-    samples = [{**case, **experiment.measure(case)} for case in settings.asked()]
+    samples = [{**case, **experiment.measure(case)} for case in settings.requested_cases()]
     rows = Decode.rows(samples, {})
     for row in rows:
         if row["way"] in ("SDPA", "transformers", "flash", "sdpa", "cab"):
@@ -207,12 +224,14 @@ def test_gpu_uses_cuda_graphs_and_compiled_steps(gpu, tmp_path):
 
 
 def test_decode_run_writes_all_rows(tmp_path):
-    words = (*WORDS, "--lengths", "512,640", "--batches", "1,2", "--kernels", "SDPA,FA3")
-    rows = speed_run("decode", tmp_path, words, drawn=True)["rows"]
+    words = (*TINY_OPTIONS, "--lengths", "512,640", "--batches", "1,2", "--kernels", "SDPA,FA3")
+    rows = run_speed("decode", tmp_path, words, draws_figure=True)["rows"]
     # four pairs of length and batch: two kernels and cab, and three modes of sdpa and of cab
     assert [row["part"] for row in rows] == ["attention"] * 4 * 3 + ["model"] * 4 * 6
-    failed = {row["way"] if row["mode"] is None else row["mode"] for row in rows if row["error"]}
-    assert failed == {"FA3", "compiled"}
-    timed = [row for row in rows if row["error"] is None and row["way"] == "cab"]
-    assert len(timed) == 4 * 3 and all(row["over_best"] > 0 for row in timed)
+    failed_names = {
+        row["way"] if row["mode"] is None else row["mode"] for row in rows if row["error"]
+    }
+    assert failed_names == {"FA3", "compiled"}
+    timed_rows = [row for row in rows if row["error"] is None and row["way"] == "cab"]
+    assert len(timed_rows) == 4 * 3 and all(row["over_best"] > 0 for row in timed_rows)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from bench import sample_of, speed_run
+from bench import measure_sample, run_speed
 
 from cab_hf.eval import charts
 from cab_hf.eval.__main__ import main
@@ -28,10 +28,10 @@ def test_first_capture_error_is_reported():
         def __init__(self):
             pass
 
-        def _median(self, call):
+        def _time_median(self, call):
             return 1.0
 
-        def _captured(self, call):
+        def _capture_graph(self, call):
             try:
                 raise RuntimeError("operation not permitted when stream is capturing")
             finally:
@@ -53,16 +53,20 @@ def test_baseline_is_extrapolated_from_longest_length():
         {"length": 200, "ms": 1.5, "baselines": {"FA3": 3.0, "cuDNN": 9.0}},
         {"length": 400, "ms": 2.0, "baselines": {}},
     ]
-    short, middle, long = (dense.compared(row, rows) for row in rows)
-    assert (short["baseline_ms"], short["extrapolated"]) == (1.0, False)
-    assert (middle["baseline_ms"], middle["extrapolated"]) == (3.0, False)
-    assert (long["baseline"], long["baseline_ms"], long["extrapolated"]) == ("FA3", 12.0, True)
-    assert long["ratio"] == pytest.approx(2.0 / 12.0)
-    assert dense.time_shown(long) == "≈ 12.0 FA3"
+    short_fields, middle_fields, long_fields = (dense.compare_with_dense(row, rows) for row in rows)
+    assert (short_fields["baseline_ms"], short_fields["extrapolated"]) == (1.0, False)
+    assert (middle_fields["baseline_ms"], middle_fields["extrapolated"]) == (3.0, False)
+    assert (long_fields["baseline"], long_fields["baseline_ms"], long_fields["extrapolated"]) == (
+        "FA3",
+        12.0,
+        True,
+    )
+    assert long_fields["ratio"] == pytest.approx(2.0 / 12.0)
+    assert dense.format_dense_time(long_fields) == "≈ 12.0 FA3"
 
 
 @pytest.mark.parametrize(
-    ("measured", "name"),
+    ("baseline_ms", "expected_name"),
     [
         ({"flash": 1.0, "cuDNN": 3.0, "FA4": 2.0, "FA3": 4.0}, "FA3"),
         ({"flash": 1.0, "cuDNN": 3.0, "FA4": 2.0}, "cuDNN"),
@@ -70,31 +74,44 @@ def test_baseline_is_extrapolated_from_longest_length():
         ({}, None),
     ],
 )
-def test_ratio_uses_preferred_or_fastest_baseline(measured, name):
-    assert dense.against(measured) == name
+def test_ratio_uses_preferred_or_fastest_baseline(baseline_ms, expected_name):
+    assert dense.choose_baseline(baseline_ms) == expected_name
 
 
 def test_wrong_dense_kernel_is_not_measured(monkeypatch):
-    attend = dense.ON_CPU["SDPA"].load()
+    attend = dense.CPU_BASELINES["SDPA"].load()
 
     def attend_with_keys_and_values_swapped(q, k, v, scale):
         return attend(q, v.expand_as(k), k, scale)
 
-    wrong = dense.Baseline(lambda: attend_with_keys_and_values_swapped)
-    monkeypatch.setattr(dense, "ON_CPU", {"bad": wrong})
-    row = sample_of(Attention, tiny_settings(), CASE, timing.Bench("cpu"))
+    wrong_baseline = dense.Baseline(lambda: attend_with_keys_and_values_swapped)
+    monkeypatch.setattr(dense, "CPU_BASELINES", {"bad": wrong_baseline})
+    row = measure_sample(Attention, tiny_settings(), CASE, timing.Bench("cpu"))
     assert row["baselines"] == {} and "wrong by" in row["not_measured"]["bad"]
 
 
 def test_baselines_are_measured_up_to_a_length_and_a_cascade_by_its_anchor(tmp_path):
-    shape = "--heads 4 --kv-heads 2 --head-dims 16 --seconds 0 --directions forward"
-    words = [*shape.split(), "--lengths", "192,384", "--densities", "0.2", "--dense-up-to", "192"]
-    cascade = ("predictor=cascade", "anchors=[3]", "mass_threshold=0.2", "share_threshold=0.5")
-    words += [word for each in cascade for word in ("--cab", each)]
-    short, long = speed_run("attention", tmp_path, words)["rows"]
-    assert long["baselines"] == {} and long["extrapolated"] is True
-    assert long["baseline_ms"] == pytest.approx(4 * short["baseline_ms"])
-    assert short["predict_ms"] > 0 and 0 < short["density"] < 1
+    shape_options = "--heads 4 --kv-heads 2 --head-dims 16 --seconds 0 --directions forward"
+    words = [
+        *shape_options.split(),
+        "--lengths",
+        "192,384",
+        "--densities",
+        "0.2",
+        "--dense-up-to",
+        "192",
+    ]
+    cascade_fields = (
+        "predictor=cascade",
+        "anchors=[3]",
+        "mass_threshold=0.2",
+        "share_threshold=0.5",
+    )
+    words += [word for each in cascade_fields for word in ("--cab", each)]
+    short_row, long_row = run_speed("attention", tmp_path, words)["rows"]
+    assert long_row["baselines"] == {} and long_row["extrapolated"] is True
+    assert long_row["baseline_ms"] == pytest.approx(4 * short_row["baseline_ms"])
+    assert short_row["predict_ms"] > 0 and 0 < short_row["density"] < 1
 
 
 def test_flash_attn_functions_get_token_major_views(monkeypatch):
@@ -102,7 +119,7 @@ def test_flash_attn_functions_get_token_major_views(monkeypatch):
         assert q.shape == (1, 300, 4, 16) and k.shape == v.shape == (1, 300, 2, 16)
         assert q.is_contiguous() and causal
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = dense.ON_CPU["SDPA"].load()(q, k, v, softmax_scale)
+        out = dense.CPU_BASELINES["SDPA"].load()(q, k, v, softmax_scale)
         return out.transpose(1, 2), "log-sum-exp"
 
     module = ModuleType("flash_attn_interface")
@@ -110,7 +127,7 @@ def test_flash_attn_functions_get_token_major_views(monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(dense, "find_spec", lambda name: True)
     q, k, v = tiny_settings().random_heads(300, 16, torch.device("cpu"), "qkv")
-    dense.check_dense(dense.ON_GPU["FA3"].load(), q, k, v)
+    dense.check_dense(dense.GPU_BASELINES["FA3"].load(), q, k, v)
 
 
 @pytest.mark.gpu
@@ -124,4 +141,4 @@ def test_attention_run_on_gpu_has_graphs_peaks_and_baselines(gpu, tmp_path):
 
 
 def test_labels_of_lengths_do_not_overlap():
-    assert charts.spaced_ticks([1024, 2048, 2048, 960_000, 983_040]) == [1024, 2048, 983_040]
+    assert charts.choose_ticks([1024, 2048, 2048, 960_000, 983_040]) == [1024, 2048, 983_040]

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from bench import sample_of
+from bench import measure_sample
 
 from cab_hf.eval.speed import dense, layouts
 from cab_hf.eval.speed.attention import Attention, Settings
@@ -22,39 +22,39 @@ def tiny_settings(**fields):
     return Settings(device="cpu", cab=BLOCKS, **{**shape, **fields})
 
 
-def measured(layout, **fields):
+def measure_case(layout, **fields):
     """Return the result record of a case with this layout; ``fields`` override the case."""
     case = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16"}
     settings = tiny_settings(layouts=(layout,), directions=("forward",))
-    return sample_of(Attention, settings, {**case, "layout": layout, "budget": 0.3, **fields})
+    return measure_sample(Attention, settings, {**case, "layout": layout, "budget": 0.3, **fields})
 
 
-def drawn(layout, batch, length):
-    """Return `Sequences.drawn` on the CPU with seed 0."""
-    return Sequences.drawn(layout, batch, length, 0, "cpu")
+def draw_sequences(layout, batch, length):
+    """Return `Sequences.draw_sequences` on the CPU with seed 0."""
+    return Sequences.draw_random(layout, batch, length, 0, "cpu")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sequences_have_half_to_all_of_the_length(layout):
-    sequences = drawn(layout, batch=3, length=200)
-    *others, last = sequences.lengths
-    assert all(100 <= length <= 200 for length in others) and last <= 200
+    sequences = draw_sequences(layout, batch=3, length=200)
+    *other_lengths, last_length = sequences.lengths
+    assert all(100 <= length <= 200 for length in other_lengths) and last_length <= 200
     assert sequences.cu_seq_lens.tolist()[-1] == sum(sequences.lengths)
     if layout == PACKED:
-        assert (sequences.rows, sequences.slots, sum(sequences.lengths)) == (1, 600, 600)
-        starts = [start for _, start, _ in sequences.places]
+        assert (sequences.num_rows, sequences.num_slots, sum(sequences.lengths)) == (1, 600, 600)
+        starts = [start for _, start, _ in sequences.spans]
         assert starts == sequences.cu_seq_lens.tolist()[:-1]
     else:
-        assert (sequences.rows, sequences.slots, len(sequences.places)) == (3, 200, 3)
-        assert all(stop == 200 for _, _, stop in sequences.places)
+        assert (sequences.num_rows, sequences.num_slots, len(sequences.spans)) == (3, 200, 3)
+        assert all(stop == 200 for _, _, stop in sequences.spans)
         assert (sequences.lengths == [200] * 3) == (layout == WHOLE)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_mask_equals_key_ranges(layout):
-    sequences = drawn(layout, batch=2, length=40)
-    slots, ranges = sequences.slots, sequences.ranges
-    mask = sequences.mask().dense_rows(0, slots, 0, slots, "cpu")[:, 0]
+    sequences = draw_sequences(layout, batch=2, length=40)
+    slots, ranges = sequences.num_slots, sequences.ranges
+    mask = sequences.mask().dense_mask(0, slots, 0, slots, "cpu")[:, 0]
     key = torch.arange(slots)
     in_range = (key >= ranges.start[..., None]) & (key <= ranges.end[..., None])
     is_real = ranges.end >= 0
@@ -65,19 +65,21 @@ def flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     """Compute varlen attention as in flash-attn, one sequence at a time."""
     assert max_seqlen_q == max_seqlen_k and options.pop("causal")
     out = torch.empty_like(q)
-    borders = cu_seqlens_q.tolist()
-    assert cu_seqlens_k.tolist() == borders and borders[-1] == len(q)
-    for start, stop in zip(borders, borders[1:], strict=False):
-        q_part, k_part, v_part = (x[None, start:stop].transpose(1, 2) for x in (q, k, v))
-        out_part = torch.nn.functional.scaled_dot_product_attention(
-            q_part,
-            k_part,
-            v_part,
+    boundaries = cu_seqlens_q.tolist()
+    assert cu_seqlens_k.tolist() == boundaries and boundaries[-1] == len(q)
+    for start, stop in zip(boundaries, boundaries[1:], strict=False):
+        q_sequence, k_sequence, v_sequence = (
+            x[None, start:stop].transpose(1, 2) for x in (q, k, v)
+        )
+        out_sequence = torch.nn.functional.scaled_dot_product_attention(
+            q_sequence,
+            k_sequence,
+            v_sequence,
             is_causal=True,
             enable_gqa=True,
             scale=options["softmax_scale"],
         )
-        out[start:stop] = out_part[0].transpose(0, 1)
+        out[start:stop] = out_sequence[0].transpose(0, 1)
     return out, None
 
 
@@ -87,29 +89,33 @@ def test_varlen_kernels_attend_within_sequences(monkeypatch, layout):
     module.flash_attn_varlen_func = flash_varlen
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(dense, "find_spec", lambda name: True)
-    sequences = drawn(layout, batch=2, length=96)
-    q, k, v = tiny_settings().random_heads(sequences.slots, 16, "cpu", "qkv", sequences.rows)
-    sequences.check(layouts._varlen(sequences, layouts.VARLEN[0][1]), q, k, v, backward=False)
+    sequences = draw_sequences(layout, batch=2, length=96)
+    q, k, v = tiny_settings().random_heads(
+        sequences.num_slots, 16, "cpu", "qkv", sequences.num_rows
+    )
+    sequences.check(
+        layouts._wrap_varlen(sequences, layouts.VARLEN_KERNELS[0][1]), q, k, v, backward=False
+    )
     # the check fails for attention across sequences
-    attend_across = dense.on("cpu")["SDPA"].load()
+    attend_across = dense.baselines_on("cpu")["SDPA"].load()
     with pytest.raises(ArithmeticError, match="wrong by"):
         sequences.check(attend_across, q, k, v, backward=False)
 
 
 def test_kernel_attending_across_sequences_is_not_timed(monkeypatch):
-    wrong = dense.on("cpu")["SDPA"].load()
-    monkeypatch.setattr(layouts, "_masked", lambda *_: wrong)
-    row = measured(PACKED, length=160)
+    attend_across = dense.baselines_on("cpu")["SDPA"].load()
+    monkeypatch.setattr(layouts, "_make_masked_sdpa", lambda *_: attend_across)
+    row = measure_case(PACKED, length=160)
     assert row["not_measured"]["masked SDPA"].startswith("ArithmeticError: wrong by")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_selection_and_attention_are_timed_in_every_layout(layout):
-    row = measured(layout)
+    row = measure_case(layout)
     assert row["error"] is None and row["not_measured"] == {}
     assert row["predict_ms"] == row["attend_ms"]["reference"] == 2.0
     assert row["total_eager_ms"]["reference"] == 3.0 and 0.2 < row["density"] < 0.5
-    sequences = drawn(layout, batch=2, length=192)
+    sequences = draw_sequences(layout, batch=2, length=192)
     assert row["causal_pairs"] == sum(length**2 for length in sequences.lengths) // 2
     (shown_row,) = Attention.rows([row], {})
     assert shown_row["ratio"] == 1.0
@@ -122,6 +128,6 @@ def test_wrong_engine_with_padding_is_not_timed(monkeypatch):
         return attend(q, k, v, plan, **options).roll(1, dims=1)
 
     monkeypatch.setattr(reference, "attention", attend_with_other_heads)
-    row = measured(PADDED)
+    row = measure_case(PADDED)
     assert row["not_measured"]["reference"].startswith("ArithmeticError: wrong by")
     assert row["attend_ms"] == {} and "masked SDPA" in row["baselines"]

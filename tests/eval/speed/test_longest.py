@@ -6,19 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench import TINY, FakeBench, sample_of, speed_run
+from bench import TINY_SIZES, FakeBench, measure_sample, run_speed
 
 from cab_hf.eval.fits import Prompts
 from cab_hf.eval.speed import model
 from cab_hf.eval.speed.ttft import Settings
 from cab_hf.eval.speed.ttft import TimeToFirstToken as Ttft
 
-SMALL = ("query_block=32", "key_block=16", "dense_tail_blocks=1")
-WORDS = ["--layers", "1", "--chunk", "64", "--multiple", "64", "--runs", "1", "--longest"]
-WORDS += [word for each in SMALL for word in ("--cab", each)]
+SMALL_BLOCKS = ("query_block=32", "key_block=16", "dense_tail_blocks=1")
+SEARCH_OPTIONS = ["--layers", "1", "--chunk", "64", "--multiple", "64", "--runs", "1", "--longest"]
+SEARCH_OPTIONS += [word for each in SMALL_BLOCKS for word in ("--cab", each)]
 
 
-def case_of(length, implementation="cab-always"):
+def make_case(length, implementation="cab-always"):
     """Return a case of one rank that is not part of a search."""
     case = {"variant": "plain", "length": length, "implementation": implementation}
     return {**case, "world": 1, "sought": False}
@@ -31,24 +31,29 @@ class GpuBench(FakeBench):
         super().__init__()
         self.limit = limit
 
-    def walls(self, call, runs, before=lambda: None):
+    def time_runs(self, call, num_runs, before_run=lambda: None):
         length = int(call().past_key_values.get_seq_length())
-        peak = 100.0 + length / 2
-        if peak > self.limit:
+        peak_mib = 100.0 + length / 2
+        if peak_mib > self.limit:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
-        return [10.0 * length] * runs, peak / 1024
+        return [10.0 * length] * num_runs, peak_mib / 1024
 
-    def room(self):
+    def available_gib(self):
         return 500.0 / 1024
 
 
-def settings_of(length, implementations=("cab-always",), **fields):
+def make_settings(length, implementations=("cab-always",), **fields):
     """Return settings of a tiny model and one length, in chunks of 64 tokens."""
-    case = {"lengths": (length,), "chunk": 64, "cab": SMALL, "implementations": implementations}
-    return Settings(device="cpu", **case, **TINY, **fields)
+    case = {
+        "lengths": (length,),
+        "chunk": 64,
+        "cab": SMALL_BLOCKS,
+        "implementations": implementations,
+    }
+    return Settings(device="cpu", **case, **TINY_SIZES, **fields)
 
 
-def search(tmp_path, monkeypatch, bench, implementations="cab-always", estimate=0, drawn=False):
+def run_search(tmp_path, monkeypatch, bench, implementations="cab-always", estimate=0, drawn=False):
     """Run ``speed ttft --longest``, and return its rows, including those of the search.
 
     Args:
@@ -61,24 +66,24 @@ def search(tmp_path, monkeypatch, bench, implementations="cab-always", estimate=
     """
 
     @contextmanager
-    def prefilling(settings, length, *_, **options):
+    def fake_prefill(settings, length, *_, **options):
         cache = SimpleNamespace(get_seq_length=lambda: length)
         output = SimpleNamespace(past_key_values=cache)
         yield lambda: output, lambda: {"density": 0.1, "ran_as": None}, lambda: None
 
-    monkeypatch.setattr(model, "prefilling", prefilling)
+    monkeypatch.setattr(model, "prepare_prefill", fake_prefill)
     monkeypatch.setattr(Ttft, "bench", bench)
     monkeypatch.setattr(Ttft, "estimated_tokens", lambda *_: estimate)
-    words = [*WORDS, "--lengths", "256,512", "--implementations", implementations]
-    return speed_run("ttft", tmp_path, words, drawn=drawn)["rows"]
+    words = [*SEARCH_OPTIONS, "--lengths", "256,512", "--implementations", implementations]
+    return run_speed("ttft", tmp_path, words, draws_figure=drawn)["rows"]
 
 
 @pytest.mark.parametrize("length", [192, 200])
 def test_chunked_prompt_logits_equal_whole_prompt(length):
-    settings = settings_of(length, max_density=("1.0",))
-    with model.prefilling(settings, length, "sdpa") as (call, *_):
+    settings = make_settings(length, max_density=("1.0",))
+    with model.prepare_prefill(settings, length, "sdpa") as (call, *_):
         expected = call().logits
-    with model.prefilling(settings, length, "cab-always", settings.chunk) as (call, *_):
+    with model.prepare_prefill(settings, length, "cab-always", settings.chunk) as (call, *_):
         output = call()
     torch.testing.assert_close(output.logits, expected)
     assert output.logits.shape == (1, 1, settings.vocab)
@@ -89,19 +94,19 @@ def test_chunked_prompt_logits_equal_whole_prompt(length):
 
 
 def test_random_model_is_cached():
-    settings, bench = settings_of(192), GpuBench()
+    settings, bench = make_settings(192), GpuBench()
     models = []
-    bench.room = lambda: models.append(model.random_model(settings)) or 500.0 / 1024
-    sample_of(Ttft, settings, case_of(192), bench)
-    with model.prefilling(settings, 192, "sdpa", settings.chunk, variant=model.PLAIN):
-        models.append(model.random_model(settings, model.PLAIN))
+    bench.available_gib = lambda: models.append(model.random_model(settings)) or 500.0 / 1024
+    measure_sample(Ttft, settings, make_case(192), bench)
+    with model.prepare_prefill(settings, 192, "sdpa", settings.chunk, variant=model.PLAIN_VARIANT):
+        models.append(model.random_model(settings, model.PLAIN_VARIANT))
     assert len({id(each) for each in models}) == 1
 
 
 def test_longest_row_by_hand():
-    settings = settings_of(192)
-    case = case_of(192)
-    (row,) = Ttft.rows([sample_of(Ttft, settings, case, GpuBench())], {})
+    settings = make_settings(192)
+    case = make_case(192)
+    (row,) = Ttft.rows([measure_sample(Ttft, settings, case, GpuBench())], {})
     assert (row["ms"], row["tokens_s"], row["fits"], row["error"]) == (1920.0, 100.0, True, None)
     assert (row["peak_gib"], row["room_gib"]) == (196 / 1024, 500 / 1024)
     assert row["cache_gib"] == settings.cache_gib(192)
@@ -111,29 +116,29 @@ def test_longest_row_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("limit", "tried"),
+    ("limit_mib", "fits_by_length"),
     [
         # 800 and 660 tokens fit: 100 + n / 2 <= limit. The search uses multiples of 64
         pytest.param(500.0, {768: True, 832: False, 896: False, 1024: False}, id="800"),
         pytest.param(430.0, {640: True, 704: False, 768: False, 1024: False}, id="660"),
     ],
 )
-def test_search_runs_longest_length(tmp_path, monkeypatch, limit, tried):
-    rows = search(tmp_path, monkeypatch, GpuBench(limit), drawn=limit == 430.0)
-    assert {row["length"]: row["fits"] for row in rows if row["sought"]} == tried
-    assert [row["length"] for row in rows] == sorted({256, 512, *tried})
+def test_search_runs_longest_length(tmp_path, monkeypatch, limit_mib, fits_by_length):
+    rows = run_search(tmp_path, monkeypatch, GpuBench(limit_mib), drawn=limit_mib == 430.0)
+    assert {row["length"]: row["fits"] for row in rows if row["sought"]} == fits_by_length
+    assert [row["length"] for row in rows] == sorted({256, 512, *fits_by_length})
     for row in rows:
         assert (row["peak_gib"] is None) == (row["fits"] is False) == (row["error"] is not None)
     (sentence,) = Ttft.readings(rows)
-    longest = max(length for length, fits in tried.items() if fits)
+    longest = max(length for length, fits in fits_by_length.items() if fits)
     assert sentence.startswith(f"{longest} tokens are the longest")
     assert f"{longest + 64} tokens do not fit" in sentence
     # the second run measures nothing
-    assert search(tmp_path, monkeypatch, None) == rows
+    assert run_search(tmp_path, monkeypatch, None) == rows
 
 
 def test_search_starts_near_estimate(tmp_path, monkeypatch):
-    rows = search(tmp_path, monkeypatch, GpuBench(), estimate=900)
+    rows = run_search(tmp_path, monkeypatch, GpuBench(), estimate=900)
     # the search starts at .9 and 1.1 of the estimate, rounded down to multiples of 64
     assert [row["length"] for row in rows if row["sought"]] == [768, 832, 960]
     (sentence,) = Ttft.readings(rows)
@@ -141,22 +146,22 @@ def test_search_starts_near_estimate(tmp_path, monkeypatch):
 
 
 def test_whole_prompt_estimate_equals_fits():
-    settings = settings_of(200, max_density=("1.0",))
+    settings = make_settings(200, max_density=("1.0",))
     settings = replace(settings, chunk=0, longest=True, implementations=("sdpa", "cab"))
     experiment = Ttft(settings)
     experiment.bench = GpuBench()
     prompts = Prompts.of(model.model_config(settings))
-    expected = prompts.longest(500 * 2**20, None, "dynamic")
+    expected = prompts.find_longest(500 * 2**20, None, "dynamic")
     assert 0 < experiment.estimated_tokens("cab") <= expected < experiment.estimated_tokens("sdpa")
-    case = case_of(200, "cab")
-    (row,) = Ttft.rows([sample_of(Ttft, settings, case, GpuBench())], {})
+    case = make_case(200, "cab")
+    (row,) = Ttft.rows([measure_sample(Ttft, settings, case, GpuBench())], {})
     assert row["estimate"] == experiment.estimated_tokens("cab") and row["error"] is None
 
 
 def test_search_covers_every_implementation(tmp_path, monkeypatch):
     names = ["cab_dense", "cab"]
-    rows = search(tmp_path, monkeypatch, GpuBench(), implementations=",".join(names))
-    sentences = [line for line in Ttft.readings(rows) if "are the longest" in line]
+    rows = run_search(tmp_path, monkeypatch, GpuBench(), implementations=",".join(names))
+    sentences = [line for line in Ttft.readings(rows) if "are the find_longest" in line]
     for name, sentence in zip(names, sentences, strict=True):
         fitting = [row["length"] for row in rows if row["implementation"] == name and row["fits"]]
         assert max(fitting) == 768
@@ -165,11 +170,11 @@ def test_search_covers_every_implementation(tmp_path, monkeypatch):
 
 def test_other_errors_end_the_search(tmp_path, monkeypatch):
     class BenchWithWrongKernel(GpuBench):
-        def walls(self, call, runs, before=None):
-            ms, peak = super().walls(call, runs)
-            if peak > 400 / 1024:
+        def time_runs(self, call, num_runs, before_run=None):
+            ms, peak_gib = super().time_runs(call, num_runs)
+            if peak_gib > 400 / 1024:
                 raise RuntimeError("a kernel is wrong")
-            return ms, peak
+            return ms, peak_gib
 
-    last = search(tmp_path, monkeypatch, BenchWithWrongKernel())[-2]
+    last = run_search(tmp_path, monkeypatch, BenchWithWrongKernel())[-2]
     assert (last["length"], last["fits"], last["error"]) == (768, None, "a kernel is wrong")

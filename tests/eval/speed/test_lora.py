@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from bench import BLOCKS, TINY, Clock, sample_of, torchrun
+from bench import SMALL_BLOCKS, TINY_SIZES, WallTimeBench, measure_sample, run_torchrun
 
 from cab_hf.eval.speed import dense, lora, model
 from cab_hf.eval.speed.lora import SPREADS, LoraStep, Settings
@@ -16,7 +16,7 @@ from cab_hf.eval.speed.rank_group import RankGroup
 from cab_hf.eval.speed.runner import next_length
 from cab_hf.finetune.offload import Offload
 
-SMALL = (*BLOCKS, "min_length=0")
+SMALL_BLOCKS = (*SMALL_BLOCKS, "min_length=0")
 # fields of a case of one process
 ONE_PROCESS = {"spread": "alone", "world": 1, "sought": False}
 CASE = {"length": 192, "implementation": "cab", **ONE_PROCESS}
@@ -24,18 +24,18 @@ CASE = {"length": 192, "implementation": "cab", **ONE_PROCESS}
 
 def tiny_settings(**fields):
     """Return settings of a tiny model; ``fields`` replaces fields."""
-    return Settings(device="cpu", **{**TINY, **fields})
+    return Settings(device="cpu", **{**TINY_SIZES, **fields})
 
 
 def test_step_lowers_loss_and_clears_gradients():
     settings = tiny_settings(lengths=(64,), vocab=32)
-    train_state, batch = lora.train_state(settings), lora.batch_of(settings, 64)
-    with lora.training(settings, 64, "sdpa") as (call, _):
-        before = train_state.objective(batch).item()
+    train_state, batch = lora.train_state(settings), lora.make_batch(settings, 64)
+    with lora.prepare_training(settings, 64, "sdpa") as (call, _):
+        loss_before = train_state.objective(batch).item()
         for _ in range(20):
             call(64)
-        assert train_state.objective(batch).item() < before - 0.01
-    trainable = train_state.trainable
+        assert train_state.objective(batch).item() < loss_before - 0.01
+    trainable = train_state.trainable_parameters
     assert all(p.grad is None for p in trainable) and len(trainable) == 2 * 2 * 4
     assert all(layer.gradient_checkpointing for layer in model.random_model(settings).model.layers)
 
@@ -44,16 +44,19 @@ def test_operations_by_hand():
     settings = tiny_settings(lengths=(64,), vocab=11, rank=3)
     cost = lora.train_state(settings).cost
     # frozen weights: q and o 24 x 32, k and v 24 x 16, three of 24 x 40 in the MLP, and the LM head
-    frozen = 2 * (2 * 24 * 32 + 2 * 24 * 16 + 3 * 24 * 40) + 24 * 11
-    adapters = 2 * 3 * 2 * ((24 + 32) + (24 + 16))
-    attention = 2 * 12 * 32 * 64 * 65 / 2
-    assert lora.step_flops(cost, 64) == 64 * (4 * frozen + 6 * adapters) + attention
-    assert lora.step_flops(cost, 64) - lora.step_flops(cost, 64, 0.25) == 0.75 * attention
+    num_frozen = 2 * (2 * 24 * 32 + 2 * 24 * 16 + 3 * 24 * 40) + 24 * 11
+    num_adapter_weights = 2 * 3 * 2 * ((24 + 32) + (24 + 16))
+    attention_flops = 2 * 12 * 32 * 64 * 65 / 2
+    assert (
+        lora.step_flops(cost, 64)
+        == 64 * (4 * num_frozen + 6 * num_adapter_weights) + attention_flops
+    )
+    assert lora.step_flops(cost, 64) - lora.step_flops(cost, 64, 0.25) == 0.75 * attention_flops
 
 
 def test_lora_row_by_hand(monkeypatch):
-    settings = tiny_settings(lengths=(192,), cab=SMALL)
-    row = sample_of(LoraStep, settings, CASE, Clock())
+    settings = tiny_settings(lengths=(192,), cab=SMALL_BLOCKS)
+    row = measure_sample(LoraStep, settings, CASE, WallTimeBench())
     cost = lora.train_state(settings).cost
     assert (row["ms"], row["peak_gib"], row["error"]) == (500.0, 2.0, None)
     assert 0 < row["density"] < 0.7 and "sparse" in row["ran_as"]
@@ -62,42 +65,44 @@ def test_lora_row_by_hand(monkeypatch):
     assert row["tflops"] == pytest.approx(flops / 0.5 / 1e12)
     # warm-up steps do not change the density
     monkeypatch.setattr(lora, "WARM_UP_TOKENS", 16)
-    again = sample_of(LoraStep, settings, CASE, Clock())
-    assert again["density"] == pytest.approx(row["density"])
+    second_row = measure_sample(LoraStep, settings, CASE, WallTimeBench())
+    assert second_row["density"] == pytest.approx(row["density"])
 
 
 def test_long_step_uses_tiles_and_offload():
-    settings = tiny_settings(lengths=(192,), runs=1, cab=SMALL, tile_tokens=50, offload_layers=1)
+    settings = tiny_settings(
+        lengths=(192,), runs=1, cab=SMALL_BLOCKS, tile_tokens=50, offload_layers=1
+    )
     tile_lengths = []
     mlp = model.random_model(settings).model.layers[0].mlp
     handle = mlp.act_fn.register_forward_hook(
         lambda _, inputs, __: tile_lengths.append(inputs[0].shape[1])
     )
-    row = sample_of(LoraStep, settings, CASE, Clock())
+    row = measure_sample(LoraStep, settings, CASE, WallTimeBench())
     assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (50, 1, 0.25)
     # the layer runs forward and again for recomputation, in the warm-up and in the timed step
     assert sorted(tile_lengths) == sorted([50, 50, 50, 42] * 4)
     # a later case without tiles and offloading must not report those of the case before
-    settings = tiny_settings(lengths=(192,), cab=SMALL, tile_tokens=0, offload_layers=0)
-    row = sample_of(LoraStep, settings, CASE, Clock())
+    settings = tiny_settings(lengths=(192,), cab=SMALL_BLOCKS, tile_tokens=0, offload_layers=0)
+    row = measure_sample(LoraStep, settings, CASE, WallTimeBench())
     handle.remove()
     assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (0, 0, 0.0)
 
 
 def test_pinned_memory_is_freed_before_next_step(monkeypatch):
     settings, owners, num_owners = tiny_settings(lengths=(192,)), weakref.WeakSet(), []
-    pin = Offload._pinned
+    pin = Offload._allocate_chunk
 
     def record_owner_and_pin(self):
         owners.add(self)
         num_owners.append(len(owners))
         return pin(self)
 
-    monkeypatch.setattr(Offload, "_pinned", record_owner_and_pin)
+    monkeypatch.setattr(Offload, "_allocate_chunk", record_owner_and_pin)
     for _ in range(2):
-        lora.save_memory(settings, 192, 50, 1)
+        lora.apply_memory_savings(settings, 192, 50, 1)
     assert num_owners == [1, 1]
-    lora.save_memory(settings, 192, 0, 0)
+    lora.apply_memory_savings(settings, 192, 0, 0)
 
 
 def test_kernel_without_backward_has_error_row(monkeypatch):
@@ -107,21 +112,25 @@ def test_kernel_without_backward_has_error_row(monkeypatch):
                 q, k, v, is_causal=True, scale=scale, enable_gqa=True
             )
 
-    monkeypatch.setattr(dense, "ON_CPU", {"FA3": dense.Baseline(lambda: forward_only)})
+    monkeypatch.setattr(dense, "CPU_BASELINES", {"FA3": dense.Baseline(lambda: forward_only)})
     settings = tiny_settings(lengths=(96,), implementations=("FA3",))
     assert (
         "no backward"
-        in sample_of(LoraStep, settings, {**settings.asked()[0], **ONE_PROCESS})["error"]
+        in measure_sample(LoraStep, settings, {**settings.requested_cases()[0], **ONE_PROCESS})[
+            "error"
+        ]
     )
 
 
 @pytest.mark.slow
 def test_lora_run_of_two_ranks(tmp_path):
-    sizes = [word for name, x in TINY.items() for word in ("--" + name.replace("_", "-"), str(x))]
+    sizes = [
+        word for name, x in TINY_SIZES.items() for word in ("--" + name.replace("_", "-"), str(x))
+    ]
     words = [*sizes, "--device", "cpu", "--lengths", "600", "--runs", "1", "--max-density", "0.2"]
-    words += [word for each in SMALL for word in ("--cab", each)]
+    words += [word for each in SMALL_BLOCKS for word in ("--cab", each)]
     words += ["--implementations", "sdpa,cab_dense,cab", "--out", str(tmp_path / "run")]
-    process = torchrun(["-m", "cab_hf.eval", "speed", "lora", *words])
+    process = run_torchrun(["-m", "cab_hf.eval", "speed", "lora", *words])
     assert process.returncode == 0, process.stderr[-3000:]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     rows = results["rows"]
@@ -133,75 +142,75 @@ def test_lora_run_of_two_ranks(tmp_path):
     ]
     assert [(row["spread"], row["implementation"]) for row in rows] == expected
     assert [row["world"] for row in rows] == [1] * 3 + [2] * 8
-    alone = {row["implementation"]: row for row in rows[:3]}
+    one_rank_rows = {row["implementation"]: row for row in rows[:3]}
     for row in rows:
         assert row["error"] is None and row["ms"] > 0 and row["fits"]
-        one = alone[row["implementation"]]
+        one_rank_row = one_rank_rows[row["implementation"]]
         # with cp, each of two ranks computes half of the sequence, and otherwise a whole sequence
-        share = 0.5 if row["spread"] == "cp" else 1.0
-        assert row["tokens_s"] == pytest.approx(share * 600 / row["ms"] * 1e3)
-        assert row["efficiency"] == pytest.approx(share * one["ms"] / row["ms"])
+        sequence_share = 0.5 if row["spread"] == "cp" else 1.0
+        assert row["tokens_s"] == pytest.approx(sequence_share * 600 / row["ms"] * 1e3)
+        assert row["efficiency"] == pytest.approx(sequence_share * one_rank_row["ms"] / row["ms"])
         # every ``spread`` selects about as many blocks as one process
-        assert row["density"] == pytest.approx(one["density"], rel=0.1)
+        assert row["density"] == pytest.approx(one_rank_row["density"], rel=0.1)
         assert (row["density"] < 1) == (row["implementation"] == "cab")
-    (sharded,) = (row for row in rows if row["spread"] == "cp" and row["implementation"] == "cab")
-    assert sharded["baseline"] == "cab_dense"
+    (cp_row,) = (row for row in rows if row["spread"] == "cp" and row["implementation"] == "cab")
+    assert cp_row["baseline"] == "cab_dense"
     # with cp, the ranks together compute the same sequence as one process, with the same blocks
-    assert sharded["density"] == pytest.approx(alone["cab"]["density"], rel=1e-6)
+    assert cp_row["density"] == pytest.approx(one_rank_rows["cab"]["density"], rel=1e-6)
 
 
-def test_single_rank_is_refused(one_process, tmp_path):
+def test_single_rank_is_refused(single_process_group, tmp_path):
     settings = tiny_settings(spread=SPREADS, out=str(tmp_path))
     experiment = LoraStep(settings, RankGroup(dist.group.WORLD))
     with pytest.raises(ValueError, match="torchrun started 1; give it --nproc_per_node=2"):
-        experiment.over_ranks()
+        experiment.run_on_all_ranks()
 
 
 def test_efficiency_compares_with_one_rank_of_same_length():
-    def sample(length, implementation, spread, *, world, ms):
+    def make_sample(length, implementation, spread, *, world, ms):
         case = {"length": length, "implementation": implementation}
         case |= {"spread": spread, "world": world}
         return {**LoraStep.ADDED, **case, "ms": ms, "density": 1.0, "ceiling": 1.0}
 
     rows = LoraStep.rows(
         [
-            sample(1000, "cab", "alone", world=1, ms=100.0),
-            sample(1000, "cab_dense", "alone", world=1, ms=200.0),
-            sample(2000, "cab", "alone", world=1, ms=400.0),
-            sample(1000, "cab", "ddp", world=2, ms=125.0),
-            sample(2000, "cab", "cp", world=2, ms=250.0),
-            sample(2000, "cab_dense", "cp", world=2, ms=1000.0),
-            sample(1000, "cab", "fsdp2", world=4, ms=160.0),
+            make_sample(1000, "cab", "alone", world=1, ms=100.0),
+            make_sample(1000, "cab_dense", "alone", world=1, ms=200.0),
+            make_sample(2000, "cab", "alone", world=1, ms=400.0),
+            make_sample(1000, "cab", "ddp", world=2, ms=125.0),
+            make_sample(2000, "cab", "cp", world=2, ms=250.0),
+            make_sample(2000, "cab_dense", "cp", world=2, ms=1000.0),
+            make_sample(1000, "cab", "fsdp2", world=4, ms=160.0),
         ],
         {},
     )
-    actual = {(row["spread"], row["implementation"], row["length"]): row for row in rows}
-    sharded = actual["cp", "cab", 2000]
-    assert actual["ddp", "cab", 1000]["efficiency"] == pytest.approx(100 / 125)
-    assert actual["ddp", "cab", 1000]["tokens_s"] == pytest.approx(8000)
-    assert sharded["efficiency"] == pytest.approx(400 / 250 / 2)
-    assert actual["fsdp2", "cab", 1000]["tokens_s"] == pytest.approx(1000 / 0.16)
+    row_by_case = {(row["spread"], row["implementation"], row["length"]): row for row in rows}
+    cp_row = row_by_case["cp", "cab", 2000]
+    assert row_by_case["ddp", "cab", 1000]["efficiency"] == pytest.approx(100 / 125)
+    assert row_by_case["ddp", "cab", 1000]["tokens_s"] == pytest.approx(8000)
+    assert cp_row["efficiency"] == pytest.approx(400 / 250 / 2)
+    assert row_by_case["fsdp2", "cab", 1000]["tokens_s"] == pytest.approx(1000 / 0.16)
     # one rank was not measured at this length
-    assert actual["cp", "cab_dense", 2000]["efficiency"] is None
-    assert (sharded["baseline"], sharded["over_best"]) == ("cab_dense", 4.0)
+    assert row_by_case["cp", "cab_dense", 2000]["efficiency"] is None
+    assert (cp_row["baseline"], cp_row["over_best"]) == ("cab_dense", 4.0)
     sentence = "on 2 ranks by cp cab is 4.00× as fast as cab_dense"
     assert any(sentence in reading for reading in LoraStep.readings(rows))
 
 
-@pytest.mark.parametrize("limit", [0, 63, 64, 200, 1000, 6399, 6400, 100_000])
-@pytest.mark.parametrize("measured", [(), (100,), (100, 3000)])
-@pytest.mark.parametrize("guesses", [(), (30, 60), (900, 1100)])
-def test_next_length_finds_longest_that_fits(limit, measured, guesses):
-    tried = {length: length <= limit for length in measured}
+@pytest.mark.parametrize("max_length", [0, 63, 64, 200, 1000, 6399, 6400, 100_000])
+@pytest.mark.parametrize("measured_lengths", [(), (100,), (100, 3000)])
+@pytest.mark.parametrize("likely_lengths", [(), (30, 60), (900, 1100)])
+def test_next_length_finds_longest_that_fits(max_length, measured_lengths, likely_lengths):
+    fits_by_length = {length: length <= max_length for length in measured_lengths}
     for _ in range(40):
-        length = next_length(tried, 64, guesses)
+        length = next_length(fits_by_length, 64, likely_lengths)
         if length is None:
             break
-        assert length % 64 == 0 and length > 0 and length not in tried
-        tried[length] = length <= limit
+        assert length % 64 == 0 and length > 0 and length not in fits_by_length
+        fits_by_length[length] = length <= max_length
     assert length is None
-    fitting = [length for length, fits in tried.items() if fits]
-    assert max(fitting, default=0) // 64 == limit // 64
+    fitting_lengths = [length for length, fits in fits_by_length.items() if fits]
+    assert max(fitting_lengths, default=0) // 64 == max_length // 64
 
 
 def test_step_search_covers_every_implementation(monkeypatch):
@@ -210,43 +219,56 @@ def test_step_search_covers_every_implementation(monkeypatch):
     experiment = LoraStep(
         tiny_settings(lengths=(96,), implementations=("sdpa", "cab"), longest=True)
     )
-    experiment.bench = SimpleNamespace(room=lambda: 1.0)
+    experiment.bench = SimpleNamespace(available_gib=lambda: 1.0)
     samples = []
     for case in experiment.cases(samples):
         samples.append({**case, "fits": case["length"] <= 300})
     for name in ("sdpa", "cab"):
-        own = [sample for sample in samples if sample["implementation"] == name]
-        tried = {sample["length"]: sample["sought"] for sample in own}
-        assert tried == {96: False, 128: True, 256: True, 512: True, 384: True, 320: True}
+        own_samples = [sample for sample in samples if sample["implementation"] == name]
+        is_sought_by_length = {sample["length"]: sample["sought"] for sample in own_samples}
+        assert is_sought_by_length == {
+            96: False,
+            128: True,
+            256: True,
+            512: True,
+            384: True,
+            320: True,
+        }
 
 
 def test_step_search_starts_below_estimate():
     experiment = LoraStep(tiny_settings(lengths=(96,), implementations=("cab",), longest=True))
-    experiment.bench = SimpleNamespace(room=lambda: 0.25)
+    experiment.bench = SimpleNamespace(available_gib=lambda: 0.25)
     case = {"spread": "alone", "world": 1, "implementation": "cab"}
     estimate = experiment.estimated_tokens(case)
-    limits = lora.room_of(0.25)
+    available_memory = lora.available_memory(0.25)
     lengths = (estimate, estimate + 64)
-    steps = (experiment.fitted(case, length, limits)[1].memory for length in lengths)
-    assert list(map(limits.holds, steps)) == [True, False]
-    first = next(case for case in experiment.cases([]) if case["sought"])
-    assert first["length"] == int(0.9 * estimate) // 64 * 64
+    step_memories = (
+        experiment.fit_memory(case, length, available_memory)[1].memory for length in lengths
+    )
+    assert list(map(available_memory.can_hold, step_memories)) == [True, False]
+    first_case = next(case for case in experiment.cases([]) if case["sought"])
+    assert first_case["length"] == int(0.9 * estimate) // 64 * 64
 
 
 def test_qlora_step_packs_weights_in_four_bits():
-    functional = pytest.importorskip("bitsandbytes.functional")
-    settings = tiny_settings(lengths=(96,), cab=SMALL, hidden=64, intermediate=128, qlora=True)
-    plain = model.random_model(replace(settings, qlora=False)).model.layers[0].mlp.down_proj
-    first = lora.train_state(settings).objective.model.get_base_model().model.layers[0]
-    packed = first.mlp.down_proj.weight
-    assert packed.numel() * packed.element_size() == plain.weight.numel() // 2
+    bitsandbytes_functional = pytest.importorskip("bitsandbytes.functional")
+    settings = tiny_settings(
+        lengths=(96,), cab=SMALL_BLOCKS, hidden=64, intermediate=128, qlora=True
+    )
+    plain_layer = model.random_model(replace(settings, qlora=False)).model.layers[0].mlp.down_proj
+    first_layer = lora.train_state(settings).objective.model.get_base_model().model.layers[0]
+    packed_weight = first_layer.mlp.down_proj.weight
+    assert packed_weight.numel() * packed_weight.element_size() == plain_layer.weight.numel() // 2
     # weights after rounding to NF4
-    unpacked = functional.dequantize_4bit(packed.data, packed.quant_state)
-    assert (unpacked - plain.weight).abs().max() < 0.2 * plain.weight.abs().max()
-    row = sample_of(LoraStep, settings, CASE | {"length": 96}, Clock())
+    unpacked_weight = bitsandbytes_functional.dequantize_4bit(
+        packed_weight.data, packed_weight.quant_state
+    )
+    assert (unpacked_weight - plain_layer.weight).abs().max() < 0.2 * plain_layer.weight.abs().max()
+    row = measure_sample(LoraStep, settings, CASE | {"length": 96}, WallTimeBench())
     assert row["error"] is None and row["fits"]
     lora.train_state.cache_clear()
-    model.forget_model()
+    model.clear_model_cache()
 
 
 def test_out_of_memory_step_leaves_no_gradients(monkeypatch):
@@ -257,7 +279,7 @@ def test_out_of_memory_step_leaves_no_gradients(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
 
     monkeypatch.setattr(lora, "train_step", run_out_of_memory)
-    settings = tiny_settings(lengths=(192,), cab=SMALL)
-    row = sample_of(LoraStep, settings, CASE, Clock())
+    settings = tiny_settings(lengths=(192,), cab=SMALL_BLOCKS)
+    row = measure_sample(LoraStep, settings, CASE, WallTimeBench())
     assert row["fits"] is False and row["error"].startswith("out of memory")
-    assert all(p.grad is None for p in lora.train_state(settings).trainable)
+    assert all(p.grad is None for p in lora.train_state(settings).trainable_parameters)

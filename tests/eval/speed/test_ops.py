@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench import refused, speed_run
-from marks import SERVING
+from bench import read_usage_error, run_speed
+from marks import NEEDS_SERVING
 
 from cab_hf.eval.__main__ import main
-from cab_hf.eval.archive import ARCHIVED
-from cab_hf.eval.experiment import kind_of, named, read_provenance, render
+from cab_hf.eval.archive import REMOVED_COMMANDS
+from cab_hf.eval.experiment import find_experiment_class, named, read_provenance, render
 from cab_hf.eval.report import digits
 from cab_hf.eval.speed import COMMANDS, dense
-from cab_hf.eval.speed.runner import MADE_BY
-from cab_hf.eval.speed.timing import ran_out
+from cab_hf.eval.speed.runner import IDENTITY_FIELDS
+from cab_hf.eval.speed.timing import is_out_of_memory
 from cab_hf.experiment import provenance
 from cab_hf.experiment.log import read_file, read_log
 from cab_hf.experiment.settings import read_settings
 
 RESULTS = Path(__file__).parents[3] / "eval" / "results"
-SDPA = dense.ON_CPU["SDPA"].load
+SDPA = dense.CPU_BASELINES["SDPA"].load
 HEADS = "--heads 4 --kv-heads 2"
 # few forced blocks, so that blocks of 192 tokens can be skipped
 BLOCKS = "--cab query_block=32 --cab key_block=16 --cab local_blocks=1 --cab dense_tail_blocks=1"
@@ -36,24 +36,26 @@ def check_attention(rows):
     for row in rows:
         assert row["attend_ms"]["reference"] > 0 and row["not_measured"] == {}
         assert (row["density"] == 1) == (row["budget"] == 1)
-        selects = row["direction"] == "forward" and row["budget"] < 1
-        assert (row["predict_ms"] is not None) == selects == bool(row["total_ms"])
+        selects_blocks = row["direction"] == "forward" and row["budget"] < 1
+        assert (row["predict_ms"] is not None) == selects_blocks == bool(row["total_ms"])
         assert row["ratio"] == row["ms"] / row["baselines"]["SDPA"]
 
 
-def check_ttft(rows, sparse="cab-always", names=("sdpa", "SDPA", "cab", "cab-always")):
-    """Check the rows of ``speed ttft``: only the implementation ``sparse`` skips blocks."""
+def check_ttft(
+    rows, sparse_name="cab-always", implementations=("sdpa", "SDPA", "cab", "cab-always")
+):
+    """Check the rows of ``speed ttft``: only the implementation ``sparse_name`` skips blocks."""
     pairs = [(row["length"], row["implementation"]) for row in rows]
-    assert pairs == list(product((96, 192), names))
+    assert pairs == list(product((96, 192), implementations))
     for row in rows:
-        is_sparse = row["implementation"] == sparse
+        is_sparse = row["implementation"] == sparse_name
         assert row["over_best"] > 0
         assert (row["density"] < 1) == (row["ceiling"] > 1) == is_sparse
 
 
 def check_lora(rows):
     """Check the rows of ``speed lora``."""
-    check_ttft(rows, sparse="cab", names=("sdpa", "SDPA", "cab"))
+    check_ttft(rows, sparse_name="cab", implementations=("sdpa", "SDPA", "cab"))
 
 
 def check_serve(rows):
@@ -66,7 +68,7 @@ def check_serve(rows):
 
 
 @pytest.mark.parametrize(
-    ("op", "words", "check", "cases"),
+    ("op", "words", "check_rows", "num_rows"),
     [
         (
             "attention",
@@ -81,7 +83,7 @@ def check_serve(rows):
             f"--warm-up 1 --implementations sdpa,cab_dense,cab-always --rate 50 {BLOCKS}",
             check_serve,
             3,
-            marks=SERVING,
+            marks=NEEDS_SERVING,
         ),
         (
             "lora",
@@ -91,28 +93,28 @@ def check_serve(rows):
         ),
     ],
 )
-def test_every_op_runs(op, words, check, cases, tmp_path):
-    rows = speed_run(op, tmp_path, words.split(), drawn=True)["rows"]
-    assert len(rows) == cases and all(row["error"] is None for row in rows)
+def test_every_op_runs(op, words, check_rows, num_rows, tmp_path):
+    rows = run_speed(op, tmp_path, words.split(), draws_figure=True)["rows"]
+    assert len(rows) == num_rows and all(row["error"] is None for row in rows)
     assert all(row["ms"] > 0 for row in rows if "ms" in row)
-    check(rows)
+    check_rows(rows)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     # the second run measures nothing
-    assert speed_run(op, tmp_path, words.split())["rows"] == rows
+    assert run_speed(op, tmp_path, words.split())["rows"] == rows
 
 
 @pytest.mark.parametrize("op", list(COMMANDS))
 def test_ops_without_gpu_raise(op, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    error = refused(capsys, op, ["--out", str(tmp_path / "none")])
+    error = read_usage_error(capsys, op, ["--out", str(tmp_path / "none")])
     assert "device must be a CUDA device, got 'cuda'" in error
     assert not (tmp_path / "none").exists()
 
 
 def test_ops_are_listed_and_unknown_ones_refused(capsys):
     assert main(["speed", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"\n  {op:16}  " in shown for op in COMMANDS)
+    help_text = capsys.readouterr().out
+    assert all(f"\n  {op:16}  " in help_text for op in COMMANDS)
     for words in (["speed", "magic"], ["speed"]):
         assert main(words) == 2
         assert "speed: command must be one of attention, ttft" in capsys.readouterr().err
@@ -122,26 +124,26 @@ def test_ops_are_listed_and_unknown_ones_refused(capsys):
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "value", "field"),
+    ("module", "name", "new_value", "field"),
     [
         (provenance, "git_commit", lambda: "1" * 40, "commit"),
         (provenance, "device_name", lambda device: "a GPU", "device"),
         (provenance, "versions", lambda: {"torch": "9"}, "versions"),
-        (dense, "ON_CPU", {"SDPA": dense.Baseline(SDPA, lambda: "SDPA 9")}, "baselines"),
+        (dense, "CPU_BASELINES", {"SDPA": dense.Baseline(SDPA, lambda: "SDPA 9")}, "baselines"),
     ],
     ids=["commit", "device", "versions", "baselines"],
 )
 def test_run_with_other_settings_is_not_extended(
-    tmp_path, monkeypatch, capsys, module, name, value, field
+    tmp_path, monkeypatch, capsys, module, name, new_value, field
 ):
     words = f"{HEADS} --head-dims 16 --seconds 0 --directions forward --densities 0.2 --lengths"
     words = words.split()
-    (first,) = speed_run("attention", tmp_path, [*words, "192"])["rows"]
-    content = speed_run("attention", tmp_path, [*words, "96"])
+    (first_row,) = run_speed("attention", tmp_path, [*words, "192"])["rows"]
+    content = run_speed("attention", tmp_path, [*words, "96"])
     assert [row["length"] for row in content["rows"]] == [96, 192]
-    assert content["rows"][1]["ms"] == first["ms"]
+    assert content["rows"][1]["ms"] == first_row["ms"]
     assert sorted(content["provenance"]["settings"]["lengths"]) == [96, 192]
-    monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, name, new_value)
     options = ["--device", "cpu", "--out", str(tmp_path), *words, "64"]
     assert main(["speed", "attention", *options]) == 2
     assert f"made with {field}" in capsys.readouterr().err
@@ -157,7 +159,8 @@ EARLIER_DEFAULTS |= {"share_threshold": 0.05}
 EARLIER_DEFAULTS |= {"curvature": "additive", "redundancy": 0.3}
 # folder of a committed run -> True if the command was removed
 IS_ARCHIVED = {
-    folder: read_provenance(folder)["experiment"] in ARCHIVED for folder in RESULTS.glob("speed-*")
+    folder: read_provenance(folder)["experiment"] in REMOVED_COMMANDS
+    for folder in RESULTS.glob("speed-*")
 }
 
 
@@ -166,54 +169,65 @@ IS_ARCHIVED = {
 )
 def test_committed_results_equal_rows_of_samples(folder, monkeypatch):
     content = json.loads(read_file(folder / "results.json"))
-    made, rows = content["provenance"], content["rows"]
-    experiment = named(made["experiment"])
+    provenance, rows = content["provenance"], content["rows"]
+    experiment = named(provenance["experiment"])
     identity, samples = read_log(folder / "samples.jsonl", added=experiment.ADDED)
-    assert {name: identity[name] for name in MADE_BY} == {name: made[name] for name in MADE_BY}
+    assert {name: identity[name] for name in IDENTITY_FIELDS} == {
+        name: provenance[name] for name in IDENTITY_FIELDS
+    }
     # one row of speed serve covers all lengths of its trace, and has the total time
-    is_trace = made["experiment"] == "speed serve"
-    of_row = itemgetter("implementation", "total_s") if is_trace else itemgetter("length", "ms")
-    assert list(map(of_row, experiment.rows(samples, made["settings"]))) == list(map(of_row, rows))
+    is_trace = provenance["experiment"] == "speed serve"
+    get_row_fields = (
+        itemgetter("implementation", "total_s") if is_trace else itemgetter("length", "ms")
+    )
+    assert list(map(get_row_fields, experiment.rows(samples, provenance["settings"]))) == list(
+        map(get_row_fields, rows)
+    )
     # the printed commands, one per number of ranks, parse to the recorded settings
-    printed = (folder / "report.md").read_text().split("```\n")[1].splitlines()
-    (words,) = {command.partition(experiment.name)[2] for command in printed}
+    commands = (folder / "report.md").read_text().split("```\n")[1].splitlines()
+    (words,) = {command.partition(experiment.name)[2] for command in commands}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     settings = read_settings(experiment.Settings, shlex.split(words), experiment.name)
-    recorded = {"worlds": [], **json.loads(json.dumps(experiment(settings).recorded()))}
+    recorded_settings = {"worlds": [], **json.loads(json.dumps(experiment(settings).recorded()))}
     for name, default in REMOVED_OPTIONS.items():
-        if name not in recorded:
-            assert made["settings"].pop(name, default) == default
+        if name not in recorded_settings:
+            assert provenance["settings"].pop(name, default) == default
     # compare the options and fields that the committed run and today's code have
-    recorded = {name: recorded[name] for name in made["settings"]}
-    committed, today = made["settings"]["cab_config"], recorded["cab_config"]
-    fields = set(committed) & set(today)
-    made["settings"]["cab_config"] = {name: committed[name] for name in fields}
+    recorded_settings = {name: recorded_settings[name] for name in provenance["settings"]}
+    committed_config, current_config = (
+        provenance["settings"]["cab_config"],
+        recorded_settings["cab_config"],
+    )
+    fields = set(committed_config) & set(current_config)
+    provenance["settings"]["cab_config"] = {name: committed_config[name] for name in fields}
     # a field with its former default was not set by the command
-    recorded["cab_config"] = {
-        name: committed[name] if committed[name] == EARLIER_DEFAULTS.get(name) else today[name]
+    recorded_settings["cab_config"] = {
+        name: committed_config[name]
+        if committed_config[name] == EARLIER_DEFAULTS.get(name)
+        else current_config[name]
         for name in fields
     }
     # torchrun sets the number of ranks, and the method is not an option
     not_compared = {"method": "", "worlds": []}
-    assert {**recorded, **not_compared} == {**made["settings"], **not_compared}
+    assert {**recorded_settings, **not_compared} == {**provenance["settings"], **not_compared}
 
 
 @pytest.mark.parametrize(
     "folder", sorted(x for x in IS_ARCHIVED if IS_ARCHIVED[x]), ids=lambda path: path.name
 )
 def test_archived_results_render_their_report(folder):
-    made, report = read_provenance(folder), (folder / "report.md").read_text()
-    experiment = kind_of(made, folder)
+    provenance, report = read_provenance(folder), (folder / "report.md").read_text()
+    experiment = find_experiment_class(provenance, folder)
     assert report.startswith(f"# {experiment.title}\n") and experiment.title.endswith("(archived)")
     (sentence,) = [line for line in experiment.readings([]) if line.startswith("ArchivedRun: ")]
     assert f"`{experiment.name}` was removed" in sentence
-    parts = [
+    report_parts = [
         *experiment.tables([]).values(),
         *experiment.readings([]),
         experiment.notes({}),
         experiment.command,
     ]
-    assert all(part and part in report for part in parts)
+    assert all(part and part in report for part in report_parts)
     assert experiment.command.startswith(f"```\npython -m cab_hf.eval {experiment.name}")
     with pytest.raises(ValueError, match="which was removed. Check out the commit"):
         render(folder)
@@ -230,7 +244,7 @@ def test_out_of_memory_errors_are_detected():
         RuntimeError("a kernel is wrong"): False,
         ValueError("out of memory of what"): False,
     }
-    assert {error: ran_out(error) for error in errors} == errors
+    assert {error: is_out_of_memory(error) for error in errors} == errors
 
 
 def test_numbers_have_three_significant_digits():

@@ -9,21 +9,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench import BLOCKS, TINY, sample_of, shown
-from marks import SERVING
+from bench import SMALL_BLOCKS, TINY_SIZES, format_tables, measure_sample
+from marks import NEEDS_SERVING
 
 from cab_hf.batching import batch
 from cab_hf.eval.speed.model import random_model
-from cab_hf.eval.speed.serve import Request, Serve, Settings, serve, summary_of, trace_of
+from cab_hf.eval.speed.serve import Request, Serve, Settings, make_trace, serve, summarise_requests
 
 
 def tiny_settings(**fields):
     """Return settings of a tiny model and a short trace; ``fields`` replaces fields."""
-    trace = {"lengths": (96, 192), "requests": ("2",), "cab": BLOCKS, "warm_up": 1}
-    return Settings(device="cpu", **{**TINY, **trace, **fields})
+    trace = {"lengths": (96, 192), "requests": ("2",), "cab": SMALL_BLOCKS, "warm_up": 1}
+    return Settings(device="cpu", **{**TINY_SIZES, **trace, **fields})
 
 
-def served_request(length, arrived, first, last):
+def make_served_request(length, arrived, first, last):
     """Return a served request with the times of its arrival, first token and last token."""
     times = {"arrived": arrived, "first": first, "last": last}
     return {"length": length, **times, "preempted": False}
@@ -31,25 +31,31 @@ def served_request(length, arrived, first, last):
 
 def test_trace_depends_on_seed():
     counts = {100: 30, 300: 3}
-    trace = trace_of(counts, 5, 1000, rate=2.0)
-    assert trace == trace_of(counts, 5, 1000, rate=2.0) != trace_of(counts, 6, 1000, rate=2.0)
+    trace = make_trace(counts, 5, 1000, requests_per_second=2.0)
+    assert (
+        trace
+        == make_trace(counts, 5, 1000, requests_per_second=2.0)
+        != make_trace(counts, 6, 1000, requests_per_second=2.0)
+    )
     lengths = [len(each.prompt) for each in trace]
     assert {length: lengths.count(length) for length in counts} == counts
     assert lengths != sorted(lengths)
-    assert {each.arrives for each in trace_of({10: 5}, 0, 1000)} == {0.0}
+    assert {each.arrival_s for each in make_trace({10: 5}, 0, 1000)} == {0.0}
 
 
 @pytest.mark.parametrize("shared", [0, 7])
 def test_prompts_share_prefix_of_given_length(shared):
-    prompts = [each.prompt for each in trace_of({20: 1, 50: 1, 30: 1}, 3, 1000, shared=shared)]
+    prompts = [
+        each.prompt for each in make_trace({20: 1, 50: 1, 30: 1}, 3, 1000, num_shared_tokens=shared)
+    ]
     assert len({tuple(prompt[:shared]) for prompt in prompts}) == 1
     assert len({prompt[shared] for prompt in prompts}) == 3
     assert all(0 <= token < 1000 for prompt in prompts for token in prompt)
 
 
 def test_summary_by_hand():
-    served = [served_request(100, 0.0, 1.0, 3.0), served_request(300, 1.0, 4.0, 5.0)]
-    summary = summary_of(served, new_tokens=5)
+    served = [make_served_request(100, 0.0, 1.0, 3.0), make_served_request(300, 1.0, 4.0, 5.0)]
+    summary = summarise_requests(served, num_new_tokens=5)
     assert (summary["total_s"], summary["prompt_tokens_s"], summary["output_tokens_s"]) == (
         5,
         80,
@@ -85,54 +91,60 @@ class FakeManager:
 
 def test_token_times_are_recorded():
     requests = [Request(0.0, [1, 2]), Request(0.05, [1, 2, 3])]
-    first, second = serve(FakeManager(), requests, 3)
-    assert (first["length"], second["length"]) == (2, 3)
-    assert second["arrived"] >= 0.05
-    for each in (first, second):
-        assert each["first"] >= each["arrived"] + 1
-        assert each["last"] - each["first"] == pytest.approx(2, abs=1e-4)
-        assert not each["preempted"]
+    first_result, second_result = serve(FakeManager(), requests, 3)
+    assert (first_result["length"], second_result["length"]) == (2, 3)
+    assert second_result["arrived"] >= 0.05
+    for result in (first_result, second_result):
+        assert result["first"] >= result["arrived"] + 1
+        assert result["last"] - result["first"] == pytest.approx(2, abs=1e-4)
+        assert not result["preempted"]
 
 
-@SERVING
+@NEEDS_SERVING
 def test_preempted_requests_are_counted():
     settings = tiny_settings(blocks=26, new_tokens=40, implementations=("cab",))
-    (row,) = Serve.rows([sample_of(Serve, settings, settings.asked()[0])], {})
+    (row,) = Serve.rows([measure_sample(Serve, settings, settings.requested_cases()[0])], {})
     assert row["error"] is None and 0 < row["preempted"] < 4
     # for preempted requests too, ``first`` is the time of the first token before the preemption
     assert all(each["first"] < each["last"] for each in row["served"])
 
 
 def test_rows_are_compared_with_fastest_dense():
-    def sample(implementation, served, error=None):
+    def make_sample(implementation, served, error=None):
         fields = {"new_tokens": 5, "longest": 300, "ran_as": None, "error": error}
         fields |= dict.fromkeys(("density", "peak_gib", "cache_gib")) | {"batching": {}}
         return {"implementation": implementation, "served": served, **fields}
 
     samples = [
-        sample("sdpa", [served_request(100, 0.0, 4.0, 8.0), served_request(300, 0.0, 8.0, 12.0)]),
-        sample(
-            "flash_attention_3",
-            [served_request(100, 0.0, 2.0, 4.0), served_request(300, 0.0, 4.0, 6.0)],
+        make_sample(
+            "sdpa",
+            [make_served_request(100, 0.0, 4.0, 8.0), make_served_request(300, 0.0, 8.0, 12.0)],
         ),
-        sample("cab", [served_request(100, 0.0, 1.0, 2.0), served_request(300, 0.0, 2.0, 3.0)]),
-        sample("cab-always", None, error="out of memory"),
+        make_sample(
+            "flash_attention_3",
+            [make_served_request(100, 0.0, 2.0, 4.0), make_served_request(300, 0.0, 4.0, 6.0)],
+        ),
+        make_sample(
+            "cab",
+            [make_served_request(100, 0.0, 1.0, 2.0), make_served_request(300, 0.0, 2.0, 3.0)],
+        ),
+        make_sample("cab-always", None, error="out of memory"),
     ]
     rows = Serve.rows(samples, {})
-    *_, cab, failed = rows
-    assert (cab["baseline"], cab["over_best"]) == ("flash_attention_3", 2.0)
-    assert (cab["ttft_over_best"], cab["tpot_over_best"]) == (2.0, 2.0)
-    assert (failed["total_s"], failed["over_best"]) == (None, None)
-    assert "out of memory" in shown(Serve, rows)
+    *_, cab_row, failed_row = rows
+    assert (cab_row["baseline"], cab_row["over_best"]) == ("flash_attention_3", 2.0)
+    assert (cab_row["ttft_over_best"], cab_row["tpot_over_best"]) == (2.0, 2.0)
+    assert (failed_row["total_s"], failed_row["over_best"]) == (None, None)
+    assert "out of memory" in format_tables(Serve, rows)
 
 
-@SERVING
+@NEEDS_SERVING
 def test_generation_error_is_row_error(monkeypatch):
     def run_out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
 
     monkeypatch.setattr(batch, "attend_batch", run_out_of_memory)
-    row = sample_of(Serve, tiny_settings(), {"implementation": "cab"})
+    row = measure_sample(Serve, tiny_settings(), {"implementation": "cab"})
     assert row["error"] == "out of memory: tried to allocate 4.00 GiB"
     assert (
         row["served"] is None
@@ -144,7 +156,7 @@ def test_generation_error_is_row_error(monkeypatch):
 def test_trace_is_served_with_and_without_experts(experts, model_type):
     settings = tiny_settings(experts=experts, experts_per_token=2, implementations=("cab",))
     assert random_model(settings).config.model_type == model_type
-    row = sample_of(Serve, settings, settings.asked()[0])
+    row = measure_sample(Serve, settings, settings.requested_cases()[0])
     assert row["error"] is None and len(row["served"]) == 4
 
 

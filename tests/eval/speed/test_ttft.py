@@ -5,7 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bench import BLOCKS, TINY, Clock, sample_of, shown, speed_run, torchrun
+from bench import (
+    SMALL_BLOCKS,
+    TINY_SIZES,
+    WallTimeBench,
+    format_tables,
+    measure_sample,
+    run_speed,
+    run_torchrun,
+)
 
 from cab_hf import break_even
 from cab_hf.eval.speed import dense, model, ttft
@@ -13,15 +21,15 @@ from cab_hf.eval.speed.rank_group import RankGroup
 from cab_hf.eval.speed.ttft import Settings
 from cab_hf.eval.speed.ttft import TimeToFirstToken as Ttft
 
-WORDS = [word for each in BLOCKS for word in ("--cab", each)]
+BLOCK_OPTIONS = [word for each in SMALL_BLOCKS for word in ("--cab", each)]
 
 
 def tiny_settings(**fields):
     """Return settings of a tiny model; ``fields`` override the defaults."""
-    return Settings(device="cpu", **{**TINY, **fields})
+    return Settings(device="cpu", **{**TINY_SIZES, **fields})
 
 
-def sample(length, implementation, ms, density=1.0, variant="plain"):
+def make_sample(length, implementation, ms, density=1.0, variant="plain"):
     """Return a sample of `Ttft.measure`."""
     result = {"ceiling": 2.0, "peak_gib": None, "tflops": 1.0, "ran_as": None, "error": None}
     case = {"length": length, "implementation": implementation, "world": 1, "behind": 0}
@@ -32,31 +40,34 @@ def sample(length, implementation, ms, density=1.0, variant="plain"):
 def test_operations_by_hand_are_those_of_the_model():
     settings = tiny_settings(vocab=11)
     # weights per layer: q and o 24 x 32 each, k and v 24 x 16 each, three of 24 x 40 in the MLP
-    weights = 2 * (2 * 24 * 32 + 2 * 24 * 16 + 3 * 24 * 40)
-    linear, attention = 2 * (10 * weights + 24 * 11), 2 * 4 * 4 * 8 * 10 * 10 / 2
-    assert settings.flops(10) == linear + attention
-    assert settings.flops(10, 0.25) == linear + 0.25 * attention
+    num_layer_weights = 2 * (2 * 24 * 32 + 2 * 24 * 16 + 3 * 24 * 40)
+    linear_flops, attention_flops = (
+        2 * (10 * num_layer_weights + 24 * 11),
+        2 * 4 * 4 * 8 * 10 * 10 / 2,
+    )
+    assert settings.flops(10) == linear_flops + attention_flops
+    assert settings.flops(10, 0.25) == linear_flops + 0.25 * attention_flops
     # after 20 cached tokens: the causal pairs of all 30 tokens, minus those of the 20 cached tokens
-    cached = 2 * 4 * 4 * 8 * (30**2 - 20**2) / 2
-    assert settings.flops(10, num_cached=20) == linear + cached
+    cached_attention_flops = 2 * 4 * 4 * 8 * (30**2 - 20**2) / 2
+    assert settings.flops(10, num_cached=20) == linear_flops + cached_attention_flops
     llama = model.random_model(settings)
-    in_products = [
+    weight_sizes = [
         parameter.numel()
         for name, parameter in llama.named_parameters()
         if "proj" in name or "lm_head" in name
     ]
-    assert settings.flops(1, 0.0) == 2 * sum(in_products)
+    assert settings.flops(1, 0.0) == 2 * sum(weight_sizes)
     assert llama.dtype == torch.float32 and 0.01 < llama.lm_head.weight.std() < 0.03
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "SDPA", "cab-always"])
 def test_implementations_have_equal_logits(implementation):
     settings = tiny_settings(
-        lengths=(70,), cab=(*BLOCKS[:2], "mass_threshold=0.0"), max_density=("1.0",)
+        lengths=(70,), cab=(*SMALL_BLOCKS[:2], "mass_threshold=0.0"), max_density=("1.0",)
     )
-    with model.prefilling(settings, 70, "sdpa") as (call, *_):
+    with model.prepare_prefill(settings, 70, "sdpa") as (call, *_):
         expected = call().logits
-    with model.prefilling(settings, 70, implementation) as (call, *_):
+    with model.prepare_prefill(settings, 70, implementation) as (call, *_):
         actual = call()
     torch.testing.assert_close(actual.logits, expected)
     assert actual.logits.shape == (1, 1, settings.vocab)
@@ -67,13 +78,13 @@ def test_implementations_have_equal_logits(implementation):
 
 def test_max_density_per_length():
     settings = Settings(device="cpu", lengths=(256, 512), max_density=("0.1", "512:0.05"))
-    assert settings.budgeted(256).max_density == 0.1
-    config = settings.budgeted(512, "cab-always")
+    assert settings.config_with_density(256).max_density == 0.1
+    config = settings.config_with_density(512, "cab-always")
     assert (config.max_density, config.mass_threshold, config.min_length) == (0.05, 0.0, 0)
 
 
 @pytest.mark.parametrize(
-    ("length", "behind", "least", "most"),
+    ("length", "num_cached", "min_density", "max_density"),
     [
         pytest.param(192, 0, 0, 0.6, id="prompt"),
         # the dense tail of 32 tokens reaches into two query blocks of the sequence. The call has 52
@@ -81,25 +92,25 @@ def test_max_density_per_length():
         pytest.param(96, 500, 52 / 96, 0.7, id="question"),
     ],
 )
-def test_ttft_row_by_hand(length, behind, least, most):
-    settings = tiny_settings(lengths=(length,), behind=behind, cab=BLOCKS)
+def test_ttft_row_by_hand(length, num_cached, min_density, max_density):
+    settings = tiny_settings(lengths=(length,), behind=num_cached, cab=SMALL_BLOCKS)
     case = {"variant": "plain", "length": length, "implementation": "cab-always", "world": 1}
-    row = sample_of(Ttft, settings, case | {"sought": False}, Clock())
+    row = measure_sample(Ttft, settings, case | {"sought": False}, WallTimeBench())
     assert (row["ms"], row["peak_gib"], row["error"]) == (500.0, 2.0, None)
-    assert row["behind"] == behind
-    assert least < row["density"] < most and "sparse" in row["ran_as"]
-    flops = settings.flops(length, row["density"], behind)
-    assert row["ceiling"] == pytest.approx(settings.flops(length, 1.0, behind) / flops)
+    assert row["behind"] == num_cached
+    assert min_density < row["density"] < max_density and "sparse" in row["ran_as"]
+    flops = settings.flops(length, row["density"], num_cached)
+    assert row["ceiling"] == pytest.approx(settings.flops(length, 1.0, num_cached) / flops)
     assert row["tflops"] == pytest.approx(flops / 0.5 / 1e12)
 
 
-@pytest.mark.parametrize(("least", "is_dense"), [(64, False), (80, True)])
-def test_question_after_cache_is_routed_by_its_own_length(least, is_dense, monkeypatch):
-    monkeypatch.setattr(break_even, "POINTS", {"cpu": ((100, least),)})
-    settings = tiny_settings(lengths=(70,), behind=90, cab=(*BLOCKS, "min_length=16"))
-    with model.prefilling(settings, 70, "cab", num_cached=90) as (call, results, _):
+@pytest.mark.parametrize(("min_length", "is_dense"), [(64, False), (80, True)])
+def test_question_after_cache_is_routed_by_its_own_length(min_length, is_dense, monkeypatch):
+    monkeypatch.setattr(break_even, "POINTS", {"cpu": ((100, min_length),)})
+    settings = tiny_settings(lengths=(70,), behind=90, cab=(*SMALL_BLOCKS, "min_length=16"))
+    with model.prepare_prefill(settings, 70, "cab", num_cached=90) as (call, attention_fields, _):
         call()
-        assert (results()["density"] == 1.0) is is_dense
+        assert (attention_fields()["density"] == 1.0) is is_dense
 
 
 def test_missing_or_wrong_kernel_has_error_row(monkeypatch):
@@ -107,69 +118,72 @@ def test_missing_or_wrong_kernel_has_error_row(monkeypatch):
         import no_such_kernels  # noqa: F401
 
     zeros = dense.Baseline(lambda: lambda q, k, v, scale: torch.zeros_like(q))
-    monkeypatch.setattr(dense, "ON_CPU", {"FA3": dense.Baseline(load), "FA4": zeros})
+    monkeypatch.setattr(dense, "CPU_BASELINES", {"FA3": dense.Baseline(load), "FA4": zeros})
     settings = tiny_settings(lengths=(96,), implementations=("FA3", "FA4"))
     samples = [
-        sample_of(Ttft, settings, case | {"world": 1, "sought": False}) for case in settings.asked()
+        measure_sample(Ttft, settings, case | {"world": 1, "sought": False})
+        for case in settings.requested_cases()
     ]
     rows = Ttft.rows(samples, {})
     assert rows[0]["error"] == "no_such_kernels is not installed"
     assert "wrong by 1" in rows[1]["error"]
     assert [row["over_best"] for row in rows] == [None, None]
     line = "| FA3 | not measured | no_such_kernels is not installed | 96 |"
-    assert line in shown(Ttft, rows) and Ttft.readings(rows) == []
+    assert line in format_tables(Ttft, rows) and Ttft.readings(rows) == []
 
 
 def test_speed_ups_over_sdpa_and_fastest_dense():
     samples = [
-        sample(1000, "sdpa", 8.0),
-        sample(1000, "FA3", 4.0),
-        sample(1000, "cab-always", 8.0, 0.1),
-        sample(4000, "sdpa", 80.0),
-        sample(4000, "FA3", 40.0),
-        sample(4000, "cab-always", 20.0, 0.1),
+        make_sample(1000, "sdpa", 8.0),
+        make_sample(1000, "FA3", 4.0),
+        make_sample(1000, "cab-always", 8.0, 0.1),
+        make_sample(4000, "sdpa", 80.0),
+        make_sample(4000, "FA3", 40.0),
+        make_sample(4000, "cab-always", 20.0, 0.1),
     ]
     rows = Ttft.rows(samples[::-1], {})
     by_case = {(row["length"], row["implementation"]): row for row in rows}
-    cab = by_case[4000, "cab-always"]
-    assert (cab["baseline"], cab["over_best"], cab["over_sdpa"]) == ("FA3", 2.0, 4.0)
+    cab_row = by_case[4000, "cab-always"]
+    assert (cab_row["baseline"], cab_row["over_best"], cab_row["over_sdpa"]) == ("FA3", 2.0, 4.0)
     (sentence,) = Ttft.readings(rows)
     assert "from about 2,000 tokens on" in sentence
 
 
 def test_speed_up_compares_with_dense_of_same_variant():
     samples = [
-        sample(1000, implementation, ms, variant=variant)
+        make_sample(1000, implementation, ms, variant=variant)
         for variant, dense_ms, cab_ms in (("plain", 9.0, 6.0), ("fp8", 8.0, 4.0))
         for implementation, ms in (("FA3", dense_ms), ("cab", cab_ms))
     ]
     rows = Ttft.rows(samples, {})
     assert [row["over_best"] for row in rows] == [1.0, 1.5, 1.0, 2.0]
-    plain, fp8 = Ttft.readings(rows)
-    assert "At 1,000 tokens cab is 1.50" in plain
-    assert "At 1,000 tokens with fp8 cab is 2.00" in fp8
+    plain_sentence, fp8_sentence = Ttft.readings(rows)
+    assert "At 1,000 tokens cab is 1.50" in plain_sentence
+    assert "At 1,000 tokens with fp8 cab is 2.00" in fp8_sentence
 
 
 def test_variants_follow_the_order_of_the_run(tmp_path, monkeypatch):
-    applied = []
+    applied_variants = []
     for name in ("fp8", "liger"):
-        monkeypatch.setitem(model.HASTENED, name, lambda _, name=name: applied.append(name))
-    words = ["--variants", "fp8+liger,fp8,plain", "--implementations", "SDPA,cab", *WORDS]
+        monkeypatch.setitem(
+            model.REPLACE_MODULES, name, lambda _, name=name: applied_variants.append(name)
+        )
+    words = ["--variants", "fp8+liger,fp8,plain", "--implementations", "SDPA,cab", *BLOCK_OPTIONS]
     words += ["--layers", "1", "--runs", "1", "--lengths", "96"]
-    rows = speed_run("ttft", tmp_path, words, drawn=True)["rows"]
+    rows = run_speed("ttft", tmp_path, words, draws_figure=True)["rows"]
     expected = [
         (variant, implementation)
         for variant in ("plain", "fp8", "fp8+liger")
         for implementation in ("SDPA", "cab")
     ]
     assert [(row["variant"], row["implementation"]) for row in rows] == expected
-    assert applied == ["fp8", "fp8", "liger"]
+    assert applied_variants == ["fp8", "fp8", "liger"]
     assert all(row["over_best"] for row in rows)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "cab_dense", "cab-always"])
 def test_question_reuses_cropped_cache(implementation):
-    config = (*BLOCKS, "mass_threshold=0.0")
+    config = (*SMALL_BLOCKS, "mass_threshold=0.0")
     settings = tiny_settings(lengths=(70,), behind=90, cab=config, max_density=("1.0",))
     llama = model.random_model(settings)
     assert llama.config.max_position_embeddings == 160
@@ -177,23 +191,30 @@ def test_question_reuses_cropped_cache(implementation):
         cache = model.random_cache(llama, 90)
         output = llama(model.random_tokens(settings, 70), past_key_values=cache)
     expected = output.logits[:, -1:]
-    with model.prefilling(settings, 70, implementation, num_cached=90) as (call, results, crop):
+    with model.prepare_prefill(settings, 70, implementation, num_cached=90) as (
+        call,
+        attention_fields,
+        crop,
+    ):
         for _ in range(3):
             crop()
             output = call()
             assert output.past_key_values.get_seq_length() == 160
             torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-4)
-        assert results()["density"] == 1
+        assert attention_fields()["density"] == 1
 
 
 def test_kernel_without_cache_support_has_error_row(monkeypatch):
-    sdpa = dense.ON_CPU["SDPA"]
+    sdpa = dense.CPU_BASELINES["SDPA"]
     # "FA3" is SDPA under another name, and wrongly has continues=True
-    baselines = {"SDPA": sdpa, "FA3": replace(sdpa, continues=True)}
-    monkeypatch.setattr(dense, "ON_CPU", baselines)
-    settings = tiny_settings(lengths=(96,), behind=64, implementations=("SDPA", "FA3"), cab=BLOCKS)
+    baselines = {"SDPA": sdpa, "FA3": replace(sdpa, aligns_to_last_key=True)}
+    monkeypatch.setattr(dense, "CPU_BASELINES", baselines)
+    settings = tiny_settings(
+        lengths=(96,), behind=64, implementations=("SDPA", "FA3"), cab=SMALL_BLOCKS
+    )
     rows = [
-        sample_of(Ttft, settings, case | {"world": 1, "sought": False}) for case in settings.asked()
+        measure_sample(Ttft, settings, case | {"world": 1, "sought": False})
+        for case in settings.requested_cases()
     ]
     error = "SDPA cannot continue a cache: it takes queries for the first tokens"
     assert rows[0]["error"] == error
@@ -201,8 +222,18 @@ def test_kernel_without_cache_support_has_error_row(monkeypatch):
 
 
 def test_run_after_a_cache(tmp_path):
-    words = ("--layers", "1", "--lengths", "64,128", "--behind", "256", "--runs", "1", *WORDS)
-    rows = speed_run("ttft", tmp_path, words, drawn=True)["rows"]
+    words = (
+        "--layers",
+        "1",
+        "--lengths",
+        "64,128",
+        "--behind",
+        "256",
+        "--runs",
+        "1",
+        *BLOCK_OPTIONS,
+    )
+    rows = run_speed("ttft", tmp_path, words, draws_figure=True)["rows"]
     assert {row["behind"] for row in rows} == {256}
     errors = {row["implementation"] for row in rows if row["error"]}
     assert errors == {"SDPA"}
@@ -213,9 +244,19 @@ def test_run_after_a_cache(tmp_path):
 
 @pytest.mark.slow
 def test_ttft_run_of_two_ranks(tmp_path):
-    words = ["--device", "cpu", "--lengths", "600", "--runs", "1", "--max-density", "0.2", *WORDS]
+    words = [
+        "--device",
+        "cpu",
+        "--lengths",
+        "600",
+        "--runs",
+        "1",
+        "--max-density",
+        "0.2",
+        *BLOCK_OPTIONS,
+    ]
     words += ["--out", str(tmp_path / "run")]
-    process = torchrun(["-m", "cab_hf.eval", "speed", "ttft", *words])
+    process = run_torchrun(["-m", "cab_hf.eval", "speed", "ttft", *words])
     assert process.returncode == 0, process.stderr[-3000:]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     rows = results["rows"]
@@ -228,13 +269,15 @@ def test_ttft_run_of_two_ranks(tmp_path):
         assert (row["density"] < 1) == (row["implementation"] == "cab-always")
 
 
-def read_on(group, implementation, length):
+def prefill_on_rank(group, implementation, length):
     """Return (logits, cached keys per layer, density) of a prompt on a rank."""
-    settings = tiny_settings(lengths=(length,), max_density=("0.2",), cab=BLOCKS)
+    settings = tiny_settings(lengths=(length,), max_density=("0.2",), cab=SMALL_BLOCKS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ttft, "WARM_UP_TOKENS", 512)
         patch.setattr(ttft, "MLP_TOKENS", 100)
-        with ttft.prefilling_across(settings, length, implementation, RankGroup(group, group)) as (
+        with ttft.prepare_sharded_prefill(
+            settings, length, implementation, RankGroup(group, group)
+        ) as (
             call,
             results,
             _,
@@ -248,16 +291,16 @@ def read_on(group, implementation, length):
 @pytest.mark.parametrize("length", [600, 1024])
 @pytest.mark.parametrize("implementation", ["cab_dense", "cab-always"])
 def test_last_logits_equal_one_process(ranks, implementation, length):
-    settings = tiny_settings(lengths=(length,), max_density=("0.2",), cab=BLOCKS)
-    with model.prefilling(settings, length, implementation) as (call, results, _):
-        expected, density = call().logits, results()["density"]
-    actual = ranks.run(2, read_on, implementation, length)
+    settings = tiny_settings(lengths=(length,), max_density=("0.2",), cab=SMALL_BLOCKS)
+    with model.prepare_prefill(settings, length, implementation) as (call, attention_fields, _):
+        expected, density = call().logits, attention_fields()["density"]
+    actual = ranks.run(2, prefill_on_rank, implementation, length)
     # rank 0 has chunks 0 and 3 of four, and rank 1 has chunks 1 and 2. 600 tokens end in chunk 2
     last_rank = 0 if length == 1024 else 1
     torch.testing.assert_close(torch.tensor(actual[last_rank][0]), expected)
-    for _, cached, rank_density in actual:
+    for _, nums_cached, rank_density in actual:
         # each rank has two chunks of 256 tokens, padding included
-        assert cached == [512] * 2
+        assert nums_cached == [512] * 2
         assert rank_density == pytest.approx(density, rel=1e-6)
 
 
