@@ -520,8 +520,12 @@ class Speed(Experiment):
     def draw(cls, path: Path, rows: Sequence[Row]) -> None:
         """Draw `PANELS` side by side, with a row of panels for each value of `PANEL_HEADINGS`.
 
-        Lines of dense kernels are grey.
+        Lines of dense kernels are grey. The figure is empty without rows.
         """
+        if not rows:
+            with charts.figure(path, 1, 1, figsize=(5.5, 4.6)) as axes:
+                axes[0, 0].set_title("no case was measured")
+            return
         drawn_rows = cls.rows_to_draw(rows)
         panels = [panel for panel in cls.PANELS if panel.has_values(drawn_rows)]
         # compare rows, not lines: lines of dense kernels have None in fields such as blocks, which

@@ -174,3 +174,8 @@ def test_flops_count_experts_of_a_token():
 def test_quantization_without_vllm_is_refused():
     with pytest.raises(ValueError, match=r"quantization must be empty with engine transformers"):
         tiny_settings(quantization="fp8")
+
+
+def test_figure_is_drawn_if_no_request_was_served(tmp_path):
+    Serve.draw(tmp_path / "figure.png", [{"implementation": "cab", "served": None}])
+    assert (tmp_path / "figure.png").stat().st_size > 0
