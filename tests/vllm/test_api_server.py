@@ -98,7 +98,7 @@ def request_completion(server_url, length, **body_fields):
 
 def read_counters(server_url):
     with urlopen(f"{server_url}/metrics", timeout=60) as response:
-        return parse_counters(response.read_logprobs().decode())
+        return parse_counters(response.read().decode())
 
 
 def test_metrics_of_api_servers_count_sparse_prompts_and_pairs(server_url):

@@ -177,8 +177,8 @@ def test_hybrid_model_reuses_cached_mamba_states(engine, tmp_path):
         ("vec", torch.float32, 128, 64),
         ("vec", torch.bfloat16, 32, 128),
         ("vec16", torch.float32, 48, 80),
-        # layout "amx" interleaves pairs of channels (keys) or tokens (values); every x86 CPU can
-        # write this layout
+        # layout "amx" interleaves pairs of channels (keys) or tokens (values). vLLM's build for
+        # some CPUs, such as AMD's, cannot write this layout.
         ("amx", torch.bfloat16, 32, 64),
         ("amx", torch.bfloat16, 128, 128),
         ("amx", torch.bfloat16, 96, 32),
@@ -194,7 +194,12 @@ def test_gather_pages_equals_written_keys_and_values(isa, dtype, page_size, head
     slots = pages[token // page_size] * page_size + token % page_size
     joint_cache = torch.full((5, 2, page_size, 2 * head_dim), torch.nan, dtype=dtype)
     key_cache, value_cache = joint_cache.view(5, 2, 2 * page_size, head_dim).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa)
+    try:
+        ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa)
+    except RuntimeError as error:
+        if isa != "amx" or "Unsupported CPU attention configuration" not in str(error):
+            raise
+        pytest.skip("vLLM's build for this CPU cannot write layout amx")
     # in vLLM 0.22, keys and values are separate halves of the cache
     separate_cache = torch.stack(
         [x.reshape(5, 2, page_size, head_dim) for x in (key_cache, value_cache)]

@@ -161,7 +161,7 @@ def test_whole_prompt_estimate_equals_fits():
 def test_search_covers_every_implementation(tmp_path, monkeypatch):
     names = ["cab_dense", "cab"]
     rows = run_search(tmp_path, monkeypatch, GpuBench(), implementations=",".join(names))
-    sentences = [line for line in Ttft.readings(rows) if "are the find_longest" in line]
+    sentences = [line for line in Ttft.readings(rows) if "are the longest" in line]
     for name, sentence in zip(names, sentences, strict=True):
         fitting = [row["length"] for row in rows if row["implementation"] == name and row["fits"]]
         assert max(fitting) == 768
