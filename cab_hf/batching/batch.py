@@ -209,25 +209,27 @@ def accept_batches(attention: Callable[..., Any], *, sparse: bool) -> Callable[.
         arguments = LayerArguments.from_keywords(
             module, query, key, value, dropout=dropout, scaling=scaling, **kwargs
         )
-        row = BatchRow.create(arguments, batch, sparse=sparse, paging_arguments=paging_arguments)
-        return attend_batch(row).contiguous(), None
+        packed_row = BatchRow.create(
+            arguments, batch, sparse=sparse, paging_arguments=paging_arguments
+        )
+        return attend_batch(packed_row).contiguous(), None
 
     return attend
 
 
-def attend_batch(row: BatchRow) -> Tensor:
+def attend_batch(packed_row: BatchRow) -> Tensor:
     """Return the attention output [1, T, H, D_v] of a packed row of T tokens."""
-    layer_idx, paging_arguments = row.layer.layer_idx, row.paging_arguments
+    layer_idx, paging_arguments = packed_row.layer.layer_idx, packed_row.paging_arguments
     cache, key_value_states = (
         paging_arguments["cache"],
-        {"key_states": row.k, "value_states": row.v},
+        {"key_states": packed_row.k, "value_states": packed_row.v},
     )
     allocator = cache.layer_to_allocator[layer_idx]
     if paging_arguments.get("block_table") is not None:
         cache.update(**key_value_states, layer_idx=layer_idx, kwargs=paging_arguments)
-        return _attend_pages(row, allocator)
-    packed_requests = row.batch.state.get_or_compute(
-        ("packed", allocator), lambda: _pack_requests(row, allocator)
+        return _attend_pages(packed_row, allocator)
+    packed_requests = packed_row.batch.state.get_or_compute(
+        ("packed", allocator), lambda: _pack_requests(packed_row, allocator)
     )
     read_index = list(paging_arguments["read_index"])
     read_index[allocator.index] = packed_requests.read_slots
@@ -237,31 +239,36 @@ def attend_batch(row: BatchRow) -> Tensor:
         kwargs={**paging_arguments, "read_index": read_index},
     )
     # zeros, because padding tokens of the batch belong to no sequence and have zero output
-    out = row.q.new_zeros(1, row.q.shape[2], row.q.shape[1], values.shape[3])
+    out = packed_row.q.new_zeros(1, packed_row.q.shape[2], packed_row.q.shape[1], values.shape[3])
     for sequence in packed_requests.sequences:
         k, v = keys[:, :, sequence.keys], values[:, :, sequence.keys]
-        call = row.make_call(sequence.queries, k=k, v=v, mask=sequence.mask)
+        call = packed_row.make_call(sequence.queries, k=k, v=v, mask=sequence.mask)
         out[:, sequence.queries] = dispatch(call).transpose(1, 2)
     if packed_requests.decode_steps is not None:
         queries = packed_requests.decode_steps.queries
         pages = allocator.get_cache_for_block_table(layer_idx)
-        q = row.q[0, :, queries].transpose(0, 1).unsqueeze(2)
+        q = packed_row.q[0, :, queries].transpose(0, 1).unsqueeze(2)
         k, v = (_expand_pages(x, len(queries)) for x in pages)
         decode_out = decode.attend(
-            q, k, v, choice=packed_requests.decode_steps.visible, scale=row.scale, sinks=row.sinks
+            q,
+            k,
+            v,
+            choice=packed_requests.decode_steps.visible,
+            scale=packed_row.scale,
+            sinks=packed_row.sinks,
         )
         out[0, queries] = decode_out.squeeze(2)
     return out
 
 
-def _pack_requests(row: BatchRow, allocator: Any) -> PackedRequests:
+def _pack_requests(packed_row: BatchRow, allocator: Any) -> PackedRequests:
     """Return the queries and keys of all requests, for the layers that use ``allocator``.
 
     Args:
         row: packed row of the first of these layers.
         allocator: cache allocator of transformers.
     """
-    paging_arguments, prompt_lengths = row.paging_arguments, row.batch.prompt_lengths
+    paging_arguments, prompt_lengths = packed_row.paging_arguments, packed_row.batch.prompt_lengths
     read_index = paging_arguments["read_index"][allocator.index]
     cu_seq_lens_k = paging_arguments["cu_seq_lens_k"][allocator.layer_type]
     # one transfer for both tensors, so that the host waits for the device once
@@ -269,9 +276,9 @@ def _pack_requests(row: BatchRow, allocator: Any) -> PackedRequests:
         (paging_arguments["cu_seq_lens_q"], cu_seq_lens_k)
     ).tolist()
     # read_index is empty if no request has keys in the cache
-    has_kernels = len(read_index) > 0 and decode.has_kernels(row.q, row.k)
+    has_kernels = len(read_index) > 0 and decode.has_kernels(packed_row.q, packed_row.k)
     details = MaskDetails(
-        model_name=row.batch.model_name, dense_block_size=_dense_block_size(row.work)
+        model_name=packed_row.batch.model_name, dense_block_size=_dense_block_size(packed_row.work)
     )
     sequences, decode_requests, gathered_slots, num_gathered = [], [], [], 0
     for request, query_slice in enumerate(starmap(slice, pairwise(query_borders))):
@@ -306,7 +313,9 @@ def _pack_requests(row: BatchRow, allocator: Any) -> PackedRequests:
         return PackedRequests(sequences, None, read_index)
     read_slots = torch.cat(gathered_slots) if gathered_slots else read_index[:0]
     return PackedRequests(
-        sequences, _build_decode_steps(decode_requests, read_index, row.k.shape[1]), read_slots
+        sequences,
+        _build_decode_steps(decode_requests, read_index, packed_row.k.shape[1]),
+        read_slots,
     )
 
 
@@ -320,14 +329,14 @@ def _dense_block_size(work: Workload) -> int | None:
     return None if TRITON.unavailable(work) else DENSE_BLOCK_SIZE
 
 
-def _attend_pages(row: BatchRow, allocator: Any) -> Tensor:
+def _attend_pages(packed_row: BatchRow, allocator: Any) -> Tensor:
     """Return the output [1, T, H, D_v] of a batch in which every request has one decode step.
 
     Args:
         row: packed row; its block table lists pages [P, tokens, H_kv, D] of K and V.
         allocator: cache allocator of transformers.
     """
-    paging_arguments, num_requests = row.paging_arguments, row.q.shape[2]
+    paging_arguments, num_requests = packed_row.paging_arguments, packed_row.q.shape[2]
     pages = paging_arguments["k_cache"], paging_arguments["v_cache"]
 
     def find_slots() -> tuple[Tensor, Choice]:
@@ -345,16 +354,18 @@ def _attend_pages(row: BatchRow, allocator: Any) -> Tensor:
         written_slots = torch.where(num_keys > 0, new_token_slots, allocator.write_trash_index)
         num_read_keys = num_keys.clamp(min=1).to(torch.int32).unsqueeze(1)
         visible_slots = Choice(page_slots.to(torch.int32).unsqueeze(1), num_read_keys, None)
-        return written_slots, visible_slots.expanded(num_requests, row.k.shape[1])
+        return written_slots, visible_slots.expanded(num_requests, packed_row.k.shape[1])
 
     # a captured CUDA graph must not read tensors that an earlier, uncaptured forward pass cached
-    cache_key = "pages", allocator, is_captured(row.q)
-    written_slots, visible_slots = row.batch.state.get_or_compute(cache_key, find_slots)
-    for cached_pages, x in zip(pages, (row.k, row.v), strict=True):
+    cache_key = "pages", allocator, is_captured(packed_row.q)
+    written_slots, visible_slots = packed_row.batch.state.get_or_compute(cache_key, find_slots)
+    for cached_pages, x in zip(pages, (packed_row.k, packed_row.v), strict=True):
         cached_pages.flatten(0, 1).index_copy_(0, written_slots, x[0].transpose(0, 1))
     k, v = (_expand_pages(x, num_requests) for x in pages)
-    q = row.q[0].transpose(0, 1).unsqueeze(2)
-    out = decode.attend(q, k, v, choice=visible_slots, scale=row.scale, sinks=row.sinks)
+    q = packed_row.q[0].transpose(0, 1).unsqueeze(2)
+    out = decode.attend(
+        q, k, v, choice=visible_slots, scale=packed_row.scale, sinks=packed_row.sinks
+    )
     return out.squeeze(2).unsqueeze(0)
 
 

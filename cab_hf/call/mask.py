@@ -75,7 +75,7 @@ class MaskInfo(MaskPlaceholder):
     Attributes:
         batch: batch rows.
         q_length: queries per row.
-        kv_length: written keys per row, fewer than the slots of a static cache. None if reading the
+        kv_length: cache slots in use per row; a static cache has more slots. None if reading the
             number would wait for the device (decode steps with a static cache).
         q_offset: slot of the first query, int or 0-d tensor.
         padding_mask: bool [B, N_k], False for padding keys; None without padding.
@@ -517,7 +517,9 @@ class MaskInfo(MaskPlaceholder):
     def decode_budget(
         self, decode_tokens: int | float, min_tokens: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Return the number of keys that a decode step reads, without waiting for the device.
+        """Return the length of the KV cache, and the number of keys that a decode step reads.
+
+        The host does not wait for the device. The results are computed once for all layers.
 
         Args:
             decode_tokens: number of keys, or share of the tokens of each row; see `CabConfig`.
@@ -525,27 +527,28 @@ class MaskInfo(MaskPlaceholder):
             device: device of the results.
 
         Returns:
-            The number of written keys, int64 [1], and the number of keys that each row reads,
-            int32 [B]. Computed once for all layers.
+            length: int64 [1], number of cache slots in use, with padding and the keys of this call.
+            num_keys: int32 [B], number of keys that each row reads; the largest int32 for rows with
+                fewer than ``min_tokens`` tokens.
         """
 
         def count_keys() -> tuple[Tensor, Tensor]:
-            num_written = self.q_offset + self.q_length
-            if isinstance(num_written, Tensor):
-                num_written = num_written.to(device).reshape(1)
+            num_used_slots = self.q_offset + self.q_length
+            if isinstance(num_used_slots, Tensor):
+                num_used_slots = num_used_slots.to(device).reshape(1)
             else:
-                num_written = torch.full((1,), num_written, dtype=torch.int64, device=device)
-            num_tokens = num_written.expand(self.batch)
+                num_used_slots = torch.full((1,), num_used_slots, dtype=torch.int64, device=device)
+            num_tokens = num_used_slots.expand(self.batch)
             if self.padding_mask is not None:
                 padding_mask = self.padding_mask.to(device)
-                is_written = torch.arange(padding_mask.shape[1], device=device) < num_written
-                num_tokens = (padding_mask & is_written).sum(-1)
+                is_used = torch.arange(padding_mask.shape[1], device=device) < num_used_slots
+                num_tokens = (padding_mask & is_used).sum(-1)
             if isinstance(decode_tokens, int):
                 num_keys = torch.full_like(num_tokens, decode_tokens)
             else:
                 num_keys = (num_tokens * decode_tokens).ceil().long()
             max_int32 = torch.iinfo(torch.int32).max
-            return num_written, num_keys.masked_fill(num_tokens < min_tokens, max_int32).to(
+            return num_used_slots, num_keys.masked_fill(num_tokens < min_tokens, max_int32).to(
                 torch.int32
             )
 
@@ -564,7 +567,7 @@ class MaskInfo(MaskPlaceholder):
             device: device of the mask.
 
         Returns:
-            bool [B or 1, 1, stop - start, high - low].
+            bool [B or 1, 1, query_stop - query_start, key_stop - key_start].
         """
         query_slots = self.q_offset + torch.arange(
             query_start, query_stop, device=device

@@ -1,4 +1,4 @@
-"""Documents for one forward pass: filler text that states numbers (keys) and repeats them later.
+"""Documents for one forward pass: filler text that states passkeys (numbers) and repeats them.
 
 A document depends only on (tokenizer, sentences, length, keys, seed, index), so that every method
 and every run measures the same documents.
@@ -25,13 +25,16 @@ from cab_hf.data.needles import (
 
 
 class Document(NamedTuple):
-    """A document of filler text that states keys and repeats the same keys later.
+    """A document of filler text that states passkeys and repeats the same passkeys later.
+
+    A passkey is a number of five digits.
 
     Attributes:
         tokens: all tokens of the document.
-        needles: for each key, the span of the sentences that state the key, in order of position.
-        answers: for each key, the span of its digits in the sentence that repeats the key, in the
-            order of ``needles``.
+        needles: for each passkey, the span of the sentences that state the passkey, in order of
+            position.
+        answers: for each passkey, the span of its digits in the sentence that repeats the passkey,
+            in the order of ``needles``.
     """
 
     tokens: Tokens
@@ -48,9 +51,9 @@ def make_recall_document(
     seed: int | str = 0,
     border: int = 1,
 ) -> Document:
-    """Build a document of ``length`` tokens with ``keys`` keys, each with a different name.
+    """Build a document of ``length`` tokens with ``keys`` passkeys, each with a different name.
 
-    Keys are stated between sentences of the first half, and repeated in another order between
+    Passkeys are stated between sentences of the first half, and repeated in another order between
     sentences of the second half; the positions are random. If the second half starts inside a
     sentence without a later sentence border, this sentence is cut in two. Hence the minimum length
     does not depend on the drawn sentences.
@@ -60,14 +63,15 @@ def make_recall_document(
         sentences: sentences of the filler text, which starts at a random sentence and continues
             with the first sentence after the last.
         length: number of tokens in the document.
-        keys: number of keys.
-        index: index of the document. Each index has other keys and another first sentence.
+        keys: number of passkeys.
+        index: index of the document. Each index has other passkeys and another first sentence.
         seed: seed of the random generator, in addition to ``length``, ``keys`` and ``index``.
         border: the position of the first token of every answer is a multiple of ``border``.
             Filler text before each repetition moves the answer to this position.
 
     Raises:
-        ValueError: ``keys`` exceeds the number of names, or ``length`` is too small for the keys.
+        ValueError: ``keys`` exceeds the number of names, or ``length`` is too small for the
+            passkeys.
     """
     rng = random.Random(f"{seed}/{length}/{keys}/{index}")
     statements, repetitions, digit_spans = _draw_named_keys(tokenizer, keys, rng)
@@ -128,11 +132,11 @@ def make_asked_document(
     index: int,
     seed: int | str = 0,
 ) -> tuple[Document, int]:
-    """Build a document that ends with the repetitions of all keys.
+    """Build a document that ends with the repetitions of all passkeys.
 
-    The document starts with a prompt: filler text with the statements of keys at random sentence
-    borders. After the prompt, one sentence per key repeats the key. The order of the repetitions
-    differs from the order of the statements.
+    The document starts with a prompt: filler text with the statements of passkeys at random
+    sentence borders. After the prompt, one sentence per passkey repeats the passkey. The order of
+    the repetitions differs from the order of the statements.
 
     Args:
         tokenizer, sentences, length, keys, index, seed: see `make_recall_document`. ``length``
@@ -143,7 +147,8 @@ def make_asked_document(
         prompt_length: number of tokens in the prompt.
 
     Raises:
-        ValueError: ``keys`` exceeds the number of names, or ``length`` is too small for the keys.
+        ValueError: ``keys`` exceeds the number of names, or ``length`` is too small for the
+            passkeys.
     """
     rng = random.Random(f"{seed}/asked/{length}/{keys}/{index}")
     statements, repetitions, digit_spans = _draw_named_keys(tokenizer, keys, rng)
@@ -228,8 +233,10 @@ def insert_copies(
 def make_plain_document(
     tokenizer: Any, sentences: Sequence[str], length: int, index: int, seed: int = 0
 ) -> Tokens:
-    """Return ``length`` tokens of filler text without keys; arguments as in "
-    "`make_recall_document`."""
+    """Return ``length`` tokens of filler text without passkeys.
+
+    Arguments as in `make_recall_document`.
+    """
     rng = random.Random(f"{seed}/{length}/{index}")
     pieces = _draw_sentences(tokenizer, sentences, rng, length)
     return (*leading_tokens(tokenizer), *chain.from_iterable(pieces))[:length]
@@ -284,13 +291,13 @@ def _cut_at_border(pieces: list[Tokens], low: int, high: int) -> list[Tokens]:
 def _draw_named_keys(
     tokenizer: Any, num_keys: int, rng: random.Random
 ) -> tuple[list[Tokens], list[Tokens], dict[int, Span]]:
-    """Draw keys with different names, and a random order in which the keys are repeated.
+    """Draw passkeys with different names, and a random order of their repetitions.
 
     Returns:
-        statements: for each key, the tokens of the sentences that state the key.
-        repetitions: tokens of the sentences that repeat the keys, in another order.
-        digits: dict from the index of a key in ``statements`` to the span of its digits inside its
-            repetition. The dict has the order of ``repetitions``.
+        statements: for each passkey, the tokens of the sentences that state the passkey.
+        repetitions: tokens of the sentences that repeat the passkeys, in another order.
+        digits: dict from the index of a passkey in ``statements`` to the span of its digits inside
+            its repetition. The dict has the order of ``repetitions``.
 
     Raises:
         ValueError: ``num_keys`` exceeds the number of names.
@@ -318,11 +325,11 @@ def _make_document(
 
     Args:
         tokens: all tokens of the document.
-        needles: for each key, the span in ``tokens`` of the sentence that states the key.
+        needles: for each passkey, the span in ``tokens`` of the sentence that states the passkey.
         repetitions: for each item of ``digit_spans``, the span of the sentence that repeats the
             key.
-        digit_spans: index of a key in ``needles`` -> span of the digits of the key, relative to the
-            start of the sentence that repeats the key.
+        digit_spans: index of a passkey in ``needles`` -> span of the digits of the passkey,
+            relative to the start of the sentence that repeats the passkey.
     """
     answers = {
         key: (start + first, start + last)

@@ -359,13 +359,13 @@ def draft_copying(rng: random.Random, depth: float) -> Draft:
     )
 
 
-# chains of assignments in `draft_tracking`
+# number of chains of assignments in a text of `draft_tracking`
 NUM_CHAINS = 2
-# variables per chain
+# number of variables per chain
 VARIABLES_PER_CHAIN = 5
-# letters in the name of a variable
+# number of letters in the name of a variable
 LETTERS_PER_VARIABLE = 5
-# pairs of facts in a text of `draft_two_facts`
+# number of pairs of facts in a text of `draft_two_facts`
 NUM_PAIRS = 4
 # the facts of `draft_two_facts` are in the first 40 % and the last 40 % of the text
 OUTER_SHARE = 0.4
@@ -384,8 +384,7 @@ def draft_tracking(rng: random.Random, depth: float) -> Draft:
     names, values = list(unique_names), rng.sample(KEY_NUMBERS, NUM_CHAINS)
 
     def make_assignments(chain_index: int, required_depth: float) -> list[Fact]:
-        """Return the assignments of a chain as facts; one of the facts has depth "
-        "``required_depth``."""
+        """Return the assignments of a chain as facts, one of them at depth ``required_depth``."""
         chain_names = names[chain_index * VARIABLES_PER_CHAIN :][:VARIABLES_PER_CHAIN]
         depths = sorted([required_depth, *(rng.random() for _ in chain_names[1:])])
         assigned_values = [str(values[chain_index]), *(f"VAR {name}" for name in chain_names)]

@@ -67,7 +67,9 @@ class ShardedLayout:
         return out
 
     @torch.no_grad()
-    def choose(self, predictor: Predictor, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
+    def choose(
+        self, predictor: Predictor, q: Tensor, k: Tensor, context: LayerContext
+    ) -> BlockPlan:
         """Return this rank's rows of the plan that ``predictor`` selects for the whole sequence.
 
         Args:
@@ -75,30 +77,30 @@ class ShardedLayout:
                 tensors that ranks gather before the selection.
             q: queries of this rank, [B, H, n, D].
             k: keys of this rank, [B, H_kv, n, D].
-            call: the context of the layer, with the ranges of this layout.
+            context: context of the layer, with the ranges of this layout.
         """
         num_heads = q.shape[1], k.shape[1]
-        required_inputs = predictor.required_inputs(call, num_heads)
+        required_inputs = predictor.required_inputs(context, num_heads)
         if "queries" in required_inputs:
-            return self._choose_from_all_tokens(predictor, q, k, call)
+            return self._choose_from_all_tokens(predictor, q, k, context)
         if "summaries" not in required_inputs:
-            return predictor.choose(q, k, call)
+            return predictor.choose(q, k, context)
         is_real = (
             self.shard_map.sharding.is_real[self.group.rank()].to(k.device).expand(k.shape[0], -1)
         )
-        local_summary = predictor.summary_of(k, is_real, call)
-        summary = predictor.merge(local_summary, call, num_heads, self)
+        local_summary = predictor.summary_of(k, is_real, context)
+        summary = predictor.merge(local_summary, context, num_heads, self)
         if "vectors" not in required_inputs:
-            return predictor.choose(q, summary, call)
+            return predictor.choose(q, summary, context)
         vectors = self.blocks(predictor.vectors(q, self.ranges), 2, predictor.config.query_block)
-        return predictor.choose(q, summary, call, vectors)
+        return predictor.choose(q, summary, context, vectors)
 
     def _choose_from_all_tokens(
-        self, predictor: Predictor, q: Tensor, k: Tensor, call: LayerContext
+        self, predictor: Predictor, q: Tensor, k: Tensor, context: LayerContext
     ) -> BlockPlan:
         """Select the plan from q and k of all ranks, and return this rank's rows; see `choose`."""
-        sequence_call = replace(call, ranges=self.ranges.sequence_ranges)
-        plan = predictor(self.tokens(q), self.tokens(k), sequence_call)
+        sequence_context = replace(context, ranges=self.ranges.sequence_ranges)
+        plan = predictor(self.tokens(q), self.tokens(k), sequence_context)
         align, block = self.shard_map.align, self.shard_map.sharding.block
         if plan.query_block % align and align % plan.query_block:
             raise ValueError(

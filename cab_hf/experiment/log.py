@@ -340,8 +340,8 @@ def convert_write_errors(path: Path | str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
-        # libraries raise own errors whose context is an OSError, or whose message quotes Rust's
-        # "(os error N)"
+        # libraries wrap errors of the file system in their own exceptions: those in Python have the
+        # OSError as __context__, and the message of those in Rust contains "(os error N)"
         cause = error if isinstance(error, OSError) else error.__context__
         rust_message = re.search(r"([^:]+) \(os error \d+\)", str(error))
         if isinstance(cause, OSError):

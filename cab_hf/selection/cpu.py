@@ -20,16 +20,17 @@ from cab_hf.plan import KeyRanges
 from cab_hf.selection import reference
 from cab_hf.selection.reference import ScoreOptions
 
-# logits of one product: 2 MiB in float32, which stay in the cache of a core until the maxima per
-# key block are computed
+# largest number of logits of one product: 2 MiB in float32, which stay in the cache of a core until
+# the maxima per key block are computed
 MAX_LOGITS_PER_PRODUCT = 2**19
 # the number of key blocks per product is a multiple of this number if memory allows, because `amax`
 # over the keys of a block is vectorised over key blocks
 KEY_BLOCKS_PER_VECTOR = 32
-# sampled queries of all heads that are scored together: enough for fast products, and few enough
-# that most key blocks need no mask
+# largest number of sampled queries, of all heads, that are scored together: enough for fast
+# products, and few enough that most key blocks need no mask
 MAX_SAMPLES_PER_GROUP = 1024
-# query blocks whose Gram matrices are in memory together: 8 MiB for blocks of 128 queries
+# largest number of query blocks whose Gram matrices are in memory together: 8 MiB for blocks of 128
+# queries
 MAX_GRAM_MATRICES = 128
 
 

@@ -294,19 +294,26 @@ def sample_queries(
     channels: tuple[int, ...],
     dtype: torch.dtype,
 ) -> list[QuerySample]:
-    """Gather the typical queries of a group of heads, and their outlier queries if there are any.
+    """Gather the sampled queries of a group of heads: the typical and the outlier queries.
+
+    Typical queries are at equal steps in each query block. Outlier queries are selected by
+    `sample_outlier_positions`, if ``config.outlier_queries`` is not 0.
 
     Args:
         q: [B, H, N_q, D].
         ranges: Keys that each query may attend to.
         config: Settings of the selection.
         heads: Heads whose queries are sampled.
-        scale: Factor of the dot products.
+        scale: Softmax scale, the factor in ``logits = scale * q @ k.T``.
         channels: Channels that outlier queries are scored on; () for all channels.
         dtype: Dtype of the gathered queries: the dtype of the stored keys.
 
     Returns:
-        The typical queries with all channels, then the outlier queries with ``channels`` only.
+        The `QuerySample` of typical queries, with all channels: the shape of ``vectors`` is
+        [heads, M_q * num_typical_queries(config), order.width] for the `ChannelOrder` ``order`` of
+        ``channels``. Then, unless ``config.outlier_queries`` is 0, the `QuerySample` of outlier
+        queries, with ``channels`` only: [heads, M_q * config.outlier_queries, order.first_width].
+        The fields ``lse`` are allocated, but not computed.
     """
     order = ChannelOrder.create(channels, q.shape[3], q.device)
     outlier_samples = []
@@ -482,7 +489,7 @@ def _gather_queries(
         order: Order of the channels.
         positions: int32 [heads, M_q * samples_per_block], positions of outlier queries, -1 for
             missing samples; None for typical queries, whose positions the kernel computes.
-        scale: Factor of the dot products.
+        scale: Softmax scale, the factor in ``logits = scale * q @ k.T``.
         query_block: Queries per block.
     """
     samples_per_head, width = sample.vectors.shape[1:]
@@ -879,7 +886,7 @@ def _gather_queries_kernel(
 ):
     """Write BLOCK_M sampled queries, their scales and their visible sampled keys.
 
-    ``NORM`` is the norm of the written queries, or 0 for queries that keep their norm.
+    If ``NORM`` is not 0, each query is scaled to the norm ``NORM`` before it is stored.
     """
     # positions of the samples [BLOCK_M], -1 for missing samples
     launch_head = tl.program_id(0).to(tl.int64)
@@ -921,7 +928,7 @@ def _gather_queries_kernel(
         )
         squared_norm += tl.sum(y * y, 1)
         magnitude_bits = tl.maximum(magnitude_bits, tl.max(magnitude(y), 1))
-    # written queries [BLOCK_M, FIRST_WIDTH + OTHER_WIDTH]
+    # scale the queries to the norm NORM, and store them [BLOCK_M, FIRST_WIDTH + OTHER_WIDTH]
     norm_factor = tl.full([BLOCK_M], 1.0, tl.float32)
     if NORM > 0:
         norm_factor = NORM / tl.sqrt(tl.maximum(squared_norm, MIN_SQUARED_NORM))

@@ -379,7 +379,7 @@ def _threshold_kernel(
         all_columns=all_typical_columns, ROWS=TYPICAL_ROWS, GROWTH=TYPICAL_GROWTH,
     )  # fmt: skip
     typical_logits += block % TYPICAL_Q_BLOCKS * (TYPICAL * TYPICAL_STEP)
-    typical_first_key, typical_last_key, num_samples = _find_visible_keys(
+    first_typical_key, last_typical_key, num_samples = _find_visible_keys(
         typical_sample, flat_block, TYPICAL
     )
     weight = num_samples * WEIGHT
@@ -391,7 +391,7 @@ def _threshold_kernel(
             all_columns=all_outlier_columns, ROWS=OUTLIER_ROWS, GROWTH=OUTLIER_GROWTH,
         )  # fmt: skip
         outlier_logits += block % OUTLIER_Q_BLOCKS * (OUTLIERS * OUTLIER_STEP)
-        outlier_first_key, outlier_last_key, num_samples = _find_visible_keys(
+        first_outlier_key, last_outlier_key, num_samples = _find_visible_keys(
             outlier_sample, flat_block, OUTLIERS
         )
         weight += num_samples
@@ -418,7 +418,7 @@ def _threshold_kernel(
         # maximum and weighted sum of the shares over all samples [COLUMNS]
         max_share, share_sum = _compute_shares(
             typical_sample, softcap=softcap, flat_block=flat_block, logits=typical_logits,
-            first_column=first_column, first_key=typical_first_key, last_key=typical_last_key,
+            first_column=first_column, first_key=first_typical_key, last_key=last_typical_key,
             COLUMNS=COLUMNS, BLOCKS=TYPICAL_STEP, ROWS=TYPICAL_ROWS, COUNT=TYPICAL,
             KEY_BLOCK=TYPICAL_KEY_BLOCK,
         )  # fmt: skip
@@ -426,7 +426,7 @@ def _threshold_kernel(
         if OUTLIERS > 0:
             outlier_max, outlier_sum = _compute_shares(
                 outlier_sample, softcap=softcap, flat_block=flat_block, logits=outlier_logits,
-                first_column=first_column, first_key=outlier_first_key, last_key=outlier_last_key,
+                first_column=first_column, first_key=first_outlier_key, last_key=last_outlier_key,
                 COLUMNS=COLUMNS, BLOCKS=OUTLIER_STEP, ROWS=OUTLIER_ROWS, COUNT=OUTLIERS,
                 KEY_BLOCK=OUTLIER_KEY_BLOCK,
             )  # fmt: skip

@@ -32,8 +32,8 @@ from cab_hf.vllm import settings_of
 
 logger = init_logger("vllm.cab_hf")
 
-# function of (start, limit) that returns the end (exclusive) of the chunk that vLLM would compute
-# from token ``start`` on, if the end must be at most ``limit``
+# function of (start, max_end) that returns the end (exclusive) of the chunk that vLLM would compute
+# from token ``start`` on, if the end must be at most ``max_end``
 EndOfChunk = Callable[[int, int], int]
 
 
@@ -175,11 +175,11 @@ class BlockAlignedMixin:
         if num_uncached_prefix is not None:
             optional_arguments["num_uncached_common_prefix_tokens"] = num_uncached_prefix
 
-        def find_vllm_end(start: int, limit: int) -> int:
+        def find_vllm_end(start: int, max_end: int) -> int:
             if not self.aligns_mamba:
-                return limit
+                return max_end
             return start + original_split(
-                request, limit - start, num_cached, num_loaded, **optional_arguments
+                request, max_end - start, num_cached, num_loaded, **optional_arguments
             )
 
         return find_vllm_end
@@ -252,10 +252,10 @@ class BlockAlignedMixin:
         if not self.scheduled_tokens or num_tokens < self._num_free_tokens():
             return False
         # a step for this request alone must reach a border, or the end of the prompt
-        limit = min(start + self._token_limit(num_requests=1), request.num_prompt_tokens)
-        if limit < request.num_prompt_tokens:
+        max_end = min(start + self._token_limit(num_requests=1), request.num_prompt_tokens)
+        if max_end < request.num_prompt_tokens:
             block_border = self._last_block_border(
-                request, start, find_vllm_end(start, limit), find_vllm_end
+                request, start, find_vllm_end(start, max_end), find_vllm_end
             )
             if block_border is None:
                 return False
@@ -286,8 +286,8 @@ class BlockAlignedMixin:
 
     def _num_free_tokens(self) -> int:
         """Return the number of tokens that this step can compute for one more request."""
-        limit = self._token_limit(num_requests=len(self.scheduled_tokens) + 1)
-        return limit - sum(self.scheduled_tokens.values())
+        token_limit = self._token_limit(num_requests=len(self.scheduled_tokens) + 1)
+        return token_limit - sum(self.scheduled_tokens.values())
 
 
 class CabScheduler(BlockAlignedMixin, Scheduler):

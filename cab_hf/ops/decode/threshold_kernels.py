@@ -274,8 +274,9 @@ def threshold_kernel(
     unread = unread + (LOG2_SAMPLE_STRIDE + LOG2_UNREAD_WEIGHT)
     tl.store(unread_ptr + row * GROUP + head_in_group, unread, mask=head_in_group < GROUP)
 
-    # smallest product of a selected key, [BLOCK_G]. Logits are rounded to levels, so that logits
-    # from half a level below have the last selected level
+    # smallest product (`key_products`) of a selected key, [BLOCK_G]. A key is selected if
+    # lse - round(logit) <= last_level, hence from logit = lse - last_level - 0.5 on, where
+    # logit = product * query_scale / OCTAVES_PER_LEVEL
     threshold = (lse - last_level).to(tl.float32) - 0.5
     threshold = threshold * OCTAVES_PER_LEVEL / query_scale
     threshold = tl.where(reads_all, float("-inf"), threshold)
