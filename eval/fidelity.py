@@ -187,7 +187,7 @@ class Fidelity(LongRun):
         probes = settings.probes
         for text, length in product(settings.files, settings.lengths):
             for probe in filter(PASSKEY_PROBES.__contains__, probes):
-                self.haystack(text, probe).check_room(length)
+                self.haystack(text, probe).check_length(length)
             asked_probes = WITH_KEYS_ASKED if settings.asked else ()
             for probe in filter((*RECALLS, *asked_probes).__contains__, probes):
                 self.reading(text=text, length=length, probe=probe, depth=None, index=0)
@@ -506,9 +506,9 @@ class Fidelity(LongRun):
         if probe == DECODE:
             _, ids, prompt_length = self._batch(text, length, probe, indices)
             return predict_after_prompt(self.model, ids, prompt_length).cpu()
-        compute, _ = FUNCTIONS_BY_PROBE[probe]
+        compute_predictions, _ = FUNCTIONS_BY_PROBE[probe]
         reading = self.reading(text=text, length=length, probe=probe, depth=None, index=indices[0])
-        return compute(self.model, reading, chunk=self.settings.chunk).cpu()
+        return compute_predictions(self.model, reading, chunk=self.settings.chunk).cpu()
 
     def dense_of(self, case: Mapping[str, Any]) -> Tensor:
         """Return the cached predictions of dense attention for one case."""
@@ -524,12 +524,16 @@ class Fidelity(LongRun):
         cache = None if type(method) is Cab else method.cache(self.model)
         options = {"chunk": settings.chunk, "cache": cache, "prefill_chunk": settings.prefill_chunk}
         if probe in FUNCTIONS_BY_PROBE:
-            compute, compare = FUNCTIONS_BY_PROBE[probe]
+            compute_predictions, score_predictions = FUNCTIONS_BY_PROBE[probe]
             dense_logits = self.dense_of(case)
             # dense attention is the reference: reuse its predictions, so that its divergence is 0
             is_reference = case["method"] == Dense.name
-            predictions = dense_logits if is_reference else compute(self.model, reading, **options)
-            return compare(predictions, dense_logits, reading)
+            predictions = (
+                dense_logits
+                if is_reference
+                else compute_predictions(self.model, reading, **options)
+            )
+            return score_predictions(predictions, dense_logits, reading)
         if probe in PERPLEXITIES:
             return nll(self.model, reading)
         return score_greedy_predictions(self.model, reading, **options)

@@ -1,7 +1,7 @@
-"""Passkey prompts of a given number of tokens: keys hidden in filler text.
+"""Passkey prompts of ``length`` tokens: passkeys (numbers) hidden in filler text.
 
-For one tokenizer and filler, a prompt depends only on (seed, length, depth, index, number of keys),
-so that every method and every run reads the same prompts.
+For one tokenizer and filler, a prompt depends only on (seed, length, depth, index, number of
+passkeys), so that every method and every run reads the same prompts.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Prompt:
     Attributes:
         text: the whole prompt, rendered by the chat template.
         tokens: the token ids of ``text``.
-        key: the digits of the requested key.
-        needle: (start, end) of the tokens of the sentence that states the requested key, without
-            the token at ``end``; None if the prompt has no such sentence.
+        key: the digits of the requested passkey.
+        needle: [start, end) of the tokens of the sentence that states the requested passkey; None
+            if the prompt has no such sentence.
         asking: position of the first token of the question after the filler.
         begun: the beginning of the answer, with which ``text`` ends.
     """
@@ -63,7 +63,7 @@ class Haystack:
         filler: ``noise`` (five sentences, repeated), ``distractors`` (the same sentences, and
             between them sentences with other numbers) or ``text`` (the sentences of ``file``,
             which start at a random sentence).
-        keys: number of hidden keys. Several keys have names; a single key has no name.
+        keys: number of hidden passkeys. Several passkeys have names; a single passkey has no name.
         file: UTF-8 file for the filler ``text``.
         question_first: True to ask the question before the filler too.
     """
@@ -90,20 +90,20 @@ class Haystack:
 
         Args:
             length: tokens of the prompt.
-            depth: depth of the requested key, from 0 (start of the filler) to 1 (end), rounded to
-                the nearest sentence border.
+            depth: position of the requested passkey as a fraction of the filler's tokens, from 0
+                (start) to 1 (end), rounded to the nearest sentence border.
             index: index of the prompt among prompts of equal length and depth.
             seed: seed of all prompts.
-            hide_needle: True to leave out the sentences with keys from the prompt; instruction,
+            hide_needle: True to leave out the sentences with passkeys from the prompt; instruction,
                 filler and question stay the same.
 
         Raises:
-            UsageError: ``length`` is too small for instruction, keys and question.
+            UsageError: ``length`` is too small for instruction, passkeys and question.
         """
         rng = random.Random(f"{seed}/{length}/{depth:.6f}/{index}/{self.keys}")
         keys = draw_keys(rng, self.keys, has_names=self.keys > 1)
         asked_key, statements = keys[0], [key.statement for key in keys]
-        # divide the filler into equal ranges, and put one of the other keys at random into each
+        # divide the filler into equal ranges, and put one of the other passkeys at random into each
         num_other_keys = self.keys - 1
         depths = [depth, *((i + rng.random()) / num_other_keys for i in range(num_other_keys))]
         needles = list(zip(depths, statements, strict=True))
@@ -128,14 +128,14 @@ class Haystack:
             begun=ANSWER.format(whose=asked_key.whose),
         )
 
-    def check_room(self, length: int) -> None:
-        """Raise an error if instruction, longest keys and question exceed ``length`` tokens.
+    def check_length(self, length: int) -> None:
+        """Raise an error if instruction, longest passkeys and question exceed ``length`` tokens.
 
         Raises:
             UsageError: ``length`` is too small for some prompts.
         """
-        names = sorted(NAMES, key=len)[-self.keys :]
-        owner_phrases = [f" for {name}" if self.keys > 1 else "" for name in names]
+        longest_names = sorted(NAMES, key=len)[-self.keys :]
+        owner_phrases = [f" for {owner}" if self.keys > 1 else "" for owner in longest_names]
         needles = [(0.0, Key(whose, str(KEY_NUMBERS[-1])).statement) for whose in owner_phrases]
         self._count_free_tokens(owner_phrases[-1], needles, length)
 
@@ -155,10 +155,11 @@ class Haystack:
         """Return the text of a prompt, which ends with the beginning of the answer.
 
         Args:
-            whose: phrase with the name of the requested key, such as " for Mary"; "" for a key
-                without a name.
-            needles: (depth, sentence that states the key) of each key. The sentence is inserted
-                between the two filler sentences whose border is nearest to the depth.
+            whose: phrase with the name of the requested passkey, such as " for Mary"; "" for a
+                passkey without a name.
+            needles: (depth, sentence that states the passkey) of each passkey. The depth is a
+                fraction of the filler's tokens, from 0 to 1. The sentence is inserted at the
+                nearest border of filler sentences.
             sentences: the filler.
         """
         sentence_ends = [0, *accumulate(map(self._count_sentence_tokens, sentences))]
@@ -190,7 +191,7 @@ class Haystack:
 
         Args:
             rng: random generator of the prompt.
-            keys: the keys of the prompt; the numbers of distractors differ from them.
+            keys: the passkeys of the prompt. The numbers of distractors differ from the passkeys.
             length: number of tokens.
         """
         sentence_stream = cycle_sentences(

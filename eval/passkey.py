@@ -218,7 +218,7 @@ class Passkey(LongRun):
     def check(self) -> None:
         super().check()
         for length in self.settings.lengths:
-            self.haystack.check_room(length)
+            self.haystack.check_length(length)
 
     def running(self) -> dict[str, Sequence[str]]:
         file = self.settings.haystack

@@ -83,7 +83,7 @@ def markdown_table(
 
 
 def as_markdown(table: DataFrame) -> str:
-    """Return a DataFrame as Markdown table.
+    """Format a DataFrame as a Markdown table.
 
     Floats have two decimals, and a dash replaces None and missing values.
     """

@@ -227,7 +227,7 @@ class Method(ABC):
     def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool | None:
         """Return True if a query of the question may attend to a token of the needle.
 
-        Returns None if this depends on the tokens of the prompt, and not only on positions.
+        Returns None if the answer depends on the tokens of the prompt, not only on positions.
 
         Args:
             length: tokens of the prompt.

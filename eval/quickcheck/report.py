@@ -38,7 +38,7 @@ METHOD = """\
 
 def table(rows: Sequence[Row], summaries: Sequence[Summary]) -> str:
     """Return the Markdown table of the report, with a line for each summary."""
-    return markdown(HEADINGS, [_cells(rows, summary) for summary in summaries])
+    return format_markdown_table(HEADINGS, [_cells(rows, summary) for summary in summaries])
 
 
 def _cells(rows: Sequence[Row], summary: Summary) -> list[str]:
@@ -65,7 +65,7 @@ def _cells(rows: Sequence[Row], summary: Summary) -> list[str]:
     ]
 
 
-def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def format_markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table.
 
     Args:
@@ -107,7 +107,7 @@ def layers(rows: Sequence[Row], threshold: float) -> str:
         [str(layer), *(f"{density:.2f}" for density in layer_densities)]
         for layer, layer_densities in enumerate(by_layer)
     ]
-    return markdown(headings, lines)
+    return format_markdown_table(headings, lines)
 
 
 def draw(

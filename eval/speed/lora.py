@@ -138,7 +138,8 @@ class Settings(models.LongestSettings):
 class LoraStep(Ranked):
     """The experiment that times steps of LoRA fine-tuning.
 
-    A case is one length, one attention, one of `SPREADS` and one number of ranks.
+    A case is one length, one attention implementation, one number of ranks, and one spread: the
+    way in which the ranks share a step, one of `SPREADS`.
     """
 
     name = "speed lora"

@@ -38,7 +38,7 @@ class SlowestTime(NamedTuple):
 
     Attributes:
         ms: median milliseconds per call over all runs.
-        peak_gib: highest peak of allocated memory of any rank, in GiB; None on a CPU.
+        peak_gib: peak GiB allocated of the rank with the largest peak; None on a CPU.
         runs: number of runs.
         in_a_row: calls per run.
         each_ms: milliseconds per call of each run.
@@ -161,7 +161,12 @@ class RankGroup:
                 dist.barrier(self.group)
 
         def time_calls(num_runs: int, num_calls: int = 1) -> tuple[list[float], float | None]:
-            """Return (ms per call of the slowest rank in each run, highest peak of any rank)."""
+            """Return times and memory of the worst rank.
+
+            Returns:
+                For each run, the milliseconds per call of the slowest rank; and the peak GiB
+                allocated of the rank with the largest peak, or None on a CPU.
+            """
 
             def call_repeatedly() -> None:
                 for _ in range(num_calls):
