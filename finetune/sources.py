@@ -50,8 +50,8 @@ CHARACTERS_PER_TOKEN = 6
 NUM_CHECKED_CHARACTERS = 256
 # tokenizer arguments that return the tokens of a text without special tokens
 TOKENIZER_OPTIONS = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-# splits text without sentence ends, such as tables, into pieces of up to 600 characters. Keys are
-# inserted between pieces
+# splits text without sentence ends, such as tables, into pieces of up to 601 characters after white
+# space, and ends pieces before white space if possible. Passkeys are inserted between pieces
 PIECE_PATTERN = re.compile(r"\s*\S.{0,600}(?!\S)|\s*\S.{0,600}", re.DOTALL)
 # tokens and labels of a document, int32 [size] each
 TokenArrays = tuple[np.ndarray, np.ndarray]
@@ -83,19 +83,19 @@ class DocumentFilter(NamedTuple):
     Attributes:
         hold_out_every: one of ``hold_out_every`` consecutive documents is held out; 0: none.
         selects_held_out: True to select the held-out documents, False to select all others.
-        find_first_held_out: number of the first held-out document in the order of the data.
+        first_held_out: index of the first held-out document in the order of the data.
     """
 
     hold_out_every: int
     selects_held_out: bool = False
     first_held_out: int = 0
 
-    def selects(self, number: Any) -> Any:
-        """Return True if this part contains document ``number``, an int or an array of ints."""
+    def selects(self, document_index: Any) -> Any:
+        """Return True if this part contains the document; for an array of indices, an array."""
         is_held_out = (
-            number % self.hold_out_every == self.first_held_out
+            document_index % self.hold_out_every == self.first_held_out
             if self.hold_out_every
-            else number < 0
+            else document_index < 0
         )
         return is_held_out == self.selects_held_out
 
@@ -336,7 +336,7 @@ def _convert_read_errors(
     names the first file that cannot be read or has no field ``text_field``.
     """
 
-    def format_message(error: Exception) -> str:
+    def format_message(reported_error: Exception) -> str:
         file_name, features = "", None
         for file in files if len(files) > 1 else ():
             try:
@@ -344,12 +344,16 @@ def _convert_read_errors(
                 if any(text_field not in row for row in dataset or ()):
                     raise ValueError(f"it has no field {text_field!r}")
             except Exception as file_error:
-                file_name, error = f"{file.name}: ", file_error
+                file_name, reported_error = f"{file.name}: ", file_error
                 break
             features = features or (dataset and dataset.features)
         # errors of datasets often have the original error as their cause
-        error = error.__cause__ or error
-        reason = error.details() if hasattr(error, "details") else first_line(error)
+        reported_error = reported_error.__cause__ or reported_error
+        reason = (
+            reported_error.details()
+            if hasattr(reported_error, "details")
+            else first_line(reported_error)
+        )
         return (
             f"source {name!r} cannot be read ({file_name}{reason}). Give readable files or another "
             "data set."
@@ -359,23 +363,22 @@ def _convert_read_errors(
 
 
 def find_first_held_out(source: TextSource, tokenizer: Any, hold_out_every: int) -> int:
-    """Return the number of the first held-out document, from 0 to ``every - 1``.
+    """Return the index of the first held-out document, from 0 to ``hold_out_every - 1``.
 
-    Every ``hold_out_every``-th document from this number on is held out. The number is
-    such that the first document with two tokens or more is held out; hence not all held-out
-    documents are empty. The
-    number is 0 if no document has two tokens.
+    Every ``hold_out_every``-th document from this index on is held out. The index is such that the
+    first document with two tokens or more is held out; hence not all held-out documents are empty.
+    The index is 0 if no document has two tokens.
     """
     # a stream is copied, because reading it changes its position
     dataset_rows = (
         source.dataset if source.num_documents is not None else copy.deepcopy(source.dataset)
     )
     with _convert_read_errors(source.name, [*source.files], source.text_field):
-        for number, row in enumerate(dataset_rows):
+        for document_index, row in enumerate(dataset_rows):
             text = row.get(source.text_field)
             text_start = text.strip()[:NUM_CHECKED_CHARACTERS] if isinstance(text, str) else ""
             if text_start and len(tokenizer(text_start, **TOKENIZER_OPTIONS)["input_ids"]) >= 2:
-                return number % hold_out_every
+                return document_index % hold_out_every
     return 0
 
 
@@ -459,8 +462,8 @@ class Texts:
             seed = random.Random(f"{self._seed}/{position['epoch']}").getrandbits(32)
             # RandomState returns the same numbers in every version of numpy
             order = np.random.RandomState(seed).permutation(order)
-        numbers = order[position["row"] :].tolist()
-        self._rows = ((number, source.dataset[number]) for number in numbers)
+        document_indices = order[position["row"] :].tolist()
+        self._rows = ((index, source.dataset[index]) for index in document_indices)
 
     def _read_texts(self) -> list[str]:
         """Return the texts of the next block, which may be the first block of the next epoch."""
@@ -499,7 +502,7 @@ class Texts:
         self._next = position
         return texts
 
-    def _check_text(self, text: Any, number: int) -> str:
+    def _check_text(self, text: Any, document_index: int) -> str:
         """Return ``text``, or "" for None and blank text.
 
         Raises:
@@ -508,7 +511,7 @@ class Texts:
         if not isinstance(text, str | None):
             raise UsageError(
                 f"field {self._source.text_field!r} of source {self._source.name!r} must contain "
-                f"strings, got {text!r} in document {number}."
+                f"strings, got {text!r} in document {document_index}."
             )
         return text if text and text.strip() else ""
 
@@ -682,6 +685,6 @@ class RetrievalDocuments:
 
 
 def _split_excerpts(excerpts: Sequence[str]) -> Iterator[str]:
-    """Yield the sentences of ``excerpts``, cut into pieces of up to 600 characters."""
+    """Yield the sentences of ``excerpts``; divide long sentences into pieces (`PIECE_PATTERN`)."""
     for sentence in chain.from_iterable(map(split_sentences, excerpts)):
         yield from (piece.strip(" ") for piece in PIECE_PATTERN.findall(sentence))
