@@ -386,11 +386,12 @@ def measure_coverage(
 
 @contextmanager
 def _measure_input_changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
-    """Measure how much each decoder layer changes its input during forward passes in the block.
+    """Measure the change of hidden states by each decoder layer inside a ``with`` statement.
 
     Yields:
         A dict from the index of a layer to 1 - mean over tokens of cos(input, output), where input
-        and output are hidden states. A forward pass inside the block fills the dict.
+        and output are hidden states. The dict is empty at first; a forward pass inside the ``with``
+        statement fills the dict.
     """
     changes: dict[int, float] = {}
     module_names = {id(module): name for name, module in model.named_modules()}

@@ -313,10 +313,12 @@ def _saved_states(model: nn.Module) -> list[_SavedState]:
 def copy_configs(model: nn.Module) -> list[SavedConfig]:
     """Replace all configs of ``model`` by copies that no other model shares.
 
-    Modules and saved states with the same config object have the same copy afterwards.
+    All modules of ``model`` that share a config object share its copy afterwards. Each
+    `_SavedState` of the model (`STATES_ATTRIBUTE`) also refers to the copies, so that a later
+    `restore_settings` changes the configs that the model then has.
 
     Returns:
-        Each copy with its current settings.
+        A `SavedConfig` for each copy, with the current values of the two fields.
     """
     copies: dict[int, Any] = {}
     for module in model.modules():
