@@ -231,9 +231,10 @@ GENERATE_FUNCTIONS = {
 
 @pytest.fixture
 def fake_flash_attention(monkeypatch):
-    """Patch transformers to find FlashAttention 3, and fail if it switches the model.
+    """Patch transformers to find FlashAttention 3, and to fail the test if a model is switched.
 
-    Continuous batching switches the attention of models to FlashAttention if it is installed.
+    If FlashAttention is installed, continuous batching calls ``set_attn_implementation`` to switch
+    models to FlashAttention.
     """
     monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True)
     monkeypatch.setattr(

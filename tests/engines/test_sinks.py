@@ -1,4 +1,4 @@
-"""Attention sinks: a learnt logit per head that takes part in the softmax, with value 0."""
+"""Attention sinks: one learnt logit per head in the softmax, whose value vector is zero."""
 
 from functools import partial
 

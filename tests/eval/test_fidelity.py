@@ -116,8 +116,8 @@ def test_fidelity_command_writes_expected_rows(model_folder, tmp_path, book, cap
         for row in (dense_row, cab_row, wide_row, matched_row, half_row, full_row):
             assert row["recall_border"]["n"] == row["recall"]["n"] == 2
         assert full_row["recall"]["share"] == dense_row["recall"]["share"]
-        for probe in ("perplexity", "perplexity_border"):
-            assert full_row[probe]["ratio"] == pytest.approx(1, abs=1e-5)
+        for perplexity_field in ("perplexity", "perplexity_border"):
+            assert full_row[perplexity_field]["ratio"] == pytest.approx(1, abs=1e-5)
         assert cab_row["perplexity_border"]["ratio"] != pytest.approx(1, abs=1e-5)
     assert str(tmp_path) not in json.dumps(results)
     noise, file = results["provenance"]["settings"]["texts"]
@@ -136,7 +136,7 @@ def test_predictions_at_block_borders_ignore_later_tokens(model_folder, monkeypa
     case = {"method": "cab", "text": "noise", "length": 900, "budget": None, "fitted": None}
 
     def prediction_of(tokens, position):
-        """Return the model's prediction of the token at position ``at``."""
+        """Return the model's prediction of the token at ``position``."""
         with experiment.method(case).applied(experiment.model):
             return teacher_forcing.predict_logits(
                 experiment.model, TeacherForced(tokens, ((position, position + 1),))

@@ -196,7 +196,7 @@ def test_folder_without_results_is_refused(folder, tmp_path, capsys, name, conte
     assert error.startswith("python -m cab_hf.eval: report: ") and message in error
 
 
-def test_missing_folders_or_file_as_output_are_refused(folder, tmp_path, capsys):
+def test_missing_input_folders_and_file_as_output_are_refused(folder, tmp_path, capsys):
     status, error = run(capsys, "--out", tmp_path / "out")
     assert status == 2 and "folders must be result folders, got none" in error
     status, error = run(capsys, folder, "--out", folder / "figure.png")

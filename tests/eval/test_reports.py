@@ -44,7 +44,10 @@ def recall_sample(method, right, density=1.0, index=0, **result):
 
 
 def matched(method, density, budget="match", **result):
-    """Return a recall sample of a method that was fitted to the density 0.2 of cab."""
+    """Return a recall sample of a method that was fitted to the density 0.2 of cab.
+
+    ``budget`` is a density, or "match" (`long_run.MATCH`) for the measured density of cab.
+    """
     fields = {"budget": budget, "fitted": 0.2, **result}
     return recall_sample(method, [True], density, **fields)
 
@@ -146,9 +149,9 @@ def passkeys():
 
 
 def dense_passkeys(method):
-    """Return passkey samples of dense, h2o and cab without sparse layers, and of sparse random.
+    """Return one passkey sample each of dense, h2o, cab and random, and one of ``method``.
 
-    A further sample, of ``method``, has no sparse layers.
+    In all samples except that of random, no layer was sparse: ``sparse_density`` is None.
     """
     samples = [
         passkey_sample(name, 0, True, sparse_density=None) for name in ("dense", "h2o", "cab")

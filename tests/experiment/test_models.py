@@ -365,13 +365,13 @@ def test_max_positions_of_config_variants(config, expected):
 
 
 @pytest.fixture(scope="module")
-def llama2():
+def tiny_model_and_tokenizer():
     """Return (model, tokenizer) of the model with the name "tiny"."""
     return models.load_model("tiny", "cpu", "float32")
 
 
-def test_tiny_model_has_llama_2_architecture(llama2):
-    model, tokenizer = llama2
+def test_tiny_model_has_llama_2_architecture(tiny_model_and_tokenizer):
+    model, tokenizer = tiny_model_and_tokenizer
     config = model.config
     assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (2, 64, 2)
     assert config.num_key_value_heads == 2 and not config.tie_word_embeddings
@@ -381,13 +381,13 @@ def test_tiny_model_has_llama_2_architecture(llama2):
     assert tokenizer("12").input_ids == [*map(tokenizer.convert_tokens_to_ids, "12")]
 
 
-def test_skeleton_has_parameters_on_meta_device(llama2, recwarn):
+def test_skeleton_has_parameters_on_meta_device(tiny_model_and_tokenizer, recwarn):
     config = models.load_config("tiny")
     config.cab_config = cab_hf.CabConfig().to_dict()
     skeleton = models.build_skeleton(config, dtype="float32")
     assert not recwarn
     assert all(x.is_meta for x in (*skeleton.parameters(), *skeleton.buffers()))
-    model, _ = llama2
+    model, _ = tiny_model_and_tokenizer
     assert collect_shapes_and_dtypes(skeleton) == collect_shapes_and_dtypes(model)
 
 

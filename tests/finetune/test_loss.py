@@ -126,7 +126,10 @@ def test_largest_tensor_is_one_chunk_of_logits(trained):
 
 
 class Head(nn.Module):
-    """Module that returns the loss of a linear layer and a head; ``trained`` unfreezes the head."""
+    """A linear layer and a language-model head, whose forward pass returns the loss of labels.
+
+    The weight of the head is trained if ``is_head_trained`` is True, and frozen otherwise.
+    """
 
     def __init__(self, is_head_trained):
         super().__init__()

@@ -91,7 +91,14 @@ def four_ranks(tmp_path_factory):
 
 @pytest.mark.slow
 def test_sequence_parallel_training_equals_one_process(tmp_path):
-    """Test all runs that need a launcher with few launches, because a launch is slow."""
+    """Compare runs of several processes with runs of one process, by losses and gradient norms.
+
+    Runs of two processes shard each sequence (``--cp 2``), also with FSDP2. The run "grid" has four
+    processes, two per sequence, and must equal two processes without sharding ("replicas"). A run
+    that is resumed after an error must be identical to an uninterrupted run.
+
+    One test starts all runs, because each launch of processes is slow.
+    """
     script = tmp_path / "meddled.py"
     script.write_text(SHARDED + PROGRAM_WITH_ERRORS)
 

@@ -30,12 +30,12 @@ def measure_case(layout, **fields):
 
 
 def draw_sequences(layout, batch, length):
-    """Return `Sequences.draw_sequences` on the CPU with seed 0."""
+    """Return random `Sequences` on the CPU, drawn with seed 0."""
     return Sequences.draw_random(layout, batch, length, 0, "cpu")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sequences_have_half_to_all_of_the_length(layout):
+def test_drawn_lengths_are_between_half_and_full_length(layout):
     sequences = draw_sequences(layout, batch=3, length=200)
     *other_lengths, last_length = sequences.lengths
     assert all(100 <= length <= 200 for length in other_lengths) and last_length <= 200
