@@ -1,7 +1,7 @@
-"""`route`: the decision how a layer computes attention, with the reason.
+"""`route`: the choice of sparse or dense attention, and of the engine, for a layer in one call.
 
-`dispatch.dispatch` follows the decision, and `describe` reports it. No other module makes this
-decision.
+`dispatch.dispatch` calls the engine of this choice, and `describe` reports the choice with its
+reason. No other module makes this choice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cab_hf.plan import DENSE_BLOCK_SIZE
 
 
 class Route(NamedTuple):
-    """The decision how one layer is computed in one call.
+    """The method and the engine that compute the attention of one layer in one call.
 
     Attributes:
         method: name of a function in `cab_hf.dispatch`: "sparse", "sparse_decode", "dense",
@@ -49,7 +49,7 @@ def route(
     layer: nn.Module | None,
     index: KeyIndex | None = None,
 ) -> Route:
-    """Return how one layer computes attention in one call.
+    """Return the `Route` of a layer in one call: sparse or dense attention, and its engine.
 
     Args:
         mask: a `MaskInfo`, or a `ShardedMask` for a sequence over many ranks.

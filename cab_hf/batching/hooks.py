@@ -33,6 +33,15 @@ _managers: WeakKeyDictionary[Any, WeakSet] = WeakKeyDictionary()
 def register(api: Any) -> None:
     """Wrap the functions of transformers that start and run continuous batching.
 
+    For models on "cab", the wrappers
+
+    * raise an error for unsupported models and settings,
+    * prevent transformers from switching the attention implementation or building masks,
+    * restrict CUDA graphs to decode steps, and enable block tables only for a kernel that reads
+      pages,
+    * align the chunks of prompts to query blocks by a scheduler, and
+    * pass a `PagedBatch` as the mask to all layers, and leave the cache update to attention.
+
     Args:
         api: module ``continuous_api`` of transformers.
     """

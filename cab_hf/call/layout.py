@@ -105,7 +105,7 @@ class BlockLayout:
         options = LayoutOptions() if options is None else options
         if padding_mask is None and doc_ids is None:
             ranges = KeyRanges.causal(batch, q_length, kv_length, device=device, q_slot=q_offset)
-            return cls._build_unmoved(ranges, kv_length, options)
+            return cls._build_without_moving_tokens(ranges, kv_length, options)
         if doc_ids is not None and torch.compiler.is_compiling():
             ranges = _ranges_without_layout(doc_ids, padding_mask)
             return cls(_limit_to_window(ranges, options.window), kv_length)
@@ -127,7 +127,7 @@ class BlockLayout:
                 is_valid_key, query_slots, doc_ids, lengths=options.lengths, align=align
             )
             options = options._replace(lengths=positions.lengths)
-        return cls._build_moved(
+        return cls._build_by_moving_tokens(
             is_valid_key,
             query_slots,
             positions,
@@ -136,10 +136,10 @@ class BlockLayout:
         )
 
     @classmethod
-    def _build_unmoved(
+    def _build_without_moving_tokens(
         cls, ranges: KeyRanges, kv_length: int, options: LayoutOptions
     ) -> BlockLayout:
-        """Return the layout of a call without padding and documents, whose keys do not move.
+        """Return the layout of a call without padding and documents, with keys in their slots.
 
         Args:
             ranges: causal ranges of the call.
@@ -164,7 +164,7 @@ class BlockLayout:
         return layout
 
     @classmethod
-    def _build_moved(
+    def _build_by_moving_tokens(
         cls,
         is_valid_key: Tensor,
         query_slots: Tensor | slice,
@@ -173,7 +173,7 @@ class BlockLayout:
         has_padding: bool,
         options: LayoutOptions,
     ) -> BlockLayout:
-        """Return the layout that moves tokens to ``positions``.
+        """Return the layout that moves tokens from their slots to ``positions``.
 
         Args:
             is_valid_key: bool [B, N_k], True for written keys without padding.

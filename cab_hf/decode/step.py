@@ -23,7 +23,7 @@ SHARED_CHOICE = "cascade decode"
 
 
 class SharedChoice(NamedTuple):
-    """Selection that an anchor shares with later layers in a decode step.
+    """Selection of an anchor (`find_anchor`), which later layers reuse in a decode step.
 
     Attributes:
         layer: layer index of the anchor.
@@ -168,15 +168,21 @@ def min_sparse_tokens(config: CabConfig) -> int | None:
 
 
 def mapped_kv_heads(head_map_row: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
-    """Return the KV head of the anchor for each KV head of a layer.
+    """Return the KV head of the anchor whose selected keys each KV head of a later layer reuses.
 
-    A KV head is mapped to the KV head of the anchor to which most query heads of its group are
-    mapped. Ties are resolved in favour of the first query head of the group.
+    The anchor of a cascade is the layer that selects keys for the later layers. ``head_map`` maps
+    every query head of a later layer to a query head of the anchor, and thereby to a KV head of the
+    anchor. The query heads of one group share one KV head of the later layer, and can be mapped to
+    different KV heads of the anchor. The most frequent KV head of the anchor is returned; in a tie,
+    the KV head of the first query head in the group.
 
     Args:
-        head_map_row: row of ``head_map``: the query head of the anchor for each query head of the
-            layer.
-        kv_heads: number of KV heads of the layer.
+        head_map_row: the query head of the anchor for each query head of the later layer, a row of
+            ``head_map``.
+        kv_heads: number of KV heads of the later layer, equal to that of the anchor.
+
+    Returns:
+        One KV head of the anchor for each KV head of the later layer.
     """
     group = len(head_map_row) // kv_heads
     mapped_heads = []

@@ -167,7 +167,7 @@ class _RouterLoss:
         self.original_loss = self.sharding = None
 
     def sharded_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of all tokens, divided by the number of ranks W.
+        """Return the loss of the tokens of all ranks, divided by the number of ranks W.
 
         The gradient flows to the router logits of this rank only, and is not divided by W.
         Arguments as for `load_balancing_loss_func` of transformers.
@@ -183,9 +183,16 @@ class _RouterLoss:
         return loss - loss.detach() * (1 - 1 / self.group.size())
 
     def _gather_logits(self, logits: Tensor) -> Tensor:
-        """All-gather the logits of one router without padding, [B * n, E] -> [B * N, E].
+        """All-gather the logits of one router, and remove the logits of padding tokens.
 
         The gradient flows to the logits of this rank only.
+
+        Args:
+            logits: [B * n, E], logits of the n tokens of this rank, including padding, for E
+                experts.
+
+        Returns:
+            [B * N, E], logits of all N tokens of the whole sequence, in the order of the sequence.
         """
         local_logits = logits.reshape(
             -1, self.sharding.tokens_per_rank, logits.shape[-1]

@@ -213,12 +213,12 @@ class ShardedLayout:
         """All-gather a tensor with one entry per block, and put blocks in the order of the layout.
 
         Args:
-            x: tensor of this rank, with n / size entries in dimension ``dim``.
+            x: tensor of this rank, with n / block_size entries in dimension ``dim``.
             dim: dimension of the blocks.
             block_size: tokens per block.
 
         Returns:
-            The entries of all ranks, N' / size in dimension ``dim``, without gradient. Blocks
+            The entries of all ranks, N' / block_size in dimension ``dim``, without gradient. Blocks
             without tokens have zeros.
         """
         block_index, is_filled = self.shard_map.blocks(block_size)
@@ -243,7 +243,7 @@ class ShardedMask(MaskInfo):
 
     @property
     def sharding(self) -> Sharding:
-        """The tokens of every rank, and the lengths of the documents."""
+        """The `Sharding` of the sequence: the assignment of tokens to ranks."""
         return self.state.get_stored(SHARDING_KEY)
 
     def layout(

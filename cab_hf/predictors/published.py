@@ -121,8 +121,8 @@ def compute_block_frc(
     if k_coarse.shape[2] != num_blocks:
         raise ValueError(
             f"k_coarse must have as many blocks as q_coarse ({num_blocks}), got "
-            f"{k_coarse.shape[2]}. Pass q and k of equal length: triangles use each block as a "
-            "query and as a key."
+            f"{k_coarse.shape[2]}. Pass q and k of equal length, because the matrix product A A "
+            "requires a square A."
         )
     queries, keys = q_coarse.float(), k_coarse.float()
     keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)

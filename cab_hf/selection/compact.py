@@ -252,7 +252,7 @@ def _compact_kernel(
 ):
     """Write the selected blocks of one query block of a head to its lists, see `fill_lists`."""
     row = tl.program_id(0).to(tl.int64)
-    # bounds of the row, see `row_bounds`: scalars
+    # bounds of the row, see `row_bounds`: scalars. ``bounds_plane`` is the stride between bounds
     row_bounds = bounds + row // (heads * q_blocks) * q_blocks + row % q_blocks
     bounds_plane = tl.num_programs(0) // heads
     first_visible = tl.load(row_bounds)

@@ -829,7 +829,9 @@ def _farthest_points_kernel(
     sample_number = tl.arange(0, COUNT)
     samples = tl.full([COUNT], -1, tl.int32)
     for iteration in range(COUNT):
-        # the index is in the lowest bits: ties go to the earlier query
+        # pack max_similarity (high bits) and the index of the query in its block (low bits) into
+        # one integer per query: the minimum has the lowest similarity and, in a tie, the lowest
+        # index
         packed_min = tl.min(max_similarity * BLOCK_Q + index, 0)
         sampled_index = packed_min & (BLOCK_Q - 1)
         is_found = packed_min < PADDING_STEPS * BLOCK_Q

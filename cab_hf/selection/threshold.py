@@ -360,6 +360,7 @@ def _threshold_kernel(
 ):
     """Write the bitmap of one query block of a head from the logits of its samples.
 
+    ``bounds_plane`` is the stride, in elements, between the different bounds in ``bounds``.
     ``begin`` is the first query block of the launch. TAIL is "none" for no dense tail, and "listed"
     if the tail selects all visible blocks. TAIL is "named" if the tail selects no block, because
     the plan names the query blocks of the tail.

@@ -1,4 +1,4 @@
-"""The switch with which a client makes its request dense, and the cache salts of requests.
+"""The switch by which a client selects dense attention for its request, and the cache salts.
 
 The salts keep requests with different settings from sharing entries of the prefix cache.
 """
@@ -15,14 +15,15 @@ from cab_hf.checks import short_repr
 from cab_hf.config import CabConfig
 from cab_hf.vllm import settings_of
 
-# key of the switch in ``SamplingParams.extra_args``, which the API fills from ``vllm_xargs``
+# key in ``SamplingParams.extra_args``, which the API fills from the field ``vllm_xargs`` of a
+# request. The value of the key switches between dense and sparse attention for the prompt.
 SWITCH_KEY = "cab"
 DENSE_VALUES = (False, 0, "false", "dense")
 SPARSE_VALUES = (True, 1, "true", "sparse")
 
 
 def is_dense(sampling_params: Any) -> bool:
-    """Return True if the switch of a request selects dense attention for its prompt.
+    """Return True if the `SWITCH_KEY` of a request selects dense attention for its prompt.
 
     Args:
         sampling_params: ``SamplingParams`` of the request; None for a request without sampling.

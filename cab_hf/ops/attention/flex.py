@@ -254,7 +254,13 @@ def _transpose_lists(lists: BlockIndices, num_key_blocks: int) -> BlockIndices:
 
 
 def block_mask(tables: BlockTables, q_length: int, kv_length: int) -> BlockMask:
-    """Build a BlockMask from the tables, for ``q_length`` queries and ``kv_length`` keys."""
+    """Build the BlockMask that passes a plan to FlexAttention.
+
+    Args:
+        tables: The plan, converted by `make_block_tables`.
+        q_length: Number of queries.
+        kv_length: Number of keys.
+    """
     first_key, last_key, bitmap = tables.first_key, tables.last_key, tables.bitmap
     query_block, key_block = tables.bitmap_blocks
 

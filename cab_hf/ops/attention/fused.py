@@ -312,8 +312,8 @@ def _block_attention_fwd_kernel(
         num_tiles = tl.load(lists.counts + plan_row) * (KEY_BLOCK // BLOCK_N)
         if MASKED:
             # loaded after the loop over full blocks, where registers are scarce
-            query = query_start + tl.arange(0, BLOCK_M)
-            first_key, last_key = load_key_ranges(plan, batch, query, sizes.q_length)
+            query_index = query_start + tl.arange(0, BLOCK_M)
+            first_key, last_key = load_key_ranges(plan, batch, query_index, sizes.q_length)
         for tile_index in tl.range(0, num_tiles, num_stages=STAGES):
             # k, v: [BLOCK_N, D]; qk, p: [BLOCK_M, BLOCK_N]
             key_start = tile_start(indices, tile_index, KEY_BLOCK, BLOCK_N)
@@ -324,9 +324,9 @@ def _block_attention_fwd_kernel(
             if CAPPED:
                 qk = tanh(qk * cap_scale)
             if MASKED:
-                key = key_start + tl.arange(0, BLOCK_N)[None, :]
+                key_index = key_start + tl.arange(0, BLOCK_N)[None, :]
                 qk = tl.where(
-                    is_visible(key, first_key[:, None], last_key[:, None]), qk, float("-inf")
+                    is_visible(key_index, first_key[:, None], last_key[:, None]), qk, float("-inf")
                 )
             m_i, l_i, p, alpha = online_softmax_update(
                 m_i=m_i, l_i=l_i, qk=qk, qk_scale=qk_scale, MASKED=MASKED
@@ -349,7 +349,9 @@ def _block_attention_fwd_kernel(
     )
     query_lse = tl.where(has_no_keys, float("-inf"), (m_i + tl.log2(l_i)) * LN_2)
     plane = tl.program_id(1).to(tl.int64)
-    tl.store(lse + plane * sizes.q_length + query, query_lse, mask=query < sizes.q_length)
+    tl.store(
+        lse + plane * sizes.q_length + query_index, query_lse, mask=query_index < sizes.q_length
+    )
 
 
 @triton.jit
@@ -379,9 +381,9 @@ def _block_attention_bwd_query_kernel(
     batch, head, kv_head, plan_row = locate_tile(tl.program_id(1), query_start, sizes, QUERY_BLOCK)
 
     # first, last, lse, delta: [BLOCK_M]; q, do, dq: [BLOCK_M, D]
-    query = query_start + tl.arange(0, BLOCK_M)
-    first_key, last_key = load_key_ranges(plan, batch, query, sizes.q_length)
-    query_offset = tl.program_id(1).to(tl.int64) * stats.padded_length + query
+    query_index = query_start + tl.arange(0, BLOCK_M)
+    first_key, last_key = load_key_ranges(plan, batch, query_index, sizes.q_length)
+    query_offset = tl.program_id(1).to(tl.int64) * stats.padded_length + query_index
     lse = tl.load(stats.lse + query_offset)
     delta = tl.load(stats.delta + query_offset)
     q = load_tile(desc_q, batch, head, token=query_start, channel=0, TOKENS=BLOCK_M, CHANNELS=D)
@@ -407,8 +409,8 @@ def _block_attention_bwd_query_kernel(
                 qk = tanh(qk * cap_scale)
             p = tl.exp2(qk * qk_scale - lse[:, None])
             if MASKED:
-                key = key_start + tl.arange(0, BLOCK_N)[None, :]
-                p = tl.where(is_visible(key, first_key[:, None], last_key[:, None]), p, 0.0)
+                key_index = key_start + tl.arange(0, BLOCK_N)[None, :]
+                p = tl.where(is_visible(key_index, first_key[:, None], last_key[:, None]), p, 0.0)
             dp = tl.dot(do, v.T, input_precision=PRECISION)
             ds = p * (dp - delta[:, None])
             if CAPPED:
@@ -509,7 +511,7 @@ def _block_attention_bwd_key_kernel(
     # k, v, dk, dv: [BLOCK_N, D]
     key_start = key_tile * BLOCK_N
     kv_head = first_head // (heads // kv_heads)
-    key = key_start + tl.arange(0, BLOCK_N)
+    key_index = key_start + tl.arange(0, BLOCK_N)
     k = load_tile(desc_k, batch, kv_head, token=key_start, channel=0, TOKENS=BLOCK_N, CHANNELS=D)
     v = load_tile(desc_v, batch, kv_head, token=key_start, channel=0, TOKENS=BLOCK_N, CHANNELS=D)
     dk = tl.zeros((BLOCK_N, D), tl.float32)
@@ -526,27 +528,29 @@ def _block_attention_bwd_key_kernel(
             for tile_index in tl.range(0, num_tiles, num_stages=STAGES):
                 # q, do: [BLOCK_M, D]; qk, p, dp, ds: [BLOCK_N, BLOCK_M]
                 query_start = tile_start(rows, tile_index, QUERY_BLOCK, BLOCK_M)
-                query = query_start + tl.arange(0, BLOCK_M)
+                query_index = query_start + tl.arange(0, BLOCK_M)
                 q = load_tile(
                     desc_q, batch, head, token=query_start, channel=0, TOKENS=BLOCK_M, CHANNELS=D
                 )
                 do = load_tile(
                     desc_do, batch, head, token=query_start, channel=0, TOKENS=BLOCK_M, CHANNELS=D
                 )
-                lse = tl.load(stats.lse + stats_offset + query)
+                lse = tl.load(stats.lse + stats_offset + query_index)
                 qk = tl.dot(k, q.T, input_precision=PRECISION)
                 if CAPPED:
                     qk = tanh(qk * cap_scale)
                 p = tl.exp2(qk * qk_scale - lse[None, :])
                 if MASKED:
-                    first_key, last_key = load_key_ranges(plan, batch, query, sizes.q_length)
+                    first_key, last_key = load_key_ranges(plan, batch, query_index, sizes.q_length)
                     p = tl.where(
-                        is_visible(key[:, None], first_key[None, :], last_key[None, :]), p, 0.0
+                        is_visible(key_index[:, None], first_key[None, :], last_key[None, :]),
+                        p,
+                        0.0,
                     )
                 dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
                 dp = tl.dot(v, do.T, input_precision=PRECISION)
                 # loaded after the product, because registers are scarce
-                delta = tl.load(stats.delta + stats_offset + query)
+                delta = tl.load(stats.delta + stats_offset + query_index)
                 ds = p * (dp - delta[None, :])
                 if CAPPED:
                     # derivative of tanh

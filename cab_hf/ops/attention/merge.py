@@ -133,7 +133,8 @@ def _merge_rows_kernel(
 ):
     """Merge the results over all parts of the keys for BLOCK_M queries of one head.
 
-    The merge is an online softmax over the log-sum-exps of the parts.
+    The merge is an online softmax over the log-sum-exps of the parts. ``lse_batch`` and
+    ``lse_head`` are strides of ``lse`` in elements.
     """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     plane = tl.program_id(1).to(tl.int64)

@@ -275,8 +275,8 @@ def empty_transposed(x: Tensor, dim: int | None = None) -> Tensor:
 
 def vectors(x: Tensor) -> Vectors:
     """Return x [B, H, N, D] with its strides, as an argument of kernels. D must be contiguous."""
-    batch, head, token = x.stride()[:3]
-    return Vectors(data=x, batch=batch, head=head, token=token)
+    batch_stride, head_stride, token_stride = x.stride()[:3]
+    return Vectors(data=x, batch=batch_stride, head=head_stride, token=token_stride)
 
 
 def descriptor(x: Tensor, tokens: int, channels: int | None = None) -> TensorDescriptor | Tiles:
@@ -288,12 +288,12 @@ def descriptor(x: Tensor, tokens: int, channels: int | None = None) -> TensorDes
         channels: Channels per tile; None for D, rounded up to a power of two.
     """
     if not launch.reads_by_descriptor(x.device):
-        batch, head, token = x.stride()[:3]
+        batch_stride, head_stride, token_stride = x.stride()[:3]
         return Tiles(
             data=x,
-            batch=batch,
-            head=head,
-            token=token,
+            batch=batch_stride,
+            head=head_stride,
+            token=token_stride,
             tokens=x.shape[2],
             channels=x.shape[3],
         )
@@ -400,8 +400,8 @@ def vectors_at(x, batch, head, token):
 def load_tile(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
     """Load a tile [TOKENS, CHANNELS] of the tensor of a `descriptor`.
 
-    ``token`` and ``channel`` are the first of the tile. Entries after the tensor's last token or
-    last channel are 0.
+    ``token`` and ``channel`` are the indices of the first token and channel of the tile. Entries
+    after the tensor's last token or last channel are 0.
     """
     if isinstance(x, tl.tensor_descriptor):
         tile = x.load([batch, head, token, channel]).reshape(TOKENS, CHANNELS)
@@ -426,8 +426,8 @@ def store_tile(
 ):
     """Write ``tile`` [TOKENS, CHANNELS] to the tensor of a `descriptor`, in the tensor's dtype.
 
-    ``token`` and ``channel`` are the first of the tile. Entries after the tensor's last token or
-    last channel are not written.
+    ``token`` and ``channel`` are the indices of the first token and channel of the tile. Entries
+    after the tensor's last token or last channel are not written.
     """
     if isinstance(x, tl.tensor_descriptor):
         tile = tile.to(x.dtype).reshape(1, 1, TOKENS, CHANNELS)

@@ -185,6 +185,8 @@ def _attend_kernel(
     weighted values. The keys that are not selected (unread keys) count as one key, whose value is
     the mean of `NUM_MEAN_VALUES` values. Programs after the first ``key_splits`` write partial
     results of this key, each from ``MEAN_VALUES`` values.
+
+    The arguments ``X_batch`` and ``X_head`` are strides of ``X_ptr`` in elements.
     """
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, kv_head = row // kv_heads, row % kv_heads
