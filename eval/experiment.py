@@ -47,8 +47,9 @@ Row = Mapping[str, Any]
 class Experiment(ABC):
     """The base class of experiments.
 
-    Subclasses load models and create clocks when `measure` first needs them, not in the
-    constructor.
+    A case is one measurement, identified by the values of the fields `CASE`. The sample of a case
+    is the logged record of the case and its result. Subclasses load models, and create objects that
+    time kernels, when `measure` first needs them, not in the constructor.
 
     Attributes:
         name: the command that runs the experiment.

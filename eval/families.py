@@ -200,9 +200,6 @@ class Families(Experiment):
 EXPERIMENT = Families
 
 
-# --- verdicts
-
-
 def make_row(sample: Row) -> dict[str, Any]:
     """Return the row of a model type.
 

@@ -219,8 +219,6 @@ class Fidelity(LongRun):
         files = filter(None, self.settings.files.values())
         return {Path(file).name: read_sentences("texts", file) for file in files}
 
-    # --- texts
-
     def _haystack(self, text: str, probe: str) -> Haystack:
         """Return the `Haystack` that builds the prompts of a probe from a text."""
         file = self.settings.files[text]
@@ -316,8 +314,6 @@ class Fidelity(LongRun):
         reading = self.reading(text=text, length=length, probe=PERPLEXITY, depth=None, index=0)
         return reading.tokens
 
-    # --- cases
-
     def questions(self, method: str) -> list[dict[str, Any]]:
         """Return probe, depth and index of all cases of a method on one text and length."""
         settings = self.settings
@@ -381,7 +377,8 @@ class Fidelity(LongRun):
             yield from sorted(chain.from_iterable(cases_by_question.values()), key=self.waits)
 
     def alone(self, case: Mapping[str, Any]) -> bool:
-        # A method is fitted to a time once per cell, because times vary. One process must therefore
+        # A cell (`get_cell`) consists of all cases with equal method, text, length and budget. A
+        # method is fitted to a time once per cell, because times vary. One process must therefore
         # measure all cases of the cell.
         return case["probe"] == TIME or self.by_time(case)
 
@@ -397,8 +394,11 @@ class Fidelity(LongRun):
 
         The budget is a density in layers that are not dense, or the milliseconds of attention if
         `by_time` is True. Returns None for methods without a budget, or while samples of the method
-        of ``--match`` are missing. If ``samples`` contain a config that an earlier run fitted to
-        the cell by time, the call also adds the method with this config to `timed`.
+        of ``--match`` are missing.
+
+        An earlier run may have logged the config with which a method has the attention time of the
+        ``--match`` method. If ``samples`` contain such a config for the cell of the case
+        (`get_cell`), the call also adds the method with this config to `timed`.
         """
         for sample in samples:
             if get_cell(sample) == get_cell(case) and "fitted_config" in sample:
@@ -411,8 +411,6 @@ class Fidelity(LongRun):
         if self.by_time(case):
             return next((get_attention_ms(s) for s in matched_samples if s["probe"] == TIME), None)
         return average_sparse_density(select_density_samples(matched_samples))
-
-    # --- methods and their budgets
 
     @cached_property
     def clock(self) -> AttentionClock | None:
@@ -457,8 +455,6 @@ class Fidelity(LongRun):
         method = self.fit(find_method_class(method_name), config, case, text_key, took=measure_ms)
         self.timed[get_cell(case)] = method
         return method
-
-    # --- samples
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """Return the scores of the predictions, or the attention time of the cell."""
@@ -614,8 +610,6 @@ class Fidelity(LongRun):
         ]
         ids = torch.tensor([reading.tokens for reading in readings], device=self.model.device)
         return readings, ids, min(reading.prompt for reading in readings)
-
-    # --- report
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:

@@ -49,9 +49,6 @@ RATIO_FIELDS, KL_FIELDS = ("ratio", "ratio_low", "ratio_high"), ("kl", "kl_low",
 GROWTH_FIELDS = ("growth", "growth_low", "growth_high")
 
 
-# --- rows
-
-
 def select_density_samples(samples: Sequence[Row]) -> list[Row]:
     """Return the samples of a cell whose mean density is the density of the cell.
 
@@ -353,9 +350,6 @@ def _record_missing_cases(rows: Sequence[dict[str, Any]], cells: Sequence[Sequen
             row["fewer"] = missing_cases
 
 
-# --- tables
-
-
 def make_tables(rows: Sequence[Row]) -> dict[str, str]:
     """Return heading -> Markdown table, one table per text, without empty columns."""
     columns = {
@@ -518,8 +512,6 @@ COLUMNS = {
     },
 }
 
-# --- sentences
-
 
 def make_sentences(rows: Sequence[Row]) -> list[str]:
     """Return the sentences of the report.
@@ -597,14 +589,14 @@ def _describe_differences(row: Row, rows: Sequence[Row]) -> list[str]:
         row[probe] if row.get(probe, {}).get("pairs") else None for probe in PROBES_WITH_OWN_PHRASES
     )
     if continuation_result:
-        full_rows = [
+        rows_of_method_full = [
             other_row
             for other_row in rows
             if other_row["method"] == Full.name and get_text_key(other_row) == get_text_key(row)
         ]
         noise_kls = [
             digits(other_row[CONTINUATION]["kl"])
-            for other_row in full_rows
+            for other_row in rows_of_method_full
             if other_row.get(CONTINUATION)
         ]
         noise_note = f" (kernels alone: {noise_kls[0]})" if noise_kls else ""

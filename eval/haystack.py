@@ -141,7 +141,7 @@ class Haystack:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a rendered prompt."""
-        # a text that a chat template has rendered contains the special tokens already
+        # a prompt that a chat template has rendered contains the special tokens already
         has_no_template = self.tokenizer.chat_template is None
         return self.tokenizer(text, add_special_tokens=has_no_template)["input_ids"]
 
@@ -163,25 +163,30 @@ class Haystack:
             sentences: the filler.
         """
         sentence_ends = [0, *accumulate(map(self._count_sentence_tokens, sentences))]
-        text = list(sentences)
+        context_sentences = list(sentences)
         # insert the deepest needle first, so that indices of earlier borders stay valid
         for depth, needle in sorted(needles, reverse=True):
-            text.insert(find_nearest(sentence_ends, depth * sentence_ends[-1]), needle)
+            context_sentences.insert(find_nearest(sentence_ends, depth * sentence_ends[-1]), needle)
         question = QUESTION.format(whose=whose)
         questions_before = [question] if self.question_first else []
         content = "\n\n".join(
-            [make_instruction(self.keys), *questions_before, join_sentences(text), question]
+            [
+                make_instruction(self.keys),
+                *questions_before,
+                join_sentences(context_sentences),
+                question,
+            ]
         )
         return render_turns(self.tokenizer, [content, ANSWER.format(whose=whose)])
 
     def _count_sentence_tokens(self, sentence: str) -> int:
         """Return the number of tokens of a sentence that follows another sentence."""
         if sentence not in self._sizes:
-            # measure the sentence after another one, because some tokenizers add a token to the
-            # start of a text
+            # count the tokens after another sentence, because some tokenizers put an additional
+            # token, such as a space, before the first word of every string
             first_tokens, joined_tokens = (
-                len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-                for text in (NOISE_SENTENCES[0], f"{NOISE_SENTENCES[0]} {sentence}")
+                len(self.tokenizer(string, add_special_tokens=False)["input_ids"])
+                for string in (NOISE_SENTENCES[0], f"{NOISE_SENTENCES[0]} {sentence}")
             )
             self._sizes[sentence] = joined_tokens - first_tokens
         return self._sizes[sentence]

@@ -225,8 +225,6 @@ class LongRun(OnModel):
             torch.cuda.empty_cache()
         return {**case, self.FAILED: reason}
 
-    # --- shards
-
     def found(self) -> list[Row]:
         """Return the samples without errors in the logs of the run and of all its shards.
 

@@ -93,8 +93,6 @@ def sentence(folder: str) -> Callable:
     return register
 
 
-# --- quality and speed of configurations
-
 DEFAULT_FOLDERS = ("fidelity-strided-32k", "fidelity-strided-131k")
 FRONT_FOLDERS = (
     "fidelity-front-8k",
@@ -227,9 +225,6 @@ def models(rows: DataFrame) -> DataFrame:
     return show(rows, names, kl="KL (noise)")
 
 
-# --- tasks
-
-
 def add_task_mean(rows: DataFrame) -> DataFrame:
     """Set the column ``mean`` to the mean share of right answers over tasks.
 
@@ -285,9 +280,6 @@ def tasks(rows: DataFrame) -> DataFrame:
     }
     columns = show(rows, "model length method density over_dense").assign(**shares)
     return columns.join(show(rows, "mean tasks.delta"))
-
-
-# --- time to the first token
 
 
 @sentence("speed-ttft")
@@ -348,9 +340,6 @@ def question(rows: DataFrame) -> str:
     )
 
 
-# --- serving
-
-
 def _make_serving_table(rows: DataFrame) -> DataFrame:
     """Return a table of serving times, without implementations that served no request."""
     names = "longest implementation total_s over_best prompt_tokens_s"
@@ -375,9 +364,6 @@ def served_in_short(rows: DataFrame) -> str:
         "vLLM answers a trace of prompts of 1,024 to 131,072 tokens "
         f"{row['over_best']:.2f} × as fast ([report](eval/results/speed-serve-vllm/report.md))."
     )
-
-
-# --- the longest sequences that fit in memory
 
 
 def select_longest(rows: DataFrame, by: Sequence[str]) -> DataFrame:
@@ -425,8 +411,6 @@ def longest_steps(rows: DataFrame) -> DataFrame:
     names = "gib length seconds density offloaded host_gib"
     return show(rows, names, seconds="seconds per step")
 
-
-# --- kernels of one layer
 
 CODE_PATH_FOLDERS = ("fidelity-fp8", "fidelity-code-of-8.0", "fidelity-code-of-8.9")
 
@@ -480,9 +464,6 @@ def batches(rows: DataFrame) -> DataFrame:
     return show(add_fastest(rows), names)
 
 
-# --- decoding
-
-
 @table(["speed-decode", "speed-decode-model", "speed-decode-model-8k"])
 def decode(rows: DataFrame) -> DataFrame:
     rows = rows[rows["budget"].notna()].sort_values(["length", "batch", "budget"], kind="stable")
@@ -514,8 +495,6 @@ def decoded(rows: DataFrame) -> DataFrame:
     }
     return show(rows, "text length density kl agreement recall", **headings)
 
-
-# --- training
 
 TRAINING_BY_FOLDER = {
     "fidelity-smollm2-beyond": "not at all",
@@ -618,9 +597,6 @@ def read_step_seconds(folder: Path) -> float | None:
     return median(step["seconds"] for step in steps if step["step"] > WARM_UP_STEPS)
 
 
-# --- several GPUs
-
-
 @table(
     [
         "speed-context-parallel",
@@ -651,8 +627,6 @@ def sharded(rows: DataFrame) -> DataFrame:
     names = "measured length world baseline_s seconds over_best density peak_gib"
     return show(rows, names, seconds="CAB, s", peak_gib="GiB per GPU")
 
-
-# --- model types
 
 MODELS_BY_TYPE = {
     "llama": "Llama 2, 3, 3.1 to 3.3; SmolLM2",

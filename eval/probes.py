@@ -1,4 +1,4 @@
-"""The names and constants of the probes of `fidelity`; a probe is a kind of text and of score."""
+"""The names and constants of the probes of `fidelity`; a probe is a kind of prompt and of score."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONTINUATION, ASKED = "continuation", "asked"
 # the probe that predicts the last tokens of every turn of a chat, whose turns share one KV cache
 TURNS, TURN_COUNT = "turns", 5
 # Probes in which the method computes the tokens after a prompt in decode steps. For GREEDY, the
-# model generates these tokens; for the other probes, they are tokens of the text.
+# model generates these tokens; for the other probes, they are tokens of the document.
 DECODE, DECODE_ASKED, GREEDY = "decode", "decode_asked", "greedy"
 DECODES = (DECODE, DECODE_ASKED, GREEDY)
 WITH_KEYS_ASKED = (ASKED, DECODE_ASKED)
@@ -30,15 +30,15 @@ ALL_TASKS = "tasks"
 # default probes
 DEFAULT_PROBES = (CONTINUATION, ASKED, PASS, QUESTION_FIRST, RECALL, PERPLEXITY)
 NUM_CONTINUED = 256  # tokens that are read after a prompt
-CONTINUED_SHARE = 8  # prompts are so long that at most 1 / 8 of a text is read after its prompt
-# Largest number of tokens in a batch of texts that are decoded together. Batches save time, because
-# all texts of a batch share the kernel launches of a decode step.
+CONTINUED_SHARE = 8  # at most 1 / 8 of a document is read after the prompt, which is its beginning
+# Largest number of tokens in a batch of sequences that are decoded together. Batches save time,
+# because all sequences of a batch share the kernel launches of a decode step.
 MAX_BATCH_TOKENS = 2**17
 PASSKEY_PROBES = (
     PASS,
     QUESTION_FIRST,
     MULTI_KEY,
-)  # probes whose texts are passkey prompts of `Haystack`; the texts of other probes are documents
+)  # probes that use passkey prompts of `Haystack`; all other probes use documents
 # probe -> number of named keys in its passkey prompts; other probes have one key without a name
 NAMED_KEYS = {MULTI_KEY: 4}
 # smallest distance between predicted block starts, in tokens; the usual query blocks divide it

@@ -236,9 +236,10 @@ def _load_model(settings: Settings) -> tuple[Any, Any]:
 
 
 def limit_lengths(settings: Settings) -> Settings:
-    """Remove default lengths that exceed the number of positions of the model.
+    """Remove lengths that exceed the number of positions of the model from the default lengths.
 
-    If all default lengths are too long, the number of positions replaces them.
+    Only `GPU_LENGTHS`, the default lengths on a GPU, are shortened. If all of `GPU_LENGTHS` are too
+    long, the number of positions of the model is the only length.
 
     Raises:
         UsageError: a length exceeds the number of positions, and the lengths are not `GPU_LENGTHS`.

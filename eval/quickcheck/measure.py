@@ -148,8 +148,6 @@ class Measurements:
             return self.first_token(step, rows)
         return self.divergence(step) if step.measure == KL else self.recall(step)
 
-    # --- attention
-
     def config_of(self, step: Step) -> CabConfig:
         """Return the config of a step; for the method FULL, a config that selects every block."""
         if step.method == FULL:
@@ -169,8 +167,6 @@ class Measurements:
     def kernel(self, name: str) -> AbstractContextManager[None]:
         """Switch the model to a dense kernel of `kernel_names` inside the block."""
         return attend_with(self.model, name, self.own)
-
-    # --- time
 
     def prompt(self, length: int, index: int = 0) -> Tensor:
         """Return document ``index`` without keys as token ids, int64 [1, length]."""
@@ -316,8 +312,6 @@ class Measurements:
         status = Path("/proc/self/status")
         peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
         return int(peak[1]) / 2**20 if peak else None
-
-    # --- quality
 
     def continuation(self, length: int, index: int) -> TeacherForced:
         """Return document ``index`` without keys, whose last tokens are the predicted range.

@@ -111,9 +111,11 @@ class Settings(models.LongestSettings):
         self.check_choice("implementations", accepted_names)
         self.check("experts", not self.experts, "0, because the adapters and tiles are of one MLP")
         supports_cp = CP not in self.spread or set(self.implementations) & set(NAMES)
-        cp_names = ", ".join(name for name in NAMES if name in accepted_names)
+        sharded_implementations = ", ".join(name for name in NAMES if name in accepted_names)
         self.check(
-            "implementations", supports_cp, f"some of {cp_names} if a sequence is sharded ({CP})"
+            "implementations",
+            supports_cp,
+            f"some of {sharded_implementations} if a sequence is sharded ({CP})",
         )
         self.check("qlora", not (self.qlora and self.is_spread), "left out if ranks share a step")
         has_default = not self.longest or any(":" not in part for part in self.max_density)
@@ -373,7 +375,7 @@ def apply_memory_savings(
         num_offloaded: number of layers whose inputs are offloaded to the host.
     """
     model = train_state(settings).objective.model
-    # one tile of all tokens, and of the padding of ranks, means no tiles
+    # a larger tile than any sequence disables tiling: one tile contains all tokens and padding
     compute_in_tiles(model, tile_tokens or sys.maxsize)
     offload = Offload(num_offloaded, torch.device(settings.device))
     # `enable` frees the pinned memory of an earlier case before `reserve` pins more

@@ -38,8 +38,8 @@ def passkey_documents(
 
     Args:
         max_seq_lengths: lengths in tokens.
-        samples: prompts per length.
-        keys: number of hidden keys.
+        samples: number of prompts per length.
+        keys: number of hidden keys per prompt.
         haystack: UTF-8 file whose sentences surround the keys; None: the sentences
             `NOISE_SENTENCES`.
         seed: seed of the prompts.
@@ -84,14 +84,16 @@ def recall_documents(
     seed: int = 0,
     **others: Any,
 ) -> Documents:
-    """Return a question for each key that the documents repeat.
+    """Return a question for each key that a document repeats.
 
-    The field ``text`` ends before the repeated key, and ``key`` contains the digits of the key. If
-    ``text`` ends with a blank, lm_eval scores the blank together with the digits.
+    Every document states ``keys`` named numbers (keys), and repeats these keys later. A question is
+    a dict: the field ``text`` is the document up to the repeated key, and ``key`` contains the
+    digits of the key. If ``text`` ends with a space, lm_eval scores the space together with the
+    digits.
 
     Args:
-        keys: keys per document.
-        documents: documents per length.
+        keys: number of different keys in each document.
+        documents: number of documents per length.
         max_seq_lengths, haystack, seed, others: as in `passkey_documents`.
     """
     tokenizer, sentences = load_tokenizer(**others), _sentences(haystack)
