@@ -73,7 +73,7 @@ class Document(NamedTuple):
         """Return the tokens from ``start_token`` to ``end_token``, exclusive, as a document."""
         return Document(
             end_token - start_token,
-            lambda: tuple(array[start_token:end_token] for array in self.make_arrays()),
+            lambda: tuple(per_token[start_token:end_token] for per_token in self.make_arrays()),
         )
 
 
@@ -232,9 +232,9 @@ def refuse_overlap(
         for file, file_hash in source.files.items():
             if file_hash in source_by_hash:
                 raise UsageError(
-                    f"validation must contain other texts than data, got {source.name!r} and "
-                    f"{source_by_hash[file_hash]!r}, where {file.name} is the same text. Give "
-                    "other texts, or leave validation out to hold out documents of data."
+                    f"validation must contain other documents than data, got {source.name!r} and "
+                    f"{source_by_hash[file_hash]!r}, which both have the content of {file.name}. "
+                    "Give other documents, or leave validation out to hold out documents of data."
                 )
 
 
@@ -247,7 +247,8 @@ def _find_local_files(name: str) -> list[Path]:
     path, suffixes_text = Path(os.path.expanduser(name)), ", ".join(FILE_READERS)
     if not path.is_file() and not path.is_dir():
         is_path = path.suffix in FILE_READERS or path.is_absolute() or name.startswith((".", "~"))
-        # for FOLDER:CONFIG, datasets would read the folder
+        # refuse FOLDER:CONFIG: `_open_hub` passes the part before ":" to the package `datasets`,
+        # which would read the local folder instead of a data set on the hub
         if is_path or Path(name.split(":")[0]).is_dir():
             raise _missing_path_error(name)
         return []
