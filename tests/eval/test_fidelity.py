@@ -33,9 +33,6 @@ def book(tmp_path):
     return str(file)
 
 
-# --- settings
-
-
 def test_variants_are_parsed_into_configs(tmp_path):
     cab_fields, model_config = tmp_path / "fields.json", tmp_path / "model.json"
     cab_fields.write_text(json.dumps({"mass_threshold": 0.7}))
@@ -72,9 +69,6 @@ def test_example_variants_file_is_valid():
     configs = Settings(variant=(str(file),)).configs
     assert len(configs) == 10 and configs["cab:rows-128-keys"].key_block == 128
     assert {config.predictor for name, config in configs.items() if name != "cab"} == {"rows"}
-
-
-# --- the command
 
 
 def test_fidelity_command_writes_expected_rows(model_folder, tmp_path, book, capsys, monkeypatch):
@@ -335,9 +329,6 @@ def remove_floors(row):
         for field, value in row.items()
         if field != "over_floor"
     }
-
-
-# --- time
 
 
 class CountingBench(Bench):

@@ -45,9 +45,6 @@ def rows(name):
     return read_results(RESULTS / name).rows
 
 
-# --- bytes of a real model
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(
     "model_type", ["llama", "gemma3_text", "gemma4_text", "deepseek_v3", "qwen3_next", "mixtral"]
@@ -79,9 +76,6 @@ def test_estimated_cache_bytes_equal_static_cache(llama):
     assert llama.estimate_memory(LENGTH, 128, fits.DYNAMIC).cache == size + layer / 2
     offloaded = llama.estimate_memory(LENGTH, None, fits.OFFLOADED)
     assert (offloaded.cache, offloaded.host) == (2 * layer, size)
-
-
-# --- committed measurements on a GPU
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -127,9 +121,6 @@ def test_longest_prompt_estimate_matches_search_on_small_gpus(llama, gib, chunk)
         for tensors_gib in (gib, gib - fits.CUDA_GIB):
             longest = llama.find_longest(tensors_gib * GIB, chunk or None, cache)
             assert longest == pytest.approx(measured["length"], rel=0.1)
-
-
-# --- the command
 
 
 def test_longest_prompt_fits_and_next_step_does_not(llama):

@@ -107,9 +107,6 @@ def test_report_renders_from_files_and_contains_command(model_folder, tmp_path, 
     assert json.loads(json.dumps(resumed_experiment.recorded())) == settings
 
 
-# --- cases out of memory
-
-
 def run_out_of_memory(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
 
@@ -138,9 +135,6 @@ def test_matched_method_waits_for_method_out_of_memory(
     resumed_results = run_eval_and_read_results("fidelity", model_folder, tmp_path)
     assert resumed_results["rows"] == finished_runs["fidelity"].results["rows"]
     assert "failed" not in resumed_results["provenance"]
-
-
-# --- shards
 
 
 def experiment_of(name, shard=None, **fields):
@@ -237,9 +231,6 @@ def test_merged_shards_equal_one_process(
     assert rows == [{**row, "seconds": None} for row in expected["rows"]]
     assert results["provenance"]["settings"] == expected["provenance"]["settings"]
     assert not list(out.glob("*shard*"))
-
-
-# --- models, texts and configs
 
 
 def test_run_continues_only_with_model_of_same_hash(run_passkey, model_folder, tmp_path, capsys):

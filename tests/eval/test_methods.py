@@ -222,9 +222,6 @@ def test_eviction_cache_with_padding_or_chunks_raises(name, model, ids):
             model(ids[:, 300:], past_key_values=cache)
 
 
-# --- all methods
-
-
 def test_fp8_without_torchao_raises(monkeypatch):
     monkeypatch.setattr(base, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match="torchao is not installed"):

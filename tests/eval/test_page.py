@@ -75,9 +75,6 @@ def committed():
     return page_of(RESULTS)
 
 
-# --- content
-
-
 def test_section_has_report_parts_and_escapes_html(folder):
     text = page_of(folder)
     assert matches("<h2><a[^>]*>(.*?)</a></h2>", text) == ["Told <i>: told"]
@@ -144,9 +141,6 @@ def test_folders_are_deduplicated_and_named_by_path(folder, tmp_path):
     assert {each.name for each in results} == names
     assert set(matches(r"<h2><a[^>]*>(.*?)</a>", text)) == {f"Told <i>: {name}" for name in names}
     assert len(set(matches(r'<section id="([^"]+)"', text))) == 2
-
-
-# --- the command
 
 
 def run(capsys, *words):

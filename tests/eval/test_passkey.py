@@ -124,9 +124,6 @@ def test_depths_are_parsed_as_count_or_list():
     assert passkey.parse_depths("0.1,1") == (0.1, 1.0)
 
 
-# --- the command
-
-
 def test_passkey_command_asks_all_methods_the_same_prompts(model_folder, tmp_path):
     # queries of a dense tail would attend to keys outside of the window of streaming
     options = ("--cab", "dense_tail_blocks=0", "--controls", "1", "--trust-remote-code")

@@ -77,9 +77,6 @@ def recall_row(length, method, threshold, right):
     return {**fields, "right": right, "pass_seconds": {method: 1.0}}
 
 
-# --- the search for a threshold
-
-
 @pytest.mark.parametrize("target", [0.002, 0.01, 0.02, 0.09])
 @pytest.mark.parametrize("slope", [0.5, 0.75, 1.2])
 def test_search_finds_threshold_of_power_law(target, slope):
@@ -128,9 +125,6 @@ def test_threshold_needs_kl_of_all_documents():
     assert advice.list_points(rows, 8192, START)[1].kl == pytest.approx(0.03)
 
 
-# --- the length from which CAB saves time
-
-
 @pytest.mark.parametrize(
     ("speedups", "expected"),
     [
@@ -146,9 +140,6 @@ def test_threshold_needs_kl_of_all_documents():
 )
 def test_break_even_length(speedups, expected):
     assert advice.pays_from(speedups, step=128) == expected
-
-
-# --- time limit
 
 
 def test_time_estimate_grows_with_length():
@@ -249,9 +240,6 @@ def test_kernels_are_ranked_at_nearest_length():
     assert ranked_kernels(rows, 8192) == ["b", "a"]
 
 
-# --- advice
-
-
 def advised(rows, target=TARGET):
     """Return the verdict on measured rows, and the sentence of advice about this verdict."""
     verdict = advice.verdict(rows, START, target, query_block=128)
@@ -321,9 +309,6 @@ def test_target_0_keeps_configured_threshold():
 def test_advice_considers_larger_kl_at_shorter_length():
     verdict, sentence = advised([*FAST, kl_row(8192, START, 0.05)])
     assert not verdict.is_close_enough and "keep dense attention" in sentence
-
-
-# --- runs
 
 
 def test_quickcheck_page_equals_committed_report():

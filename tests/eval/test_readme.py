@@ -82,9 +82,6 @@ def results(tmp_path):
     return tmp_path
 
 
-# --- committed results
-
-
 def test_committed_pages_equal_rendered_tables():
     text_of_pages = ""
     for path in (ROOT / "README.md", ROOT / "finetune" / "README.md", *ROOT.glob("docs/*.md")):
@@ -112,9 +109,6 @@ def test_committed_results_stay_below_size_limit():
         # rendering a committed run writes results.csv, which git ignores
         assert sum(path.stat().st_size for path in files if path.suffix != ".csv") < max_bytes
     assert not list(RESULTS.rglob("*.jsonl")) and len(list(RESULTS.glob("*/samples.jsonl.xz"))) > 9
-
-
-# --- tables
 
 
 def test_methods_are_merged_into_one_row():
@@ -238,9 +232,6 @@ def test_models_table_lists_models_of_default_runs(results):
     write(results / "by-others", rows, experiment="fidelity", settings=others)
     cells = ["0.20", "0.50", "0.0200 (0.00100)", "–", "× 0.90", "–", "-1.3 points"]
     assert table("models", results) == 2 * [["a", "32,768", "2", *cells]]
-
-
-# --- the command
 
 
 @pytest.fixture

@@ -218,9 +218,6 @@ def test_rendered_reports_equal_golden_file():
     assert "\n".join(map(section_of, SCENES)) == GOLDEN.read_text()
 
 
-# --- rows
-
-
 def test_rows_by_hand():
     dense, cab, variant = rows = rows_of("recall and perplexity")
     assert [row["method"] for row in rows] == ["dense", "cab", "cab:a"]
@@ -285,9 +282,6 @@ def test_committed_rows_equal_rows_of_samples(name):
     assert identity.items() <= {"experiment": "passkey", **settings}.items()
     # the last digits, which tables do not show, depend on the version of scipy
     assert Passkey.tables(Passkey.rows(samples, settings)) == Passkey.tables(content["rows"])
-
-
-# --- figures and cells
 
 
 def test_figure_shows_tasks_side_by_side(tmp_path, monkeypatch):

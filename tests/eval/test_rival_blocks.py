@@ -31,9 +31,6 @@ def lower_minimum_of_flexprefill(monkeypatch):
     monkeypatch.setattr(last_queries, "MIN_TOKENS", 32)
 
 
-# --- exact attention, computed in chunks of rows
-
-
 def sums_over_blocks(probabilities, key_block, query_block):
     """Return the sums of probabilities [..., N_q, N_k] over blocks, [..., M_q, M_k]."""
     for size in (key_block, query_block):
@@ -305,9 +302,6 @@ def test_share_1_selects_all_blocks_and_flexprefill_has_a_minimum(monkeypatch):
     few = blocks_selected_by(make_config("flexprefill", 0.01), q, k).sum()
     monkeypatch.setattr(last_queries, "MIN_TOKENS", 64)
     assert blocks_selected_by(make_config("flexprefill", 0.01), q, k).sum() > few
-
-
-# --- selected blocks
 
 
 def test_streaming_selects_sink_and_window_only():

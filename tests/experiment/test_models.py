@@ -361,9 +361,6 @@ def test_max_positions_of_config_variants(config, expected):
     assert models.max_prompt_tokens(config, num_generated=8) == expected
 
 
-# --- tiny
-
-
 @pytest.fixture(scope="module")
 def tiny_model_and_tokenizer():
     """Return (model, tokenizer) of the model with the name "tiny"."""

@@ -33,9 +33,6 @@ IDENTITY = {"seed": 0, "config": {"mass_threshold": 0.08, "engine": "auto"}}
 KEY = ("length", "index")
 
 
-# --- the log
-
-
 def make_record(index, **fields):
     return {"length": 8, "index": index, **fields}
 
@@ -293,9 +290,6 @@ def test_failed_atomic_write_leaves_old_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-# --- settings
-
-
 @dataclass(frozen=True)
 class Settings:
     lengths: tuple[int, ...] | None = by_device((8, 16), (4,), "tokens", comma_separated(int))
@@ -424,9 +418,6 @@ def test_help_shows_zero_defaults_and_omits_empty_ones(capsys):
 )
 def test_recorded_settings_become_command_line(recorded, words):
     assert to_command_line(recorded, Settings) == words.split()
-
-
-# --- provenance
 
 
 def test_provenance_has_versions_but_no_host_or_path():

@@ -134,9 +134,6 @@ def test_describe_agrees_with_executed_route(model):
     assert "layers 0-1: sparse" in description and "layer 2: dense" in description
 
 
-# --- warnings
-
-
 @pytest.fixture
 def find_warnings(monkeypatch, recwarn):
     """Return a function that takes a string and returns the warnings that contain the string."""

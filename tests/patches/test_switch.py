@@ -308,9 +308,6 @@ def test_public_functions_raise_for_objects_that_are_no_models(function_name, in
         getattr(cab_hf, function_name)(invalid_model, **options)
 
 
-# --- forms of settings
-
-
 @pytest.mark.parametrize("settings_type", [dict, str, Path])
 def test_apply_cab_accepts_dict_or_file(model, tmp_path, settings_type):
     config = dataclasses.replace(SPARSE, dense_layers=(1,))
@@ -449,9 +446,6 @@ def test_rejected_settings_can_be_replaced(model):
 @pytest.mark.parametrize("missing_field", ["layers", "heads", "kv_heads"])
 def test_fields_missing_from_calibration_are_not_compared(model, missing_field):
     cab_hf.apply_cab(model, SPARSE, origin=ORIGIN._replace(**{missing_field: None}))
-
-
-# --- gradient checkpointing, which computes layers again
 
 
 def compute_loss(model, has_padding=False):

@@ -33,9 +33,6 @@ def select_plans_of_layers(config, num_layers=4, length=LENGTH, ranges=None, **s
     return plans
 
 
-# --- shared plans
-
-
 @pytest.mark.parametrize("config", [CASCADE, CASCADE_WITHOUT_OUTLIERS], ids=["rows", "typical"])
 def test_layers_reuse_the_plan_of_the_previous_anchor(config):
     plans = [plan.to_dense() for plan in select_plans_of_layers(config)]
@@ -120,9 +117,6 @@ def test_padded_rows_and_documents_select_as_single_sequences(layout):
     assert torch.equal(actual, expected)
 
 
-# --- errors
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -177,9 +171,6 @@ def test_layer_without_anchor_plan_raises():
         predictor(q, k, LayerContext(ranges, 0.25, 3, shared_state))
     with pytest.raises(ValueError, match="layer 1 has 3 query heads and 2 KV heads, its anchor"):
         predictor(q[:, :3], k, LayerContext(ranges, 0.25, 1, shared_state))
-
-
-# --- in models
 
 
 def compute_logits(model, config, ids, **arguments):

@@ -38,9 +38,6 @@ def make_tokens_with_logits(logits):
     return q.flatten(2, 3), k.flatten(2, 3)
 
 
-# --- hand-computed values
-
-
 def test_largest_norm_tokens_equal_hand_computed_tokens():
     x = torch.tensor([[1.0, 1], [0, -3], [2, 0], [0, 2], [0.5, 0]])[None, None]
     is_valid = torch.tensor([[True, True, True, True, False]])
@@ -198,9 +195,6 @@ def test_row_bounds_and_num_listed_equal_hand_computed_values():
         assert num_listed_by_head.tolist() == [[[3, num_listed_in_tail], [3, num_listed_in_tail]]]
 
 
-# --- properties of plans
-
-
 @pytest.mark.parametrize("curvature", ["additive", "forman"])
 def test_curvature_changes_selection_unless_redundancy_is_0(curvature):
     q, k, _ = qkv(q_length=500)
@@ -268,8 +262,6 @@ def test_subclass_of_frc_requires_queries_and_keys():
 
     assert Own(predictor.config).required_inputs(call, (4, 2)) == ("queries", "keys")
 
-
-# --- kernels, in Triton's interpreter
 
 SHAPE = {"q_length": 136, "heads": 2, "kv_heads": 1}
 CONFIGS = [

@@ -31,17 +31,11 @@ def change_config(config, **fields):
     return CabConfig.from_dict({**config.to_dict(), **fields})
 
 
-# --- positions of query blocks, computed by hand
-
-
 def test_block_positions_follow_slot_of_first_query():
     ranges = KeyRanges.causal(2, 40, 72, "cpu")
     assert ranges.rows(16).block_positions(16).tolist() == [[2, 3, 4]] * 2
     padded_ranges = replace(ranges, end=ranges.end.masked_fill(torch.arange(40) >= 32, -1))
     assert padded_ranges.rows(16).block_positions(16).tolist() == [[2, 3, 0]] * 2
-
-
-# --- selection, computed by hand
 
 
 def test_share_rounds_up_without_floating_point_error():
@@ -133,9 +127,6 @@ def test_every_predictor_applies_dense_tail(name):
     assert plan.density() < 0.8
 
 
-# --- properties
-
-
 @parametrize_configs
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 111, 205])
 @pytest.mark.parametrize("heads", [(1, 1), (9, 3), (4, 4)], ids=str)
@@ -183,9 +174,6 @@ def test_plans_have_no_gradient():
     q, k, _ = qkv(q_length=100)
     plan = plan_by_reference(CabConfig(32, 16), q.requires_grad_(), k.requires_grad_())
     assert not plan.full.counts.requires_grad
-
-
-# --- names
 
 
 def test_own_predictor_example_runs(capsys):

@@ -54,9 +54,6 @@ def make_published_plan(q, k, *, sparsity, formula="forman", **settings):
     return FrcPredictor(config)(q, k, LayerContext(ranges, q.shape[-1] ** -0.5))
 
 
-# --- coarsening, computed by hand
-
-
 def test_coarse_token_is_largest_token_of_its_block():
     q = torch.tensor([[1.0, 1], [0, -3], [2, 0], [0, 2], [0.1, 0]])[None, None]
     q_coarse, k_coarse = coarsen_qk_max_l2(q, q.flip(2), 2)
@@ -69,8 +66,6 @@ def test_coarse_tokens_are_float32():
     q, k, _ = qkv(q_length=100, dtype=torch.bfloat16)
     assert {x.dtype for x in coarsen_qk_max_l2(q, k)} == {torch.float32}
 
-
-# --- curvature, computed by hand
 
 LOGITS = [[1.0, 9, 9], [2, 3, 9], [-5, 1, 2]]
 
@@ -110,8 +105,6 @@ def test_forman_curvature_grows_with_edge_weight():
     assert curvature[0] < curvature[1] < curvature[2]
 
 
-# --- block mask, computed by hand
-
 CURVATURE = [[0.0, 9, 9, 9], [1, 2, 9, 9], [3, 1, 2, 9], [1, 2, 3, 4]]
 
 
@@ -134,9 +127,6 @@ def test_block_mask_equals_hand_computed_mask(sparsity, settings, selected_block
 @pytest.mark.parametrize("keep", ["lowest", "highest"])
 def test_ties_go_to_the_lower_index(keep):
     assert select_blocks([[1.0] * 4] * 4, 0.5, keep=keep)[3] == [0, 3]
-
-
-# --- predictor "frc" with the published config equals the published classes
 
 
 @parametrize_formula
@@ -202,9 +192,6 @@ def test_predictor_outputs_have_no_gradient(predictor_class):
     assert not any(tensor.requires_grad for tensor in diagnostics)
 
 
-# --- adaptive predictor: a sparsity for each row
-
-
 def select_adaptive_rows(frc, **settings):
     """Return the key blocks that the adaptive predictor selects, a list per row of ``frc``."""
     predictor = AdaptiveCurvaturePredictor(**{"min_keep": 0.01, "max_keep": 1.0, **settings})
@@ -253,9 +240,6 @@ def test_adaptive_rows_stay_between_min_and_max_keep(formula, causal):
     assert num_selected[..., -1].unique().numel() > 1
 
 
-# --- figures of the published method
-
-
 @pytest.fixture
 def diagnostics():
     q, k, _ = qkv(q_length=300)
@@ -288,9 +272,6 @@ def test_missing_matplotlib_error_names_package(diagnostics, monkeypatch):
         visualize_frc_statistics(diagnostics.frc)
 
 
-# --- number of operations
-
-
 def test_flops_estimate_equals_hand_computed_operations():
     actual = estimate_flops(4, head_dim=8, heads=3, block_size=2, sparsity=0.5)
     # 4 tokens are two blocks of 2; each row selects its diagonal block with 3 causal pairs
@@ -313,8 +294,6 @@ def test_sparsity_0_counts_dense_attention(causal):
     assert actual.attention == actual.dense
     assert actual.saving < 1
 
-
-# --- errors
 
 SIX_HEADS = torch.zeros(1, 6, 64, 16)
 FOUR_HEADS, NINE_TOKENS = SIX_HEADS[:, :4], SIX_HEADS[:, :, :9]
@@ -380,9 +359,6 @@ INVALID_CALLS = [
 def test_invalid_arguments_of_published_classes_raise(call, arguments, settings, message):
     with pytest.raises(ValueError, match=message):
         call(*arguments, **settings)
-
-
-# --- example script
 
 
 def test_published_classes_example_runs(tmp_path, capsys):

@@ -14,13 +14,18 @@ from cab_hf.selection import QuantizedKeys, api, gather
 from cab_hf.selection.reference import ScoreOptions
 
 
-def plan_by_reference(config, q, k, ranges=None, scale=0.25, channels=(), **logits):
+def plan_by_reference(config, q, k, ranges=None, scale=0.25, channels=(), **logit_options):
     """Return the plan of the predictor in ``config`` by the reference implementation.
 
-    ``logits`` are the fields ``sinks`` and ``softcap`` of `LayerContext`. ``ranges`` None: causal.
+    Args:
+        config: settings, which name the predictor.
+        q, k: [B, H, N_q, D] and [B, H_kv, N_k, D].
+        scale, channels: as in `LayerContext`.
+        ranges: `KeyRanges` of the queries; None for causal attention without padding.
+        logit_options: values for the fields ``sinks`` and ``softcap`` of `LayerContext`.
     """
     ranges = ranges or KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    context = LayerContext(ranges, scale, 0, channels=channels, **logits)
+    context = LayerContext(ranges, scale, 0, channels=channels, **logit_options)
     plan = make_predictor(config)(q, k, context)
     assert_valid_plan(plan)
     return plan
@@ -35,17 +40,20 @@ def plan_by_kernels(config, q, k, ranges, scale=0.25, channels=()):
         return plan_by_reference(config, q, k, ranges, scale=scale)
 
 
-def rows_plan_by_kernels(config, q, k, ranges, scale=0.25, channels=(), dtype=None, **logits):
+def rows_plan_by_kernels(
+    config, q, k, ranges, scale=0.25, channels=(), dtype=None, **logit_options
+):
     """Return the plan of `RowsPredictor` by kernels in Triton's interpreter.
 
     Args:
-        config, q, k, ranges, scale, channels: as in `LayerContext`.
+        config, q, k, scale, channels: as in `plan_by_reference`.
+        ranges: `KeyRanges` of the queries.
         dtype: dtype of the quantized keys; None: the dtype of k.
-        logits: ``sinks`` and ``softcap``.
+        logit_options: values for the fields ``sinks`` and ``softcap`` of `ScoreOptions`.
     """
     values, exponents = gather.quantize(k, channels, dtype or k.dtype)
     keys = QuantizedKeys(values, exponents)
-    options = ScoreOptions(scale, channels, **logits)
+    options = ScoreOptions(scale, channels, **logit_options)
     full, partial = api._select_by_kernels(q, keys, ranges=ranges, config=config, options=options)
     query_block, key_block = block_sizes(config)
     plan = BlockPlan(

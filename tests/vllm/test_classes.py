@@ -1,4 +1,4 @@
-"""The table of model classes in docs/serving.md."""
+"""``classes.py``: the verdicts on vLLM's model classes, and their table in docs/serving.md."""
 
 import classes
 import pytest

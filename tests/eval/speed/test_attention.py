@@ -74,9 +74,6 @@ def make_sample(length, ms, baselines=None, direction="forward", budget=0.1, **r
     )
 
 
-# --- the row
-
-
 def test_pairs_and_density_by_hand():
     # the 80 queries are in blocks of 32, 32 and 16, which attend to 2, 4 and 5 blocks of 16 keys
     plan = BlockPlan.causal(KeyRanges.causal(1, 80, 80, "cpu"), 2, 32, 16)
@@ -146,9 +143,6 @@ def test_composite_engine_is_timed(monkeypatch, direction):
     assert row["attend_ms"] and not row["not_measured"]
 
 
-# --- rejected kernels
-
-
 @pytest.mark.parametrize(
     ("change_output", "error"),
     [
@@ -206,9 +200,6 @@ def test_exact_rows_equal_full_output():
     for start, stop in ((0, 32), (100, 150), (268, 300)):
         actual = dense.exact_attention(q, k, v, plan, start=start, stop=stop)
         torch.testing.assert_close(actual, full[:, :, start:stop])
-
-
-# --- baselines
 
 
 SDPA = dense.CPU_BASELINES["SDPA"]

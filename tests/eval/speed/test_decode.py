@@ -224,8 +224,8 @@ def test_gpu_uses_cuda_graphs_and_compiled_steps(gpu, tmp_path):
 
 
 def test_decode_run_writes_all_rows(tmp_path):
-    words = (*TINY_OPTIONS, "--lengths", "512,640", "--batches", "1,2", "--kernels", "SDPA,FA3")
-    rows = run_speed("decode", tmp_path, words, draws_figure=True)["rows"]
+    options = (*TINY_OPTIONS, "--lengths", "512,640", "--batches", "1,2", "--kernels", "SDPA,FA3")
+    rows = run_speed("decode", tmp_path, options, draws_figure=True)["rows"]
     # four pairs of length and batch: two kernels and cab, and three modes of sdpa and of cab
     assert [row["part"] for row in rows] == ["attention"] * 4 * 3 + ["model"] * 4 * 6
     failed_names = {

@@ -120,9 +120,6 @@ def test_ops_are_listed_and_unknown_ones_refused(capsys):
         assert "speed: command must be one of attention, ttft" in capsys.readouterr().err
 
 
-# --- result files
-
-
 @pytest.mark.parametrize(
     ("module", "name", "new_value", "field"),
     [
@@ -231,9 +228,6 @@ def test_archived_results_render_their_report(folder):
     assert experiment.command.startswith(f"```\npython -m cab_hf.eval {experiment.name}")
     with pytest.raises(ValueError, match="which was removed. Check out the commit"):
         render(folder)
-
-
-# --- errors and numbers
 
 
 def test_out_of_memory_errors_are_detected():

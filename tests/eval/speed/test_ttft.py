@@ -30,7 +30,7 @@ def tiny_settings(**fields):
 
 
 def make_sample(length, implementation, ms, density=1.0, variant="plain"):
-    """Return a sample of `Ttft.measure`."""
+    """Return a sample of `Ttft`, the fields of a case and of its result, with a time of ``ms``."""
     result = {"ceiling": 2.0, "peak_gib": None, "tflops": 1.0, "ran_as": None, "error": None}
     case = {"length": length, "implementation": implementation, "world": 1, "behind": 0}
     case["variant"] = variant
