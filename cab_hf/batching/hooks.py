@@ -221,11 +221,11 @@ def _resolve_config(
     """
     if config._attn_implementation not in NAMES:
         return original_function(config, cb_config, *args, **kwargs)
-    from cab_hf.batching.served import has_page_kernel
+    from cab_hf.batching.served import has_kernel_for_pages
 
     cb_config = copy.deepcopy(cb_config)
     if cb_config.use_cuda_graph is None:
-        cb_config.use_cuda_graph = False, has_page_kernel()
+        cb_config.use_cuda_graph = False, has_kernel_for_pages()
     resolved_config = original_function(config, cb_config, *args, **kwargs)
     if resolved_config.cuda_graph_booleans[0]:
         raise NotImplementedError(
@@ -286,10 +286,10 @@ def _enable_block_tables(
     if config._attn_implementation not in NAMES:
         original_function(config, cb_config, user_requested)
         return
-    from cab_hf.batching.served import has_page_kernel
+    from cab_hf.batching.served import has_kernel_for_pages
 
     # without the kernel, block tables give correct but slow decode steps
-    if not (user_requested or has_page_kernel()):
+    if not (user_requested or has_kernel_for_pages()):
         cb_config.max_blocks_per_request = 0
 
 

@@ -57,6 +57,6 @@ def _unbatchable_layer_reason(module: nn.Module) -> str | None:
     return unsupported_reason(module)
 
 
-def has_page_kernel() -> bool:
+def has_kernel_for_pages() -> bool:
     """Return True if a kernel is available that reads the keys of decode steps from pages."""
     return torch.cuda.is_available() and HAS_TRITON

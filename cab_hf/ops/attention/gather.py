@@ -52,14 +52,14 @@ def attention(
     # function, and a sum is faster than isfinite
     is_finite = all(math.isfinite(float(x.sum(dtype=torch.float32))) for x in (q, k, v))
     if softcap is None and is_finite and q.shape[3] == v.shape[3]:
-        out, lse = _attend_by_fused_kernel(q, k, v, plan, scale=scale)
+        out, lse = _attend_by_fused_sdpa(q, k, v, plan, scale=scale)
     else:
         out, lse = _attend_by_products(q, k, v, plan, scale=scale, softcap=softcap)
     out, lse = (x.flatten(2, 3)[:, :, : q.shape[2]] for x in (out, lse))
     return (out, lse) if return_lse else out
 
 
-def _attend_by_fused_kernel(
+def _attend_by_fused_sdpa(
     q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, *, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute attention by PyTorch's fused CPU kernel. The arguments are those of `attention`.
@@ -124,7 +124,7 @@ def _attend_full(
         blocks = indices.index_select(0, list_rows[unit_indices])[:, :num_blocks]
         blocks = blocks + first_blocks[unit_indices].unsqueeze(1)
         unit_k, unit_v = (_gather_blocks(x, blocks, q.shape[3]).unsqueeze(1) for x in (k, v))
-        unit_out, unit_lse = _call_fused_kernel(
+        unit_out, unit_lse = _call_fused_sdpa(
             q.index_select(0, unit_indices), unit_k, unit_v, scale
         )
         out.index_copy_(0, unit_indices, unit_out)
@@ -187,7 +187,7 @@ def _add_partial(
             )
         elif heads_per_unit > 1:
             row_k, row_v = (x.repeat_interleave(heads_per_unit, 1) for x in (row_k, row_v))
-        row_out, row_lse = _call_fused_kernel(q[row_slice], row_k, row_v, scale, mask=logit_mask)
+        row_out, row_lse = _call_fused_sdpa(q[row_slice], row_k, row_v, scale, mask=logit_mask)
         if bool(has_no_keys.any()):
             row_out = row_out.masked_fill(has_no_keys.unsqueeze(-1), 0.0)
             row_lse = row_lse.masked_fill(has_no_keys, -torch.inf)
@@ -280,7 +280,7 @@ def _gather_blocks(x: Tensor, blocks: Tensor, dim: int) -> Tensor:
     return x.index_select(0, blocks.flatten()).view((*blocks.shape[:-1], -1, dim))
 
 
-def _call_fused_kernel(
+def _call_fused_sdpa(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Call PyTorch's fused CPU kernel for R independent problems.
