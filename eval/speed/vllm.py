@@ -90,8 +90,8 @@ def build_engine(settings: Settings, implementation: str, config: CabConfig) -> 
     with TemporaryDirectory() as folder:
         hf_config = model_config(settings)
         hf_config.max_position_embeddings = max_tokens
-        name = "Qwen3MoeForCausalLM" if settings.experts else "LlamaForCausalLM"
-        hf_config.architectures = [name]
+        architecture = "Qwen3MoeForCausalLM" if settings.experts else "LlamaForCausalLM"
+        hf_config.architectures = [architecture]
         hf_config.save_pretrained(folder)
         return LLM(
             folder,
