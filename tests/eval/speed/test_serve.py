@@ -152,6 +152,7 @@ def test_generation_error_is_row_error(monkeypatch):
     )
 
 
+@NEEDS_SERVING
 @pytest.mark.parametrize(("experts", "model_type"), [(0, "llama"), (4, "qwen3_moe")])
 def test_trace_is_served_with_and_without_experts(experts, model_type):
     settings = tiny_settings(experts=experts, experts_per_token=2, implementations=("cab",))
