@@ -77,7 +77,7 @@ def test_prefill_route_and_reason_by_call(call_fields, method, reason):
     actual = compute_route(**call_fields)
     assert actual.method == method
     assert (actual.reason is None) if reason is None else reason in actual.reason
-    assert actual.engine is (engines.REFERENCE if method == "sparse" else engines.SDPA)
+    assert actual.engine is (engines.GATHER if method == "sparse" else engines.SDPA)
 
 
 STEP_CONFIG = CabConfig(min_length=0, dense_layers=(3,), sparse_decode=True, decode_tokens=128)

@@ -17,9 +17,6 @@ from cab_hf.ops.attention import complete, ffpa, flash_dense, gather, traced
 # largest head dim with a fast kernel in SDPA, which computes larger head dims by memory-efficient
 # attention
 SDPA_HEAD_DIM = 256
-# fewest (query, key) pairs per block for `GATHER` in `choose`; smaller blocks need too many small
-# operations
-MIN_GATHERED_PAIRS = 64 * 64
 
 
 class Engine(NamedTuple):
@@ -219,10 +216,7 @@ def choose(name: str, workload: Workload) -> Engine:
     if name == "auto":
         # on a CPU, flex would be compiled for every new length
         if workload.device == "cpu":
-            has_large_blocks = workload.query_block * workload.key_block >= MIN_GATHERED_PAIRS
-            return (
-                GATHER if has_large_blocks and GATHER.unavailable(workload) is None else REFERENCE
-            )
+            return REFERENCE if GATHER.unavailable(workload) else GATHER
         candidates = FASTEST if _is_measured_gpu() else ENGINES_OF_UNMEASURED_GPUS
     elif name in ENGINES:
         candidates = ENGINES[name]

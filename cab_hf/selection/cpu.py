@@ -28,10 +28,9 @@ MAX_LOGITS_PER_PRODUCT = 2**19
 KEY_BLOCKS_PER_VECTOR = 32
 # largest number of sampled queries, of all heads, that are scored together: enough for fast
 # products, and few enough that most key blocks need no mask
-MAX_SAMPLES_PER_GROUP = 1024
-# largest number of query blocks whose Gram matrices are in memory together: 8 MiB for blocks of 128
-# queries
-MAX_GRAM_MATRICES = 128
+MAX_SAMPLES_PER_GROUP = 2048
+# largest number of elements of the Gram matrices that are in memory together: 8 MiB in float32
+MAX_GRAM_ELEMENTS = 2**21
 
 
 @dataclass(frozen=True, eq=False)
@@ -363,7 +362,8 @@ def sample_outlier_queries(
     sample_indices = torch.empty(
         *q.shape[:2], q_blocks, samples_per_block, dtype=torch.int64, device=q.device
     )
-    blocks_per_chunk = max(1, MAX_GRAM_MATRICES // (q.shape[0] * q.shape[1]))
+    gram_elements = q.shape[0] * q.shape[1] * query_block**2
+    blocks_per_chunk = max(1, MAX_GRAM_ELEMENTS // gram_elements)
     for first_block in range(0, q_blocks, blocks_per_chunk):
         # blocks [B, H, blocks of the chunk, query_block, D]
         chunk = slice(first_block, first_block + blocks_per_chunk)

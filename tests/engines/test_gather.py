@@ -74,7 +74,7 @@ def workload(**changes):
     [
         pytest.param({}, engines.GATHER, id="default"),
         pytest.param({"training": True}, engines.REFERENCE, id="training"),
-        pytest.param({"query_block": 32, "key_block": 16}, engines.REFERENCE, id="small-blocks"),
+        pytest.param({"query_block": 16, "key_block": 16}, engines.GATHER, id="small-blocks"),
     ],
 )
 def test_auto_selects_gather_on_cpu_for_inference(changes, expected):

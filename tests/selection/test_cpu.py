@@ -57,7 +57,7 @@ def test_cpu_scores_select_blocks_of_reference(layout, fields, logits):
 
 
 @pytest.mark.parametrize(
-    "constant", ["MAX_LOGITS_PER_PRODUCT", "MAX_SAMPLES_PER_GROUP", "MAX_GRAM_MATRICES"]
+    "constant", ["MAX_LOGITS_PER_PRODUCT", "MAX_SAMPLES_PER_GROUP", "MAX_GRAM_ELEMENTS"]
 )
 def test_memory_bounds_of_cpu_scores_do_not_change_selection(monkeypatch, constant):
     monkeypatch.setattr(cpu, constant, 1)
