@@ -25,7 +25,7 @@ from cab_hf.ops import decode
 from cab_hf.ops.decode import Index
 
 # tokens by which the buffers of a dynamic layer grow, so that few decode steps allocate memory
-SPARE_TOKENS = 1024
+BUFFER_GROWTH_TOKENS = 1024
 
 
 class KeyIndex(NamedTuple):
@@ -48,9 +48,9 @@ class IndexedLayer(CacheLayerMixin):
 
     Subclasses define three methods:
 
-    * `_append` writes new tokens and the index of their keys.
-    * `_take_over` sets the keys and values of a layer without an index.
-    * `_change` applies a function to the tensors of keys, values and index.
+    * `_append_tokens` writes new tokens and the index of their keys.
+    * `_set_keys_and_values` sets the keys and values of a layer without an index.
+    * `_transform_tensors` applies a function to the tensors of keys, values and index.
 
     Attributes:
         index: index of the keys; None before the first key.
@@ -76,21 +76,21 @@ class IndexedLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._append(key_states, value_states)
+        self._append_tokens(key_states, value_states)
         self.keys.cab_index = KeyIndex(self.index, self.channels)
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace batch row i by batch row ``beam_idx[i]``, int64 [B]."""
-        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self._transform_tensors(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def offload(self) -> None:
         """Move keys, values and index to the CPU."""
-        self._change(lambda x: x.to("cpu", non_blocking=True))
+        self._transform_tensors(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         """Move keys, values and index back to the device of the layer."""
-        self._change(lambda x: x.to(self.device, non_blocking=True))
+        self._transform_tensors(lambda x: x.to(self.device, non_blocking=True))
 
 
 class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
@@ -105,11 +105,11 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
     _buffers: tuple[Tensor, ...] | None = None
     _length = 0
 
-    def _take_over(self, keys: Tensor, values: Tensor) -> None:
+    def _set_keys_and_values(self, keys: Tensor, values: Tensor) -> None:
         self.lazy_initialization(keys, values)
-        self._append(keys, values)
+        self._append_tokens(keys, values)
 
-    def _append(self, keys: Tensor, values: Tensor) -> None:
+    def _append_tokens(self, keys: Tensor, values: Tensor) -> None:
         new_tensors = keys, values, *decode.index_keys(keys.detach(), self.channels)
         start = self.get_seq_length()
         stop = start + keys.shape[2]
@@ -119,13 +119,13 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
         else:
             num_spare_tokens = 0
             if not torch.is_grad_enabled():
-                num_spare_tokens = (stop // SPARE_TOKENS + 1) * SPARE_TOKENS - stop
+                num_spare_tokens = (stop // BUFFER_GROWTH_TOKENS + 1) * BUFFER_GROWTH_TOKENS - stop
             old_tensors = (None,) * len(new_tensors)
             if start:
                 old_tensors = self.keys, self.values, *self.index
             with decode.without_autocast(keys):
                 self._buffers = tuple(
-                    _concatenate(old_tensor, new_tensor, num_spare_tokens)
+                    _concatenate_tokens(old_tensor, new_tensor, num_spare_tokens)
                     for old_tensor, new_tensor in zip(old_tensors, new_tensors, strict=True)
                 )
         self._set_views(stop)
@@ -145,18 +145,18 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
         self.keys, self.values, *index = (x[:, :, :length] for x in self._buffers)
         self.index = Index._make(index)
 
-    def _change(self, function: Callable[[Tensor], Tensor]) -> None:
+    def _transform_tensors(self, transform: Callable[[Tensor], Tensor]) -> None:
         if self._buffers is not None:
-            self._buffers = tuple(map(function, self._buffers))
+            self._buffers = tuple(map(transform, self._buffers))
             self._set_views(self._length)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row ``repeats`` times, next to each other."""
-        self._change(lambda x: x.repeat_interleave(repeats, dim=0))
+        self._transform_tensors(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Remove all batch rows except ``indices``, a tensor that indexes the batch dimension."""
-        self._change(lambda x: x[indices, ...])
+        self._transform_tensors(lambda x: x[indices, ...])
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Remove tokens from the end; see `DynamicLayer.crop` of transformers for the arguments."""
@@ -190,11 +190,11 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
         """Allocate keys, values and index of all slots, all zero."""
         super().lazy_initialization(key_states, value_states)
         empty_slots = (
-            x.repeat_interleave(self.max_cache_len, dim=2) for x in self._index_of_empty_slot()
+            x.repeat_interleave(self.max_cache_len, dim=2) for x in self._make_empty_slot_index()
         )
         self._set_index(Index._make(empty_slots))
 
-    def _index_of_empty_slot(self) -> Index:
+    def _make_empty_slot_index(self) -> Index:
         """Return the index of a key of zeros, tensors [B, H_kv, 1, ...]."""
         return decode.index_keys(torch.zeros_like(self.keys[:, :, :1]), self.channels)
 
@@ -205,11 +205,11 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
             for x in index:
                 torch._dynamo.mark_static_address(x)
 
-    def _take_over(self, keys: Tensor, values: Tensor) -> None:
+    def _set_keys_and_values(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
         self._set_index(decode.index_keys(keys, self.channels))
 
-    def _append(self, keys: Tensor, values: Tensor) -> None:
+    def _append_tokens(self, keys: Tensor, values: Tensor) -> None:
         decode.write_index(self.index, keys.detach(), self.channels, self.cumulative_length)
         StaticLayer.update(self, keys, values)
 
@@ -217,12 +217,12 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
         """Set keys, values and index of all slots to zero."""
         super().reset()
         if self.index is not None:
-            for x, empty_slot in zip(self.index, self._index_of_empty_slot(), strict=True):
+            for x, empty_slot in zip(self.index, self._make_empty_slot_index(), strict=True):
                 x.copy_(empty_slot)
 
-    def _change(self, function: Callable[[Tensor], Tensor]) -> None:
+    def _transform_tensors(self, transform: Callable[[Tensor], Tensor]) -> None:
         if self.index is not None:
-            self.keys, self.values, *index = map(function, (self.keys, self.values, *self.index))
+            self.keys, self.values, *index = map(transform, (self.keys, self.values, *self.index))
             self.index = Index._make(index)
 
 
@@ -269,7 +269,7 @@ class IndexedStaticHybridLayer(LinearAttentionAndStaticFullAttentionLayer, Index
 
 
 # class of a cache layer of transformers -> class with an index that replaces it
-INDEXED_CLASSES = {
+INDEXED_CLASS_BY_LAYER_CLASS = {
     DynamicLayer: IndexedDynamicLayer,
     StaticLayer: IndexedStaticLayer,
     LinearAttentionAndFullAttentionLayer: IndexedHybridLayer,
@@ -281,24 +281,29 @@ def make_indexed_layer(layer: CacheLayerMixin, channels: tuple[int, ...]) -> Cac
     """Return a cache layer with the tokens of ``layer`` and an index of their keys.
 
     Args:
-        layer: layer of a cache. A layer that is not a key of `INDEXED_CLASSES` is returned
-            unchanged. The new static layer uses the key and value tensors of ``layer``.
+        layer: layer of a cache. The layer is returned unchanged if `INDEXED_CLASS_BY_LAYER_CLASS`
+            does not contain its class. The new static layer uses the key and value tensors of
+            ``layer``.
         channels: channels in the index; () for all channels.
     """
-    layer_class = INDEXED_CLASSES.get(type(layer))
+    layer_class = INDEXED_CLASS_BY_LAYER_CLASS.get(type(layer))
     if layer_class is None:
         return layer
     indexed_layer = layer_class.__new__(layer_class)
     vars(indexed_layer).update(vars(layer), channels=tuple(channels))
     if layer.is_initialized and layer.keys.numel():
         # the tensors of an offloaded layer are on the CPU
-        indexed_layer._take_over(layer.keys.to(layer.device), layer.values.to(layer.device))
+        indexed_layer._set_keys_and_values(
+            layer.keys.to(layer.device), layer.values.to(layer.device)
+        )
         if layer.keys.device != layer.device:
             indexed_layer.offload()
     return indexed_layer
 
 
-def _concatenate(old_tensor: Tensor | None, new_tensor: Tensor, num_spare_tokens: int) -> Tensor:
+def _concatenate_tokens(
+    old_tensor: Tensor | None, new_tensor: Tensor, num_spare_tokens: int
+) -> Tensor:
     """Concatenate along dimension 2, and append ``num_spare_tokens`` uninitialised tokens."""
     tensors = [new_tensor] if old_tensor is None else [old_tensor, new_tensor]
     if num_spare_tokens:

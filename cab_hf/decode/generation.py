@@ -10,9 +10,9 @@ from functools import lru_cache
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from cab_hf.call.validate import unsupported_reason
+from cab_hf.call.validate import find_unsupported_feature
 from cab_hf.checks import warn_once
-from cab_hf.config import SPARSE, CabConfig
+from cab_hf.config import SPARSE_IMPLEMENTATIONS, CabConfig
 from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer, make_indexed_layer
 from cab_hf.hf.fit import layer_index, softcap
 from cab_hf.hf.layers import attention_layers, head_dim, transformers_model, window
@@ -49,7 +49,7 @@ def index_cache(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
         while layer_class is not None and layer_idx is not None and len(cache.layers) <= layer_idx:
             cache.layers.append(layer_class())
         channels = slow_channels(module, head_dim(module))
-        for cache_layer_index in _cache_layer_indices(layer_idx, cache):
+        for cache_layer_index in _find_cache_layer_indices(layer_idx, cache):
             cache.layers[cache_layer_index] = make_indexed_layer(
                 cache.layers[cache_layer_index], channels
             )
@@ -63,7 +63,7 @@ def has_index(cache: Cache, layer: int | None) -> bool:
         cache: a cache of transformers.
         layer: index of the attention layer; None for a layer that is called several times.
     """
-    cache_layers = [cache.layers[i] for i in _cache_layer_indices(layer, cache)]
+    cache_layers = [cache.layers[i] for i in _find_cache_layer_indices(layer, cache)]
     return any(isinstance(x, (IndexedDynamicLayer, IndexedStaticLayer)) for x in cache_layers)
 
 
@@ -86,9 +86,11 @@ def _why_no_index(model: PreTrainedModel, cache: object) -> str | None:
     """Return the error message of `index_cache` for a model and its cache; None if supported."""
     text_config = model.config.get_text_config()
     remedy = "Call cab_hf.apply_cab(model, sparse_decode=True) first."
-    if text_config._attn_implementation not in SPARSE:
-        implementation = repr(text_config._attn_implementation)
-        return f"attn_implementation must be 'cab' or 'cab_frc', got {implementation}. {remedy}"
+    if text_config._attn_implementation not in SPARSE_IMPLEMENTATIONS:
+        attn_implementation = repr(text_config._attn_implementation)
+        return (
+            f"attn_implementation must be 'cab' or 'cab_frc', got {attn_implementation}. {remedy}"
+        )
     if not isinstance(cache, (DynamicCache, StaticCache)):
         return (
             f"cache must be a DynamicCache or a StaticCache, got a {type(cache).__name__}, whose "
@@ -99,7 +101,7 @@ def _why_no_index(model: PreTrainedModel, cache: object) -> str | None:
     return None
 
 
-def _cache_layer_indices(layer: int | None, cache: Cache) -> range:
+def _find_cache_layer_indices(layer: int | None, cache: Cache) -> range:
     """Return the indices of the cache layers that may hold the keys of an attention layer.
 
     An attention layer that is called several times has None for ``layer``: its keys can be in any
@@ -115,8 +117,8 @@ def why_no_selection(module: nn.Module, config: CabConfig) -> str | None:
     Returns None if the layer can select keys. The result is the same for all calls of the layer.
     """
     layer = layer_index(module)
-    if unsupported_reason(module) is not None:
-        return unsupported_reason(module)
+    if find_unsupported_feature(module) is not None:
+        return find_unsupported_feature(module)
     if window(module) is not None:
         return f"sliding window of {window(module)} tokens"
     if softcap(module) is not None:

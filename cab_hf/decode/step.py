@@ -17,9 +17,9 @@ from cab_hf.predictors.cascade import find_anchor, require_equal_heads
 
 # smallest ratio of cached keys to selected keys in a sparse step: at smaller ratios, scoring costs
 # more than dense attention
-MIN_KEYS_RATIO = 4
+MIN_CACHED_TO_SELECTED_RATIO = 4
 # key of a `SharedChoice` in the state that the layers of a forward pass share
-SHARED_CHOICE = "cascade decode"
+SHARED_CHOICE_KEY = "cascade decode"
 
 
 class SharedChoice(NamedTuple):
@@ -27,12 +27,12 @@ class SharedChoice(NamedTuple):
 
     Attributes:
         layer: layer index of the anchor.
-        heads: numbers of query heads and of KV heads of the anchor.
+        head_counts: numbers of query heads and of KV heads of the anchor.
         choice: selected keys of each KV head of the anchor.
     """
 
     layer: int
-    heads: tuple[int, int]
+    head_counts: tuple[int, int]
     choice: Choice
 
 
@@ -68,10 +68,14 @@ def select_keys(
         shared_state: state that layers of a forward pass share. An anchor stores its selection in
             it.
     """
-    heads, anchor = (q.shape[1], kv_heads), find_anchor(config, layer)
+    head_counts, anchor = (q.shape[1], kv_heads), find_anchor(config, layer)
     if anchor is not None and anchor != layer:
         return _map_choice_of_anchor(
-            shared_state[SHARED_CHOICE], config=config, layer=layer, heads=heads, device=q.device
+            shared_state[SHARED_CHOICE_KEY],
+            config=config,
+            layer=layer,
+            head_counts=head_counts,
+            device=q.device,
         )
     choice = decode.choose(
         q,
@@ -84,7 +88,7 @@ def select_keys(
         sinks=sinks,
     )
     if anchor is not None:
-        shared_state[SHARED_CHOICE] = SharedChoice(layer, heads, choice)
+        shared_state[SHARED_CHOICE_KEY] = SharedChoice(layer, head_counts, choice)
     return choice
 
 
@@ -93,7 +97,7 @@ def _map_choice_of_anchor(
     *,
     config: CabConfig,
     layer: int,
-    heads: tuple[int, int],
+    head_counts: tuple[int, int],
     device: Any,
 ) -> Choice:
     """Return the selection of the anchor for the KV heads of a later layer.
@@ -102,12 +106,12 @@ def _map_choice_of_anchor(
         shared_choice: selection of the anchor.
         config: settings of the layer.
         layer: index of the later layer.
-        heads: numbers of query heads and of KV heads of the later layer.
+        head_counts: numbers of query heads and of KV heads of the later layer.
         device: device of the later layer, which may differ from the device of the anchor.
     """
-    require_equal_heads(shared_choice.layer, shared_choice.heads, layer, heads)
-    kv_heads = heads[1]
-    anchor_kv_heads = mapped_kv_heads(config.head_map[layer], kv_heads) if config.head_map else None
+    require_equal_heads(shared_choice.layer, shared_choice.head_counts, layer, head_counts)
+    kv_heads = head_counts[1]
+    anchor_kv_heads = map_kv_heads(config.head_map[layer], kv_heads) if config.head_map else None
     if anchor_kv_heads == tuple(range(kv_heads)):
         anchor_kv_heads = None
     return shared_choice.choice.for_layer(device, anchor_kv_heads)
@@ -133,12 +137,12 @@ def why_dense(
     # the number of written slots of a static cache is on the device: use the number of all slots
     num_slots = mask.details.cache_length if mask.kv_length is None else mask.kv_length
     if num_slots is None or not decodes_sparsely(config, num_slots):
-        is_short = num_slots is not None and num_slots < config.min_length
-        name = "min_length" if is_short else "decode_tokens"
-        return f"too short for {name}={getattr(config, name)} (decode)"
+        is_below_min_length = num_slots is not None and num_slots < config.min_length
+        field_name = "min_length" if is_below_min_length else "decode_tokens"
+        return f"too short for {field_name}={getattr(config, field_name)} (decode)"
     anchor = find_anchor(config, getattr(layer, "layer_idx", None))
     if anchor is not None and anchor < layer.layer_idx:
-        shared_choice = mask.state.shared.get(SHARED_CHOICE)
+        shared_choice = mask.state.shared_state.get(SHARED_CHOICE_KEY)
         can_select = shared_choice is not None and shared_choice.layer == anchor
     else:
         can_select = index is not None
@@ -162,12 +166,12 @@ def min_sparse_tokens(config: CabConfig) -> int | None:
     """Return the smallest number of cached tokens for a sparse step; None if never sparse."""
     budget = config.decode_tokens
     if isinstance(budget, int):
-        return max(config.min_length, MIN_KEYS_RATIO * budget)
+        return max(config.min_length, MIN_CACHED_TO_SELECTED_RATIO * budget)
     # a share of the cached tokens
-    return config.min_length if MIN_KEYS_RATIO * budget <= 1 else None
+    return config.min_length if MIN_CACHED_TO_SELECTED_RATIO * budget <= 1 else None
 
 
-def mapped_kv_heads(head_map_row: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
+def map_kv_heads(head_map_row: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
     """Return the KV head of the anchor whose selected keys each KV head of a later layer reuses.
 
     The anchor of a cascade is the layer that selects keys for the later layers. ``head_map`` maps
@@ -184,11 +188,15 @@ def mapped_kv_heads(head_map_row: tuple[int, ...], kv_heads: int) -> tuple[int, 
     Returns:
         One KV head of the anchor for each KV head of the later layer.
     """
-    group = len(head_map_row) // kv_heads
+    group_size = len(head_map_row) // kv_heads
     mapped_heads = []
-    for first_head in range(0, len(head_map_row), group):
-        anchor_heads = [head // group for head in head_map_row[first_head : first_head + group]]
+    for first_head in range(0, len(head_map_row), group_size):
+        anchor_heads = [
+            head // group_size for head in head_map_row[first_head : first_head + group_size]
+        ]
         largest_count = max([anchor_heads.count(head) for head in anchor_heads])
-        candidates = [head for head in anchor_heads if anchor_heads.count(head) == largest_count]
-        mapped_heads.append(candidates[0])
+        most_frequent_heads = [
+            head for head in anchor_heads if anchor_heads.count(head) == largest_count
+        ]
+        mapped_heads.append(most_frequent_heads[0])
     return tuple(mapped_heads)

@@ -61,7 +61,7 @@ class Workload:
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[int, int], **features: bool
+        cls, q: Tensor, k: Tensor, v: Tensor, block_sizes: tuple[int, int], **features: bool
     ) -> Workload:
         """Build the workload of an attention call.
 
@@ -69,12 +69,12 @@ class Workload:
             q: [B, H, N_q, D].
             k: [B, H_kv, N_k, D].
             v: [B, H_kv, N_k, D_v].
-            blocks: Tokens per query block and per key block of the plan.
+            block_sizes: Tokens per query block and per key block of the plan.
             features: Values of the fields ``sinks`` and ``softcap``, which are False by default.
         """
         training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         value_dim = None if v.shape[-1] == q.shape[-1] else v.shape[-1]
-        query_block, key_block = blocks
+        query_block, key_block = block_sizes
         return cls(
             device=q.device.type,
             head_dim=q.shape[-1],

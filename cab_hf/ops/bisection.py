@@ -4,9 +4,9 @@ A bracket (low, high] of scores contains the threshold. Each round reads the row
 cache, counts the scores above the middle of the bracket, and continues with the half of the bracket
 that contains the threshold.
 
-In the first `MEAN_ROUNDS` rounds, the middle is the mean of low and high. In later rounds, half of
-the float32 numbers of the bracket are below the middle. There are 2^32 float32 numbers, so at most
-32 more rounds follow. Among equal scores, the lower index comes first.
+In the first `NUM_MEAN_ROUNDS` rounds, the middle is the mean of low and high. In later rounds, half
+of the float32 numbers of the bracket are below the middle. There are 2^32 float32 numbers, so at
+most 32 more rounds follow. Among equal scores, the lower index comes first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 
 # number of rounds whose middle is the mean of low and high; evenly distributed scores need about
 # log2(row length) rounds
-MEAN_ROUNDS = tl.constexpr(20)
+NUM_MEAN_ROUNDS = tl.constexpr(20)
 
 
 @triton.jit
@@ -43,117 +43,149 @@ def step_below(x):
 
 
 @triton.jit
-def _middle_float(low, high):
-    """Return the float32 number in the middle of all float32 numbers from ``low`` to ``high``.
+def _middle_float(low_score, high_score):
+    """Return the middle of all float32 numbers from ``low_score`` to ``high_score``.
 
-    Returns ``low`` if no float32 number lies between ``low`` and ``high``.
+    Returns ``low_score`` if no float32 number lies between ``low_score`` and ``high_score``.
     """
-    low = _to_ordered_int(low)
-    high = _to_ordered_int(high)
-    return _from_ordered_int((low & high) + ((low ^ high) >> 1))
+    low_score = _to_ordered_int(low_score)
+    high_score = _to_ordered_int(high_score)
+    return _from_ordered_int((low_score & high_score) + ((low_score ^ high_score) >> 1))
 
 
 @triton.jit
-def _next_middle(low, high, num_rounds):
-    """Return the middle of the bracket (low, high] for the next round.
+def _next_middle(low_score, high_score, num_rounds):
+    """Return the middle of the bracket (low_score, high_score] for the next round.
 
-    The middle is the mean of ``low`` and ``high`` in the first `MEAN_ROUNDS` rounds, then
-    `_middle_float`. The middle is ``low`` if no float32 number lies between ``low`` and ``high``.
+    The middle is the mean of ``low_score`` and ``high_score`` in the first `NUM_MEAN_ROUNDS`
+    rounds, then `_middle_float`. The middle is ``low_score`` if no float32 number lies between
+    ``low_score`` and ``high_score``.
     """
-    mean = low + (high - low) * 0.5
-    is_mean_inside = (num_rounds < MEAN_ROUNDS) & (mean > low) & (mean < high)
-    return tl.where(is_mean_inside, mean, _middle_float(low, high))
+    mean_score = low_score + (high_score - low_score) * 0.5
+    is_mean_inside = (
+        (num_rounds < NUM_MEAN_ROUNDS) & (mean_score > low_score) & (mean_score < high_score)
+    )
+    return tl.where(is_mean_inside, mean_score, _middle_float(low_score, high_score))
 
 
 @triton.jit
-def _count_above(scores, threshold, begin, end, CHUNK: tl.constexpr):
-    """Return the number of entries above ``threshold`` in columns [begin, end) of ``scores``.
+def _count_above(scores, threshold, first_column, end_column, SCORES_PER_CHUNK: tl.constexpr):
+    """Return the number of entries of ``scores`` above ``threshold``.
+
+    Only columns [first_column, end_column) count.
 
     The count is float32, which is faster to sum than int32, and exact up to 2^24.
     """
-    counts = tl.zeros([CHUNK], tl.float32)
-    for start in range(begin, end, CHUNK):
-        x = tl.load(scores + start + tl.arange(0, CHUNK))
-        counts += tl.where(x > threshold, 1.0, 0.0)
-    return tl.sum(counts, 0)
+    counts_above = tl.zeros([SCORES_PER_CHUNK], tl.float32)
+    for chunk_start in range(first_column, end_column, SCORES_PER_CHUNK):
+        chunk_scores = tl.load(scores + chunk_start + tl.arange(0, SCORES_PER_CHUNK))
+        counts_above += tl.where(chunk_scores > threshold, 1.0, 0.0)
+    return tl.sum(counts_above, 0)
 
 
 @triton.jit
-def _find_tied_column(scores, tied_score, num_ties, begin, end, CHUNK: tl.constexpr):
-    """Return the column in [begin, end) of the ``num_ties``-th entry that equals ``tied_score``."""
-    low = begin - 1
-    high = end
-    while low + 1 < high:
-        middle = (low + high) // 2
-        counts = tl.zeros([CHUNK], tl.float32)
-        for start in range(begin, middle + 1, CHUNK):
-            column = start + tl.arange(0, CHUNK)
-            x = tl.load(scores + column)
-            counts += tl.where((x == tied_score) & (column <= middle), 1.0, 0.0)
-        has_enough = tl.sum(counts, 0) >= num_ties
-        low = tl.where(has_enough, low, middle)
-        high = tl.where(has_enough, middle, high)
-    return high
+def _find_tied_column(
+    scores, tied_score, num_ties, first_column, end_column, SCORES_PER_CHUNK: tl.constexpr
+):
+    """Return the column of the ``num_ties``-th entry that equals ``tied_score``.
+
+    Only columns [first_column, end_column) count.
+    """
+    low_column = first_column - 1
+    high_column = end_column
+    while low_column + 1 < high_column:
+        middle_column = (low_column + high_column) // 2
+        tie_counts = tl.zeros([SCORES_PER_CHUNK], tl.float32)
+        for chunk_start in range(first_column, middle_column + 1, SCORES_PER_CHUNK):
+            column = chunk_start + tl.arange(0, SCORES_PER_CHUNK)
+            chunk_scores = tl.load(scores + column)
+            tie_counts += tl.where(
+                (chunk_scores == tied_score) & (column <= middle_column), 1.0, 0.0
+            )
+        has_enough_ties = tl.sum(tie_counts, 0) >= num_ties
+        low_column = tl.where(has_enough_ties, low_column, middle_column)
+        high_column = tl.where(has_enough_ties, middle_column, high_column)
+    return high_column
 
 
 @triton.jit
 def threshold_by_count(
-    scores, low, high, num_candidates, num_selected, begin, end, CHUNK: tl.constexpr
+    scores,
+    low_score,
+    high_score,
+    num_candidates,
+    num_selected,
+    first_column,
+    end_column,
+    SCORES_PER_CHUNK: tl.constexpr,
 ):
     """Return the thresholds with which `is_selected` selects the largest entries of a row.
 
     The definition of the selection is `reference.top_blocks`.
 
     Args:
-        scores: Pointer to a row of float32 scores. Columns [begin, end) are read in whole chunks,
-            and columns that are no candidates contain -inf.
-        low: A number below the scores of all candidates.
-        high: The largest score of a candidate.
+        scores: Pointer to a row of float32 scores. Columns [first_column, end_column) are read in
+            whole chunks, and columns that are no candidates contain -inf.
+        low_score: A number below the scores of all candidates.
+        high_score: The largest score of a candidate.
         num_candidates: Number of candidates.
         num_selected: Number of entries to select. Nothing is selected if ``num_selected`` is at
             most 0.
-        begin, end: The first column, and the column after the last.
+        first_column, end_column: The first column, and the column after the last.
 
     Returns:
-        low, high: Entries above ``high`` are selected. Entries in (low, high] are selected up to
-            ``last_column``. If only some entries in (low, high] are selected, all are equal.
-        last_column: The last column where an entry in (low, high] is selected.
+        low_score, high_score: Entries above ``high_score`` are selected. Entries in (low_score,
+            high_score] are selected up to ``last_column``. If only some entries in (low_score,
+            high_score] are selected, all are equal.
+        last_column: The last column where an entry in (low_score, high_score] is selected.
     """
     num_to_select = tl.minimum(num_selected, num_candidates).to(tl.float32)
-    # invariant: at least `num_to_select` entries are above `low`, and fewer above `high`
+    # invariant: at least `num_to_select` entries are above `low_score`, and fewer above
+    # `high_score`
     num_above_low = num_candidates.to(tl.float32)
     num_above_high = 0.0
     num_rounds = 0
-    middle = _next_middle(low, high, num_rounds)
-    while (num_selected > 0) & (num_above_low > num_to_select) & (middle > low):
-        num_above = _count_above(scores, middle, begin, end, CHUNK=CHUNK)
-        has_enough = num_above >= num_to_select
-        low = tl.where(has_enough, middle, low)
-        num_above_low = tl.where(has_enough, num_above, num_above_low)
-        high = tl.where(has_enough, high, middle)
-        num_above_high = tl.where(has_enough, num_above_high, num_above)
-        num_rounds += 1
-        middle = _next_middle(low, high, num_rounds)
-    last_column = end
-    if (num_selected > 0) & (num_above_low > num_to_select):
-        # all entries in (low, high] equal `high`, and are more than needed: select the first ones
-        last_column = _find_tied_column(
-            scores, high, num_to_select - num_above_high, begin=begin, end=end, CHUNK=CHUNK
+    middle_score = _next_middle(low_score, high_score, num_rounds)
+    while (num_selected > 0) & (num_above_low > num_to_select) & (middle_score > low_score):
+        num_above = _count_above(
+            scores, middle_score, first_column, end_column, SCORES_PER_CHUNK=SCORES_PER_CHUNK
         )
-    no_score = float("inf")
+        has_enough_above = num_above >= num_to_select
+        low_score = tl.where(has_enough_above, middle_score, low_score)
+        num_above_low = tl.where(has_enough_above, num_above, num_above_low)
+        high_score = tl.where(has_enough_above, high_score, middle_score)
+        num_above_high = tl.where(has_enough_above, num_above_high, num_above)
+        num_rounds += 1
+        middle_score = _next_middle(low_score, high_score, num_rounds)
+    last_column = end_column
+    if (num_selected > 0) & (num_above_low > num_to_select):
+        # all entries in (low_score, high_score] equal `high_score`, and are more than needed:
+        # select the first ones
+        last_column = _find_tied_column(
+            scores,
+            high_score,
+            num_to_select - num_above_high,
+            first_column=first_column,
+            end_column=end_column,
+            SCORES_PER_CHUNK=SCORES_PER_CHUNK,
+        )
+    unreachable_score = float("inf")
     return (
-        tl.where(num_selected > 0, low, no_score),
-        tl.where(num_selected > 0, high, no_score),
+        tl.where(num_selected > 0, low_score, unreachable_score),
+        tl.where(num_selected > 0, high_score, unreachable_score),
         last_column,
     )
 
 
 @triton.jit
-def is_selected(x, column, low, high, last_column):
-    """Return True for scores above ``high``, and for scores in (low, high] up to ``last_column``.
+def is_selected(scores, columns, low_score, high_score, last_column):
+    """Return True for scores that `threshold_by_count` selects.
+
+    Scores above ``high_score`` are selected, and scores in (low_score, high_score] up to
+    ``last_column``.
 
     Args:
-        x: Scores of the columns ``column``.
-        low, high, last_column: Results of `threshold_by_count`.
+        scores: Scores of the columns ``columns``.
+        low_score, high_score, last_column: Results of `threshold_by_count`.
     """
-    return (x > high) | ((x > low) & (column <= last_column))
+    return (scores > high_score) | ((scores > low_score) & (columns <= last_column))

@@ -12,7 +12,7 @@ from cab_hf.capability import CAPABILITY_OVERRIDE, NO_CAPABILITY, capability
 
 # initial value of a running maximum; not -inf, because the difference of two infinities is NaN
 LOWEST_LOGIT = tl.constexpr(-1.0e30)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD_DIM = 256
 
 
@@ -24,7 +24,7 @@ def unavailable(x: Tensor) -> str | None:
     """
     if not x.is_cuda:
         return f"runs on CUDA devices only, not {x.device.type}"
-    if x.dtype not in DTYPES:
+    if x.dtype not in SUPPORTED_DTYPES:
         return f"supports float16, bfloat16 and float32, not {x.dtype}"
     if x.shape[-1] > LARGEST_HEAD_DIM:
         return f"supports head dims up to {LARGEST_HEAD_DIM}, not {x.shape[-1]}"
@@ -48,7 +48,7 @@ def pdl_options(x: Tensor) -> dict[str, bool]:
     return {"USE_PDL": True, "launch_pdl": True} if has_pdl else {"USE_PDL": False}
 
 
-def register_limit(x: Tensor, max_registers: int) -> dict[str, int]:
+def limit_registers(x: Tensor, max_registers: int) -> dict[str, int]:
     """Return the launch option that limits registers per thread; {} on AMD's GPUs."""
     return {"maxnreg": max_registers} if has_ptx(x) else {}
 

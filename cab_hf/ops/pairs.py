@@ -30,86 +30,93 @@ def add_pairs(plan: BlockPlan, earlier_sums: Tensor | None = None) -> Tensor:
     full, partial, sampled = plan.full, plan.partial, plan.sampled
     ranges, dense_rows = plan.ranges, plan.dense_rows
     if earlier_sums is None:
-        sums = full.counts.new_zeros(2, dtype=torch.int64)
+        pair_sums = full.counts.new_zeros(2, dtype=torch.int64)
     else:
-        sums = earlier_sums.to(full.counts.device, copy=True)
-    batch, heads, num_rows = full.counts.shape
-    start_batch_stride, start_token_stride = ranges.start.stride()
-    end_batch_stride, end_token_stride = ranges.end.stride()
+        pair_sums = earlier_sums.to(full.counts.device, copy=True)
+    batch, heads, num_q_blocks = full.counts.shape
+    stride_first_keys_batch, stride_first_keys_token = ranges.start.stride()
+    stride_last_keys_batch, stride_last_keys_token = ranges.end.stride()
     with on_device_of(full.counts):
-        _pairs_kernel[(num_rows, batch)](
-            sums=sums,
+        _pairs_kernel[(num_q_blocks, batch)](
+            pair_sums=pair_sums,
             full_counts=full.counts,
             sampled_counts=None if sampled is None else sampled.counts,
             partial_counts=partial.counts,
             partial_indices=partial.indices,
-            start=ranges.start,
-            start_batch_stride=start_batch_stride,
-            start_token_stride=start_token_stride,
-            end=ranges.end,
-            end_batch_stride=end_batch_stride,
-            end_token_stride=end_token_stride,
+            first_keys=ranges.start,
+            stride_first_keys_batch=stride_first_keys_batch,
+            stride_first_keys_token=stride_first_keys_token,
+            last_keys=ranges.end,
+            stride_last_keys_batch=stride_last_keys_batch,
+            stride_last_keys_token=stride_last_keys_token,
             dense_rows=dense_rows,
             num_dense_rows=0 if dense_rows is None else dense_rows.shape[1],
             heads=heads,
             q_length=ranges.q_length,
-            num_rows=num_rows,
-            width=partial.width,
+            num_q_blocks=num_q_blocks,
+            list_width=partial.width,
             QUERY_BLOCK=plan.query_block,
             KEY_BLOCK=plan.key_block,
             BLOCK_HEADS=min(MAX_HEADS_PER_ITERATION, triton.next_power_of_2(heads)),
             BLOCK_QUERIES=triton.next_power_of_2(plan.query_block),
         )
-    return sums
+    return pair_sums
 
 
 # numbers that depend on the sequence length must not cause another compilation
 @triton.jit(
     do_not_specialize=[
-        "start_batch_stride",
-        "end_batch_stride",
+        "stride_first_keys_batch",
+        "stride_last_keys_batch",
         "num_dense_rows",
         "q_length",
-        "num_rows",
-        "width",
+        "num_q_blocks",
+        "list_width",
     ]
 )
 def _pairs_kernel(
-    sums,
+    pair_sums,
     full_counts,
     sampled_counts,
     partial_counts,
     partial_indices,
-    start,
-    start_batch_stride,
-    start_token_stride,
-    end,
-    end_batch_stride,
-    end_token_stride,
+    first_keys,
+    stride_first_keys_batch,
+    stride_first_keys_token,
+    last_keys,
+    stride_last_keys_batch,
+    stride_last_keys_token,
     dense_rows,
     num_dense_rows,
     heads,
     q_length,
-    num_rows,
-    width,
+    num_q_blocks,
+    list_width,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
 ):
-    """Add the attended and the causal pairs of one query block, over all heads, to ``sums`` [2]."""
-    row = tl.program_id(0)
+    """Add the attended and the causal pairs of one query block, over all heads, to ``pair_sums``.
+
+    ``pair_sums`` is int64 [2].
+    """
+    q_block = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
 
     # ranges of visible keys, [QUERIES] each; a padding query has an empty range
-    index = tl.arange(0, BLOCK_QUERIES)
-    query = row * QUERY_BLOCK + index
-    is_in_bounds = (index < QUERY_BLOCK) & (query < q_length)
+    query_index = tl.arange(0, BLOCK_QUERIES)
+    query_position = q_block * QUERY_BLOCK + query_index
+    is_in_bounds = (query_index < QUERY_BLOCK) & (query_position < q_length)
     first_key = tl.load(
-        start + batch * start_batch_stride + query * start_token_stride, mask=is_in_bounds, other=0
+        first_keys + batch * stride_first_keys_batch + query_position * stride_first_keys_token,
+        mask=is_in_bounds,
+        other=0,
     )
     last_key = tl.load(
-        end + batch * end_batch_stride + query * end_token_stride, mask=is_in_bounds, other=-1
+        last_keys + batch * stride_last_keys_batch + query_position * stride_last_keys_token,
+        mask=is_in_bounds,
+        other=-1,
     )
     num_queries = tl.sum((last_key >= 0).to(tl.int64), 0)
     num_causal = tl.sum(tl.maximum(last_key - first_key + 1, 0).to(tl.int64), 0)
@@ -117,8 +124,8 @@ def _pairs_kernel(
     # query blocks in ``dense_rows`` have empty lists, and attend to all visible keys in every head
     num_dense_heads = tl.zeros([], tl.int64)
     if dense_rows is not None:
-        for i in range(num_dense_rows):
-            is_dense = tl.load(dense_rows + batch * num_dense_rows + i) == row
+        for dense_row_index in range(num_dense_rows):
+            is_dense = tl.load(dense_rows + batch * num_dense_rows + dense_row_index) == q_block
             num_dense_heads = tl.where(is_dense, heads, num_dense_heads)
     num_attended = num_causal * num_dense_heads
 
@@ -126,22 +133,28 @@ def _pairs_kernel(
         # full and sampled blocks, [HEADS]: all KEY_BLOCK keys count for every query except padding
         head = first_head + tl.arange(0, BLOCK_HEADS)
         is_real_head = head < heads
-        list_row = (batch * heads + head) * num_rows + row
-        num_blocks = tl.load(full_counts + list_row, mask=is_real_head, other=0).to(tl.int64)
+        list_row = (batch * heads + head) * num_q_blocks + q_block
+        num_full_blocks = tl.load(full_counts + list_row, mask=is_real_head, other=0).to(tl.int64)
         if sampled_counts is not None:
-            num_blocks += tl.load(sampled_counts + list_row, mask=is_real_head, other=0)
-        num_attended += tl.sum(num_blocks, 0) * num_queries * KEY_BLOCK
+            num_full_blocks += tl.load(sampled_counts + list_row, mask=is_real_head, other=0)
+        num_attended += tl.sum(num_full_blocks, 0) * num_queries * KEY_BLOCK
         # partial blocks: the part of each block inside the range of each query
-        count = tl.load(partial_counts + list_row, mask=is_real_head, other=0)
-        for slot in range(tl.max(count, 0)):
-            block = tl.load(partial_indices + list_row * width + slot, mask=slot < count, other=0)
-            block_start = block[:, None] * KEY_BLOCK
-            # [HEADS, QUERIES]
-            first_seen = tl.maximum(block_start, first_key[None, :])
-            last_seen = tl.minimum(block_start + (KEY_BLOCK - 1), last_key[None, :])
-            num_seen = tl.where(
-                (slot < count)[:, None], tl.maximum(last_seen - first_seen + 1, 0), 0
+        num_partial_blocks = tl.load(partial_counts + list_row, mask=is_real_head, other=0)
+        for list_slot in range(tl.max(num_partial_blocks, 0)):
+            listed_block = tl.load(
+                partial_indices + list_row * list_width + list_slot,
+                mask=list_slot < num_partial_blocks,
+                other=0,
             )
-            num_attended += tl.sum(tl.sum(num_seen, 1).to(tl.int64), 0)
-    tl.atomic_add(sums, num_attended)
-    tl.atomic_add(sums + 1, num_causal * heads)
+            block_start = listed_block[:, None] * KEY_BLOCK
+            # [HEADS, QUERIES]
+            first_attended = tl.maximum(block_start, first_key[None, :])
+            last_attended = tl.minimum(block_start + (KEY_BLOCK - 1), last_key[None, :])
+            num_attended_keys = tl.where(
+                (list_slot < num_partial_blocks)[:, None],
+                tl.maximum(last_attended - first_attended + 1, 0),
+                0,
+            )
+            num_attended += tl.sum(tl.sum(num_attended_keys, 1).to(tl.int64), 0)
+    tl.atomic_add(pair_sums, num_attended)
+    tl.atomic_add(pair_sums + 1, num_causal * heads)

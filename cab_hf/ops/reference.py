@@ -20,7 +20,7 @@ from cab_hf.plan import BlockPlan, KeyRanges, cached_per_ranges
 
 # largest number of queries whose token mask is built at a time; limits memory, and does not affect
 # the result
-QUERY_CHUNK = 256
+QUERIES_PER_CHUNK = 256
 # smallest divisor when weights are normalised by their sum, which may be 0
 MIN_DIVISOR = 1e-30
 
@@ -29,20 +29,21 @@ class Masks(NamedTuple):
     """Token mask of one chunk of queries.
 
     Attributes:
-        rows: Slice of the N_q queries: the queries of the chunk.
-        keys: Slice of the N_k keys: the keys of the mask. No query of the chunk attends to other
-            keys.
-        seen: bool [B or 1, H or 1, rows, keys], True where a query attends to a key.
-        logit_bias: Added to the scaled logits, float with the shape of ``seen``; None for zeros.
-        is_finite: False if k or v contains NaN or an infinity. The keys and values that no query
-            of the chunk attends to must then be replaced by zeros.
+        query_slice: Slice of the N_q queries: the queries of the chunk.
+        key_slice: Slice of the N_k keys: the keys of the mask. No query of the chunk attends to
+            other keys.
+        is_attended: bool [B or 1, H or 1, rows, keys], True where a query attends to a key.
+        logit_bias: Added to the scaled logits, float with the shape of ``is_attended``; None for
+            zeros.
+        has_finite_kv: False if k or v contains NaN or an infinity. The keys and values that no
+            query of the chunk attends to must then be replaced by zeros.
     """
 
-    rows: slice
-    keys: slice
-    seen: Tensor
+    query_slice: slice
+    key_slice: slice
+    is_attended: Tensor
     logit_bias: Tensor | None = None
-    is_finite: bool = True
+    has_finite_kv: bool = True
 
 
 def standardise(x: Tensor, is_visible: Tensor) -> Tensor:
@@ -73,19 +74,19 @@ def forced_blocks(is_visible: Tensor, ranges: KeyRanges, config: CabConfig) -> T
         ranges: The visible keys of each query.
         config: The configuration, of which block sizes and numbers of forced blocks are used.
     """
-    rows = ranges.rows(config.query_block)
-    block = torch.arange(is_visible.shape[-1], device=is_visible.device)
-    first_block = (rows.min_first // config.key_block).unsqueeze(-1)
-    last_block = (rows.max_last // config.key_block).unsqueeze(-1)
-    diagonal_block = (rows.min_last // config.key_block).unsqueeze(-1)
-    is_sink = block < first_block + config.sink_blocks
-    is_local = (block > last_block - config.local_blocks) | (block >= diagonal_block)
+    block_ranges = ranges.rows(config.query_block)
+    block_index = torch.arange(is_visible.shape[-1], device=is_visible.device)
+    first_visible = (block_ranges.min_first // config.key_block).unsqueeze(-1)
+    last_visible = (block_ranges.max_last // config.key_block).unsqueeze(-1)
+    diagonal_block = (block_ranges.min_last // config.key_block).unsqueeze(-1)
+    is_sink = block_index < first_visible + config.sink_blocks
+    is_local = (block_index > last_visible - config.local_blocks) | (block_index >= diagonal_block)
     is_tail = ranges.tail(*tail_sizes(config)).unsqueeze(-1)
     return is_visible & (is_sink | is_local | is_tail)
 
 
 def share_of_row(is_visible: Tensor, fraction: float | Tensor) -> Tensor:
-    """Return ceil(share * number of visible blocks) for each row, int64 [..., 1].
+    """Return ceil(fraction * number of visible blocks) for each row, int64 [..., 1].
 
     Args:
         is_visible: bool [..., M_k].
@@ -113,7 +114,7 @@ def top_blocks(score: Tensor, is_candidate: Tensor, num_blocks: Tensor) -> Tenso
     return is_candidate & (rank < num_blocks)
 
 
-def not_finite(k: Tensor, padding_mask: Tensor) -> Tensor:
+def find_nonfinite_keys(k: Tensor, padding_mask: Tensor) -> Tensor:
     """Return True for keys that contain NaN or an infinity, bool [B, H_kv, N_k].
 
     Args:
@@ -124,14 +125,14 @@ def not_finite(k: Tensor, padding_mask: Tensor) -> Tensor:
     return ~(k.abs().amax(-1) < torch.inf) & padding_mask.unsqueeze(1)
 
 
-def marked_blocks(is_marked_key: Tensor, key_block: int) -> Tensor:
+def find_marked_blocks(is_marked_key: Tensor, key_block: int) -> Tensor:
     """Return True for key blocks that contain a key with NaN or an infinity, bool [B, H_kv, M_k].
 
     Predictors must select these marked blocks, because the logits of such keys are NaN or infinite,
     and attention must return NaN as dense attention does.
 
     Args:
-        is_marked_key: bool [B, H_kv, N_k], result of `not_finite`.
+        is_marked_key: bool [B, H_kv, N_k], result of `find_nonfinite_keys`.
         key_block: Tokens per key block.
     """
     return (
@@ -141,41 +142,43 @@ def marked_blocks(is_marked_key: Tensor, key_block: int) -> Tensor:
     )
 
 
-def has_visible_marked(is_marked: Tensor, bounds: Tensor) -> Tensor:
+def has_visible_marked_block(is_marked_block: Tensor, block_bounds: Tensor) -> Tensor:
     """Return True for rows with a visible marked block that is not forced, bool [B, H_kv, M_q].
 
     Args:
-        is_marked: bool [B, H_kv, M_k], result of `marked_blocks`.
-        bounds: int32 [6, B, M_q], result of `row_bounds`.
+        is_marked_block: bool [B, H_kv, M_k], result of `find_marked_blocks`.
+        block_bounds: int32 [6, B, M_q], result of `compute_block_bounds`.
     """
-    # number of marked blocks before each block; blocks from sink_end to local_start - 1 of a row
-    # are visible and not forced
-    num_before = F.pad(is_marked.cumsum(-1, dtype=torch.int32), (1, 0))
-    sink_end, local_start = (
-        x.long().unsqueeze(1).expand(-1, is_marked.shape[1], -1) for x in bounds[2:4]
+    # number of marked blocks before each block; blocks from end_of_sinks to first_local - 1 of a
+    # row are visible and not forced
+    num_marked_before = F.pad(is_marked_block.cumsum(-1, dtype=torch.int32), (1, 0))
+    end_of_sinks, first_local = (
+        x.long().unsqueeze(1).expand(-1, is_marked_block.shape[1], -1) for x in block_bounds[2:4]
     )
-    return num_before.gather(2, local_start) > num_before.gather(2, sink_end)
+    return num_marked_before.gather(2, first_local) > num_marked_before.gather(2, end_of_sinks)
 
 
-def max_blocks_of_rows(
-    bounds: Tensor, max_density: float, is_marked: Tensor | None = None
+def compute_max_blocks(
+    block_bounds: Tensor, max_density: float, is_marked_block: Tensor | None = None
 ) -> Tensor:
     """Return the largest number of blocks that each row may select, int32 [B, 1 or H_kv, M_q].
 
         max(ceil(max_density * visible blocks), forced blocks + m)
 
-    m is 1 if `has_visible_marked` is True for the row, else 0. Then at least one marked block fits.
+    m is 1 if `has_visible_marked_block` is True for the row, else 0. Then at least one marked block
+    fits.
 
     Args:
-        bounds: int32 [6, B, M_q], result of `row_bounds`.
+        block_bounds: int32 [6, B, M_q], result of `compute_block_bounds`.
         max_density: Largest fraction of the visible blocks that a row may select.
-        is_marked: bool [B, H_kv, M_k], result of `marked_blocks`; None if no block is marked.
+        is_marked_block: bool [B, H_kv, M_k], result of `find_marked_blocks`; None if no block is
+            marked.
     """
-    first, last, sink_end, local_start = bounds[:4].unsqueeze(2)
-    num_visible = last - first + 1
-    num_forced = num_visible - (local_start - sink_end).clamp(min=0)
-    if is_marked is not None:
-        num_forced = num_forced + has_visible_marked(is_marked, bounds).int()
+    first_visible, last_visible, end_of_sinks, first_local = block_bounds[:4].unsqueeze(2)
+    num_visible = last_visible - first_visible + 1
+    num_forced = num_visible - (first_local - end_of_sinks).clamp(min=0)
+    if is_marked_block is not None:
+        num_forced = num_forced + has_visible_marked_block(is_marked_block, block_bounds).int()
     # 1e-9 compensates rounding: 0.07 * 100 is above 7 in floating point, and ceil would return 8
     return (num_visible.double() * max_density - 1e-9).ceil().int().maximum(num_forced)
 
@@ -201,7 +204,7 @@ def select_best_blocks(
 
 
 @cached_per_ranges
-def row_bounds(
+def compute_block_bounds(
     ranges: KeyRanges, query_block: int, key_block: int, sink_blocks: int, local_blocks: int
 ) -> Tensor:
     """Return the ranges of visible, forced and full key blocks of each row, int32 [6, B, M_q].
@@ -224,16 +227,18 @@ def row_bounds(
         sink_blocks, local_blocks: Numbers of forced blocks at the start and at the end of the
             visible blocks.
     """
-    rows = ranges.rows(query_block)
-    has_queries = rows.queries > 0
-    first = rows.min_first.where(has_queries, 0) // key_block
-    last = rows.max_last // key_block
-    diagonal_block = rows.min_last.where(has_queries, -1) // key_block
-    sink_end = (first + sink_blocks).minimum(last + 1)
-    local_start = diagonal_block.minimum(last + 1 - local_blocks).maximum(first)
-    full_first = -(-rows.max_first // key_block)
-    full_last = (rows.min_last.where(has_queries, -1) + 1) // key_block - 1
-    return torch.stack((first, last, sink_end, local_start, full_first, full_last)).int()
+    block_ranges = ranges.rows(query_block)
+    has_queries = block_ranges.queries > 0
+    first_visible = block_ranges.min_first.where(has_queries, 0) // key_block
+    last_visible = block_ranges.max_last // key_block
+    diagonal_block = block_ranges.min_last.where(has_queries, -1) // key_block
+    end_of_sinks = (first_visible + sink_blocks).minimum(last_visible + 1)
+    first_local = diagonal_block.minimum(last_visible + 1 - local_blocks).maximum(first_visible)
+    first_full = -(-block_ranges.max_first // key_block)
+    last_full = (block_ranges.min_last.where(has_queries, -1) + 1) // key_block - 1
+    return torch.stack(
+        (first_visible, last_visible, end_of_sinks, first_local, first_full, last_full)
+    ).int()
 
 
 def require_finite(name: str, x: Tensor) -> None:
@@ -250,7 +255,7 @@ def require_finite(name: str, x: Tensor) -> None:
         )
 
 
-def capped(logits: Tensor, softcap: float | None) -> Tensor:
+def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
     """Return softcap * tanh(logits / softcap), or the logits unchanged if ``softcap`` is None."""
     return logits if softcap is None else softcap * (logits / softcap).tanh()
 
@@ -271,8 +276,8 @@ def attention(
     log(``plan.sample_period``). The output is 0 for queries without keys (padding queries, and
     queries whose lists are empty).
 
-    The function is differentiable. Token masks are built for `QUERY_CHUNK` queries at a time. A
-    token with NaN or an infinity affects only query blocks that attend to this token. For
+    The function is differentiable. Token masks are built for `QUERIES_PER_CHUNK` queries at a time.
+    A token with NaN or an infinity affects only query blocks that attend to this token. For
     torch.compile, `cab_hf.ops.attention.traced` registers this function as one op.
 
     Args:
@@ -283,7 +288,7 @@ def attention(
             see `BlockPlan.shared_by`.
         scale: Factor of the products q · k.
         return_lse: True to also return the log-sum-exp of the logits of each query.
-        softcap: Soft cap of the scaled logits, see `capped`; None for no cap.
+        softcap: Soft cap of the scaled logits, see `cap_logits`; None for no cap.
 
     Returns:
         out: [B, H, N_q, D_v].
@@ -291,14 +296,14 @@ def attention(
             float64 for float64 inputs. It is -inf for queries without keys.
     """
     chunks = iterate_masks(q, k, v, plan)
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
+    group_size = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group_size, dim=1) if group_size > 1 else x for x in (k, v))
     out_chunks, lse_chunks = [], []
     for chunk in chunks:
         out, lse = _attend_chunk(
-            q[:, :, chunk.rows],
-            k[:, :, chunk.keys],
-            v[:, :, chunk.keys],
+            q[:, :, chunk.query_slice],
+            k[:, :, chunk.key_slice],
+            v[:, :, chunk.key_slice],
             chunk,
             scale=scale,
             return_lse=return_lse,
@@ -335,28 +340,28 @@ def _attend_chunk(
         out: [B, H, n, D_v].
         lse: [B, H, n], the log-sum-exp; None without ``return_lse``.
     """
-    dtype, logits, lse = q.dtype, None, None
-    if not chunk.is_finite:
+    out_dtype, logits, lse = q.dtype, None, None
+    if not chunk.has_finite_kv:
         # NaN - inf and 0 * NaN are NaN, so that keys and values that are masked must be finite
-        is_unseen = ~chunk.seen.any(dim=-2).unsqueeze(-1)
-        k, v = (x.masked_fill(is_unseen, 0.0) for x in (k, v))
+        is_unattended_key = ~chunk.is_attended.any(dim=-2).unsqueeze(-1)
+        k, v = (x.masked_fill(is_unattended_key, 0.0) for x in (k, v))
     # the softmax over no keys is NaN. Therefore a query without keys attends to all keys here, and
     # its output is set to 0 below
-    has_no_keys = ~chunk.seen.any(dim=-1, keepdim=True)
-    mask = chunk.seen | has_no_keys
+    has_no_keys = ~chunk.is_attended.any(dim=-1, keepdim=True)
+    token_mask = chunk.is_attended | has_no_keys
     if return_lse or softcap is not None:
         logits = _compute_logits(q, k, logit_bias=chunk.logit_bias, scale=scale, softcap=softcap)
     if softcap is not None:
-        p = logits.masked_fill(~mask, -torch.inf).softmax(-1)
+        p = logits.masked_fill(~token_mask, -torch.inf).softmax(-1)
         out = p @ v.to(p.dtype)
     else:
         if chunk.logit_bias is not None:
-            mask = chunk.logit_bias.masked_fill(~mask, -torch.inf)
-            q, k, v = (x.to(mask.dtype) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+            token_mask = chunk.logit_bias.masked_fill(~token_mask, -torch.inf)
+            q, k, v = (x.to(token_mask.dtype) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=token_mask, scale=scale)
     if return_lse:
-        lse = logits.masked_fill(~chunk.seen, -torch.inf).logsumexp(-1)
-    return out.to(dtype).masked_fill(has_no_keys, 0.0), lse
+        lse = logits.masked_fill(~chunk.is_attended, -torch.inf).logsumexp(-1)
+    return out.to(out_dtype).masked_fill(has_no_keys, 0.0), lse
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -369,16 +374,16 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         lse: [B, H, N_q], the log-sum-exp of the logits; -inf for queries without keys.
         sinks: [H], the additional logit of each head, not multiplied by the scale of q · k.
     """
-    share = (lse - sinks.to(lse.dtype).unsqueeze(-1)).sigmoid()
-    return out * share.to(out.dtype).unsqueeze(-1)
+    share_without_sink = (lse - sinks.to(lse.dtype).unsqueeze(-1)).sigmoid()
+    return out * share_without_sink.to(out.dtype).unsqueeze(-1)
 
 
 def iterate_masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[Masks]:
     """Yield the token masks of ``plan`` for all queries, one chunk of queries at a time.
 
-    A chunk has at most `QUERY_CHUNK` queries. If k or v contains NaN or infinities, all queries of
-    a chunk are in one query block. Keys that this query block does not attend to can then be
-    replaced by zeros, without a change for other query blocks.
+    A chunk has at most `QUERIES_PER_CHUNK` queries. If k or v contains NaN or infinities, all
+    queries of a chunk are in one query block. Keys that this query block does not attend to can
+    then be replaced by zeros, without a change for other query blocks.
 
     Args:
         q: [B, H, N_q, D].
@@ -386,28 +391,32 @@ def iterate_masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[
         v: [B, H_kv, N_k, D_v].
         plan: The key blocks that each query block attends to.
     """
-    is_finite = all(bool(x.isfinite().all()) for x in (k, v))
+    has_finite_kv = all(bool(x.isfinite().all()) for x in (k, v))
     heads_per_list = plan.shared_by(q.shape[1])
-    sample = None if plan.sampled is None else plan.of_sampled()
-    chunk_queries = QUERY_CHUNK if is_finite else math.gcd(QUERY_CHUNK, plan.query_block)
-    for start in range(0, plan.q_length, chunk_queries):
-        stop = min(start + chunk_queries, plan.q_length)
-        keys_end = max(1, int(plan.ranges.end[:, start:stop].max()) + 1)
-        seen = plan.token_mask(start, stop, keys_end).repeat_interleave(heads_per_list, dim=1)
+    sample_plan = None if plan.sampled is None else plan.of_sampled()
+    queries_per_chunk = (
+        QUERIES_PER_CHUNK if has_finite_kv else math.gcd(QUERIES_PER_CHUNK, plan.query_block)
+    )
+    for start in range(0, plan.q_length, queries_per_chunk):
+        stop = min(start + queries_per_chunk, plan.q_length)
+        end_of_keys = max(1, int(plan.ranges.end[:, start:stop].max()) + 1)
+        is_attended = plan.token_mask(start, stop, end_of_keys).repeat_interleave(
+            heads_per_list, dim=1
+        )
         logit_bias = None
-        if sample is not None:
-            sampled = sample.token_mask(start, stop, keys_end)
-            sampled = sampled.repeat_interleave(heads_per_list, dim=1)
+        if sample_plan is not None:
+            is_sampled = sample_plan.token_mask(start, stop, end_of_keys)
+            is_sampled = is_sampled.repeat_interleave(heads_per_list, dim=1)
             # at least float32, because 16 bits would round log(sample_period)
             bias_dtype = torch.promote_types(q.dtype, torch.float32)
-            seen = seen | sampled
-            logit_bias = sampled.to(bias_dtype) * math.log(plan.sample_period)
+            is_attended = is_attended | is_sampled
+            logit_bias = is_sampled.to(bias_dtype) * math.log(plan.sample_period)
         yield Masks(
-            rows=slice(start, stop),
-            keys=slice(0, keys_end),
-            seen=seen,
+            query_slice=slice(start, stop),
+            key_slice=slice(0, end_of_keys),
+            is_attended=is_attended,
             logit_bias=logit_bias,
-            is_finite=is_finite,
+            has_finite_kv=has_finite_kv,
         )
 
 
@@ -423,6 +432,6 @@ def _compute_logits(
         scale: Factor of the products.
         softcap: Soft cap of the scaled products; None for no cap.
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    logits = capped(q.to(dtype) @ k.to(dtype).transpose(-1, -2) * scale, softcap)
+    logit_dtype = torch.promote_types(q.dtype, torch.float32)
+    logits = cap_logits(q.to(logit_dtype) @ k.to(logit_dtype).transpose(-1, -2) * scale, softcap)
     return logits if logit_bias is None else logits + logit_bias

@@ -40,13 +40,13 @@ __all__ = [
 ]
 
 # old names of classes, which import with a warning
-OLD_NAMES = {"Spans": KeyRanges, "RowSpans": BlockRanges, "BlockLists": BlockIndices}
+CLASSES_BY_OLD_NAME = {"Spans": KeyRanges, "RowSpans": BlockRanges, "BlockLists": BlockIndices}
 
 
 def __getattr__(name: str) -> type:
-    if name not in OLD_NAMES:
+    if name not in CLASSES_BY_OLD_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    new_class = OLD_NAMES[name]
+    new_class = CLASSES_BY_OLD_NAME[name]
     warn_renamed(f"cab_hf.plan.{name}", f"cab_hf.plan.{new_class.__name__}")
     return new_class
 
@@ -130,10 +130,10 @@ class BlockPlan:
         if dense_rows is not None:
             keep = keep & ~rows_mask(ranges, dense_rows, query_block).unsqueeze(-1)
         is_complete = is_complete.unsqueeze(1)
-        max_partial = crossed_blocks(query_block, key_block) if ranges.aligned else None
+        max_partial_blocks = crossed_blocks(query_block, key_block) if ranges.aligned else None
         return cls(
             full=BlockIndices.from_dense(keep & is_complete),
-            partial=BlockIndices.from_dense(keep & ~is_complete, max_partial),
+            partial=BlockIndices.from_dense(keep & ~is_complete, max_partial_blocks),
             ranges=ranges,
             query_block=query_block,
             key_block=key_block,
@@ -150,9 +150,9 @@ class BlockPlan:
     def of_sampled(self) -> BlockPlan:
         """Return a plan that lists only the sampled blocks of this plan."""
         assert self.sampled is not None
-        zeros = torch.zeros_like(self.sampled.counts)
-        empty = BlockIndices(counts=zeros, indices=zeros.unsqueeze(-1))
-        return replace(self, full=self.sampled, partial=empty, dense_rows=None, sampled=None)
+        zero_counts = torch.zeros_like(self.sampled.counts)
+        empty_lists = BlockIndices(counts=zero_counts, indices=zero_counts.unsqueeze(-1))
+        return replace(self, full=self.sampled, partial=empty_lists, dense_rows=None, sampled=None)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -206,15 +206,17 @@ class BlockPlan:
         lists = {"full": self.full, "partial": self.partial}
         return lists if self.sampled is None else lists | {"sampled": self.sampled}
 
-    def map_lists(self, change: Callable[[BlockIndices], BlockIndices], **other: Any) -> BlockPlan:
+    def map_lists(
+        self, change: Callable[[BlockIndices], BlockIndices], **other_fields: Any
+    ) -> BlockPlan:
         """Return the plan with ``change`` applied to all lists.
 
         Args:
             change: maps `BlockIndices` to `BlockIndices`.
-            other: new values of other fields of the plan.
+            other_fields: new values of other fields of the plan.
         """
         changed_lists = {name: change(lists) for name, lists in self.lists.items()}
-        return replace(self, **changed_lists, **other)
+        return replace(self, **changed_lists, **other_fields)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> BlockPlan:
         """Return the plan with ``change`` applied to all counts and indices."""
@@ -222,11 +224,11 @@ class BlockPlan:
 
     def with_dense_rows(self, rows: Tensor) -> BlockPlan:
         """Return the plan with ``rows``, int64 [B, R], added to ``dense_rows``."""
-        is_added = rows_mask(self.ranges, rows, self.query_block)
+        is_added_row = rows_mask(self.ranges, rows, self.query_block)
         if self.dense_rows is not None:
             rows = _merge_rows(self.ranges, rows, self.dense_rows, self.query_block)
         return self.map_lists(
-            lambda lists: BlockIndices(lists.counts.masked_fill(is_added, 0), lists.indices),
+            lambda lists: BlockIndices(lists.counts.masked_fill(is_added_row, 0), lists.indices),
             dense_rows=rows,
         )
 
@@ -248,10 +250,12 @@ class BlockPlan:
         """
         row_bounds, device = self.ranges.rows(self.query_block), seed.device
         # one drawn block per row and run of adjacent blocks, [B, H, M_q, runs]
-        runs = torch.arange(-(-self.kv_blocks // sample_period), device=device)
-        shape = (*self.full.counts.shape, len(runs))
-        draw_index = torch.arange(math.prod(shape), device=device).view(shape)
-        drawn_blocks = runs * sample_period + _hash_to_integers(draw_index + seed) % sample_period
+        run_index = torch.arange(-(-self.kv_blocks // sample_period), device=device)
+        draw_shape = (*self.full.counts.shape, len(run_index))
+        draw_index = torch.arange(math.prod(draw_shape), device=device).view(draw_shape)
+        drawn_blocks = (
+            run_index * sample_period + _hash_to_integers(draw_index + seed) % sample_period
+        )
         max_first_key, min_last_key, num_queries = (
             x[:, None, :, None]
             for x in (row_bounds.max_first, row_bounds.min_last, row_bounds.queries)
@@ -262,19 +266,21 @@ class BlockPlan:
             & (block_starts + (self.key_block - 1) <= min_last_key)
             & (num_queries > 0)
         )
-        existing_blocks = drawn_blocks.clamp(max=self.kv_blocks - 1)
-        is_sampled &= ~self.full.to_dense(self.kv_blocks).gather(-1, existing_blocks)
+        clamped_blocks = drawn_blocks.clamp(max=self.kv_blocks - 1)
+        is_sampled &= ~self.full.to_dense(self.kv_blocks).gather(-1, clamped_blocks)
         is_dense_row = self.is_dense()
         if is_dense_row is not None:
             is_sampled &= ~is_dense_row.unsqueeze(-1)
-        sampled = BlockIndices.of(drawn_blocks.to(torch.int32), is_sampled, len(runs))
+        sampled = BlockIndices.of(drawn_blocks.to(torch.int32), is_sampled, len(run_index))
         return replace(self, sampled=sampled, sample_period=sample_period)
 
     def on(self, ranges: KeyRanges) -> BlockPlan:
         """Return the plan on the device of ``ranges``, which must equal the ranges of this plan."""
         device = ranges.start.device
-        rows = None if self.dense_rows is None else self.dense_rows.to(device)
-        return replace(self.map_tensors(lambda x: x.to(device)), ranges=ranges, dense_rows=rows)
+        dense_rows = None if self.dense_rows is None else self.dense_rows.to(device)
+        return replace(
+            self.map_tensors(lambda x: x.to(device)), ranges=ranges, dense_rows=dense_rows
+        )
 
     def select_heads(self, heads: Sequence[int]) -> BlockPlan:
         """Return a plan whose head i attends to the blocks of head ``heads[i]`` of this plan."""
@@ -300,11 +306,11 @@ class BlockPlan:
             rows: int64 [m], the query blocks; -1 for a query block with empty lists.
             ranges: the ranges of the queries of these query blocks.
         """
-        is_empty, index = rows < 0, rows.clamp(min=0)
+        is_empty, row_index = rows < 0, rows.clamp(min=0)
 
         def take_list_rows(lists: BlockIndices) -> BlockIndices:
-            counts = lists.counts[:, :, index].masked_fill(is_empty, 0)
-            return BlockIndices(counts, lists.indices[:, :, index])
+            counts = lists.counts[:, :, row_index].masked_fill(is_empty, 0)
+            return BlockIndices(counts, lists.indices[:, :, row_index])
 
         dense_rows = self.dense_rows
         if dense_rows is not None:
@@ -353,13 +359,15 @@ class BlockPlan:
         stop = self.q_length if stop is None else min(stop, self.q_length)
         kv_stop = self.kv_length if kv_stop is None else kv_stop
         q_block_slice = slice(start // self.query_block, -(-stop // self.query_block))
-        q_block = torch.arange(start, stop, device=self.ranges.start.device) // self.query_block
-        key = torch.arange(kv_stop, device=q_block.device)
+        q_block_of_query = (
+            torch.arange(start, stop, device=self.ranges.start.device) // self.query_block
+        )
+        key_position = torch.arange(kv_stop, device=q_block_of_query.device)
         is_selected = self._find_selected_blocks(q_block_slice)[
-            :, :, q_block - q_block_slice.start
-        ][..., key // self.key_block]
+            :, :, q_block_of_query - q_block_slice.start
+        ][..., key_position // self.key_block]
         first_key, last_key = (x[:, start:stop, None] for x in (self.ranges.start, self.ranges.end))
-        return is_selected & ((key >= first_key) & (key <= last_key)).unsqueeze(1)
+        return is_selected & ((key_position >= first_key) & (key_position <= last_key)).unsqueeze(1)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """Count (query, key) pairs over all heads: attended pairs, and all causal pairs.
@@ -374,12 +382,14 @@ class BlockPlan:
             num_attended = num_attended + (self.sampled.counts * num_queries).sum() * self.key_block
         first_key, last_key = self.ranges.blocked(self.query_block)
         is_listed = self.partial.listed()
-        for entry in range(self.partial.width):
-            start = self.partial.indices[..., entry, None] * self.key_block
-            first_attended = torch.maximum(start, first_key.unsqueeze(1))
-            last_attended = torch.minimum(start + (self.key_block - 1), last_key.unsqueeze(1))
+        for list_entry in range(self.partial.width):
+            block_start = self.partial.indices[..., list_entry, None] * self.key_block
+            first_attended = torch.maximum(block_start, first_key.unsqueeze(1))
+            last_attended = torch.minimum(block_start + (self.key_block - 1), last_key.unsqueeze(1))
             row_pairs = (last_attended - first_attended + 1).clamp(min=0).sum(-1, dtype=torch.int64)
-            num_attended = num_attended + torch.where(is_listed[..., entry], row_pairs, 0).sum()
+            num_attended = (
+                num_attended + torch.where(is_listed[..., list_entry], row_pairs, 0).sum()
+            )
         is_dense_row = self.is_dense()
         if is_dense_row is not None:
             row_pairs = (last_key - first_key + 1).clamp(min=0).sum(-1, dtype=torch.int64)
@@ -407,9 +417,9 @@ def _hash_to_integers(x: Tensor) -> Tensor:
 
     Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators (2014).
     """
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+    for shift_bits, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         # right shifts of negative numbers fill with ones
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+        x = (x ^ ((x >> shift_bits) & ((1 << (64 - shift_bits)) - 1))) * factor
     return (x ^ (x >> 31)) & (2**62 - 1)
 
 
@@ -440,17 +450,19 @@ def _find_dense_rows(ranges: KeyRanges, dense_rows: Tensor, rows: Tensor, q_bloc
 
 
 @cached_per_ranges
-def _merge_rows(ranges: KeyRanges, rows: Tensor, other_rows: Tensor, query_block: int) -> Tensor:
+def _merge_rows(
+    ranges: KeyRanges, added_rows: Tensor, dense_rows: Tensor, query_block: int
+) -> Tensor:
     """Return the union of two lists of query block indices for each sequence, int64 [B, R + S].
 
     Entries of -1 are unused.
 
     Args:
         ranges: visible keys of every query, which give the number of query blocks.
-        rows: int64 [B, R], -1 for unused entries.
-        other_rows: int64 [B, S], -1 for unused entries.
+        added_rows: int64 [B, R], -1 for unused entries.
+        dense_rows: int64 [B, S], -1 for unused entries.
         query_block: query block size, in tokens.
     """
-    is_in_rows = rows_mask(ranges, rows, query_block)[:, 0]
-    is_repeated = (other_rows >= 0) & is_in_rows.gather(1, other_rows.clamp(min=0))
-    return torch.cat((rows, other_rows.masked_fill(is_repeated, -1)), dim=1)
+    is_added_row = rows_mask(ranges, added_rows, query_block)[:, 0]
+    is_repeated_row = (dense_rows >= 0) & is_added_row.gather(1, dense_rows.clamp(min=0))
+    return torch.cat((added_rows, dense_rows.masked_fill(is_repeated_row, -1)), dim=1)

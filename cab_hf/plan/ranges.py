@@ -290,11 +290,11 @@ class BlockIndices:
             selected: bool [B, H, M, C].
             width: an upper bound of the counts, the width of the lists.
         """
-        entry = selected.cumsum(-1, dtype=torch.int32) - 1
+        list_entry = selected.cumsum(-1, dtype=torch.int32) - 1
         # unselected values are written to one spare column, which is removed afterwards
-        entry = torch.where(selected, entry, width).to(torch.int64)
+        list_entry = torch.where(selected, list_entry, width).to(torch.int64)
         indices = values.new_zeros(*selected.shape[:-1], width + 1)
-        indices.scatter_(-1, entry, values)
+        indices.scatter_(-1, list_entry, values)
         return cls(selected.sum(-1, dtype=torch.int32), indices[..., :width].contiguous())
 
     @property
@@ -303,8 +303,8 @@ class BlockIndices:
 
     def listed(self) -> Tensor:
         """Return bool [B, H, M, W], True for the used entries of ``indices``."""
-        entry = torch.arange(self.width, device=self.counts.device)
-        return entry < self.counts.unsqueeze(-1)
+        list_entry = torch.arange(self.width, device=self.counts.device)
+        return list_entry < self.counts.unsqueeze(-1)
 
     def to_dense(self, columns: int) -> Tensor:
         """Return bool [B, H, M, columns], True for listed blocks; the inverse of `from_dense`."""

@@ -47,16 +47,18 @@ def iterate_attention_rows(
     k = k.masked_fill(~ranges.key_valid[:, None, :, None], 0.0)
     queries = _concatenate_tiles(q, stride, is_reversed=True).unflatten(1, (k.shape[1], -1))
     keys = _concatenate_tiles(k, stride).unsqueeze(2).transpose(-1, -2)
-    for start in range(0, queries.shape[3], rows_per_chunk):
-        chunk = slice(start, start + rows_per_chunk)
-        num_tiles = max(0, int(row_bounds.max_last[:, chunk].max())) // stride + 1
+    for first_row in range(0, queries.shape[3], rows_per_chunk):
+        chunk_rows = slice(first_row, first_row + rows_per_chunk)
+        num_tiles = max(0, int(row_bounds.max_last[:, chunk_rows].max())) // stride + 1
         is_visible = _find_visible_tiles(
-            row_bounds, chunk=chunk, num_tiles=num_tiles, stride=stride
+            row_bounds, chunk_rows=chunk_rows, num_tiles=num_tiles, stride=stride
         )
-        logits = (queries[:, :, :, chunk] @ keys[..., :num_tiles]).flatten(1, 2) * (scale / stride)
+        logits = (queries[:, :, :, chunk_rows] @ keys[..., :num_tiles]).flatten(1, 2) * (
+            scale / stride
+        )
         probabilities = logits.masked_fill_(~is_visible, -torch.inf).softmax(-1)
         # softmax over no keys is NaN: a row of padding attends to nothing
-        yield start, probabilities.masked_fill_(~is_visible, 0.0)
+        yield first_row, probabilities.masked_fill_(~is_visible, 0.0)
 
 
 def _concatenate_tiles(x: Tensor, stride: int, is_reversed: bool = False) -> Tensor:
@@ -70,21 +72,21 @@ def _concatenate_tiles(x: Tensor, stride: int, is_reversed: bool = False) -> Ten
 
 
 def _find_visible_tiles(
-    row_bounds: BlockRanges, *, chunk: slice, num_tiles: int, stride: int
+    row_bounds: BlockRanges, *, chunk_rows: slice, num_tiles: int, stride: int
 ) -> Tensor:
     """Return bool [B, 1, rows, num_tiles], True if any key of a tile is visible to any query.
 
     Args:
         row_bounds: bounds of the visible keys of all rows of tiles.
-        chunk: the rows of tiles that the result contains.
+        chunk_rows: the rows of tiles that the result contains.
         num_tiles: number of key tiles that the result contains, from the first one on.
         stride: tokens per tile.
     """
     first_key = torch.arange(0, num_tiles * stride, stride, device=row_bounds.max_last.device)
     last_key = first_key + (stride - 1)
-    is_visible = first_key <= row_bounds.max_last[:, chunk, None]
-    is_visible &= last_key >= row_bounds.min_first[:, chunk, None]
-    return (is_visible & (row_bounds.queries[:, chunk, None] > 0)).unsqueeze(1)
+    is_visible = first_key <= row_bounds.max_last[:, chunk_rows, None]
+    is_visible &= last_key >= row_bounds.min_first[:, chunk_rows, None]
+    return (is_visible & (row_bounds.queries[:, chunk_rows, None] > 0)).unsqueeze(1)
 
 
 def sum_blocks(x: Tensor, block_size: int, num_blocks: int) -> Tensor:

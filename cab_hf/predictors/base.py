@@ -29,7 +29,8 @@ class LayerContext:
         channels: ascending channels of q and k that predictors use for approximate scores; () for
             all channels.
         sinks: [H], one attention-sink logit per head; None if the layer has no sinks.
-        softcap: soft cap of the logits, see `capped` of `cab_hf.ops.reference`; None for no cap.
+        softcap: soft cap of the logits, see `cap_logits` of `cab_hf.ops.reference`; None for no
+            cap.
     """
 
     ranges: KeyRanges
@@ -48,7 +49,7 @@ class LayerContext:
 
 
 # old and new names of methods of `Predictor`. Subclasses of users may still override the old names
-OLD_METHODS = {"summarise": "encode_keys", "gathers": "required_inputs", "join": "merge"}
+METHODS_BY_OLD_NAME = {"summarise": "encode_keys", "gathers": "required_inputs", "join": "merge"}
 
 
 class Predictor(ABC):
@@ -69,24 +70,28 @@ class Predictor(ABC):
     def __init__(self, config: CabConfig) -> None:
         self.config = config
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **class_options: Any) -> None:
         """Make a subclass that overrides the old name of a method override the new name as well.
 
         An override of the new name also overrides the old name. Overrides of old names cause one
         warning per class.
         """
-        super().__init_subclass__(**options)
+        super().__init_subclass__(**class_options)
         overridden_names = [
             old_name
-            for old_name, new_name in OLD_METHODS.items()
+            for old_name, new_name in METHODS_BY_OLD_NAME.items()
             if _mirror_override(cls, old_name, new_name)
         ]
         if overridden_names:
-            old_text = ", ".join(f"{cls.__name__}.{old_name}" for old_name in overridden_names)
-            new_text = ", ".join(OLD_METHODS[old_name] for old_name in overridden_names)
+            old_names_text = ", ".join(
+                f"{cls.__name__}.{old_name}" for old_name in overridden_names
+            )
+            new_names_text = ", ".join(
+                METHODS_BY_OLD_NAME[old_name] for old_name in overridden_names
+            )
             # stacklevel=4: the warning points to the class statement, not to this method, ABCMeta
             # or `warn_renamed`
-            warn_renamed(old_text, new_text, stacklevel=4)
+            warn_renamed(old_names_text, new_names_text, stacklevel=4)
 
     def encode_keys(self, k: Tensor, valid: Tensor | None = None) -> Any:
         """Return the summary of k that `choose` receives; by default k itself.
@@ -97,7 +102,7 @@ class Predictor(ABC):
         """
         return k
 
-    def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> Any:
+    def summary_of(self, k: Tensor, valid: Tensor, layer_context: LayerContext) -> Any:
         """Return the summary of k for one layer; by default ``encode_keys(k, valid)``.
 
         Predictors whose summary depends on the layer override this method.
@@ -105,11 +110,13 @@ class Predictor(ABC):
         Args:
             k: [B, H_kv, N_k, D], after RoPE.
             valid: bool [B, N_k], False for padding keys.
-            call: the context of the layer.
+            layer_context: the context of the layer.
         """
         return self.encode_keys(k, valid)
 
-    def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
+    def required_inputs(
+        self, layer_context: LayerContext, heads: tuple[int, int]
+    ) -> Collection[str]:
         """Return the names of the tensors that ranks must gather to select blocks for a layer.
 
         The names are:
@@ -124,25 +131,28 @@ class Predictor(ABC):
         If no name is returned, ranks gather nothing, and `choose` receives this rank's k as its
         argument ``summary``.
 
-        Without ``"queries"``, `choose` receives the q of this rank. ``call.ranges`` then contains
-        the ranges of this rank's queries over the whole sequence, and
-        ``call.ranges.sequence_ranges`` the ranges of all queries. ``call.ranges.local_plan(plan)``
-        selects the rows of this rank from a plan of the whole sequence.
+        Without ``"queries"``, `choose` receives the q of this rank. ``layer_context.ranges`` then
+        contains the ranges of this rank's queries over the whole sequence, and
+        ``layer_context.ranges.sequence_ranges`` the ranges of all queries.
+        ``layer_context.ranges.local_plan(plan)`` selects the rows of this rank from a plan of the
+        whole sequence.
 
         Args:
-            call: the context of the layer.
+            layer_context: the context of the layer.
             heads: (number of query heads, number of KV heads) of the layer.
         """
         return "queries", "keys"
 
-    def merge(self, summary: Any, call: LayerContext, heads: tuple[int, int], layout: Any) -> Any:
+    def merge(
+        self, summary: Any, layer_context: LayerContext, heads: tuple[int, int], layout: Any
+    ) -> Any:
         """Return the summary of the whole sequence from the summaries of all ranks.
 
         The default implementation joins summaries with one entry per key block.
 
         Args:
             summary: the summary of this rank; [B, H_kv, M_k, ...] for the default implementation.
-            call: the context of the layer.
+            layer_context: the context of the layer.
             heads: (number of query heads, number of KV heads) of the layer.
             layout: a `cab_hf.distributed.sharded.ShardedLayout`. Its method ``blocks(x, dim,
                 tokens_per_block)`` joins tensors with one entry per block. Its method ``tokens(x)``
@@ -155,7 +165,7 @@ class Predictor(ABC):
     summarise, gathers, join = encode_keys, required_inputs, merge
 
     @abstractmethod
-    def choose(self, q: Tensor, summary: Any, call: LayerContext) -> BlockPlan:
+    def choose(self, q: Tensor, summary: Any, layer_context: LayerContext) -> BlockPlan:
         """Return the plan for q over the keys of ``summary``.
 
         The plan must be a function of the inputs, because gradient checkpointing computes a layer
@@ -164,7 +174,7 @@ class Predictor(ABC):
         Args:
             q: [B, H, N_q, D], after RoPE.
             summary: the result of `summary_of`, or of `merge` under context parallelism.
-            call: the context of the layer.
+            layer_context: the context of the layer.
         """
 
     def refuse_packed(self, ranges: KeyRanges) -> None:
@@ -183,16 +193,18 @@ class Predictor(ABC):
                 "document per row, or use another predictor."
             )
 
-    def __call__(self, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
+    def __call__(self, q: Tensor, k: Tensor, layer_context: LayerContext) -> BlockPlan:
         """Return the plan for q over k, without gradients.
 
         Args:
             q: [B, H, N_q, D], after RoPE.
             k: [B, H_kv, N_k, D], after RoPE.
-            call: the context of the layer.
+            layer_context: the context of the layer.
         """
         with torch.no_grad():
-            return self.choose(q, self.summary_of(k, call.ranges.key_valid, call), call)
+            return self.choose(
+                q, self.summary_of(k, layer_context.ranges.key_valid, layer_context), layer_context
+            )
 
 
 def _mirror_override(cls: type[Predictor], old_name: str, new_name: str) -> bool:
@@ -252,7 +264,7 @@ def get_head_sparsity(config: CabConfig, layer: int | None, heads: int) -> tuple
 
 
 PredictorFactory = Callable[[CabConfig], Predictor]
-_FACTORIES: dict[str, PredictorFactory] = {}
+_PREDICTOR_FACTORIES: dict[str, PredictorFactory] = {}
 
 
 def register_predictor(name: str, factory: PredictorFactory) -> None:
@@ -279,12 +291,12 @@ def register_predictor(name: str, factory: PredictorFactory) -> None:
         factory,
         "a Predictor class, or a function that returns a predictor",
     )
-    if _FACTORIES.get(name, factory) is not factory:
+    if _PREDICTOR_FACTORIES.get(name, factory) is not factory:
         raise ValueError(
             f"name must be unused, got {name!r}, which is already registered. Register the "
             "predictor under another name."
         )
-    _FACTORIES[name] = factory
+    _PREDICTOR_FACTORIES[name] = factory
 
 
 def make_predictor(config: CabConfig) -> Predictor:
@@ -293,10 +305,10 @@ def make_predictor(config: CabConfig) -> Predictor:
     Raises:
         ValueError: the name is not registered.
     """
-    if config.predictor not in _FACTORIES:
-        names = ", ".join(sorted(_FACTORIES))
+    if config.predictor not in _PREDICTOR_FACTORIES:
+        registered_names = ", ".join(sorted(_PREDICTOR_FACTORIES))
         raise ValueError(
-            f"CabConfig.predictor must be one of {names}, got {config.predictor!r}. Use one of "
-            "these, or add a predictor with cab_hf.register_predictor."
+            f"CabConfig.predictor must be one of {registered_names}, got {config.predictor!r}. Use "
+            "one of these, or add a predictor with cab_hf.register_predictor."
         )
-    return _FACTORIES[config.predictor](config)
+    return _PREDICTOR_FACTORIES[config.predictor](config)

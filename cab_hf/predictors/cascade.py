@@ -52,57 +52,79 @@ class CascadePredictor(Predictor):
         """Return the quantised keys, as `RowsPredictor.encode_keys` does."""
         return self.anchor_predictor.encode_keys(k, valid)
 
-    def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> QuantizedKeys | Tensor:
+    def summary_of(
+        self, k: Tensor, valid: Tensor, layer_context: LayerContext
+    ) -> QuantizedKeys | Tensor:
         """Return the quantised keys for an anchor, and k itself for other layers."""
-        return self.anchor_predictor.summary_of(k, valid, call) if self._is_anchor(call) else k
+        return (
+            self.anchor_predictor.summary_of(k, valid, layer_context)
+            if self._is_anchor(layer_context)
+            else k
+        )
 
-    def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
+    def required_inputs(
+        self, layer_context: LayerContext, heads: tuple[int, int]
+    ) -> Collection[str]:
         """Return "summaries" for an anchor. Other layers need no tensors of other ranks."""
-        return self.anchor_predictor.required_inputs(call, heads) if self._is_anchor(call) else ()
+        return (
+            self.anchor_predictor.required_inputs(layer_context, heads)
+            if self._is_anchor(layer_context)
+            else ()
+        )
 
     def merge(
-        self, summary: QuantizedKeys, call: LayerContext, heads: tuple[int, int], layout: Any
+        self,
+        summary: QuantizedKeys,
+        layer_context: LayerContext,
+        heads: tuple[int, int],
+        layout: Any,
     ) -> QuantizedKeys:
         """Return the quantised keys of all ranks; called for anchors only."""
-        return self.anchor_predictor.merge(summary, call, heads, layout)
+        return self.anchor_predictor.merge(summary, layer_context, heads, layout)
 
-    def _is_anchor(self, call: LayerContext) -> bool:
+    def _is_anchor(self, layer_context: LayerContext) -> bool:
         """Return True if the layer is an anchor."""
-        return call.layer in self.config.anchors
+        return layer_context.layer in self.config.anchors
 
-    def choose(self, q: Tensor, summary: QuantizedKeys | Tensor, call: LayerContext) -> BlockPlan:
+    def choose(
+        self, q: Tensor, summary: QuantizedKeys | Tensor, layer_context: LayerContext
+    ) -> BlockPlan:
         """Select blocks if the layer is an anchor. Otherwise, return the plan of its anchor.
 
         Args:
             q: [B, H, N_q, D], after RoPE.
             summary: the summary of k for an anchor, and k itself for other layers.
-            call: the context of the layer.
+            layer_context: the context of the layer.
 
         Raises:
             ValueError: the layer has no index, no anchor precedes the layer, the anchor stored no
                 plan, or the layer and its anchor have different numbers of heads.
         """
         kv_heads = summary.shape[1] if isinstance(summary, Tensor) else summary.kv_heads
-        heads = q.shape[1], kv_heads
-        if self._is_anchor(call):
-            plan = self.anchor_predictor.choose(q, summary, call)
-            call.shared_state[SHARED_PLAN_KEY] = SharedPlan(call.layer, heads, plan)
+        head_counts = q.shape[1], kv_heads
+        if self._is_anchor(layer_context):
+            plan = self.anchor_predictor.choose(q, summary, layer_context)
+            layer_context.shared_state[SHARED_PLAN_KEY] = SharedPlan(
+                layer_context.layer, head_counts, plan
+            )
             return plan
-        shared_plan = self._get_shared_plan(heads, call)
+        shared_plan = self._get_shared_plan(head_counts, layer_context)
         # the anchor may be on another device than this layer
-        return self._map_heads(shared_plan.plan, call.layer).on(call.ranges)
+        return self._map_heads(shared_plan.plan, layer_context.layer).on(layer_context.ranges)
 
-    def _get_shared_plan(self, heads: tuple[int, int], call: LayerContext) -> SharedPlan:
-        """Return the plan that the anchor of the layer ``call.layer`` has stored.
+    def _get_shared_plan(
+        self, head_counts: tuple[int, int], layer_context: LayerContext
+    ) -> SharedPlan:
+        """Return the plan that the anchor of the layer ``layer_context.layer`` has stored.
 
         Args:
-            heads: (number of query heads, number of KV heads) of the layer.
-            call: the context of the layer.
+            head_counts: (number of query heads, number of KV heads) of the layer.
+            layer_context: the context of the layer.
 
         Raises:
             ValueError: see `choose`.
         """
-        layer = call.layer
+        layer = layer_context.layer
         if layer is None:
             raise ValueError(
                 "predictor must not be 'cascade' for a model in which a layer has no index, got "
@@ -114,7 +136,7 @@ class CascadePredictor(Predictor):
                 f"CabConfig.anchors must have a layer at or before layer {layer}, got "
                 f"{self.config.anchors}. Add the first sparse layer."
             )
-        shared_plan: SharedPlan | None = call.shared_state.get(SHARED_PLAN_KEY)
+        shared_plan: SharedPlan | None = layer_context.shared_state.get(SHARED_PLAN_KEY)
         if shared_plan is None or shared_plan.layer != anchor:
             raise ValueError(
                 f"Layer {layer} needs the plan of anchor layer {anchor}, which did not run "
@@ -122,7 +144,7 @@ class CascadePredictor(Predictor):
                 "gradients with use_reentrant=False, and do not checkpoint layers that are "
                 "called several times."
             )
-        require_equal_heads(shared_plan.layer, shared_plan.heads, layer, heads)
+        require_equal_heads(shared_plan.layer, shared_plan.heads, layer, head_counts)
         return shared_plan
 
     def _map_heads(self, plan: BlockPlan, layer: int) -> BlockPlan:
@@ -160,22 +182,22 @@ def find_anchor(config: CabConfig, layer: int | None) -> int | None:
 
 
 def require_equal_heads(
-    anchor: int, anchor_heads: tuple[int, int], layer: int, heads: tuple[int, int]
+    anchor: int, anchor_head_counts: tuple[int, int], layer: int, head_counts: tuple[int, int]
 ) -> None:
     """Raise an error if a layer and its anchor differ in their numbers of heads.
 
     Args:
         anchor: index of the anchor.
-        anchor_heads: (query heads, KV heads) of the anchor.
+        anchor_head_counts: (query heads, KV heads) of the anchor.
         layer: index of the layer.
-        heads: (query heads, KV heads) of the layer.
+        head_counts: (query heads, KV heads) of the layer.
 
     Raises:
         ValueError: the numbers differ. The message contains both.
     """
-    if anchor_heads != heads:
+    if anchor_head_counts != head_counts:
         raise ValueError(
             "predictor must not be 'cascade' for layers that differ in their heads: layer "
-            f"{layer} has {heads[0]} query heads and {heads[1]} KV heads, its anchor, layer "
-            f"{anchor}, has {anchor_heads[0]} and {anchor_heads[1]}. Use 'rows'."
+            f"{layer} has {head_counts[0]} query heads and {head_counts[1]} KV heads, its anchor, "
+            f"layer {anchor}, has {anchor_head_counts[0]} and {anchor_head_counts[1]}. Use 'rows'."
         )

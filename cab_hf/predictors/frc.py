@@ -67,76 +67,80 @@ class FrcPredictor(Predictor):
             q, ranges.end >= 0, block_size=self.config.query_block, mark_not_finite=False
         )
 
-    def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
+    def required_inputs(
+        self, layer_context: LayerContext, heads: tuple[int, int]
+    ) -> Collection[str]:
         """Return "summaries", and "vectors" if the score depends on query blocks of other ranks."""
         if type(self) is not FrcPredictor:
             # the override of ``choose`` in a subclass may need q and k of all ranks
-            return super().required_inputs(call, heads)
+            return super().required_inputs(layer_context, heads)
         if depends_on_curvature(self.config.curvature, self.config.redundancy):
             return ("summaries", "vectors")
         return ("summaries",)
 
     def choose(
-        self, q: Tensor, summary: Tensor, call: LayerContext, vectors: Tensor | None = None
+        self, q: Tensor, summary: Tensor, layer_context: LayerContext, vectors: Tensor | None = None
     ) -> BlockPlan:
         """Return the plan for q.
 
         Args:
             q: [B, H, N_q, D], after RoPE.
             summary: the result of `encode_keys`, [B, H_kv, M_k, D].
-            call: the context of the layer.
+            layer_context: the context of the layer.
             vectors: representatives of the query blocks of all ranks, [B, H, M_q, D], under context
                 parallelism; None for the query blocks of q.
         """
         if vectors is None:
-            return self._plan(self.vectors(q, call.ranges), summary, call)
-        sequence_call = replace(call, ranges=call.ranges.sequence_ranges)
-        plan_of_all_ranks = self._plan(vectors, summary, sequence_call)
-        return call.ranges.local_plan(plan_of_all_ranks)
+            return self._make_plan(self.vectors(q, layer_context.ranges), summary, layer_context)
+        sequence_context = replace(layer_context, ranges=layer_context.ranges.sequence_ranges)
+        plan_of_all_ranks = self._make_plan(vectors, summary, sequence_context)
+        return layer_context.ranges.local_plan(plan_of_all_ranks)
 
-    def _plan(self, query_vectors: Tensor, key_vectors: Tensor, call: LayerContext) -> BlockPlan:
+    def _make_plan(
+        self, query_vectors: Tensor, key_vectors: Tensor, layer_context: LayerContext
+    ) -> BlockPlan:
         """Return the plan from the representatives of blocks.
 
         Args:
             query_vectors: [B, H, M_q, D], representatives of the query blocks.
             key_vectors: [B, H_kv, M_k, D], representatives of the key blocks.
-            call: the context of the layer.
+            layer_context: the context of the layer.
         """
-        config, ranges, heads = self.config, call.ranges, query_vectors.shape[1]
+        config, ranges, heads = self.config, layer_context.ranges, query_vectors.shape[1]
         query_block, key_block = block_sizes(config)
         tail_tokens, _ = tail_sizes(config)
         has_tail = ranges.has_tail(tail_tokens, query_block)
         tail_mask = ranges.tail(tail_tokens, query_block) if has_tail else None
         dense_rows = ranges.tail_rows(tail_tokens, query_block)
         is_tail_listed = tail_mask is not None and dense_rows is None
-        sparsity = get_head_sparsity(config, call.layer, heads)
-        bounds = reference.row_bounds(
+        sparsity = get_head_sparsity(config, layer_context.layer, heads)
+        block_bounds = reference.compute_block_bounds(
             ranges, query_block, key_block, config.sink_blocks, config.local_blocks
         )
-        is_marked = (
+        is_marked_block = (
             key_vectors[..., 0].isnan().repeat_interleave(heads // key_vectors.shape[1], dim=1)
         )
         num_listed = count_listed_blocks(
-            bounds,
+            block_bounds,
             tail_mask=tail_mask,
             is_tail_listed=is_tail_listed,
             sparsity=sparsity,
             max_density=config.max_density,
-            is_marked=is_marked,
+            is_marked_block=is_marked_block,
         )
-        largest_density = 1.0 if is_tail_listed else min(1 - min(sparsity), config.max_density)
+        max_row_density = 1.0 if is_tail_listed else min(1 - min(sparsity), config.max_density)
         num_crossed_blocks, kv_blocks = crossed_blocks(query_block, key_block), key_vectors.shape[2]
         # add 1 because the number of blocks is rounded up, and 1 for floating-point errors
-        max_selected = torch.sym_int(largest_density * kv_blocks) + 2
+        max_selected = torch.sym_int(max_row_density * kv_blocks) + 2
         # add 1 because a row with a marked block may list one more block
         max_forced = config.sink_blocks + max(config.local_blocks, num_crossed_blocks) + 1
         full_counts, full_indices, partial_counts, partial_indices = _select_blocks_op(
             query_vectors.float(),
             key_vectors.float(),
-            bounds,
+            block_bounds,
             num_listed.expand(-1, heads, -1).contiguous(),
             ranges.rows(query_block).block_positions(query_block),
-            scale=call.scale,
+            scale=layer_context.scale,
             query_block=query_block,
             key_block=key_block,
             curvature=config.curvature,
@@ -181,13 +185,17 @@ def find_largest_norm_tokens(
     """
     num_padding = -x.shape[2] % block_size
     tokens = F.pad(x, (0, 0, 0, num_padding)).unflatten(2, (-1, block_size)).float()
-    is_real = F.pad(is_valid, (0, num_padding)).unflatten(1, (-1, block_size)).unsqueeze(1)
+    is_real_token = F.pad(is_valid, (0, num_padding)).unflatten(1, (-1, block_size)).unsqueeze(1)
     squared_norm = tokens.square().sum(-1)
-    is_marked = (is_real & ~squared_norm.isfinite()).any(-1, keepdim=True)
-    squared_norm = squared_norm.masked_fill(~is_real | squared_norm.isnan(), -1.0)
-    index = squared_norm.argmax(-1)[..., None, None]
-    largest_tokens = tokens.take_along_dim(index, dim=-2).squeeze(-2)
-    return largest_tokens.masked_fill(is_marked, torch.nan) if mark_not_finite else largest_tokens
+    is_marked_block = (is_real_token & ~squared_norm.isfinite()).any(-1, keepdim=True)
+    squared_norm = squared_norm.masked_fill(~is_real_token | squared_norm.isnan(), -1.0)
+    largest_index = squared_norm.argmax(-1)[..., None, None]
+    largest_tokens = tokens.take_along_dim(largest_index, dim=-2).squeeze(-2)
+    return (
+        largest_tokens.masked_fill(is_marked_block, torch.nan)
+        if mark_not_finite
+        else largest_tokens
+    )
 
 
 def compute_affinity(queries: Tensor, keys: Tensor, scale: float, is_visible: Tensor) -> Tensor:
@@ -308,13 +316,13 @@ def compute_scores(
 
 
 def count_listed_blocks(
-    bounds: Tensor,
+    block_bounds: Tensor,
     *,
     tail_mask: Tensor | None,
     is_tail_listed: bool,
     sparsity: tuple[float, ...],
     max_density: float,
-    is_marked: Tensor | None = None,
+    is_marked_block: Tensor | None = None,
 ) -> Tensor:
     """Return the number of blocks that each row lists, int32 [B, H or 1, M_q].
 
@@ -326,7 +334,7 @@ def count_listed_blocks(
     that is not forced.
 
     Args:
-        bounds: int32 [6, B, M_q], the result of `reference.row_bounds`.
+        block_bounds: int32 [6, B, M_q], the result of `reference.compute_block_bounds`.
         tail_mask: bool [B, M_q], True for rows of the dense tail; None if there is no tail.
         is_tail_listed: True if rows of the tail list all visible blocks. False if their lists are
             empty, because the plan names these rows.
@@ -334,19 +342,22 @@ def count_listed_blocks(
             or one number per head.
         max_density: largest fraction of the visible blocks that a row lists, unless more blocks
             are forced.
-        is_marked: bool [B, H, M_k], blocks with a key that is not finite; None for none.
+        is_marked_block: bool [B, H, M_k], blocks with a key that is not finite; None for none.
     """
-    first_visible, last_visible, end_of_sinks, first_local = bounds[:4].unsqueeze(2)
+    first_visible, last_visible, end_of_sinks, first_local = block_bounds[:4].unsqueeze(2)
     num_visible = last_visible - first_visible + 1
     num_forced = num_visible - (first_local - end_of_sinks).clamp(min=0)
-    if is_marked is not None:
-        num_forced = num_forced + reference.has_visible_marked(is_marked, bounds).int()
+    if is_marked_block is not None:
+        num_forced = (
+            num_forced + reference.has_visible_marked_block(is_marked_block, block_bounds).int()
+        )
     sparsity_of_heads = (
-        sparsity[0] if len(sparsity) == 1 else _copy_to_device(sparsity, bounds.device)
+        sparsity[0] if len(sparsity) == 1 else _copy_to_device(sparsity, block_bounds.device)
     )
     # subtract 1e-9 because 0.05 * 20 must not round up to 2
     num_by_sparsity, max_listed = (
-        (num_visible.double() * x - 1e-9).ceil().int() for x in (1 - sparsity_of_heads, max_density)
+        (num_visible.double() * listed_fraction - 1e-9).ceil().int()
+        for listed_fraction in (1 - sparsity_of_heads, max_density)
     )
     num_listed = num_by_sparsity.minimum(max_listed).maximum(num_forced)
     if tail_mask is None:
@@ -355,13 +366,13 @@ def count_listed_blocks(
 
 
 @lru_cache(1024)
-def _copy_to_device(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return ``values`` as a tensor on ``device``, float64 [H, 1].
+def _copy_to_device(head_sparsities: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return ``head_sparsities`` as a tensor on ``device``, float64 [H, 1].
 
     The result is cached, because the copy synchronises with the device, which is forbidden while a
     CUDA graph is captured.
     """
-    return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
+    return torch.tensor(head_sparsities, dtype=torch.float64, device=device).unsqueeze(1)
 
 
 @torch.library.custom_op("cab_hf::frc_tokens", mutates_args=())
@@ -378,16 +389,16 @@ def _largest_norm_tokens_op(
 
 
 @_largest_norm_tokens_op.register_fake
-def _(x, valid, block, mark):
-    blocks = -(-x.shape[2] // block)
-    return x.new_empty(*x.shape[:2], blocks, x.shape[3], dtype=torch.float32)
+def _(x, is_valid, block_size, mark_not_finite):
+    num_blocks = -(-x.shape[2] // block_size)
+    return x.new_empty(*x.shape[:2], num_blocks, x.shape[3], dtype=torch.float32)
 
 
 @torch.library.custom_op("cab_hf::frc", mutates_args=())
 def _select_blocks_op(
     query_vectors: Tensor,
     key_vectors: Tensor,
-    bounds: Tensor,
+    block_bounds: Tensor,
     num_listed: Tensor,
     block_positions: Tensor,
     scale: float,
@@ -404,7 +415,7 @@ def _select_blocks_op(
         query_vectors: float32 [B, H, M_q, D], representatives of the query blocks.
         key_vectors: float32 [B, H_kv, M_k, D], representatives of the key blocks; NaN for marked
             blocks.
-        bounds: int32 [6, B, M_q], the result of `reference.row_bounds`.
+        block_bounds: int32 [6, B, M_q], the result of `reference.compute_block_bounds`.
         num_listed: int32 [B, H, M_q], the number of blocks that each row lists.
         block_positions: int64 [B, M_q], see `compute_two_hop_weights`.
         scale: factor of the products.
@@ -420,16 +431,16 @@ def _select_blocks_op(
         int32 [B, H, M_q]; indices have one more dimension, the entries of a list.
     """
     (batch, heads, q_blocks, _), kv_blocks = query_vectors.shape, key_vectors.shape[2]
-    column = torch.arange(kv_blocks, device=query_vectors.device)
-    first_visible, last_visible, end_of_sinks, first_local, first_full, last_full = bounds[
+    key_block_index = torch.arange(kv_blocks, device=query_vectors.device)
+    first_visible, last_visible, end_of_sinks, first_local, first_full, last_full = block_bounds[
         :, :, None, :, None
     ]
-    is_visible = (column >= first_visible) & (column <= last_visible)
-    is_forced = is_visible & ((column < end_of_sinks) | (column >= first_local))
+    is_visible = (key_block_index >= first_visible) & (key_block_index <= last_visible)
+    is_forced = is_visible & ((key_block_index < end_of_sinks) | (key_block_index >= first_local))
     key_vectors = key_vectors.repeat_interleave(heads // key_vectors.shape[1], dim=1)
-    is_marked = key_vectors[..., 0].isnan().unsqueeze(2)
-    uses_kernels, selected_groups = has_kernels(query_vectors), []
-    lists = _allocate_lists(query_vectors, full_width, partial_width)
+    is_marked_block = key_vectors[..., 0].isnan().unsqueeze(2)
+    has_kernel_support, selected_groups = has_kernels(query_vectors), []
+    block_lists = _allocate_lists(query_vectors, full_width, partial_width)
     score_bytes_per_head = 4 * SCORE_TENSORS_PER_HEAD * batch * q_blocks * kv_blocks
     heads_per_group = max(1, MAX_SCORE_BYTES // score_bytes_per_head)
     has_curvature = depends_on_curvature(curvature, redundancy)
@@ -452,16 +463,16 @@ def _select_blocks_op(
                 curvature=curvature,
                 redundancy=redundancy,
             )
-            group_score = group_score.masked_fill(is_marked[:, head_group], torch.inf)
-            if uses_kernels:
+            group_score = group_score.masked_fill(is_marked_block[:, head_group], torch.inf)
+            if has_kernel_support:
                 from cab_hf.ops import top_k
 
                 top_k.select_blocks(
                     score=group_score,
-                    bounds=bounds,
+                    block_bounds=block_bounds,
                     num_selected=num_listed,
-                    start=first_head,
-                    lists=lists,
+                    first_head=first_head,
+                    block_lists=block_lists,
                 )
             else:
                 selected_groups.append(
@@ -469,11 +480,11 @@ def _select_blocks_op(
                         group_score, is_visible, is_forced, num_listed[:, head_group]
                     )
                 )
-    if uses_kernels:
-        return lists
+    if has_kernel_support:
+        return block_lists
     is_selected, is_full = (
         torch.cat(selected_groups, dim=1),
-        (column >= first_full) & (column <= last_full),
+        (key_block_index >= first_full) & (key_block_index <= last_full),
     )
     full = BlockIndices.from_dense(is_selected & is_full, full_width)
     partial = BlockIndices.from_dense(is_selected & ~is_full, partial_width)
@@ -482,10 +493,10 @@ def _select_blocks_op(
 
 @_select_blocks_op.register_fake
 def _(
-    queries,
-    keys,
-    bounds,
-    wanted,
+    query_vectors,
+    key_vectors,
+    block_bounds,
+    num_listed,
     block_positions,
     scale,
     query_block,
@@ -495,7 +506,7 @@ def _(
     full_width,
     partial_width,
 ):
-    return _allocate_lists(queries, full_width, partial_width)
+    return _allocate_lists(query_vectors, full_width, partial_width)
 
 
 def _allocate_lists(
@@ -504,8 +515,8 @@ def _allocate_lists(
     """Allocate the result of `_select_blocks_op`; ``query_vectors`` is [B, H, M_q, D]."""
     count_shape = tuple(query_vectors.shape[:3])
     full_counts, full_indices, partial_counts, partial_indices = (
-        query_vectors.new_empty(shape, dtype=torch.int32)
-        for shape in (
+        query_vectors.new_empty(list_shape, dtype=torch.int32)
+        for list_shape in (
             count_shape,
             (*count_shape, full_width),
             count_shape,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cab_hf.checks import is_number, is_share, is_whole, require
+from cab_hf.checks import is_number, is_share, is_whole_number, require
 from cab_hf.ops import reference
 from cab_hf.predictors.frc import (
     compute_affinity,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # by formula: whether the blocks with the lowest or with the highest curvature are selected
-SELECTED_SIDE = {"forman": "lowest", "additive": "highest"}
+SELECTED_EXTREME = {"forman": "lowest", "additive": "highest"}
 # most points of a scatter plot: limits the size of the figure
 MAX_DRAWN_POINTS = 20_000
 # quantiles per row in the figure
@@ -169,7 +169,7 @@ def generate_block_mask_from_frc(
     """
     _require_square(frc)
     _require_settings(sparsity=sparsity)
-    require(keep in SELECTED_SIDE.values(), "keep", keep, "'lowest' or 'highest'")
+    require(keep in SELECTED_EXTREME.values(), "keep", keep, "'lowest' or 'highest'")
     is_visible = _find_visible_blocks(frc, causal)
     num_selected = reference.share_of_row(is_visible, 1 - sparsity)
     return _select_best_blocks(
@@ -282,7 +282,7 @@ class CoarseCurvaturePredictor(nn.Module):
         return generate_block_mask_from_frc(
             frc,
             self.sparsity,
-            keep=SELECTED_SIDE[self.formula],
+            keep=SELECTED_EXTREME[self.formula],
             keep_diagonal=self.keep_diagonal,
             causal=self.causal,
         )
@@ -343,7 +343,7 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
         """
         _require_square(frc)
         is_visible = _find_visible_blocks(frc, self.causal)
-        score = -frc if SELECTED_SIDE[self.formula] == "lowest" else frc
+        score = -frc if SELECTED_EXTREME[self.formula] == "lowest" else frc
         is_nan, has_score = is_visible & score.isnan(), is_visible & ~score.isnan()
         # scale to [0, 1] first: then rows of equal curvatures have deviations of exactly 0
         deviations = reference.standardise(min_max_scale(score, has_score), has_score)
@@ -384,11 +384,20 @@ def visualize_frc_statistics(
         ImportError: matplotlib is not installed.
     """
     _require_square(frc)
-    terms = {"affinity": affinity, "triangles": triangles}
-    terms = {name: term for name, term in terms.items() if term is not None}
-    for name, term in terms.items():
+    panel_terms = {"affinity": affinity, "triangles": triangles}
+    panel_terms = {
+        term_name: panel_term
+        for term_name, panel_term in panel_terms.items()
+        if panel_term is not None
+    }
+    for term_name, panel_term in panel_terms.items():
         expected_shape = f"{list(frc.shape)}, the shape of frc"
-        require(term.shape == frc.shape, f"the shape of {name}", list(term.shape), expected_shape)
+        require(
+            panel_term.shape == frc.shape,
+            f"the shape of {term_name}",
+            list(panel_term.shape),
+            expected_shape,
+        )
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -411,14 +420,17 @@ def visualize_frc_statistics(
     _plot_quantiles(quantile_axes, frc, is_visible)
     # draw every n-th point only
     drawn_points = slice(None, None, -(-visible_frc.numel() // MAX_DRAWN_POINTS))
-    for name, term in terms.items():
-        axes = scatter_axes.pop(0)
-        visible_term = term.detach().float().cpu()[..., is_visible].flatten()
-        x, y = visible_term[drawn_points].numpy(), visible_frc[drawn_points].numpy()
-        axes.scatter(x, y, s=4, alpha=0.4)
-        axes.set(title=f"curvature against {name}", xlabel=name, ylabel="curvature")
-    for axes in scatter_axes:
-        axes.remove()
+    for term_name, panel_term in panel_terms.items():
+        term_axes = scatter_axes.pop(0)
+        visible_term = panel_term.detach().float().cpu()[..., is_visible].flatten()
+        drawn_terms, drawn_curvatures = (
+            visible_term[drawn_points].numpy(),
+            visible_frc[drawn_points].numpy(),
+        )
+        term_axes.scatter(drawn_terms, drawn_curvatures, s=4, alpha=0.4)
+        term_axes.set(title=f"curvature against {term_name}", xlabel=term_name, ylabel="curvature")
+    for term_axes in scatter_axes:
+        term_axes.remove()
     if path is not None:
         figure.savefig(path)
     return figure
@@ -432,14 +444,14 @@ def _plot_quantiles(axes: Axes, frc: Tensor, is_visible: Tensor) -> None:
         frc: curvature, float32 [B, H, M, M].
         is_visible: bool [M, M], visible blocks of each row.
     """
-    levels = torch.tensor(QUANTILES)
+    quantile_levels = torch.tensor(QUANTILES)
     quantiles = [
-        frc[:, :, row, is_visible_in_row].flatten().quantile(levels)
+        frc[:, :, row, is_visible_in_row].flatten().quantile(quantile_levels)
         for row, is_visible_in_row in enumerate(is_visible)
     ]
     axes.plot(
         torch.stack(quantiles).numpy(),
-        label=[f"{level:.0%} of the blocks are below" for level in QUANTILES],
+        label=[f"{quantile_level:.0%} of the blocks are below" for quantile_level in QUANTILES],
     )
     axes.legend()
     axes.set(title="curvature by row, all heads", xlabel="query block", ylabel="curvature")
@@ -530,13 +542,13 @@ def estimate_flops(
 
 def _require_sizes(**sizes: Any) -> None:
     """Raise a ValueError for a size that is not a whole number of at least 1."""
-    for name, size in sizes.items():
-        require(is_whole(size), name, size, "a whole number >= 1")
+    for size_name, size in sizes.items():
+        require(is_whole_number(size), size_name, size, "a whole number >= 1")
 
 
 def _require_settings(formula: Any = "forman", redundancy: Any = 0, sparsity: Any = 0) -> None:
     """Raise a ValueError for a setting of the published method that is out of range."""
-    require(formula in SELECTED_SIDE, "formula", formula, "'forman' or 'additive'")
+    require(formula in SELECTED_EXTREME, "formula", formula, "'forman' or 'additive'")
     require(is_share(redundancy), "redundancy", redundancy, "in [0, 1]")
     require(
         is_share(sparsity) and sparsity < 1,
@@ -561,12 +573,12 @@ def _require_heads(**tensors: Tensor) -> None:
         tensors: q, then k, by the argument names of the caller.
     """
     (q_name, q), (k_name, k) = tensors.items()
-    for name, x, heads in ((q_name, q, "H"), (k_name, k, "H_kv")):
+    for tensor_name, x, heads_dim in ((q_name, q, "H"), (k_name, k, "H_kv")):
         require(
             x.ndim == 4 and x.numel() > 0,
-            f"the shape of {name}",
+            f"the shape of {tensor_name}",
             list(x.shape),
-            f"[B, {heads}, N, D] without empty dimensions",
+            f"[B, {heads_dim}, N, D] without empty dimensions",
         )
     require(
         (k.shape[0], k.shape[3]) == (q.shape[0], q.shape[3]),

@@ -46,34 +46,40 @@ class RowsPredictor(Predictor):
         """
         return quantize_keys(k, channels, check_finite=self.config.check_finite)
 
-    def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> QuantizedKeys:
-        """Return the quantised keys, with channels in the order that ``call.channels`` requires."""
-        return self.encode_keys(k, valid, call.channels)
+    def summary_of(self, k: Tensor, valid: Tensor, layer_context: LayerContext) -> QuantizedKeys:
+        """Return the quantised keys, with channels ordered by ``layer_context.channels``."""
+        return self.encode_keys(k, valid, layer_context.channels)
 
-    def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
+    def required_inputs(
+        self, layer_context: LayerContext, heads: tuple[int, int]
+    ) -> Collection[str]:
         """Return "summaries": every rank quantises its keys, and `merge` joins the keys."""
         return ("summaries",)
 
     def merge(
-        self, summary: QuantizedKeys, call: LayerContext, heads: tuple[int, int], layout: Any
+        self,
+        summary: QuantizedKeys,
+        layer_context: LayerContext,
+        heads: tuple[int, int],
+        layout: Any,
     ) -> QuantizedKeys:
         """Return the quantised keys of all ranks."""
         exponents = summary.exponents
         values = layout.tokens(summary.values)
         return QuantizedKeys(values, None if exponents is None else layout.tokens(exponents))
 
-    def choose(self, q: Tensor, summary: QuantizedKeys, call: LayerContext) -> BlockPlan:
+    def choose(self, q: Tensor, summary: QuantizedKeys, layer_context: LayerContext) -> BlockPlan:
         """Return the plan for q over the quantised keys ``summary``; see `select_blocks`."""
-        config, ranges = self.config, call.ranges
+        config, ranges = self.config, layer_context.ranges
         full, partial = select_blocks(
             q,
             summary,
             ranges,
             config,
-            scale=call.scale,
-            channels=call.channels,
-            sinks=call.sinks,
-            softcap=call.softcap,
+            scale=layer_context.scale,
+            channels=layer_context.channels,
+            sinks=layer_context.sinks,
+            softcap=layer_context.softcap,
         )
         tail_tokens, query_block = tail_sizes(config)
         return BlockPlan(

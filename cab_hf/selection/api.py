@@ -20,7 +20,7 @@ from cab_hf.selection import cpu, reference
 from cab_hf.selection.reference import ScoreOptions
 
 # fields of CabConfig that selection reads, with their types in the schema of the registered op
-CONFIG_FIELDS = {
+SCHEMA_TYPE_BY_FIELD = {
     "query_block": "int",
     "key_block": "int",
     "sink_blocks": "int",
@@ -76,10 +76,10 @@ def quantize_keys(
     if not has_kernels(k):
         return QuantizedKeys(k)
     if torch.compiler.is_compiling():
-        values, exponents = torch.ops.cab_hf.quantize_keys(k, channels)
+        stored_keys, key_scale_exponents = torch.ops.cab_hf.quantize_keys(k, channels)
     else:
-        values, exponents = _quantize_on_gpu(k, channels)
-    return QuantizedKeys(values, exponents)
+        stored_keys, key_scale_exponents = _quantize_on_gpu(k, channels)
+    return QuantizedKeys(stored_keys, key_scale_exponents)
 
 
 def select_blocks(
@@ -112,7 +112,8 @@ def select_blocks(
         scale: Factor of the dot products, usually 1 / sqrt(D).
         channels: Ascending channels that outlier queries are scored on; () for all channels.
         sinks: [H], one logit per head that takes part in the softmax; None for no sinks.
-        softcap: Soft cap of the logits, see `capped` of `cab_hf.ops.reference`; None for no cap.
+        softcap: Soft cap of the logits, see `cap_logits` of `cab_hf.ops.reference`; None for no
+            cap.
 
     Returns:
         (full, partial), the lists of full blocks and the lists of partial blocks.
@@ -135,9 +136,9 @@ def select_blocks(
             softcap=softcap,
         )
     _require_matching_shapes(q, keys, ranges=ranges, channels=channels, sinks=sinks)
-    options = ScoreOptions(scale, channels, sinks, softcap)
-    select = _select_by_kernels if has_kernels(q) else _select_by_reference
-    return select(q, keys, ranges=ranges, config=config, options=options)
+    score_options = ScoreOptions(scale, channels, sinks, softcap)
+    select_on_device = _select_by_kernels if has_kernels(q) else _select_by_reference
+    return select_on_device(q, keys, ranges=ranges, config=config, score_options=score_options)
 
 
 def _require_matching_shapes(
@@ -184,20 +185,20 @@ def _select_by_reference(
     keys: QuantizedKeys,
     ranges: KeyRanges,
     config: CabConfig,
-    options: ScoreOptions,
+    score_options: ScoreOptions,
 ) -> tuple[BlockIndices, BlockIndices]:
     """Compute `select_blocks` by `reference.select_blocks`.
 
     On a CPU, `cpu.compute_sampled_scores` computes the same scores faster. The scale must be
     positive.
     """
-    has_fast_scores = q.device.type == "cpu" and options.scale > 0
+    has_fast_scores = q.device.type == "cpu" and score_options.scale > 0
     selected = reference.select_blocks(
         q,
         keys.values,
         ranges=ranges,
         config=config,
-        options=options,
+        score_options=score_options,
         sampled_scores_fn=cpu.compute_sampled_scores if has_fast_scores else None,
     )
     tail_tokens, query_block = tail_sizes(config)
@@ -216,7 +217,7 @@ def _select_by_kernels(
     keys: QuantizedKeys,
     ranges: KeyRanges,
     config: CabConfig,
-    options: ScoreOptions,
+    score_options: ScoreOptions,
 ) -> tuple[BlockIndices, BlockIndices]:
     """Compute `select_blocks` by the kernels of `gather`, `score`, `threshold` and `compact`.
 
@@ -229,30 +230,36 @@ def _select_by_kernels(
 
     (batch, num_heads, q_length, head_dim), kv_length = q.shape, keys.values.shape[2]
     with launch.on_device_of(q):
-        rules = threshold.SelectionRules.create(keys.exponents, ranges, config)
-        bitmap = threshold.Bitmap.allocate(rules, num_heads)
+        selection_rules = threshold.SelectionRules.create(keys.exponents, ranges, config)
+        bitmap = threshold.Bitmap.allocate(selection_rules, num_heads)
         is_capped = config.max_density < 1
         capped_lists = (
-            compact.CappedLists.allocate(bitmap, rules, ranges, config) if is_capped else None
+            compact.CappedLists.allocate(bitmap, selection_rules, ranges, config)
+            if is_capped
+            else None
         )
-        for head_range in compact.split_heads(bitmap, rules.marked.shape[2], config):
-            scores = compact.allocate_scores(bitmap, rules, head_range) if is_capped else None
+        for head_range in compact.split_heads(
+            bitmap, selection_rules.marked_blocks.shape[2], config
+        ):
+            scores = (
+                compact.allocate_scores(bitmap, selection_rules, head_range) if is_capped else None
+            )
             samples = gather.sample_queries(
                 q,
                 ranges=ranges,
                 config=config,
-                heads=head_range,
-                scale=options.scale,
-                channels=options.channels,
+                head_range=head_range,
+                scale=score_options.scale,
+                channels=score_options.channels,
                 dtype=keys.values.dtype,
             )
-            plan = tiles.plan_tiles(
+            tile_plan = tiles.plan_tiles(
                 config,
                 q_length=q_length,
                 kv_length=kv_length,
                 num_heads=head_range.num_heads,
                 num_kv_heads=batch * keys.kv_heads,
-                widths=tiles.compute_channel_widths(options.channels, head_dim),
+                channel_widths=tiles.compute_channel_widths(score_options.channels, head_dim),
                 dtype=keys.values.dtype,
                 is_whole_sequence=q_length == kv_length and ranges.consecutive,
                 has_descriptors=launch.reads_by_descriptor(q.device),
@@ -260,23 +267,27 @@ def _select_by_kernels(
             threshold.fill_bitmap(
                 bitmap=bitmap,
                 samples=samples,
-                values=keys.values,
-                exponents=keys.exponents,
-                plan=plan,
-                rules=rules,
-                heads=head_range,
+                stored_keys=keys.values,
+                key_scale_exponents=keys.exponents,
+                tile_plan=tile_plan,
+                selection_rules=selection_rules,
+                head_range=head_range,
                 config=config,
                 scores=scores,
-                options=options,
+                score_options=score_options,
             )
             if is_capped:
                 compact.fill_capped_lists(
-                    capped_lists, scores, bitmap=bitmap, rules=rules, heads=head_range
+                    capped_lists,
+                    scores,
+                    bitmap=bitmap,
+                    selection_rules=selection_rules,
+                    head_range=head_range,
                 )
         return (
             capped_lists.lists
             if is_capped
-            else compact.convert_bitmap_to_lists(bitmap, rules, ranges, config)
+            else compact.convert_bitmap_to_lists(bitmap, selection_rules, ranges, config)
         )
 
 
@@ -314,7 +325,7 @@ def _select_as_op(
         aligned=ranges.aligned,
         consecutive=ranges.consecutive,
         documents=ranges.documents,
-        **{field_name: getattr(config, field_name) for field_name in CONFIG_FIELDS},
+        **{field_name: getattr(config, field_name) for field_name in SCHEMA_TYPE_BY_FIELD},
     )
     return BlockIndices(full_counts, full), BlockIndices(partial_counts, partial)
 
@@ -322,13 +333,25 @@ def _select_as_op(
 @torch.library.custom_op(
     "cab_hf::select_blocks",
     mutates_args=(),
-    schema="(Tensor q, Tensor values, Tensor? exponents, Tensor? sinks, Tensor start, Tensor end,"
-    " Tensor key_valid, Tensor? sequence_end, *, float? softcap, float scale, int[] channels,"
-    " bool aligned, bool consecutive, int? documents, "
-    + ", ".join(f"{schema_type} {name}" for name, schema_type in CONFIG_FIELDS.items())
+    schema="(Tensor q, Tensor stored_keys, Tensor? key_scale_exponents, Tensor? sinks,"
+    " Tensor start, Tensor end, Tensor key_valid, Tensor? sequence_end, *, float? softcap,"
+    " float scale, int[] channels, bool aligned, bool consecutive, int? documents, "
+    + ", ".join(
+        f"{schema_type} {field_name}" for field_name, schema_type in SCHEMA_TYPE_BY_FIELD.items()
+    )
     + ") -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _select_op(q, values, exponents, sinks, start, end, key_valid, sequence_end, **options):
+def _select_op(
+    q,
+    stored_keys,
+    key_scale_exponents,
+    sinks,
+    start,
+    end,
+    key_valid,
+    sequence_end,
+    **scalar_arguments,
+):
     """Run `select_blocks` as the implementation of the registered op ``cab_hf::select_blocks``.
 
     The arguments are the tensors and settings of which `KeyRanges` and `CabConfig` consist, because
@@ -341,43 +364,54 @@ def _select_op(q, values, exponents, sinks, start, end, key_valid, sequence_end,
         start,
         end,
         key_valid,
-        aligned=options["aligned"],
-        consecutive=options["consecutive"],
-        documents=options["documents"],
+        aligned=scalar_arguments["aligned"],
+        consecutive=scalar_arguments["consecutive"],
+        documents=scalar_arguments["documents"],
         sequence_end=sequence_end,
     )
     full, partial = select_blocks(
         q,
-        QuantizedKeys(values, exponents),
+        QuantizedKeys(stored_keys, key_scale_exponents),
         ranges,
-        _build_config(options),
-        scale=options["scale"],
-        channels=tuple(options["channels"]),
+        _build_config(scalar_arguments),
+        scale=scalar_arguments["scale"],
+        channels=tuple(scalar_arguments["channels"]),
         sinks=sinks,
-        softcap=options["softcap"],
+        softcap=scalar_arguments["softcap"],
     )
     return full.counts, full.indices, partial.counts, partial.indices
 
 
 @_select_op.register_fake
-def _(q, values, exponents, sinks, start, end, key_valid, sequence_end, **options):
-    config = _build_config(options)
+def _(
+    q,
+    stored_keys,
+    key_scale_exponents,
+    sinks,
+    start,
+    end,
+    key_valid,
+    sequence_end,
+    **scalar_arguments,
+):
+    config = _build_config(scalar_arguments)
     batch, heads, q_length, _ = q.shape
     q_blocks = -(-q_length // config.query_block)
-    kv_blocks = -(-values.shape[2] // config.key_block)
-    max_partial = kv_blocks
-    if options["aligned"]:
-        max_partial = min(crossed_blocks(config.query_block, config.key_block), kv_blocks)
+    kv_blocks = -(-stored_keys.shape[2] // config.key_block)
+    max_partial_blocks = kv_blocks
+    if scalar_arguments["aligned"]:
+        max_partial_blocks = min(crossed_blocks(config.query_block, config.key_block), kv_blocks)
     counts = start.new_empty(batch, heads, q_blocks)
     full = start.new_empty(batch, heads, q_blocks, kv_blocks)
-    partial = start.new_empty(batch, heads, q_blocks, max_partial)
+    partial = start.new_empty(batch, heads, q_blocks, max_partial_blocks)
     return counts, full, torch.empty_like(counts), partial
 
 
-def _build_config(options: dict[str, float]) -> CabConfig:
-    """Build a `CabConfig` from the arguments of the registered op that `CONFIG_FIELDS` names."""
+def _build_config(scalar_arguments: dict[str, float]) -> CabConfig:
+    """Build a `CabConfig` from the arguments of the registered op in `SCHEMA_TYPE_BY_FIELD`."""
     return CabConfig(
-        **{field_name: options[field_name] for field_name in CONFIG_FIELDS}, predictor="rows"
+        **{field_name: scalar_arguments[field_name] for field_name in SCHEMA_TYPE_BY_FIELD},
+        predictor="rows",
     )
 
 

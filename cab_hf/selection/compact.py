@@ -4,7 +4,7 @@ A row is a query block of a head. Rows are *capped* if ``max_density`` is below 
 forced blocks and the blocks with the highest scores, up to ``max_density`` of its visible blocks.
 
 The functions do not synchronise with the device, and the widths of lists depend on shapes and
-settings only. The exception are lists larger than `LIST_BYTES`, whose width is read from the
+settings only. The exception are lists larger than `MAX_LIST_BYTES`, whose width is read from the
 device.
 """
 
@@ -27,11 +27,11 @@ from cab_hf.selection.tiles import HeadRange
 
 # largest size of lists, in bytes, that are allocated with one column per key block. For larger
 # lists, the largest number of selected blocks of a row is read from the device and used as width
-LIST_BYTES = 2 << 30
+MAX_LIST_BYTES = 2 << 30
 # largest size of the scores of capped rows, in bytes; more heads are processed in several groups
-SCORE_BYTES = 1 << 30
+MAX_SCORE_BYTES = 1 << 30
 # key blocks per iteration of a program of `_compact_kernel`
-BLOCKS_PER_ITERATION = 128
+KEY_BLOCKS_PER_ITERATION = 128
 
 
 class CappedLists(NamedTuple):
@@ -54,35 +54,39 @@ class CappedLists(NamedTuple):
 
     @classmethod
     def allocate(
-        cls, bitmap: Bitmap, rules: SelectionRules, ranges: KeyRanges, config: CabConfig
+        cls, bitmap: Bitmap, selection_rules: SelectionRules, ranges: KeyRanges, config: CabConfig
     ) -> CappedLists:
         """Allocate the lists without initialising them, and compute the caps.
 
         Args:
             bitmap: Bitmap of all heads; only its shape is used.
-            rules: Blocks that are selected regardless of scores.
+            selection_rules: Blocks that are selected regardless of scores.
             ranges: Keys that each query may attend to.
             config: Settings of the selection.
         """
-        kv_blocks = rules.marked.shape[2]
+        kv_blocks = selection_rules.marked_blocks.shape[2]
         num_crossed_blocks = crossed_blocks(config.query_block, config.key_block)
-        width = kv_blocks
-        if rules.tail_mask is None or not rules.is_tail_listed:
+        list_width = kv_blocks
+        if selection_rules.tail_mask is None or not selection_rules.is_tail_listed:
             # add 1 because the number of blocks is rounded up, and 1 for floating-point errors
             max_selected = int(config.max_density * kv_blocks) + 2
             # add 1 because a row with a marked block may list one more block
             max_forced = config.sink_blocks + max(config.local_blocks, num_crossed_blocks) + 1
-            width = max(max_selected, max_forced)
+            list_width = max(max_selected, max_forced)
         full, partial = _allocate_lists(
             bitmap.counts,
-            full_width=min(kv_blocks, width),
-            partial_width=num_crossed_blocks if ranges.aligned else width,
+            full_width=min(kv_blocks, list_width),
+            partial_width=num_crossed_blocks if ranges.aligned else list_width,
         )
-        caps = ops_reference.max_blocks_of_rows(rules.bounds, config.max_density, rules.marked)
-        if rules.tail_mask is not None:
-            first_visible, last_visible = rules.bounds[:2]
+        caps = ops_reference.compute_max_blocks(
+            selection_rules.block_bounds, config.max_density, selection_rules.marked_blocks
+        )
+        if selection_rules.tail_mask is not None:
+            first_visible, last_visible = selection_rules.block_bounds[:2]
             num_visible = last_visible - first_visible + 1
-            caps = torch.where(rules.tail_mask.unsqueeze(1), num_visible.unsqueeze(1), caps)
+            caps = torch.where(
+                selection_rules.tail_mask.unsqueeze(1), num_visible.unsqueeze(1), caps
+            )
         group_size = bitmap.counts.shape[1] // caps.shape[1]
         return cls(full=full, partial=partial, caps=caps.repeat_interleave(group_size, dim=1))
 
@@ -91,7 +95,7 @@ def split_heads(bitmap: Bitmap, kv_blocks: int, config: CabConfig) -> Iterator[H
     """Yield the groups of heads that are processed together.
 
     If ``max_density`` is 1, all heads of all batch rows are one group. Otherwise a group has heads
-    of one batch row, and the scores of a group take at most `SCORE_BYTES` bytes.
+    of one batch row, and the scores of a group take at most `MAX_SCORE_BYTES` bytes.
 
     Args:
         bitmap: Bitmap of all heads; only its shape is used.
@@ -103,7 +107,7 @@ def split_heads(bitmap: Bitmap, kv_blocks: int, config: CabConfig) -> Iterator[H
         yield HeadRange(first_head=0, num_heads=batch * heads, heads_per_row=heads)
         return
     score_bytes_per_head = 4 * q_blocks * kv_blocks
-    heads_per_group = max(1, SCORE_BYTES // score_bytes_per_head)
+    heads_per_group = max(1, MAX_SCORE_BYTES // score_bytes_per_head)
     for batch_row in range(batch):
         for first_head in range(0, heads, heads_per_group):
             num_group_heads = min(heads_per_group, heads - first_head)
@@ -115,31 +119,38 @@ def split_heads(bitmap: Bitmap, kv_blocks: int, config: CabConfig) -> Iterator[H
 
 
 def convert_bitmap_to_lists(
-    bitmap: Bitmap, rules: SelectionRules, ranges: KeyRanges, config: CabConfig
+    bitmap: Bitmap, selection_rules: SelectionRules, ranges: KeyRanges, config: CabConfig
 ) -> tuple[BlockIndices, BlockIndices]:
     """Return the lists of full and of partial blocks of all heads.
 
     Args:
         bitmap: Selected blocks of all heads.
-        rules: Its ``bounds`` contain the visible and the full blocks of each query block.
+        selection_rules: Its ``block_bounds`` contain the visible and the full blocks of each query
+            block.
         ranges: Keys that each query may attend to.
         config: Settings of the selection.
     """
-    counts, width = bitmap.counts, rules.marked.shape[2]
-    if 4 * counts.numel() * width > LIST_BYTES and not _is_capturing_graph(counts):
-        width = max(1, int(counts.max()))
+    counts, list_width = bitmap.counts, selection_rules.marked_blocks.shape[2]
+    if 4 * counts.numel() * list_width > MAX_LIST_BYTES and not _is_capturing_graph(counts):
+        list_width = max(1, int(counts.max()))
     num_crossed_blocks = crossed_blocks(config.query_block, config.key_block)
     full, partial = _allocate_lists(
-        counts, full_width=width, partial_width=num_crossed_blocks if ranges.aligned else width
+        counts,
+        full_width=list_width,
+        partial_width=num_crossed_blocks if ranges.aligned else list_width,
     )
-    fill_lists(bitmap.bits, bounds=rules.bounds, full=full, partial=partial)
+    fill_lists(bitmap.bits, block_bounds=selection_rules.block_bounds, full=full, partial=partial)
     return full, partial
 
 
-def allocate_scores(bitmap: Bitmap, rules: SelectionRules, heads: HeadRange) -> Tensor:
+def allocate_scores(
+    bitmap: Bitmap, selection_rules: SelectionRules, head_range: HeadRange
+) -> Tensor:
     """Allocate scores of a group of heads of one batch row, float32 [1, heads, M_q, M_k]."""
-    q_blocks, kv_blocks = bitmap.counts.shape[2], rules.marked.shape[2]
-    return bitmap.counts.new_empty(1, heads.num_heads, q_blocks, kv_blocks, dtype=torch.float32)
+    q_blocks, kv_blocks = bitmap.counts.shape[2], selection_rules.marked_blocks.shape[2]
+    return bitmap.counts.new_empty(
+        1, head_range.num_heads, q_blocks, kv_blocks, dtype=torch.float32
+    )
 
 
 def fill_capped_lists(
@@ -147,8 +158,8 @@ def fill_capped_lists(
     scores: Tensor,
     *,
     bitmap: Bitmap,
-    rules: SelectionRules,
-    heads: HeadRange,
+    selection_rules: SelectionRules,
+    head_range: HeadRange,
 ) -> None:
     """Write the lists of a group of heads.
 
@@ -159,22 +170,23 @@ def fill_capped_lists(
         capped_lists: Lists of all heads, and the caps.
         scores: float32 [1, heads, M_q, M_k], written by `threshold.threshold_blocks`.
         bitmap: Selected blocks of all heads; only the counts are used.
-        rules: Its ``bounds`` contain the visible and the full blocks of each query block.
-        heads: Heads of the scores, all of the same batch row.
+        selection_rules: Its ``block_bounds`` contain the visible and the full blocks of each query
+            block.
+        head_range: Heads of the scores, all of the same batch row.
     """
-    batch_row, first_head = divmod(heads.first_head, heads.heads_per_row)
-    row_slice = slice(batch_row, batch_row + 1)
+    batch_row, first_head = divmod(head_range.first_head, head_range.heads_per_row)
+    batch_row_slice = slice(batch_row, batch_row + 1)
     full, partial = capped_lists.lists
     top_k.select_blocks(
         score=scores,
-        bounds=rules.bounds[:, row_slice].contiguous(),
-        num_selected=bitmap.counts[row_slice].minimum(capped_lists.caps[row_slice]),
-        start=first_head,
-        lists=(
-            full.counts[row_slice],
-            full.indices[row_slice],
-            partial.counts[row_slice],
-            partial.indices[row_slice],
+        block_bounds=selection_rules.block_bounds[:, batch_row_slice].contiguous(),
+        num_selected=bitmap.counts[batch_row_slice].minimum(capped_lists.caps[batch_row_slice]),
+        first_head=first_head,
+        block_lists=(
+            full.counts[batch_row_slice],
+            full.indices[batch_row_slice],
+            partial.counts[batch_row_slice],
+            partial.indices[batch_row_slice],
         ),
     )
 
@@ -204,22 +216,24 @@ def _is_capturing_graph(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def fill_lists(bits: Tensor, *, bounds: Tensor, full: BlockIndices, partial: BlockIndices) -> None:
+def fill_lists(
+    bitmap_bits: Tensor, *, block_bounds: Tensor, full: BlockIndices, partial: BlockIndices
+) -> None:
     """Write the selected blocks of every row to the lists of the row, in ascending order.
 
     A block is full if every query of the row may attend to every key of the block, and partial
     otherwise.
 
     Args:
-        bits: int32 [B, H, M_q, W], see `Bitmap`.
-        bounds: int32 [6, B, M_q], see `row_bounds` of `cab_hf.ops.reference`.
+        bitmap_bits: int32 [B, H, M_q, W], see `Bitmap`.
+        block_bounds: int32 [6, B, M_q], see `compute_block_bounds` of `cab_hf.ops.reference`.
         full: Receives the lists of full blocks. Its width must suffice for every row.
         partial: Receives the lists of partial blocks. Its width must suffice for every row.
     """
-    heads, q_blocks, num_words = bits.shape[1:]
+    heads, q_blocks, num_words = bitmap_bits.shape[1:]
     _compact_kernel[(full.counts.numel(),)](
-        bits=bits,
-        bounds=bounds,
+        bitmap_bits=bitmap_bits,
+        block_bounds=block_bounds,
         full_counts=full.counts,
         full_indices=full.indices,
         full_width=full.width,
@@ -229,7 +243,7 @@ def fill_lists(bits: Tensor, *, bounds: Tensor, full: BlockIndices, partial: Blo
         heads=heads,
         q_blocks=q_blocks,
         num_words=num_words,
-        COLUMNS=BLOCKS_PER_ITERATION,
+        COLUMNS_PER_ITERATION=KEY_BLOCKS_PER_ITERATION,
         num_warps=1,
     )
 
@@ -237,8 +251,8 @@ def fill_lists(bits: Tensor, *, bounds: Tensor, full: BlockIndices, partial: Blo
 # these arguments change from call to call: without specialisation, Triton compiles once
 @triton.jit(do_not_specialize=["full_width", "partial_width", "heads", "q_blocks", "num_words"])
 def _compact_kernel(
-    bits,
-    bounds,
+    bitmap_bits,
+    block_bounds,
     full_counts,
     full_indices,
     full_width,
@@ -248,39 +262,44 @@ def _compact_kernel(
     heads,
     q_blocks,
     num_words,
-    COLUMNS: tl.constexpr,
+    COLUMNS_PER_ITERATION: tl.constexpr,
 ):
     """Write the selected blocks of one query block of a head to its lists, see `fill_lists`."""
     row = tl.program_id(0).to(tl.int64)
-    # bounds of the row, see `row_bounds`: scalars. ``bounds_plane`` is the stride between bounds
-    row_bounds = bounds + row // (heads * q_blocks) * q_blocks + row % q_blocks
-    bounds_plane = tl.num_programs(0) // heads
+    # bounds of the row, see `compute_block_bounds`: scalars. ``block_bounds_stride`` is the stride
+    # between bounds
+    row_bounds = block_bounds + row // (heads * q_blocks) * q_blocks + row % q_blocks
+    block_bounds_stride = tl.num_programs(0) // heads
     first_visible = tl.load(row_bounds)
-    last_visible = tl.load(row_bounds + bounds_plane)
-    first_full = tl.load(row_bounds + 4 * bounds_plane)
-    last_full = tl.load(row_bounds + 5 * bounds_plane)
-    bits += row * num_words
+    last_visible = tl.load(row_bounds + block_bounds_stride)
+    first_full = tl.load(row_bounds + 4 * block_bounds_stride)
+    last_full = tl.load(row_bounds + 5 * block_bounds_stride)
+    bitmap_bits += row * num_words
     full_indices += row * full_width
     partial_indices += row * partial_width
     num_full = 0
     num_partial = 0
-    for first_column in range(first_visible // COLUMNS * COLUMNS, last_visible + 1, COLUMNS):
-        # selected and full key blocks [COLUMNS]
-        column = first_column + tl.arange(0, COLUMNS)
+    for first_column in range(
+        first_visible // COLUMNS_PER_ITERATION * COLUMNS_PER_ITERATION,
+        last_visible + 1,
+        COLUMNS_PER_ITERATION,
+    ):
+        # selected and full key blocks [COLUMNS_PER_ITERATION]
+        column = first_column + tl.arange(0, COLUMNS_PER_ITERATION)
         is_visible = (column >= first_visible) & (column <= last_visible)
-        bitmap_word = tl.load(bits + column // 32, mask=is_visible, other=0)
+        bitmap_word = tl.load(bitmap_bits + column // 32, mask=is_visible, other=0)
         is_selected = is_visible & (((bitmap_word >> (column % 32)) & 1) != 0)
         is_full = (column >= first_full) & (column <= last_full)
-        # positions in both lists [COLUMNS] from one scan: the lower 16 bits count full blocks, the
-        # upper 16 bits count partial blocks
-        increment = tl.where(is_selected, tl.where(is_full, 1, 65536), 0)
-        packed_positions = tl.cumsum(increment, 0) - 1
+        # positions in both lists [COLUMNS_PER_ITERATION] from one scan: the lower 16 bits count
+        # full blocks, the upper 16 bits count partial blocks
+        packed_increment = tl.where(is_selected, tl.where(is_full, 1, 65536), 0)
+        packed_positions = tl.cumsum(packed_increment, 0) - 1
         tl.store(
             full_indices + num_full + (packed_positions & 65535), column, mask=is_selected & is_full
         )
         partial_position = num_partial + ((packed_positions + 1) >> 16) - 1
         tl.store(partial_indices + partial_position, column, mask=is_selected & (is_full == 0))
-        packed_counts = tl.sum(increment, 0)
+        packed_counts = tl.sum(packed_increment, 0)
         num_full += packed_counts & 65535
         num_partial += packed_counts >> 16
     tl.store(full_counts + row, num_full)

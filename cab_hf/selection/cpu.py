@@ -57,50 +57,60 @@ def compute_sampled_scores(
     k: Tensor,
     ranges: KeyRanges,
     config: CabConfig,
-    options: ScoreOptions,
+    score_options: ScoreOptions,
     *,
     is_visible: Tensor,
     is_forced: Tensor,
 ) -> Tensor:
     """Compute `reference.compute_sampled_scores` for the same arguments, but faster.
 
-    ``options.scale`` must be positive, because the maximum over keys is taken before scaling.
+    ``score_options.scale`` must be positive, because the maximum over keys is taken before scaling.
     """
-    heads = q.shape[1]
-    sample_kinds = _sample_queries(q, k, ranges=ranges, config=config, channels=options.channels)
-    max_samples = max(sample_kind.positions.shape[3] for sample_kind in sample_kinds)
-    q_blocks_per_group = max(1, MAX_SAMPLES_PER_GROUP // (heads * max_samples))
+    num_heads = q.shape[1]
+    samples_by_kind = _sample_queries(
+        q, k, ranges=ranges, config=config, channels=score_options.channels
+    )
+    max_samples = max(samples.positions.shape[3] for samples in samples_by_kind)
+    q_blocks_per_group = max(1, MAX_SAMPLES_PER_GROUP // (num_heads * max_samples))
     num_visible_keys = config.key_block * is_visible.sum(-1)
-    length_factor = (num_visible_keys / reference.THRESHOLD_KEYS).clamp(min=1)
+    length_factor = (num_visible_keys / reference.MAX_KEYS_AT_FULL_THRESHOLD).clamp(min=1)
     # a query block whose visible blocks are all forced needs no scores
     needs_scores = (is_visible & ~is_forced).any(-1)
-    scores = torch.zeros(q.shape[0], heads, *is_visible.shape[1:], device=q.device)
+    scores = torch.zeros(q.shape[0], num_heads, *is_visible.shape[1:], device=q.device)
     for batch_row in range(q.shape[0]):
-        scored_blocks = needs_scores[batch_row].nonzero()[:, 0]
-        for q_blocks in scored_blocks.split(q_blocks_per_group) if len(scored_blocks) else ():
-            block_group = _QueryBlockGroup.from_blocks(ranges, batch_row, q_blocks, config)
+        scored_q_blocks = needs_scores[batch_row].nonzero()[:, 0]
+        for group_q_blocks in (
+            scored_q_blocks.split(q_blocks_per_group) if len(scored_q_blocks) else ()
+        ):
+            block_group = _QueryBlockGroup.from_blocks(ranges, batch_row, group_q_blocks, config)
             share_sum, weight_sum, max_share = 0.0, 0.0, None
-            for sample_kind in sample_kinds:
-                kind_max, kind_sum, num_samples = _compute_shares(
+            for samples in samples_by_kind:
+                max_share_of_kind, share_sum_of_kind, num_samples = _compute_shares(
                     q,
-                    sample_kind,
+                    samples,
                     block_group=block_group,
                     ranges=ranges,
-                    options=options,
+                    score_options=score_options,
                     key_block=config.key_block,
                 )
-                share_sum = share_sum + sample_kind.weight * kind_sum
-                weight_sum = weight_sum + sample_kind.weight * num_samples.unsqueeze(-1)
-                max_share = kind_max if max_share is None else torch.maximum(max_share, kind_max)
+                share_sum = share_sum + samples.weight * share_sum_of_kind
+                weight_sum = weight_sum + samples.weight * num_samples.unsqueeze(-1)
+                max_share = (
+                    max_share_of_kind
+                    if max_share is None
+                    else torch.maximum(max_share, max_share_of_kind)
+                )
             mean_share = share_sum / weight_sum.clamp(min=ops_reference.MIN_DIVISOR)
-            group_scores = (mean_share * length_factor[batch_row, q_blocks, None]).clamp(max=1)
-            is_large = max_share >= config.share_threshold
-            group_scores = torch.where(is_large, 1 + max_share, group_scores)
+            group_scores = (mean_share * length_factor[batch_row, group_q_blocks, None]).clamp(
+                max=1
+            )
+            has_large_share = max_share >= config.share_threshold
+            group_scores = torch.where(has_large_share, 1 + max_share, group_scores)
             # a sampled query that is not finite has shares of NaN: the score 1 selects all blocks
             group_scores = group_scores.masked_fill(group_scores.isnan(), 1.0)
-            scores[batch_row][:, q_blocks, block_group.first_block : block_group.end_block] = (
-                group_scores
-            )
+            scores[batch_row][
+                :, group_q_blocks, block_group.first_key_block : block_group.end_key_block
+            ] = group_scores
     return scores
 
 
@@ -109,41 +119,41 @@ class _QueryBlockGroup:
     """A few query blocks of one batch row, which are scored together, and their key blocks.
 
     Attributes:
-        batch: Index of the batch row.
+        batch_row: Index of the batch row.
         q_blocks: int64 [R], indices of the query blocks.
-        first_block: First key block that is visible to any of the queries.
-        end_block: End (exclusive) of the key blocks that are visible to any of the queries.
-        first_full: First key block that is completely visible to all queries; ``end_block`` if
-            there is none.
-        end_full: End (exclusive) of the key blocks that are completely visible to all queries;
-            ``end_block`` if there are none.
+        first_key_block: First key block that is visible to any of the queries.
+        end_key_block: End (exclusive) of the key blocks that are visible to any of the queries.
+        first_full_block: First key block that is completely visible to all queries;
+            ``end_key_block`` if there is none.
+        end_full_block: End (exclusive) of the key blocks that are completely visible to all
+            queries; ``end_key_block`` if there are none.
     """
 
-    batch: int
+    batch_row: int
     q_blocks: Tensor
-    first_block: int
-    end_block: int
-    first_full: int
-    end_full: int
+    first_key_block: int
+    end_key_block: int
+    first_full_block: int
+    end_full_block: int
 
     @classmethod
     def from_blocks(
-        cls, ranges: KeyRanges, batch: int, q_blocks: Tensor, config: CabConfig
+        cls, ranges: KeyRanges, batch_row: int, q_blocks: Tensor, config: CabConfig
     ) -> _QueryBlockGroup:
         """Compute the visible key blocks of the query blocks ``q_blocks`` of one batch row."""
-        bounds, key_block = ranges.rows(config.query_block), config.key_block
-        end_block = int(bounds.max_last[batch, q_blocks].max()) // key_block + 1
-        first_full = -(-int(bounds.max_first[batch, q_blocks].max()) // key_block)
-        end_full = (int(bounds.min_last[batch, q_blocks].min()) + 1) // key_block
-        if first_full >= end_full:
-            first_full = end_full = end_block
+        key_bounds, key_block = ranges.rows(config.query_block), config.key_block
+        end_key_block = int(key_bounds.max_last[batch_row, q_blocks].max()) // key_block + 1
+        first_full_block = -(-int(key_bounds.max_first[batch_row, q_blocks].max()) // key_block)
+        end_full_block = (int(key_bounds.min_last[batch_row, q_blocks].min()) + 1) // key_block
+        if first_full_block >= end_full_block:
+            first_full_block = end_full_block = end_key_block
         return cls(
-            batch=batch,
+            batch_row=batch_row,
             q_blocks=q_blocks,
-            first_block=int(bounds.min_first[batch, q_blocks].min()) // key_block,
-            end_block=end_block,
-            first_full=first_full,
-            end_full=end_full,
+            first_key_block=int(key_bounds.min_first[batch_row, q_blocks].min()) // key_block,
+            end_key_block=end_key_block,
+            first_full_block=first_full_block,
+            end_full_block=end_full_block,
         )
 
     def split_key_blocks(self, max_blocks: int) -> list[tuple[int, int, bool]]:
@@ -154,14 +164,14 @@ class _QueryBlockGroup:
             True if a key of the range may be invisible to a query.
         """
         block_ranges = []
-        for first, end, needs_mask in (
-            (self.first_block, self.first_full, True),
-            (self.first_full, self.end_full, False),
-            (self.end_full, self.end_block, True),
+        for first_block, end_block, needs_mask in (
+            (self.first_key_block, self.first_full_block, True),
+            (self.first_full_block, self.end_full_block, False),
+            (self.end_full_block, self.end_key_block, True),
         ):
             block_ranges += [
-                (begin, min(begin + max_blocks, end), needs_mask)
-                for begin in range(first, end, max_blocks)
+                (range_start, min(range_start + max_blocks, end_block), needs_mask)
+                for range_start in range(first_block, end_block, max_blocks)
             ]
         return block_ranges
 
@@ -177,7 +187,7 @@ def _sample_queries(
     num_typical, key_stride = num_typical_queries(config), config.typical_key_stride
     typical_positions = reference.sample_typical_queries(ranges, query_block, num_typical)
     padded_keys = F.pad(k, (0, 0, 0, -k.shape[2] % config.key_block))
-    sample_kinds = [
+    samples_by_kind = [
         SampledQueries(
             positions=typical_positions.unsqueeze(1).expand(-1, q.shape[1], -1, -1),
             channels=None,
@@ -193,7 +203,7 @@ def _sample_queries(
         outlier_keys = (
             padded_keys if channel_index is None else padded_keys.index_select(-1, channel_index)
         )
-        sample_kinds.append(
+        samples_by_kind.append(
             SampledQueries(
                 positions=sample_outlier_queries(q, ranges, query_block, num_outliers),
                 channels=channel_index,
@@ -202,7 +212,7 @@ def _sample_queries(
                 weight=1.0,
             )
         )
-    return sample_kinds
+    return samples_by_kind
 
 
 def _compute_shares(
@@ -211,7 +221,7 @@ def _compute_shares(
     *,
     block_group: _QueryBlockGroup,
     ranges: KeyRanges,
-    options: ScoreOptions,
+    score_options: ScoreOptions,
     key_block: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `reference.compute_sample_shares` for the blocks of ``block_group``.
@@ -221,45 +231,48 @@ def _compute_shares(
             ``block_group``.
         num_samples: float32 [H, R], the number of samples with a visible sampled key.
     """
-    keys = samples.keys[block_group.batch]
-    positions = samples.positions[block_group.batch][:, block_group.q_blocks]
-    heads, _, samples_per_block = positions.shape
+    keys = samples.keys[block_group.batch_row]
+    positions = samples.positions[block_group.batch_row][:, block_group.q_blocks]
+    num_heads, _, samples_per_block = positions.shape
     # [H, R * S]
     positions = positions.flatten(1)
-    is_missing = positions < 0
+    is_missing_sample = positions < 0
     positions = positions.clamp(min=0)
-    head = torch.arange(heads, device=q.device).unsqueeze(-1)
-    queries = q[block_group.batch][head, positions]
+    head = torch.arange(num_heads, device=q.device).unsqueeze(-1)
+    queries = q[block_group.batch_row][head, positions]
     if samples.channels is not None:
         queries = queries.index_select(-1, samples.channels)
-    start = ranges.start[block_group.batch][positions]
-    end = ranges.end[block_group.batch][positions].masked_fill(is_missing, -1)
+    first_key = ranges.start[block_group.batch_row][positions]
+    last_key = ranges.end[block_group.batch_row][positions].masked_fill(is_missing_sample, -1)
     # one product per KV head: [H, R * S] -> [H_kv, group * R * S]
-    kv_queries, kv_start, kv_end = (
-        x.unflatten(0, (keys.shape[0], -1)).flatten(1, 2) for x in (queries.float(), start, end)
+    kv_queries, kv_first_key, kv_last_key = (
+        x.unflatten(0, (keys.shape[0], -1)).flatten(1, 2)
+        for x in (queries.float(), first_key, last_key)
     )
-    block_max = _compute_block_maxima(
+    block_max_logits = _compute_block_maxima(
         kv_queries,
-        start=kv_start,
-        end=kv_end,
+        first_key=kv_first_key,
+        last_key=kv_last_key,
         keys=keys,
         key_stride=samples.key_stride,
         block_group=block_group,
         key_block=key_block,
     )
     # scaling and soft caps do not change the order of logits: apply both to the maxima only
-    block_max = ops_reference.capped(block_max.mul_(options.scale), options.softcap)
-    if bool(is_missing.any()):
-        block_max = block_max.masked_fill((kv_end < 0).unsqueeze(-1), -torch.inf)
-    block_max = block_max.unflatten(1, (heads // keys.shape[0], -1)).flatten(0, 1)
-    shares = _compute_softmax(block_max, options.sinks, key_block).unflatten(
+    block_max_logits = ops_reference.cap_logits(
+        block_max_logits.mul_(score_options.scale), score_options.softcap
+    )
+    if bool(is_missing_sample.any()):
+        block_max_logits = block_max_logits.masked_fill((kv_last_key < 0).unsqueeze(-1), -torch.inf)
+    block_max_logits = block_max_logits.unflatten(1, (num_heads // keys.shape[0], -1)).flatten(0, 1)
+    shares = _compute_softmax(block_max_logits, score_options.sinks, key_block).unflatten(
         1, (-1, samples_per_block)
     )
-    offset = reference.get_first_sampled_key(samples.key_stride)
-    first_sampled_key = (start - offset).clamp(min=0).add(
+    first_sampled_position = reference.get_first_sampled_key(samples.key_stride)
+    first_sampled_key = (first_key - first_sampled_position).clamp(min=0).add(
         samples.key_stride - 1
     ) // samples.key_stride
-    has_visible_key = first_sampled_key * samples.key_stride + offset <= end
+    has_visible_key = first_sampled_key * samples.key_stride + first_sampled_position <= last_key
     num_samples = has_visible_key.unflatten(1, (-1, samples_per_block)).sum(-1)
     return shares.amax(2), shares.sum(2), num_samples.float()
 
@@ -267,8 +280,8 @@ def _compute_shares(
 def _compute_block_maxima(
     queries: Tensor,
     *,
-    start: Tensor,
-    end: Tensor,
+    first_key: Tensor,
+    last_key: Tensor,
     keys: Tensor,
     key_stride: int,
     block_group: _QueryBlockGroup,
@@ -278,76 +291,88 @@ def _compute_block_maxima(
 
     Args:
         queries: float32 [H_kv, S, C], S sampled queries.
-        start, end: int32 [H_kv, S], the first and last visible token of each query.
+        first_key, last_key: int32 [H_kv, S], the first and last visible token of each query.
         keys: float32 [H_kv, N, C], the sampled keys, padded to whole blocks.
         key_stride: Distance between sampled keys, in tokens.
-        block_group: Its key blocks ``first_block`` to ``end_block`` are the columns of the result.
+        block_group: Its key blocks ``first_key_block`` to ``end_key_block`` are the columns of the
+            result.
         key_block: Tokens per key block.
     """
     kv_heads, num_samples, num_channels = queries.shape
     keys_per_block, num_blocks = (
         key_block // key_stride,
-        block_group.end_block - block_group.first_block,
+        block_group.end_key_block - block_group.first_key_block,
     )
-    max_blocks = max(1, MAX_LOGITS_PER_PRODUCT // (keys_per_block * kv_heads * num_samples))
-    max_blocks = max_blocks // KEY_BLOCKS_PER_VECTOR * KEY_BLOCKS_PER_VECTOR or max_blocks
-    max_blocks = min(max_blocks, num_blocks)
-    latest_start = int(start.max())
-    logit_buffer = queries.new_empty(kv_heads * num_samples * max_blocks * keys_per_block)
-    block_max = queries.new_empty(kv_heads, num_samples, num_blocks)
-    for first_block, end_block, needs_mask in block_group.split_key_blocks(max_blocks):
-        num_range_blocks = end_block - first_block
+    max_blocks_per_product = max(
+        1, MAX_LOGITS_PER_PRODUCT // (keys_per_block * kv_heads * num_samples)
+    )
+    max_blocks_per_product = (
+        max_blocks_per_product // KEY_BLOCKS_PER_VECTOR * KEY_BLOCKS_PER_VECTOR
+        or max_blocks_per_product
+    )
+    max_blocks_per_product = min(max_blocks_per_product, num_blocks)
+    latest_first_key = int(first_key.max())
+    product_buffer = queries.new_empty(
+        kv_heads * num_samples * max_blocks_per_product * keys_per_block
+    )
+    block_max_products = queries.new_empty(kv_heads, num_samples, num_blocks)
+    for first_block, end_block, needs_mask in block_group.split_key_blocks(max_blocks_per_product):
+        blocks_per_product = end_block - first_block
         key_slice = slice(first_block * keys_per_block, end_block * keys_per_block)
-        # [H_kv, keys_per_block * num_range_blocks, C]: adjacent rows belong to adjacent blocks, so
-        # that the maximum over the keys of a block is a maximum of vectors
-        range_keys = keys[:, key_slice].unflatten(1, (num_range_blocks, keys_per_block))
+        # [H_kv, keys_per_block * blocks_per_product, C]: adjacent rows belong to adjacent blocks,
+        # so that the maximum over the keys of a block is a maximum of vectors
+        range_keys = keys[:, key_slice].unflatten(1, (blocks_per_product, keys_per_block))
         range_keys = range_keys.transpose(1, 2).reshape(kv_heads, -1, num_channels)
-        num_logits = kv_heads * num_samples * range_keys.shape[1]
-        logits = logit_buffer[:num_logits].view(kv_heads, num_samples, -1)
-        torch.bmm(queries, range_keys.transpose(1, 2), out=logits)
+        num_products = kv_heads * num_samples * range_keys.shape[1]
+        products = product_buffer[:num_products].view(kv_heads, num_samples, -1)
+        torch.bmm(queries, range_keys.transpose(1, 2), out=products)
         if needs_mask:
             key_index = torch.arange(key_slice.start, key_slice.stop, device=keys.device)
             key_positions = (
-                key_index.view(num_range_blocks, keys_per_block).T.flatten() * key_stride
+                key_index.view(blocks_per_product, keys_per_block).T.flatten() * key_stride
             )
             key_positions = (key_positions + reference.get_first_sampled_key(key_stride)).int()
-            is_masked = key_positions > end.unsqueeze(-1)
-            if first_block * key_block < latest_start:
-                is_masked |= key_positions < start.unsqueeze(-1)
-            logits.masked_fill_(is_masked, -torch.inf)
-        logits = logits.unflatten(2, (keys_per_block, num_range_blocks))
+            is_masked = key_positions > last_key.unsqueeze(-1)
+            if first_block * key_block < latest_first_key:
+                is_masked |= key_positions < first_key.unsqueeze(-1)
+            products.masked_fill_(is_masked, -torch.inf)
+        products = products.unflatten(2, (keys_per_block, blocks_per_product))
         # amax over few columns is slow: halve the keys by elementwise maxima instead
         while (
-            logits.shape[2] > 1
-            and logits.shape[2] % 2 == 0
-            and num_range_blocks < KEY_BLOCKS_PER_VECTOR
+            products.shape[2] > 1
+            and products.shape[2] % 2 == 0
+            and blocks_per_product < KEY_BLOCKS_PER_VECTOR
         ):
-            num_half_keys = logits.shape[2] // 2
-            logits = torch.maximum(logits[:, :, :num_half_keys], logits[:, :, num_half_keys:])
-        columns = slice(first_block - block_group.first_block, end_block - block_group.first_block)
-        torch.amax(logits, 2, out=block_max[..., columns])
-    return block_max
+            num_keys_per_half = products.shape[2] // 2
+            products = torch.maximum(
+                products[:, :, :num_keys_per_half], products[:, :, num_keys_per_half:]
+            )
+        columns = slice(
+            first_block - block_group.first_key_block, end_block - block_group.first_key_block
+        )
+        torch.amax(products, 2, out=block_max_products[..., columns])
+    return block_max_products
 
 
-def _compute_softmax(block_max: Tensor, sinks: Tensor | None, key_block: int) -> Tensor:
+def _compute_softmax(block_max_logits: Tensor, sinks: Tensor | None, key_block: int) -> Tensor:
     """Return the attention share of each key block, float32 [H, S, blocks].
 
     `reference.compute_sample_shares` defines the shares.
 
     Args:
-        block_max: float32 [H, S, blocks], the maximum logit per key block; -inf for invisible
-            blocks.
+        block_max_logits: float32 [H, S, blocks], the maximum logit per key block; -inf for
+            invisible blocks.
         sinks: [H], sink logits; None for no sinks.
         key_block: Tokens per key block.
     """
-    softmax_input = block_max
+    softmax_input = block_max_logits
     if sinks is not None:
         sink_logits = sinks.float() - torch.tensor(key_block, dtype=torch.float32).log()
-        sink_logits = sink_logits[:, None, None].expand(-1, block_max.shape[1], 1)
-        softmax_input = torch.cat([block_max, sink_logits], -1)
-    shares = softmax_input.softmax(-1)[..., : block_max.shape[-1]]
+        sink_logits = sink_logits[:, None, None].expand(-1, block_max_logits.shape[1], 1)
+        softmax_input = torch.cat([block_max_logits, sink_logits], -1)
+    shares = softmax_input.softmax(-1)[..., : block_max_logits.shape[-1]]
     # softmax over no keys is NaN
-    return shares.masked_fill(block_max == -torch.inf, 0.0)
+    return shares.masked_fill(block_max_logits == -torch.inf, 0.0)
 
 
 def sample_outlier_queries(
@@ -358,74 +383,87 @@ def sample_outlier_queries(
         return reference.sample_outlier_queries(q, ranges, query_block, samples_per_block)
     q_blocks = -(-q.shape[2] // query_block)
     num_padding = q_blocks * query_block - q.shape[2]
-    is_real = F.pad(ranges.end >= 0, (0, num_padding)).unflatten(1, (-1, query_block))
+    is_real_query = F.pad(ranges.end >= 0, (0, num_padding)).unflatten(1, (-1, query_block))
     sample_indices = torch.empty(
         *q.shape[:2], q_blocks, samples_per_block, dtype=torch.int64, device=q.device
     )
     gram_elements = q.shape[0] * q.shape[1] * query_block**2
     blocks_per_chunk = max(1, MAX_GRAM_ELEMENTS // gram_elements)
     for first_block in range(0, q_blocks, blocks_per_chunk):
-        # blocks [B, H, blocks of the chunk, query_block, D]
+        # [B, H, query blocks of the chunk, query_block, D]
         chunk = slice(first_block, first_block + blocks_per_chunk)
-        blocks = q[:, :, chunk.start * query_block : chunk.stop * query_block].float()
-        blocks = F.pad(blocks, (0, 0, 0, -blocks.shape[2] % query_block))
-        blocks = blocks.unflatten(2, (-1, query_block))
-        chunk_is_real = is_real[:, chunk].unsqueeze(1).expand(blocks.shape[:-1])
-        if not bool(chunk_is_real.all()):
-            blocks = blocks.masked_fill(~chunk_is_real.unsqueeze(-1), 0.0)
-        chunk_samples = _sample_farthest_points(
-            blocks.flatten(0, 2), chunk_is_real.flatten(0, 2), samples_per_block
+        queries_by_block = q[:, :, chunk.start * query_block : chunk.stop * query_block].float()
+        queries_by_block = F.pad(
+            queries_by_block, (0, 0, 0, -queries_by_block.shape[2] % query_block)
         )
-        sample_indices[:, :, chunk] = chunk_samples.view(sample_indices[:, :, chunk].shape)
+        queries_by_block = queries_by_block.unflatten(2, (-1, query_block))
+        is_real_query_of_chunk = (
+            is_real_query[:, chunk].unsqueeze(1).expand(queries_by_block.shape[:-1])
+        )
+        if not bool(is_real_query_of_chunk.all()):
+            queries_by_block = queries_by_block.masked_fill(
+                ~is_real_query_of_chunk.unsqueeze(-1), 0.0
+            )
+        chunk_sample_indices = _sample_farthest_points(
+            queries_by_block.flatten(0, 2), is_real_query_of_chunk.flatten(0, 2), samples_per_block
+        )
+        sample_indices[:, :, chunk] = chunk_sample_indices.view(sample_indices[:, :, chunk].shape)
     block_start = torch.arange(0, q.shape[2], query_block, device=q.device)
-    is_padding = ~is_real.unsqueeze(1).expand(-1, q.shape[1], -1, -1).gather(-1, sample_indices)
-    return (sample_indices + block_start[:, None]).masked_fill_(is_padding, -1)
+    is_missing_sample = ~is_real_query.unsqueeze(1).expand(-1, q.shape[1], -1, -1).gather(
+        -1, sample_indices
+    )
+    return (sample_indices + block_start[:, None]).masked_fill_(is_missing_sample, -1)
 
 
-def _sample_farthest_points(blocks: Tensor, is_real: Tensor, samples_per_block: int) -> Tensor:
+def _sample_farthest_points(
+    queries_by_block: Tensor, is_real_query: Tensor, samples_per_block: int
+) -> Tensor:
     """Compute `sample_outlier_queries` as indices in the blocks, int64 [M, samples_per_block].
 
-    For each query, ``max_similarity`` contains steps * query_block + index, where steps is the
-    rounded similarity times `reference.COSINE_STEPS`. These integers are exact in float32. The
-    minimum belongs to the query with the lowest similarity, and ties go to the lower index.
+    For each query, ``max_similarity`` contains similarity_steps * query_block + query_index, where
+    similarity_steps is the rounded similarity times `reference.COSINE_STEPS`. These integers are
+    exact in float32. The minimum belongs to the query with the lowest similarity, and ties go to
+    the lower index.
 
     Args:
-        blocks: float32 [M, query_block, D], zeros where ``is_real`` is False.
-        is_real: bool [M, query_block], False for padding.
+        queries_by_block: float32 [M, query_block, D], zeros where ``is_real_query`` is False.
+        is_real_query: bool [M, query_block], False for padding.
         samples_per_block: Samples per block.
     """
-    query_block = blocks.shape[1]
-    gram = torch.bmm(blocks, blocks.transpose(1, 2))
-    query_sum = blocks.sum(1)  # the cosine does not depend on the factor 1 / query_block
+    query_block = queries_by_block.shape[1]
+    gram = torch.bmm(queries_by_block, queries_by_block.transpose(1, 2))
+    query_sum = queries_by_block.sum(1)  # the cosine does not depend on the factor 1 / query_block
     inverse_norm, inverse_sum_norm = (
         x.square().sum(-1).clamp(min=reference.MIN_SQUARED_NORM).rsqrt()
-        for x in (blocks, query_sum.unsqueeze(1))
+        for x in (queries_by_block, query_sum.unsqueeze(1))
     )
-    index = torch.arange(query_block, device=blocks.device, dtype=torch.float32)
-    is_padding = None if bool(is_real.all()) else ~is_real
+    query_index = torch.arange(query_block, device=queries_by_block.device, dtype=torch.float32)
+    is_padding_query = None if bool(is_real_query.all()) else ~is_real_query
 
-    def compute_similarity(products: Tensor, other_inverse_norm: Tensor) -> Tensor:
-        cosine = (products * inverse_norm).mul_(other_inverse_norm)
+    def compute_similarity(dot_products: Tensor, right_inverse_norm: Tensor) -> Tensor:
+        cosine = (dot_products * inverse_norm).mul_(right_inverse_norm)
         cosine = cosine.nan_to_num_(nan=-1.0).clamp_(-1, 1)
-        steps = cosine.mul_(reference.COSINE_STEPS).trunc_()
-        if is_padding is not None:
-            steps.masked_fill_(is_padding, reference.PADDING_STEPS)
-        return steps.mul_(query_block).add_(index)
+        similarity_steps = cosine.mul_(reference.COSINE_STEPS).trunc_()
+        if is_padding_query is not None:
+            similarity_steps.masked_fill_(is_padding_query, reference.PADDING_SIMILARITY)
+        return similarity_steps.mul_(query_block).add_(query_index)
 
-    sum_products = torch.bmm(blocks, query_sum.unsqueeze(-1))[..., 0]
-    max_similarity = compute_similarity(sum_products, inverse_sum_norm)
-    samples = torch.empty(len(blocks), samples_per_block, dtype=torch.int64, device=blocks.device)
+    query_sum_products = torch.bmm(queries_by_block, query_sum.unsqueeze(-1))[..., 0]
+    max_similarity = compute_similarity(query_sum_products, inverse_sum_norm)
+    sample_indices = torch.empty(
+        len(queries_by_block), samples_per_block, dtype=torch.int64, device=queries_by_block.device
+    )
     for sample_number in range(samples_per_block):
-        sample = max_similarity.amin(-1, keepdim=True).remainder_(query_block)
+        sampled_index = max_similarity.amin(-1, keepdim=True).remainder_(query_block)
         # larger than every similarity, so that no query is sampled twice
-        excluding_similarity = sample + reference.SAMPLED_STEPS * query_block
-        sample = sample.long()
-        samples[:, sample_number] = sample[:, 0]
-        products = gram.gather(1, sample.unsqueeze(-1).expand(-1, -1, query_block))[:, 0]
-        similarity = compute_similarity(products, inverse_norm.gather(-1, sample))
+        excluding_similarity = sampled_index + reference.SAMPLED_SIMILARITY * query_block
+        sampled_index = sampled_index.long()
+        sample_indices[:, sample_number] = sampled_index[:, 0]
+        dot_products = gram.gather(1, sampled_index.unsqueeze(-1).expand(-1, -1, query_block))[:, 0]
+        similarity = compute_similarity(dot_products, inverse_norm.gather(-1, sampled_index))
         if sample_number == 0:
             max_similarity = similarity
         else:
             torch.maximum(max_similarity, similarity, out=max_similarity)
-        max_similarity.scatter_(-1, sample, excluding_similarity)
-    return samples
+        max_similarity.scatter_(-1, sampled_index, excluding_similarity)
+    return sample_indices

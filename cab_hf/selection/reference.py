@@ -38,14 +38,14 @@ from cab_hf.plan import KeyRanges, block_visibility
 
 # query blocks with more visible keys than this spread their attention over more blocks: above this
 # number, the mass threshold is inversely proportional to the number of keys
-THRESHOLD_KEYS = 32768
+MAX_KEYS_AT_FULL_THRESHOLD = 32768
 # cosine similarities are rounded to multiples of 1 / COSINE_STEPS, so that they fit a signed byte
 COSINE_STEPS = 127.0
 # rounded similarity of padding: larger than every cosine, so that padding is sampled last
-PADDING_STEPS = 2 * 127
+PADDING_SIMILARITY = 2 * 127
 # rounded similarity of queries that are already samples: larger than padding, so that no query is
 # sampled twice
-SAMPLED_STEPS = 3 * 127
+SAMPLED_SIMILARITY = 3 * 127
 # lower bound of squared norms: a vector of zeros has similarity 0 to every vector
 MIN_SQUARED_NORM = 1e-30
 # sampled queries per matrix product: bounds the size of the logits
@@ -59,7 +59,8 @@ class ScoreOptions(NamedTuple):
         scale: Factor of the dot products, usually 1 / sqrt(D).
         channels: Ascending channels of q and k that outlier queries are scored on; () for all.
         sinks: [H], one logit per head that takes part in the softmax; None for no sinks.
-        softcap: Soft cap of the logits, see `capped` of `cab_hf.ops.reference`; None for no cap.
+        softcap: Soft cap of the logits, see `cap_logits` of `cab_hf.ops.reference`; None for no
+            cap.
     """
 
     scale: float
@@ -73,7 +74,7 @@ def select_blocks(
     k: Tensor,
     ranges: KeyRanges,
     config: CabConfig,
-    options: ScoreOptions,
+    score_options: ScoreOptions,
     *,
     sampled_scores_fn: Callable[..., Tensor] | None = None,
 ) -> Tensor:
@@ -84,7 +85,7 @@ def select_blocks(
         k: [B, H_kv, N_k, D].
         ranges: Keys that each query may attend to.
         config: Settings of the selection.
-        options: Parameters of the logits.
+        score_options: Parameters of the logits.
         sampled_scores_fn: Replacement of `compute_sampled_scores` with the same arguments; None for
             `compute_sampled_scores` itself.
     """
@@ -93,13 +94,13 @@ def select_blocks(
         k,
         ranges=ranges,
         config=config,
-        options=options,
+        score_options=score_options,
         sampled_scores_fn=sampled_scores_fn,
     )
     if config.max_density < 1:
-        is_not_finite = ops_reference.not_finite(k, ranges.key_valid)
-        is_marked = ops_reference.marked_blocks(is_not_finite, config.key_block)
-        scores = cap_scores(scores, ranges, config, is_marked)
+        is_nonfinite_key = ops_reference.find_nonfinite_keys(k, ranges.key_valid)
+        is_marked_block = ops_reference.find_marked_blocks(is_nonfinite_key, config.key_block)
+        scores = cap_scores(scores, ranges, config, is_marked_block)
     return scores >= config.mass_threshold
 
 
@@ -108,7 +109,7 @@ def compute_block_scores(
     k: Tensor,
     ranges: KeyRanges,
     config: CabConfig,
-    options: ScoreOptions,
+    score_options: ScoreOptions,
     *,
     sampled_scores_fn: Callable[..., Tensor] | None = None,
 ) -> Tensor:
@@ -121,7 +122,7 @@ def compute_block_scores(
     * infinity if the block is forced or marked;
     * 1 if a sampled query of the query block is not finite;
     * 1 + max_share if max_share >= ``share_threshold``;
-    * else min(1, mean_share * max(1, num_visible_keys / `THRESHOLD_KEYS`)).
+    * else min(1, mean_share * max(1, num_visible_keys / `MAX_KEYS_AT_FULL_THRESHOLD`)).
 
     A key with NaN or an infinity is replaced by zeros before the shares are computed.
 
@@ -130,28 +131,32 @@ def compute_block_scores(
         k: [B, H_kv, N_k, D].
         ranges: Keys that each query may attend to.
         config: Settings of the selection.
-        options: Parameters of the logits.
+        score_options: Parameters of the logits.
         sampled_scores_fn: Replacement of `compute_sampled_scores`, which computes the last three
             cases; None for `compute_sampled_scores` itself.
     """
     is_visible = block_visibility(ranges, config.query_block, config.key_block)
     is_forced = ops_reference.forced_blocks(is_visible, ranges, config)
-    is_not_finite = ops_reference.not_finite(k, ranges.key_valid)
-    is_marked = ops_reference.marked_blocks(is_not_finite, config.key_block).unsqueeze(2)
+    is_nonfinite_key = ops_reference.find_nonfinite_keys(k, ranges.key_valid)
+    is_marked_block = ops_reference.find_marked_blocks(
+        is_nonfinite_key, config.key_block
+    ).unsqueeze(2)
     # on a GPU, replace always: to read the condition would synchronise with the device
-    if k.device.type != "cpu" or bool(is_not_finite.any()):
-        k = k.masked_fill(is_not_finite.unsqueeze(-1), 0.0)
+    if k.device.type != "cpu" or bool(is_nonfinite_key.any()):
+        k = k.masked_fill(is_nonfinite_key.unsqueeze(-1), 0.0)
     scores = (sampled_scores_fn or compute_sampled_scores)(
         q,
         k,
         ranges=ranges,
         config=config,
-        options=options,
+        score_options=score_options,
         is_visible=is_visible,
         is_forced=is_forced,
     )
     group_size = q.shape[1] // k.shape[1]
-    is_always_selected = is_forced.unsqueeze(1) | is_marked.repeat_interleave(group_size, dim=1)
+    is_always_selected = is_forced.unsqueeze(1) | is_marked_block.repeat_interleave(
+        group_size, dim=1
+    )
     return scores.masked_fill_(is_always_selected, torch.inf).masked_fill_(
         ~is_visible.unsqueeze(1), -1.0
     )
@@ -162,7 +167,7 @@ def compute_sampled_scores(
     k: Tensor,
     ranges: KeyRanges,
     config: CabConfig,
-    options: ScoreOptions,
+    score_options: ScoreOptions,
     *,
     is_visible: Tensor,
     is_forced: Tensor,
@@ -174,7 +179,7 @@ def compute_sampled_scores(
         k: [B, H_kv, N_k, D], without NaN and infinities.
         ranges: Keys that each query may attend to.
         config: Settings of the selection.
-        options: Parameters of the logits.
+        score_options: Parameters of the logits.
         is_visible: bool [B, M_q, M_k], True if a query of the query block may attend to a key of
             the key block.
         is_forced: bool [B, M_q, M_k], forced blocks. Unused here; other implementations skip query
@@ -185,16 +190,16 @@ def compute_sampled_scores(
     """
     group_size = q.shape[1] // k.shape[1]
     num_visible_keys = config.key_block * is_visible.sum(-1, keepdim=True).unsqueeze(1)
-    length_factor = (num_visible_keys / THRESHOLD_KEYS).clamp(min=1)
+    length_factor = (num_visible_keys / MAX_KEYS_AT_FULL_THRESHOLD).clamp(min=1)
     scores_of_heads = []
     for head in range(q.shape[1]):
-        head_sinks = None if options.sinks is None else options.sinks[[head]]
+        head_sinks = None if score_options.sinks is None else score_options.sinks[[head]]
         mean_share, max_share = compute_block_shares(
             q[:, [head]],
             k[:, [head // group_size]],
             ranges=ranges,
             config=config,
-            options=options._replace(sinks=head_sinks),
+            score_options=score_options._replace(sinks=head_sinks),
         )
         head_scores = (mean_share * length_factor).clamp(max=1)
         head_scores = torch.where(max_share >= config.share_threshold, 1 + max_share, head_scores)
@@ -203,7 +208,7 @@ def compute_sampled_scores(
 
 
 def cap_scores(
-    scores: Tensor, ranges: KeyRanges, config: CabConfig, is_marked: Tensor | None = None
+    scores: Tensor, ranges: KeyRanges, config: CabConfig, is_marked_block: Tensor | None = None
 ) -> Tensor:
     """Return ``scores`` with -1 for the blocks that ``config.max_density`` excludes.
 
@@ -214,7 +219,7 @@ def cap_scores(
         scores: float32 [B, H, M_q, M_k], from `compute_block_scores`.
         ranges: Keys that each query may attend to.
         config: Settings of the selection.
-        is_marked: bool [B, H_kv, M_k], marked blocks; None if no block is marked.
+        is_marked_block: bool [B, H_kv, M_k], marked blocks; None if no block is marked.
 
     Returns:
         float32 [B, H, M_q, M_k].
@@ -224,12 +229,12 @@ def cap_scores(
     query_block, key_block = block_sizes(config)
     is_visible = block_visibility(ranges, query_block, key_block)
     is_forced = ops_reference.forced_blocks(is_visible, ranges, config).unsqueeze(1)
-    bounds = ops_reference.row_bounds(
+    block_bounds = ops_reference.compute_block_bounds(
         ranges, query_block, key_block, config.sink_blocks, config.local_blocks
     )
-    max_blocks = ops_reference.max_blocks_of_rows(bounds, config.max_density, is_marked)
-    max_blocks = max_blocks.repeat_interleave(scores.shape[1] // max_blocks.shape[1], dim=1)
-    num_listed = max_blocks.maximum(is_forced.sum(-1))
+    max_listed = ops_reference.compute_max_blocks(block_bounds, config.max_density, is_marked_block)
+    max_listed = max_listed.repeat_interleave(scores.shape[1] // max_listed.shape[1], dim=1)
+    num_listed = max_listed.maximum(is_forced.sum(-1))
     is_listed = ops_reference.select_best_blocks(scores, scores >= 0, is_forced, num_listed)
     return scores.masked_fill(~is_listed, -1.0)
 
@@ -252,13 +257,13 @@ class _SampledQueries(NamedTuple):
 
 
 def compute_block_shares(
-    q: Tensor, k: Tensor, ranges: KeyRanges, config: CabConfig, options: ScoreOptions
+    q: Tensor, k: Tensor, ranges: KeyRanges, config: CabConfig, score_options: ScoreOptions
 ) -> tuple[Tensor, Tensor]:
     """Return (mean_share, max_share) of every key block for every query block.
 
     ``mean_share`` is a weighted mean over the samples of the query block: an outlier query has
     weight 1, and a typical query has weight (query_block - num_outliers) / num_typical. Outlier
-    queries are scored on ``options.channels`` of all keys. Typical queries are scored on all
+    queries are scored on ``score_options.channels`` of all keys. Typical queries are scored on all
     channels of every ``config.typical_key_stride``-th key.
 
     A sample without visible sampled keys has weight 0.
@@ -268,7 +273,7 @@ def compute_block_shares(
         k: [B, H_kv, N_k, D].
         ranges: Keys that each query may attend to.
         config: Settings of the selection.
-        options: Parameters of the logits.
+        score_options: Parameters of the logits.
 
     Returns:
         mean_share, max_share: float32 [B, H, M_q, M_k].
@@ -276,7 +281,7 @@ def compute_block_shares(
     query_block, num_outliers = config.query_block, config.outlier_queries
     num_typical = num_typical_queries(config)
     typical_positions = sample_typical_queries(ranges, query_block, num_typical)
-    sample_kinds = [
+    samples_by_kind = [
         _SampledQueries(
             positions=typical_positions.unsqueeze(1).expand(-1, q.shape[1], -1, -1),
             weight=(query_block - num_outliers) / num_typical,
@@ -286,30 +291,35 @@ def compute_block_shares(
     ]
     if num_outliers:
         outlier_positions = sample_outlier_queries(q, ranges, query_block, num_outliers)
-        sample_kinds.append(
+        samples_by_kind.append(
             _SampledQueries(
-                positions=outlier_positions, weight=1.0, channels=options.channels, key_stride=1
+                positions=outlier_positions,
+                weight=1.0,
+                channels=score_options.channels,
+                key_stride=1,
             )
         )
     share_sum, weight_sum, max_share = 0.0, 0.0, None
-    for sample_kind in sample_kinds:
+    for samples in samples_by_kind:
         queries, keys = q, k
-        if sample_kind.channels:
-            queries, keys = q[..., list(sample_kind.channels)], k[..., list(sample_kind.channels)]
-        query_index = sample_kind.positions.clamp(min=0).flatten(2)[..., None]
+        if samples.channels:
+            queries, keys = q[..., list(samples.channels)], k[..., list(samples.channels)]
+        query_index = samples.positions.clamp(min=0).flatten(2)[..., None]
         query_index = query_index.expand(-1, -1, -1, queries.shape[3])
-        kind_max, kind_sum, num_samples = compute_sample_shares(
-            queries.gather(2, query_index).unflatten(2, sample_kind.positions.shape[2:]),
-            positions=sample_kind.positions,
+        max_share_of_kind, share_sum_of_kind, num_samples = compute_sample_shares(
+            queries.gather(2, query_index).unflatten(2, samples.positions.shape[2:]),
+            positions=samples.positions,
             keys=keys,
             ranges=ranges,
-            options=options,
+            score_options=score_options,
             key_block=config.key_block,
-            key_stride=sample_kind.key_stride,
+            key_stride=samples.key_stride,
         )
-        share_sum = share_sum + sample_kind.weight * kind_sum
-        weight_sum = weight_sum + sample_kind.weight * num_samples.unsqueeze(-1)
-        max_share = kind_max if max_share is None else torch.maximum(max_share, kind_max)
+        share_sum = share_sum + samples.weight * share_sum_of_kind
+        weight_sum = weight_sum + samples.weight * num_samples.unsqueeze(-1)
+        max_share = (
+            max_share_of_kind if max_share is None else torch.maximum(max_share, max_share_of_kind)
+        )
     # without samples the mean share is 0 and not NaN, as in the kernels
     return share_sum / weight_sum.clamp(min=ops_reference.MIN_DIVISOR), max_share
 
@@ -320,7 +330,7 @@ def compute_sample_shares(
     positions: Tensor,
     keys: Tensor,
     ranges: KeyRanges,
-    options: ScoreOptions,
+    score_options: ScoreOptions,
     key_block: int,
     key_stride: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -337,7 +347,7 @@ def compute_sample_shares(
         positions: int64 [B, H, M_q, S], positions of the samples; -1 for missing samples.
         keys: [B, H_kv, N_k, C], the same channels of the keys.
         ranges: Keys that each query may attend to.
-        options: Parameters of the logits; ``channels`` is not used.
+        score_options: Parameters of the logits; ``channels`` is not used.
         key_block: Tokens per key block.
         key_stride: Distance between sampled keys, in tokens. The first sampled key is the token
             ``get_first_sampled_key(key_stride)``.
@@ -363,7 +373,7 @@ def compute_sample_shares(
     for head, first_block in product(range(heads), range(0, queries.shape[2], q_blocks_per_chunk)):
         # the samples of a chunk of query blocks: [B, Q, C] with Q = query blocks * S
         chunk = slice(first_block, first_block + q_blocks_per_chunk)
-        block_max, has_visible_key = _compute_max_logits(
+        block_max_logits, has_visible_key = _compute_max_logits(
             queries[:, head, chunk].flatten(1, 2),
             positions=positions[:, head, chunk].flatten(1),
             keys=keys[:, head // group_size],
@@ -371,15 +381,15 @@ def compute_sample_shares(
             keys_per_block=key_block // key_stride,
             kv_blocks=kv_blocks,
             ranges=ranges,
-            options=options,
+            score_options=score_options,
         )
-        softmax_input = block_max
-        if options.sinks is not None:
-            softmax_input = F.pad(block_max, (0, 1))
-            softmax_input[..., -1] = options.sinks[head] - math.log(key_block)
+        softmax_input = block_max_logits
+        if score_options.sinks is not None:
+            softmax_input = F.pad(block_max_logits, (0, 1))
+            softmax_input[..., -1] = score_options.sinks[head] - math.log(key_block)
         # softmax over no keys is NaN: a query without visible sampled keys adds no share
         shares = softmax_input.softmax(-1)[..., :kv_blocks].masked_fill(
-            block_max == -torch.inf, 0.0
+            block_max_logits == -torch.inf, 0.0
         )
         shares = shares.unflatten(1, (-1, samples_per_block))
         max_share[:, head, chunk], share_sum[:, head, chunk] = shares.amax(2), shares.sum(2)
@@ -397,7 +407,7 @@ def _compute_max_logits(
     keys_per_block: int,
     kv_blocks: int,
     ranges: KeyRanges,
-    options: ScoreOptions,
+    score_options: ScoreOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return the maximum logit of each query and key block of one head.
 
@@ -409,7 +419,7 @@ def _compute_max_logits(
         keys_per_block: Sampled keys per key block; the last block may have fewer.
         kv_blocks: M_k, the number of key blocks.
         ranges: Keys that each query may attend to.
-        options: Parameters of the logits.
+        score_options: Parameters of the logits.
 
     Returns:
         block_max: float32 [B, Q, M_k], -inf for invisible blocks.
@@ -417,8 +427,8 @@ def _compute_max_logits(
     """
     first_key, last_key = (x.gather(1, positions.clamp(min=0)) for x in (ranges.start, ranges.end))
     last_key = last_key.masked_fill(positions < 0, -1)
-    products = queries.float() @ keys.float().transpose(-1, -2)
-    logits = ops_reference.capped(products * options.scale, options.softcap)
+    dot_products = queries.float() @ keys.float().transpose(-1, -2)
+    logits = ops_reference.cap_logits(dot_products * score_options.scale, score_options.softcap)
     is_masked = key_positions < first_key.unsqueeze(-1)
     is_masked |= key_positions > last_key.unsqueeze(-1)
     logits = logits.masked_fill(is_masked, -torch.inf)
@@ -448,56 +458,62 @@ def sample_outlier_queries(
         int64 [B, H, M_q, samples_per_block], positions in q. Blocks with too few real queries are
         filled with -1.
     """
-    blocks, is_real = _split_into_blocks(q, ranges.end >= 0, query_block)
-    is_real = is_real.expand(blocks.shape[:-1])
+    queries_by_block, is_real_query = _split_into_blocks(q, ranges.end >= 0, query_block)
+    is_real_query = is_real_query.expand(queries_by_block.shape[:-1])
     block_start = torch.arange(0, q.shape[2], query_block, device=q.device)
     if samples_per_block == query_block:
-        sample_indices = torch.arange(query_block, device=q.device).expand(blocks.shape[:-1])
+        sample_indices = torch.arange(query_block, device=q.device).expand(
+            queries_by_block.shape[:-1]
+        )
     else:
-        blocks = blocks.masked_fill(~is_real.unsqueeze(-1), 0.0)
-        sample_indices = _sample_farthest_points(blocks, is_real, samples_per_block)
-    is_padding = ~is_real.gather(-1, sample_indices)
-    return (sample_indices + block_start[:, None]).masked_fill(is_padding, -1)
+        queries_by_block = queries_by_block.masked_fill(~is_real_query.unsqueeze(-1), 0.0)
+        sample_indices = _sample_farthest_points(queries_by_block, is_real_query, samples_per_block)
+    is_missing_sample = ~is_real_query.gather(-1, sample_indices)
+    return (sample_indices + block_start[:, None]).masked_fill(is_missing_sample, -1)
 
 
-def _sample_farthest_points(blocks: Tensor, is_real: Tensor, samples_per_block: int) -> Tensor:
+def _sample_farthest_points(
+    queries_by_block: Tensor, is_real_query: Tensor, samples_per_block: int
+) -> Tensor:
     """Compute `sample_outlier_queries` as indices in blocks, int64 [B, H, M, samples_per_block].
 
     Args:
-        blocks: float32 [B, H, M, query_block, D], zeros where ``is_real`` is False.
-        is_real: bool [B, H, M, query_block], False for padding.
+        queries_by_block: float32 [B, H, M, query_block, D], zeros where ``is_real_query`` is False.
+        is_real_query: bool [B, H, M, query_block], False for padding.
         samples_per_block: Samples per block.
     """
-    query_sum = blocks.sum(-2)  # the cosine does not depend on the factor 1 / query_block
+    query_sum = queries_by_block.sum(-2)  # the cosine does not depend on the factor 1 / query_block
     inverse_norm, inverse_sum_norm = (
         x.square().sum(-1).clamp(min=MIN_SQUARED_NORM).rsqrt()
-        for x in (blocks, query_sum.unsqueeze(-2))
+        for x in (queries_by_block, query_sum.unsqueeze(-2))
     )
-    products = (blocks @ query_sum.unsqueeze(-1))[..., 0]
-    max_similarity = _compute_cosine_steps(products, inverse_norm, inverse_sum_norm)
-    max_similarity = max_similarity.masked_fill(~is_real, PADDING_STEPS)
+    dot_products = (queries_by_block @ query_sum.unsqueeze(-1))[..., 0]
+    max_similarity = _compute_cosine_steps(dot_products, inverse_norm, inverse_sum_norm)
+    max_similarity = max_similarity.masked_fill(~is_real_query, PADDING_SIMILARITY)
     query_block = max_similarity.shape[-1]
-    position = torch.arange(query_block, device=blocks.device)
-    samples = []
+    query_index = torch.arange(query_block, device=queries_by_block.device)
+    sample_indices = []
     for sample_number in range(samples_per_block):
-        # argmin returns any of several equal values: the position breaks ties
-        index = (max_similarity * query_block + position).argmin(-1, keepdim=True)
-        samples.append(index)
-        sample = blocks.take_along_dim(index.unsqueeze(-1), dim=-2)
-        products = (blocks @ sample.transpose(-1, -2))[..., 0]
-        similarity = _compute_cosine_steps(products, inverse_norm, inverse_norm.gather(-1, index))
-        similarity = similarity.masked_fill(~is_real, PADDING_STEPS)
+        # argmin returns any of several equal values: the query index breaks ties
+        sampled_index = (max_similarity * query_block + query_index).argmin(-1, keepdim=True)
+        sample_indices.append(sampled_index)
+        sampled_query = queries_by_block.take_along_dim(sampled_index.unsqueeze(-1), dim=-2)
+        dot_products = (queries_by_block @ sampled_query.transpose(-1, -2))[..., 0]
+        similarity = _compute_cosine_steps(
+            dot_products, inverse_norm, inverse_norm.gather(-1, sampled_index)
+        )
+        similarity = similarity.masked_fill(~is_real_query, PADDING_SIMILARITY)
         if sample_number > 0:
             similarity = torch.maximum(max_similarity, similarity)
-        max_similarity = similarity.scatter(-1, torch.cat(samples, -1), SAMPLED_STEPS)
-    return torch.cat(samples, -1)
+        max_similarity = similarity.scatter(-1, torch.cat(sample_indices, -1), SAMPLED_SIMILARITY)
+    return torch.cat(sample_indices, -1)
 
 
 def _compute_cosine_steps(
-    products: Tensor, inverse_norm: Tensor, other_inverse_norm: Tensor
+    dot_products: Tensor, left_inverse_norm: Tensor, right_inverse_norm: Tensor
 ) -> Tensor:
     """Return cosine similarities times `COSINE_STEPS`, rounded towards zero, int64."""
-    cosine = (products * inverse_norm * other_inverse_norm).nan_to_num(nan=-1.0)
+    cosine = (dot_products * left_inverse_norm * right_inverse_norm).nan_to_num(nan=-1.0)
     return (cosine.clamp(-1, 1) * COSINE_STEPS).long()
 
 
@@ -517,12 +533,12 @@ def sample_typical_queries(ranges: KeyRanges, query_block: int, samples_per_bloc
     """
     queries_per_step = query_block // samples_per_block
     block_start = torch.arange(0, ranges.q_length, query_block, device=ranges.end.device)
-    offsets = torch.arange(
+    offsets_in_block = torch.arange(
         queries_per_step // 2, query_block, queries_per_step, device=ranges.end.device
     )
-    positions = (block_start[:, None] + offsets).expand(ranges.end.shape[0], -1, -1)
+    positions = (block_start[:, None] + offsets_in_block).expand(ranges.end.shape[0], -1, -1)
     _, last_key = ranges.blocked(query_block)
-    return positions.masked_fill(last_key[:, :, offsets] < 0, -1)
+    return positions.masked_fill(last_key[:, :, offsets_in_block] < 0, -1)
 
 
 def get_first_sampled_key(key_stride: int) -> int:

@@ -20,15 +20,15 @@ import torch
 import triton
 
 from cab_hf.config import CabConfig, num_typical_queries
-from cab_hf.ops.attention.tiles import tile_of
+from cab_hf.ops.attention.tiles import choose_tile_size
 
 FP8 = torch.float8_e4m3fn
 # smallest number of channels that one product of 8-bit floats multiplies
-MIN_CHANNELS = 32
+MIN_FP8_CHANNELS = 32
 # fewest samples per program: a warp group multiplies 64 rows, and twice as many hide latency
-MIN_ROWS = 128
+MIN_SAMPLES_PER_PROGRAM = 128
 # fewest samples per program for float32 products, which need more registers
-MIN_ROWS_FLOAT32 = 16
+MIN_SAMPLES_PER_PROGRAM_FLOAT32 = 16
 # most keys per tile of FP8 products; half as many for other dtypes
 MAX_TILE_KEYS = 128
 # fewest keys that one product takes
@@ -38,24 +38,24 @@ MAX_BLOCKS_PER_STEP = 8
 # most tiles of keys in flight: depth of the software pipeline
 MAX_STAGES = 3
 # largest tile of keys, in bytes
-TILE_BYTES = 32 << 10
+MAX_TILE_BYTES = 32 << 10
 # largest size of all tiles of keys that a program has in flight, in bytes
-IN_FLIGHT_BYTES = 96 << 10
+MAX_IN_FLIGHT_BYTES = 96 << 10
 # size of the keys, in bytes, that fits into the L2 cache of a GPU. If the keys are larger, programs
 # that run at the same time process the same few heads
-CACHED_KEY_BYTES = 32 << 20
+MAX_CACHED_KEY_BYTES = 32 << 20
 # largest scratch of a chunk, in bytes
-SCRATCH_BYTES = 1152 << 20
+MAX_SCRATCH_BYTES = 1152 << 20
 # threads that share a row of a matrix product in the register layout of tensor cores
-LANES = 4
+LANES_PER_ROW = 4
 # adjacent columns of a row that these threads hold, two columns per thread
-COLUMNS_OF_LANES = 8
+COLUMNS_PER_LANE_GROUP = 8
 # channels per step of the product of queries with queries
-GRAM_CHANNELS = 64
+GRAM_CHANNELS_PER_STEP = 64
 # largest query block whose Gram matrix fits the registers of a program
-GRAM_QUERIES = 128
+MAX_GRAM_QUERIES = 128
 # largest size of the Gram matrices of one launch, in bytes; larger inputs need several launches
-GRAM_BYTES = 512 << 20
+MAX_GRAM_BYTES = 512 << 20
 
 
 class HeadRange(NamedTuple):
@@ -102,30 +102,30 @@ class SampleTiles:
     Attributes:
         num_samples: Samples per query block.
         key_stride: Distance between sampled keys, in tokens.
-        key_block: Sampled keys per key block.
+        keys_per_block: Sampled keys per key block.
         kv_blocks: Key blocks of the sequence.
         first_width: Channels of the first product.
         other_width: Channels of the second product; 0 for a single product.
         tile_keys: Sampled keys per tile of keys.
-        interleave: Keys of a block that are adjacent in a tile, see `score.interleave_keys`.
+        keys_per_run: Keys of a block that are adjacent in a tile, see `score.interleave_keys`.
         blocks_per_step: Key blocks per step, at least 1.
         q_blocks_per_tile: Query blocks per tile.
-        stages: Depth of the software pipeline: number of tiles of keys in flight.
+        num_stages: Depth of the software pipeline: number of tiles of keys in flight.
         scratch_growth: Difference in key blocks between the scratch of a tile and the scratch of
             the previous tile, see `score`; 0 if the scratch of all tiles has the same width.
     """
 
     num_samples: int
     key_stride: int
-    key_block: int
+    keys_per_block: int
     kv_blocks: int
     first_width: int
     other_width: int
     tile_keys: int
-    interleave: int
+    keys_per_run: int
     blocks_per_step: int
     q_blocks_per_tile: int
-    stages: int
+    num_stages: int
     scratch_growth: int
 
     @property
@@ -138,16 +138,16 @@ class SampleTiles:
         """Return the number of key blocks of the sequence, rounded up to whole steps."""
         return triton.cdiv(self.kv_blocks, self.blocks_per_step) * self.blocks_per_step
 
-    def count_columns(self, tiles: TileRange) -> int:
-        """Return the number of key blocks in the scratch of one head, summed over ``tiles``."""
-        begin, end = tiles
+    def count_columns(self, tile_range: TileRange) -> int:
+        """Return the number of key blocks in the scratch of one head, over ``tile_range``."""
+        begin, end = tile_range
         if self.scratch_growth:
             return self.scratch_growth * (end * (end + 1) - begin * (begin + 1)) // 2
         return (end - begin) * self.num_columns
 
-    def count_scratch_logits(self, tiles: TileRange, num_heads: int) -> int:
-        """Return the number of logits in the scratch of ``num_heads`` heads, over ``tiles``."""
-        return self.count_columns(tiles) * num_heads * self.rows_per_tile
+    def count_scratch_logits(self, tile_range: TileRange, num_heads: int) -> int:
+        """Return the number of logits in the scratch of ``num_heads`` heads, over the tiles."""
+        return self.count_columns(tile_range) * num_heads * self.rows_per_tile
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def plan_tiles(
     kv_length: int,
     num_heads: int,
     num_kv_heads: int,
-    widths: ChannelWidths,
+    channel_widths: ChannelWidths,
     dtype: torch.dtype,
     is_whole_sequence: bool,
     has_descriptors: bool,
@@ -219,16 +219,16 @@ def plan_tiles(
         kv_length: Keys per batch row.
         num_heads: Heads of one launch, summed over batch rows.
         num_kv_heads: KV heads, summed over batch rows.
-        widths: Result of `compute_channel_widths`.
+        channel_widths: Result of `compute_channel_widths`.
         dtype: Dtype of the stored keys and of the gathered queries.
         is_whole_sequence: True if query i is token i, so that the number of visible keys grows
             from tile to tile.
         has_descriptors: True if kernels read keys by tensor descriptors, see
             `launch.reads_by_descriptor`.
     """
-    sample_sizes = [(num_typical_queries(config), config.typical_key_stride, sum(widths))]
+    sizes_by_kind = [(num_typical_queries(config), config.typical_key_stride, sum(channel_widths))]
     if config.outlier_queries:
-        sample_sizes.append((config.outlier_queries, 1, widths.outliers))
+        sizes_by_kind.append((config.outlier_queries, 1, channel_widths.outliers))
     sample_tiles = tuple(
         _plan_sample_tiles(
             config,
@@ -240,7 +240,7 @@ def plan_tiles(
             is_whole_sequence=is_whole_sequence,
             has_descriptors=has_descriptors,
         )
-        for num_samples, key_stride, width in sample_sizes
+        for num_samples, key_stride, width in sizes_by_kind
     )
     q_blocks = triton.cdiv(q_length, config.query_block)
     q_blocks_per_chunk_tile = max(tiles.q_blocks_per_tile for tiles in sample_tiles)
@@ -253,7 +253,7 @@ def plan_tiles(
         num_heads=num_heads,
         scratch_dtype=scratch_dtype,
     )
-    key_bytes = num_kv_heads * kv_length * sum(widths) * dtype.itemsize
+    total_key_bytes = num_kv_heads * kv_length * sum(channel_widths) * dtype.itemsize
     return TilePlan(
         sample_tiles=sample_tiles,
         q_blocks=q_blocks,
@@ -261,7 +261,7 @@ def plan_tiles(
         chunks=chunks,
         scratch_logits=scratch_logits,
         scratch_dtype=scratch_dtype,
-        is_head_major=key_bytes > CACHED_KEY_BYTES,
+        is_head_major=total_key_bytes > MAX_CACHED_KEY_BYTES,
     )
 
 
@@ -281,47 +281,53 @@ def _plan_sample_tiles(
     ``width`` is the number of stored channels that the samples are scored on: a power of two, or
     the sum of two powers of two.
     """
-    key_block = config.key_block // key_stride
+    keys_per_block = config.key_block // key_stride
     # a width that is a power of two, such as 64 + 64, needs one product only
-    is_power_of_two = width & (width - 1) == 0
-    first_width = width if is_power_of_two else 1 << (width.bit_length() - 1)
-    min_rows = MIN_ROWS_FLOAT32 if dtype == torch.float32 else MIN_ROWS
-    q_blocks_per_tile = triton.cdiv(min_rows, num_samples)
-    key_bytes = width * dtype.itemsize
+    has_power_of_two_width = width & (width - 1) == 0
+    first_width = width if has_power_of_two_width else 1 << (width.bit_length() - 1)
+    min_samples = (
+        MIN_SAMPLES_PER_PROGRAM_FLOAT32 if dtype == torch.float32 else MIN_SAMPLES_PER_PROGRAM
+    )
+    q_blocks_per_tile = triton.cdiv(min_samples, num_samples)
+    bytes_per_key = width * dtype.itemsize
     # GPUs that read keys by pointers can have half the shared memory
     memory_divisor = 1 if has_descriptors else 2
-    max_keys = MAX_TILE_KEYS if dtype == FP8 else MAX_TILE_KEYS // 2
-    max_keys = min(max_keys, TILE_BYTES // memory_divisor // key_bytes)
-    max_keys = max(MIN_TILE_KEYS, min(max_keys, MAX_BLOCKS_PER_STEP * key_block))
-    tile_keys = max_keys if max_keys % key_block == 0 else tile_of(key_block, max_keys)
+    max_tile_keys = MAX_TILE_KEYS if dtype == FP8 else MAX_TILE_KEYS // 2
+    max_tile_keys = min(max_tile_keys, MAX_TILE_BYTES // memory_divisor // bytes_per_key)
+    max_tile_keys = max(MIN_TILE_KEYS, min(max_tile_keys, MAX_BLOCKS_PER_STEP * keys_per_block))
+    tile_keys = (
+        max_tile_keys
+        if max_tile_keys % keys_per_block == 0
+        else choose_tile_size(keys_per_block, max_tile_keys)
+    )
     # without descriptors, Triton loads all tiles of a key block in the same stage
-    keys_per_stage = tile_keys if has_descriptors else max(tile_keys, key_block)
-    stages = IN_FLIGHT_BYTES // memory_divisor // (keys_per_stage * key_bytes)
-    blocks_per_step = max(1, tile_keys // key_block)
+    keys_per_stage = tile_keys if has_descriptors else max(tile_keys, keys_per_block)
+    num_stages = MAX_IN_FLIGHT_BYTES // memory_divisor // (keys_per_stage * bytes_per_key)
+    blocks_per_step = max(1, tile_keys // keys_per_block)
     tokens_per_step = config.key_block * blocks_per_step
     new_steps_per_tile = triton.cdiv(q_blocks_per_tile * config.query_block, tokens_per_step)
     return SampleTiles(
         num_samples=num_samples,
         key_stride=key_stride,
-        key_block=key_block,
+        keys_per_block=keys_per_block,
         kv_blocks=triton.cdiv(kv_length, config.key_block),
         first_width=first_width,
         other_width=width - first_width,
         tile_keys=tile_keys,
-        interleave=_compute_interleave(blocks_per_step, key_block, tile_keys),
+        keys_per_run=_compute_keys_per_run(blocks_per_step, keys_per_block, tile_keys),
         blocks_per_step=blocks_per_step,
         q_blocks_per_tile=q_blocks_per_tile,
-        stages=max(1, min(MAX_STAGES, stages)),
+        num_stages=max(1, min(MAX_STAGES, num_stages)),
         scratch_growth=new_steps_per_tile * blocks_per_step if is_whole_sequence else 0,
     )
 
 
-def _compute_interleave(blocks_per_step: int, key_block: int, tile_keys: int) -> int:
-    """Return `SampleTiles.interleave`, the keys of a block that are adjacent in a tile of keys."""
+def _compute_keys_per_run(blocks_per_step: int, keys_per_block: int, tile_keys: int) -> int:
+    """Return `SampleTiles.keys_per_run`, the keys of a block that are adjacent in a tile."""
     if blocks_per_step == 1:
         # all keys of a tile belong to one block
         return tile_keys
-    return min(COLUMNS_OF_LANES // min(LANES, blocks_per_step), key_block)
+    return min(COLUMNS_PER_LANE_GROUP // min(LANES_PER_ROW, blocks_per_step), keys_per_block)
 
 
 def _split_into_chunks(
@@ -332,7 +338,7 @@ def _split_into_chunks(
     num_heads: int,
     scratch_dtype: torch.dtype,
 ) -> tuple[tuple[TileRange, ...], tuple[int, ...]]:
-    """Cut the tiles of a head into chunks whose scratch has at most `SCRATCH_BYTES`.
+    """Cut the tiles of a head into chunks whose scratch has at most `MAX_SCRATCH_BYTES`.
 
     A chunk has at least one tile, even if the scratch of this tile is larger.
 
@@ -343,25 +349,29 @@ def _split_into_chunks(
         q_blocks_per_chunk_tile // tiles.q_blocks_per_tile for tiles in sample_tiles
     ]
 
-    def count_logits_per_kind(begin: int, end: int) -> list[int]:
+    def count_logits_per_kind(first_tile: int, end_tile: int) -> list[int]:
         return [
-            tiles.count_scratch_logits(TileRange(begin * num_tiles, end * num_tiles), num_heads)
+            tiles.count_scratch_logits(
+                TileRange(first_tile * num_tiles, end_tile * num_tiles), num_heads
+            )
             for tiles, num_tiles in zip(sample_tiles, tiles_per_chunk_tile, strict=True)
         ]
 
-    def fits_scratch(begin: int, end: int) -> bool:
-        num_bytes = sum(count_logits_per_kind(begin, end)) * scratch_dtype.itemsize
-        return begin + 1 == end or num_bytes <= SCRATCH_BYTES
+    def fits_scratch(first_tile: int, end_tile: int) -> bool:
+        num_bytes = sum(count_logits_per_kind(first_tile, end_tile)) * scratch_dtype.itemsize
+        return first_tile + 1 == end_tile or num_bytes <= MAX_SCRATCH_BYTES
 
     # from the last tile to the first: each chunk begins as early as its scratch allows
     chunk_ends = [triton.cdiv(q_blocks, q_blocks_per_chunk_tile)]
     while chunk_ends[-1]:
-        end = chunk_ends[-1]
-        chunk_ends.append(bisect_left(range(end), True, key=partial(fits_scratch, end=end)))
+        end_tile = chunk_ends[-1]
+        chunk_ends.append(
+            bisect_left(range(end_tile), True, key=partial(fits_scratch, end_tile=end_tile))
+        )
     chunks = tuple(TileRange(begin, end) for end, begin in pairwise(chunk_ends))
     logits_of_chunks = [count_logits_per_kind(chunk.begin, chunk.end) for chunk in chunks]
     max_logits_per_kind = (
-        max((logits[kind] for logits in logits_of_chunks), default=0)
+        max((chunk_logits[kind] for chunk_logits in logits_of_chunks), default=0)
         for kind in range(len(sample_tiles))
     )
     return chunks, tuple(max_logits_per_kind)
@@ -382,8 +392,8 @@ def compute_channel_widths(channels: tuple[int, ...], head_dim: int) -> ChannelW
 
 
 def _pad_width(num_channels: int) -> int:
-    """Round a number of channels up to a power of two, at least `MIN_CHANNELS`; 0 remains 0."""
-    return max(MIN_CHANNELS, triton.next_power_of_2(num_channels)) if num_channels else 0
+    """Round a number of channels up to a power of two, at least `MIN_FP8_CHANNELS`; 0 remains 0."""
+    return max(MIN_FP8_CHANNELS, triton.next_power_of_2(num_channels)) if num_channels else 0
 
 
 class GramTiles(NamedTuple):
@@ -413,14 +423,14 @@ def plan_gram(query_block: int, head_dim: int, num_heads: int, q_blocks: int) ->
         q_blocks: Query blocks of a head.
     """
     block_q = triton.next_power_of_2(query_block)
-    has_gram = query_block <= GRAM_QUERIES
+    has_gram = query_block <= MAX_GRAM_QUERIES
     q_blocks_per_launch = q_blocks
     if has_gram:
         gram_bytes_per_q_block = block_q * block_q * num_heads
-        q_blocks_per_launch = min(max(1, GRAM_BYTES // gram_bytes_per_q_block), q_blocks)
+        q_blocks_per_launch = min(max(1, MAX_GRAM_BYTES // gram_bytes_per_q_block), q_blocks)
     return GramTiles(
         block_q=block_q,
-        block_d=max(16, min(GRAM_CHANNELS, triton.next_power_of_2(head_dim))),
+        block_d=max(16, min(GRAM_CHANNELS_PER_STEP, triton.next_power_of_2(head_dim))),
         has_gram=has_gram,
         q_blocks_per_launch=q_blocks_per_launch,
     )

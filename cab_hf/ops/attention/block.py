@@ -4,7 +4,7 @@ The definition is `reference.attention`. The kernels read the plan's lists direc
 or BlockMask is built. Kernels access tiles by tensor descriptors (TMA) on Hopper and on data-centre
 Blackwell GPUs, and by pointers on other GPUs.
 
-For head dims up to `FUSED_HEAD_DIM`, one kernel keeps the output in registers (`fused.py`). For
+For head dims up to `MAX_FUSED_HEAD_DIM`, one kernel keeps the output in registers (`fused.py`). For
 larger head dims, separate kernels compute the products q · k and weights · v (`split.py`).
 """
 
@@ -22,20 +22,20 @@ from cab_hf.ops import launch
 from cab_hf.ops.attention import fused, split
 from cab_hf.ops.attention.tiles import (
     PlanTensors,
+    allocate_transposed,
     compute_backward_stats,
-    empty_transposed,
     make_descriptor_ready,
 )
 from cab_hf.plan import BlockIndices, BlockPlan
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # smallest and largest head dim
-HEAD_DIMS = (16, 1024)
+HEAD_DIM_LIMITS = (16, 1024)
 # largest head dim of `fused`
-FUSED_HEAD_DIM = 256
+MAX_FUSED_HEAD_DIM = 256
 # largest head dim of float32 inputs on GPUs where kernels access tiles by pointers; tiles of larger
 # head dims do not fit in shared memory
-POINTER_HEAD_DIM_FLOAT32 = 128
+MAX_POINTER_HEAD_DIM_FLOAT32 = 128
 # schema of the arguments that pass a plan to a registered op, see `PlanArguments`
 PLAN_SCHEMA = (
     "Tensor full_counts, Tensor full_indices, Tensor partial_counts, Tensor partial_indices,"
@@ -97,11 +97,11 @@ def unavailable(device: str, head_dim: int, dtype: torch.dtype) -> str | None:
     """
     if device != "cuda":
         return f"runs on cuda, not on {device}"
-    if dtype not in DTYPES:
+    if dtype not in SUPPORTED_DTYPES:
         return f"supports float16, bfloat16 and float32, not {dtype}"
-    min_head_dim, max_head_dim = HEAD_DIMS
+    min_head_dim, max_head_dim = HEAD_DIM_LIMITS
     if dtype == torch.float32 and not launch.reads_by_descriptor(device):
-        max_head_dim = POINTER_HEAD_DIM_FLOAT32
+        max_head_dim = MAX_POINTER_HEAD_DIM_FLOAT32
     if not min_head_dim <= head_dim <= max_head_dim or head_dim % 8:
         return (
             f"supports head dims {min_head_dim} to {max_head_dim} that are multiples of 8, "
@@ -166,12 +166,12 @@ def op_arguments(
 
 def allocate_outputs(q, k, v, *_):
     """Allocate the results of an op with the schema `FORWARD_SCHEMA`, for shape inference."""
-    return empty_transposed(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return allocate_transposed(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def allocate_gradients(grad, grad_lse, q, k, v, *_):
     """Allocate the gradients of an op with the schema `BACKWARD_SCHEMA`, for shape inference."""
-    return empty_transposed(q), empty_transposed(k), empty_transposed(v)
+    return allocate_transposed(q), allocate_transposed(k), allocate_transposed(v)
 
 
 def register_gradients(
@@ -244,18 +244,18 @@ def forward_op(q, k, v, *plan_values):
 
     ``plan_values`` are the fields of `PlanArguments`, in order.
     """
-    arguments = PlanArguments._make(plan_values)
+    plan_arguments = PlanArguments._make(plan_values)
     q, k, v = map(make_descriptor_ready, (q, k, v))
-    out, lse = empty_transposed(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, lse = allocate_transposed(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     _choose_kernel_module(q).forward(
         q=q,
         k=k,
         v=v,
         out=out,
         lse=lse,
-        plan=arguments.to_plan_tensors(),
-        scale=arguments.scale,
-        softcap=arguments.softcap,
+        plan=plan_arguments.to_plan_tensors(),
+        scale=plan_arguments.scale,
+        softcap=plan_arguments.softcap,
     )
     return out, lse
 
@@ -268,7 +268,7 @@ def backward_op(grad, grad_lse, q, k, v, out, lse, *plan_values):
 
     ``plan_values`` are the fields of `PlanArguments`, in order.
     """
-    arguments = PlanArguments._make(plan_values)
+    plan_arguments = PlanArguments._make(plan_values)
     grad, q, k, v = map(make_descriptor_ready, (grad, q, k, v))
     return _choose_kernel_module(q).backward(
         grad=grad,
@@ -276,9 +276,9 @@ def backward_op(grad, grad_lse, q, k, v, out, lse, *plan_values):
         k=k,
         v=v,
         stats=compute_backward_stats(grad=grad, grad_lse=grad_lse, out=out, lse=lse),
-        plan=arguments.to_plan_tensors(),
-        scale=arguments.scale,
-        softcap=arguments.softcap,
+        plan=plan_arguments.to_plan_tensors(),
+        scale=plan_arguments.scale,
+        softcap=plan_arguments.softcap,
     )
 
 
@@ -288,4 +288,4 @@ register_gradients(forward_op, lambda *_: backward_op)
 
 def _choose_kernel_module(q: Tensor) -> ModuleType:
     """Return `fused` or `split`: the module whose kernels support the head dim of q."""
-    return fused if q.shape[3] <= FUSED_HEAD_DIM else split
+    return fused if q.shape[3] <= MAX_FUSED_HEAD_DIM else split

@@ -24,7 +24,7 @@ from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_range
 # device types on which the kernels of `merge` run
 MERGE_DEVICE_TYPES = ("cuda",)
 # the keys of dense rows are split into parts of at least this many keys
-SPLIT_KEYS = 4096
+MIN_KEYS_PER_SPLIT = 4096
 # largest number of parts into which the keys of dense rows are split
 MAX_SPLITS = 16
 
@@ -64,8 +64,8 @@ def attention(
     if value_dim != q.shape[-1]:
         # kernels need one head dim for q, k and v. Channels of zeros change neither the logits nor
         # the first ``value_dim`` channels of the output
-        max_dim = max(value_dim, q.shape[-1])
-        q, k, v = (F.pad(x, (0, max_dim - x.shape[-1])) for x in (q, k, v))
+        padded_dim = max(value_dim, q.shape[-1])
+        q, k, v = (F.pad(x, (0, padded_dim - x.shape[-1])) for x in (q, k, v))
     attend_lists = attend
     if plan.sampled is not None:
         from cab_hf.ops.attention import sampled
@@ -113,7 +113,7 @@ def _add_dense_rows(
     num_splits = (
         1 if has_gradients or not _can_merge_by_kernels(q) else _choose_num_splits(plan.kv_length)
     )
-    query_indices, repeated_query, is_real, dense_plan = _gather_dense_rows(
+    query_indices, repeated_query, is_real_query, dense_plan = _gather_dense_rows(
         plan.ranges, plan.dense_rows, plan.blocks, num_splits
     )
     gather_indices = repeated_query[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
@@ -130,17 +130,17 @@ def _add_dense_rows(
             lse=lse,
             part_outs=dense_out,
             part_lses=dense_lse,
-            query=query_indices,
-            is_real=is_real,
+            query_indices=query_indices,
+            is_real_query=is_real_query,
         )
         return out, lse
     # ``out`` is 0 and ``lse`` is -inf in dense rows, so that a sum and a maximum write the results.
     # Entries that are not real contain the index of another query, to which zeros are added
-    dense_out = dense_out.masked_fill(~is_real[:, None, :, None], 0.0)
+    dense_out = dense_out.masked_fill(~is_real_query[:, None, :, None], 0.0)
     scatter_add = out.scatter_add if has_gradients else out.scatter_add_
     out = scatter_add(2, query_indices[:, None, :, None].expand_as(dense_out), dense_out)
     if lse is not None:
-        dense_lse = dense_lse.masked_fill(~is_real[:, None], -torch.inf)
+        dense_lse = dense_lse.masked_fill(~is_real_query[:, None], -torch.inf)
         scatter_max = lse.scatter_reduce if has_gradients else lse.scatter_reduce_
         lse = scatter_max(2, query_indices[:, None].expand_as(dense_lse), dense_lse, "amax")
     return out, lse
@@ -178,54 +178,57 @@ def _choose_num_splits(kv_length: int) -> int:
 
     Without a split, a few rows that read all keys would leave most of the GPU idle.
     """
-    return max(1, min(MAX_SPLITS, kv_length // SPLIT_KEYS))
+    return max(1, min(MAX_SPLITS, kv_length // MIN_KEYS_PER_SPLIT))
 
 
 @cached_per_ranges
 def _gather_dense_rows(
-    ranges: KeyRanges, dense_rows: Tensor, blocks: tuple[int, int], num_splits: int
+    ranges: KeyRanges, dense_rows: Tensor, block_sizes: tuple[int, int], num_splits: int
 ) -> tuple[Tensor, Tensor, Tensor, BlockPlan]:
     """Return the queries of dense rows, and a one-head plan that lists all their visible keys.
 
     Args:
         ranges: The visible keys of each query.
         dense_rows: int64 [B, R], indices of the dense rows (query blocks); -1 for unused entries.
-        blocks: Tokens per query block and per key block.
+        block_sizes: Tokens per query block and per key block.
         num_splits: Number of parts of the keys.
 
     Returns:
         query_indices: int64 [B, R * query_block], indices of the queries in dense rows.
-        repeated: int64 [B, num_splits * R * query_block], ``query_indices`` repeated for each part
-            of the keys.
-        is_real: bool [B, R * query_block], False where ``query_indices`` contains an arbitrary
-            index: for unused entries of ``dense_rows``, and after the last query of the sequence.
-        plan: The plan whose queries are ``repeated``. Each repetition attends to another part of
-            the keys.
+        repeated_query: int64 [B, num_splits * R * query_block], ``query_indices`` repeated for
+            each part of the keys.
+        is_real_query: bool [B, R * query_block], False where ``query_indices`` contains an
+            arbitrary index: for unused entries of ``dense_rows``, and after the last query of the
+            sequence.
+        plan: The plan whose queries are ``repeated_query``. Each repetition attends to another
+            part of the keys.
     """
-    query_block, key_block = blocks
+    query_block, key_block = block_sizes
     key_block = max(key_block, DENSE_BLOCK_SIZE)
-    offset = torch.arange(query_block, device=ranges.end.device)
-    query_indices = (dense_rows.unsqueeze(-1) * query_block + offset).flatten(1)
-    is_real = (query_indices >= 0) & (query_indices < ranges.q_length)
+    query_offset = torch.arange(query_block, device=ranges.end.device)
+    query_indices = (dense_rows.unsqueeze(-1) * query_block + query_offset).flatten(1)
+    is_real_query = (query_indices >= 0) & (query_indices < ranges.q_length)
     query_indices = query_indices.clamp(0, ranges.q_length - 1)
     first_key = ranges.start.gather(1, query_indices)
-    last_key = ranges.end.gather(1, query_indices).masked_fill(~is_real, -1)
+    last_key = ranges.end.gather(1, query_indices).masked_fill(~is_real_query, -1)
     if num_splits > 1:
         # each part is a whole number of key blocks, so that no key block is in two parts
-        part_keys = -(-ranges.kv_length // (num_splits * key_block)) * key_block
-        part_start = (
-            part_keys
+        keys_per_split = -(-ranges.kv_length // (num_splits * key_block)) * key_block
+        split_start = (
+            keys_per_split
             * torch.arange(num_splits, device=first_key.device, dtype=first_key.dtype)[:, None]
         )
-        first_key = torch.maximum(first_key.unsqueeze(1), part_start).flatten(1)
-        last_key = torch.minimum(last_key.unsqueeze(1), part_start + (part_keys - 1)).flatten(1)
+        first_key = torch.maximum(first_key.unsqueeze(1), split_start).flatten(1)
+        last_key = torch.minimum(last_key.unsqueeze(1), split_start + (keys_per_split - 1)).flatten(
+            1
+        )
         last_key = last_key.masked_fill(last_key < first_key, -1)
     dense_ranges = replace(ranges, start=first_key, end=last_key, consecutive=False)
     if ranges.documents != 1 and any(
-        max(blocks) % block_size for block_size in (query_block, key_block)
+        max(block_sizes) % block_size for block_size in (query_block, key_block)
     ):
-        # documents that start at multiples of ``blocks`` need not start at multiples of the larger
-        # key block, so that the ranges do not count as aligned
+        # documents that start at multiples of ``block_sizes`` need not start at multiples of the
+        # larger key block, so that the ranges do not count as aligned
         dense_ranges = replace(dense_ranges, aligned=False)
     plan = BlockPlan.causal(dense_ranges, 1, query_block, key_block)
-    return query_indices, query_indices.repeat(1, num_splits), is_real, plan
+    return query_indices, query_indices.repeat(1, num_splits), is_real_query, plan

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cab_hf.capability import HOPPER, capability
 
-DTYPES = (torch.float16, torch.bfloat16)
+SUPPORTED_DTYPES = (torch.float16, torch.bfloat16)
 # head dims where, on Hopper, the forward pass of ffpa-attn is faster than that of `block` under a
 # plan of all blocks; measured in eval/results/speed-attention-wide
 FASTER_HEAD_DIMS = (512,)
@@ -35,7 +35,7 @@ def unavailable(
     """
     if device != "cuda" or capability()[0] != HOPPER:
         return "was only measured on Hopper GPUs"
-    if training or head_dim not in FASTER_HEAD_DIMS or dtype not in DTYPES:
+    if training or head_dim not in FASTER_HEAD_DIMS or dtype not in SUPPORTED_DTYPES:
         return f"is only faster in forward passes with head dims {FASTER_HEAD_DIMS} and 16 bits"
     if length < MIN_LENGTH:
         return f"passes inputs of fewer than {MIN_LENGTH} tokens to SDPA"
@@ -45,7 +45,7 @@ def unavailable(
 @cache
 def _why_not_installed() -> str | None:
     """Return a reason for `unavailable` if a package is missing; None if all are installed."""
-    if any(find_spec(name) is None for name in ("ffpa_attn", "cutlass")):
+    if any(find_spec(package_name) is None for package_name in ("ffpa_attn", "cutlass")):
         return "needs the packages ffpa-attn and nvidia-cutlass-dsl, which are not installed"
     return None
 

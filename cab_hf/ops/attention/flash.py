@@ -6,7 +6,7 @@ functions directly, so that no graph is compiled per shape, and compact lists ne
 flash-attn-4 needs query blocks that are multiples of the query tile, and key blocks of exactly one
 key tile. Therefore each wider key block of a list is replaced by its tiles.
 
-The backward pass of flash-attn-4 supports only multiples of fixed tiles (`has_own_backward`). For
+The backward pass of flash-attn-4 supports only multiples of fixed tiles (`has_flash_backward`). For
 other blocks, `block.backward_op` computes the gradients from the output and the log-sum-exp.
 """
 
@@ -25,28 +25,28 @@ from torch.library import CustomOpDef
 
 from cab_hf.capability import HOPPER, capability
 from cab_hf.ops.attention import block
-from cab_hf.ops.attention.tiles import vectors, vectors_at
+from cab_hf.ops.attention.tiles import make_vector_pointers, make_vectors
 from cab_hf.ops.attention.transpose import transpose
 from cab_hf.plan import BlockIndices, BlockPlan
 
-PACKAGE = "flash-attn-4"
+PACKAGE_NAME = "flash-attn-4"
 # the first version that works, and the first version that was not tested; this module uses private
 # functions, which may change in every beta version
 MIN_VERSION, UNTESTED_VERSION = "4.0.0b36", "4.0.0b37"
-DTYPES = (torch.float16, torch.bfloat16)
+SUPPORTED_DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 # head dim -> (queries, keys) per tile of flash-attn-4's block-sparse backward pass on Hopper
 BACKWARD_TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128), 256: (64, 64)}
 # major compute capabilities of Blackwell GPUs that flash-attn-4 supports
-BLACKWELL = (10, 11)
+BLACKWELL_MAJORS = (10, 11)
 # (queries, keys) of which block sizes must be multiples in the block-sparse Blackwell kernel
-BLACKWELL_BLOCKS = (256, 128)
+BLACKWELL_BLOCK_MULTIPLES = (256, 128)
 # rows of a Hopper matrix instruction (wgmma); tile sizes are multiples of this number
-MIN_TILE = 64
+MIN_TILE_TOKENS = 64
 # largest head dim for which a tile of 128 keys fits into shared memory
-WIDE_HEAD_DIM = 128
+MAX_WIDE_TILE_HEAD_DIM = 128
 # queries per program of `_blank_padding_kernel`
-BLANK_ROWS = 32
+QUERIES_PER_PROGRAM = 32
 
 
 def unavailable(head_dim: int, dtype: torch.dtype, query_block: int, key_block: int) -> str | None:
@@ -56,15 +56,17 @@ def unavailable(head_dim: int, dtype: torch.dtype, query_block: int, key_block: 
     not float32".
     """
     major, minor = capability()
-    is_blackwell = major in BLACKWELL
+    is_blackwell = major in BLACKWELL_MAJORS
     if major != HOPPER and not is_blackwell:
         return f"runs on sm_90, sm_100 and sm_110, not on sm_{major}{minor}"
-    if dtype not in DTYPES:
+    if dtype not in SUPPORTED_DTYPES:
         return f"supports float16 and bfloat16, not {dtype}"
-    max_head_dim = WIDE_HEAD_DIM if is_blackwell else MAX_HEAD_DIM
+    max_head_dim = MAX_WIDE_TILE_HEAD_DIM if is_blackwell else MAX_HEAD_DIM
     if head_dim > max_head_dim or head_dim % 8:
         return f"supports head dims up to {max_head_dim} that are multiples of 8, not {head_dim}"
-    query_multiple, key_multiple = BLACKWELL_BLOCKS if is_blackwell else (MIN_TILE, MIN_TILE)
+    query_multiple, key_multiple = (
+        BLACKWELL_BLOCK_MULTIPLES if is_blackwell else (MIN_TILE_TOKENS, MIN_TILE_TOKENS)
+    )
     if query_block % query_multiple or key_block % key_multiple:
         return (
             f"supports blocks of multiples of {query_multiple} x {key_multiple}, "
@@ -73,7 +75,7 @@ def unavailable(head_dim: int, dtype: torch.dtype, query_block: int, key_block: 
     return _why_not_installed()
 
 
-def has_own_backward(head_dim: int, query_block: int, key_block: int) -> bool:
+def has_flash_backward(head_dim: int, query_block: int, key_block: int) -> bool:
     """Return True if the backward pass of flash-attn-4 supports the blocks on this GPU."""
     if head_dim not in BACKWARD_TILES or capability()[0] != HOPPER:
         return False
@@ -85,12 +87,12 @@ def has_own_backward(head_dim: int, query_block: int, key_block: int) -> bool:
 def _why_not_installed() -> str | None:
     """Return a reason for `unavailable` if no tested flash-attn-4 is installed; else None."""
     try:
-        installed_version = version(PACKAGE)
+        installed_version = version(PACKAGE_NAME)
     except PackageNotFoundError:
-        return f"needs the package {PACKAGE}, which is not installed"
+        return f"needs the package {PACKAGE_NAME}, which is not installed"
     if not Version(MIN_VERSION) <= Version(installed_version) < Version(UNTESTED_VERSION):
         return (
-            f"needs {PACKAGE} {MIN_VERSION} or later, below {UNTESTED_VERSION}, "
+            f"needs {PACKAGE_NAME} {MIN_VERSION} or later, below {UNTESTED_VERSION}, "
             f"not {installed_version}"
         )
     return None
@@ -118,12 +120,12 @@ def attention(
 @torch.library.custom_op("cab_hf::flash_attention", mutates_args=(), schema=block.FORWARD_SCHEMA)
 def _forward_op(q, k, v, *plan_values):
     """Compute attention by flash-attn-4. ``plan_values`` are the fields of `PlanArguments`."""
-    arguments = block.PlanArguments._make(plan_values)
-    plan = arguments.to_plan_tensors()
+    plan_arguments = block.PlanArguments._make(plan_values)
+    plan = plan_arguments.to_plan_tensors()
     batch, heads, length, dim = q.shape
     kv_heads, kv_length = k.shape[1:3]
-    tile = key_tile(dim, plan.key_block)
-    tiles_per_block, num_tiles = plan.key_block // tile, -(-kv_length // tile)
+    tile_keys = choose_tile_keys(dim, plan.key_block)
+    tiles_per_block, num_tiles = plan.key_block // tile_keys, -(-kv_length // tile_keys)
     partial = split_key_blocks(plan.partial, tiles_per_block, num_tiles)
     full = split_key_blocks(plan.full, tiles_per_block, num_tiles)
     first_key, last_key = plan.first_key, plan.last_key
@@ -132,8 +134,8 @@ def _forward_op(q, k, v, *plan_values):
     flash_q, flash_k, flash_v, flash_out = (*(x.transpose(1, 2) for x in (q, k, v)), out)
     # if all query heads of a KV head are packed into one tile, keys are read once per KV head; with
     # tiles of 64 keys this is not faster
-    can_pack = tile > MIN_TILE and kv_heads < heads
-    if can_pack and partial.counts.shape[1] == kv_heads and (batch == 1 or kv_heads == 1):
+    can_pack_heads = tile_keys > MIN_TILE_TOKENS and kv_heads < heads
+    if can_pack_heads and partial.counts.shape[1] == kv_heads and (batch == 1 or kv_heads == 1):
         flash_q, flash_k, flash_v, flash_out = (
             _fold_heads_into_batch(x, kv_heads) for x in (flash_q, flash_k, flash_v, flash_out)
         )
@@ -143,20 +145,20 @@ def _forward_op(q, k, v, *plan_values):
         first_key, last_key = (x.repeat_interleave(kv_heads, dim=0) for x in (first_key, last_key))
     else:
         partial, full = partial.for_heads(heads), full.for_heads(heads)
-    flash = _import_flash()
-    _, lse, *_ = flash.forward(
+    flash_functions = _import_flash()
+    _, lse, *_ = flash_functions.forward(
         flash_q,
         flash_k,
         flash_v,
         out=flash_out,
-        softmax_scale=arguments.scale,
+        softmax_scale=plan_arguments.scale,
         return_lse=True,
-        pack_gqa=can_pack and partial.counts.shape[1] == 1,
+        pack_gqa=can_pack_heads and partial.counts.shape[1] == 1,
         **_make_sparsity_arguments(
-            flash,
+            flash_functions,
             partial=partial,
             full=full,
-            blocks=(plan.query_block, tile),
+            block_sizes=(plan.query_block, tile_keys),
             first_key=first_key,
             last_key=last_key,
         ),
@@ -175,34 +177,36 @@ def _backward_op(grad, grad_lse, q, k, v, out, lse, *plan_values):
     ``grad_lse`` must be None, because flash-attn-4 has no gradient of the log-sum-exp.
     """
     assert grad_lse is None
-    arguments = block.PlanArguments._make(plan_values)
-    plan = arguments.to_plan_tensors()
+    plan_arguments = block.PlanArguments._make(plan_values)
+    plan = plan_arguments.to_plan_tensors()
     heads, kv_length = q.shape[1], k.shape[2]
-    _, tile = BACKWARD_TILES[q.shape[3]]
+    _, tile_keys = BACKWARD_TILES[q.shape[3]]
     # flash-attn-4 does not mask full blocks, but exp(logit - inf) = 0 for padding queries
     lse = lse.masked_fill((plan.last_key < 0).unsqueeze(1), torch.inf)
     partial, full = (
-        transpose_to_tiles(lists, plan.key_block, tile=tile, kv_length=kv_length).for_heads(heads)
+        transpose_to_tiles(
+            lists, plan.key_block, tile_keys=tile_keys, kv_length=kv_length
+        ).for_heads(heads)
         for lists in (plan.partial, plan.full)
     )
     # flash-attn-4 reads and writes [B, N, H, D]
     flash_q, flash_k, flash_v, flash_out, flash_grad = (
         x.transpose(1, 2) for x in (q, k, v, out, grad)
     )
-    flash = _import_flash()
-    gradients = flash.backward(
+    flash_functions = _import_flash()
+    gradients = flash_functions.backward(
         q=flash_q,
         k=flash_k,
         v=flash_v,
         out=flash_out,
         dout=flash_grad,
         lse=lse,
-        softmax_scale=arguments.scale,
+        softmax_scale=plan_arguments.scale,
         **_make_sparsity_arguments(
-            flash,
+            flash_functions,
             partial=partial,
             full=full,
-            blocks=(plan.query_block, tile),
+            block_sizes=(plan.query_block, tile_keys),
             first_key=plan.first_key,
             last_key=plan.last_key,
         ),
@@ -221,17 +225,17 @@ def _select_backward_op(head_dim: int, query_block: int, key_block: int) -> Cust
 
     The op is `block.backward_op` if the backward pass of flash-attn-4 does not support the blocks.
     """
-    is_supported = has_own_backward(head_dim, query_block, key_block)
+    is_supported = has_flash_backward(head_dim, query_block, key_block)
     return _backward_op if is_supported else block.backward_op
 
 
 block.register_gradients(_forward_op, _select_backward_op)
 
 
-def key_tile(head_dim: int, key_block: int) -> int:
+def choose_tile_keys(head_dim: int, key_block: int) -> int:
     """Return the number of keys per tile of the forward pass, a divisor of the key block."""
-    is_wide = key_block % (2 * MIN_TILE) == 0 and head_dim <= WIDE_HEAD_DIM
-    return 2 * MIN_TILE if is_wide else MIN_TILE
+    is_wide_tile = key_block % (2 * MIN_TILE_TOKENS) == 0 and head_dim <= MAX_WIDE_TILE_HEAD_DIM
+    return 2 * MIN_TILE_TOKENS if is_wide_tile else MIN_TILE_TOKENS
 
 
 def split_key_blocks(lists: BlockIndices, tiles_per_block: int, num_tiles: int) -> BlockIndices:
@@ -259,21 +263,21 @@ def split_key_blocks(lists: BlockIndices, tiles_per_block: int, num_tiles: int) 
 
 
 def transpose_to_tiles(
-    lists: BlockIndices, key_block: int, tile: int, kv_length: int
+    lists: BlockIndices, key_block: int, tile_keys: int, kv_length: int
 ) -> BlockIndices:
     """Return transposed lists: for every tile of keys, the query blocks that attend to the tile.
 
     Args:
         lists: Lists of key blocks per query block.
         key_block: Keys per key block.
-        tile: Keys per tile, a divisor of ``key_block``.
+        tile_keys: Keys per tile, a divisor of ``key_block``.
         kv_length: Number of keys.
     """
-    by_block = transpose(lists, -(-kv_length // key_block))
-    tiles_per_block, num_tiles = key_block // tile, -(-kv_length // tile)
+    lists_by_key_block = transpose(lists, -(-kv_length // key_block))
+    tiles_per_block, num_tiles = key_block // tile_keys, -(-kv_length // tile_keys)
     if tiles_per_block == 1:
-        return by_block
-    return by_block.map_tensors(
+        return lists_by_key_block
+    return lists_by_key_block.map_tensors(
         lambda x: x.repeat_interleave(tiles_per_block, dim=2).narrow(2, 0, num_tiles).contiguous()
     )
 
@@ -298,16 +302,16 @@ def _blank_padding_queries(out: Tensor, lse: Tensor, last_keys: Tensor) -> None:
     """
     batch, heads, length, dim = out.shape
     batch_stride, token_stride = last_keys.stride()
-    _blank_padding_kernel[(triton.cdiv(length, BLANK_ROWS), batch)](
+    _blank_padding_kernel[(triton.cdiv(length, QUERIES_PER_PROGRAM), batch)](
         last_keys=last_keys,
         last_keys_batch_stride=batch_stride,
         last_keys_token_stride=token_stride,
-        out=vectors(out),
+        out=make_vectors(out),
         lse=lse,
         heads=heads,
         length=length,
         dim=dim,
-        BLOCK_M=BLANK_ROWS,
+        BLOCK_M=QUERIES_PER_PROGRAM,
         D=triton.next_power_of_2(dim),
     )
 
@@ -343,7 +347,7 @@ def _blank_padding_kernel(
         channel = tl.arange(0, D)[None, :]
         zeros = tl.zeros((BLOCK_M, D), out.data.dtype.element_ty)
         for head in range(heads):
-            out_ptrs = vectors_at(out, batch, head, query) + channel
+            out_ptrs = make_vector_pointers(out, batch, head, query) + channel
             tl.store(out_ptrs, zeros, mask=is_padding[:, None] & (channel < dim))
             lse_ptrs = lse + (batch * heads + head) * length + query
             minus_infinity = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -379,21 +383,21 @@ def _import_flash() -> SimpleNamespace:
 
 
 def _make_sparsity_arguments(
-    flash: SimpleNamespace,
+    flash_functions: SimpleNamespace,
     *,
     partial: BlockIndices,
     full: BlockIndices,
-    blocks: tuple[int, int],
+    block_sizes: tuple[int, int],
     first_key: Tensor,
     last_key: Tensor,
 ) -> dict[str, object]:
     """Return the keyword arguments that pass the lists and the mask of a plan to flash-attn-4.
 
     Args:
-        flash: Result of `_import_flash`.
+        flash_functions: Result of `_import_flash`.
         partial, full: In the forward pass, lists of key tiles per query block. In the backward
             pass, lists of query blocks per key tile.
-        blocks: Queries and keys per block of the lists.
+        block_sizes: Queries and keys per block of the lists.
         first_key, last_key: int32 [B, N_q], the first and the last visible key of each query, which
             mask partial blocks.
     """
@@ -403,13 +407,13 @@ def _make_sparsity_arguments(
         # may have stride 1 if one has size 1, so that the dimension is set here
         range_tensor.__leading_dim__ = 1
     return {
-        "block_sparse_tensors": flash.lists(
+        "block_sparse_tensors": flash_functions.lists(
             mask_block_cnt=partial.counts,
             mask_block_idx=partial.indices,
             full_block_cnt=full.counts,
             full_block_idx=full.indices,
-            block_size=blocks,
+            block_size=block_sizes,
         ),
-        "mask_mod": flash.is_in_key_range,
+        "mask_mod": flash_functions.is_in_key_range,
         "aux_tensors": key_ranges,
     }

@@ -18,10 +18,10 @@ from torch import Tensor
 from cab_hf.capability import HOPPER, capability
 from cab_hf.ops import Workload
 
-DTYPES = (torch.float16, torch.bfloat16)
+SUPPORTED_DTYPES = (torch.float16, torch.bfloat16)
 # modules with `flash_attn_func`, the fastest first, by eval/results/speed-attention: flash-attn-3,
 # flash-attn-3 without a backward pass (a separate wheel), and flash-attn-4
-MODULES = ("flash_attn_interface", "fa3_fwd_interface", "flash_attn.cute")
+MODULE_NAMES = ("flash_attn_interface", "fa3_fwd_interface", "flash_attn.cute")
 MAX_HEAD_DIM = 256
 # smallest number of queries; with fewer queries, SDPA and sparse decode kernels are as fast
 MIN_QUERIES = 128
@@ -41,7 +41,11 @@ def unavailable(workload: Workload, q_length: int) -> str | None:
         return "are only used in forward passes that are not compiled"
     if workload.device != "cuda" or capability()[0] != HOPPER:
         return "were only measured on Hopper GPUs"
-    if workload.dtype not in DTYPES or workload.head_dim > MAX_HEAD_DIM or workload.head_dim % 8:
+    if (
+        workload.dtype not in SUPPORTED_DTYPES
+        or workload.head_dim > MAX_HEAD_DIM
+        or workload.head_dim % 8
+    ):
         return f"support 16 bits and head dims up to {MAX_HEAD_DIM} that are multiples of 8"
     if workload.value_dim is not None:
         return "need values with the head dim of the queries"
@@ -54,11 +58,11 @@ def unavailable(workload: Workload, q_length: int) -> str | None:
 
 @cache
 def _import_flash_attn_func() -> Callable[..., Any] | None:
-    """Return `flash_attn_func` of the first of `MODULES` that can be imported, else None."""
-    for name in MODULES:
+    """Return `flash_attn_func` of the first of `MODULE_NAMES` that can be imported, else None."""
+    for module_name in MODULE_NAMES:
         # flash-attn-2 contains flash_attn.cute, but not the packages that flash_attn.cute imports
         with suppress(ImportError, AttributeError, OSError):
-            return import_module(name).flash_attn_func
+            return import_module(module_name).flash_attn_func
     return None
 
 

@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from cab_hf.ops.reference import capped
+from cab_hf.ops.reference import cap_logits
 from cab_hf.plan import BlockIndices, BlockPlan
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 # tokens; on Hopper, FlexAttention's backward kernel supports blocks that are multiples of this size
-TRAINED_BLOCK_SIZE = 128
+TRAINING_BLOCK_TOKENS = 128
 # largest number of compilations per process; on CPU, every new sequence length is compiled
 RECOMPILE_LIMIT = 64
 
@@ -45,7 +45,7 @@ def unavailable(
     """
     if device not in ("cuda", "cpu"):
         return f"runs on cuda and cpu, not on {device}"
-    if dtype not in DTYPES:
+    if dtype not in SUPPORTED_DTYPES:
         return f"supports float16, bfloat16 and float32, not {dtype}"
     if device == "cpu":
         if training:
@@ -56,10 +56,12 @@ def unavailable(
     if not 16 <= head_dim <= MAX_HEAD_DIM:
         return f"supports head dims 16 to {MAX_HEAD_DIM}, not {head_dim}"
     if training and any(
-        block % TRAINED_BLOCK_SIZE and TRAINED_BLOCK_SIZE % block
+        block % TRAINING_BLOCK_TOKENS and TRAINING_BLOCK_TOKENS % block
         for block in (query_block, key_block)
     ):
-        return f"trains on CUDA with blocks that divide {TRAINED_BLOCK_SIZE} or are multiples of it"
+        return (
+            f"trains on CUDA with blocks that divide {TRAINING_BLOCK_TOKENS} or are multiples of it"
+        )
     return None
 
 
@@ -100,11 +102,18 @@ def attention(
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     # raises if the number of plan heads does not divide the number of query heads
     plan.shared_by(q.shape[1])
-    tables = make_block_tables(plan, heads=q.shape[1], device=q.device, training=training)
-    options = kernel_options(plan, q)
+    block_tables = make_block_tables(plan, heads=q.shape[1], device=q.device, training=training)
+    tile_options = make_kernel_options(plan, q)
     if torch.compiler.is_compiling():
         return _attend(
-            q, k, v, tables, scale=scale, options=options, return_lse=return_lse, softcap=softcap
+            q,
+            k,
+            v,
+            block_tables,
+            scale=scale,
+            tile_options=tile_options,
+            return_lse=return_lse,
+            softcap=softcap,
         )
     # the recompilation limit must raise, because an uncompiled call would ignore the lists. With
     # symbolic block sizes, inductor's cache returns kernels for other sizes (torch 2.11).
@@ -116,7 +125,14 @@ def attention(
         specialize_float=True,
     ):
         return _compile_attend(q.device.type)(
-            q, k, v, tables, scale=scale, options=options, return_lse=return_lse, softcap=softcap
+            q,
+            k,
+            v,
+            block_tables,
+            scale=scale,
+            tile_options=tile_options,
+            return_lse=return_lse,
+            softcap=softcap,
         )
 
 
@@ -131,9 +147,9 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tables: BlockTables,
+    block_tables: BlockTables,
     scale: float,
-    options: dict | None,
+    tile_options: dict | None,
     return_lse: bool,
     softcap: float | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -142,22 +158,22 @@ def _attend(
     Args:
         q: [B, H, N_q, D].
         k, v: [B, H_kv, N_k, D].
-        tables: Lists and masks of the plan, from `make_block_tables`.
+        block_tables: Lists and masks of the plan, from `make_block_tables`.
         scale: Factor of the products q · k.
-        options: Tile sizes, see `kernel_options`; None for FlexAttention's choice.
+        tile_options: Tile sizes, see `make_kernel_options`; None for FlexAttention's choice.
         return_lse: True to also return the log-sum-exp.
         softcap: Soft cap of the scaled logits; None for no cap.
     """
     # the mask is built here, inside the compiled function, so that lengths come from tensors and
     # only block sizes are constants
     flex_arguments = {
-        "block_mask": block_mask(tables, q.shape[2], k.shape[2]),
+        "block_mask": make_block_mask(block_tables, q.shape[2], k.shape[2]),
         "scale": scale,
         "enable_gqa": q.shape[1] != k.shape[1],
-        "kernel_options": options,
+        "kernel_options": tile_options,
     }
     if softcap is not None:
-        flex_arguments["score_mod"] = lambda score, *indices: capped(score, softcap)
+        flex_arguments["score_mod"] = lambda score, *indices: cap_logits(score, softcap)
     if not return_lse:
         return flex_attention(q, k, v, **flex_arguments)
     out, aux = flex_attention(q, k, v, **flex_arguments, return_aux=AuxRequest(lse=True))
@@ -186,21 +202,21 @@ class BlockTables(NamedTuple):
         lists: The key blocks of each query block.
         transposed_lists: The query blocks of each key block, for the backward pass; None without
             gradients.
-        blocks: Tokens per query block and per key block of the lists.
+        block_sizes: Tokens per query block and per key block of the lists.
         first_key, last_key: int32 [B, N_q], the first and the last visible key of each query.
         bitmap: bool [B, H, M_q, M_k], True for blocks that the plan lists; None if ``lists`` need
             no mask of blocks. The mask function needs the bitmap on CPU, and if ``lists`` have
             larger blocks than the plan.
-        bitmap_blocks: Tokens per query block and per key block of the plan.
+        bitmap_block_sizes: Tokens per query block and per key block of the plan.
     """
 
     lists: FullAndPartialLists
     transposed_lists: FullAndPartialLists | None
-    blocks: tuple[int, int]
+    block_sizes: tuple[int, int]
     first_key: Tensor
     last_key: Tensor
     bitmap: Tensor | None
-    bitmap_blocks: tuple[int, int]
+    bitmap_block_sizes: tuple[int, int]
 
 
 def make_block_tables(
@@ -215,13 +231,15 @@ def make_block_tables(
         training: True to return transposed lists, and to merge blocks if TRITON has no backward
             kernel for the blocks of the plan.
     """
-    partial, full, blocks = plan.partial, plan.full, plan.blocks
-    is_merged = training and merged_block_sizes(plan.query_block, plan.key_block) != blocks
+    partial, full, block_sizes = plan.partial, plan.full, plan.blocks
+    is_merged = (
+        training and choose_merged_block_sizes(plan.query_block, plan.key_block) != block_sizes
+    )
     if is_merged:
-        partial, full, blocks = _merge_blocks(plan)
+        partial, full, block_sizes = _merge_blocks(plan)
     transposed_lists = None
     if training:
-        num_key_blocks = -(-plan.kv_length // blocks[1])
+        num_key_blocks = -(-plan.kv_length // block_sizes[1])
         transposed_lists = _make_list_pair(
             partial=_transpose_lists(partial, num_key_blocks),
             full=_transpose_lists(full, num_key_blocks),
@@ -233,11 +251,11 @@ def make_block_tables(
     return BlockTables(
         lists=_make_list_pair(partial=partial, full=full, heads=heads),
         transposed_lists=transposed_lists,
-        blocks=blocks,
+        block_sizes=block_sizes,
         first_key=plan.ranges.start,
         last_key=plan.ranges.end,
         bitmap=bitmap,
-        bitmap_blocks=plan.blocks,
+        bitmap_block_sizes=plan.blocks,
     )
 
 
@@ -253,16 +271,16 @@ def _transpose_lists(lists: BlockIndices, num_key_blocks: int) -> BlockIndices:
     return transpose(lists, num_key_blocks)
 
 
-def block_mask(tables: BlockTables, q_length: int, kv_length: int) -> BlockMask:
+def make_block_mask(block_tables: BlockTables, q_length: int, kv_length: int) -> BlockMask:
     """Build the BlockMask that passes a plan to FlexAttention.
 
     Args:
-        tables: The plan, converted by `make_block_tables`.
+        block_tables: The plan, converted by `make_block_tables`.
         q_length: Number of queries.
         kv_length: Number of keys.
     """
-    first_key, last_key, bitmap = tables.first_key, tables.last_key, tables.bitmap
-    query_block, key_block = tables.bitmap_blocks
+    first_key, last_key, bitmap = block_tables.first_key, block_tables.last_key, block_tables.bitmap
+    query_block, key_block = block_tables.bitmap_block_sizes
 
     def is_in_key_range(batch, head, query, key):
         return (key >= first_key[batch, query]) & (key <= last_key[batch, query])
@@ -271,7 +289,7 @@ def block_mask(tables: BlockTables, q_length: int, kv_length: int) -> BlockMask:
         is_listed = bitmap[batch, head, query // query_block, key // key_block]
         return is_listed & is_in_key_range(batch, head, query, key)
 
-    lists, transposed_lists = tables.lists, tables.transposed_lists
+    lists, transposed_lists = block_tables.lists, block_tables.transposed_lists
     return BlockMask(
         seq_lengths=(q_length, kv_length),
         kv_num_blocks=lists.partial_counts,
@@ -282,21 +300,21 @@ def block_mask(tables: BlockTables, q_length: int, kv_length: int) -> BlockMask:
         q_indices=None if transposed_lists is None else transposed_lists.partial_indices,
         full_q_num_blocks=None if transposed_lists is None else transposed_lists.full_counts,
         full_q_indices=None if transposed_lists is None else transposed_lists.full_indices,
-        BLOCK_SIZE=tables.blocks,
+        BLOCK_SIZE=block_tables.block_sizes,
         mask_mod=is_in_key_range if bitmap is None else is_listed_and_in_key_range,
     )
 
 
-def merged_block_sizes(query_block: int, key_block: int) -> tuple[int, int]:
+def choose_merged_block_sizes(query_block: int, key_block: int) -> tuple[int, int]:
     """Return the smallest multiples of the block sizes for which TRITON has a backward kernel."""
     query_size, key_size = (
-        block * max(1, TRAINED_BLOCK_SIZE // block) for block in (query_block, key_block)
+        block * max(1, TRAINING_BLOCK_TOKENS // block) for block in (query_block, key_block)
     )
     return query_size, key_size
 
 
 def _merge_blocks(plan: BlockPlan) -> tuple[BlockIndices, BlockIndices, tuple[int, int]]:
-    """Return the plan's lists for larger blocks of at least `TRAINED_BLOCK_SIZE` tokens.
+    """Return the plan's lists for larger blocks of at least `TRAINING_BLOCK_TOKENS` tokens.
 
     A larger block is full if all blocks inside are full. A larger block is partial if the plan
     attends to some blocks inside, and the bitmap then masks the others.
@@ -306,7 +324,7 @@ def _merge_blocks(plan: BlockPlan) -> tuple[BlockIndices, BlockIndices, tuple[in
         full: Lists of full blocks.
         merged_sizes: Tokens per larger query block and key block.
     """
-    merged_sizes = merged_block_sizes(plan.query_block, plan.key_block)
+    merged_sizes = choose_merged_block_sizes(plan.query_block, plan.key_block)
     query_blocks_per_group, key_blocks_per_group = (
         merged_sizes[0] // plan.query_block,
         merged_sizes[1] // plan.key_block,
@@ -350,7 +368,7 @@ def _make_list_pair(
     )
 
 
-def kernel_options(plan: BlockPlan, q: Tensor) -> dict[str, int | str] | None:
+def make_kernel_options(plan: BlockPlan, q: Tensor) -> dict[str, int | str] | None:
     """Return kernel options with tiles that divide the plan's blocks; None on CPU.
 
     FlexAttention's default tiles need not divide the blocks.
@@ -358,13 +376,13 @@ def kernel_options(plan: BlockPlan, q: Tensor) -> dict[str, int | str] | None:
     if q.device.type == "cpu":
         return None
     # large tiles fit in shared memory if a token of k has at most 256 bytes (D = 128 in bf16)
-    is_wide = q.shape[-1] * q.element_size() > 256
-    max_queries, max_keys, stages = (64, 32, 2) if is_wide else (128, 64, 3)
+    has_wide_tokens = q.shape[-1] * q.element_size() > 256
+    max_queries, max_keys, num_stages = (64, 32, 2) if has_wide_tokens else (128, 64, 3)
     return {
         # for short queries, AUTO selects the decoding kernel, which needs masks of other shapes
         "BACKEND": "TRITON",
         # the largest power of two that divides the block
         "fwd_BLOCK_M": min(max_queries, plan.query_block & -plan.query_block),
         "fwd_BLOCK_N": min(max_keys, plan.key_block & -plan.key_block),
-        "fwd_num_stages": stages,
+        "fwd_num_stages": num_stages,
     }

@@ -23,22 +23,22 @@ from cab_hf.ops.attention.tiles import (
     LN_2,
     BackwardStats,
     PlanTensors,
-    descriptor,
-    empty_transposed,
+    allocate_transposed,
+    choose_precision,
+    choose_tile_size,
+    compute_plan_head_index,
     has_future_keys,
     is_visible,
     load_key_ranges,
     load_tile,
+    load_tile_start,
     locate_tile,
     logit_scales,
+    make_descriptor,
     make_kernel_arguments,
     online_softmax_update,
-    plan_plane,
-    precision,
     store_tile,
     tanh,
-    tile_of,
-    tile_start,
     transpose_plan,
     zero_unseen,
 )
@@ -50,22 +50,22 @@ class Tile(NamedTuple):
     Attributes:
         block_m: Queries per tile.
         block_n: Keys per tile.
-        warps: Warps per program.
-        stages: Stages of the software pipeline.
+        num_warps: Warps per program.
+        num_stages: Stages of the software pipeline.
     """
 
     block_m: int
     block_n: int
-    warps: int
-    stages: int
+    num_warps: int
+    num_stages: int
 
 
 # number of sink tiles: the first key tiles of a sequence, to which every query attends. Their
 # gradients take longest to compute. Therefore each query head has a separate program per sink tile,
 # and the gradients of a group of heads are summed afterwards
-SINK_TILES = 4
+NUM_SINK_TILES = 4
 # kernel -> largest head dim -> tile, the fastest in the benchmark `speed attention` on an H200
-TILES = {
+DESCRIPTOR_TILES = {
     "forward": {64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 4, 2), 256: Tile(128, 64, 8, 2)},
     "query gradient": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 2)},
     "key gradient": {64: Tile(128, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)},
@@ -105,10 +105,10 @@ def forward(
     tile = _choose_tile("forward", q, plan)
     num_tiles = triton.cdiv(q.shape[2], tile.block_m)
     _block_attention_fwd_kernel[(num_tiles, q.shape[0] * q.shape[1])](
-        desc_q=descriptor(q, tile.block_m),
-        desc_k=descriptor(k, tile.block_n),
-        desc_v=descriptor(v, tile.block_n),
-        desc_out=descriptor(out, tile.block_m),
+        desc_q=make_descriptor(q, tile.block_m),
+        desc_k=make_descriptor(k, tile.block_n),
+        desc_v=make_descriptor(v, tile.block_n),
+        desc_out=make_descriptor(out, tile.block_m),
         lse=lse,
         plan=kernel_plan,
         sizes=sizes,
@@ -139,11 +139,11 @@ def backward(
         scale: Factor of the products q · k.
         softcap: Soft cap of the scaled logits; 0 for no cap.
     """
-    dq = empty_transposed(q)
+    dq = allocate_transposed(q)
     _write_query_gradient(
         dq, grad=grad, q=q, k=k, v=v, stats=stats, plan=plan, scale=scale, softcap=softcap
     )
-    dk, dv = empty_transposed(k), empty_transposed(v)
+    dk, dv = allocate_transposed(k), allocate_transposed(v)
     _write_key_gradients(
         dk, dv, grad=grad, q=q, k=k, v=v, stats=stats, plan=plan, scale=scale, softcap=softcap
     )
@@ -167,11 +167,11 @@ def _write_query_gradient(
     tile = _choose_tile("query gradient", q, plan)
     num_tiles = triton.cdiv(q.shape[2], tile.block_m)
     _block_attention_bwd_query_kernel[(num_tiles, q.shape[0] * q.shape[1])](
-        desc_q=descriptor(q, tile.block_m),
-        desc_do=descriptor(grad, tile.block_m),
-        desc_k=descriptor(k, tile.block_n),
-        desc_v=descriptor(v, tile.block_n),
-        desc_dq=descriptor(dq, tile.block_m),
+        desc_q=make_descriptor(q, tile.block_m),
+        desc_do=make_descriptor(grad, tile.block_m),
+        desc_k=make_descriptor(k, tile.block_n),
+        desc_v=make_descriptor(v, tile.block_n),
+        desc_dq=make_descriptor(dq, tile.block_m),
         stats=stats,
         plan=kernel_plan,
         softmax_scale=scale,
@@ -202,21 +202,21 @@ def _write_key_gradients(
     batch, heads, kv_heads = q.shape[0], sizes.heads, sizes.kv_heads
     tile = _choose_tile("key gradient", q, plan)
     num_tiles = triton.cdiv(k.shape[2], tile.block_n)
-    num_sink_tiles = min(SINK_TILES, num_tiles)
+    num_sink_tiles = min(NUM_SINK_TILES, num_tiles)
     sink_shape = (batch, heads, num_sink_tiles * tile.block_n, k.shape[3])
     sink_dk = k.new_empty(sink_shape, dtype=torch.float32)
     sink_dv = v.new_empty(sink_shape, dtype=torch.float32)
     kv_blocks = triton.cdiv(k.shape[2], plan.key_block)
     num_programs = batch * (num_sink_tiles * heads + (num_tiles - num_sink_tiles) * kv_heads)
     _block_attention_bwd_key_kernel[(num_programs,)](
-        desc_q=descriptor(q, tile.block_m),
-        desc_do=descriptor(grad, tile.block_m),
-        desc_k=descriptor(k, tile.block_n),
-        desc_v=descriptor(v, tile.block_n),
-        desc_dk=descriptor(dk, tile.block_n),
-        desc_dv=descriptor(dv, tile.block_n),
-        desc_sink_dk=descriptor(sink_dk, tile.block_n),
-        desc_sink_dv=descriptor(sink_dv, tile.block_n),
+        desc_q=make_descriptor(q, tile.block_m),
+        desc_do=make_descriptor(grad, tile.block_m),
+        desc_k=make_descriptor(k, tile.block_n),
+        desc_v=make_descriptor(v, tile.block_n),
+        desc_dk=make_descriptor(dk, tile.block_n),
+        desc_dv=make_descriptor(dv, tile.block_n),
+        desc_sink_dk=make_descriptor(sink_dk, tile.block_n),
+        desc_sink_dv=make_descriptor(sink_dv, tile.block_n),
         stats=stats,
         plan=transpose_plan(kernel_plan, kv_blocks),
         softmax_scale=scale,
@@ -233,30 +233,37 @@ def _write_key_gradients(
         sink_rows.copy_(sink_sums[:, :, : sink_rows.shape[2]])
 
 
-def _choose_tile(kernel: str, q: Tensor, plan: PlanTensors) -> Tile:
+def _choose_tile(kernel_name: str, q: Tensor, plan: PlanTensors) -> Tile:
     """Return the tile of a kernel for the head dim, dtype and device of q.
 
     The tile sizes divide the block sizes of the plan.
 
     Args:
-        kernel: Key of `TILES`: ``"forward"``, ``"query gradient"`` or ``"key gradient"``.
+        kernel_name: Key of `DESCRIPTOR_TILES`: ``"forward"``, ``"query gradient"`` or
+            ``"key gradient"``.
         q: [B, H, N_q, D].
         plan: The plan.
     """
     if launch.reads_by_descriptor(q.device):
-        tile = next(tile for dim, tile in TILES[kernel].items() if q.shape[3] <= dim)
+        tile = next(
+            tile for dim, tile in DESCRIPTOR_TILES[kernel_name].items() if q.shape[3] <= dim
+        )
     else:
         # `POINTER_TILES` is for 16-bit numbers; a float32 needs the memory of two
-        width = q.shape[3] * q.element_size() // 2
-        tile = next(tile for dim, tile in POINTER_TILES[kernel].items() if width <= dim)
+        dim_in_16_bit_channels = q.shape[3] * q.element_size() // 2
+        tile = next(
+            tile
+            for dim, tile in POINTER_TILES[kernel_name].items()
+            if dim_in_16_bit_channels <= dim
+        )
         if not launch.has_ptx(q):
             # AMD's warps have 64 threads instead of 32
-            tile = tile._replace(block_m=tile.block_m // 2, warps=4)
+            tile = tile._replace(block_m=tile.block_m // 2, num_warps=4)
     if q.element_size() > 2:
-        tile = tile._replace(block_m=min(tile.block_m, 64), block_n=32, stages=1)
+        tile = tile._replace(block_m=min(tile.block_m, 64), block_n=32, num_stages=1)
     return tile._replace(
-        block_m=tile_of(plan.query_block, tile.block_m),
-        block_n=tile_of(plan.key_block, tile.block_n),
+        block_m=choose_tile_size(plan.query_block, tile.block_m),
+        block_n=choose_tile_size(plan.key_block, tile.block_n),
     )
 
 
@@ -268,9 +275,9 @@ def _constexpr_arguments(tile: Tile, q: Tensor, plan: PlanTensors) -> dict[str, 
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "D": triton.next_power_of_2(q.shape[3]),
-        "PRECISION": precision(q),
-        "STAGES": tile.stages,
-        "num_warps": tile.warps,
+        "PRECISION": choose_precision(q),
+        "NUM_STAGES": tile.num_stages,
+        "num_warps": tile.num_warps,
     }
 
 
@@ -291,8 +298,8 @@ def _block_attention_fwd_kernel(
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
     PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     HAS_FUTURE_KEYS: tl.constexpr,
 ):
     """Write the output [BLOCK_M, D] and the log-sum-exp [BLOCK_M] of one tile of queries."""
@@ -306,36 +313,36 @@ def _block_attention_fwd_kernel(
     l_i = tl.zeros((BLOCK_M,), tl.float32)
 
     # full blocks without a mask, then partial blocks with a mask
-    for MASKED in tl.static_range(2):
-        lists = plan[MASKED]
+    for IS_MASKED in tl.static_range(2):
+        lists = plan[IS_MASKED]
         indices = lists.indices + plan_row * lists.width
         num_tiles = tl.load(lists.counts + plan_row) * (KEY_BLOCK // BLOCK_N)
-        if MASKED:
+        if IS_MASKED:
             # loaded after the loop over full blocks, where registers are scarce
             query_index = query_start + tl.arange(0, BLOCK_M)
             first_key, last_key = load_key_ranges(plan, batch, query_index, sizes.q_length)
-        for tile_index in tl.range(0, num_tiles, num_stages=STAGES):
+        for tile_index in tl.range(0, num_tiles, num_stages=NUM_STAGES):
             # k, v: [BLOCK_N, D]; qk, p: [BLOCK_M, BLOCK_N]
-            key_start = tile_start(indices, tile_index, KEY_BLOCK, BLOCK_N)
+            key_start = load_tile_start(indices, tile_index, KEY_BLOCK, BLOCK_N)
             k = load_tile(
                 desc_k, batch, kv_head, token=key_start, channel=0, TOKENS=BLOCK_N, CHANNELS=D
             )
             qk = tl.dot(q, k.T, input_precision=PRECISION)
-            if CAPPED:
+            if HAS_SOFTCAP:
                 qk = tanh(qk * cap_scale)
-            if MASKED:
+            if IS_MASKED:
                 key_index = key_start + tl.arange(0, BLOCK_N)[None, :]
                 qk = tl.where(
                     is_visible(key_index, first_key[:, None], last_key[:, None]), qk, float("-inf")
                 )
             m_i, l_i, p, alpha = online_softmax_update(
-                m_i=m_i, l_i=l_i, qk=qk, qk_scale=qk_scale, MASKED=MASKED
+                m_i=m_i, l_i=l_i, qk=qk, qk_scale=qk_scale, IS_MASKED=IS_MASKED
             )
             acc = acc * alpha[:, None]
             v = load_tile(
                 desc_v, batch, kv_head, token=key_start, channel=0, TOKENS=BLOCK_N, CHANNELS=D
             )
-            if MASKED and HAS_FUTURE_KEYS:
+            if IS_MASKED and HAS_FUTURE_KEYS:
                 v = zero_unseen(v, key_start + tl.arange(0, BLOCK_N), first_key, last_key)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
@@ -373,8 +380,8 @@ def _block_attention_bwd_query_kernel(
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
     PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
     """Write the gradient dq [BLOCK_M, D] of one tile of queries."""
     query_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
@@ -391,13 +398,13 @@ def _block_attention_bwd_query_kernel(
     dq = tl.zeros((BLOCK_M, D), tl.float32)
 
     # full blocks without a mask, then partial blocks with a mask
-    for MASKED in tl.static_range(2):
-        lists = plan[MASKED]
+    for IS_MASKED in tl.static_range(2):
+        lists = plan[IS_MASKED]
         indices = lists.indices + plan_row * lists.width
         num_tiles = tl.load(lists.counts + plan_row) * (KEY_BLOCK // BLOCK_N)
-        for tile_index in tl.range(0, num_tiles, num_stages=STAGES):
+        for tile_index in tl.range(0, num_tiles, num_stages=NUM_STAGES):
             # k, v: [BLOCK_N, D]; qk, p, dp, ds: [BLOCK_M, BLOCK_N]
-            key_start = tile_start(indices, tile_index, KEY_BLOCK, BLOCK_N)
+            key_start = load_tile_start(indices, tile_index, KEY_BLOCK, BLOCK_N)
             k = load_tile(
                 desc_k, batch, kv_head, token=key_start, channel=0, TOKENS=BLOCK_N, CHANNELS=D
             )
@@ -405,15 +412,15 @@ def _block_attention_bwd_query_kernel(
                 desc_v, batch, kv_head, token=key_start, channel=0, TOKENS=BLOCK_N, CHANNELS=D
             )
             qk = tl.dot(q, k.T, input_precision=PRECISION)
-            if CAPPED:
+            if HAS_SOFTCAP:
                 qk = tanh(qk * cap_scale)
             p = tl.exp2(qk * qk_scale - lse[:, None])
-            if MASKED:
+            if IS_MASKED:
                 key_index = key_start + tl.arange(0, BLOCK_N)[None, :]
                 p = tl.where(is_visible(key_index, first_key[:, None], last_key[:, None]), p, 0.0)
             dp = tl.dot(do, v.T, input_precision=PRECISION)
             ds = p * (dp - delta[:, None])
-            if CAPPED:
+            if HAS_SOFTCAP:
                 # derivative of tanh
                 ds *= 1 - qk * qk
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -447,16 +454,16 @@ def _assign_key_tile(program, num_sink_tiles, batch_size, heads, kv_heads, num_t
     num_sink_programs = num_sink_tiles * batch_size * heads
     is_sink = program < num_sink_programs
     program_after_sinks = tl.maximum(program - num_sink_programs, 0)
-    num_other_tiles = tl.maximum(num_tiles - num_sink_tiles, 1)
+    num_tiles_after_sinks = tl.maximum(num_tiles - num_sink_tiles, 1)
     plane = tl.where(
-        is_sink, program % (batch_size * heads), program_after_sinks // num_other_tiles
+        is_sink, program % (batch_size * heads), program_after_sinks // num_tiles_after_sinks
     )
     num_heads = tl.where(is_sink, 1, heads // kv_heads)
     planes_per_batch = tl.where(is_sink, heads, kv_heads)
     tile = tl.where(
         is_sink,
         program // (batch_size * heads),
-        num_sink_tiles + program_after_sinks % num_other_tiles,
+        num_sink_tiles + program_after_sinks % num_tiles_after_sinks,
     )
     return tile, plane // planes_per_batch, plane % planes_per_batch * num_heads, num_heads
 
@@ -486,8 +493,8 @@ def _block_attention_bwd_key_kernel(
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
     PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
     """Write the gradients dk and dv [BLOCK_N, D] of one tile of keys and values.
 
@@ -518,16 +525,18 @@ def _block_attention_bwd_key_kernel(
     dv = tl.zeros((BLOCK_N, D), tl.float32)
 
     for head in range(first_head, first_head + num_heads):
-        plan_column = plan_plane(batch, head, sizes) * kv_blocks + key_start // KEY_BLOCK
+        plan_column = (
+            compute_plan_head_index(batch, head, sizes) * kv_blocks + key_start // KEY_BLOCK
+        )
         stats_offset = (batch * heads + head).to(tl.int64) * stats.padded_length
         # query blocks that list the tile as full (without a mask), then as partial (with a mask)
-        for MASKED in tl.static_range(2):
-            lists = plan[MASKED]
+        for IS_MASKED in tl.static_range(2):
+            lists = plan[IS_MASKED]
             rows = lists.rows + tl.load(lists.starts + plan_column)
             num_tiles = tl.load(lists.counts + plan_column) * (QUERY_BLOCK // BLOCK_M)
-            for tile_index in tl.range(0, num_tiles, num_stages=STAGES):
+            for tile_index in tl.range(0, num_tiles, num_stages=NUM_STAGES):
                 # q, do: [BLOCK_M, D]; qk, p, dp, ds: [BLOCK_N, BLOCK_M]
-                query_start = tile_start(rows, tile_index, QUERY_BLOCK, BLOCK_M)
+                query_start = load_tile_start(rows, tile_index, QUERY_BLOCK, BLOCK_M)
                 query_index = query_start + tl.arange(0, BLOCK_M)
                 q = load_tile(
                     desc_q, batch, head, token=query_start, channel=0, TOKENS=BLOCK_M, CHANNELS=D
@@ -537,10 +546,10 @@ def _block_attention_bwd_key_kernel(
                 )
                 lse = tl.load(stats.lse + stats_offset + query_index)
                 qk = tl.dot(k, q.T, input_precision=PRECISION)
-                if CAPPED:
+                if HAS_SOFTCAP:
                     qk = tanh(qk * cap_scale)
                 p = tl.exp2(qk * qk_scale - lse[None, :])
-                if MASKED:
+                if IS_MASKED:
                     first_key, last_key = load_key_ranges(plan, batch, query_index, sizes.q_length)
                     p = tl.where(
                         is_visible(key_index[:, None], first_key[None, :], last_key[None, :]),
@@ -552,7 +561,7 @@ def _block_attention_bwd_key_kernel(
                 # loaded after the product, because registers are scarce
                 delta = tl.load(stats.delta + stats_offset + query_index)
                 ds = p * (dp - delta[None, :])
-                if CAPPED:
+                if HAS_SOFTCAP:
                     # derivative of tanh
                     ds *= 1 - qk * qk
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.ops.reference import capped
+from cab_hf.ops.reference import cap_logits
 from cab_hf.plan import BlockIndices, BlockPlan
 
 # largest number of logits per call of a kernel: 1 MiB in float32, which fits in the CPU's caches
-LOGITS_AT_A_TIME = 2**18
+MAX_LOGITS_PER_CALL = 2**18
 
 
 def attention(
@@ -78,8 +78,8 @@ def _attend_by_fused_sdpa(
     keys, values = (x.view(-1, plan.key_block * x.shape[3]) for x in (keys, values))
     out, lse = torch.zeros_like(queries), queries.new_full(queries.shape[:4], -torch.inf)
     shared_arguments = {"q": queries, "k": keys, "v": values, "kv_heads": k.shape[1]}
-    _attend_full(plan, **shared_arguments, scale=scale, out=out, lse=lse)
-    _add_partial(plan, **shared_arguments, scale=scale, out=out, lse=lse)
+    _attend_full_blocks(plan, **shared_arguments, scale=scale, out=out, lse=lse)
+    _add_partial_blocks(plan, **shared_arguments, scale=scale, out=out, lse=lse)
     first_key, last_key = plan.ranges.blocked(plan.query_block)
     has_no_keys = (first_key > last_key).unsqueeze(2)
     if bool(has_no_keys.any()):
@@ -88,7 +88,7 @@ def _attend_by_fused_sdpa(
     return out.to(q.dtype).transpose(1, 2), lse.transpose(1, 2)
 
 
-def _attend_full(
+def _attend_full_blocks(
     plan: BlockPlan,
     *,
     q: Tensor,
@@ -117,13 +117,13 @@ def _attend_full(
     counts = plan.full.counts.flatten()[list_rows]
     indices = plan.full.indices.flatten(0, 2)
     q, out, lse = (x.unflatten(2, (-1, heads_per_unit)).flatten(0, 2) for x in (q, out, lse))
-    counts, order = counts.sort(stable=True)
+    counts, unit_order = counts.sort(stable=True)
     logits_per_block = heads_per_unit * plan.query_block * plan.key_block
     for unit_slice, num_blocks in _iterate_unit_slices(counts.tolist(), logits_per_block):
-        unit_indices = order[unit_slice]
-        blocks = indices.index_select(0, list_rows[unit_indices])[:, :num_blocks]
-        blocks = blocks + first_blocks[unit_indices].unsqueeze(1)
-        unit_k, unit_v = (_gather_blocks(x, blocks, q.shape[3]).unsqueeze(1) for x in (k, v))
+        unit_indices = unit_order[unit_slice]
+        block_indices = indices.index_select(0, list_rows[unit_indices])[:, :num_blocks]
+        block_indices = block_indices + first_blocks[unit_indices].unsqueeze(1)
+        unit_k, unit_v = (_gather_blocks(x, block_indices, q.shape[3]).unsqueeze(1) for x in (k, v))
         unit_out, unit_lse = _call_fused_sdpa(
             q.index_select(0, unit_indices), unit_k, unit_v, scale
         )
@@ -131,7 +131,7 @@ def _attend_full(
         lse.index_copy_(0, unit_indices, unit_lse)
 
 
-def _add_partial(
+def _add_partial_blocks(
     plan: BlockPlan,
     *,
     q: Tensor,
@@ -145,12 +145,12 @@ def _add_partial(
     """Merge attention over the partial blocks into ``out`` and ``lse``.
 
     One call of the kernel computes all heads of a few consecutive query blocks (rows). The
-    arguments are those of `_attend_full`.
+    arguments are those of `_attend_full_blocks`.
     """
-    batch, rows, heads = q.shape[:3]
+    batch, num_rows, heads = q.shape[:3]
     heads_per_unit, list_rows, first_blocks = _divide_into_units(plan, heads, kv_heads)
     # [B * M_q, U], for the U units of a query block
-    counts = plan.partial.counts.flatten()[list_rows].view(batch * rows, -1)
+    counts = plan.partial.counts.flatten()[list_rows].view(batch * num_rows, -1)
     indices = plan.partial.indices.flatten(0, 2)[list_rows].unflatten(0, counts.shape)
     first_blocks = first_blocks.view_as(counts).unsqueeze(2)
     # True if all heads list the same partial blocks, which are usually the blocks on the diagonal.
@@ -161,18 +161,20 @@ def _add_partial(
         x.flatten(0, 1)[:, None, :, None] for x in plan.ranges.blocked(plan.query_block)
     )
     q, out, lse = (x.flatten(0, 1) for x in (q, out, lse))
-    width = max(1, int(counts.max()))
-    rows_per_call = max(1, LOGITS_AT_A_TIME // (heads * plan.query_block * plan.key_block * width))
-    for start in range(0, batch * rows, rows_per_call):
-        row_slice = slice(start, start + rows_per_call)
-        width = int(counts[row_slice].max())
-        if not width:
+    max_blocks = max(1, int(counts.max()))
+    rows_per_call = max(
+        1, MAX_LOGITS_PER_CALL // (heads * plan.query_block * plan.key_block * max_blocks)
+    )
+    for first_row in range(0, batch * num_rows, rows_per_call):
+        row_slice = slice(first_row, first_row + rows_per_call)
+        max_blocks = int(counts[row_slice].max())
+        if not max_blocks:
             continue
-        blocks = indices[row_slice, :, :width] + first_blocks[row_slice]
-        row_k, row_v = (_gather_blocks(x, blocks, q.shape[3]) for x in (k, v))
+        block_indices = indices[row_slice, :, :max_blocks] + first_blocks[row_slice]
+        row_k, row_v = (_gather_blocks(x, block_indices, q.shape[3]) for x in (k, v))
 
         is_unseen = _make_unseen_mask(
-            mask_indices[row_slice, :, :width],
+            mask_indices[row_slice, :, :max_blocks],
             mask_counts[row_slice],
             first_key=first_key[row_slice],
             last_key=last_key[row_slice],
@@ -192,8 +194,8 @@ def _add_partial(
             row_out = row_out.masked_fill(has_no_keys.unsqueeze(-1), 0.0)
             row_lse = row_lse.masked_fill(has_no_keys, -torch.inf)
         # for a query without keys, both log-sum-exps are -inf, and their difference is NaN
-        weight = (row_lse - lse[row_slice]).sigmoid().nan_to_num_(nan=0.0).unsqueeze(-1)
-        torch.lerp(out[row_slice], row_out, weight, out=out[row_slice])
+        partial_weight = (row_lse - lse[row_slice]).sigmoid().nan_to_num_(nan=0.0).unsqueeze(-1)
+        torch.lerp(out[row_slice], row_out, partial_weight, out=out[row_slice])
         torch.logaddexp(lse[row_slice], row_lse, out=lse[row_slice])
 
 
@@ -212,10 +214,10 @@ def _make_unseen_mask(
         bool [rows, units, query_block, W * key_block].
     """
     key_offset = torch.arange(key_block, dtype=torch.int32, device=indices.device)
-    key = (indices.unsqueeze(3) * key_block + key_offset).flatten(2).unsqueeze(2)
+    key_position = (indices.unsqueeze(3) * key_block + key_offset).flatten(2).unsqueeze(2)
     is_unused = torch.arange(indices.shape[2], device=indices.device) >= counts.unsqueeze(2)
     is_unused = is_unused.repeat_interleave(key_block, 2).unsqueeze(2)
-    return (key < first_key) | (key > last_key) | is_unused
+    return (key_position < first_key) | (key_position > last_key) | is_unused
 
 
 def _divide_into_units(plan: BlockPlan, heads: int, kv_heads: int) -> tuple[int, Tensor, Tensor]:
@@ -236,14 +238,14 @@ def _divide_into_units(plan: BlockPlan, heads: int, kv_heads: int) -> tuple[int,
         first_blocks: int64 [B * M_q * U], the index of the first key block of each unit's KV head
             among the B * H_kv * M_k key blocks of all KV heads.
     """
-    heads_per_list, group = plan.shared_by(heads), heads // kv_heads
-    heads_per_unit = math.gcd(heads_per_list, group)
+    heads_per_list, group_size = plan.shared_by(heads), heads // kv_heads
+    heads_per_unit = math.gcd(heads_per_list, group_size)
     device = plan.full.counts.device
     head = torch.arange(0, heads, heads_per_unit, device=device)
     batch = torch.arange(plan.batch, device=device)[:, None, None]
     row = torch.arange(plan.q_blocks, device=device)[:, None]
     list_rows = (batch * plan.heads + head // heads_per_list) * plan.q_blocks + row
-    first_blocks = (batch * kv_heads + head // group) * plan.kv_blocks
+    first_blocks = (batch * kv_heads + head // group_size) * plan.kv_blocks
     return heads_per_unit, list_rows.flatten(), first_blocks.expand_as(list_rows).flatten()
 
 
@@ -251,7 +253,7 @@ def _iterate_unit_slices(counts: list[int], logits_per_block: int) -> Iterator[t
     """Yield for each call of the kernel: a slice of ``counts``, and the blocks per unit.
 
     All units of a call list the same number of blocks, at least 1. A call computes one unit, or
-    several units with at most `LOGITS_AT_A_TIME` logits.
+    several units with at most `MAX_LOGITS_PER_CALL` logits.
 
     Args:
         counts: Number of blocks that each unit lists, ascending.
@@ -260,24 +262,24 @@ def _iterate_unit_slices(counts: list[int], logits_per_block: int) -> Iterator[t
     first_unit = bisect_right(counts, 0)
     while first_unit < len(counts):
         num_blocks = counts[first_unit]
-        max_units = max(1, LOGITS_AT_A_TIME // (num_blocks * logits_per_block))
+        max_units = max(1, MAX_LOGITS_PER_CALL // (num_blocks * logits_per_block))
         end_unit = min(bisect_right(counts, num_blocks), first_unit + max_units)
         yield slice(first_unit, end_unit), num_blocks
         first_unit = end_unit
 
 
-def _gather_blocks(x: Tensor, blocks: Tensor, dim: int) -> Tensor:
-    """Gather blocks of keys or values, and return their tokens in the order of ``blocks``.
+def _gather_blocks(x: Tensor, block_indices: Tensor, dim: int) -> Tensor:
+    """Gather blocks of keys or values, and return their tokens in the order of ``block_indices``.
 
     Args:
         x: [B * H_kv * M_k, key_block * dim], the key blocks of all KV heads.
-        blocks: int [..., W], indices of blocks in the first dimension of ``x``.
+        block_indices: int [..., W], indices of blocks in the first dimension of ``x``.
         dim: Channels of a token.
 
     Returns:
         [..., W * key_block, dim].
     """
-    return x.index_select(0, blocks.flatten()).view((*blocks.shape[:-1], -1, dim))
+    return x.index_select(0, block_indices.flatten()).view((*block_indices.shape[:-1], -1, dim))
 
 
 def _call_fused_sdpa(
@@ -312,7 +314,7 @@ def _attend_by_products(
         lse: float32 [B, H, M_q, query_block], or float64 for float64 inputs.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    heads_per_list, group = plan.shared_by(q.shape[1]), q.shape[1] // k.shape[1]
+    heads_per_list, group_size = plan.shared_by(q.shape[1]), q.shape[1] // k.shape[1]
     is_finite = all(bool(x.isfinite().all()) for x in (k, v))
     # the last query block is padded with queries that have no keys
     query_blocks = F.pad(q, (0, 0, 0, -q.shape[2] % plan.query_block)) * scale
@@ -321,7 +323,7 @@ def _attend_by_products(
     out = q.new_empty((*query_blocks.shape[:4], v.shape[3]))
     lse = q.new_empty(query_blocks.shape[:4], dtype=dtype)
     num_keys = ((plan.full.counts + plan.partial.counts) * plan.key_block).tolist()
-    queries_per_row = plan.query_block * min(heads_per_list, group)
+    queries_per_row = plan.query_block * min(heads_per_list, group_size)
     for batch in range(q.shape[0]):
         for plan_head in range(plan.heads):
             for rows in _iterate_row_slices(num_keys[batch][plan_head], queries_per_row):
@@ -333,7 +335,9 @@ def _attend_by_products(
                     first_key=first_key[batch, rows],
                     last_key=last_key[batch, rows],
                 )
-                for heads, kv_head in _iterate_heads_of_plan_head(plan_head, heads_per_list, group):
+                for heads, kv_head in _iterate_heads_of_plan_head(
+                    plan_head, heads_per_list, group_size
+                ):
                     row_k, row_v = (_gather_tokens(x[batch, kv_head], keys) for x in (k, v))
                     if not is_finite:
                         # 0 * NaN is NaN, so that values of keys with a weight of 0 must be finite
@@ -352,25 +356,28 @@ def _attend_by_products(
 
 
 def _iterate_heads_of_plan_head(
-    plan_head: int, heads_per_list: int, group: int
+    plan_head: int, heads_per_list: int, group_size: int
 ) -> Iterator[tuple[slice, int]]:
     """Yield the query heads of one plan head, grouped by KV head, as (query heads, KV head).
 
     Args:
         plan_head: Index of the plan head.
         heads_per_list: Query heads per head of the plan.
-        group: Query heads per KV head.
+        group_size: Query heads per KV head.
     """
     first_head, end_head = plan_head * heads_per_list, (plan_head + 1) * heads_per_list
-    for kv_head in range(first_head // group, (end_head - 1) // group + 1):
-        yield slice(max(first_head, kv_head * group), min(end_head, (kv_head + 1) * group)), kv_head
+    for kv_head in range(first_head // group_size, (end_head - 1) // group_size + 1):
+        yield (
+            slice(max(first_head, kv_head * group_size), min(end_head, (kv_head + 1) * group_size)),
+            kv_head,
+        )
 
 
 def _iterate_row_slices(num_keys: list[int], queries_per_row: int) -> Iterator[slice]:
     """Yield slices of consecutive query blocks, each of which one matrix product computes.
 
     The lists of a slice are padded to the longest list. A slice has one query block, or several
-    with at most `LOGITS_AT_A_TIME` logits.
+    with at most `MAX_LOGITS_PER_CALL` logits.
 
     Args:
         num_keys: Number of keys that each query block lists.
@@ -379,7 +386,7 @@ def _iterate_row_slices(num_keys: list[int], queries_per_row: int) -> Iterator[s
     first_row, max_num_keys = 0, 0
     for end_row, num_row_keys in enumerate(num_keys):
         num_logits = (end_row + 1 - first_row) * max(max_num_keys, num_row_keys) * queries_per_row
-        if end_row > first_row and num_logits > LOGITS_AT_A_TIME:
+        if end_row > first_row and num_logits > MAX_LOGITS_PER_CALL:
             yield slice(first_row, end_row)
             first_row, max_num_keys = end_row, 0
         max_num_keys = max(max_num_keys, num_row_keys)
@@ -448,7 +455,7 @@ def _attend(
     """
     if not k.shape[1]:
         return q.new_zeros((*q.shape[:3], v.shape[2])), q.new_full(q.shape[:3], -torch.inf)
-    p = capped(q.flatten(1, 2) @ k.transpose(1, 2), softcap).unflatten(1, q.shape[1:3])
+    p = cap_logits(q.flatten(1, 2) @ k.transpose(1, 2), softcap).unflatten(1, q.shape[1:3])
     p.masked_fill_(is_unseen.unsqueeze(1), -torch.inf)
     lse = p.logsumexp(-1, keepdim=True)
     # a query without keys has weights of 0

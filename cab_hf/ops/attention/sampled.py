@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cab_hf.ops.attention import block
 from cab_hf.ops.attention.block import PlanArguments
-from cab_hf.ops.attention.tiles import empty_transposed
+from cab_hf.ops.attention.tiles import allocate_transposed
 from cab_hf.plan import BlockPlan
 
 # schemas of the ops: the sampled lists and the sample period, then a plan as `PlanArguments`
@@ -80,7 +80,7 @@ def _forward_op(q, k, v, listed_out, listed_lse, counts, indices, sample_period,
     # weight of ``sampled_out`` in the merge; 0 for queries without sampled blocks. Padding queries
     # have two log-sum-exps of -inf, whose difference is NaN
     sampled_share = (sampled_lse - listed_lse).sigmoid().masked_fill(sampled_lse == -torch.inf, 0.0)
-    out = empty_transposed(q, v.shape[3])
+    out = allocate_transposed(q, v.shape[3])
     # lerp reads both outputs once
     torch.lerp(listed_out, sampled_out, sampled_share.unsqueeze(-1).to(sampled_out.dtype), out=out)
     return out, torch.logaddexp(listed_lse, sampled_lse)
@@ -165,10 +165,10 @@ def _make_sampled_plan(counts: Tensor, indices: Tensor, plan: PlanArguments) -> 
         indices: int32 [B, P, M_q, W], indices of the sampled blocks.
         plan: The plan with the listed blocks, which are removed.
     """
-    no_counts = torch.zeros_like(counts)
+    zero_counts = torch.zeros_like(counts)
     return plan._replace(
         full_counts=counts,
         full_indices=indices,
-        partial_counts=no_counts,
-        partial_indices=no_counts.unsqueeze(-1),
+        partial_counts=zero_counts,
+        partial_indices=zero_counts.unsqueeze(-1),
     )

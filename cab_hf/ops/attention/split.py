@@ -5,7 +5,8 @@ For large D, a tile of the output [queries, D] does not fit in registers next to
 slice. Therefore one kernel writes the weights to memory, and another kernel reads the weights:
 
 * The first kernel multiplies queries and keys, `CHUNK_D` channels at a time. A program writes the
-  weights of one tile of queries and one stretch: `STRETCH` consecutive keys in the list of keys.
+  weights of one tile of queries and one stretch: `KEYS_PER_STRETCH` consecutive keys in the list of
+  keys.
 * The second kernel multiplies the weights with one slice of the values' channels.
 
 The need for shared memory and registers is independent of D. A 16-bit weight has two bytes per 4 D
@@ -27,53 +28,53 @@ from torch import Tensor
 
 from cab_hf.ops.attention import split_kernels as kernels
 from cab_hf.ops.attention.tiles import (
+    AttentionSizes,
     BackwardStats,
-    Plan,
+    KernelPlan,
     PlanTensors,
-    Sizes,
-    descriptor,
-    empty_transposed,
+    allocate_transposed,
+    choose_precision,
+    choose_tile_size,
     has_future_keys,
     logit_scales,
+    make_descriptor,
     make_kernel_arguments,
-    precision,
-    tile_of,
+    make_vectors,
     transpose_plan,
-    vectors,
 )
 from cab_hf.plan import BlockIndices
 
 # largest number of bytes of the weights of a piece; a piece with only one query block may need more
 WORKSPACE_BYTES = 2 << 30
 # listed keys whose weights one program computes, for 16-bit numbers
-STRETCH = 128
+KEYS_PER_STRETCH = 128
 # output channels per program in products p @ x, see `_multiply_rows`
-ROW_SLICE = 128
+ROW_SLICE_CHANNELS = 128
 # output channels per program in products p.T @ x, see `_multiply_columns`; the size that needs the
 # least padding of D is used
-COLUMN_SLICES = (256, 128)
+COLUMN_SLICE_CHANNELS = (256, 128)
 # channels of queries and keys that a program multiplies at a time
 CHUNK_D = 64
 # stretches whose softmax statistics a program reads per loop iteration
 STRETCHES_PER_ITERATION = 16
 
 
-class Piece(NamedTuple):
+class QueryPiece(NamedTuple):
     """Consecutive query blocks whose weights are in memory at the same time.
 
     Attributes:
         plan: The lists of the piece's query blocks, and the key ranges of all queries.
         kernel_plan: ``plan`` as an argument of kernels.
-        sizes: Sizes of the attention call, with ``first_query`` and ``tokens`` of this piece.
-        num_keys: Allocated weights per query, a multiple of ``stretch``.
-        stretch: Number of listed keys whose weights one program computes.
+        sizes: Sizes of the attention call, with ``first_query`` and ``num_tokens`` of this piece.
+        num_keys: Allocated weights per query, a multiple of ``keys_per_stretch``.
+        keys_per_stretch: Number of listed keys whose weights one program computes.
     """
 
     plan: PlanTensors
-    kernel_plan: Plan
-    sizes: Sizes
+    kernel_plan: KernelPlan
+    sizes: AttentionSizes
     num_keys: int
-    stretch: int
+    keys_per_stretch: int
 
 
 class StretchStats(NamedTuple):
@@ -126,25 +127,28 @@ def forward(
         softcap: Soft cap of the scaled logits; 0 for no cap.
     """
     for piece in _divide_into_pieces(q, k, plan, num_matrices=1):
-        num_planes, num_stretches = q.shape[0] * q.shape[1], piece.num_keys // piece.stretch
-        tokens, query_tile = piece.sizes.tokens, _choose_query_tile(plan)
+        num_planes, num_stretches = (
+            q.shape[0] * q.shape[1],
+            piece.num_keys // piece.keys_per_stretch,
+        )
+        num_tokens, query_tile = piece.sizes.num_tokens, _choose_query_tile(plan)
         p = _allocate_weights(q, piece)
-        stats_shape = (num_planes, num_stretches, tokens)
+        stats_shape = (num_planes, num_stretches, num_tokens)
         stats = StretchStats(
             m_i=q.new_empty(stats_shape, dtype=torch.float32),
             l_i=q.new_empty(stats_shape, dtype=torch.float32),
         )
         _write_weights(q, k, p, piece, scale=scale, softcap=softcap, stats=stats)
-        kernels.block_attention_split_lse_kernel[(tokens // query_tile, num_planes)](
+        kernels.block_attention_split_lse_kernel[(num_tokens // query_tile, num_planes)](
             stats=stats,
             lse=lse,
             plan=piece.kernel_plan,
-            allocated_stretches=num_stretches,
+            num_allocated_stretches=num_stretches,
             sizes=piece.sizes,
             QUERY_BLOCK=plan.query_block,
             KEY_BLOCK=plan.key_block,
             BLOCK_M=query_tile,
-            STRETCH=piece.stretch,
+            STRETCH=piece.keys_per_stretch,
             BLOCK_STRETCHES=STRETCHES_PER_ITERATION,
             num_warps=4,
         )
@@ -174,9 +178,9 @@ def backward(
         scale: Factor of the products q · k.
         softcap: Soft cap of the scaled logits; 0 for no cap.
     """
-    dq = empty_transposed(q)
+    dq = allocate_transposed(q)
     # in float32, because every piece adds to these tensors
-    dk, dv = (torch.zeros_like(empty_transposed(x), dtype=torch.float32) for x in (k, v))
+    dk, dv = (torch.zeros_like(allocate_transposed(x), dtype=torch.float32) for x in (k, v))
     kv_blocks = triton.cdiv(k.shape[2], plan.key_block)
     for piece in _divide_into_pieces(q, k, plan, num_matrices=2):
         p, ds = _allocate_weights(q, piece), _allocate_weights(q, piece)
@@ -195,7 +199,7 @@ def backward(
 
 def _divide_into_pieces(
     q: Tensor, k: Tensor, plan: PlanTensors, num_matrices: int
-) -> Iterator[Piece]:
+) -> Iterator[QueryPiece]:
     """Yield consecutive pieces of the query blocks whose weights fit in `WORKSPACE_BYTES`.
 
     Args:
@@ -209,8 +213,10 @@ def _divide_into_pieces(
     bytes_per_key = num_matrices * q.shape[0] * q.shape[1] * query_block * q.element_size()
     max_keys = WORKSPACE_BYTES // bytes_per_key
     # half the keys for float32, so that a stretch needs the same shared memory
-    stretch = STRETCH * 2 // max(2, q.element_size())
-    keys_of_blocks = [_round_up(max(1, num_keys), stretch) for num_keys in _count_listed_keys(plan)]
+    keys_per_stretch = KEYS_PER_STRETCH * 2 // max(2, q.element_size())
+    keys_of_blocks = [
+        _round_up(max(1, num_keys), keys_per_stretch) for num_keys in _count_listed_keys(plan)
+    ]
     first_block = 0
     while first_block < len(keys_of_blocks):
         end_block, num_keys = first_block + 1, keys_of_blocks[first_block]
@@ -225,15 +231,15 @@ def _divide_into_pieces(
             partial=_slice_query_blocks(plan.partial, first_block, end_block),
         )
         kernel_plan, sizes = make_kernel_arguments(q, k, piece_plan)
-        yield Piece(
+        yield QueryPiece(
             plan=piece_plan,
             kernel_plan=kernel_plan,
             sizes=sizes._replace(
                 first_query=first_block * query_block,
-                tokens=(end_block - first_block) * query_block,
+                num_tokens=(end_block - first_block) * query_block,
             ),
             num_keys=num_keys,
-            stretch=stretch,
+            keys_per_stretch=keys_per_stretch,
         )
         first_block = end_block
 
@@ -255,16 +261,16 @@ def _count_listed_keys(plan: PlanTensors) -> list[int]:
     return (counts.amax((0, 1)) * plan.key_block).tolist()
 
 
-def _allocate_weights(q: Tensor, piece: Piece) -> Tensor:
+def _allocate_weights(q: Tensor, piece: QueryPiece) -> Tensor:
     """Allocate the weights of a piece, [B, H, tokens, keys]: one per query and listed key."""
-    return q.new_empty(q.shape[0], q.shape[1], piece.sizes.tokens, piece.num_keys)
+    return q.new_empty(q.shape[0], q.shape[1], piece.sizes.num_tokens, piece.num_keys)
 
 
 def _write_weights(
     q: Tensor,
     k: Tensor,
     p: Tensor,
-    piece: Piece,
+    piece: QueryPiece,
     *,
     scale: float,
     softcap: float,
@@ -285,23 +291,27 @@ def _write_weights(
         logit_gradients: Inputs and output for the gradients of the logits in the backward pass;
             None in the forward pass.
     """
-    plan, stretch = piece.plan, piece.stretch
+    plan, keys_per_stretch = piece.plan, piece.keys_per_stretch
     query_tile = _choose_query_tile(plan)
     backward_arguments = dict.fromkeys(("desc_do", "desc_v", "v", "desc_ds", "backward_stats"))
     if logit_gradients is not None:
         backward_arguments = {
-            "desc_do": descriptor(logit_gradients.grad, query_tile, channels=CHUNK_D),
-            "desc_v": descriptor(logit_gradients.v, stretch, channels=CHUNK_D),
-            "v": vectors(logit_gradients.v),
-            "desc_ds": descriptor(logit_gradients.ds, query_tile, channels=stretch),
+            "desc_do": make_descriptor(logit_gradients.grad, query_tile, channels=CHUNK_D),
+            "desc_v": make_descriptor(logit_gradients.v, keys_per_stretch, channels=CHUNK_D),
+            "v": make_vectors(logit_gradients.v),
+            "desc_ds": make_descriptor(logit_gradients.ds, query_tile, channels=keys_per_stretch),
             "backward_stats": logit_gradients.stats,
         }
-    grid = (piece.num_keys // stretch, piece.sizes.tokens // query_tile, q.shape[0] * q.shape[1])
+    grid = (
+        piece.num_keys // keys_per_stretch,
+        piece.sizes.num_tokens // query_tile,
+        q.shape[0] * q.shape[1],
+    )
     kernels.block_attention_split_p_kernel[grid](
-        desc_q=descriptor(q, query_tile, channels=CHUNK_D),
-        desc_k=descriptor(k, stretch, channels=CHUNK_D),
-        k=vectors(k),
-        desc_p=descriptor(p, query_tile, channels=stretch),
+        desc_q=make_descriptor(q, query_tile, channels=CHUNK_D),
+        desc_k=make_descriptor(k, keys_per_stretch, channels=CHUNK_D),
+        k=make_vectors(k),
+        desc_p=make_descriptor(p, query_tile, channels=keys_per_stretch),
         **backward_arguments,
         stats=stats,
         plan=piece.kernel_plan,
@@ -310,7 +320,7 @@ def _write_weights(
         **logit_scales(scale, softcap),
         **_constexpr_arguments(q, plan),
         BLOCK_M=query_tile,
-        STRETCH=stretch,
+        STRETCH=keys_per_stretch,
         D=q.shape[3],
         CHUNK_D=CHUNK_D,
     )
@@ -321,7 +331,7 @@ def _multiply_rows(
     *,
     x: Tensor,
     out: Tensor,
-    piece: Piece,
+    piece: QueryPiece,
     scale: float,
     m_i: Tensor | None = None,
     lse: Tensor | None = None,
@@ -338,35 +348,35 @@ def _multiply_rows(
         lse: float32 [B, H, N_q], the log-sum-exp, for weights of the forward pass; None if p needs
             no rescaling.
     """
-    plan, sizes, stretch = piece.plan, piece.sizes, piece.stretch
+    plan, sizes, keys_per_stretch = piece.plan, piece.sizes, piece.keys_per_stretch
     query_tile, key_tile = _choose_query_tile(plan), _choose_key_tile(plan)
     is_forward = lse is not None
     grid = (
-        triton.cdiv(x.shape[3], ROW_SLICE),
-        sizes.tokens // query_tile,
+        triton.cdiv(x.shape[3], ROW_SLICE_CHANNELS),
+        sizes.num_tokens // query_tile,
         out.shape[0] * out.shape[1],
     )
     kernels.block_attention_split_query_kernel[grid](
-        desc_p=descriptor(p, query_tile, channels=key_tile),
-        desc_x=descriptor(x, key_tile, channels=ROW_SLICE),
-        desc_out=descriptor(out, query_tile, channels=ROW_SLICE),
+        desc_p=make_descriptor(p, query_tile, channels=key_tile),
+        desc_x=make_descriptor(x, key_tile, channels=ROW_SLICE_CHANNELS),
+        desc_out=make_descriptor(out, query_tile, channels=ROW_SLICE_CHANNELS),
         m_i=m_i,
         lse=lse,
         plan=piece.kernel_plan,
         scale=scale,
-        allocated_stretches=piece.num_keys // stretch,
+        num_allocated_stretches=piece.num_keys // keys_per_stretch,
         sizes=sizes,
         **_constexpr_arguments(x, plan),
         BLOCK_M=query_tile,
         BLOCK_N=key_tile,
-        STRETCH=stretch,
-        BLOCK_D=ROW_SLICE,
+        STRETCH=keys_per_stretch,
+        BLOCK_D=ROW_SLICE_CHANNELS,
         HAS_FUTURE_KEYS=is_forward and has_future_keys(plan, sizes.q_length, x.shape[2]),
     )
 
 
 def _multiply_columns(
-    p: Tensor, *, x: Tensor, out: Tensor, piece: Piece, column_plan: Plan, scale: float
+    p: Tensor, *, x: Tensor, out: Tensor, piece: QueryPiece, column_plan: KernelPlan, scale: float
 ) -> None:
     """Add scale * sum_i p[i, j] x[i] to out[j], over the queries i of a piece that list key j.
 
@@ -382,12 +392,14 @@ def _multiply_columns(
     plan = piece.plan
     query_tile, key_tile = min(64, _choose_query_tile(plan)), _choose_key_tile(plan)
     batch, kv_heads, kv_length, dim = out.shape
-    slice_channels = min(COLUMN_SLICES, key=lambda slice_channels: _round_up(dim, slice_channels))
+    slice_channels = min(
+        COLUMN_SLICE_CHANNELS, key=lambda slice_channels: _round_up(dim, slice_channels)
+    )
     grid = (triton.cdiv(dim, slice_channels), triton.cdiv(kv_length, key_tile), batch * kv_heads)
     kernels.block_attention_split_bwd_key_kernel[grid](
-        desc_p=descriptor(p, query_tile, channels=key_tile),
-        desc_x=descriptor(x, query_tile, channels=slice_channels),
-        out=vectors(out),
+        desc_p=make_descriptor(p, query_tile, channels=key_tile),
+        desc_x=make_descriptor(x, query_tile, channels=slice_channels),
+        out=make_vectors(out),
         full_counts=piece.kernel_plan.full.counts,
         plan=column_plan,
         scale=scale,
@@ -404,16 +416,16 @@ def _multiply_columns(
 
 def _choose_query_tile(plan: PlanTensors) -> int:
     """Return the queries per tile, a divisor of the query block."""
-    return tile_of(plan.query_block, 128)
+    return choose_tile_size(plan.query_block, 128)
 
 
 def _choose_key_tile(plan: PlanTensors) -> int:
     """Return the keys per tile, a divisor of the key block."""
-    return tile_of(plan.key_block, 64)
+    return choose_tile_size(plan.key_block, 64)
 
 
-def _round_up(number: int, multiple: int) -> int:
-    return triton.cdiv(number, multiple) * multiple
+def _round_up(minimum: int, multiple: int) -> int:
+    return triton.cdiv(minimum, multiple) * multiple
 
 
 def _constexpr_arguments(x: Tensor, plan: PlanTensors) -> dict[str, int | str]:
@@ -421,7 +433,7 @@ def _constexpr_arguments(x: Tensor, plan: PlanTensors) -> dict[str, int | str]:
     return {
         "QUERY_BLOCK": plan.query_block,
         "KEY_BLOCK": plan.key_block,
-        "PRECISION": precision(x),
+        "PRECISION": choose_precision(x),
         "num_warps": 8,
         "num_stages": 3,
     }

@@ -15,16 +15,16 @@ import triton.language as tl
 from cab_hf.ops.attention.tiles import (
     LN_2,
     LOG2_E,
+    compute_plan_head_index,
     is_visible,
     load_key_ranges,
     load_tile,
+    load_tile_start,
     locate_tile,
-    plan_plane,
+    make_vector_pointers,
     replace_minus_infinity,
     store_tile,
     tanh,
-    tile_start,
-    vectors_at,
     zero_unseen,
 )
 
@@ -36,16 +36,16 @@ class StretchTile(NamedTuple):
         batch: Index of the batch row.
         head: Index of the query head.
         kv_head: KV head of the query head.
-        start: The first query of the tile.
-        key: [STRETCH], indices of the listed keys, clamped to the last key of the sequence.
+        first_query: The first query of the tile.
+        keys: [STRETCH], indices of the listed keys, clamped to the last key of the sequence.
         first_listed_key: Index of the first listed key of the stretch.
     """
 
     batch: tl.tensor
     head: tl.tensor
     kv_head: tl.tensor
-    start: tl.tensor
-    key: tl.tensor
+    first_query: tl.tensor
+    keys: tl.tensor
     first_listed_key: tl.tensor
 
 
@@ -91,7 +91,7 @@ def _compute_products(
 ):
     """Return x @ y.T [BLOCK_M, STRETCH] for the queries and keys of a tile.
 
-    The loop multiplies DEPTH channels per iteration.
+    The loop multiplies CHUNK_D channels per iteration.
 
     Args:
         desc_x: Descriptor of q or of the gradient of the output.
@@ -101,14 +101,14 @@ def _compute_products(
     """
     acc = tl.zeros((BLOCK_M, STRETCH), tl.float32)
     channel = tl.arange(0, CHUNK_D)[None, :]
-    y_ptrs = vectors_at(y, tile.batch, tile.kv_head, tile.key) + channel
+    y_ptrs = make_vector_pointers(y, tile.batch, tile.kv_head, tile.keys) + channel
     for first_channel in range(0, D, CHUNK_D):
-        # a: [BLOCK_M, DEPTH]; b: [STRETCH, DEPTH]
+        # x_tile: [BLOCK_M, CHUNK_D]; y_tile: [STRETCH, CHUNK_D]
         x_tile = load_tile(
             desc_x,
             tile.batch,
             tile.head,
-            token=tile.start,
+            token=tile.first_query,
             channel=first_channel,
             TOKENS=BLOCK_M,
             CHANNELS=CHUNK_D,
@@ -148,7 +148,7 @@ def block_attention_split_p_kernel(
     cap_scale,
     kv_length,
     sizes,
-    CAPPED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -179,9 +179,9 @@ def block_attention_split_p_kernel(
             batch=batch,
             head=head,
             kv_head=kv_head,
-            start=first_query,
+            first_query=first_query,
             # the last block may extend past the last key; such keys are masked below
-            key=tl.minimum(key, kv_length - 1),
+            keys=tl.minimum(key, kv_length - 1),
             first_listed_key=first_listed_key,
         )
         qk = _compute_products(
@@ -196,7 +196,7 @@ def block_attention_split_p_kernel(
             CHUNK_D=CHUNK_D,
             PRECISION=PRECISION,
         )
-        if CAPPED:
+        if HAS_SOFTCAP:
             qk = tanh(qk * cap_scale)
             tanh_slope = 1 - qk * qk
 
@@ -214,7 +214,7 @@ def block_attention_split_p_kernel(
             # which does not round
             m_i = tl.ceil(tl.max(qk, 1) * qk_scale)
             p = tl.exp2(qk * qk_scale - replace_minus_infinity(m_i)[:, None])
-            offset = (plane.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * sizes.tokens
+            offset = (plane.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * sizes.num_tokens
             offset += query_start + tl.arange(0, BLOCK_M)
             tl.store(stats.m_i + offset, m_i)
             tl.store(stats.l_i + offset, tl.sum(p, 1))
@@ -258,7 +258,7 @@ def block_attention_split_p_kernel(
                 PRECISION=PRECISION,
             )
             ds = p * (dp - delta[:, None])
-            if CAPPED:
+            if HAS_SOFTCAP:
                 ds *= tanh_slope
             store_tile(
                 desc_ds,
@@ -277,7 +277,7 @@ def block_attention_split_lse_kernel(
     stats,
     lse,
     plan,
-    allocated_stretches,
+    num_allocated_stretches,
     sizes,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
@@ -297,21 +297,23 @@ def block_attention_split_lse_kernel(
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     for start in range(0, num_stretches, BLOCK_STRETCHES):
-        # [STRETCHES, BLOCK_M]
+        # [BLOCK_STRETCHES, BLOCK_M]
         stretch = start + tl.arange(0, BLOCK_STRETCHES)
-        offset = (plane * allocated_stretches + stretch)[:, None] * sizes.tokens + token[None, :]
+        offset = (plane * num_allocated_stretches + stretch)[:, None] * sizes.num_tokens + token[
+            None, :
+        ]
         is_in_bounds = stretch[:, None] < num_stretches
-        stretch_m = tl.load(stats.m_i + offset, mask=is_in_bounds, other=float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(stretch_m, 0))
+        stretch_max = tl.load(stats.m_i + offset, mask=is_in_bounds, other=float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(stretch_max, 0))
         m_safe = replace_minus_infinity(m_new)
-        l_part = tl.load(stats.l_i + offset, mask=is_in_bounds, other=0.0) * tl.exp2(
-            stretch_m - m_safe[None, :]
+        stretch_sums = tl.load(stats.l_i + offset, mask=is_in_bounds, other=0.0) * tl.exp2(
+            stretch_max - m_safe[None, :]
         )
-        l_i = l_i * tl.exp2(m_i - m_safe) + tl.sum(l_part, 0)
+        l_i = l_i * tl.exp2(m_i - m_safe) + tl.sum(stretch_sums, 0)
         m_i = m_new
 
-    # write -inf for queries without keys. Padding queries (last < 0) may have a finite m_i, because
-    # full blocks are not masked
+    # write -inf for queries without keys. Padding queries (last_key < 0) may have a finite m_i,
+    # because full blocks are not masked
     query = sizes.first_query + token
     _, last_key = load_key_ranges(plan, batch, query, sizes.q_length)
     has_no_keys = (m_i == float("-inf")) | (last_key < 0)
@@ -329,7 +331,7 @@ def block_attention_split_query_kernel(
     lse,
     plan,
     scale,
-    allocated_stretches,
+    num_allocated_stretches,
     sizes,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
@@ -364,15 +366,15 @@ def block_attention_split_query_kernel(
         has_no_keys = lse_base_2 == float("-inf")
         lse_base_2 = tl.where(has_no_keys, 0.0, lse_base_2 * LOG2_E)
         lse_ceil = tl.ceil(lse_base_2)
-        m_i += plane.to(tl.int64) * allocated_stretches * sizes.tokens + token
+        m_i += plane.to(tl.int64) * num_allocated_stretches * sizes.num_tokens + token
         if HAS_FUTURE_KEYS:
             first_key, last_key = load_key_ranges(plan, batch, query, sizes.q_length)
 
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    TILES: tl.constexpr = KEY_BLOCK // BLOCK_N
-    for tile_index in range(0, num_listed * TILES):
+    TILES_PER_BLOCK: tl.constexpr = KEY_BLOCK // BLOCK_N
+    for tile_index in range(0, num_listed * TILES_PER_BLOCK):
         # p: [BLOCK_M, BLOCK_N]; x: [BLOCK_N, BLOCK_D]
-        slot = tile_index // TILES
+        slot = tile_index // TILES_PER_BLOCK
         block = tl.load((full_indices if slot < num_full else partial_indices) + slot)
         p = load_tile(
             desc_p,
@@ -385,9 +387,9 @@ def block_attention_split_query_kernel(
         )
         if lse is not None:
             # the factor is a power of two, so that the product does not round the weights
-            stretch_m = tl.load(m_i + tile_index * BLOCK_N // STRETCH * sizes.tokens)
-            p = p * tl.exp2(stretch_m - lse_ceil).to(p.dtype)[:, None]
-        key_start = block * KEY_BLOCK + tile_index % TILES * BLOCK_N
+            stretch_max = tl.load(m_i + tile_index * BLOCK_N // STRETCH * sizes.num_tokens)
+            p = p * tl.exp2(stretch_max - lse_ceil).to(p.dtype)[:, None]
+        key_start = block * KEY_BLOCK + tile_index % TILES_PER_BLOCK * BLOCK_N
         x = load_tile(
             desc_x,
             batch,
@@ -442,32 +444,34 @@ def block_attention_split_bwd_key_kernel(
     """
     batch = tl.program_id(2) // sizes.kv_heads
     kv_head = tl.program_id(2) % sizes.kv_heads
-    start = tl.program_id(1) * BLOCK_N
-    channel = tl.program_id(0) * BLOCK_D
-    group = sizes.heads // sizes.kv_heads
-    TILES: tl.constexpr = QUERY_BLOCK // BLOCK_M
+    key_start = tl.program_id(1) * BLOCK_N
+    first_channel = tl.program_id(0) * BLOCK_D
+    group_size = sizes.heads // sizes.kv_heads
+    TILES_PER_BLOCK: tl.constexpr = QUERY_BLOCK // BLOCK_M
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for head in range(kv_head * group, kv_head * group + group):
-        plan_head = plan_plane(batch, head, sizes)
-        column = plan_head * kv_blocks + start // KEY_BLOCK
-        for PARTIAL in tl.static_range(2):
-            lists = plan[PARTIAL]
+    for head in range(kv_head * group_size, kv_head * group_size + group_size):
+        plan_head_index = compute_plan_head_index(batch, head, sizes)
+        column = plan_head_index * kv_blocks + key_start // KEY_BLOCK
+        for IS_PARTIAL in tl.static_range(2):
+            lists = plan[IS_PARTIAL]
             offset = tl.load(lists.starts + column)
             rows = lists.rows + offset
             slots = lists.slots + offset
-            for i in range(0, tl.load(lists.counts + column) * TILES):
+            for i in range(0, tl.load(lists.counts + column) * TILES_PER_BLOCK):
                 # p: [BLOCK_M, BLOCK_N]; x: [BLOCK_M, BLOCK_D]
-                row = tile_start(rows, i, QUERY_BLOCK, BLOCK_M)
-                slot = tl.load(slots + i // TILES)
-                if PARTIAL:
+                query_start = load_tile_start(rows, i, QUERY_BLOCK, BLOCK_M)
+                slot = tl.load(slots + i // TILES_PER_BLOCK)
+                if IS_PARTIAL:
                     # in p, columns of partial blocks follow the columns of full blocks
-                    slot += tl.load(full_counts + plan_head * sizes.q_blocks + row // QUERY_BLOCK)
+                    slot += tl.load(
+                        full_counts + plan_head_index * sizes.q_blocks + query_start // QUERY_BLOCK
+                    )
                 p = load_tile(
                     desc_p,
                     batch,
                     head,
-                    token=row,
-                    channel=slot * KEY_BLOCK + start % KEY_BLOCK,
+                    token=query_start,
+                    channel=slot * KEY_BLOCK + key_start % KEY_BLOCK,
                     TOKENS=BLOCK_M,
                     CHANNELS=BLOCK_N,
                 )
@@ -475,18 +479,18 @@ def block_attention_split_bwd_key_kernel(
                     desc_x,
                     batch,
                     head,
-                    token=sizes.first_query + row,
-                    channel=channel,
+                    token=sizes.first_query + query_start,
+                    channel=first_channel,
                     TOKENS=BLOCK_M,
                     CHANNELS=BLOCK_D,
                 )
                 acc = tl.dot(p.T, x, acc, input_precision=PRECISION)
 
     # add to the sums of earlier pieces
-    key = start + tl.arange(0, BLOCK_N)
-    out_channel = channel + tl.arange(0, BLOCK_D)[None, :]
+    key = key_start + tl.arange(0, BLOCK_N)
+    out_channel = first_channel + tl.arange(0, BLOCK_D)[None, :]
     is_in_bounds = (key[:, None] < kv_length) & (out_channel < D)
-    pointers = vectors_at(out, batch, kv_head, key) + out_channel
+    pointers = make_vector_pointers(out, batch, kv_head, key) + out_channel
     tl.store(
         pointers, tl.load(pointers, mask=is_in_bounds, other=0.0) + acc * scale, mask=is_in_bounds
     )

@@ -20,15 +20,16 @@ from cab_hf.ops.attention.transpose import ColumnLists, pack_columns
 from cab_hf.plan import BlockIndices
 
 # bytes; the address and the strides of a tensor with a descriptor must be multiples of this number
-ALIGNMENT = 16
+ALIGNMENT_BYTES = 16
 # `BackwardStats` are padded to a multiple of this number of queries, which is a multiple of every
 # query tile, so that kernels read `BackwardStats` without a mask
-WHOLE_TILE = 128
+PADDED_LENGTH_MULTIPLE = 128
 # queries whose `BackwardStats` one program computes
-STATS_TILE = 32
+STATS_TILE_QUERIES = 32
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# smallest result of `magnitude` for infinities and NaN; results for finite numbers are smaller
+# smallest result of `get_magnitude_bits` for infinities and NaN; results for finite numbers are
+# smaller
 INFINITE_BITS = tl.constexpr(0x7F800000)
 
 
@@ -53,7 +54,7 @@ class PlanTensors(NamedTuple):
     key_block: int
 
 
-class Lists(NamedTuple):
+class BlockLists(NamedTuple):
     """`BlockIndices` as an argument of kernels.
 
     Attributes:
@@ -67,7 +68,7 @@ class Lists(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, lists: BlockIndices) -> Lists:
+    def of(cls, lists: BlockIndices) -> BlockLists:
         """Convert `BlockIndices`. Lists of width 1 get a second, unused entry per query block."""
         # Triton 3.6 makes an integer argument of 1 a constant, and loses a constant in a tuple
         # inside a tuple. Therefore ``width`` must not be 1
@@ -75,7 +76,7 @@ class Lists(NamedTuple):
         return cls(lists.counts, lists.indices, lists.width)
 
 
-class Plan(NamedTuple):
+class KernelPlan(NamedTuple):
     """`PlanTensors` as an argument of kernels. Block sizes are separate, constant arguments.
 
     Kernels read ``plan[0]`` for the full lists and ``plan[1]`` for the partial lists.
@@ -90,15 +91,15 @@ class Plan(NamedTuple):
         last_key_stride: Elements between two batch rows of ``last_key``.
     """
 
-    full: Lists | ColumnLists
-    partial: Lists | ColumnLists
+    full: BlockLists | ColumnLists
+    partial: BlockLists | ColumnLists
     first_key: Tensor
     last_key: Tensor
     first_key_stride: int
     last_key_stride: int
 
 
-class Sizes(NamedTuple):
+class AttentionSizes(NamedTuple):
     """Sizes of an attention call as an argument of kernels.
 
     Attributes:
@@ -109,7 +110,7 @@ class Sizes(NamedTuple):
         q_blocks: Number of query blocks in the lists. `split` passes the lists of a piece of
             consecutive query blocks.
         first_query: Index of the first query of the piece; 0 without pieces.
-        tokens: Number of queries of the piece, a multiple of the query block; 0 without pieces.
+        num_tokens: Number of queries of the piece, a multiple of the query block; 0 without pieces.
     """
 
     heads: int
@@ -118,7 +119,7 @@ class Sizes(NamedTuple):
     q_length: int
     q_blocks: int
     first_query: int = 0
-    tokens: int = 0
+    num_tokens: int = 0
 
 
 class Vectors(NamedTuple):
@@ -126,13 +127,13 @@ class Vectors(NamedTuple):
 
     Attributes:
         data: The tensor.
-        batch, head, token: Strides of the first three dimensions, in elements.
+        batch_stride, head_stride, token_stride: Strides of the first three dimensions, in elements.
     """
 
     data: Tensor
-    batch: int
-    head: int
-    token: int
+    batch_stride: int
+    head_stride: int
+    token_stride: int
 
 
 class Tiles(NamedTuple):
@@ -140,17 +141,17 @@ class Tiles(NamedTuple):
 
     Attributes:
         data: The tensor.
-        batch, head, token: Strides of the first three dimensions, in elements.
-        tokens: N.
-        channels: D.
+        batch_stride, head_stride, token_stride: Strides of the first three dimensions, in elements.
+        num_tokens: N.
+        num_channels: D.
     """
 
     data: Tensor
-    batch: int
-    head: int
-    token: int
-    tokens: int
-    channels: int
+    batch_stride: int
+    head_stride: int
+    token_stride: int
+    num_tokens: int
+    num_channels: int
 
 
 class BackwardStats(NamedTuple):
@@ -160,7 +161,7 @@ class BackwardStats(NamedTuple):
         lse: float32 [B, H, padded_length], the log-sum-exp to base two. It is +inf for queries
             without keys and after the last query, so that all weights of such queries are 0.
         delta: float32 [B, H, padded_length], (sum over channels of grad * out) - grad_lse.
-        padded_length: N_q rounded up to `WHOLE_TILE`.
+        padded_length: N_q rounded up to `PADDED_LENGTH_MULTIPLE`.
     """
 
     lse: Tensor
@@ -168,7 +169,9 @@ class BackwardStats(NamedTuple):
     padded_length: int
 
 
-def make_kernel_arguments(q: Tensor, k: Tensor, plan: PlanTensors) -> tuple[Plan, Sizes]:
+def make_kernel_arguments(
+    q: Tensor, k: Tensor, plan: PlanTensors
+) -> tuple[KernelPlan, AttentionSizes]:
     """Return the arguments ``plan`` and ``sizes`` of the kernels.
 
     Args:
@@ -176,12 +179,12 @@ def make_kernel_arguments(q: Tensor, k: Tensor, plan: PlanTensors) -> tuple[Plan
         k: [B, H_kv, N_k, D].
         plan: The plan, or the part of the plan for a piece of consecutive query blocks.
     """
-    full, partial = Lists.of(plan.full), Lists.of(plan.partial)
+    full, partial = BlockLists.of(plan.full), BlockLists.of(plan.partial)
     first_key, last_key = (
         x if x.stride(1) == 1 else x.contiguous() for x in (plan.first_key, plan.last_key)
     )
     _, plan_heads, q_blocks = full.counts.shape
-    kernel_plan = Plan(
+    kernel_plan = KernelPlan(
         full=full,
         partial=partial,
         first_key=first_key,
@@ -189,7 +192,7 @@ def make_kernel_arguments(q: Tensor, k: Tensor, plan: PlanTensors) -> tuple[Plan
         first_key_stride=first_key.stride(0),
         last_key_stride=last_key.stride(0),
     )
-    sizes = Sizes(
+    sizes = AttentionSizes(
         heads=q.shape[1],
         kv_heads=k.shape[1],
         plan_heads=plan_heads,
@@ -199,7 +202,7 @@ def make_kernel_arguments(q: Tensor, k: Tensor, plan: PlanTensors) -> tuple[Plan
     return kernel_plan, sizes
 
 
-def transpose_plan(plan: Plan, kv_blocks: int, with_slots: bool = False) -> Plan:
+def transpose_plan(plan: KernelPlan, kv_blocks: int, with_slots: bool = False) -> KernelPlan:
     """Return the plan with `ColumnLists`: the query blocks that list each key block.
 
     Args:
@@ -225,20 +228,20 @@ def compute_backward_stats(
         lse: float32 [B, H, N_q], the log-sum-exp (natural logarithm).
     """
     batch, heads, length, dim = grad.shape
-    padded_length = triton.cdiv(length, WHOLE_TILE) * WHOLE_TILE
+    padded_length = triton.cdiv(length, PADDED_LENGTH_MULTIPLE) * PADDED_LENGTH_MULTIPLE
     stats = BackwardStats(
         lse=lse.new_empty(batch, heads, padded_length),
         delta=lse.new_empty(batch, heads, padded_length),
         padded_length=padded_length,
     )
-    _backward_stats_kernel[(padded_length // STATS_TILE, batch * heads)](
-        grad=vectors(grad),
-        out=vectors(out),
+    _backward_stats_kernel[(padded_length // STATS_TILE_QUERIES, batch * heads)](
+        grad=make_vectors(grad),
+        out=make_vectors(out),
         lse=lse,
         stats=stats,
         heads=heads,
         length=length,
-        BLOCK_M=STATS_TILE,
+        BLOCK_M=STATS_TILE_QUERIES,
         D=dim,
         BLOCK_D=triton.next_power_of_2(min(dim, 128)),
         num_warps=4,
@@ -254,13 +257,13 @@ def make_descriptor_ready(x: Tensor) -> Tensor:
     Args:
         x: [B, H, N, D].
     """
-    is_aligned = all(stride * x.element_size() % ALIGNMENT == 0 for stride in x.stride()[:3])
-    if is_aligned and x.stride(3) == 1 and x.data_ptr() % ALIGNMENT == 0:
+    is_aligned = all(stride * x.element_size() % ALIGNMENT_BYTES == 0 for stride in x.stride()[:3])
+    if is_aligned and x.stride(3) == 1 and x.data_ptr() % ALIGNMENT_BYTES == 0:
         return x
-    return x.contiguous().clone() if x.data_ptr() % ALIGNMENT else x.contiguous()
+    return x.contiguous().clone() if x.data_ptr() % ALIGNMENT_BYTES else x.contiguous()
 
 
-def empty_transposed(x: Tensor, dim: int | None = None) -> Tensor:
+def allocate_transposed(x: Tensor, dim: int | None = None) -> Tensor:
     """Allocate [B, H, N, D] with the memory layout [B, N, H, D].
 
     Models transpose the output of attention to [B, N, H, D], which is then contiguous.
@@ -273,13 +276,17 @@ def empty_transposed(x: Tensor, dim: int | None = None) -> Tensor:
     return x.new_empty(batch, length, heads, dim or x.shape[3]).transpose(1, 2)
 
 
-def vectors(x: Tensor) -> Vectors:
+def make_vectors(x: Tensor) -> Vectors:
     """Return x [B, H, N, D] with its strides, as an argument of kernels. D must be contiguous."""
     batch_stride, head_stride, token_stride = x.stride()[:3]
-    return Vectors(data=x, batch=batch_stride, head=head_stride, token=token_stride)
+    return Vectors(
+        data=x, batch_stride=batch_stride, head_stride=head_stride, token_stride=token_stride
+    )
 
 
-def descriptor(x: Tensor, tokens: int, channels: int | None = None) -> TensorDescriptor | Tiles:
+def make_descriptor(
+    x: Tensor, tokens: int, channels: int | None = None
+) -> TensorDescriptor | Tiles:
     """Return x [B, H, N, D] as an argument of kernels that use `load_tile` or `store_tile`.
 
     Args:
@@ -291,17 +298,17 @@ def descriptor(x: Tensor, tokens: int, channels: int | None = None) -> TensorDes
         batch_stride, head_stride, token_stride = x.stride()[:3]
         return Tiles(
             data=x,
-            batch=batch_stride,
-            head=head_stride,
-            token=token_stride,
-            tokens=x.shape[2],
-            channels=x.shape[3],
+            batch_stride=batch_stride,
+            head_stride=head_stride,
+            token_stride=token_stride,
+            num_tokens=x.shape[2],
+            num_channels=x.shape[3],
         )
     block_shape = [1, 1, tokens, channels or triton.next_power_of_2(x.shape[3])]
     return TensorDescriptor.from_tensor(x, block_shape)
 
 
-def tile_of(block_size: int, max_size: int) -> int:
+def choose_tile_size(block_size: int, max_size: int) -> int:
     """Return the largest power of two that divides ``block_size``, at most ``max_size``."""
     return min(max_size, block_size & -block_size)
 
@@ -316,7 +323,7 @@ def has_future_keys(plan: PlanTensors, q_length: int, kv_length: int) -> bool:
     return q_length != kv_length or plan.key_block > plan.query_block
 
 
-def precision(x: Tensor) -> str:
+def choose_precision(x: Tensor) -> str:
     """Return the precision of matrix products in kernels, an argument of `tl.dot`.
 
     float32 products use tf32 on NVIDIA's GPUs and float32 elsewhere (gfx950 has no tf32). Products
@@ -333,11 +340,15 @@ def logit_scales(scale: float, softcap: float) -> dict[str, float | bool]:
 
     Args:
         scale: Factor of the products.
-        softcap: Soft cap of the logits to base e, see `reference.capped`; 0 for no cap.
+        softcap: Soft cap of the logits to base e, see `reference.cap_logits`; 0 for no cap.
     """
     outer_scale = softcap or scale
     inner_scale = scale / softcap if softcap else 0.0
-    return {"qk_scale": outer_scale * LOG2_E.value, "cap_scale": inner_scale, "CAPPED": softcap > 0}
+    return {
+        "qk_scale": outer_scale * LOG2_E.value,
+        "cap_scale": inner_scale,
+        "HAS_SOFTCAP": softcap > 0,
+    }
 
 
 @triton.jit
@@ -347,7 +358,7 @@ def locate_tile(plane, start, sizes, QUERY_BLOCK: tl.constexpr):
     Args:
         plane: batch * heads + head.
         start: The first query of the tile, counted from ``sizes.first_query``.
-        sizes: `Sizes`.
+        sizes: `AttentionSizes`.
 
     Returns:
         batch: Index of the batch row.
@@ -359,32 +370,35 @@ def locate_tile(plane, start, sizes, QUERY_BLOCK: tl.constexpr):
     batch = plane // sizes.heads
     head = plane % sizes.heads
     kv_head = head // (sizes.heads // sizes.kv_heads)
-    plan_row = plan_plane(batch, head, sizes) * sizes.q_blocks + start // QUERY_BLOCK
+    plan_row = compute_plan_head_index(batch, head, sizes) * sizes.q_blocks + start // QUERY_BLOCK
     return batch, head, kv_head, plan_row
 
 
 @triton.jit
-def plan_plane(batch, head, sizes):
+def compute_plan_head_index(batch, head, sizes):
     """Return batch * plan_heads + plan_head as int64, for the plan head of a query head."""
     plan_head = head // (sizes.heads // sizes.plan_heads)
     return (batch * sizes.plan_heads + plan_head).to(tl.int64)
 
 
 @triton.jit
-def tile_start(indices, tile_index, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def load_tile_start(indices, tile_index, BLOCK_TOKENS: tl.constexpr, TILE_TOKENS: tl.constexpr):
     """Return the first token of the i-th tile of a list of blocks.
 
     Args:
         indices: Pointer to the list of blocks.
-        tile_index: Index of the tile. Tiles are counted over all listed blocks, BLOCK // TILE per
-            block.
+        tile_index: Index of the tile. Tiles are counted over all listed blocks, with
+            BLOCK_TOKENS // TILE_TOKENS tiles per block.
     """
-    TILES: tl.constexpr = BLOCK // TILE
-    return tl.load(indices + tile_index // TILES) * BLOCK + tile_index % TILES * TILE
+    TILES_PER_BLOCK: tl.constexpr = BLOCK_TOKENS // TILE_TOKENS
+    return (
+        tl.load(indices + tile_index // TILES_PER_BLOCK) * BLOCK_TOKENS
+        + tile_index % TILES_PER_BLOCK * TILE_TOKENS
+    )
 
 
 @triton.jit
-def vectors_at(x, batch, head, token):
+def make_vector_pointers(x, batch, head, token):
     """Return pointers [N, 1] to the first channel of N tokens.
 
     Args:
@@ -392,13 +406,13 @@ def vectors_at(x, batch, head, token):
         batch, head: Indices of the batch row and the head.
         token: [N], indices of the tokens.
     """
-    plane = x.data + batch.to(tl.int64) * x.batch + head.to(tl.int64) * x.head
-    return plane + token.to(tl.int64)[:, None] * x.token
+    plane = x.data + batch.to(tl.int64) * x.batch_stride + head.to(tl.int64) * x.head_stride
+    return plane + token.to(tl.int64)[:, None] * x.token_stride
 
 
 @triton.jit
 def load_tile(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Load a tile [TOKENS, CHANNELS] of the tensor of a `descriptor`.
+    """Load a tile [TOKENS, CHANNELS] of ``x``, a result of `make_descriptor`.
 
     ``token`` and ``channel`` are the indices of the first token and channel of the tile. Entries
     after the tensor's last token or last channel are 0.
@@ -406,7 +420,7 @@ def load_tile(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl
     if isinstance(x, tl.tensor_descriptor):
         tile = x.load([batch, head, token, channel]).reshape(TOKENS, CHANNELS)
     else:
-        pointers, is_in_bounds = _tile_pointers(
+        pointers, is_in_bounds = _make_tile_pointers(
             x, batch, head, token=token, channel=channel, TOKENS=TOKENS, CHANNELS=CHANNELS
         )
         tile = tl.load(pointers, mask=is_in_bounds, other=0.0)
@@ -424,7 +438,7 @@ def store_tile(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Write ``tile`` [TOKENS, CHANNELS] to the tensor of a `descriptor`, in the tensor's dtype.
+    """Write ``tile`` [TOKENS, CHANNELS] to ``x``, a result of `make_descriptor`, in the dtype of x.
 
     ``token`` and ``channel`` are the indices of the first token and channel of the tile. Entries
     after the tensor's last token or last channel are not written.
@@ -433,22 +447,24 @@ def store_tile(
         tile = tile.to(x.dtype).reshape(1, 1, TOKENS, CHANNELS)
         x.store([batch, head, token, channel], tile)
     else:
-        pointers, is_in_bounds = _tile_pointers(
+        pointers, is_in_bounds = _make_tile_pointers(
             x, batch, head, token=token, channel=channel, TOKENS=TOKENS, CHANNELS=CHANNELS
         )
         tl.store(pointers, tile.to(x.data.dtype.element_ty), mask=is_in_bounds)
 
 
 @triton.jit
-def _tile_pointers(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
+def _make_tile_pointers(
+    x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl.constexpr
+):
     """Return pointers to a tile of `Tiles`, and a mask of existing entries, [TOKENS, CHANNELS]."""
     tokens = token + tl.arange(0, TOKENS)
     channels = channel + tl.arange(0, CHANNELS)[None, :]
-    is_in_bounds = (tokens < x.tokens)[:, None] & (channels < x.channels)
+    is_in_bounds = (tokens < x.num_tokens)[:, None] & (channels < x.num_channels)
     # in Triton's interpreter, a loop variable is a Python integer, which has no method ``to``. The
     # sum with a tensor is a tensor
     zero = tl.zeros([], tl.int32)
-    return vectors_at(x, batch + zero, head + zero, tokens) + channels, is_in_bounds
+    return make_vector_pointers(x, batch + zero, head + zero, tokens) + channels, is_in_bounds
 
 
 @triton.jit
@@ -494,7 +510,7 @@ def replace_minus_infinity(max_logit):
 
 
 @triton.jit
-def magnitude(x):
+def get_magnitude_bits(x):
     """Return the bits of float32 ``x`` without the sign, int32.
 
     The results have the same order as the absolute values, and the result for NaN is larger than
@@ -517,7 +533,7 @@ def tanh(x):
 
 
 @triton.jit
-def online_softmax_update(m_i, l_i, qk, qk_scale, MASKED: tl.constexpr):
+def online_softmax_update(m_i, l_i, qk, qk_scale, IS_MASKED: tl.constexpr):
     """Update the statistics of an online softmax by one tile of logits.
 
     Args:
@@ -525,7 +541,7 @@ def online_softmax_update(m_i, l_i, qk, qk_scale, MASKED: tl.constexpr):
         l_i: [BLOCK_M], the sum of exp2(logit - m_i) so far.
         qk: [BLOCK_M, BLOCK_N], products of queries and keys, not scaled; -inf where masked.
         qk_scale: Factor that turns products into logits to base two, see `logit_scales`.
-        MASKED: False if every query has a finite logit in ``qk``.
+        IS_MASKED: False if every query has a finite logit in ``qk``.
 
     Returns:
         m_i, l_i: The updated statistics.
@@ -533,7 +549,7 @@ def online_softmax_update(m_i, l_i, qk, qk_scale, MASKED: tl.constexpr):
         alpha: [BLOCK_M], factor that rescales an accumulator to the new m_i.
     """
     m_new = tl.maximum(m_i, tl.max(qk, 1) * qk_scale)
-    m_safe = replace_minus_infinity(m_new) if MASKED else m_new
+    m_safe = replace_minus_infinity(m_new) if IS_MASKED else m_new
     p = tl.exp2(qk * qk_scale - m_safe[:, None])
     alpha = tl.exp2(m_i - m_safe)
     return m_new, l_i * alpha + tl.sum(p, 1), p, alpha
@@ -557,8 +573,8 @@ def _backward_stats_kernel(
     head = tl.program_id(1) % heads
     query = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_in_bounds = query < length
-    grad_ptrs = vectors_at(grad, batch, head, query)
-    out_ptrs = vectors_at(out, batch, head, query)
+    grad_ptrs = make_vector_pointers(grad, batch, head, query)
+    out_ptrs = make_vector_pointers(out, batch, head, query)
     delta = tl.zeros((BLOCK_M,), tl.float32)
     for start in tl.static_range(0, D, BLOCK_D):
         # [BLOCK_M, BLOCK_D]

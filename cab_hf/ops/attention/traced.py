@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.library import CustomOpDef
 
 from cab_hf.ops import reference
-from cab_hf.ops.reference import Masks, capped
+from cab_hf.ops.reference import Masks, cap_logits
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges
 
 # schema of the arguments that pass a plan to the op, see `PlanArguments`
@@ -165,11 +165,14 @@ def register_attention_op(
         ctx.out_shape = output[0].shape
         ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
         # None for inputs that are tensors; (x,) for other inputs x, because x itself may be None
-        ctx.values = [None if isinstance(x, Tensor) else (x,) for x in inputs]
+        ctx.non_tensor_inputs = [None if isinstance(x, Tensor) else (x,) for x in inputs]
 
     def differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple:
         tensors = iter(ctx.saved_tensors)
-        inputs = [next(tensors) if value is None else value[0] for value in ctx.values]
+        inputs = [
+            next(tensors) if non_tensor_input is None else non_tensor_input[0]
+            for non_tensor_input in ctx.non_tensor_inputs
+        ]
         grad = inputs[0].new_zeros(ctx.out_shape) if grad is None else grad
         return *backward_op(grad, grad_lse, *inputs), *(None,) * (len(inputs) - 3)
 
@@ -223,20 +226,20 @@ def compute_gradients(
     dtype, group_shape = torch.promote_types(q.dtype, torch.float32), (k.shape[1], -1)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
     for chunk in masks:
-        rows, keys = chunk.rows, chunk.keys
-        # query, out_grad: [B, H_kv, g, rows, D]; key, value: [B, H_kv, 1, keys, D]
+        rows, keys = chunk.query_slice, chunk.key_slice
+        # q_chunk, grad_chunk: [B, H_kv, g, rows, D]; k_chunk, v_chunk: [B, H_kv, 1, keys, D]
         q_chunk, grad_chunk = (x[:, :, rows].to(dtype).unflatten(1, group_shape) for x in (q, grad))
         k_chunk, v_chunk = (x[:, :, keys].to(dtype).unsqueeze(2) for x in (k, v))
         mask_shape = q_chunk.shape[0], q.shape[1], -1, -1
-        is_unseen = ~chunk.seen.expand(mask_shape).unflatten(1, group_shape)
-        if not chunk.is_finite:
+        is_unseen = ~chunk.is_attended.expand(mask_shape).unflatten(1, group_shape)
+        if not chunk.has_finite_kv:
             # as in the forward pass: 0 * NaN is NaN, so that keys and values with a weight of 0 are
             # replaced by zeros
             is_unused = is_unseen.all(dim=-2).unsqueeze(-1)
             k_chunk, v_chunk = (torch.where(is_unused, 0.0, x) for x in (k_chunk, v_chunk))
 
         # logits, p, dp, ds: [B, H_kv, g, rows, keys]
-        logits = capped(q_chunk @ k_chunk.transpose(-1, -2) * scale, softcap)
+        logits = cap_logits(q_chunk @ k_chunk.transpose(-1, -2) * scale, softcap)
         softcap_slope = None if softcap is None else 1 - (logits / softcap).square()
         if chunk.logit_bias is not None:
             logits = logits + chunk.logit_bias.expand(mask_shape).unflatten(1, group_shape)
@@ -258,17 +261,17 @@ def _attend_by_reference(q, k, v, scale, softcap, *plan_values):
 
     The log-sum-exp is an empty tensor if ``return_lse`` is False.
     """
-    arguments = PlanArguments._make(plan_values)
+    plan_arguments = PlanArguments._make(plan_values)
     result = reference.attention(
         q,
         k,
         v,
-        arguments.to_block_plan(),
+        plan_arguments.to_block_plan(),
         scale=scale,
-        return_lse=arguments.return_lse,
+        return_lse=plan_arguments.return_lse,
         softcap=softcap,
     )
-    return result if arguments.return_lse else (result, q.new_empty(0, dtype=torch.float32))
+    return result if plan_arguments.return_lse else (result, q.new_empty(0, dtype=torch.float32))
 
 
 def _make_masks(q, k, v, *plan_values):

@@ -19,14 +19,16 @@ from cab_hf.plan import BlockIndices
 # bits per word of the bitmap
 WORD_BITS = 32
 # entries of a list, or rows of the bitmap, that a program reads at a time
-CHUNK = 256
+ENTRIES_PER_CHUNK = 256
 # bytes; transposed lists up to this size have the largest possible width. Larger lists have the
 # smallest sufficient width, which needs a device sync
-WIDE_LISTS_BYTES = 64 << 20
+MAX_WIDE_LISTS_BYTES = 64 << 20
 
 
 class ColumnLists(NamedTuple):
     """Lists of the rows that list each key block, packed without gaps, as an argument of kernels.
+
+    P is the number of heads of the plan, and C the number of key blocks.
 
     Attributes:
         counts: int32 [B, P, C], the number of rows that list each key block.
@@ -44,113 +46,124 @@ class ColumnLists(NamedTuple):
     slots: Tensor
 
 
-def pack_columns(lists: BlockIndices, columns: int, with_slots: bool = False) -> ColumnLists:
+def pack_columns(lists: BlockIndices, num_columns: int, with_slots: bool = False) -> ColumnLists:
     """Compute the transpose of ``lists`` as `ColumnLists`, without a device sync.
 
     Args:
-        lists: Lists of key blocks per row: `BlockIndices`, or `Lists` of `tiles`.
-        columns: C, the number of key blocks.
+        lists: Lists of key blocks per row: `BlockIndices`, or `BlockLists` of `tiles`.
+        num_columns: C, the number of key blocks.
         with_slots: True to compute `ColumnLists.slots`.
     """
-    bits, counts = _make_bitmap(lists, columns)
+    bitmap, counts = _make_bitmap(lists, num_columns)
     starts = counts.flatten().cumsum(0, dtype=torch.int64) - counts.flatten()
     starts = starts.view_as(counts)
     rows = lists.indices.new_empty(max(1, lists.indices.numel()))
     slots = torch.empty_like(rows) if with_slots else None
-    _write_rows(bits, starts=starts, rows=rows, lists=lists, slots=slots)
+    _write_rows(bitmap, starts=starts, rows=rows, lists=lists, slots=slots)
     return ColumnLists(
         counts=counts, starts=starts, rows=rows, slots=rows if slots is None else slots
     )
 
 
-def transpose(lists: BlockIndices, columns: int) -> BlockIndices:
+def transpose(lists: BlockIndices, num_columns: int) -> BlockIndices:
     """Compute `BlockIndices.transpose` on the GPU.
 
     The allocated width of the result is the number of rows. If the result would then need more than
-    `WIDE_LISTS_BYTES`, the width is the length of the longest list, which needs a device sync.
+    `MAX_WIDE_LISTS_BYTES`, the width is the length of the longest list, which needs a device sync.
     While a CUDA graph is captured, the width is always the number of rows.
 
     Args:
         lists: Lists of key blocks per row.
-        columns: C, the number of key blocks.
+        num_columns: C, the number of key blocks.
     """
     batch, heads, num_rows = lists.counts.shape
-    is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    is_wide = is_captured or 4 * batch * heads * columns * num_rows <= WIDE_LISTS_BYTES
-    bits, counts = _make_bitmap(lists, columns)
-    width = num_rows if is_wide else max(1, int(counts.max()))
+    is_capturing_graph = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    has_max_width = (
+        is_capturing_graph or 4 * batch * heads * num_columns * num_rows <= MAX_WIDE_LISTS_BYTES
+    )
+    bitmap, counts = _make_bitmap(lists, num_columns)
+    width = num_rows if has_max_width else max(1, int(counts.max()))
     starts = torch.arange(counts.numel(), device=counts.device, dtype=torch.int64) * width
     indices = lists.indices.new_zeros((*counts.shape, width))
-    _write_rows(bits, starts=starts.view_as(counts), rows=indices, lists=lists, slots=None)
+    _write_rows(bitmap, starts=starts.view_as(counts), rows=indices, lists=lists, slots=None)
     return BlockIndices(counts, indices)
 
 
-def _make_bitmap(lists: BlockIndices, columns: int) -> tuple[Tensor, Tensor]:
+def _make_bitmap(lists: BlockIndices, num_columns: int) -> tuple[Tensor, Tensor]:
     """Return the bitmap of ``lists``, and the number of rows that list each key block.
 
     Returns:
-        bits: int32 [B, P, C, words]. Bit r % 32 of word r // 32 is set if row r lists the block.
+        bitmap: int32 [B, P, C, words]. Bit r % 32 of word r // 32 is set if row r lists the block.
         counts: int32 [B, P, C].
     """
     batch, heads, num_rows = lists.counts.shape
     num_words = triton.cdiv(num_rows, WORD_BITS)
-    bits = lists.indices.new_zeros(batch, heads, columns, num_words)
-    counts = lists.counts.new_empty(batch, heads, columns)
+    bitmap = lists.indices.new_zeros(batch, heads, num_columns, num_words)
+    counts = lists.counts.new_empty(batch, heads, num_columns)
     if lists.width:
         _mark_kernel[(num_rows, batch * heads)](
             counts=lists.counts,
             indices=lists.indices,
-            bits=bits,
+            bitmap=bitmap,
             num_rows=num_rows,
             width=lists.width,
-            columns=columns,
+            num_columns=num_columns,
             num_words=num_words,
-            CHUNK=CHUNK,
+            ENTRIES_PER_CHUNK=ENTRIES_PER_CHUNK,
             num_warps=1,
         )
-    _count_kernel[(columns, batch * heads)](
-        bits=bits,
+    _count_kernel[(num_columns, batch * heads)](
+        bitmap=bitmap,
         counts=counts,
-        columns=columns,
+        num_columns=num_columns,
         num_words=num_words,
-        WORDS=triton.next_power_of_2(num_words),
+        BLOCK_WORDS=triton.next_power_of_2(num_words),
         num_warps=1,
     )
-    return bits, counts
+    return bitmap, counts
 
 
 def _write_rows(
-    bits: Tensor, *, starts: Tensor, rows: Tensor, lists: BlockIndices, slots: Tensor | None
+    bitmap: Tensor, *, starts: Tensor, rows: Tensor, lists: BlockIndices, slots: Tensor | None
 ) -> None:
     """Write the rows of every key block, ascending, to ``rows``.
 
     Args:
-        bits: int32 [B, P, C, words], the bitmap of ``lists``.
+        bitmap: int32 [B, P, C, words], the bitmap of ``lists``.
         starts: int64 [B, P, C], index of each key block's first row in the flat ``rows``.
         rows: int32, receives the rows; its shape depends on ``starts``.
         lists: Lists of key blocks per row.
         slots: int32, shape of ``rows``, receives the index of the key block in the list of each
             row; None if not needed.
     """
-    batch, heads, columns, num_words = bits.shape
-    _unpack_kernel[(columns, batch * heads)](
-        bits=bits,
+    batch, heads, num_columns, num_words = bitmap.shape
+    _unpack_kernel[(num_columns, batch * heads)](
+        bitmap=bitmap,
         starts=starts,
         rows=rows,
         slots=slots,
         list_counts=lists.counts,
         list_indices=lists.indices,
-        columns=columns,
+        num_columns=num_columns,
         num_words=num_words,
         num_rows=lists.counts.shape[2],
         width=lists.width,
-        CHUNK=CHUNK,
+        ENTRIES_PER_CHUNK=ENTRIES_PER_CHUNK,
         num_warps=1,
     )
 
 
 @triton.jit
-def _mark_kernel(counts, indices, bits, num_rows, width, columns, num_words, CHUNK: tl.constexpr):
+def _mark_kernel(
+    counts,
+    indices,
+    bitmap,
+    num_rows,
+    width,
+    num_columns,
+    num_words,
+    ENTRIES_PER_CHUNK: tl.constexpr,
+):
     """Set the bit of one row in the bitmap of every key block that the row lists."""
     row = tl.program_id(0)
     plane = tl.program_id(1).to(tl.int64)
@@ -158,41 +171,41 @@ def _mark_kernel(counts, indices, bits, num_rows, width, columns, num_words, CHU
     indices += (plane * num_rows + row) * width
     # bit 31 makes an int32 word negative; this has no effect, because words are only read as bits
     bit = 1 << (row % 32)
-    bits += plane * columns * num_words + row // 32
-    for start in range(0, count, CHUNK):
-        slot = start + tl.arange(0, CHUNK)
+    bitmap += plane * num_columns * num_words + row // 32
+    for start in range(0, count, ENTRIES_PER_CHUNK):
+        slot = start + tl.arange(0, ENTRIES_PER_CHUNK)
         is_listed = slot < count
         column = tl.load(indices + slot, mask=is_listed, other=0)
-        tl.atomic_or(bits + column.to(tl.int64) * num_words, bit, mask=is_listed)
+        tl.atomic_or(bitmap + column.to(tl.int64) * num_words, bit, mask=is_listed)
 
 
 @triton.jit
-def _count_kernel(bits, counts, columns, num_words, WORDS: tl.constexpr):
+def _count_kernel(bitmap, counts, num_columns, num_words, BLOCK_WORDS: tl.constexpr):
     """Count the rows that list one key block: the set bits of its bitmap."""
     column = tl.program_id(0)
     plane = tl.program_id(1).to(tl.int64)
-    word_index = tl.arange(0, WORDS)
-    bits += (plane * columns + column) * num_words
-    word = tl.load(bits + word_index, mask=word_index < num_words, other=0)
-    total = tl.zeros((WORDS,), tl.int32)
+    word_index = tl.arange(0, BLOCK_WORDS)
+    bitmap += (plane * num_columns + column) * num_words
+    word = tl.load(bitmap + word_index, mask=word_index < num_words, other=0)
+    num_set_bits = tl.zeros((BLOCK_WORDS,), tl.int32)
     for bit in tl.static_range(32):
-        total += (word >> bit) & 1
-    tl.store(counts + plane * columns + column, tl.sum(total, 0))
+        num_set_bits += (word >> bit) & 1
+    tl.store(counts + plane * num_columns + column, tl.sum(num_set_bits, 0))
 
 
 @triton.jit
 def _unpack_kernel(
-    bits,
+    bitmap,
     starts,
     rows,
     slots,
     list_counts,
     list_indices,
-    columns,
+    num_columns,
     num_words,
     num_rows,
     width,
-    CHUNK: tl.constexpr,
+    ENTRIES_PER_CHUNK: tl.constexpr,
 ):
     """Write the rows that list one key block to ``rows``, in ascending order.
 
@@ -200,15 +213,15 @@ def _unpack_kernel(
     """
     column = tl.program_id(0)
     plane = tl.program_id(1).to(tl.int64)
-    bits += (plane * columns + column) * num_words
-    start = tl.load(starts + plane * columns + column)
+    bitmap += (plane * num_columns + column) * num_words
+    start = tl.load(starts + plane * num_columns + column)
     list_counts += plane * num_rows
     list_indices += plane * num_rows * width
     num_written = 0
-    for first_row in range(0, num_words * 32, CHUNK):
-        # [CHUNK]
-        row = first_row + tl.arange(0, CHUNK)
-        word = tl.load(bits + row // 32, mask=row < num_words * 32, other=0)
+    for first_row in range(0, num_words * 32, ENTRIES_PER_CHUNK):
+        # [ENTRIES_PER_CHUNK]
+        row = first_row + tl.arange(0, ENTRIES_PER_CHUNK)
+        word = tl.load(bitmap + row // 32, mask=row < num_words * 32, other=0)
         is_listed = (word >> (row % 32)) & 1
         position = start + num_written + tl.cumsum(is_listed, 0) - 1
         tl.store(rows + position, row, mask=is_listed != 0)
@@ -220,25 +233,25 @@ def _unpack_kernel(
                 row=row,
                 width=width,
                 is_listed=is_listed != 0,
-                CHUNK=CHUNK,
+                ENTRIES_PER_CHUNK=ENTRIES_PER_CHUNK,
             )
             tl.store(slots + position, slot, mask=is_listed != 0)
         num_written += tl.sum(is_listed, 0)
 
 
 @triton.jit
-def _find_slots(column, counts, indices, row, width, is_listed, CHUNK: tl.constexpr):
-    """Return the index of a key block in the lists of CHUNK rows, found by binary search.
+def _find_slots(column, counts, indices, row, width, is_listed, ENTRIES_PER_CHUNK: tl.constexpr):
+    """Return the index of a key block in the lists of ENTRIES_PER_CHUNK rows, by binary search.
 
     Args:
         column: Index of the key block.
         counts, indices: Pointers to the lists of one head; lists are ascending.
-        row: [CHUNK], the rows whose lists are searched.
+        row: [ENTRIES_PER_CHUNK], the rows whose lists are searched.
         width: Allocated indices per row.
-        is_listed: bool [CHUNK], False for rows that do not list the key block. The result of these
-            rows is undefined.
+        is_listed: bool [ENTRIES_PER_CHUNK], False for rows that do not list the key block. The
+            result of these rows is undefined.
     """
-    low = tl.zeros((CHUNK,), tl.int32)
+    low = tl.zeros((ENTRIES_PER_CHUNK,), tl.int32)
     high = tl.load(counts + row, mask=is_listed, other=1) - 1
     indices += row.to(tl.int64) * width
     while tl.max(high - low, 0) > 0:

@@ -18,12 +18,12 @@ from cab_hf.ops.decode.reference import Choice, Index
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
     """Compress keys to an index for selecting keys; see `reference.index_keys`."""
-    return _implementation(k).index_keys(k, channels)
+    return _choose_implementation(k).index_keys(k, channels)
 
 
 def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor) -> None:
     """Compress new keys, and write them to the index of a cache; see `reference.write_index`."""
-    _implementation(k).write_index(index, k, channels, start)
+    _choose_implementation(k).write_index(index, k, channels, start)
 
 
 def choose(
@@ -38,7 +38,7 @@ def choose(
 ) -> Choice:
     """Select the keys that a decode step attends to; see `reference.choose`."""
     with without_autocast(q):
-        return _implementation(q).choose(
+        return _choose_implementation(q).choose(
             q,
             index,
             scale=scale,
@@ -66,11 +66,16 @@ def attend(
     The kernels support neither gradients nor soft caps; `reference` computes calls with gradients
     or soft caps.
     """
-    options = {"scale": scale, "length": length, "padding_mask": padding_mask, "sinks": sinks}
+    shared_arguments = {
+        "scale": scale,
+        "length": length,
+        "padding_mask": padding_mask,
+        "sinks": sinks,
+    }
     with without_autocast(q):
         if softcap is not None or not has_kernels(q, k, v):
-            return reference.attend(q, k, v, choice, softcap=softcap, **options)
-        return _implementation(q).attend(q, k, v, choice, **options)
+            return reference.attend(q, k, v, choice, softcap=softcap, **shared_arguments)
+        return _choose_implementation(q).attend(q, k, v, choice, **shared_arguments)
 
 
 def without_autocast(x: Tensor) -> torch.autocast:
@@ -88,10 +93,10 @@ def has_kernels(*tensors: Tensor) -> bool:
     The kernels have no gradients. Therefore the result is False if a tensor requires a gradient.
     """
     records_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return not records_gradients and _implementation(tensors[0]) is not reference
+    return not records_gradients and _choose_implementation(tensors[0]) is not reference
 
 
-def _implementation(x: Tensor) -> ModuleType:
+def _choose_implementation(x: Tensor) -> ModuleType:
     """Return the module that implements the functions on the device of ``x``.
 
     The module is `kernels` if the kernels support ``x``, else `reference`.

@@ -11,9 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from cab_hf.ops import launch
-from cab_hf.ops.attention.tiles import INFINITE_BITS, Vectors, magnitude, vectors, vectors_at
+from cab_hf.ops.attention.tiles import (
+    INFINITE_BITS,
+    Vectors,
+    get_magnitude_bits,
+    make_vector_pointers,
+    make_vectors,
+)
 from cab_hf.ops.decode import reference
-from cab_hf.ops.decode.channels import Halves
+from cab_hf.ops.decode.channels import ChannelHalves
 from cab_hf.ops.decode.reference import Index
 from cab_hf.ops.launch import on_device_of
 
@@ -25,7 +31,7 @@ MIN_SCALE = tl.constexpr(reference.MIN_SCALE)
 KEYS_PER_PROGRAM = 128
 # channels that a program checks for NaN and infinities per loop iteration; more would not fit in
 # registers
-CHECKED_CHANNELS = 16
+CHECKED_CHANNELS_PER_ITERATION = 16
 
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
@@ -46,46 +52,46 @@ def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tenso
         torch.ops.cab_hf.decode_write_index if torch.compiler.is_compiling() else _write_index
     )
     write_function(
-        codes=index.codes, scales=index.scales, k=k, channels=list(channels), start=start
+        codes=index.codes, key_scales=index.scales, k=k, channels=list(channels), start=start
     )
 
 
 def _write_index(
-    codes: Tensor, scales: Tensor, k: Tensor, channels: list[int], start: Tensor | None
+    codes: Tensor, key_scales: Tensor, k: Tensor, channels: list[int], start: Tensor | None
 ) -> None:
     batch, heads, length, dim = k.shape
-    halves = Halves.of(tuple(channels), dim)
+    channel_halves = ChannelHalves.of(tuple(channels), dim)
     k = k if k.stride(-1) == 1 else k.contiguous()
     block_n = min(KEYS_PER_PROGRAM, triton.next_power_of_2(length))
     with on_device_of(k):
         _index_kernel[(triton.cdiv(length, block_n), batch * heads)](
-            k=vectors(k),
-            codes=vectors(codes),
-            scales=token_scalars(scales),
+            k=make_vectors(k),
+            codes=make_vectors(codes),
+            key_scales=make_token_scalars(key_scales),
             start_ptr=start,
             heads=heads,
             length=length,
-            **halves.constants,
+            **channel_halves.constexpr_arguments,
             BLOCK_N=block_n,
-            BLOCK_C=triton.next_power_of_2(halves.size),
+            BLOCK_C=triton.next_power_of_2(channel_halves.half_size),
             D=dim,
-            CHUNK_D=min(CHECKED_CHANNELS, triton.next_power_of_2(dim)),
+            CHUNK_D=min(CHECKED_CHANNELS_PER_ITERATION, triton.next_power_of_2(dim)),
             USE_PDL=launch.pdl_options(k)["USE_PDL"],
             num_warps=4,
         )
 
 
-def token_scalars(x: Tensor) -> Vectors:
+def make_token_scalars(x: Tensor) -> Vectors:
     """Return x [B, H, N], one number per token, as an argument of kernels."""
     batch_stride, head_stride, token_stride = x.stride()
-    return Vectors(x, batch=batch_stride, head=head_stride, token=token_stride)
+    return Vectors(x, batch_stride=batch_stride, head_stride=head_stride, token_stride=token_stride)
 
 
 @triton.jit
 def _index_kernel(
     k,
     codes,
-    scales,
+    key_scales,
     start_ptr,
     heads,
     length,
@@ -111,14 +117,16 @@ def _index_kernel(
     # first and second half of the scored channels, [BLOCK_N, BLOCK_C]
     channel = tl.arange(0, BLOCK_C)
     is_in_bounds = (token < length)[:, None] & (channel < HALF_SIZE)[None, :]
-    key_ptrs = vectors_at(k, batch, head, token)
+    key_ptrs = make_vector_pointers(k, batch, head, token)
     scored_ptrs = key_ptrs + (FIRST_CHANNEL + channel)[None, :]
-    low = tl.load(scored_ptrs, mask=is_in_bounds, other=0.0).to(tl.float32)
-    high = tl.load(scored_ptrs + HALF_DISTANCE, mask=is_in_bounds, other=0.0).to(tl.float32)
+    first_half = tl.load(scored_ptrs, mask=is_in_bounds, other=0.0).to(tl.float32)
+    second_half = tl.load(scored_ptrs + HALF_DISTANCE, mask=is_in_bounds, other=0.0).to(tl.float32)
 
     # bits of the largest magnitude over all channels, [BLOCK_N]; also channels that are not scored
     # may contain NaN
-    max_bits = tl.maximum(tl.max(magnitude(low), 1), tl.max(magnitude(high), 1))
+    max_bits = tl.maximum(
+        tl.max(get_magnitude_bits(first_half), 1), tl.max(get_magnitude_bits(second_half), 1)
+    )
     if 2 * HALF_SIZE < D:
         for first_channel in tl.static_range(0, D, CHUNK_D):
             chunk_channel = first_channel + tl.arange(0, CHUNK_D)
@@ -126,36 +134,46 @@ def _index_kernel(
             chunk_values = tl.load(
                 key_ptrs + chunk_channel[None, :], mask=is_in_chunk, other=0.0
             ).to(tl.float32)
-            max_bits = tl.maximum(max_bits, tl.max(magnitude(chunk_values), 1))
+            max_bits = tl.maximum(max_bits, tl.max(get_magnitude_bits(chunk_values), 1))
     is_finite = max_bits < INFINITE_BITS
 
     # quantise with one scale per key
-    low, high = tl.where(is_finite[:, None], low, 0.0), tl.where(is_finite[:, None], high, 0.0)
-    max_abs = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
-    scale = tl.minimum(max_abs * INVERSE_MAX_KEY_CODE, MAX_KEY_SCALE).to(tl.float16)
-    divisor = tl.maximum(scale.to(tl.float32), MIN_SCALE)
+    first_half, second_half = (
+        tl.where(is_finite[:, None], first_half, 0.0),
+        tl.where(is_finite[:, None], second_half, 0.0),
+    )
+    max_abs = tl.maximum(tl.max(tl.abs(first_half), 1), tl.max(tl.abs(second_half), 1))
+    key_scale = tl.minimum(max_abs * INVERSE_MAX_KEY_CODE, MAX_KEY_SCALE).to(tl.float16)
+    divisor = tl.maximum(key_scale.to(tl.float32), MIN_SCALE)
     inverse_scale = tl.div_rn(tl.full([BLOCK_N], 1.0, tl.float32), divisor)[:, None]
-    scale = tl.where(is_finite, scale, float("inf")).to(tl.float16)
-    code = _key_code(low * inverse_scale) | (_key_code(high * inverse_scale) << 4)
+    key_scale = tl.where(is_finite, key_scale, float("inf")).to(tl.float16)
+    packed_code = _encode_key_channel(first_half * inverse_scale) | (
+        _encode_key_channel(second_half * inverse_scale) << 4
+    )
 
     slot = token.to(tl.int64)
     if start_ptr is not None:
         slot += tl.load(start_ptr)
-    scale_ptrs = scales.data + batch * scales.batch + head * scales.head + slot * scales.token
-    tl.store(scale_ptrs, scale, mask=token < length)
-    code_ptrs = vectors_at(codes, batch, head, slot) + channel[None, :]
-    tl.store(code_ptrs, code.to(tl.uint8), mask=is_in_bounds)
+    scale_ptrs = (
+        key_scales.data
+        + batch * key_scales.batch_stride
+        + head * key_scales.head_stride
+        + slot * key_scales.token_stride
+    )
+    tl.store(scale_ptrs, key_scale, mask=token < length)
+    code_ptrs = make_vector_pointers(codes, batch, head, slot) + channel[None, :]
+    tl.store(code_ptrs, packed_code.to(tl.uint8), mask=is_in_bounds)
 
 
 @triton.jit
-def _key_code(x):
+def _encode_key_channel(x):
     """Round x to an integer from -8 to 7, and return this integer plus 8 as a code, 0 to 15."""
     return (round_to_integer(x, MAX_KEY_CODE) + 8.0).to(tl.int32)
 
 
 @triton.jit
 def round_to_integer(x, MAX_CODE: tl.constexpr):
-    """Return x rounded to the nearest integers from -MAX - 1 to MAX.
+    """Return x rounded to the nearest integers from -MAX_CODE - 1 to MAX_CODE.
 
     The clamp precedes the addition of 0.5. Otherwise the compiler would fuse the addition with the
     product that computes x (FMA), and round once instead of twice as `reference.index_keys` does.
@@ -164,10 +182,10 @@ def round_to_integer(x, MAX_CODE: tl.constexpr):
 
 
 _write_op = torch.library.custom_op(
-    "cab_hf::decode_write_index", _write_index, mutates_args=("codes", "scales")
+    "cab_hf::decode_write_index", _write_index, mutates_args=("codes", "key_scales")
 )
 
 
 @_write_op.register_fake
-def _(codes, scales, k, channels, start):
+def _(codes, key_scales, k, channels, start):
     return None
