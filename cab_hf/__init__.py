@@ -57,8 +57,8 @@ def __getattr__(name: str) -> object:
     # lazy imports (PEP 562): importing cab_hf does not import torch, so that it is fast
     if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module 'cab_hf' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
-    return value
+    public_object = globals()[name] = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
+    return public_object
 
 
 def __dir__() -> list[str]:

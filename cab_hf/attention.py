@@ -60,7 +60,7 @@ def cab_attention(
     arguments = LayerArguments.from_keywords(
         module, query, key, value, dropout=dropout, scaling=scaling, **kwargs
     )
-    return _attend(Call.create(arguments, attention_mask, sparse=True)), None
+    return _attend(Call.create(arguments, attention_mask, is_sparse=True)), None
 
 
 def cab_dense_attention(
@@ -77,7 +77,7 @@ def cab_dense_attention(
     arguments = LayerArguments.from_keywords(
         module, query, key, value, dropout=dropout, scaling=scaling, **kwargs
     )
-    return _attend(Call.create(arguments, attention_mask, sparse=False)), None
+    return _attend(Call.create(arguments, attention_mask, is_sparse=False)), None
 
 
 def _attend(call: Call) -> Tensor:
@@ -85,6 +85,6 @@ def _attend(call: Call) -> Tensor:
     observer = None if torch.compiler.is_compiling() else FORWARD_CONTEXT.get().observer
     if observer is not None:
         observer(call)
-    outputs = [dispatch(call_part) for call_part in call.split_at_prompt_end()]
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    part_outputs = [dispatch(call_part) for call_part in call.split_at_prompt_end()]
+    output = part_outputs[0] if len(part_outputs) == 1 else torch.cat(part_outputs, dim=2)
     return output.transpose(1, 2).contiguous()

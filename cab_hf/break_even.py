@@ -24,15 +24,18 @@ POINTS_FILE = Path(__file__).with_suffix(".json")
 _MEASUREMENTS = json.loads(POINTS_FILE.read_text("utf-8"))
 # device type -> pairs (keys, least queries for which sparse attention is not slower), in tokens,
 # ascending by keys
-POINTS: dict[str, tuple[tuple[int, int], ...]] = {
-    device: tuple((keys, queries) for keys, queries in measured["points"])
-    for device, measured in _MEASUREMENTS.items()
+BREAK_EVEN_POINTS: dict[str, tuple[tuple[int, int], ...]] = {
+    device: tuple((num_keys, num_queries) for num_keys, num_queries in measurements["points"])
+    for device, measurements in _MEASUREMENTS.items()
 }
 # device type -> (channels of all query heads, least tokens) of a measured layer with few heads
-FEW_HEADS: dict[str, tuple[int, int]] = {
-    device: (layer["heads"] * layer["head_dim"], layer["tokens"])
-    for device, measured in _MEASUREMENTS.items()
-    if (layer := measured.get("few_heads"))
+FEW_HEADS_POINTS: dict[str, tuple[int, int]] = {
+    device: (
+        few_heads_point["heads"] * few_heads_point["head_dim"],
+        few_heads_point["tokens"],
+    )
+    for device, measurements in _MEASUREMENTS.items()
+    if (few_heads_point := measurements.get("few_heads"))
 }
 
 
@@ -58,24 +61,24 @@ def min_queries_for(kv_length: int, device_type: str) -> int:
         device_type: torch device type, such as "cuda".
     """
     min_queries = 0
-    for num_keys, num_queries in POINTS.get(device_type, ()):
+    for num_keys, num_queries in BREAK_EVEN_POINTS.get(device_type, ()):
         if num_keys <= kv_length:
             min_queries = num_queries
     return min_queries
 
 
-def min_length_for(channels: int | None, device_type: str) -> int:
+def min_length_for(num_channels: int | None, device_type: str) -> int:
     """Return the least length for which sparse attention of a prompt is not slower than dense.
 
-    The time of dense attention is proportional to channels * tokens**2, and the time of launches is
-    constant. Thus the least length is that of the measured layer times
-    ``sqrt(measured channels / channels)``. Returns 0 if nothing was measured.
+    The time of dense attention is proportional to num_channels * tokens**2, and the time of
+    launches is constant. Thus the least length is that of the measured layer times
+    ``sqrt(num_measured_channels / num_channels)``. Returns 0 if nothing was measured.
 
     Args:
-        channels: channels of all query heads, H * D; None if unknown.
+        num_channels: channels of all query heads, H * D; None if unknown.
         device_type: torch device type, such as "cuda".
     """
-    if channels is None or device_type not in FEW_HEADS:
+    if num_channels is None or device_type not in FEW_HEADS_POINTS:
         return 0
-    measured_channels, measured_tokens = FEW_HEADS[device_type]
-    return ceil(measured_tokens * sqrt(measured_channels / channels))
+    num_measured_channels, num_measured_tokens = FEW_HEADS_POINTS[device_type]
+    return ceil(num_measured_tokens * sqrt(num_measured_channels / num_channels))

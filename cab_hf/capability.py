@@ -18,15 +18,15 @@ FP8_CAPABILITY = (8, 9)
 HOPPER = 9
 
 
-def _parse_capability(value: str | None) -> tuple[int, int] | None:
+def _parse_capability(variable_value: str | None) -> tuple[int, int] | None:
     """Return (major, minor) from a string such as "8.0"; None for None or an empty string."""
-    if not value:
+    if not variable_value:
         return None
-    numbers = value.split(".")
-    is_capability = len(numbers) == 2 and all(map(str.isdecimal, numbers))
-    expected = "a capability such as 8.0, or 0.0 for a GPU that is not from NVIDIA"
-    require(is_capability, CAPABILITY_VARIABLE, value, expected)
-    return int(numbers[0]), int(numbers[1])
+    version_parts = variable_value.split(".")
+    has_two_numbers = len(version_parts) == 2 and all(map(str.isdecimal, version_parts))
+    requirement = "a capability such as 8.0, or 0.0 for a GPU that is not from NVIDIA"
+    require(has_two_numbers, CAPABILITY_VARIABLE, variable_value, requirement)
+    return int(version_parts[0]), int(version_parts[1])
 
 
 # capability in `CAPABILITY_VARIABLE`; read once, because torch.compile does not trace the

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from cab_hf.checks import (
-    MAX_COUNT,
+    MAX_INT32,
     is_count,
     is_number,
     is_share,
-    is_whole,
+    is_whole_number,
     require,
     short_repr,
     warn_once,
@@ -25,18 +25,18 @@ from cab_hf.checks import (
 # attention implementation with the published predictor
 CAB_FRC = "cab_frc"
 # attention implementations that are sparse
-SPARSE = ("cab", CAB_FRC)
+SPARSE_IMPLEMENTATIONS = ("cab", CAB_FRC)
 # all attention implementations; "cab_dense" computes exact attention in every layer
-NAMES = (*SPARSE, "cab_dense")
+IMPLEMENTATION_NAMES = (*SPARSE_IMPLEMENTATIONS, "cab_dense")
 
 CURVATURES = ("none", "additive", "forman")
-# fields that accept a `Table`
+# fields that accept a `HeadTable`
 TABLE_FIELDS = ("sparsity", "head_map")
 ENGINES = ("auto", "flex", "triton", "gather", "reference")
 # field -> accepted strings
-CHOICES = {"curvature": CURVATURES, "engine": ENGINES}
+CHOICES_BY_FIELD = {"curvature": CURVATURES, "engine": ENGINES}
 # one number per head of each layer, [layers][heads]
-Table = tuple[tuple[float, ...], ...]
+HeadTable = tuple[tuple[float, ...], ...]
 
 # predictors that select blocks by attention mass
 CAB_PREDICTORS = ("rows", "cascade")
@@ -46,10 +46,10 @@ FRC_PREDICTOR = "frc"
 BUILT_IN_PREDICTORS = (*CAB_PREDICTORS, FRC_PREDICTOR)
 # name of the field outlier_queries in earlier versions
 OLD_OUTLIER_FIELD = "exact_queries"
-Class = TypeVar("Class", bound=type)
+ConfigClass = TypeVar("ConfigClass", bound=type)
 
 
-def _field_for(
+def _make_predictor_field(
     predictors: tuple[str, ...], default: Any, off_value: Any = dataclasses.MISSING
 ) -> Any:
     """Return a dataclass field that only some predictors of cab_hf read.
@@ -81,53 +81,61 @@ class Origin(NamedTuple):
     length: int
 
     @classmethod
-    def of(cls, value: Any) -> Origin:
-        """Return ``value`` as an `Origin`.
+    def of(cls, origin_or_fields: Any) -> Origin:
+        """Return ``origin_or_fields`` as an `Origin`.
 
         Args:
-            value: an `Origin`, a dict of its fields, or a tuple of (name, field) pairs.
+            origin_or_fields: an `Origin`, a dict of its fields, or a tuple of (name, field) pairs.
 
         Raises:
             ValueError: if a field is missing, unknown or of a wrong type.
         """
-        if isinstance(value, Origin):
-            return value
+        if isinstance(origin_or_fields, Origin):
+            return origin_or_fields
         # under torch.compile a dict arrives as a tuple of pairs
-        is_pairs = isinstance(value, tuple) and all(
-            isinstance(x, tuple) and len(x) == 2 for x in value
+        is_tuple_of_pairs = isinstance(origin_or_fields, tuple) and all(
+            isinstance(x, tuple) and len(x) == 2 for x in origin_or_fields
         )
-        fields = dict(value) if is_pairs or isinstance(value, Mapping) else {}
+        fields = (
+            dict(origin_or_fields)
+            if is_tuple_of_pairs or isinstance(origin_or_fields, Mapping)
+            else {}
+        )
         if set(fields) == set(cls._fields):
             origin = cls(**fields)
-            counts = [x for x in origin[1:4] if x is not None] + [origin.length]
-            if isinstance(origin.model, str) and all(type(x) is int and x > 0 for x in counts):
+            known_counts = [x for x in origin[1:4] if x is not None] + [origin.length]
+            if isinstance(origin.model, str) and all(
+                type(x) is int and x > 0 for x in known_counts
+            ):
                 return origin
         raise ValueError(
             f"CabConfig.origin must be None or a dict of {', '.join(cls._fields)}, got "
-            f"{str(value)[:80]!r}."
+            f"{str(origin_or_fields)[:80]!r}."
         )
 
     @property
-    def shape(self) -> str:
+    def shape_text(self) -> str:
         """The numbers of layers and heads that are not None, such as "30 layers, 9 heads"."""
         counts = zip(self[1:4], ("layers", "heads", "KV heads"), strict=True)
         return ", ".join([f"{count} {unit}" for count, unit in counts if count is not None])
 
 
-def _refuse_unknown_fields(config_class: Class) -> Class:
+def _refuse_unknown_fields(config_class: ConfigClass) -> ConfigClass:
     """Make the constructor of a dataclass raise the errors of `CabConfig.from_dict`.
 
     The errors name unknown fields and list the known fields. The constructor of a dataclass raises
     a TypeError that does not list the fields.
     """
-    init = config_class.__init__
+    original_init = config_class.__init__
 
-    @functools.wraps(init)
-    def __init__(self: Any, /, *values: Any, **fields: Any) -> None:
+    @functools.wraps(original_init)
+    def __init__(self: Any, /, *positional_values: Any, **fields: Any) -> None:
         fields = _rename_old_fields(fields)
         _require_known_fields(fields)
-        positional_fields = dict(zip([*FIELDS][: len(values)], values, strict=True))
-        init(self, **positional_fields, **fields)
+        positional_fields = dict(
+            zip([*FIELDS_BY_NAME][: len(positional_values)], positional_values, strict=True)
+        )
+        original_init(self, **positional_fields, **fields)
 
     config_class.__init__ = __init__
     return config_class
@@ -174,7 +182,7 @@ class CabConfig:
         share_threshold: A block is also selected if it receives at least this share of the
             attention of any one scored query. In (0, 1]. Default 0.03.
         sparsity: Share of the blocks of a row that is dropped, in [0, 1). Predictor ``"frc"`` only.
-            A number, or a `Table` with a number per layer and head. Default 0.95.
+            A number, or a `HeadTable` with a number per layer and head. Default 0.95.
         curvature: Curvature term of the score. Predictor ``"frc"`` only. ``"forman"`` is
             Forman-Ricci curvature, ``"additive"`` is direct minus ``redundancy`` times two-hop
             affinity, ``"none"`` disables the term. As published, ``"additive"`` depends on the
@@ -240,34 +248,36 @@ class CabConfig:
     sink_blocks: int = 1
     local_blocks: int = 3
     dense_tail_blocks: int = 2
-    outlier_queries: int = _field_for(CAB_PREDICTORS, default=16, off_value=0)
-    typical_queries: int = _field_for(CAB_PREDICTORS, default=32)
-    typical_key_stride: int = _field_for(CAB_PREDICTORS, default=4)
-    mass_threshold: float = _field_for(CAB_PREDICTORS, default=0.003)
-    share_threshold: float = _field_for(CAB_PREDICTORS, default=0.03)
-    sparsity: float | Table = _field_for((FRC_PREDICTOR,), default=0.95, off_value=0)
-    curvature: str = _field_for((FRC_PREDICTOR,), default="forman", off_value="none")
-    redundancy: float = _field_for((FRC_PREDICTOR,), default=1.0, off_value=0)
-    max_density: float = _field_for((*CAB_PREDICTORS, FRC_PREDICTOR), default=1.0)
+    outlier_queries: int = _make_predictor_field(CAB_PREDICTORS, default=16, off_value=0)
+    typical_queries: int = _make_predictor_field(CAB_PREDICTORS, default=32)
+    typical_key_stride: int = _make_predictor_field(CAB_PREDICTORS, default=4)
+    mass_threshold: float = _make_predictor_field(CAB_PREDICTORS, default=0.003)
+    share_threshold: float = _make_predictor_field(CAB_PREDICTORS, default=0.03)
+    sparsity: float | HeadTable = _make_predictor_field((FRC_PREDICTOR,), default=0.95, off_value=0)
+    curvature: str = _make_predictor_field((FRC_PREDICTOR,), default="forman", off_value="none")
+    redundancy: float = _make_predictor_field((FRC_PREDICTOR,), default=1.0, off_value=0)
+    max_density: float = _make_predictor_field((*CAB_PREDICTORS, FRC_PREDICTOR), default=1.0)
     sampled_one_in: int = 0
     dense_layers: tuple[int, ...] = ()
     min_length: int = 16384
     engine: str = "auto"
     predictor: str = "rows"
-    anchors: tuple[int, ...] = _field_for(("cascade",), default=(), off_value=[])
-    head_map: Table = _field_for(("cascade",), default=(), off_value=[])
+    anchors: tuple[int, ...] = _make_predictor_field(("cascade",), default=(), off_value=[])
+    head_map: HeadTable = _make_predictor_field(("cascade",), default=(), off_value=[])
     sparse_decode: bool = False
     decode_tokens: int | float = 4096
-    check_finite: bool = _field_for((*CAB_PREDICTORS, FRC_PREDICTOR), default=False)
+    check_finite: bool = _make_predictor_field((*CAB_PREDICTORS, FRC_PREDICTOR), default=False)
     origin: Origin | None = None
 
     def __post_init__(self) -> None:
-        self._check_blocks()
+        self._check_block_sizes()
         count_fields = ("sink_blocks", "local_blocks", "dense_tail_blocks")
         count_fields += ("sampled_one_in", "min_length")
-        self._require(count_fields, is_count, f"a whole number from 0 to {MAX_COUNT}")
-        for name, choices in CHOICES.items():
-            self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
+        self._require(count_fields, is_count, f"a whole number from 0 to {MAX_INT32}")
+        for field_name, choices in CHOICES_BY_FIELD.items():
+            self._require(
+                (field_name,), choices.__contains__, "one of " + ", ".join(map(repr, choices))
+            )
         self._check_sampled_queries()
         self._require(("mass_threshold",), is_share, "in [0, 1]")
         self._require(("share_threshold",), lambda x: is_share(x) and x > 0, "in (0, 1]")
@@ -290,10 +300,11 @@ class CabConfig:
         self._check_layers_and_heads()
         if self.origin is not None:
             object.__setattr__(self, "origin", Origin.of(self.origin))
-        for name, setting in find_unread_fields(vars(self)).items():
+        for field_name, ignoring_setting in find_unread_fields(vars(self)).items():
             raise ValueError(
-                f"CabConfig.{name} is {short_repr(getattr(self, name))}, which {setting} does not "
-                f"read. Leave it at {FIELDS[name].default!r}{_remedy_for_unread(name)}."
+                f"CabConfig.{field_name} is {short_repr(getattr(self, field_name))}, which "
+                f"{ignoring_setting} does not read. Leave it at "
+                f"{FIELDS_BY_NAME[field_name].default!r}{_describe_remedy_for_unread(field_name)}."
             )
         if self.predictor == "cascade":
             self._check_cascade()
@@ -351,7 +362,13 @@ class CabConfig:
                 `find_unread_fields`.
         """
         unread_fields = find_unread_fields(fields)
-        return cls(**{name: value for name, value in fields.items() if name not in unread_fields})
+        return cls(
+            **{
+                field_name: value
+                for field_name, value in fields.items()
+                if field_name not in unread_fields
+            }
+        )
 
     def changed(self, /, **fields: Any) -> CabConfig:
         """Return this config with other values for some fields.
@@ -385,10 +402,10 @@ class CabConfig:
                 "or a dict of its fields."
             )
         try:
-            content = json.loads(Path(path).read_text("utf-8"))
+            file_content = json.loads(Path(path).read_text("utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} must be a JSON file of CabConfig fields: {error}.") from None
-        return cls.from_dict(content)
+        return cls.from_dict(file_content)
 
     def save(self, path: str | Path) -> None:
         """Write this config to a JSON file that `calibrated` reads."""
@@ -396,17 +413,17 @@ class CabConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-compatible values, ready for ``model.config.cab_config``."""
-        fields = {name: _json_value(value) for name, value in vars(self).items()}
+        fields = {name: _to_json_value(value) for name, value in vars(self).items()}
         if self.origin is None:
             del fields["origin"]
         return fields
 
-    def _check_blocks(self) -> None:
+    def _check_block_sizes(self) -> None:
         """Raise a ValueError for block sizes that are invalid or do not fit each other."""
         self._require(
             ("query_block", "key_block"),
             lambda size: is_count(size) and size and size % 16 == 0,
-            f"a whole number from 16 to {MAX_COUNT}, a multiple of 16",
+            f"a whole number from 16 to {MAX_INT32}, a multiple of 16",
         )
         smaller_block, larger_block = sorted((self.query_block, self.key_block))
         self._require(
@@ -417,22 +434,25 @@ class CabConfig:
 
     def _check_sampled_queries(self) -> None:
         """Raise a ValueError for numbers of sampled queries or keys that do not fit the blocks."""
-        default_count = FIELDS["typical_queries"].default
-        expected = f"a power of two that divides query_block={self.query_block}"
+        default_typical_queries = FIELDS_BY_NAME["typical_queries"].default
+        requirement = f"a power of two that divides query_block={self.query_block}"
         self._require(
             ("typical_queries",),
-            lambda x: self._is_power_of_two_divisor(x) or (is_whole(x, 1) and x == default_count),
-            expected,
+            lambda x: (
+                self._is_power_of_two_divisor(x)
+                or (is_whole_number(x, 1) and x == default_typical_queries)
+            ),
+            requirement,
         )
         self._require(
             ("typical_key_stride",),
-            lambda x: is_whole(x, 1) and x & (x - 1) == 0 and self.key_block % x == 0,
+            lambda x: is_whole_number(x, 1) and x & (x - 1) == 0 and self.key_block % x == 0,
             f"a power of two that divides key_block={self.key_block}",
         )
         self._require(
             ("outlier_queries",),
             lambda x: self._is_power_of_two_divisor(x) or (is_count(x) and x == 0),
-            f"0 or {expected}",
+            f"0 or {requirement}",
         )
 
     def _check_layers_and_heads(self) -> None:
@@ -477,51 +497,55 @@ class CabConfig:
                 f"{dense_anchors[0]} in both. Remove it from one of the two fields."
             )
 
-    def _freeze_table(self, name: str, accepts: Callable[[Any], bool], expected: str) -> None:
+    def _freeze_table(
+        self, field_name: str, is_valid: Callable[[Any], bool], requirement: str
+    ) -> None:
         """Check a field that is one value or a table of values, and turn lists into tuples.
 
         Args:
-            name: name of the field.
-            accepts: function that returns True for a valid value.
-            expected: description of valid values, for the error.
+            field_name: name of the field.
+            is_valid: function that returns True for a valid value.
+            requirement: description of valid values, for the error.
 
         Raises:
             ValueError: if the field is neither a valid value nor a table of valid values.
         """
-        value = getattr(self, name)
+        value = getattr(self, field_name)
         if not isinstance(value, (tuple, list)):
-            self._require((name,), accepts, f"{expected}, or a table")
+            self._require((field_name,), is_valid, f"{requirement}, or a table")
             return
-        rows = tuple(tuple(row) if isinstance(row, (tuple, list)) else () for row in value)
-        is_rectangular = len({len(row) for row in rows}) == 1 and rows[0] != ()
-        if not is_rectangular or not all(accepts(number) for row in rows for number in row):
+        table_rows = tuple(tuple(row) if isinstance(row, (tuple, list)) else () for row in value)
+        is_rectangular = len({len(row) for row in table_rows}) == 1 and table_rows[0] != ()
+        if not is_rectangular or not all(
+            is_valid(table_value) for row in table_rows for table_value in row
+        ):
             raise ValueError(
-                f"CabConfig.{name} must be {expected}, or a table [layers][heads] of such numbers "
-                f"with rows of one length, got {short_repr(value)}."
+                f"CabConfig.{field_name} must be {requirement}, or a table [layers][heads] of such "
+                f"numbers with rows of one length, got {short_repr(value)}."
             )
         # JSON has lists in place of tuples, and a frozen dataclass must be hashable
-        object.__setattr__(self, name, rows)
+        object.__setattr__(self, field_name, table_rows)
 
     def _is_power_of_two_divisor(self, x: Any) -> bool:
         """Return True if ``x`` is a power of two that divides ``query_block``."""
-        return is_whole(x, 1) and x & (x - 1) == 0 and self.query_block % x == 0
+        return is_whole_number(x, 1) and x & (x - 1) == 0 and self.query_block % x == 0
 
     def _require(
-        self, names: tuple[str, ...], accepts: Callable[[Any], bool], expected: str
+        self, field_names: tuple[str, ...], is_valid: Callable[[Any], bool], requirement: str
     ) -> None:
         """Raise a ValueError for the first field whose value is not accepted.
 
         Args:
-            names: names of the fields.
-            accepts: function that returns True for a valid value.
-            expected: description of valid values, for the error.
+            field_names: names of the fields.
+            is_valid: function that returns True for a valid value.
+            requirement: description of valid values, for the error.
         """
-        for name in names:
-            value = getattr(self, name)
-            require(accepts(value), f"CabConfig.{name}", value, expected)
+        for field_name in field_names:
+            value = getattr(self, field_name)
+            require(is_valid(value), f"CabConfig.{field_name}", value, requirement)
 
 
-FIELDS = {field.name: field for field in dataclasses.fields(CabConfig)}
+FIELDS_BY_NAME = {field.name: field for field in dataclasses.fields(CabConfig)}
 
 
 # functions in place of properties, because torch.compile does not trace properties of constants
@@ -553,28 +577,34 @@ def find_unread_fields(settings: Mapping[str, Any]) -> dict[str, str]:
         A dict from each such field to the setting that does not read the field, for example
         {"decode_tokens": "sparse_decode=False"}.
     """
-    predictor = settings.get("predictor", FIELDS["predictor"].default)
+    predictor = settings.get("predictor", FIELDS_BY_NAME["predictor"].default)
     unread_fields = {}
     decode_tokens = settings.get("decode_tokens", CabConfig.decode_tokens)
     if decode_tokens != CabConfig.decode_tokens and not settings.get("sparse_decode", False):
         unread_fields["decode_tokens"] = "sparse_decode=False"
     if predictor not in BUILT_IN_PREDICTORS:
         return unread_fields
-    for name, value in settings.items():
-        metadata = FIELDS[name].metadata
-        if not metadata or value == FIELDS[name].default or value == metadata["off"]:
+    for field_name, value in settings.items():
+        field_metadata = FIELDS_BY_NAME[field_name].metadata
+        if (
+            not field_metadata
+            or value == FIELDS_BY_NAME[field_name].default
+            or value == field_metadata["off"]
+        ):
             continue
-        if predictor not in metadata["predictors"]:
-            unread_fields[name] = f"predictor={predictor!r}"
+        if predictor not in field_metadata["predictors"]:
+            unread_fields[field_name] = f"predictor={predictor!r}"
     return unread_fields
 
 
-def _remedy_for_unread(name: str) -> str:
+def _describe_remedy_for_unread(field_name: str) -> str:
     """Return the remedy for a field that has no effect, as the end of a sentence."""
-    if name == "decode_tokens":
+    if field_name == "decode_tokens":
         return ", or set sparse_decode=True"
-    predictors = [f"predictor={x!r}" for x in FIELDS[name].metadata["predictors"]]
-    return f", or select a predictor that reads it ({', '.join(predictors)})"
+    predictor_settings = [
+        f"predictor={x!r}" for x in FIELDS_BY_NAME[field_name].metadata["predictors"]
+    ]
+    return f", or select a predictor that reads it ({', '.join(predictor_settings)})"
 
 
 def _rename_old_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -604,16 +634,22 @@ def _rename_old_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _require_known_fields(settings: Mapping[str, Any]) -> None:
     """Raise a ValueError that names every unknown field and lists the known fields."""
-    unknown_names = [repr(name) for name in settings if name not in FIELDS]
+    unknown_names = [
+        repr(field_name) for field_name in settings if field_name not in FIELDS_BY_NAME
+    ]
     if unknown_names:
-        listed_names = " or ".join(filter(None, (", ".join(unknown_names[:-1]), unknown_names[-1])))
+        joined_names = " or ".join(filter(None, (", ".join(unknown_names[:-1]), unknown_names[-1])))
         raise ValueError(
-            f"CabConfig has no field {listed_names}; its fields are {', '.join(FIELDS)}."
+            f"CabConfig has no field {joined_names}; its fields are {', '.join(FIELDS_BY_NAME)}."
         )
 
 
-def _json_value(value: Any) -> Any:
+def _to_json_value(field_value: Any) -> Any:
     """Return the value of a field for JSON: a tuple as a list, an `Origin` as a dict."""
-    if isinstance(value, Origin):
-        return value._asdict()
-    return [_json_value(element) for element in value] if isinstance(value, tuple) else value
+    if isinstance(field_value, Origin):
+        return field_value._asdict()
+    return (
+        [_to_json_value(element) for element in field_value]
+        if isinstance(field_value, tuple)
+        else field_value
+    )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from cab_hf.call.call import Call
 from cab_hf.call.mask import MaskInfo
-from cab_hf.call.validate import validate_vmap
+from cab_hf.call.validate import refuse_vmap
 from cab_hf.config import CabConfig
 from cab_hf.decode import step
 from cab_hf.engines import TRITON, DenseKernel, Engine, masked
@@ -45,10 +45,10 @@ def dispatch(call: Call) -> Tensor:
     chosen_route = route(
         call.mask,
         call.config,
-        call.work,
-        sparse=call.sparse,
+        call.workload,
+        is_sparse=call.is_sparse,
         layer=call.layer,
-        index=call.index,
+        key_index=call.key_index,
     )
     match chosen_route.method:
         case "sparse":
@@ -74,28 +74,32 @@ def sparse(call: Call, engine: Engine, config: CabConfig) -> Tensor:
         engine: engine that computes attention under the plan.
         config: settings of the call, see `route.Route`.
     """
-    validate_vmap("the input of sparse attention", call.q, call.k, call.v)
+    refuse_vmap("the input of sparse attention", call.q, call.k, call.v)
     layout = call.mask.layout(config.query_block, config.key_block, call.q.device)
     q, k, v = layout.queries(call.q), layout.keys(call.k), layout.keys(call.v)
-    sample_period, seed = call.sampled_one_in, None
+    sample_period, sampling_seed = call.sampled_one_in, None
     if sample_period:
-        validate_sample(call.work, sample_period, layout.ranges.aligned)
+        validate_sample(call.workload, sample_period, layout.ranges.aligned)
         # drawn in a recomputation too: random numbers that are drawn later, such as dropout, then
         # equal those of the forward pass
-        seed = torch.randint(2**62, (), device=q.device)
+        sampling_seed = torch.randint(2**62, (), device=q.device)
 
     def predict() -> BlockPlan:
         """Return the plan of the predictor, with randomly sampled blocks if sampling is enabled."""
-        plan = select_blocks(call, layout, q=q, k=k, config=config)
-        return plan if seed is None else plan.with_sample(sample_period, seed)
+        selected_plan = select_blocks(call, layout, q=q, k=k, config=config)
+        return (
+            selected_plan
+            if sampling_seed is None
+            else selected_plan.with_sample(sample_period, sampling_seed)
+        )
 
-    plan = call.mask.state.plan_for_recompute(call.layer, (call.q, call.k, call.v), predict)
-    out = layout.attend(
+    plan = call.mask.state.make_plan_for_recompute(call.layer, (call.q, call.k, call.v), predict)
+    reordered_out = layout.attend(
         engine, q, k, v, plan=plan, scale=call.scale, sinks=call.sinks, softcap=call.softcap
     )
     if not torch.compiler.is_compiling():
         _count_pairs(call.layer, plan)
-    return layout.restore(out)
+    return layout.restore(reordered_out)
 
 
 def select_blocks(call: Call, layout: Any, q: Tensor, k: Tensor, config: CabConfig) -> BlockPlan:
@@ -111,12 +115,12 @@ def select_blocks(call: Call, layout: Any, q: Tensor, k: Tensor, config: CabConf
         k: keys in the order of ``layout``.
         config: settings of the call.
     """
-    context = call.context(layout.ranges, call.mask.state.shared)
-    plan = layout.choose(make_predictor(config), q, k, context)
-    rows = layout.query_blocks_below_min_length(
+    layer_context = call.make_layer_context(layout.ranges, call.mask.state.shared_state)
+    plan = layout.choose(make_predictor(config), q, k, layer_context)
+    short_document_rows = layout.query_blocks_below_min_length(
         config.query_block, config.min_length, plan.query_block
     )
-    return plan if rows is None else plan.with_dense_rows(rows)
+    return plan if short_document_rows is None else plan.with_dense_rows(short_document_rows)
 
 
 def sparse_decode(call: Call) -> Tensor:
@@ -125,31 +129,31 @@ def sparse_decode(call: Call) -> Tensor:
     Returns [B, H, 1, D_v].
     """
     q, mask = call.q, call.mask
-    validate_vmap("the input of a sparse decode step", q, call.k, call.v)
-    length, num_keys = mask.decode_budget(
+    refuse_vmap("the input of a sparse decode step", q, call.k, call.v)
+    num_used_slots, num_read_keys = mask.decode_budget(
         call.config.decode_tokens, step.min_sparse_tokens(call.config), q.device
     )
     padding_mask = None if mask.padding_mask is None else mask.padding_mask.to(q.device)
-    choice = step.select_keys(
+    selected_keys = step.select_keys(
         q,
-        call.index,
+        call.key_index,
         config=call.config,
         layer=layer_index(call.layer),
         kv_heads=call.k.shape[1],
         scale=call.scale,
-        length=length,
-        num_keys=num_keys,
+        length=num_used_slots,
+        num_keys=num_read_keys,
         padding_mask=padding_mask,
         sinks=call.sinks,
-        shared_state=mask.state.shared,
+        shared_state=mask.state.shared_state,
     )
     return decode.attend(
         q,
         call.k,
         call.v,
-        choice=choice,
+        choice=selected_keys,
         scale=call.scale,
-        length=length,
+        length=num_used_slots,
         padding_mask=padding_mask,
         sinks=call.sinks,
     )
@@ -170,8 +174,8 @@ def dense_blockwise(call: Call, engine: Engine) -> Tensor:
     Returns [B, H, N_q, D_v].
     """
     block_size = call.mask.details.dense_block_size or DENSE_BLOCK_SIZE
-    layout = call.mask.layout(block_size, block_size, call.q.device, from_start=False)
-    out = layout.attend(
+    layout = call.mask.layout(block_size, block_size, call.q.device, from_sequence_start=False)
+    reordered_out = layout.attend(
         engine,
         layout.queries(call.q),
         layout.keys(call.k),
@@ -181,7 +185,7 @@ def dense_blockwise(call: Call, engine: Engine) -> Tensor:
         sinks=call.sinks,
         softcap=call.softcap,
     )
-    return layout.restore(out)
+    return layout.restore(reordered_out)
 
 
 def dense_masked(call: Call) -> Tensor:
@@ -194,7 +198,7 @@ def dense_masked(call: Call) -> Tensor:
     Returns [B, H, N_q, D_v].
     """
     q, (k, v) = call.q, _take_written_slots(call)
-    has_sinks_or_softcap = call.work.sinks or call.work.softcap
+    has_sinks_or_softcap = call.workload.sinks or call.workload.softcap
     if q.shape[2] == 1 and (has_sinks_or_softcap or decode.has_kernels(q, k, v)):
         visible_keys = _select_visible_keys(call.mask, k)
         return decode.attend(
@@ -203,25 +207,27 @@ def dense_masked(call: Call) -> Tensor:
     return masked.attention(q, k, v, mask=call.mask, scale=call.scale)
 
 
-def validate_sample(work: Workload, sample_period: int = 1, is_aligned: bool = True) -> None:
+def validate_sample(
+    workload: Workload, sample_period: int = 1, has_aligned_documents: bool = True
+) -> None:
     """Raise an error if no engine can attend to sampled blocks.
 
     Args:
-        work: workload of the call.
+        workload: workload of the call.
         sample_period: `Call.sampled_one_in`, for the message.
-        is_aligned: True if every document starts at a block border.
+        has_aligned_documents: True if every document starts at a block border.
 
     Raises:
         ValueError: if the call is on a GPU, and engine 'triton' cannot run there.
         NotImplementedError: if documents are not aligned to blocks.
     """
-    reason = TRITON.unavailable(work) if work.device == "cuda" else None
-    if reason is not None:
+    unavailable_reason = TRITON.unavailable(workload) if workload.device == "cuda" else None
+    if unavailable_reason is not None:
         raise ValueError(
             "sampled_one_in must be 0 if engine 'triton' cannot attend to the sampled blocks: it "
-            f"{reason}. Set sampled_one_in to 0."
+            f"{unavailable_reason}. Set sampled_one_in to 0."
         )
-    if not is_aligned:
+    if not has_aligned_documents:
         raise NotImplementedError(
             "sampled_one_in must be 0 for packed documents under torch.compile, got "
             f"{sample_period}. Blocks that contain parts of several documents cannot be "
@@ -234,8 +240,12 @@ def _take_written_slots(call: Call) -> tuple[Tensor, Tensor]:
 
     Returns k and v unchanged if the number of written slots is only on the device.
     """
-    length = call.mask.kv_length
-    return (call.k, call.v) if length is None else (call.k[:, :, :length], call.v[:, :, :length])
+    num_written_slots = call.mask.kv_length
+    return (
+        (call.k, call.v)
+        if num_written_slots is None
+        else (call.k[:, :, :num_written_slots], call.v[:, :, :num_written_slots])
+    )
 
 
 def _select_visible_keys(mask: MaskInfo, k: Tensor) -> Choice:
@@ -254,19 +264,21 @@ def _select_visible_keys(mask: MaskInfo, k: Tensor) -> Choice:
             )[:, 0]
         ),
     )
-    return visible_keys.expanded(batch, kv_heads)
+    return visible_keys.expand(batch, kv_heads)
 
 
 def _count_pairs(layer: nn.Module, plan: BlockPlan) -> None:
     """Add the attended pairs and the causal pairs of ``plan`` to ``attended_pairs[layer]``."""
-    previous_pairs = attended_pairs.get(layer)
+    previous_pair_counts = attended_pairs.get(layer)
     if plan.full.counts.is_cuda and HAS_TRITON:
         # imported late, because models on the CPU never need Triton
         from cab_hf.ops.pairs import add_pairs
 
-        attended_pairs[layer] = add_pairs(plan, previous_pairs)
+        attended_pairs[layer] = add_pairs(plan, previous_pair_counts)
         return
-    pairs = torch.stack(plan.pairs())
+    pair_counts = torch.stack(plan.pairs())
     attended_pairs[layer] = (
-        pairs if previous_pairs is None else previous_pairs.to(pairs.device) + pairs
+        pair_counts
+        if previous_pair_counts is None
+        else previous_pair_counts.to(pair_counts.device) + pair_counts
     )

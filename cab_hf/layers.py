@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cab_hf.checks import is_whole, require
+from cab_hf.checks import is_whole_number, require
 from cab_hf.config import CabConfig
 from cab_hf.engines import ENGINES, Workload, choose
 from cab_hf.plan import BlockPlan, KeyRanges
@@ -165,17 +165,17 @@ class CABAttentionLayer(nn.Module):
         sparsity: float = 0.95,
         *,
         mlp_ratio: float = 4.0,
-        **attention: Any,
+        **attention_arguments: Any,
     ) -> None:
         super().__init__()
-        self.attention = CABAttention(dim, num_heads, block_size, sparsity, **attention)
+        self.attention = CABAttention(dim, num_heads, block_size, sparsity, **attention_arguments)
         if not 1 <= dim * mlp_ratio < math.inf:
             raise ValueError(
                 f"mlp_ratio must give at least one hidden channel for dim={dim}, got {mlp_ratio}. "
                 "Pass a number of at least 1 / dim."
             )
         hidden_dim = int(dim * mlp_ratio)
-        bias = attention.get("bias", False)
+        bias = attention_arguments.get("bias", False)
         self.attention_norm = nn.RMSNorm(dim)
         self.mlp_norm = nn.RMSNorm(dim)
         self.mlp = nn.Sequential(
@@ -188,18 +188,20 @@ class CABAttentionLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def _require_divisor(name: str, value: Any, *, multiple_name: str, multiple: Any) -> None:
-    """Raise a ValueError unless both values are positive ints and ``value`` divides ``multiple``.
+def _require_divisor(divisor_name: str, divisor: Any, *, multiple_name: str, multiple: Any) -> None:
+    """Raise a ValueError unless both values are positive ints and ``divisor`` divides ``multiple``.
 
     Args:
-        name: name of the argument that must be a divisor.
-        value: value of this argument.
+        divisor_name: name of the argument that must be a divisor.
+        divisor: value of this argument.
         multiple_name: name of the argument that must be a multiple.
         multiple: value of that argument.
     """
-    for label, number in ((multiple_name, multiple), (name, value)):
-        require(is_whole(number), label, number, "a whole number >= 1")
-    if multiple % value:
+    for argument_name, argument_value in ((multiple_name, multiple), (divisor_name, divisor)):
+        require(
+            is_whole_number(argument_value), argument_name, argument_value, "a whole number >= 1"
+        )
+    if multiple % divisor:
         raise ValueError(
-            f"{name} must divide {multiple_name}={multiple}, got {value}. Pass a divisor."
+            f"{divisor_name} must divide {multiple_name}={multiple}, got {divisor}. Pass a divisor."
         )

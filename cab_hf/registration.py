@@ -33,23 +33,23 @@ from typing import Any
 
 from cab_hf.batching.hooks import validate_switch_while_batching, wrap_function
 from cab_hf.batching.support import BATCHING_PACKAGE
-from cab_hf.config import NAMES, SPARSE
+from cab_hf.config import IMPLEMENTATION_NAMES, SPARSE_IMPLEMENTATIONS
 
 # modules of transformers whose import triggers a registration
-CONFIGURATION = "transformers.configuration_utils"
-MASKING = "transformers.masking_utils"
-MODELING = "transformers.modeling_utils"
-GENERATION = "transformers.generation.utils"
-PROCESSORS = "transformers.generation.logits_process"
-CANDIDATES = "transformers.generation.candidate_generator"
-CRITERIA = "transformers.generation.stopping_criteria"
-BATCHING = f"{BATCHING_PACKAGE}.continuous_api"
-SERVING = "transformers.cli.serving.model_manager"
-# attribute that marks a function that `_wrap_preparation` has wrapped
-WRAPPED_MARK = "_cab_recorded"
+CONFIGURATION_MODULE = "transformers.configuration_utils"
+MASKING_MODULE = "transformers.masking_utils"
+MODELING_MODULE = "transformers.modeling_utils"
+GENERATION_MODULE = "transformers.generation.utils"
+PROCESSORS_MODULE = "transformers.generation.logits_process"
+CANDIDATES_MODULE = "transformers.generation.candidate_generator"
+CRITERIA_MODULE = "transformers.generation.stopping_criteria"
+BATCHING_MODULE = f"{BATCHING_PACKAGE}.continuous_api"
+SERVING_MODULE = "transformers.cli.serving.model_manager"
+# attribute that marks a function that `_wrap_input_preparation` has wrapped
+WRAPPED_ATTRIBUTE = "_cab_recorded"
 # largest number of stack frames, including decorators, between ``forward`` of a model and the
 # creation of its mask
-MAX_FRAMES = 10
+MAX_STACK_FRAMES = 10
 
 
 def register() -> None:
@@ -60,14 +60,20 @@ def register() -> None:
     from cab_hf.batching.batch import accept_batches
     from cab_hf.call.hook import cab_mask
 
-    for name in NAMES:
-        is_sparse = name in SPARSE
-        attend = cab_attention if is_sparse else cab_dense_attention
-        AttentionInterface.register(name, accept_batches(attend, sparse=is_sparse))
-        AttentionMaskInterface.register(name, cab_mask)
+    for implementation in IMPLEMENTATION_NAMES:
+        is_sparse = implementation in SPARSE_IMPLEMENTATIONS
+        attention_function = cab_attention if is_sparse else cab_dense_attention
+        AttentionInterface.register(
+            implementation, accept_batches(attention_function, is_sparse=is_sparse)
+        )
+        AttentionMaskInterface.register(implementation, cab_mask)
     wrap_function(PreTrainedModel, "get_correct_attn_implementation", _validate_settings)
-    for name in ("from_pretrained", "_from_config"):
-        setattr(PreTrainedModel, name, _accept_cab_config(getattr(PreTrainedModel, name)))
+    for constructor_name in ("from_pretrained", "_from_config"):
+        setattr(
+            PreTrainedModel,
+            constructor_name,
+            _accept_cab_config(getattr(PreTrainedModel, constructor_name)),
+        )
 
 
 def add_config_attribute() -> None:
@@ -83,15 +89,15 @@ def wrap_masks() -> None:
     transformers does not pass position ids to mask functions, and many models do not pass position
     ids to attention functions either.
     """
-    wrap_function(sys.modules[MASKING], "_preprocess_mask_arguments", _record_positions)
+    wrap_function(sys.modules[MASKING_MODULE], "_preprocess_mask_arguments", _record_positions)
 
 
 def _record_positions(preprocess: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Record position ids, then run transformers' preprocessing of mask arguments."""
     # arguments are keywords or positional: models also call this function, and the names of
     # arguments differ between versions of transformers
-    config = kwargs["config"] if "config" in kwargs else args[0]
-    if config._attn_implementation in NAMES:
+    model_config = kwargs["config"] if "config" in kwargs else args[0]
+    if model_config._attn_implementation in IMPLEMENTATION_NAMES:
         from cab_hf.call.scope import record_positions
 
         position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[4]
@@ -108,13 +114,13 @@ def _find_positions_of_caller() -> Any:
     from torch.compiler import is_compiling
 
     # torch.compile does not trace stack frames
-    frame = None if is_compiling() else sys._getframe(1)
-    for _ in range(MAX_FRAMES):
-        if frame is None:
+    stack_frame = None if is_compiling() else sys._getframe(1)
+    for _ in range(MAX_STACK_FRAMES):
+        if stack_frame is None:
             return None
-        if frame.f_code.co_name == "forward":
-            return frame.f_locals.get("position_ids")
-        frame = frame.f_back
+        if stack_frame.f_code.co_name == "forward":
+            return stack_frame.f_locals.get("position_ids")
+        stack_frame = stack_frame.f_back
     return None
 
 
@@ -124,42 +130,48 @@ def wrap_generate() -> None:
     The arguments of a model call do not show where the prompt ends: `generate` can pass the prompt
     in chunks, together with a draft of the answer, or again with every token of the answer.
     """
-    mixin = sys.modules[GENERATION].GenerationMixin
-    wrap_function(mixin, "_prepare_cache_for_generation", _prepare_then_index)
-    wrap_function(mixin, "_update_model_kwargs_for_generation", _update_then_index)
-    wrap_function(mixin, "generate", _run_generate)
-    _wrap_preparation(mixin)
+    generation_mixin = sys.modules[GENERATION_MODULE].GenerationMixin
+    wrap_function(generation_mixin, "_prepare_cache_for_generation", _prepare_then_index_cache)
+    wrap_function(generation_mixin, "_update_model_kwargs_for_generation", _update_then_index_cache)
+    wrap_function(generation_mixin, "generate", _run_generate)
+    _wrap_input_preparation(generation_mixin)
 
 
-def _run_generate(generate: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_generate(
+    original_generate: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Run `generate` in a new `Generation`, so that nested calls of `generate` have own prompts."""
     from cab_hf.call.scope import set_generation
 
     with set_generation(model):
-        return generate(model, *args, **kwargs)
+        return original_generate(model, *args, **kwargs)
 
 
-def _wrap_preparation(model_class: type) -> None:
+def _wrap_input_preparation(model_class: type) -> None:
     """Wrap ``prepare_inputs_for_generation`` of a model class and its base classes, once each."""
-    name = "prepare_inputs_for_generation"
+    method_name = "prepare_inputs_for_generation"
     for base_class in model_class.__mro__:
-        if name in vars(base_class) and not hasattr(vars(base_class)[name], WRAPPED_MARK):
-            wrap_function(base_class, name, _prepare_inputs)
-            setattr(vars(base_class)[name], WRAPPED_MARK, True)
+        if method_name in vars(base_class) and not hasattr(
+            vars(base_class)[method_name], WRAPPED_ATTRIBUTE
+        ):
+            wrap_function(base_class, method_name, _prepare_inputs)
+            setattr(vars(base_class)[method_name], WRAPPED_ATTRIBUTE, True)
 
 
-def _prepare_inputs(prepare: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def _prepare_inputs(
+    original_prepare: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Prepare the inputs of a model call, and record that the call processes the prompt."""
     from cab_hf.call.scope import FORWARD_CONTEXT
 
-    prepare_inputs = functools.partial(prepare, model, *args, **kwargs)
+    prepare_inputs = functools.partial(original_prepare, model, *args, **kwargs)
     generation = FORWARD_CONTEXT.get().generation
     if generation is None:
         return prepare_inputs()
     return generation.prepare_inputs(model, prepare_inputs)
 
 
-def _prepare_then_index(
+def _prepare_then_index_cache(
     prepare_cache: Callable[..., Any],
     model: Any,
     generation_config: Any,
@@ -172,24 +184,27 @@ def _prepare_then_index(
     A cache that the user has passed is not indexed here; see `cab_hf.index_cache`.
     """
     user_cache = _get_cache(model_kwargs)
-    result = prepare_cache(model, generation_config, model_kwargs, *args, **kwargs)
+    preparation_result = prepare_cache(model, generation_config, model_kwargs, *args, **kwargs)
     text_config = model.config.get_text_config()
-    if text_config._attn_implementation not in NAMES or model.config.is_encoder_decoder:
-        return result
+    if (
+        text_config._attn_implementation not in IMPLEMENTATION_NAMES
+        or model.config.is_encoder_decoder
+    ):
+        return preparation_result
     from cab_hf.call.scope import FORWARD_CONTEXT, prompt_of_generate
 
     cache = _get_cache(model_kwargs)
     generation = FORWARD_CONTEXT.get().generation
     if generation is not None:
-        _wrap_preparation(type(model))
+        _wrap_input_preparation(type(model))
         is_compiled = getattr(cache, "is_compileable", False)
         generation.begin(prompt_of_generate(generation_config, model_kwargs), is_compiled)
     if user_cache is None:
         _add_key_index(model, cache)
-    return result
+    return preparation_result
 
 
-def _update_then_index(
+def _update_then_index_cache(
     update_kwargs: Callable[..., Any],
     model: Any,
     outputs: Any,
@@ -226,45 +241,53 @@ def wrap_early_exit() -> None:
     During a draft, the config of the model has fewer layers. The wrapped function accepts this
     number, and restores the number of layers even if the draft fails.
     """
-    generator = sys.modules[CANDIDATES].EarlyExitCandidateGenerator
-    wrap_function(generator, "get_candidates", _run_draft)
+    generator_class = sys.modules[CANDIDATES_MODULE].EarlyExitCandidateGenerator
+    wrap_function(generator_class, "get_candidates", _run_draft)
 
 
-def _run_draft(make_draft: Callable[..., Any], generator: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_draft(
+    make_draft: Callable[..., Any], draft_generator: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Compute a draft, and restore the number of layers in the config afterwards."""
-    model = generator.assistant_model
-    config = getattr(model, model.base_model_prefix, model).config
-    if config.get_text_config()._attn_implementation not in NAMES:
-        return make_draft(generator, *args, **kwargs)
+    model = draft_generator.assistant_model
+    model_config = getattr(model, model.base_model_prefix, model).config
+    if model_config.get_text_config()._attn_implementation not in IMPLEMENTATION_NAMES:
+        return make_draft(draft_generator, *args, **kwargs)
     from cab_hf.hf.model_config import accept_fewer_layers
 
-    with accept_fewer_layers(config):
-        return make_draft(generator, *args, **kwargs)
+    with accept_fewer_layers(model_config):
+        return make_draft(draft_generator, *args, **kwargs)
 
 
-def wrap_processors() -> None:
+def wrap_logits_processors() -> None:
     """Wrap logits processors, so that the prompt of `generate` does not apply to their model calls.
 
     For example, classifier-free guidance calls the model with another prompt.
     """
-    wrap_function(sys.modules[PROCESSORS].LogitsProcessorList, "__call__", _run_without_prompt)
+    wrap_function(
+        sys.modules[PROCESSORS_MODULE].LogitsProcessorList, "__call__", _run_with_hidden_prompt
+    )
 
 
-def wrap_criteria() -> None:
+def wrap_stopping_criteria() -> None:
     """Wrap stopping criteria, so that the prompt does not apply to their model calls."""
-    wrap_function(sys.modules[CRITERIA].StoppingCriteriaList, "__call__", _run_without_prompt)
+    wrap_function(
+        sys.modules[CRITERIA_MODULE].StoppingCriteriaList, "__call__", _run_with_hidden_prompt
+    )
 
 
-def _run_without_prompt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``; the prompt of `generate` does not apply to model calls inside."""
+def _run_with_hidden_prompt(
+    original_function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``original_function``; the prompt of `generate` does not apply to model calls inside."""
     import torch
 
     if torch.compiler.is_compiling():
-        return function(*args, **kwargs)
+        return original_function(*args, **kwargs)
     from cab_hf.call.scope import hide_prompt
 
     with hide_prompt():
-        return function(*args, **kwargs)
+        return original_function(*args, **kwargs)
 
 
 def _get_cache(model_kwargs: dict[str, Any]) -> Any:
@@ -277,22 +300,26 @@ def wrap_batching() -> None:
     from cab_hf.batching import hooks
 
     # from `sys.modules`, because this function can run while the package is still being imported
-    hooks.register(sys.modules[BATCHING])
+    hooks.wrap_continuous_batching(sys.modules[BATCHING_MODULE])
 
 
 def wrap_serving() -> None:
     """Wrap the argument check of `transformers serve`, which accepts a fixed list of names."""
-    wrap_function(sys.modules[SERVING].ModelManager, "_validate_args", _validate_without_our_names)
+    wrap_function(
+        sys.modules[SERVING_MODULE].ModelManager, "_validate_args", _validate_without_cab_names
+    )
 
 
-def _validate_without_our_names(validate: Callable[..., None], manager: Any) -> None:
-    """Run ``validate`` without ``attn_implementation`` if its value is a name in `NAMES`."""
-    name = manager.attn_implementation
+def _validate_without_cab_names(original_validate: Callable[..., None], manager: Any) -> None:
+    """Run the check without ``attn_implementation`` if its value is in `IMPLEMENTATION_NAMES`."""
+    implementation = manager.attn_implementation
     try:
-        manager.attn_implementation = None if name in NAMES else name
-        validate(manager)
+        manager.attn_implementation = (
+            None if implementation in IMPLEMENTATION_NAMES else implementation
+        )
+        original_validate(manager)
     finally:
-        manager.attn_implementation = name
+        manager.attn_implementation = implementation
 
 
 class _CabConfigAttribute:
@@ -321,7 +348,7 @@ class _CabConfigAttribute:
                 raise ValueError(f"cab_config {error}") from None
         value = value.to_dict() if isinstance(value, CabConfig) else value
         # no model can use the config before the model code of transformers is loaded
-        if MODELING in sys.modules:
+        if MODELING_MODULE in sys.modules:
             from cab_hf.hf.model_config import require_valid_settings
             from cab_hf.predictors import make_predictor
 
@@ -335,9 +362,9 @@ class _CabConfigAttribute:
 
 
 def _validate_settings(
-    check_name: Callable[..., str],
+    original_check: Callable[..., str],
     model: Any,
-    requested_name: str | None,
+    requested_implementation: str | None,
     *args: Any,
     **kwargs: Any,
 ) -> str:
@@ -346,27 +373,28 @@ def _validate_settings(
     Settings that do not fit the model raise an error before the first forward pass.
 
     Args:
-        check_name: transformers' check.
+        original_check: transformers' check.
         model: model that is built or switched.
-        requested_name: name of the attention implementation; None if the user has given no name.
-        args, kwargs: further arguments of ``check_name``.
+        requested_implementation: name of the attention implementation; None if the user has given
+            no name.
+        args, kwargs: further arguments of ``original_check``.
     """
     from cab_hf.hf.fit import warn_if_unused
     from cab_hf.hf.model_config import cab_config_of
     from cab_hf.predictors import make_predictor
 
-    if requested_name in NAMES:
-        refuse_unreachable(type(model))
-    if BATCHING in sys.modules:
-        validate_switch_while_batching(model, requested_name)
-    refuse_misplaced(model.config)
+    if requested_implementation in IMPLEMENTATION_NAMES:
+        require_attention_interface(type(model))
+    if BATCHING_MODULE in sys.modules:
+        validate_switch_while_batching(model, requested_implementation)
+    refuse_misplaced_settings(model.config)
     text_config = model.config.get_text_config()
-    if requested_name in NAMES:
+    if requested_implementation in IMPLEMENTATION_NAMES:
         # raises the errors of the settings
-        make_predictor(cab_config_of(text_config, requested_name))
-    elif requested_name is None and text_config._attn_implementation is None:
+        make_predictor(cab_config_of(text_config, requested_implementation))
+    elif requested_implementation is None and text_config._attn_implementation is None:
         warn_if_unused(text_config)
-    return check_name(model, requested_name, *args, **kwargs)
+    return original_check(model, requested_implementation, *args, **kwargs)
 
 
 def _accept_cab_config(make_model: Any) -> classmethod:
@@ -380,22 +408,22 @@ def _accept_cab_config(make_model: Any) -> classmethod:
     from transformers import PreTrainedConfig
 
     @functools.wraps(make_model.__func__)
-    def set_then_make(model_class: type, *args: Any, **kwargs: Any) -> Any:
+    def set_config_then_make(model_class: type, *args: Any, **kwargs: Any) -> Any:
         # the config is a keyword or the first argument
-        config = kwargs.get("config", args[0] if args else None)
-        if isinstance(config, PreTrainedConfig) and "cab_config" in kwargs:
-            config = copy.deepcopy(config)
-            config.cab_config = kwargs.pop("cab_config")
+        model_config = kwargs.get("config", args[0] if args else None)
+        if isinstance(model_config, PreTrainedConfig) and "cab_config" in kwargs:
+            model_config = copy.deepcopy(model_config)
+            model_config.cab_config = kwargs.pop("cab_config")
             if "config" in kwargs:
-                kwargs["config"] = config
+                kwargs["config"] = model_config
             else:
-                args = config, *args[1:]
+                args = model_config, *args[1:]
         return make_model.__func__(model_class, *args, **kwargs)
 
-    return classmethod(set_then_make)
+    return classmethod(set_config_then_make)
 
 
-def refuse_unreachable(model_class: type) -> None:
+def require_attention_interface(model_class: type) -> None:
     """Raise an error for a model class that does not call registered attention functions.
 
     Such a class ignores registered names, or fails in a dict of its own attention classes. A class
@@ -406,26 +434,27 @@ def refuse_unreachable(model_class: type) -> None:
             an attention implementation that works.
     """
     if not _uses_attention_interface(model_class):
-        supported_name = "sdpa" if model_class._supports_sdpa else "eager"
+        supported_implementation = "sdpa" if model_class._supports_sdpa else "eager"
         raise ValueError(
             f"{model_class.__name__} computes no attention through transformers' attention "
             "interface, so attn_implementation='cab' cannot reach it. Load the model with "
-            f"{supported_name!r}."
+            f"{supported_implementation!r}."
         )
 
 
-def refuse_misplaced(config: Any) -> None:
+def refuse_misplaced_settings(model_config: Any) -> None:
     """Raise an error for a ``cab_config`` on a composite config whose text config has none.
 
     Raises:
         ValueError: if layers would ignore the setting. The message says where to set it.
     """
-    text_config = config.get_text_config()
-    is_ignored = config.cab_config is not None and text_config.cab_config is None
-    if is_ignored and text_config._attn_implementation in NAMES:
+    text_config = model_config.get_text_config()
+    has_ignored_settings = model_config.cab_config is not None and text_config.cab_config is None
+    if has_ignored_settings and text_config._attn_implementation in IMPLEMENTATION_NAMES:
         raise ValueError(
-            f"cab_config is set on {type(config).__name__}, but layers read the cab_config of the "
-            "text config. Set config.get_text_config().cab_config, or call cab_hf.apply_cab(model)."
+            f"cab_config is set on {type(model_config).__name__}, but layers read the cab_config "
+            "of the text config. Set config.get_text_config().cab_config, or call "
+            "cab_hf.apply_cab(model)."
         )
 
 
@@ -456,22 +485,22 @@ def register_when_imported() -> None:
 
     A registration runs immediately if its module is already imported.
     """
-    actions = {
-        CONFIGURATION: add_config_attribute,
-        MASKING: wrap_masks,
-        MODELING: register,
-        GENERATION: wrap_generate,
-        CANDIDATES: wrap_early_exit,
-        PROCESSORS: wrap_processors,
-        CRITERIA: wrap_criteria,
-        BATCHING: wrap_batching,
-        SERVING: wrap_serving,
+    actions_by_module = {
+        CONFIGURATION_MODULE: add_config_attribute,
+        MASKING_MODULE: wrap_masks,
+        MODELING_MODULE: register,
+        GENERATION_MODULE: wrap_generate,
+        CANDIDATES_MODULE: wrap_early_exit,
+        PROCESSORS_MODULE: wrap_logits_processors,
+        CRITERIA_MODULE: wrap_stopping_criteria,
+        BATCHING_MODULE: wrap_batching,
+        SERVING_MODULE: wrap_serving,
     }
-    for name, action in actions.items():
-        if name in sys.modules:
-            action()
+    for module_name, register_action in actions_by_module.items():
+        if module_name in sys.modules:
+            register_action()
         else:
-            sys.meta_path.insert(0, _ImportHook(name, action))
+            sys.meta_path.insert(0, _ImportHook(module_name, register_action))
 
 
 class _ImportHook(MetaPathFinder):
@@ -484,11 +513,11 @@ class _ImportHook(MetaPathFinder):
         action: function to run after the import.
     """
 
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
-        self._name, self._action = name, action
+    def __init__(self, module_name: str, action: Callable[[], None]) -> None:
+        self._module_name, self._action = module_name, action
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != self._name:
+        if name != self._module_name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -496,9 +525,9 @@ class _ImportHook(MetaPathFinder):
             return spec
         exec_module = spec.loader.exec_module
 
-        def exec_then_act(module: ModuleType) -> None:
+        def exec_then_run_action(module: ModuleType) -> None:
             exec_module(module)
             self._action()
 
-        spec.loader.exec_module = exec_then_act
+        spec.loader.exec_module = exec_then_run_action
         return spec

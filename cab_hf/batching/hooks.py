@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from cab_hf.batching import support
 from cab_hf.batching.support import BATCHING_PACKAGE
-from cab_hf.config import NAMES, SPARSE
+from cab_hf.config import IMPLEMENTATION_NAMES, SPARSE_IMPLEMENTATIONS
 
 if TYPE_CHECKING:
     # not at run time, because this module is imported while transformers is being imported
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 PERSISTENT_MANAGER_ATTRIBUTE = "_cached_continuous_batching_manager"
 
 # transformers model or submodel -> the managers that have been started for it
-_managers: WeakKeyDictionary[Any, WeakSet] = WeakKeyDictionary()
+_started_managers: WeakKeyDictionary[Any, WeakSet] = WeakKeyDictionary()
 
 
-def register(api: Any) -> None:
+def wrap_continuous_batching(api_module: Any) -> None:
     """Wrap the functions of transformers that start and run continuous batching.
 
     For models on "cab", the wrappers
@@ -43,43 +43,45 @@ def register(api: Any) -> None:
     * pass a `PagedBatch` as the mask to all layers, and leave the cache update to attention.
 
     Args:
-        api: module ``continuous_api`` of transformers.
+        api_module: module ``continuous_api`` of transformers.
     """
-    wrap_function(api.ContinuousMixin, "init_continuous_batching", _check_model_then_init)
-    wrap_function(api.ContinuousBatchingManager, "__init__", _check_model_then_create)
-    wrap_function(api.ContinuousBatchingManager, "start", _check_model_then_start)
-    if not support.passes_paged_cache():
+    wrap_function(api_module.ContinuousMixin, "init_continuous_batching", _check_model_then_init)
+    wrap_function(api_module.ContinuousBatchingManager, "__init__", _check_model_then_create)
+    wrap_function(api_module.ContinuousBatchingManager, "start", _check_model_then_start)
+    if not support.transformers_passes_paged_cache():
         return
     initialization_module, cache_module, runner_module = (
-        importlib.import_module(f"{BATCHING_PACKAGE}.{name}")
-        for name in ("initialization", "cache", "model_runner")
+        importlib.import_module(f"{BATCHING_PACKAGE}.{module_name}")
+        for module_name in ("initialization", "cache", "model_runner")
     )
-    for module in (api, initialization_module, cache_module):
-        wrap_function(module, "is_flash_attention_requested", _is_flash_or_cab)
-    wrap_function(api, "resolve_continuous_batching_config", _resolve_config)
+    for wrapped_module in (api_module, initialization_module, cache_module):
+        wrap_function(wrapped_module, "is_flash_attention_requested", _is_flash_or_cab)
+    wrap_function(api_module, "resolve_continuous_batching_config", _resolve_config)
     wrap_function(
         initialization_module, "ensure_decode_fast_path_is_available", _enable_block_tables
     )
-    wrap_function(api.ContinuousBatchingManager, "_create_batch_processor", _create_batch_processor)
+    wrap_function(
+        api_module.ContinuousBatchingManager, "_create_batch_processor", _create_batch_processor
+    )
     wrap_function(runner_module.ModelRunner, "compute_batch", _compute_with_paged_batch)
     wrap_function(cache_module.PagedAttentionCache, "update", _defer_cache_update)
 
 
-def wrap_function(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+def wrap_function(owner: Any, function_name: str, wrapper: Callable[..., Any]) -> None:
     """Wrap a function of a class or module in ``wrapper``.
 
     Args:
         owner: class or module.
-        name: name of the function in ``owner``.
+        function_name: name of the function in ``owner``.
         wrapper: wrapper. It receives the old function, followed by the arguments of the call.
     """
-    original_function = getattr(owner, name)
+    original_function = getattr(owner, function_name)
 
     @functools.wraps(original_function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def call_wrapper(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original_function, *args, **kwargs)
 
-    setattr(owner, name, wrapped)
+    setattr(owner, function_name, call_wrapper)
 
 
 def require_batching(model: PreTrainedModel) -> None:
@@ -91,17 +93,17 @@ def require_batching(model: PreTrainedModel) -> None:
     implementations = (
         submodel.config._attn_implementation for submodel in support.transformers_submodels(model)
     )
-    implementation = next(filter(NAMES.__contains__, implementations), None)
+    implementation = next(filter(IMPLEMENTATION_NAMES.__contains__, implementations), None)
     if implementation is None:
         return
-    from cab_hf.batching.served import unbatchable_reason
+    from cab_hf.batching.served import find_unbatchable_reason
 
-    reason = unbatchable_reason(model)
-    if reason is not None:
+    unbatchable_reason = find_unbatchable_reason(model)
+    if unbatchable_reason is not None:
         raise NotImplementedError(
             f"{type(model).__name__} has attn_implementation={implementation!r}, which continuous "
-            f"batching does not serve: {reason}. Load the model with another attn_implementation, "
-            "such as 'sdpa'."
+            f"batching does not serve: {unbatchable_reason}. Load the model with another "
+            "attn_implementation, such as 'sdpa'."
         )
 
 
@@ -119,9 +121,11 @@ def validate_switch_while_batching(model: Any, new_implementation: str | None) -
         NotImplementedError: if a manager of the model is running.
     """
     current_implementation = model.config._attn_implementation
-    if (current_implementation in NAMES) == (new_implementation in NAMES):
+    if (current_implementation in IMPLEMENTATION_NAMES) == (
+        new_implementation in IMPLEMENTATION_NAMES
+    ):
         return
-    if any(manager.is_running() for manager in _managers.get(model, ())):
+    if any(manager.is_running() for manager in _started_managers.get(model, ())):
         raise NotImplementedError(
             f"continuous batching runs on {type(model).__name__} with {current_implementation!r}. "
             f"Stop its manager before you switch to {new_implementation!r}."
@@ -155,7 +159,7 @@ def _check_model_then_start(
     require_batching(manager.model)
     _require_same_implementation(manager)
     for model in support.transformers_submodels(manager.model):
-        _managers.setdefault(model, WeakSet()).add(manager)
+        _started_managers.setdefault(model, WeakSet()).add(manager)
     return original_start(manager, *args, **kwargs)
 
 
@@ -167,7 +171,9 @@ def _require_same_implementation(manager: Any) -> None:
     """
     model, first_implementation = manager.model, manager._cab_implementation
     current_implementation = model.config._attn_implementation
-    if (current_implementation in NAMES) == (first_implementation in NAMES):
+    if (current_implementation in IMPLEMENTATION_NAMES) == (
+        first_implementation in IMPLEMENTATION_NAMES
+    ):
         return
     remedy = "Make a new manager"
     if vars(model).get(PERSISTENT_MANAGER_ATTRIBUTE) is manager:
@@ -198,7 +204,7 @@ def _is_flash_or_cab(
     implementation = requested_attention_implementation or getattr(
         config, "_attn_implementation", None
     )
-    if implementation in NAMES:
+    if implementation in IMPLEMENTATION_NAMES:
         return not kwargs
     return original_function(config, requested_attention_implementation, **kwargs)
 
@@ -219,7 +225,7 @@ def _resolve_config(
     Raises:
         NotImplementedError: if the config enables graphs for prompts, or compilation.
     """
-    if config._attn_implementation not in NAMES:
+    if config._attn_implementation not in IMPLEMENTATION_NAMES:
         return original_function(config, cb_config, *args, **kwargs)
     from cab_hf.batching.served import has_kernel_for_pages
 
@@ -237,7 +243,7 @@ def _resolve_config(
             "varlen_compile_config and decode_compile_config must be None: 'cab' is not compiled "
             "in continuous batching. Leave out the compile configs and default_compile_level."
         )
-    if config._attn_implementation in SPARSE:
+    if config._attn_implementation in SPARSE_IMPLEMENTATIONS:
         _warn_of_unaligned_sizes(config, resolved_config)
     return resolved_config
 
@@ -253,13 +259,13 @@ def _warn_of_unaligned_sizes(config: Any, cb_config: Any) -> None:
     from cab_hf.hf.model_config import cab_config_of
 
     query_block = cab_config_of(config).query_block
-    max_tokens, page_size = cb_config.max_batch_tokens, cb_config.page_size
-    if max_tokens is not None and max_tokens < query_block:
+    max_batch_tokens, page_size = cb_config.max_batch_tokens, cb_config.page_size
+    if max_batch_tokens is not None and max_batch_tokens < query_block:
         warn_once(
-            ("max_batch_tokens", max_tokens, query_block),
-            f"max_batch_tokens must be at least query_block={query_block}, got {max_tokens}: no "
-            "batch contains a whole query block, so all attention is exact. Set max_batch_tokens "
-            f"to several times {query_block}, or leave it out.",
+            ("max_batch_tokens", max_batch_tokens, query_block),
+            f"max_batch_tokens must be at least query_block={query_block}, got {max_batch_tokens}: "
+            "no batch contains a whole query block, so all attention is exact. Set "
+            f"max_batch_tokens to several times {query_block}, or leave it out.",
         )
     if cb_config.allow_block_sharing and page_size % query_block:
         warn_once(
@@ -283,7 +289,7 @@ def _enable_block_tables(
         cb_config: config of continuous batching, which is changed.
         user_requested: True if the user has enabled block tables.
     """
-    if config._attn_implementation not in NAMES:
+    if config._attn_implementation not in IMPLEMENTATION_NAMES:
         original_function(config, cb_config, user_requested)
         return
     from cab_hf.batching.served import has_kernel_for_pages
@@ -300,23 +306,26 @@ def _create_batch_processor(original_function: Callable[..., Any], self: Any) ->
         original_function: transformers' function.
         self: manager.
     """
-    uses_cab, config = self._cab_implementation in NAMES, self.continuous_batching_config
-    user_scheduler = config.scheduler_type
+    uses_cab, cb_config = (
+        self._cab_implementation in IMPLEMENTATION_NAMES,
+        self.continuous_batching_config,
+    )
+    user_scheduler_name = cb_config.scheduler_type
     if uses_cab:
-        from cab_hf.batching.scheduler import register_block_aligned
+        from cab_hf.batching.scheduler import register_block_aligned_scheduler
 
-        config.scheduler_type = register_block_aligned(user_scheduler)
+        cb_config.scheduler_type = register_block_aligned_scheduler(user_scheduler_name)
     try:
-        processor = original_function(self)
+        batch_processor = original_function(self)
     finally:
-        config.scheduler_type = user_scheduler
+        cb_config.scheduler_type = user_scheduler_name
     if uses_cab:
-        processor.scheduler.record_model(self.model)
+        batch_processor.scheduler.record_model(self.model)
         if self.model.device.type == "cuda":
             _wait_for_zeroed_buffers(self.model.device)
     # `_compute_with_paged_batch` compares the attribute with the implementation of the model
-    processor.model_runner._was_created_for_cab = uses_cab
-    return processor
+    batch_processor.model_runner._was_created_for_cab = uses_cab
+    return batch_processor
 
 
 def _wait_for_zeroed_buffers(device: Any) -> None:
@@ -348,24 +357,24 @@ def _compute_with_paged_batch(
     from cab_hf.hf.fit import model_name_of
 
     implementation = model.config._attn_implementation
-    uses_cab = implementation in NAMES
+    uses_cab = implementation in IMPLEMENTATION_NAMES
     # a runner without a manager has no recorded implementation
     if vars(self).get("_was_created_for_cab", uses_cab) != uses_cab:
         raise RuntimeError(
             f"{model_name_of(model.config)} was switched to {implementation!r} while continuous "
             "batching runs. Stop its manager before you switch."
         )
-    batch = None
+    paged_batch = None
     if uses_cab:
         from cab_hf.call.placeholder import PagedBatch
 
-        batch = PagedBatch(
+        paged_batch = PagedBatch(
             model_name=model_name_of(model.config),
             num_tokens=batch_data["input_ids"].shape[1],
-            prompt_lengths=_prompt_lengths(self.inputs_and_outputs),
+            prompt_lengths=_read_prompt_lengths(self.inputs_and_outputs),
         )
-        batch_data["attention_mask"] = batch
-    self.cache._batch = batch
+        batch_data["attention_mask"] = paged_batch
+    self.cache._batch = paged_batch
     original_function(self, model, batch_data)
 
 
@@ -391,14 +400,14 @@ def _defer_cache_update(
         layer_idx: index of the layer.
         kwargs: keyword arguments of the attention function, which are changed.
     """
-    batch = vars(self).get("_batch")
-    if batch is None or "cache" in kwargs:
+    paged_batch = vars(self).get("_batch")
+    if paged_batch is None or "cache" in kwargs:
         return original_function(self, key_states, value_states, layer_idx=layer_idx, kwargs=kwargs)
-    kwargs |= {"cache": self, "batch": batch}
+    kwargs |= {"cache": self, "batch": paged_batch}
     return key_states, value_states
 
 
-def _prompt_lengths(buffers: Any) -> tuple[int, ...]:
+def _read_prompt_lengths(buffers: Any) -> tuple[int, ...]:
     """Return the prompt length of each request of a batch, in tokens, without answers.
 
     transformers preempts a request if the cache has no free pages. The request then restarts with

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 BATCHING_PACKAGE = "transformers.generation.continuous_batching"
 
 
-def passes_paged_cache() -> bool:
+def transformers_passes_paged_cache() -> bool:
     """Return True if this version of transformers passes its paged cache to attention functions."""
     return importlib.util.find_spec(f"{BATCHING_PACKAGE}.cache_allocators") is not None
 

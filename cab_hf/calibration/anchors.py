@@ -33,32 +33,33 @@ class Needles(NamedTuple):
     """Queries that need a needle, a hidden passage, and the position of each needle.
 
     Attributes:
-        queries: int64 [n], positions of the queries.
-        starts: int64 [n], first position of the needle of each query.
-        ends: int64 [n], position after the needle of each query.
+        query_positions: int64 [n], positions of the queries.
+        needle_starts: int64 [n], first position of the needle of each query.
+        needle_ends: int64 [n], position after the needle of each query.
     """
 
-    queries: Tensor
-    starts: Tensor
-    ends: Tensor
+    query_positions: Tensor
+    needle_starts: Tensor
+    needle_ends: Tensor
 
 
 class LayerMeasurement(NamedTuple):
     """The measurement of one layer at one threshold.
 
     Attributes:
-        selected: bool [H, M_q, M_k], True for the blocks that the layer selects.
+        is_selected: bool [H, M_q, M_k], True for the blocks that the layer selects.
         density: float64 [H], share of all (query, key) pairs in the selected blocks.
         mass: float32 [H, M_q, M_k], share of the attention per block, with sum 1 per head.
-        needle: float32 [H, n, M_k], attention of each needle query to its needle, per key block.
-        rows: int64 [n], query blocks of the needle queries.
+        needle_attention: float32 [H, n, M_k], attention of each needle query to its needle, per key
+            block.
+        needle_rows: int64 [n], query blocks of the needle queries.
     """
 
-    selected: Tensor
+    is_selected: Tensor
     density: Tensor
     mass: Tensor
-    needle: Tensor
-    rows: Tensor
+    needle_attention: Tensor
+    needle_rows: Tensor
 
 
 class Coverage(NamedTuple):
@@ -68,15 +69,15 @@ class Coverage(NamedTuple):
 
     Attributes:
         mass: float64 [L, L, H, H], share of the attention of b to the blocks of a.
-        needle: float64 [L, L, H, H], attention of b to needles in the blocks of a, mean over needle
-            queries.
+        needle_attention: float64 [L, L, H, H], attention of b to needles in the blocks of a, mean
+            over needle queries.
         density: float64 [L, H], share of all (query, key) pairs in the blocks of a.
         importance: float64 [L], change of the hidden states by the layer: 1 - cosine similarity of
             its input and output.
     """
 
     mass: Tensor
-    needle: Tensor
+    needle_attention: Tensor
     density: Tensor
     importance: Tensor
 
@@ -102,77 +103,92 @@ class Assignment(NamedTuple):
 
 
 def measure_layer(
-    q: Tensor, k: Tensor, call: LayerContext, config: CabConfig, needles: Needles
+    q: Tensor, k: Tensor, layer_context: LayerContext, config: CabConfig, needles: Needles
 ) -> list[LayerMeasurement]:
     """Return the measurement of one layer at each of `THRESHOLDS`.
 
     Args:
         q: [1, H, N, D], queries of one sequence.
         k: [1, H_kv, N, D], keys of the sequence.
-        call: context of the layer.
+        layer_context: context of the layer.
         config: settings of the layer.
         needles: needle queries of the sequence.
     """
-    options = ScoreOptions(call.scale, call.channels, call.sinks, call.softcap)
-    scores = compute_block_scores(q, k, ranges=call.ranges, config=config, options=options)
-    scores = cap_scores(scores, call.ranges, config)[0]
-    selected = torch.stack([scores >= threshold for threshold in THRESHOLDS]).cpu()
-    pairs = count_block_pairs(call.ranges, config).cpu().flatten()
-    densities = torch.stack([is_selected.flatten(1).double() @ pairs for is_selected in selected])
-    densities = densities / pairs.sum()
+    score_options = ScoreOptions(
+        layer_context.scale, layer_context.channels, layer_context.sinks, layer_context.softcap
+    )
+    scores = compute_block_scores(
+        q, k, ranges=layer_context.ranges, config=config, score_options=score_options
+    )
+    scores = cap_scores(scores, layer_context.ranges, config)[0]
+    selected_blocks = torch.stack([scores >= threshold for threshold in THRESHOLDS]).cpu()
+    block_pairs = count_block_pairs(layer_context.ranges, config).cpu().flatten()
+    densities = torch.stack(
+        [is_selected.flatten(1).double() @ block_pairs for is_selected in selected_blocks]
+    )
+    densities = densities / block_pairs.sum()
     mass = compute_block_mass(
         q,
         k,
-        ranges=call.ranges,
-        scale=call.scale,
+        ranges=layer_context.ranges,
+        scale=layer_context.scale,
         query_block=config.query_block,
         key_block=config.key_block,
     )[0]
-    mass /= call.ranges.rows(config.query_block).queries.sum()
+    mass /= layer_context.ranges.rows(config.query_block).queries.sum()
     needle_attention = compute_needle_shares(
-        q, k, call, key_block=config.key_block, needles=needles
+        q, k, layer_context, key_block=config.key_block, needles=needles
     )
     mass, needle_attention, needle_rows = (
         mass.cpu(),
         needle_attention.cpu(),
-        (needles.queries // config.query_block).cpu(),
+        (needles.query_positions // config.query_block).cpu(),
     )
     return [
         LayerMeasurement(
-            selected=is_selected,
+            is_selected=is_selected,
             density=density,
             mass=mass,
-            needle=needle_attention,
-            rows=needle_rows,
+            needle_attention=needle_attention,
+            needle_rows=needle_rows,
         )
-        for is_selected, density in zip(selected, densities, strict=True)
+        for is_selected, density in zip(selected_blocks, densities, strict=True)
     ]
 
 
 def compute_needle_shares(
-    q: Tensor, k: Tensor, call: LayerContext, key_block: int, needles: Needles
+    q: Tensor, k: Tensor, layer_context: LayerContext, key_block: int, needles: Needles
 ) -> Tensor:
     """Return the attention of each needle query to its needle, float32 [H, n, M_k].
 
     Args:
         q: [1, H, N, D], queries of one sequence.
         k: [1, H_kv, N, D], keys of the sequence.
-        call: context of the layer.
+        layer_context: context of the layer.
         key_block: key block size, in tokens.
         needles: needle queries of the sequence.
     """
-    start, end = (x[:, needles.queries] for x in (call.ranges.start, call.ranges.end))
-    ranges = KeyRanges(start, end, call.ranges.key_valid, consecutive=False)
-    shares = q.new_zeros(
-        q.shape[1], len(needles.queries), -(-k.shape[2] // key_block), dtype=torch.float32
+    start, end = (
+        x[:, needles.query_positions]
+        for x in (layer_context.ranges.start, layer_context.ranges.end)
     )
-    chunks = iterate_attention_rows(q[:, :, needles.queries], k, ranges, call.scale)
-    for first_query, attention in chunks:
-        queries = slice(first_query, first_query + attention.shape[2])
-        key = torch.arange(attention.shape[-1], device=k.device)
-        is_needle = (key >= needles.starts[queries, None]) & (key < needles.ends[queries, None])
-        shares[:, queries] = sum_blocks(attention[0] * is_needle, key_block, shares.shape[-1])
-    return shares
+    ranges = KeyRanges(start, end, layer_context.ranges.key_valid, consecutive=False)
+    needle_shares = q.new_zeros(
+        q.shape[1], len(needles.query_positions), -(-k.shape[2] // key_block), dtype=torch.float32
+    )
+    attention_chunks = iterate_attention_rows(
+        q[:, :, needles.query_positions], k, ranges, layer_context.scale
+    )
+    for first_query, row_attention in attention_chunks:
+        query_slice = slice(first_query, first_query + row_attention.shape[2])
+        key_positions = torch.arange(row_attention.shape[-1], device=k.device)
+        is_needle = (key_positions >= needles.needle_starts[query_slice, None]) & (
+            key_positions < needles.needle_ends[query_slice, None]
+        )
+        needle_shares[:, query_slice] = sum_blocks(
+            row_attention[0] * is_needle, key_block, needle_shares.shape[-1]
+        )
+    return needle_shares
 
 
 def compute_coverage(
@@ -184,33 +200,37 @@ def compute_coverage(
         measurements: measurement of each layer, at one threshold.
         importance: `Coverage.importance` of each layer.
     """
-    num_layers, num_heads = len(measurements), measurements[0].selected.shape[0]
-    needle_rows = measurements[0].rows
-    is_selected = torch.stack([layer.selected.float() for layer in measurements])
-    mass = torch.stack([layer.mass for layer in measurements]).flatten(0, 1).flatten(1)
+    num_layers, num_heads = len(measurements), measurements[0].is_selected.shape[0]
+    needle_rows = measurements[0].needle_rows
+    is_selected = torch.stack([measurement.is_selected.float() for measurement in measurements])
+    mass = torch.stack([measurement.mass for measurement in measurements]).flatten(0, 1).flatten(1)
     needle_attention = (
-        torch.stack([layer.needle for layer in measurements]).flatten(0, 1).flatten(1)
+        torch.stack([measurement.needle_attention for measurement in measurements])
+        .flatten(0, 1)
+        .flatten(1)
     )
     needle_attention = needle_attention / max(1, len(needle_rows))
 
-    def sum_shares(blocks: Tensor, shares: Tensor) -> Tensor:
+    def sum_shares(selected_blocks: Tensor, attention_shares: Tensor) -> Tensor:
         """Return the attention of layer b to the blocks that layer a selects, [L, L, H, H].
 
         Args:
-            blocks: float32 [L, H, rows, blocks], 1 for blocks that a head of a layer selects.
-            shares: [L * H, rows * blocks], attention of each head of each layer to each block.
+            selected_blocks: float32 [L, H, rows, blocks], 1 for blocks that a head of a layer
+                selects.
+            attention_shares: [L * H, rows * blocks], attention of each head of each layer to each
+                block.
 
         Returns:
             float64. The dimensions are layer a, layer b, head of a and head of b.
         """
-        coverage = blocks.flatten(0, 1).flatten(1) @ shares.T
+        coverage = selected_blocks.flatten(0, 1).flatten(1) @ attention_shares.T
         coverage = coverage.view(num_layers, num_heads, num_layers, num_heads)
         return coverage.transpose(1, 2).double()
 
     return Coverage(
         mass=sum_shares(is_selected, mass),
-        needle=sum_shares(is_selected[:, :, needle_rows], needle_attention),
-        density=torch.stack([layer.density for layer in measurements]).double(),
+        needle_attention=sum_shares(is_selected[:, :, needle_rows], needle_attention),
+        density=torch.stack([measurement.density for measurement in measurements]).double(),
         importance=torch.tensor(importance, dtype=torch.float64),
     )
 
@@ -221,30 +241,34 @@ def average_coverage(coverages: Sequence[Sequence[Coverage]]) -> list[Coverage]:
     Args:
         coverages: for each document, the `Coverage` at each of `THRESHOLDS`.
     """
-    by_threshold = [
-        [document[threshold_index] for document in coverages]
+    coverages_by_threshold = [
+        [document_coverages[threshold_index] for document_coverages in coverages]
         for threshold_index in range(len(coverages[0]))
     ]
     return [
         Coverage(
-            mass=torch.stack([coverage.mass for coverage in documents]).mean(0),
-            needle=torch.stack([coverage.needle for coverage in documents]).mean(0),
-            density=torch.stack([coverage.density for coverage in documents]).mean(0),
-            importance=torch.stack([coverage.importance for coverage in documents]).mean(0),
+            mass=torch.stack([coverage.mass for coverage in threshold_coverages]).mean(0),
+            needle_attention=torch.stack(
+                [coverage.needle_attention for coverage in threshold_coverages]
+            ).mean(0),
+            density=torch.stack([coverage.density for coverage in threshold_coverages]).mean(0),
+            importance=torch.stack([coverage.importance for coverage in threshold_coverages]).mean(
+                0
+            ),
         )
-        for documents in by_threshold
+        for threshold_coverages in coverages_by_threshold
     ]
 
 
 def compute_gains(coverage: Coverage) -> Tensor:
-    """Return ``mass + NEEDLE_WEIGHT * needle`` of a coverage, float64 [L, L, H, H]."""
-    return coverage.mass + NEEDLE_WEIGHT * coverage.needle
+    """Return ``mass + NEEDLE_WEIGHT * needle_attention`` of a coverage, float64 [L, L, H, H]."""
+    return coverage.mass + NEEDLE_WEIGHT * coverage.needle_attention
 
 
 def compute_anchor_values(gain: Tensor, importance: Tensor) -> list[list[float]]:
     """Return the value of each layer a as the anchor of each layer b, as a list of lists [a][b].
 
-    ``values[a][b] = importance[b] * mean_{head of b} max_{head of a} gain[a, b]``
+    ``anchor_values[a][b] = importance[b] * mean_{head of b} max_{head of a} gain[a, b]``
 
     Args:
         gain: [L, L, H, H], result of `compute_gains`.
@@ -262,7 +286,9 @@ def require_num_anchors(num_anchors: int, num_layers: int) -> None:
         )
 
 
-def find_best_anchors(values: Sequence[Sequence[float]], num_anchors: int) -> tuple[int, ...]:
+def find_best_anchors(
+    anchor_values: Sequence[Sequence[float]], num_anchors: int
+) -> tuple[int, ...]:
     """Return the anchors with the largest total value, by a dynamic program.
 
     The first layer is always an anchor. The anchor of a layer is the last anchor that is not after
@@ -270,32 +296,35 @@ def find_best_anchors(values: Sequence[Sequence[float]], num_anchors: int) -> tu
     Returns ascending indices among the measured layers.
 
     Args:
-        values: result of `compute_anchor_values`.
+        anchor_values: result of `compute_anchor_values`.
         num_anchors: number of anchors.
 
     Raises:
         ValueError: if ``num_anchors`` is not between 1 and the number of layers.
     """
-    num_layers = len(values)
+    num_layers = len(anchor_values)
     require_num_anchors(num_anchors, num_layers)
     # segment_value[a][b]: total value of layers a to b - 1 if layer a is their anchor
     segment_value = [
-        [sum(values[a][a:b]) for b in range(num_layers + 1)] for a in range(num_layers)
+        [sum(anchor_values[a][a:b]) for b in range(num_layers + 1)] for a in range(num_layers)
     ]
-    # best[b]: largest total value of layers 0 to b - 1, and its anchors
-    best = {b: (segment_value[0][b], (0,)) for b in range(1, num_layers + 1)}
-    for num_placed in range(2, num_anchors + 1):
-        best = {
+    # best_of_first_layers[b]: largest total value of layers 0 to b - 1, and its anchors
+    best_of_first_layers = {b: (segment_value[0][b], (0,)) for b in range(1, num_layers + 1)}
+    for num_placed_anchors in range(2, num_anchors + 1):
+        best_of_first_layers = {
             b: max(
                 (
-                    (best[a][0] + segment_value[a][b], (*best[a][1], a))
-                    for a in range(num_placed - 1, b)
+                    (
+                        best_of_first_layers[a][0] + segment_value[a][b],
+                        (*best_of_first_layers[a][1], a),
+                    )
+                    for a in range(num_placed_anchors - 1, b)
                 ),
                 key=lambda candidate: candidate[0],
             )
-            for b in range(num_placed, num_layers + 1)
+            for b in range(num_placed_anchors, num_layers + 1)
         }
-    return best[num_layers][1]
+    return best_of_first_layers[num_layers][1]
 
 
 def assign_anchors(gain: Tensor, anchors: Sequence[int]) -> Assignment:
@@ -309,9 +338,9 @@ def assign_anchors(gain: Tensor, anchors: Sequence[int]) -> Assignment:
     """
     num_layers, num_heads = gain.shape[1:3]
     anchor_of_layer = tuple(max(a for a in anchors if a <= b) for b in range(num_layers))
-    own_heads = torch.arange(num_heads)
+    head_indices = torch.arange(num_heads)
     source_heads = [
-        own_heads if anchor == layer else gain[anchor, layer].argmax(0)
+        head_indices if anchor == layer else gain[anchor, layer].argmax(0)
         for layer, anchor in enumerate(anchor_of_layer)
     ]
     return Assignment(tuple(anchors), anchor_of_layer, torch.stack(source_heads))
@@ -320,24 +349,24 @@ def assign_anchors(gain: Tensor, anchors: Sequence[int]) -> Assignment:
 def fit_cascade(
     config: CabConfig,
     coverages: Sequence[Coverage],
-    layers: Sequence[int],
+    sparse_layers: Sequence[int],
     *,
     num_layers: int,
     num_anchors: int,
-    target: float,
+    target_density: float,
 ) -> CabConfig:
     """Return the settings with a cascade that reaches the target density.
 
     Args:
         config: settings of the model.
         coverages: `Coverage` of the sparse layers at each of `THRESHOLDS`, mean over documents.
-        layers: indices of the sparse layers in the model.
+        sparse_layers: indices of the sparse layers in the model.
         num_layers: number of all layers of the model.
         num_anchors: number of anchors.
-        target: target density: share of the (query, key) pairs that the model attends to.
+        target_density: share of the (query, key) pairs that the model attends to.
 
     Raises:
-        ValueError: if ``target`` is below the density of the highest threshold, or if
+        ValueError: if ``target_density`` is below the density of the highest threshold, or if
             ``num_anchors`` is out of range (see `find_best_anchors`).
     """
     assignments = []
@@ -349,15 +378,16 @@ def fit_cascade(
         assignment.compute_density(coverage)
         for assignment, coverage in zip(assignments, coverages, strict=True)
     ]
-    index, threshold = interpolate_threshold(THRESHOLDS, densities, target)
-    assignment = assignments[index]
+    threshold_index, threshold = interpolate_threshold(THRESHOLDS, densities, target_density)
+    assignment = assignments[threshold_index]
     identity_map = list(range(assignment.source_heads.shape[1]))
     source_heads = {
-        layer: heads.tolist() for layer, heads in zip(layers, assignment.source_heads, strict=True)
+        layer: anchor_heads.tolist()
+        for layer, anchor_heads in zip(sparse_layers, assignment.source_heads, strict=True)
     }
     return config.changed(
         predictor="cascade",
         mass_threshold=threshold,
-        anchors=tuple(layers[anchor] for anchor in assignment.anchors),
+        anchors=tuple(sparse_layers[anchor] for anchor in assignment.anchors),
         head_map=[source_heads.get(layer, identity_map) for layer in range(num_layers)],
     )

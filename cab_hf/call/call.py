@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from cab_hf.call import packing
-from cab_hf.call.forward_state import SETTINGS_CHANGED_ERROR, in_backward_pass
+from cab_hf.call.forward_state import SETTINGS_CHANGED_ERROR, is_in_backward_pass
 from cab_hf.call.mask import MaskDetails, MaskInfo
 from cab_hf.call.scope import FORWARD_CONTEXT, current_prompt, is_sharded
 from cab_hf.call.validate import LayerArguments, validate_arguments
@@ -35,10 +35,10 @@ class Call:
         scale: factor of the logits.
         layer: attention module, whose attribute ``layer_idx`` is optional.
         config: settings of the layer.
-        sparse: True if sparse attention is requested.
-        work: workload that an engine must support.
+        is_sparse: True if sparse attention is requested.
+        workload: workload that an engine must support.
         mask: visible keys: a `MaskInfo`, or a `ShardedMask` for a sequence over many ranks.
-        index: the `KeyIndex` of the keys; None if the cache of the layer has no index.
+        key_index: the `KeyIndex` of the keys; None if the cache of the layer has no index.
         sinks: [H], one additional logit per head in the softmax; None without sinks.
         softcap: cap c of the logits, ``c * tanh(logits / c)``; None without a cap.
     """
@@ -49,21 +49,21 @@ class Call:
     scale: float
     layer: nn.Module
     config: CabConfig
-    sparse: bool
-    work: Workload
+    is_sparse: bool
+    workload: Workload
     mask: Any
-    index: Any = None
+    key_index: Any = None
     sinks: Tensor | None = None
     softcap: float | None = None
 
     @staticmethod
-    def create(arguments: LayerArguments, mask: MaskInfo | None, *, sparse: bool) -> Call:
+    def create(arguments: LayerArguments, mask: MaskInfo | None, *, is_sparse: bool) -> Call:
         """Build a call from the arguments of an attention function.
 
         Args:
             arguments: arguments of the attention function.
             mask: result of `cab_mask`; None for plain causal attention.
-            sparse: True if sparse attention is requested.
+            is_sparse: True if sparse attention is requested.
 
         Raises:
             ValueError, NotImplementedError: as in `cab_attention`.
@@ -72,15 +72,15 @@ class Call:
         module, s_aux, softcap = arguments.module, arguments.s_aux, arguments.softcap
         q, k, v = cast_to_one_dtype(module, arguments.query, arguments.key, arguments.value)
         if mask is None:
-            mask = _plain_mask(
+            mask = _make_plain_mask(
                 module,
                 batch=q.shape[0],
                 num_queries=q.shape[2],
                 num_keys=k.shape[2],
                 window=arguments.sliding_window,
             )
-        config = mask.state.parse_once(
-            module.config, cab_config_in_use if sparse else cab_config_of
+        config = mask.state.parse_config_once(
+            module.config, cab_config_in_use if is_sparse else cab_config_of
         )
         call = Call(
             q=q,
@@ -89,20 +89,22 @@ class Call:
             scale=q.shape[-1] ** -0.5 if arguments.scaling is None else arguments.scaling,
             layer=module,
             config=config,
-            sparse=sparse,
-            work=Workload.of(
+            is_sparse=is_sparse,
+            workload=Workload.of(
                 q, k, v, block_sizes(config), sinks=s_aux is not None, softcap=softcap is not None
             ),
             mask=mask,
             # from ``arguments.key``, because a cast to another dtype drops attributes of tensors
-            index=getattr(arguments.key, "cab_index", None),
+            key_index=getattr(arguments.key, "cab_index", None),
             sinks=s_aux,
             softcap=softcap,
         )
         mask.state.require_same_settings(
-            module, config, sparse=sparse, sampled_one_in=call.sampled_one_in
+            module, config, is_sparse=is_sparse, sampled_one_in=call.sampled_one_in
         )
-        return call._with_documents(arguments.position_ids, arguments.others.get("cu_seq_lens_q"))
+        return call._with_documents(
+            arguments.position_ids, arguments.other_arguments.get("cu_seq_lens_q")
+        )
 
     def _with_documents(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Call:
         """Return the call with a mask that separates packed documents.
@@ -111,9 +113,11 @@ class Call:
             position_ids: int [B or 1, N_q] of the layer; None without position ids.
             cu_seq_lens: int [documents + 1], cumulative lengths of documents, or None.
         """
-        parallel, q = self.mask.details.parallel, self.q
-        if parallel is not None:
-            return replace(self, mask=parallel.sharded_mask(self, position_ids, cu_seq_lens))
+        parallel_settings, q = self.mask.details.parallel_settings, self.q
+        if parallel_settings is not None:
+            return replace(
+                self, mask=parallel_settings.sharded_mask(self, position_ids, cu_seq_lens)
+            )
         if is_sharded(self.layer.config):
             _raise_mask_built_outside(self.layer)
         mask, has_mixed_documents = self.mask.with_documents(position_ids, cu_seq_lens, self.v)
@@ -121,7 +125,7 @@ class Call:
             q = packing.raise_where(
                 q, has_mixed_documents, packing.mixed_documents_error(mask.model_name)
             )
-        if self.sparse:
+        if self.is_sparse:
             _warn_of_short_prompt(self.layer, mask, self.config)
         return replace(self, q=q, mask=mask)
 
@@ -130,21 +134,26 @@ class Call:
 
         With ``sparse_decode``, each query of the answer is a separate part.
         """
-        mask_parts = self.mask.split_at_prompt_end(self.sparse and self.config.sparse_decode)
-        return [replace(self, q=self.q[:, :, queries], mask=mask) for queries, mask in mask_parts]
+        mask_parts = self.mask.split_at_prompt_end(self.is_sparse and self.config.sparse_decode)
+        return [
+            replace(self, q=self.q[:, :, query_slice], mask=mask)
+            for query_slice, mask in mask_parts
+        ]
 
-    def context(self, ranges: KeyRanges, shared: dict[Any, Any] | None = None) -> LayerContext:
+    def make_layer_context(
+        self, ranges: KeyRanges, shared_state: dict[Any, Any] | None = None
+    ) -> LayerContext:
         """Return the context of the layer for a predictor.
 
         Args:
             ranges: visible keys of every query.
-            shared: results that layers of a forward pass share, by key; None for a new dict.
+            shared_state: results that layers of a forward pass share, by key; None for a new dict.
         """
         return LayerContext(
             ranges=ranges,
             scale=self.scale,
             layer=layer_index(self.layer),
-            shared_state={} if shared is None else shared,
+            shared_state={} if shared_state is None else shared_state,
             channels=slow_channels(self.layer, self.q.shape[-1]),
             sinks=self.sinks,
             softcap=self.softcap,
@@ -153,10 +162,10 @@ class Call:
     @property
     def sampled_one_in(self) -> int:
         """Return `CabConfig.sampled_one_in`; 0 if no gradients are needed."""
-        return self.config.sampled_one_in if self.work.training else 0
+        return self.config.sampled_one_in if self.workload.training else 0
 
 
-def _plain_mask(
+def _make_plain_mask(
     module: nn.Module, *, batch: int, num_queries: int, num_keys: int, window: int | None
 ) -> MaskInfo:
     """Return the mask of a layer that receives no mask: plain causal attention.
@@ -184,13 +193,13 @@ def _plain_mask(
     )
     if torch.compiler.is_compiling():
         return mask
-    if not in_backward_pass():
-        _last_calls_without_mask[module] = module.config, FORWARD_CONTEXT.get().parallel
-    config, parallel = _last_calls_without_mask.get(module, (None, None))
-    if config is not module.config:
+    if not is_in_backward_pass():
+        _last_calls_without_mask[module] = module.config, FORWARD_CONTEXT.get().parallel_settings
+    last_config, parallel_settings = _last_calls_without_mask.get(module, (None, None))
+    if last_config is not module.config:
         raise RuntimeError(SETTINGS_CHANGED_ERROR)
     prompt = current_prompt(batch, module.config, num_keys)
-    return replace(mask, prompt=prompt, details=MaskDetails(parallel=parallel))
+    return replace(mask, prompt=prompt, details=MaskDetails(parallel_settings=parallel_settings))
 
 
 # attention module -> config and ranks of its last call without a mask; switching the attention
@@ -202,7 +211,7 @@ _last_calls_without_mask: WeakKeyDictionary[nn.Module, tuple[PreTrainedConfig, A
 
 def _raise_mask_built_outside(layer: nn.Module) -> NoReturn:
     """Raise an error for a layer inside `context_parallel` whose mask was built outside."""
-    if in_backward_pass():
+    if is_in_backward_pass():
         raise RuntimeError(SETTINGS_CHANGED_ERROR)
     raise NotImplementedError(
         f"{type(layer).__name__} is inside context_parallel, and its mask was built outside. Call "
@@ -215,8 +224,8 @@ def _warn_of_short_prompt(module: nn.Module, mask: MaskInfo, config: CabConfig) 
     is_first_call = mask.q_length == mask.kv_length and mask.q_length > 1
     if torch.compiler.is_compiling() or not is_first_call or mask.window is not None:
         return
-    longest_document = mask.longest
-    num_tokens = mask.kv_length if longest_document is None else longest_document.tokens
+    longest_document = mask.longest_document
+    num_tokens = mask.kv_length if longest_document is None else longest_document.num_tokens
     warn_if_too_short(num_tokens, config.min_length, CabConfig.min_length, module.config)
 
 

@@ -32,10 +32,10 @@ class ForwardState:
     """The caches that all layers of one type share in one forward pass.
 
     Attributes:
-        shared: results that predictors and decode steps of one layer store for later layers.
+        shared_state: results that predictors and decode steps of one layer store for later layers.
     """
 
-    shared: dict[Any, Any] = field(default_factory=dict)
+    shared_state: dict[Any, Any] = field(default_factory=dict)
     _cache: dict[Any, Any] = field(default_factory=dict)
     # pairs of a config and its parsed config; a list, because configs are compared by identity
     _parsed_configs: list[tuple[Any, Any]] = field(default_factory=list)
@@ -50,41 +50,41 @@ class ForwardState:
             _parsed_configs=self._parsed_configs, _first_settings=self._first_settings
         )
 
-    def get_or_compute(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """Return the result of ``compute``, computed once for all layers with the same ``key``."""
-        if key not in self._cache:
-            self._cache[key] = compute()
-        return self._cache[key]
+    def get_or_compute(self, cache_key: Any, compute_value: Callable[[], Any]) -> Any:
+        """Return the result of ``compute_value``, cached for all layers under ``cache_key``."""
+        if cache_key not in self._cache:
+            self._cache[cache_key] = compute_value()
+        return self._cache[cache_key]
 
-    def store(self, key: Any, value: Any) -> None:
+    def store(self, cache_key: Any, value: Any) -> None:
         """Store a ``value`` that `get_or_compute` and `get_stored` return."""
-        self._cache[key] = value
+        self._cache[cache_key] = value
 
-    def get_stored(self, key: Any) -> Any:
-        """Return the value that is cached under ``key``; None without a value."""
-        return self._cache.get(key)
+    def get_stored(self, cache_key: Any) -> Any:
+        """Return the value that is cached under ``cache_key``; None without a value."""
+        return self._cache.get(cache_key)
 
-    def parse_once(self, config: Any, parse: Callable[[Any], Any]) -> Any:
-        """Return ``parse(config)``, computed once per forward pass.
+    def parse_config_once(self, config: Any, parse_config: Callable[[Any], Any]) -> Any:
+        """Return ``parse_config(config)``, computed once per forward pass.
 
         Parsing in every layer would be slow: a config can contain long tables, and torch.compile
         traces each number that the parser reads.
         """
-        for known_config, settings in self._parsed_configs:
+        for known_config, parsed_config in self._parsed_configs:
             if known_config is config:
-                return settings
-        self._parsed_configs.append((config, parse(config)))
+                return parsed_config
+        self._parsed_configs.append((config, parse_config(config)))
         return self._parsed_configs[-1][1]
 
     def require_same_settings(
-        self, layer: Any, config: Any, *, sparse: bool, sampled_one_in: int
+        self, layer: Any, config: Any, *, is_sparse: bool, sampled_one_in: int
     ) -> None:
         """Check that a recomputed layer has the settings of its first computation.
 
         Args:
             layer: attention module.
             config: settings of the layer.
-            sparse: True if sparse attention is requested.
+            is_sparse: True if sparse attention is requested.
             sampled_one_in: see `Call.sampled_one_in`.
 
         Raises:
@@ -92,54 +92,55 @@ class ForwardState:
         """
         if torch.compiler.is_compiling():
             return
-        settings = (config, sparse), sampled_one_in
+        settings = (config, is_sparse), sampled_one_in
         first_settings = self._first_settings.setdefault(layer, settings)
         if first_settings == settings:
             return
-        if in_backward_pass():
+        if is_in_backward_pass():
             has_same_config = first_settings[0] == settings[0]
             raise RuntimeError(
                 SAMPLING_IN_RECOMPUTE_ERROR if has_same_config else SETTINGS_CHANGED_ERROR
             )
         self._first_settings[layer] = settings
 
-    def plan_for_recompute(
-        self, layer: Any, tensors: Sequence[Tensor], predict: Callable[[], BlockPlan]
+    def make_plan_for_recompute(
+        self, layer: Any, qkv_tensors: Sequence[Tensor], predict_plan: Callable[[], BlockPlan]
     ) -> BlockPlan:
-        """Return the plan of a layer from ``predict``, and store the plan for recomputation.
+        """Return the plan of a layer from ``predict_plan``, and store the plan for recomputation.
 
         If gradient checkpointing recomputes the layer in the backward pass, returns the stored
-        plan. If the model calls the layer several times, recomputation calls ``predict`` again.
+        plan. If the model calls the layer several times, recomputation calls ``predict_plan``
+        again.
 
         Args:
             layer: attention module.
-            tensors: q, k and v of the layer.
-            predict: function that selects blocks and returns a plan.
+            qkv_tensors: q, k and v of the layer.
+            predict_plan: function that selects blocks and returns a plan.
         """
-        tensor_with_gradient = next((x for x in tensors if x.requires_grad), None)
+        tensor_with_gradient = next((x for x in qkv_tensors if x.requires_grad), None)
         if (
             torch.compiler.is_compiling()
             or tensor_with_gradient is None
             or is_captured(tensor_with_gradient)
         ):
-            return predict()
+            return predict_plan()
         saved_plans = self._plans.setdefault(layer, [])
-        if not in_backward_pass():
-            plan = trim_plan(predict())
+        if not is_in_backward_pass():
+            plan = trim_plan(predict_plan())
             # stored on the host, because the lists of all layers need much memory of the GPU
-            saved_plans.append(narrow_plan(plan).map_tensors(_to_pinned_host))
+            saved_plans.append(narrow_plan(plan).map_tensors(_copy_to_pinned_host))
             return plan
         if len(saved_plans) > 1:
             # Select blocks again: the layer was called several times, and the recomputed call is
             # not known. Shared results are of the last call, so they are removed.
-            self.shared.clear()
+            self.shared_state.clear()
         if len(saved_plans) != 1:
-            return predict()
+            return predict_plan()
         device = tensor_with_gradient.device
         return saved_plans.pop().map_tensors(lambda x: x.to(device, non_blocking=True).int())
 
 
-def in_backward_pass() -> bool:
+def is_in_backward_pass() -> bool:
     """Return True in a backward pass, in which gradient checkpointing recomputes layers."""
     # the same test as in torch.utils.checkpoint
     return torch._C._current_graph_task_id() != -1
@@ -159,15 +160,15 @@ def trim_plan(plan: BlockPlan) -> BlockPlan:
 
     Cutting waits for the device. Lists of at most `MIN_TRIMMED_BYTES` bytes are not cut.
     """
-    return plan.map_lists(_trim_lists)
+    return plan.map_lists(_trim_block_lists)
 
 
-def _trim_lists(lists: BlockIndices) -> BlockIndices:
-    """Return large ``lists`` cut to the length of the longest list; return others unchanged."""
-    if lists.indices.nbytes <= MIN_TRIMMED_BYTES:
-        return lists
-    width = max(1, int(lists.counts.max()))
-    return BlockIndices(lists.counts, lists.indices[..., :width].contiguous())
+def _trim_block_lists(block_lists: BlockIndices) -> BlockIndices:
+    """Return large lists cut to the length of the longest list; return other lists unchanged."""
+    if block_lists.indices.nbytes <= MIN_TRIMMED_BYTES:
+        return block_lists
+    max_list_length = max(1, int(block_lists.counts.max()))
+    return BlockIndices(block_lists.counts, block_lists.indices[..., :max_list_length].contiguous())
 
 
 def narrow_plan(plan: BlockPlan) -> BlockPlan:
@@ -175,7 +176,7 @@ def narrow_plan(plan: BlockPlan) -> BlockPlan:
     return plan.map_tensors(lambda x: x.short()) if plan.kv_blocks < 2**15 else plan
 
 
-def _to_pinned_host(x: Tensor) -> Tensor:
+def _copy_to_pinned_host(x: Tensor) -> Tensor:
     """Return a copy of a CUDA tensor in pinned host memory; return a CPU tensor unchanged.
 
     Does not wait until the copy is complete.

@@ -23,10 +23,10 @@ from cab_hf.call.scope import (
     FORWARD_CONTEXT,
     Prompt,
     current_prompt,
-    recorded_positions,
-    validate_compiled,
+    refuse_compiled_model,
+    take_recorded_positions,
 )
-from cab_hf.call.validate import validate_tracing, validate_vmap
+from cab_hf.call.validate import refuse_vmap, validate_tracing
 from cab_hf.hf.fit import model_name_of
 
 
@@ -69,13 +69,13 @@ def cab_mask(
         NotImplementedError: for a compiled model inside `context_parallel`, and under transforms
             such as `torch.jit.trace`.
     """
-    position_ids = recorded_positions()
+    position_ids = take_recorded_positions()
     # the mask that generate() built for a static cache, or the mask of continuous batching
     if isinstance(attention_mask, MaskPlaceholder):
         return attention_mask
-    validate_compiled(config)
+    refuse_compiled_model(config)
     _validate_padding_mask(attention_mask)
-    arguments = _MaskArguments(
+    mask_arguments = _MaskArguments(
         batch=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -87,7 +87,7 @@ def cab_mask(
         device=device,
         config=config,
     )
-    return _build_mask_info(arguments, q_offset, position_ids)
+    return _build_mask_info(mask_arguments, q_offset, position_ids)
 
 
 class _MaskArguments(NamedTuple):
@@ -106,19 +106,19 @@ class _MaskArguments(NamedTuple):
 
 
 def _build_mask_info(
-    arguments: _MaskArguments, q_offset: int | Tensor, position_ids: Tensor | None
+    mask_arguments: _MaskArguments, q_offset: int | Tensor, position_ids: Tensor | None
 ) -> MaskInfo:
     """Return the result of `cab_mask` for valid arguments.
 
     Args:
-        arguments: arguments of `cab_mask`.
+        mask_arguments: arguments of `cab_mask`.
         q_offset: position of the first query, int or 0-d tensor.
         position_ids: int [B or 1, N_q] that the model passes to mask functions; None without
             position ids.
     """
-    q_length, kv_offset = arguments.q_length, arguments.kv_offset
+    q_length, kv_offset = mask_arguments.q_length, mask_arguments.kv_offset
     is_eager = not torch.compiler.is_compiling()
-    prompt = _find_prompt(arguments, q_offset) if is_eager else None
+    prompt = _find_prompt(mask_arguments, q_offset) if is_eager else None
     if isinstance(q_offset, Tensor):
         # copied to the host or cloned, because the counter of a static cache changes in place
         can_read_offset = is_eager and (q_length > 1 or prompt is not None)
@@ -127,64 +127,71 @@ def _build_mask_info(
     num_written_keys = None
     if not isinstance(first_query_slot, Tensor):
         # a static cache has more slots than written keys
-        num_written_keys = min(arguments.kv_length, first_query_slot + q_length)
+        num_written_keys = min(mask_arguments.kv_length, first_query_slot + q_length)
     padding_mask = None
-    if arguments.attention_mask is not None:
+    if mask_arguments.attention_mask is not None:
         padding_mask = _slice_padding_mask(
-            arguments.attention_mask,
-            batch=arguments.batch,
+            mask_arguments.attention_mask,
+            batch=mask_arguments.batch,
             first_slot=kv_offset,
-            num_slots=num_written_keys or arguments.kv_length,
+            num_slots=num_written_keys or mask_arguments.kv_length,
             min_tokens=q_offset + q_length,
-        ).to(arguments.device)
+        ).to(mask_arguments.device)
 
-    pattern = _find_pattern(arguments, q_offset, has_all_keys=num_written_keys == q_length)
-    model_name, reason = model_name_of(arguments.config), pattern.unsupported_reason
-    details = MaskDetails(
+    mask_pattern = _find_pattern(
+        mask_arguments, q_offset, has_all_keys=num_written_keys == q_length
+    )
+    model_name, unsupported_reason = (
+        model_name_of(mask_arguments.config),
+        mask_pattern.unsupported_reason,
+    )
+    mask_details = MaskDetails(
         model_name=model_name,
-        cache_length=arguments.kv_length,
-        unsupported_error=None if reason is None else non_causal_error(model_name, reason),
-        parallel=FORWARD_CONTEXT.get().parallel if is_eager else None,
-        is_non_causal=pattern.is_non_causal,
-        chunk_starts=_first_unpadded_slots(arguments) - kv_offset
-        if _has_chunks(arguments)
+        cache_length=mask_arguments.kv_length,
+        unsupported_error=None
+        if unsupported_reason is None
+        else non_causal_error(model_name, unsupported_reason),
+        parallel_settings=FORWARD_CONTEXT.get().parallel_settings if is_eager else None,
+        is_non_causal=mask_pattern.is_non_causal,
+        chunk_starts=_find_first_unpadded_slots(mask_arguments) - kv_offset
+        if _has_chunks(mask_arguments)
         else None,
         position_ids=position_ids,
     )
     return MaskInfo(
-        batch=arguments.batch,
+        batch=mask_arguments.batch,
         q_length=q_length,
         kv_length=num_written_keys,
         q_offset=first_query_slot,
         padding_mask=padding_mask,
-        doc_ids=pattern.doc_ids,
-        window=pattern.window,
+        doc_ids=mask_pattern.doc_ids,
+        window=mask_pattern.window,
         prompt=prompt,
-        details=details,
+        details=mask_details,
     )
 
 
-def _has_chunks(arguments: _MaskArguments) -> bool:
+def _has_chunks(mask_arguments: _MaskArguments) -> bool:
     """Return True if ``local_size`` is the size of chunks and not of a sliding window."""
-    chunk_size = getattr(arguments.config, "attention_chunk_size", None)
-    return arguments.local_size is not None and arguments.local_size == chunk_size
+    chunk_size = getattr(mask_arguments.config, "attention_chunk_size", None)
+    return mask_arguments.local_size is not None and mask_arguments.local_size == chunk_size
 
 
 def _validate_padding_mask(attention_mask: Tensor | None) -> None:
     """Raise the errors of `cab_mask` for a mask that is not a 2-D tensor with values."""
     validate_tracing(attention_mask)
-    validate_vmap("attention_mask", attention_mask)
+    refuse_vmap("attention_mask", attention_mask)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(padding_mask_error(attention_mask))
 
 
-class _Pattern(NamedTuple):
+class _MaskPattern(NamedTuple):
     """The visible keys that a mask function defines, in the terms of `MaskInfo`.
 
     Attributes:
         window: width of a sliding window or of chunks in tokens; None without both.
         doc_ids: see `MaskInfo`.
-        unsupported_reason: argument ``reason`` of `non_causal_error`; None if the pattern is
+        unsupported_reason: the reason in the message of `non_causal_error`; None if the pattern is
             supported.
         is_non_causal: see `MaskDetails`.
     """
@@ -196,22 +203,22 @@ class _Pattern(NamedTuple):
 
 
 def _find_pattern(
-    arguments: _MaskArguments, q_offset: int | Tensor, *, has_all_keys: bool
-) -> _Pattern:
+    mask_arguments: _MaskArguments, q_offset: int | Tensor, *, has_all_keys: bool
+) -> _MaskPattern:
     """Return the pattern of the mask function of transformers.
 
     Args:
-        arguments: arguments of `cab_mask`.
+        mask_arguments: arguments of `cab_mask`.
         q_offset: position of the first query, int or 0-d tensor.
         has_all_keys: True if the call contains all keys that are visible to its queries.
     """
-    mask_function, window = arguments.mask_function, arguments.local_size
-    is_eager, has_chunks = not torch.compiler.is_compiling(), _has_chunks(arguments)
+    mask_function, window = mask_arguments.mask_function, mask_arguments.local_size
+    is_eager, has_chunks = not torch.compiler.is_compiling(), _has_chunks(mask_arguments)
     unsupported_reason, doc_ids, is_non_causal = None, None, None
     arguments_by_function = None
-    if is_eager and (has_chunks or arguments.use_vmap):
+    if is_eager and (has_chunks or mask_arguments.use_vmap):
         arguments_by_function = packing.find_combined_functions(mask_function)
-    if arguments.use_vmap:
+    if mask_arguments.use_vmap:
         # known added functions are accepted, because models with images add mask functions even to
         # prompts without images
         if arguments_by_function is None or "chunked_overlay" in arguments_by_function:
@@ -221,13 +228,13 @@ def _find_pattern(
                 "sliding_window", window
             )
     is_causal_function = mask_function is causal_mask_function
-    if unsupported_reason is None and not is_causal_function and arguments.q_length > 1:
-        attends_next, starts_document = packing.attention_to_neighbours(
+    if unsupported_reason is None and not is_causal_function and mask_arguments.q_length > 1:
+        attends_next, starts_document = packing.find_attention_to_neighbours(
             mask_function,
-            batch=arguments.batch,
+            batch=mask_arguments.batch,
             q_offset=q_offset,
-            q_length=arguments.q_length,
-            device=arguments.device,
+            q_length=mask_arguments.q_length,
+            device=mask_arguments.device,
         )
         unsupported_reason, is_non_causal, doc_ids = _classify_neighbour_attention(
             attends_next, starts_document, has_all_keys=has_all_keys, window=window
@@ -238,42 +245,42 @@ def _find_pattern(
         doc_ids = arguments_by_function.get("packed_sequence_mask_function", {}).get(
             "packed_sequence_mask"
         )
-    return _Pattern(window, doc_ids, unsupported_reason, is_non_causal)
+    return _MaskPattern(window, doc_ids, unsupported_reason, is_non_causal)
 
 
-def _find_prompt(arguments: _MaskArguments, q_offset: int | Tensor) -> Prompt | None:
+def _find_prompt(mask_arguments: _MaskArguments, q_offset: int | Tensor) -> Prompt | None:
     """Return the prompt that a call processes; None if the layers do not need its end.
 
     Also returns None if the end of the prompt is not known, and for decode steps.
 
     Args:
-        arguments: arguments of `cab_mask`.
+        mask_arguments: arguments of `cab_mask`.
         q_offset: position of the first query. The host reads a tensor from the device until the
             first decode step.
     """
-    q_length = arguments.q_length
+    q_length = mask_arguments.q_length
     call_end = None if isinstance(q_offset, Tensor) else q_offset + q_length
-    prompt = current_prompt(arguments.batch, arguments.config, call_end)
+    prompt = current_prompt(mask_arguments.batch, mask_arguments.config, call_end)
     if prompt is None:
         return None
     is_prompt_over = prompt.progress.is_over(q_offset, prompt.end)
-    has_window = bool(arguments.kv_offset) or arguments.local_size is not None
+    has_window = bool(mask_arguments.kv_offset) or mask_arguments.local_size is not None
     # layers with a window do not need the prompt, and a single query after it is a decode step
     return None if has_window or (is_prompt_over and q_length == 1) else prompt
 
 
-def _first_unpadded_slots(arguments: _MaskArguments) -> Tensor:
+def _find_first_unpadded_slots(mask_arguments: _MaskArguments) -> Tensor:
     """Return int64 [B], the slot of the first token without padding of every row."""
-    attention_mask, device = arguments.attention_mask, arguments.device
+    attention_mask, device = mask_arguments.attention_mask, mask_arguments.device
     if attention_mask is None:
-        return torch.zeros(arguments.batch, dtype=torch.int64, device=device)
+        return torch.zeros(mask_arguments.batch, dtype=torch.int64, device=device)
     return attention_mask.bool().int().argmax(-1).to(device)
 
 
 def _classify_neighbour_attention(
     attends_next: Tensor, starts_document: Tensor, *, has_all_keys: bool, window: int | None
 ) -> tuple[str | None, Tensor | None, Tensor | None]:
-    """Return the fields of `_Pattern` that follow from the attention between neighbouring tokens.
+    """Return the fields of `_MaskPattern` that follow from attention between neighbouring tokens.
 
     Args:
         attends_next: bool [], True if any token attends to the next token.

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from cab_hf.call.packing import (
     DocumentLength,
-    document_lengths,
+    count_document_tokens,
     is_first_token,
     read_document_lengths,
 )
@@ -25,8 +25,8 @@ class LayoutOptions(NamedTuple):
     """Optional properties of a call, for `BlockLayout.build`.
 
     Attributes:
-        lengths: `DocumentLength` of each document of each row, on the host; None if reading the
-            lengths would wait for the device.
+        document_lengths: `DocumentLength` of each document of each row, on the host; None if
+            reading the lengths would wait for the device.
         block_offset: position of the first query in its query block, in tokens: one number for all
             rows, or one number per row. The layout starts with this number of vacant positions.
         sequence_end: length of the prompt in tokens, int or int32 [B, 1]; None if sequences end
@@ -34,7 +34,7 @@ class LayoutOptions(NamedTuple):
         window: width of a sliding window, in slots; None without a window.
     """
 
-    lengths: Sequence[Sequence[DocumentLength]] | None = None
+    document_lengths: Sequence[Sequence[DocumentLength]] | None = None
     block_offset: int | list[int] = 0
     sequence_end: int | Tensor | None = None
     window: int | None = None
@@ -61,8 +61,8 @@ class BlockLayout:
             position. None if no document is shorter than the call, or if lengths are not known.
         num_document_tokens: int [B, N'_q], number of tokens in the same document. None if
             ``num_document_queries`` is None.
-        lengths: `DocumentLength` of each document of each row, on the host; None if reading the
-            lengths would wait for the device.
+        document_lengths: `DocumentLength` of each document of each row, on the host; None if
+            reading the lengths would wait for the device.
     """
 
     ranges: KeyRanges
@@ -71,7 +71,7 @@ class BlockLayout:
     key_order: TokenPermutation | None = None
     num_document_queries: Tensor | None = None
     num_document_tokens: Tensor | None = None
-    lengths: Sequence[Sequence[DocumentLength]] | None = None
+    document_lengths: Sequence[Sequence[DocumentLength]] | None = None
 
     @classmethod
     def build(
@@ -107,8 +107,8 @@ class BlockLayout:
             ranges = KeyRanges.causal(batch, q_length, kv_length, device=device, q_slot=q_offset)
             return cls._build_without_moving_tokens(ranges, kv_length, options)
         if doc_ids is not None and torch.compiler.is_compiling():
-            ranges = _ranges_without_layout(doc_ids, padding_mask)
-            return cls(_limit_to_window(ranges, options.window), kv_length)
+            ranges = _make_ranges_without_layout(doc_ids, padding_mask)
+            return cls(_limit_ranges_to_window(ranges, options.window), kv_length)
         is_valid_key = padding_mask
         if is_valid_key is None:
             is_valid_key = torch.ones(batch, kv_length, dtype=torch.bool, device=device)
@@ -121,12 +121,16 @@ class BlockLayout:
         else:
             query_slots = slice(q_offset, q_offset + q_length)
         if doc_ids is None:
-            positions = _positions_of_rows(is_valid_key, query_slots, options)
+            positions = _compute_positions_of_rows(is_valid_key, query_slots, options)
         else:
-            positions = _positions_of_documents(
-                is_valid_key, query_slots, doc_ids, lengths=options.lengths, align=align
+            positions = _compute_positions_of_documents(
+                is_valid_key,
+                query_slots,
+                doc_ids,
+                document_lengths=options.document_lengths,
+                align=align,
             )
-            options = options._replace(lengths=positions.lengths)
+            options = options._replace(document_lengths=positions.document_lengths)
         return cls._build_by_moving_tokens(
             is_valid_key,
             query_slots,
@@ -147,7 +151,7 @@ class BlockLayout:
             options: see `build`; ``block_offset`` is one number for all rows.
         """
         ranges = replace(ranges, sequence_end=options.sequence_end)
-        ranges = _limit_to_window(ranges, options.window)
+        ranges = _limit_ranges_to_window(ranges, options.window)
         if options.block_offset:
             layout = cls._build_shifted(ranges, kv_length, options.block_offset)
         else:
@@ -159,7 +163,7 @@ class BlockLayout:
                 layout,
                 num_document_queries=num_tokens,
                 num_document_tokens=num_tokens,
-                lengths=options.lengths,
+                document_lengths=options.document_lengths,
             )
         return layout
 
@@ -232,17 +236,19 @@ class BlockLayout:
             ),
             num_document_queries=move_to_queries(positions.num_document_queries, 0),
             num_document_tokens=move_to_queries(positions.num_document_tokens, 0),
-            lengths=options.lengths,
+            document_lengths=options.document_lengths,
         )
 
     @classmethod
-    def _build_shifted(cls, ranges: KeyRanges, kv_length: int, num_vacant: int) -> BlockLayout:
-        """Return a layout with ``num_vacant`` vacant positions before the first query."""
+    def _build_shifted(
+        cls, ranges: KeyRanges, kv_length: int, num_vacant_positions: int
+    ) -> BlockLayout:
+        """Return a layout with ``num_vacant_positions`` vacant positions before the first query."""
         batch, num_tokens = ranges.end.shape
         query_positions = torch.arange(
-            num_vacant, num_vacant + num_tokens, device=ranges.end.device
+            num_vacant_positions, num_vacant_positions + num_tokens, device=ranges.end.device
         )
-        query_indices = torch.arange(-num_vacant, num_tokens, device=ranges.end.device)
+        query_indices = torch.arange(-num_vacant_positions, num_tokens, device=ranges.end.device)
         has_query = (query_indices >= 0).expand(batch, -1)
         query_indices, query_positions = (
             query_indices.clamp(min=0).expand(batch, -1),
@@ -250,8 +256,8 @@ class BlockLayout:
         )
         ranges = replace(
             ranges,
-            start=F.pad(ranges.start, (num_vacant, 0)),
-            end=F.pad(ranges.end, (num_vacant, 0), value=-1),
+            start=F.pad(ranges.start, (num_vacant_positions, 0)),
+            end=F.pad(ranges.end, (num_vacant_positions, 0), value=-1),
         )
         query_order = TokenPermutation.from_row_indices(
             token_indices=query_indices,
@@ -275,16 +281,16 @@ class BlockLayout:
         """
         if self.num_document_queries is None:
             return None
-        if self.lengths is None:
+        if self.document_lengths is None:
             # upper bound, because reading the lengths would wait for the device
             num_blocks = -(-max(min_queries, min_tokens) // query_block)
         else:
             short_documents = [
-                [x for x in row if x.queries < min_queries or x.tokens < min_tokens]
-                for row in self.lengths
+                [x for x in row if x.num_queries < min_queries or x.num_tokens < min_tokens]
+                for row in self.document_lengths
             ]
             num_blocks = max(
-                sum(-(-x.queries // query_block) for x in row) for row in short_documents
+                sum(-(-x.num_queries // query_block) for x in row) for row in short_documents
             )
         if num_blocks == 0:
             return None
@@ -309,7 +315,7 @@ class BlockLayout:
         return x if self.key_order is None else self.key_order.apply(x)
 
     def choose(
-        self, predictor: Predictor, q: Tensor, k: Tensor, context: LayerContext
+        self, predictor: Predictor, q: Tensor, k: Tensor, layer_context: LayerContext
     ) -> BlockPlan:
         """Return the plan that ``predictor`` selects, without gradient.
 
@@ -317,11 +323,11 @@ class BlockLayout:
             predictor: method that selects blocks.
             q: [B, H, N', D], result of `queries`.
             k: [B, H_kv, N'_k, D], result of `keys`.
-            context: context of the layer.
+            layer_context: context of the layer.
         """
         with torch.no_grad():
             return predictor.choose(
-                q, predictor.summary_of(k, self.ranges.key_valid, context), context
+                q, predictor.summary_of(k, self.ranges.key_valid, layer_context), layer_context
             )
 
     def full_plan(self) -> BlockPlan:
@@ -412,7 +418,8 @@ class _Positions(NamedTuple):
         num_documents: documents per row.
         num_document_queries: int64 [B, 1 or N_k], number of queries in the document of each key.
         num_document_tokens: int64 [B, 1 or N_k], number of tokens in the document of each key.
-        lengths: `DocumentLength` of every document of each row; None for rows without documents.
+        document_lengths: `DocumentLength` of every document of each row; None for rows without
+            documents.
     """
 
     key_positions: Tensor
@@ -424,10 +431,10 @@ class _Positions(NamedTuple):
     num_documents: int
     num_document_queries: Tensor
     num_document_tokens: Tensor
-    lengths: Sequence[Sequence[DocumentLength]] | None = None
+    document_lengths: Sequence[Sequence[DocumentLength]] | None = None
 
 
-def _positions_of_rows(
+def _compute_positions_of_rows(
     is_valid_key: Tensor, query_slots: Tensor | slice, options: LayoutOptions
 ) -> _Positions:
     """Return the positions of rows with padding, each of which is one document.
@@ -438,15 +445,15 @@ def _positions_of_rows(
         options: see `BlockLayout.build`.
     """
     is_valid_query, key_positions = is_valid_key[:, query_slots], is_valid_key.cumsum(-1) - 1
-    zeros = torch.zeros_like(key_positions)
+    zero_positions = torch.zeros_like(key_positions)
     # queries move left, without gaps
-    query_positions, num_queries = is_valid_query.cumsum(-1) - 1, is_valid_query.shape[1]
+    query_positions, num_query_positions = is_valid_query.cumsum(-1) - 1, is_valid_query.shape[1]
     block_offset = options.block_offset
     if block_offset:
         query_positions = query_positions + torch.tensor(
             block_offset, device=is_valid_key.device
         ).unsqueeze(1)
-        num_queries += max(block_offset)
+        num_query_positions += max(block_offset)
     if options.sequence_end is None:
         num_document_queries = is_valid_query.sum(-1, keepdim=True)
         num_document_tokens = is_valid_key.sum(-1, keepdim=True)
@@ -456,21 +463,21 @@ def _positions_of_rows(
         key_positions=key_positions,
         query_positions=query_positions,
         num_key_positions=is_valid_key.shape[1],
-        num_query_positions=num_queries,
-        document_start=zeros,
-        shift=zeros,
+        num_query_positions=num_query_positions,
+        document_start=zero_positions,
+        shift=zero_positions,
         num_documents=1,
         num_document_queries=num_document_queries,
         num_document_tokens=num_document_tokens,
     )
 
 
-def _positions_of_documents(
+def _compute_positions_of_documents(
     is_valid_key: Tensor,
     query_slots: Tensor | slice,
     doc_ids: Tensor,
     *,
-    lengths: Sequence[Sequence[DocumentLength]] | None,
+    document_lengths: Sequence[Sequence[DocumentLength]] | None,
     align: int,
 ) -> _Positions:
     """Return the positions of packed documents, each of which starts at a block border.
@@ -479,16 +486,17 @@ def _positions_of_documents(
         is_valid_key: bool [B, N_k], True for written keys without padding.
         query_slots: slots of the queries.
         doc_ids: int [B, N_k], document of each key.
-        lengths: `DocumentLength` of each document of each row; None to read them from the device.
+        document_lengths: `DocumentLength` of each document of each row; None to read them from the
+            device.
         align: larger one of the two block sizes, in tokens.
     """
-    if lengths is None:
-        lengths = read_document_lengths(is_valid_key, doc_ids)
-    num_tokens = document_lengths(is_valid_key, doc_ids, len(lengths[0]))
+    if document_lengths is None:
+        document_lengths = read_document_lengths(is_valid_key, doc_ids)
+    num_tokens = count_document_tokens(is_valid_key, doc_ids, len(document_lengths[0]))
     document_start, shift = _align_documents(num_tokens, doc_ids, align)
     key_positions = is_valid_key.cumsum(-1) - 1 + shift
     # at least one position, also for a call that is all padding
-    num_positions = max(1, *(_count_aligned_positions(row, align) for row in lengths))
+    num_positions = max(1, *(_count_aligned_positions(row, align) for row in document_lengths))
     num_document_tokens = num_tokens.gather(1, doc_ids.to(torch.int64))
     return _Positions(
         key_positions=key_positions,
@@ -498,14 +506,14 @@ def _positions_of_documents(
         num_query_positions=num_positions,
         document_start=document_start,
         shift=shift,
-        num_documents=len(lengths[0]),
+        num_documents=len(document_lengths[0]),
         num_document_queries=num_document_tokens,
         num_document_tokens=num_document_tokens,
-        lengths=lengths,
+        document_lengths=document_lengths,
     )
 
 
-def _limit_to_window(ranges: KeyRanges, window: int | None) -> KeyRanges:
+def _limit_ranges_to_window(ranges: KeyRanges, window: int | None) -> KeyRanges:
     """Return ``ranges`` limited to the last ``window`` keys of each query.
 
     If ``window`` is None, all keys remain. The keys of a query must be consecutive, without padding
@@ -536,14 +544,16 @@ def _invert_positions(
         num_positions: number N' of positions.
 
     Returns:
-        source int64 [B, N'], the index of the token, 0 without a token; and filled bool [B, N'],
-        True for positions with a token.
+        token_indices: int64 [B, N'], the index of the token, 0 without a token.
+        has_token: bool [B, N'], True for positions with a token.
     """
     # tokens without a position move to an additional column
     scatter_positions = positions.masked_fill(~has_position, num_positions)
-    tokens = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
-    token_indices = tokens.new_zeros(positions.shape[0], num_positions + 1).scatter(
-        1, scatter_positions, tokens
+    all_token_indices = torch.arange(positions.shape[1], device=positions.device).expand_as(
+        positions
+    )
+    token_indices = all_token_indices.new_zeros(positions.shape[0], num_positions + 1).scatter(
+        1, scatter_positions, all_token_indices
     )
     has_token = torch.zeros_like(token_indices, dtype=torch.bool).scatter(
         1, scatter_positions, True
@@ -551,11 +561,13 @@ def _invert_positions(
     return token_indices[:, :num_positions], has_token[:, :num_positions]
 
 
-def _align_documents(document_tokens: Tensor, doc_ids: Tensor, align: int) -> tuple[Tensor, Tensor]:
+def _align_documents(
+    num_document_tokens: Tensor, doc_ids: Tensor, align: int
+) -> tuple[Tensor, Tensor]:
     """Return where documents start if each starts at a multiple of ``align``.
 
     Args:
-        document_tokens: int64 [B, documents], number of tokens of each document.
+        num_document_tokens: int64 [B, documents], number of tokens of each document.
         doc_ids: int [B, N_k], document of each key.
         align: larger one of the two block sizes, in tokens.
 
@@ -563,25 +575,25 @@ def _align_documents(document_tokens: Tensor, doc_ids: Tensor, align: int) -> tu
         The start of the document of each key, and the difference between this start and the start
         without alignment; both int64 [B, N_k].
     """
-    padded_lengths = (document_tokens + align - 1) // align * align
+    padded_lengths = (num_document_tokens + align - 1) // align * align
     aligned_starts, packed_starts = (
-        F.pad(x.cumsum(-1), (1, -1)) for x in (padded_lengths, document_tokens)
+        F.pad(x.cumsum(-1), (1, -1)) for x in (padded_lengths, num_document_tokens)
     )
     doc_ids = doc_ids.to(torch.int64)
     document_start = aligned_starts.gather(1, doc_ids)
     return document_start, document_start - packed_starts.gather(1, doc_ids)
 
 
-def _count_aligned_positions(lengths: Sequence[DocumentLength], align: int) -> int:
+def _count_aligned_positions(document_lengths: Sequence[DocumentLength], align: int) -> int:
     """Return the number of positions of a row whose documents start at multiples of ``align``."""
-    start = end = 0
-    for _, num_tokens in lengths:
-        end = start + num_tokens if num_tokens else end
-        start += -(-num_tokens // align) * align
+    next_start = end = 0
+    for _, num_tokens in document_lengths:
+        end = next_start + num_tokens if num_tokens else end
+        next_start += -(-num_tokens // align) * align
     return end
 
 
-def _ranges_without_layout(doc_ids: Tensor, padding_mask: Tensor | None) -> KeyRanges:
+def _make_ranges_without_layout(doc_ids: Tensor, padding_mask: Tensor | None) -> KeyRanges:
     """Return the key ranges of packed documents whose tokens do not move to block borders.
 
     torch.compile needs such ranges, because moving tokens needs document lengths on the host.
@@ -634,7 +646,7 @@ class TokenPermutation:
         positions: Tensor,
         has_position: Tensor | None,
     ) -> TokenPermutation:
-        """Build a reordering from indices within a row.
+        """Build a permutation from indices within a row.
 
         Args:
             token_indices: int64 [B, N'], token at each position.
@@ -645,11 +657,11 @@ class TokenPermutation:
         is_padding = None if has_position is None else ~has_position
         positions = positions if is_padding is None else positions.masked_fill(is_padding, 0)
         if len(token_indices) > 1:
-            row = torch.arange(len(token_indices), device=token_indices.device).unsqueeze(1)
+            row_indices = torch.arange(len(token_indices), device=token_indices.device).unsqueeze(1)
             num_tokens, num_positions = positions.shape[1], token_indices.shape[1]
             token_indices, positions = (
-                token_indices + row * num_tokens,
-                positions + row * num_positions,
+                token_indices + row_indices * num_tokens,
+                positions + row_indices * num_positions,
             )
         return cls(token_indices.flatten(), ~has_token, positions.flatten(), is_padding)
 
@@ -672,7 +684,7 @@ class TokenPermutation:
 class _GatherTokens(torch.autograd.Function):
     """`_gather_tokens` with a gradient, which gathers by the inverse indices.
 
-    The gradient is ``_gather_tokens(grad, inverse, inverse_zero)``.
+    The gradient is ``_gather_tokens(grad, inverse_indices, inverse_is_zero)``.
     """
 
     @staticmethod
@@ -703,9 +715,11 @@ def _gather_tokens(x: Tensor, token_indices: Tensor, is_zero: Tensor | None) -> 
         token_indices: int64 [B * N'], tokens to gather, counted over the batch.
         is_zero: bool [B, N'], True for results that are zero; None for no zeros.
     """
-    batch, heads, _, dim = x.shape
-    gathered_tokens = x.transpose(1, 2).reshape(-1, heads * dim).index_select(0, token_indices)
-    gathered_tokens = gathered_tokens.view(batch, -1, heads, dim)
+    batch, num_heads, _, head_dim = x.shape
+    gathered_tokens = (
+        x.transpose(1, 2).reshape(-1, num_heads * head_dim).index_select(0, token_indices)
+    )
+    gathered_tokens = gathered_tokens.view(batch, -1, num_heads, head_dim)
     if is_zero is not None:
         gathered_tokens = gathered_tokens.masked_fill_(is_zero[:, :, None, None], 0.0)
     return gathered_tokens.transpose(1, 2)

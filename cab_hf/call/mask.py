@@ -28,8 +28,8 @@ from cab_hf.call.scope import Prompt
 from cab_hf.checks import short_repr, warn_once
 
 # keys of cached results in `ForwardState`
-PACKING_KEY = "packing"
-LENGTHS_KEY = "document lengths"
+PACKING_CACHE_KEY = "packing"
+LENGTHS_CACHE_KEY = "document lengths"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -41,7 +41,8 @@ class MaskDetails:
         cache_length: length of the key tensor of a layer; None if not known.
         unsupported_error: message of the error that the first layer with this mask raises; None if
             the mask is supported. `cab_mask` does not raise, because some masks are never used.
-        parallel: `ParallelSettings` of the ranks that share the sequence; None with one process.
+        parallel_settings: `ParallelSettings` of the ranks that share the sequence; None with one
+            process.
         is_non_causal: bool [], True if a token attends to a later token. The first layer that uses
             the mask then fails on the device. None if the host has checked the mask.
         chunk_starts: int64 [B], slot from which chunks of a row are counted, for layers with
@@ -50,19 +51,20 @@ class MaskDetails:
             model passes no position ids. Layers can receive other position ids.
         dense_block_size: block size of the plan for exact attention, in tokens; None if a dense
             kernel computes exact attention.
-        lengths: `DocumentLength` of each document of each row; None if the host has no lengths.
+        document_lengths: `DocumentLength` of each document of each row; None if the host has no
+            lengths.
         max_documents: upper bound of the number of documents per row; None if the host has none.
     """
 
     model_name: str = "this model"
     cache_length: int | None = None
     unsupported_error: str | None = None
-    parallel: Any = None
+    parallel_settings: Any = None
     is_non_causal: Tensor | None = None
     chunk_starts: Tensor | None = None
     position_ids: Tensor | None = None
     dense_block_size: int | None = None
-    lengths: list[list[DocumentLength]] | None = None
+    document_lengths: list[list[DocumentLength]] | None = None
     max_documents: int | None = None
 
 
@@ -111,13 +113,18 @@ class MaskInfo(MaskPlaceholder):
             MaskUsedAsTensorError: for any other index.
         """
         full_slice = slice(None)
-        queries = index[2] if isinstance(index, tuple) and len(index) == 4 else None
-        if not isinstance(queries, slice) or index != (full_slice, full_slice, queries, full_slice):
+        query_slice = index[2] if isinstance(index, tuple) and len(index) == 4 else None
+        if not isinstance(query_slice, slice) or index != (
+            full_slice,
+            full_slice,
+            query_slice,
+            full_slice,
+        ):
             return super().__getitem__(index)
-        start, stop, step = queries.indices(self.q_length)
+        start, stop, step = query_slice.indices(self.q_length)
         if (stop, step) != (self.q_length, 1) or start == stop:
             return super().__getitem__(index)
-        stored_packing = self.state.get_stored(PACKING_KEY)
+        stored_packing = self.state.get_stored(PACKING_CACHE_KEY)
         mask = self if stored_packing is None else self._with_packing(stored_packing)
         return mask.slice_queries(start, stop)
 
@@ -133,29 +140,36 @@ class MaskInfo(MaskPlaceholder):
             key_end = changed_fields["kv_length"] = self.q_offset + stop
             key_tensors = {"padding_mask": self.padding_mask, "doc_ids": self.doc_ids}
             changed_fields |= {
-                name: x[:, :key_end] for name, x in key_tensors.items() if x is not None
+                field_name: x[:, :key_end] for field_name, x in key_tensors.items() if x is not None
             }
-        details = self.details
-        if details.position_ids is not None:
-            details = replace(details, position_ids=details.position_ids[..., start:stop])
-        lengths = details.lengths or self.state.get_stored(LENGTHS_KEY)
-        state = self.state.for_query_slice()
-        sliced_mask = replace(
-            self, **changed_fields, details=replace(details, lengths=lengths), state=state
+        sliced_details = self.details
+        if sliced_details.position_ids is not None:
+            sliced_details = replace(
+                sliced_details, position_ids=sliced_details.position_ids[..., start:stop]
+            )
+        document_lengths = sliced_details.document_lengths or self.state.get_stored(
+            LENGTHS_CACHE_KEY
         )
-        if lengths is not None and self.doc_ids is None:
+        sliced_state = self.state.for_query_slice()
+        sliced_mask = replace(
+            self,
+            **changed_fields,
+            details=replace(sliced_details, document_lengths=document_lengths),
+            state=sliced_state,
+        )
+        if document_lengths is not None and self.doc_ids is None:
             # the slice changes the number of queries in padded rows: compute the lengths again
             sliced_mask = sliced_mask._with_packing(sliced_mask._detect_packing())
-        if self.state.get_stored(PACKING_KEY) is not None:
-            state.store(PACKING_KEY, sliced_mask._packing)
+        if self.state.get_stored(PACKING_CACHE_KEY) is not None:
+            sliced_state.store(PACKING_CACHE_KEY, sliced_mask._packing)
         return sliced_mask
 
-    def split_at_prompt_end(self, separate_steps: bool) -> list[tuple[slice, MaskInfo]]:
+    def split_at_prompt_end(self, has_separate_steps: bool) -> list[tuple[slice, MaskInfo]]:
         """Return the parts of the call that are computed separately: prompt, and answer.
 
         Args:
-            separate_steps: True to return each token of the answer as a separate part, as in decode
-                steps.
+            has_separate_steps: True to return each token of the answer as a separate part, as in
+                decode steps.
 
         Returns:
             For each part: the slice of its queries, and the mask of these queries.
@@ -164,14 +178,16 @@ class MaskInfo(MaskPlaceholder):
             return [(slice(None), self)]
         num_prompt_queries = min(max(self.prompt.end - self.q_offset, 0), self.q_length)
         cut_indices = (
-            range(num_prompt_queries, self.q_length) if separate_steps else (num_prompt_queries,)
+            range(num_prompt_queries, self.q_length)
+            if has_separate_steps
+            else (num_prompt_queries,)
         )
         part_borders = sorted({0, *cut_indices, self.q_length})
         if len(part_borders) == 2:
             # not cached in ``state``, which would then contain the mask to which it belongs
             return [(slice(None), self)]
         return self.state.get_or_compute(
-            ("prompt and answer", separate_steps),
+            ("prompt and answer", has_separate_steps),
             lambda: [
                 (slice(start, stop), self.slice_queries(start, stop))
                 for start, stop in pairwise(part_borders)
@@ -189,25 +205,25 @@ class MaskInfo(MaskPlaceholder):
         return self.prompt is not None and self.q_offset >= self.prompt.end
 
     @property
-    def is_plain(self) -> bool:
+    def is_plain_causal(self) -> bool:
         """True if the mask is causal, without padding, documents and window."""
         return self.padding_mask is None and self.doc_ids is None and self.window is None
 
-    def tail_start(self, num_blocks: int, query_block: int) -> int | None:
-        """Return the slot at which the last ``num_blocks`` query blocks of the prompt start.
+    def tail_start(self, num_tail_blocks: int, query_block: int) -> int | None:
+        """Return the slot at which the last ``num_tail_blocks`` query blocks of the prompt start.
 
         Returns None if rows end at different slots, or if the end of the prompt is not known.
 
         Args:
-            num_blocks: number of query blocks.
+            num_tail_blocks: number of query blocks.
             query_block: query block size, in tokens.
         """
-        if not self.is_prefill or self.prompt.lengths is not None or self.doc_ids is not None:
+        if not self.is_prefill or self.prompt.row_lengths is not None or self.doc_ids is not None:
             return None
-        return max(0, self.prompt.end - num_blocks * query_block) // query_block * query_block
+        return max(0, self.prompt.end - num_tail_blocks * query_block) // query_block * query_block
 
     @property
-    def lengths(self) -> list[list[DocumentLength]] | None:
+    def document_lengths(self) -> list[list[DocumentLength]] | None:
         """One list per row, with the `DocumentLength` of each document.
 
         In a prompt whose end is known, each row is one document, and its length is the length of
@@ -215,18 +231,18 @@ class MaskInfo(MaskPlaceholder):
         device is not allowed.
         """
         if self.is_prefill and self.doc_ids is None:
-            lengths = self.prompt.lengths
+            row_lengths = self.prompt.row_lengths
             return (
                 None
-                if lengths is None
-                else [[DocumentLength(tokens, tokens)] for tokens in lengths]
+                if row_lengths is None
+                else [[DocumentLength(num_tokens, num_tokens)] for num_tokens in row_lengths]
             )
-        is_known = self.details.lengths is not None or self.doc_ids is None
-        if is_known or torch.compiler.is_compiling():
-            return self.details.lengths
-        return self.state.get_or_compute(LENGTHS_KEY, self._document_lengths)
+        has_host_lengths = self.details.document_lengths is not None or self.doc_ids is None
+        if has_host_lengths or torch.compiler.is_compiling():
+            return self.details.document_lengths
+        return self.state.get_or_compute(LENGTHS_CACHE_KEY, self._read_document_lengths)
 
-    def _document_lengths(self) -> list[list[DocumentLength]]:
+    def _read_document_lengths(self) -> list[list[DocumentLength]]:
         """Return the `DocumentLength` of each packed document of each row. Waits for the device."""
         padding_mask = self.padding_mask
         if padding_mask is None:
@@ -235,17 +251,20 @@ class MaskInfo(MaskPlaceholder):
         return read_document_lengths(padding_mask, doc_ids, self.details.max_documents)
 
     @property
-    def longest(self) -> DocumentLength | None:
+    def longest_document(self) -> DocumentLength | None:
         """Largest numbers of queries and of tokens of a document.
 
         None if every row is one document without padding, which is as long as the call.
         """
         if self.is_prefill and self.doc_ids is None:
-            return DocumentLength(self.prompt.longest, self.prompt.longest)
-        if self.lengths is None:
+            return DocumentLength(self.prompt.longest_row_tokens, self.prompt.longest_row_tokens)
+        if self.document_lengths is None:
             return None
-        lengths = [length for row in self.lengths for length in row]
-        return DocumentLength(max(x.queries for x in lengths), max(x.tokens for x in lengths))
+        document_lengths = [length for row in self.document_lengths for length in row]
+        return DocumentLength(
+            max(x.num_queries for x in document_lengths),
+            max(x.num_tokens for x in document_lengths),
+        )
 
     def with_documents(
         self,
@@ -276,12 +295,12 @@ class MaskInfo(MaskPlaceholder):
             ValueError: if ``cu_seqlens`` has another number of tokens.
             NotImplementedError: if ``cu_seqlens`` is set in a call that continues a cache.
         """
-        stored_packing, has_mixed_documents = self.state.get_stored(PACKING_KEY), None
+        stored_packing, has_mixed_documents = self.state.get_stored(PACKING_CACHE_KEY), None
         if stored_packing is None:
             stored_packing, has_mixed_documents = self._detect_documents(
                 position_ids, cu_seqlens, value
             )
-            self.state.store(PACKING_KEY, stored_packing)
+            self.state.store(PACKING_CACHE_KEY, stored_packing)
         return self._with_packing(stored_packing), has_mixed_documents
 
     @property
@@ -290,7 +309,7 @@ class MaskInfo(MaskPlaceholder):
         return Packing(
             padding_mask=self.padding_mask,
             doc_ids=self.doc_ids,
-            lengths=self.details.lengths,
+            document_lengths=self.details.document_lengths,
             max_documents=self.details.max_documents,
         )
 
@@ -298,7 +317,7 @@ class MaskInfo(MaskPlaceholder):
         """Return the mask with the documents and the padding in ``detected_packing``."""
         details = replace(
             self.details,
-            lengths=detected_packing.lengths,
+            document_lengths=detected_packing.document_lengths,
             max_documents=detected_packing.max_documents,
         )
         return replace(
@@ -327,7 +346,7 @@ class MaskInfo(MaskPlaceholder):
             )
         has_mixed_documents, positions = None, None
         if self.q_length > 1:
-            positions = self._one_dimensional_positions(position_ids)
+            positions = self._find_one_dimensional_positions(position_ids)
         if torch.compiler.is_compiling() and cu_seqlens is None and positions is not None:
             has_mixed_documents, positions = mask._has_mixed_documents(positions), None
         if not has_all_keys or self.q_length == 1:
@@ -358,18 +377,20 @@ class MaskInfo(MaskPlaceholder):
             value: [B, H_kv, N, D_v] of the first layer, or None.
         """
         is_decode_step = self.q_length == 1 and not self.is_prefill
-        may_wait = not is_decode_step and not torch.compiler.is_compiling()
-        query_end = self.q_offset + self.q_length
+        can_wait_for_device = not is_decode_step and not torch.compiler.is_compiling()
+        query_end_slot = self.q_offset + self.q_length
         return detect_packing(
             position_ids,
             cu_seqlens,
             self.padding_mask,
             batch=self.batch,
-            query_slots=slice(self.q_offset, query_end) if may_wait else slice(None),
+            query_slots=slice(self.q_offset, query_end_slot)
+            if can_wait_for_device
+            else slice(None),
             kv_length=self.kv_length,
             doc_ids=self.doc_ids,
             value=value,
-            may_wait=may_wait,
+            can_wait_for_device=can_wait_for_device,
         )
 
     def _has_mixed_documents(self, position_ids: Tensor) -> Tensor | None:
@@ -381,13 +402,13 @@ class MaskInfo(MaskPlaceholder):
         Args:
             position_ids: int [B or 1, N_q], which restart where a document starts.
         """
-        continues_cache = self.kv_length is not None and self.q_length != self.kv_length
-        if continues_cache or (self.doc_ids is not None and self.details.chunk_starts is None):
+        has_cached_tokens = self.kv_length is not None and self.q_length != self.kv_length
+        if has_cached_tokens or (self.doc_ids is not None and self.details.chunk_starts is None):
             return None
         padding_mask = self.padding_mask
         if padding_mask is not None:
             padding_mask = padding_mask[:, : self.q_length]
-        starts_document = packing.document_starts(position_ids, padding_mask)
+        starts_document = packing.find_document_starts(position_ids, padding_mask)
         if self.doc_ids is None:
             has_mixed_documents = (starts_document.sum(-1) > 1).any()
         else:
@@ -402,19 +423,23 @@ class MaskInfo(MaskPlaceholder):
 
     def _raise_if_non_causal(self) -> MaskInfo:
         """Return the mask with an operation that fails on the device for non-causal attention."""
-        is_non_causal, error = (
+        is_non_causal, error_message = (
             self.details.is_non_causal,
             non_causal_error(self.model_name, NON_CAUSAL_REASON),
         )
         if self.doc_ids is not None:
-            return replace(self, doc_ids=packing.raise_where(self.doc_ids, is_non_causal, error))
+            return replace(
+                self, doc_ids=packing.raise_where(self.doc_ids, is_non_causal, error_message)
+            )
         padding_mask = self.padding_mask
         if padding_mask is None:
-            shape = self.batch, self.kv_length or self.details.cache_length
-            padding_mask = torch.ones(shape, dtype=torch.bool, device=is_non_causal.device)
-        return replace(self, padding_mask=packing.raise_where(padding_mask, is_non_causal, error))
+            mask_shape = self.batch, self.kv_length or self.details.cache_length
+            padding_mask = torch.ones(mask_shape, dtype=torch.bool, device=is_non_causal.device)
+        return replace(
+            self, padding_mask=packing.raise_where(padding_mask, is_non_causal, error_message)
+        )
 
-    def _one_dimensional_positions(self, position_ids: Tensor | None) -> Tensor | None:
+    def _find_one_dimensional_positions(self, position_ids: Tensor | None) -> Tensor | None:
         """Return position ids with one integer per token, int [B or 1, N_q].
 
         Returns None without such position ids. Models with images have position ids with several
@@ -423,30 +448,34 @@ class MaskInfo(MaskPlaceholder):
         Args:
             position_ids: position ids of the layer; None to read the position ids of the mask.
         """
-        shapes = (1, self.q_length), (self.batch, self.q_length)
+        valid_shapes = (1, self.q_length), (self.batch, self.q_length)
         for candidate_ids in (position_ids, self.details.position_ids):
             if (
                 candidate_ids is not None
                 and not candidate_ids.is_floating_point()
-                and tuple(candidate_ids.shape) in shapes
+                and tuple(candidate_ids.shape) in valid_shapes
             ):
                 return candidate_ids
         return None
 
     def _warn_of_padding(self, detected_packing: Packing) -> None:
         """Warn once per process and model if some rows of a batch end in equal tokens."""
-        num_rows = detected_packing.num_rows_with_equal_ends
-        if 0 < num_rows < self.batch and detected_packing.doc_ids is None:
+        num_equal_end_rows = detected_packing.num_rows_with_equal_ends
+        if 0 < num_equal_end_rows < self.batch and detected_packing.doc_ids is None:
             warn_once(
                 (self.model_name, "right padding"),
                 f"{self.model_name} reads {self.batch} sequences without an attention_mask, of "
-                f"which {num_rows} end in {MIN_EQUAL_END_TOKENS} or more equal tokens. If these "
-                "are padding, 'cab' reads them as real tokens, and the result of a row depends on "
-                "the others. Pass the attention_mask of the tokenizer.",
+                f"which {num_equal_end_rows} end in {MIN_EQUAL_END_TOKENS} or more equal tokens. "
+                "If these are padding, 'cab' reads them as real tokens, and the result of a row "
+                "depends on the others. Pass the attention_mask of the tokenizer.",
             )
 
     def layout(
-        self, query_block: int, key_block: int, device: torch.device, from_start: bool = True
+        self,
+        query_block: int,
+        key_block: int,
+        device: torch.device,
+        from_sequence_start: bool = True,
     ) -> BlockLayout:
         """Return the `BlockLayout` of this call, built once for all layers.
 
@@ -454,12 +483,12 @@ class MaskInfo(MaskPlaceholder):
             query_block: query block size, in tokens.
             key_block: key block size, in tokens.
             device: device of the layer.
-            from_start: True to count query blocks from the first token of each sequence, so that
-                chunks have the blocks of a single call. False to count query blocks from the first
-                query of this call.
+            from_sequence_start: True to count query blocks from the first token of each sequence,
+                so that chunks have the blocks of a single call. False to count query blocks from
+                the first query of this call.
         """
 
-        def build() -> BlockLayout:
+        def build_layout() -> BlockLayout:
             # moved to ``device``, because layers on several devices share this mask
             padding_mask, doc_ids = (
                 None if x is None else x.to(device) for x in (self.padding_mask, self.doc_ids)
@@ -475,15 +504,15 @@ class MaskInfo(MaskPlaceholder):
                 align=max(query_block, key_block),
                 device=device,
                 options=LayoutOptions(
-                    lengths=self.lengths,
-                    block_offset=self._block_offset(query_block) if from_start else 0,
+                    document_lengths=self.document_lengths,
+                    block_offset=self._block_offset(query_block) if from_sequence_start else 0,
                     sequence_end=self._sequence_end(device),
                     window=self.window,
                 ),
             )
 
         return self.state.get_or_compute(
-            ("layout", query_block, key_block, device, from_start), build
+            ("layout", query_block, key_block, device, from_sequence_start), build_layout
         )
 
     def _block_offset(self, query_block: int) -> int | list[int]:
@@ -496,11 +525,13 @@ class MaskInfo(MaskPlaceholder):
             return 0
         if self.padding_mask is None:
             return self.q_offset % query_block
-        lengths = self.details.lengths
-        if lengths is None:
+        document_lengths = self.details.document_lengths
+        if document_lengths is None:
             return 0
-        offsets = [(row[0].tokens - row[0].queries) % query_block for row in lengths]
-        return offsets if any(offsets) else 0
+        block_offsets = [
+            (row[0].num_tokens - row[0].num_queries) % query_block for row in document_lengths
+        ]
+        return block_offsets if any(block_offsets) else 0
 
     def _sequence_end(self, device: torch.device) -> int | Tensor | None:
         """Return the length of the complete prompt, in tokens, int or int32 [B, 1].
@@ -509,10 +540,10 @@ class MaskInfo(MaskPlaceholder):
         """
         if not self.is_prefill or self.doc_ids is not None:
             return None
-        lengths = self.prompt.lengths
-        if lengths is None:
+        row_lengths = self.prompt.row_lengths
+        if row_lengths is None:
             return self.prompt.end
-        return torch.tensor(lengths, dtype=torch.int32, device=device).unsqueeze(1)
+        return torch.tensor(row_lengths, dtype=torch.int32, device=device).unsqueeze(1)
 
     def decode_budget(
         self, decode_tokens: int | float, min_tokens: int, device: torch.device
@@ -527,7 +558,8 @@ class MaskInfo(MaskPlaceholder):
             device: device of the results.
 
         Returns:
-            length: int64 [1], number of cache slots in use, with padding and the keys of this call.
+            num_used_slots: int64 [1], number of cache slots in use, with padding and the keys of
+                this call.
             num_keys: int32 [B], number of keys that each row reads; the largest int32 for rows with
                 fewer than ``min_tokens`` tokens.
         """

@@ -24,13 +24,13 @@ class DocumentLength(NamedTuple):
     """The length of one packed document, or of one batch row without documents.
 
     Attributes:
-        queries: number of queries in this call, without padding.
-        tokens: number of tokens up to the end of this call, including cached tokens, without
+        num_queries: number of queries in this call, without padding.
+        num_tokens: number of tokens up to the end of this call, including cached tokens, without
             padding.
     """
 
-    queries: int
-    tokens: int
+    num_queries: int
+    num_tokens: int
 
 
 class Packing(NamedTuple):
@@ -39,8 +39,8 @@ class Packing(NamedTuple):
     Attributes:
         padding_mask: bool [B, N_k], False for padding keys; None without padding.
         doc_ids: int [B, N_k], equal for tokens of one packed document; None if not packed.
-        lengths: one `DocumentLength` in a list per row, if rows have padding and no documents;
-            otherwise None.
+        document_lengths: one `DocumentLength` in a list per row, if rows have padding and no
+            documents; otherwise None.
         max_documents: upper bound of the number of documents per row; None if only the device has
             the number.
         num_rows_with_equal_ends: number of rows that end in equal tokens, which look like right
@@ -49,7 +49,7 @@ class Packing(NamedTuple):
 
     padding_mask: Tensor | None
     doc_ids: Tensor | None
-    lengths: list[list[DocumentLength]] | None = None
+    document_lengths: list[list[DocumentLength]] | None = None
     max_documents: int | None = None
     num_rows_with_equal_ends: int = 0
 
@@ -64,7 +64,7 @@ def detect_packing(
     kv_length: int | None,
     doc_ids: Tensor | None = None,
     value: Tensor | None = None,
-    may_wait: bool = True,
+    can_wait_for_device: bool = True,
 ) -> Packing:
     """Return the documents and the padding of a call. Waits for the device at most once.
 
@@ -77,7 +77,7 @@ def detect_packing(
         kv_length: number of written keys.
         doc_ids: int [B, N_k], the known document of each key; None to detect documents.
         value: [B, H_kv, N, D_v] of the first layer, to detect rows that look padded; or None.
-        may_wait: False if waiting for the device is not allowed.
+        can_wait_for_device: False if waiting for the device is not allowed.
 
     Raises:
         ValueError: if ``cu_seqlens`` has another number of tokens.
@@ -87,8 +87,8 @@ def detect_packing(
         doc_ids = doc_ids_from_cu_seq_lens(cu_seqlens, batch, kv_length)
         max_documents = cu_seqlens.shape[0]
     elif doc_ids is None and position_ids is not None:
-        starts_document = document_starts(position_ids, padding_mask)
-    if not may_wait:
+        starts_document = find_document_starts(position_ids, padding_mask)
+    if not can_wait_for_device:
         return Packing(padding_mask, doc_ids, max_documents=max_documents)
     device_counts = {}
     if starts_document is not None:
@@ -98,25 +98,27 @@ def detect_packing(
         device_counts["tokens"] = padding_mask.sum(-1)
     if value is not None and padding_mask is None and doc_ids is None:
         device_counts["rows with equal ends"] = ends_in_equal_tokens(value).long()
-    counts = _read_from_device(device_counts)
+    host_counts = _read_counts_from_device(device_counts)
     if starts_document is not None:
-        max_documents = max(counts["documents"])
+        max_documents = max(host_counts["documents"])
         if max_documents > 1:
             doc_ids = (starts_document.cumsum(-1) - 1).clamp(min=0).expand(batch, -1)
-    if padding_mask is not None and all(count == kv_length for count in counts["tokens"]):
+    if padding_mask is not None and all(
+        num_row_tokens == kv_length for num_row_tokens in host_counts["tokens"]
+    ):
         # no key is padding: drop the mask, because kernels without a mask are faster
         padding_mask = None
     has_row_lengths = padding_mask is not None and doc_ids is None
     return Packing(
         padding_mask=padding_mask,
         doc_ids=doc_ids,
-        lengths=_lengths_of_rows(counts) if has_row_lengths else None,
+        document_lengths=_make_row_lengths(host_counts) if has_row_lengths else None,
         max_documents=max_documents,
-        num_rows_with_equal_ends=sum(counts.get("rows with equal ends", ())),
+        num_rows_with_equal_ends=sum(host_counts.get("rows with equal ends", ())),
     )
 
 
-def _read_from_device(device_counts: dict[str, Tensor]) -> dict[str, list[int]]:
+def _read_counts_from_device(device_counts: dict[str, Tensor]) -> dict[str, list[int]]:
     """Return int64 tensors [B] as lists of numbers, by name. Waits for the device at most once."""
     if not device_counts:
         return {}
@@ -126,22 +128,22 @@ def _read_from_device(device_counts: dict[str, Tensor]) -> dict[str, list[int]]:
     return dict(zip(device_counts, host_counts, strict=True))
 
 
-def _lengths_of_rows(counts: dict[str, list[int]]) -> list[list[DocumentLength]]:
+def _make_row_lengths(host_counts: dict[str, list[int]]) -> list[list[DocumentLength]]:
     """Return for each row a list of one `DocumentLength`, because each row is one document.
 
     Args:
-        counts: the numbers of "queries" and of "tokens" in every row.
+        host_counts: the numbers of "queries" and of "tokens" in every row.
     """
-    rows = zip(counts["queries"], counts["tokens"], strict=True)
-    return [[DocumentLength(num_queries, num_tokens)] for num_queries, num_tokens in rows]
+    row_counts = zip(host_counts["queries"], host_counts["tokens"], strict=True)
+    return [[DocumentLength(num_queries, num_tokens)] for num_queries, num_tokens in row_counts]
 
 
 def ends_in_equal_tokens(value: Tensor) -> Tensor:
     """Return bool [B], True for rows of ``value`` [B, H_kv, N, D_v] that end in equal tokens."""
     # detached, because autograd must save no tensors here: a recomputed layer skips this code
     last_values = value[:, :, -MIN_EQUAL_END_TOKENS:].detach().float()
-    difference = (last_values - last_values[:, :, -1:]).flatten(1).abs().amax(-1)
-    return difference <= EQUAL_VALUE_TOLERANCE * last_values.flatten(1).abs().amax(-1)
+    max_difference = (last_values - last_values[:, :, -1:]).flatten(1).abs().amax(-1)
+    return max_difference <= EQUAL_VALUE_TOLERANCE * last_values.flatten(1).abs().amax(-1)
 
 
 def read_document_lengths(
@@ -158,11 +160,11 @@ def read_document_lengths(
     """
     if max_documents is None:
         max_documents = int(doc_ids.max()) + 1
-    num_tokens = document_lengths(padding_mask, doc_ids, max_documents)
+    num_tokens = count_document_tokens(padding_mask, doc_ids, max_documents)
     return [[DocumentLength(length, length) for length in row] for row in num_tokens.tolist()]
 
 
-def document_lengths(padding_mask: Tensor, doc_ids: Tensor, max_documents: int) -> Tensor:
+def count_document_tokens(padding_mask: Tensor, doc_ids: Tensor, max_documents: int) -> Tensor:
     """Return the number of tokens without padding of each document, int64 [B, max_documents].
 
     Args:
@@ -176,7 +178,7 @@ def document_lengths(padding_mask: Tensor, doc_ids: Tensor, max_documents: int) 
     return num_tokens.scatter_add_(1, doc_ids.to(torch.int64), padding_mask.to(torch.int64))
 
 
-def document_starts(position_ids: Tensor, padding_mask: Tensor | None) -> Tensor:
+def find_document_starts(position_ids: Tensor, padding_mask: Tensor | None) -> Tensor:
     """Return bool [B or 1, N], True for tokens that start a document.
 
     The first token of a row starts a document. Another token starts a document if its position is
@@ -201,8 +203,8 @@ def document_starts(position_ids: Tensor, padding_mask: Tensor | None) -> Tensor
         )
     position_change = F.pad(position_ids[:, 1:].sub(position_ids[:, :-1]).sign(), (1, 0), value=-1)
     # slot of the last token whose position differs from the position before
-    last_change = torch.where(position_change != 0, slots, 0).cummax(-1).values
-    starts_document = position_change.gather(1, last_change) < 0
+    last_change_slot = torch.where(position_change != 0, slots, 0).cummax(-1).values
+    starts_document = position_change.gather(1, last_change_slot) < 0
     return starts_document if padding_mask is None else starts_document & padding_mask
 
 
@@ -218,17 +220,17 @@ def read_common_document_lengths(position_ids: Tensor) -> tuple[int, ...]:
         ValueError: if ``position_ids`` do not count from 0 in every document, or rows differ.
     """
     num_tokens = position_ids.shape[1]
-    first_slots = document_starts(position_ids[:1], None)[0].nonzero().squeeze(1)
-    lengths = F.pad(first_slots[1:], (0, 1), value=num_tokens) - first_slots
+    first_slots = find_document_starts(position_ids[:1], None)[0].nonzero().squeeze(1)
+    document_lengths = F.pad(first_slots[1:], (0, 1), value=num_tokens) - first_slots
     expected_ids = torch.arange(
         num_tokens, device=first_slots.device
-    ) - first_slots.repeat_interleave(lengths)
+    ) - first_slots.repeat_interleave(document_lengths)
     if not bool((position_ids == expected_ids).all()):
         raise ValueError(
             "position_ids must count from 0 in every document, equally in all rows. Leave out "
             "position_ids, or pass the cumulative lengths of documents as cu_seq_lens_q."
         )
-    return tuple(lengths.tolist())
+    return tuple(document_lengths.tolist())
 
 
 def doc_ids_from_cu_seq_lens(cu_seq_lens: Tensor, batch: int, row_length: int) -> Tensor:
@@ -249,8 +251,8 @@ def doc_ids_from_cu_seq_lens(cu_seq_lens: Tensor, batch: int, row_length: int) -
     argument_name = "cu_seq_lens_q"
     requirement = "non-decreasing cumulative lengths from 0, int [documents + 1]"
     is_int_tensor = isinstance(cu_seq_lens, Tensor) and not cu_seq_lens.is_floating_point()
-    is_valid = is_int_tensor and cu_seq_lens.ndim == 1 and len(cu_seq_lens) > 1
-    require(is_valid, argument_name, cu_seq_lens, requirement)
+    has_valid_shape = is_int_tensor and cu_seq_lens.ndim == 1 and len(cu_seq_lens) > 1
+    require(has_valid_shape, argument_name, cu_seq_lens, requirement)
     slots = torch.arange(batch * row_length, device=cu_seq_lens.device)
     if not torch.compiler.is_compiling():
         cumulative_lengths = cu_seq_lens.tolist()
@@ -297,7 +299,7 @@ def is_first_token(doc_ids: Tensor) -> Tensor:
     return F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
 
 
-def attention_to_neighbours(
+def find_attention_to_neighbours(
     mask_function: Any, batch: int, q_offset: int | Tensor, q_length: int, device: Any
 ) -> tuple[Tensor, Tensor]:
     """Return which tokens attend to their neighbours under a mask function.
@@ -329,14 +331,17 @@ def find_combined_functions(mask_function: Callable[..., Any]) -> dict[str, dict
     """
     if mask_function.__module__ != causal_mask_function.__module__:
         return None
-    arguments = inspect.getclosurevars(mask_function).nonlocals
-    inner_functions = [*arguments.get("mask_functions", ()), *filter(callable, arguments.values())]
-    functions = {mask_function.__qualname__.partition(".")[0]: arguments}
-    for functions_of_inner in map(find_combined_functions, inner_functions):
-        if functions_of_inner is None:
+    function_arguments = inspect.getclosurevars(mask_function).nonlocals
+    inner_functions = [
+        *function_arguments.get("mask_functions", ()),
+        *filter(callable, function_arguments.values()),
+    ]
+    arguments_by_function = {mask_function.__qualname__.partition(".")[0]: function_arguments}
+    for inner_arguments_by_function in map(find_combined_functions, inner_functions):
+        if inner_arguments_by_function is None:
             return None
-        functions |= functions_of_inner
-    return functions
+        arguments_by_function |= inner_arguments_by_function
+    return arguments_by_function
 
 
 @torch.library.custom_op("cab_hf::raise_where", mutates_args=())
@@ -393,7 +398,7 @@ def _attends(
         query_positions: int [1, N], positions of the queries.
         key_positions: int [1, N], positions of the keys.
     """
-    row = torch.arange(batch, device=query_positions.device).unsqueeze(-1)
-    return mask_function(row, torch.zeros_like(row), query_positions, key_positions).expand(
-        batch, query_positions.shape[1]
-    )
+    row_indices = torch.arange(batch, device=query_positions.device).unsqueeze(-1)
+    return mask_function(
+        row_indices, torch.zeros_like(row_indices), query_positions, key_positions
+    ).expand(batch, query_positions.shape[1])

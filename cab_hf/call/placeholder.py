@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from cab_hf.call.forward_state import SETTINGS_CHANGED_ERROR, ForwardState, in_backward_pass
+from cab_hf.call.forward_state import SETTINGS_CHANGED_ERROR, ForwardState, is_in_backward_pass
 
 # keyword arguments that attention functions receive together with a `PagedBatch`
 PAGING_KEYWORDS = (
@@ -96,7 +96,7 @@ def used_as_tensor_error(model_name: str, feature: str) -> MaskUsedAsTensorError
         model_name: name of the model.
         feature: attribute, operator or function that the model uses.
     """
-    if in_backward_pass():
+    if is_in_backward_pass():
         return MaskUsedAsTensorError(SETTINGS_CHANGED_ERROR)
     return MaskUsedAsTensorError(
         f"{model_name} computes with its attention mask (reads its {feature!r}), for which 'cab' "
@@ -104,21 +104,21 @@ def used_as_tensor_error(model_name: str, feature: str) -> MaskUsedAsTensorError
     )
 
 
-def _make_failing_operator(name: str) -> Callable[..., Any]:
-    """Return a method that raises `MaskUsedAsTensorError` for the operator ``name``."""
+def _make_failing_operator(operator_name: str) -> Callable[..., Any]:
+    """Return a method that raises `MaskUsedAsTensorError` for the operator ``operator_name``."""
 
     def fail(self: MaskPlaceholder, *_: Any) -> Any:
-        raise used_as_tensor_error(self.model_name, name)
+        raise used_as_tensor_error(self.model_name, operator_name)
 
     return fail
 
 
 # Python looks up operators on the class and does not call `__getattr__`
-for _operator in ("getitem", "setitem", "invert", "neg", "lt", "le", "gt", "ge"):
-    setattr(MaskPlaceholder, f"__{_operator}__", _make_failing_operator(_operator))
-for _operator in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
-    setattr(MaskPlaceholder, f"__{_operator}__", _make_failing_operator(_operator))
-    setattr(MaskPlaceholder, f"__r{_operator}__", _make_failing_operator(_operator))
+for _operator_name in ("getitem", "setitem", "invert", "neg", "lt", "le", "gt", "ge"):
+    setattr(MaskPlaceholder, f"__{_operator_name}__", _make_failing_operator(_operator_name))
+for _operator_name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
+    setattr(MaskPlaceholder, f"__{_operator_name}__", _make_failing_operator(_operator_name))
+    setattr(MaskPlaceholder, f"__r{_operator_name}__", _make_failing_operator(_operator_name))
 
 
 @dataclass(frozen=True, eq=False)

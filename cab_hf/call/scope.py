@@ -46,22 +46,22 @@ class Prompt:
 
     Attributes:
         end: slot of the first token after the prompt.
-        lengths: tokens of each batch row, without padding; None if no row has padding.
+        row_lengths: tokens of each batch row, without padding; None if no row has padding.
         progress: record whether any call has started after the end of the prompt.
         start: slot of the first token of the prompt that is not in the cache before the first call.
     """
 
     end: int
-    lengths: tuple[int, ...] | None = None
+    row_lengths: tuple[int, ...] | None = None
     progress: PromptProgress = field(default_factory=PromptProgress)
     start: int = 0
 
     @property
-    def longest(self) -> int:
+    def longest_row_tokens(self) -> int:
         """Number of tokens of the longest row, without padding."""
-        return self.end if self.lengths is None else max(self.lengths)
+        return self.end if self.row_lengths is None else max(self.row_lengths)
 
-    def longer_by(self, num_tokens: int) -> Prompt | None:
+    def add_tokens(self, num_tokens: int) -> Prompt | None:
         """Return the prompt with ``num_tokens`` more tokens in every row.
 
         Returns None if ``num_tokens`` is negative and rows have padding. The new lengths are then
@@ -69,12 +69,12 @@ class Prompt:
         """
         if num_tokens == 0:
             return self
-        if self.lengths is None:
+        if self.row_lengths is None:
             return Prompt(self.end + num_tokens, start=self.start)
         if num_tokens < 0:
             return None
-        lengths = tuple(length + num_tokens for length in self.lengths)
-        return Prompt(self.end + num_tokens, lengths, start=self.start)
+        row_lengths = tuple(length + num_tokens for length in self.row_lengths)
+        return Prompt(self.end + num_tokens, row_lengths, start=self.start)
 
 
 class Generation:
@@ -101,15 +101,15 @@ class Generation:
         # True between the preparation of inputs and the call of the model
         self._has_inputs = False
         # True while `generate` prepares inputs, and while the model processes these inputs
-        self._is_reading = False
-        # values of `_is_reading` before each active call of the model
-        self._outer_states: list[bool] = []
+        self._is_prompt_active = False
+        # values of `_is_prompt_active` before each active call of the model
+        self._outer_prompt_states: list[bool] = []
         # slot after the last token of the first inputs; None before and after their model call
         self._prepared_end: int | None = None
         # True if the first model call has shown the length of the prompt
         self._has_final_prompt = False
         # handles of the module hooks
-        self._handles: list[Any] = []
+        self._hook_handles: list[Any] = []
 
     def begin(self, prompt: Prompt | None, is_compiled: bool) -> None:
         """Set the prompt, and install the module hooks that mark its model calls.
@@ -124,22 +124,22 @@ class Generation:
         if prompt is None:
             return
         text_config = self._model.config.get_text_config()
-        configs = [vars(module).get("config") for module in self._model.modules()]
+        submodule_configs = [vars(module).get("config") for module in self._model.modules()]
         # composite models copy the config of their language model
         text_configs = {
-            id(config): config for config in configs if type(config) is type(text_config)
+            id(config): config for config in submodule_configs if type(config) is type(text_config)
         }
         self._configs = [text_config, *text_configs.values()]
         if not is_compiled:
             enter_handle = self._model.register_forward_pre_hook(self._enter_forward)
             leave_handle = self._model.register_forward_hook(self._leave_forward, always_call=True)
-            self._handles = [enter_handle, leave_handle]
+            self._hook_handles = [enter_handle, leave_handle]
 
     def end(self) -> None:
         """Remove the hooks that `begin` has installed."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for hook_handle in self._hook_handles:
+            hook_handle.remove()
+        self._hook_handles = []
 
     def prepare_inputs(self, model: nn.Module, make_inputs: Callable[[], Any]) -> Any:
         """Return the inputs of the next model call, and apply the prompt to this call.
@@ -151,15 +151,15 @@ class Generation:
         """
         if model is not self._model or self._prompt is None:
             return make_inputs()
-        was_reading, self._is_reading = self._is_reading, True
+        was_prompt_active, self._is_prompt_active = self._is_prompt_active, True
         try:
-            inputs = make_inputs()
+            model_inputs = make_inputs()
         finally:
-            self._is_reading = was_reading
+            self._is_prompt_active = was_prompt_active
         self._has_inputs = True
         if not self._has_final_prompt:
-            self._prepared_end = _end_of_inputs(inputs)
-        return inputs
+            self._prepared_end = _find_end_of_inputs(model_inputs)
+        return model_inputs
 
     def forget_inputs(self) -> None:
         """Record that the model has processed its inputs.
@@ -168,7 +168,7 @@ class Generation:
         """
         self._has_inputs = False
 
-    def current_prompt(self, config: Any, end: int | None) -> Prompt | None:
+    def current_prompt(self, config: Any, call_end: int | None) -> Prompt | None:
         """Return the prompt that layers with ``config`` process in the current call.
 
         Inputs can become longer after `generate` has prepared them: PEFT adds virtual tokens, and
@@ -177,16 +177,16 @@ class Generation:
 
         Args:
             config: config of the layers.
-            end: slot after the last token of the call; None if only the device has the slot.
+            call_end: slot after the last token of the call; None if only the device has the slot.
 
         Returns:
             The prompt. None for calls of user code, and if the end of the prompt is not known.
         """
         is_language_model = any(config is text_config for text_config in self._configs)
-        if not self._is_reading or not is_language_model:
+        if not self._is_prompt_active or not is_language_model:
             return None
-        if end is not None and self._prepared_end is not None:
-            self._prompt = self._prompt.longer_by(end - self._prepared_end)
+        if call_end is not None and self._prepared_end is not None:
+            self._prompt = self._prompt.add_tokens(call_end - self._prepared_end)
             self._prepared_end, self._has_final_prompt = None, True
         return self._prompt
 
@@ -194,27 +194,27 @@ class Generation:
         """Apply the prompt to this model call if `generate` has prepared its inputs."""
         if torch.compiler.is_compiling() or FORWARD_CONTEXT.get().generation is not self:
             return
-        self._outer_states.append(self._is_reading)
-        self._is_reading, self._has_inputs = self._has_inputs, False
+        self._outer_prompt_states.append(self._is_prompt_active)
+        self._is_prompt_active, self._has_inputs = self._has_inputs, False
 
     def _leave_forward(self, *_: Any) -> None:
         """Restore the state before this model call."""
         if torch.compiler.is_compiling() or FORWARD_CONTEXT.get().generation is not self:
             return
         # empty if an earlier hook failed, so that `_enter_forward` did not run
-        if self._outer_states:
-            self._is_reading = self._outer_states.pop()
+        if self._outer_prompt_states:
+            self._is_prompt_active = self._outer_prompt_states.pop()
 
 
-def _end_of_inputs(inputs: Any) -> int | None:
+def _find_end_of_inputs(inputs: Any) -> int | None:
     """Return the slot after the last token of the inputs of a model; None if not known."""
     input_ids = inputs.get("input_ids")
-    tokens = inputs.get("inputs_embeds") if input_ids is None else input_ids
+    input_tokens = inputs.get("inputs_embeds") if input_ids is None else input_ids
     cache = inputs.get("cache", inputs.get("past_key_values"))
     # the counter of a static cache is on the device
-    if tokens is None or getattr(cache, "is_compileable", False):
+    if input_tokens is None or getattr(cache, "is_compileable", False):
         return None
-    return tokens.shape[1] + (0 if cache is None else int(cache.get_seq_length()))
+    return input_tokens.shape[1] + (0 if cache is None else int(cache.get_seq_length()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,7 +229,8 @@ class ForwardContext:
             and inside `generate`.
         generation: active call of `generate`; None outside of `generate`, and in user code that
             `generate` calls.
-        parallel: `ParallelSettings` of the ranks that share the sequence; None with one process.
+        parallel_settings: `ParallelSettings` of the ranks that share the sequence; None with one
+            process.
         observer: function that receives each `Call` before its computation, or None.
         module: module whose call has set this context; None if no module call has set the context.
         outer_context: context before the call of ``module``; None without ``module``.
@@ -237,22 +238,22 @@ class ForwardContext:
 
     prompt: Prompt | None = None
     generation: Generation | None = None
-    parallel: Any = None
+    parallel_settings: Any = None
     observer: Callable[[Any], None] | None = None
     module: nn.Module | None = None
     outer_context: ForwardContext | None = None
 
 
-EMPTY_CONTEXT = ForwardContext()
+EMPTY_FORWARD_CONTEXT = ForwardContext()
 FORWARD_CONTEXT: ContextVar[ForwardContext] = ContextVar(
-    "state of a model call", default=EMPTY_CONTEXT
+    "state of a model call", default=EMPTY_FORWARD_CONTEXT
 )
 # configs of models inside `context_parallel`; a list, because torch.compile reads no ContextVar
 SHARDED_CONFIGS: list[Any] = []
 
 
 @contextmanager
-def set_during_calls(model: nn.Module, **fields: Any) -> Iterator[None]:
+def set_context_during_calls(model: nn.Module, **fields: Any) -> Iterator[None]:
     """Set fields of `FORWARD_CONTEXT` during each call of a model, while the context is active.
 
     Args:
@@ -260,26 +261,28 @@ def set_during_calls(model: nn.Module, **fields: Any) -> Iterator[None]:
         fields: fields of `ForwardContext`, by name.
     """
 
-    def enter(module: nn.Module, *_: Any) -> None:
-        validate_compiled()
-        outer = FORWARD_CONTEXT.get()
-        FORWARD_CONTEXT.set(replace(outer, **fields, module=module, outer_context=outer))
+    def enter_module(module: nn.Module, *_: Any) -> None:
+        refuse_compiled_model()
+        outer_context = FORWARD_CONTEXT.get()
+        FORWARD_CONTEXT.set(
+            replace(outer_context, **fields, module=module, outer_context=outer_context)
+        )
 
-    def leave(module: nn.Module, *_: Any) -> None:
-        # another module if an earlier hook failed, so that `enter` did not run
+    def leave_module(module: nn.Module, *_: Any) -> None:
+        # another module if an earlier hook failed, so that `enter_module` did not run
         if FORWARD_CONTEXT.get().module is module:
             FORWARD_CONTEXT.set(FORWARD_CONTEXT.get().outer_context)
 
-    handles = []
+    hook_handles = []
     for module in model.modules():
         if module is model or hasattr(module, "config"):
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave, always_call=True))
+            hook_handles.append(module.register_forward_pre_hook(enter_module))
+            hook_handles.append(module.register_forward_hook(leave_module, always_call=True))
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for hook_handle in hook_handles:
+            hook_handle.remove()
 
 
 def is_sharded(config: Any) -> bool:
@@ -287,7 +290,7 @@ def is_sharded(config: Any) -> bool:
     return any(config is sharded_config for sharded_config in SHARDED_CONFIGS)
 
 
-def validate_compiled(config: Any = None) -> None:
+def refuse_compiled_model(config: Any = None) -> None:
     """Raise an error in a compiled model.
 
     Args:
@@ -304,34 +307,36 @@ def validate_compiled(config: Any = None) -> None:
         )
 
 
-class _TracedMask:
+class _TracedPositions:
     """Position ids of the next mask under torch.compile, which traces no ContextVar."""
 
     position_ids: Tensor | None = None
 
 
 # an instance, because torch 2.11 does not trace assignments to attributes of a class
-_TRACED_MASK = _TracedMask()
+_TRACED_POSITIONS = _TracedPositions()
 
-_POSITION_IDS: ContextVar[Tensor | None] = ContextVar("position ids of the next mask", default=None)
+_RECORDED_POSITION_IDS: ContextVar[Tensor | None] = ContextVar(
+    "position ids of the next mask", default=None
+)
 
 
 def record_positions(position_ids: Tensor | None) -> None:
     """Record the position ids of the next mask that transformers builds."""
     if torch.compiler.is_compiling():
-        _TRACED_MASK.position_ids = position_ids
+        _TRACED_POSITIONS.position_ids = position_ids
     else:
-        _POSITION_IDS.set(position_ids)
+        _RECORDED_POSITION_IDS.set(position_ids)
 
 
-def recorded_positions() -> Tensor | None:
+def take_recorded_positions() -> Tensor | None:
     """Return the recorded position ids of this mask, and remove the record."""
     if torch.compiler.is_compiling():
-        position_ids, _TRACED_MASK.position_ids = _TRACED_MASK.position_ids, None
+        position_ids, _TRACED_POSITIONS.position_ids = _TRACED_POSITIONS.position_ids, None
         return position_ids
-    position_ids = _POSITION_IDS.get()
+    position_ids = _RECORDED_POSITION_IDS.get()
     if position_ids is not None:
-        _POSITION_IDS.set(None)
+        _RECORDED_POSITION_IDS.set(None)
     return position_ids
 
 
@@ -377,19 +382,19 @@ def set_prompt(num_tokens: int, start: int = 0) -> Iterator[None]:
         FORWARD_CONTEXT.reset(reset_token)
 
 
-def current_prompt(batch: int, config: Any, end: int | None) -> Prompt | None:
+def current_prompt(batch: int, config: Any, call_end: int | None) -> Prompt | None:
     """Return the prompt that a call processes; None if its end is not known.
 
     Args:
         batch: batch rows.
         config: config of the layers.
-        end: slot after the last token of the call; None if only the device has the slot.
+        call_end: slot after the last token of the call; None if only the device has the slot.
     """
-    context = FORWARD_CONTEXT.get()
-    prompt = context.prompt
-    if context.generation is not None:
-        prompt = context.generation.current_prompt(config, end)
-    if prompt is None or (prompt.lengths is not None and len(prompt.lengths) != batch):
+    forward_context = FORWARD_CONTEXT.get()
+    prompt = forward_context.prompt
+    if forward_context.generation is not None:
+        prompt = forward_context.generation.current_prompt(config, call_end)
+    if prompt is None or (prompt.row_lengths is not None and len(prompt.row_lengths) != batch):
         return None
     return prompt
 
@@ -412,12 +417,12 @@ def prompt_of_generate(generation_config: Any, model_kwargs: dict[str, Any]) -> 
         return None if end is None else Prompt(end, start=start)
     if attention_mask.ndim != 2:
         return None
-    lengths = tuple(attention_mask.bool().sum(-1).tolist())
-    has_padding = set(lengths) != {attention_mask.shape[1]}
-    return Prompt(attention_mask.shape[1], lengths if has_padding else None, start=start)
+    row_lengths = tuple(attention_mask.bool().sum(-1).tolist())
+    has_padding = set(row_lengths) != {attention_mask.shape[1]}
+    return Prompt(attention_mask.shape[1], row_lengths if has_padding else None, start=start)
 
 
 def _count_cached_tokens(cache: Any) -> int:
     """Return the number of tokens in a cache; 0 if only the device has the number."""
-    tokens = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
-    return tokens if isinstance(tokens, int) else 0
+    num_tokens = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
+    return num_tokens if isinstance(num_tokens, int) else 0

@@ -16,9 +16,9 @@ from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 from transformers import Cache
 
-from cab_hf.call.forward_state import SETTINGS_CHANGED_ERROR, in_backward_pass
+from cab_hf.call.forward_state import SETTINGS_CHANGED_ERROR, is_in_backward_pass
 from cab_hf.call.mask import MaskInfo, mask_too_short_error, padding_mask_error
-from cab_hf.call.scope import validate_compiled
+from cab_hf.call.scope import refuse_compiled_model
 from cab_hf.checks import short_repr
 from cab_hf.hf.fit import model_name_of
 
@@ -86,9 +86,16 @@ UNSUPPORTED_FEATURES = {
 }
 
 # DeepSeek-V4 appends compressed keys to the keys of the sequence, and no MaskInfo describes them
-COMPRESSED_KEYS = "compressed keys in addition to those of the sequence"
+COMPRESSED_KEYS_DESCRIPTION = "compressed keys in addition to those of the sequence"
 # keyword arguments of attention functions that have a field in `LayerArguments`
-KEYWORDS_WITH_FIELDS = ("dropout", "scaling", "sliding_window", "position_ids", "s_aux", "softcap")
+LAYER_ARGUMENT_KEYWORDS = (
+    "dropout",
+    "scaling",
+    "sliding_window",
+    "position_ids",
+    "s_aux",
+    "softcap",
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -106,7 +113,7 @@ class LayerArguments:
         position_ids: int [B or 1, N_q]; None if the layer receives no position ids.
         s_aux: [H], sinks: one additional logit per head in the softmax; None without sinks.
         softcap: cap c of the logits, ``c * tanh(logits / c)``; None without a cap.
-        others: all other keyword arguments, by name.
+        other_arguments: all other keyword arguments, by name.
     """
 
     module: nn.Module
@@ -119,15 +126,26 @@ class LayerArguments:
     position_ids: Tensor | None = None
     s_aux: Tensor | None = None
     softcap: float | None = None
-    others: dict[str, Any]
+    other_arguments: dict[str, Any]
 
     @classmethod
     def from_keywords(
-        cls, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **keywords: Any
+        cls, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **keyword_arguments: Any
     ) -> LayerArguments:
-        """Build `LayerArguments`, with keyword arguments that have no field in ``others``."""
-        fields = {name: keywords.pop(name) for name in KEYWORDS_WITH_FIELDS if name in keywords}
-        return cls(module=module, query=query, key=key, value=value, others=keywords, **fields)
+        """Build `LayerArguments`; ``other_arguments`` are the arguments that have no field."""
+        fields = {
+            keyword: keyword_arguments.pop(keyword)
+            for keyword in LAYER_ARGUMENT_KEYWORDS
+            if keyword in keyword_arguments
+        }
+        return cls(
+            module=module,
+            query=query,
+            key=key,
+            value=value,
+            other_arguments=keyword_arguments,
+            **fields,
+        )
 
 
 def validate_arguments(arguments: LayerArguments, mask: Any) -> None:
@@ -144,7 +162,7 @@ def validate_arguments(arguments: LayerArguments, mask: Any) -> None:
     module, query, key = arguments.module, arguments.query, arguments.key
     validate_tracing(query, key, arguments.value)
     validate_forward_mode(query, key, arguments.value)
-    validate_vmap("position_ids", arguments.position_ids)
+    refuse_vmap("position_ids", arguments.position_ids)
     num_queries, num_keys = query.shape[2], key.shape[2]
     if _is_context_parallel_active():
         raise ValueError(
@@ -152,18 +170,18 @@ def validate_arguments(arguments: LayerArguments, mask: Any) -> None:
             "Leave the context_parallel region, or use attn_implementation='sdpa' inside it."
         )
     _validate_causal_self_attention(
-        module, num_queries, num_keys, is_causal=arguments.others.get("is_causal")
+        module, num_queries, num_keys, is_causal=arguments.other_arguments.get("is_causal")
     )
-    if arguments.others.get("output_attentions"):
+    if arguments.other_arguments.get("output_attentions"):
         raise ValueError(
             "output_attentions must be False, got True: 'cab' computes no attention weights. Use "
             "attn_implementation='eager' to read attention weights."
         )
-    _validate_keywords(model_name_of(getattr(module, "config", None)), arguments.others)
+    _validate_keywords(model_name_of(getattr(module, "config", None)), arguments.other_arguments)
     if getattr(module, "compressor", None) is not None:
         raise NotImplementedError(
-            f"{type(module).__name__} attends to {COMPRESSED_KEYS}, which 'cab' does not compute. "
-            f"Use attn_implementation='eager' for {model_name_of(module.config)}."
+            f"{type(module).__name__} attends to {COMPRESSED_KEYS_DESCRIPTION}, which 'cab' does "
+            f"not compute. Use attn_implementation='eager' for {model_name_of(module.config)}."
         )
     if mask is not None:
         _validate_mask(mask, num_keys, arguments.sliding_window)
@@ -178,7 +196,7 @@ def validate_arguments(arguments: LayerArguments, mask: Any) -> None:
             "Load the model with one of these dtypes."
         )
     _validate_sinks(arguments.s_aux, query.shape[1])
-    validate_compiled(module.config)
+    refuse_compiled_model(module.config)
 
 
 def _validate_sinks(sinks: Any, num_heads: int) -> None:
@@ -200,13 +218,13 @@ def _validate_sinks(sinks: Any, num_heads: int) -> None:
         )
 
 
-def unsupported_reason(module: nn.Module) -> str | None:
+def find_unsupported_feature(module: nn.Module) -> str | None:
     """Return the unsupported property of an attention layer, as a noun phrase.
 
     Returns None if the layer is supported.
     """
     if getattr(module, "compressor", None) is not None:
-        return COMPRESSED_KEYS
+        return COMPRESSED_KEYS_DESCRIPTION
     if hasattr(module, "rel_logits_proj"):
         return UNSUPPORTED_FEATURES["position_bias"]
     # a layer without its own indexer uses the keys that the indexer of another layer selects
@@ -220,19 +238,23 @@ def unsupported_reason(module: nn.Module) -> str | None:
 def _remedy_for_dropout(module: nn.Module, dropout: float) -> str:
     """Return the remedies for an attention ``dropout`` rate in a loaded model, as a sentence."""
     config = getattr(module, "config", None)
-    matching_fields = [name for name in DROPOUT_FIELDS if getattr(config, name, None) == dropout]
+    matching_fields = [
+        attribute_name
+        for attribute_name in DROPOUT_FIELDS
+        if getattr(config, attribute_name, None) == dropout
+    ]
     remedies = (
         [f"load the model with {matching_fields[0]}=0.0 in its config"] if matching_fields else []
     )
-    for name in DROPOUT_ATTRIBUTES:
-        attribute_value = getattr(module, name, None)
+    for attribute_name in DROPOUT_ATTRIBUTES:
+        attribute_value = getattr(module, attribute_name, None)
         is_module = isinstance(attribute_value, nn.Dropout)
         if (attribute_value.p if is_module else attribute_value) != dropout:
             continue
-        attribute_path = f"{name}.p" if is_module else name
-        if is_module and name in matching_fields:
+        attribute_path = f"{attribute_name}.p" if is_module else attribute_name
+        if is_module and attribute_name in matching_fields:
             # Persimmon has a dropout module, but reads the rate from its config in every call
-            remedies.append(f"set model.config.{name} = 0.0")
+            remedies.append(f"set model.config.{attribute_name} = 0.0")
         else:
             remedies.append(
                 f"set {attribute_path} = 0.0 in every {type(module).__name__} of this model"
@@ -268,14 +290,14 @@ def _validate_causal_self_attention(
         )
 
 
-def _validate_keywords(model_name: str, keywords: dict[str, Any]) -> None:
+def _validate_keywords(model_name: str, keyword_arguments: dict[str, Any]) -> None:
     """Raise an error for arguments that "cab" neither reads nor may ignore.
 
     Args:
         model_name: name of the model, for error messages.
-        keywords: `LayerArguments.others`.
+        keyword_arguments: `LayerArguments.other_arguments`.
     """
-    cache = keywords.get("cache")
+    cache = keyword_arguments.get("cache")
     if isinstance(cache, Cache):
         raise ValueError(
             f"cache must be None, got a {type(cache).__name__}, which {model_name} does not read. "
@@ -286,24 +308,27 @@ def _validate_keywords(model_name: str, keywords: dict[str, Any]) -> None:
             "cache must be None, got a paged cache (continuous batching), which 'cab' does not "
             "read. Use attn_implementation='sdpa' for generate_batch."
         )
-    if keywords.get("softmax_scale") is not None:
+    if keyword_arguments.get("softmax_scale") is not None:
         raise ValueError(
-            f"softmax_scale must be None, got {short_repr(keywords['softmax_scale'])}. Pass the "
-            "factor as scaling, the name that transformers uses."
+            f"softmax_scale must be None, got {short_repr(keyword_arguments['softmax_scale'])}. "
+            "Pass the factor as scaling, the name that transformers uses."
         )
-    for name, value in keywords.items():
-        if value is None or name in CHECKED_KEYWORDS or name in IGNORED_KEYWORDS:
+    for keyword, value in keyword_arguments.items():
+        if value is None or keyword in CHECKED_KEYWORDS or keyword in IGNORED_KEYWORDS:
             continue
-        if name in UNSUPPORTED_FEATURES:
+        if keyword in UNSUPPORTED_FEATURES:
             raise NotImplementedError(
-                f"{name} must be None: 'cab' does not compute {UNSUPPORTED_FEATURES[name]}. "
+                f"{keyword} must be None: 'cab' does not compute {UNSUPPORTED_FEATURES[keyword]}. "
                 f"Use attn_implementation='eager' for {model_name}."
             )
         raise ValueError(
-            f"{name} must be None, got {short_repr(value)}: 'cab' would ignore this argument. "
-            f"Leave out {name}, or use attn_implementation='eager' for {model_name}."
+            f"{keyword} must be None, got {short_repr(value)}: 'cab' would ignore this argument. "
+            f"Leave out {keyword}, or use attn_implementation='eager' for {model_name}."
         )
-    if keywords.get("cu_seq_lens_k") is not None and keywords.get("cu_seq_lens_q") is None:
+    if (
+        keyword_arguments.get("cu_seq_lens_k") is not None
+        and keyword_arguments.get("cu_seq_lens_q") is None
+    ):
         raise ValueError(
             "cu_seq_lens_k must be None if cu_seq_lens_q is None. Pass cu_seq_lens_q too."
         )
@@ -318,7 +343,7 @@ def _validate_mask(mask: Any, num_keys: int, sliding_window: int | None) -> None
         sliding_window: width of a sliding window in tokens; None without a window.
     """
     if not isinstance(mask, MaskInfo):
-        if in_backward_pass():
+        if is_in_backward_pass():
             raise RuntimeError(SETTINGS_CHANGED_ERROR)
         raise ValueError(padding_mask_error(mask))
     details = mask.details
@@ -346,8 +371,8 @@ def _is_context_parallel_active() -> bool:
     """Return True if torch's context_parallel is active in this process."""
     tensor_module = sys.modules.get("torch.distributed.tensor")
     dispatcher = getattr(getattr(tensor_module, "DTensor", None), "_op_dispatcher", None)
-    handlers = getattr(dispatcher, "_custom_op_handlers", {})
-    return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+    op_handlers = getattr(dispatcher, "_custom_op_handlers", {})
+    return torch.ops.aten._scaled_dot_product_flash_attention.default in op_handlers
 
 
 def validate_tracing(*tensors: Any) -> None:
@@ -381,11 +406,11 @@ def validate_tracing(*tensors: Any) -> None:
         )
 
 
-def validate_vmap(description: str, *tensors: Any) -> None:
+def refuse_vmap(tensors_description: str, *tensors: Any) -> None:
     """Raise an error for tensors that are batched by `torch.vmap`.
 
     Args:
-        description: noun phrase for the tensors, for the message.
+        tensors_description: noun phrase for the tensors, for the message.
         tensors: tensors to check; other values are ignored.
 
     Raises:
@@ -395,8 +420,8 @@ def validate_vmap(description: str, *tensors: Any) -> None:
         return
     if any(isinstance(x, Tensor) and _is_batched(x) for x in tensors):
         raise NotImplementedError(
-            f"torch.vmap batches {description}, and 'cab' reads its values. Loop over the samples, "
-            "or set attn_implementation='sdpa'."
+            f"torch.vmap batches {tensors_description}, and 'cab' reads its values. Loop over the "
+            "samples, or set attn_implementation='sdpa'."
         )
 
 

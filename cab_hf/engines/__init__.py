@@ -16,7 +16,7 @@ from cab_hf.ops.attention import complete, ffpa, flash_dense, gather, traced
 
 # largest head dim with a fast kernel in SDPA, which computes larger head dims by memory-efficient
 # attention
-SDPA_HEAD_DIM = 256
+MAX_SDPA_HEAD_DIM = 256
 
 
 class Engine(NamedTuple):
@@ -103,7 +103,9 @@ def _label_flex(workload: Workload) -> str:
 
     if workload.device == "cpu":
         return "flex (CPU)"
-    query_block, key_block = flex.merged_block_sizes(workload.query_block, workload.key_block)
+    query_block, key_block = flex.choose_merged_block_sizes(
+        workload.query_block, workload.key_block
+    )
     if not workload.training or (query_block, key_block) == workload.blocks:
         return "flex (TRITON)"
     return f"flex (TRITON, blocks merged to {query_block} x {key_block})"
@@ -130,7 +132,7 @@ def _why_no_flash(workload: Workload) -> str | None:
 def _label_flash(workload: Workload) -> str:
     from cab_hf.ops.attention import flash
 
-    if not workload.training or flash.has_own_backward(
+    if not workload.training or flash.has_flash_backward(
         workload.head_dim, workload.query_block, workload.key_block
     ):
         return "flex (FLASH)"
@@ -203,63 +205,64 @@ FASTEST = (FLASH, TRITON, FLEX, REFERENCE)
 ENGINES_OF_UNMEASURED_GPUS = (FLASH, FLEX, TRITON, REFERENCE)
 
 
-def choose(name: str, workload: Workload) -> Engine:
+def choose(engine_name: str, workload: Workload) -> Engine:
     """Return the engine that computes a workload.
 
     Args:
-        name: Value of `CabConfig.engine`; "auto" for the fastest engine that can run ``workload``.
+        engine_name: Value of `CabConfig.engine`; "auto" for the fastest engine that can run
+            ``workload``.
         workload: Requirements of the call.
 
     Raises:
         ValueError: If the name is unknown, or if no backend of that name can run ``workload``.
     """
-    if name == "auto":
+    if engine_name == "auto":
         # on a CPU, flex would be compiled for every new length
         if workload.device == "cpu":
             return REFERENCE if GATHER.unavailable(workload) else GATHER
         candidates = FASTEST if _is_measured_gpu() else ENGINES_OF_UNMEASURED_GPUS
-    elif name in ENGINES:
-        candidates = ENGINES[name]
+    elif engine_name in ENGINES:
+        candidates = ENGINES[engine_name]
     else:
-        names = ", ".join(map(repr, ("auto", *ENGINES)))
-        raise ValueError(f"CabConfig.engine must be one of {names}, got {name!r}.")
+        known_names = ", ".join(map(repr, ("auto", *ENGINES)))
+        raise ValueError(f"CabConfig.engine must be one of {known_names}, got {engine_name!r}.")
     for engine in candidates:
         unavailable_reason = engine.unavailable(workload)
         if unavailable_reason is None:
             return engine
     raise ValueError(
-        f"CabConfig.engine is {name!r}, which {unavailable_reason}. "
+        f"CabConfig.engine is {engine_name!r}, which {unavailable_reason}. "
         "Use engine='auto' or 'reference'."
     )
 
 
-def choose_exact(
-    workload: Workload, length: int | None, last_queries: int | None = None
+def choose_exact_attention(
+    workload: Workload, num_causal_tokens: int | None, num_last_queries: int | None = None
 ) -> Engine | DenseKernel:
     """Return the dense kernel or the engine that computes exact attention.
 
-    The fast kernels of SDPA support neither masks nor head dims above `SDPA_HEAD_DIM`. In these
+    The fast kernels of SDPA support neither masks nor head dims above `MAX_SDPA_HEAD_DIM`. In these
     cases, an engine computes exact attention under a plan of all blocks.
 
     Args:
         workload: Requirements of the call.
-        length: Number of queries and of keys; None unless both numbers are equal and causality is
-            the only mask.
-        last_queries: Number of queries; None unless the queries are the last tokens of the keys and
+        num_causal_tokens: Number of queries and of keys; None unless both numbers are equal and
             causality is the only mask.
+        num_last_queries: Number of queries; None unless the queries are the last tokens of the keys
+            and causality is the only mask.
     """
-    if last_queries is not None and flash_dense.unavailable(workload, last_queries) is None:
+    if num_last_queries is not None and flash_dense.unavailable(workload, num_last_queries) is None:
         return FLASH_ATTN
-    if length is not None and workload.head_dim <= SDPA_HEAD_DIM:
+    if num_causal_tokens is not None and workload.head_dim <= MAX_SDPA_HEAD_DIM:
         return SDPA
     if TRITON.unavailable(workload) or not _is_measured_gpu():
         return SDPA
-    if length is not None and not ffpa.unavailable(
+    if num_causal_tokens is not None and not ffpa.unavailable(
         device=workload.device,
         head_dim=workload.head_dim,
         dtype=workload.dtype,
         training=workload.training,
-        length=length,
+        length=num_causal_tokens,
     ):
         return FFPA
     return TRITON

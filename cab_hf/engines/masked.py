@@ -32,7 +32,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskInfo, scale: float) -> 
     """
     if torch.compiler.is_compiling() and q.shape[2] > 1:
         # a static cache has a tensor offset, which the device changes
-        is_on_device = isinstance(mask.q_offset, Tensor)
+        is_offset_on_device = isinstance(mask.q_offset, Tensor)
         return _masked_attention_op(
             q,
             k,
@@ -43,17 +43,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskInfo, scale: float) -> 
             doc_ids=mask.doc_ids,
             window=mask.window,
             chunk_starts=mask.details.chunk_starts,
-            q_offset=0 if is_on_device else mask.q_offset,
-            live_offset=mask.q_offset if is_on_device else None,
+            q_offset=0 if is_offset_on_device else mask.q_offset,
+            live_offset=mask.q_offset if is_offset_on_device else None,
             return_lse=False,
         )[0]
     # a mask tensor has one element per (query, key) pair, batch row and query head of a KV head
     num_mask_copies = q.shape[0] * (q.shape[1] // k.shape[1])
     out_chunks = [
         _attend_masked(
-            q[:, :, rows], k[:, :, keys], v[:, :, keys], is_visible=is_visible, scale=scale
+            q[:, :, query_slice],
+            k[:, :, key_slice],
+            v[:, :, key_slice],
+            is_visible=is_visible,
+            scale=scale,
         )
-        for rows, keys, is_visible, *_ in _make_masks(
+        for query_slice, key_slice, is_visible, *_ in _make_masks(
             q, k, mask, MAX_MASK_ELEMENTS // num_mask_copies
         )
     ]
@@ -64,17 +68,27 @@ def _make_masks(query: Tensor, key: Tensor, mask: MaskInfo, max_pairs: int) -> I
     """Yield chunks of queries with their mask tensors, at most ``max_pairs`` pairs per chunk."""
     q_length, kv_length = query.shape[2], key.shape[2]
     # an offset on the device is unknown to the host, which then cannot cut the keys
-    is_on_host = not isinstance(mask.q_offset, Tensor)
-    num_keys = kv_length if mask.window is None else min(kv_length, mask.window + MAX_ROWS_PER_MASK)
-    chunk = min(MAX_ROWS_PER_MASK, max(1, max_pairs // num_keys))
-    for start in range(0, q_length, chunk):
-        stop = min(start + chunk, q_length)
-        high = min(kv_length, mask.q_offset + stop) if is_on_host else kv_length
-        low = max(0, mask.q_offset + start + 1 - mask.window) if is_on_host and mask.window else 0
-        visible = mask.dense_mask(
-            query_start=start, query_stop=stop, key_start=low, key_stop=high, device=query.device
+    is_offset_on_host = not isinstance(mask.q_offset, Tensor)
+    max_num_keys = (
+        kv_length if mask.window is None else min(kv_length, mask.window + MAX_ROWS_PER_MASK)
+    )
+    chunk_rows = min(MAX_ROWS_PER_MASK, max(1, max_pairs // max_num_keys))
+    for query_start in range(0, q_length, chunk_rows):
+        query_stop = min(query_start + chunk_rows, q_length)
+        key_stop = min(kv_length, mask.q_offset + query_stop) if is_offset_on_host else kv_length
+        key_start = (
+            max(0, mask.q_offset + query_start + 1 - mask.window)
+            if is_offset_on_host and mask.window
+            else 0
         )
-        yield Masks(slice(start, stop), slice(low, high), visible)
+        is_visible = mask.dense_mask(
+            query_start=query_start,
+            query_stop=query_stop,
+            key_start=key_start,
+            key_stop=key_stop,
+            device=query.device,
+        )
+        yield Masks(slice(query_start, query_stop), slice(key_start, key_stop), is_visible)
 
 
 def _attend_masked(
@@ -86,14 +100,14 @@ def _attend_masked(
     queries of a group become more queries of their KV head, and no key is repeated.
     """
     batch, kv_heads = key.shape[:2]
-    group, length = query.shape[1] // kv_heads, query.shape[2]
-    folded_query = query.unflatten(1, (kv_heads, group)).flatten(2, 3)
-    folded_mask = is_visible.unsqueeze(2).expand((-1, -1, group, -1, -1)).flatten(2, 3)
+    group_size, num_queries = query.shape[1] // kv_heads, query.shape[2]
+    folded_query = query.unflatten(1, (kv_heads, group_size)).flatten(2, 3)
+    folded_mask = is_visible.unsqueeze(2).expand((-1, -1, group_size, -1, -1)).flatten(2, 3)
     folded_mask = folded_mask.expand(batch, -1, -1, -1)
     out = F.scaled_dot_product_attention(
         folded_query, key, value, attn_mask=folded_mask, scale=scale
     )
-    return out.unflatten(2, (group, length)).flatten(1, 2)
+    return out.unflatten(2, (group_size, num_queries)).flatten(1, 2)
 
 
 def _make_mask_info(query: Tensor, key: Tensor, mask_arguments: tuple) -> MaskInfo:

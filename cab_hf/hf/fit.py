@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cab_hf.checks import is_whole, warn_once
-from cab_hf.config import TABLE_FIELDS, CabConfig, Origin, Table
+from cab_hf.checks import is_whole_number, warn_once
+from cab_hf.config import TABLE_FIELDS, CabConfig, HeadTable, Origin
 
 # names of the numbers of layers, query heads and KV heads in configs of transformers
 COUNT_FIELDS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -13,7 +13,7 @@ COUNT_FIELDS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads
 LAYER_COUNT_FIELDS = ("num_hidden_layers", "decoder_layers")
 
 
-def model_counts(model_config: Any) -> tuple[int | None, ...]:
+def read_model_counts(model_config: Any) -> tuple[int | None, ...]:
     """Return the numbers of layers, query heads, KV heads and decoder layers of a model.
 
     A number is None if it differs between layers or is not in the config.
@@ -22,28 +22,29 @@ def model_counts(model_config: Any) -> tuple[int | None, ...]:
         model_config: a transformers config.
     """
     return tuple(
-        read_int_field(model_config, name) for name in (*COUNT_FIELDS, LAYER_COUNT_FIELDS[1])
+        read_int_field(model_config, field_name)
+        for field_name in (*COUNT_FIELDS, LAYER_COUNT_FIELDS[1])
     )
 
 
-def origin_of(model_config: Any, length: int, model: str | None = None) -> Origin:
+def make_origin(model_config: Any, document_tokens: int, model_name: str | None = None) -> Origin:
     """Return the `Origin` of a calibration.
 
     Args:
         model_config: transformers config of the calibrated model.
-        length: length of the calibration documents, in tokens.
-        model: name of the model; None to read the name from the config.
+        document_tokens: length of the calibration documents, in tokens.
+        model_name: name of the model; None to read the name from the config.
     """
     text_config = model_config.get_text_config()
     num_layers, num_heads, num_kv_heads = (
-        read_int_field(text_config, name) for name in COUNT_FIELDS
+        read_int_field(text_config, field_name) for field_name in COUNT_FIELDS
     )
     return Origin(
-        model=model or model_name_of(text_config),
+        model=model_name or model_name_of(text_config),
         layers=num_layers,
         heads=num_heads,
         kv_heads=num_kv_heads,
-        length=length,
+        length=document_tokens,
     )
 
 
@@ -59,13 +60,13 @@ def require_origin(origin: Origin | None, model_config: Any) -> None:
     """
     if origin is None:
         return
-    model_origin = origin_of(model_config, origin.length)
+    model_origin = make_origin(model_config, origin.length)
     for calibrated_count, model_count in zip(origin[1:4], model_origin[1:4], strict=True):
         is_known = calibrated_count is not None and model_count is not None
         if is_known and calibrated_count != model_count:
             raise ValueError(
-                f"cab_config was calibrated for {origin.model} ({origin.shape}), and "
-                f"{model_origin.model} has {model_origin.shape}. Calibrate this model with "
+                f"cab_config was calibrated for {origin.model} ({origin.shape_text}), and "
+                f"{model_origin.model} has {model_origin.shape_text}. Calibrate this model with "
                 "cab_hf.calibrate, or use settings without tables."
             )
 
@@ -80,39 +81,46 @@ def require_layers(config: CabConfig, model_config: Any) -> None:
     Raises:
         ValueError: if a field does not fit. The message names the field and both numbers.
     """
-    layer_counts = [getattr(model_config, name, None) for name in LAYER_COUNT_FIELDS]
-    num_layers = max(filter(is_whole, layer_counts), default=None)
+    layer_counts = [getattr(model_config, field_name, None) for field_name in LAYER_COUNT_FIELDS]
+    num_layers = max(filter(is_whole_number, layer_counts), default=None)
     for layer in config.dense_layers:
         if num_layers is not None and layer >= num_layers:
             raise ValueError(
                 f"CabConfig.dense_layers has {layer}; this model has layers 0 to {num_layers - 1}."
             )
-    for name in TABLE_FIELDS:
-        table = getattr(config, name)
+    for field_name in TABLE_FIELDS:
+        table = getattr(config, field_name)
         if isinstance(table, tuple) and table:
-            _require_shape(name, table, num_layers, model_config)
+            _require_table_shape(field_name, table, num_layers, model_config)
     if num_layers is not None and config.predictor == "cascade":
         _require_anchors(config, model_config, num_layers)
 
 
-def _require_shape(name: str, table: Table, num_layers: int | None, model_config: Any) -> None:
+def _require_table_shape(
+    field_name: str, table: HeadTable, num_layers: int | None, model_config: Any
+) -> None:
     """Raise a ValueError if a table does not have the layers and heads of a model.
 
     Args:
-        name: field of `CabConfig` that contains the table.
+        field_name: field of `CabConfig` that contains the table.
         table: table [layers][heads].
         num_layers: number of layers of the model; None if not known.
         model_config: a transformers config.
     """
     model_shape = num_layers, read_int_field(model_config, "num_attention_heads")
     table_shape = len(table), len(table[0])
-    count_pairs = zip(model_shape, table_shape, strict=True)
-    if any(count is not None and count != table_count for count, table_count in count_pairs):
-        counts = zip(model_shape, ("layers", "heads"), strict=True)
-        description = " of ".join(f"{count} {unit}" for count, unit in counts if count)
+    counts_of_model_and_table = zip(model_shape, table_shape, strict=True)
+    if any(
+        model_count is not None and model_count != table_count
+        for model_count, table_count in counts_of_model_and_table
+    ):
+        named_counts = zip(model_shape, ("layers", "heads"), strict=True)
+        shape_text = " of ".join(
+            f"{model_count} {unit}" for model_count, unit in named_counts if model_count
+        )
         raise ValueError(
-            f"CabConfig.{name} has {table_shape[0]} layers of {table_shape[1]} heads, and this "
-            f"model has {description}. Calibrate this model, or use settings without tables."
+            f"CabConfig.{field_name} has {table_shape[0]} layers of {table_shape[1]} heads, and "
+            f"this model has {shape_text}. Calibrate this model, or use settings without tables."
         )
 
 
@@ -142,15 +150,15 @@ def _require_anchors(config: CabConfig, model_config: Any, num_layers: int) -> N
         )
 
 
-def read_int_field(model_config: Any, name: str) -> int | None:
-    """Return the int field ``name`` of a transformers config.
+def read_int_field(model_config: Any, field_name: str) -> int | None:
+    """Return the int field ``field_name`` of a transformers config.
 
     Returns None if the number differs between layers, or if the config does not have the field.
     """
-    if getattr(model_config, f"{name}_per_layer", None) is not None:
+    if getattr(model_config, f"{field_name}_per_layer", None) is not None:
         return None
     try:
-        field_value = getattr(model_config, name, None)
+        field_value = getattr(model_config, field_name, None)
     except RuntimeError:
         # heterogeneous configs of transformers raise for values that differ between layers
         return None
@@ -163,13 +171,13 @@ def rope_parameter_dicts(model_config: Any) -> list[dict[str, Any]]:
     Args:
         model_config: a transformers config.
     """
-    all_parameters = getattr(model_config, "rope_parameters", None) or {}
+    rope_parameters = getattr(model_config, "rope_parameters", None) or {}
     return [
-        all_parameters,
+        rope_parameters,
         *(
-            type_parameters
-            for type_parameters in all_parameters.values()
-            if isinstance(type_parameters, dict)
+            layer_type_parameters
+            for layer_type_parameters in rope_parameters.values()
+            if isinstance(layer_type_parameters, dict)
         ),
     ]
 
@@ -208,10 +216,10 @@ def warn_if_never_sparse(min_length: int, model_config: Any) -> None:
     num_positions = max_positions(model_config)
     if num_positions is None or num_positions >= min_length:
         return
-    name = model_name_of(model_config)
+    model_name = model_name_of(model_config)
     warn_once(
-        (name, num_positions, min_length),
-        f"{name} has {num_positions:,} positions and min_length is {min_length:,}, so 'cab' "
+        (model_name, num_positions, min_length),
+        f"{model_name} has {num_positions:,} positions and min_length is {min_length:,}, so 'cab' "
         f'computes exact attention only. Set cab_config={{"min_length": {num_positions // 2}}} or '
         "less for sparse attention to prompts of this length and longer.",
     )
@@ -235,12 +243,12 @@ def warn_if_too_short(
     is_never_sparse = num_positions is not None and num_positions < min_length
     if num_tokens >= min_length or min_length < default_min_length or is_never_sparse:
         return
-    name = model_name_of(model_config)
+    model_name = model_name_of(model_config)
     warn_once(
-        (name, "prompt", min_length),
-        f"{name} reads {num_tokens:,} tokens and min_length is {min_length:,}, so 'cab' computes "
-        'exact attention here. Lower cab_config={"min_length": ...} for sparse attention to '
-        "shorter prompts.",
+        (model_name, "prompt", min_length),
+        f"{model_name} reads {num_tokens:,} tokens and min_length is {min_length:,}, so 'cab' "
+        'computes exact attention here. Lower cab_config={"min_length": ...} for sparse attention '
+        "to shorter prompts.",
     )
 
 
@@ -248,12 +256,12 @@ def warn_if_unused(text_config: Any) -> None:
     """Warn once per process and model if a config has a ``cab_config`` that no layer uses."""
     if text_config.cab_config is None:
         return
-    name = model_name_of(text_config)
+    model_name = model_name_of(text_config)
     warn_once(
-        (name, "cab_config"),
-        f"The config of {name} has a cab_config, which nothing uses: the model is loaded without "
-        "'cab'. Load it with attn_implementation='cab', or call cab_hf.apply_cab(model). Any other "
-        "attn_implementation turns this warning off.",
+        (model_name, "cab_config"),
+        f"The config of {model_name} has a cab_config, which nothing uses: the model is loaded "
+        "without 'cab'. Load it with attn_implementation='cab', or call cab_hf.apply_cab(model). "
+        "Any other attn_implementation turns this warning off.",
     )
 
 
@@ -262,9 +270,9 @@ def layer_index(module: Any) -> int | None:
 
     Returns None if several layers share the module, or if the module has no index.
     """
-    index = getattr(module, "layer_idx", None)
+    layer_idx = getattr(module, "layer_idx", None)
     # the index is -1 in a module that receives its layer index in each call
-    return index if is_whole(index, 0) else None
+    return layer_idx if is_whole_number(layer_idx, 0) else None
 
 
 def model_name_of(model_config: Any) -> str:
@@ -273,8 +281,10 @@ def model_name_of(model_config: Any) -> str:
     Args:
         model_config: a transformers config.
     """
-    path = str(getattr(model_config, "_name_or_path", None) or "").rstrip("/")
-    return path.rpartition("/")[2] or getattr(model_config, "model_type", None) or "this model"
+    model_path = str(getattr(model_config, "_name_or_path", None) or "").rstrip("/")
+    return (
+        model_path.rpartition("/")[2] or getattr(model_config, "model_type", None) or "this model"
+    )
 
 
 def softcap(module: Any) -> float | None:
@@ -288,9 +298,9 @@ def layer_type(module: Any) -> str | None:
     Returns None if the config has no ``layer_types``, or if the module has no index.
     """
     layer_types = getattr(getattr(module, "config", None), "layer_types", None)
-    index = layer_index(module)
+    layer_idx = layer_index(module)
     return (
-        layer_types[index]
-        if layer_types and index is not None and index < len(layer_types)
+        layer_types[layer_idx]
+        if layer_types and layer_idx is not None and layer_idx < len(layer_types)
         else None
     )

@@ -18,7 +18,7 @@ def attention_layers(model: PreTrainedModel) -> Iterator[tuple[int | None, nn.Mo
     The index is None for a module that several layers share.
     """
     text_config = model.config.get_text_config()
-    num_without_index = 0
+    num_layers_without_index = 0
     submodules: set[nn.Module] = set()
     for module in model.modules():
         if module in submodules:
@@ -28,8 +28,8 @@ def attention_layers(model: PreTrainedModel) -> Iterator[tuple[int | None, nn.Mo
             submodules.update(module.modules())
             yield layer_index(module), module
         elif _is_causal_by_call(module, text_config):
-            yield num_without_index, module
-            num_without_index += 1
+            yield num_layers_without_index, module
+            num_layers_without_index += 1
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -41,13 +41,13 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     Raises:
         ValueError: if ``model`` contains no transformers model.
     """
-    inner = inner_model(model) if isinstance(model, nn.Module) else None
-    if inner is None:
+    inner_transformers_model = inner_model(model) if isinstance(model, nn.Module) else None
+    if inner_transformers_model is None:
         raise ValueError(
             f"model must be a causal language model of transformers, got {type(model).__name__}. "
             "Pass the model, or a wrapper that contains it."
         )
-    return inner
+    return inner_transformers_model
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel | None:
@@ -78,10 +78,10 @@ def _is_causal_by_call(module: nn.Module, text_config: Any) -> bool:
 
 def head_dim(module: nn.Module) -> int:
     """Return the head dim of the queries of an attention module."""
-    for owner in (module, module.config):
-        for name in ("qk_head_dim", "head_dim"):
-            if isinstance(getattr(owner, name, None), int):
-                return getattr(owner, name)
+    for attribute_owner in (module, module.config):
+        for attribute_name in ("qk_head_dim", "head_dim"):
+            if isinstance(getattr(attribute_owner, attribute_name, None), int):
+                return getattr(attribute_owner, attribute_name)
     return module.config.hidden_size // module.config.num_attention_heads
 
 

@@ -10,41 +10,41 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cab_hf.checks import MAX_COUNT
-from cab_hf.config import CAB_FRC, FRC_PREDICTOR, NAMES, CabConfig, Origin
-from cab_hf.hf.fit import model_counts, require_layers, require_origin, warn_if_never_sparse
+from cab_hf.checks import MAX_INT32
+from cab_hf.config import CAB_FRC, FRC_PREDICTOR, IMPLEMENTATION_NAMES, CabConfig, Origin
+from cab_hf.hf.fit import read_model_counts, require_layers, require_origin, warn_if_never_sparse
 
 
 class _ParsedSettings(NamedTuple):
-    """The result of the last call of `_parse`.
+    """The result of the last call of `_parse_settings`.
 
     Attributes:
-        fields: copy of the dict that was parsed.
-        published: argument ``published`` of that call.
+        config_fields: copy of the dict that was parsed.
+        is_published: argument ``is_published`` of that call.
         settings: result of that call.
     """
 
-    fields: dict[str, Any]
-    published: bool
+    config_fields: dict[str, Any]
+    is_published: bool
     settings: CabConfig
 
 
 # one element, which is the cached result; every layer of a model passes the same dict
-_parse_cache: list[_ParsedSettings | None] = [None]
+_parsed_settings_cache: list[_ParsedSettings | None] = [None]
 
 
 class _FitCheck(NamedTuple):
     """The last successful check that settings fit a model.
 
     Attributes:
-        config: weak reference to the transformers config of the model, which has no hash.
+        model_config: weak reference to the transformers config of the model, which has no hash.
         settings: settings that fit the model.
-        counts: result of `model_counts` at the time of the check.
+        model_counts: result of `read_model_counts` at the time of the check.
     """
 
-    config: weakref.ref[Any]
+    model_config: weakref.ref[Any]
     settings: CabConfig
-    counts: tuple[int | None, ...]
+    model_counts: tuple[int | None, ...]
 
 
 # id of a transformers config -> its last successful check
@@ -53,7 +53,7 @@ _fit_checks_cache: dict[int, _FitCheck] = {}
 _truncated_configs: list[Any] = []
 
 
-def cab_config_of(config: Any, implementation: str | None = None) -> CabConfig:
+def cab_config_of(model_config: Any, implementation: str | None = None) -> CabConfig:
     """Return the CabConfig in a transformers config, or the defaults without a ``cab_config``.
 
     The defaults of "cab_frc" are `CabConfig.published`. A dict without the field ``predictor``
@@ -61,29 +61,33 @@ def cab_config_of(config: Any, implementation: str | None = None) -> CabConfig:
     again if settings or model change. A compiled model is not checked.
 
     Args:
-        config: a transformers config.
-        implementation: name of the attention implementation; None to read the name in ``config``.
+        model_config: a transformers config.
+        implementation: name of the attention implementation; None to read the name in
+            ``model_config``.
 
     Raises:
         ValueError: if ``cab_config`` is not a CabConfig, does not fit the layers and heads of the
             model, or has another predictor than "frc" with "cab_frc".
     """
-    saved_settings = getattr(config, "cab_config", None)
-    is_published = (implementation or getattr(config, "_attn_implementation", None)) == CAB_FRC
+    saved_settings = getattr(model_config, "cab_config", None)
+    is_published = (
+        implementation or getattr(model_config, "_attn_implementation", None)
+    ) == CAB_FRC
     settings = _check_predictor(
-        _parse({} if saved_settings is None else saved_settings, is_published), is_published
+        _parse_settings({} if saved_settings is None else saved_settings, is_published),
+        is_published,
     )
     if not torch.compiler.is_compiling():
-        _require_fit(settings, config)
+        _require_fit(settings, model_config)
     return settings
 
 
-def require_valid_settings(config: Any, new_settings: Any) -> CabConfig | None:
+def require_valid_settings(model_config: Any, new_settings: Any) -> CabConfig | None:
     """Check a new ``cab_config`` before it is set in the config of a model that uses "cab".
 
     Args:
-        config: a transformers config. The config is not checked if no model that uses "cab" has
-            read it, because its number of layers can still change.
+        model_config: a transformers config. The config is not checked if no model that uses "cab"
+            has read it, because its number of layers can still change.
         new_settings: new ``cab_config``; None is not checked.
 
     Returns:
@@ -94,73 +98,81 @@ def require_valid_settings(config: Any, new_settings: Any) -> CabConfig | None:
     """
     if (
         new_settings is None
-        or _last_check_of(config) is None
-        or config._attn_implementation not in NAMES
+        or _last_check_of(model_config) is None
+        or model_config._attn_implementation not in IMPLEMENTATION_NAMES
     ):
         return None
-    is_published = config._attn_implementation == CAB_FRC
-    settings = _check_predictor(_parse(new_settings, is_published), is_published)
-    _require_fit(settings, config)
+    is_published = model_config._attn_implementation == CAB_FRC
+    settings = _check_predictor(_parse_settings(new_settings, is_published), is_published)
+    _require_fit(settings, model_config)
     return settings
 
 
 @contextmanager
-def accept_fewer_layers(config: Any) -> Iterator[None]:
-    """Accept fewer layers in ``config`` inside the context, and restore the number afterwards.
+def accept_fewer_layers(model_config: Any) -> Iterator[None]:
+    """Accept fewer layers in a config inside the context, and restore the number afterwards.
 
     Drafts of `assistant_early_exit` run the first layers of a model. transformers does not restore
     the number of layers if a draft fails.
 
     Args:
-        config: a transformers config.
+        model_config: a transformers config.
     """
-    cab_config_of(config)
-    num_layers = config.num_hidden_layers
-    _truncated_configs.append(config)
+    cab_config_of(model_config)
+    num_layers = model_config.num_hidden_layers
+    _truncated_configs.append(model_config)
     try:
         yield
     finally:
-        config.num_hidden_layers = num_layers
+        model_config.num_hidden_layers = num_layers
         # compared by identity, because equal configs can be in the list
-        index = next(
-            i for i, truncated_config in enumerate(_truncated_configs) if truncated_config is config
+        config_index = next(
+            list_index
+            for list_index, truncated_config in enumerate(_truncated_configs)
+            if truncated_config is model_config
         )
-        del _truncated_configs[index]
+        del _truncated_configs[config_index]
 
 
-def _last_check_of(config: Any) -> _FitCheck | None:
+def _last_check_of(model_config: Any) -> _FitCheck | None:
     """Return the last successful check of a transformers config; None without a check."""
-    last_check = _fit_checks_cache.get(id(config))
-    return None if last_check is None or last_check.config() is not config else last_check
+    last_check = _fit_checks_cache.get(id(model_config))
+    return (
+        None if last_check is None or last_check.model_config() is not model_config else last_check
+    )
 
 
-def _require_fit(settings: CabConfig, config: Any) -> None:
+def _require_fit(settings: CabConfig, model_config: Any) -> None:
     """Raise a ValueError if settings do not fit a model.
 
     Returns immediately if the last check of the model had the same settings and succeeded.
 
     Args:
         settings: settings of the model.
-        config: a transformers config.
+        model_config: a transformers config.
     """
-    if any(config is truncated_config for truncated_config in _truncated_configs):
+    if any(model_config is truncated_config for truncated_config in _truncated_configs):
         return
-    counts, last_check = model_counts(config), _last_check_of(config)
-    if last_check is not None and last_check.settings is settings and last_check.counts == counts:
+    model_counts, last_check = read_model_counts(model_config), _last_check_of(model_config)
+    if (
+        last_check is not None
+        and last_check.settings is settings
+        and last_check.model_counts == model_counts
+    ):
         return
-    require_origin(settings.origin, config)
-    require_layers(settings, config)
-    key = id(config)
-    _fit_checks_cache[key] = _FitCheck(
-        weakref.ref(config, lambda _: _forget_config(key)), settings, counts
+    require_origin(settings.origin, model_config)
+    require_layers(settings, model_config)
+    config_id = id(model_config)
+    _fit_checks_cache[config_id] = _FitCheck(
+        weakref.ref(model_config, lambda _: _forget_config(config_id)), settings, model_counts
     )
 
 
-def _forget_config(key: int) -> None:
-    """Remove a deleted config from the cache, unless a newer config has the same id ``key``."""
-    last_check = _fit_checks_cache.get(key)
-    if last_check is not None and last_check.config() is None:
-        del _fit_checks_cache[key]
+def _forget_config(config_id: int) -> None:
+    """Remove a deleted config from the cache, unless a newer config has the same ``config_id``."""
+    last_check = _fit_checks_cache.get(config_id)
+    if last_check is not None and last_check.model_config() is None:
+        del _fit_checks_cache[config_id]
 
 
 def _check_predictor(settings: CabConfig, is_published: bool) -> CabConfig:
@@ -179,15 +191,15 @@ def _check_predictor(settings: CabConfig, is_published: bool) -> CabConfig:
     return settings
 
 
-def cab_config_in_use(config: Any) -> CabConfig:
+def cab_config_in_use(model_config: Any) -> CabConfig:
     """Return `cab_config_of`, and warn if the model has too few positions for sparse attention."""
-    settings = cab_config_of(config)
+    settings = cab_config_of(model_config)
     if not torch.compiler.is_compiling():
-        warn_if_never_sparse(settings.min_length, config)
+        warn_if_never_sparse(settings.min_length, model_config)
     return settings
 
 
-def _parse(saved_settings: Any, is_published: bool) -> CabConfig:
+def _parse_settings(saved_settings: Any, is_published: bool) -> CabConfig:
     """Return the settings in the value of a ``cab_config``.
 
     Args:
@@ -199,56 +211,74 @@ def _parse(saved_settings: Any, is_published: bool) -> CabConfig:
     if not isinstance(saved_settings, dict):
         return CabConfig.from_dict(saved_settings)
     if torch.compiler.is_compiling():
-        field_items = tuple((name, _to_hashable(value)) for name, value in saved_settings.items())
+        field_items = tuple(
+            (field_name, _to_hashable(field_value))
+            for field_name, field_value in saved_settings.items()
+        )
         return _make_constant_config(field_items, is_published)
-    last_result = _parse_cache[0]
+    last_parsed = _parsed_settings_cache[0]
     # comparing tables is faster than hashing, because Python compares numbers by identity first
     if (
-        last_result is None
-        or last_result.fields != saved_settings
-        or last_result.published != is_published
+        last_parsed is None
+        or last_parsed.config_fields != saved_settings
+        or last_parsed.is_published != is_published
     ):
         settings = _config_of_fields(saved_settings, is_published)
-        last_result = _parse_cache[0] = _ParsedSettings(
+        last_parsed = _parsed_settings_cache[0] = _ParsedSettings(
             copy.deepcopy(saved_settings), is_published, settings
         )
-    return last_result.settings
+    return last_parsed.settings
 
 
-def _config_of_fields(fields: dict[str, Any], is_published: bool) -> CabConfig:
+def _config_of_fields(config_fields: dict[str, Any], is_published: bool) -> CabConfig:
     """Return the settings in a dict of fields.
 
     Args:
-        fields: fields of `CabConfig` by name.
+        config_fields: fields of `CabConfig` by name.
         is_published: True for the defaults of the published method.
     """
-    if is_published and "predictor" not in fields:
-        return CabConfig.published(**fields)
-    return CabConfig.from_dict(fields)
+    if is_published and "predictor" not in config_fields:
+        return CabConfig.published(**config_fields)
+    return CabConfig.from_dict(config_fields)
 
 
-def _to_hashable(value: Any) -> Any:
+def _to_hashable(saved_value: Any) -> Any:
     """Return a value of a field as a hashable value, which is a constant under torch.compile.
 
     A number that differed in an earlier compilation is symbolic in dynamo. Dynamo turns the number
     into a constant where Python needs a constant, such as the length of a range or a string.
     """
-    if isinstance(value, (list, tuple)):
+    if isinstance(saved_value, (list, tuple)):
         # floats without a recursive call: a table can have thousands, and tracing a call is slow
         return tuple(
             [
-                float.fromhex(element.hex()) if type(element) is float else _to_hashable(element)
-                for element in value
+                float.fromhex(table_element.hex())
+                if type(table_element) is float
+                else _to_hashable(table_element)
+                for table_element in saved_value
             ]
         )
-    if isinstance(value, float):
-        return float.fromhex(value.hex())
-    if isinstance(value, dict) and set(value) == set(Origin._fields):
-        return tuple([(name, _to_hashable(field_value)) for name, field_value in value.items()])
+    if isinstance(saved_value, float):
+        return float.fromhex(saved_value.hex())
+    if isinstance(saved_value, dict) and set(saved_value) == set(Origin._fields):
+        return tuple(
+            [
+                (origin_field_name, _to_hashable(field_value))
+                for origin_field_name, field_value in saved_value.items()
+            ]
+        )
     # `CabConfig` rejects larger values
-    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT:
-        return len(range(value))
-    return value if value is None or isinstance(value, (str, int)) else repr(value)
+    if (
+        isinstance(saved_value, int)
+        and not isinstance(saved_value, bool)
+        and 0 < saved_value <= MAX_INT32
+    ):
+        return len(range(saved_value))
+    return (
+        saved_value
+        if saved_value is None or isinstance(saved_value, (str, int))
+        else repr(saved_value)
+    )
 
 
 @torch.compiler.assume_constant_result

@@ -18,7 +18,7 @@ from cab_hf.hf.fit import rope_parameter_dicts
 
 # least number of channels of a head of which half is scored: 8-bit products need multiples of 32
 # channels, so half of a smaller head saves nothing
-MIN_HEAD_DIM = 64
+MIN_HALVED_HEAD_DIM = 64
 
 
 def slow_channels(module: Any, head_dim: int) -> tuple[int, ...]:
@@ -37,13 +37,13 @@ def slow_channels(module: Any, head_dim: int) -> tuple[int, ...]:
     known_channels = getattr(module, "slow_channels", None)
     if isinstance(known_channels, tuple):
         return known_channels
-    config = getattr(module, "config", None)
+    model_config = getattr(module, "config", None)
     has_unrotated_channels = (
         not _is_rotated(module)
-        or getattr(config, "qk_rope_head_dim", None)
-        or any(factor != 1 for factor in _partial_rotary_factors(config))
+        or getattr(model_config, "qk_rope_head_dim", None)
+        or any(rotary_factor != 1 for rotary_factor in _partial_rotary_factors(model_config))
     )
-    if has_unrotated_channels or head_dim < MIN_HEAD_DIM or head_dim % 4:
+    if has_unrotated_channels or head_dim < MIN_HALVED_HEAD_DIM or head_dim % 4:
         return ()
     return _slow_channels_of_module(type(module).__module__, head_dim)
 
@@ -63,8 +63,8 @@ def _is_rotated(module: Any) -> bool:
     """Return True if an attention layer applies rotary embeddings."""
     if getattr(module, "use_rope", True) in (False, 0):
         return False
-    config = getattr(module, "config", None)
-    if getattr(config, "position_embedding_type", "rope") not in ("rope", "rotary"):
+    model_config = getattr(module, "config", None)
+    if getattr(model_config, "position_embedding_type", "rope") not in ("rope", "rotary"):
         return False
     model_type = type(module).__module__.rpartition("modeling_")[2]
     if model_type not in MODEL_TYPES_ROTATED_IN_WINDOWS or getattr(module, "force_rope", False):
@@ -78,14 +78,14 @@ def _is_rotated(module: Any) -> bool:
     )
 
 
-def _partial_rotary_factors(config: Any) -> list[float]:
+def _partial_rotary_factors(model_config: Any) -> list[float]:
     """Return every ``partial_rotary_factor`` of a config: the rotated share of the channels."""
-    factors = [getattr(config, "partial_rotary_factor", None)]
-    factors += [
+    rotary_factors = [getattr(model_config, "partial_rotary_factor", None)]
+    rotary_factors += [
         rope_parameters.get("partial_rotary_factor")
-        for rope_parameters in rope_parameter_dicts(config)
+        for rope_parameters in rope_parameter_dicts(model_config)
     ]
-    return [factor for factor in factors if factor is not None]
+    return [rotary_factor for rotary_factor in rotary_factors if rotary_factor is not None]
 
 
 # cached, because every layer needs the result in every call; a constant under torch.compile
@@ -101,10 +101,10 @@ def _slow_channels_of_module(module_name: str, head_dim: int) -> tuple[int, ...]
     rotate_half = getattr(sys.modules.get(module_name), "rotate_half", None)
     if rotate_half is None:
         return ()
-    partner_of_zero = abs(int(rotate_half(torch.arange(float(head_dim), device="cpu"))[0]))
-    if partner_of_zero not in (1, head_dim // 2):
+    partner_of_channel_0 = abs(int(rotate_half(torch.arange(float(head_dim), device="cpu"))[0]))
+    if partner_of_channel_0 not in (1, head_dim // 2):
         return ()
-    return slow_half_of_pairs(head_dim, is_interleaved=partner_of_zero == 1)
+    return slow_half_of_pairs(head_dim, is_interleaved=partner_of_channel_0 == 1)
 
 
 def slow_half_of_pairs(head_dim: int, is_interleaved: bool) -> tuple[int, ...]:
@@ -115,14 +115,14 @@ def slow_half_of_pairs(head_dim: int, is_interleaved: bool) -> tuple[int, ...]:
         is_interleaved: True if channels 2 i and 2 i + 1 form a pair, as in GPT-J; False if channels
             i and i + head_dim / 2 form a pair, as in LLaMA.
     """
-    if not is_interleaved or head_dim < MIN_HEAD_DIM or head_dim % 4:
+    if not is_interleaved or head_dim < MIN_HALVED_HEAD_DIM or head_dim % 4:
         return llama_channels(head_dim)
     return tuple(range(head_dim // 2, head_dim))
 
 
 def llama_channels(head_dim: int) -> tuple[int, ...]:
     """Return `slow_channels` of a head with pairs of channels i and i + head_dim / 2."""
-    if head_dim < MIN_HEAD_DIM or head_dim % 4:
+    if head_dim < MIN_HALVED_HEAD_DIM or head_dim % 4:
         return ()
-    half, quarter = head_dim // 2, head_dim // 4
-    return (*range(quarter, half), *range(half + quarter, head_dim))
+    half_dim, quarter_dim = head_dim // 2, head_dim // 4
+    return (*range(quarter_dim, half_dim), *range(half_dim + quarter_dim, head_dim))

@@ -31,12 +31,12 @@ STATE_ATTRIBUTES = frozenset(
 )
 
 
-def refuse_token_mixers(model: nn.Module, reason: str) -> None:
+def refuse_token_mixers(model: nn.Module, message_end: str) -> None:
     """Raise an error for a model whose layers mix tokens without attention.
 
     Args:
         model: a model of transformers, or a wrapper of one.
-        reason: end of the message, with the consequence and a remedy.
+        message_end: end of the message, with the consequence and a remedy.
 
     Raises:
         NotImplementedError: if ``model`` has such layers. The message names their classes.
@@ -45,7 +45,7 @@ def refuse_token_mixers(model: nn.Module, reason: str) -> None:
     if class_names:
         raise NotImplementedError(
             f"{type(inner_model(model)).__name__} has layers that mix tokens without attention "
-            f"({', '.join(class_names)}); {reason}"
+            f"({', '.join(class_names)}); {message_end}"
         )
 
 
@@ -61,18 +61,18 @@ def token_mixers(model: nn.Module) -> Iterator[nn.Module]:
     complete_model = inner_model(model)
     if complete_model is None:
         return
-    text_type = complete_model.config.get_text_config().model_type
-    stack = [model]
-    while stack:
-        module = stack.pop()
+    text_model_type = complete_model.config.get_text_config().model_type
+    module_stack = [model]
+    while module_stack:
+        module = module_stack.pop()
         is_submodel = isinstance(module, PreTrainedModel) and module is not complete_model
         # encoders of images or audio do not process the token sequence
-        if is_submodel and module.config.get_text_config().model_type != text_type:
+        if is_submodel and module.config.get_text_config().model_type != text_model_type:
             continue
-        children = list(module.children())
-        if any(map(_is_convolution, children)) or _has_recurrent_state(type(module)):
+        child_modules = list(module.children())
+        if any(map(_is_convolution, child_modules)) or _has_recurrent_state(type(module)):
             yield module
-        stack.extend(reversed(children))
+        module_stack.extend(reversed(child_modules))
 
 
 def _is_convolution(module: nn.Module) -> bool:
@@ -98,6 +98,6 @@ def _has_recurrent_state(module_class: type[nn.Module]) -> bool:
 def _names_in_code(code: CodeType) -> Iterator[str]:
     """Yield the names of attributes and globals in compiled code, including nested functions."""
     yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in_code(constant)
+    for code_constant in code.co_consts:
+        if isinstance(code_constant, CodeType):
+            yield from _names_in_code(code_constant)
